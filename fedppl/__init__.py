@@ -1,0 +1,44 @@
+"""Federated Bayesian inference: one client's posterior declared in PyMC, a hierarchy fitted across all clients."""
+
+from fedppl.engine.inprocess import InProcess
+from fedppl.hypotheses import contrast, hypotheses
+from fedppl.local.advi import ADVI, MeanField
+from fedppl.local.gradient_steps import GradientSteps
+from fedppl.local.laplace import Laplace
+from fedppl.local.nested_laplace import NestedLaplace
+from fedppl.local.nuts import NUTS
+from fedppl.loop import Round, fit, rounds
+from fedppl.model import ClientModel, FederatedModel
+from fedppl.participation import all_clients, bernoulli, fixed_size
+from fedppl.results import Fit
+from fedppl.steps.ep import EP
+from fedppl.types import Algorithm, DataError, DeclarationError, LocalInference, Status
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ADVI",
+    "EP",
+    "NUTS",
+    "Algorithm",
+    "ClientModel",
+    "DataError",
+    "DeclarationError",
+    "FederatedModel",
+    "Fit",
+    "GradientSteps",
+    "InProcess",
+    "Laplace",
+    "LocalInference",
+    "MeanField",
+    "NestedLaplace",
+    "Round",
+    "Status",
+    "all_clients",
+    "bernoulli",
+    "contrast",
+    "fit",
+    "fixed_size",
+    "hypotheses",
+    "rounds",
+]

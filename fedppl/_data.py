@@ -1,0 +1,67 @@
+"""Checks of clients' data that need no model: types, missing values, keys, columns."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fedppl.types import DataError
+
+__all__ = ["as_arrays", "group_by_columns", "needs_same_keys"]
+
+
+def as_arrays(client_id: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn one client's data into finite numeric arrays, or say what is wrong with them."""
+    if not isinstance(data, Mapping):
+        raise DataError(
+            f"client {client_id!r}: data are {type(data).__name__}, not a mapping from name to array; "
+            'pass for example {"X": ..., "y": ...}.'
+        )
+    if not data:
+        raise DataError(f"client {client_id!r}: no data; leave the client out or give it its arrays.")
+    arrays = {}
+    for name, value in data.items():
+        array = np.asarray(value)
+        if array.dtype == object or not np.issubdtype(array.dtype, np.number) and array.dtype != bool:
+            raise DataError(
+                f"client {client_id!r}: {name!r} has dtype {array.dtype}, which is not numeric; encode it as numbers."
+            )
+        if array.size == 0:
+            raise DataError(
+                f"client {client_id!r}: {name!r} has shape {array.shape}, that is zero rows; leave the client out: "
+                "its posterior is then that of a new client."
+            )
+        if np.issubdtype(array.dtype, np.inexact) and not np.all(np.isfinite(array)):
+            where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+            raise DataError(
+                f"client {client_id!r}: {name!r} holds {array[where]} at index {where}; drop or impute missing and "
+                "infinite values before the fit."
+            )
+        arrays[str(name)] = array
+    return arrays
+
+
+def needs_same_keys(clients: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse clients whose data have other names than most."""
+    count: defaultdict[tuple[str, ...], int] = defaultdict(int)
+    for arrays in clients.values():
+        count[tuple(sorted(arrays))] += 1
+    usual = max(count, key=lambda keys: count[keys])
+    for client_id, arrays in clients.items():
+        if tuple(sorted(arrays)) != usual:
+            raise DataError(
+                f"client {client_id!r}: data keys {sorted(arrays)} differ from the other clients' {list(usual)}; "
+                "rename or complete this client's data."
+            )
+
+
+def group_by_columns(clients: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Group client ids by all but the leading axis of their arrays, the largest group first."""
+    groups: defaultdict[tuple[tuple[str, int, tuple[int, ...]], ...], list[str]] = defaultdict(list)
+    for client_id, arrays in clients.items():
+        key = tuple((name, array.ndim, array.shape[1:]) for name, array in sorted(arrays.items()))
+        groups[key].append(client_id)
+    return sorted(groups.values(), key=len, reverse=True)

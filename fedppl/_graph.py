@@ -1,0 +1,281 @@
+"""From a PyMC model to graphs over one flat unconstrained vector x = (φ, θ). The only file that cuts graphs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pymc as pm
+import pytensor
+import pytensor.tensor as pt
+from pymc.initial_point import make_initial_point_expression
+from pytensor.compile.mode import Mode
+from pytensor.graph.basic import equal_computations
+from pytensor.graph.replace import clone_replace, vectorize_graph
+from pytensor.graph.traversal import ancestors
+from pytensor.scalar.basic import Abs, Sign
+from pytensor.tensor.elemwise import Elemwise
+
+from fedppl.types import Array, DeclarationError, Variable
+
+__all__ = [
+    "Parts",
+    "SiteGraph",
+    "batched",
+    "constrained_graph",
+    "dissect",
+    "has_kink",
+    "initial_values",
+    "prior_graph",
+    "python_function",
+    "same_graph",
+    "site_graph",
+    "variables",
+]
+
+# Functions that run once per fit are interpreted: compiling them would take longer than every call together.
+PYTHON_MODE = Mode(linker="py", optimizer="fast_compile")
+
+
+class Parts(NamedTuple):
+    """A client's model, sorted into what is shared, what is local, and what is data."""
+
+    model: Any
+    shared: tuple[Any, ...]
+    local: tuple[Any, ...]
+    data: tuple[Any, ...]
+    prior_terms: tuple[Any, ...]
+    site_terms: tuple[Any, ...]
+
+
+class SiteGraph(NamedTuple):
+    """log p(y, θ | φ) as a graph of x = (φ, θ), the data, and the shapes that depend on data."""
+
+    x: Any
+    inputs: tuple[Any, ...]
+    logp: Any
+    free_shapes: tuple[int, ...]  # positions in Parts.local whose shape is an input
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def _find_shared(model: Any, shared: Sequence[str]) -> tuple[Any, ...]:
+    free = {rv.name: rv for rv in model.free_RVs}
+    for name in shared:
+        if name in free:
+            continue
+        close = difflib.get_close_matches(name, free, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        known = name in model.named_vars
+        what = "is in the model but is not a free random variable" if known else "is not in the model"
+        raise DeclarationError(
+            f"shared name {name!r} {what}; free random variables are {_listed(list(free))}.{hint} "
+            "Name only free random variables in `shared=`."
+        )
+    return tuple(free[name] for name in shared)
+
+
+def dissect(model: Any, shared: Sequence[str]) -> Parts:
+    """Sort a model's variables and log-density terms, and refuse what cannot be federated."""
+    if not isinstance(model, pm.Model):
+        raise DeclarationError(
+            f"the builder returned {type(model).__name__}, not a pm.Model; end it with `return model`."
+        )
+    shared_rvs = _find_shared(model, shared)
+    local_rvs = tuple(rv for rv in model.free_RVs if rv not in shared_rvs)
+    for rv in model.free_RVs:
+        if rv.type.dtype.startswith(("int", "uint", "bool")):
+            raise DeclarationError(
+                f"{'shared' if rv in shared_rvs else 'local'} variable {rv.name!r} is discrete ({rv.type.dtype}); "
+                "moments and gradients need continuous parameters. Sum it out of the likelihood "
+                "(for example with pm.Mixture) or replace it by a continuous variable."
+            )
+    data = tuple(model.data_vars)
+    for rv in shared_rvs:
+        above = set(ancestors([rv])) - {rv}
+        for other in local_rvs:
+            if other in above:
+                raise DeclarationError(
+                    f"the prior of shared variable {rv.name!r} depends on local variable {other.name!r}; a shared "
+                    f"prior may depend only on shared variables. Share {other.name!r} too, or turn the arrow round."
+                )
+        for container in data:
+            if container in above:
+                raise DeclarationError(
+                    f"the prior of shared variable {rv.name!r} depends on client data {container.name!r}; then every "
+                    "client would have another prior. Use a constant that is the same at all clients."
+                )
+    prior_terms: list[Any] = list(shared_rvs)
+    site_terms: list[Any] = [*local_rvs, *model.observed_RVs]
+    for potential in model.potentials:
+        above = set(ancestors([potential]))
+        private = any(other in above for other in (*local_rvs, *data, *model.observed_RVs))
+        (site_terms if private else prior_terms).append(potential)
+    if not model.observed_RVs and not any(t in site_terms for t in model.potentials):
+        raise DeclarationError(
+            "the model has no observed variable and no data-dependent potential, so a client's data "
+            "cannot enter; pass `observed=` to a distribution."
+        )
+    return Parts(model, shared_rvs, local_rvs, data, tuple(prior_terms), tuple(site_terms))
+
+
+def _constants(model: Any) -> dict[Any, Any]:
+    """Lengths of fixed coords, which PyMC keeps in shared variables, as constants."""
+    return {
+        length: pt.constant(np.asarray(length.get_value()))
+        for length in model.dim_lengths.values()
+        if hasattr(length, "get_value")
+    }
+
+
+def _inputs_for(parts: Parts) -> tuple[dict[Any, Any], tuple[Any, ...]]:
+    inputs = tuple(
+        pt.tensor(name=f"data_{v.name}", dtype=v.type.dtype, shape=(None,) * v.type.ndim) for v in parts.data
+    )
+    replace: dict[Any, Any] = dict(zip(parts.data, inputs, strict=True))
+    replace.update(_constants(parts.model))
+    return replace, inputs
+
+
+def python_function(inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
+    """Build an interpreted function: no compilation, slow per call, fast with large arrays."""
+    function: Callable[..., Any] = pytensor.function(list(inputs), outputs, mode=PYTHON_MODE, on_unused_input="ignore")
+    return function
+
+
+def initial_values(parts: Parts) -> Callable[..., list[Array]]:
+    """Function of the data arrays: unconstrained initial values of the shared, then the local variables."""
+    model = parts.model
+    expressions = make_initial_point_expression(
+        free_rvs=model.free_RVs,
+        rvs_to_transforms=model.rvs_to_transforms,
+        initval_strategies=model.rvs_to_initial_values,
+        return_transformed=True,
+    )
+    by_rv = dict(zip(model.free_RVs, expressions, strict=True))
+    replace, inputs = _inputs_for(parts)
+    wanted = [by_rv[rv] for rv in (*parts.shared, *parts.local)]
+    # PyMC clones the graph, shared variables included: find the containers again by name.
+    by_name = {variable.name: value for variable, value in replace.items()}
+    clones = {v: by_name[v.name] for v in ancestors(wanted) if hasattr(v, "get_value") and v.name in by_name}
+    return python_function(inputs, clone_replace(wanted, clones))
+
+
+def variables(parts: Parts, initial: Sequence[Array], *, local: bool) -> tuple[Variable, ...]:
+    """Describe the shared or the local variables, given one client's initial values."""
+    model = parts.model
+    rvs, values = (
+        (parts.local, initial[len(parts.shared) :]) if local else (parts.shared, initial[: len(parts.shared)])
+    )
+    return tuple(
+        Variable(
+            name=rv.name,
+            shape=tuple(int(n) for n in np.shape(value)),
+            transform=getattr(model.rvs_to_transforms[rv], "name", "") or "",
+            dims=_dims(model, rv.name),
+        )
+        for rv, value in zip(rvs, values, strict=True)
+    )
+
+
+def _dims(model: Any, name: str) -> tuple[str, ...] | None:
+    dims = model.named_vars_to_dims.get(name)
+    return tuple(dims) if dims is not None else None
+
+
+def flat_values(
+    parts: Parts, x: Any, shared: Sequence[Variable], local: Sequence[Variable]
+) -> tuple[dict[Any, Any], tuple[Any, ...], tuple[int, ...]]:
+    """Map each value variable to its piece of x. Local shapes that PyMC leaves open become inputs."""
+    replace: dict[Any, Any] = {}
+    shape_inputs: list[Any] = []
+    free: list[int] = []
+    start: Any = 0
+    for variable, rv in zip(shared, parts.shared, strict=True):
+        value = parts.model.rvs_to_values[rv]
+        piece = x[start : start + variable.size].reshape(variable.shape)
+        replace[value] = pt.specify_shape(piece, variable.shape) if variable.shape else piece
+        start += variable.size
+    for position, (variable, rv) in enumerate(zip(local, parts.local, strict=True)):
+        value = parts.model.rvs_to_values[rv]
+        if None not in value.type.shape:
+            shape: Any = tuple(value.type.shape)
+            size: Any = int(np.prod(shape, dtype=np.int64))
+        else:
+            shape = pt.lvector(f"shape_{variable.name}")
+            size = pt.prod(shape)
+            shape_inputs.append(shape)
+            free.append(position)
+        replace[value] = x[start : start + size].reshape(shape, ndim=value.type.ndim)
+        start = start + size
+    return replace, tuple(shape_inputs), tuple(free)
+
+
+def site_graph(parts: Parts, shared: Sequence[Variable], local: Sequence[Variable]) -> SiteGraph:
+    """Graph of log p(y, θ | φ): every term but the shared prior, Jacobians of θ's transforms included."""
+    x = pt.vector("x")
+    replace, inputs = _inputs_for(parts)
+    values, shape_inputs, free = flat_values(parts, x, shared, local)
+    logp = parts.model.logp(vars=list(parts.site_terms), sum=True)
+    (flat,) = clone_replace([logp], {**replace, **values})
+    return SiteGraph(x, (*inputs, *shape_inputs), flat, free)
+
+
+def prior_graph(parts: Parts, shared: Sequence[Variable]) -> tuple[Any, Any]:
+    """Graph of the shared prior's log density on the unconstrained space: (φ, log p)."""
+    phi = pt.vector("phi")
+    values, _, _ = flat_values(parts._replace(local=()), phi, shared, ())
+    logp = parts.model.logp(vars=list(parts.prior_terms), sum=True)
+    (flat,) = clone_replace([logp], {**_constants(parts.model), **values})
+    return phi, flat
+
+
+def constrained_graph(
+    parts: Parts, shared: Sequence[Variable], local: Sequence[Variable], *, only_shared: bool
+) -> tuple[Any, tuple[Any, ...], tuple[str, ...], list[Any]]:
+    """Graphs of constrained variables and deterministics: (x, inputs, names, outputs)."""
+    model = parts.model
+    x = pt.vector("x")
+    replace, inputs = _inputs_for(parts)
+    if only_shared:
+        local_set = (*parts.local, *parts.data, *model.observed_RVs)
+        free = list(parts.shared)
+        extra = [v for v in model.deterministics if not set(ancestors([v])) & set(local_set)]
+        values, shape_inputs, _ = flat_values(parts._replace(local=()), x, shared, ())
+    else:
+        free = list(parts.local)
+        private = (*parts.local, *parts.data)
+        extra = [v for v in model.deterministics if set(ancestors([v])) & set(private)]
+        values, shape_inputs, _ = flat_values(parts, x, shared, local)
+    wanted = [*free, *extra]
+    outputs = model.replace_rvs_by_values(wanted)
+    outputs = clone_replace(list(outputs), {**replace, **values})
+    return x, (*inputs, *shape_inputs), tuple(v.name for v in wanted), outputs
+
+
+def batched(x: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Array]]:
+    """Vectorise graphs of one vector x over a leading axis of draws, interpreted."""
+    many = pt.matrix("draws")
+    return python_function([many, *inputs], vectorize_graph(list(outputs), {x: many}))
+
+
+def same_graph(a: SiteGraph, b: SiteGraph) -> bool:
+    """Whether two site graphs compute the same function of their inputs."""
+    types_a, types_b = [v.type for v in a.inputs], [v.type for v in b.inputs]
+    if types_a != types_b or a.free_shapes != b.free_shapes:
+        return False
+    return bool(equal_computations([a.logp], [b.logp], in_xs=[a.x, *a.inputs], in_ys=[b.x, *b.inputs]))
+
+
+def has_kink(graph: SiteGraph) -> bool:
+    """Whether |.| of a parameter stands in the log density: a kink that Laplace approximations cannot see."""
+    for variable in ancestors([graph.logp]):
+        node = variable.owner
+        if node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, Abs | Sign):
+            if graph.x in set(ancestors(node.inputs)):
+                return True
+    return False

@@ -1,0 +1,35 @@
+"""What a client does with a request, wherever it runs. Every engine calls this and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from fedppl.types import Algorithm, Failure, LocalFailure, Reply, Request
+
+__all__ = ["answer", "stream"]
+
+logger = logging.getLogger(__name__)
+
+
+def stream(seed: tuple[int, ...]) -> np.random.Generator:
+    """Random stream of a (seed, round, client) triple."""
+    return np.random.default_rng(np.random.SeedSequence(seed))
+
+
+def answer(algorithm: Algorithm, client: Any, personal: Any, request: Request) -> tuple[Any, Reply | Failure]:
+    """Run the client's part of the algorithm; what goes wrong becomes a Failure with its reason.
+
+    Personal state is replaced only by a request that succeeded.
+    """
+    try:
+        after, message, info = algorithm.update_client(client, personal, request.message, stream(request.seed))
+    except LocalFailure as failure:
+        return personal, Failure(request.client_id, request.nonce, str(failure))
+    except (ArithmeticError, np.linalg.LinAlgError, ValueError) as error:
+        logger.debug("client %s failed", request.client_id, exc_info=True)
+        return personal, Failure(request.client_id, request.nonce, f"{type(error).__name__}: {error}")
+    kept = {key: float(value) for key, value in info.items()}
+    return after, Reply(request.client_id, request.nonce, client.layout.fingerprint, message, kept)

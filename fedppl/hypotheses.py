@@ -1,0 +1,148 @@
+"""Contrasts and simple tests on posterior draws: does an interval exclude zero, in which direction, by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from fedppl.types import DeclarationError
+
+__all__ = ["contrast", "hypotheses"]
+
+
+def contrast(first: Any, second: Any, var_name: str, *, coords: Mapping[str, Any] | None = None) -> xr.DataArray:
+    r"""Draws of the difference of one variable between two results, or between two entries of one.
+
+    .. math:: \Delta^{(s)} = x_1^{(s)} - x_2^{(s)}
+
+    Parameters
+    ----------
+    first, second
+        ArviZ objects with a posterior, such as ``fit.client("a")`` and ``fit.client("b")``.
+    var_name
+        The variable.
+    coords
+        Labels that pick an entry, for example ``{"predictor": "age"}``.
+
+    Returns
+    -------
+    xarray.DataArray
+        Dims (chain, draw, ...), to be summarised by `hypotheses`.
+
+    Raises
+    ------
+    DeclarationError
+        If a variable or label is absent, or the numbers of draws differ.
+
+    Examples
+    --------
+    >>> import arviz, numpy as np, xarray as xr
+    >>> from fedppl import idata
+    >>> a = idata.from_groups({"posterior": xr.Dataset({"theta": (("chain", "draw"), np.ones((1, 3)))})})
+    >>> contrast(a, a, "theta").values
+    array([[0., 0., 0.]])
+
+    Notes
+    -----
+    *When this fails.* Draws of two clients are independent here, while their posteriors share φ; with few
+    clients and weak data the interval of a difference is a little too wide or narrow.
+    """
+    a, b = (_pick(result, var_name, coords) for result in (first, second))
+    if a.shape != b.shape:
+        raise DeclarationError(f"{var_name!r} has shapes {a.shape} and {b.shape}; draw equally many from both clients.")
+    difference: xr.DataArray = a - b.values
+    return difference.rename(f"{var_name} difference")
+
+
+def _pick(result: Any, var_name: str, coords: Mapping[str, Any] | None) -> xr.DataArray:
+    posterior = result["posterior"]
+    if var_name not in posterior:
+        raise DeclarationError(f"{var_name!r} is not in the posterior; variables are {list(posterior.data_vars)}.")
+    array: xr.DataArray = posterior[var_name]
+    try:
+        return array.sel(dict(coords or {}))
+    except (KeyError, ValueError) as error:
+        raise DeclarationError(f"{var_name!r} has no entry {dict(coords or {})}: {error}") from error
+
+
+def hypotheses(
+    draws: Any,
+    *,
+    var_names: Sequence[str] | None = None,
+    ci_prob: float = 0.9,
+    rope: tuple[float, float] | None = None,
+    null: float = 0.0,
+) -> pd.DataFrame:
+    r"""Test every entry of a posterior against a null value.
+
+    .. math:: \text{pd} = \max\{P(x > x_0), P(x < x_0)\}
+
+    Parameters
+    ----------
+    draws
+        An ArviZ object with a posterior, or a DataArray of draws such as `contrast` gives.
+    var_names
+        Variables; by default all of the posterior.
+    ci_prob
+        Probability of the equal-tailed interval.
+    rope
+        Region of practical equivalence (low, high); adds its posterior probability.
+    null
+        Value tested.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row an entry: mean, sd, ci_low, ci_high, excludes_null, probability_of_direction, in_rope.
+
+    Raises
+    ------
+    DeclarationError
+        For an interval probability outside (0, 1), an empty region, or an unknown variable.
+
+    Examples
+    --------
+    >>> import numpy as np, xarray as xr
+    >>> draws = xr.DataArray(np.linspace(1, 2, 100)[None], dims=("chain", "draw"), name="effect")
+    >>> bool(hypotheses(draws)["excludes_null"]["effect"])
+    True
+    """
+    if not 0 < ci_prob < 1:
+        raise DeclarationError(f"ci_prob={ci_prob} must lie between 0 and 1.")
+    if rope is not None and not rope[0] < rope[1]:
+        raise DeclarationError(f"rope={rope} must be (low, high) with low < high.")
+    if isinstance(draws, xr.DataArray):
+        arrays: dict[Hashable, xr.DataArray] = {draws.name or "x": draws}
+    else:
+        posterior = draws["posterior"]
+        names = list(var_names) if var_names is not None else [str(name) for name in posterior.data_vars]
+        arrays = {name: _pick(draws, str(name), None) for name in names}
+    rows = {}
+    for name, array in arrays.items():
+        stacked = array.stack(sample=("chain", "draw")).transpose("sample", ...)
+        entries = [dim for dim in stacked.dims if dim != "sample"]
+        for index in np.ndindex(*(stacked.sizes[dim] for dim in entries)):
+            labels = [str(stacked[dim].values[i]) for dim, i in zip(entries, index, strict=True)]
+            x = stacked.values[(slice(None), *index)]
+            rows[f"{name}[{', '.join(labels)}]" if labels else str(name)] = _row(x, ci_prob, rope, null)
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def _row(x: Any, ci_prob: float, rope: tuple[float, float] | None, null: float) -> dict[str, Any]:
+    low, high = np.quantile(x, [(1 - ci_prob) / 2, (1 + ci_prob) / 2])
+    above = float(np.mean(x > null))
+    row = {
+        "mean": float(np.mean(x)),
+        "sd": float(np.std(x, ddof=1)),
+        "ci_low": float(low),
+        "ci_high": float(high),
+        "excludes_null": bool(low > null or high < null),
+        "probability_of_direction": max(above, float(np.mean(x < null))),
+    }
+    if rope is not None:
+        row["in_rope"] = float(np.mean((x > rope[0]) & (x < rope[1])))
+    return row

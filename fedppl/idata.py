@@ -1,0 +1,94 @@
+"""The seam to ArviZ. The only file that knows whether results are InferenceData (0.x) or DataTree (1.x)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import arviz as az
+import numpy as np
+import xarray as xr
+
+from fedppl.types import Array
+
+__all__ = ["chain_diagnostics", "dataset", "from_groups", "posterior_dataset"]
+
+_IS_TREE = int(importlib.metadata.version("arviz").split(".")[0]) >= 1
+
+
+def from_groups(groups: Mapping[str, xr.Dataset]) -> Any:
+    """Assemble ArviZ's own container from one Dataset a group."""
+    kept = {name: group for name, group in groups.items() if group.data_vars}
+    if _IS_TREE:
+        return xr.DataTree.from_dict(kept)
+    with warnings.catch_warnings():
+        # ArviZ 0.x warns of groups that its schema does not name, such as `fit` and `rounds`.
+        warnings.filterwarnings("ignore", message=".*not defined in the InferenceData scheme.*")
+        return az.InferenceData(**kept)
+
+
+def dataset(
+    values: Mapping[str, Any],
+    dims: Mapping[str, Sequence[str]],
+    coords: Mapping[str, Any],
+    attrs: Mapping[str, Any] | None = None,
+) -> xr.Dataset:
+    """Build a Dataset from arrays with named dims; only coords that are used come along."""
+    variables = {name: (tuple(dims[name]), np.asarray(value)) for name, value in values.items()}
+    used = {dim for names, _ in variables.values() for dim in names}
+    kept = {dim: np.asarray(values) for dim, values in coords.items() if dim in used}
+    stamped = {"inference_library": "fedppl", **(attrs or {})}
+    return xr.Dataset(variables, coords=kept, attrs=stamped)
+
+
+def posterior_dataset(
+    draws: Mapping[str, Array],
+    dims: Mapping[str, tuple[str, ...] | None],
+    coords: Mapping[str, Any],
+    attrs: Mapping[str, Any] | None = None,
+) -> xr.Dataset:
+    """Dataset of draws (chain, draw, *shape) with the model's dims and coords, as ArviZ lays out a posterior."""
+    all_dims: dict[str, tuple[str, ...]] = {}
+    all_coords: dict[str, Any] = dict(coords)
+    for name, values in draws.items():
+        chains, count = values.shape[:2]
+        own = dims.get(name) or tuple(f"{name}_dim_{axis}" for axis in range(values.ndim - 2))
+        all_dims[name] = ("chain", "draw", *own)
+        all_coords.setdefault("chain", np.arange(chains))
+        all_coords.setdefault("draw", np.arange(count))
+        for axis, dim in enumerate(own):
+            known = all_coords.get(dim)
+            if known is None or len(known) != values.shape[2 + axis]:
+                all_coords[dim] = np.arange(values.shape[2 + axis])
+    return dataset(draws, all_dims, all_coords, attrs)
+
+
+def chain_diagnostics(draws: Array) -> tuple[float, float]:
+    """Largest R̂ and smallest bulk ESS over the last axis of draws (chain, draw, coordinate)."""
+    if draws.shape[-1] == 0:
+        return 1.0, float(draws.shape[0] * draws.shape[1])
+    logger = logging.getLogger("arviz")
+    before = logger.level
+    logger.setLevel(logging.ERROR)  # one chain is a setting of ours, not news to the user
+    try:
+        if _IS_TREE:
+            columns = range(draws.shape[-1])
+            rhat = max(float(az.rhat(draws[..., i], chain_axis=0, draw_axis=1)) for i in columns)
+            ess = min(float(az.ess(draws[..., i], chain_axis=0, draw_axis=1)) for i in columns)
+            return rhat, ess
+        data = az.convert_to_dataset({"x": draws})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # 0.x divides by zero where a coordinate is constant
+            rhat = float(az.rhat(data)["x"].max()) if draws.shape[0] > 1 else _split_rhat(draws)
+            return rhat, float(az.ess(data)["x"].min())
+    finally:
+        logger.setLevel(before)
+
+
+def _split_rhat(draws: Array) -> float:
+    """R̂ of one chain's two halves, which ArviZ 0.x declines to give."""
+    half = draws.shape[1] // 2
+    return float(az.rhat(az.convert_to_dataset({"x": np.concatenate([draws[:, :half], draws[:, half : 2 * half]])}))["x"].max())

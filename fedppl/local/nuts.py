@@ -1,0 +1,272 @@
+"""NUTS: cavity x site factor sampled by nutpie when it is installed, else by PyMC's own step method."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pymc as pm
+
+from fedppl.idata import chain_diagnostics
+from fedppl.local._tilted import log_tilted, start
+from fedppl.types import Array, DeclarationError, Draws, LocalFailure, LocalInference, Moments, Target
+
+__all__ = ["NUTS"]
+
+_HAS_NUTPIE = importlib.util.find_spec("nutpie") is not None
+_one_at_a_time = threading.Lock()  # PyMC's step methods keep state that threads would share
+
+
+def NUTS(
+    *,
+    draws: int = 1000,
+    tune: int = 1000,
+    chains: int = 2,
+    target_accept: float = 0.9,
+    rhat_limit: float = 1.1,
+    nuts_sampler: str | None = None,
+) -> LocalInference:
+    r"""Moments of the tilted distribution by Hamiltonian Monte Carlo.
+
+    .. math:: (\phi, \theta) \sim p(y_k, \theta \mid \phi)\, q_{-k}(\phi), \qquad
+              \hat Q = (n_{\mathrm{eff}} - m - 2)\, S^{-1}
+
+    with S the scatter matrix of the draws of φ. The choice for priors that are not smooth (lasso, horseshoe) and
+    for checking every other way.
+
+    Parameters
+    ----------
+    draws, tune, chains
+        As in ``pm.sample``; chains run one after the other inside a client.
+    target_accept
+        As in ``pm.sample``.
+    rhat_limit
+        Largest R̂ of a shared coordinate with which moments are sent.
+    nuts_sampler
+        "nutpie" or "pymc"; by default nutpie when it is installed.
+
+    Returns
+    -------
+    LocalInference
+
+    Raises
+    ------
+    DeclarationError
+        For an unknown sampler, or nutpie asked for and not installed.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> fedppl.NUTS(draws=500, tune=500).name
+    'NUTS'
+
+    Notes
+    -----
+    *When this fails.* A reply carries Monte Carlo error of about 1 / sqrt(ESS) posterior sd, and errors of K
+    clients add up. EP averages its rounds once the change is down to that error; raise `draws` for less.
+    """
+    sampler = nuts_sampler or ("nutpie" if _HAS_NUTPIE else "pymc")
+    if sampler not in ("nutpie", "pymc"):
+        raise DeclarationError(f'nuts_sampler={sampler!r} is unknown; use "nutpie" or "pymc".')
+    if sampler == "nutpie" and not _HAS_NUTPIE:
+        raise DeclarationError('nuts_sampler="nutpie" needs nutpie; install fedppl[nutpie] or use "pymc".')
+    if min(draws, tune, chains) < 1 or draws * chains < 20:
+        raise DeclarationError(f"draws={draws}, tune={tune}, chains={chains} are too few; use at least 20 draws.")
+    settings = {
+        "sampler": sampler,
+        "draws": draws,
+        "tune": tune,
+        "chains": chains,
+        "target_accept": target_accept,
+        "rhat_limit": rhat_limit,
+    }
+    return LocalInference(
+        name="NUTS",
+        check=lambda client: None,
+        expand=None,
+        tilted=functools.partial(tilted, **settings),
+        draw=functools.partial(draw, **{k: v for k, v in settings.items() if k not in ("draws", "chains")}),
+    )
+
+
+def tilted(
+    target: Target,
+    rng: np.random.Generator,
+    *,
+    sampler: str,
+    draws: int,
+    tune: int,
+    chains: int,
+    target_accept: float,
+    rhat_limit: float,
+) -> Moments:
+    """Moments of f_k(φ) q_{-k}(φ) from NUTS draws."""
+    sample, info = _sample(target, rng, sampler, draws, tune, chains, target_accept)
+    m = target.client.shared_size
+    phi = sample[..., :m]
+    rhat, ess = chain_diagnostics(phi)
+    if not rhat <= rhat_limit:
+        raise LocalFailure(f"R̂ {rhat:.3f} is above {rhat_limit}; raise tune= and draws= of NUTS")
+    flat = phi.reshape(-1, m)
+    independent = min(ess, float(len(flat)))
+    if independent <= m + 3:
+        raise LocalFailure(f"only {independent:.0f} effective draws for {m} shared coordinates; raise draws= of NUTS")
+    mean = flat.mean(axis=0)
+    covariance = np.atleast_2d(np.cov(flat, rowvar=False))
+    precision = np.linalg.inv(covariance) * (independent - m - 2) / (independent - 1)
+    skewness = np.abs(np.mean((flat - mean) ** 3, axis=0)) / np.diag(covariance) ** 1.5
+    return Moments(
+        mean,
+        covariance,
+        (precision + precision.T) / 2,
+        {
+            "ess": ess,
+            "rhat": rhat,
+            "skewness": float(skewness.max()),
+            "mc_error": float(1.0 / np.sqrt(independent)),
+            **info,
+        },
+    )
+
+
+def draw(
+    target: Target,
+    draws: int,
+    chains: int,
+    rng: np.random.Generator,
+    *,
+    sampler: str,
+    tune: int,
+    target_accept: float,
+    rhat_limit: float,
+) -> Draws:
+    """Draws of (φ, θ) from the tilted distribution, FedLin eq. 8."""
+    del rhat_limit  # the caller sees R̂ in the diagnostics; draws are not withheld
+    sample, info = _sample(target, rng, sampler, draws, tune, chains, target_accept)
+    m = target.client.shared_size
+    rhat, ess = chain_diagnostics(sample)
+    return Draws(sample[..., :m], sample[..., m:], {"ess": ess, "rhat": rhat, **info})
+
+
+def _sample(
+    target: Target,
+    rng: np.random.Generator,
+    sampler: str,
+    draws: int,
+    tune: int,
+    chains: int,
+    target_accept: float,
+) -> tuple[Array, dict[str, float]]:
+    """Sample x = (φ, θ): draws (chain, draw, m + d_k), and the number of divergences."""
+    density = log_tilted(target)
+    run = _nutpie if sampler == "nutpie" else _pymc
+    sample, divergences = run(density, start(target), draws, tune, chains, target_accept, rng)
+    if not np.all(np.isfinite(sample)):
+        raise LocalFailure("NUTS left the region where the log density is finite; give θ a proper prior")
+    return sample, {"divergences": float(divergences)}
+
+
+def _nutpie(
+    density: Callable[[Array], tuple[float, Array]],
+    origin: Array,
+    draws: int,
+    tune: int,
+    chains: int,
+    target_accept: float,
+    rng: np.random.Generator,
+) -> tuple[Array, int]:
+    import nutpie
+    from nutpie.compiled_pyfunc import from_pyfunc
+
+    size = len(origin)
+    starts = np.random.default_rng(rng.integers(2**63))
+
+    compiled = from_pyfunc(
+        size,
+        lambda: density,
+        lambda *_, **__: lambda x: {"x": x},
+        [np.dtype("float64")],
+        [(size,)],
+        ["x"],
+        make_initial_point_fn=lambda: lambda seed: origin + 0.1 * starts.normal(size=size),
+    )
+    with warnings.catch_warnings():
+        # nutpie converts to ArviZ on the way out and passes on ArviZ's notices, which are not about this sample.
+        warnings.simplefilter("ignore")
+        trace = nutpie.sample(
+            compiled,
+            draws=draws,
+            tune=tune,
+            chains=chains,
+            cores=1,
+            seed=int(rng.integers(2**31)),
+            save_warmup=False,
+            progress_bar=False,
+            target_accept=target_accept,
+        )
+    return np.asarray(trace["posterior"]["x"]), int(np.sum(np.asarray(trace["sample_stats"]["diverging"])))
+
+
+class _LogDensity:
+    """What PyMC's integrator asks of a compiled log density, over a plain Python function."""
+
+    def __init__(self, density: Callable[[Array], tuple[float, Array]]) -> None:
+        self._density = density
+        self._extra_vars_shared: dict[str, Any] = {}
+        self._extra_are_set = True
+        self._raveled_inputs = True
+        self._pytensor_function = self
+        self.dtype = "float64"
+        self.trust_input = True
+
+    def __call__(self, x: Array) -> tuple[float, Array]:
+        return self._density(x)
+
+    def set_extra_values(self, values: Any) -> None:
+        """Nothing besides x varies."""
+
+
+@functools.cache
+def _flat_model(size: int) -> Any:
+    with pm.Model() as model:
+        pm.Flat("x", shape=size)
+    return model
+
+
+def _pymc(
+    density: Callable[[Array], tuple[float, Array]],
+    origin: Array,
+    draws: int,
+    tune: int,
+    chains: int,
+    target_accept: float,
+    rng: np.random.Generator,
+) -> tuple[Array, int]:
+    with _one_at_a_time:
+        model = _flat_model(len(origin))
+    sample = np.empty((chains, draws, len(origin)))
+    divergences = 0
+    for chain in range(chains):
+        step = pm.NUTS(
+            vars=model.value_vars,
+            model=model,
+            logp_dlogp_func=_LogDensity(density),
+            initial_point={"x": origin},
+            target_accept=target_accept,
+            rng=np.random.default_rng(rng.integers(2**63)),
+        )
+        point = {"x": origin + 0.1 * rng.normal(size=len(origin))}
+        step.tune = True
+        for i in range(tune + draws):
+            if i == tune:
+                step.stop_tuning()
+            point, stats = step.step(point)
+            if i >= tune:
+                sample[chain, i - tune] = point["x"]
+                divergences += int(stats[0]["diverging"])
+    return sample, divergences

@@ -1,0 +1,429 @@
+"""The round loop: who is asked, with which random stream, what counts as a reply, what is recorded.
+
+Engines move messages and algorithms compute; everything in between is here, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl import checkpoint as checkpoints
+from fedppl.engine.answer import stream
+from fedppl.engine.inprocess import InProcess
+from fedppl.model import ClientModel, FederatedModel
+from fedppl.participation import Participation, as_participation
+from fedppl.results import Fit, Record
+from fedppl.types import (
+    Algorithm,
+    DeclarationError,
+    Engine,
+    EngineFactory,
+    Failure,
+    Layout,
+    Message,
+    Reply,
+    Request,
+    Status,
+)
+
+__all__ = ["Round", "fit", "rounds"]
+
+logger = logging.getLogger(__name__)
+
+
+class Round(NamedTuple):
+    """One round: its number, the server's state and diagnostics, and what each asked client did."""
+
+    number: int
+    state: Any
+    info: Any
+    status: Status
+    message: str
+    record: Record
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Reason by client id for every client whose old site was kept."""
+        return dict(self.record.failures)
+
+
+def rounds(
+    model: FederatedModel,
+    clients: Mapping[str, Mapping[str, Any]],
+    algorithm: Algorithm,
+    *,
+    rounds: int | None = None,
+    engine: EngineFactory | None = None,
+    participation: Participation | int | float | None = None,
+    checkpoint: str | Path | None = None,
+    deadline: float | None = None,
+    random_seed: int | np.random.Generator | None = None,
+) -> Iterator[Round]:
+    """Run a federated algorithm a round at a time, for scripts that look in between.
+
+    Parameters
+    ----------
+    model
+        The declaration.
+    clients
+        Client id to that client's data, name to array.
+    algorithm
+        For example ``fedppl.EP()``.
+    rounds
+        Stop after this many rounds in all; None runs until converged or the caller stops.
+    engine
+        What moves the messages; by default ``fedppl.InProcess()``.
+    participation
+        None for all clients, an int for that many a round, a float for a probability, or a function
+        ``(clients, rng) -> clients``.
+    checkpoint
+        File to write the state to after every round, and to resume from when it exists. A resumed run gives
+        the same numbers as an uninterrupted one.
+    deadline
+        Seconds to wait for replies in a round.
+    random_seed
+        Seed of every random stream.
+
+    Yields
+    ------
+    Round
+
+    Raises
+    ------
+    DeclarationError, DataError
+        Before the first round.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> model, clients = normal_means()
+    >>> [step.number for step in fedppl.rounds(model, clients, fedppl.EP(), rounds=2)]
+    [1, 2]
+
+    Notes
+    -----
+    *When this fails.* A client that fails keeps its old site; `Round.failures` says why. A run that does not
+    converge ends with status "max_rounds" and a message that names the setting to change.
+    """
+    run = _start(model, clients, algorithm, rounds, engine, participation, checkpoint, deadline, random_seed)
+    return _run(run)
+
+
+def fit(
+    model: FederatedModel,
+    clients: Mapping[str, Mapping[str, Any]],
+    algorithm: Algorithm,
+    *,
+    rounds: int = 20,
+    engine: EngineFactory | None = None,
+    participation: Participation | int | float | None = None,
+    checkpoint: str | Path | None = None,
+    callback: Callable[[Round], bool | None] | None = None,
+    deadline: float | None = None,
+    progressbar: bool = True,
+    random_seed: int | np.random.Generator | None = None,
+) -> Fit:
+    """Fit a hierarchy across clients whose data stay where they are.
+
+    Parameters
+    ----------
+    model, clients, algorithm, engine, participation, checkpoint, deadline, random_seed
+        As in `rounds`.
+    rounds
+        Largest number of rounds.
+    callback
+        Called with every Round; return True to stop.
+    progressbar
+        Whether to show progress.
+
+    Returns
+    -------
+    Fit
+        Posterior of the shared parameters, per-client posteriors, diagnostics and status.
+
+    Raises
+    ------
+    DeclarationError, DataError
+        Before the first round.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> model, clients = normal_means()
+    >>> fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit.status
+    <Status.CONVERGED: 'converged'>
+
+    Notes
+    -----
+    *When this fails.* Look at `Fit.message` and ``fit.idata["rounds"]``: not converging is a status.
+    """
+    if rounds < 1:
+        raise DeclarationError(f"rounds={rounds} must be at least 1.")
+    run = _start(model, clients, algorithm, rounds, engine, participation, checkpoint, deadline, random_seed)
+    started = time.perf_counter()
+    with _Progress(rounds, show=progressbar) as progress:
+        for step in _run(run):
+            progress.update(step)
+            if callback is not None and callback(step):
+                break
+    status, message = _status(run, rounds)
+    if not status.ok:
+        logger.warning("fit ended with status %s: %s", status.value, message)
+    return Fit(
+        algorithm=algorithm,
+        state=run.state,
+        layout=run.layout,
+        clients=run.models,
+        records=tuple(run.records),
+        status=status,
+        message=message,
+        seed=run.seed,
+        seconds=time.perf_counter() - started,
+    )
+
+
+class _Run:
+    """A run in progress; the only mutable thing here."""
+
+    def __init__(self, algorithm: Algorithm, engine: Engine, models: Mapping[str, ClientModel], seed: int) -> None:
+        self.algorithm = algorithm
+        self.engine = engine
+        self.models = dict(models)
+        self.seed = seed
+        self.layout: Layout = engine.layout()
+        self.clients = engine.clients()
+        self.state = algorithm.init_server(self.layout, self.clients, stream((seed, 0, 0)))
+        self.records: list[Record] = []
+        self.limit: int | None = None
+        self.participation: Participation = as_participation(None)
+        self.checkpoint: Path | None = None
+        self.deadline: float | None = None
+
+
+def _start(
+    model: FederatedModel,
+    clients: Mapping[str, Mapping[str, Any]],
+    algorithm: Algorithm,
+    limit: int | None,
+    engine: EngineFactory | None,
+    participation: Participation | int | float | None,
+    checkpoint: str | Path | None,
+    deadline: float | None,
+    random_seed: int | np.random.Generator | None,
+) -> _Run:
+    """Check everything that can be checked before work begins, and resume if there is something to resume."""
+    if not isinstance(model, FederatedModel):
+        raise DeclarationError(
+            f"model is {type(model).__name__}; wrap the builder: FederatedModel(builder, shared=[...])."
+        )
+    if not isinstance(algorithm, Algorithm):
+        raise DeclarationError(f"algorithm is {type(algorithm).__name__}; pass one that is built, like fedppl.EP().")
+    chosen = as_participation(participation)
+    if deadline is not None and not deadline > 0:
+        raise DeclarationError(f"deadline={deadline} must be a positive number of seconds.")
+    seed = _seed(random_seed)
+    models = model.enrol(clients)
+    algorithm.check(next(iter(models.values())))
+    run = _Run(algorithm, (engine or InProcess())(algorithm, models), models, seed)
+    run.limit, run.participation, run.deadline = limit, chosen, deadline
+    if checkpoint is not None:
+        run.checkpoint = Path(checkpoint)
+        if run.checkpoint.exists():
+            _resume(run, random_seed is not None)
+    return run
+
+
+def _seed(random_seed: int | np.random.Generator | None) -> int:
+    if random_seed is None:
+        return int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
+    if isinstance(random_seed, np.random.Generator):
+        return int(random_seed.integers(2**63))
+    if isinstance(random_seed, int | np.integer) and not isinstance(random_seed, bool) and random_seed >= 0:
+        return int(random_seed)
+    raise DeclarationError(f"random_seed={random_seed!r} must be a non-negative int, a Generator or None.")
+
+
+def _client_key(client_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(client_id.encode(), digest_size=8).digest(), "little")
+
+
+def _run(run: _Run) -> Iterator[Round]:
+    """Ask, wait, check, update, record; until converged or out of rounds."""
+    while run.limit is None or len(run.records) < run.limit:
+        if run.records and run.records[-1].status is not Status.RUNNING:
+            return
+        yield _one_round(run)
+
+
+def _one_round(run: _Run) -> Round:
+    number = len(run.records) + 1
+    asked = run.participation(run.clients, stream((run.seed, number, 0)))
+    unknown = set(asked) - set(run.clients)
+    if unknown or not asked:
+        raise DeclarationError(f"participation chose {list(asked)} in round {number}; choose from {list(run.clients)}.")
+    requests = {
+        client_id: Request(
+            client_id,
+            nonce=number,
+            round=number,
+            seed=(run.seed, number, _client_key(client_id)),
+            message=run.algorithm.broadcast(run.state, client_id),
+        )
+        for client_id in asked
+    }
+    started = time.perf_counter()
+    answers = run.engine.exchange(requests, run.deadline)
+    seconds = time.perf_counter() - started
+    shapes = run.algorithm.reply_shapes(run.state)
+    replies: dict[str, Message] = {}
+    infos: dict[str, Mapping[str, float]] = {}
+    failures: dict[str, str] = {}
+    for client_id, request in requests.items():
+        reply = answers.get(client_id)
+        reason = _why_not(reply, request, run.layout, shapes)
+        if reason is None and isinstance(reply, Reply):
+            replies[client_id], infos[client_id] = reply.message, reply.info
+        else:
+            failures[client_id] = str(reason)
+            logger.warning("round %d, client %s skipped: %s", number, client_id, reason)
+    run.state, info = run.algorithm.update_server(run.state, replies)
+    status, message = Status(run.state.status), run.state.message
+    record = Record(
+        number=number,
+        asked=tuple(asked),
+        failures=failures,
+        infos=infos,
+        info={k: v for k, v in info._asdict().items() if isinstance(v, int | float | str)},
+        bytes_down={client_id: _bytes(request.message) for client_id, request in requests.items()},
+        bytes_up={client_id: _bytes(message) for client_id, message in replies.items()},
+        seconds=seconds,
+        status=status,
+    )
+    run.records.append(record)
+    logger.info("round %d: %s, %d of %d replies", number, status.value, len(replies), len(asked))
+    if run.checkpoint is not None:
+        _save(run)
+    return Round(number, run.state, info, status, message, record)
+
+
+def _why_not(
+    reply: Reply | Failure | None, request: Request, layout: Layout, shapes: Mapping[str, tuple[int, ...]]
+) -> str | None:
+    """Why a reply does not count, or None if it does."""
+    if reply is None:
+        return "no reply"
+    if isinstance(reply, Failure):
+        return reply.reason
+    if reply.nonce != request.nonce:
+        return f"reply to request {reply.nonce}, but the latest is {request.nonce}"
+    if reply.fingerprint != layout.fingerprint:
+        return f"layout fingerprint {reply.fingerprint} differs from {layout.fingerprint}: another model runs there"
+    if set(reply.message) != set(shapes):
+        return f"reply holds {sorted(reply.message)}, expected {sorted(shapes)}"
+    for name, shape in shapes.items():
+        value = np.asarray(reply.message[name])
+        if value.shape != shape:
+            return f"{name!r} has shape {value.shape}, expected {shape}"
+        if not np.issubdtype(value.dtype, np.floating) or not np.all(np.isfinite(value)):
+            return f"{name!r} is not all finite real numbers"
+    return None
+
+
+def _bytes(message: Message) -> int:
+    return sum(np.asarray(value).nbytes for value in message.values())
+
+
+def _save(run: _Run) -> None:
+    assert run.checkpoint is not None
+    content = {
+        "fingerprint": run.layout.fingerprint,
+        "algorithm": run.algorithm.name,
+        "clients": run.clients,
+        "seed": run.seed,
+        "state": run.state,
+        "records": run.records,
+        "personal": getattr(run.engine, "personal", {}),
+    }
+    checkpoints.write(run.checkpoint, content)
+
+
+def _resume(run: _Run, seed_given: bool) -> None:
+    assert run.checkpoint is not None
+    content = checkpoints.read(run.checkpoint)
+    expected = {
+        "fingerprint": run.layout.fingerprint,
+        "algorithm": run.algorithm.name,
+        "clients": run.clients,
+    }
+    if seed_given:
+        expected["seed"] = run.seed
+    for name, value in expected.items():
+        if content[name] != value:
+            raise DeclarationError(
+                f"checkpoint {str(run.checkpoint)!r} is of another run: its {name} is {content[name]}, this run's is "
+                f"{value}. Choose another path, or delete the file to start again."
+            )
+    run.seed, run.state, run.records = content["seed"], content["state"], list(content["records"])
+    if hasattr(run.engine, "personal"):
+        run.engine.personal.update(content["personal"])
+    logger.info("resumed after round %d from %s", len(run.records), run.checkpoint)
+
+
+def _status(run: _Run, limit: int) -> tuple[Status, str]:
+    """Say how the run ended; running out of rounds, or of replies, is told with the knob to turn."""
+    status, message = Status(run.state.status), str(run.state.message)
+    if status is not Status.RUNNING:
+        return status, message
+    silent = set(run.clients) - {client_id for record in run.records for client_id in record.infos}
+    if len(silent) == len(run.clients):
+        reasons = sorted({reason for record in run.records for reason in record.failures.values()})
+        return Status.STALLED, f"no client ever sent a usable reply: {'; '.join(reasons[:3])}"
+    if silent:
+        message += f"; clients {sorted(silent)[:5]} never sent a usable reply, see `rounds`"
+    return Status.MAX_ROUNDS, f"stopped after {len(run.records)} of {limit} rounds: {message}"
+
+
+class _Progress:
+    """A progress bar with the last change, or nothing."""
+
+    def __init__(self, total: int, *, show: bool) -> None:
+        self._bar: Any = None
+        if show:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._bar = Progress(
+                TextColumn("Round"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
+            self._task = self._bar.add_task("", total=total, note="")
+
+    def __enter__(self) -> _Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, step: Round) -> None:
+        """Advance to the round."""
+        if self._bar is not None:
+            info = step.record.info
+            note = f"{info.get('phase', '')}, change {info.get('change_mean', np.nan):.2g} sd, {step.status.value}"
+            if step.failures:
+                note += f", {len(step.failures)} skipped"
+            self._bar.update(self._task, completed=step.number, note=note)

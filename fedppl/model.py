@@ -1,0 +1,487 @@
+"""One client's posterior, declared as a PyMC model and compiled once for every client.
+
+`FederatedModel` is the declaration. `ClientModel` is what a local inference sees of it: pure functions of flat
+unconstrained vectors, compiled once and shared by clients of every size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytensor
+import pytensor.tensor as pt
+from pytensor.compile.mode import get_mode
+
+from fedppl import _graph
+from fedppl._data import as_arrays, group_by_columns, needs_same_keys
+from fedppl._pack import pack, unpacking_kernel
+from fedppl.prior import SharedPrior, gaussian_prior, moment_match
+from fedppl.types import Array, DataError, DeclarationError, Layout, Variable, coordinate_labels
+
+__all__ = ["ClientModel", "FederatedModel", "compilations"]
+
+logger = logging.getLogger(__name__)
+
+_PRIOR_DRAWS = 4000
+_TEMPLATES_KEPT = 64
+_templates: list[_Template] = []
+_compiled = 0
+_lock = threading.Lock()
+
+
+def compilations() -> int:
+    """How many times this process compiled a client's log density. Tests hold it constant over refits."""
+    return _compiled
+
+
+@dataclass(frozen=True, eq=False)
+class _Template:
+    """A compiled site factor and the graphs it came from; clients differ from it only in their data."""
+
+    parts: _graph.Parts
+    graph: _graph.SiteGraph
+    kernel: Callable[..., Any]
+    functions: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_kink(self) -> bool:
+        """Whether |θ| stands in the log density."""
+        if "kink" not in self.functions:
+            self.functions["kink"] = _graph.has_kink(self.graph)
+        return bool(self.functions["kink"])
+
+
+def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
+    """Compile x, packed data -> [log density, gradient] in NUMBA mode, callable from other jitted loops."""
+    global _compiled
+    _compiled += 1
+    gradient = pt.grad(graph.logp, graph.x, disconnected_inputs="ignore")
+    output = pt.join(0, graph.logp[None], gradient)
+    # A parameter outside its domain is a point of zero density, not an exception in the middle of a search.
+    mode = get_mode("NUMBA").including("local_check_parameter_to_ninf_switch")
+    with warnings.catch_warnings():
+        # Numba says when an Op runs in object mode: slower, still right.
+        warnings.filterwarnings("ignore", message=".*object mode.*", category=UserWarning)
+        function = pytensor.function([graph.x, *graph.inputs], [output], mode=mode, on_unused_input="ignore")
+        return unpacking_kernel(function.vm.jit_fn, [(v.type.dtype, v.type.ndim) for v in graph.inputs])
+
+
+def _template(parts: _graph.Parts, shared: tuple[Variable, ...], local: tuple[Variable, ...]) -> _Template:
+    """Find or compile: a builder made anew (a closure, a factory) does not compile again."""
+    graph = _graph.site_graph(parts, shared, local)
+    with _lock:
+        for known in _templates:
+            if _graph.same_graph(known.graph, graph):
+                return known
+        template = _Template(parts, graph, _compile(graph))
+        _templates.append(template)
+        del _templates[:-_TEMPLATES_KEPT]
+        return template
+
+
+@dataclass(frozen=True, eq=False)
+class ClientModel:
+    """One client's log site factor log p(y_k, θ | φ), its gradient, and what is needed to read results.
+
+    Attributes
+    ----------
+    client_id
+        Logical id.
+    layout
+        Shared parameters φ, equal at all clients.
+    local
+        Local variables θ_k, in the order of the flat vector.
+    kernel
+        Jitted function ``kernel(x, *data) -> [log density, gradient]`` with x = (φ, θ).
+    data
+        The client's arrays, packed: reals, integers, and where each array lies.
+    inputs
+        The same arrays, one by one.
+    prior
+        The shared prior, which is *not* part of the site factor.
+    initial
+        Unconstrained starting value of θ, (d_k,).
+    arrays
+        The client's data by name.
+    declaration
+        The FederatedModel this came from.
+    """
+
+    client_id: str
+    layout: Layout
+    local: tuple[Variable, ...]
+    kernel: Callable[..., Any]
+    data: tuple[Any, Any, Any]
+    inputs: tuple[Any, ...]
+    prior: SharedPrior
+    initial: Array
+    arrays: Mapping[str, Any]
+    declaration: FederatedModel
+    template: _Template
+
+    @property
+    def shared_size(self) -> int:
+        """Number of shared coordinates, m."""
+        return self.layout.size
+
+    @property
+    def local_size(self) -> int:
+        """Number of local coordinates, d_k."""
+        return len(self.initial)
+
+    @property
+    def local_labels(self) -> tuple[str, ...]:
+        """One label per local coordinate."""
+        return coordinate_labels(self.local)
+
+    @property
+    def has_kink(self) -> bool:
+        """Whether the log density has a kink in θ or φ (a Laplace prior has)."""
+        return self.template.has_kink
+
+    def log_site(self, phi: Array, theta: Array) -> tuple[float, Array, Array]:
+        """log p(y_k, θ | φ) and its gradients with respect to φ, (m,), and θ, (d_k,)."""
+        output = self.kernel(np.concatenate([phi, theta]), *self.data)
+        return float(output[0]), output[1 : 1 + self.shared_size], output[1 + self.shared_size :]
+
+    def with_data(self, client_id: str, **arrays: Any) -> ClientModel:
+        """Return another client's model: same compiled functions, other data."""
+        return self.declaration._client(client_id, self.template, arrays)
+
+    def constrain_shared(self, phi: Array) -> dict[str, Array]:
+        """Shared variables and their deterministics on the constrained space from draws (S, m)."""
+        return self._constrain(np.atleast_2d(phi), only_shared=True)
+
+    def constrain(self, phi: Array, theta: Array) -> dict[str, Array]:
+        """Local variables and their deterministics on the constrained space from draws (S, m), (S, d_k)."""
+        return self._constrain(np.concatenate([np.atleast_2d(phi), np.atleast_2d(theta)], axis=1), only_shared=False)
+
+    def _constrain(self, draws: Array, *, only_shared: bool) -> dict[str, Array]:
+        key = f"constrain {only_shared}"
+        functions = self.template.functions
+        if key not in functions:
+            x, inputs, names, outputs = _graph.constrained_graph(
+                self.template.parts, self.layout.variables, self.local, only_shared=only_shared
+            )
+            functions[key] = names, _graph.batched(x, inputs, outputs), len(inputs)
+        names, function, n_inputs = functions[key]
+        # A quantity without parameters comes back without a draws axis.
+        return {
+            name: value if np.ndim(value) and len(value) == len(draws) else np.broadcast_to(value, (len(draws), *np.shape(value)))
+            for name, value in zip(names, function(draws, *self.inputs[:n_inputs]), strict=True)
+        }
+
+    def pymc_model(self) -> Any:
+        """Build this client's PyMC model anew, with its own data, coords and dims."""
+        return self.declaration.build(self.client_id, self.arrays)
+
+
+@dataclass(frozen=True, eq=False)
+class FederatedModel:
+    r"""One client's posterior, declared once; the same for all clients.
+
+    .. math:: p(\phi) \prod_k \int p(y_k, \theta_k \mid \phi)\, d\theta_k
+
+    Parameters
+    ----------
+    builder
+        Function from one client's data, as keyword arguments, to a ``pm.Model``. Put the data into ``pm.Data``
+        containers named like the keywords: then one compiled function serves clients of every size.
+    shared
+        Names of the free random variables that all clients share, φ. Every other free variable is local, θ_k.
+
+    Raises
+    ------
+    DeclarationError
+        When clients enrol: a shared name that is not a free variable, a discrete variable, a shared prior
+        that depends on local variables or on data, data keys without a container, differing layouts.
+
+    Examples
+    --------
+    >>> import pymc as pm, fedppl
+    >>> def clinic(y):
+    ...     with pm.Model() as model:
+    ...         y = pm.Data("y", y)
+    ...         mu = pm.Normal("mu", 0, 10)
+    ...         theta = pm.Normal("theta", mu, 1)
+    ...         pm.Normal("obs", theta, 1, observed=y)
+    ...     return model
+    >>> fedppl.FederatedModel(clinic, shared=["mu"]).shared
+    ('mu',)
+
+    Notes
+    -----
+    *When this fails.* A builder that turns data into Python numbers (``float(y.mean())``) bakes one client's
+    data into the model. The first clients are built and compared to find that, and it is compiled per
+    client with a warning; wrap such numbers in ``pm.Data`` or compute them from the container.
+    """
+
+    builder: Callable[..., Any]
+    shared: tuple[str, ...]
+
+    def __init__(self, builder: Callable[..., Any], shared: Iterable[str]) -> None:
+        if not callable(builder):
+            raise DeclarationError(
+                f"builder is {type(builder).__name__}, not a function; pass a function from one client's data to a "
+                "pm.Model, not the model itself."
+            )
+        names = (shared,) if isinstance(shared, str) else tuple(shared)
+        if not names:
+            raise DeclarationError("shared=[] names no variable; name at least one free random variable to share.")
+        for name in names:
+            if names.count(name) > 1:
+                raise DeclarationError(f"shared name {name!r} is listed {names.count(name)} times; list it once.")
+        object.__setattr__(self, "builder", builder)
+        object.__setattr__(self, "shared", names)
+
+    def build(self, client_id: str, arrays: Mapping[str, Any]) -> Any:
+        """Call the builder on one client's data; its errors name the client."""
+        try:
+            return self.builder(**arrays)
+        except Exception as error:
+            shapes = {name: np.shape(value) for name, value in arrays.items()}
+            raise DataError(
+                f"client {client_id!r}: the builder failed on data of shapes {shapes}: {type(error).__name__}: {error}. "
+                "Check this client's data against the builder's arguments."
+            ) from error
+
+    def enrol(self, clients: Mapping[str, Mapping[str, Any]]) -> dict[str, ClientModel]:
+        """Check every client's data against the declaration and compile what is not compiled yet.
+
+        Parameters
+        ----------
+        clients
+            Client id to that client's data, name to array.
+
+        Returns
+        -------
+        dict
+            Client id to ClientModel, in the order given.
+
+        Raises
+        ------
+        DeclarationError, DataError
+            Naming the client, the value and the remedy, before anything is compiled where possible.
+        """
+        if not clients:
+            raise DataError("no clients: pass a mapping from client id to that client's data.")
+        checked = {str(client_id): as_arrays(str(client_id), data) for client_id, data in clients.items()}
+        if len(checked) < len(clients):
+            raise DataError(f"client ids {list(clients)} are not distinct as strings; rename them.")
+        needs_same_keys(checked)
+        enrolled: dict[str, ClientModel] = {}
+        reference: ClientModel | None = None
+        for group in group_by_columns(checked):
+            for client in self._enrol_group({k: checked[k] for k in group}, reference):
+                enrolled[client.client_id] = client
+                reference = reference or client
+        return {client_id: enrolled[client_id] for client_id in checked}
+
+    def _enrol_group(
+        self, group: Mapping[str, Mapping[str, Any]], reference: ClientModel | None
+    ) -> Iterable[ClientModel]:
+        """Enrol clients whose data have the same numbers of columns."""
+        ids = list(group)
+        parts = {client_id: self._parts(client_id, group[client_id]) for client_id in ids[:2]}
+        first = self._template_of(ids[0], parts[ids[0]], group[ids[0]])
+        baked = not first.parts.data
+        if not baked and len(ids) > 1:
+            second = parts[ids[1]]
+            initial = self._initial(ids[1], second, group[ids[1]])
+            shared = _graph.variables(second, initial, local=False)
+            local = _graph.variables(second, initial, local=True)
+            baked = not _graph.same_graph(first.graph, _graph.site_graph(second, shared, local))
+        if baked and len(ids) > 1:
+            missing = "has no pm.Data container" if not first.parts.data else "bakes a client's data into its graph"
+            warnings.warn(
+                f"the builder {missing}, so each of {len(ids)} clients is compiled on its own, which takes seconds "
+                "each. Put the data into pm.Data containers named like the builder's arguments.",
+                UserWarning,
+                stacklevel=4,
+            )
+        for client_id in ids:
+            template = first
+            if baked and client_id != ids[0]:
+                made = parts.get(client_id) or self._parts(client_id, group[client_id])
+                template = self._template_of(client_id, made, group[client_id])
+            client = self._client(client_id, template, group[client_id], like=reference)
+            _check_same_layout(reference, client)
+            reference = reference or client
+            yield client
+
+    def _parts(self, client_id: str, arrays: Mapping[str, Any]) -> _graph.Parts:
+        parts = _graph.dissect(self.build(client_id, arrays), self.shared)
+        names = {variable.name for variable in parts.data}
+        if names and names != set(arrays):
+            extra, absent = sorted(set(arrays) - names), sorted(names - set(arrays))
+            raise DataError(
+                f"client {client_id!r}: data keys {sorted(arrays)} do not match the model's pm.Data containers "
+                f"{sorted(names)}"
+                + (f"; {extra} match no container" if extra else "")
+                + (f"; {absent} have no data" if absent else "")
+                + ". Name each container like the builder's argument it holds."
+            )
+        return parts
+
+    def _template_of(self, client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -> _Template:
+        initial = self._initial(client_id, parts, arrays)
+        shared = _graph.variables(parts, initial, local=False)
+        return _template(parts, shared, _graph.variables(parts, initial, local=True))
+
+    def _initial(self, client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -> list[Array]:
+        try:
+            return _graph.initial_values(parts)(*_containers(client_id, parts, arrays))
+        except (ValueError, TypeError, IndexError) as error:
+            raise _mismatch(client_id, arrays, error) from error
+
+    def _client(
+        self, client_id: str, template: _Template, arrays: Mapping[str, Any], like: ClientModel | None = None
+    ) -> ClientModel:
+        parts, functions = template.parts, template.functions
+        data = _containers(client_id, parts, arrays)
+        shapes = tuple(np.shape(value) for value in data)
+        starts = functions.setdefault("initial", {})
+        if shapes not in starts:  # a starting value may depend on data; for a start, equal shapes are enough
+            if "start" not in functions:
+                functions["start"] = _graph.initial_values(parts)
+            try:
+                starts[shapes] = functions["start"](*data)
+            except (ValueError, TypeError, IndexError) as error:
+                raise _mismatch(client_id, arrays, error) from error
+        initial = starts[shapes]
+        shared = _graph.variables(parts, initial, local=False)
+        local = _graph.variables(parts, initial, local=True)
+        free_shapes = tuple(np.asarray(local[i].shape, dtype=np.int64) for i in template.graph.free_shapes)
+        if like is not None and like.template is template and like.layout.variables == shared:
+            layout, prior = like.layout, like.prior
+        else:
+            layout, prior = _shared_layout(template, shared)
+        theta = [np.ravel(value) for value in initial[len(shared) :]]
+        client = ClientModel(
+            client_id=client_id,
+            layout=layout,
+            local=local,
+            kernel=template.kernel,
+            data=pack((*data, *free_shapes)),
+            inputs=(*data, *free_shapes),
+            prior=prior,
+            initial=np.concatenate([np.zeros(0), *theta]),
+            arrays=dict(arrays),
+            declaration=self,
+            template=template,
+        )
+        _check_start(client, np.concatenate([np.ravel(value) for value in initial[: len(shared)]]))
+        return client
+
+
+def _containers(client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Order a client's arrays like the model's containers, in the containers' types."""
+    ordered = []
+    for container in parts.data:
+        value, dtype = np.asarray(arrays[container.name]), container.type.dtype
+        if value.ndim != container.type.ndim:
+            raise DataError(
+                f"client {client_id!r}: {container.name!r} has {value.ndim} dimensions {value.shape}, but the model's "
+                f"container has {container.type.ndim}; reshape this client's {container.name!r}."
+            )
+        cast = value.astype(dtype)
+        if not np.array_equal(cast, value):
+            raise DataError(
+                f"client {client_id!r}: {container.name!r} holds {value.dtype} values that {dtype} cannot hold exactly "
+                f"(the container took its type from another client); give {container.name!r} one type at all clients."
+            )
+        ordered.append(np.ascontiguousarray(cast))
+    return tuple(ordered)
+
+
+def _mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception) -> DataError:
+    shapes = {name: np.shape(value) for name, value in arrays.items()}
+    message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return DataError(
+        f"client {client_id!r}: the model cannot be evaluated on data of shapes {shapes}: {message}. Give this client "
+        "the same columns as the others, one row of each array per observation."
+    )
+
+
+def _check_start(client: ClientModel, phi: Array) -> None:
+    """Evaluate the log density once: shapes that do not fit and impossible data show here, not in round 7."""
+    try:
+        value, gradient, _ = client.log_site(phi, client.initial)
+    except (ValueError, TypeError, IndexError) as error:
+        raise _mismatch(client.client_id, client.arrays, error) from error
+    if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
+        raise DataError(
+            f"client {client.client_id!r}: the log density at the starting point is {value}; this client's data are "
+            "impossible under the model (a negative count, a class that does not exist?) or the start is. "
+            "Check the data, or set `initval=` on the variable."
+        )
+
+
+def _shared_layout(template: _Template, variables: tuple[Variable, ...]) -> tuple[Layout, SharedPrior]:
+    """Layout and prior of the shared parameters, once per template."""
+    functions = template.functions
+    key = ("layout", variables)
+    if key in functions:
+        layout, prior = functions[key]
+        return layout, prior
+    parts = template.parts
+    phi, logp = _graph.prior_graph(parts, variables)
+    log_density = _graph.batched(phi, [], [logp])
+    gradient = _graph.python_function([phi], pt.grad(logp, phi, disconnected_inputs="ignore"))
+    size = sum(variable.size for variable in variables)
+    exact = gaussian_prior(gradient, size)
+    n0 = exact if exact is not None else moment_match(_prior_draws(parts))
+    prior = SharedPrior(
+        log_density=lambda draws: np.broadcast_to(log_density(draws)[0], (len(draws),)),
+        gradient=gradient,
+        gaussian=n0,
+        is_gaussian=exact is not None,
+    )
+    probes = np.random.default_rng(0).normal(size=(3, size))
+    digest = hashlib.sha256()
+    for variable in variables:
+        digest.update(repr(tuple(variable)).encode())
+    # Rounded, so that two builds of the same model on two machines agree.
+    for number in (*n0.linear.ravel(), *np.ravel(n0.precision), *prior.log_density(probes)):
+        digest.update(f"{number + 0.0:.6e} ".encode())
+    layout = Layout(variables, n0, exact is not None, digest.hexdigest()[:16])
+    functions[key] = layout, prior
+    return layout, prior
+
+
+def _prior_draws(parts: _graph.Parts) -> Array:
+    """Draws (S, m) of the shared prior on the unconstrained space."""
+    model = parts.model
+    values = []
+    for rv in parts.shared:
+        transform = model.rvs_to_transforms[rv]
+        values.append(rv if transform is None else transform.forward(rv, *rv.owner.inputs))
+    draws = pm.draw(values, draws=_PRIOR_DRAWS, random_seed=0, mode=_graph.PYTHON_MODE)
+    return np.concatenate([np.reshape(value, (_PRIOR_DRAWS, -1)) for value in draws], axis=1)
+
+
+def _check_same_layout(reference: ClientModel | None, client: ClientModel) -> None:
+    """Refuse a client whose shared block differs, naming the difference."""
+    if reference is None or reference.layout.fingerprint == client.layout.fingerprint:
+        return
+    for ours, theirs in zip(reference.layout.variables, client.layout.variables, strict=True):
+        if ours != theirs:
+            what = next(f for f in ours._fields if getattr(ours, f) != getattr(theirs, f))
+            shapes = {name: np.shape(value) for name, value in client.arrays.items()}
+            raise DataError(
+                f"client {client.client_id!r}: shared variable {ours.name!r} has {what} {getattr(theirs, what)}, but "
+                f"{getattr(ours, what)} at client {reference.client_id!r}; shared layouts must be equal. This client's "
+                f"data have shapes {shapes}: give it the same columns as the others, or make {ours.name!r} local."
+            )
+    raise DeclarationError(
+        f"client {client.client_id!r}: the shared prior differs from the one at client {reference.client_id!r}; "
+        "the builder lets client data into the prior of a shared variable. Use the same constants at all clients."
+    )

@@ -1,0 +1,84 @@
+"""Predictive draws on new inputs, by PyMC, at the client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import xarray as xr
+
+from fedppl import _graph, idata
+from fedppl.model import ClientModel
+from fedppl.types import DataError
+
+__all__ = ["predictions"]
+
+
+def predictions(
+    client: ClientModel,
+    posterior: xr.Dataset,
+    new_data: Mapping[str, Any],
+    seed: int,
+    coords: Mapping[str, Any],
+) -> tuple[xr.Dataset, xr.Dataset]:
+    """Draw the observed variables at new inputs for every posterior draw; returns (predictions, inputs).
+
+    Containers that `new_data` leaves out and that had a row per observation (the outcomes, say) are only
+    placeholders then, and are filled with zeros.
+    """
+    model = client.pymc_model()
+    containers = {variable.name: variable for variable in model.data_vars}
+    if not containers:
+        raise DataError(
+            f"client {client.client_id!r}: the builder has no pm.Data container, so inputs cannot be exchanged for new "
+            "ones. Put the data into pm.Data."
+        )
+    unknown = sorted(set(new_data) - set(containers))
+    if unknown or not new_data:
+        raise DataError(f"new data {sorted(new_data)} must name containers of the model: {sorted(containers)}.")
+    values = {}
+    for name, value in new_data.items():
+        old, new = client.arrays[name], np.asarray(value)
+        if new.ndim != old.ndim or new.shape[1:] != old.shape[1:]:
+            raise DataError(
+                f"new data {name!r} has shape {new.shape}, but the client's has {old.shape}; give it the same columns."
+            )
+        if not np.all(np.isfinite(new)):
+            raise DataError(f"new data {name!r} holds missing or infinite values; drop or impute them.")
+        values[name] = new.astype(containers[name].type.dtype)
+    rows_before = {len(client.arrays[name]) for name in values if np.ndim(client.arrays[name])}
+    rows_after = {len(value) for value in values.values() if np.ndim(value)}
+    if len(rows_after) == 1 and len(rows_before) == 1:
+        before, after = rows_before.pop(), rows_after.pop()
+        for name, variable in containers.items():
+            old = client.arrays[name]
+            if name not in values and np.ndim(old) and len(old) == before:
+                values[name] = np.zeros((after, *old.shape[1:]), dtype=variable.type.dtype)
+    renewed = {
+        dim: np.arange(len(value))
+        for name, value in values.items()
+        for dim in (model.named_vars_to_dims.get(name) or ())[:1]
+        if model.coords.get(dim) is not None and len(model.coords[dim]) != len(value)
+    }
+    names = [variable.name for variable in model.observed_RVs]
+    with model:
+        pm.set_data(values, coords=renewed)
+        drawn = pm.sample_posterior_predictive(
+            idata.from_groups({"posterior": posterior}),
+            var_names=names,
+            predictions=True,
+            random_seed=seed % 2**32,
+            progressbar=False,
+            compile_kwargs={"mode": _graph.PYTHON_MODE},
+        )["predictions"]
+    dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
+    all_coords = {**coords, **renewed}
+    arrays = {name: np.asarray(drawn[name]) for name in names}
+    inputs = {name: values[name] for name in new_data}
+    input_dims = {k: dims.get(k) or tuple(f"{k}_dim_{i}" for i in range(v.ndim)) for k, v in inputs.items()}
+    return (
+        idata.posterior_dataset(arrays, dims, all_coords, {"client": client.client_id}),
+        idata.dataset(inputs, input_dims, {}),
+    )

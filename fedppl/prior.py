@@ -1,0 +1,97 @@
+"""The shared prior on the unconstrained space: exact natural parameters, or a Gaussian moment match."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.gaussian import Gaussian
+from fedppl.types import Array, DeclarationError
+
+__all__ = ["SharedPrior", "gaussian_prior", "moment_match"]
+
+
+@dataclass(frozen=True)
+class SharedPrior:
+    """log p(φ) of the shared parameters and the Gaussian N_0 that the server starts from.
+
+    Attributes
+    ----------
+    log_density
+        Draws (S, m) to log p(φ), (S,), up to a constant.
+    gradient
+        φ (m,) to its gradient (m,).
+    gaussian
+        N_0.
+    is_gaussian
+        Whether N_0 is the prior. If not, clients' factors carry (p(φ) / N_0(φ))^(1/K).
+    """
+
+    log_density: Callable[[Array], Array]
+    gradient: Callable[[Array], Array]
+    gaussian: Gaussian
+    is_gaussian: bool
+
+    def log_ratio(self, phi: Array) -> Array:
+        """log p(φ) − log N_0(φ) at each row of phi, (S,), up to a constant."""
+        if self.is_gaussian:
+            return np.zeros(len(phi))
+        return np.asarray(self.log_density(phi) - gaussian.log_kernel(self.gaussian, phi))
+
+    def log_ratio_gradient(self, phi: Array) -> Array:
+        """Gradient of `log_ratio` at one φ, (m,)."""
+        if self.is_gaussian:
+            return np.zeros(len(phi))
+        return np.asarray(self.gradient(phi) - self.gaussian.linear + self.gaussian.precision @ phi)
+
+
+def gaussian_prior(gradient: Callable[[Array], Array], size: int) -> Gaussian | None:
+    """Natural parameters of the prior if it is Gaussian on the unconstrained space, else None.
+
+    A density is Gaussian exactly when its gradient is r − Qφ. The gradient is read at the origin and at the
+    unit vectors, and the line it gives is then held against it at random points. No list of distributions.
+
+    Raises
+    ------
+    DeclarationError
+        If the density is Gaussian but improper.
+    """
+    linear = gradient(np.zeros(size))
+    columns = [gradient(unit) - linear for unit in np.eye(size)]
+    precision = -np.stack(columns, axis=1)
+    if not np.all(np.isfinite(linear)) or not np.all(np.isfinite(precision)):
+        return None
+    rng = np.random.default_rng(0)
+    scale = max(1.0, float(np.abs(linear).max(initial=0.0)), float(np.abs(precision).max(initial=0.0)))
+    for spread in (0.3, 1.0, 3.0, 10.0):
+        point = spread * rng.normal(size=size)
+        error = np.abs(gradient(point) - (linear - precision @ point)).max(initial=0.0)
+        if not error <= 1e-9 * scale * (1.0 + spread):
+            return None
+    precision = (precision + precision.T) / 2
+    smallest = float(np.linalg.eigvalsh(precision).min(initial=np.inf))
+    if smallest <= 0:
+        raise DeclarationError(
+            f"the shared prior is improper (smallest eigenvalue of its precision {smallest:.3g}); the server needs a "
+            "proper one. Give every shared variable a proper prior, for example pm.Normal(0, 10)."
+        )
+    return Gaussian(linear, precision)
+
+
+def moment_match(draws: Array) -> Gaussian:
+    """Gaussian N_0 for a prior that is not Gaussian, from its draws (S, m) on the unconstrained space.
+
+    Any proper N_0 gives the same posterior, because the clients' factors carry p / N_0; a closer one gives
+    better importance weights. Heavy tails would make moments useless, so coordinates whose kurtosis says so
+    are matched by their quartiles instead.
+    """
+    centred = draws - draws.mean(axis=0)
+    variance = np.mean(centred**2, axis=0)
+    kurtosis = np.mean(centred**4, axis=0) / variance**2
+    if np.all(kurtosis < 20):
+        return gaussian.from_moments(draws.mean(axis=0), np.atleast_2d(np.cov(draws, rowvar=False)))
+    low, middle, high = np.quantile(draws, [0.25, 0.5, 0.75], axis=0)
+    return gaussian.from_moments(middle, np.diag(((high - low) / 1.349) ** 2))

@@ -1,0 +1,297 @@
+"""The words everything else is written in: messages, layouts, results of a call, and two protocols.
+
+NumPy only. Nothing here knows PyMC, ArviZ, torch or an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedppl.gaussian import Gaussian
+
+__all__ = [
+    "Algorithm",
+    "Array",
+    "ClientView",
+    "DataError",
+    "DeclarationError",
+    "Draws",
+    "Engine",
+    "EngineFactory",
+    "Expansion",
+    "Failure",
+    "Layout",
+    "LocalFailure",
+    "LocalInference",
+    "Message",
+    "Moments",
+    "Reply",
+    "Request",
+    "Status",
+    "Target",
+    "Variable",
+]
+
+Array = NDArray[np.float64]
+Message = Mapping[str, NDArray[Any]]
+
+
+class DeclarationError(ValueError):
+    """The model, the shared names or the settings cannot be used as declared."""
+
+
+class DataError(ValueError):
+    """A client's data cannot be used with the declared model."""
+
+
+class LocalFailure(RuntimeError):
+    """A client could not compute its reply. It keeps its old site, and the loop records why."""
+
+
+class Status(StrEnum):
+    """Where a fit stands. Not converging is a status, never an exception."""
+
+    RUNNING = "running"
+    CONVERGED = "converged"
+    MAX_ROUNDS = "max_rounds"
+    STALLED = "stalled"
+
+    @property
+    def ok(self) -> bool:
+        """Whether the result is ready to be used without a caveat."""
+        return self is Status.CONVERGED
+
+
+class Variable(NamedTuple):
+    """One variable's place in a flat unconstrained vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    transform: str
+    dims: tuple[str, ...] | None
+
+    @property
+    def size(self) -> int:
+        """Number of unconstrained coordinates."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes, transforms and prior of the shared parameters: all that a server may know.
+
+    Attributes
+    ----------
+    variables
+        The shared variables in the order of the flat unconstrained vector.
+    prior
+        Gaussian N_0 on the unconstrained space, exact when `prior_is_gaussian`.
+    prior_is_gaussian
+        Whether the declared shared prior *is* `prior`. If not, every client's factor carries
+        (p(φ) / N_0(φ))^(1/K), so that the product of all factors is unchanged.
+    fingerprint
+        Digest of all of the above. Clients whose fingerprints differ are refused.
+    """
+
+    variables: tuple[Variable, ...]
+    prior: Gaussian
+    prior_is_gaussian: bool
+    fingerprint: str
+
+    @property
+    def size(self) -> int:
+        """Number of shared unconstrained coordinates, m."""
+        return sum(variable.size for variable in self.variables)
+
+    @property
+    def slices(self) -> dict[str, slice]:
+        """Where each variable lies in the flat vector."""
+        slices, start = {}, 0
+        for variable in self.variables:
+            slices[variable.name] = slice(start, start + variable.size)
+            start += variable.size
+        return slices
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """One label per coordinate, for example ``mu[0]`` or ``tau_log__[1]``."""
+        return coordinate_labels(self.variables)
+
+
+def coordinate_labels(variables: Sequence[Variable]) -> tuple[str, ...]:
+    """Label every coordinate of a flat unconstrained vector."""
+    labels: list[str] = []
+    for variable in variables:
+        name = f"{variable.name}_{variable.transform}__" if variable.transform else variable.name
+        if variable.shape == ():
+            labels.append(name)
+        else:
+            labels.extend(f"{name}[{','.join(map(str, index))}]" for index in np.ndindex(*variable.shape))
+    return tuple(labels)
+
+
+class Moments(NamedTuple):
+    """Mean and covariance of a client's tilted distribution over φ, with what is known of their quality."""
+
+    mean: Array  # (m,)
+    covariance: Array  # (m, m)
+    precision: Array  # (m, m), not always the inverse of `covariance`: see precision_from_draws
+    diagnostics: Mapping[str, float]
+
+
+class Expansion(NamedTuple):
+    """Quadratic expansion of log f_k at a point: value, gradient and Hessian."""
+
+    value: float
+    gradient: Array  # (m,)
+    hessian: Array  # (m, m)
+    diagnostics: Mapping[str, float]
+
+
+class Draws(NamedTuple):
+    """Draws of one client's tilted distribution on the unconstrained space."""
+
+    shared: Array  # (chain, draw, m)
+    local: Array  # (chain, draw, d_k)
+    diagnostics: Mapping[str, float]
+
+
+class Target(NamedTuple):
+    """One client's tilted distribution f_k(φ) q_{-k}(φ) [p(φ) / N_0(φ)]^share, and the global q beside it."""
+
+    client: Any
+    global_: Gaussian
+    cavity: Gaussian
+    prior_share: float
+
+
+class LocalInference(NamedTuple):
+    """One way for a client to turn its data and a cavity into moments.
+
+    All functions are pure: they take the client's view of its model, and a generator where they draw.
+
+    Attributes
+    ----------
+    name
+        How results and errors call it.
+    check
+        ``check(client)`` raises DeclarationError when this way is wrong for the declared model.
+    expand
+        ``expand(client, point, prior_share)`` gives the quadratic expansion of log f_k at a point, or the
+        field is None when the way offers none (then EP has no warm start).
+    tilted
+        ``tilted(target, rng)`` gives moments of φ.
+    draw
+        ``draw(target, draws, chains, rng)`` gives draws of (φ, θ_k), eq. 8 of FedLin.
+    """
+
+    name: str
+    check: Callable[[Any], None]
+    expand: Callable[[Any, Array, float], Expansion] | None
+    tilted: Callable[[Target, np.random.Generator], Moments]
+    draw: Callable[[Target, int, int, np.random.Generator], Draws]
+
+
+class ClientView(Protocol):
+    """What an algorithm may ask of a client's compiled model; `fedppl.model.ClientModel` is one."""
+
+    @property
+    def client_id(self) -> str:
+        """The client's logical id."""
+
+    @property
+    def layout(self) -> Layout:
+        """The shared layout."""
+
+
+class Algorithm(NamedTuple):
+    """A federated algorithm: four pure functions, and how to read its state.
+
+    Attributes
+    ----------
+    name
+        How results and logs call it.
+    check
+        ``check(client)`` raises DeclarationError before any round when a client's model does not fit.
+    init_server
+        ``init_server(layout, client_ids, rng) -> state``.
+    broadcast
+        ``broadcast(state, client_id) -> message``.
+    update_client
+        ``update_client(client, personal, message, rng) -> (personal, reply, info)``.
+    reply_shapes
+        ``reply_shapes(state) -> {name: shape}`` of the replies expected next; others are refused.
+    update_server
+        ``update_server(state, replies) -> (state, info)`` with replies of any subset of the clients.
+    posterior
+        ``posterior(state) -> Gaussian`` over φ on the unconstrained space.
+    cavity
+        ``cavity(state, client_id) -> Gaussian``: everything known of φ but from this client.
+    local
+        The local inference that draws θ_k when the fit is done.
+    """
+
+    name: str
+    check: Callable[[Any], None]
+    init_server: Callable[[Layout, tuple[str, ...], np.random.Generator], Any]
+    broadcast: Callable[[Any, str], Message]
+    update_client: Callable[[Any, Any, Message, np.random.Generator], tuple[Any, Message, Mapping[str, float]]]
+    reply_shapes: Callable[[Any], Mapping[str, tuple[int, ...]]]
+    update_server: Callable[[Any, Mapping[str, Message]], tuple[Any, Any]]
+    posterior: Callable[[Any], Gaussian]
+    cavity: Callable[[Any, str], Gaussian]
+    local: LocalInference
+
+
+class Request(NamedTuple):
+    """What the loop sends to one client. A reply counts only if it carries the same nonce."""
+
+    client_id: str
+    nonce: int
+    round: int
+    seed: tuple[int, ...]
+    message: Message
+
+
+class Reply(NamedTuple):
+    """What one client sends back."""
+
+    client_id: str
+    nonce: int
+    fingerprint: str
+    message: Message
+    info: Mapping[str, float]
+
+
+class Failure(NamedTuple):
+    """A request that brought no usable reply, and why."""
+
+    client_id: str
+    nonce: int
+    reason: str
+
+
+class Engine(Protocol):
+    """Moves messages and knows no statistics."""
+
+    def clients(self) -> tuple[str, ...]:
+        """Return the ids of the clients that can be asked."""
+
+    def layout(self) -> Layout:
+        """Return the shared layout that all clients agreed on."""
+
+    def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Reply | Failure]:
+        """Send each request and return what came back until the deadline (seconds)."""
+
+
+class EngineFactory(Protocol):
+    """Starts an engine over clients' models; `fedppl.InProcess()` is one."""
+
+    def __call__(self, algorithm: Algorithm, clients: Mapping[str, Any]) -> Engine:
+        """Start the engine."""

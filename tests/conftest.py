@@ -1,0 +1,37 @@
+"""Switches and fixtures of the whole suite."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--runslow", action="store_true", help="run tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--runslow"):
+        return
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="slow; run with --runslow"))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Fixed stream: a test that passes once passes always."""
+    return np.random.default_rng(20_211)
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Folder of the real data sets, or a skip that says how to provide it."""
+    named = os.environ.get("FEDPPL_DATA")
+    folder = Path(named) if named else Path(__file__).parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("real data sets not found: set FEDPPL_DATA to their folder")
+    return folder
