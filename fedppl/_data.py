@@ -24,7 +24,12 @@ def as_arrays(client_id: str, data: Mapping[str, Any]) -> dict[str, Any]:
         raise DataError(f"client {client_id!r}: no data; leave the client out or give it its arrays.")
     arrays = {}
     for name, value in data.items():
-        array = np.asarray(value)
+        if np.ma.is_masked(value):
+            raise DataError(f"client {client_id!r}: {name!r} has masked values; drop or impute them before the fit.")
+        try:
+            array = np.asarray(value)
+        except ValueError as error:
+            raise DataError(f"client {client_id!r}: {name!r} is no array: {error}; give rows of one length.") from error
         if array.dtype == object or not np.issubdtype(array.dtype, np.number) and array.dtype != bool:
             raise DataError(
                 f"client {client_id!r}: {name!r} has dtype {array.dtype}, which is not numeric; encode it as numbers."

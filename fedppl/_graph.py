@@ -27,10 +27,13 @@ __all__ = [
     "constrained_graph",
     "dissect",
     "has_kink",
+    "indexes_by_data",
     "initial_values",
     "prior_graph",
     "python_function",
     "same_graph",
+    "same_prior",
+    "same_site",
     "site_graph",
     "variables",
 ]
@@ -252,8 +255,7 @@ def constrained_graph(
         extra = [v for v in model.deterministics if set(ancestors([v])) & set(private)]
         values, shape_inputs, _ = flat_values(parts, x, shared, local)
     wanted = [*free, *extra]
-    outputs = model.replace_rvs_by_values(wanted)
-    outputs = clone_replace(list(outputs), {**replace, **values})
+    outputs = clone_replace(list(model.replace_rvs_by_values(wanted)), {**replace, **values}) if wanted else []
     return x, (*inputs, *shape_inputs), tuple(v.name for v in wanted), outputs
 
 
@@ -269,6 +271,42 @@ def same_graph(a: SiteGraph, b: SiteGraph) -> bool:
     if types_a != types_b or a.free_shapes != b.free_shapes:
         return False
     return bool(equal_computations([a.logp], [b.logp], in_xs=[a.x, *a.inputs], in_ys=[b.x, *b.inputs]))
+
+
+def same_prior(a: Parts, shared_a: Sequence[Variable], b: Parts, shared_b: Sequence[Variable]) -> bool:
+    """Whether two builds give the shared variables one prior, to the last constant."""
+    (phi_a, logp_a), (phi_b, logp_b) = prior_graph(a, shared_a), prior_graph(b, shared_b)
+    return bool(equal_computations([logp_a], [logp_b], in_xs=[phi_a], in_ys=[phi_b]))
+
+
+def same_site(
+    a: Parts,
+    variables_a: tuple[Sequence[Variable], Sequence[Variable]],
+    b: Parts,
+    variables_b: tuple[Sequence[Variable], Sequence[Variable]],
+) -> bool:
+    """Whether two builds compute the same site factor and deterministics of their data containers."""
+    if not same_graph(site_graph(a, *variables_a), site_graph(b, *variables_b)):
+        return False
+    for only_shared in (True, False):
+        x_a, inputs_a, names_a, outputs_a = constrained_graph(a, *variables_a, only_shared=only_shared)
+        x_b, inputs_b, names_b, outputs_b = constrained_graph(b, *variables_b, only_shared=only_shared)
+        if names_a != names_b or not equal_computations(
+            outputs_a, outputs_b, in_xs=[x_a, *inputs_a], in_ys=[x_b, *inputs_b]
+        ):
+            return False
+    return True
+
+
+def indexes_by_data(graph: SiteGraph) -> bool:
+    """Whether an array is indexed by integers or masks among the data."""
+    data = graph.inputs[: len(graph.inputs) - len(graph.free_shapes)]
+    indices = {v for v in data if not v.type.dtype.startswith("float")}
+    for variable in ancestors([graph.logp]):
+        node = variable.owner
+        if node is not None and "Subtensor" in type(node.op).__name__ and indices & set(ancestors(node.inputs[1:])):
+            return True
+    return False
 
 
 def has_kink(graph: SiteGraph) -> bool:

@@ -31,8 +31,8 @@ __all__ = ["ClientModel", "FederatedModel", "compilations"]
 logger = logging.getLogger(__name__)
 
 _PRIOR_DRAWS = 4000
-_TEMPLATES_KEPT = 64
-_templates: list[_Template] = []
+_KERNELS_KEPT = 64
+_kernels: list[tuple[_graph.SiteGraph, Callable[..., Any]]] = []
 _compiled = 0
 _lock = threading.Lock()
 
@@ -44,12 +44,30 @@ def compilations() -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Template:
-    """A compiled site factor and the graphs it came from; clients differ from it only in their data."""
+    """One build of the model and its compiled site factor; its clients differ from it only in their data."""
 
     parts: _graph.Parts
+    variables: tuple[tuple[Variable, ...], tuple[Variable, ...]]  # shared and local ones of the client built for
     graph: _graph.SiteGraph
-    kernel: Callable[..., Any]
-    functions: dict[str, Any] = field(default_factory=dict)
+    start: Callable[..., list[Array]]
+    functions: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def kernel(self) -> Callable[..., Any]:
+        """Compiled at first use, so that what can be refused is refused before."""
+        if "kernel" not in self.functions:
+            self.functions["kernel"] = _kernel(self.graph)
+        kernel: Callable[..., Any] = self.functions["kernel"]
+        return kernel
+
+    def check_indices(self, x: Array, inputs: tuple[Any, ...]) -> None:
+        """Raise IndexError where data index out of bounds: compiled code would read foreign memory instead."""
+        if "interpreted" not in self.functions:
+            graph, indexed = self.graph, _graph.indexes_by_data(self.graph)
+            interpreted = _graph.python_function([graph.x, *graph.inputs], graph.logp) if indexed else None
+            self.functions["interpreted"] = interpreted
+        if self.functions["interpreted"] is not None:
+            self.functions["interpreted"](x, *inputs)
 
     @property
     def has_kink(self) -> bool:
@@ -74,17 +92,19 @@ def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
         return unpacking_kernel(function.vm.jit_fn, [(v.type.dtype, v.type.ndim) for v in graph.inputs])
 
 
-def _template(parts: _graph.Parts, shared: tuple[Variable, ...], local: tuple[Variable, ...]) -> _Template:
-    """Find or compile: a builder made anew (a closure, a factory) does not compile again."""
-    graph = _graph.site_graph(parts, shared, local)
+def _kernel(graph: _graph.SiteGraph) -> Callable[..., Any]:
+    """Find or compile: a builder made anew (a closure, a factory) does not compile again.
+
+    Only the site factor is looked up. Names, priors, transforms and deterministics are of each build its own.
+    """
     with _lock:
-        for known in _templates:
-            if _graph.same_graph(known.graph, graph):
-                return known
-        template = _Template(parts, graph, _compile(graph))
-        _templates.append(template)
-        del _templates[:-_TEMPLATES_KEPT]
-        return template
+        for known, kernel in _kernels:
+            if _graph.same_graph(known, graph):
+                return kernel
+        compiled = _compile(graph)
+        _kernels.append((graph, compiled))
+        del _kernels[:-_KERNELS_KEPT]
+        return compiled
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +174,13 @@ class ClientModel:
 
     def with_data(self, client_id: str, **arrays: Any) -> ClientModel:
         """Return another client's model: same compiled functions, other data."""
-        return self.declaration._client(client_id, self.template, arrays)
+        if self.template.functions.get("own"):  # data stand in the graph: nothing can be exchanged
+            return self.declaration.enrol({client_id: arrays})[client_id]
+        checked = as_arrays(client_id, arrays)
+        needs_same_keys({self.client_id: self.arrays, client_id: checked})
+        client = self.declaration._client(client_id, self.template, checked, like=self)
+        _check_same_layout(self, client)
+        return client
 
     def constrain_shared(self, phi: Array) -> dict[str, Array]:
         """Shared variables and their deterministics on the constrained space from draws (S, m)."""
@@ -290,16 +316,16 @@ class FederatedModel:
     ) -> Iterable[ClientModel]:
         """Enrol clients whose data have the same numbers of columns."""
         ids = list(group)
-        parts = {client_id: self._parts(client_id, group[client_id]) for client_id in ids[:2]}
-        first = self._template_of(ids[0], parts[ids[0]], group[ids[0]])
-        baked = not first.parts.data
-        if not baked and len(ids) > 1:
-            second = parts[ids[1]]
-            initial = self._initial(ids[1], second, group[ids[1]])
-            shared = _graph.variables(second, initial, local=False)
-            local = _graph.variables(second, initial, local=True)
-            baked = not _graph.same_graph(first.graph, _graph.site_graph(second, shared, local))
-        if baked and len(ids) > 1:
+        first = self._template_of(ids[0], group[ids[0]])
+        templates = {ids[0]: first}
+        own = not first.parts.data
+        if not own and len(ids) > 1:
+            second = templates[ids[1]] = self._template_of(ids[1], group[ids[1]])
+            _require_same_variables(ids[0], first.variables[0], ids[1], second.variables[0], group[ids[1]])
+            if not _graph.same_prior(first.parts, first.variables[0], second.parts, second.variables[0]):
+                raise _other_prior(ids[0], ids[1])
+            own = not _graph.same_site(first.parts, first.variables, second.parts, second.variables)
+        if own and len(ids) > 1:
             missing = "has no pm.Data container" if not first.parts.data else "bakes a client's data into its graph"
             warnings.warn(
                 f"the builder {missing}, so each of {len(ids)} clients is compiled on its own, which takes seconds "
@@ -309,9 +335,9 @@ class FederatedModel:
             )
         for client_id in ids:
             template = first
-            if baked and client_id != ids[0]:
-                made = parts.get(client_id) or self._parts(client_id, group[client_id])
-                template = self._template_of(client_id, made, group[client_id])
+            if own:
+                template = templates.get(client_id) or self._template_of(client_id, group[client_id])
+                template.functions["own"] = True
             client = self._client(client_id, template, group[client_id], like=reference)
             _check_same_layout(reference, client)
             reference = reference or client
@@ -331,16 +357,15 @@ class FederatedModel:
             )
         return parts
 
-    def _template_of(self, client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -> _Template:
-        initial = self._initial(client_id, parts, arrays)
-        shared = _graph.variables(parts, initial, local=False)
-        return _template(parts, shared, _graph.variables(parts, initial, local=True))
-
-    def _initial(self, client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -> list[Array]:
+    def _template_of(self, client_id: str, arrays: Mapping[str, Any]) -> _Template:
+        parts = self._parts(client_id, arrays)
+        start = _graph.initial_values(parts)
         try:
-            return _graph.initial_values(parts)(*_containers(client_id, parts, arrays))
+            initial = start(*_containers(client_id, parts, arrays))
         except (ValueError, TypeError, IndexError) as error:
             raise _mismatch(client_id, arrays, error) from error
+        shared, local = (_graph.variables(parts, initial, local=which) for which in (False, True))
+        return _Template(parts, (shared, local), _graph.site_graph(parts, shared, local), start)
 
     def _client(
         self, client_id: str, template: _Template, arrays: Mapping[str, Any], like: ClientModel | None = None
@@ -350,17 +375,17 @@ class FederatedModel:
         shapes = tuple(np.shape(value) for value in data)
         starts = functions.setdefault("initial", {})
         if shapes not in starts:  # a starting value may depend on data; for a start, equal shapes are enough
-            if "start" not in functions:
-                functions["start"] = _graph.initial_values(parts)
             try:
-                starts[shapes] = functions["start"](*data)
+                starts[shapes] = template.start(*data)
             except (ValueError, TypeError, IndexError) as error:
                 raise _mismatch(client_id, arrays, error) from error
         initial = starts[shapes]
         shared = _graph.variables(parts, initial, local=False)
         local = _graph.variables(parts, initial, local=True)
+        if like is not None:
+            _require_same_variables(like.client_id, like.layout.variables, client_id, shared, arrays)
         free_shapes = tuple(np.asarray(local[i].shape, dtype=np.int64) for i in template.graph.free_shapes)
-        if like is not None and like.template is template and like.layout.variables == shared:
+        if like is not None and like.template is template:
             layout, prior = like.layout, like.prior
         else:
             layout, prior = _shared_layout(template, shared)
@@ -404,16 +429,19 @@ def _containers(client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) 
 
 def _mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception) -> DataError:
     shapes = {name: np.shape(value) for name, value in arrays.items()}
-    message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    message = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+    remedy = "Give this client the same columns as the others, one row of each array per observation."
+    if isinstance(error, IndexError):
+        remedy = "An integer of its data points outside an array of the model: number groups 0 to n - 1."
     return DataError(
-        f"client {client_id!r}: the model cannot be evaluated on data of shapes {shapes}: {message}. Give this client "
-        "the same columns as the others, one row of each array per observation."
+        f"client {client_id!r}: the model cannot be evaluated on data of shapes {shapes}: {message}. {remedy}"
     )
 
 
 def _check_start(client: ClientModel, phi: Array) -> None:
     """Evaluate the log density once: shapes that do not fit and impossible data show here, not in round 7."""
     try:
+        client.template.check_indices(np.concatenate([phi, client.initial]), client.inputs)
         value, gradient, _ = client.log_site(phi, client.initial)
     except (ValueError, TypeError, IndexError) as error:
         raise _mismatch(client.client_id, client.arrays, error) from error
@@ -472,16 +500,32 @@ def _check_same_layout(reference: ClientModel | None, client: ClientModel) -> No
     """Refuse a client whose shared block differs, naming the difference."""
     if reference is None or reference.layout.fingerprint == client.layout.fingerprint:
         return
-    for ours, theirs in zip(reference.layout.variables, client.layout.variables, strict=True):
+    ours, theirs = reference.layout.variables, client.layout.variables
+    _require_same_variables(reference.client_id, ours, client.client_id, theirs, client.arrays)
+    raise _other_prior(reference.client_id, client.client_id)
+
+
+def _require_same_variables(
+    reference_id: str,
+    reference: tuple[Variable, ...],
+    client_id: str,
+    variables: tuple[Variable, ...],
+    arrays: Mapping[str, Any],
+) -> None:
+    """Refuse a client whose shared variables differ in shape, transform or dims."""
+    for ours, theirs in zip(reference, variables, strict=True):
         if ours != theirs:
             what = next(f for f in ours._fields if getattr(ours, f) != getattr(theirs, f))
-            shapes = {name: np.shape(value) for name, value in client.arrays.items()}
+            shapes = {name: np.shape(value) for name, value in arrays.items()}
             raise DataError(
-                f"client {client.client_id!r}: shared variable {ours.name!r} has {what} {getattr(theirs, what)}, but "
-                f"{getattr(ours, what)} at client {reference.client_id!r}; shared layouts must be equal. This client's "
+                f"client {client_id!r}: shared variable {ours.name!r} has {what} {getattr(theirs, what)}, but "
+                f"{getattr(ours, what)} at client {reference_id!r}; shared layouts must be equal. This client's "
                 f"data have shapes {shapes}: give it the same columns as the others, or make {ours.name!r} local."
             )
-    raise DeclarationError(
-        f"client {client.client_id!r}: the shared prior differs from the one at client {reference.client_id!r}; "
+
+
+def _other_prior(reference_id: str, client_id: str) -> DeclarationError:
+    return DeclarationError(
+        f"client {client_id!r}: the shared prior differs from the one at client {reference_id!r}; "
         "the builder lets client data into the prior of a shared variable. Use the same constants at all clients."
     )

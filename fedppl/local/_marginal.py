@@ -54,15 +54,15 @@ def _marginal_near(
             x[m + i] += step[i]
         output = kernel(x, *data)
     decrement = np.inf
+    cross = np.zeros((m, d))
     if np.isfinite(output[0]):
-        forward_curvature(kernel, x, m, output, scale, data, A)
+        forward_curvature(kernel, x, m, output, scale, data, A, cross)
         if cholesky(A, factor):
             solve(factor, output[1 + m :], step)
             decrement = 0.0
             for i in range(d):
                 decrement += step[i] * output[1 + m + i]
     if not decrement < 1e-4:
-        cross = np.zeros((m, d))
         for i in range(d):
             total = origin[m + i]
             for j in range(m):
@@ -81,28 +81,6 @@ def _marginal_near(
 
 
 @jit
-def _determinant_at(
-    kernel: Any, x: Any, m: int, origin: Any, slope: Any, center: Any, scale: Any, data: Any, B: Any, factor: Any
-) -> bool:
-    """Cholesky factor of A at the mode for the φ in x[:m], a small step from the origin; True if it fails."""
-    d = x.shape[0] - m
-    step = np.zeros(d)
-    for i in range(d):
-        total = origin[m + i]
-        for j in range(m):
-            total += slope[i, j] * (x[j] - origin[j])
-        x[m + i] = total
-    for _ in range(2):
-        output = kernel(x, *data)
-        solve(center, output[1 + m :], step)
-        for i in range(d):
-            x[m + i] += step[i]
-    output = kernel(x, *data)
-    forward_curvature(kernel, x, m, output, scale, data, B)
-    return not cholesky(B, factor)
-
-
-@jit
 def _origin(kernel: Any, phi: Any, theta: Any, data: Any) -> Any:
     """Inner mode at φ: (status, x = (φ, θ mode), output, slope dθ/dφ, factor of A, ∂²ℓ/∂φ∂θ, θ scales)."""
     m, d = phi.shape[0], theta.shape[0]
@@ -117,80 +95,89 @@ def _origin(kernel: Any, phi: Any, theta: Any, data: Any) -> Any:
     return status, x, output, slope, factor, cross, scale
 
 
+@jit
+def _total_gradient(kernel: Any, x: Any, m: int, scale: Any, data: Any, out: Any) -> bool:
+    """Gradient of log f at x = (φ, θ mode) into out (m,); False if there is no mode of θ at x.
+
+    The log-determinant part is ½ Σ_i ∂³ℓ[v_i, v_i, ·] with the columns v_i of L⁻ᵀ, A = L Lᵀ: each a second
+    difference of the gradient along v_i, which gives its φ and its θ part at once.
+    """
+    n = x.shape[0]
+    d = n - m
+    base = kernel(x, *data)
+    for i in range(m):
+        out[i] = base[1 + i]
+    A, factor, cross = np.zeros((d, d)), np.zeros((d, d)), np.zeros((m, d))
+    forward_curvature(kernel, x, m, base, scale, data, A, cross)
+    if not cholesky(A, factor):
+        return False
+    third = np.zeros(n)
+    direction = np.zeros(d)
+    here = x[m:].copy()
+    for i in range(d):
+        # column i of L⁻ᵀ: solve Lᵀ v = e_i
+        for r in range(d - 1, -1, -1):
+            total = 1.0 if r == i else 0.0
+            for k in range(r + 1, d):
+                total -= factor[k, r] * direction[k]
+            direction[r] = total / factor[r, r]
+        step = 1e-2
+        x[m:] = here + step * direction
+        high = kernel(x, *data)
+        x[m:] = here - step * direction
+        low = kernel(x, *data)
+        for j in range(n):
+            third[j] += (high[1 + j] - 2.0 * base[1 + j] + low[1 + j]) / step**2
+    x[m:] = here
+    slope = np.zeros(d)
+    for j in range(m):
+        solve(factor, cross[j], slope)
+        total = third[j]
+        for k in range(d):
+            total += slope[k] * third[m + k]
+        out[j] += 0.5 * total
+    return True
+
+
 @entry(KERNEL, VECTOR, VECTOR, VECTOR, DATA)
 def expand_marginal(kernel: Any, phi: Any, theta: Any, wanted_scale: Any, data: Any) -> Any:
-    """Quadratic expansion of log f at φ, θ marginalised by Laplace.
+    """Quadratic expansion of log f at φ, the inner search starting at θ.
 
-    Returns (status, log f, gradient (m,), Hessian (m, m), θ mode (d,)). Profile part from the blocks of the joint Hessian; log-determinant part
-    from a stencil of m (m + 3) / 2 points, along which θ follows its mode.
+    Returns (status, log f, gradient (m,), Hessian (m, m), θ mode (d,)). The Hessian is a difference of the
+    gradient, with θ following its mode.
     """
     m, d = phi.shape[0], theta.shape[0]
     gradient, hessian = np.zeros(m), np.zeros((m, m))
-    status, x, output, slope, factor, cross, scale = _origin(kernel, phi, theta, data)
+    status, origin, output, slope, factor, _, scale = _origin(kernel, phi, theta, data)
+    mode = origin[m:].copy()
     if status != OK:
-        return status, -np.inf, gradient, hessian, x[m:].copy()
-    # profile part: ∂φφ + ∂φθ A⁻¹ ∂θφ
-    widths = np.zeros(m)
+        return status, -np.inf, gradient, hessian, mode
+    value = output[0] + 0.5 * d * np.log(2.0 * np.pi) - 0.5 * log_determinant(factor)
+    x = origin.copy()
+    if not _total_gradient(kernel, x, m, scale, data, gradient):
+        return NO_MODE, -np.inf, gradient, hessian, mode
+    there, step = np.zeros(m), np.zeros(d)
     for j in range(m):
-        gradient[j] = output[1 + j]
-        widths[j] = 1e-3 * wanted_scale[j]
-        here = x[j]
-        x[j] = here + widths[j]
-        high = kernel(x, *data)
-        x[j] = here - widths[j]
-        low = kernel(x, *data)
-        x[j] = here
+        x[:] = origin
+        x[j] += 1e-6 * wanted_scale[j]
+        nearby = kernel(x, *data)
+        curvature = abs(nearby[1 + j] - output[1 + j]) / (1e-6 * wanted_scale[j])
+        width = 1e-3 * min(wanted_scale[j], 1.0 / np.sqrt(max(curvature, 1e-300)))
+        x[:] = origin
+        x[j] += width
+        for i in range(d):
+            x[m + i] += slope[i, j] * width
+        for _ in range(2):
+            moved = kernel(x, *data)
+            solve(factor, moved[1 + m :], step)
+            for i in range(d):
+                x[m + i] += step[i]
+        if not _total_gradient(kernel, x, m, scale, data, there):
+            return NO_MODE, -np.inf, gradient, hessian, mode
         for i in range(m):
-            hessian[i, j] += 0.5 * (high[1 + i] - low[1 + i]) / (2.0 * widths[j])
-            hessian[j, i] += 0.5 * (high[1 + i] - low[1 + i]) / (2.0 * widths[j])
-    for i in range(m):
-        for j in range(m):
-            total = 0.0
-            for k in range(d):
-                total += cross[i, k] * slope[k, j]
-            hessian[i, j] += total
-    constant = 0.5 * d * np.log(2.0 * np.pi)
-    center = -0.5 * log_determinant(factor)
-    value = output[0] + constant + center
-    origin = x.copy()
-    if d == 0:
-        return OK, value, gradient, hessian, x[m:].copy()
-    # log-determinant part by differences along the path of the mode, its centre by the same forward differences
-    for j in range(m):
-        curvature = -hessian[j, j]
-        width = wanted_scale[j]
-        if curvature > 0.0:
-            width = min(width, 1.0 / np.sqrt(curvature))
-        widths[j] = 1e-2 * width
-    there, B = np.zeros((d, d)), np.zeros((d, d))
-    if _determinant_at(kernel, x, m, origin, slope, factor, scale, data, B, there):
-        return NO_MODE, -np.inf, gradient, hessian, origin[m:].copy()
-    center = -0.5 * log_determinant(there)
-    one_up = np.zeros(m)
-    for j in range(m):
-        for sign in (1.0, -1.0):
-            x[:] = origin
-            x[j] += sign * widths[j]
-            failed = _determinant_at(kernel, x, m, origin, slope, factor, scale, data, B, there)
-            if failed:
-                return NO_MODE, -np.inf, gradient, hessian, origin[m:].copy()
-            half = -0.5 * log_determinant(there)
-            gradient[j] += sign * half / (2.0 * widths[j])
-            hessian[j, j] += (half - center) / widths[j] ** 2
-            if sign > 0.0:
-                one_up[j] = half
-    for i in range(m):
-        for j in range(i):
-            x[:] = origin
-            x[i] += widths[i]
-            x[j] += widths[j]
-            if _determinant_at(kernel, x, m, origin, slope, factor, scale, data, B, there):
-                return NO_MODE, -np.inf, gradient, hessian, origin[m:].copy()
-            half = -0.5 * log_determinant(there)
-            mixed = (half - one_up[i] - one_up[j] + center) / (widths[i] * widths[j])
-            hessian[i, j] += mixed
-            hessian[j, i] += mixed
-    return OK, value, gradient, hessian, origin[m:].copy()
+            hessian[i, j] += 0.5 * (there[i] - gradient[i]) / width
+            hessian[j, i] += 0.5 * (there[i] - gradient[i]) / width
+    return OK, value, gradient, hessian, mode
 
 
 @entry(KERNEL, MATRIX, VECTOR, VECTOR, DATA, MATRIX, CUBE)

@@ -9,11 +9,12 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.local._importance import (
+    controlled_moments,
+    enough_points,
     effective_size,
     normalise,
     pareto_k,
     resample,
-    weighted_moments,
     whitened_points,
 )
 from fedppl.local._marginal import expand_marginal, marginal_batch, site_batch
@@ -30,7 +31,7 @@ _NO_MODE = (
 )
 
 
-def NestedLaplace(*, points: int = 256, pareto_limit: float = 0.7, fallback: bool = True) -> LocalInference:
+def NestedLaplace(*, points: int = 128, pareto_limit: float = 0.7, fallback: bool = True) -> LocalInference:
     r"""Moments of the tilted distribution with the local variables marginalised first.
 
     .. math:: \log f_k(\phi) = \log \int p(y_k, \theta \mid \phi)\, d\theta
@@ -43,7 +44,8 @@ def NestedLaplace(*, points: int = 256, pareto_limit: float = 0.7, fallback: boo
     Parameters
     ----------
     points
-        Number of points, raised to a power of two and to at least 2 (m + 1).
+        Number of points, raised to a power of two and, up to 1024, to twice the number of coefficients of a
+        quadratic in φ, which is what the control variate needs.
     pareto_limit
         Pareto k above which the weights are not trusted.
     fallback
@@ -153,9 +155,8 @@ def tilted(
 ) -> Moments:
     """Moments of f_k(φ) q_{-k}(φ) by importance sampling from q."""
     client, global_, cavity, prior_share = target
-    z = whitened_points(client.shared_size, points, client.client_id)
     mean, factor = gaussian.affine(global_)
-    moments = _weighted(client, mean, factor, z, gaussian.quotient(global_, cavity), prior_share)
+    moments = _weighted(client, mean, factor, points, gaussian.quotient(global_, cavity), prior_share)
     if moments.diagnostics["pareto_k"] <= pareto_limit:
         return moments
     if not fallback:
@@ -163,7 +164,7 @@ def tilted(
             f"Pareto k {moments.diagnostics['pareto_k']:.2f} is above {pareto_limit}: q and this client's factor hardly "
             "overlap. Raise points=, or set fallback=True"
         )
-    again = _from_laplace_proposal(client, cavity, mean, z, prior_share)
+    again = _from_laplace_proposal(client, cavity, mean, points, prior_share)
     if again is not None and again.diagnostics["pareto_k"] <= pareto_limit:
         return again
     nuts = NUTS().tilted(target, rng)
@@ -171,20 +172,23 @@ def tilted(
 
 
 def _weighted(
-    client: ClientModel, mean: Array, factor: Array, z: Array, divisor: Gaussian, prior_share: float, step: float = 0.0
+    client: ClientModel, mean: Array, factor: Array, points: int, divisor: Gaussian, prior_share: float, step: float = 0.0
 ) -> Moments:
     """Moments under weights f_k / divisor at points mean + factor z."""
+    key = (client.shared_size, enough_points(client.shared_size, points), client.client_id)
+    z = whitened_points(*key)
     draws = mean + z @ factor.T
     values, _, _ = _batch(client, draws, mean, factors=False)
     log_weights = _log_weights(client, draws, values, divisor, prior_share)
     if not np.any(np.isfinite(log_weights)):
         raise LocalFailure(_NO_MODE.format(phi=np.array2string(mean, precision=3)))
     weights = normalise(log_weights)
-    moments = weighted_moments(draws, weights)
-    precision = np.linalg.inv(moments.covariance)
+    moments = controlled_moments(z, log_weights, weights, key)
+    inverse = np.linalg.inv(factor)
+    precision = inverse.T @ np.linalg.inv(moments.covariance) @ inverse
     return Moments(
-        moments.mean,
-        moments.covariance,
+        mean + factor @ moments.mean,
+        factor @ moments.covariance @ factor.T,
         (precision + precision.T) / 2,
         {
             "ess": effective_size(weights),
@@ -197,7 +201,7 @@ def _weighted(
 
 
 def _from_laplace_proposal(
-    client: ClientModel, cavity: Gaussian, start: Array, z: Array, prior_share: float
+    client: ClientModel, cavity: Gaussian, start: Array, points: int, prior_share: float
 ) -> Moments | None:
     """Importance sampling from the Laplace approximation of the tilted distribution itself."""
     if not gaussian.is_proper(cavity):
@@ -220,7 +224,7 @@ def _from_laplace_proposal(
     # A little wider than the curvature says: importance weights must not have heavier tails than the proposal.
     proposal = Gaussian(precision @ phi / 1.2, precision / 1.2)
     mean, factor = gaussian.affine(proposal)
-    return _weighted(client, mean, factor, z, gaussian.quotient(proposal, cavity), prior_share, step=1.0)
+    return _weighted(client, mean, factor, points, gaussian.quotient(proposal, cavity), prior_share, step=1.0)
 
 
 def draw(

@@ -184,7 +184,6 @@ def _nutpie(
     from nutpie.compiled_pyfunc import from_pyfunc
 
     size = len(origin)
-    starts = np.random.default_rng(rng.integers(2**63))
 
     compiled = from_pyfunc(
         size,
@@ -193,7 +192,7 @@ def _nutpie(
         [np.dtype("float64")],
         [(size,)],
         ["x"],
-        make_initial_point_fn=lambda: lambda seed: origin + 0.1 * starts.normal(size=size),
+        make_initial_point_fn=lambda seed: origin + 0.1 * np.random.default_rng(seed).normal(size=size),
     )
     with warnings.catch_warnings():
         # nutpie converts to ArviZ on the way out and passes on ArviZ's notices, which are not about this sample.

@@ -1,0 +1,278 @@
+"""Federated problems that the tests share, with their closed forms. One builder is compiled once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytensor.tensor as pt
+from pymc.distributions.transforms import ordered
+from scipy.special import logsumexp
+
+from fedppl import FederatedModel
+from fedppl.gaussian import Gaussian
+
+Clients = dict[str, dict[str, Any]]
+
+# --- random-effects mean, conjugate: fedppl.testing.normal_means ------------------------------------------------
+
+
+def normal_means_site(y: Any) -> tuple[float, float]:
+    """(r, Q) of f(μ) = ∫ Π N(y_i; θ, 1) N(θ; μ, ½²) dθ ∝ N(ȳ; μ, 1/n + ¼)."""
+    precision = 1.0 / (1.0 / len(y) + 0.25)
+    return precision * float(np.mean(y)), precision
+
+
+def normal_means_posterior(clients: Mapping[str, Mapping[str, Any]]) -> tuple[float, float]:
+    """Mean and variance of p(μ | all y) under μ ~ N(0, 10²): precisions add."""
+    linear, precision = np.sum([(0.0, 0.01), *(normal_means_site(data["y"]) for data in clients.values())], axis=0)
+    return float(linear / precision), float(1.0 / precision)
+
+
+def normal_means_theta(y: Any, mean: float, variance: float) -> tuple[float, float]:
+    """Mean and variance of θ from its data and μ ~ N(mean, variance): θ ~ N(mean, variance + ¼), y ~ N(θ, 1)."""
+    precision = len(y) + 1.0 / (variance + 0.25)
+    return float((np.sum(y) + mean / (variance + 0.25)) / precision), 1.0 / precision
+
+
+# --- regression with random coefficients, conjugate, three shared coordinates -------------------------------------
+
+
+def regression_builder(X: Any, y: Any) -> Any:
+    """y ~ N(a + Xβ, 1), β ~ N(μ, ½²), a ~ N(0, 2²), μ ~ N(0, 3²): Gaussian throughout."""
+    with pm.Model(coords={"predictor": ["age", "dose"]}) as model:
+        X, y = pm.Data("X", X), pm.Data("y", y)
+        mu = pm.Normal("mu", 0, 3, dims="predictor")
+        a = pm.Normal("a", 0, 2)
+        beta = pm.Normal("beta", mu, 0.5, dims="predictor")
+        pm.Deterministic("mu_difference", mu[0] - mu[1])
+        pm.Deterministic("beta_shift", beta - mu, dims="predictor")
+        pm.Normal("obs", a + X @ beta, 1, observed=y)
+    return model
+
+
+REGRESSION_SHARED = ("mu", "a")
+REGRESSION_PRIOR = Gaussian(np.zeros(3), np.diag([1 / 9, 1 / 9, 1 / 4]))
+
+
+def regression(clients: int = 4, *, seed: int = 3) -> tuple[FederatedModel, Clients]:
+    """Clients of 5, 8, 11, ... rows."""
+    rng = np.random.default_rng(seed)
+    data = {}
+    for k in range(clients):
+        X = rng.normal(size=(5 + 3 * k, 2))
+        beta = np.array([1.0, -2.0]) + 0.5 * rng.normal(size=2)
+        data[f"clinic {k}"] = {"X": X, "y": 0.5 + X @ beta + rng.normal(size=len(X))}
+    return FederatedModel(regression_builder, shared=REGRESSION_SHARED), data
+
+
+def regression_site(data: Mapping[str, Any]) -> Gaussian:
+    """f(μ, a) = N(y; Zφ, I + ¼ XXᵀ) with Z = [X, 1]: linear Gaussian, so Q = ZᵀV⁻¹Z and r = ZᵀV⁻¹y."""
+    X, y = np.asarray(data["X"]), np.asarray(data["y"])
+    Z = np.column_stack([X, np.ones(len(y))])
+    inverse = np.linalg.inv(np.eye(len(y)) + 0.25 * X @ X.T)
+    return Gaussian(Z.T @ inverse @ y, Z.T @ inverse @ Z)
+
+
+def regression_log_marginal(data: Mapping[str, Any], phi: Any) -> float:
+    """Normalised log N(y; Zφ, I + ¼ XXᵀ)."""
+    X, y = np.asarray(data["X"]), np.asarray(data["y"])
+    V = np.eye(len(y)) + 0.25 * X @ X.T
+    residual = y - X @ phi[:2] - phi[2]
+    quadratic = residual @ np.linalg.solve(V, residual)
+    return float(-0.5 * (quadratic + np.linalg.slogdet(V)[1] + len(y) * np.log(2 * np.pi)))
+
+
+def regression_posterior(clients: Mapping[str, Mapping[str, Any]]) -> Gaussian:
+    """Exact posterior of (μ, a): natural parameters add."""
+    sites = [regression_site(data) for data in clients.values()]
+    return Gaussian(
+        REGRESSION_PRIOR.linear + sum(site.linear for site in sites),
+        REGRESSION_PRIOR.precision + sum(site.precision for site in sites),
+    )
+
+
+def tilted(site: Gaussian, cavity: Gaussian) -> tuple[Any, Any]:
+    """Mean and covariance of site x cavity, both Gaussian."""
+    covariance = np.linalg.inv(site.precision + cavity.precision)
+    return covariance @ (site.linear + cavity.linear), covariance
+
+
+# --- hierarchical regression with a local noise sd, as FedLin's Example 4.1 ---------------------------------------
+
+
+def noise_builder(X: Any, y: Any) -> Any:
+    """y ~ N(Xθ, σ²), θ ~ N(μ, τ²), log σ local, log τ shared: not Gaussian."""
+    with pm.Model() as model:
+        X, y = pm.Data("X", X), pm.Data("y", y)
+        mu = pm.Normal("mu", 0, 2, shape=2)
+        log_tau = pm.Normal("log_tau", -1, 1)
+        theta = pm.Normal("theta", mu, pt.exp(log_tau), shape=2)
+        log_sigma = pm.Normal("log_sigma", -0.5, 0.5)
+        pm.Normal("obs", X @ theta, pt.exp(log_sigma), observed=y)
+    return model
+
+
+def noise(clients: int = 6, *, rows: int = 25, seed: int = 5) -> tuple[FederatedModel, Clients]:
+    """Clients of `rows` + 0, 3, 6, ... rows."""
+    rng = np.random.default_rng(seed)
+    data = {}
+    for k in range(clients):
+        X = rng.normal(size=(rows + 3 * k, 2))
+        theta = np.array([1.0, -0.5]) + 0.4 * rng.normal(size=2)
+        data[f"site {k}"] = {"X": X, "y": X @ theta + 0.6 * rng.normal(size=len(X))}
+    return FederatedModel(noise_builder, shared=["mu", "log_tau"]), data
+
+
+# --- eight schools: a prior that is not Gaussian and folds into the clients ---------------------------------------
+
+SCHOOL_EFFECTS = np.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
+SCHOOL_ERRORS = np.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+
+
+def schools_builder(effect: Any, error: Any) -> Any:
+    """effect ~ N(θ, error²), θ ~ N(μ, τ²), μ ~ N(0, 5²), τ ~ HalfCauchy(5); one effect a school, 0-d data."""
+    with pm.Model() as model:
+        effect, error = pm.Data("effect", effect), pm.Data("error", error)
+        mu = pm.Normal("mu", 0, 5)
+        tau = pm.HalfCauchy("tau", 5)
+        theta = pm.Normal("theta", mu, tau)
+        pm.Normal("obs", theta, error, observed=effect)
+    return model
+
+
+def schools() -> tuple[FederatedModel, Clients]:
+    """The eight schools of Rubin (1981), one client each."""
+    data = {
+        f"school {name}": {"effect": effect, "error": error}
+        for name, effect, error in zip("ABCDEFGH", SCHOOL_EFFECTS, SCHOOL_ERRORS, strict=True)
+    }
+    return FederatedModel(schools_builder, shared=["mu", "tau"]), data
+
+
+def schools_quadrature(effects: Any = SCHOOL_EFFECTS, errors: Any = SCHOOL_ERRORS) -> dict[str, float]:
+    """Posterior mean, sd and skewness of μ and log τ by a grid over (μ, log τ).
+
+    f_k = N(effect; μ, τ² + error²); on log τ the half-Cauchy prior has density ∝ τ / (1 + τ²/25).
+    """
+    mu, log_tau = np.linspace(-40, 50, 901)[:, None], np.linspace(-14, 7, 1401)[None]
+    tau = np.exp(log_tau)
+    logp = -0.5 * (mu / 5) ** 2 + log_tau - np.log1p((tau / 5) ** 2)
+    for effect, error in zip(effects, errors, strict=True):
+        variance = tau**2 + error**2
+        logp = logp - 0.5 * (np.log(variance) + (effect - mu) ** 2 / variance)
+    weights = np.exp(logp - logsumexp(logp))
+    out = {}
+    for name, x, w in (("mu", mu[:, 0], weights.sum(axis=1)), ("log_tau", log_tau[0], weights.sum(axis=0))):
+        mean = w @ x
+        sd = np.sqrt(w @ (x - mean) ** 2)
+        out |= {f"{name}_mean": float(mean), f"{name}_sd": float(sd), f"{name}_skew": float(w @ ((x - mean) / sd) ** 3)}
+    return out
+
+
+# --- a kink: Bayesian lasso ---------------------------------------------------------------------------------------
+
+
+def lasso_builder(X: Any, y: Any) -> Any:
+    """β ~ Laplace(0, e^{-log λ}): |β| stands in the log density."""
+    with pm.Model() as model:
+        X, y = pm.Data("X", X), pm.Data("y", y)
+        log_lambda = pm.Normal("log_lambda", 0, 1)
+        beta = pm.Laplace("beta", 0, pt.exp(-log_lambda), shape=2)
+        pm.Normal("obs", X @ beta, 1, observed=y)
+    return model
+
+
+def lasso(clients: int = 2, *, seed: int = 7) -> tuple[FederatedModel, Clients]:
+    """Two clients of 20 rows."""
+    rng = np.random.default_rng(seed)
+    data = {}
+    for k in range(clients):
+        X = rng.normal(size=(20, 2))
+        data[f"lab {k}"] = {"X": X, "y": X @ [1.0, 0.0] + rng.normal(size=20)}
+    return FederatedModel(lasso_builder, shared=["log_lambda"]), data
+
+
+# --- logistic regression on an intercept: one θ, not conditionally Gaussian ----------------------------------------
+
+
+def logistic_builder(y: Any) -> Any:
+    """y ~ Bernoulli(logit⁻¹ θ), θ ~ N(μ, 0.7²), μ ~ N(0, 1.5²); integers in the container."""
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        mu = pm.Normal("mu", 0, 1.5)
+        theta = pm.Normal("theta", mu, 0.7)
+        pm.Bernoulli("obs", logit_p=theta, observed=y)
+    return model
+
+
+def logistic(clients: int = 3, *, rows: int = 30, seed: int = 9) -> tuple[FederatedModel, Clients]:
+    """Clients of `rows` binary outcomes."""
+    rng = np.random.default_rng(seed)
+    data = {}
+    for k in range(clients):
+        rate = 1 / (1 + np.exp(-0.5 - 0.7 * rng.normal()))
+        data[f"ward {k}"] = {"y": (rng.uniform(size=rows) < rate).astype(int)}
+    return FederatedModel(logistic_builder, shared=["mu"]), data
+
+
+# --- Poisson with one effect a row: local dimension differs between clients ----------------------------------------
+
+
+def counts_builder(y: Any) -> Any:
+    """y_i ~ Poisson(exp θ_i), θ_i ~ N(μ, 0.3²): as many local parameters as rows."""
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        mu = pm.Normal("mu", 0, 2)
+        theta = pm.Normal("theta", mu, 0.3, shape=y.shape[0])
+        pm.Poisson("obs", pt.exp(theta), observed=y)
+    return model
+
+
+def counts(*, seed: int = 11) -> tuple[FederatedModel, Clients]:
+    """Three clients of 4, 7 and 5 rows."""
+    rng = np.random.default_rng(seed)
+    data = {f"unit {rows}": {"y": rng.poisson(3.0, size=rows)} for rows in (4, 7, 5)}
+    return FederatedModel(counts_builder, shared=["mu"]), data
+
+
+# --- every kind of transform, shared and local --------------------------------------------------------------------
+
+
+def transforms_builder(X: Any, y: Any) -> Any:
+    """Half-normal, log-normal and Dirichlet shared; half-normal, ordered and multivariate normal local."""
+    with pm.Model() as model:
+        X, y = pm.Data("X", X), pm.Data("y", y)
+        tau = pm.HalfNormal("tau", 2)
+        scale = pm.LogNormal("scale", 0.3, 0.5)
+        p = pm.Dirichlet("p", np.array([2.0, 3.0, 4.0]))
+        sigma = pm.HalfNormal("sigma", scale)
+        cuts = pm.Normal("cuts", 0, tau, shape=2, transform=ordered, initval=[-1.0, 1.0])
+        z = pm.MvNormal("z", p[:2], np.array([[1.0, 0.3], [0.3, 2.0]]))
+        pm.Deterministic("p_odds", p[0] / p[1])
+        pm.Deterministic("gap", cuts[1] - cuts[0])
+        pm.Normal("obs", X @ z + cuts.sum(), sigma, observed=y)
+    return model
+
+
+def transforms(*, seed: int = 13) -> tuple[FederatedModel, Clients]:
+    """Two clients of 6 and 9 rows."""
+    rng = np.random.default_rng(seed)
+    data = {}
+    for rows in (6, 9):
+        X = rng.normal(size=(rows, 2))
+        data[f"plant {rows}"] = {"X": X, "y": X @ [0.5, -1.0] + rng.normal(size=rows)}
+    return FederatedModel(transforms_builder, shared=["tau", "scale", "p"]), data
+
+
+ALL = {
+    "regression": regression,
+    "noise": noise,
+    "schools": schools,
+    "lasso": lasso,
+    "logistic": logistic,
+    "counts": counts,
+    "transforms": transforms,
+}
