@@ -27,7 +27,7 @@ def as_arrays(client_id: str, data: Mapping[str, Any]) -> dict[str, Any]:
         if np.ma.is_masked(value):
             raise DataError(f"client {client_id!r}: {name!r} has masked values; drop or impute them before the fit.")
         try:
-            array = np.asarray(value)
+            array = np.array(value)  # a copy: later rounds must see the data of the first
         except ValueError as error:
             raise DataError(f"client {client_id!r}: {name!r} is no array: {error}; give rows of one length.") from error
         if array.dtype == object or not np.issubdtype(array.dtype, np.number) and array.dtype != bool:

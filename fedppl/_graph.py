@@ -262,7 +262,11 @@ def constrained_graph(
 def batched(x: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Array]]:
     """Vectorise graphs of one vector x over a leading axis of draws, interpreted."""
     many = pt.matrix("draws")
-    return python_function([many, *inputs], vectorize_graph(list(outputs), {x: many}))
+    vectorised = []
+    for one, output in zip(outputs, vectorize_graph(list(outputs), {x: many}), strict=True):
+        constant = output.type.ndim == one.type.ndim  # without parameters: the same for every draw
+        vectorised.append(pt.broadcast_to(output, (many.shape[0], *output.shape)) if constant else output)
+    return python_function([many, *inputs], vectorised)
 
 
 def same_graph(a: SiteGraph, b: SiteGraph) -> bool:

@@ -199,11 +199,8 @@ class ClientModel:
             )
             functions[key] = names, _graph.batched(x, inputs, outputs), len(inputs)
         names, function, n_inputs = functions[key]
-        # A quantity without parameters comes back without a draws axis.
-        return {
-            name: value if np.ndim(value) and len(value) == len(draws) else np.broadcast_to(value, (len(draws), *np.shape(value)))
-            for name, value in zip(names, function(draws, *self.inputs[:n_inputs]), strict=True)
-        }
+        values = function(draws, *self.inputs[:n_inputs])
+        return dict(zip(names, values, strict=True))
 
     def pymc_model(self) -> Any:
         """Build this client's PyMC model anew, with its own data, coords and dims."""
@@ -252,6 +249,8 @@ class FederatedModel:
 
     builder: Callable[..., Any]
     shared: tuple[str, ...]
+    # Templates by columns, for which two clients' builds were found equal: later fits need not build again.
+    _compared: dict[Any, _Template] = field(init=False, repr=False)
 
     def __init__(self, builder: Callable[..., Any], shared: Iterable[str]) -> None:
         if not callable(builder):
@@ -267,6 +266,7 @@ class FederatedModel:
                 raise DeclarationError(f"shared name {name!r} is listed {names.count(name)} times; list it once.")
         object.__setattr__(self, "builder", builder)
         object.__setattr__(self, "shared", names)
+        object.__setattr__(self, "_compared", {})
 
     def build(self, client_id: str, arrays: Mapping[str, Any]) -> Any:
         """Call the builder on one client's data; its errors name the client."""
@@ -316,15 +316,19 @@ class FederatedModel:
     ) -> Iterable[ClientModel]:
         """Enrol clients whose data have the same numbers of columns."""
         ids = list(group)
-        first = self._template_of(ids[0], group[ids[0]])
+        columns = tuple((name, array.dtype.str, array.shape[1:]) for name, array in sorted(group[ids[0]].items()))
+        seen = self._compared.get(columns)
+        first = seen or self._template_of(ids[0], group[ids[0]])
         templates = {ids[0]: first}
         own = not first.parts.data
-        if not own and len(ids) > 1:
+        if not own and not seen and len(ids) > 1:
             second = templates[ids[1]] = self._template_of(ids[1], group[ids[1]])
             _require_same_variables(ids[0], first.variables[0], ids[1], second.variables[0], group[ids[1]])
             if not _graph.same_prior(first.parts, first.variables[0], second.parts, second.variables[0]):
                 raise _other_prior(ids[0], ids[1])
             own = not _graph.same_site(first.parts, first.variables, second.parts, second.variables)
+            if not own:
+                self._compared[columns] = first
         if own and len(ids) > 1:
             missing = "has no pm.Data container" if not first.parts.data else "bakes a client's data into its graph"
             warnings.warn(
@@ -344,7 +348,10 @@ class FederatedModel:
             yield client
 
     def _parts(self, client_id: str, arrays: Mapping[str, Any]) -> _graph.Parts:
-        parts = _graph.dissect(self.build(client_id, arrays), self.shared)
+        try:
+            parts = _graph.dissect(self.build(client_id, arrays), self.shared)
+        except DeclarationError as error:
+            raise DeclarationError(f"client {client_id!r}: {error}") from None
         names = {variable.name for variable in parts.data}
         if names and names != set(arrays):
             extra, absent = sorted(set(arrays) - names), sorted(names - set(arrays))
@@ -388,7 +395,10 @@ class FederatedModel:
         if like is not None and like.template is template:
             layout, prior = like.layout, like.prior
         else:
-            layout, prior = _shared_layout(template, shared)
+            try:
+                layout, prior = _shared_layout(template, shared)
+            except DeclarationError as error:
+                raise DeclarationError(f"client {client_id!r}: {error}") from None
         theta = [np.ravel(value) for value in initial[len(shared) :]]
         client = ClientModel(
             client_id=client_id,
@@ -423,7 +433,7 @@ def _containers(client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) 
                 f"client {client_id!r}: {container.name!r} holds {value.dtype} values that {dtype} cannot hold exactly "
                 f"(the container took its type from another client); give {container.name!r} one type at all clients."
             )
-        ordered.append(np.ascontiguousarray(cast))
+        ordered.append(np.asarray(cast, order="C"))
     return tuple(ordered)
 
 
@@ -492,8 +502,23 @@ def _prior_draws(parts: _graph.Parts) -> Array:
     for rv in parts.shared:
         transform = model.rvs_to_transforms[rv]
         values.append(rv if transform is None else transform.forward(rv, *rv.owner.inputs))
-    draws = pm.draw(values, draws=_PRIOR_DRAWS, random_seed=0, mode=_graph.PYTHON_MODE)
-    return np.concatenate([np.reshape(value, (_PRIOR_DRAWS, -1)) for value in draws], axis=1)
+    try:
+        draws = pm.draw(values, draws=_PRIOR_DRAWS, random_seed=0, mode=_graph.PYTHON_MODE)
+    except NotImplementedError as error:  # Flat and HalfFlat cannot be drawn from
+        raise DeclarationError(
+            f"the shared prior is improper ({error}); the server needs a proper one. Give every shared variable a "
+            "proper prior, for example pm.Normal(0, 10) or pm.HalfNormal(1)."
+        ) from error
+    flat = np.concatenate([np.reshape(value, (_PRIOR_DRAWS, -1)) for value in draws], axis=1)
+    # An ordered vector is drawn without its order: the draws that happen to have it are the prior's.
+    inside = flat[np.all(np.isfinite(flat), axis=1)]
+    if len(inside) < 10 * (flat.shape[1] + 1):
+        names = [rv.name for rv in parts.shared]
+        raise DeclarationError(
+            f"only {len(inside)} of {_PRIOR_DRAWS} draws of the shared prior of {names} lie where its transforms are "
+            "defined (an ordered vector?). Give its entries ordered means, or share its increments instead."
+        )
+    return np.asarray(inside)
 
 
 def _check_same_layout(reference: ClientModel | None, client: ClientModel) -> None:

@@ -52,7 +52,8 @@ def gaussian_prior(gradient: Callable[[Array], Array], size: int) -> Gaussian | 
     """Natural parameters of the prior if it is Gaussian on the unconstrained space, else None.
 
     A density is Gaussian exactly when its gradient is r − Qφ. The gradient is read at the origin and at the
-    unit vectors, and the line it gives is then held against it at random points. No list of distributions.
+    unit vectors, and the line it gives is then held against it at random points as far away as this Gaussian
+    reaches, in its own sds. No list of distributions.
 
     Raises
     ------
@@ -64,21 +65,25 @@ def gaussian_prior(gradient: Callable[[Array], Array], size: int) -> Gaussian | 
     precision = -np.stack(columns, axis=1)
     if not np.all(np.isfinite(linear)) or not np.all(np.isfinite(precision)):
         return None
+    symmetric = (precision + precision.T) / 2
+    sd = 1.0 / np.sqrt(np.where(np.diag(symmetric) > 0, np.diag(symmetric), 1.0))
+    correlation = sd[:, None] * symmetric * sd
+    smallest = float(np.linalg.eigvalsh(correlation).min(initial=np.inf))
+    is_proper = smallest > 1e-12
+    center = np.linalg.solve(symmetric, linear) if is_proper else np.zeros(size)
+    scale = 1.0 + float(np.abs(sd * linear).max(initial=0.0))
     rng = np.random.default_rng(0)
-    scale = max(1.0, float(np.abs(linear).max(initial=0.0)), float(np.abs(precision).max(initial=0.0)))
     for spread in (0.3, 1.0, 3.0, 10.0):
-        point = spread * rng.normal(size=size)
-        error = np.abs(gradient(point) - (linear - precision @ point)).max(initial=0.0)
-        if not error <= 1e-9 * scale * (1.0 + spread):
+        point = center + spread * sd * rng.normal(size=size)
+        error = sd * np.abs(gradient(point) - (linear - precision @ point))
+        if not float(error.max(initial=0.0)) <= 1e-7 * scale * (1.0 + spread):
             return None
-    precision = (precision + precision.T) / 2
-    smallest = float(np.linalg.eigvalsh(precision).min(initial=np.inf))
-    if smallest <= 0:
+    if not is_proper:
         raise DeclarationError(
-            f"the shared prior is improper (smallest eigenvalue of its precision {smallest:.3g}); the server needs a "
-            "proper one. Give every shared variable a proper prior, for example pm.Normal(0, 10)."
+            f"the shared prior is improper (smallest eigenvalue of its scaled precision {smallest:.3g}); the server "
+            "needs a proper one. Give every shared variable a proper prior, for example pm.Normal(0, 10)."
         )
-    return Gaussian(linear, precision)
+    return Gaussian(linear, symmetric)
 
 
 def moment_match(draws: Array) -> Gaussian:

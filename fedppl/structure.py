@@ -1,22 +1,216 @@
-"""Temporary: batched packing over gaussian's structures."""
+"""Which coordinates a precision couples: full, diagonal, or blocks; moment matching and packing inside that family."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
-from fedppl.gaussian import Structure, full, diagonal, block, project, packed_size, zeros, pack_triangle, unpack_triangle
-__all__ = ["Structure", "full", "diagonal", "block", "project", "packed_size", "zeros", "pack_precision", "unpack_precision"]
+from numpy.typing import NDArray
+
+from fedppl import gaussian
+from fedppl.gaussian import Array, Gaussian
+
+__all__ = [
+    "Structure",
+    "block",
+    "diagonal",
+    "full",
+    "pack_precision",
+    "packed_size",
+    "project",
+    "unpack_precision",
+    "zeros",
+]
 
 
-def pack_precision(precision, structure):
+class Structure(NamedTuple):
+    """Which coordinates a precision couples; build it with `full`, `diagonal` or `block`."""
+
+    size: int
+    blocks: tuple[tuple[int, ...], ...] | None  # a partition of 0..size-1; None if diagonal, precisions being (m,)
+
+
+def full(size: int) -> Structure:
+    """Couple every coordinate to every other: one block.
+
+    >>> full(2)
+    Structure(size=2, blocks=((0, 1),))
+    """
+    return block(size, [range(size)])
+
+
+def diagonal(size: int) -> Structure:
+    """Leave every coordinate on its own.
+
+    >>> diagonal(2)
+    Structure(size=2, blocks=None)
+    """
+    return full(size)._replace(blocks=None)
+
+
+def block(size: int, blocks: Sequence[Sequence[int]]) -> Structure:
+    """Couple coordinates inside each block only.
+
+    Parameters
+    ----------
+    size : int, positive
+    blocks : sequence of sequences of int
+        A partition of 0..size-1; both orders are kept and decide the order of packing.
+
+    Raises
+    ------
+    ValueError
+        An index is missing, duplicated or out of range, a block is empty, or size < 1.
+
+    Examples
+    --------
+    >>> block(3, [(0, 2), (1,)])
+    Structure(size=3, blocks=((0, 2), (1,)))
+    """
+    if operator.index(size) < 1:
+        raise ValueError(f"size is {size} and must be at least 1: name at least one coordinate")
+    partition = tuple(tuple(operator.index(i) for i in indices) for indices in blocks)
+    counts = Counter(i for indices in partition for i in indices)
+    missing, foreign = sorted(set(range(size)) - set(counts)), sorted(set(counts) - set(range(size)))
+    duplicate = sorted(i for i, count in counts.items() if count > 1)
+    if missing or foreign or duplicate or not all(partition):
+        raise ValueError(
+            f"blocks {partition} must hold each of 0..{size - 1} exactly once and no empty block: "
+            f"missing {missing}, duplicate {duplicate}, out of range {foreign}"
+        )
+    return Structure(operator.index(size), partition)
+
+
+def packed_size(structure: Structure) -> int:
+    """Count the numbers in a packed precision: m if diagonal, else Σ k(k+1)/2 over blocks of size k.
+
+    >>> packed_size(full(3)), packed_size(diagonal(3))
+    (6, 3)
+    """
+    return structure.size if structure.blocks is None else sum(len(b) * (len(b) + 1) // 2 for b in structure.blocks)
+
+
+def zeros(structure: Structure) -> Gaussian:
+    """Return the neutral element of `gaussian.product`, r = 0 and Q = 0, in the shapes of the structure.
+
+    >>> zeros(diagonal(2)).precision
+    array([0., 0.])
+    """
+    size = structure.size
+    return Gaussian(np.zeros(size), np.zeros(size if structure.blocks is None else (size, size)))
+
+
+def project(mean: Array, covariance: Array, structure: Structure) -> Gaussian:
+    """Match moments inside the family: keep μ and the blocks Σ_bb, Q_bb = Σ_bb⁻¹, r = Qμ.
+
+    This is the member q of the family that minimises KL(p ‖ q) for every p with these moments.
+
+    Parameters
+    ----------
+    mean : array (m,)
+    covariance : array (m, m), or (m,) variances
+    structure : Structure of size m
+
+    Returns
+    -------
+    Gaussian
+        Precision (m,) if the structure is diagonal, else (m, m) with exact zeros between blocks.
+
+    Raises
+    ------
+    ValueError
+        The shapes do not fit, or a block is not positive definite (it alone must be, not the whole Σ).
+
+    Examples
+    --------
+    >>> project(np.zeros(2), np.array([[2.0, 1.0], [1.0, 4.0]]), diagonal(2)).precision
+    array([0.5 , 0.25])
+    """
+    size, centre, spread = structure.size, np.asarray(mean, np.float64), np.asarray(covariance, np.float64)
+    if centre.shape != (size,) or spread.shape not in ((size,), (size, size)):
+        raise ValueError(
+            f"mean of shape {centre.shape} and covariance of shape {spread.shape} do not fit a structure "
+            f"of size {size}: pass ({size},) with ({size}, {size}) or ({size},)"
+        )
     if structure.blocks is None:
-        return np.array(precision)
-    return np.concatenate([pack_triangle(precision[..., np.array(b)[:, None], np.array(b)]) for b in structure.blocks], axis=-1)
+        return gaussian.from_moments(centre, spread if spread.ndim == 1 else np.diagonal(spread))
+    spread = np.diag(spread) if spread.ndim == 1 else spread
+    result = zeros(structure)
+    for indices in structure.blocks:
+        part, pairs = list(indices), np.ix_(indices, indices)
+        piece = gaussian.from_moments(centre[part], spread[pairs], name=f"covariance of block {indices}")
+        result.linear[part], result.precision[pairs] = piece
+    return result
 
 
-def unpack_precision(vector, structure):
+@functools.lru_cache(maxsize=32)
+def _places(structure: Structure) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+    """Where a flat matrix holds the packed upper triangles, their mirror images, and what must be zero."""
+    size, blocks = structure.size, structure.blocks or ()
+    pairs = np.array([(i, j) for b in blocks for k, i in enumerate(b) for j in b[k:]], dtype=np.intp)
+    upper, lower = pairs @ (size, 1), pairs @ (1, size)
+    return upper, lower, np.setdiff1d(np.arange(size * size), np.concatenate([upper, lower]))
+
+
+def pack_precision(precision: Array, structure: Structure) -> Array:
+    """List precisions' packed triangles (..., p) block after block; diagonal ones are copied as they are.
+
+    Parameters
+    ----------
+    precision : array (..., m, m), or (..., m) if the structure is diagonal
+        Improper allowed.
+    structure : Structure of size m
+
+    Raises
+    ------
+    ValueError
+        The shape does not fit, or an entry between two blocks is not zero and would be lost.
+
+    Examples
+    --------
+    >>> pack_precision(np.diag([1.0, 2.0, 3.0]), block(3, [(0, 1), (2,)]))
+    array([1., 0., 2., 3.])
+    """
+    values, size = np.asarray(precision, dtype=np.float64), structure.size
+    expected = (size,) if structure.blocks is None else (size, size)
+    lead = values.shape[: values.ndim - len(expected)]
+    if values.shape != (*lead, *expected):
+        raise ValueError(f"precision of shape {values.shape} does not fit the structure: it must have shape {expected}")
     if structure.blocks is None:
-        return np.array(vector)
-    m = structure.size
-    matrix = np.zeros((*vector.shape[:-1], m, m)); start = 0
-    for b in structure.blocks:
-        stop = start + len(b) * (len(b) + 1) // 2
-        matrix[..., np.array(b)[:, None], np.array(b)] = unpack_triangle(vector[..., start:stop])
-        start = stop
-    return matrix
+        return values.copy()
+    upper, lower, outside = _places(structure)
+    flat = values.reshape(*lead, size * size)
+    if outside.size and (lost := flat.take(outside, axis=-1)).any():
+        where = np.argwhere(lost != 0)[0]
+        row, column = divmod(int(outside[where[-1]]), size)
+        raise ValueError(
+            f"precision[{row}, {column}] is {lost[tuple(where)]:.6g} and must be 0, the two are in "
+            "different blocks: project onto the structure first, or use full(size)"
+        )
+    return np.asarray(0.5 * (flat.take(upper, axis=-1) + flat.take(lower, axis=-1)))
+
+
+def unpack_precision(vector: Array, structure: Structure) -> Array:
+    """Rebuild the precisions (..., m, m), or (..., m) if diagonal, from `pack_precision`, exactly.
+
+    >>> unpack_precision(np.array([1.0, 0.0, 2.0]), full(2)).tolist()
+    [[1.0, 0.0], [0.0, 2.0]]
+    """
+    values, size = np.asarray(vector, dtype=np.float64), structure.size
+    length = packed_size(structure)
+    if values.shape[-1:] != (length,):
+        raise ValueError(
+            f"vector of shape {values.shape} does not fit the structure: it must have shape "
+            f"({length},); check that both sides use the same structure"
+        )
+    if structure.blocks is None:
+        return values.copy()
+    upper, lower, _ = _places(structure)
+    matrix = np.zeros((*values.shape[:-1], size * size))
+    matrix[..., upper] = values
+    matrix[..., lower] = values
+    return matrix.reshape(*values.shape[:-1], size, size)

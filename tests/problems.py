@@ -242,18 +242,18 @@ def counts(*, seed: int = 11) -> tuple[FederatedModel, Clients]:
 
 
 def transforms_builder(X: Any, y: Any) -> Any:
-    """Half-normal, log-normal and Dirichlet shared; half-normal, ordered and multivariate normal local."""
+    """Half-normal, log-normal, Dirichlet and multivariate normal shared; half-normal and ordered normal local."""
     with pm.Model() as model:
         X, y = pm.Data("X", X), pm.Data("y", y)
         tau = pm.HalfNormal("tau", 2)
         scale = pm.LogNormal("scale", 0.3, 0.5)
         p = pm.Dirichlet("p", np.array([2.0, 3.0, 4.0]))
+        z = pm.MvNormal("z", np.array([0.0, 1.0]), np.array([[1.0, 0.3], [0.3, 2.0]]))
         sigma = pm.HalfNormal("sigma", scale)
         cuts = pm.Normal("cuts", 0, tau, shape=2, transform=ordered, initval=[-1.0, 1.0])
-        z = pm.MvNormal("z", p[:2], np.array([[1.0, 0.3], [0.3, 2.0]]))
         pm.Deterministic("p_odds", p[0] / p[1])
         pm.Deterministic("gap", cuts[1] - cuts[0])
-        pm.Normal("obs", X @ z + cuts.sum(), sigma, observed=y)
+        pm.Normal("obs", X @ (z + p[1:]) + cuts.sum(), sigma, observed=y)
     return model
 
 
@@ -264,7 +264,7 @@ def transforms(*, seed: int = 13) -> tuple[FederatedModel, Clients]:
     for rows in (6, 9):
         X = rng.normal(size=(rows, 2))
         data[f"plant {rows}"] = {"X": X, "y": X @ [0.5, -1.0] + rng.normal(size=rows)}
-    return FederatedModel(transforms_builder, shared=["tau", "scale", "p"]), data
+    return FederatedModel(transforms_builder, shared=["tau", "scale", "p", "z"]), data
 
 
 ALL = {

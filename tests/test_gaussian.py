@@ -124,7 +124,7 @@ def test_power_by_a_whole_number_is_repeated_product() -> None:
     """g³ = g g g and g⁰ is the neutral element."""
     g = proper(np.random.default_rng(2), 4)
     assert_same(ga.power(g, 3), ga.product(g, g, g))
-    assert_same(ga.power(g, 0), ga.zeros(ga.full(4)), rtol=0, atol=0)
+    assert_same(ga.power(g, 0), Gaussian(np.zeros(4), np.zeros((4, 4))), rtol=0, atol=0)
 
 
 @given(seeds, sizes, st.sampled_from(KINDS), st.floats(0.0, 1.0))
@@ -296,11 +296,19 @@ def test_kl_of_close_gaussians_does_not_cancel() -> None:
     assert_allclose(ga.kl(a, b), 4 * moved**2 / 4, rtol=1e-5)
 
 
-def test_kl_is_one_at_a_time() -> None:
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda g: ga.kl(g, g),
+        lambda g: ga.log_density(g, np.zeros(2)),
+        lambda g: ga.draw(g, np.random.default_rng(0), 1),
+        lambda g: ga.repair(g, 0.1),
+    ],
+)
+def test_one_at_a_time(function: Callable[[Gaussian], object]) -> None:
     """A batch is refused with the remedy."""
-    batch = proper(np.random.default_rng(11), 2, "diagonal", (3,))
     with pytest.raises(ValueError, match="loop over a batch"):
-        ga.kl(batch, batch)
+        function(proper(np.random.default_rng(11), 2, "diagonal", (3,)))
 
 
 # Properness
@@ -322,6 +330,25 @@ def test_is_proper(kind: str) -> None:
         assert ga.is_proper(g) is False
     stacked = Gaussian(*(np.stack(parts) for parts in zip(good, *bad, good, strict=True)))
     assert_array_equal(ga.is_proper(stacked), [True] + [False] * len(bad) + [True])
+
+
+def test_rounding_is_not_definiteness() -> None:
+    """Numerically singular precisions are refused however they are scaled, one by one and in a batch."""
+    rng = np.random.default_rng(25)
+    for size in (2, 5, 12):
+        half = rng.normal(size=(60, size, size - 1)) * 10.0 ** rng.uniform(-8, 8, size=(60, size, 1))
+        singular = Gaussian(np.zeros((60, size)), half @ half.mT)
+        assert not np.any(ga.is_proper(singular))
+        assert not any(ga.is_proper(Gaussian(*one)) for one in zip(*singular, strict=True))
+
+
+def test_properness_of_a_large_batch() -> None:
+    """Entries of one batch do not disturb each other, whether all are proper or not."""
+    rng = np.random.default_rng(26)
+    half, signs = rng.normal(size=(300, 8, 12)), np.where(rng.uniform(size=300) < 0.2, -1.0, 1.0)
+    good = half @ half.mT
+    assert np.all(ga.is_proper(Gaussian(np.zeros((300, 8)), good)))
+    assert_array_equal(ga.is_proper(Gaussian(np.zeros((300, 8)), signs[:, None, None] * good)), signs > 0)
 
 
 def test_singular_and_extreme_matrices_are_not_proper() -> None:
@@ -407,8 +434,6 @@ def test_batched_equals_loop(kind: str) -> None:
         "is_proper": lambda g, h, f: ga.is_proper(ga.quotient(g, h)),
         "log_kernel": lambda g, h, f: ga.log_kernel(g, x),
         "log_kernel of a point": lambda g, h, f: ga.log_kernel(g, x[0]),
-        "log_density": lambda g, h, f: ga.log_density(g, x),
-        "log_density of a point": lambda g, h, f: ga.log_density(g, x[0]),
         "affine": lambda g, h, f: ga.affine(g),
         "from_moments": lambda g, h, f: ga.from_moments(ga.mean(g), ga.covariance(g)),
     }
@@ -421,24 +446,19 @@ def test_batched_equals_loop(kind: str) -> None:
                 assert_allclose(whole[index], part, rtol=1e-11, atol=1e-13, err_msg=name)
 
 
-def test_batch_broadcasts_against_one_and_draws_per_entry() -> None:
-    """A batch of diagonal sites times one full prior; draws keep the batch in front."""
+def test_batch_broadcasts_against_one() -> None:
+    """A batch of diagonal sites times one full prior; the factors of a batch have exact zeros too."""
     rng = np.random.default_rng(16)
     sites, prior = proper(rng, 3, "diagonal", (4,)), proper(rng, 3)
     combined = ga.product(sites, prior)
     for i in range(4):
         alone = ga.product(Gaussian(sites.linear[i], sites.precision[i]), prior)
         assert_same(Gaussian(combined.linear[i], combined.precision[i]), alone, rtol=0, atol=0)
-    for g in (combined, sites):
-        centre, root = ga.affine(g)
-        normal = np.random.default_rng(17).standard_normal((4, 5, 3))
-        draws = ga.draw(g, np.random.default_rng(17), 5)
-        for i in range(4):
-            spread = normal[i] @ (root[i].T if root.ndim == 3 else np.diag(root[i]))
-            assert_allclose(draws[i], centre[i] + spread, rtol=1e-13, atol=1e-14)
+    _, roots = ga.affine(combined)
+    assert_array_equal(roots, np.tril(roots))
 
 
-# Packing and structure
+# Packing
 
 
 @given(seeds, sizes, st.sampled_from([(), (3,), (2, 2)]))
@@ -473,121 +493,6 @@ def test_only_square_matrices_pack() -> None:
     """A rectangle has no triangle."""
     with pytest.raises(ValueError, match=r"\(2, 3\)"):
         ga.pack_triangle(np.zeros((2, 3)))
-
-
-def test_structures() -> None:
-    """The factories, their packed sizes and neutral elements."""
-    assert ga.full(3) == ga.Structure(3, ((0, 1, 2),))
-    assert ga.diagonal(3) == ga.Structure(3, None)
-    assert ga.full(1) == ga.Structure(1, ((0,),))
-    assert ga.block(4, [[3, 1], np.array([0, 2])]) == ga.Structure(4, ((3, 1), (0, 2)))  # type: ignore[list-item]
-    structures = [ga.full(4), ga.diagonal(4), ga.block(4, [(0, 2, 3), (1,)])]
-    assert [ga.packed_size(s) for s in structures] == [10, 4, 7]
-    assert [ga.zeros(s).precision.shape for s in structures] == [(4, 4), (4,), (4, 4)]
-    for structure in structures:
-        neutral = ga.zeros(structure)
-        assert neutral.linear.shape == (4,)
-        assert not neutral.linear.any() and not neutral.precision.any()
-
-
-@pytest.mark.parametrize(
-    ("size", "blocks", "message"),
-    [
-        (3, [(0, 1)], r"missing \[2\], duplicate \[\]"),
-        (3, [(0, 1), (1, 2)], r"missing \[\], duplicate \[1\]"),
-        (3, [(0, 1, 2, 3)], r"out of range \[3\]"),
-        (2, [(0, -1)], r"missing \[1\], duplicate \[\], out of range \[-1\]"),
-        (2, [(0, 1), ()], "no empty block"),
-        (0, [], "size is 0"),
-    ],
-)
-def test_blocks_must_partition(size: int, blocks: list[tuple[int, ...]], message: str) -> None:
-    """Errors name what is missing, duplicated or foreign."""
-    with pytest.raises(ValueError, match=message):
-        ga.block(size, blocks)
-
-
-STRUCTURES = [ga.full(4), ga.diagonal(4), ga.block(4, [(2, 0), (1, 3)]), ga.block(4, [(1,), (0, 3, 2)])]
-
-
-@given(seeds, st.sampled_from(STRUCTURES))
-@few
-def test_project_against_direct_marginal_inverses(seed: int, structure: ga.Structure) -> None:
-    """Each block of the result inverts that block of Σ; μ is kept; entries between blocks are exact zeros."""
-    rng = np.random.default_rng(seed)
-    centre, sigma = rng.normal(size=4), spd(rng, 4)
-    result = ga.project(centre, sigma, structure)
-    expected = np.zeros((4, 4))
-    for indices in structure.blocks or [(0,), (1,), (2,), (3,)]:
-        pairs = np.ix_(indices, indices)
-        expected[pairs] = np.linalg.inv(sigma[pairs])
-    assert result.precision.ndim == (1 if structure.blocks is None else 2)
-    assert_allclose(matrix(result), expected, rtol=1e-9, atol=1e-12)
-    assert_array_equal(matrix(result)[expected == 0], 0.0)
-    assert_allclose(result.linear, expected @ centre, rtol=1e-9, atol=1e-11)
-    assert_allclose(ga.mean(result), centre, rtol=1e-9, atol=1e-11)
-
-
-def test_project_minimises_the_divergence() -> None:
-    """Moving the projection in any direction of its family raises KL(p ‖ q)."""
-    rng = np.random.default_rng(18)
-    p = proper(rng, 4)
-    structure = ga.block(4, [(2, 0), (1, 3)])
-    best = ga.project(ga.mean(p), ga.covariance(p), structure)
-    for _ in range(20):
-        push = ga.unpack_precision(rng.normal(size=ga.packed_size(structure)), structure)
-        moved = Gaussian(best.linear + 0.01 * rng.normal(size=4), best.precision + 0.01 * push)
-        assert ga.kl(p, moved) > ga.kl(p, best)
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_project_takes_variances(structure: ga.Structure) -> None:
-    """Variances (m,) mean the diagonal covariance."""
-    centre, variances = np.arange(4.0), np.array([1.0, 2.0, 4.0, 8.0])
-    expected = ga.project(centre, np.diag(variances), structure)
-    assert_same(ga.project(centre, variances, structure), expected, rtol=0, atol=0)
-
-
-def test_project_refuses() -> None:
-    """A block that is not positive definite is named; the rest of Σ need not be; shapes are checked."""
-    singular = np.ones((3, 3)) + np.diag([1.0, 0.0, 0.0])
-    structure = ga.block(3, [(0,), (1, 2)])
-    with pytest.raises(ValueError, match=r"covariance of block \(1, 2\) has smallest eigenvalue"):
-        ga.project(np.zeros(3), singular, structure)
-    assert_allclose(ga.project(np.zeros(3), singular, ga.diagonal(3)).precision, [0.5, 1.0, 1.0])
-    for centre, sigma in ((np.zeros(2), np.eye(3)), (np.zeros(3), np.eye(2)), (np.zeros(3), np.ones((1, 3, 3)))):
-        with pytest.raises(ValueError, match="structure of size 3"):
-            ga.project(centre, sigma, structure)
-
-
-@given(seeds, st.sampled_from(STRUCTURES))
-@few
-def test_precision_round_trip(seed: int, structure: ga.Structure) -> None:
-    """Packed triangles block after block, exact both ways."""
-    rng = np.random.default_rng(seed)
-    vector = rng.normal(size=ga.packed_size(structure))
-    unpacked = ga.unpack_precision(vector, structure)
-    assert unpacked.shape == ga.zeros(structure).precision.shape
-    assert_array_equal(ga.pack_precision(unpacked, structure), vector)
-    if structure.blocks is not None:
-        parts = [ga.pack_triangle(unpacked[np.ix_(b, b)]) for b in structure.blocks]
-        assert_array_equal(np.concatenate(parts), vector)
-        assert_array_equal(unpacked, unpacked.T)
-        assert np.count_nonzero(unpacked) == sum(len(b) ** 2 for b in structure.blocks)
-
-
-def test_packing_refuses_to_lose_entries() -> None:
-    """Couplings between blocks, wrong shapes and wrong lengths are errors; packed vectors are copies."""
-    with pytest.raises(ValueError, match=r"precision\[0, 2\] is 1 "):
-        ga.pack_precision(np.ones((3, 3)), ga.block(3, [(0, 1), (2,)]))
-    with pytest.raises(ValueError, match=r"must have shape \(3,\)"):
-        ga.pack_precision(np.eye(3), ga.diagonal(3))
-    with pytest.raises(ValueError, match=r"must have shape \(6,\)"):
-        ga.unpack_precision(np.zeros(5), ga.full(3))
-    vector = np.ones(2)
-    ga.pack_precision(vector, ga.diagonal(2))[0] = 5.0
-    ga.unpack_precision(vector, ga.diagonal(2))[0] = 5.0
-    assert_array_equal(vector, 1.0)
 
 
 # Precision from draws
@@ -697,11 +602,10 @@ def test_repair_keeps_zeros_between_blocks(order: tuple[int, ...]) -> None:
     precision[np.ix_(inner, inner)] = precision[np.ix_(outer, outer)] = chain
     fixed, report = ga.repair(Gaussian(np.ones(8), precision), 0.3)
     assert report.changed
-    structure = ga.block(8, [inner, outer])
     values, vectors = np.linalg.eigh(chain)
     expected = (vectors * np.maximum(values, 0.3 * np.abs(values).max())) @ vectors.T
     assert_allclose(fixed.precision[np.ix_(inner, inner)], expected, atol=1e-13)
-    assert ga.pack_precision(fixed.precision, structure).shape == (20,)
+    assert_array_equal(fixed.precision[np.ix_(inner, outer)], 0.0)
 
 
 @given(seeds, st.integers(1, 20))
@@ -725,7 +629,7 @@ def test_repair_refuses() -> None:
     with pytest.raises(ValueError, match="loop over a batch"):
         ga.repair(proper(np.random.default_rng(24), 2, "full", (3,)), 0.1)
     with pytest.raises(ValueError, match="precision is 0"):
-        ga.repair(ga.zeros(ga.full(2)), 0.1)
+        ga.repair(Gaussian(np.zeros(2), np.zeros((2, 2))), 0.1)
     with pytest.raises(ValueError, match="not finite"):
         ga.repair(Gaussian(g.linear, np.full((2, 2), np.nan)), 0.1)
 

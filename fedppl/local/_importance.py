@@ -24,9 +24,10 @@ def whitened_points(size: int, points: int, key: str) -> Array:
     independent and do not add up.
     """
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
-    half = max(points // 2, size + 1)
+    half = max((points + 1) // 2, size + 1)
     exponent = int(np.ceil(np.log2(half)))
-    uniform = qmc.Sobol(size, seed=np.random.default_rng(seed)).random_base2(exponent)
+    # The first points of a power of two of them; whitening makes up for the balance that the rest would bring.
+    uniform = qmc.Sobol(size, seed=np.random.default_rng(seed)).random_base2(exponent)[:half]
     z = ndtri(np.clip(uniform, 1e-12, 1 - 1e-12))
     z = np.concatenate([z, -z])
     factor = np.linalg.cholesky(z.T @ z / len(z))
@@ -77,7 +78,7 @@ def pareto_k(log_weights: Array) -> float:
 def enough_points(size: int, points: int) -> int:
     """Raise the number of points to what `controlled_moments` needs, where that is at most 1024."""
     needed = 2 * (1 + size + size * (size + 1) // 2)
-    return max(points, 2 ** int(np.ceil(np.log2(needed)))) if needed <= 1024 else points
+    return max(points, needed) if needed <= 1024 else points
 
 
 @functools.lru_cache(maxsize=512)

@@ -26,7 +26,7 @@ from fedppl.local._newton import (
     solve,
 )
 
-__all__ = ["expand_marginal", "marginal_batch", "site_batch"]
+__all__ = ["expand_marginal", "inner_mode_at", "marginal_batch", "site_batch"]
 
 CUBE = types.float64[:, :, ::1]
 
@@ -167,11 +167,10 @@ def expand_marginal(kernel: Any, phi: Any, theta: Any, wanted_scale: Any, data: 
         x[j] += width
         for i in range(d):
             x[m + i] += slope[i, j] * width
-        for _ in range(2):
-            moved = kernel(x, *data)
-            solve(factor, moved[1 + m :], step)
-            for i in range(d):
-                x[m + i] += step[i]
+        moved = kernel(x, *data)
+        solve(factor, moved[1 + m :], step)
+        for i in range(d):
+            x[m + i] += step[i]
         if not _total_gradient(kernel, x, m, scale, data, there):
             return NO_MODE, -np.inf, gradient, hessian, mode
         for i in range(m):
@@ -208,6 +207,13 @@ def marginal_batch(kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, mod
         else:
             missed += 1
     return OK, values, missed
+
+
+@entry(KERNEL, VECTOR, VECTOR, DATA)
+def inner_mode_at(kernel: Any, phi: Any, theta: Any, data: Any) -> Any:
+    """Mode of θ at φ: (status, θ mode (d,))."""
+    status, x, _, _, _, _, _ = _origin(kernel, phi, theta, data)
+    return status, x[phi.shape[0] :].copy()
 
 
 @entry(KERNEL, MATRIX, DATA)

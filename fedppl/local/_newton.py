@@ -93,6 +93,14 @@ def log_determinant(factor: Any) -> float:
 
 
 @jit
+def rescale(A: Any, scale: Any) -> None:
+    """Set the lengths over which differences are taken to the posterior sds that A gives."""
+    for j in range(A.shape[0]):
+        if A[j, j] > 0.0:
+            scale[j] = min(1.0, max(1e-6, 1.0 / np.sqrt(A[j, j])))
+
+
+@jit
 def curvature(kernel: Any, x: Any, m: int, scale: Any, relative: float, data: Any, A: Any, cross: Any) -> None:
     """A = −∂²ℓ/∂θ² into A, ∂²ℓ/∂φ∂θ into cross (m, d), by central differences; θ scales are renewed."""
     d = x.shape[0] - m
@@ -113,9 +121,7 @@ def curvature(kernel: Any, x: Any, m: int, scale: Any, relative: float, data: An
             mean = 0.5 * (A[i, j] + A[j, i])
             A[i, j] = mean
             A[j, i] = mean
-    for j in range(d):
-        if A[j, j] > 0.0:
-            scale[j] = min(1.0, max(1e-6, 1.0 / np.sqrt(A[j, j])))
+    rescale(A, scale)
 
 
 @jit
@@ -151,7 +157,8 @@ def inner_mode(
     if not np.isfinite(output[0]):
         return NOT_FINITE, output, 0
     for iteration in range(limit):
-        curvature(kernel, x, m, scale, 1e-3, data, A, cross)
+        forward_curvature(kernel, x, m, output, scale, data, A, cross)
+        rescale(A, scale)
         shift = 0.0
         largest = 1e-8
         for i in range(d):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from fedppl.local._importance import (
     resample,
     whitened_points,
 )
-from fedppl.local._marginal import expand_marginal, marginal_batch, site_batch
+from fedppl.local._marginal import expand_marginal, inner_mode_at, marginal_batch, site_batch
 from fedppl.local._newton import OK
 from fedppl.local.nuts import NUTS
 from fedppl.model import ClientModel
@@ -31,7 +32,10 @@ _NO_MODE = (
 )
 
 
-def NestedLaplace(*, points: int = 128, pareto_limit: float = 0.7, fallback: bool = True) -> LocalInference:
+_starts: weakref.WeakKeyDictionary[ClientModel, Array] = weakref.WeakKeyDictionary()
+
+
+def NestedLaplace(*, points: int = 96, pareto_limit: float = 0.7, fallback: bool = True) -> LocalInference:
     r"""Moments of the tilted distribution with the local variables marginalised first.
 
     .. math:: \log f_k(\phi) = \log \int p(y_k, \theta \mid \phi)\, d\theta
@@ -44,7 +48,7 @@ def NestedLaplace(*, points: int = 128, pareto_limit: float = 0.7, fallback: boo
     Parameters
     ----------
     points
-        Number of points, raised to a power of two and, up to 1024, to twice the number of coefficients of a
+        Number of points, raised (up to 1024) to twice the number of coefficients of a
         quadratic in φ, which is what the control variate needs.
     pareto_limit
         Pareto k above which the weights are not trusted.
@@ -107,11 +111,22 @@ def _batch(client: ClientModel, draws: Array, center: Array, *, factors: bool) -
     modes = np.zeros((len(draws), d))
     held = np.zeros((len(draws) if factors else 0, d, d))
     status, values, _ = marginal_batch(
-        client.kernel, np.ascontiguousarray(draws), center, client.initial, client.data, modes, held
+        client.kernel, np.ascontiguousarray(draws), center, _start(client), client.data, modes, held
     )
     if status != OK:
         raise LocalFailure(_NO_MODE.format(phi=np.array2string(center, precision=3)))
     return values, modes, held
+
+
+def _start(client: ClientModel) -> Array:
+    """Where inner searches begin: the mode of θ at the prior mean of φ, found once per client.
+
+    It depends on the client's model and data alone, never on earlier rounds, so that clients stay stateless.
+    """
+    if client not in _starts:
+        status, mode = inner_mode_at(client.kernel, gaussian.mean(client.prior.gaussian), client.initial, client.data)
+        _starts[client] = mode if status == OK else client.initial
+    return _starts[client]
 
 
 def _prior_scale(client: ClientModel) -> Array:
@@ -121,7 +136,7 @@ def _prior_scale(client: ClientModel) -> Array:
 def expand(client: ClientModel, point: Array, prior_share: float) -> Expansion:
     """Quadratic expansion of log f_k (and of its share of a non-Gaussian prior) at a point."""
     status, value, gradient, hessian, _ = expand_marginal(
-        client.kernel, point, client.initial, _prior_scale(client), client.data
+        client.kernel, point, _start(client), _prior_scale(client), client.data
     )
     if status != OK:
         raise LocalFailure(_NO_MODE.format(phi=np.array2string(point, precision=3)))
