@@ -61,7 +61,9 @@ def central_model(data: dict[str, dict[str, np.ndarray]]) -> pm.Model:
     return model
 
 
-def nuts(model: pm.Model, sampler: str, draws: int, seed: int, compiled: Any = None) -> tuple[Any, np.ndarray, float, float]:
+def nuts(
+    model: pm.Model, sampler: str, draws: int, seed: int, compiled: Any = None
+) -> tuple[Any, np.ndarray, float, float]:
     """Sample (mu, log tau) on two cores: (compiled model, draws, compile seconds, sampling seconds)."""
     started = time.perf_counter()
     if sampler == "nutpie":
@@ -106,9 +108,7 @@ def main() -> None:
 
     def federated() -> tuple[fedppl.Fit, float]:
         started = time.perf_counter()
-        fit = fedppl.fit(
-            model, data, fedppl.EP(), rounds=options.rounds, progressbar=False, random_seed=options.seed
-        )
+        fit = fedppl.fit(model, data, fedppl.EP(), rounds=options.rounds, progressbar=False, random_seed=options.seed)
         return fit, time.perf_counter() - started
 
     fit, first = federated()
@@ -126,13 +126,17 @@ def main() -> None:
     rounds = fit.idata["rounds"]
     bytes_up = float(np.asarray(rounds["bytes_up"]).mean())
 
-    print(f"K = {options.clients} clients, {options.rows} rows each; status {fit.status.value} in {len(fit.records)} rounds")
+    print(
+        f"K = {options.clients} clients, {options.rows} rows each; status {fit.status.value} in {len(fit.records)} rounds"
+    )
     print(f"{'':14s}{'NUTS mean':>10s}{'EP mean':>10s}{'NUTS sd':>10s}{'EP sd':>10s}")
     labels = [f"{name}[{i}]" for name in ("mu", "log tau") for i in range(len(MU))]
     for row in zip(labels, mean, gaussian.mean(q), sd, gaussian.standard_deviations(q), strict=True):
         print("{:14s}{:10.3f}{:10.3f}{:10.3f}{:10.3f}".format(*row))
     print(f"federated fit: {first:.2f} s the first time, {warm:.2f} s again")
-    print(f"centralised NUTS ({options.sampler}): {compiling:.2f} s to compile, {sampling:.2f} s to sample 4 x 1000 draws")
+    print(
+        f"centralised NUTS ({options.sampler}): {compiling:.2f} s to compile, {sampling:.2f} s to sample 4 x 1000 draws"
+    )
     figures = {
         "mean_err_sd": round(float(mean_error.max()), 4),
         "sd_err": round(float(sd_error.max()), 4),

@@ -153,7 +153,9 @@ def federated(prior: str, splits: Mapping[str, Split], names: list[str], options
     return fedppl.fit(model, clients, fedppl.EP(local=local), rounds=rounds, progressbar=False, random_seed=seed)
 
 
-def central(prior: str, splits: Mapping[str, Split], *, per_school: bool, options: argparse.Namespace, seed: int) -> Any:
+def central(
+    prior: str, splits: Mapping[str, Split], *, per_school: bool, options: argparse.Namespace, seed: int
+) -> Any:
     """Fit the hierarchical model (or one θ for both schools) by NUTS on all rows; return E[θ] for each school."""
     X = np.concatenate([split.X for split in splits.values()])
     y = np.concatenate([split.y for split in splits.values()])
@@ -281,7 +283,8 @@ def figure(posteriors: Mapping[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     tables = {
-        name: fedppl.hypotheses(result, var_names=["theta"], ci_prob=0.9) for name, result in posteriors["lasso"].items()
+        name: fedppl.hypotheses(result, var_names=["theta"], ci_prob=0.9)
+        for name, result in posteriors["lasso"].items()
     }
     labels = [label.removeprefix("theta[").removesuffix("]") for label in tables["GP"].index]
     place = np.arange(len(labels))[::-1]

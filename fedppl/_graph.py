@@ -33,7 +33,7 @@ __all__ = [
     "python_function",
     "same_graph",
     "same_prior",
-    "same_site",
+    "same_outputs",
     "site_graph",
     "variables",
 ]
@@ -171,9 +171,7 @@ def initial_values(parts: Parts) -> Callable[..., list[Array]]:
 def variables(parts: Parts, initial: Sequence[Array], *, local: bool) -> tuple[Variable, ...]:
     """Describe the shared or the local variables, given one client's initial values."""
     model = parts.model
-    rvs, values = (
-        (parts.local, initial[len(parts.shared) :]) if local else (parts.shared, initial[: len(parts.shared)])
-    )
+    rvs, values = (parts.local, initial[len(parts.shared) :]) if local else (parts.shared, initial[: len(parts.shared)])
     return tuple(
         Variable(
             name=rv.name,
@@ -283,15 +281,13 @@ def same_prior(a: Parts, shared_a: Sequence[Variable], b: Parts, shared_b: Seque
     return bool(equal_computations([logp_a], [logp_b], in_xs=[phi_a], in_ys=[phi_b]))
 
 
-def same_site(
+def same_outputs(
     a: Parts,
     variables_a: tuple[Sequence[Variable], Sequence[Variable]],
     b: Parts,
     variables_b: tuple[Sequence[Variable], Sequence[Variable]],
 ) -> bool:
-    """Whether two builds compute the same site factor and deterministics of their data containers."""
-    if not same_graph(site_graph(a, *variables_a), site_graph(b, *variables_b)):
-        return False
+    """Whether two builds compute the same constrained variables and deterministics of their data containers."""
     for only_shared in (True, False):
         x_a, inputs_a, names_a, outputs_a = constrained_graph(a, *variables_a, only_shared=only_shared)
         x_b, inputs_b, names_b, outputs_b = constrained_graph(b, *variables_b, only_shared=only_shared)

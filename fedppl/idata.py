@@ -91,4 +91,6 @@ def chain_diagnostics(draws: Array) -> tuple[float, float]:
 def _split_rhat(draws: Array) -> float:
     """R̂ of one chain's two halves, which ArviZ 0.x declines to give."""
     half = draws.shape[1] // 2
-    return float(az.rhat(az.convert_to_dataset({"x": np.concatenate([draws[:, :half], draws[:, half : 2 * half]])}))["x"].max())
+    return float(
+        az.rhat(az.convert_to_dataset({"x": np.concatenate([draws[:, :half], draws[:, half : 2 * half]])}))["x"].max()
+    )

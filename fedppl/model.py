@@ -20,7 +20,7 @@ import pytensor
 import pytensor.tensor as pt
 from pytensor.compile.mode import get_mode
 
-from fedppl import _graph
+from fedppl import _graph, gaussian
 from fedppl._data import as_arrays, group_by_columns, needs_same_keys
 from fedppl._pack import pack, unpacking_kernel
 from fedppl.prior import SharedPrior, gaussian_prior, moment_match
@@ -326,7 +326,8 @@ class FederatedModel:
             _require_same_variables(ids[0], first.variables[0], ids[1], second.variables[0], group[ids[1]])
             if not _graph.same_prior(first.parts, first.variables[0], second.parts, second.variables[0]):
                 raise _other_prior(ids[0], ids[1])
-            own = not _graph.same_site(first.parts, first.variables, second.parts, second.variables)
+            same = _graph.same_graph(first.graph, second.graph)
+            own = not (same and _graph.same_outputs(first.parts, first.variables, second.parts, second.variables))
             if not own:
                 self._compared[columns] = first
         if own and len(ids) > 1:
@@ -396,7 +397,7 @@ class FederatedModel:
             layout, prior = like.layout, like.prior
         else:
             try:
-                layout, prior = _shared_layout(template, shared)
+                layout, prior = _shared_layout(template, shared, initial[: len(shared)])
             except DeclarationError as error:
                 raise DeclarationError(f"client {client_id!r}: {error}") from None
         theta = [np.ravel(value) for value in initial[len(shared) :]]
@@ -463,7 +464,9 @@ def _check_start(client: ClientModel, phi: Array) -> None:
         )
 
 
-def _shared_layout(template: _Template, variables: tuple[Variable, ...]) -> tuple[Layout, SharedPrior]:
+def _shared_layout(
+    template: _Template, variables: tuple[Variable, ...], initial: list[Array]
+) -> tuple[Layout, SharedPrior]:
     """Layout and prior of the shared parameters, once per template."""
     functions = template.functions
     key = ("layout", variables)
@@ -474,8 +477,8 @@ def _shared_layout(template: _Template, variables: tuple[Variable, ...]) -> tupl
     phi, logp = _graph.prior_graph(parts, variables)
     log_density = _graph.batched(phi, [], [logp])
     gradient = _graph.python_function([phi], pt.grad(logp, phi, disconnected_inputs="ignore"))
-    size = sum(variable.size for variable in variables)
-    exact = gaussian_prior(gradient, size)
+    origin = np.concatenate([np.ravel(value).astype(float) for value in initial])
+    exact = gaussian_prior(gradient, origin)
     n0 = exact if exact is not None else moment_match(_prior_draws(parts))
     prior = SharedPrior(
         log_density=lambda draws: np.broadcast_to(log_density(draws)[0], (len(draws),)),
@@ -483,13 +486,16 @@ def _shared_layout(template: _Template, variables: tuple[Variable, ...]) -> tupl
         gaussian=n0,
         is_gaussian=exact is not None,
     )
-    probes = np.random.default_rng(0).normal(size=(3, size))
     digest = hashlib.sha256()
     for variable in variables:
         digest.update(repr(tuple(variable)).encode())
-    # Rounded, so that two builds of the same model on two machines agree.
-    for number in (*n0.linear.ravel(), *np.ravel(n0.precision), *prior.log_density(probes)):
-        digest.update(f"{number + 0.0:.6e} ".encode())
+    # In units of the prior and rounded, so that two builds of the same model on two machines agree.
+    center, sd = gaussian.mean(n0), gaussian.standard_deviations(n0)
+    probes = center + sd * np.random.default_rng(0).normal(size=(3, len(origin)))
+    for number in (*np.ravel(sd[:, None] * n0.precision * sd), *(center / sd), *prior.log_density(probes)):
+        digest.update(f"{np.round(number, 5) + 0.0:.5f} ".encode())
+    for number in sd:
+        digest.update(f"{number:.5e} ".encode())
     layout = Layout(variables, n0, exact is not None, digest.hexdigest()[:16])
     functions[key] = layout, prior
     return layout, prior

@@ -47,30 +47,42 @@ class SharedPrior:
             return np.zeros(len(phi))
         return np.asarray(self.gradient(phi) - self.gaussian.linear + self.gaussian.precision @ phi)
 
+    def log_ratio_hessian(self, phi: Array) -> Array:
+        """Hessian of `log_ratio` at one φ, (m, m), by central differences of its gradient."""
+        step = 1e-4
+        columns = [
+            self.log_ratio_gradient(phi + step * unit) - self.log_ratio_gradient(phi - step * unit)
+            for unit in np.eye(len(phi))
+        ]
+        hessian = np.stack(columns, axis=1) / (2 * step)
+        return np.asarray((hessian + hessian.T) / 2)
 
-def gaussian_prior(gradient: Callable[[Array], Array], size: int) -> Gaussian | None:
+
+def gaussian_prior(gradient: Callable[[Array], Array], origin: Array) -> Gaussian | None:
     """Natural parameters of the prior if it is Gaussian on the unconstrained space, else None.
 
-    A density is Gaussian exactly when its gradient is r − Qφ. The gradient is read at the origin and at the
-    unit vectors, and the line it gives is then held against it at random points as far away as this Gaussian
-    reaches, in its own sds. No list of distributions.
+    A density is Gaussian exactly when its gradient is r − Qφ. The gradient is read at an origin where the prior
+    has mass and one unit away from it along every axis, and the line it gives is then held against it at random
+    points as far away as this Gaussian reaches, in its own sds. No list of distributions.
 
     Raises
     ------
     DeclarationError
         If the density is Gaussian but improper.
     """
-    linear = gradient(np.zeros(size))
-    columns = [gradient(unit) - linear for unit in np.eye(size)]
+    size = len(origin)
+    at_origin = gradient(origin)
+    columns = [gradient(origin + unit) - at_origin for unit in np.eye(size)]
     precision = -np.stack(columns, axis=1)
-    if not np.all(np.isfinite(linear)) or not np.all(np.isfinite(precision)):
+    if not np.all(np.isfinite(at_origin)) or not np.all(np.isfinite(precision)):
         return None
+    linear = at_origin + precision @ origin
     symmetric = (precision + precision.T) / 2
     sd = 1.0 / np.sqrt(np.where(np.diag(symmetric) > 0, np.diag(symmetric), 1.0))
     correlation = sd[:, None] * symmetric * sd
     smallest = float(np.linalg.eigvalsh(correlation).min(initial=np.inf))
     is_proper = smallest > 1e-12
-    center = np.linalg.solve(symmetric, linear) if is_proper else np.zeros(size)
+    center = np.linalg.solve(symmetric, linear) if is_proper else origin
     scale = 1.0 + float(np.abs(sd * linear).max(initial=0.0))
     rng = np.random.default_rng(0)
     for spread in (0.3, 1.0, 3.0, 10.0):

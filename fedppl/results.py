@@ -153,7 +153,13 @@ class Fit:
         return self._at_client(self.clients[client_id], client_id, predict, draws, chains, random_seed)
 
     def predict(
-        self, client_id: str, new_data: Mapping[str, Any], *, draws: int = 1000, chains: int = 4, random_seed: int | None = None
+        self,
+        client_id: str,
+        new_data: Mapping[str, Any],
+        *,
+        draws: int = 1000,
+        chains: int = 4,
+        random_seed: int | None = None,
     ) -> Any:
         """Predictive draws on a client's new inputs: `client` with ``predict=new_data``."""
         return self.client(client_id, predict=new_data, draws=draws, chains=chains, random_seed=random_seed)

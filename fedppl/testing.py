@@ -22,7 +22,9 @@ def _unit(y: Any) -> Any:
     return model
 
 
-def normal_means(clients: int = 3, rows: int = 20, *, seed: int = 0) -> tuple[FederatedModel, dict[str, dict[str, Any]]]:
+def normal_means(
+    clients: int = 3, rows: int = 20, *, seed: int = 0
+) -> tuple[FederatedModel, dict[str, dict[str, Any]]]:
     """A random-effects mean with known variances: its posterior is Gaussian and has a closed form.
 
     Parameters

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,13 @@ from fedppl import FederatedModel
 from fedppl.gaussian import Gaussian
 
 Clients = dict[str, dict[str, Any]]
+
+
+@functools.cache
+def declared(builder: Callable[..., Any], shared: tuple[str, ...]) -> FederatedModel:
+    """One declaration a session: it remembers what it compared and compiled."""
+    return FederatedModel(builder, shared=shared)
+
 
 # --- random-effects mean, conjugate: fedppl.testing.normal_means ------------------------------------------------
 
@@ -65,7 +73,7 @@ def regression(clients: int = 4, *, seed: int = 3) -> tuple[FederatedModel, Clie
         X = rng.normal(size=(5 + 3 * k, 2))
         beta = np.array([1.0, -2.0]) + 0.5 * rng.normal(size=2)
         data[f"clinic {k}"] = {"X": X, "y": 0.5 + X @ beta + rng.normal(size=len(X))}
-    return FederatedModel(regression_builder, shared=REGRESSION_SHARED), data
+    return declared(regression_builder, REGRESSION_SHARED), data
 
 
 def regression_site(data: Mapping[str, Any]) -> Gaussian:
@@ -123,7 +131,7 @@ def noise(clients: int = 6, *, rows: int = 25, seed: int = 5) -> tuple[Federated
         X = rng.normal(size=(rows + 3 * k, 2))
         theta = np.array([1.0, -0.5]) + 0.4 * rng.normal(size=2)
         data[f"site {k}"] = {"X": X, "y": X @ theta + 0.6 * rng.normal(size=len(X))}
-    return FederatedModel(noise_builder, shared=["mu", "log_tau"]), data
+    return declared(noise_builder, ("mu", "log_tau")), data
 
 
 # --- eight schools: a prior that is not Gaussian and folds into the clients ---------------------------------------
@@ -149,7 +157,7 @@ def schools() -> tuple[FederatedModel, Clients]:
         f"school {name}": {"effect": effect, "error": error}
         for name, effect, error in zip("ABCDEFGH", SCHOOL_EFFECTS, SCHOOL_ERRORS, strict=True)
     }
-    return FederatedModel(schools_builder, shared=["mu", "tau"]), data
+    return declared(schools_builder, ("mu", "tau")), data
 
 
 def schools_quadrature(effects: Any = SCHOOL_EFFECTS, errors: Any = SCHOOL_ERRORS) -> dict[str, float]:
@@ -192,7 +200,7 @@ def lasso(clients: int = 2, *, seed: int = 7) -> tuple[FederatedModel, Clients]:
     for k in range(clients):
         X = rng.normal(size=(20, 2))
         data[f"lab {k}"] = {"X": X, "y": X @ [1.0, 0.0] + rng.normal(size=20)}
-    return FederatedModel(lasso_builder, shared=["log_lambda"]), data
+    return declared(lasso_builder, ("log_lambda",)), data
 
 
 # --- logistic regression on an intercept: one θ, not conditionally Gaussian ----------------------------------------
@@ -215,7 +223,7 @@ def logistic(clients: int = 3, *, rows: int = 30, seed: int = 9) -> tuple[Federa
     for k in range(clients):
         rate = 1 / (1 + np.exp(-0.5 - 0.7 * rng.normal()))
         data[f"ward {k}"] = {"y": (rng.uniform(size=rows) < rate).astype(int)}
-    return FederatedModel(logistic_builder, shared=["mu"]), data
+    return declared(logistic_builder, ("mu",)), data
 
 
 # --- Poisson with one effect a row: local dimension differs between clients ----------------------------------------
@@ -235,7 +243,7 @@ def counts(*, seed: int = 11) -> tuple[FederatedModel, Clients]:
     """Three clients of 4, 7 and 5 rows."""
     rng = np.random.default_rng(seed)
     data = {f"unit {rows}": {"y": rng.poisson(3.0, size=rows)} for rows in (4, 7, 5)}
-    return FederatedModel(counts_builder, shared=["mu"]), data
+    return declared(counts_builder, ("mu",)), data
 
 
 # --- every kind of transform, shared and local --------------------------------------------------------------------
@@ -264,7 +272,7 @@ def transforms(*, seed: int = 13) -> tuple[FederatedModel, Clients]:
     for rows in (6, 9):
         X = rng.normal(size=(rows, 2))
         data[f"plant {rows}"] = {"X": X, "y": X @ [0.5, -1.0] + rng.normal(size=rows)}
-    return FederatedModel(transforms_builder, shared=["tau", "scale", "p", "z"]), data
+    return declared(transforms_builder, ("tau", "scale", "p", "z")), data
 
 
 ALL = {

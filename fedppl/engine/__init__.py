@@ -1,0 +1,1 @@
+"""Engines: they move messages and know no statistics."""

@@ -1,0 +1,1 @@
+"""Ways of local inference, one per file."""

@@ -12,7 +12,17 @@ from scipy.stats import qmc
 
 from fedppl.types import Array
 
-__all__ = ["WeightedMoments", "controlled_moments", "effective_size", "enough_points", "normalise", "pareto_k", "resample", "weighted_moments", "whitened_points"]
+__all__ = [
+    "WeightedMoments",
+    "controlled_moments",
+    "effective_size",
+    "enough_points",
+    "normalise",
+    "pareto_k",
+    "resample",
+    "weighted_moments",
+    "whitened_points",
+]
 
 
 @functools.lru_cache(maxsize=512)
@@ -39,7 +49,7 @@ def whitened_points(size: int, points: int, key: str) -> Array:
 def normalise(log_weights: Array) -> Array:
     """Self-normalised weights; log weights of −inf get none."""
     weights: Array = np.exp(log_weights - np.max(log_weights))
-    return weights / weights.sum()
+    return np.asarray(weights / weights.sum())
 
 
 def effective_size(weights: Array) -> float:

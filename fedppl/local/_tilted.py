@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from fedppl.types import Array, Target
+from fedppl.local._newton import difference_hessian
+from fedppl.types import Array, Draws, Moments, Target
 
-__all__ = ["log_tilted", "start"]
+__all__ = ["gaussian_draws", "gaussian_moments", "log_tilted", "negative_hessian", "start"]
 
 
 def log_tilted(target: Target) -> Callable[[Array], tuple[float, Array]]:
@@ -37,3 +38,29 @@ def log_tilted(target: Target) -> Callable[[Array], tuple[float, Array]]:
 def start(target: Target) -> Array:
     """Starting point (m + d_k,): the mean of the global q, and θ where its declaration starts it."""
     return np.concatenate([np.linalg.solve(target.global_.precision, target.global_.linear), target.client.initial])
+
+
+def negative_hessian(target: Target, x: Array, scale: Array) -> Array:
+    """A = −∂² log tilted / ∂x² at x = (φ, θ), by differences of the gradient over lengths in proportion to scale."""
+    client, m = target.client, target.client.shared_size
+    A: Array = -difference_hessian(client.kernel, x, scale, client.data)
+    A[:m, :m] += target.cavity.precision
+    if target.prior_share and not client.prior.is_gaussian:
+        A[:m, :m] -= target.prior_share * client.prior.log_ratio_hessian(x[:m])
+    return A
+
+
+def gaussian_moments(x: Array, A: Array, m: int, diagnostics: Mapping[str, float]) -> Moments:
+    """Moments of the first m coordinates of N(x, A⁻¹)."""
+    covariance = np.linalg.inv(A)[:m, :m]
+    precision = np.linalg.inv(covariance)
+    return Moments(x[:m], (covariance + covariance.T) / 2, (precision + precision.T) / 2, diagnostics)
+
+
+def gaussian_draws(
+    x: Array, A: Array, m: int, draws: int, chains: int, rng: np.random.Generator, diagnostics: Mapping[str, float]
+) -> Draws:
+    """Draws of N(x, A⁻¹), split into φ and θ."""
+    z = rng.normal(size=(chains, draws, len(x)))
+    sample = x + z @ np.linalg.inv(np.linalg.cholesky(A))
+    return Draws(sample[..., :m], sample[..., m:], {"ess": float(chains * draws), **diagnostics})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
@@ -84,22 +85,28 @@ def MeanField(*, points: int = 64, max_iterations: int = 2000) -> LocalInference
 _Fit = Callable[[Callable[[Array], tuple[float, Array]], Array, Array, int], tuple[Array, Array]]
 
 
+class _Settings(NamedTuple):
+    fit: _Fit
+    points: int
+    max_iterations: int
+
+
 def _build(name: str, fit: _Fit, points: int, max_iterations: int) -> LocalInference:
     if points < 16 or max_iterations < 1:
-        raise DeclarationError(f"points={points}, max_iterations={max_iterations}: use at least 16 points, 1 iteration.")
-    settings = {"fit": fit, "points": points, "max_iterations": max_iterations}
+        raise DeclarationError(
+            f"points={points}, max_iterations={max_iterations}: use at least 16 points, 1 iteration."
+        )
+    settings = _Settings(fit, points, max_iterations)
     return LocalInference(
         name,
         check=lambda client: None,
         expand=None,
-        tilted=functools.partial(tilted, **settings),
-        draw=functools.partial(draw, **settings),
+        tilted=functools.partial(tilted, settings=settings),
+        draw=functools.partial(draw, settings=settings),
     )
 
 
-def _maximise(
-    objective: Callable[[Array], tuple[float, Array]], first: Array, max_iterations: int
-) -> Array:
+def _maximise(objective: Callable[[Array], tuple[float, Array]], first: Array, max_iterations: int) -> Array:
     """L-BFGS on −objective; infinite values are walls."""
 
     def negative(parameters: Array) -> tuple[float, Array]:
@@ -167,49 +174,28 @@ def _full_rank(
     return mean0 + scale * best[:n], scale[:, None] * L
 
 
-def _fit(
-    target: Target,
-    fit: _Fit,
-    points: int,
-    max_iterations: int,
-) -> tuple[Array, Array, float]:
-    density = log_tilted(target)
-    origin = start(target)
-    z = whitened_points(len(origin), points, target.client.client_id)
-    mean, factor = fit(density, origin, z, max_iterations)
+def _fit(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
+    """Mean, factor of the covariance, and Pareto k of the fit against its target."""
+    density, origin = log_tilted(target), start(target)
+    z = whitened_points(len(origin), settings.points, target.client.client_id)
+    mean, factor = settings.fit(density, origin, z, settings.max_iterations)
     log_weights = np.array([density(mean + factor @ row)[0] + 0.5 * row @ row for row in z])
     return mean, factor, pareto_k(log_weights)
 
 
-def tilted(
-    target: Target,
-    rng: np.random.Generator,
-    *,
-    fit: _Fit,
-    points: int,
-    max_iterations: int,
-) -> Moments:
+def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> Moments:
     """Moments of φ under the variational fit."""
     del rng
     m = target.client.shared_size
-    mean, factor, k = _fit(target, fit, points, max_iterations)
+    mean, factor, k = _fit(target, settings)
     covariance = factor[:m] @ factor[:m].T
     precision = np.linalg.inv(covariance)
     return Moments(mean[:m], covariance, (precision + precision.T) / 2, {"ess": np.inf, "pareto_k": k})
 
 
-def draw(
-    target: Target,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
-    *,
-    fit: _Fit,
-    points: int,
-    max_iterations: int,
-) -> Draws:
+def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, settings: _Settings) -> Draws:
     """Draws of (φ, θ) from the variational fit."""
     m = target.client.shared_size
-    mean, factor, k = _fit(target, fit, points, max_iterations)
+    mean, factor, k = _fit(target, settings)
     sample = mean + rng.normal(size=(chains, draws, len(mean))) @ factor.T
     return Draws(sample[..., :m], sample[..., m:], {"ess": float(chains * draws), "pareto_k": k})

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.local._newton import difference_hessian
-from fedppl.local._tilted import log_tilted, start
+from fedppl.local._tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, start
 from fedppl.types import Array, DeclarationError, Draws, LocalFailure, LocalInference, Moments, Target
 
 __all__ = ["GradientSteps"]
+
+
+class _Settings(NamedTuple):
+    steps: int
+    learning_rate: float
 
 
 def GradientSteps(*, steps: int = 100, learning_rate: float = 1e-3) -> LocalInference:
@@ -48,73 +53,46 @@ def GradientSteps(*, steps: int = 100, learning_rate: float = 1e-3) -> LocalInfe
     """
     if steps < 1 or not learning_rate > 0:
         raise DeclarationError(f"steps={steps}, learning_rate={learning_rate}: both must be positive.")
-    settings = {"steps": steps, "learning_rate": learning_rate}
+    settings = _Settings(steps, learning_rate)
     return LocalInference(
         "gradient steps",
         check=lambda client: None,
         expand=None,
-        tilted=functools.partial(tilted, **settings),
-        draw=functools.partial(draw, **settings),
+        tilted=functools.partial(tilted, settings=settings),
+        draw=functools.partial(draw, settings=settings),
     )
 
 
-def climb(
-    target: Target, steps: int, learning_rate: float
-) -> tuple[Array, Array, float]:
+def climb(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
     """Return (x after the steps, negative Hessian A there, Newton decrement there)."""
-    client, cavity = target.client, target.cavity
-    density, m = log_tilted(target), client.shared_size
+    density = log_tilted(target)
     x = start(target)
-    for _ in range(steps):
+    for _ in range(settings.steps):
         value, gradient = density(x)
         if not np.isfinite(value):
-            raise LocalFailure(f"gradient steps diverged; lower learning_rate={learning_rate}")
-        x = x + learning_rate * gradient
+            raise LocalFailure(f"gradient steps diverged; lower learning_rate={settings.learning_rate}")
+        x = x + settings.learning_rate * gradient
     value, gradient = density(x)
-    A = -difference_hessian(client.kernel, x, np.full(len(x), 0.1), client.data)
-    A[:m, :m] += cavity.precision
+    if not np.isfinite(value):
+        raise LocalFailure(f"gradient steps diverged; lower learning_rate={settings.learning_rate}")
+    A = negative_hessian(target, x, np.full(len(x), 0.1))
     eigenvalues, vectors = np.linalg.eigh(A)
-    if not np.isfinite(value) or not eigenvalues[0] > 0:
+    if not eigenvalues[0] > 0:
         raise LocalFailure(
-            f"no curvature to report where {steps} gradient steps ended (smallest eigenvalue {eigenvalues[0]:.3g}); "
-            f"raise steps=, or change learning_rate={learning_rate}"
+            f"no curvature to report where {settings.steps} gradient steps ended (smallest eigenvalue "
+            f"{eigenvalues[0]:.3g}); raise steps=, or change learning_rate={settings.learning_rate}"
         )
     return x, A, float(np.sum((vectors.T @ gradient) ** 2 / eigenvalues))
 
 
-def tilted(
-    target: Target,
-    rng: np.random.Generator,
-    *,
-    steps: int,
-    learning_rate: float,
-) -> Moments:
+def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> Moments:
     """Moments of φ where the steps ended."""
     del rng
-    m = target.client.shared_size
-    x, A, decrement = climb(target, steps, learning_rate)
-    covariance = np.linalg.inv(A)[:m, :m]
-    precision = np.linalg.inv(covariance)
-    return Moments(
-        x[:m],
-        (covariance + covariance.T) / 2,
-        (precision + precision.T) / 2,
-        {"ess": np.inf, "decrement": decrement},
-    )
+    x, A, decrement = climb(target, settings)
+    return gaussian_moments(x, A, target.client.shared_size, {"ess": np.inf, "decrement": decrement})
 
 
-def draw(
-    target: Target,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
-    *,
-    steps: int,
-    learning_rate: float,
-) -> Draws:
+def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, settings: _Settings) -> Draws:
     """Draws of (φ, θ) from the Gaussian where the steps ended."""
-    m = target.client.shared_size
-    x, A, decrement = climb(target, steps, learning_rate)
-    z = rng.normal(size=(chains, draws, len(x)))
-    sample = x + z @ np.linalg.inv(np.linalg.cholesky(A))
-    return Draws(sample[..., :m], sample[..., m:], {"ess": float(chains * draws), "decrement": decrement})
+    x, A, decrement = climb(target, settings)
+    return gaussian_draws(x, A, target.client.shared_size, draws, chains, rng, {"decrement": decrement})

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedppl.gaussian import Gaussian
-from fedppl.local._newton import difference_hessian
-from fedppl.local._tilted import log_tilted, start
+from fedppl.local._tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, start
 from fedppl.model import ClientModel
 from fedppl.types import Array, DeclarationError, Draws, LocalFailure, LocalInference, Moments, Target
 
@@ -52,16 +50,12 @@ def _check(client: ClientModel) -> None:
 
 def joint_gaussian(target: Target) -> tuple[Array, Array]:
     """Mode (m + d_k,) of the tilted distribution and its negative Hessian A, by damped Newton."""
-    client, cavity, prior_share = target.client, target.cavity, target.prior_share
-    density, m = log_tilted(target), client.shared_size
+    density = log_tilted(target)
     x = start(target)
     scale = np.full(len(x), 0.1)
     value, gradient = density(x)
     for _ in range(100):
-        A = -difference_hessian(client.kernel, x, scale, client.data)
-        A[:m, :m] += cavity.precision
-        if prior_share and not client.prior.is_gaussian:
-            A[:m, :m] -= prior_share * _ratio_hessian(client, x[:m])
+        A = negative_hessian(target, x, scale)
         eigenvalues, vectors = np.linalg.eigh(A)
         floor = 1e-8 * max(1.0, float(eigenvalues[-1]))
         step = vectors @ ((vectors.T @ gradient) / np.maximum(np.abs(eigenvalues), floor))
@@ -87,33 +81,14 @@ def joint_gaussian(target: Target) -> tuple[Array, Array]:
     )
 
 
-def _ratio_hessian(client: ClientModel, phi: Array) -> Array:
-    step, ratio = 1e-4, client.prior.log_ratio_gradient
-    hessian = np.stack([ratio(phi + step * u) - ratio(phi - step * u) for u in np.eye(len(phi))], axis=1) / (2 * step)
-    return np.asarray((hessian + hessian.T) / 2)
-
-
-def tilted(
-    target: Target, rng: np.random.Generator
-) -> Moments:
+def tilted(target: Target, rng: np.random.Generator) -> Moments:
     """Moments of φ under the Gaussian at the joint mode."""
     del rng
-    m = target.client.shared_size
     mode, A = joint_gaussian(target)
-    covariance = np.linalg.inv(A)[:m, :m]
-    precision = np.linalg.inv(covariance)
-    return Moments(mode[:m], (covariance + covariance.T) / 2, (precision + precision.T) / 2, {"ess": np.inf})
+    return gaussian_moments(mode, A, target.client.shared_size, {"ess": np.inf})
 
 
-def draw(
-    target: Target,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
-) -> Draws:
+def draw(target: Target, draws: int, chains: int, rng: np.random.Generator) -> Draws:
     """Draws of (φ, θ) from the Gaussian at the joint mode."""
-    m = target.client.shared_size
     mode, A = joint_gaussian(target)
-    z = rng.normal(size=(chains, draws, len(mode)))
-    sample = mode + z @ np.linalg.inv(np.linalg.cholesky(A))
-    return Draws(sample[..., :m], sample[..., m:], {"ess": float(chains * draws)})
+    return gaussian_draws(mode, A, target.client.shared_size, draws, chains, rng, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +12,8 @@ from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.local._importance import (
     controlled_moments,
-    enough_points,
     effective_size,
+    enough_points,
     normalise,
     pareto_k,
     resample,
@@ -30,6 +31,12 @@ _NO_MODE = (
     "the inner search found no mode of θ at φ = {phi}; the local posterior may be flat or have no peak there. "
     "Give θ a proper prior or use local=fedppl.NUTS()"
 )
+
+
+class _Settings(NamedTuple):
+    points: int
+    pareto_limit: float
+    fallback: bool
 
 
 _starts: weakref.WeakKeyDictionary[ClientModel, Array] = weakref.WeakKeyDictionary()
@@ -82,13 +89,13 @@ def NestedLaplace(*, points: int = 96, pareto_limit: float = 0.7, fallback: bool
     """
     if points < 16:
         raise DeclarationError(f"points={points} is too few for moments; use at least 16, better 256.")
-    settings = {"points": points, "pareto_limit": pareto_limit, "fallback": fallback}
+    settings = _Settings(points, pareto_limit, fallback)
     return LocalInference(
         name="nested Laplace",
         check=_check,
         expand=expand,
-        tilted=functools.partial(tilted, **settings),
-        draw=functools.partial(draw, **settings),
+        tilted=functools.partial(tilted, settings=settings),
+        draw=functools.partial(draw, settings=settings),
     )
 
 
@@ -143,13 +150,7 @@ def expand(client: ClientModel, point: Array, prior_share: float) -> Expansion:
     if prior_share and not client.prior.is_gaussian:
         value += prior_share * float(client.prior.log_ratio(point[None])[0])
         gradient = gradient + prior_share * client.prior.log_ratio_gradient(point)
-        step = 1e-4
-        columns = [
-            client.prior.log_ratio_gradient(point + step * unit) - client.prior.log_ratio_gradient(point - step * unit)
-            for unit in np.eye(len(point))
-        ]
-        share = prior_share * np.stack(columns, axis=1) / (2 * step)
-        hessian = hessian + (share + share.T) / 2
+        hessian = hessian + prior_share * client.prior.log_ratio_hessian(point)
     return Expansion(value, gradient, hessian, {})
 
 
@@ -160,34 +161,34 @@ def _log_weights(client: ClientModel, draws: Array, values: Array, site: Gaussia
     return np.asarray(log_weights)
 
 
-def tilted(
-    target: Target,
-    rng: np.random.Generator,
-    *,
-    points: int,
-    pareto_limit: float,
-    fallback: bool,
-) -> Moments:
+def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> Moments:
     """Moments of f_k(φ) q_{-k}(φ) by importance sampling from q."""
     client, global_, cavity, prior_share = target
     mean, factor = gaussian.affine(global_)
-    moments = _weighted(client, mean, factor, points, gaussian.quotient(global_, cavity), prior_share)
-    if moments.diagnostics["pareto_k"] <= pareto_limit:
+    moments = _weighted(client, mean, factor, settings.points, gaussian.quotient(global_, cavity), prior_share)
+    k, limit = moments.diagnostics["pareto_k"], settings.pareto_limit
+    if k <= limit:
         return moments
-    if not fallback:
+    if not settings.fallback:
         raise LocalFailure(
-            f"Pareto k {moments.diagnostics['pareto_k']:.2f} is above {pareto_limit}: q and this client's factor hardly "
-            "overlap. Raise points=, or set fallback=True"
+            f"Pareto k {k:.2f} is above {limit}: q and this client's factor hardly overlap. Raise points=, or set "
+            "fallback=True"
         )
-    again = _from_laplace_proposal(client, cavity, mean, points, prior_share)
-    if again is not None and again.diagnostics["pareto_k"] <= pareto_limit:
+    again = _from_laplace_proposal(client, cavity, mean, settings.points, prior_share)
+    if again is not None and again.diagnostics["pareto_k"] <= limit:
         return again
     nuts = NUTS().tilted(target, rng)
     return nuts._replace(diagnostics={**nuts.diagnostics, "fallback": 2.0})
 
 
 def _weighted(
-    client: ClientModel, mean: Array, factor: Array, points: int, divisor: Gaussian, prior_share: float, step: float = 0.0
+    client: ClientModel,
+    mean: Array,
+    factor: Array,
+    points: int,
+    divisor: Gaussian,
+    prior_share: float,
+    step: float = 0.0,
 ) -> Moments:
     """Moments under weights f_k / divisor at points mean + factor z."""
     key = (client.shared_size, enough_points(client.shared_size, points), client.client_id)
@@ -242,16 +243,7 @@ def _from_laplace_proposal(
     return _weighted(client, mean, factor, points, gaussian.quotient(proposal, cavity), prior_share, step=1.0)
 
 
-def draw(
-    target: Target,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
-    *,
-    points: int,
-    pareto_limit: float,
-    fallback: bool,
-) -> Draws:
+def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, settings: _Settings) -> Draws:
     """Draws of (φ, θ) from the tilted distribution, FedLin eq. 8, by sampling importance resampling.
 
     Proposals are φ from q and θ from its Laplace approximation given φ; the weights are exact, so that the
@@ -260,7 +252,7 @@ def draw(
     client, global_, cavity, prior_share = target
     m, d = client.shared_size, client.local_size
     wanted = draws * chains
-    z = whitened_points(m, max(points, 2 * wanted), f"{client.client_id} draws {rng.integers(2**32)}")
+    z = whitened_points(m, max(settings.points, 2 * wanted), f"{client.client_id} draws {rng.integers(2**32)}")
     mean, factor = gaussian.affine(global_)
     phi = mean + z @ factor.T
     _, modes, factors = _batch(client, phi, mean, factors=True)
@@ -275,7 +267,7 @@ def draw(
     site = gaussian.quotient(global_, cavity)
     log_weights = _log_weights(client, phi, values, site, prior_share) - log_proposal
     k = pareto_k(log_weights)
-    if k > pareto_limit and fallback:
+    if k > settings.pareto_limit and settings.fallback:
         sampled = NUTS().draw(target, draws, chains, rng)
         return sampled._replace(diagnostics={**sampled.diagnostics, "fallback": 2.0})
     weights = normalise(log_weights)

@@ -7,7 +7,7 @@ import importlib.util
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pymc as pm
@@ -20,6 +20,15 @@ __all__ = ["NUTS"]
 
 _HAS_NUTPIE = importlib.util.find_spec("nutpie") is not None
 _one_at_a_time = threading.Lock()  # PyMC's step methods keep state that threads would share
+
+
+class _Settings(NamedTuple):
+    sampler: str
+    draws: int
+    tune: int
+    chains: int
+    target_accept: float
+    rhat_limit: float
 
 
 def NUTS(
@@ -77,41 +86,24 @@ def NUTS(
         raise DeclarationError('nuts_sampler="nutpie" needs nutpie; install fedppl[nutpie] or use "pymc".')
     if min(draws, tune, chains) < 1 or draws * chains < 20:
         raise DeclarationError(f"draws={draws}, tune={tune}, chains={chains} are too few; use at least 20 draws.")
-    settings = {
-        "sampler": sampler,
-        "draws": draws,
-        "tune": tune,
-        "chains": chains,
-        "target_accept": target_accept,
-        "rhat_limit": rhat_limit,
-    }
+    settings = _Settings(sampler, draws, tune, chains, target_accept, rhat_limit)
     return LocalInference(
         name="NUTS",
         check=lambda client: None,
         expand=None,
-        tilted=functools.partial(tilted, **settings),
-        draw=functools.partial(draw, **{k: v for k, v in settings.items() if k not in ("draws", "chains")}),
+        tilted=functools.partial(tilted, settings=settings),
+        draw=functools.partial(draw, settings=settings),
     )
 
 
-def tilted(
-    target: Target,
-    rng: np.random.Generator,
-    *,
-    sampler: str,
-    draws: int,
-    tune: int,
-    chains: int,
-    target_accept: float,
-    rhat_limit: float,
-) -> Moments:
+def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> Moments:
     """Moments of f_k(φ) q_{-k}(φ) from NUTS draws."""
-    sample, info = _sample(target, rng, sampler, draws, tune, chains, target_accept)
+    sample, info = _sample(target, rng, settings, settings.draws, settings.chains)
     m = target.client.shared_size
     phi = sample[..., :m]
     rhat, ess = chain_diagnostics(phi)
-    if not rhat <= rhat_limit:
-        raise LocalFailure(f"R̂ {rhat:.3f} is above {rhat_limit}; raise tune= and draws= of NUTS")
+    if not rhat <= settings.rhat_limit:
+        raise LocalFailure(f"R̂ {rhat:.3f} is above {settings.rhat_limit}; raise tune= and draws= of NUTS")
     flat = phi.reshape(-1, m)
     independent = min(ess, float(len(flat)))
     if independent <= m + 3:
@@ -134,38 +126,22 @@ def tilted(
     )
 
 
-def draw(
-    target: Target,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
-    *,
-    sampler: str,
-    tune: int,
-    target_accept: float,
-    rhat_limit: float,
-) -> Draws:
-    """Draws of (φ, θ) from the tilted distribution, FedLin eq. 8."""
-    del rhat_limit  # the caller sees R̂ in the diagnostics; draws are not withheld
-    sample, info = _sample(target, rng, sampler, draws, tune, chains, target_accept)
+def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, settings: _Settings) -> Draws:
+    """Draws of (φ, θ) from the tilted distribution, FedLin eq. 8; R̂ is reported, draws are not withheld."""
+    sample, info = _sample(target, rng, settings, draws, chains)
     m = target.client.shared_size
     rhat, ess = chain_diagnostics(sample)
     return Draws(sample[..., :m], sample[..., m:], {"ess": ess, "rhat": rhat, **info})
 
 
 def _sample(
-    target: Target,
-    rng: np.random.Generator,
-    sampler: str,
-    draws: int,
-    tune: int,
-    chains: int,
-    target_accept: float,
+    target: Target, rng: np.random.Generator, settings: _Settings, draws: int, chains: int
 ) -> tuple[Array, dict[str, float]]:
     """Sample x = (φ, θ): draws (chain, draw, m + d_k), and the number of divergences."""
-    density = log_tilted(target)
-    run = _nutpie if sampler == "nutpie" else _pymc
-    sample, divergences = run(density, start(target), draws, tune, chains, target_accept, rng)
+    run = _nutpie if settings.sampler == "nutpie" else _pymc
+    sample, divergences = run(
+        log_tilted(target), start(target), draws, settings.tune, chains, settings.target_accept, rng
+    )
     if not np.all(np.isfinite(sample)):
         raise LocalFailure("NUTS left the region where the log density is finite; give θ a proper prior")
     return sample, {"divergences": float(divergences)}

@@ -39,7 +39,7 @@ class EPState(NamedTuple):
 
 
 class EPInfo(NamedTuple):
-    """This round's diagnostics."""
+    """Diagnostics of this round."""
 
     phase: str
     change_mean: float  # largest |Δ mean| in posterior sds, before damping
@@ -107,7 +107,9 @@ def EP(
     if not 0 < damping <= 1:
         raise DeclarationError(f"damping={damping} must lie in (0, 1]; 1 is the undamped step.")
     if isinstance(structure, str) and structure not in ("full", "diagonal"):
-        raise DeclarationError(f'structure={structure!r} must be "full", "diagonal" or a list of lists of shared names.')
+        raise DeclarationError(
+            f'structure={structure!r} must be "full", "diagonal" or a list of lists of shared names.'
+        )
     inference = local if local is not None else NestedLaplace()
     warm = warm_start and inference.expand is not None
     return Algorithm(
@@ -242,7 +244,9 @@ def _ep_round(
             break
         delta /= 2
     else:
-        message = "no damped step keeps q and all cavities positive definite; raise draws= or points= of the local inference"
+        message = (
+            "no damped step keeps q and all cavities positive definite; raise draws= or points= of the local inference"
+        )
         return state._replace(message=message), EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mc_error)
     sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved.q)
     change_mean = float(np.max(np.abs(gaussian.mean(moved.q) - gaussian.mean(q)) / sd)) / delta
@@ -289,7 +293,9 @@ def _judge(
     quiet = swept and sweep_change < tolerance
     averaged = swept and noisy and averaging >= 4 and sweep_change < 3 * mc_error
     if quiet or averaged:
-        message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; raise draws= for less"
+        message = (
+            "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; raise draws= for less"
+        )
     else:
         knob = "raise rounds=, or draws= of the local inference" if noisy else "raise rounds=, or lower damping="
         message = f"the last sweep moved q by {sweep_change:.2g} posterior sds (tolerance {tolerance:g}); {knob}"
