@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +69,7 @@ class Task(NamedTuple):
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
@@ -128,14 +130,15 @@ def one_run(task: Task) -> dict[str, float]:
     }
 
 
-def every_run(tasks: list[Task], processes: int) -> list[dict[str, float]]:
-    """Run all tasks, `processes` at a time; a compiled model is kept by the process that compiled it."""
+def every_run(tasks: list[Task], processes: int) -> Iterator[dict[str, float]]:
+    """Run all tasks, `processes` at a time, and give the figures in order."""
     if processes == 1:
-        return [one_run(task) for task in tasks]
+        yield from map(one_run, tasks)
+        return
     # Spawned, because a forked copy of a process with threads can hang. One thread each: the runs are the parallelism.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(one_run, tasks))
+        yield from pool.map(one_run, tasks)
 
 
 def show(name: str, results: pd.DataFrame) -> None:
@@ -151,17 +154,20 @@ def show(name: str, results: pd.DataFrame) -> None:
         spread = "" if len(results) == 1 else f"{error[figure]:9.4f}"
         print(f"{label:22}{mean[figure]:10.4f}{spread:>9}{exact[i]:8.4f}{printed}")
     print(f"{mean['seconds']:.0f} s a run; last change {mean['change']:.2f} posterior sd", end="")
-    print(f"; {mean['skipped']:.1f} replies skipped a run")
+    print(f"; {mean['skipped']:.1f} replies skipped a run", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the cases, print a table of each, and one line of JSON."""
     options = arguments(argv)
     started = time.perf_counter()
     settings = (options.rounds, options.draws, options.final_draws)
+    runs = range(options.seed, options.seed + options.runs)
+    # One pool for all cases: its processes keep what they compiled, and cases I and II share a model.
+    figures = every_run([Task(name, run, *settings) for name in options.cases for run in runs], options.processes)
     line: dict[str, object] = {"runs": options.runs}
     for name in options.cases:
-        tasks = [Task(name, run, *settings) for run in range(options.seed, options.seed + options.runs)]
-        results = pd.DataFrame(every_run(tasks, options.processes))
+        results = pd.DataFrame([next(figures) for _ in runs])
         show(name, results)
         line[name] = {figure: round(float(results[figure].mean()), 4) for figure in FIGURES}
     line["seconds"] = round(time.perf_counter() - started, 1)

@@ -65,7 +65,7 @@ def figure(table: list[tuple[str, int, float, float, Any]], path: Path) -> None:
     axis.plot([row[2] for row in table], place, "|", color="black", markersize=14, label="truth")
     axis.set_yticks(place, [f"{name} ({patients})" for name, patients, *_ in table])
     axis.set_xlabel("dose effect, mmHg per 10 mg")
-    axis.legend()
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     canvas.savefig(path, dpi=150)
     print(f"wrote {path}")
 
@@ -107,10 +107,9 @@ def main(argv: list[str] | None = None) -> None:
 
     difference = fedppl.contrast(fit.client(names[-1]), fit.client(names[0]), "theta", coords={"predictor": "dose"})
     test = fedppl.hypotheses(difference, rope=(-0.5, 0.5)).iloc[0]
-    print(
-        f"\nDose effect at {names[-1]} minus {names[0]}: {test['mean']:.1f} ({test['ci_low']:.1f} to {test['ci_high']:.1f}); "
-        f"probability of direction {test['probability_of_direction']:.2f}, within ±0.5: {test['in_rope']:.2f}"
-    )
+    interval = f"{test['mean']:.1f} ({test['ci_low']:.1f} to {test['ci_high']:.1f})"
+    print(f"\nDose effect at {names[-1]} minus {names[0]}: {interval}; ", end="")
+    print(f"probability of direction {test['probability_of_direction']:.2f}, within ±0.5: {test['in_rope']:.2f}")
 
     theta_new = AVERAGE + SPREAD * rng.normal(size=3)
     first, later = simulate(rng, 10, theta_new), simulate(rng, 200, theta_new)

@@ -26,12 +26,12 @@ import numpy as np
 import pandas as pd
 import pymc as pm
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # models/ is importable from a checkout and is no part of the wheel
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is no part of the wheel
 
 import fedppl
 from models import hm2
 
+ROOT = Path(__file__).resolve().parents[1]
 SCHOOLS = {"GP": "Gabriel Pereira", "MS": "Mousinho da Silveira"}
 PRIORS = ("lasso", "ridge")
 # One split, as the paper prints it: A-RMSE, included predictors at either school, centralised RMSE and number.
@@ -56,6 +56,7 @@ class Split(NamedTuple):
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, help="folder with student_performance/student-por.csv")
     parser.add_argument("--splits", type=int, default=1, help="number of random 60/40 splits")
@@ -86,6 +87,7 @@ def find_data(given: Path | None) -> Path:
 
 
 def load(file: Path, *, drop_zero_grades: bool) -> pd.DataFrame:
+    """Read all pupils, or those whose final grade is not 0."""
     table = pd.read_csv(file, sep=";")
     return table[table["G3"] > 0] if drop_zero_grades else table
 
@@ -149,8 +151,15 @@ def federated(prior: str, splits: Mapping[str, Split], names: list[str], options
     # The lasso has a kink, which rules out Laplace approximations; ridge is Gaussian given φ, where they are exact.
     local = fedppl.NUTS(draws=options.draws, tune=options.draws) if prior == "lasso" else fedppl.NestedLaplace()
     clients = {name: {"X": split.X, "y": split.y} for name, split in splits.items()}
-    rounds = 4 if options.quick and prior == "lasso" else 20
-    return fedppl.fit(model, clients, fedppl.EP(local=local), rounds=rounds, progressbar=False, random_seed=seed)
+    return fedppl.fit(
+        model,
+        clients,
+        fedppl.EP(local=local),
+        rounds=4 if options.quick and prior == "lasso" else 20,
+        engine=fedppl.InProcess(workers=1),
+        progressbar=False,
+        random_seed=seed,
+    )
 
 
 def central(
@@ -182,7 +191,7 @@ def central(
     return {name: means[k if per_school else 0] for k, name in enumerate(splits)}
 
 
-def frequentist(splits: Mapping[str, Split], numeric_seed: int) -> dict[str, tuple[float, float]]:
+def frequentist(splits: Mapping[str, Split], seed: int) -> dict[str, tuple[float, float]]:
     """Pool all rows in OLS, and LassoCV and RidgeCV where scikit-learn is installed: A-RMSE and non-zeros."""
     X = np.concatenate([split.X for split in splits.values()])
     y = np.concatenate([split.y for split in splits.values()])
@@ -193,7 +202,7 @@ def frequentist(splits: Mapping[str, Split], numeric_seed: int) -> dict[str, tup
         from sklearn.linear_model import LassoCV, RidgeCV
         from sklearn.model_selection import KFold
 
-        folds = KFold(10, shuffle=True, random_state=numeric_seed)
+        folds = KFold(10, shuffle=True, random_state=seed)
         for name, estimator in (("LassoCV", LassoCV(cv=folds)), ("RidgeCV", RidgeCV(np.logspace(-2, 4, 61)))):
             fitted = estimator.fit(X, y)
             error = a_rmse(splits, dict.fromkeys(splits, fitted.coef_), float(fitted.intercept_))
@@ -295,12 +304,14 @@ def figure(posteriors: Mapping[str, Any], path: Path) -> None:
     axis.axvline(0, color="grey", linewidth=0.8)
     axis.set_yticks(place, labels, fontsize=8)
     axis.set_xlabel("effect on the final grade, in standard deviations (mean, 90 % interval)")
-    axis.legend(loc="best")
+    axis.margins(y=0.01)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     canvas.savefig(path, dpi=150)
     print(f"wrote {path}")
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Fit every split, print the table, and one line of JSON."""
     options = arguments(argv)
     if options.figure is not None and importlib.util.find_spec("matplotlib") is None:
         sys.exit("--figure needs matplotlib: pip install 'fedppl[plots]'")

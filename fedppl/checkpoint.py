@@ -6,25 +6,39 @@ import hashlib
 import io
 import os
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from fedppl.types import DeclarationError
 
-__all__ = ["read", "write"]
+__all__ = ["CONTENT", "read", "write"]
 
 _MAGIC = b"fedppl checkpoint 1\n"
+CONTENT = frozenset({"fingerprint", "algorithm", "clients", "seed", "state", "records", "personal"})
+
+
+# What NumPy writes arrays, scalars and dtypes with.
+_NUMPY = {
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    *((f"numpy.{core}.multiarray", name) for core in ("_core", "core") for name in ("_reconstruct", "scalar")),
+    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("_core", "core")),
+}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads arrays and fedppl's own tuples, and nothing that could run code."""
+    """Loads arrays, and fedppl's own named tuples and enumerations: nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        safe_builtin = module == "builtins" and name in {"set", "frozenset", "complex", "slice", "range", "bytearray"}
-        inside = module.split(".")[0] in ("fedppl", "numpy") or module == "collections" and name == "OrderedDict"
-        if not (safe_builtin or inside):
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
-        return super().find_class(module, name)
+        if (module, name) in _NUMPY:
+            return super().find_class(module, name)
+        # No dots: "fedppl.checkpoint", "os.system" would walk out of the package.
+        if module.split(".")[0] == "fedppl" and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type) and issubclass(found, tuple | Enum) and found.__module__ == module:
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -40,12 +54,24 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint, or say why it cannot be used."""
-    raw = path.read_bytes()
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DeclarationError(
+            f"checkpoint {str(path)!r} cannot be read: {error.strerror}; choose another path."
+        ) from error
     start = len(_MAGIC) + 32
     if not raw.startswith(_MAGIC):
         raise DeclarationError(f"checkpoint {str(path)!r} is not a fedppl checkpoint; choose another path.")
     body = raw[start:]
     if hashlib.sha256(body).digest() != raw[len(_MAGIC) : start]:
         raise DeclarationError(f"checkpoint {str(path)!r} is truncated or damaged; delete it to start again.")
-    content: dict[str, Any] = _Unpickler(io.BytesIO(body)).load()
+    try:
+        content = _Unpickler(io.BytesIO(body)).load()
+    except Exception as error:  # whatever a foreign pickle raises, it is not ours
+        raise DeclarationError(
+            f"checkpoint {str(path)!r} was not written by this version of fedppl ({error}); delete it to start again."
+        ) from error
+    if not isinstance(content, dict) or set(content) != CONTENT:
+        raise DeclarationError(f"checkpoint {str(path)!r} holds something else; choose another path.")
     return content

@@ -167,16 +167,17 @@ def fit(
     -----
     *When this fails.* Look at `Fit.message` and ``fit.idata["rounds"]``: not converging is a status.
     """
-    if rounds < 1:
-        raise DeclarationError(f"rounds={rounds} must be at least 1.")
+    if callback is not None and not callable(callback):
+        raise DeclarationError(f"callback={callback!r} is not a function; pass one that takes a Round.")
     run = _start(model, clients, algorithm, rounds, engine, participation, checkpoint, deadline, random_seed)
-    started = time.perf_counter()
+    started, stopped = time.perf_counter(), False
     with _Progress(rounds, show=progressbar) as progress:
         for step in _run(run):
             progress.update(step)
             if callback is not None and callback(step):
+                stopped = True
                 break
-    status, message = _status(run, rounds)
+    status, message = _status(run, rounds, stopped=stopped)
     if not status.ok:
         logger.warning("fit ended with status %s: %s", status.value, message)
     return Fit(
@@ -228,6 +229,12 @@ def _start(
         )
     if not isinstance(algorithm, Algorithm):
         raise DeclarationError(f"algorithm is {type(algorithm).__name__}; pass one that is built, like fedppl.EP().")
+    if limit is not None and (not isinstance(limit, int | np.integer) or isinstance(limit, bool) or limit < 1):
+        raise DeclarationError(f"rounds={limit!r} must be a whole number, at least 1.")
+    if engine is not None and not callable(engine):
+        raise DeclarationError(f"engine is {type(engine).__name__}; pass one that is built, like fedppl.InProcess().")
+    if checkpoint is not None and not Path(checkpoint).parent.is_dir():
+        raise DeclarationError(f"checkpoint={str(checkpoint)!r}: its folder does not exist; create it first.")
     chosen = as_participation(participation)
     if deadline is not None and not deadline > 0:
         raise DeclarationError(f"deadline={deadline} must be a positive number of seconds.")
@@ -324,6 +331,8 @@ def _why_not(
         return "no reply"
     if isinstance(reply, Failure):
         return reply.reason
+    if reply.client_id != request.client_id:
+        return f"reply of client {reply.client_id!r} to the request of client {request.client_id!r}"
     if reply.nonce != request.nonce:
         return f"reply to request {reply.nonce}, but the latest is {request.nonce}"
     if reply.fingerprint != layout.fingerprint:
@@ -360,7 +369,7 @@ def _save(run: _Run) -> None:
 def _resume(run: _Run, seed_given: bool) -> None:
     assert run.checkpoint is not None
     content = checkpoints.read(run.checkpoint)
-    expected = {
+    expected: dict[str, Any] = {
         "fingerprint": run.layout.fingerprint,
         "algorithm": run.algorithm.name,
         "clients": run.clients,
@@ -379,7 +388,7 @@ def _resume(run: _Run, seed_given: bool) -> None:
     logger.info("resumed after round %d from %s", len(run.records), run.checkpoint)
 
 
-def _status(run: _Run, limit: int) -> tuple[Status, str]:
+def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, str]:
     """Say how the run ended; running out of rounds, or of replies, is told with the knob to turn."""
     status, message = Status(run.state.status), str(run.state.message)
     if status is not Status.RUNNING:
@@ -390,7 +399,8 @@ def _status(run: _Run, limit: int) -> tuple[Status, str]:
         return Status.STALLED, f"no client ever sent a usable reply: {'; '.join(reasons[:3])}"
     if silent:
         message += f"; clients {sorted(silent)[:5]} never sent a usable reply, see `rounds`"
-    return Status.MAX_ROUNDS, f"stopped after {len(run.records)} of {limit} rounds: {message}"
+    by = " by the callback" if stopped else ""
+    return Status.MAX_ROUNDS, f"stopped{by} after {len(run.records)} of {limit} rounds: {message}"
 
 
 class _Progress:

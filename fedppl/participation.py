@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from scipy.stats import binom
 
 from fedppl.types import DeclarationError
 
@@ -39,15 +40,23 @@ def fixed_size(size: int) -> Participation:
 
 
 def bernoulli(probability: float) -> Participation:
-    """Ask each client with a probability; an empty round is drawn again."""
+    """Ask each client with a probability, given that at least one is asked.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> bernoulli(1.0)(["a", "b", "c"], np.random.default_rng(0))
+    ('a', 'b', 'c')
+    """
     if not 0 < probability <= 1:
         raise DeclarationError(f"participation={probability} must be a probability above 0 and at most 1.")
 
     def choose(clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
-        while True:
-            asked = rng.uniform(size=len(clients)) < probability
-            if np.any(asked):
-                return tuple(client for client, ask in zip(clients, asked, strict=True) if ask)
+        # The number asked from the binomial without its zero, so that a small probability is not drawn for ever.
+        count = len(clients)
+        none = float(binom.pmf(0, count, probability))
+        number = int(binom.ppf(none + (1.0 - none) * rng.uniform(), count, probability))
+        return fixed_size(min(max(number, 1), count))(clients, rng)
 
     return choose
 
@@ -56,10 +65,10 @@ def as_participation(value: Participation | int | float | None) -> Participation
     """Read the keyword: None for all, an int for a fixed size, a float for a probability, or a function."""
     if value is None:
         return all_clients
-    if isinstance(value, bool):
-        raise DeclarationError(f"participation={value}: pass a number of clients, a probability or a function.")
-    if isinstance(value, int):
-        return fixed_size(value)
-    if isinstance(value, float):
-        return bernoulli(value)
-    return value
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return fixed_size(int(value))
+    if isinstance(value, float | np.floating):
+        return bernoulli(float(value))
+    if callable(value):
+        return value
+    raise DeclarationError(f"participation={value!r}: pass a number of clients, a probability or a function.")

@@ -264,8 +264,8 @@ class Fit:
 
 
 def _dims_and_coords(pymc_model: Any) -> tuple[dict[str, tuple[str, ...] | None], dict[str, Any]]:
-    dims = {name: tuple(names) for name, names in pymc_model.named_vars_to_dims.items()}
-    coords = {name: list(values) for name, values in pymc_model.coords.items() if values is not None}
+    dims: dict[str, tuple[str, ...] | None] = {k: tuple(v) for k, v in pymc_model.named_vars_to_dims.items()}
+    coords: dict[str, Any] = {name: list(values) for name, values in pymc_model.coords.items() if values is not None}
     return dims, coords
 
 

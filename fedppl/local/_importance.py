@@ -20,24 +20,28 @@ __all__ = [
     "normalise",
     "pareto_k",
     "resample",
+    "stream_of",
     "weighted_moments",
     "whitened_points",
 ]
 
 
+def stream_of(client_id: str) -> int:
+    """One of 256 streams of points for a client, so that errors of clients do not add up, yet points are kept."""
+    return hashlib.blake2b(client_id.encode(), digest_size=1).digest()[0]
+
+
 @functools.lru_cache(maxsize=512)
-def whitened_points(size: int, points: int, key: str) -> Array:
+def whitened_points(size: int, points: int, stream: int) -> Array:
     """Antithetic scrambled Sobol normals (points, size): sample mean exactly 0, sample covariance exactly I.
 
     With constant weights they return the proposal's own moments without error, so that the Monte Carlo error of
-    a site that is already right is nil. The scramble depends on `key`, so that errors of different clients are
-    independent and do not add up.
+    a site that is already right is nil. Each `stream` is another scramble.
     """
-    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     half = max((points + 1) // 2, size + 1)
     exponent = int(np.ceil(np.log2(half)))
     # The first points of a power of two of them; whitening makes up for the balance that the rest would bring.
-    uniform = qmc.Sobol(size, seed=np.random.default_rng(seed)).random_base2(exponent)[:half]
+    uniform = qmc.Sobol(size, seed=np.random.default_rng(stream)).random_base2(exponent)[:half]
     z = ndtri(np.clip(uniform, 1e-12, 1 - 1e-12))
     z = np.concatenate([z, -z])
     factor = np.linalg.cholesky(z.T @ z / len(z))
@@ -92,9 +96,9 @@ def enough_points(size: int, points: int) -> int:
 
 
 @functools.lru_cache(maxsize=512)
-def _regression(size: int, points: int, key: str) -> tuple[Array, Array] | None:
+def _regression(size: int, points: int, stream: int) -> tuple[Array, Array] | None:
     """Design of a quadratic in z at the whitened points and its pseudo-inverse; None if there are too few."""
-    z = whitened_points(size, points, key)
+    z = whitened_points(size, points, stream)
     rows, columns = np.triu_indices(size)
     design = np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
     if len(z) < 2 * design.shape[1]:
@@ -102,7 +106,7 @@ def _regression(size: int, points: int, key: str) -> tuple[Array, Array] | None:
     return design, np.linalg.pinv(design)
 
 
-def controlled_moments(z: Array, log_weights: Array, weights: Array, key: tuple[int, int, str]) -> WeightedMoments:
+def controlled_moments(z: Array, log_weights: Array, weights: Array, key: tuple[int, int, int]) -> WeightedMoments:
     """Moments under a standard normal times weights, with the quadratic part of the log weights done exactly.
 
     A quadratic g is fitted to the log weights. Normal x e^g has exact moments; only the difference that the

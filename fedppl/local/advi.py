@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
-from fedppl.local._importance import pareto_k, whitened_points
+from fedppl.local._importance import pareto_k, stream_of, whitened_points
 from fedppl.local._tilted import log_tilted, start
 from fedppl.types import Array, DeclarationError, Draws, LocalFailure, LocalInference, Moments, Target
 
@@ -177,7 +177,7 @@ def _full_rank(
 def _fit(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
     """Mean, factor of the covariance, and Pareto k of the fit against its target."""
     density, origin = log_tilted(target), start(target)
-    z = whitened_points(len(origin), settings.points, target.client.client_id)
+    z = whitened_points(len(origin), settings.points, stream_of(target.client.client_id))
     mean, factor = settings.fit(density, origin, z, settings.max_iterations)
     log_weights = np.array([density(mean + factor @ row)[0] + 0.5 * row @ row for row in z])
     return mean, factor, pareto_k(log_weights)

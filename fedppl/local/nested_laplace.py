@@ -17,6 +17,7 @@ from fedppl.local._importance import (
     normalise,
     pareto_k,
     resample,
+    stream_of,
     whitened_points,
 )
 from fedppl.local._marginal import expand_marginal, inner_mode_at, marginal_batch, site_batch
@@ -191,7 +192,7 @@ def _weighted(
     step: float = 0.0,
 ) -> Moments:
     """Moments under weights f_k / divisor at points mean + factor z."""
-    key = (client.shared_size, enough_points(client.shared_size, points), client.client_id)
+    key = (client.shared_size, enough_points(client.shared_size, points), stream_of(client.client_id))
     z = whitened_points(*key)
     draws = mean + z @ factor.T
     values, _, _ = _batch(client, draws, mean, factors=False)
@@ -252,7 +253,7 @@ def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, s
     client, global_, cavity, prior_share = target
     m, d = client.shared_size, client.local_size
     wanted = draws * chains
-    z = whitened_points(m, max(settings.points, 2 * wanted), f"{client.client_id} draws {rng.integers(2**32)}")
+    z = whitened_points(m, max(settings.points, 2 * wanted), int(rng.integers(2**32)))
     mean, factor = gaussian.affine(global_)
     phi = mean + z @ factor.T
     _, modes, factors = _batch(client, phi, mean, factors=True)

@@ -1,0 +1,138 @@
+"""The examples and the selection benchmark, run as a user runs them; their last line is JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from examples import student_performance
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(script: str, *options: str) -> tuple[str, dict[str, Any]]:
+    """Run a script; return what it printed, and its last line."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *options],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert sum(line.startswith("{") for line in done.stdout.splitlines()) == 1
+    return done.stdout, last
+
+
+def pupils(rows: int = 60) -> pd.DataFrame:
+    """Two schools with one numeric predictor and one nominal one."""
+    rng = np.random.default_rng(3)
+    return pd.DataFrame(
+        {
+            "school": np.repeat(["GP", "MS"], [rows // 3, rows - rows // 3]),
+            "age": rng.integers(15, 20, rows),
+            "sex": rng.choice(["F", "M"], rows),
+            "G3": rng.integers(0, 20, rows),
+        }
+    )
+
+
+def schools_of(table: pd.DataFrame) -> dict[str, student_performance.School]:
+    schools = {}
+    for name, part in table.groupby("school"):
+        X = pd.DataFrame({"age": part["age"].astype(float), "sex_M": (part["sex"] == "M").astype(float)})
+        train = np.arange(len(part)) % 5 < 3
+        schools[str(name)] = student_performance.School(X, part["G3"].astype(float), train)
+    return schools
+
+
+def test_quickstart_runs_and_pooling_helps() -> None:
+    printed, last = run("examples/quickstart.py")
+    assert set(last) == {
+        "status",
+        "rounds",
+        "bytes_up",
+        "bytes_down",
+        "rmse_alone",
+        "rmse_federated",
+        "new_hospital_coverage",
+        "seconds",
+    }
+    assert last["status"] == "converged"
+    assert last["rmse_federated"] < last["rmse_alone"]
+    assert 0.8 < last["new_hospital_coverage"] <= 1
+    assert "tau[dose]" in printed and "probability of direction" in printed
+
+
+def test_standardising_from_sums_is_standardising_the_pooled_training_rows() -> None:
+    table = pupils()
+    schools = schools_of(table)
+    splits = student_performance.standardise(schools, ["age"])
+    training = np.concatenate([split.X[:, 0] for split in splits.values()])
+    grades = np.concatenate([split.y for split in splits.values()])
+    np.testing.assert_allclose([training.mean(), grades.mean()], 0, atol=1e-12)
+    np.testing.assert_allclose([training.std(), grades.std()], 1, rtol=1e-12)
+    np.testing.assert_array_equal(splits["MS"].X[:, 1], schools["MS"].X["sex_M"][schools["MS"].train])
+
+
+def test_test_rows_do_not_touch_the_training_rows() -> None:
+    table = pupils()
+    schools = schools_of(table)
+    changed = {}
+    for name, school in schools.items():
+        X, y = school.X.copy(), school.y.copy()
+        X.loc[~school.train], y.loc[~school.train] = 100.0, -50.0
+        changed[name] = school._replace(X=X, y=y)
+    before, after = (student_performance.standardise(s, ["age"]) for s in (schools, changed))
+    for name in schools:
+        np.testing.assert_array_equal(before[name].X, after[name].X)
+        np.testing.assert_array_equal(before[name].y, after[name].y)
+        assert not np.allclose(before[name].y_test, after[name].y_test)
+
+
+def test_absent_data_end_in_a_message_that_names_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--data or FEDPPL_DATA") as ending:
+        student_performance.find_data(tmp_path)
+    assert isinstance(ending.value.code, str)  # Python prints it and exits with code 1
+
+
+def test_the_real_table_gives_38_predictors_and_60_percent_of_either_school(data_dir: Path) -> None:
+    table = student_performance.load(student_performance.find_data(data_dir), drop_zero_grades=False)
+    schools, numeric = student_performance.divide(table, seed=0)
+    assert len(numeric) == 13
+    assert {name: school.X.shape for name, school in schools.items()} == {"GP": (423, 38), "MS": (226, 38)}
+    assert {name: int(school.train.sum()) for name, school in schools.items()} == {"GP": 254, "MS": 136}
+    again, _ = student_performance.divide(table, seed=0)
+    other, _ = student_performance.divide(table, seed=1)
+    np.testing.assert_array_equal(schools["MS"].train, again["MS"].train)
+    assert np.any(schools["MS"].train != other["MS"].train)
+
+
+@pytest.mark.slow
+def test_student_performance_agrees_with_the_central_fit(data_dir: Path) -> None:
+    printed, last = run("examples/student_performance.py", "--quick", "--data", str(data_dir))
+    assert {"splits", "pupils", "lasso", "ridge", "OLS", "max_abs_difference", "max_excess_over_single"} <= set(last)
+    # The bar is 0.005 with enough draws; a quick run has 200.
+    assert last["max_abs_difference"] < 0.01
+    assert 0.6 < last["lasso"]["federated"] < 1.1
+    assert "lasso, central, same model" in printed
+
+
+@pytest.mark.slow
+def test_variable_selection_finds_the_predictors() -> None:
+    settings = ("--rounds", "2", "--draws", "100", "--final-draws", "200", "--processes", "1")
+    _, last = run("benchmarks/variable_selection.py", "--runs", "1", "--cases", "I", *settings)
+    assert set(last) == {"runs", "I", "seconds"}
+    assert set(last["I"]) == {"correct", "false", "a_rmse_noisy", "a_rmse_noise_free"}
+    assert last["I"]["correct"] == 1.0
+    assert last["I"]["a_rmse_noise_free"] < 0.03
