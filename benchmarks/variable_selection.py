@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in options.cases:
         results = pd.DataFrame([next(figures) for _ in runs])
         show(name, results)
-        line[name] = {figure: round(float(results[figure].mean()), 4) for figure in FIGURES}
+        line[name] = {figure: round(float(results[figure].mean()), 4) for figure in (*FIGURES, "skipped")}
     line["seconds"] = round(time.perf_counter() - started, 1)
     print(json.dumps(line))
 

@@ -272,13 +272,13 @@ def summary(results: pd.DataFrame, options: argparse.Namespace) -> dict[str, Any
             "federated": round(mean[f"{prior} federated"], 4),
             "central_hierarchical": round(mean[f"{prior} central hierarchical"], 4),
             "central_single": round(mean[f"{prior} central single"], 4),
-            "included": [mean[f"{prior} included {name}"] for name in SCHOOLS],
+            "included": [round(mean[f"{prior} included {name}"], 1) for name in SCHOOLS],
             "max_abs_difference": round(worst[-1], 5),
             "converged": mean[f"{prior} converged"],
         }
     for name in ("OLS", "LassoCV", "RidgeCV"):
         if name in mean:
-            line[name] = {"a_rmse": round(mean[name], 4), "included": mean[f"{name} included"]}
+            line[name] = {"a_rmse": round(mean[name], 4), "included": round(mean[f"{name} included"], 1)}
     line["max_abs_difference"] = round(max(worst), 5)
     line["max_excess_over_single"] = round(max(excess), 5)
     return line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from pytensor.graph.replace import clone_replace, vectorize_graph
 from pytensor.graph.traversal import ancestors
 from pytensor.scalar.basic import Abs, Sign
 from pytensor.tensor.elemwise import Elemwise
+from pytensor.tensor.shape import Shape, Shape_i
 
 from fedppl.types import Array, DeclarationError, Variable
 
@@ -25,6 +27,7 @@ __all__ = [
     "SiteGraph",
     "batched",
     "constrained_graph",
+    "containers_read",
     "dissect",
     "has_kink",
     "indexes_by_data",
@@ -145,9 +148,18 @@ def _inputs_for(parts: Parts) -> tuple[dict[Any, Any], tuple[Any, ...]]:
 
 
 def python_function(inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
-    """Build an interpreted function: no compilation, slow per call, fast with large arrays."""
-    function: Callable[..., Any] = pytensor.function(list(inputs), outputs, mode=PYTHON_MODE, on_unused_input="ignore")
-    return function
+    """Build an interpreted function: no compilation, slow per call, fast with large arrays.
+
+    PyTensor keeps a function's intermediate values in the function, so threads take turns.
+    """
+    function = pytensor.function(list(inputs), outputs, mode=PYTHON_MODE, on_unused_input="ignore")
+    lock = threading.Lock()
+
+    def call(*values: Any) -> Any:
+        with lock:
+            return function(*values)
+
+    return call
 
 
 def initial_values(parts: Parts) -> Callable[..., list[Array]]:
@@ -296,6 +308,24 @@ def same_outputs(
         ):
             return False
     return True
+
+
+def containers_read(model: Any) -> set[Any]:
+    """Data containers whose values, and not only whose shapes, stand in a variable of the model."""
+    found: set[Any] = set()
+    seen: set[Any] = set()
+    waiting = [*model.basic_RVs, *model.deterministics, *model.potentials]
+    while waiting:
+        variable = waiting.pop()
+        if variable in seen:
+            continue
+        seen.add(variable)
+        if variable in model.data_vars:
+            found.add(variable)
+        node = variable.owner
+        if node is not None and not isinstance(node.op, Shape | Shape_i):
+            waiting.extend(node.inputs)
+    return found
 
 
 def indexes_by_data(graph: SiteGraph) -> bool:

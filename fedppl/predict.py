@@ -25,8 +25,8 @@ def predictions(
 ) -> tuple[xr.Dataset, xr.Dataset]:
     """Draw the observed variables at new inputs for every posterior draw; returns (predictions, inputs).
 
-    Containers that `new_data` leaves out and that had a row per observation (the outcomes, say) are only
-    placeholders then, and are filled with zeros.
+    Outcomes that `new_data` leaves out are filled with zeros of the new length: nothing reads them. Inputs with a
+    row per observation may not be left out.
     """
     model = client.pymc_model()
     containers = {variable.name: variable for variable in model.data_vars}
@@ -45,6 +45,8 @@ def predictions(
             raise DataError(
                 f"new data {name!r} has shape {new.shape}, but the client's has {old.shape}; give it the same columns."
             )
+        if not (np.issubdtype(new.dtype, np.number) or new.dtype == bool):
+            raise DataError(f"new data {name!r} has dtype {new.dtype}, which is not numeric; encode it as numbers.")
         if not np.all(np.isfinite(new)):
             raise DataError(f"new data {name!r} holds missing or infinite values; drop or impute them.")
         values[name] = new.astype(containers[name].type.dtype)
@@ -52,10 +54,18 @@ def predictions(
     rows_after = {len(value) for value in values.values() if np.ndim(value)}
     if len(rows_after) == 1 and len(rows_before) == 1:
         before, after = rows_before.pop(), rows_after.pop()
+        read = _graph.containers_read(model)
         for name, variable in containers.items():
             old = client.arrays[name]
-            if name not in values and np.ndim(old) and len(old) == before:
+            if name in values or not np.ndim(old) or len(old) != before:
+                continue
+            if variable not in read:
                 values[name] = np.zeros((after, *old.shape[1:]), dtype=variable.type.dtype)
+            elif after != before:
+                raise DataError(
+                    f"new data {sorted(new_data)} leave out {name!r}, which has a row per observation; give its "
+                    f"{after} new rows too."
+                )
     renewed = {
         dim: np.arange(len(value))
         for name, value in values.items()

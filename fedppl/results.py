@@ -107,6 +107,7 @@ class Fit:
             Groups ``posterior`` (constrained space), ``fit`` (mean_vector and covariance_matrix of q on the
             unconstrained space) and ``rounds``.
         """
+        _check_draws(draws, chains)
         q = self.posterior
         phi = gaussian.draw(q, stream((self._seed(random_seed), 1)), draws * chains)
         anyone = next(iter(self.clients.values()))
@@ -210,8 +211,7 @@ class Fit:
         chains: int,
         random_seed: int | None,
     ) -> Any:
-        if draws < 1 or chains < 1:
-            raise DeclarationError(f"draws={draws}, chains={chains} must be at least 1.")
+        _check_draws(draws, chains)
         seed = self._seed(random_seed)
         q = self.posterior
         known = client_id in self.clients
@@ -255,12 +255,18 @@ class Fit:
 
     def _fit_dataset(self, q: Gaussian) -> xr.Dataset:
         labels = np.array(self.layout.labels)
+        details = self.algorithm.details(self.state)
         return idata.dataset(
-            {"mean_vector": gaussian.mean(q), "covariance_matrix": gaussian.covariance(q)},
-            {"mean_vector": ("rows",), "covariance_matrix": ("rows", "columns")},
+            {"mean_vector": gaussian.mean(q), "covariance_matrix": gaussian.covariance(q), **details},
+            {"mean_vector": ("rows",), "covariance_matrix": ("rows", "columns"), **dict.fromkeys(details, ("rows",))},
             {"rows": labels, "columns": labels},
             {"space": "unconstrained", "status": self.status.value, "message": self.message},
         )
+
+
+def _check_draws(draws: int, chains: int) -> None:
+    if draws < 1 or chains < 1:
+        raise DeclarationError(f"draws={draws}, chains={chains} must be at least 1.")
 
 
 def _dims_and_coords(pymc_model: Any) -> tuple[dict[str, tuple[str, ...] | None], dict[str, Any]]:

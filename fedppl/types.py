@@ -141,7 +141,8 @@ class Moments(NamedTuple):
 
     mean: Array  # (m,)
     covariance: Array  # (m, m)
-    precision: Array  # (m, m), not always the inverse of `covariance`: see precision_from_draws
+    precision: Array  # (m, m), not always the inverse of `covariance`: from draws, that would be too large
+    skewness: Array  # (m,) of each coordinate's margin
     diagnostics: Mapping[str, float]
 
 
@@ -231,6 +232,8 @@ class Algorithm(NamedTuple):
         ``update_server(state, replies) -> (state, info)`` with replies of any subset of the clients.
     posterior
         ``posterior(state) -> Gaussian`` over φ on the unconstrained space.
+    details
+        ``details(state) -> {name: (m,) array}``: what the state knows of each coordinate besides.
     cavity
         ``cavity(state, client_id) -> Gaussian``: everything known of φ but from this client.
     local
@@ -245,6 +248,7 @@ class Algorithm(NamedTuple):
     reply_shapes: Callable[[Any], Mapping[str, tuple[int, ...]]]
     update_server: Callable[[Any, Mapping[str, Message]], tuple[Any, Any]]
     posterior: Callable[[Any], Gaussian]
+    details: Callable[[Any], Mapping[str, Array]]
     cavity: Callable[[Any, str], Gaussian]
     local: LocalInference
 

@@ -12,8 +12,10 @@ import pytensor.tensor as pt
 from pymc.distributions.transforms import ordered
 from scipy.special import logsumexp
 
+import fedppl
 from fedppl import FederatedModel
 from fedppl.gaussian import Gaussian
+from fedppl.types import LocalFailure, LocalInference, Target
 
 Clients = dict[str, dict[str, Any]]
 
@@ -24,7 +26,7 @@ def declared(builder: Callable[..., Any], shared: tuple[str, ...]) -> FederatedM
     return FederatedModel(builder, shared=shared)
 
 
-# --- random-effects mean, conjugate: fedppl.testing.normal_means ------------------------------------------------
+# --- random-effects mean, conjugate: fedppl.testing.normal_means ----------------------------------------------
 
 
 def normal_means_site(y: Any) -> tuple[float, float]:
@@ -45,7 +47,7 @@ def normal_means_theta(y: Any, mean: float, variance: float) -> tuple[float, flo
     return float((np.sum(y) + mean / (variance + 0.25)) / precision), 1.0 / precision
 
 
-# --- regression with random coefficients, conjugate, three shared coordinates -------------------------------------
+# --- regression with random coefficients, conjugate, three shared coordinates ---------------------------------
 
 
 def regression_builder(X: Any, y: Any) -> Any:
@@ -108,7 +110,7 @@ def tilted(site: Gaussian, cavity: Gaussian) -> tuple[Any, Any]:
     return covariance @ (site.linear + cavity.linear), covariance
 
 
-# --- hierarchical regression with a local noise sd, as FedLin's Example 4.1 ---------------------------------------
+# --- hierarchical regression with a local noise sd, as FedLin's Example 4.1 -----------------------------------
 
 
 def noise_builder(X: Any, y: Any) -> Any:
@@ -134,7 +136,7 @@ def noise(clients: int = 6, *, rows: int = 25, seed: int = 5) -> tuple[Federated
     return declared(noise_builder, ("mu", "log_tau")), data
 
 
-# --- eight schools: a prior that is not Gaussian and folds into the clients ---------------------------------------
+# --- eight schools: a prior that is not Gaussian and folds into the clients -----------------------------------
 
 SCHOOL_EFFECTS = np.array([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
 SCHOOL_ERRORS = np.array([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
@@ -180,7 +182,7 @@ def schools_quadrature(effects: Any = SCHOOL_EFFECTS, errors: Any = SCHOOL_ERROR
     return out
 
 
-# --- a kink: Bayesian lasso ---------------------------------------------------------------------------------------
+# --- a kink: Bayesian lasso -----------------------------------------------------------------------------------
 
 
 def lasso_builder(X: Any, y: Any) -> Any:
@@ -203,7 +205,7 @@ def lasso(clients: int = 2, *, seed: int = 7) -> tuple[FederatedModel, Clients]:
     return declared(lasso_builder, ("log_lambda",)), data
 
 
-# --- logistic regression on an intercept: one θ, not conditionally Gaussian ----------------------------------------
+# --- logistic regression on an intercept: one θ, not conditionally Gaussian -----------------------------------
 
 
 def logistic_builder(y: Any) -> Any:
@@ -226,7 +228,7 @@ def logistic(clients: int = 3, *, rows: int = 30, seed: int = 9) -> tuple[Federa
     return declared(logistic_builder, ("mu",)), data
 
 
-# --- Poisson with one effect a row: local dimension differs between clients ----------------------------------------
+# --- Poisson with one effect a row: local dimension differs between clients -----------------------------------
 
 
 def counts_builder(y: Any) -> Any:
@@ -246,7 +248,7 @@ def counts(*, seed: int = 11) -> tuple[FederatedModel, Clients]:
     return declared(counts_builder, ("mu",)), data
 
 
-# --- every kind of transform, shared and local --------------------------------------------------------------------
+# --- every kind of transform, shared and local ----------------------------------------------------------------
 
 
 def transforms_builder(X: Any, y: Any) -> Any:
@@ -273,6 +275,44 @@ def transforms(*, seed: int = 13) -> tuple[FederatedModel, Clients]:
         X = rng.normal(size=(rows, 2))
         data[f"plant {rows}"] = {"X": X, "y": X @ [0.5, -1.0] + rng.normal(size=rows)}
     return declared(transforms_builder, ("tau", "scale", "p", "z")), data
+
+
+# --- builders that want care, and clients that fail -----------------------------------------------------------
+
+
+def polymorphic_builder(X: Any, y: Any) -> Any:
+    """The shared vector is as long as X has columns."""
+    with pm.Model() as model:
+        X_, y_ = pm.Data("X", X), pm.Data("y", y)
+        mu = pm.Normal("mu", 0, 3, shape=X.shape[1])
+        pm.Normal("obs", X_ @ mu, 1, observed=y_)
+    return model
+
+
+def without_containers(y: Any) -> Any:
+    with pm.Model() as model:
+        mu = pm.Normal("mu", 0, 10)
+        theta = pm.Normal("theta", mu, 0.5)
+        pm.Normal("obs", theta, 1, observed=np.asarray(y))
+    return model
+
+
+def failing(at: Callable[[str], bool], reason: str = "out of order") -> LocalInference:
+    """Nested Laplace that fails at some clients, in both phases."""
+    inner = fedppl.NestedLaplace()
+
+    def expand(client: Any, point: Any, share: float) -> Any:
+        if at(client.client_id):
+            raise LocalFailure(reason)
+        assert inner.expand is not None
+        return inner.expand(client, point, share)
+
+    def tilted(target: Target, rng: np.random.Generator) -> Any:
+        if at(target.client.client_id):
+            raise LocalFailure(reason)
+        return inner.tilted(target, rng)
+
+    return inner._replace(expand=expand, tilted=tilted)
 
 
 ALL = {

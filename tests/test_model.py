@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import problems
 import pymc as pm
 import pytensor.tensor as pt
 import pytest
@@ -20,6 +19,7 @@ import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, gaussian
 from fedppl._graph import PYTHON_MODE
 from fedppl.model import ClientModel, compilations
+from tests import problems
 
 Y = np.array([0.5, -1.0, 2.0])
 
@@ -37,7 +37,7 @@ def refusal(
     return str(caught.value)
 
 
-# --- bad declarations ---------------------------------------------------------------------------------------------
+# --- bad declarations -----------------------------------------------------------------------------------------
 
 
 def declared(body: Callable[[], Any]) -> Callable[..., Any]:
@@ -187,7 +187,7 @@ def test_a_single_shared_name_may_be_a_string() -> None:
     assert FederatedModel(declared(plain), "mu").shared == ("mu",)
 
 
-# --- bad data -------------------------------------------------------------------------------------------------------
+# --- bad data -------------------------------------------------------------------------------------------------
 
 
 def good_rows(rows: int = 5) -> dict[str, Any]:
@@ -247,18 +247,9 @@ def test_shapes_that_do_not_fit_the_declared_coords_are_refused(case: str, tmp_p
     assert set(model.enrol(clients)) == set(clients)
 
 
-def polymorphic_builder(X: Any, y: Any) -> Any:
-    """The shared vector is as long as X has columns."""
-    with pm.Model() as model:
-        X_, y_ = pm.Data("X", X), pm.Data("y", y)
-        mu = pm.Normal("mu", 0, 3, shape=X.shape[1])
-        pm.Normal("obs", X_ @ mu, 1, observed=y_)
-    return model
-
-
 def test_another_column_count_under_a_polymorphic_builder_is_refused(tmp_path: Path) -> None:
     clients = {"usual": good_rows(), "also usual": good_rows(7), "odd": {"X": np.ones((5, 3)), "y": np.ones(5)}}
-    model = FederatedModel(polymorphic_builder, ["mu"])
+    model = FederatedModel(problems.polymorphic_builder, ["mu"])
     text = refusal(DataError, model, clients, tmp_path, before_compiling=False)
     for fragment in ("client 'odd'", "'mu' has shape (3,)", "(2,) at client 'usual'", "'X': (5, 3)", "same columns"):
         assert fragment in text
@@ -362,15 +353,7 @@ def test_a_refused_fit_does_not_disturb_the_next() -> None:
     assert_array_equal(before.posterior.precision, after.posterior.precision)
 
 
-# --- builders that compile per client ---------------------------------------------------------------------------------
-
-
-def without_containers(y: Any) -> Any:
-    with pm.Model() as model:
-        mu = pm.Normal("mu", 0, 10)
-        theta = pm.Normal("theta", mu, 0.5)
-        pm.Normal("obs", theta, 1, observed=np.asarray(y))
-    return model
+# --- builders that compile per client -------------------------------------------------------------------------
 
 
 def baked_mean(y: Any) -> Any:
@@ -392,7 +375,10 @@ def log_normals(y: Any, theta: float, mu: float, shift: float) -> float:
 
 @pytest.mark.parametrize(
     ("builder", "reason", "baked"),
-    [(without_containers, "has no pm.Data container", 0), (baked_mean, "bakes a client's data into its graph", 1)],
+    [
+        (problems.without_containers, "has no pm.Data container", 0),
+        (baked_mean, "bakes a client's data into its graph", 1),
+    ],
 )
 def test_data_outside_containers_warn_and_are_compiled_per_client(builder: Any, reason: str, baked: int) -> None:
     clients = {"a": {"y": Y}, "b": {"y": np.array([3.0, 4.0])}}
@@ -427,7 +413,7 @@ def test_a_deterministic_with_a_baked_in_constant_is_each_clients_own() -> None:
         assert values["standardised"] == 1 / largest
 
 
-# --- log site factors ------------------------------------------------------------------------------------------------
+# --- log site factors -----------------------------------------------------------------------------------------
 
 
 def reference_log_site(client: ClientModel, phi: Any, theta: Any) -> tuple[float, Any]:
@@ -486,7 +472,7 @@ def test_a_point_of_zero_density_is_minus_infinity_not_an_error() -> None:
     assert not np.isfinite(client.log_site(np.array([0.0, -1e3]), np.array([1.0]))[0])
 
 
-# --- clients of every size, one compilation -----------------------------------------------------------------------------
+# --- clients of every size, one compilation -------------------------------------------------------------------
 
 
 def test_rows_and_local_dimensions_differ_and_share_one_compilation() -> None:
@@ -586,7 +572,7 @@ def test_changing_the_callers_arrays_does_not_change_the_client() -> None:
     assert not np.any(np.asarray(client.pymc_model()["y"].get_value()) == 100.0)
 
 
-# --- shared priors ------------------------------------------------------------------------------------------------------
+# --- shared priors --------------------------------------------------------------------------------------------
 
 
 def layout_of(body: Callable[[], Any], shared: list[str]) -> Any:
@@ -677,7 +663,7 @@ def test_an_ordered_shared_prior_is_matched_by_its_ordered_draws() -> None:
     assert_allclose(gaussian.mean(layout.prior), [-1 / np.sqrt(np.pi), -0.2886], atol=4 * 1.2 / np.sqrt(1800))
 
 
-# --- fingerprints ---------------------------------------------------------------------------------------------------------
+# --- fingerprints ---------------------------------------------------------------------------------------------
 
 
 def test_fingerprints_tell_priors_shapes_names_transforms_and_dims_apart() -> None:
@@ -705,7 +691,7 @@ def test_fingerprints_do_not_depend_on_the_clients_data() -> None:
         assert first.layout.fingerprint == second.layout.fingerprint == alone.layout.fingerprint
 
 
-# --- constrained space ------------------------------------------------------------------------------------------------------
+# --- constrained space ----------------------------------------------------------------------------------------
 
 
 def test_constrained_values_follow_the_transforms() -> None:
@@ -751,7 +737,7 @@ def test_deterministics_keep_their_shape_whatever_the_number_of_draws() -> None:
         assert_array_equal(shared["constant"], np.tile(np.arange(3.0), (draws, 1)))
 
 
-# --- kinds of data --------------------------------------------------------------------------------------------------------
+# --- kinds of data --------------------------------------------------------------------------------------------
 
 
 def kinds_builder(count: Any, treated: Any, dose: Any, offset: Any, day: Any, table: Any) -> Any:
@@ -830,7 +816,7 @@ def test_a_potential_enters_the_site_when_it_sees_data_and_the_prior_when_not() 
 
 def test_shared_only_models_have_no_local_part() -> None:
     """Pooling: y ~ N(Xμ, 1) with everything shared."""
-    client = FederatedModel(polymorphic_builder, ["mu"]).enrol({"a": good_rows()})["a"]
+    client = FederatedModel(problems.polymorphic_builder, ["mu"]).enrol({"a": good_rows()})["a"]
     assert client.local_size == 0 and client.local_labels == ()
     data, phi = good_rows(), np.array([0.3, -0.4])
     value, gradient, empty = client.log_site(phi, np.zeros(0))

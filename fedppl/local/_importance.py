@@ -20,6 +20,7 @@ __all__ = [
     "normalise",
     "pareto_k",
     "resample",
+    "skewness",
     "stream_of",
     "weighted_moments",
     "whitened_points",
@@ -106,33 +107,40 @@ def _regression(size: int, points: int, stream: int) -> tuple[Array, Array] | No
     return design, np.linalg.pinv(design)
 
 
-def controlled_moments(z: Array, log_weights: Array, weights: Array, key: tuple[int, int, int]) -> WeightedMoments:
+def controlled_moments(
+    z: Array, log_weights: Array, weights: Array, key: tuple[int, int, int]
+) -> tuple[WeightedMoments, float]:
     """Moments under a standard normal times weights, with the quadratic part of the log weights done exactly.
 
     A quadratic g is fitted to the log weights. Normal x e^g has exact moments; only the difference that the
     remainder makes is estimated at the points, with the estimate under e^g itself as control variate. Near a
     converged site both parts are small, so that the error of a client is far below 1 / sqrt(points).
+
+    Returns the moments and the sd of the remainder, which is what the error is in proportion to.
     """
     plain = weighted_moments(z, weights)
     regression = _regression(*key)
     if regression is None or not np.all(np.isfinite(log_weights)):
-        return plain
+        return plain, float(np.std(log_weights[np.isfinite(log_weights)]))
     design, inverse = regression
     coefficients = inverse @ log_weights
+    fitted = design @ coefficients
+    remainder = float(np.std(log_weights - fitted))
     m = z.shape[1]
     rows, columns = np.triu_indices(m)
     quadratic = np.zeros((m, m))
     quadratic[rows, columns] = coefficients[1 + m :]
     precision = np.eye(m) - (quadratic + quadratic.T)
     if np.linalg.eigvalsh(precision)[0] < 0.05:
-        return plain
+        return plain, remainder
     covariance = np.linalg.inv(precision)
     mean = covariance @ coefficients[1 : 1 + m]
-    control = weighted_moments(z, normalise(design @ coefficients))
+    control = weighted_moments(z, normalise(fitted))
     controlled = covariance + plain.covariance - control.covariance
     if np.linalg.eigvalsh(controlled)[0] < 0.05 * np.linalg.eigvalsh(covariance)[0]:
-        return plain
-    return WeightedMoments(mean + plain.mean - control.mean, (controlled + controlled.T) / 2, plain.skewness)
+        return plain, remainder
+    moments = WeightedMoments(mean + plain.mean - control.mean, (controlled + controlled.T) / 2)
+    return moments, remainder
 
 
 class WeightedMoments(NamedTuple):
@@ -140,17 +148,20 @@ class WeightedMoments(NamedTuple):
 
     mean: Array  # (m,)
     covariance: Array  # (m, m)
-    skewness: float  # largest absolute skewness of a coordinate
 
 
 def weighted_moments(points: Array, weights: Array) -> WeightedMoments:
-    """Mean, covariance and largest skewness of points (S, m) under weights (S,)."""
+    """Mean and covariance of points (S, m) under weights (S,)."""
     mean = weights @ points
     centred = points - mean
     covariance = (centred * weights[:, None]).T @ centred
-    variance = np.diag(covariance)
-    skewness = np.abs(weights @ centred**3) / np.maximum(variance, 1e-300) ** 1.5
-    return WeightedMoments(mean, (covariance + covariance.T) / 2, float(skewness.max(initial=0.0)))
+    return WeightedMoments(mean, (covariance + covariance.T) / 2)
+
+
+def skewness(points: Array, weights: Array) -> Array:
+    """Skewness of every coordinate of points (S, m) under weights (S,), (m,)."""
+    centred = points - weights @ points
+    return np.asarray(weights @ centred**3 / np.maximum(weights @ centred**2, 1e-300) ** 1.5)
 
 
 def resample(weights: Array, draws: int, rng: np.random.Generator) -> Array:

@@ -54,7 +54,7 @@ def gaussian_moments(x: Array, A: Array, m: int, diagnostics: Mapping[str, float
     """Moments of the first m coordinates of N(x, A⁻¹)."""
     covariance = np.linalg.inv(A)[:m, :m]
     precision = np.linalg.inv(covariance)
-    return Moments(x[:m], (covariance + covariance.T) / 2, (precision + precision.T) / 2, diagnostics)
+    return Moments(x[:m], (covariance + covariance.T) / 2, (precision + precision.T) / 2, np.zeros(m), diagnostics)
 
 
 def gaussian_draws(

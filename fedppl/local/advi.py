@@ -190,7 +190,7 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     mean, factor, k = _fit(target, settings)
     covariance = factor[:m] @ factor[:m].T
     precision = np.linalg.inv(covariance)
-    return Moments(mean[:m], covariance, (precision + precision.T) / 2, {"ess": np.inf, "pareto_k": k})
+    return Moments(mean[:m], covariance, (precision + precision.T) / 2, np.zeros(m), {"ess": np.inf, "pareto_k": k})
 
 
 def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, settings: _Settings) -> Draws:

@@ -17,6 +17,7 @@ from fedppl.local._importance import (
     normalise,
     pareto_k,
     resample,
+    skewness,
     stream_of,
     whitened_points,
 )
@@ -57,9 +58,10 @@ def NestedLaplace(*, points: int = 96, pareto_limit: float = 0.7, fallback: bool
     ----------
     points
         Number of points, raised (up to 1024) to twice the number of coefficients of a
-        quadratic in φ, which is what the control variate needs.
+        quadratic in φ, which is what the control variate needs. Four or sixteen times as many are used where
+        the log weights are far from a quadratic.
     pareto_limit
-        Pareto k above which the weights are not trusted.
+        Pareto k above which weights that vary (relative ESS below 0.9) are not trusted.
     fallback
         Where they are not trusted, use a Laplace proposal, then NUTS, and report it as diagnostic `fallback`
         (1, 2). If False the client is skipped instead.
@@ -167,19 +169,23 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     client, global_, cavity, prior_share = target
     mean, factor = gaussian.affine(global_)
     moments = _weighted(client, mean, factor, settings.points, gaussian.quotient(global_, cavity), prior_share)
-    k, limit = moments.diagnostics["pareto_k"], settings.pareto_limit
-    if k <= limit:
+    if _trusted(moments, settings.pareto_limit):
         return moments
     if not settings.fallback:
+        k, relative = moments.diagnostics["pareto_k"], moments.diagnostics["relative_ess"]
         raise LocalFailure(
-            f"Pareto k {k:.2f} is above {limit}: q and this client's factor hardly overlap. Raise points=, or set "
+            f"Pareto k {k:.2f} (limit {settings.pareto_limit}), relative ESS {relative:.2f}: q and this client's factor hardly overlap. Raise points=, or set "
             "fallback=True"
         )
     again = _from_laplace_proposal(client, cavity, mean, settings.points, prior_share)
-    if again is not None and again.diagnostics["pareto_k"] <= limit:
+    if again is not None and _trusted(again, settings.pareto_limit):
         return again
     nuts = NUTS().tilted(target, rng)
     return nuts._replace(diagnostics={**nuts.diagnostics, "fallback": 2.0})
+
+
+# Where a quadratic leaves more than this of the log weights unexplained, four times as many points are used.
+_REMAINDERS = ((1, 0.02), (4, 0.2), (16, np.inf))
 
 
 def _weighted(
@@ -192,29 +198,44 @@ def _weighted(
     step: float = 0.0,
 ) -> Moments:
     """Moments under weights f_k / divisor at points mean + factor z."""
-    key = (client.shared_size, enough_points(client.shared_size, points), stream_of(client.client_id))
-    z = whitened_points(*key)
-    draws = mean + z @ factor.T
-    values, _, _ = _batch(client, draws, mean, factors=False)
-    log_weights = _log_weights(client, draws, values, divisor, prior_share)
-    if not np.any(np.isfinite(log_weights)):
-        raise LocalFailure(_NO_MODE.format(phi=np.array2string(mean, precision=3)))
-    weights = normalise(log_weights)
-    moments = controlled_moments(z, log_weights, weights, key)
+    for multiple, largest in _REMAINDERS:
+        key = (
+            client.shared_size,
+            multiple * enough_points(client.shared_size, points),
+            stream_of(client.client_id),
+        )
+        z = whitened_points(*key)
+        draws = mean + z @ factor.T
+        values, _, _ = _batch(client, draws, mean, factors=False)
+        log_weights = _log_weights(client, draws, values, divisor, prior_share)
+        if not np.any(np.isfinite(log_weights)):
+            raise LocalFailure(_NO_MODE.format(phi=np.array2string(mean, precision=3)))
+        weights = normalise(log_weights)
+        moments, remainder = controlled_moments(z, log_weights, weights, key)
+        if remainder <= largest:
+            break
     inverse = np.linalg.inv(factor)
     precision = inverse.T @ np.linalg.inv(moments.covariance) @ inverse
     return Moments(
         mean + factor @ moments.mean,
         factor @ moments.covariance @ factor.T,
         (precision + precision.T) / 2,
+        skewness(draws, weights),
         {
             "ess": effective_size(weights),
+            "relative_ess": effective_size(weights) / len(z),
             "pareto_k": pareto_k(log_weights),
-            "skewness": moments.skewness,
+            "remainder": remainder,
             "fallback": step,
             "mode_failures": float(np.sum(~np.isfinite(values))),
         },
     )
+
+
+def _trusted(moments: Moments, limit: float) -> bool:
+    """Heavy tails of weights that hardly vary do no harm; weights with little left of them always do."""
+    relative = moments.diagnostics["relative_ess"]
+    return relative > 0.1 and (moments.diagnostics["pareto_k"] <= limit or relative > 0.9)
 
 
 def _from_laplace_proposal(

@@ -111,15 +111,14 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     mean = flat.mean(axis=0)
     covariance = np.atleast_2d(np.cov(flat, rowvar=False))
     precision = np.linalg.inv(covariance) * (independent - m - 2) / (independent - 1)
-    skewness = np.abs(np.mean((flat - mean) ** 3, axis=0)) / np.diag(covariance) ** 1.5
     return Moments(
         mean,
         covariance,
         (precision + precision.T) / 2,
+        np.mean((flat - mean) ** 3, axis=0) / np.diag(covariance) ** 1.5,
         {
             "ess": ess,
             "rhat": rhat,
-            "skewness": float(skewness.max()),
             "mc_error": float(1.0 / np.sqrt(independent)),
             **info,
         },

@@ -29,7 +29,7 @@ class WarmStart(NamedTuple):
     anchor: Array  # (m,) where the sites were expanded
     values: Array  # (K,) constants of the expansions
     heard: Array  # (K,) bool: has sent an expansion
-    objective: float  # log marginal posterior at the anchor
+    objective: float  # log marginal posterior at the anchor, −inf if not all clients were expanded there
     radius: float  # of the trust region, in prior sds along a principal axis
     change: float  # of the last step, in posterior sds
     arrived: bool
@@ -59,10 +59,10 @@ def step(sites: Sites, state: WarmStart, replies: Mapping[str, Message]) -> tupl
     values[rows] = value - linear[rows] @ x + 0.5 * np.einsum("i,kij,j->k", x, matrices, x)
     heard[rows] = True
     tried = update(sites, linear, precision)
-    # Clients not heard this round enter by their last expansion.
-    objective = float(values.sum() + gaussian.log_kernel(tried.q, x))
-    worse = objective < state.objective - 1e-9 * max(1.0, abs(objective))
-    if worse and bool(np.all(state.heard)):
+    # Only when every client was expanded at this very point is the sum the objective there, and comparable.
+    everyone = len(replies) == len(values)
+    objective = float(values.sum() + gaussian.log_kernel(tried.q, x)) if everyone else -np.inf
+    if everyone and objective < state.objective - 1e-9 * max(1.0, abs(objective)):
         point = state.anchor + (x - state.anchor) / 4
         return sites, state._replace(point=point, radius=state.radius / 4, change=np.inf)
     move, clipped = _trusted_step(tried.q, sites.prior, x, state.radius)
@@ -74,7 +74,7 @@ def step(sites: Sites, state: WarmStart, replies: Mapping[str, Message]) -> tupl
         values=values,
         heard=heard,
         objective=objective,
-        radius=min(state.radius * 2, 6.0) if clipped else state.radius,
+        radius=min(state.radius * 2, 6.0) if clipped and everyone else state.radius,
         change=change,
         arrived=not clipped and change < _ARRIVED and bool(np.all(heard)),
     )

@@ -1,0 +1,229 @@
+"""Checkpoints: what is written is read, what is not ours is refused, and a resumed run is the uninterrupted one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+import fedppl
+from fedppl import DeclarationError, checkpoint
+from fedppl.checkpoint import _MAGIC
+from fedppl.gaussian import Gaussian
+from fedppl.testing import normal_means
+from fedppl.types import Status
+from tests import problems
+
+CONTENT = {
+    "fingerprint": "abc",
+    "algorithm": "EP",
+    "clients": ("a", "b"),
+    "seed": 2**63,
+    "state": Gaussian(np.arange(2.0), np.eye(2)),
+    "records": (Status.RUNNING, {"seconds": np.float64(0.5), "asked": np.array([True, False])}),
+    "personal": {},
+}
+
+
+def wrapped(body: bytes) -> bytes:
+    """A file that passes the first two checks."""
+    return _MAGIC + hashlib.sha256(body).digest() + body
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    checkpoint.write(path, CONTENT)
+    found = checkpoint.read(path)
+    assert found.keys() == CONTENT.keys()
+    for name in ("fingerprint", "algorithm", "clients", "seed"):
+        assert found[name] == CONTENT[name]
+    assert isinstance(found["state"], Gaussian)
+    assert_array_equal(found["state"].precision, np.eye(2))
+    assert found["records"][0] is Status.RUNNING
+    assert found["records"][1]["seconds"] == 0.5
+
+
+def test_writing_replaces_the_file_and_leaves_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    for seed in (1, 2):
+        checkpoint.write(path, {**CONTENT, "seed": seed})
+    assert checkpoint.read(path)["seed"] == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["run.ckpt"]
+
+
+def test_a_crash_while_writing_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.ckpt"
+    checkpoint.write(path, CONTENT)
+
+    def crash(descriptor: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.write(path, {**CONTENT, "seed": 7})
+    assert checkpoint.read(path)["seed"] == 2**63
+
+
+@pytest.mark.parametrize("kept", [0, 5, len(_MAGIC), len(_MAGIC) + 20, len(_MAGIC) + 32, -1])
+def test_truncated_files_are_refused(kept: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    checkpoint.write(path, CONTENT)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(DeclarationError, match="truncated or damaged; delete|not a fedppl checkpoint") as caught:
+        checkpoint.read(path)
+    assert repr(str(path)) in str(caught.value)
+
+
+def test_one_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    checkpoint.write(path, CONTENT)
+    raw = bytearray(path.read_bytes())
+    raw[-20] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(DeclarationError, match="damaged"):
+        checkpoint.read(path)
+
+
+@pytest.mark.parametrize("raw", [b"", b"hello", pickle.dumps(CONTENT)])
+def test_foreign_files_are_refused(raw: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "other"
+    path.write_bytes(raw)
+    with pytest.raises(DeclarationError, match="not a fedppl checkpoint; choose another path"):
+        checkpoint.read(path)
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"seed": 1}, {**CONTENT, "more": 1}])
+def test_other_content_under_our_header_is_refused(content: Any, tmp_path: Path) -> None:
+    path = tmp_path / "other"
+    path.write_bytes(wrapped(pickle.dumps(content)))
+    with pytest.raises(DeclarationError, match="holds something else"):
+        checkpoint.read(path)
+
+
+def call(module: str, name: str, argument: str) -> bytes:
+    """Pickle (protocol 4) that calls module.name(argument) when it is loaded."""
+    strings = b"".join(b"\x8c" + bytes([len(s)]) + s.encode() for s in (module, name))
+    return b"\x80\x04" + strings + b"\x93\x8c" + bytes([len(argument)]) + argument.encode() + b"\x85R."
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("builtins", "eval"),
+        ("builtins", "exec"),
+        ("fedppl.checkpoint", "os.system"),  # a dotted name walks out of the package
+        ("fedppl.checkpoint", "Path"),  # imported there, not from there
+        ("fedppl.model", "FederatedModel"),  # ours, but neither state nor record
+        ("fedppl.loop", "fit"),
+        ("numpy", "load"),
+        ("numpy", "fromfile"),
+        ("numpy.testing._private.utils", "runstring"),
+        ("subprocess", "check_output"),
+    ],
+)
+def test_a_pickle_that_would_run_code_is_refused(module: str, name: str, tmp_path: Path) -> None:
+    path, trace = tmp_path / "evil", tmp_path / "trace"
+    path.write_bytes(wrapped(call(module, name, f"touch {trace}")))
+    with pytest.raises(DeclarationError, match=rf"{name} has no place in a checkpoint.*delete it") as caught:
+        checkpoint.read(path)
+    assert "evil" in str(caught.value)
+    assert not trace.exists()
+
+
+def test_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(DeclarationError, match="cannot be read"):
+        checkpoint.read(tmp_path)
+
+
+# --- resuming -------------------------------------------------------------------------------------------------
+
+
+def leaves(value: Any) -> list[Any]:
+    """All arrays and scalars inside nested tuples and mappings."""
+    if isinstance(value, tuple | list):
+        return [leaf for part in value for leaf in leaves(part)]
+    if isinstance(value, dict):
+        return [leaf for key in sorted(value) for leaf in leaves(value[key])]
+    return [value]
+
+
+def assert_same_state(first: Any, second: Any) -> None:
+    """Equal to the last bit, NaN included."""
+    a, b = leaves(first), leaves(second)
+    assert len(a) == len(b) > 10
+    for x, y in zip(a, b, strict=True):
+        assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("problem", "participation", "rounds"),
+    [(problems.noise, None, 6), (problems.noise, 3, 7), (problems.schools, 0.5, 7)],
+    ids=["all", "three a round", "half, folded prior"],
+)
+def test_a_resumed_run_is_bit_identical(problem: Any, participation: Any, rounds: int, tmp_path: Path) -> None:
+    """Interrupted in the warm start and again in the refinement."""
+    model, clients = problem()
+    path, settings = tmp_path / "run.ckpt", {"participation": participation, "progressbar": False, "random_seed": 5}
+    whole = fedppl.fit(model, clients, fedppl.EP(tolerance=1e-9), rounds=rounds, **settings)
+    for limit in (1, rounds - 2, rounds):
+        part = fedppl.fit(model, clients, fedppl.EP(tolerance=1e-9), rounds=limit, checkpoint=path, **settings)
+    assert_same_state(part.state, whole.state)
+    assert len(part.records) == len(whole.records) == rounds
+    for ours, theirs in zip(part.records, whole.records, strict=True):
+        assert ours._replace(seconds=0.0).asked == theirs.asked
+        assert_same_state(ours._replace(seconds=0.0), theirs._replace(seconds=0.0))
+    assert (part.status, part.message, part.seed) == (whole.status, whole.message, whole.seed)
+
+
+def test_a_resumed_run_takes_its_seed_from_the_checkpoint(tmp_path: Path) -> None:
+    model, clients = normal_means()
+    path = tmp_path / "run.ckpt"
+    first = fedppl.fit(model, clients, fedppl.EP(), rounds=1, checkpoint=path, progressbar=False)
+    second = fedppl.fit(model, clients, fedppl.EP(), checkpoint=path, progressbar=False)
+    assert second.seed == first.seed and len(second.records) > 1
+    assert_array_equal(second.client("client 0", draws=5)["posterior"]["theta"].shape, (4, 5))
+
+
+def test_a_finished_run_does_no_more_rounds(tmp_path: Path) -> None:
+    model, clients = normal_means()
+    path = tmp_path / "run.ckpt"
+    first, second = (fedppl.fit(model, clients, fedppl.EP(), checkpoint=path, progressbar=False) for _ in range(2))
+    assert first.status is second.status is Status.CONVERGED
+    assert len(first.records) == len(second.records)
+    assert_same_state(first.state, second.state)
+
+
+def test_rounds_write_and_resume_too(tmp_path: Path) -> None:
+    model, clients = problems.noise()
+    path = tmp_path / "run.ckpt"
+    for step in fedppl.rounds(model, clients, fedppl.EP(), checkpoint=path, random_seed=2):
+        if step.number == 2:
+            break
+    assert next(fedppl.rounds(model, clients, fedppl.EP(), checkpoint=path, random_seed=2)).number == 3
+
+
+OTHER_RUNS: dict[str, Any] = {
+    "fingerprint": lambda: (*problems.regression(), fedppl.EP(), 1),
+    "clients": lambda: (*normal_means(4), fedppl.EP(), 1),
+    "algorithm": lambda: (*normal_means(), fedppl.EP()._replace(name="other"), 1),
+    "seed": lambda: (*normal_means(), fedppl.EP(), 2),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_RUNS)
+def test_the_checkpoint_of_another_run_is_refused_and_kept(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    fedppl.fit(*normal_means(), fedppl.EP(), rounds=1, checkpoint=path, progressbar=False, random_seed=1)
+    before = path.read_bytes()
+    model, clients, algorithm, seed = OTHER_RUNS[what]()
+    with pytest.raises(DeclarationError, match=f"is of another run: its {what} is .*Choose another path") as caught:
+        fedppl.fit(model, clients, algorithm, checkpoint=path, progressbar=False, random_seed=seed)
+    assert repr(str(path)) in str(caught.value)
+    assert path.read_bytes() == before

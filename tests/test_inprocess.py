@@ -1,0 +1,198 @@
+"""The embedded engine and what a client answers, with an algorithm of plain numbers: no model is compiled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedppl
+from fedppl import DeclarationError
+from fedppl.engine.answer import answer, stream
+from fedppl.engine.inprocess import InProcessEngine
+from fedppl.gaussian import Gaussian
+from fedppl.testing import normal_means
+from fedppl.types import Algorithm, Failure, Layout, LocalFailure, Reply, Request, Status, Target
+
+LAYOUT = Layout((), Gaussian(np.zeros(1), np.eye(1)), True, "print")
+
+
+class Client:
+    """As much of a client's model as engines touch."""
+
+    layout = LAYOUT
+
+    def __init__(self, client_id: str, act: Any = None) -> None:
+        self.client_id = client_id
+        self.act = act
+
+
+def count_up(client: Any, personal: Any, message: Any, rng: np.random.Generator) -> Any:
+    """Personal state counts requests; the reply is a draw plus the message."""
+    if client.act is not None:
+        client.act(personal)
+    return (personal or 0) + 1, {"x": message["x"] + rng.normal()}, {"ess": 3}
+
+
+ALGORITHM = Algorithm(
+    name="count",
+    check=lambda client: None,
+    init_server=lambda layout, clients, rng: None,
+    broadcast=lambda state, client_id: {"x": np.zeros(1)},
+    update_client=count_up,
+    reply_shapes=lambda state: {"x": (1,)},
+    update_server=lambda state, replies: (state, None),
+    posterior=lambda state: LAYOUT.prior,
+    details=lambda state: {},
+    cavity=lambda state, client_id: LAYOUT.prior,
+    local=fedppl.NestedLaplace(),
+)
+
+
+def requests(*ids: str, nonce: int = 1) -> dict[str, Request]:
+    return {i: Request(i, nonce, nonce, (1, nonce, ord(i[0])), {"x": np.ones(1)}) for i in ids}
+
+
+def engine(workers: int, **clients: Any) -> InProcessEngine:
+    return InProcessEngine(ALGORITHM, {name: Client(name, act) for name, act in clients.items()}, workers)
+
+
+def test_an_answer_carries_the_request_and_the_model() -> None:
+    (request,) = requests("a", nonce=7).values()
+    personal, reply = answer(ALGORITHM, Client("a"), 4, request)
+    assert personal == 5
+    assert isinstance(reply, Reply)
+    assert (reply.client_id, reply.nonce, reply.fingerprint, reply.info) == ("a", 7, "print", {"ess": 3.0})
+    assert reply.message["x"] == 1 + stream(request.seed).normal()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (LocalFailure("no mode"), "no mode"),
+        (np.linalg.LinAlgError("singular"), "LinAlgError: singular"),
+        (ZeroDivisionError("zero"), "ZeroDivisionError: zero"),
+        (ValueError("shape"), "ValueError: shape"),
+    ],
+)
+def test_numerical_trouble_becomes_a_failure_and_personal_state_stays(error: Exception, reason: str) -> None:
+    def act(personal: Any) -> None:
+        raise error
+
+    (request,) = requests("a").values()
+    personal, reply = answer(ALGORITHM, Client("a", act), 4, request)
+    assert personal == 4
+    assert reply == Failure("a", 1, reason)
+
+
+def test_a_programming_error_is_not_hidden() -> None:
+    def act(personal: Any) -> None:
+        raise KeyError("typo")
+
+    for workers in (1, 2):
+        with pytest.raises(KeyError, match="typo"):
+            engine(workers, a=act).exchange(requests("a"), None)
+
+
+def test_streams_of_different_requests_differ_and_repeat() -> None:
+    draws = [stream(seed).normal() for seed in [(1, 2, 3), (1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3)]]
+    assert draws[0] == draws[1]
+    assert len(set(draws)) == 4
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_request_is_answered_and_personal_state_grows(workers: int) -> None:
+    run = engine(workers, a=None, b=None, c=None)
+    assert run.clients() == ("a", "b", "c") and run.layout() is LAYOUT
+    first = run.exchange(requests("a", "b", "c"), None)
+    run.exchange(requests("b", nonce=2), None)
+    assert set(first) == {"a", "b", "c"} and all(isinstance(r, Reply) for r in first.values())
+    assert run.personal == {"a": 1, "b": 2, "c": 1}
+
+
+def test_workers_run_side_by_side() -> None:
+    """Both clients wait for each other: with one thread this would time out."""
+    barrier = threading.Barrier(2, timeout=20)
+    replies = engine(2, a=lambda _: barrier.wait(), b=lambda _: barrier.wait()).exchange(requests("a", "b"), None)
+    assert all(isinstance(reply, Reply) for reply in replies.values())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_late_is_a_failure_and_the_round_ends_at_the_deadline(workers: int) -> None:
+    release = threading.Event()
+    run = engine(workers, a=None, b=lambda _: release.wait(20))
+    started = time.perf_counter()
+    try:
+        replies = run.exchange(requests("a", "b"), 0.3)
+        assert time.perf_counter() - started < 5
+    finally:
+        release.set()
+    assert isinstance(replies["a"], Reply)
+    assert replies["b"] == Failure("b", 1, "no reply within the deadline of 0.3 s")
+
+
+def test_a_deadline_that_is_met_changes_nothing() -> None:
+    with_deadline, without = (engine(1, a=None, b=None).exchange(requests("a", "b"), d) for d in (60.0, None))
+    assert with_deadline["a"].message == without["a"].message
+    assert with_deadline["b"].info == without["b"].info
+
+
+def test_a_fit_goes_on_without_the_late_client() -> None:
+    """Client 1 sleeps through the first round; what it sends then is not used, and the fit still converges."""
+    release = threading.Event()
+    inner = fedppl.NestedLaplace()
+    slept: list[str] = []
+
+    def expand(client: Any, point: Any, share: float) -> Any:
+        if client.client_id == "client 1" and not slept:
+            slept.append(client.client_id)
+            release.wait(20)
+        assert inner.expand is not None
+        return inner.expand(client, point, share)
+
+    model, clients = normal_means(3)
+    fedppl.fit(model, clients, fedppl.EP(), progressbar=False, rounds=3)  # compiles, so that 1 s is long
+    seen = []
+
+    def watch(step: fedppl.Round) -> None:
+        seen.append(step.failures)
+        release.set()
+
+    fit = fedppl.fit(
+        model,
+        clients,
+        fedppl.EP(local=inner._replace(expand=expand)),
+        deadline=1.0,
+        callback=watch,
+        progressbar=False,
+        random_seed=1,
+        engine=fedppl.InProcess(workers=3),
+    )
+    assert seen[0] == {"client 1": "no reply within the deadline of 1.0 s"}
+    assert not any(seen[1:])
+    assert fit.status is Status.CONVERGED
+
+
+@pytest.mark.parametrize("workers", [0, -2])
+def test_the_number_of_workers_is_positive(workers: int) -> None:
+    with pytest.raises(DeclarationError, match=f"workers={workers} must be at least 1"):
+        fedppl.InProcess(workers=workers)
+
+
+def test_the_target_of_a_request_is_not_kept() -> None:
+    """Two rounds of the same request give the same reply: nothing of the first is remembered."""
+    inner = fedppl.NestedLaplace()
+    seen: list[Target] = []
+
+    def tilted(target: Target, rng: np.random.Generator) -> Any:
+        seen.append(target)
+        return inner.tilted(target, rng)
+
+    model, clients = normal_means(2)
+    algorithm = fedppl.EP(local=inner._replace(tilted=tilted))
+    fedppl.fit(model, clients, algorithm, progressbar=False, random_seed=1)
+    again = [inner.tilted(target, np.random.default_rng(0)) for target in (seen[0], seen[0])]
+    assert again[0].mean[0] == again[1].mean[0]

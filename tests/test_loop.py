@@ -1,0 +1,395 @@
+"""The round loop: streams, participation, what counts as a reply, what is recorded, how a run ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+import fedppl
+from fedppl import DeclarationError, FederatedModel, gaussian, structure
+from fedppl.engine.inprocess import InProcessEngine
+from fedppl.model import compilations
+from fedppl.testing import normal_means
+from fedppl.types import Algorithm, Failure, Layout, Reply, Request, Status
+from tests import problems
+
+QUICK = fedppl.NUTS(draws=60, tune=60, chains=1, rhat_limit=2.0, nuts_sampler="pymc")
+
+
+def fit(problem: Any, algorithm: Algorithm, **keywords: Any) -> fedppl.Fit:
+    model, clients = problem
+    return fedppl.fit(model, clients, algorithm, **{"progressbar": False, "random_seed": 1, **keywords})
+
+
+def assert_same_q(a: fedppl.Fit, b: fedppl.Fit) -> None:
+    assert_array_equal(a.posterior.linear, b.posterior.linear)
+    assert_array_equal(a.posterior.precision, b.posterior.precision)
+
+
+def ledger_gap(state: Any) -> float:
+    """Largest entry of q − prior − Σ sites, summed here from the ledger."""
+    sites = state.sites
+    linear = sites.q.linear - sites.prior.linear - sum(sites.linear)
+    precision = sites.q.precision - sites.prior.precision
+    for row in sites.precision:
+        one = structure.unpack_precision(row, sites.structure)
+        precision = precision - (np.diag(one) if one.ndim == 1 else one)
+    return float(max(np.abs(linear).max(), np.abs(precision).max()))
+
+
+class Tampering:
+    """An engine that answers honestly and then changes what comes back."""
+
+    def __init__(self, change: Callable[[Request, Reply], Any]) -> None:
+        self.change = change
+
+    def __call__(self, algorithm: Algorithm, clients: Mapping[str, Any]) -> Tampering:
+        self.inner = InProcessEngine(algorithm, clients, 1)
+        return self
+
+    def clients(self) -> tuple[str, ...]:
+        return self.inner.clients()
+
+    def layout(self) -> Layout:
+        return self.inner.layout()
+
+    def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Any]:
+        honest = self.inner.exchange(requests, deadline)
+        changed = {client_id: self.change(requests[client_id], reply) for client_id, reply in honest.items()}
+        return {client_id: reply for client_id, reply in changed.items() if reply is not None}
+
+
+# --- equal seeds, equal numbers -------------------------------------------------------------------------------
+
+
+def test_equal_seeds_give_equal_numbers_and_other_seeds_others() -> None:
+    problem = normal_means(2)
+    runs = [fit(problem, fedppl.EP(local=QUICK), rounds=2, random_seed=seed) for seed in (3, 3, 4)]
+    assert_same_q(runs[0], runs[1])
+    assert runs[0].posterior.linear[0] != runs[2].posterior.linear[0]
+
+
+def test_one_worker_and_two_give_equal_numbers() -> None:
+    problem = normal_means(3)
+    one, two = (fit(problem, fedppl.EP(local=QUICK), rounds=2, engine=fedppl.InProcess(workers=n)) for n in (1, 2))
+    assert_same_q(one, two)
+    assert [r.bytes_up for r in one.records] == [r.bytes_up for r in two.records]
+
+
+def test_a_clients_stream_depends_on_its_id_and_round_not_on_who_else_is_asked() -> None:
+    """The same client in the same round draws the same numbers in a run with other company."""
+    seeds: dict[bool, list[tuple[int, ...]]] = {}
+    for alone in (True, False):
+        seen = seeds[alone] = []
+
+        def note(request: Request, reply: Reply, seen: Any = seen) -> Reply:
+            if request.client_id == "client 1":
+                seen.append(request.seed)
+            return reply
+
+        chosen = (lambda clients, rng: ("client 1",)) if alone else None
+        fit(normal_means(3), fedppl.EP(), rounds=2, engine=Tampering(note), participation=chosen)
+    assert seeds[True][:2] == seeds[False][:2]
+    assert len(set(seeds[False])) == len(seeds[False])
+
+
+def test_the_order_of_clients_does_not_matter() -> None:
+    model, clients = problems.noise()
+    backwards = dict(reversed(clients.items()))
+    first, second = (fit((model, data), fedppl.EP()) for data in (clients, backwards))
+    assert_allclose(first.posterior.linear, second.posterior.linear, rtol=1e-9)
+    assert_allclose(first.posterior.precision, second.posterior.precision, rtol=1e-9)
+
+
+def test_a_generator_is_a_seed_too() -> None:
+    problem = normal_means(2)
+    runs = [fit(problem, fedppl.EP(), random_seed=np.random.default_rng(8)) for _ in range(2)]
+    assert runs[0].seed == runs[1].seed
+    assert fit(problem, fedppl.EP(), random_seed=None).seed != fit(problem, fedppl.EP(), random_seed=None).seed
+
+
+# --- participation --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("participation", [3, 0.5])
+def test_partial_participation_converges_to_the_same_posterior(participation: Any) -> None:
+    full = fit(problems.noise(), fedppl.EP(tolerance=1e-3))
+    part = fit(problems.noise(), fedppl.EP(tolerance=1e-3), participation=participation, rounds=80)
+    assert full.status is part.status is Status.CONVERGED
+    sd = gaussian.standard_deviations(full.posterior)
+    assert np.all(np.abs(gaussian.mean(part.posterior) - gaussian.mean(full.posterior)) < 0.02 * sd)
+    assert_allclose(gaussian.standard_deviations(part.posterior), sd, rtol=0.02)
+    asked = [len(record.asked) for record in part.records]
+    assert set(asked) == {3} if participation == 3 else len(set(asked)) > 1
+    assert all(set(record.infos) == set(record.asked) for record in part.records)
+
+
+@pytest.mark.parametrize("chosen", [(), ("client 0", "nobody")])
+def test_a_participation_function_must_choose_clients(chosen: tuple[str, ...]) -> None:
+    with pytest.raises(DeclarationError, match=r"participation chose \[.*\] in round 1; choose from \['client 0'"):
+        fit(normal_means(2), fedppl.EP(), participation=lambda clients, rng: chosen)
+
+
+# --- failures: old site kept, identity held -------------------------------------------------------------------
+
+
+def test_a_client_that_fails_keeps_its_old_site_and_the_ledger_stays_exact(caplog: pytest.LogCaptureFixture) -> None:
+    """Client "site 2" drops out after the warm start; q = prior + Σ sites after every round."""
+    model, clients = problems.noise()
+    broken: list[str] = []
+    algorithm = fedppl.EP(local=problems.failing(lambda client_id: client_id in broken), tolerance=1e-4)
+    kept = None
+    with caplog.at_level(logging.WARNING, logger="fedppl"):
+        for step in fedppl.rounds(model, clients, algorithm, rounds=12, random_seed=1):
+            assert ledger_gap(step.state) < 1e-10
+            row = step.state.sites.where["site 2"]
+            if broken:
+                assert step.failures == {"site 2": "out of order"}
+                assert_array_equal(step.state.sites.linear[row], kept[0])
+                assert_array_equal(step.state.sites.precision[row], kept[1])
+            elif step.info.phase == "EP":
+                kept = step.state.sites.linear[row].copy(), step.state.sites.precision[row].copy()
+                broken.append("site 2")
+    assert broken and np.any(kept[0])
+    assert "client site 2 skipped: out of order" in caplog.text
+
+
+def test_a_client_that_never_replies_is_named() -> None:
+    result = fit(problems.noise(), fedppl.EP(local=problems.failing(lambda client_id: client_id == "site 4")), rounds=6)
+    assert result.status is Status.MAX_ROUNDS
+    assert "['site 4'] never sent a usable reply" in result.message
+    assert ledger_gap(result.state) < 1e-10
+    # everyone else's sites are as if it did not exist, but for its silence in the sum
+    row = result.state.sites.where["site 4"]
+    assert not np.any(result.state.sites.linear[row]) and not np.any(result.state.sites.precision[row])
+
+
+def test_no_reply_at_all_is_a_stall_with_its_reasons() -> None:
+    result = fit(normal_means(2), fedppl.EP(local=problems.failing(lambda _: True, "raise points=")), rounds=3)
+    assert result.status is Status.STALLED and not result.status.ok
+    assert "no client ever sent a usable reply" in result.message and "raise points=" in result.message
+    assert_array_equal(result.posterior.precision, result.layout.prior.precision)
+
+
+def test_one_failed_round_does_not_change_where_a_fit_ends() -> None:
+    """Everyone fails in rounds 2 and 4; the fixed point is the same."""
+    number = iter(range(1000))
+    problem = problems.noise()
+    count = len(problem[1])
+    flaky = fedppl.EP(local=problems.failing(lambda _: next(number) // count in (1, 3)), tolerance=1e-3)
+    with_failures = fit(problem, flaky, engine=fedppl.InProcess(workers=1))
+    without = fit(problem, fedppl.EP(tolerance=1e-3))
+    assert [len(r.failures) for r in with_failures.records[:4]] == [0, count, 0, count]
+    assert with_failures.status is Status.CONVERGED
+    sd = gaussian.standard_deviations(without.posterior)
+    assert np.all(np.abs(gaussian.mean(with_failures.posterior) - gaussian.mean(without.posterior)) < 0.01 * sd)
+
+
+# --- replies that do not count --------------------------------------------------------------------------------
+
+
+def with_message(reply: Reply, **arrays: Any) -> Reply:
+    return reply._replace(message={**reply.message, **arrays})
+
+
+TAMPERED: dict[str, tuple[Callable[[Request, Reply], Any], str]] = {
+    "lost": (lambda q, r: None, "no reply"),
+    "failure": (lambda q, r: Failure(q.client_id, q.nonce, "battery empty"), "battery empty"),
+    "old nonce": (lambda q, r: r._replace(nonce=q.nonce - 1), "reply to request 0, but the latest is 1"),
+    "other client": (lambda q, r: r._replace(client_id="client 0"), "reply of client 'client 0'"),
+    "fingerprint": (lambda q, r: r._replace(fingerprint="beef"), "fingerprint beef differs.*another model runs"),
+    "shape": (lambda q, r: with_message(r, gradient=np.zeros(2)), r"'gradient' has shape \(2,\), expected \(1,\)"),
+    "scalar": (lambda q, r: with_message(r, value=np.zeros(1)), r"'value' has shape \(1,\), expected \(\)"),
+    "NaN": (lambda q, r: with_message(r, gradient=np.array([np.nan])), "'gradient' is not all finite"),
+    "infinite": (lambda q, r: with_message(r, value=np.array(np.inf)), "'value' is not all finite"),
+    "text": (lambda q, r: with_message(r, value=np.array("1")), "'value' is not all finite real"),
+    "complex": (lambda q, r: with_message(r, value=np.array(1j)), "'value' is not all finite real"),
+    "object": (lambda q, r: with_message(r, value=np.array(None)), "'value' is not all finite real"),
+    "extra name": (lambda q, r: with_message(r, data=np.zeros(3)), r"reply holds \['data', 'gradient'"),
+    "missing name": (lambda q, r: r._replace(message={"value": np.array(0.0)}), r"reply holds \['value'\], expected"),
+}
+
+
+@pytest.mark.parametrize("case", TAMPERED)
+def test_a_reply_that_is_not_right_is_skipped_with_its_reason(case: str) -> None:
+    change, reason = TAMPERED[case]
+
+    def at_one_client(request: Request, reply: Reply) -> Any:
+        return change(request, reply) if request.client_id == "client 1" else reply
+
+    model, clients = normal_means(3)
+    steps = fedppl.rounds(model, clients, fedppl.EP(), engine=Tampering(at_one_client), random_seed=1)
+    step = next(steps)
+    assert list(step.failures) == ["client 1"]
+    assert __import__("re").search(reason, step.failures["client 1"])
+    assert set(step.record.bytes_up) == {"client 0", "client 2"}
+    # client 1 has no site; the others' are exact in this conjugate model
+    r, Q = np.sum([problems.normal_means_site(clients[k]["y"]) for k in ("client 0", "client 2")], axis=0)
+    assert_allclose(step.state.sites.q.linear, [r], rtol=1e-6)
+    assert_allclose(step.state.sites.q.precision, [[Q + 0.01]], rtol=1e-6)
+
+
+def test_unasked_replies_are_ignored() -> None:
+    class Chatty(Tampering):
+        def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Any]:
+            everyone = {
+                client_id: next(iter(requests.values()))._replace(client_id=client_id) for client_id in self.clients()
+            }
+            return self.inner.exchange(everyone, deadline)
+
+    model, clients = normal_means(3)
+    step = next(
+        fedppl.rounds(
+            model, clients, fedppl.EP(), engine=Chatty(lambda q, r: r), participation=lambda c, r: ("client 0",)
+        )
+    )
+    assert set(step.record.infos) == {"client 0"} and not step.failures
+    assert not np.any(step.state.sites.precision[1:])
+
+
+@pytest.mark.parametrize("form", ["full", "diagonal", [["mu"], ["a"]]])
+@pytest.mark.parametrize("sign", [-1.0, 0.0])
+def test_a_reply_whose_precision_is_not_positive_definite_is_skipped(sign: float, form: Any) -> None:
+    """Finite and of the right shape, but no distribution: the client keeps its old site and the round goes on."""
+    model, clients = problems.regression()
+
+    def change(request: Request, reply: Reply) -> Any:
+        if request.client_id == "clinic 1" and "precision" in reply.message:
+            return with_message(reply, precision=sign * reply.message["precision"])
+        return reply
+
+    engine, algorithm = Tampering(change), fedppl.EP(structure=form, tolerance=1e-6)
+    before = None
+    for step in fedppl.rounds(model, clients, algorithm, engine=engine, rounds=6, random_seed=1):
+        row = step.state.sites.where["clinic 1"]
+        assert gaussian.is_proper(step.state.sites.q)
+        assert ledger_gap(step.state) < 1e-10
+        if step.info.phase == "EP":
+            assert_array_equal(step.state.sites.precision[row], before)
+        before = step.state.sites.precision[row].copy()
+
+
+# --- what is recorded -----------------------------------------------------------------------------------------
+
+
+def test_bytes_are_the_sizes_of_the_arrays() -> None:
+    """m = 3 shared coordinates, 6 entries a triangle, 8 bytes each; one more for a scalar."""
+    result = fit(problems.noise(), fedppl.EP(), participation=3)
+    phases = {record.info["phase"] for record in result.records}
+    assert phases == {"warm start", "EP"}
+    for record in result.records:
+        warm = record.info["phase"] == "warm start"
+        down, up = (8 * (3 + 1), 8 * (1 + 3 + 6)) if warm else (8 * (2 * (3 + 6) + 1), 8 * (3 + 6 + 3 + 1))
+        assert record.bytes_down == dict.fromkeys(record.asked, down)
+        assert record.bytes_up == dict.fromkeys(record.asked, up)
+
+
+def test_rounds_yields_what_fit_records() -> None:
+    model, clients = problems.noise()
+    result = fit((model, clients), fedppl.EP())
+    steps = list(fedppl.rounds(model, clients, fedppl.EP(), random_seed=1))
+    assert [step.number for step in steps] == [record.number for record in result.records]
+    assert steps[-1].status is result.status is Status.CONVERGED
+    assert_array_equal(steps[-1].state.sites.q.linear, result.posterior.linear)
+    assert [step.info.phase for step in steps] == [record.info["phase"] for record in result.records]
+
+
+def test_the_callback_sees_every_round_and_can_stop() -> None:
+    seen: list[int] = []
+
+    def watch(step: fedppl.Round) -> bool:
+        seen.append(step.number)
+        return step.number == 2
+
+    result = fit(problems.noise(), fedppl.EP(), callback=watch)
+    assert seen == [1, 2] and len(result.records) == 2
+    assert result.status is Status.MAX_ROUNDS
+    assert "stopped by the callback after 2 of 20 rounds" in result.message
+
+
+def test_a_callback_that_returns_nothing_does_not_stop() -> None:
+    seen: list[int] = []
+    result = fit(problems.noise(), fedppl.EP(), callback=lambda step: seen.append(step.number))
+    assert result.status is Status.CONVERGED
+    assert seen == [record.number for record in result.records]
+
+
+def test_running_out_of_rounds_is_a_status_that_names_the_knob(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="fedppl"):
+        result = fit(problems.noise(), fedppl.EP(), rounds=2)
+    assert result.status is Status.MAX_ROUNDS and not result.status.ok
+    assert "stopped after 2 of 2 rounds" in result.message and "raise rounds=" in result.message
+    assert result.message in caplog.text
+
+
+def test_the_progress_bar_shows_rounds_and_goes_away(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(normal_means(2), fedppl.EP(), progressbar=True)
+    assert "Round" in capsys.readouterr().out
+    fit(normal_means(2), fedppl.EP(), progressbar=False)
+    assert capsys.readouterr().out == ""
+
+
+# --- bad arguments --------------------------------------------------------------------------------------------
+
+
+def never_compiled(y: Any) -> Any:
+    with pm.Model() as model:
+        data = pm.Data("y", y)
+        pm.Normal("obs", pm.Normal("theta", pm.Normal("mu", 0, 10), 0.123), 1, observed=data)
+    return model
+
+
+BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no rounds": ({"rounds": 0}, "rounds=0 must be a whole number, at least 1"),
+    "half a round": ({"rounds": 2.5}, "rounds=2.5 must be a whole number"),
+    "participation 0": ({"participation": 0}, "participation=0 .* at least 1"),
+    "participation 1.5": ({"participation": 1.5}, "participation=1.5 must be a probability"),
+    "participation text": ({"participation": "all"}, "participation='all': pass a number"),
+    "deadline": ({"deadline": 0.0}, "deadline=0.0 must be a positive number of seconds"),
+    "deadline NaN": ({"deadline": float("nan")}, "deadline=nan must be a positive"),
+    "seed": ({"random_seed": -1}, "random_seed=-1 must be a non-negative int"),
+    "seed text": ({"random_seed": "1"}, "random_seed='1' must be"),
+    "engine": ({"engine": "local"}, "engine is str; pass one that is built, like fedppl.InProcess"),
+    "checkpoint": ({"checkpoint": "/no/such/folder/run.ckpt"}, "checkpoint='/no/such/folder/run.ckpt'.*does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+@pytest.mark.parametrize("call", [fedppl.fit, fedppl.rounds])
+def test_bad_arguments_are_refused_before_anything_is_compiled(call: Any, case: str) -> None:
+    keywords, message = BAD_ARGUMENTS[case]
+    compiled = compilations()
+    with pytest.raises(DeclarationError, match=message):
+        call(FederatedModel(never_compiled, ["mu"]), {"a": {"y": [1.0, 2.0]}}, fedppl.EP(), **keywords)
+    assert compilations() == compiled
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm", "message"),
+    [
+        (never_compiled, fedppl.EP(), "model is function; wrap the builder: FederatedModel"),
+        (FederatedModel(never_compiled, ["mu"]), fedppl.EP, "algorithm is function; pass one that is built"),
+    ],
+)
+def test_a_bare_builder_and_an_unbuilt_algorithm_are_refused(model: Any, algorithm: Any, message: str) -> None:
+    compiled = compilations()
+    with pytest.raises(DeclarationError, match=message):
+        fedppl.fit(model, {"a": {"y": [1.0, 2.0]}}, algorithm)
+    assert compilations() == compiled
+
+
+def test_a_callback_that_is_no_function_is_refused() -> None:
+    with pytest.raises(DeclarationError, match="callback=3 is not a function"):
+        fit(normal_means(1), fedppl.EP(), callback=3)
+
+
+def test_the_checkpoint_may_be_a_string(tmp_path: Path) -> None:
+    fit(normal_means(1), fedppl.EP(), checkpoint=str(tmp_path / "run.ckpt"), rounds=1)
+    assert (tmp_path / "run.ckpt").is_file()
