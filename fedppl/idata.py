@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -66,31 +66,26 @@ def posterior_dataset(
     return dataset(draws, all_dims, all_coords, attrs)
 
 
+_one_at_a_time = threading.Lock()  # warning filters and log levels belong to the whole process
+
+
 def chain_diagnostics(draws: Array) -> tuple[float, float]:
-    """Largest R̂ and smallest bulk ESS over the last axis of draws (chain, draw, coordinate)."""
+    """Largest R̂ and smallest bulk ESS over the last axis of draws (chain, draw, coordinate).
+
+    R̂ of one chain is that of its two halves.
+    """
     if draws.shape[-1] == 0:
         return 1.0, float(draws.shape[0] * draws.shape[1])
-    logger = logging.getLogger("arviz")
-    before = logger.level
-    logger.setLevel(logging.ERROR)  # one chain is a setting of ours, not news to the user
-    try:
-        if _IS_TREE:
-            columns = range(draws.shape[-1])
-            rhat = max(float(az.rhat(draws[..., i], chain_axis=0, draw_axis=1)) for i in columns)
-            ess = min(float(az.ess(draws[..., i], chain_axis=0, draw_axis=1)) for i in columns)
-            return rhat, ess
-        data = az.convert_to_dataset({"x": draws})
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # 0.x divides by zero where a coordinate is constant
-            rhat = float(az.rhat(data)["x"].max()) if draws.shape[0] > 1 else _split_rhat(draws)
-            return rhat, float(az.ess(data)["x"].min())
-    finally:
-        logger.setLevel(before)
-
-
-def _split_rhat(draws: Array) -> float:
-    """R̂ of one chain's two halves, which ArviZ 0.x declines to give."""
-    half = draws.shape[1] // 2
-    return float(
-        az.rhat(az.convert_to_dataset({"x": np.concatenate([draws[:, :half], draws[:, half : 2 * half]])}))["x"].max()
-    )
+    halves = draws
+    if len(draws) == 1:
+        half = draws.shape[1] // 2
+        halves = np.concatenate([draws[:, :half], draws[:, half : 2 * half]])
+    columns = range(draws.shape[-1])
+    if _IS_TREE:
+        rhat = max(float(az.rhat(halves[..., i], chain_axis=0, draw_axis=1)) for i in columns)
+        ess = min(float(az.ess(draws[..., i], chain_axis=0, draw_axis=1)) for i in columns)
+        return rhat, ess
+    with _one_at_a_time, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # 0.x divides by zero where a coordinate is constant
+        rhat = max(float(az.rhat(halves[..., i])) for i in columns)
+        return rhat, min(float(az.ess(draws[..., i])) for i in columns)

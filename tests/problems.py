@@ -104,6 +104,19 @@ def regression_posterior(clients: Mapping[str, Mapping[str, Any]]) -> Gaussian:
     )
 
 
+def regression_joint(data: Mapping[str, Any], cavity: Gaussian) -> tuple[Any, Any]:
+    """Mean and covariance of (μ, a, β): cavity, N(β; μ, ½²) and N(y; a + Xβ, 1) as one 5 x 5 precision."""
+    y = np.asarray(data["y"])
+    A = np.column_stack([np.zeros((len(y), 2)), np.ones(len(y)), data["X"]])  # y = A (μ, a, β)
+    B = np.array([[-1.0, 0, 0, 1, 0], [0, -1.0, 0, 0, 1]])  # β − μ
+    precision = A.T @ A + 4 * B.T @ B
+    precision[:3, :3] += cavity.precision
+    linear = A.T @ y
+    linear[:3] += cavity.linear
+    covariance = np.linalg.inv(precision)
+    return covariance @ linear, covariance
+
+
 def tilted(site: Gaussian, cavity: Gaussian) -> tuple[Any, Any]:
     """Mean and covariance of site x cavity, both Gaussian."""
     covariance = np.linalg.inv(site.precision + cavity.precision)
@@ -134,6 +147,42 @@ def noise(clients: int = 6, *, rows: int = 25, seed: int = 5) -> tuple[Federated
         theta = np.array([1.0, -0.5]) + 0.4 * rng.normal(size=2)
         data[f"site {k}"] = {"X": X, "y": X @ theta + 0.6 * rng.normal(size=len(X))}
     return declared(noise_builder, ("mu", "log_tau")), data
+
+
+def noise_tilted(data: Mapping[str, Any], cavity: Gaussian) -> tuple[Any, Any, Any]:
+    """Mean, covariance and skewness of f(μ, log τ) x cavity, by quadrature over (log τ, log σ).
+
+    Given both, y ~ N(Xμ, τ² XXᵀ + σ² I) and the cavity of μ given log τ is normal, so μ is integrated in closed form.
+    """
+    X, y = np.asarray(data["X"]), np.asarray(data["y"])
+    parts = []
+    covariance = np.linalg.inv(cavity.precision)
+    mean = covariance @ cavity.linear
+    sd = np.sqrt(covariance[2, 2])
+    inverse = np.linalg.inv(covariance[:2, :2] - np.outer(covariance[:2, 2], covariance[2, :2]) / sd**2)
+    values, vectors = np.linalg.eigh(X @ X.T)
+    y_, X_ = vectors.T @ y, vectors.T @ X
+    for log_tau in np.linspace(mean[2] - 7 * sd, mean[2] + 7 * sd, 141):
+        given = mean[:2] + covariance[:2, 2] / sd**2 * (log_tau - mean[2])
+        for log_sigma in np.linspace(-2.5, 1.5, 161):
+            v = np.exp(2 * log_tau) * values + np.exp(2 * log_sigma)
+            Q = inverse + X_.T @ (X_ / v[:, None])
+            r = inverse @ given + X_.T @ (y_ / v)
+            m = np.linalg.solve(Q, r)
+            log_weight = (
+                -0.5 * ((log_tau - mean[2]) / sd) ** 2
+                - 0.5 * ((log_sigma + 0.5) / 0.5) ** 2
+                - 0.5 * (np.log(v).sum() + y_ @ (y_ / v) + given @ inverse @ given - r @ m + np.linalg.slogdet(Q)[1])
+            )
+            parts.append((log_weight, *m, log_tau, *np.linalg.inv(Q).ravel()))
+    table = np.array(parts)
+    weights = np.exp(table[:, 0] - logsumexp(table[:, 0]))
+    phi = table[:, 1:4]
+    center = weights @ phi
+    spread = (phi - center).T @ ((phi - center) * weights[:, None])
+    spread[:2, :2] += (weights @ table[:, 4:]).reshape(2, 2)
+    skewness = np.array([np.nan, np.nan, weights @ ((phi[:, 2] - center[2]) / np.sqrt(spread[2, 2])) ** 3])
+    return center, spread, skewness
 
 
 # --- eight schools: a prior that is not Gaussian and folds into the clients -----------------------------------

@@ -129,7 +129,7 @@ def test_student_performance_agrees_with_the_central_fit(data_dir: Path) -> None
 
 
 def test_variable_selection_finds_the_predictors() -> None:
-    settings = ("--rounds", "2", "--draws", "100", "--final-draws", "200", "--processes", "1")
+    settings = ("--rounds", "2", "--draws", "200", "--final-draws", "200", "--processes", "1")
     _, last = run("benchmarks/variable_selection.py", "--runs", "1", "--cases", "I", *settings)
     assert set(last) == {"runs", "I", "seconds"}
     assert set(last["I"]) == {"correct", "false", "a_rmse_noisy", "a_rmse_noise_free", "skipped"}

@@ -17,6 +17,7 @@ from fedppl.local._importance import (
     normalise,
     pareto_k,
     resample,
+    skewness,
     stream_of,
     weighted_moments,
     whitened_points,
@@ -93,6 +94,14 @@ def test_weighted_moments_are_those_of_the_repeated_sample(rng: np.random.Genera
     assert_allclose(found.mean, repeated.mean(axis=0), rtol=1e-12)
     assert_allclose(found.covariance, np.cov(repeated, rowvar=False, bias=True), rtol=1e-10, atol=1e-12)
     assert_array_equal(found.covariance, found.covariance.T)
+
+
+def test_skewness_is_that_of_the_repeated_sample(rng: np.random.Generator) -> None:
+    points, counts = rng.normal(size=(30, 3)) ** 3, rng.integers(0, 5, size=30)
+    repeated = np.repeat(points, counts, axis=0)
+    assert_allclose(skewness(points, counts / counts.sum()), stats.skew(repeated), rtol=1e-10)
+    # a coordinate that does not vary has none
+    assert_array_equal(skewness(np.ones((10, 1)), np.full(10, 0.1)), [0.0])
 
 
 def test_resampling_is_systematic(rng: np.random.Generator) -> None:

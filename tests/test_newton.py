@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import problems
 import pymc as pm
 import pytest
 from numba import types
@@ -25,6 +24,7 @@ from fedppl.local._newton import (
     joint_mode,
 )
 from fedppl.model import ClientModel
+from tests import problems
 
 
 class Found(NamedTuple):

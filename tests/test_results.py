@@ -187,20 +187,11 @@ def test_a_clients_theta_has_its_exact_posterior() -> None:
 
 
 def test_shared_and_local_draws_of_a_client_belong_together() -> None:
-    """Joint Gaussian of (φ, β): cavity, N(β; μ, ½²) and N(y; a + Xβ, 1) as one 5 x 5 precision."""
+    """Joint Gaussian of (φ, β) in closed form."""
     fit, (_, clients) = regression_fit(), problems.regression()
-    data = clients["clinic 1"]
     cavity = problems.regression_posterior({k: v for k, v in clients.items() if k != "clinic 1"})
-    A = np.zeros((len(data["y"]), 5))  # y = A (μ, a, β)
-    A[:, 2], A[:, 3:] = 1.0, data["X"]
-    B = np.zeros((2, 5))  # 0 = β − μ
-    B[[0, 1], [0, 1]], B[[0, 1], [3, 4]] = -1.0, 1.0
-    precision = A.T @ A + 4 * B.T @ B
-    precision[:3, :3] += cavity.precision
-    linear = A.T @ data["y"]
-    linear[:3] += cavity.linear
-    covariance = np.linalg.inv(precision)
-    mean, sd = covariance @ linear, np.sqrt(np.diag(covariance))
+    mean, covariance = problems.regression_joint(clients["clinic 1"], cavity)
+    sd = np.sqrt(np.diag(covariance))
     posterior = dataset(fit.client("clinic 1", draws=2000), "posterior")
     x = np.concatenate([posterior["mu"], posterior["a"].values[..., None], posterior["beta"]], axis=-1).reshape(-1, 5)
     ess = min(8000.0, posterior.attrs["fedppl_ess"])
@@ -277,19 +268,10 @@ def test_predictions_have_the_exact_mean_and_sd() -> None:
     assert predicted.shape == (4, 1000, 3) and predicted.dims[:2] == ("chain", "draw")
     assert_array_equal(dataset(result, "predictions_constant_data")["X"], X_new)
     posterior = dataset(result, "posterior")
-    data = clients["clinic 1"]
     cavity = problems.regression_posterior({k: v for k, v in clients.items() if k != "clinic 1"})
-    A = np.zeros((len(data["y"]), 5))
-    A[:, 2], A[:, 3:] = 1.0, data["X"]
-    B = np.zeros((2, 5))
-    B[[0, 1], [0, 1]], B[[0, 1], [3, 4]] = -1.0, 1.0
-    precision = A.T @ A + 4 * B.T @ B
-    precision[:3, :3] += cavity.precision
-    linear = A.T @ data["y"]
-    linear[:3] += cavity.linear
-    covariance = np.linalg.inv(precision)
+    mean, covariance = problems.regression_joint(clients["clinic 1"], cavity)
     rows = np.column_stack([np.zeros((3, 2)), np.ones(3), X_new])
-    mean = rows @ covariance @ linear
+    mean = rows @ mean
     sd = np.sqrt(np.einsum("ij,jk,ik->i", rows, covariance, rows) + 1)
     assert_normal(predicted, mean, sd, min(4000.0, posterior.attrs["fedppl_ess"]))
 
