@@ -1,4 +1,4 @@
-"""Simulation-based calibration of q(φ): are the true parameters spread evenly over the posterior's ranks?
+"""Simulation-based calibration of q(φ): the true parameters should be spread evenly over the posterior's ranks.
 
 For every data set, φ = (μ, τ) is drawn from its prior, clients from the model given φ (FedLin's Example 4.1 with the
 noise sd local and unknown), and the model is fitted by EP. If q were the exact posterior, the rank of the true value

@@ -126,9 +126,7 @@ def main() -> None:
     rounds = fit.idata["rounds"]
     bytes_up = float(np.asarray(rounds["bytes_up"]).mean())
 
-    print(
-        f"K = {options.clients} clients, {options.rows} rows each; status {fit.status.value} in {len(fit.records)} rounds"
-    )
+    print(f"{options.clients} clients of {options.rows} rows; {fit.status.value} in {len(fit.records)} rounds")
     print(f"{'':14s}{'NUTS mean':>10s}{'EP mean':>10s}{'NUTS sd':>10s}{'EP sd':>10s}")
     labels = [f"{name}[{i}]" for name in ("mu", "log tau") for i in range(len(MU))]
     for row in zip(labels, mean, gaussian.mean(q), sd, gaussian.standard_deviations(q), strict=True):

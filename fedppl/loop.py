@@ -19,13 +19,14 @@ from fedppl.engine.answer import stream
 from fedppl.engine.inprocess import InProcess
 from fedppl.model import ClientModel, FederatedModel
 from fedppl.participation import Participation, as_participation
+from fedppl.progress import Progress
+from fedppl.replies import n_bytes, why_not
 from fedppl.results import Fit, Record
 from fedppl.types import (
     Algorithm,
     DeclarationError,
     Engine,
     EngineFactory,
-    Failure,
     Layout,
     Message,
     Reply,
@@ -171,9 +172,9 @@ def fit(
         raise DeclarationError(f"callback={callback!r} is not a function; pass one that takes a Round.")
     run = _start(model, clients, algorithm, rounds, engine, participation, checkpoint, deadline, random_seed)
     started, stopped = time.perf_counter(), False
-    with _Progress(rounds, show=progressbar) as progress:
+    with Progress(rounds, show=progressbar) as progress:
         for step in _run(run):
-            progress.update(step)
+            progress.update(step.number, step.status.value, step.record.info, len(step.failures))
             if callback is not None and callback(step):
                 stopped = True
                 break
@@ -297,7 +298,7 @@ def _one_round(run: _Run) -> Round:
     failures: dict[str, str] = {}
     for client_id, request in requests.items():
         reply = answers.get(client_id)
-        reason = _why_not(reply, request, run.layout, shapes)
+        reason = why_not(reply, request, run.layout, shapes)
         if reason is None and isinstance(reply, Reply):
             replies[client_id], infos[client_id] = reply.message, reply.info
         else:
@@ -311,8 +312,8 @@ def _one_round(run: _Run) -> Round:
         failures=failures,
         infos=infos,
         info={k: v for k, v in info._asdict().items() if isinstance(v, int | float | str)},
-        bytes_down={client_id: _bytes(request.message) for client_id, request in requests.items()},
-        bytes_up={client_id: _bytes(message) for client_id, message in replies.items()},
+        bytes_down={client_id: n_bytes(request.message) for client_id, request in requests.items()},
+        bytes_up={client_id: n_bytes(message) for client_id, message in replies.items()},
         seconds=seconds,
         status=status,
     )
@@ -321,35 +322,6 @@ def _one_round(run: _Run) -> Round:
     if run.checkpoint is not None:
         _save(run)
     return Round(number, run.state, info, status, message, record)
-
-
-def _why_not(
-    reply: Reply | Failure | None, request: Request, layout: Layout, shapes: Mapping[str, tuple[int, ...]]
-) -> str | None:
-    """Why a reply does not count, or None if it does."""
-    if reply is None:
-        return "no reply"
-    if isinstance(reply, Failure):
-        return reply.reason
-    if reply.client_id != request.client_id:
-        return f"reply of client {reply.client_id!r} to the request of client {request.client_id!r}"
-    if reply.nonce != request.nonce:
-        return f"reply to request {reply.nonce}, but the latest is {request.nonce}"
-    if reply.fingerprint != layout.fingerprint:
-        return f"layout fingerprint {reply.fingerprint} differs from {layout.fingerprint}: another model runs there"
-    if set(reply.message) != set(shapes):
-        return f"reply holds {sorted(reply.message)}, expected {sorted(shapes)}"
-    for name, shape in shapes.items():
-        value = np.asarray(reply.message[name])
-        if value.shape != shape:
-            return f"{name!r} has shape {value.shape}, expected {shape}"
-        if not np.issubdtype(value.dtype, np.floating) or not np.all(np.isfinite(value)):
-            return f"{name!r} is not all finite real numbers"
-    return None
-
-
-def _bytes(message: Message) -> int:
-    return sum(np.asarray(value).nbytes for value in message.values())
 
 
 def _save(run: _Run) -> None:
@@ -401,39 +373,3 @@ def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, st
         message += f"; clients {sorted(silent)[:5]} never sent a usable reply, see `rounds`"
     by = " by the callback" if stopped else ""
     return Status.MAX_ROUNDS, f"stopped{by} after {len(run.records)} of {limit} rounds: {message}"
-
-
-class _Progress:
-    """A progress bar with the last change, or nothing."""
-
-    def __init__(self, total: int, *, show: bool) -> None:
-        self._bar: Any = None
-        if show:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-            self._bar = Progress(
-                TextColumn("Round"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[note]}"),
-            )
-            self._task = self._bar.add_task("", total=total, note="")
-
-    def __enter__(self) -> _Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def update(self, step: Round) -> None:
-        """Advance to the round."""
-        if self._bar is not None:
-            info = step.record.info
-            note = f"{info.get('phase', '')}, change {info.get('change_mean', np.nan):.2g} sd, {step.status.value}"
-            if step.failures:
-                note += f", {len(step.failures)} skipped"
-            self._bar.update(self._task, completed=step.number, note=note)

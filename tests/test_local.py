@@ -808,6 +808,14 @@ def test_nuts_reports_its_monte_carlo_error() -> None:
     assert moments.diagnostics["divergences"] == 0
 
 
+def test_nuts_shrinks_the_precision_of_its_draws() -> None:
+    """The mean of an inverse Wishart: Q̂ = (n − m − 2) S⁻¹ with S the scatter of n effective draws."""
+    case = the_case("regression")
+    moments = fedppl.NUTS(draws=100, tune=100, nuts_sampler="pymc").tilted(case.target, np.random.default_rng(0))
+    n = min(moments.diagnostics["ess"], 200.0)
+    assert_allclose(moments.precision, (n - 3 - 2) * np.linalg.inv((n - 1) * moments.covariance), rtol=1e-9)
+
+
 def test_nuts_runs_with_one_chain() -> None:
     inference = fedppl.NUTS(draws=200, tune=100, chains=1, nuts_sampler="pymc")
     moments = inference.tilted(the_case("means").target, np.random.default_rng(0))

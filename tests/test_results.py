@@ -306,9 +306,9 @@ def test_a_new_client_predicts_too() -> None:
 
 def grouped_builder(X: Any, group: Any, y: Any) -> Any:
     """Dims with labels, and dims as long as the data."""
-    with pm.Model(coords={"group": ["low", "high"]}) as model:
+    with pm.Model(coords={"stratum": ["low", "high"]}) as model:
         X, y, group = (pm.Data(name, value, dims="row") for name, value in (("X", X), ("y", y), ("group", group)))
-        effect = pm.Normal("effect", pm.Normal("mu", 0, 2), 1, dims="group")
+        effect = pm.Normal("effect", pm.Normal("mu", 0, 2), 1, dims="stratum")
         fitted = pm.Deterministic("fitted", effect[group] * X, dims="row")
         pm.Normal("obs", fitted, 0.5, observed=y, dims="row")
     return model
@@ -329,9 +329,9 @@ def test_dims_without_labels_take_the_length_of_the_data() -> None:
     for n in (6, 8):
         result = fit.client(f"town {n}", draws=10)
         posterior = dataset(result, "posterior")
-        assert posterior["effect"].dims == ("chain", "draw", "group")
+        assert posterior["effect"].dims == ("chain", "draw", "stratum")
         assert posterior["fitted"].dims == ("chain", "draw", "row") and posterior.sizes["row"] == n
-        assert_array_equal(posterior["group"], ["low", "high"])
+        assert_array_equal(posterior["stratum"], ["low", "high"])
         assert dataset(result, "observed_data")["obs"].dims == ("row",)
     predictions = dataset(fit.predict("town 6", {"X": np.ones(3), "group": [0, 1, 1]}, draws=10), "predictions")
     assert predictions["obs"].dims == ("chain", "draw", "row") and predictions.sizes["row"] == 3
@@ -474,11 +474,15 @@ def test_forest_plots_draw() -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    fit = regression_fit()
-    both = [fit.client(client_id, draws=50) for client_id in ("clinic 0", "clinic 1")]
-    axes = az.plot_forest(both, var_names=["beta"], combined=True)
-    labels = [label.get_text() for label in np.ravel(axes)[0].get_yticklabels()]
-    assert any("age" in label for label in labels)
+    both = {client_id: regression_fit().client(client_id, draws=50) for client_id in ("clinic 0", "clinic 1")}
+    if int(az.__version__.split(".")[0]) >= 1:
+        figure = az.plot_forest(both, var_names=["beta"]).viz["figure"].item()
+    else:
+        axes = az.plot_forest(list(both.values()), model_names=list(both), var_names=["beta"], combined=True)
+        figure = np.ravel(axes)[0].figure
+    figure.canvas.draw()
+    texts = " ".join(text.get_text() for text in figure.findobj(matplotlib.text.Text))
+    assert "age" in texts and "dose" in texts
     plt.close("all")
 
 

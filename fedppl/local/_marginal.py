@@ -1,6 +1,6 @@
-"""Jitted nested Laplace: log f_k(φ) = log ∫ p(y, θ | φ) dθ at one φ with derivatives, or at many.
+r"""Jitted nested Laplace: log f_k(φ) = log ∫ p(y, θ | φ) dθ at one φ with derivatives, or at many.
 
-.. math:: \\log f(\\phi) \\approx \\ell(\\phi, \\theta^*(\\phi)) + \\tfrac d2 \\log 2\\pi - \\tfrac12 \\log\\det A(\\phi)
+.. math:: \log f(\phi) \approx \ell(\phi, \theta^*(\phi)) + \tfrac d2 \log 2\pi - \tfrac12 \log\det A(\phi)
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     if not settings.fallback:
         k, relative = moments.diagnostics["pareto_k"], moments.diagnostics["relative_ess"]
         raise LocalFailure(
-            f"Pareto k {k:.2f} (limit {settings.pareto_limit}), relative ESS {relative:.2f}: q and this client's factor hardly overlap. Raise points=, or set "
-            "fallback=True"
+            f"Pareto k {k:.2f} (limit {settings.pareto_limit}), relative ESS {relative:.2f}: q and this client's factor "
+            "hardly overlap. Raise points=, or set fallback=True"
         )
     again = _from_laplace_proposal(client, cavity, mean, settings.points, prior_share)
     if again is not None and _trusted(again, settings.pareto_limit):

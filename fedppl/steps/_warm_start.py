@@ -82,7 +82,7 @@ def step(sites: Sites, state: WarmStart, replies: Mapping[str, Message]) -> tupl
 
 
 def _trusted_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[Array, bool]:
-    """Newton step on |eigenvalues| in units of the prior's, no axis longer than `radius` sds, and whether it was cut."""
+    """Newton step on |eigenvalues| in prior units, no axis longer than `radius` sds, and whether it was cut."""
     inverse = np.linalg.inv(np.linalg.cholesky(prior.precision))
     values, vectors = np.linalg.eigh(inverse @ q.precision @ inverse.T)
     gradient = inverse @ (q.linear - q.precision @ x)

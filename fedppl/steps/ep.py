@@ -100,8 +100,9 @@ def EP(
     Notes
     -----
     *When this fails.* The Gaussian family cannot follow a skewed posterior. The skewness that the clients' factors
-    add up to is reported (``fit.idata["fit"]["skewness"]``); above about 1, distrust sd and tails of that margin. Sites of rough local
-    moments (few NUTS draws) can oscillate: the status then says so; raise `draws` or lower `damping`.
+    add up to is reported (``fit.idata["fit"]["skewness"]``); above about 1, distrust sd and tails of that margin.
+    Sites of rough local moments (few NUTS draws) can oscillate: the status then says so; raise `draws` or lower
+    `damping`.
 
     References
     ----------

@@ -1,0 +1,162 @@
+"""A build of the model and what is compiled from it: site factor, shared layout and prior. Clients share templates."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytensor
+import pytensor.tensor as pt
+from pytensor.compile.mode import get_mode
+
+from fedppl import _graph, gaussian
+from fedppl._pack import unpacking_kernel
+from fedppl.prior import SharedPrior, gaussian_prior, moment_match
+from fedppl.types import Array, DeclarationError, Layout, Variable
+
+__all__ = ["Template", "compilations", "shared_layout"]
+
+_PRIOR_DRAWS = 4000
+_KERNELS_KEPT = 64
+_kernels: list[tuple[_graph.SiteGraph, Callable[..., Any]]] = []
+_compiled = 0
+_lock = threading.Lock()
+
+
+def compilations() -> int:
+    """How many times this process compiled a client's log density. Tests hold it constant over refits."""
+    return _compiled
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """One build of the model and its compiled site factor; its clients differ from it only in their data."""
+
+    parts: _graph.Parts
+    variables: tuple[tuple[Variable, ...], tuple[Variable, ...]]  # shared and local ones of the client built for
+    graph: _graph.SiteGraph
+    start: Callable[..., list[Array]]
+    functions: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def kernel(self) -> Callable[..., Any]:
+        """Compiled at first use, so that what can be refused is refused before."""
+        if "kernel" not in self.functions:
+            self.functions["kernel"] = _kernel(self.graph)
+        kernel: Callable[..., Any] = self.functions["kernel"]
+        return kernel
+
+    def check_indices(self, x: Array, inputs: tuple[Any, ...]) -> None:
+        """Raise IndexError where data index out of bounds: compiled code would read foreign memory instead."""
+        if "interpreted" not in self.functions:
+            graph, indexed = self.graph, _graph.indexes_by_data(self.graph)
+            interpreted = _graph.python_function([graph.x, *graph.inputs], graph.logp) if indexed else None
+            self.functions["interpreted"] = interpreted
+        if self.functions["interpreted"] is not None:
+            self.functions["interpreted"](x, *inputs)
+
+    @property
+    def has_kink(self) -> bool:
+        """Whether |θ| stands in the log density."""
+        if "kink" not in self.functions:
+            self.functions["kink"] = _graph.has_kink(self.graph)
+        return bool(self.functions["kink"])
+
+
+def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
+    """Compile x, packed data -> [log density, gradient] in NUMBA mode, callable from other jitted loops."""
+    global _compiled
+    _compiled += 1
+    gradient = pt.grad(graph.logp, graph.x, disconnected_inputs="ignore")
+    output = pt.join(0, graph.logp[None], gradient)
+    # A parameter outside its domain is a point of zero density, not an exception in the middle of a search.
+    mode = get_mode("NUMBA").including("local_check_parameter_to_ninf_switch")
+    with warnings.catch_warnings():
+        # Numba says when an Op runs in object mode: slower, still right.
+        warnings.filterwarnings("ignore", message=".*object mode.*", category=UserWarning)
+        function = pytensor.function([graph.x, *graph.inputs], [output], mode=mode, on_unused_input="ignore")
+        return unpacking_kernel(function.vm.jit_fn, [(v.type.dtype, v.type.ndim) for v in graph.inputs])
+
+
+def _kernel(graph: _graph.SiteGraph) -> Callable[..., Any]:
+    """Find or compile: a builder made anew (a closure, a factory) does not compile again.
+
+    Only the site factor is looked up. Names, priors, transforms and deterministics are of each build its own.
+    """
+    with _lock:
+        for known, kernel in _kernels:
+            if _graph.same_graph(known, graph):
+                return kernel
+        compiled = _compile(graph)
+        _kernels.append((graph, compiled))
+        del _kernels[:-_KERNELS_KEPT]
+        return compiled
+
+
+def shared_layout(
+    template: Template, variables: tuple[Variable, ...], initial: list[Array]
+) -> tuple[Layout, SharedPrior]:
+    """Layout and prior of the shared parameters, once per template."""
+    functions = template.functions
+    key = ("layout", variables)
+    if key in functions:
+        layout, prior = functions[key]
+        return layout, prior
+    parts = template.parts
+    phi, logp = _graph.prior_graph(parts, variables)
+    log_density = _graph.batched(phi, [], [logp])
+    gradient = _graph.python_function([phi], pt.grad(logp, phi, disconnected_inputs="ignore"))
+    origin = np.concatenate([np.ravel(value).astype(float) for value in initial])
+    exact = gaussian_prior(gradient, origin)
+    n0 = exact if exact is not None else moment_match(_prior_draws(parts))
+    prior = SharedPrior(
+        log_density=lambda draws: np.broadcast_to(log_density(draws)[0], (len(draws),)),
+        gradient=gradient,
+        gaussian=n0,
+        is_gaussian=exact is not None,
+    )
+    digest = hashlib.sha256()
+    for variable in variables:
+        digest.update(repr(tuple(variable)).encode())
+    # In units of the prior and rounded, so that two builds of the same model on two machines agree.
+    center, sd = gaussian.mean(n0), gaussian.standard_deviations(n0)
+    probes = center + sd * np.random.default_rng(0).normal(size=(3, len(origin)))
+    for number in (*np.ravel(sd[:, None] * n0.precision * sd), *(center / sd), *prior.log_density(probes)):
+        digest.update(f"{np.round(number, 5) + 0.0:.5f} ".encode())
+    for number in sd:
+        digest.update(f"{number:.5e} ".encode())
+    layout = Layout(variables, n0, exact is not None, digest.hexdigest()[:16])
+    functions[key] = layout, prior
+    return layout, prior
+
+
+def _prior_draws(parts: _graph.Parts) -> Array:
+    """Draws (S, m) of the shared prior on the unconstrained space."""
+    model = parts.model
+    values = []
+    for rv in parts.shared:
+        transform = model.rvs_to_transforms[rv]
+        values.append(rv if transform is None else transform.forward(rv, *rv.owner.inputs))
+    try:
+        draws = pm.draw(values, draws=_PRIOR_DRAWS, random_seed=0, mode=_graph.PYTHON_MODE)
+    except NotImplementedError as error:  # Flat and HalfFlat cannot be drawn from
+        raise DeclarationError(
+            f"the shared prior is improper ({error}); the server needs a proper one. Give every shared variable a "
+            "proper prior, for example pm.Normal(0, 10) or pm.HalfNormal(1)."
+        ) from error
+    flat = np.concatenate([np.reshape(value, (_PRIOR_DRAWS, -1)) for value in draws], axis=1)
+    # An ordered vector is drawn without its order: the draws that happen to have it are the prior's.
+    inside = flat[np.all(np.isfinite(flat), axis=1)]
+    if len(inside) < 10 * (flat.shape[1] + 1):
+        names = [rv.name for rv in parts.shared]
+        raise DeclarationError(
+            f"only {len(inside)} of {_PRIOR_DRAWS} draws of the shared prior of {names} lie where its transforms are "
+            "defined (an ordered vector?). Give its entries ordered means, or share its increments instead."
+        )
+    return np.asarray(inside)

@@ -1,0 +1,44 @@
+"""The progress bar of `fedppl.fit`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import rich.progress
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """A progress bar with the last change, or nothing."""
+
+    def __init__(self, total: int, *, show: bool) -> None:
+        self._bar: Any = None
+        if show:
+            self._bar = rich.progress.Progress(
+                rich.progress.TextColumn("Round"),
+                rich.progress.BarColumn(),
+                rich.progress.MofNCompleteColumn(),
+                rich.progress.TimeElapsedColumn(),
+                rich.progress.TextColumn("{task.fields[note]}"),
+            )
+            self._task = self._bar.add_task("", total=total, note="")
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, number: int, status: str, info: Mapping[str, Any], skipped: int) -> None:
+        """Advance to a round; `info` is the server's diagnostics."""
+        if self._bar is not None:
+            note = f"{info.get('phase', '')}, change {info.get('change_mean', math.nan):.2g} sd, {status}"
+            if skipped:
+                note += f", {skipped} skipped"
+            self._bar.update(self._task, completed=number, note=note)
