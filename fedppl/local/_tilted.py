@@ -21,15 +21,16 @@ def log_tilted(target: Target) -> Callable[[Array], tuple[float, Array]]:
     corrected = bool(prior_share) and not prior.is_gaussian
 
     def value_and_gradient(x: Array) -> tuple[float, Array]:
-        output = kernel(np.ascontiguousarray(x), *data)
-        phi = x[:m]
-        pull = precision @ phi
-        value = float(output[0] + phi @ (linear - 0.5 * pull))
-        gradient = output[1:]
-        gradient[:m] += linear - pull
-        if corrected:
-            value += prior_share * float(prior.log_ratio(phi[None])[0])
-            gradient[:m] += prior_share * prior.log_ratio_gradient(phi)
+        with np.errstate(over="ignore", invalid="ignore"):  # far out, infinite is the right answer
+            output = kernel(np.ascontiguousarray(x), *data)
+            phi = x[:m]
+            pull = precision @ phi
+            value = float(output[0] + phi @ (linear - 0.5 * pull))
+            gradient = output[1:]
+            gradient[:m] += linear - pull
+            if corrected:
+                value += prior_share * float(prior.log_ratio(phi[None])[0])
+                gradient[:m] += prior_share * prior.log_ratio_gradient(phi)
         return value, gradient
 
     return value_and_gradient

@@ -67,14 +67,18 @@ def climb(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
     """Return (x after the steps, negative Hessian A there, Newton decrement there)."""
     density = log_tilted(target)
     x = start(target)
+    first, _ = density(x)
     for _ in range(settings.steps):
         value, gradient = density(x)
         if not np.isfinite(value):
-            raise LocalFailure(f"gradient steps diverged; lower learning_rate={settings.learning_rate}")
+            break
         x = x + settings.learning_rate * gradient
     value, gradient = density(x)
-    if not np.isfinite(value):
-        raise LocalFailure(f"gradient steps diverged; lower learning_rate={settings.learning_rate}")
+    if not value >= first:
+        raise LocalFailure(
+            f"gradient steps diverged (log density {first:.4g} before, {value:.4g} after); lower "
+            f"learning_rate={settings.learning_rate}"
+        )
     A = negative_hessian(target, x, np.full(len(x), 0.1))
     eigenvalues, vectors = np.linalg.eigh(A)
     if not eigenvalues[0] > 0:

@@ -174,8 +174,8 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     if not settings.fallback:
         k, relative = moments.diagnostics["pareto_k"], moments.diagnostics["relative_ess"]
         raise LocalFailure(
-            f"Pareto k {k:.2f} (limit {settings.pareto_limit}), relative ESS {relative:.2f}: q and this client's factor "
-            "hardly overlap. Raise points=, or set fallback=True"
+            f"Pareto k {k:.2f} (limit {settings.pareto_limit}), relative ESS {relative:.2f}: q and this client's "
+            "factor hardly overlap. Raise points=, or set fallback=True"
         )
     again = _from_laplace_proposal(client, cavity, mean, settings.points, prior_share)
     if again is not None and _trusted(again, settings.pareto_limit):
@@ -244,8 +244,8 @@ def _from_laplace_proposal(
     """Importance sampling from the Laplace approximation of the tilted distribution itself."""
     if not gaussian.is_proper(cavity):
         return None
-    phi = start
-    for _ in range(20):
+    phi, radius = start, 1.0
+    for _ in range(30):
         try:
             expansion = expand(client, phi, prior_share)
         except LocalFailure:
@@ -254,7 +254,8 @@ def _from_laplace_proposal(
         values, vectors = np.linalg.eigh(precision)
         gradient = expansion.gradient + cavity.linear - cavity.precision @ phi
         step = vectors @ ((vectors.T @ gradient) / np.maximum(np.abs(values), 1e-8))
-        phi = phi + step / max(1.0, float(np.sqrt(step @ cavity.precision @ step)))
+        phi = phi + step / max(1.0, float(np.sqrt(step @ cavity.precision @ step)) / radius)
+        radius *= 2.0
         if values[0] > 0 and gradient @ step < 1e-6:
             break
     else:
