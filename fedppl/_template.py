@@ -13,6 +13,7 @@ import numpy as np
 import pymc as pm
 import pytensor
 import pytensor.tensor as pt
+from numba.core.errors import NumbaPerformanceWarning
 from pytensor.compile.mode import get_mode
 
 from fedppl import _graph, gaussian
@@ -80,6 +81,8 @@ def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
     with warnings.catch_warnings():
         # Numba says when an Op runs in object mode: slower, still right.
         warnings.filterwarnings("ignore", message=".*object mode.*", category=UserWarning)
+        # It also says when it multiplies a transposed view; a client's matrices are small.
+        warnings.simplefilter("ignore", NumbaPerformanceWarning)
         function = pytensor.function([graph.x, *graph.inputs], [output], mode=mode, on_unused_input="ignore")
         return unpacking_kernel(function.vm.jit_fn, [(v.type.dtype, v.type.ndim) for v in graph.inputs])
 

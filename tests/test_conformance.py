@@ -174,6 +174,24 @@ def test_a_tilted_distribution_that_is_none_becomes_a_failure(name: str) -> None
     assert reply.reason
 
 
+@every_way
+def test_a_start_of_zero_density_becomes_a_failure(name: str) -> None:
+    """q far out at log τ = −1000, where τ is 0 in floating point: one client's trouble must not end the fit."""
+    model, clients = problems.schools()
+    school = model.enrol(clients)["school A"]
+    q = gaussian.from_moments(np.array([0.0, -1000.0]), np.eye(2))
+    message = {
+        "global_linear": q.linear,
+        "global_precision": gaussian.pack_triangle(q.precision),
+        "cavity_linear": q.linear,
+        "cavity_precision": gaussian.pack_triangle(q.precision),
+        "prior_share": np.array(0.0),
+    }
+    _, reply = answer(fedppl.EP(local=WAYS[name][0]), school, None, Request("school A", 1, 1, (1, 1, 1), message))
+    assert isinstance(reply, Failure)
+    assert reply.reason
+
+
 def test_every_way_is_in_the_table() -> None:
     """A local inference that is exported is held to the promises above."""
     exported = {

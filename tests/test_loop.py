@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,7 @@ def test_a_reply_that_is_not_right_is_skipped_with_its_reason(case: str) -> None
     steps = fedppl.rounds(model, clients, fedppl.EP(), engine=Tampering(at_one_client), random_seed=1)
     step = next(steps)
     assert list(step.failures) == ["client 1"]
-    assert __import__("re").search(reason, step.failures["client 1"])
+    assert re.search(reason, step.failures["client 1"])
     assert set(step.record.bytes_up) == {"client 0", "client 2"}
     # client 1 has no site; the others' are exact in this conjugate model
     r, Q = np.sum([problems.normal_means_site(clients[k]["y"]) for k in ("client 0", "client 2")], axis=0)

@@ -447,7 +447,7 @@ def reference_log_site(client: ClientModel, phi: Any, theta: Any) -> tuple[float
 def test_log_site_is_pymcs_log_density_less_the_shared_prior(name: str) -> None:
     model, clients = problems.ALL[name]()
     rng = np.random.default_rng(1)
-    for client in list(model.enrol(clients).values())[:2]:
+    for client in list(model.enrol(clients).values())[1:2]:  # not the one the graph was built from
         phi, theta = 0.5 * rng.normal(size=client.shared_size), 0.5 * rng.normal(size=client.local_size)
         value, by_phi, by_theta = client.log_site(phi, theta)
         expected, gradient = reference_log_site(client, phi, theta)

@@ -131,16 +131,25 @@ def controlled_moments(
     quadratic = np.zeros((m, m))
     quadratic[rows, columns] = coefficients[1 + m :]
     precision = np.eye(m) - (quadratic + quadratic.T)
-    if np.linalg.eigvalsh(precision)[0] < 0.05:
+    if not _exceeds(precision, 0.05):
         return plain, remainder
     covariance = np.linalg.inv(precision)
     mean = covariance @ coefficients[1 : 1 + m]
     control = weighted_moments(z, normalise(fitted))
     controlled = covariance + plain.covariance - control.covariance
-    if np.linalg.eigvalsh(controlled)[0] < 0.05 * np.linalg.eigvalsh(covariance)[0]:
+    if not _exceeds(controlled, 0.05):
         return plain, remainder
     moments = WeightedMoments(mean + plain.mean - control.mean, (controlled + controlled.T) / 2)
     return moments, remainder
+
+
+def _exceeds(matrix: Array, floor: float) -> bool:
+    """Whether every eigenvalue is above the floor."""
+    try:
+        np.linalg.cholesky(matrix - floor * np.eye(len(matrix)))
+    except np.linalg.LinAlgError:
+        return False
+    return True
 
 
 class WeightedMoments(NamedTuple):

@@ -33,51 +33,44 @@ CUBE = types.float64[:, :, ::1]
 
 @jit
 def _marginal_near(
-    kernel: Any, x: Any, m: int, origin: Any, slope: Any, center: Any, scale: Any, data: Any, A: Any, factor: Any
+    kernel: Any, x: Any, m: int, origin: Any, slope: Any, third: Any, scale: Any, data: Any, A: Any, factor: Any
 ) -> Any:
-    """log f at the φ in x[:m], near an expanded origin: predict θ, one chord step, one Newton correction.
+    """log f at the φ in x[:m], near an expanded origin: θ is predicted, and corrected to second order.
 
-    Returns (status, log f, Newton step): at exit x[m:] is the mode up to a second-order correction that the
-    value contains, and `factor` is the Cholesky factor of A there.
+    With Newton step Δ at the predicted θ, ℓ gains ½ Δᵀ A Δ and −½ log det A changes by ½ Σ_i ∂³ℓ[v_i, v_i, Δ],
+    for which the contraction at the origin, `third`, is good enough. Returns (status, log f); at exit x[m:] is
+    the mode and `factor` the Cholesky factor of A, both to the order of the correction.
     """
     d = x.shape[0] - m
-    step = np.zeros(d)
+    step, cross = np.zeros(d), np.zeros((m, d))
     for i in range(d):
         total = origin[m + i]
         for j in range(m):
             total += slope[i, j] * (x[j] - origin[j])
         x[m + i] = total
     output = kernel(x, *data)
-    if np.isfinite(output[0]):
-        solve(center, output[1 + m :], step)
-        for i in range(d):
-            x[m + i] += step[i]
-        output = kernel(x, *data)
-    decrement = np.inf
-    cross = np.zeros((m, d))
-    if np.isfinite(output[0]):
-        forward_curvature(kernel, x, m, output, scale, data, A, cross)
-        if cholesky(A, factor):
-            solve(factor, output[1 + m :], step)
-            decrement = 0.0
-            for i in range(d):
-                decrement += step[i] * output[1 + m + i]
-    if not decrement < 1e-4:
-        for i in range(d):
-            total = origin[m + i]
-            for j in range(m):
-                total += slope[i, j] * (x[j] - origin[j])
-            x[m + i] = total
-        own = scale.copy()
-        output = kernel(x, *data)
+    constant = 0.5 * d * np.log(2.0 * np.pi)
+    for _ in range(3):
         if not np.isfinite(output[0]):
-            x[m:] = origin[m:]
-        status, output, _ = inner_mode(kernel, x, m, own, data, A, factor, cross, 1e-9, 60)
-        if status != OK:
-            return status, -np.inf
+            break
+        forward_curvature(kernel, x, m, output, scale, data, A, cross)
+        if not cholesky(A, factor):
+            break
+        solve(factor, output[1 + m :], step)
         decrement = 0.0
-    value = output[0] + 0.5 * decrement + 0.5 * d * np.log(2.0 * np.pi) - 0.5 * log_determinant(factor)
-    return OK, value
+        change = 0.0
+        for i in range(d):
+            decrement += step[i] * output[1 + m + i]
+            change += step[i] * third[m + i]
+            x[m + i] += step[i]
+        if decrement < 1e-2:
+            return OK, output[0] + 0.5 * decrement + constant - 0.5 * log_determinant(factor) + 0.5 * change
+        output = kernel(x, *data)
+    x[m:] = origin[m:]
+    status, output, _ = inner_mode(kernel, x, m, scale.copy(), data, A, factor, cross, 1e-9, 60)
+    if status != OK:
+        return status, -np.inf
+    return OK, output[0] + constant - 0.5 * log_determinant(factor)
 
 
 @jit
@@ -96,24 +89,17 @@ def _origin(kernel: Any, phi: Any, theta: Any, data: Any) -> Any:
 
 
 @jit
-def _total_gradient(kernel: Any, x: Any, m: int, scale: Any, data: Any, out: Any) -> bool:
-    """Gradient of log f at x = (φ, θ mode) into out (m,); False if there is no mode of θ at x.
+def _third(kernel: Any, x: Any, m: int, base: Any, factor: Any, data: Any, third: Any) -> None:
+    """Σ_i ∂³ℓ[v_i, v_i, ·] into third (n,), with the columns v_i of L⁻ᵀ, A = L Lᵀ.
 
-    The log-determinant part is ½ Σ_i ∂³ℓ[v_i, v_i, ·] with the columns v_i of L⁻ᵀ, A = L Lᵀ: each a second
-    difference of the gradient along v_i, which gives its φ and its θ part at once.
+    Half of it is the gradient of −½ log det A. Each term is a second difference of the gradient along v_i, which
+    gives the φ and the θ part at once.
     """
     n = x.shape[0]
     d = n - m
-    base = kernel(x, *data)
-    for i in range(m):
-        out[i] = base[1 + i]
-    A, factor, cross = np.zeros((d, d)), np.zeros((d, d)), np.zeros((m, d))
-    forward_curvature(kernel, x, m, base, scale, data, A, cross)
-    if not cholesky(A, factor):
-        return False
-    third = np.zeros(n)
     direction = np.zeros(d)
     here = x[m:].copy()
+    third[:] = 0.0
     for i in range(d):
         # column i of L⁻ᵀ: solve Lᵀ v = e_i
         for r in range(d - 1, -1, -1):
@@ -129,13 +115,28 @@ def _total_gradient(kernel: Any, x: Any, m: int, scale: Any, data: Any, out: Any
         for j in range(n):
             third[j] += (high[1 + j] - 2.0 * base[1 + j] + low[1 + j]) / step**2
     x[m:] = here
-    slope = np.zeros(d)
+
+
+@jit
+def _total_gradient(kernel: Any, x: Any, m: int, scale: Any, data: Any, out: Any) -> bool:
+    """Gradient of log f at x = (φ, θ) into out (m,), θ at or very near its mode; False if there is none.
+
+    ∂_φ ℓ + (dθ/dφ)ᵀ (∂_θ ℓ + ½ third_θ) + ½ third_φ; at the mode ∂_θ ℓ is zero, near it the term corrects.
+    """
+    n = x.shape[0]
+    d = n - m
+    base = kernel(x, *data)
+    A, factor, cross = np.zeros((d, d)), np.zeros((d, d)), np.zeros((m, d))
+    forward_curvature(kernel, x, m, base, scale, data, A, cross)
+    if not cholesky(A, factor):
+        return False
+    third, slope = np.zeros(n), np.zeros(d)
+    _third(kernel, x, m, base, factor, data, third)
     for j in range(m):
         solve(factor, cross[j], slope)
-        total = third[j]
+        out[j] = base[1 + j] + 0.5 * third[j]
         for k in range(d):
-            total += slope[k] * third[m + k]
-        out[j] += 0.5 * total
+            out[j] += slope[k] * (base[1 + m + k] + 0.5 * third[m + k])
     return True
 
 
@@ -156,7 +157,7 @@ def expand_marginal(kernel: Any, phi: Any, theta: Any, wanted_scale: Any, data: 
     x = origin.copy()
     if not _total_gradient(kernel, x, m, scale, data, gradient):
         return NO_MODE, -np.inf, gradient, hessian, mode
-    there, step = np.zeros(m), np.zeros(d)
+    there = np.zeros(m)
     for j in range(m):
         x[:] = origin
         x[j] += 1e-6 * wanted_scale[j]
@@ -167,10 +168,6 @@ def expand_marginal(kernel: Any, phi: Any, theta: Any, wanted_scale: Any, data: 
         x[j] += width
         for i in range(d):
             x[m + i] += slope[i, j] * width
-        moved = kernel(x, *data)
-        solve(factor, moved[1 + m :], step)
-        for i in range(d):
-            x[m + i] += step[i]
         if not _total_gradient(kernel, x, m, scale, data, there):
             return NO_MODE, -np.inf, gradient, hessian, mode
         for i in range(m):
@@ -192,13 +189,15 @@ def marginal_batch(kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, mod
     keep = factors.shape[0] == count
     values = np.full(count, -np.inf)
     missed = 0
-    status, origin, _, slope, center, _, scale = _origin(kernel, phi, theta, data)
+    status, origin, output, slope, center, _, scale = _origin(kernel, phi, theta, data)
     if status != OK:
         return status, values, count
+    third = np.zeros(n)
+    _third(kernel, origin, m, output, center, data, third)
     x, A, factor = np.zeros(n), np.zeros((d, d)), np.zeros((d, d))
     for s in range(count):
         x[:m] = draws[s]
-        there, value = _marginal_near(kernel, x, m, origin, slope, center, scale, data, A, factor)
+        there, value = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
         if there == OK and np.isfinite(value):
             values[s] = value
             modes[s] = x[m:]

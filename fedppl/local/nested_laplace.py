@@ -44,7 +44,7 @@ class _Settings(NamedTuple):
 _starts: weakref.WeakKeyDictionary[ClientModel, Array] = weakref.WeakKeyDictionary()
 
 
-def NestedLaplace(*, points: int = 96, pareto_limit: float = 0.7, fallback: bool = True) -> LocalInference:
+def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool = True) -> LocalInference:
     r"""Moments of the tilted distribution with the local variables marginalised first.
 
     .. math:: \log f_k(\phi) = \log \int p(y_k, \theta \mid \phi)\, d\theta
