@@ -300,6 +300,8 @@ def _one_round(run: _Run) -> Round:
         reply = answers.get(client_id)
         reason = why_not(reply, request, run.layout, shapes)
         if reason is None and isinstance(reply, Reply):
+            reason = run.algorithm.refuse(run.state, reply.message)
+        if reason is None and isinstance(reply, Reply):
             replies[client_id], infos[client_id] = reply.message, reply.info
         else:
             failures[client_id] = str(reason)

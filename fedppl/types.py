@@ -228,6 +228,8 @@ class Algorithm(NamedTuple):
         ``update_client(client, personal, message, rng) -> (personal, reply, info)``.
     reply_shapes
         ``reply_shapes(state) -> {name: shape}`` of the replies expected next; others are refused.
+    refuse
+        ``refuse(state, message)`` says why a reply of the right shapes cannot be used, or gives None.
     update_server
         ``update_server(state, replies) -> (state, info)`` with replies of any subset of the clients.
     posterior
@@ -246,6 +248,7 @@ class Algorithm(NamedTuple):
     broadcast: Callable[[Any, str], Message]
     update_client: Callable[[Any, Any, Message, np.random.Generator], tuple[Any, Message, Mapping[str, float]]]
     reply_shapes: Callable[[Any], Mapping[str, tuple[int, ...]]]
+    refuse: Callable[[Any, Message], str | None]
     update_server: Callable[[Any, Mapping[str, Message]], tuple[Any, Any]]
     posterior: Callable[[Any], Gaussian]
     details: Callable[[Any], Mapping[str, Array]]

@@ -44,6 +44,7 @@ ALGORITHM = Algorithm(
     broadcast=lambda state, client_id: {"x": np.zeros(1)},
     update_client=count_up,
     reply_shapes=lambda state: {"x": (1,)},
+    refuse=lambda state, message: None,
     update_server=lambda state, replies: (state, None),
     posterior=lambda state: LAYOUT.prior,
     details=lambda state: {},

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import minimize
 
 from fedppl.local._importance import pareto_k, stream_of, whitened_points
-from fedppl.local._tilted import log_tilted, start
+from fedppl.local._tilted import log_tilted, negative_hessian, start
 from fedppl.types import Array, DeclarationError, Draws, LocalFailure, LocalInference, Moments, Target
 
 __all__ = ["ADVI", "MeanField"]
@@ -178,7 +178,14 @@ def _fit(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
     """Mean, factor of the covariance, and Pareto k of the fit against its target."""
     density, origin = log_tilted(target), start(target)
     z = whitened_points(len(origin), settings.points, stream_of(target.client.client_id))
-    mean, factor = settings.fit(density, origin, z, settings.max_iterations)
+    with np.errstate(over="ignore", invalid="ignore"):  # the search may step far out, and comes back
+        mean, factor = settings.fit(density, origin, z, settings.max_iterations)
+    A = negative_hessian(target, mean, np.minimum(np.sqrt(np.sum(factor**2, axis=1)), 1.0))
+    if not np.all(np.isfinite(A)) or not np.linalg.eigvalsh(A)[0] > 0:
+        raise LocalFailure(
+            "the variational fit ran away: the tilted density does not fall off around it. Lower damping= of EP, or "
+            "use local=fedppl.NUTS()"
+        )
     log_weights = np.array([density(mean + factor @ row)[0] + 0.5 * row @ row for row in z])
     return mean, factor, pareto_k(log_weights)
 

@@ -138,9 +138,14 @@ def _sample(
 ) -> tuple[Array, dict[str, float]]:
     """Sample x = (φ, θ): draws (chain, draw, m + d_k), and the number of divergences."""
     run = _nutpie if settings.sampler == "nutpie" else _pymc
-    sample, divergences = run(
-        log_tilted(target), start(target), draws, settings.tune, chains, settings.target_accept, rng
-    )
+    density, origin = log_tilted(target), start(target)
+    try:
+        sample, divergences = run(density, origin, draws, settings.tune, chains, settings.target_accept, rng)
+    except RuntimeError as error:  # of nutpie and of PyMC alike when no start has a finite density
+        reason = str(error).strip().splitlines()[0]
+        raise LocalFailure(
+            f"NUTS could not sample: {reason}. Check this client's data and give θ a proper prior"
+        ) from error
     if not np.all(np.isfinite(sample)):
         raise LocalFailure("NUTS left the region where the log density is finite; give θ a proper prior")
     return sample, {"divergences": float(divergences)}

@@ -126,6 +126,7 @@ def EP(
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, local=inference),
         reply_shapes=_reply_shapes,
+        refuse=_refuse,
         update_server=functools.partial(_update_server, tolerance=tolerance, largest=damping),
         posterior=lambda state: state.sites.q,
         details=lambda state: {"skewness": state.skewness},
@@ -210,6 +211,15 @@ def _reply_shapes(state: EPState) -> dict[str, tuple[int, ...]]:
     if state.warm_start is not None:
         return {"value": (), "gradient": (m,), "hessian": triangle}
     return {"mean": (m,), "precision": triangle, "skewness": (m,), "mc_error": ()}
+
+
+def _refuse(state: EPState, reply: Message) -> str | None:
+    """Moments must be those of a distribution; an expansion may have any curvature."""
+    if state.warm_start is None:
+        precision = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
+        if not gaussian.is_proper(Gaussian(np.asarray(reply["mean"], dtype=float), precision)):
+            return f"'precision' is not positive definite (smallest eigenvalue {np.linalg.eigvalsh(precision)[0]:.3g})"
+    return None
 
 
 def _update_server(
