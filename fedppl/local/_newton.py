@@ -17,7 +17,7 @@ import numba
 import numpy as np
 from numba import types
 
-__all__ = ["NO_MODE", "NOT_FINITE", "OK", "PACKED", "VECTOR", "difference_hessian", "entry", "joint_mode", "jit"]
+__all__ = ["NO_MODE", "NOT_FINITE", "OK", "PACKED", "VECTOR", "difference_hessian", "entry", "jit"]
 
 jit: Callable[..., Any] = numba.njit(nogil=True, cache=True)
 
@@ -217,13 +217,3 @@ def difference_hessian(kernel: Any, x: Any, scale: Any, data: Any) -> Any:
     A, cross = np.zeros((n, n)), np.zeros((0, n))
     curvature(kernel, x.copy(), 0, scale.copy(), 1e-3, data, A, cross)
     return -A
-
-
-@entry(KERNEL, VECTOR, DATA)
-def joint_mode(kernel: Any, start: Any, data: Any) -> Any:
-    """Mode over all of x by damped Newton: (status, x, log density, A, steps)."""
-    n = start.shape[0]
-    x = start.copy()
-    A, factor, cross, scale = np.zeros((n, n)), np.zeros((n, n)), np.zeros((0, n)), np.full(n, 0.1)
-    status, output, steps = inner_mode(kernel, x, 0, scale, data, A, factor, cross, 1e-12, 200)
-    return status, x, output[0], A, steps

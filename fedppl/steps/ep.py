@@ -74,7 +74,8 @@ def EP(
         How clients compute tilted moments; by default `NestedLaplace`.
     tolerance
         Converged when a sweep over all clients moves no mean by more than `tolerance` posterior sds and no sd
-        by more than that fraction, or by more than Monte Carlo error where replies have one.
+        by more than that fraction. Where replies have Monte Carlo error, four rounds are averaged first, and up to
+        three times that error is allowed.
     damping
         Largest δ that is tried; it is halved until the global precision and every cavity are positive definite.
     warm_start
@@ -318,8 +319,9 @@ def _judge(
     heard, sweep_change = state.heard.copy(), state.sweep_change + change
     heard[rows] = True
     swept = bool(np.all(heard))
-    quiet = swept and sweep_change < tolerance
-    averaged = swept and noisy and averaging >= 4 and sweep_change < 3 * mc_error
+    # One small change of a noisy sweep may be luck: with Monte Carlo error, rounds are averaged before it counts.
+    quiet = swept and not noisy and sweep_change < tolerance
+    averaged = swept and noisy and averaging >= 4 and sweep_change < max(tolerance, 3 * mc_error)
     if quiet or averaged:
         message = (
             "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; raise draws= for less"
