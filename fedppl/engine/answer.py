@@ -28,8 +28,10 @@ def answer(algorithm: Algorithm, client: Any, personal: Any, request: Request) -
         after, message, info = algorithm.update_client(client, personal, request.message, stream(request.seed))
     except LocalFailure as failure:
         return personal, Failure(request.client_id, request.nonce, str(failure))
-    except (ArithmeticError, np.linalg.LinAlgError, ValueError) as error:
-        logger.debug("client %s failed", request.client_id, exc_info=True)
-        return personal, Failure(request.client_id, request.nonce, f"{type(error).__name__}: {error}")
+    except Exception as error:  # one client's trouble, whatever it is, must not end the others' run
+        numerical = isinstance(error, ArithmeticError | np.linalg.LinAlgError | ValueError)
+        level = logging.DEBUG if numerical else logging.ERROR  # the rest is a mistake in somebody's code
+        logger.log(level, "client %s failed", request.client_id, exc_info=True, extra={"client": request.client_id})
+        return personal, Failure(request.client_id, request.nonce, type(error).__name__, private=str(error))
     kept = {key: float(value) for key, value in info.items()}
     return after, Reply(request.client_id, request.nonce, client.layout.fingerprint, message, kept)

@@ -6,12 +6,22 @@ Compiled log densities release Python's lock, so threads run in parallel without
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from fedppl.engine.answer import answer
-from fedppl.types import Algorithm, DeclarationError, EngineFactory, Failure, Layout, Reply, Request
+from fedppl.types import (
+    Algorithm,
+    DeclarationError,
+    EngineFactory,
+    Failure,
+    Layout,
+    Message,
+    Reply,
+    Request,
+    SharedReader,
+)
 
 __all__ = ["InProcess", "InProcessEngine"]
 
@@ -20,6 +30,11 @@ class InProcessEngine:
     """Clients' models and personal states by id; see `InProcess`."""
 
     def __init__(self, algorithm: Algorithm, models: Mapping[str, Any], workers: int) -> None:
+        if not models:
+            raise DeclarationError(
+                "clients=None needs an engine that finds the clients, like fedppl.Flower.grid(grid); "
+                "pass the clients' data to run them in this process."
+            )
         self._algorithm = algorithm
         self._models = dict(models)
         self._workers = workers
@@ -50,6 +65,17 @@ class InProcessEngine:
             else Failure(client_id, requests[client_id].nonce, f"no reply within the deadline of {deadline} s")
             for client_id, future in futures.items()
         }
+
+    def reader(self) -> SharedReader:
+        """Return how draws of φ are read."""
+        reader: SharedReader = next(iter(self._models.values())).reader()
+        return reader
+
+    def conclude(self, outcome: Callable[[str], Message], run: str, seed: int) -> None:
+        """Nothing to tell: `Fit.client` draws here when it is asked."""
+
+    def close(self) -> None:
+        """Nothing was started."""
 
     def _one(self, request: Request) -> Reply | Failure:
         client_id = request.client_id

@@ -1,0 +1,36 @@
+"""A client's tilted distribution as a message: q, its cavity, its share of a prior that is not Gaussian."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.gaussian import Gaussian
+from fedppl.types import Message, Target
+
+__all__ = ["pack_target", "unpack_target"]
+
+
+def pack_target(q: Gaussian, cavity: Gaussian, prior_share: float) -> Message:
+    """Natural parameters of q and of the cavity, precisions as packed triangles."""
+    return {
+        "global_linear": q.linear,
+        "global_precision": gaussian.pack_triangle(q.precision),
+        "cavity_linear": cavity.linear,
+        "cavity_precision": gaussian.pack_triangle(cavity.precision),
+        "prior_share": np.array(prior_share),
+    }
+
+
+def unpack_target(client: Any, message: Message) -> Target:
+    """The tilted distribution of this client that the message describes."""
+    q, cavity = (
+        Gaussian(
+            np.asarray(message[f"{name}_linear"], dtype=float),
+            gaussian.unpack_triangle(np.asarray(message[f"{name}_precision"], dtype=float)),
+        )
+        for name in ("global", "cavity")
+    )
+    return Target(client, q, cavity, float(message["prior_share"]))
