@@ -3,39 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from fedppl.types import Failure, Layout, Message, Reply, Request
 
-__all__ = ["n_bytes", "why_not"]
+__all__ = ["n_bytes", "released", "why_not"]
 
 
-def why_not(
-    reply: Reply | Failure | None, request: Request, layout: Layout, shapes: Mapping[str, tuple[int, ...]]
-) -> str | None:
-    """Why a reply does not count, or None if it does."""
+# Of a reason that came from elsewhere, so that nobody can flood a log or forge its lines.
+_LONGEST = 500
+
+
+def why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Why a reply does not count, or None if it does; one line, whatever was sent."""
+    reason = _why_not(reply, request, layout, shapes)
+    if reason is None:
+        return None
+    line = " ".join(reason.split())
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
+
+
+def _why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     if reply is None:
         return "no reply"
     if isinstance(reply, Failure):
-        return reply.reason
-    if reply.client_id != request.client_id:
+        return f"{reply.reason}: {reply.private}" if reply.private else str(reply.reason)
+    if not isinstance(reply, Reply):
+        return f"{type(reply).__name__} is no reply"
+    # Types first: what compares in a way of its own, an array say, must not be asked whether it is equal.
+    if type(reply.client_id) is not str or reply.client_id != request.client_id:
         return f"reply of client {reply.client_id!r} to the request of client {request.client_id!r}"
-    if reply.nonce != request.nonce:
-        return f"reply to request {reply.nonce}, but the latest is {request.nonce}"
-    if reply.fingerprint != layout.fingerprint:
+    if type(reply.nonce) is not int or reply.nonce != request.nonce:
+        return f"reply to request {reply.nonce!r}, but the latest is {request.nonce}"
+    if type(reply.fingerprint) is not str or reply.fingerprint != layout.fingerprint:
         return f"layout fingerprint {reply.fingerprint} differs from {layout.fingerprint}: another model runs there"
-    if set(reply.message) != set(shapes):
-        return f"reply holds {sorted(reply.message)}, expected {sorted(shapes)}"
+    message: Any = reply.message
+    if not isinstance(message, Mapping):
+        return f"message of type {type(message).__name__} is no mapping of arrays"
+    if set(message) != set(shapes):
+        return f"reply holds {sorted(map(str, message))}, expected {sorted(shapes)}"
     for name, shape in shapes.items():
-        value = np.asarray(reply.message[name])
-        if value.shape != shape:
-            return f"{name!r} has shape {value.shape}, expected {shape}"
-        if not np.issubdtype(value.dtype, np.floating) or not np.all(np.isfinite(value)):
-            return f"{name!r} is not all finite real numbers"
+        value = message[name]
+        if type(value) is not np.ndarray and not isinstance(value, float | np.generic):
+            return f"{name!r} is of type {type(value).__name__}, expected an array"
+        if np.shape(value) != shape:
+            return f"{name!r} has shape {np.shape(value)}, expected {shape}"
+        # Wider floats than float64 hold numbers that it does not.
+        dtype = np.asarray(value).dtype
+        if dtype.kind != "f" or dtype.itemsize > 8 or not np.all(np.isfinite(value)):
+            return f"{name!r} is not all finite real numbers (of type {dtype})"
+    if not isinstance(reply.info, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, float) for name, value in reply.info.items()
+    ):
+        return "'info' is not numbers by name"
     return None
 
 
 def n_bytes(message: Message) -> int:
     """Size of a message's arrays."""
     return sum(np.asarray(value).nbytes for value in message.values())
+
+
+def released(replies: Mapping[str, Message], infos: Mapping[str, Mapping[str, float]]) -> str:
+    """What each client's reply held: array names with their sizes, and the names of its diagnostics."""
+    arrays = ", ".join(f"{name} ({np.size(value)})" for name, value in next(iter(replies.values()), {}).items())
+    names = sorted({name for info in infos.values() for name in info})
+    return f"{arrays}; diagnostics {', '.join(names)}" if names else arrays

@@ -33,6 +33,7 @@ __all__ = [
     "Moments",
     "Reply",
     "Request",
+    "SharedReader",
     "Status",
     "Target",
     "Variable",
@@ -190,6 +191,8 @@ class LocalInference(NamedTuple):
         ``tilted(target, rng)`` gives moments of φ.
     draw
         ``draw(target, draws, chains, rng)`` gives draws of (φ, θ_k), eq. 8 of FedLin.
+    settings
+        What it was built with, by keyword: a run is resumed, and a site enrolled, only with equal settings.
     """
 
     name: str
@@ -197,6 +200,11 @@ class LocalInference(NamedTuple):
     expand: Callable[[Any, Array, float], Expansion] | None
     tilted: Callable[[Target, np.random.Generator], Moments]
     draw: Callable[[Target, int, int, np.random.Generator], Draws]
+    settings: Mapping[str, Any] = {}
+
+    def describe(self) -> str:
+        """Name and settings on one line."""
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"
 
 
 class ClientView(Protocol):
@@ -240,6 +248,11 @@ class Algorithm(NamedTuple):
         ``cavity(state, client_id) -> Gaussian``: everything known of φ but from this client.
     local
         The local inference that draws θ_k when the fit is done.
+    settings
+        What it was built with, each in one line of text.
+    lasting
+        Whether personal state outlives a run, as a privacy budget does: a site then keeps it in its folder, under
+        its own name, and does not answer where it cannot be read.
     """
 
     name: str
@@ -254,6 +267,8 @@ class Algorithm(NamedTuple):
     details: Callable[[Any], Mapping[str, Array]]
     cavity: Callable[[Any, str], Gaussian]
     local: LocalInference
+    settings: Mapping[str, str] = {}
+    lasting: bool = False
 
 
 class Request(NamedTuple):
@@ -264,6 +279,7 @@ class Request(NamedTuple):
     round: int
     seed: tuple[int, ...]
     message: Message
+    run: str = ""  # names the run: personal state of another one is not used
 
 
 class Reply(NamedTuple):
@@ -281,7 +297,16 @@ class Failure(NamedTuple):
 
     client_id: str
     nonce: int
-    reason: str
+    reason: str  # may travel: names no data
+    private: str = ""  # for the client's own log: an exception's text may quote its data
+
+
+class SharedReader(NamedTuple):
+    """How to read draws of φ: the way back to the constrained space, with the dims and coords of the model."""
+
+    constrain: Callable[[Array], Mapping[str, Array]]  # (S, m) to arrays (S, ...) by variable
+    dims: Mapping[str, tuple[str, ...] | None]
+    coords: Mapping[str, Sequence[Any]]
 
 
 class Engine(Protocol):
@@ -296,9 +321,24 @@ class Engine(Protocol):
     def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Reply | Failure]:
         """Send each request and return what came back until the deadline (seconds)."""
 
+    def reader(self) -> SharedReader:
+        """Return how draws of φ are read; where the models are at sites, a site is asked."""
+
+    def conclude(self, outcome: Callable[[str], Message], run: str, seed: int) -> None:
+        """Tell every client what it needs to draw its own posterior: q and its cavity.
+
+        Clients in this process are asked for theirs when somebody wants to see them.
+        """
+
+    def close(self) -> None:
+        """Let go of whatever the engine started."""
+
 
 class EngineFactory(Protocol):
-    """Starts an engine over clients' models; `fedppl.InProcess()` is one."""
+    """Starts an engine over clients' models; `fedppl.InProcess()` is one.
 
-    def __call__(self, algorithm: Algorithm, clients: Mapping[str, Any]) -> Engine:
+    Without models (``clients={}``) the engine has to find the clients, as Flower's does.
+    """
+
+    def __call__(self, algorithm: Algorithm, clients: Mapping[str, Any], /) -> Engine:
         """Start the engine."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
+from fedppl.steps import _trust
 from fedppl.steps._sites import Sites, dense, in_structure, indices, update
 from fedppl.types import Array, Layout, Message
 
@@ -41,11 +42,14 @@ def start(layout: Layout, clients: int) -> WarmStart:
     return WarmStart(mean, mean, np.zeros(clients), np.zeros(clients, dtype=bool), -np.inf, 1.5, np.inf, False)
 
 
-def step(sites: Sites, state: WarmStart, replies: Mapping[str, Message]) -> tuple[Sites, WarmStart]:
+def step(
+    sites: Sites, state: WarmStart, replies: Mapping[str, Message], trust: float | None = None
+) -> tuple[Sites, WarmStart, _trust.Bounded | None]:
     """Take in the expansions at the point and choose the next point.
 
     A point that lowered the log marginal posterior is given up: the old expansions stay and the search goes back
-    to a quarter of the way.
+    to a quarter of the way. With `trust`, sites change as far as `_trust` allows, which keeps q proper throughout, and
+    the clients' values, which no bound holds for, decide nothing.
     """
     rows, x = indices(sites, replies), state.point
     value = np.array([float(reply["value"]) for reply in replies.values()])
@@ -58,13 +62,22 @@ def step(sites: Sites, state: WarmStart, replies: Mapping[str, Message]) -> tupl
     linear[rows] = gradient + matrices @ x
     values[rows] = value - linear[rows] @ x + 0.5 * np.einsum("i,kij,j->k", x, matrices, x)
     heard[rows] = True
+    bounded = None
+    if trust is not None:
+        d_linear, d_packed = linear[rows] - sites.linear[rows], packed - sites.precision[rows]
+        bounded = _trust.bound(sites.q, Gaussian(d_linear, dense(d_packed, sites.structure)), trust)
+        held, part = bounded.held[:, None], bounded.scales[:, None]
+        linear[rows] = np.where(held, sites.linear[rows] + part * d_linear, linear[rows])
+        precision[rows] = np.where(held, sites.precision[rows] + part * d_packed, packed)
     tried = update(sites, linear, precision)
     # Only when every client was expanded at this very point is the sum the objective there, and comparable.
-    everyone = len(replies) == len(values)
+    everyone = trust is None and len(replies) == len(values)
     objective = float(values.sum() + gaussian.log_kernel(tried.q, x)) if everyone else -np.inf
     if everyone and objective < state.objective - 1e-9 * max(1.0, abs(objective)):
         point = state.anchor + (x - state.anchor) / 4
-        return sites, state._replace(point=point, radius=state.radius / 4, change=np.inf)
+        return sites, state._replace(point=point, radius=state.radius / 4, change=np.inf), None
+    # Sites that were kept small keep the step small: that is no sign of being there.
+    free = bounded is None or not np.any(bounded.held)
     move, clipped = _trusted_step(tried.q, sites.prior, x, state.radius)
     proper = bool(gaussian.is_proper(tried.q))
     change = float(np.max(np.abs(move) / gaussian.standard_deviations(tried.q))) if proper else np.inf
@@ -76,9 +89,9 @@ def step(sites: Sites, state: WarmStart, replies: Mapping[str, Message]) -> tupl
         objective=objective,
         radius=min(state.radius * 2, 6.0) if clipped and everyone else state.radius,
         change=change,
-        arrived=not clipped and change < _ARRIVED and bool(np.all(heard)),
+        arrived=free and not clipped and change < _ARRIVED and bool(np.all(heard)),
     )
-    return tried, moved
+    return tried, moved, bounded
 
 
 def _trusted_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[Array, bool]:

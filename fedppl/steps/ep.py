@@ -8,51 +8,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from fedppl import gaussian, structure
-from fedppl.gaussian import Gaussian
+from fedppl import gaussian
+from fedppl._target import pack_target, unpack_target
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.steps import _sites, _warm_start
-from fedppl.steps._sites import Sites
+from fedppl.steps._damped_step import EPInfo, EPState, damped_step, hold_back, named, targets
 from fedppl.steps._warm_start import WarmStart
-from fedppl.types import Algorithm, Array, DeclarationError, Layout, LocalInference, Message, Status, Target
+from fedppl.types import Algorithm, DeclarationError, Layout, LocalInference, Message, Status
 
 __all__ = ["EP", "EPInfo", "EPState"]
 
-
-# With this skewness, quantiles of a margin in the tails are off by a few tenths of an sd under a Gaussian.
-_SKEWED = 0.5
-
-
-class EPState(NamedTuple):
-    """What the next round needs. Invariant: sites.q = prior x Π_k site_k."""
-
-    sites: Sites
-    warm_start: WarmStart | None  # None once refinement has begun
-    prior_share: float  # 1 / K when the prior is not Gaussian: each factor's share of p / N_0
-    damping: float
-    change: float  # of the last round
-    averaging: int  # rounds averaged since the change came down to Monte Carlo error
-    heard: Array  # (K,) bool: replied in the current sweep
-    sweep_change: float  # of the current sweep over all clients
-    skewness: Array  # (m,) that the factors give the posterior's margins, and q cannot have
-    status: str
-    message: str
-
-
-class EPInfo(NamedTuple):
-    """Diagnostics of this round."""
-
-    phase: str
-    change_mean: float  # largest |Δ mean| in posterior sds, before damping
-    change_sd: float  # largest |Δ log sd|, before damping
-    damping: float
-    log_posterior: float  # log marginal posterior at the point, warm start only
-    mc_error: float  # Monte Carlo error of the global mean in posterior sds
-    skewness: float  # largest |skewness| that the factors give a margin of the posterior
+_NOT_ARRIVED = "the warm start has not reached the mode of the marginal posterior; raise rounds="
 
 
 def EP(
@@ -62,6 +32,7 @@ def EP(
     damping: float = 1.0,
     warm_start: bool = True,
     structure: str | Sequence[Sequence[str]] = "full",
+    trust: float | None = None,
 ) -> Algorithm:
     r"""Federated expectation propagation with server-held sites (FedLin, Algorithms 2 and 3).
 
@@ -82,6 +53,8 @@ def EP(
         Start with federated Newton rounds where the local inference offers expansions.
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
+    trust
+        None, or how much one client may do in one round, c posterior sds: see Notes.
 
     Returns
     -------
@@ -105,6 +78,18 @@ def EP(
     Sites of rough local moments (few NUTS draws) can oscillate: the status then says so; raise `draws` or lower
     `damping`.
 
+    *With* `trust` *= c*, clients' changes are scaled down, where need be, so that the new q' of every round keeps
+
+    .. math:: \Vert \mu' - \mu'_{-k} \Vert_{Q'} \le c, \qquad |\log \lambda| \le c
+              \text{ for the generalised eigenvalues } \lambda \text{ of } (Q', Q'_{-k})
+
+    for every client k, where -k leaves out its change of this round. Whatever one client sends, its change moves the
+    shared mean by at most c sds a round, and no direction's log variance by more than c. In the warm start the clients'
+    log densities, which have no such bound, are not compared. c = 3 leaves honest clients alone but for a few rounds in
+    which little else is known. Not protected from: a client that lies in every round, which may move q by c each time
+    and keeps the run from converging (the message names it); clients that lie together, each within its bound; and a
+    client that slows the others, through damping, or overstates its Monte Carlo error, which loosens convergence.
+
     References
     ----------
     .. [1] FedLin, section 4.2, eqs. 3 to 8 and Algorithms 2 and 3.
@@ -114,6 +99,8 @@ def EP(
         raise DeclarationError(f"tolerance={tolerance} must lie between 0 and 1 posterior sd.")
     if not 0 < damping <= 1:
         raise DeclarationError(f"damping={damping} must lie in (0, 1]; 1 is the undamped step.")
+    if trust is not None and not 0 < trust < np.inf:
+        raise DeclarationError(f"trust={trust} must be a positive number of posterior sds, such as 3, or None.")
     if isinstance(structure, str) and structure not in ("full", "diagonal"):
         raise DeclarationError(
             f'structure={structure!r} must be "full", "diagonal" or a list of lists of shared names.'
@@ -128,11 +115,19 @@ def EP(
         update_client=functools.partial(_update_client, local=inference),
         reply_shapes=_reply_shapes,
         refuse=_refuse,
-        update_server=functools.partial(_update_server, tolerance=tolerance, largest=damping),
+        update_server=functools.partial(_update_server, tolerance=tolerance, largest=damping, trust=trust),
         posterior=lambda state: state.sites.q,
         details=lambda state: {"skewness": state.skewness},
         cavity=lambda state, client_id: _sites.cavity(state.sites, client_id),
         local=inference,
+        settings={
+            "local": inference.describe(),
+            "tolerance": repr(tolerance),
+            "damping": repr(damping),
+            "warm_start": repr(warm),
+            "structure": repr(structure),
+            "trust": repr(trust),
+        },
     )
 
 
@@ -156,6 +151,8 @@ def _init_server(
         heard=np.zeros(len(clients), dtype=bool),
         sweep_change=0.0,
         skewness=np.zeros(layout.size),
+        answered=np.zeros(len(clients), dtype=np.int64),
+        held_back=np.zeros(len(clients), dtype=np.int64),
         status=Status.RUNNING.value,
         message="",
     )
@@ -163,40 +160,25 @@ def _init_server(
 
 def _broadcast(state: EPState, client_id: str) -> Message:
     """The point to expand at, or q and the client's cavity."""
-    share = np.array(state.prior_share)
     if state.warm_start is not None:
-        return {"point": state.warm_start.point, "prior_share": share}
-    q, cavity = state.sites.q, _sites.cavity(state.sites, client_id)
-    return {
-        "global_linear": q.linear,
-        "global_precision": gaussian.pack_triangle(q.precision),
-        "cavity_linear": cavity.linear,
-        "cavity_precision": gaussian.pack_triangle(cavity.precision),
-        "prior_share": share,
-    }
+        return {"point": state.warm_start.point, "prior_share": np.array(state.prior_share)}
+    return pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.prior_share)
 
 
 def _update_client(
     client: Any, personal: Any, message: Message, rng: np.random.Generator, *, local: LocalInference
 ) -> tuple[Any, Message, Mapping[str, float]]:
     """Expand log f_k at the point, or match moments of the tilted distribution. Clients keep no state."""
-    share = float(message["prior_share"])
     if "point" in message and local.expand is not None:
-        expansion = local.expand(client, np.asarray(message["point"], dtype=float), share)
+        point, share = np.asarray(message["point"], dtype=float), float(message["prior_share"])
+        expansion = local.expand(client, point, share)
         reply = {
             "value": np.array(expansion.value),
             "gradient": expansion.gradient,
             "hessian": gaussian.pack_triangle(expansion.hessian),
         }
         return personal, reply, expansion.diagnostics
-    q, cavity = (
-        Gaussian(
-            np.asarray(message[f"{name}_linear"], dtype=float),
-            gaussian.unpack_triangle(np.asarray(message[f"{name}_precision"], dtype=float)),
-        )
-        for name in ("global", "cavity")
-    )
-    moments = local.tilted(Target(client, q, cavity, share), rng)
+    moments = local.tilted(unpack_target(client, message), rng)
     reply = {
         "mean": moments.mean,
         "precision": gaussian.pack_triangle(moments.precision),
@@ -215,132 +197,57 @@ def _reply_shapes(state: EPState) -> dict[str, tuple[int, ...]]:
 
 
 def _refuse(state: EPState, reply: Message) -> str | None:
-    """Moments must be those of a distribution; an expansion may have any curvature."""
+    """Moments must be those of a distribution, an expansion may have any curvature; neither beyond all measure."""
     if state.warm_start is None:
-        precision = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
-        if not gaussian.is_proper(Gaussian(np.asarray(reply["mean"], dtype=float), precision)):
-            return f"'precision' is not positive definite (smallest eigenvalue {np.linalg.eigvalsh(precision)[0]:.3g})"
-    return None
+        return _sites.absurd_moments(state.sites, reply)
+    return _sites.absurd_expansion(state.sites, reply)
 
 
 def _update_server(
-    state: EPState, replies: Mapping[str, Message], *, tolerance: float, largest: float
+    state: EPState, replies: Mapping[str, Message], *, tolerance: float, largest: float, trust: float | None
 ) -> tuple[EPState, EPInfo]:
     if state.warm_start is not None:
-        return _newton_round(state, state.warm_start, replies)
-    return _ep_round(state, replies, tolerance, largest)
+        return _newton_round(state, state.warm_start, replies, trust)
+    return _ep_round(state, replies, tolerance, largest, trust)
 
 
-def _newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Message]) -> tuple[EPState, EPInfo]:
+def _newton_round(
+    state: EPState, before: WarmStart, replies: Mapping[str, Message], trust: float | None
+) -> tuple[EPState, EPInfo]:
     """One round of the warm start; on arrival, sites and q stay and refinement begins."""
-    sites, after = _warm_start.step(state.sites, before, replies) if replies else (state.sites, before)
+    sites, after, bounded = state.sites, before, None
+    if replies:
+        sites, after, bounded = _warm_start.step(sites, before, replies, trust)
     info = EPInfo("warm start", after.change, np.inf, 1.0, after.objective, 0.0, np.nan)
-    if after.arrived:
-        return state._replace(sites=sites, warm_start=None, message=""), info
-    message = "the warm start has not reached the mode of the marginal posterior; raise rounds="
-    return state._replace(sites=sites, warm_start=after, message=message), info
+    message = "" if after.arrived else _NOT_ARRIVED
+    state = state._replace(sites=sites, warm_start=None if after.arrived else after, message=message)
+    if bounded is not None:
+        state, info = hold_back(state, info, _sites.indices(sites, replies), bounded, trust)
+    return named(state, trust), info
 
 
 def _ep_round(
-    state: EPState, replies: Mapping[str, Message], tolerance: float, largest: float
+    state: EPState, replies: Mapping[str, Message], tolerance: float, largest: float, trust: float | None
 ) -> tuple[EPState, EPInfo]:
-    """Damped moment matching, backtracked until q and every cavity are proper."""
+    """Moment matching: the clients' tilted natural parameters against q's."""
     if not replies:
         return state, EPInfo("EP", 0.0, 0.0, state.damping, np.nan, 0.0, np.nan)
-    sites, q = state.sites, state.sites.q
-    rows = _sites.indices(sites, replies)
-    target_linear, target_packed = _targets(sites, replies)
-    d_linear = target_linear - q.linear
-    d_packed = target_packed - _sites.in_structure(q.precision, sites.structure)
+    sites, q, form = state.sites, state.sites.q, state.sites.structure
+    target_linear, target_packed = targets(sites, replies)
+    # A prior with correlations puts q outside a smaller family: moments are matched with what the family holds of it.
+    whole = form.blocks is not None and len(form.blocks) == 1
+    inside = q if whole else _sites.in_family(gaussian.mean(q), gaussian.covariance(q), form)
     mc_error = float(np.sqrt(sum(float(reply["mc_error"]) ** 2 for reply in replies.values())))
     # Cumulants of log factors add, so the small skewnesses of K tilted distributions make the posterior's.
     skewness = np.sum([reply["skewness"] for reply in replies.values()], axis=0) * len(sites.where) / len(replies)
-    skewed = float(np.abs(skewness).max())
-    improper = _sites.improper_cavities(sites)
-    delta = state.damping
-    # At δ = 1/K the new q is a convex combination of proper Gaussians; below it only cavities can object.
-    while delta >= 0.25 / len(sites.where):
-        linear, precision = sites.linear.copy(), sites.precision.copy()
-        linear[rows] += delta * d_linear
-        precision[rows] += delta * d_packed
-        moved = _sites.update(sites, linear, precision)
-        if gaussian.is_proper(moved.q) and _sites.improper_cavities(moved) <= improper:
-            break
-        delta /= 2
-    else:
-        message = (
-            "no damped step keeps q and all cavities positive definite; raise draws= or points= of the local inference"
-        )
-        return state._replace(message=message), EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mc_error, skewed)
-    sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved.q)
-    change_mean = float(np.max(np.abs(gaussian.mean(moved.q) - gaussian.mean(q)) / sd)) / delta
-    change_sd = float(np.max(np.abs(np.log(new_sd / sd)))) / delta
-    after = _judge(
-        state._replace(sites=moved, damping=delta, skewness=skewness),
-        max(change_mean, change_sd),
-        mc_error,
-        rows,
-        tolerance,
-        largest,
-    )
-    return after, EPInfo("EP", change_mean, change_sd, delta, np.nan, mc_error, skewed)
-
-
-def _targets(sites: Sites, replies: Mapping[str, Message]) -> tuple[Array, Array]:
-    """Natural parameters of the clients' tilted distributions inside the family, packed."""
-    means = np.stack([reply["mean"] for reply in replies.values()])
-    precisions = gaussian.unpack_triangle(np.stack([reply["precision"] for reply in replies.values()]))
-    form = sites.structure
-    if form.blocks is not None and len(form.blocks) == 1:
-        return np.einsum("kij,kj->ki", precisions, means), structure.pack_precision(precisions, form)
-    projected = [
-        structure.project(mean, np.linalg.inv(precision), form)
-        for mean, precision in zip(means, precisions, strict=True)
-    ]
-    packed = [structure.pack_precision(g.precision, form) for g in projected]
-    return np.stack([g.linear for g in projected]), np.stack(packed)
-
-
-def _judge(
-    state: EPState, change: float, mc_error: float, rows: list[int], tolerance: float, largest: float
-) -> EPState:
-    """Set the next damping, and say whether this is converged."""
-    count = len(state.sites.where)
-    noisy = mc_error > 0
-    averaging = state.averaging
-    if averaging or (noisy and change < 3 * max(mc_error, tolerance)):
-        # down to noise: average the rounds, so that Monte Carlo error falls with their number
-        averaging += 1
-        damping = max(1.0 / (averaging + 1), 0.1) * largest
-    elif change > state.change:
-        damping = max(state.damping / 2, 1.0 / count)
-    else:
-        damping = min(largest, 1.5 * state.damping)
-    heard, sweep_change = state.heard.copy(), state.sweep_change + change
-    heard[rows] = True
-    swept = bool(np.all(heard))
-    # One small change of a noisy sweep may be luck: with Monte Carlo error, rounds are averaged before it counts.
-    quiet = swept and not noisy and sweep_change < tolerance
-    averaged = swept and noisy and averaging >= 4 and sweep_change < max(tolerance, 3 * mc_error)
-    if quiet or averaged:
-        message = (
-            "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; raise draws= for less"
-        )
-        skewed = float(np.abs(state.skewness).max())
-        if skewed > max(_SKEWED, 3 * np.sqrt(6.0) * mc_error):
-            message += "; " if message else ""
-            message += (
-                f"a margin has skewness of about {skewed:.1f} that q cannot have: see fit.idata['fit']['skewness']"
-            )
-    else:
-        knob = "raise rounds=, or draws= of the local inference" if noisy else "raise rounds=, or lower damping="
-        message = f"the last sweep moved q by {sweep_change:.2g} posterior sds (tolerance {tolerance:g}); {knob}"
-    return state._replace(
-        damping=damping,
-        change=change,
-        averaging=averaging,
-        heard=np.zeros_like(heard) if swept else heard,
-        sweep_change=0.0 if swept else sweep_change,
-        status=(Status.CONVERGED if quiet or averaged else Status.RUNNING).value,
-        message=message,
+    return damped_step(
+        state,
+        _sites.indices(sites, replies),
+        target_linear - inside.linear,
+        target_packed - _sites.in_structure(inside.precision, form),
+        mc_error=mc_error,
+        skewness=skewness,
+        tolerance=tolerance,
+        largest=largest,
+        trust=trust,
     )
