@@ -12,10 +12,10 @@ from typing import Any
 
 from fedppl.types import DeclarationError
 
-__all__ = ["CONTENT", "read", "write"]
+__all__ = ["CONTENT", "pack", "read", "replace", "unpack", "write"]
 
-_MAGIC = b"fedppl checkpoint 1\n"
-CONTENT = frozenset({"fingerprint", "algorithm", "clients", "seed", "state", "records", "personal"})
+_MAGIC = b"fedppl checkpoint 2\n"
+CONTENT = frozenset({"fingerprint", "algorithm", "settings", "clients", "seed", "name", "state", "records", "personal"})
 
 
 # What NumPy writes arrays, scalars and dtypes with.
@@ -43,13 +43,7 @@ class _Unpickler(pickle.Unpickler):
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write the content beside the path and move it into place, so that a crash leaves the old file whole."""
-    body = pickle.dumps(content, protocol=5)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(_MAGIC + hashlib.sha256(body).digest() + body)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    replace(path, pack(content))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -60,18 +54,39 @@ def read(path: Path) -> dict[str, Any]:
         raise DeclarationError(
             f"checkpoint {str(path)!r} cannot be read: {error.strerror}; choose another path."
         ) from error
-    start = len(_MAGIC) + 32
-    if not raw.startswith(_MAGIC):
-        raise DeclarationError(f"checkpoint {str(path)!r} is not a fedppl checkpoint; choose another path.")
-    body = raw[start:]
-    if hashlib.sha256(body).digest() != raw[len(_MAGIC) : start]:
-        raise DeclarationError(f"checkpoint {str(path)!r} is truncated or damaged; delete it to start again.")
-    try:
-        content = _Unpickler(io.BytesIO(body)).load()
-    except Exception as error:  # whatever a foreign pickle raises, it is not ours
-        raise DeclarationError(
-            f"checkpoint {str(path)!r} was not written by this version of fedppl ({error}); delete it to start again."
-        ) from error
+    content = unpack(raw, f"checkpoint {str(path)!r}")
     if not isinstance(content, dict) or set(content) != CONTENT:
         raise DeclarationError(f"checkpoint {str(path)!r} holds something else; choose another path.")
     return content
+
+
+def replace(path: Path, raw: bytes) -> None:
+    """Put the bytes at the path in one step."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def pack(content: Any) -> bytes:
+    """Bytes of a state, with their checksum."""
+    body = pickle.dumps(content, protocol=5)
+    return _MAGIC + hashlib.sha256(body).digest() + body
+
+
+def unpack(raw: bytes, name: str) -> Any:
+    """Read what `pack` wrote; `name` is what errors call it."""
+    start = len(_MAGIC) + 32
+    if not raw.startswith(_MAGIC):
+        raise DeclarationError(f"{name} is not a fedppl checkpoint; choose another path.")
+    body = raw[start:]
+    if hashlib.sha256(body).digest() != raw[len(_MAGIC) : start]:
+        raise DeclarationError(f"{name} is truncated or damaged; delete it to start again.")
+    try:
+        return _Unpickler(io.BytesIO(body)).load()
+    except Exception as error:  # whatever a foreign pickle raises, it is not ours
+        raise DeclarationError(
+            f"{name} was not written by this version of fedppl ({error}); delete it to start again."
+        ) from error

@@ -6,6 +6,7 @@ import importlib.metadata
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import arviz as az
@@ -14,7 +15,7 @@ import xarray as xr
 
 from fedppl.types import Array
 
-__all__ = ["chain_diagnostics", "dataset", "from_groups", "posterior_dataset"]
+__all__ = ["chain_diagnostics", "dataset", "from_groups", "posterior_dataset", "write"]
 
 _IS_TREE = int(importlib.metadata.version("arviz").split(".")[0]) >= 1
 
@@ -28,6 +29,14 @@ def from_groups(groups: Mapping[str, xr.Dataset]) -> Any:
         # ArviZ 0.x warns of groups that its schema does not name, such as `fit` and `rounds`.
         warnings.filterwarnings("ignore", message=".*not defined in the InferenceData scheme.*")
         return az.InferenceData(**kept)
+
+
+def write(result: Any, path: Path) -> None:
+    """Write a result of ours to a NetCDF file."""
+    if _IS_TREE:
+        result.to_netcdf(path, engine="h5netcdf")
+    else:
+        result.to_netcdf(str(path), engine="h5netcdf")
 
 
 def dataset(

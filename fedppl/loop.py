@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,8 +21,8 @@ from fedppl.engine.inprocess import InProcess
 from fedppl.model import ClientModel, FederatedModel
 from fedppl.participation import Participation, as_participation
 from fedppl.progress import Progress
-from fedppl.replies import n_bytes, why_not
-from fedppl.results import Fit, Record
+from fedppl.replies import n_bytes, released, why_not
+from fedppl.results import Fit, Record, outcome
 from fedppl.types import (
     Algorithm,
     DeclarationError,
@@ -57,7 +58,7 @@ class Round(NamedTuple):
 
 def rounds(
     model: FederatedModel,
-    clients: Mapping[str, Mapping[str, Any]],
+    clients: Mapping[str, Mapping[str, Any]] | None,
     algorithm: Algorithm,
     *,
     rounds: int | None = None,
@@ -74,7 +75,8 @@ def rounds(
     model
         The declaration.
     clients
-        Client id to that client's data, name to array.
+        Client id to that client's data, name to array. None where the data are at sites and the engine finds
+        them, as Flower's does.
     algorithm
         For example ``fedppl.EP()``.
     rounds
@@ -114,13 +116,12 @@ def rounds(
     *When this fails.* A client that fails keeps its old site; `Round.failures` says why. A run that does not
     converge ends with status "max_rounds" and a message that names the setting to change.
     """
-    run = _start(model, clients, algorithm, rounds, engine, participation, checkpoint, deadline, random_seed)
-    return _run(run)
+    return _all(_start(model, clients, algorithm, rounds, engine, participation, checkpoint, deadline, random_seed))
 
 
 def fit(
     model: FederatedModel,
-    clients: Mapping[str, Mapping[str, Any]],
+    clients: Mapping[str, Mapping[str, Any]] | None,
     algorithm: Algorithm,
     *,
     rounds: int = 20,
@@ -172,26 +173,36 @@ def fit(
         raise DeclarationError(f"callback={callback!r} is not a function; pass one that takes a Round.")
     run = _start(model, clients, algorithm, rounds, engine, participation, checkpoint, deadline, random_seed)
     started, stopped = time.perf_counter(), False
-    with Progress(rounds, show=progressbar) as progress:
-        for step in _run(run):
-            progress.update(step.number, step.status.value, step.record.info, len(step.failures))
-            if callback is not None and callback(step):
-                stopped = True
-                break
-    status, message = _status(run, rounds, stopped=stopped)
-    if not status.ok:
-        logger.warning("fit ended with status %s: %s", status.value, message)
-    return Fit(
-        algorithm=algorithm,
-        state=run.state,
-        layout=run.layout,
-        clients=run.models,
-        records=tuple(run.records),
-        status=status,
-        message=message,
-        seed=run.seed,
-        seconds=time.perf_counter() - started,
-    )
+    try:
+        with Progress(rounds, show=progressbar) as progress:
+            for step in _run(run):
+                progress.update(step.number, step.status.value, step.record.info, len(step.failures))
+                if callback is not None and callback(step):
+                    stopped = True
+                    break
+        status, message = _status(run, rounds, stopped=stopped)
+        if not status.ok:
+            logger.warning("fit ended with status %s: %s", status.value, message, extra={"status": status.value})
+        result = Fit(
+            algorithm=algorithm,
+            state=run.state,
+            layout=run.layout,
+            declaration=model,
+            client_ids=run.clients,
+            clients=run.models,
+            reader=run.engine.reader(),
+            records=tuple(run.records),
+            status=status,
+            message=message,
+            seed=run.seed,
+            seconds=time.perf_counter() - started,
+        )
+        run.engine.conclude(lambda client_id: outcome(result, client_id), run.name, run.seed)
+        if not run.models:
+            _ = result.idata  # while a site can still be asked for the way back to the constrained space
+    finally:
+        run.engine.close()
+    return result
 
 
 class _Run:
@@ -205,6 +216,7 @@ class _Run:
         self.layout: Layout = engine.layout()
         self.clients = engine.clients()
         self.state = algorithm.init_server(self.layout, self.clients, stream((seed, 0, 0)))
+        self.name = secrets.token_hex(8)
         self.records: list[Record] = []
         self.limit: int | None = None
         self.participation: Participation = as_participation(None)
@@ -214,7 +226,7 @@ class _Run:
 
 def _start(
     model: FederatedModel,
-    clients: Mapping[str, Mapping[str, Any]],
+    clients: Mapping[str, Mapping[str, Any]] | None,
     algorithm: Algorithm,
     limit: int | None,
     engine: EngineFactory | None,
@@ -240,14 +252,25 @@ def _start(
     if deadline is not None and not deadline > 0:
         raise DeclarationError(f"deadline={deadline} must be a positive number of seconds.")
     seed = _seed(random_seed)
-    models = model.enrol(clients)
-    algorithm.check(next(iter(models.values())))
-    run = _Run(algorithm, (engine or InProcess())(algorithm, models), models, seed)
-    run.limit, run.participation, run.deadline = limit, chosen, deadline
-    if checkpoint is not None:
-        run.checkpoint = Path(checkpoint)
-        if run.checkpoint.exists():
-            _resume(run, random_seed is not None)
+    models = {} if clients is None else model.enrol(clients)
+    for client in list(models.values())[:1]:
+        algorithm.check(client)
+    moving = (engine or InProcess())(algorithm, models)
+    try:
+        run = _Run(algorithm, moving, models, seed)
+        if (found := tuple(variable.name for variable in run.layout.variables)) != model.shared:
+            raise DeclarationError(
+                f"the sites share {list(found)}, this model shares {list(model.shared)}; run the same declaration at "
+                "the sites and at the server."
+            )
+        run.limit, run.participation, run.deadline = limit, chosen, deadline
+        if checkpoint is not None:
+            run.checkpoint = Path(checkpoint)
+            if run.checkpoint.exists():
+                _resume(run, random_seed is not None)
+    except BaseException:
+        moving.close()
+        raise
     return run
 
 
@@ -265,6 +288,14 @@ def _client_key(client_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(client_id.encode(), digest_size=8).digest(), "little")
 
 
+def _all(run: _Run) -> Iterator[Round]:
+    """The rounds of a run; the engine is closed when the last is done or the caller stops."""
+    try:
+        yield from _run(run)
+    finally:
+        run.engine.close()
+
+
 def _run(run: _Run) -> Iterator[Round]:
     """Ask, wait, check, update, record; until converged or out of rounds."""
     while run.limit is None or len(run.records) < run.limit:
@@ -275,17 +306,21 @@ def _run(run: _Run) -> Iterator[Round]:
 
 def _one_round(run: _Run) -> Round:
     number = len(run.records) + 1
-    asked = run.participation(run.clients, stream((run.seed, number, 0)))
-    unknown = set(asked) - set(run.clients)
-    if unknown or not asked:
-        raise DeclarationError(f"participation chose {list(asked)} in round {number}; choose from {list(run.clients)}.")
+    # Sorted, so that the same clients are asked whatever order an engine finds them in.
+    chosen = set(run.participation(tuple(sorted(run.clients)), stream((run.seed, number, 0))))
+    asked = tuple(client_id for client_id in run.clients if client_id in chosen)
+    if chosen - set(run.clients) or not asked:
+        raise DeclarationError(
+            f"participation chose {sorted(chosen)} in round {number}; choose from {list(run.clients)}."
+        )
     requests = {
         client_id: Request(
             client_id,
-            nonce=number,
+            nonce=secrets.randbits(63),
             round=number,
             seed=(run.seed, number, _client_key(client_id)),
             message=run.algorithm.broadcast(run.state, client_id),
+            run=run.name,
         )
         for client_id in asked
     }
@@ -305,7 +340,13 @@ def _one_round(run: _Run) -> Round:
             replies[client_id], infos[client_id] = reply.message, reply.info
         else:
             failures[client_id] = str(reason)
-            logger.warning("round %d, client %s skipped: %s", number, client_id, reason)
+            logger.warning(
+                "round %d, client %s skipped: %s",
+                number,
+                client_id,
+                reason,
+                extra={"round": number, "client": client_id, "status": "skipped", "reason": str(reason)},
+            )
     run.state, info = run.algorithm.update_server(run.state, replies)
     status, message = Status(run.state.status), run.state.message
     record = Record(
@@ -316,11 +357,19 @@ def _one_round(run: _Run) -> Round:
         info={k: v for k, v in info._asdict().items() if isinstance(v, int | float | str)},
         bytes_down={client_id: n_bytes(request.message) for client_id, request in requests.items()},
         bytes_up={client_id: n_bytes(message) for client_id, message in replies.items()},
+        released=released(replies, infos),
         seconds=seconds,
         status=status,
     )
     run.records.append(record)
-    logger.info("round %d: %s, %d of %d replies", number, status.value, len(replies), len(asked))
+    logger.info(
+        "round %d: %s, %d of %d replies",
+        number,
+        status.value,
+        len(replies),
+        len(asked),
+        extra={"round": number, "status": status.value, "replies": len(replies), "asked": len(asked)},
+    )
     if run.checkpoint is not None:
         _save(run)
     return Round(number, run.state, info, status, message, record)
@@ -331,8 +380,10 @@ def _save(run: _Run) -> None:
     content = {
         "fingerprint": run.layout.fingerprint,
         "algorithm": run.algorithm.name,
+        "settings": dict(run.algorithm.settings),
         "clients": run.clients,
         "seed": run.seed,
+        "name": run.name,
         "state": run.state,
         "records": run.records,
         "personal": getattr(run.engine, "personal", {}),
@@ -346,17 +397,24 @@ def _resume(run: _Run, seed_given: bool) -> None:
     expected: dict[str, Any] = {
         "fingerprint": run.layout.fingerprint,
         "algorithm": run.algorithm.name,
+        "settings": dict(run.algorithm.settings),
         "clients": run.clients,
     }
     if seed_given:
         expected["seed"] = run.seed
     for name, value in expected.items():
         if content[name] != value:
+            found = content[name]
+            if isinstance(value, dict) and isinstance(found, dict):
+                found, value = (
+                    {k: v for k, v in a.items() if b.get(k) != v} for a, b in ((found, value), (value, found))
+                )
             raise DeclarationError(
-                f"checkpoint {str(run.checkpoint)!r} is of another run: its {name} is {content[name]}, this run's is "
+                f"checkpoint {str(run.checkpoint)!r} is of another run: its {name} is {found}, this run's is "
                 f"{value}. Choose another path, or delete the file to start again."
             )
-    run.seed, run.state, run.records = content["seed"], content["state"], list(content["records"])
+    run.seed, run.name = content["seed"], content["name"]
+    run.state, run.records = content["state"], list(content["records"])
     if hasattr(run.engine, "personal"):
         run.engine.personal.update(content["personal"])
     logger.info("resumed after round %d from %s", len(run.records), run.checkpoint)

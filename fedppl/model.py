@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl import _graph
+from fedppl import _graph, gaussian
 from fedppl._checks import (
     containers,
     mismatch,
@@ -27,9 +27,9 @@ from fedppl._data import as_arrays, group_by_columns, needs_same_keys
 from fedppl._pack import pack
 from fedppl._template import Template, compilations, shared_layout
 from fedppl.prior import SharedPrior
-from fedppl.types import Array, DataError, DeclarationError, Layout, Variable, coordinate_labels
+from fedppl.types import Array, DataError, DeclarationError, Layout, SharedReader, Variable, coordinate_labels
 
-__all__ = ["ClientModel", "FederatedModel", "compilations"]
+__all__ = ["ClientModel", "FederatedModel", "compilations", "dims_and_coords"]
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +129,14 @@ class ClientModel:
         values = function(draws, *self.inputs[:n_inputs])
         return dict(zip(names, values, strict=True))
 
+    def reader(self) -> SharedReader:
+        """How draws of φ are read; nothing of the local variables comes along."""
+        dims, coords = dims_and_coords(self.pymc_model())
+        names = set(self.constrain_shared(gaussian.mean(self.layout.prior)))
+        kept = {name: of for name, of in dims.items() if name in names}
+        used = {dim for of in kept.values() for dim in of or ()}
+        return SharedReader(self.constrain_shared, kept, {dim: coords[dim] for dim in used if dim in coords})
+
     def pymc_model(self) -> Any:
         """Build this client's PyMC model anew, with its own data, coords and dims."""
         return self.declaration.build(self.client_id, self.arrays)
@@ -194,6 +202,10 @@ class FederatedModel:
         object.__setattr__(self, "builder", builder)
         object.__setattr__(self, "shared", names)
         object.__setattr__(self, "_compared", {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the declaration alone; what was compiled stays in its process."""
+        return FederatedModel, (self.builder, self.shared)
 
     def build(self, client_id: str, arrays: Mapping[str, Any]) -> Any:
         """Call the builder on one client's data; its errors name the client."""
@@ -343,3 +355,9 @@ class FederatedModel:
         )
         require_start(client, np.concatenate([np.ravel(value) for value in initial[: len(shared)]]))
         return client
+
+
+def dims_and_coords(pymc_model: Any) -> tuple[dict[str, tuple[str, ...] | None], dict[str, list[Any]]]:
+    """Dims of every variable and coords of every dim of a PyMC model."""
+    dims: dict[str, tuple[str, ...] | None] = {k: tuple(v) for k, v in pymc_model.named_vars_to_dims.items()}
+    return dims, {name: list(values) for name, values in pymc_model.coords.items() if values is not None}

@@ -12,13 +12,14 @@ import numpy as np
 import xarray as xr
 
 from fedppl import gaussian, idata
+from fedppl._target import pack_target
+from fedppl.at_client import client_posterior
 from fedppl.engine.answer import stream
 from fedppl.gaussian import Gaussian
-from fedppl.model import ClientModel
-from fedppl.predict import predictions
-from fedppl.types import Algorithm, Array, DeclarationError, Layout, Status, Target
+from fedppl.model import ClientModel, FederatedModel
+from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, SharedReader, Status, Target
 
-__all__ = ["Fit", "Record"]
+__all__ = ["Fit", "Record", "outcome"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Record(NamedTuple):
     info: Mapping[str, float | str]
     bytes_down: Mapping[str, int]
     bytes_up: Mapping[str, int]
+    released: str  # names and sizes of what a client's reply held
     seconds: float
     status: Status
 
@@ -49,8 +51,15 @@ class Fit:
         The server's last state.
     layout
         The shared parameters.
+    declaration
+        The FederatedModel that was fitted.
+    client_ids
+        All clients that could be asked.
     clients
-        The clients' compiled models. Their data never left them; posteriors of θ_k are drawn there.
+        Compiled models of the clients in this process. Their data never left them; posteriors of θ_k are drawn
+        there. Empty where the clients are sites of their own.
+    reader
+        How draws of φ are read.
     records
         One Record a round.
     status, message
@@ -64,7 +73,10 @@ class Fit:
     algorithm: Algorithm
     state: Any
     layout: Layout
+    declaration: FederatedModel
+    client_ids: tuple[str, ...]
     clients: Mapping[str, ClientModel]
+    reader: SharedReader
     records: tuple[Record, ...]
     status: Status
     message: str
@@ -110,11 +122,10 @@ class Fit:
         _check_draws(draws, chains)
         q = self.posterior
         phi = gaussian.draw(q, stream((self._seed(random_seed), 1)), draws * chains)
-        anyone = next(iter(self.clients.values()))
         groups = {
-            "posterior": self._shared_dataset(anyone, phi.reshape(chains, draws, -1)),
+            "posterior": self._shared_dataset(phi.reshape(chains, draws, -1)),
             "fit": self._fit_dataset(q),
-            "rounds": rounds_dataset(self.records, tuple(self.clients)),
+            "rounds": rounds_dataset(self.records, self.client_ids),
         }
         return idata.from_groups(groups)
 
@@ -146,10 +157,15 @@ class Fit:
             Groups ``posterior`` (local and shared variables), ``sample_stats`` attributes with diagnostics,
             ``observed_data``, ``constant_data``, and ``predictions`` if asked for.
         """
+        if client_id not in self.client_ids:
+            raise DeclarationError(
+                f"client {client_id!r} did not take part; clients are {list(self.client_ids)[:10]}. For data of a "
+                "client that did not, use fit.new_client(data)."
+            )
         if client_id not in self.clients:
             raise DeclarationError(
-                f"client {client_id!r} did not take part; clients are {list(self.clients)[:10]}. For data of a client "
-                "that did not, use fit.new_client(data)."
+                f"client {client_id!r} is a site of its own and its data are not here: its posterior is drawn there. "
+                "Give the site's client_app a folder=, and find it in that folder when the run is over."
             )
         return self._at_client(self.clients[client_id], client_id, predict, draws, chains, random_seed)
 
@@ -190,8 +206,7 @@ class Fit:
         -------
         arviz.InferenceData or xarray.DataTree
         """
-        anyone = next(iter(self.clients.values()))
-        model = anyone.declaration.enrol({name: data})[name]
+        model = self.declaration.enrol({name: data})[name]
         if model.layout.fingerprint != self.layout.fingerprint:
             raise DeclarationError(
                 f"{name!r} has shared layout {model.layout.variables}, the fit has {self.layout.variables}; "
@@ -213,45 +228,17 @@ class Fit:
     ) -> Any:
         _check_draws(draws, chains)
         seed = self._seed(random_seed)
-        q = self.posterior
-        known = client_id in self.clients
-        cavity = self.algorithm.cavity(self.state, client_id) if known else q
-        global_ = q
-        share = 0.0
-        if known and not self.layout.prior_is_gaussian:
-            share = 1.0 / len(self.clients)
-        target = Target(model, global_, cavity, share)
-        rng = stream((seed, 2, *client_id.encode()))
-        sample = self.algorithm.local.draw(target, draws, chains, rng)
-        k = sample.diagnostics.get("pareto_k", -np.inf)
-        if k > 0.7:
-            logger.warning("client %s: Pareto k %.2f of the draws of θ; use local=fedppl.NUTS()", client_id, k)
-        local = sample.local.reshape(chains * draws, -1)
-        phi = sample.shared.reshape(chains * draws, -1)
-        values = model.constrain(phi, local)
-        pymc_model = model.pymc_model()
-        dims, coords = _dims_and_coords(pymc_model)
-        everything = {
-            name: value.reshape(chains, draws, *value.shape[1:])
-            for name, value in (values | model.constrain_shared(phi)).items()
-        }
-        attrs = {f"fedppl_{name}": value for name, value in sample.diagnostics.items()}
-        posterior = idata.posterior_dataset(everything, dims, coords, {"client": client_id, **attrs})
-        groups = {"posterior": posterior, **_data_groups(pymc_model, model, dims, coords)}
-        if predict is not None:
-            groups["predictions"], groups["predictions_constant_data"] = predictions(
-                model, posterior, predict, seed, coords
-            )
-        return idata.from_groups(groups)
+        known = client_id in self.client_ids
+        cavity = self.algorithm.cavity(self.state, client_id) if known else self.posterior
+        target = Target(model, self.posterior, cavity, _prior_share(self) if known else 0.0)
+        return client_posterior(self.algorithm.local, target, client_id, seed, draws, chains, predict)
 
-    def _shared_dataset(self, model: ClientModel, phi: Array) -> xr.Dataset:
+    def _shared_dataset(self, phi: Array) -> xr.Dataset:
         chains, draws = phi.shape[:2]
-        pymc_model = model.pymc_model()
-        dims, coords = _dims_and_coords(pymc_model)
-        values = model.constrain_shared(phi.reshape(chains * draws, -1))
+        values = self.reader.constrain(phi.reshape(chains * draws, -1))
         shaped = {name: value.reshape(chains, draws, *value.shape[1:]) for name, value in values.items()}
         attrs = {"status": self.status.value, "message": self.message, "algorithm": self.algorithm.name}
-        return idata.posterior_dataset(shaped, dims, coords, attrs)
+        return idata.posterior_dataset(shaped, self.reader.dims, self.reader.coords, attrs)
 
     def _fit_dataset(self, q: Gaussian) -> xr.Dataset:
         labels = np.array(self.layout.labels)
@@ -264,40 +251,18 @@ class Fit:
         )
 
 
+def outcome(fit: Fit, client_id: str) -> Message:
+    """What a client needs to draw its own posterior (see `fedppl.at_client`): q and its cavity."""
+    return pack_target(fit.posterior, fit.algorithm.cavity(fit.state, client_id), _prior_share(fit))
+
+
+def _prior_share(fit: Fit) -> float:
+    return 0.0 if fit.layout.prior_is_gaussian else 1.0 / len(fit.client_ids)
+
+
 def _check_draws(draws: int, chains: int) -> None:
     if draws < 1 or chains < 1:
         raise DeclarationError(f"draws={draws}, chains={chains} must be at least 1.")
-
-
-def _dims_and_coords(pymc_model: Any) -> tuple[dict[str, tuple[str, ...] | None], dict[str, Any]]:
-    dims: dict[str, tuple[str, ...] | None] = {k: tuple(v) for k, v in pymc_model.named_vars_to_dims.items()}
-    coords: dict[str, Any] = {name: list(values) for name, values in pymc_model.coords.items() if values is not None}
-    return dims, coords
-
-
-def _data_groups(
-    pymc_model: Any, model: ClientModel, dims: Mapping[str, tuple[str, ...] | None], coords: Mapping[str, Any]
-) -> dict[str, xr.Dataset]:
-    """Observed and constant data, which stay in the client's own result."""
-    observed = {}
-    for rv in pymc_model.observed_RVs:
-        value = pymc_model.rvs_to_values[rv]
-        observed[rv.name] = np.asarray(value.get_value() if hasattr(value, "get_value") else value.eval())
-    held = {v.name for v in map(pymc_model.rvs_to_values.get, pymc_model.observed_RVs)}
-    constant = {name: np.asarray(value) for name, value in model.arrays.items() if name not in held}
-    return {
-        "observed_data": _plain(observed, dims, coords),
-        "constant_data": _plain(constant, dims, coords),
-    }
-
-
-def _plain(
-    values: Mapping[str, Any], dims: Mapping[str, tuple[str, ...] | None], coords: Mapping[str, Any]
-) -> xr.Dataset:
-    names = {k: dims.get(k) or tuple(f"{k}_dim_{i}" for i in range(np.ndim(v))) for k, v in values.items()}
-    lengths = {dim: np.shape(v)[i] for k, v in values.items() for i, dim in enumerate(names[k])}
-    own = {dim: coords[dim] if len(coords.get(dim, ())) == n else np.arange(n) for dim, n in lengths.items()}
-    return idata.dataset(values, names, own)
 
 
 def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.Dataset:
@@ -308,7 +273,10 @@ def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.
     reason = np.full(shape, "", dtype=object)
     traffic = {name: np.zeros(shape, dtype=np.int64) for name in ("bytes_down", "bytes_up")}
     values: dict[str, Array] = {}
-    per_round: dict[str, Any] = {"seconds": np.array([record.seconds for record in records])}
+    per_round: dict[str, Any] = {
+        "seconds": np.array([record.seconds for record in records]),
+        "released": np.array([record.released for record in records], dtype=str),
+    }
     for name in {name for record in records for name in record.info}:
         column = [record.info.get(name, np.nan) for record in records]
         per_round[name] = np.array(column, dtype=str if any(isinstance(v, str) for v in column) else float)

@@ -103,6 +103,7 @@ def _build(name: str, fit: _Fit, points: int, max_iterations: int) -> LocalInfer
         expand=None,
         tilted=functools.partial(tilted, settings=settings),
         draw=functools.partial(draw, settings=settings),
+        settings={"points": points, "max_iterations": max_iterations},
     )
 
 

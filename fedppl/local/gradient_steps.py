@@ -60,6 +60,7 @@ def GradientSteps(*, steps: int = 100, learning_rate: float = 1e-3) -> LocalInfe
         expand=None,
         tilted=functools.partial(tilted, settings=settings),
         draw=functools.partial(draw, settings=settings),
+        settings=settings._asdict(),
     )
 
 

@@ -99,6 +99,7 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
         expand=expand,
         tilted=functools.partial(tilted, settings=settings),
         draw=functools.partial(draw, settings=settings),
+        settings=settings._asdict(),
     )
 
 

@@ -93,6 +93,7 @@ def NUTS(
         expand=None,
         tilted=functools.partial(tilted, settings=settings),
         draw=functools.partial(draw, settings=settings),
+        settings=settings._asdict(),
     )
 
 
