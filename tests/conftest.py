@@ -11,14 +11,18 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runslow", action="store_true", help="run tests marked slow")
+    parser.addoption("--run-flower", action="store_true", help="run tests that start Flower's processes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--runslow"):
-        return
-    for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="slow; run with --runslow"))
+    for marker, option, reason in (
+        ("slow", "--runslow", "slow; run with --runslow"),
+        ("flower", "--run-flower", "starts Flower's processes; run with --run-flower"),
+    ):
+        if not config.getoption(option):
+            for item in items:
+                if marker in item.keywords:
+                    item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

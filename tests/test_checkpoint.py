@@ -23,8 +23,10 @@ from tests import problems
 CONTENT = {
     "fingerprint": "abc",
     "algorithm": "EP",
+    "settings": {"damping": "1.0"},
     "clients": ("a", "b"),
     "seed": 2**63,
+    "name": "c0ffee",
     "state": Gaussian(np.arange(2.0), np.eye(2)),
     "records": (Status.RUNNING, {"seconds": np.float64(0.5), "asked": np.array([True, False])}),
     "personal": {},
@@ -213,6 +215,7 @@ OTHER_RUNS: dict[str, Any] = {
     "fingerprint": lambda: (*problems.regression(), fedppl.EP(), 1),
     "clients": lambda: (*normal_means(4), fedppl.EP(), 1),
     "algorithm": lambda: (*normal_means(), fedppl.EP()._replace(name="other"), 1),
+    "settings": lambda: (*normal_means(), fedppl.EP(damping=0.5), 1),
     "seed": lambda: (*normal_means(), fedppl.EP(), 2),
 }
 

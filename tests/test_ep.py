@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pymc as pm
 import pytest
+from numpy.testing import assert_allclose
 
 import fedppl
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.types import LocalFailure, LocalInference, Moments
+from fedppl.types import LocalFailure, LocalInference, Moments, Status
 from tests import problems
 
 
@@ -349,3 +351,25 @@ def test_a_site_may_be_indefinite_while_q_is_proper() -> None:
     )
     assert smallest < 0
     assert isinstance(fit.posterior, Gaussian) and gaussian.is_proper(fit.posterior)
+
+
+def _correlated(y: Any) -> Any:
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        mu = pm.MvNormal("mu", np.zeros(2), np.array([[1.0, 0.9], [0.9, 1.0]]))
+        pm.Normal("obs", mu, 1, observed=y)
+    return model
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_sites_of_a_diagonal_family_are_exact_beside_a_correlated_prior(warm_start: bool) -> None:
+    """Q = prior's + n I, r = Σ y: the likelihood is in the family, the prior and q are not."""
+    model, rng = problems.declared(_correlated, ("mu",)), np.random.default_rng(0)
+    clients = {f"site {k}": {"y": np.array([3.0, -1.0]) + rng.normal(size=(3, 2))} for k in range(3)}
+    algorithm = fedppl.EP(structure="diagonal", warm_start=warm_start, tolerance=1e-6)
+    fit = fedppl.fit(model, clients, algorithm, rounds=60, progressbar=False, random_seed=1)
+    precision = np.linalg.inv([[1.0, 0.9], [0.9, 1.0]]) + 9 * np.eye(2)
+    mean = np.linalg.solve(precision, np.sum([data["y"].sum(axis=0) for data in clients.values()], axis=0))
+    assert fit.status is Status.CONVERGED
+    assert_allclose(gaussian.mean(fit.posterior), mean, atol=1e-5)
+    assert_allclose(fit.posterior.precision, precision, rtol=1e-5)

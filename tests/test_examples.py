@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -136,3 +137,15 @@ def test_variable_selection_finds_the_predictors() -> None:
     assert last["I"]["skipped"] <= 2  # of 20 replies
     assert last["I"]["correct"] == 1.0
     assert last["I"]["a_rmse_noise_free"] < 0.03
+
+
+def test_the_flower_apps_local_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The deployable app's declaration with the embedded engine, on simulated clinics."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples" / "flower_app"))
+    importlib.import_module("make_data").main([str(tmp_path)])
+    importlib.import_module("local").main([str(tmp_path)])
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["status"] == "converged"
+    assert len(figures["linear"]) == 6  # mu and tau of three predictors

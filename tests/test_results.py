@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import logging
@@ -204,11 +205,7 @@ def test_other_local_inferences_draw_the_same_posterior(name: str) -> None:
     local = {"NUTS": fedppl.NUTS(nuts_sampler="pymc"), "Laplace": fedppl.Laplace(), "ADVI": fedppl.ADVI()}[name]
     fit, (_, clients) = means_fit(), normal_means(4)
     posterior = dataset(
-        fedppl.Fit(
-            fit.algorithm._replace(local=local),
-            *(getattr(fit, field) for field in ("state", "layout", "clients", "records", "status", "message", "seed")),
-            seconds=0.0,
-        ).client("client 0"),
+        dataclasses.replace(fit, algorithm=fit.algorithm._replace(local=local)).client("client 0"),
         "posterior",
     )
     others = {k: v for k, v in clients.items() if k != "client 0"}
@@ -422,9 +419,7 @@ def test_an_improper_q_is_repaired_with_a_warning(caplog: pytest.LogCaptureFixtu
     """A fit stopped in the warm start can have no posterior yet; asking for one says so."""
     fit = means_fit()
     improper = fit.algorithm._replace(posterior=lambda state: gaussian.Gaussian(np.ones(1), -np.eye(1)))
-    broken = fedppl.Fit(
-        improper, fit.state, fit.layout, fit.clients, (), Status.MAX_ROUNDS, "raise rounds=", fit.seed, 0.0
-    )
+    broken = dataclasses.replace(fit, algorithm=improper, status=Status.MAX_ROUNDS, message="raise rounds=")
     with caplog.at_level(logging.WARNING, logger="fedppl"):
         assert gaussian.is_proper(broken.posterior)
     assert "not positive definite" in caplog.text and "raise rounds=" in caplog.text

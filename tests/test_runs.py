@@ -19,6 +19,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl import Algorithm, FederatedModel, Round, gaussian
+from fedppl.engine.inprocess import InProcessEngine
 from fedppl.model import compilations
 from fedppl.steps._sites import dense
 from fedppl.types import Engine, Failure, LocalFailure, Reply, Request
@@ -168,22 +169,19 @@ def test_numbers_do_not_depend_on_the_order_of_clients(name: str) -> None:
     assert_allclose(again.precision, q.precision, rtol=1e-9, atol=1e-9)
 
 
-class Wire:
+class Wire(InProcessEngine):
     """An engine whose every message has been bytes: requests and replies by pickle, their arrays by an npz file."""
 
-    def __init__(self, inner: Engine) -> None:
-        self._inner = inner
+    def __init__(self, algorithm: Algorithm, clients: Mapping[str, Any]) -> None:
+        super().__init__(algorithm, clients, 1)
         self.replies: list[Reply] = []
 
-    def clients(self) -> tuple[str, ...]:
-        return self._inner.clients()
-
     def layout(self) -> Any:
-        return pickle.loads(pickle.dumps(self._inner.layout()))
+        return pickle.loads(pickle.dumps(super().layout()))
 
     def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Reply | Failure]:
         sent = {k: r._replace(message=by_file(r.message)) for k, r in pickle.loads(pickle.dumps(requests)).items()}
-        answers = self._inner.exchange(sent, deadline)
+        answers = super().exchange(sent, deadline)
         self.replies += [reply for reply in answers.values() if isinstance(reply, Reply)]
         received = pickle.loads(pickle.dumps(answers))
         return {k: r._replace(message=by_file(r.message)) if isinstance(r, Reply) else r for k, r in received.items()}
@@ -201,7 +199,7 @@ def test_messages_are_plain_arrays_that_survive_the_wire(name: str) -> None:
     engines = []
 
     def over_the_wire(algorithm: Algorithm, clients: Mapping[str, Any]) -> Engine:
-        engines.append(Wire(fedppl.InProcess(workers=1)(algorithm, clients)))
+        engines.append(Wire(algorithm, clients))
         return engines[-1]
 
     again = run(name, engine=over_the_wire)

@@ -1,0 +1,10 @@
+"""Keep doctests away from what cannot be imported here."""
+
+from __future__ import annotations
+
+import importlib.util
+
+# Loaded by Flower alone, in a process whose environment says what to do.
+collect_ignore = ["fedppl/engine/_virtual.py", "tests/deployed"]
+if importlib.util.find_spec("flwr") is None:
+    collect_ignore += ["tests/fake_grid.py", *(f"fedppl/engine/{name}.py" for name in ("flower", "_grid", "_records"))]

@@ -1,0 +1,144 @@
+"""The page on privacy: its code runs, and its table has the bytes that runs record."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import fedppl
+from fedppl.engine.inprocess import InProcessEngine
+from fedppl.types import Failure, LocalFailure, Reply
+from tests import problems
+
+PAGE = (Path(__file__).parents[1] / "docs" / "privacy.md").read_text(encoding="utf-8")
+
+
+def formulas() -> dict[str, tuple[str, str]]:
+    """Bytes down and up by message, as the table has them, in Python's notation."""
+    found = {}
+    for line in PAGE.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and cells[2].startswith("`8"):
+            found[cells[0]] = tuple(re.sub(r"(\d) (?=[mtp(])", r"\1 * ", cells[i].strip("`")) for i in (2, 4))
+    return found
+
+
+def bytes_of(message: str, m: int, p: int) -> tuple[int, int]:
+    sizes = {"m": m, "t": m * (m + 1) // 2, "p": p}
+    down, up = formulas()[message]
+    return eval(down, sizes), eval(up, sizes)  # noqa: S307
+
+
+def test_the_table_has_a_row_for_every_message() -> None:
+    assert set(formulas()) == {"EP, warm start", "EP, refinement", "PrivateEP"}
+
+
+@pytest.mark.parametrize("problem", [problems.regression, problems.noise])
+def test_bytes_of_ep_are_those_of_the_ledger(problem: Any) -> None:
+    model, clients = problem()
+    fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
+    rounds, m = fit.idata["rounds"], fit.layout.size
+    seen = set()
+    for t, phase in enumerate(rounds["phase"].values):
+        message = "EP, warm start" if phase == "warm start" else "EP, refinement"
+        down, up = bytes_of(message, m, 0)
+        assert set(rounds["bytes_down"].values[t]) == {down}
+        assert set(rounds["bytes_up"].values[t]) == {up}
+        names = re.sub(r" \(\d+\)|;.*", "", str(rounds["released"].values[t]))
+        assert (
+            names
+            == {
+                "EP, warm start": "value, gradient, hessian",
+                "EP, refinement": "mean, precision, skewness, mc_error",
+            }[message]
+        )
+        seen.add(message)
+    assert seen == {"EP, warm start", "EP, refinement"}
+
+
+@pytest.mark.parametrize(("form", "p"), [("full", 6), ("diagonal", 3), ([["mu"], ["a"]], 4)])
+def test_bytes_of_private_ep_are_those_of_the_ledger(form: Any, p: int) -> None:
+    pytest.importorskip("dp_accounting")
+    model, clients = problems.regression()
+    algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=0.1, releases=2, structure=form)
+    fit = fedppl.fit(model, clients, algorithm, rounds=2, progressbar=False, random_seed=1)
+    rounds = fit.idata["rounds"]
+    down, up = bytes_of("PrivateEP", 3, p)
+    assert np.all(rounds["bytes_down"].values == down)
+    assert np.all(rounds["bytes_up"].values == up)
+    assert set(rounds["released"].values) == {f"site ({3 + p})"}
+
+
+def test_the_code_on_the_page_runs() -> None:
+    pytest.importorskip("dp_accounting")
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    assert len(blocks) == 5
+    namespace: dict[str, Any] = {}
+    for number, block in enumerate(blocks, start=1):
+        exec(compile(block, f"docs/privacy.md, block {number}", "exec"), namespace)  # noqa: S102
+
+
+def test_of_an_exception_only_the_type_travels() -> None:
+    """And the whole of a text of ours: a Failure keeps what may quote data apart."""
+    model, clients = problems.regression(1)
+    algorithm = fedppl.EP()
+    outcomes = {}
+    for error in (ValueError("row 3 is 17.3"), LocalFailure("out of paper")):
+
+        def failing(*arguments: Any, error: Exception = error) -> Any:
+            raise error
+
+        answers: list[Reply | Failure] = []
+
+        class Listening(InProcessEngine):
+            def exchange(self, requests: Any, deadline: Any, answers: Any = answers) -> Any:
+                found = super().exchange(requests, deadline)
+                answers.extend(found.values())
+                return found
+
+        broken = algorithm._replace(update_client=failing)
+        list(fedppl.rounds(model, clients, broken, rounds=1, engine=lambda a, c: Listening(a, c, 1), random_seed=1))
+        outcomes[type(error)] = answers[0]
+    assert isinstance(outcomes[ValueError], Failure)
+    assert outcomes[ValueError].reason == "ValueError"
+    assert outcomes[ValueError].private == "row 3 is 17.3"
+    assert outcomes[LocalFailure].reason == "out of paper"
+
+
+class Passed(NamedTuple):
+    """As much of a Flower message as the mods look at."""
+
+    content: Any
+
+    def has_error(self) -> bool:
+        return False
+
+
+def test_flowers_mods_do_not_fit_replies_with_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They want one array record each way with equal keys, and answer with an error otherwise."""
+    mods = pytest.importorskip("flwr.clientapp.mod")
+    app = pytest.importorskip("flwr.app")
+    errors: list[str] = []
+
+    def refused(error: Any, *, reply_to: Any) -> Any:
+        errors.append(error.reason)
+
+    monkeypatch.setattr("flwr.clientapp.mod.centraldp_mods.Message", refused)
+
+    def message(value: float, *names: str) -> Any:
+        arrays = app.ArrayRecord({name: app.Array(np.full(2, value)) for name in names})
+        return Passed(app.RecordDict({"arrays": arrays, "config": app.ConfigRecord({"clipping_norm": 0.5})}))
+
+    request = message(1.0, "point", "prior_share")
+    context: Any = None
+    local = mods.LocalDpMod(clipping_norm=1.0, sensitivity=1.0, epsilon=1.0, delta=1e-5)
+    for mod in (local, mods.fixedclipping_mod):
+        mod(request, context, lambda asked, _: message(2.0, "value", "gradient", "hessian"))
+        assert "match" in errors.pop()
+        found = mod(request, context, lambda asked, _: message(2.0, "point", "prior_share"))
+        assert errors == []
+        assert list(found.content.array_records["arrays"]) == ["point", "prior_share"]
