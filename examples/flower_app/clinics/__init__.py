@@ -1,0 +1,1 @@
+"""Three clinics, one hierarchical regression."""

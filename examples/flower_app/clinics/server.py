@@ -1,0 +1,39 @@
+"""The server's app: it sees names, shapes and moments, and writes the shared posterior to a file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import arviz as az
+from flwr.app import Context
+
+import fedppl
+from clinics.declaration import ALGORITHM, MODEL
+
+logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
+logging.getLogger("fedppl").setLevel(logging.INFO)
+
+
+def report(fit: fedppl.Fit, context: Context) -> None:
+    """Print the shared posterior, and keep it where the run config says."""
+    print(f"{fit.status.value} after {len(fit.records)} rounds {fit.message}")
+    print(az.summary(fit.idata, var_names=["mu", "tau"], kind="stats"))
+    q = fit.posterior
+    figures = {
+        "status": fit.status.value,
+        "rounds": len(fit.records),
+        "clients": list(fit.client_ids),
+        "failures": [dict(record.failures) for record in fit.records],
+        "seconds": [round(record.seconds, 2) for record in fit.records],
+        "linear": q.linear.tolist(),
+        "precision": q.precision.tolist(),
+    }
+    if folder := context.run_config["results"]:
+        Path(str(folder)).mkdir(parents=True, exist_ok=True)
+        fit.idata.to_netcdf(str(Path(str(folder)) / "shared.nc"), engine="h5netcdf")
+        (Path(str(folder)) / "fit.json").write_text(json.dumps(figures))
+
+
+app = fedppl.Flower.server_app(MODEL, ALGORITHM, clients=3, random_seed=1, on_fit=report)

@@ -1,0 +1,18 @@
+"""A clinic's app. Node config: data (path of its CSV file) and folder (where its own posterior goes)."""
+
+from __future__ import annotations
+
+import logging
+
+import fedppl
+from clinics.declaration import ALGORITHM, MODEL, load_csv
+
+logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
+logging.getLogger("fedppl").setLevel(logging.INFO)
+
+app = fedppl.Flower.client_app(
+    MODEL,
+    ALGORITHM,
+    load_data=lambda config: load_csv(config["data"]),
+    folder=lambda config: config["folder"],
+)

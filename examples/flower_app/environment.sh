@@ -1,0 +1,27 @@
+# Sourced by the other scripts: where everything of this example lives, and Flower without look-ups on the network.
+export PORT="${PORT:-18000}"
+export WORK="${WORK:-$PWD/work}"
+export FLWR_HOME="$WORK/flower"
+export FLWR_TELEMETRY_ENABLED=0
+export FLWR_DISABLE_UPDATE_CHECK=1
+export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
+export OMP_NUM_THREADS=1
+mkdir -p "$WORK" "$FLWR_HOME"
+
+# The connection that `flwr ... loopback` uses.
+cat > "$FLWR_HOME/config.toml" <<CONFIG
+[superlink]
+default = "loopback"
+
+[superlink.loopback]
+address = "127.0.0.1:$PORT"
+root-certificates = "$WORK/keys/ca.crt"
+CONFIG
+
+start_site() { # start_site NAME PORT
+    flower-supernode --superlink "127.0.0.1:$PORT" --port "$2" \
+        --root-certificates "$WORK/keys/ca.crt" --auth-supernode-private-key "$WORK/keys/$1" \
+        --node-config "data=\"$WORK/data/$1.csv\" folder=\"$WORK/sites/$1\"" \
+        > "$WORK/$1.log" 2>&1 &
+    echo $! > "$WORK/$1.pid"
+}

@@ -1,0 +1,32 @@
+"""The same declaration with the embedded engine, all clinics in this process: for trying things out.
+
+python local.py work/data
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import arviz as az
+from clinics.declaration import ALGORITHM, MODEL, load_csv
+
+import fedppl
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Fit, and print what the server of the deployment prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("data", type=Path)
+    options = parser.parse_args(argv)
+    clinics = {path.stem: load_csv(path) for path in sorted(options.data.glob("*.csv"))}
+    fit = fedppl.fit(MODEL, clinics, ALGORITHM, random_seed=1, progressbar=False)
+    print(f"{fit.status.value} after {len(fit.records)} rounds {fit.message}")
+    print(az.summary(fit.idata, var_names=["mu", "tau"], kind="stats"))
+    q = fit.posterior
+    print(json.dumps({"status": fit.status.value, "linear": q.linear.tolist(), "precision": q.precision.tolist()}))
+
+
+if __name__ == "__main__":
+    main()

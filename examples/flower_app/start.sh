@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Start a SuperLink with TLS and SuperNode authentication, and three SuperNodes, each with its own CSV file and key.
+set -euo pipefail
+cd "$(dirname "$0")"
+source ./environment.sh
+
+flower-superlink --host 127.0.0.1 --port "$PORT" --database "$WORK/superlink.db" \
+    --ssl-ca-certfile "$WORK/keys/ca.crt" --ssl-certfile "$WORK/keys/server.pem" --ssl-keyfile "$WORK/keys/server.key" \
+    --enable-supernode-auth --disable-runtime-dependency-installation \
+    > "$WORK/superlink.log" 2>&1 &
+echo $! > "$WORK/superlink.pid"
+
+# Only registered keys may connect, and the name given here is the client's id.
+for site in north south west; do
+    for attempt in $(seq 60); do
+        flwr supernode register "$WORK/keys/$site.pub" loopback --name "$site" && break
+        [ "$attempt" -lt 60 ] && sleep 1
+    done
+done
+start_site north "$((PORT + 1))"
+start_site south "$((PORT + 2))"
+start_site west "$((PORT + 3))"
+echo "SuperLink on 127.0.0.1:$PORT and three SuperNodes are starting; logs are in $WORK"

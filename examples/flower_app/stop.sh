@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Stop the SuperNodes and the SuperLink.
+cd "$(dirname "$0")"
+source ./environment.sh
+for name in north south west superlink; do
+    [ -f "$WORK/$name.pid" ] && kill "$(cat "$WORK/$name.pid")" 2>/dev/null
+    rm -f "$WORK/$name.pid"
+done
+echo "stopped"
