@@ -15,6 +15,7 @@ from fedppl.loop import Round, fit, rounds
 from fedppl.model import ClientModel, FederatedModel
 from fedppl.participation import all_clients, bernoulli, fixed_size
 from fedppl.results import Fit
+from fedppl.steps.averaging import FedAvg
 from fedppl.steps.ep import EP
 from fedppl.steps.private_ep import PrivateEP
 from fedppl.types import Algorithm, DataError, DeclarationError, LocalInference, Status
@@ -29,6 +30,7 @@ __all__ = [
     "ClientModel",
     "DataError",
     "DeclarationError",
+    "FedAvg",
     "FederatedModel",
     "Fit",
     "GradientSteps",

@@ -8,9 +8,9 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.types import Message, Target
+from fedppl.types import Draws, LocalInference, Message, Target
 
-__all__ = ["pack_target", "unpack_target"]
+__all__ = ["draw_target", "pack_target", "unpack_target"]
 
 
 def pack_target(q: Gaussian, cavity: Gaussian, prior_share: float) -> Message:
@@ -34,3 +34,18 @@ def unpack_target(client: Any, message: Message) -> Target:
         for name in ("global", "cavity")
     )
     return Target(client, q, cavity, float(message["prior_share"]))
+
+
+def draw_target(
+    client: Any,
+    personal: Any,
+    message: Message,
+    draws: int,
+    chains: int,
+    rng: np.random.Generator,
+    *,
+    local: LocalInference,
+) -> Draws:
+    """Draws of (φ, θ_k) from the tilted distribution that the message describes (FedLin, eq. 8)."""
+    del personal
+    return local.draw(unpack_target(client, message), draws, chains, rng)

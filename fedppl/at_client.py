@@ -13,7 +13,7 @@ from fedppl import idata
 from fedppl.engine.answer import stream
 from fedppl.model import ClientModel, dims_and_coords
 from fedppl.predict import predictions
-from fedppl.types import LocalInference, Target
+from fedppl.types import Algorithm, Message
 
 __all__ = ["client_posterior"]
 
@@ -21,17 +21,18 @@ logger = logging.getLogger(__name__)
 
 
 def client_posterior(
-    local: LocalInference,
-    target: Target,
-    client_id: str,
+    algorithm: Algorithm,
+    model: ClientModel,
+    personal: Any,
+    message: Message,
     seed: int,
     draws: int,
     chains: int,
     predict: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Draw θ_k from cavity x local likelihood (FedLin eq. 8), and predictions for new inputs if there are any."""
-    model: ClientModel = target.client
-    sample = local.draw(target, draws, chains, stream((seed, 2, *client_id.encode())))
+    """Draw (φ, θ_k) from what the algorithm tells the client, and predictions for new inputs if there are any."""
+    client_id = model.client_id
+    sample = algorithm.draw(model, personal, message, draws, chains, stream((seed, 2, *client_id.encode())))
     k = sample.diagnostics.get("pareto_k", -np.inf)
     if k > 0.7:
         logger.warning("client %s: Pareto k %.2f of the draws of θ; use local=fedppl.NUTS()", client_id, k)

@@ -5,6 +5,7 @@ Engines move messages and algorithms compute; everything in between is here, onc
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import secrets
@@ -22,7 +23,7 @@ from fedppl.model import ClientModel, FederatedModel
 from fedppl.participation import Participation, as_participation
 from fedppl.progress import Progress
 from fedppl.replies import n_bytes, released, why_not
-from fedppl.results import Fit, Record, outcome
+from fedppl.results import Fit, Record
 from fedppl.types import (
     Algorithm,
     DeclarationError,
@@ -194,10 +195,11 @@ def fit(
             records=tuple(run.records),
             status=status,
             message=message,
+            personal=dict(getattr(run.engine, "personal", {})),
             seed=run.seed,
             seconds=time.perf_counter() - started,
         )
-        run.engine.conclude(lambda client_id: outcome(result, client_id), run.name, run.seed)
+        run.engine.conclude(functools.partial(algorithm.outcome, run.state), run.name, run.seed)
         if not run.models:
             _ = result.idata  # while a site can still be asked for the way back to the constrained space
     finally:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl import _graph, gaussian
+from fedppl import _graph, _rows, gaussian
 from fedppl._checks import (
     containers,
     mismatch,
@@ -98,6 +98,16 @@ class ClientModel:
         """log p(y_k, θ | φ) and its gradients with respect to φ, (m,), and θ, (d_k,)."""
         output = self.kernel(np.concatenate([phi, theta]), *self.data)
         return float(output[0]), output[1 : 1 + self.shared_size], output[1 + self.shared_size :]
+
+    @property
+    def rows(self) -> int:
+        """Number of observations, n_k: the length of the arrays that are observed."""
+        return _rows.count(self.template.parts, self.arrays)
+
+    def batch(self, rows: Any) -> tuple[Any, Any, Any]:
+        """Packed data of some of the observations, for the kernel; none at all where `rows` is empty."""
+        packed: tuple[Any, Any, Any] = pack(_rows.take(self, rows))
+        return packed
 
     def with_data(self, client_id: str, **arrays: Any) -> ClientModel:
         """Return another client's model: same compiled functions, other data."""

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl.types import Failure, Layout, Message, Reply, Request
 
-__all__ = ["n_bytes", "released", "why_not"]
+__all__ = ["n_bytes", "released", "sum_replies", "why_not"]
 
 
 # Of a reason that came from elsewhere, so that nobody can flood a log or forge its lines.
@@ -71,3 +72,15 @@ def released(replies: Mapping[str, Message], infos: Mapping[str, Mapping[str, fl
     arrays = ", ".join(f"{name} ({np.size(value)})" for name, value in next(iter(replies.values()), {}).items())
     names = sorted({name for info in infos.values() for name in info})
     return f"{arrays}; diagnostics {', '.join(names)}" if names else arrays
+
+
+def sum_replies(replies: Mapping[str, Message]) -> dict[str, NDArray[np.float64]]:
+    """Sum every array over the clients: all that averaging methods read of replies.
+
+    So a secure or a hierarchical sum can stand here. In the order of the ids, so that equal replies give equal digits.
+
+    >>> sum_replies({"b": {"weight": np.array(2.0)}, "a": {"weight": np.array(1.0)}})
+    {'weight': array(3.)}
+    """
+    names = next(iter(replies.values()), {})
+    return {name: np.asarray(sum(np.asarray(replies[k][name], dtype=float) for k in sorted(replies))) for name in names}

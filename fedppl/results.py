@@ -12,14 +12,13 @@ import numpy as np
 import xarray as xr
 
 from fedppl import gaussian, idata
-from fedppl._target import pack_target
 from fedppl.at_client import client_posterior
 from fedppl.engine.answer import stream
 from fedppl.gaussian import Gaussian
 from fedppl.model import ClientModel, FederatedModel
-from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, SharedReader, Status, Target
+from fedppl.types import Algorithm, Array, DeclarationError, Layout, SharedReader, Status
 
-__all__ = ["Fit", "Record", "outcome"]
+__all__ = ["Fit", "Record"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +63,8 @@ class Fit:
         One Record a round.
     status, message
         Whether it converged, and if not, which setting to change.
+    personal
+        What clients in this process keep to themselves: Ditto's personal parameters, for example.
     seed
         Seed of the run.
     seconds
@@ -80,12 +81,18 @@ class Fit:
     records: tuple[Record, ...]
     status: Status
     message: str
+    personal: Mapping[str, Any]
     seed: int
     seconds: float
 
     @property
     def posterior(self) -> Gaussian:
         """q(φ) on the unconstrained space, in natural parameters."""
+        if self.algorithm.posterior is None:
+            raise DeclarationError(
+                f"{self.algorithm.name} has no posterior of parameters that all clients share: see fit.estimate, "
+                'fit.idata["fit"] and fit.client(...). For a posterior use fedppl.EP().'
+            )
         q = self.algorithm.posterior(self.state)
         if gaussian.is_proper(q):
             return q
@@ -97,6 +104,19 @@ class Fit:
             self.message,
         )
         return repaired
+
+    @property
+    def estimate(self) -> dict[str, Array]:
+        """The shared variables and their deterministics at one point: the estimate, or the mean of the draws of q."""
+        if self.algorithm.estimate is not None:
+            values = self.reader.constrain(self.algorithm.estimate(self.state)[None])
+            return {name: value[0] for name, value in values.items()}
+        if self.algorithm.posterior is None:
+            raise DeclarationError(
+                f"{self.algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
+            )
+        posterior = self.idata["posterior"]
+        return {str(name): values.mean(("chain", "draw")).values for name, values in posterior.data_vars.items()}
 
     @functools.cached_property
     def idata(self) -> Any:
@@ -117,17 +137,18 @@ class Fit:
         -------
         arviz.InferenceData or xarray.DataTree
             Groups ``posterior`` (constrained space), ``fit`` (mean_vector and covariance_matrix of q on the
-            unconstrained space) and ``rounds``.
+            unconstrained space, and what else the algorithm's state knows) and ``rounds``. Where the algorithm
+            estimates a point, there is a group ``point_estimate`` instead of ``posterior``.
         """
         _check_draws(draws, chains)
-        q = self.posterior
-        phi = gaussian.draw(q, stream((self._seed(random_seed), 1)), draws * chains)
-        groups = {
-            "posterior": self._shared_dataset(phi.reshape(chains, draws, -1)),
-            "fit": self._fit_dataset(q),
-            "rounds": rounds_dataset(self.records, self.client_ids),
-        }
-        return idata.from_groups(groups)
+        groups = {"rounds": rounds_dataset(self.records, self.client_ids)}
+        if self.algorithm.posterior is not None:
+            q = self.posterior
+            phi = gaussian.draw(q, stream((self._seed(random_seed), 1)), draws * chains)
+            groups = {"posterior": self._shared_dataset(phi.reshape(chains, draws, -1)), **groups}
+        elif self.algorithm.estimate is not None:
+            groups = {"point_estimate": self._point_dataset(), **groups}
+        return idata.from_groups({**groups, "fit": self._fit_dataset()})
 
     def client(
         self,
@@ -228,10 +249,8 @@ class Fit:
     ) -> Any:
         _check_draws(draws, chains)
         seed = self._seed(random_seed)
-        known = client_id in self.client_ids
-        cavity = self.algorithm.cavity(self.state, client_id) if known else self.posterior
-        target = Target(model, self.posterior, cavity, _prior_share(self) if known else 0.0)
-        return client_posterior(self.algorithm.local, target, client_id, seed, draws, chains, predict)
+        message, personal = self.algorithm.outcome(self.state, client_id), self.personal.get(client_id)
+        return client_posterior(self.algorithm, model, personal, message, seed, draws, chains, predict)
 
     def _shared_dataset(self, phi: Array) -> xr.Dataset:
         chains, draws = phi.shape[:2]
@@ -240,24 +259,30 @@ class Fit:
         attrs = {"status": self.status.value, "message": self.message, "algorithm": self.algorithm.name}
         return idata.posterior_dataset(shaped, self.reader.dims, self.reader.coords, attrs)
 
-    def _fit_dataset(self, q: Gaussian) -> xr.Dataset:
-        labels = np.array(self.layout.labels)
-        details = self.algorithm.details(self.state)
+    def _point_dataset(self) -> xr.Dataset:
+        values = self.estimate
+        dims = {
+            name: self.reader.dims.get(name) or tuple(f"{name}_dim_{axis}" for axis in range(np.ndim(value)))
+            for name, value in values.items()
+        }
+        return idata.dataset(values, dims, self.reader.coords, {"algorithm": self.algorithm.name})
+
+    def _fit_dataset(self) -> xr.Dataset:
+        labels, clients = np.array(self.layout.labels), np.array(self.client_ids)
+        known: dict[str, tuple[tuple[str, ...], Array]] = {}
+        if self.algorithm.posterior is not None:
+            q = self.posterior
+            known["mean_vector"] = ("rows",), gaussian.mean(q)
+            known["covariance_matrix"] = ("rows", "columns"), gaussian.covariance(q)
+        elif self.algorithm.estimate is not None:
+            known["mean_vector"] = ("rows",), self.algorithm.estimate(self.state)
+        known.update(self.algorithm.details(self.state))
         return idata.dataset(
-            {"mean_vector": gaussian.mean(q), "covariance_matrix": gaussian.covariance(q), **details},
-            {"mean_vector": ("rows",), "covariance_matrix": ("rows", "columns"), **dict.fromkeys(details, ("rows",))},
-            {"rows": labels, "columns": labels},
+            {name: values for name, (_, values) in known.items()},
+            {name: dims for name, (dims, _) in known.items()},
+            {"rows": labels, "columns": labels, "client": clients, "other_client": clients},
             {"space": "unconstrained", "status": self.status.value, "message": self.message},
         )
-
-
-def outcome(fit: Fit, client_id: str) -> Message:
-    """What a client needs to draw its own posterior (see `fedppl.at_client`): q and its cavity."""
-    return pack_target(fit.posterior, fit.algorithm.cavity(fit.state, client_id), _prior_share(fit))
-
-
-def _prior_share(fit: Fit) -> float:
-    return 0.0 if fit.layout.prior_is_gaussian else 1.0 / len(fit.client_ids)
 
 
 def _check_draws(draws: int, chains: int) -> None:

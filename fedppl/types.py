@@ -240,14 +240,18 @@ class Algorithm(NamedTuple):
         ``refuse(state, message)`` says why a reply of the right shapes cannot be used, or gives None.
     update_server
         ``update_server(state, replies) -> (state, info)`` with replies of any subset of the clients.
-    posterior
-        ``posterior(state) -> Gaussian`` over φ on the unconstrained space.
+    outcome
+        ``outcome(state, client_id) -> message``: what a client, old or new, needs to know in the end.
+    draw
+        ``draw(client, personal, message, draws, chains, rng) -> Draws`` of (φ, θ_k), at the client, from what
+        `outcome` says. Where estimates are points, all draws are equal.
     details
-        ``details(state) -> {name: (m,) array}``: what the state knows of each coordinate besides.
-    cavity
-        ``cavity(state, client_id) -> Gaussian``: everything known of φ but from this client.
-    local
-        The local inference that draws θ_k when the fit is done.
+        ``details(state) -> {name: (dims, array)}``: what else the state knows. The dim ``rows`` runs over the
+        coordinates of φ, ``columns`` too, and ``client`` and ``other_client`` over the clients.
+    posterior
+        ``posterior(state) -> Gaussian`` over φ on the unconstrained space; None where there is no such thing.
+    estimate
+        ``estimate(state) -> (m,)``: the one φ of all clients, where it is a point.
     settings
         What it was built with, each in one line of text.
     lasting
@@ -263,10 +267,11 @@ class Algorithm(NamedTuple):
     reply_shapes: Callable[[Any], Mapping[str, tuple[int, ...]]]
     refuse: Callable[[Any, Message], str | None]
     update_server: Callable[[Any, Mapping[str, Message]], tuple[Any, Any]]
-    posterior: Callable[[Any], Gaussian]
-    details: Callable[[Any], Mapping[str, Array]]
-    cavity: Callable[[Any, str], Gaussian]
-    local: LocalInference
+    outcome: Callable[[Any, str], Message]
+    draw: Callable[[Any, Any, Message, int, int, np.random.Generator], Draws]
+    details: Callable[[Any], Mapping[str, tuple[tuple[str, ...], Array]]]
+    posterior: Callable[[Any], Gaussian] | None = None
+    estimate: Callable[[Any], Array] | None = None
     settings: Mapping[str, str] = {}
     lasting: bool = False
 

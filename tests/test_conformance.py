@@ -26,6 +26,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.local._newton import difference_hessian
 from fedppl.model import ClientModel
 from fedppl.prior import SharedPrior
+from fedppl.steps import _sites
 from fedppl.types import Algorithm, Failure, LocalInference, Reply, Request, Target
 from tests import problems
 
@@ -112,7 +113,7 @@ def noise_case() -> tuple[Target, Any, Any]:
     """A client whose σ is local and whose τ is shared, in the middle of a fit, with its moments by quadrature."""
     model, clients = problems.noise()
     fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
-    cavity = fit.algorithm.cavity(fit.state, "site 1")
+    cavity = _sites.cavity(fit.state.sites, "site 1")
     mean, covariance, _ = problems.noise_tilted(clients["site 1"], cavity)
     return Target(fit.clients["site 1"], fit.posterior, cavity, 0.0), mean, covariance
 
@@ -311,9 +312,9 @@ def test_any_subset_of_replies_is_taken(name: str) -> None:
         q = algorithm.posterior(state)
         assert gaussian.is_proper(q)
         for client_id in problems.regression()[1]:
-            site = gaussian.quotient(q, algorithm.cavity(state, client_id))
-            assert_allclose(gaussian.product(algorithm.cavity(state, client_id), site).precision, q.precision)
-        nobody = algorithm.cavity(state, "nobody")
+            site = gaussian.quotient(q, _sites.cavity(state.sites, client_id))
+            assert_allclose(gaussian.product(_sites.cavity(state.sites, client_id), site).precision, q.precision)
+        nobody = _sites.cavity(state.sites, "nobody")
         assert_array_equal(nobody.precision, q.precision)
 
 
@@ -338,7 +339,8 @@ def test_the_state_says_how_it_stands(name: str) -> None:
     for state in run(name, 2):
         assert fedppl.Status(state.status) in fedppl.Status
         assert isinstance(state.message, str)
-        for value in algorithm.details(state).values():
+        for dims, value in algorithm.details(state).values():
+            assert dims == ("rows",)
             assert np.shape(value) == (3,)
 
 

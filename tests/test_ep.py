@@ -12,6 +12,7 @@ from numpy.testing import assert_allclose
 import fedppl
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
+from fedppl.steps import _sites
 from fedppl.types import LocalFailure, LocalInference, Moments, Status
 from tests import problems
 
@@ -26,7 +27,7 @@ def assert_ledger_holds(state: Any) -> None:
     sites = state.sites
     linear, precision = sites.prior
     for client_id in sites.where:
-        cavity = fedppl.EP().cavity(state, client_id)
+        cavity = _sites.cavity(state.sites, client_id)
         site = gaussian.quotient(sites.q, cavity)
         linear, precision = linear + site.linear, precision + site.precision
     np.testing.assert_allclose(linear, sites.q.linear, rtol=1e-10, atol=1e-10)
@@ -346,7 +347,7 @@ def test_a_site_may_be_indefinite_while_q_is_proper() -> None:
     model, clients = problems.noise()
     fit = fitted(model, clients)
     smallest = min(
-        np.linalg.eigvalsh(gaussian.quotient(fit.posterior, fit.algorithm.cavity(fit.state, client_id)).precision)[0]
+        np.linalg.eigvalsh(gaussian.quotient(fit.posterior, _sites.cavity(fit.state.sites, client_id)).precision)[0]
         for client_id in clients
     )
     assert smallest < 0

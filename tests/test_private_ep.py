@@ -399,7 +399,7 @@ def test_the_predicted_noise_is_the_error_of_the_mean() -> None:
         added = gaussian.covariance(widened) - gaussian.covariance(q)
         total += error @ np.linalg.solve(added, error)
         np.testing.assert_allclose(gaussian.mean(widened), gaussian.mean(q), rtol=1e-8)
-        np.testing.assert_allclose(np.sqrt(np.diag(added)), algorithm.details(state)["noise_sd"], rtol=1e-6)
+        np.testing.assert_allclose(np.sqrt(np.diag(added)), algorithm.details(state)["noise_sd"][1], rtol=1e-6)
     assert chi2.ppf(1e-3, 80) < total < chi2.isf(1e-3, 80)
 
 

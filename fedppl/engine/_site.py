@@ -15,7 +15,6 @@ import numpy as np
 
 import fedppl
 from fedppl import checkpoint, idata
-from fedppl._target import unpack_target
 from fedppl.at_client import client_posterior
 from fedppl.engine import _wire
 from fedppl.engine.answer import answer
@@ -99,20 +98,11 @@ def answer_request(site: Site, config: Mapping[str, Any], memory: Memory, parcel
         client = enrolled(site, config, request.client_id)
     except LocalFailure as failure:
         return _wire.pack_reply(Failure(request.client_id, request.nonce, str(failure)))
-    # The server chooses the names of runs and clients: what must outlive a run is not kept under them.
-    name = f"lasting-{site.client_id(config)}" if site.algorithm.lasting else f"{request.run}-{request.client_id}"
-    raw = memory.recall(name)
-    personal = None
-    if raw is not None:
-        try:
-            personal = checkpoint.unpack(raw, f"personal state of client {request.client_id!r}")
-        except DeclarationError as error:
-            if site.algorithm.lasting:
-                logger.error("client %s does not answer: %s", request.client_id, error)
-                return _wire.pack_reply(
-                    Failure(request.client_id, request.nonce, "its lasting state cannot be read; see the site's log")
-                )
-            logger.warning("client %s starts with blank personal state: %s", request.client_id, error)
+    name = _name_of_personal(site, config, request.run, request.client_id)
+    try:
+        personal = _recall(site, memory, name, request.client_id)
+    except LocalFailure as failure:
+        return _wire.pack_reply(Failure(request.client_id, request.nonce, str(failure)))
     after, reply = answer(site.algorithm, client, personal, request)
     if isinstance(reply, Failure):
         logger.warning(
@@ -129,19 +119,40 @@ def answer_request(site: Site, config: Mapping[str, Any], memory: Memory, parcel
     return answered
 
 
+def _name_of_personal(site: Site, config: Mapping[str, Any], run: str, client_id: str) -> str:
+    """The server chooses the names of runs and clients: what must outlive a run is not kept under them."""
+    return f"lasting-{site.client_id(config)}" if site.algorithm.lasting else f"{run}-{client_id}"
+
+
+def _recall(site: Site, memory: Memory, name: str, client_id: str) -> Any:
+    """Personal state, None where there is none yet or it cannot be read."""
+    raw = memory.recall(name)
+    if raw is None:
+        return None
+    try:
+        return checkpoint.unpack(raw, f"personal state of client {client_id!r}")
+    except DeclarationError as error:
+        if site.algorithm.lasting:
+            logger.error("client %s does not answer: %s", client_id, error)
+            raise LocalFailure("its lasting state cannot be read; see the site's log") from error
+        logger.warning("client %s starts with blank personal state: %s", client_id, error)
+        return None
+
+
 def constrain(site: Site, config: Mapping[str, Any], arrays: Message) -> _wire.Parcel:
     """Take draws of φ (S, m) back to the constrained space."""
     values = enrolled(site, config).constrain_shared(np.asarray(arrays["phi"], dtype=float))
     return values, {"client_id": site.client_id(config)}
 
 
-def conclude(site: Site, config: Mapping[str, Any], parcel: _wire.Parcel) -> _wire.Parcel:
+def conclude(site: Site, config: Mapping[str, Any], memory: Memory, parcel: _wire.Parcel) -> _wire.Parcel:
     """Draw this client's own posterior and leave it in the site's folder. It does not travel."""
     arrays, texts = parcel
     client_id = texts["client_id"]
     if site.folder is not None:
-        target = unpack_target(enrolled(site, config, client_id), arrays)
-        result = client_posterior(site.algorithm.local, target, client_id, int(texts["seed"]), site.draws, site.chains)
+        client = enrolled(site, config, client_id)
+        personal = _recall(site, memory, _name_of_personal(site, config, texts["run"], client_id), client_id)
+        result = client_posterior(site.algorithm, client, personal, arrays, int(texts["seed"]), site.draws, site.chains)
         path = site.folder / f"{quote(client_id, safe='')}.nc"
         partial = path.with_name(path.name + ".partial")
         idata.write(result, partial)

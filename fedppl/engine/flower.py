@@ -120,7 +120,9 @@ def client_app(
 
     @app.evaluate(CONCLUDE.split(".")[1])
     def conclude(message: FlowerMessage, context: Context) -> FlowerMessage:
-        parcel = _site.conclude(site(context), context.node_config, from_content(message.content))
+        here = site(context)
+        memory = _site.file_memory(here.folder) if here.folder else _context_memory(context)
+        parcel = _site.conclude(here, context.node_config, memory, from_content(message.content))
         return FlowerMessage(to_content(*parcel), reply_to=message)
 
     return app

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedppl import gaussian
-from fedppl._target import pack_target, unpack_target
+from fedppl._target import draw_target, pack_target, unpack_target
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.steps import _sites, _warm_start
 from fedppl.steps._damped_step import EPInfo, EPState, damped_step, hold_back, named, targets
@@ -116,10 +116,10 @@ def EP(
         reply_shapes=_reply_shapes,
         refuse=_refuse,
         update_server=functools.partial(_update_server, tolerance=tolerance, largest=damping, trust=trust),
+        outcome=outcome,
+        draw=functools.partial(draw_target, local=inference),
+        details=lambda state: {"skewness": (("rows",), state.skewness)},
         posterior=lambda state: state.sites.q,
-        details=lambda state: {"skewness": state.skewness},
-        cavity=lambda state, client_id: _sites.cavity(state.sites, client_id),
-        local=inference,
         settings={
             "local": inference.describe(),
             "tolerance": repr(tolerance),
@@ -186,6 +186,16 @@ def _update_client(
         "mc_error": np.array(moments.diagnostics.get("mc_error", 0.0)),
     }
     return personal, reply, moments.diagnostics
+
+
+def outcome(state: EPState, client_id: str) -> Message:
+    """q and everything in it but this client's site; for a client that had no part in it, q twice."""
+    q = state.sites.q
+    if not gaussian.is_proper(q):  # a warm start that was broken off; `Fit.posterior` says so
+        q, _ = gaussian.repair(q, 1e-6)
+    if client_id not in state.sites.where:
+        return pack_target(q, q, 0.0)
+    return pack_target(q, _sites.cavity(state.sites, client_id), state.prior_share)
 
 
 def _reply_shapes(state: EPState) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian, privacy
-from fedppl._target import unpack_target
+from fedppl._target import pack_target, unpack_target
+from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.steps import _sites
 from fedppl.steps._damped_step import EPState
 from fedppl.steps._private_step import (
@@ -129,10 +130,11 @@ def PrivateEP(
     if not 0 < clip < np.inf:
         raise DeclarationError(f"clip={clip} must be positive and finite; it is in posterior sds.")
     privacy.epsilon(noise_multiplier, releases, delta)  # known, or refused, before anything is released
-    inner = EP(local=local, tolerance=tolerance, damping=damping, warm_start=False, structure=structure)
+    inference = local if local is not None else NestedLaplace()
+    inner = EP(local=inference, tolerance=tolerance, damping=damping, warm_start=False, structure=structure)
     mechanism = Mechanism(clip, noise_multiplier, releases, delta)
     client = functools.partial(
-        _update_client, local=inner.local, mechanism=mechanism, structure=structure, normals=_normals
+        _update_client, local=inference, mechanism=mechanism, structure=structure, normals=_normals
     )
     return inner._replace(
         name="PrivateEP",
@@ -142,9 +144,9 @@ def PrivateEP(
         reply_shapes=lambda state: {"site": (length(state.sites.structure),)},
         refuse=functools.partial(_refuse, mechanism=mechanism),
         update_server=functools.partial(private_step, mechanism=mechanism, tolerance=tolerance, largest=damping),
+        outcome=_outcome,
+        details=lambda state: {"noise_sd": (("rows",), noise_sd(state))},
         posterior=lambda state: widened(state.sites.q, state),
-        details=lambda state: {"noise_sd": noise_sd(state)},
-        cavity=lambda state, client_id: widened(inner.cavity(state.ep, client_id), state),
         settings={
             **{name: inner.settings[name] for name in ("local", "tolerance", "damping", "structure")},
             **{name: repr(value) for name, value in mechanism._asdict().items()},
@@ -191,6 +193,14 @@ def _update_client(
         raise LocalFailure("the q that came is not positive definite, or its 'precision_weight' is not positive")
     site = privacy.clipped(_site(target, frame_of(target.global_, form, weight), local, rng), mechanism.clip)
     return Spent(spent + 1), {"site": site + mechanism.sd * normals(len(site))}, {}
+
+
+def _outcome(state: PrivateEPState, client_id: str) -> Message:
+    """As in EP, widened by the noise."""
+    q = widened(state.sites.q, state)
+    if client_id not in state.sites.where:
+        return pack_target(q, q, 0.0)
+    return pack_target(q, widened(_sites.cavity(state.sites, client_id), state), state.ep.prior_share)
 
 
 def _site(target: Target, frame: Frame, local: LocalInference, rng: np.random.Generator) -> Array:

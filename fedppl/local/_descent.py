@@ -1,0 +1,118 @@
+r"""Gradient steps at a client, as averaging methods take them: on the mean loss, plus a quadratic in φ.
+
+.. math:: F_k(\phi, \theta) = -s \log p(y_k, \theta \mid \phi) + \tfrac12 \phi^\top A \phi - b^\top \phi
+
+The scale s (1 / n_k for a mean loss), A (m, m) and b (m,) are the algorithm's: a share of a Gaussian prior, a proximal
+term, a control variate. A batch of n_b rows weighs its terms by n_k / n_b, so that its gradient is unbiased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedppl.local._newton import DATA, KERNEL, MATRIX, VECTOR, entry
+from fedppl.types import Array, DeclarationError, LocalFailure
+
+__all__ = ["Descent", "Objective", "checked", "descend", "mean_loss"]
+
+
+class Descent(NamedTuple):
+    """How a client descends."""
+
+    learning_rate: float  # η, per unit of the scaled loss
+    steps: int  # T
+    batch_size: int | None  # rows a step; None for all
+
+
+class Objective(NamedTuple):
+    """The scale s of a client's loss, and what is added to it: ½ φᵀAφ − bᵀφ."""
+
+    scale: float
+    quadratic: Array  # A, (m, m)
+    linear: Array  # b, (m,)
+    prior_share: float = 0.0  # of log p − log N_0 of a prior that is not Gaussian, in units of s
+
+
+def checked(learning_rate: float, steps: int, batch_size: int | None) -> Descent:
+    """Settings in range, or an error that says which is not."""
+    if not 0 < learning_rate < np.inf:
+        raise DeclarationError(f"learning_rate={learning_rate} must be positive and finite.")
+    if not isinstance(steps, int | np.integer) or steps < 1:
+        raise DeclarationError(f"steps={steps!r} must be a whole number, at least 1.")
+    if batch_size is not None and (not isinstance(batch_size, int | np.integer) or batch_size < 1):
+        raise DeclarationError(f"batch_size={batch_size!r} must be a whole number of rows, or None for all rows.")
+    return Descent(float(learning_rate), int(steps), None if batch_size is None else int(batch_size))
+
+
+@entry(KERNEL, VECTOR, DATA, DATA, VECTOR, MATRIX, VECTOR)
+def _steps(kernel: Any, x: Any, data: Any, none: Any, settings: Any, quadratic: Any, linear: Any) -> Any:
+    """Take settings = (steps, rate, scale, weight of a batch) steps from x; the data `none` have no rows."""
+    m = linear.shape[0]
+    n = x.shape[0]
+    x = x.copy()
+    rate, scale, weight = settings[1], settings[2], settings[3]
+    slope = np.zeros(n)
+    for _ in range(int(settings[0])):
+        output = kernel(x, *data)
+        for i in range(n):
+            slope[i] = scale * output[1 + i]
+        if weight != 1.0:  # the prior of θ counts once, whatever the batch
+            without = kernel(x, *none)
+            for i in range(n):
+                slope[i] = scale * (weight * (output[1 + i] - without[1 + i]) + without[1 + i])
+        for i in range(m):
+            for j in range(m):
+                slope[i] -= quadratic[i, j] * x[j]
+            slope[i] += linear[i]
+        for i in range(n):
+            x[i] += rate * slope[i]
+    return x
+
+
+def descend(client: Any, x: Array, objective: Objective, descent: Descent, rng: np.random.Generator) -> Array:
+    """Return x = (φ, θ) after T steps of the client's objective.
+
+    Raises
+    ------
+    LocalFailure
+        If the steps diverged; it names the learning rate.
+    """
+    scale, share = objective.scale, objective.prior_share
+    A, b = (np.ascontiguousarray(value, dtype=float) for value in (objective.quadratic, objective.linear))
+    x = np.ascontiguousarray(x, dtype=float)
+    m, rows, size = len(b), client.rows, descent.batch_size
+    whole = size is None or size >= rows
+    settings = np.array([1.0, descent.learning_rate, scale, 1.0 if whole else rows / (size or rows)])
+    with np.errstate(over="ignore", invalid="ignore"):
+        if whole and not share:
+            settings[0] = descent.steps
+            x = _steps(client.kernel, x, client.data, client.data, settings, A, b)
+        else:
+            none = client.data if whole else client.batch(np.arange(0))
+            for chosen in _batches(rows, descent, rng):
+                pull = b + scale * share * client.prior.log_ratio_gradient(x[:m]) if share else b
+                x = _steps(client.kernel, x, client.data if whole else client.batch(chosen), none, settings, A, pull)
+    if not np.all(np.isfinite(x)):
+        raise LocalFailure(f"gradient steps diverged; lower learning_rate={descent.learning_rate:g}")
+    return np.asarray(x)
+
+
+def _batches(rows: int, descent: Descent, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
+    """Rows of T batches of one size: shuffled data from the front, shuffled anew when too few are left."""
+    size = min(descent.batch_size or rows, rows)
+    order, used = rng.permutation(rows), 0
+    for _ in range(descent.steps):
+        if used + size > rows:
+            order, used = rng.permutation(rows), 0
+        yield order[used : used + size]
+        used += size
+
+
+def mean_loss(client: Any, x: Array) -> float:
+    """−log p(y, θ | φ) / n_k at x = (φ, θ), which holds the prior of θ too."""
+    output = client.kernel(np.ascontiguousarray(x, dtype=float), *client.data)
+    return -float(output[0]) / int(client.rows)
