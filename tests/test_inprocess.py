@@ -15,7 +15,7 @@ from fedppl.engine.answer import answer, stream
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
-from fedppl.types import Algorithm, Failure, Layout, LocalFailure, Reply, Request, Status, Target
+from fedppl.types import Algorithm, Draws, Failure, Layout, LocalFailure, Reply, Request, Status, Target
 
 LAYOUT = Layout((), Gaussian(np.zeros(1), np.eye(1)), True, "print")
 
@@ -46,10 +46,9 @@ ALGORITHM = Algorithm(
     reply_shapes=lambda state: {"x": (1,)},
     refuse=lambda state, message: None,
     update_server=lambda state, replies: (state, None),
-    posterior=lambda state: LAYOUT.prior,
+    outcome=lambda state, client_id: {},
+    draw=lambda client, personal, message, draws, chains, rng: Draws(*np.zeros((2, chains, draws, 1)), {}),
     details=lambda state: {},
-    cavity=lambda state, client_id: LAYOUT.prior,
-    local=fedppl.NestedLaplace(),
 )
 
 

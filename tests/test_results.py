@@ -205,7 +205,7 @@ def test_other_local_inferences_draw_the_same_posterior(name: str) -> None:
     local = {"NUTS": fedppl.NUTS(nuts_sampler="pymc"), "Laplace": fedppl.Laplace(), "ADVI": fedppl.ADVI()}[name]
     fit, (_, clients) = means_fit(), normal_means(4)
     posterior = dataset(
-        dataclasses.replace(fit, algorithm=fit.algorithm._replace(local=local)).client("client 0"),
+        dataclasses.replace(fit, algorithm=fit.algorithm._replace(draw=fedppl.EP(local=local).draw)).client("client 0"),
         "posterior",
     )
     others = {k: v for k, v in clients.items() if k != "client 0"}
