@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from fedppl import privacy
+from fedppl import covariance, privacy
 from fedppl.engine.inprocess import InProcess
 from fedppl.hypotheses import contrast, hypotheses
 from fedppl.local.advi import ADVI, MeanField
@@ -15,9 +15,19 @@ from fedppl.loop import Round, fit, rounds
 from fedppl.model import ClientModel, FederatedModel
 from fedppl.participation import all_clients, bernoulli, fixed_size
 from fedppl.results import Fit
+from fedppl.search import grid, grid_search, holdout, validation_loss
 from fedppl.steps.averaging import FedAvg
+from fedppl.steps.consensus import ConsensusMonteCarlo
+from fedppl.steps.ditto import Ditto
 from fedppl.steps.ep import EP
+from fedppl.steps.local_sgd import SeparateSGD
+from fedppl.steps.precision_weighted import PrecisionWeighted
 from fedppl.steps.private_ep import PrivateEP
+from fedppl.steps.proximal import FedProx
+from fedppl.steps.scaffold import SCAFFOLD
+from fedppl.steps.separate import Separate
+from fedppl.steps.structural import HM1
+from fedppl.steps.structural_gradient import HM1Gradient
 from fedppl.types import Algorithm, DataError, DeclarationError, LocalInference, Status
 
 __version__ = "0.1.0"
@@ -25,12 +35,18 @@ __version__ = "0.1.0"
 __all__ = [
     "ADVI",
     "EP",
+    "HM1",
+    "HM1Gradient",
     "NUTS",
+    "SCAFFOLD",
     "Algorithm",
     "ClientModel",
+    "ConsensusMonteCarlo",
     "DataError",
     "DeclarationError",
+    "Ditto",
     "FedAvg",
+    "FedProx",
     "FederatedModel",
     "Fit",
     "GradientSteps",
@@ -39,17 +55,25 @@ __all__ = [
     "LocalInference",
     "MeanField",
     "NestedLaplace",
+    "PrecisionWeighted",
     "PrivateEP",
     "Round",
+    "Separate",
+    "SeparateSGD",
     "Status",
     "all_clients",
     "bernoulli",
     "contrast",
+    "covariance",
     "fit",
     "fixed_size",
+    "grid",
+    "grid_search",
+    "holdout",
     "hypotheses",
     "privacy",
     "rounds",
+    "validation_loss",
 ]
 
 

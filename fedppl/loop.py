@@ -342,13 +342,7 @@ def _one_round(run: _Run) -> Round:
             replies[client_id], infos[client_id] = reply.message, reply.info
         else:
             failures[client_id] = str(reason)
-            logger.warning(
-                "round %d, client %s skipped: %s",
-                number,
-                client_id,
-                reason,
-                extra={"round": number, "client": client_id, "status": "skipped", "reason": str(reason)},
-            )
+    _log(number, failures)
     run.state, info = run.algorithm.update_server(run.state, replies)
     status, message = Status(run.state.status), run.state.message
     record = Record(
@@ -375,6 +369,24 @@ def _one_round(run: _Run) -> Round:
     if run.checkpoint is not None:
         _save(run)
     return Round(number, run.state, info, status, message, record)
+
+
+def _log(number: int, failures: Mapping[str, str]) -> None:
+    """Say who was skipped and why; clients that share a reason share a line where they are many."""
+    by_reason: dict[str, list[str]] = {}
+    for client_id, reason in failures.items():
+        by_reason.setdefault(reason, []).append(client_id)
+    for reason, together in by_reason.items():
+        few = len(together) <= 5
+        for clients in [[client_id] for client_id in together] if few else [together]:
+            names = clients[0] if few else f"{', '.join(clients[:3])} and {len(clients) - 3} others"
+            logger.warning(
+                "round %d, client %s skipped: %s",
+                number,
+                names,
+                reason,
+                extra={"round": number, "client": names, "status": "skipped", "reason": reason},
+            )
 
 
 def _save(run: _Run) -> None:

@@ -14,10 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedppl import gaussian
 from fedppl.local._newton import DATA, KERNEL, MATRIX, VECTOR, entry
-from fedppl.types import Array, DeclarationError, LocalFailure
+from fedppl.types import Array, DataError, DeclarationError, LocalFailure
 
-__all__ = ["Descent", "Objective", "checked", "descend", "mean_loss"]
+__all__ = ["Descent", "Objective", "check_batches", "checked", "descend", "mean_loss"]
+
+# Full-gradient steps that raise a client's loss by more than this many nats a row have diverged; smaller rises are an
+# oscillation that may still settle.
+_RISE = 1.0
 
 
 class Descent(NamedTuple):
@@ -46,6 +51,35 @@ def checked(learning_rate: float, steps: int, batch_size: int | None) -> Descent
     if batch_size is not None and (not isinstance(batch_size, int | np.integer) or batch_size < 1):
         raise DeclarationError(f"batch_size={batch_size!r} must be a whole number of rows, or None for all rows.")
     return Descent(float(learning_rate), int(steps), None if batch_size is None else int(batch_size))
+
+
+def check_batches(client: Any, batch_size: int | None) -> None:
+    """Refuse batches where the log density is no sum over rows: gradients of batches would be biased.
+
+    Raises
+    ------
+    DataError
+        Where rows cannot be taken, or those of two halves of the data do not add up to the whole.
+    """
+    if batch_size is None:
+        return
+    half = np.arange(client.rows) < (client.rows + 1) // 2
+    parts = [client.batch(np.flatnonzero(chosen)) for chosen in (half, ~half)]
+    none = client.batch(np.arange(0))
+    prior = client.layout.prior
+    sd = np.minimum(gaussian.standard_deviations(prior), 1.0)
+    rng = np.random.default_rng(0)  # any point but a special one, where coincidences would hide a difference
+    x = np.concatenate([gaussian.mean(prior), client.initial])
+    x += 0.3 * rng.normal(size=len(x)) * np.concatenate([sd, np.ones(client.local_size)])
+    whole, first, second, nothing = (client.kernel(x, *data) for data in (client.data, *parts, none))
+    if not np.all(np.isfinite(whole)):
+        return
+    scale = np.abs(whole) + np.abs(first) + np.abs(second) + np.abs(nothing)
+    if not np.all(np.abs(whole + nothing - first - second) <= 1e-8 * (1.0 + scale)):
+        raise DataError(
+            f"client {client.client_id!r}: the log density is not a sum over its {client.rows} rows, or an array that "
+            "has no row per observation is just as long; gradients of batches would be wrong. Use batch_size=None."
+        )
 
 
 @entry(KERNEL, VECTOR, DATA, DATA, VECTOR, MATRIX, VECTOR)
@@ -82,12 +116,13 @@ def descend(client: Any, x: Array, objective: Objective, descent: Descent, rng: 
         If the steps diverged; it names the learning rate.
     """
     scale, share = objective.scale, objective.prior_share
-    A, b = (np.ascontiguousarray(value, dtype=float) for value in (objective.quadratic, objective.linear))
-    x = np.ascontiguousarray(x, dtype=float)
+    # Copies: compiled code takes no arrays that are read-only, as messages and restored states may be.
+    A, b, x = (np.array(value, dtype=float, order="C") for value in (objective.quadratic, objective.linear, x))
     m, rows, size = len(b), client.rows, descent.batch_size
     whole = size is None or size >= rows
     settings = np.array([1.0, descent.learning_rate, scale, 1.0 if whole else rows / (size or rows)])
     with np.errstate(over="ignore", invalid="ignore"):
+        before = _loss(client, objective, x) if whole else np.inf
         if whole and not share:
             settings[0] = descent.steps
             x = _steps(client.kernel, x, client.data, client.data, settings, A, b)
@@ -96,7 +131,8 @@ def descend(client: Any, x: Array, objective: Objective, descent: Descent, rng: 
             for chosen in _batches(rows, descent, rng):
                 pull = b + scale * share * client.prior.log_ratio_gradient(x[:m]) if share else b
                 x = _steps(client.kernel, x, client.data if whole else client.batch(chosen), none, settings, A, pull)
-    if not np.all(np.isfinite(x)):
+        after = _loss(client, objective, x) if whole and np.all(np.isfinite(x)) else 0.0
+    if not np.all(np.isfinite(x)) or not after <= before + _RISE * scale * rows:
         raise LocalFailure(f"gradient steps diverged; lower learning_rate={descent.learning_rate:g}")
     return np.asarray(x)
 
@@ -110,6 +146,15 @@ def _batches(rows: int, descent: Descent, rng: np.random.Generator) -> Iterator[
             order, used = rng.permutation(rows), 0
         yield order[used : used + size]
         used += size
+
+
+def _loss(client: Any, objective: Objective, x: Array) -> float:
+    """The client's objective at x = (φ, θ)."""
+    phi = x[: len(objective.linear)]
+    value = -objective.scale * float(client.kernel(np.ascontiguousarray(x), *client.data)[0])
+    if objective.prior_share:
+        value -= objective.scale * objective.prior_share * float(client.prior.log_ratio(phi[None])[0])
+    return value + float(phi @ (0.5 * objective.quadratic @ phi - objective.linear))
 
 
 def mean_loss(client: Any, x: Array) -> float:

@@ -11,7 +11,19 @@ from fedppl.local._marginal import inner_mode_at
 from fedppl.local._newton import OK
 from fedppl.types import Array, DeclarationError, Draws, LocalFailure
 
-__all__ = ["Kept", "client_loss", "converged", "described", "draw_point", "kept_local", "weight_of", "weights_rule"]
+__all__ = [
+    "Kept",
+    "client_loss",
+    "converged",
+    "described",
+    "draw_point",
+    "kept_local",
+    "kept_own",
+    "pulled",
+    "tolerance_rule",
+    "weight_of",
+    "weights_rule",
+]
 
 
 class Kept(NamedTuple):
@@ -29,11 +41,25 @@ def client_loss(client: Any, prior_share: float) -> Objective:
     return Objective(scale, factor * prior.precision, factor * prior.linear, share)
 
 
+def pulled(objective: Objective, strength: float, centre: Array) -> Objective:
+    """The objective with ½ · strength · ‖φ − centre‖² added."""
+    return objective._replace(
+        quadratic=objective.quadratic + strength * np.eye(len(centre)), linear=objective.linear + strength * centre
+    )
+
+
 def kept_local(client: Any, personal: Any) -> tuple[Array, dict[str, float]]:
     """Local parameters to go on from, and a word on it when a client with local parameters starts blank."""
     if personal is not None and len(personal.local) == client.local_size:
         return personal.local, {}
     return client.initial, ({"blank": 1.0} if client.local_size else {})
+
+
+def kept_own(client: Any, personal: Any) -> Array | None:
+    """A client's own point (φ, θ_k) to go on from, where it has one that fits its model."""
+    if personal is None or len(personal.own) != client.shared_size + client.local_size:
+        return None
+    return np.asarray(personal.own)
 
 
 def described(settings: NamedTuple, **more: Any) -> dict[str, str]:
@@ -46,6 +72,13 @@ def weights_rule(weights: str) -> str:
     if weights not in ("rows", "equal"):
         raise DeclarationError(f'weights={weights!r} must be "rows" (n_k) or "equal".')
     return weights
+
+
+def tolerance_rule(tolerance: float) -> float:
+    """Check the keyword `tolerance`."""
+    if not 0 < tolerance < 1:
+        raise DeclarationError(f"tolerance={tolerance} must lie between 0 and 1.")
+    return tolerance
 
 
 def weight_of(client: Any, weights: str) -> float:

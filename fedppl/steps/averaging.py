@@ -9,12 +9,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.local._descent import Descent, checked, descend
+from fedppl.local._descent import Descent, Objective, check_batches, checked, descend
 from fedppl.replies import sum_replies
-from fedppl.steps._point import Kept, client_loss, converged, draw_point, kept_local, weight_of, weights_rule
-from fedppl.types import Algorithm, Array, DeclarationError, Draws, Layout, Message, Status
+from fedppl.steps._point import (
+    Kept,
+    client_loss,
+    converged,
+    described,
+    draw_point,
+    kept_local,
+    tolerance_rule,
+    weight_of,
+    weights_rule,
+)
+from fedppl.types import Algorithm, Array, Draws, Layout, Message, Status
 
-__all__ = ["AverageInfo", "AverageState", "FedAvg"]
+__all__ = ["AverageInfo", "AverageState", "FedAvg", "broadcast", "draw", "refuse", "stepped", "update_server"]
 
 
 class AverageState(NamedTuple):
@@ -30,6 +40,7 @@ class AverageInfo(NamedTuple):
     """Diagnostics of this round."""
 
     change: float  # largest |Δφ| / (1 + |φ|)
+    local_change: float  # the same of clients' local variables, averaged over clients
 
 
 def FedAvg(
@@ -58,11 +69,13 @@ def FedAvg(
     steps
         T, local gradient steps a round.
     batch_size
-        Rows a step; None for all of them. Batches come from shuffled data, without replacement in an epoch.
+        Rows a step; None for all of them. Batches come from shuffled data, without replacement in an epoch; the log
+        density has to be a sum over rows.
     weights
         "rows" (n_k) or "equal".
     tolerance
-        Converged when no coordinate moves by more than ``tolerance * (1 + |φ|)`` in a round.
+        Converged when no coordinate moves by more than ``tolerance * (1 + |φ|)`` in a round, and those of the clients'
+        local variables, on average over clients, do not either: φ may stand still while they are still on their way.
 
     Returns
     -------
@@ -73,6 +86,8 @@ def FedAvg(
     ------
     DeclarationError
         For settings out of range.
+    DataError
+        In a fit, before the first round, if the rows cannot be taken in batches.
 
     Examples
     --------
@@ -92,26 +107,20 @@ def FedAvg(
     .. [2] FedLin, section 6.2.
     """
     descent = checked(learning_rate, steps, batch_size)
-    if not 0 < tolerance < 1:
-        raise DeclarationError(f"tolerance={tolerance} must lie between 0 and 1.")
     return Algorithm(
         name="FedAvg",
-        check=lambda client: None,
+        check=functools.partial(check_batches, batch_size=descent.batch_size),
         init_server=_init_server,
         broadcast=broadcast,
         update_client=functools.partial(_update_client, descent=descent, weights=weights_rule(weights)),
-        reply_shapes=lambda state: {"weighted": state.phi.shape, "weight": ()},
+        reply_shapes=lambda state: {"weighted": state.phi.shape, "weight": (), "local_change": ()},
         refuse=refuse,
-        update_server=functools.partial(update_server, tolerance=tolerance),
+        update_server=functools.partial(update_server, tolerance=tolerance_rule(tolerance)),
         outcome=lambda state, client_id: {"phi": state.phi},
         draw=draw,
         details=lambda state: {},
         estimate=lambda state: state.phi,
-        settings={
-            **{k: repr(v) for k, v in descent._asdict().items()},
-            "weights": weights,
-            "tolerance": repr(tolerance),
-        },
+        settings=described(descent, weights=weights, tolerance=tolerance),
     )
 
 
@@ -130,20 +139,41 @@ def broadcast(state: AverageState, client_id: str) -> Message:
 def _update_client(
     client: Any, personal: Any, message: Message, rng: np.random.Generator, *, descent: Descent, weights: str
 ) -> tuple[Kept, Message, Mapping[str, float]]:
+    """T steps from φ on the client's own loss."""
+    objective = client_loss(client, float(message["prior_share"]))
+    return stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
+
+
+def stepped(
+    client: Any,
+    personal: Any,
+    message: Message,
+    objective: Objective,
+    rng: np.random.Generator,
+    *,
+    descent: Descent,
+    weights: str,
+) -> tuple[Kept, Message, Mapping[str, float]]:
     """T steps from φ; what is sent is ready to be added up."""
     phi = np.asarray(message["phi"], dtype=float)
     local, info = kept_local(client, personal)
-    objective = client_loss(client, float(message["prior_share"]))
     x = descend(client, np.concatenate([phi, local]), objective, descent, rng)
     weight = weight_of(client, weights)
-    return Kept(x[len(phi) :]), {"weighted": weight * x[: len(phi)], "weight": np.array(weight)}, info
+    reply = {
+        "weighted": weight * x[: len(phi)],
+        "weight": np.array(weight),
+        "local_change": np.array(weight * converged(local, x[len(phi) :], 0.0)[1]),
+    }
+    return Kept(x[len(phi) :]), reply, info
 
 
 def refuse(state: Any, reply: Message) -> str | None:
-    """A weight must be positive."""
+    """A weight must be positive, and a distance not negative."""
     del state
-    weight = float(reply["weight"])
-    return None if weight > 0 else f"'weight' is {weight:.3g}, and must be positive"
+    weight, moved = float(reply["weight"]), float(reply["local_change"])
+    if not weight > 0:
+        return f"'weight' is {weight:.3g}, and must be positive"
+    return None if moved >= 0 else f"'local_change' is {moved:.3g}, and must not be negative"
 
 
 def update_server(
@@ -151,13 +181,16 @@ def update_server(
 ) -> tuple[AverageState, AverageInfo]:
     """φ is the weighted average of where the clients that replied ended."""
     if not replies:
-        return state, AverageInfo(np.nan)
+        return state, AverageInfo(np.nan, np.nan)
     total = sum_replies(replies)
     phi = total["weighted"] / total["weight"]
-    done, change = converged(state.phi, phi, tolerance)
+    still, change = converged(state.phi, phi, tolerance)
+    local_change = float(total["local_change"] / total["weight"])
+    done = still and local_change < tolerance
+    moved = f"φ moved by {change:.2g}, local variables by {local_change:.2g} in the last round"
+    message = "" if done else f"{moved}; raise rounds=, or change learning_rate="
     status = Status.CONVERGED if done else Status.RUNNING
-    message = "" if done else f"φ moved by {change:.2g} in the last round; raise rounds=, steps= or learning_rate="
-    return state._replace(phi=phi, status=status.value, message=message), AverageInfo(change)
+    return state._replace(phi=phi, status=status.value, message=message), AverageInfo(change, local_change)
 
 
 def draw(client: Any, personal: Any, message: Message, draws: int, chains: int, rng: np.random.Generator) -> Draws:
