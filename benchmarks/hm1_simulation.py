@@ -139,6 +139,17 @@ def least_squares(clients: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(found), np.array(residual)
 
 
+def sgd(data: dict[str, Any], seed: int) -> np.ndarray:
+    """One client alone as the paper fits it, without a prior: 600 steps of rate 0.01, squared errors of 5 rows."""
+    rng = np.random.default_rng(seed)
+    X, y = data["X"], data["y"]
+    theta = np.zeros(X.shape[1])
+    for _ in range(600):
+        rows = rng.choice(len(y), 5, replace=False)
+        theta = theta + 2 * 0.01 * X[rows].T @ (y[rows] - X[rows] @ theta)
+    return theta
+
+
 def exact(clients: dict[str, Any], omega: np.ndarray, variance: np.ndarray) -> np.ndarray:
     """Posterior mean of Θ (K, d) given Ω and σ_k², from one system of all clients' normal equations."""
     designs = [data["X"] for data in clients.values()]
@@ -186,10 +197,7 @@ def one_run(task: Task) -> dict[str, Any]:
         fedppl.fit(model(noise), warm, fedppl.HM1(), rounds=2, progressbar=False)
     if task.case in FIFTH:
         return figures | chosen(task, clients, theta)
-    # As in the paper: steps of rate 0.01 on the squared errors, summed over a batch of five. Rates are per mean here.
-    sgd = fedppl.SeparateSGD(learning_rate=2 * 0.01 * 5, steps=600, batch_size=5)
-    fit = fedppl.fit(model(1.0), clients, sgd, rounds=1, progressbar=False, random_seed=task.run)
-    figures["separate, SGD"] = judge(np.array([fit.personal[client_id].own for client_id in clients]))
+    figures["separate, SGD"] = judge(np.array([sgd(data, task.run) for data in clients.values()]))
     for name, declared, algorithm in (
         ("Algorithm 1", model(1.0), fedppl.HM1Gradient(learning_rate=0.01, batch_size=5)),
         ("HM1", model(None), fedppl.HM1()),

@@ -109,12 +109,16 @@ class ClientModel:
         packed: tuple[Any, Any, Any] = pack(_rows.take(self, rows))
         return packed
 
+    def batches(self, rows: Any) -> tuple[Any, Any, Any]:
+        """Packed data of many batches of observations at once, rows (T, b): T places instead of one."""
+        return _rows.batches(self, rows)
+
     def with_data(self, client_id: str, **arrays: Any) -> ClientModel:
         """Return another client's model: same compiled functions, other data."""
         if self.template.functions.get("own"):  # data stand in the graph: nothing can be exchanged
             return self.declaration.enrol({client_id: arrays})[client_id]
         checked = as_arrays(client_id, arrays)
-        needs_same_keys({self.client_id: self.arrays, client_id: checked})
+        needs_same_keys({f"{self.client_id} as enrolled": self.arrays, client_id: checked})
         client = self.declaration._client(client_id, self.template, checked, like=self)
         require_same_layout(self, client)
         return client

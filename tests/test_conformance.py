@@ -11,7 +11,7 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytensor.tensor as pt
@@ -26,9 +26,11 @@ from fedppl.gaussian import Gaussian
 from fedppl.local._newton import difference_hessian
 from fedppl.model import ClientModel
 from fedppl.prior import SharedPrior
+from fedppl.replies import sum_replies
 from fedppl.steps import _sites
 from fedppl.types import Algorithm, Failure, LocalInference, Reply, Request, Target
 from tests import problems
+from tests.test_runs import arrays, assert_same_state, told, trends
 
 # --- local inferences -----------------------------------------------------------------------------------------
 
@@ -220,97 +222,149 @@ def test_the_hessian_by_differences_is_the_symbolic_one(name: str) -> None:
 
 # --- algorithms -----------------------------------------------------------------------------------------------
 
-ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
-    "EP": fedppl.EP,
-    "EP, cold": lambda: fedppl.EP(warm_start=False, damping=0.3),
-    "EP, diagonal": lambda: fedppl.EP(structure="diagonal"),
-    "EP, blocks": lambda: fedppl.EP(structure=[["a"], ["mu"]]),
-    "EP with ADVI": lambda: fedppl.EP(local=fedppl.ADVI()),
-    "EP with NUTS": lambda: fedppl.EP(local=fedppl.NUTS(draws=150, tune=150, chains=1, nuts_sampler="pymc")),
+# Where a fit of a Gaussian model ends: at its posterior, at the mode of it, with every client's own posterior or mode,
+# at the posterior of HM1 given its Ω, or where only the algorithm's own tests say.
+POSTERIOR, MODE, OWN_POSTERIOR, OWN_MODE, COUPLED, ELSEWHERE = range(6)
+
+
+class Row(NamedTuple):
+    """An algorithm, where it ends, and whether the server reads sums of replies only."""
+
+    build: Callable[[], Algorithm]
+    ends: int = POSTERIOR
+    sums: bool = False
+    rounds: int = 60
+    problem: Callable[[], Any] = problems.regression
+
+
+one_step = functools.partial(dict, learning_rate=0.2, steps=1, tolerance=1e-8)
+ALGORITHMS = {
+    "EP": Row(fedppl.EP),
+    "EP, cold": Row(lambda: fedppl.EP(warm_start=False, damping=0.3)),
+    "EP, diagonal": Row(lambda: fedppl.EP(structure="diagonal")),
+    "EP, blocks": Row(lambda: fedppl.EP(structure=[["a"], ["mu"]])),
+    "EP with ADVI": Row(lambda: fedppl.EP(local=fedppl.ADVI())),
+    "EP with NUTS": Row(lambda: fedppl.EP(local=fedppl.NUTS(draws=150, tune=150, chains=1, nuts_sampler="pymc"))),
+    "FedAvg": Row(lambda: fedppl.FedAvg(**one_step()), MODE, sums=True, rounds=3000),
+    "FedAvg, many steps": Row(lambda: fedppl.FedAvg(learning_rate=0.05, batch_size=4), ELSEWHERE, sums=True),
+    "FedProx": Row(lambda: fedppl.FedProx(**one_step(), mu=0.5), MODE, sums=True, rounds=3000),
+    "SCAFFOLD": Row(lambda: fedppl.SCAFFOLD(learning_rate=0.05, steps=5, tolerance=1e-8), MODE, rounds=3000),
+    "Ditto": Row(lambda: fedppl.Ditto(**one_step(), lam=0.1), MODE, sums=True, rounds=3000),
+    "Separate": Row(fedppl.Separate, OWN_POSTERIOR),
+    "SeparateSGD": Row(lambda: fedppl.SeparateSGD(learning_rate=0.1, tolerance=1e-8), OWN_MODE),
+    "PrecisionWeighted": Row(fedppl.PrecisionWeighted),
+    "ConsensusMonteCarlo": Row(lambda: fedppl.ConsensusMonteCarlo(draws=400), sums=True),
+    "HM1": Row(fedppl.HM1, COUPLED),
+    "HM1Gradient": Row(lambda: fedppl.HM1Gradient(learning_rate=1e-3, steps=5), ELSEWHERE, problem=trends),
 }
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 
-def run(name: str, rounds: int, subset: Callable[[int, tuple[str, ...]], tuple[str, ...]] | None = None) -> list[Any]:
-    """States of rounds played by hand: broadcast, answer, update; no loop and no engine."""
-    model, clients = problems.regression()
-    models = model.enrol(clients)
+@functools.cache
+def enrolled(problem: Callable[[], Any]) -> dict[str, ClientModel]:
+    model, clients = problem()
+    models: dict[str, ClientModel] = model.enrol(clients)
+    return models
+
+
+class Played(NamedTuple):
+    """A run by hand: the state after each round, and what the clients keep and reply in it."""
+
+    states: list[Any]
+    personal: list[dict[str, Any]]
+    replies: list[dict[str, Any]]
+
+
+def run(name: str, rounds: int, subset: Callable[[int, tuple[str, ...]], tuple[str, ...]] | None = None) -> Played:
+    """Rounds played by hand: broadcast, answer, update; no loop and no engine. The first state is that before any."""
+    models, algorithm = enrolled(ALGORITHMS[name].problem), ALGORITHMS[name].build()
     layout, ids = next(iter(models.values())).layout, tuple(models)
-    algorithm = ALGORITHMS[name]()
-    states = [algorithm.init_server(layout, ids, stream((1,)))]
+    played = Played([algorithm.init_server(layout, ids, stream((1,)))], [{}], [{}])
     for number in range(1, rounds + 1):
         asked = ids if subset is None else subset(number, ids)
-        replies = {}
+        personal, replies = dict(played.personal[-1]), {}
         for client_id in asked:
-            message = algorithm.broadcast(states[-1], client_id)
-            _, message, _ = algorithm.update_client(
-                models[client_id], None, message, stream((number, ids.index(client_id)))
+            message = algorithm.broadcast(played.states[-1], client_id)
+            personal[client_id], replies[client_id], _ = algorithm.update_client(
+                models[client_id], personal.get(client_id), message, stream((number, ids.index(client_id)))
             )
-            replies[client_id] = message
-        states.append(algorithm.update_server(states[-1], replies)[0])
-    return states
+        played.states.append(algorithm.update_server(played.states[-1], replies)[0])
+        played.personal.append(personal)
+        played.replies.append(replies)
+    return played
+
+
+def said(name: str, state: Any) -> dict[str, Any]:
+    """All that a state says to anybody, by name."""
+    algorithm = ALGORITHMS[name].build()
+    shared = {
+        what: read(state)
+        for what, read in (("posterior", algorithm.posterior), ("estimate", algorithm.estimate))
+        if read is not None
+    }
+    clients = told(algorithm, state, enrolled(ALGORITHMS[name].problem))
+    return arrays({**shared, **clients, "details": dict(algorithm.details(state))}, "said")
 
 
 @every_algorithm
 def test_messages_are_arrays_and_replies_are_as_announced(name: str) -> None:
-    model, clients = problems.regression()
-    models, algorithm = model.enrol(clients), ALGORITHMS[name]()
-    for state in run(name, 4):
+    models, algorithm = enrolled(ALGORITHMS[name].problem), ALGORITHMS[name].build()
+    for state in run(name, 4).states:
         for client_id in list(models)[:1]:
             message = algorithm.broadcast(state, client_id)
             assert all(isinstance(value, np.ndarray) for value in message.values())
+            assert all(isinstance(value, np.ndarray) for value in algorithm.outcome(state, client_id).values())
             reply = answer(algorithm, models[client_id], None, Request(client_id, 1, 1, (1, 2, 3), message))[1]
             assert isinstance(reply, Reply)
             shapes = {key: np.shape(value) for key, value in reply.message.items()}
             assert shapes == dict(algorithm.reply_shapes(state))
             assert all(np.asarray(value).dtype == np.float64 for value in reply.message.values())
+            assert algorithm.refuse(state, reply.message) is None
 
 
 @every_algorithm
 def test_states_are_never_changed_in_place(name: str, tmp_path: Path) -> None:
-    """Each state is kept on disk as it was; after all rounds it still is what it was."""
-    model, clients = problems.regression()
-    models = model.enrol(clients)
-    algorithm, layout = ALGORITHMS[name](), next(iter(models.values())).layout
+    """Each state is kept on disk as it was, with what the clients keep; after all rounds it still is what it was."""
+    models, algorithm = enrolled(ALGORITHMS[name].problem), ALGORITHMS[name].build()
+    layout, personal = next(iter(models.values())).layout, dict[str, Any]()
     state, kept = algorithm.init_server(layout, tuple(models), stream((1,))), []
     for number in range(1, 4):
         path = tmp_path / str(number)
-        checkpoint.write(path, {**dict.fromkeys(checkpoint.CONTENT), "state": state})
-        kept.append((state, path))
-        replies = {}
+        checkpoint.write(path, {**dict.fromkeys(checkpoint.CONTENT), "state": state, "personal": personal})
+        kept.append((state, personal, path))
+        replies, personal = {}, dict(personal)
         for k, client_id in enumerate(models):
             message = algorithm.broadcast(state, client_id)
-            replies[client_id] = algorithm.update_client(models[client_id], None, message, stream((number, k)))[1]
+            personal[client_id], replies[client_id], _ = algorithm.update_client(
+                models[client_id], personal.get(client_id), message, stream((number, k))
+            )
         state = algorithm.update_server(state, replies)[0]
-    for before, path in kept:
-        assert_array_equal(flat(before), flat(checkpoint.read(path)["state"]))
-
-
-def flat(state: Any) -> Any:
-    """All numbers of a state in one vector."""
-    if isinstance(state, tuple | list):
-        return np.concatenate([np.zeros(0), *(flat(part) for part in state)])
-    if isinstance(state, dict):
-        return flat([state[key] for key in sorted(state)])
-    return np.zeros(0) if state is None or isinstance(state, str) else np.ravel(np.asarray(state, dtype=float))
+    for before, own, path in kept:
+        content = checkpoint.read(path)
+        assert_same_state((before, own), (content["state"], content["personal"]))
 
 
 @every_algorithm
-def test_no_replies_change_no_posterior(name: str) -> None:
-    algorithm = ALGORITHMS[name]()
-    state = run(name, 3)[-1]
+def test_no_replies_change_nothing_that_is_said(name: str) -> None:
+    algorithm = ALGORITHMS[name].build()
+    state = run(name, 3).states[-1]
     after, _ = algorithm.update_server(state, {})
-    for ours, theirs in zip(algorithm.posterior(after), algorithm.posterior(state), strict=True):
-        assert_array_equal(ours, theirs)
+    assert_same_state(said(name, after), said(name, state))
 
 
 @every_algorithm
 def test_any_subset_of_replies_is_taken(name: str) -> None:
-    """One client a round, in turn: the posterior stays proper, and cavity x site = q for everyone."""
-    algorithm = ALGORITHMS[name]()
-    for state in run(name, 8, lambda number, ids: (ids[number % len(ids)],)):
+    """One client a round, in turn: what is said is finite, a posterior proper, and cavity x site = q for everyone."""
+    algorithm = ALGORITHMS[name].build()
+    for state in run(name, 8, lambda number, ids: (ids[number % len(ids)],)).states:
+        for path, value in said(name, state).items():
+            assert np.all(np.isfinite(value)), path
+        if algorithm.posterior is None:
+            continue
         q = algorithm.posterior(state)
         assert gaussian.is_proper(q)
+        if not hasattr(state, "sites"):
+            continue
         for client_id in problems.regression()[1]:
             site = gaussian.quotient(q, _sites.cavity(state.sites, client_id))
             assert_allclose(gaussian.product(_sites.cavity(state.sites, client_id), site).precision, q.precision)
@@ -318,46 +372,146 @@ def test_any_subset_of_replies_is_taken(name: str) -> None:
         assert_array_equal(nobody.precision, q.precision)
 
 
+def assert_says_the_same(name: str, there: Any, back: Any, tolerance: float = 1e-12) -> None:
+    one, other = said(name, there), said(name, back)
+    assert one.keys() == other.keys()
+    for path in one:
+        assert_allclose(one[path], other[path], rtol=tolerance, atol=tolerance, err_msg=path)
+
+
 @every_algorithm
 def test_replies_in_another_order_give_the_same_state(name: str) -> None:
-    algorithm, state = ALGORITHMS[name](), run(name, 2)[-1]
-    model, clients = problems.regression()
-    replies = {}
-    for k, (client_id, one) in enumerate(model.enrol(clients).items()):
-        message = algorithm.broadcast(state, client_id)
-        replies[client_id] = algorithm.update_client(one, None, message, stream((9, k)))[1]
+    algorithm, played = ALGORITHMS[name].build(), run(name, 3)
+    replies = played.replies[-1]
     there, back = (
-        algorithm.update_server(state, dict(order))[0] for order in (replies.items(), [*replies.items()][::-1])
+        algorithm.update_server(played.states[-2], dict(order))[0]
+        for order in (replies.items(), [*replies.items()][::-1])
     )
-    for ours, theirs in zip(algorithm.posterior(there), algorithm.posterior(back), strict=True):
+    assert_says_the_same(name, there, back)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ALGORITHMS.items() if row.sums])
+def test_replies_may_be_summed_on_the_way(name: str) -> None:
+    """By a relay or under encryption: the sum of some, or of all, in the place of the replies themselves."""
+    algorithm, played = ALGORITHMS[name].build(), run(name, 1)
+    replies = played.replies[1]
+    first, second, third, fourth = replies
+    pair = {first: replies[first], third: replies[third]}
+    for grouped in (
+        {first: sum_replies(pair), second: replies[second], fourth: replies[fourth]},
+        {second: sum_replies({second: replies[second], fourth: replies[fourth]}), third: sum_replies(pair)},
+        {fourth: sum_replies(replies)},
+    ):
+        state = algorithm.update_server(played.states[0], grouped)[0]
+        for reply in grouped.values():
+            assert algorithm.refuse(played.states[0], reply) is None
+        ours, theirs = numbers(algorithm, state), numbers(algorithm, played.states[1])
         assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+        assert state.status == played.states[1].status
+
+
+def numbers(algorithm: Algorithm, state: Any) -> Any:
+    """The shared estimate, or the posterior's parameters, in one vector."""
+    if algorithm.posterior is None:
+        assert algorithm.estimate is not None
+        return algorithm.estimate(state)
+    q = algorithm.posterior(state)
+    return np.concatenate([q.linear, q.precision.ravel()])
 
 
 @every_algorithm
 def test_the_state_says_how_it_stands(name: str) -> None:
-    algorithm = ALGORITHMS[name]()
-    for state in run(name, 2):
+    algorithm, models = ALGORITHMS[name].build(), enrolled(ALGORITHMS[name].problem)
+    sizes = {"rows": 3, "columns": 3, "client": len(models), "other_client": len(models)}
+    for state in run(name, 2).states:
         assert fedppl.Status(state.status) in fedppl.Status
         assert isinstance(state.message, str)
         for dims, value in algorithm.details(state).values():
-            assert dims == ("rows",)
-            assert np.shape(value) == (3,)
+            assert np.shape(value) == tuple(sizes[dim] for dim in dims)
+        if algorithm.estimate is not None:
+            assert np.shape(algorithm.estimate(state)) == (3,)
+    assert all(isinstance(key, str) and isinstance(value, str) for key, value in algorithm.settings.items())
 
 
-@every_algorithm
+@pytest.mark.parametrize("name", [name for name, row in ALGORITHMS.items() if row.ends == POSTERIOR])
 def test_a_fit_of_a_gaussian_model_ends_at_its_posterior(name: str) -> None:
-    """Exact means for every algorithm whose clients are exact; NUTS up to averaged Monte Carlo error."""
-    model, clients = problems.regression()
-    fit = fedppl.fit(model, clients, ALGORITHMS[name](), rounds=60, progressbar=False, random_seed=6)
+    """Exact means for every algorithm whose clients are exact; where clients draw, up to Monte Carlo error."""
+    clients, fit = problems.regression()[1], fitted(name)
     exact = problems.regression_posterior(clients)
-    assert fit.status.ok, fit.message
     error = np.abs(gaussian.mean(fit.posterior) - gaussian.mean(exact)) / gaussian.standard_deviations(exact)
     if "NUTS" in name:
         # four clients of about 100 effective draws each: √4 / √100 = 0.2 sd a round, less after averaging
         assert np.all(error < 0.4)
+    elif "MonteCarlo" in name:
+        # the mean of the S averaged draws, and precisions that are estimated from them
+        assert np.all(error < 4 / np.sqrt(400))
+        sds = gaussian.standard_deviations(fit.posterior) / gaussian.standard_deviations(exact)
+        assert_allclose(sds, 1.0, rtol=4 / np.sqrt(2 * 400))
     elif "diagonal" in name or "blocks" in name:
         # the family lacks the correlations; means of a Gaussian target survive that when EP converges
         assert np.all(error < 0.05)
     else:
         assert np.all(error < 0.01)  # the tolerance of the fit
         assert_allclose(gaussian.standard_deviations(fit.posterior), gaussian.standard_deviations(exact), rtol=0.01)
+
+
+@functools.cache
+def fitted(name: str) -> fedppl.Fit:
+    row = ALGORITHMS[name]
+    fit = fedppl.fit(*row.problem(), row.build(), rounds=row.rounds, progressbar=False, random_seed=6)
+    assert fit.status.ok, fit.message
+    return fit
+
+
+@pytest.mark.parametrize("name", [name for name, row in ALGORITHMS.items() if row.ends == MODE])
+def test_a_fit_of_a_gaussian_model_ends_at_its_mode(name: str) -> None:
+    """Of (φ, β_1, ..., β_K) jointly, which for a Gaussian is the mean: that of φ, and of β_k at the clients."""
+    clients, fit = problems.regression()[1], fitted(name)
+    exact = problems.regression_posterior(clients)
+    found = np.concatenate([fit.estimate["mu"], [fit.estimate["a"]]])
+    assert_allclose(found, gaussian.mean(exact), atol=1e-5)
+    if name == "Ditto":  # whose clients have parameters of their own
+        return
+    for client_id, data in clients.items():
+        cavity = gaussian.quotient(exact, problems.regression_site(data))
+        own = fit.client(client_id, draws=1, chains=1)["posterior"]["beta"].values.ravel()
+        assert_allclose(own, problems.regression_joint(data, cavity)[0][3:], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ALGORITHMS.items() if row.ends in (OWN_POSTERIOR, OWN_MODE)])
+def test_clients_that_are_not_pooled_end_at_their_own_posterior(name: str) -> None:
+    """From the declared prior and their own data; of draws, means within 4 and sds within 5 standard errors."""
+    fit, point = fitted(name), ALGORITHMS[name].ends == OWN_MODE
+    for client_id, data in problems.regression()[1].items():
+        mean, covariance = problems.regression_joint(data, problems.REGRESSION_PRIOR)
+        posterior = fit.client(client_id, draws=1 if point else 4000, chains=1)["posterior"]
+        draws = np.column_stack([posterior["mu"].values[0], posterior["a"].values[0], posterior["beta"].values[0]])
+        if point:
+            assert_allclose(draws[0], mean, atol=1e-5)
+            continue
+        error = (draws.mean(axis=0) - mean) / np.sqrt(np.diag(covariance))
+        assert_allclose(error, 0, atol=4 / np.sqrt(4000))
+        assert_allclose(draws.std(axis=0), np.sqrt(np.diag(covariance)), rtol=5 / np.sqrt(2 * 4000))
+
+
+@pytest.mark.parametrize("name", [name for name, row in ALGORITHMS.items() if row.ends == COUPLED])
+def test_coupled_clients_end_at_their_joint_posterior(name: str) -> None:
+    """Given Ω: precision Ω⁻¹ ⊗ A⁻¹ + diag(Q_k), with the Q_k and r_k of clients whose local variables are out."""
+    fit, sites = fitted(name), [problems.regression_site(data) for data in problems.regression()[1].values()]
+    found = {key: value for key, (_, value) in fit.algorithm.details(fit.state).items()}
+    precision = np.kron(np.linalg.inv(found["omega"]), problems.REGRESSION_PRIOR.precision)
+    for k, site in enumerate(sites):
+        precision[3 * k : 3 * k + 3, 3 * k : 3 * k + 3] += site.precision
+    covariance = np.linalg.inv(precision)
+    assert_allclose(found["theta"].ravel(), covariance @ np.concatenate([site.linear for site in sites]), rtol=1e-6)
+    assert_allclose(found["theta_sd"].ravel(), np.sqrt(np.diag(covariance)), rtol=1e-6)
+    assert np.abs(found["omega"] - np.eye(len(sites))).max() > 0.05  # it was estimated
+
+
+def test_every_algorithm_is_in_the_table() -> None:
+    """As in test_runs.py; PrivateEP draws its noise from the system, and is tested in its own file."""
+    names = {row.build().name for row in ALGORITHMS.values()}
+    exported = {
+        name for name in fedppl.__all__ if getattr(getattr(fedppl, name), "__module__", "").startswith("fedppl.steps.")
+    }
+    assert len(names) == len(exported - {"PrivateEP"})

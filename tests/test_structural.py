@@ -456,7 +456,7 @@ def test_a_shrinkage_that_diverges_stalls_and_says_so() -> None:
     enrolled = declared(noise_sd=1.0).enrol(data)
     state = last = fit(data, algorithm, declared(noise_sd=1.0), rounds=1).state
     for _ in range(4):
-        last = state = state._replace(omega=1e-6 * np.eye(K))
+        last = state = state._replace(omega=1e-6 * np.eye(K), pulls=1e6 * state.theta)
         replies = {}
         for client_id, client in enrolled.items():
             message = algorithm.broadcast(state, client_id)

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
 from fedppl import gaussian
-from fedppl.local._newton import DATA, KERNEL, MATRIX, VECTOR, entry
+from fedppl.local._newton import DATA, INTEGERS, KERNEL, MATRIX, VECTOR, entry, jit
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure
 
 __all__ = ["Descent", "Objective", "check_batches", "checked", "descend", "mean_loss"]
@@ -23,6 +24,8 @@ __all__ = ["Descent", "Objective", "check_batches", "checked", "descend", "mean_
 # Full-gradient steps that raise a client's loss by more than this many nats a row have diverged; smaller rises are an
 # oscillation that may still settle.
 _RISE = 1.0
+_ROWS_AT_ONCE = 20_000  # copied for a stretch of batches
+PLACES = types.int64[:, ::1]
 
 
 class Descent(NamedTuple):
@@ -82,8 +85,8 @@ def check_batches(client: Any, batch_size: int | None) -> None:
         )
 
 
-@entry(KERNEL, VECTOR, DATA, DATA, VECTOR, MATRIX, VECTOR)
-def _steps(kernel: Any, x: Any, data: Any, none: Any, settings: Any, quadratic: Any, linear: Any) -> Any:
+@jit
+def _one_after_another(kernel: Any, x: Any, data: Any, none: Any, settings: Any, quadratic: Any, linear: Any) -> Any:
     """Take settings = (steps, rate, scale, weight of a batch) steps from x; the data `none` have no rows."""
     m = linear.shape[0]
     n = x.shape[0]
@@ -107,6 +110,22 @@ def _steps(kernel: Any, x: Any, data: Any, none: Any, settings: Any, quadratic: 
     return x
 
 
+@entry(KERNEL, VECTOR, DATA, DATA, VECTOR, MATRIX, VECTOR)
+def _steps(kernel: Any, x: Any, data: Any, none: Any, settings: Any, quadratic: Any, linear: Any) -> Any:
+    """All steps on the same data."""
+    return _one_after_another(kernel, x, data, none, settings, quadratic, linear)
+
+
+@entry(KERNEL, VECTOR, VECTOR, INTEGERS, PLACES, DATA, VECTOR, MATRIX, VECTOR)
+def _batch_steps(
+    kernel: Any, x: Any, reals: Any, integers: Any, places: Any, none: Any, settings: Any, quadratic: Any, linear: Any
+) -> Any:
+    """Take a step with every batch in turn, each one place in the packed data."""
+    for t in range(places.shape[0]):
+        x = _one_after_another(kernel, x, (reals, integers, places[t]), none, settings, quadratic, linear)
+    return x
+
+
 def descend(client: Any, x: Array, objective: Objective, descent: Descent, rng: np.random.Generator) -> Array:
     """Return x = (φ, θ) after T steps of the client's objective.
 
@@ -126,11 +145,17 @@ def descend(client: Any, x: Array, objective: Objective, descent: Descent, rng: 
         if whole and not share:
             settings[0] = descent.steps
             x = _steps(client.kernel, x, client.data, client.data, settings, A, b)
+        elif not share:
+            none, chosen = client.batch(np.arange(0)), np.array(list(_batches(rows, descent, rng)))
+            many = max(1, _ROWS_AT_ONCE // chosen.shape[1])
+            for start in range(0, len(chosen), many):
+                held = client.batches(chosen[start : start + many])
+                x = _batch_steps(client.kernel, x, *held, none, settings, A, b)
         else:
             none = client.data if whole else client.batch(np.arange(0))
-            for chosen in _batches(rows, descent, rng):
+            for batch in _batches(rows, descent, rng):
                 pull = b + scale * share * client.prior.log_ratio_gradient(x[:m]) if share else b
-                x = _steps(client.kernel, x, client.data if whole else client.batch(chosen), none, settings, A, pull)
+                x = _steps(client.kernel, x, client.data if whole else client.batch(batch), none, settings, A, pull)
         after = _loss(client, objective, x) if whole and np.all(np.isfinite(x)) else 0.0
     if not np.all(np.isfinite(x)) or not after <= before + _RISE * scale * rows:
         raise LocalFailure(f"gradient steps diverged; lower learning_rate={descent.learning_rate:g}")

@@ -112,7 +112,9 @@ def HM1(
     estimate; there a fifth of the curvature that it has with the noise held is used, and diagnostic `raised` counts
     such directions. At the end there should be none.
 
-    *When this fails.* The prior is not invariant to the basis: what is unit variance for the coefficients of raw
+    *When this fails.* A parameter that a client's data alone hardly identify, a variance of its effects for example,
+    has a likelihood that is far from quadratic: clients then fail, or Ω grows; leave such parameters local or share
+    them by `EP`. The prior is not invariant to the basis: what is unit variance for the coefficients of raw
     powers is something else for orthogonal polynomials. Choose the basis, or the declared A, with care. It says nothing
     of clients that did not take part: use `EP`.
 
@@ -235,7 +237,7 @@ def _update_server(
         heard[k] = True
     try:
         with np.errstate(over="ignore", invalid="ignore"):
-            omega, coupled = _coupled.estimate(linear, precision, state.omega, structure)
+            omega, coupled = _coupled.estimate(linear, precision, state.omega, structure, tolerance=1e-3 * tolerance)
     except np.linalg.LinAlgError:
         return _stalled(state)
     if not all(np.all(np.isfinite(value)) for value in (*coupled, omega.matrix)):

@@ -28,6 +28,7 @@ class HM1GradientState(NamedTuple):
     center: Array  # μ₀ of the declared prior N(μ₀, s² I), (m,)
     theta: Array  # (K, m)
     omega: Array  # (K, K)
+    pulls: Array  # (K, m) aggregated vectors Σ_i (θ_i − μ₀) Ω⁻¹_ik of the explicit step
     status: str
     message: str
 
@@ -116,7 +117,7 @@ def HM1Gradient(
         name="HM1 by gradient steps",
         check=functools.partial(_check, descent=descent),
         init_server=_init_server,
-        broadcast=functools.partial(_broadcast, explicit=explicit),
+        broadcast=_broadcast,
         update_client=functools.partial(_update_client, descent=descent, explicit=explicit),
         reply_shapes=lambda state: {"theta": state.center.shape, "step": ()},
         refuse=_refuse,
@@ -153,17 +154,14 @@ def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Genera
     center, variance = _start(layout)
     where = {client_id: k for k, client_id in enumerate(clients)}
     theta = np.tile(center, (count, 1))
-    return HM1GradientState(where, center, theta, variance * np.eye(count), Status.RUNNING.value, "")
+    omega = variance * np.eye(count)
+    return HM1GradientState(where, center, theta, omega, np.zeros_like(theta), Status.RUNNING.value, "")
 
 
-def _broadcast(state: HM1GradientState, client_id: str, *, explicit: bool) -> Message:
+def _broadcast(state: HM1GradientState, client_id: str) -> Message:
     """The client's own parameters, and the aggregated vector Σ_i θ_i Ω⁻¹_ik."""
     k = state.where[client_id]
-    pull = np.zeros_like(state.center)
-    if explicit:
-        unit = np.eye(len(state.where))[k]
-        pull = np.linalg.solve(state.omega, unit) @ (state.theta - state.center)
-    return {"theta": state.theta[k], "pull": pull}
+    return {"theta": state.theta[k], "pull": state.pulls[k]}
 
 
 def _update_client(
@@ -205,11 +203,12 @@ def _update_server(
         return state._replace(status=Status.STALLED.value, message=message), HM1GradientInfo(np.inf, np.nan)
     omega = (1.0 - alpha) * state.omega + alpha * eta @ eta.T / eta.shape[1]
     theta = state.center + eta
+    pulls = np.linalg.solve(omega, eta) if explicit else np.zeros_like(eta)
     change = float(np.max(np.abs(theta - state.theta)))
     done = change < tolerance
     message = "" if done else f"θ moved by {change:.2g} in the last round; raise rounds="
     status = Status.CONVERGED if done else Status.RUNNING
-    after = state._replace(theta=theta, omega=omega, status=status.value, message=message)
+    after = state._replace(theta=theta, omega=omega, pulls=pulls, status=status.value, message=message)
     return after, HM1GradientInfo(change, float(np.linalg.eigvalsh(omega)[0]))
 
 

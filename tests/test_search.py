@@ -1,0 +1,316 @@
+"""Grid search on held-out rows: losses against closed forms and brute force, then what is chosen and what refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from scipy import stats
+from scipy.special import logsumexp
+
+import fedppl
+from fedppl import DataError, DeclarationError, gaussian
+from fedppl.testing import normal_means
+from fedppl.types import LocalFailure, Status
+from models import hm2
+from tests import problems
+
+DRAWS = 4000
+FAST = functools.partial(fedppl.FedAvg, learning_rate=0.1, steps=5)
+
+
+@functools.cache
+def split() -> tuple[Any, Any, Any]:
+    model, clients = problems.regression()
+    return model, *fedppl.holdout(clients, 0.3, random_seed=4)
+
+
+@functools.cache
+def fitted(build: Callable[[], Any] = fedppl.EP, rounds: int = 20) -> fedppl.Fit:
+    return fedppl.fit(*split()[:2], build(), rounds=rounds, progressbar=False, random_seed=1)
+
+
+def search(algorithms: Any, **settings: Any) -> Any:
+    model, training, validation = split()
+    settings = {"clients": training, "validation": validation, "rounds": 4, "progressbar": False, "random_seed": 1} | (
+        settings
+    )
+    return fedppl.grid_search(model, algorithms=algorithms, **settings)
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_the_log_predictive_density_of_a_gaussian_model() -> None:
+    """y_val ~ N(Zm, ZCZᵀ + I) with m, C of (μ, a, β) given all training rows; the tolerance is 4 standard errors."""
+    _, training, validation = split()
+    fit, posterior = fitted(), problems.regression_posterior(training)
+    exact, variance, rng = 0.0, 0.0, np.random.default_rng(2)
+    for client_id, data in validation.items():
+        cavity = gaussian.quotient(posterior, problems.regression_site(training[client_id]))
+        mean, covariance = problems.regression_joint(training[client_id], cavity)
+        Z = np.column_stack([np.zeros((len(data["y"]), 2)), np.ones(len(data["y"])), data["X"]])
+        predictive = stats.multivariate_normal(Z @ mean, Z @ covariance @ Z.T + np.eye(len(Z)))
+        term = -predictive.logpdf(data["y"])
+        w = np.exp(stats.norm.logpdf(data["y"], rng.multivariate_normal(mean, covariance, 20_000) @ Z.T).sum(axis=1))
+        error = np.std(w) / np.mean(w) / np.sqrt(DRAWS)
+        alone = fedppl.validation_loss(fit, {client_id: data}, draws=DRAWS)
+        assert abs(alone.total - term) < 4 * error
+        assert alone.rows == len(data["y"])
+        exact, variance = exact + term, variance + error**2
+    found = fedppl.validation_loss(fit, validation, draws=DRAWS)
+    assert abs(found.total - exact) < 4 * np.sqrt(variance)
+    assert found.rows == sum(len(data["y"]) for data in validation.values())
+    assert found.mean == found.total / found.rows
+
+
+def test_of_a_point_it_is_the_likelihood_and_not_the_prior_of_local_variables() -> None:
+    """β is local with a prior of its own: Σ -log N(y; a + Xβ, 1) at the client's β."""
+    fit, total = fitted(FAST, 3), 0.0
+    for client_id, data in split()[2].items():
+        at = fit.client(client_id, draws=1, chains=1)["posterior"]
+        mean = at["a"].values.item() + data["X"] @ at["beta"].values[0, 0]
+        total -= stats.norm.logpdf(data["y"], mean).sum()
+    assert fedppl.validation_loss(fit, split()[2]).total == pytest.approx(total, rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["noise", "transforms"])
+def test_it_is_what_the_clients_own_draws_give(name: str) -> None:
+    """Local scales, ordered and positive variables: equal to an average over the draws of `Fit.client`."""
+    model, clients = problems.ALL[name]()
+    training, validation = fedppl.holdout(clients, 0.3, random_seed=1)
+    algorithm = fedppl.EP() if name == "noise" else fedppl.FedAvg(learning_rate=1e-3)
+    fit = fedppl.fit(model, training, algorithm, rounds=2, progressbar=False, random_seed=1)
+    total = 0.0
+    for client_id, data in validation.items():
+        of = {k: np.asarray(v.values)[0] for k, v in fit.client(client_id, draws=40, chains=1)["posterior"].items()}
+        if name == "noise":
+            mean, sd = of["theta"] @ data["X"].T, np.exp(of["log_sigma"])
+        else:
+            mean = (of["z"] + of["p"][:, 1:]) @ data["X"].T + of["cuts"].sum(axis=1)[:, None]
+            sd = of["sigma"]
+        total -= logsumexp(stats.norm.logpdf(data["y"], mean, sd[:, None]).sum(axis=1)) - np.log(40)
+    assert fedppl.validation_loss(fit, validation, draws=40).total == pytest.approx(total, rel=1e-8)
+
+
+def test_sums_over_clients_do_not_depend_on_their_order() -> None:
+    fit, validation = fitted(), split()[2]
+    alone = [fedppl.validation_loss(fit, {client_id: validation[client_id]}) for client_id in validation]
+    together = fedppl.validation_loss(fit, validation)
+    assert together.total == pytest.approx(sum(one.total for one in alone), rel=1e-14)
+    assert fedppl.validation_loss(fit, dict(reversed(validation.items()))) == together
+
+
+def test_another_loss_gets_the_clients_posterior_and_its_rows() -> None:
+    def squared(posterior: Any, data: Any) -> float:
+        coefficients = posterior["beta"].mean(("chain", "draw")).values
+        return float(np.sum((data["y"] - posterior["a"].mean().item() - data["X"] @ coefficients) ** 2))
+
+    fit, total = fitted(), 0.0
+    for client_id, data in split()[2].items():
+        total += squared(fit.client(client_id, draws=50, chains=1)["posterior"], data)
+    assert fedppl.validation_loss(fit, split()[2], loss=squared, draws=50).total == pytest.approx(total, rel=1e-12)
+    with pytest.raises(DeclarationError, match=r"shape \(2,\); return the sum"):
+        fedppl.validation_loss(fit, split()[2], loss=lambda posterior, data: np.zeros(2))  # type: ignore[arg-type, return-value]
+
+
+def test_as_many_held_out_rows_as_coefficients_are_no_trouble() -> None:
+    """Three rows, three predictors: θ has as many entries as there are rows, but not one a row."""
+    rng = np.random.default_rng(3)
+    clients = {k: {"X": rng.normal(size=(n, 3)), "y": rng.normal(size=n)} for k, n in (("a", 15), ("b", 20))}
+    training, validation = fedppl.holdout(clients, 0.2, random_seed=1)
+    assert validation["a"]["X"].shape == (3, 3)
+    model = fedppl.FederatedModel(functools.partial(hm2.hierarchical_regression, noise_sd=1.0), hm2.HIERARCHICAL_SHARED)
+    fit = fedppl.fit(model, training, fedppl.FedAvg(learning_rate=0.05), rounds=2, progressbar=False, random_seed=1)
+    theta = fit.client("a", draws=1, chains=1)["posterior"]["theta"].values[0, 0]
+    expected = -stats.norm.logpdf(validation["a"]["y"], validation["a"]["X"] @ theta).sum()
+    assert fedppl.validation_loss(fit, {"a": validation["a"]}).total == pytest.approx(expected, rel=1e-10)
+
+
+# --- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_loss_is_chosen_and_candidates_that_diverge_never() -> None:
+    candidates = fedppl.grid(fedppl.FedAvg, learning_rate=[1e-5, 0.1, 1e12], steps=[30])
+    found = search(candidates)
+    table = found.table
+    assert list(table.index) == list(candidates)
+    assert list(table.columns) == ["loss", "status", "rounds", "seconds", "message"]
+    assert found.best == table["loss"].idxmin() == "learning_rate=0.1, steps=30"
+    assert found.algorithm is candidates[found.best]
+    assert found.fit.algorithm is found.algorithm
+    assert table["loss"][found.best] == fedppl.validation_loss(found.fit, split()[2]).mean
+    assert np.isfinite(table["loss"].iloc[0])
+    assert table["loss"].iloc[2] == np.inf
+    assert "lower learning_rate=1e+12" in table["message"].iloc[2]
+    with pytest.raises(DeclarationError, match="no candidate is of use: .*diverged"):
+        search(fedppl.grid(fedppl.FedAvg, learning_rate=[1e12], steps=[30]))
+
+
+def test_ties_go_to_the_first_and_the_order_of_clients_does_not_matter() -> None:
+    _, training, validation = split()
+    found = search({"second": FAST(), "first": FAST(), "slow": fedppl.FedAvg(learning_rate=1e-4)})
+    assert found.best == "second"
+    assert found.table["loss"]["second"] == found.table["loss"]["first"] < found.table["loss"]["slow"]
+    again = search({"second": FAST()}, clients=dict(reversed(training.items())), validation=validation)
+    assert again.table["loss"]["second"] == found.table["loss"]["second"]
+
+
+def unusable(kind: str) -> Any:
+    """A candidate that is of no use, by kind."""
+    algorithm = FAST()
+
+    def failing(client: Any, personal: Any, *arguments: Any) -> Any:
+        if kind == "never" and client.client_id == "clinic 1" or (kind == "later" and personal is not None):
+            raise LocalFailure("out of paper")
+        return algorithm.update_client(client, personal, *arguments)
+
+    def stall(state: Any, replies: Any) -> Any:
+        after, info = algorithm.update_server(state, replies)
+        return after._replace(status=Status.STALLED.value, message="stands still"), info
+
+    def no_draws(*arguments: Any) -> Any:
+        raise LocalFailure("no mode")
+
+    changed = {"stalled": {"update_server": stall}, "no draws": {"draw": no_draws}}
+    return algorithm._replace(**changed.get(kind, {"update_client": failing}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("never", "client 'clinic 1' never sent a usable reply: out of paper"),
+        ("later", "no client sent a usable reply in the last round: out of paper"),
+        ("stalled", "stands still"),
+        ("no draws", "no validation loss: no mode"),
+    ],
+)
+def test_a_candidate_of_no_use_is_listed_and_not_chosen(kind: str, reason: str) -> None:
+    found = search({kind: unusable(kind), "good": FAST()}, rounds=2)
+    assert found.best == "good"
+    assert found.table["loss"][kind] == np.inf
+    assert found.table["message"][kind] == reason
+    with pytest.raises(DeclarationError, match=f"no candidate is of use: {kind}: {reason}"):
+        search({kind: unusable(kind)}, rounds=2)
+    with pytest.raises(DeclarationError, match="the validation loss is nan"):
+        search({"good": FAST()}, rounds=1, loss=lambda posterior, data: np.nan)
+
+
+def test_a_client_that_was_never_asked_is_no_reason() -> None:
+    assert search({"good": FAST()}, participation=lambda ids, rng: ids[:1]).best == "good"
+
+
+# --- splitting, and names ---------------------------------------------------------------------------------------------
+
+
+def test_holdout_splits_rows_and_nothing_else() -> None:
+    rng = np.random.default_rng(0)
+    data = {"X": rng.normal(size=(10, 2)), "y": np.arange(10), "center": np.array([1.0, 2.0]), "scale": 3.0}
+    training, validation = fedppl.holdout({"a": data, "b": data}, 0.25, random_seed=1)
+    for client_id in "ab":
+        kept, held = training[client_id], validation[client_id]
+        assert (len(kept["y"]), len(held["y"])) == (8, 2)
+        assert_array_equal(np.sort(np.concatenate([kept["y"], held["y"]])), data["y"])
+        assert np.all(np.diff(kept["y"]) > 0)
+        for part in (kept, held):
+            assert_array_equal(part["X"], data["X"][part["y"]])  # type: ignore[index]
+            assert_array_equal(part["center"], data["center"])
+            assert part["scale"] == 3.0
+    assert np.any(validation["a"]["y"] != validation["b"]["y"])
+    alone = fedppl.holdout({"b": data}, 0.25, random_seed=1)[1]
+    assert_array_equal(alone["b"]["y"], validation["b"]["y"])
+    three = fedppl.holdout({"c": {"y": np.arange(3)}, "d": {"y": np.arange(2)}}, 0.9, random_seed=1)
+    assert [[len(part[k]["y"]) for k in "cd"] for part in three] == [[1, 1], [2, 1]]
+    named = fedppl.holdout({"a": {"y": np.arange(9), "w": np.ones(4)}}, rows=["y"], random_seed=1)[1]
+    assert (len(named["a"]["y"]), len(named["a"]["w"])) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("clients", "settings", "message"),
+    [
+        ({"a": {"y": np.ones(1)}}, {}, "client 'a' has 1 row, which cannot be split"),
+        ({"a": {"y": 1.0}}, {}, "client 'a': arrays of shapes .* name those in rows="),
+        ({"a": {"y": np.ones(5), "w": np.ones(4)}}, {}, "client 'a': arrays of shapes"),
+        ({"a": {"y": np.ones(5), "w": np.ones(4)}}, {"rows": ["y", "w"]}, "must name arrays of one length"),
+        ({"a": {"y": np.ones(5)}}, {"rows": ["z"]}, "'z': 'absent'"),
+        (
+            {k: {"X": np.ones((n, 3)), "y": np.ones(n), "w": np.ones(3)} for k, n in (("a", 9), ("b", 3))},
+            {},
+            r"client 'b': \['X', 'w', 'y'\] have one length",
+        ),
+        ({"a": {"y": np.array([1.0, np.nan])}}, {}, "client 'a': 'y' holds nan"),
+        ({"a": {"y": np.ones(5)}}, {"fraction": 1.0}, "fraction=1.0 must lie between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(clients: Any, settings: Any, message: str) -> None:
+    with pytest.raises((DataError, DeclarationError), match=message):
+        fedppl.holdout(clients, random_seed=1, **settings)
+
+
+def test_candidates_are_named_by_their_settings() -> None:
+    ways = fedppl.grid(fedppl.EP, local=[fedppl.Laplace(), fedppl.NestedLaplace()], trust=[None, 3.0])
+    assert list(ways)[1].startswith("local=Laplace(") and list(ways)[1].endswith("trust=3")
+    rates = fedppl.grid(fedppl.FedAvg, learning_rate=np.geomspace(0.001, 0.1, 3), weights=["rows"])
+    assert list(rates) == [f"learning_rate={r}, weights=rows" for r in ("0.001", "0.01", "0.1")]
+    assert rates["learning_rate=0.1, weights=rows"].settings["learning_rate"] == repr(
+        float(np.geomspace(0.001, 0.1, 3)[2])
+    )
+    for values, message in ((0.1, "is no list"), ([], "is no list"), ("rows", "is no list"), ([1.0, 1.0], "two cand")):
+        with pytest.raises(DeclarationError, match=message):
+            fedppl.grid(fedppl.FedAvg, learning_rate=values)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    _, training, validation = split()
+    rest = {k: v for k, v in validation.items() if k != "clinic 0"}
+    for settings, message in (
+        ({"validation": rest}, r"\['clinic 0'\] take part and have none"),
+        ({"clients": {"clinic 1": training["clinic 1"]}, "validation": {**rest}}, "take no part"),
+        ({"clients": None}, "clients is NoneType"),
+        (
+            {"validation": {**validation, "clinic 0": {"X": np.ones((2, 2))}}},
+            r"keys \['X'\], training data \['X', 'y'\]",
+        ),
+        ({"algorithms": {}}, "no candidates"),
+    ):
+        with pytest.raises((DataError, DeclarationError), match=message):
+            search(**({"algorithms": {"one": FAST()}, "rounds": 1} | settings))  # type: ignore[arg-type]
+
+
+def test_fits_without_a_loss_are_refused() -> None:
+    fit, validation = fitted(), split()[2]
+    for of, data, settings, message in (
+        (dataclasses.replace(fit, clients={}), validation, {}, "sites of their own"),
+        (fit, {}, {}, "no validation data"),
+        (fit, {"nobody": validation["clinic 0"]}, {}, "'nobody', which did not take part"),
+        (fit, validation, {"draws": 0}, "draws=0"),
+    ):
+        with pytest.raises((DataError, DeclarationError), match=message):
+            fedppl.validation_loss(of, data, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["counts", "schools"])
+def test_an_effect_a_row_or_no_rows_at_all_need_a_loss_of_their_own(name: str) -> None:
+    model, clients = problems.ALL[name]()
+    fit = fedppl.fit(model, clients, fedppl.FedAvg(learning_rate=1e-3), rounds=1, progressbar=False, random_seed=1)
+    first = next(iter(clients))
+    data = {k: v[:2] if np.ndim(v) else v for k, v in clients[first].items()}
+    with pytest.raises(DeclarationError, match=re.escape(f"client {first!r}: the density of held-out rows")):
+        fedppl.validation_loss(fit, {first: data})
+    found = fedppl.validation_loss(fit, {first: data}, loss=lambda posterior, held: float(posterior["mu"].mean()))
+    assert_allclose(found.total, fit.estimate["mu"])
+
+
+def test_the_model_of_the_documentation_is_split_by_default() -> None:
+    training, validation = fedppl.holdout(normal_means()[1], random_seed=1)
+    assert {len(data["y"]) for data in training.values()} == {16}
+    assert {len(data["y"]) for data in validation.values()} == {4}
