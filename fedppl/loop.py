@@ -195,7 +195,7 @@ def fit(
             records=tuple(run.records),
             status=status,
             message=message,
-            personal=dict(getattr(run.engine, "personal", {})),
+            personal=_in_order(getattr(run.engine, "personal", {}), run.clients),
             seed=run.seed,
             seconds=time.perf_counter() - started,
         )
@@ -255,7 +255,7 @@ def _start(
         raise DeclarationError(f"deadline={deadline} must be a positive number of seconds.")
     seed = _seed(random_seed)
     models = {} if clients is None else model.enrol(clients)
-    for client in list(models.values())[:1]:
+    for client in models.values():
         algorithm.check(client)
     moving = (engine or InProcess())(algorithm, models)
     try:
@@ -369,6 +369,10 @@ def _one_round(run: _Run) -> Round:
     if run.checkpoint is not None:
         _save(run)
     return Round(number, run.state, info, status, message, record)
+
+
+def _in_order(values: Mapping[str, Any], clients: tuple[str, ...]) -> dict[str, Any]:
+    return {client_id: values[client_id] for client_id in clients if client_id in values}
 
 
 def _log(number: int, failures: Mapping[str, str]) -> None:

@@ -71,7 +71,8 @@ def released(replies: Mapping[str, Message], infos: Mapping[str, Mapping[str, fl
     """What each client's reply held: array names with their sizes, and the names of its diagnostics."""
     arrays = ", ".join(f"{name} ({np.size(value)})" for name, value in next(iter(replies.values()), {}).items())
     names = sorted({name for info in infos.values() for name in info})
-    return f"{arrays}; diagnostics {', '.join(names)}" if names else arrays
+    diagnostics = f"diagnostics {', '.join(names)}" if names else ""
+    return "; ".join(part for part in (arrays, diagnostics) if part)
 
 
 def sum_replies(replies: Mapping[str, Message]) -> dict[str, NDArray[np.float64]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl.local._descent import Descent, Objective, checked, descend
+from fedppl.local._descent import Descent, Objective, check_batches, checked, descend
 from fedppl.steps._at_mode import frame_of
 from fedppl.steps._point import Kept, described, draw_point, kept_local
 from fedppl.types import Algorithm, Array, DeclarationError, Draws, Layout, Message, Status
@@ -131,8 +131,7 @@ def HM1Gradient(
 
 def _check(client: Any, *, descent: Descent) -> None:
     _start(client.layout)
-    if descent.batch_size is not None:
-        client.batch(np.arange(0))
+    check_batches(client, descent.batch_size)
 
 
 def _start(layout: Layout) -> tuple[Array, float]:
