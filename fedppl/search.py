@@ -326,7 +326,7 @@ def grid_search(
     test rows that no candidate saw. A winner at the end of its list asks for a longer list. Fits that ran out of rounds
     are compared as they are: with more `rounds` another may win.
     """
-    if not algorithms:
+    if not algorithms or not isinstance(algorithms, Mapping):
         raise DeclarationError("no candidates: pass a mapping from name to algorithm, such as fedppl.grid(...).")
     for what, data in (("clients", clients), ("validation", validation)):
         if not isinstance(data, Mapping):

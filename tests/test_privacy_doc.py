@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import pytest
 import fedppl
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.types import Failure, LocalFailure, Reply
+from models import hm1
 from tests import problems
 
 PAGE = (Path(__file__).parents[1] / "docs" / "privacy.md").read_text(encoding="utf-8")
@@ -23,18 +25,46 @@ def formulas() -> dict[str, tuple[str, str]]:
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 5 and cells[2].startswith("`8"):
-            found[cells[0]] = tuple(re.sub(r"(\d) (?=[mtp(])", r"\1 * ", cells[i].strip("`")) for i in (2, 4))
+            found[cells[0]] = tuple(re.sub(r"([\dS]) (?=[mtp(])", r"\1 * ", cells[i].strip("`")) for i in (2, 4))
     return found
 
 
 def bytes_of(message: str, m: int, p: int) -> tuple[int, int]:
-    sizes = {"m": m, "t": m * (m + 1) // 2, "p": p}
+    sizes = {"m": m, "t": m * (m + 1) // 2, "p": p, "S": DRAWS}
     down, up = formulas()[message]
     return eval(down, sizes), eval(up, sizes)  # noqa: S307
 
 
 def test_the_table_has_a_row_for_every_message() -> None:
-    assert set(formulas()) == {"EP, warm start", "EP, refinement", "PrivateEP"}
+    assert set(formulas()) == {"EP, warm start", "EP, refinement", "PrivateEP", *OTHERS}
+
+
+DRAWS = 30
+OTHERS: dict[str, tuple[fedppl.Algorithm, ...]] = {
+    "HM1": (fedppl.HM1(),),
+    "HM1Gradient": (fedppl.HM1Gradient(learning_rate=1e-3, steps=2),),
+    "FedAvg, FedProx, Ditto": (
+        fedppl.FedAvg(learning_rate=0.01, steps=2),
+        fedppl.FedProx(learning_rate=0.01, mu=1.0, steps=2),
+        fedppl.Ditto(learning_rate=0.01, lam=1.0, steps=2),
+    ),
+    "SCAFFOLD": (fedppl.SCAFFOLD(learning_rate=0.01, steps=2),),
+    "SeparateSGD": (fedppl.SeparateSGD(learning_rate=0.01, steps=2),),
+    "Separate": (fedppl.Separate(),),
+    "PrecisionWeighted": (fedppl.PrecisionWeighted(),),
+    "ConsensusMonteCarlo, S draws": (fedppl.ConsensusMonteCarlo(draws=DRAWS),),
+}
+
+
+@pytest.mark.parametrize(("message", "algorithm"), [(name, one) for name, group in OTHERS.items() for one in group])
+def test_bytes_of_the_others_are_those_of_the_ledger(message: str, algorithm: fedppl.Algorithm) -> None:
+    data = {f"device {k}": {"X": np.eye(3)[:, :2] + k, "y": np.arange(3.0)} for k in range(3)}
+    model = fedppl.FederatedModel(functools.partial(hm1.linear_regression, noise_sd=1.0), hm1.SHARED)
+    fit = fedppl.fit(model, data, algorithm, rounds=1, progressbar=False, random_seed=1)
+    rounds, (down, up) = fit.idata["rounds"], bytes_of(message, fit.layout.size, 0)
+    assert np.all(rounds["outcome"] == "used")
+    assert set(rounds["bytes_down"].values[0]) == {down}
+    assert set(rounds["bytes_up"].values[0]) == {up}
 
 
 @pytest.mark.parametrize("problem", [problems.regression, problems.noise])

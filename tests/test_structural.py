@@ -186,6 +186,7 @@ def test_clients_draw_their_margin_of_the_joint_posterior() -> None:
     assert_allclose(np.cov(draws.T), block, atol=0.08 * block.diagonal().max())
 
 
+@pytest.mark.slow
 def test_the_posterior_given_omega_of_an_unknown_noise_agrees_with_long_nuts() -> None:
     """σ_k unknown, two clients, Ω known: against NUTS on the joint model. Laplace takes the tails of t for Gaussian."""
     data, _ = clients(2, rows=60)
