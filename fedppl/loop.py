@@ -89,7 +89,8 @@ def rounds(
         ``(clients, rng) -> clients``.
     checkpoint
         File to write the state to after every round, and to resume from when it exists. A resumed run gives
-        the same numbers as an uninterrupted one.
+        the same numbers as an uninterrupted one, on the same data: those stay with the clients, and nobody compares
+        them.
     deadline
         Seconds to wait for replies in a round.
     random_seed
@@ -184,6 +185,8 @@ def fit(
         status, message = _status(run, rounds, stopped=stopped)
         if not status.ok:
             logger.warning("fit ended with status %s: %s", status.value, message, extra={"status": status.value})
+        elif message:
+            logger.warning("fit converged: %s", message, extra={"status": status.value})
         result = Fit(
             algorithm=algorithm,
             state=run.state,
@@ -448,6 +451,7 @@ def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, st
         reasons = sorted({reason for record in run.records for reason in record.failures.values()})
         return Status.STALLED, f"no client ever sent a usable reply: {'; '.join(reasons[:3])}"
     if silent:
-        message += f"; clients {sorted(silent)[:5]} never sent a usable reply, see `rounds`"
+        why = 'fit.idata["rounds"]["reason"] says why'
+        message = f"clients {sorted(silent)[:5]} never sent a usable reply, {why}; {message}"
     by = " by the callback" if stopped else ""
     return Status.MAX_ROUNDS, f"stopped{by} after {len(run.records)} of {limit} rounds: {message}"

@@ -193,7 +193,8 @@ class FederatedModel:
     -----
     *When this fails.* A builder that turns data into Python numbers (``float(y.mean())``) bakes one client's
     data into the model. The first clients are built and compared to find that, and it is compiled per
-    client with a warning; wrap such numbers in ``pm.Data`` or compute them from the container.
+    client with a warning; wrap such numbers in ``pm.Data`` or compute them from the container. Where the first two
+    models are the same the builder is not called for further clients: checks of data inside it do not see those.
     """
 
     builder: Callable[..., Any]
@@ -250,6 +251,8 @@ class FederatedModel:
         DeclarationError, DataError
             Naming the client, the value and the remedy, before anything is compiled where possible.
         """
+        if not isinstance(clients, Mapping):
+            raise DataError(f"clients are {type(clients).__name__}; pass a mapping from client id to its data.")
         if not clients:
             raise DataError("no clients: pass a mapping from client id to that client's data.")
         checked = {str(client_id): as_arrays(str(client_id), data) for client_id, data in clients.items()}

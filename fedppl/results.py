@@ -90,8 +90,10 @@ class Fit:
         """q(φ) on the unconstrained space, in natural parameters."""
         if self.algorithm.posterior is None:
             raise DeclarationError(
-                f"{self.algorithm.name} has no posterior of parameters that all clients share: see fit.estimate, "
-                'fit.idata["fit"] and fit.client(...). For a posterior use fedppl.EP().'
+                f"{self.algorithm.name} has no posterior of parameters that all clients share: see "
+                + ("fit.estimate, " if self.algorithm.estimate else "")
+                + ('fit.idata["fit"] and ' if self.algorithm.details(self.state) else "")
+                + "fit.client(...). For a posterior use fedppl.EP()."
             )
         q = self.algorithm.posterior(self.state)
         if gaussian.is_proper(q):
@@ -248,6 +250,10 @@ class Fit:
         random_seed: int | None,
     ) -> Any:
         _check_draws(draws, chains)
+        if predict is not None and not isinstance(predict, Mapping):
+            raise DeclarationError(
+                f'new data are {type(predict).__name__}; pass a mapping from name to array: {{"X": ...}}.'
+            )
         seed = self._seed(random_seed)
         message, personal = self.algorithm.outcome(self.state, client_id), self.personal.get(client_id)
         return client_posterior(self.algorithm, model, personal, message, seed, draws, chains, predict)

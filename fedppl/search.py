@@ -14,6 +14,7 @@ from scipy.special import logsumexp
 
 from fedppl._data import as_arrays
 from fedppl._pack import pack
+from fedppl.covariance import Covariance
 from fedppl.engine.answer import stream
 from fedppl.loop import _seed, fit
 from fedppl.model import ClientModel, FederatedModel
@@ -116,6 +117,8 @@ def holdout(
     by hand. An array that has as many rows as there are observations by chance is split too; name those to split in
     `rows`.
     """
+    if isinstance(rows, str):
+        raise DeclarationError(f"rows={rows!r} must be a list of names: [{rows!r}].")
     if not 0 < fraction < 1:
         raise DeclarationError(f"fraction={fraction} must lie between 0 and 1.")
     seed = _seed(random_seed)
@@ -174,6 +177,8 @@ def grid(build: Callable[..., Algorithm], **values: Sequence[Any]) -> dict[str, 
     -----
     *When this fails.* Every candidate is a fit: three settings of five values each are 125 of them.
     """
+    if not values:
+        raise DeclarationError("no settings: name one or more with a list of values each, as in learning_rate=[...].")
     for name, choices in values.items():
         if isinstance(choices, str) or not isinstance(choices, Sequence | np.ndarray) or len(choices) == 0:
             raise DeclarationError(f"{name}={choices!r} is no list of values; pass one or more, as in {name}=[...].")
@@ -341,16 +346,19 @@ def grid_search(
     seed, table = _seed(random_seed), {}
     best: tuple[float, str, Fit] | None = None
     for name, algorithm in algorithms.items():
-        fitted = fit(
-            model,
-            clients,
-            algorithm,
-            rounds=rounds,
-            engine=engine,
-            participation=participation,
-            progressbar=progressbar,
-            random_seed=seed,
-        )
+        try:
+            fitted = fit(
+                model,
+                clients,
+                algorithm,
+                rounds=rounds,
+                engine=engine,
+                participation=participation,
+                progressbar=progressbar,
+                random_seed=seed,
+            )
+        except DeclarationError as error:
+            raise DeclarationError(f"candidate {name!r}: {error}") from error
         found, message = _judged(fitted, validation, loss)
         logger.info("candidate %s: validation loss %.6g", name, found, extra={"candidate": name, "loss": found})
         table[name] = (found, fitted.status.value, len(fitted.records), fitted.seconds, message)
@@ -457,6 +465,6 @@ def _split_names(client_id: str, arrays: Mapping[str, Any], rows: Sequence[str] 
 
 def _text(value: Any) -> str:
     """A setting in a candidate's name."""
-    if isinstance(value, LocalInference):
+    if isinstance(value, LocalInference | Covariance):
         return value.describe()
     return f"{value:.6g}" if isinstance(value, float) else str(value)

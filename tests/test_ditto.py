@@ -157,9 +157,15 @@ def test_settings_out_of_range_are_refused(settings: Any, match: str) -> None:
 def test_personal_steps_that_diverge_name_their_own_rate() -> None:
     """η_v (λ_max + λ) > 2, while the steps on φ are fine."""
     model, clients = pooled.linear()
-    fit = fitted(model, clients, fedppl.Ditto(learning_rate=0.05, lam=5.0, personal_rate=3.0), rounds=1)
+    fit = fitted(model, clients, fedppl.Ditto(learning_rate=0.05, lam=0.5, personal_rate=3.0), rounds=1)
     assert fit.status is Status.STALLED
     assert all("personal_rate=3" in reason for reason in fit.records[0].failures.values())
+
+
+def test_a_pull_too_strong_for_its_rate_is_refused() -> None:
+    """η_v λ >= 2 diverges whatever the data are."""
+    with pytest.raises(DeclarationError, match="below 2"):
+        fedppl.Ditto(learning_rate=0.05, lam=5.0, personal_rate=0.4)
 
 
 def test_personal_settings_default_to_the_shared_ones() -> None:

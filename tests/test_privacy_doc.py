@@ -24,7 +24,7 @@ def formulas() -> dict[str, tuple[str, str]]:
     found = {}
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 5 and cells[2].startswith("`8"):
+        if len(cells) == 5 and cells[2].startswith(("`8", "`0")):
             found[cells[0]] = tuple(re.sub(r"([\dS]) (?=[mtp(])", r"\1 * ", cells[i].strip("`")) for i in (2, 4))
     return found
 

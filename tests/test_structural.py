@@ -496,3 +496,22 @@ def test_the_gradient_form_wants_one_variance() -> None:
 def test_bad_settings_of_the_gradient_form_are_refused(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(DeclarationError, match=word):
         fedppl.HM1Gradient(**settings)
+
+
+def test_factors_that_take_up_everything_are_told() -> None:
+    """Two factors from three coordinates of eight clients: δ collapses, and the fit says so."""
+    data, _ = clients(8, rows=15, seed=1)
+    found = fit(data, fedppl.HM1(structure=covariance.low_rank(2)), rounds=100)
+    assert found.state.omega.remainder < 0.01 * np.trace(found.state.omega.matrix) / 8
+    assert "may have fitted noise" in found.message
+    assert fit(data, fedppl.HM1()).message == ""
+
+
+def test_more_factors_than_coordinates_are_refused() -> None:
+    with pytest.raises(DeclarationError, match="smaller rank"):
+        fit(clients(8)[0], fedppl.HM1(structure=covariance.low_rank(3)))
+
+
+def test_a_grid_of_structures_has_names_to_read() -> None:
+    forms = [covariance.exchangeable(), covariance.low_rank(2)]
+    assert list(fedppl.grid(fedppl.HM1, structure=forms)) == ["structure=exchangeable()", "structure=low rank(rank=2)"]

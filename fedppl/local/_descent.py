@@ -47,7 +47,8 @@ class Objective(NamedTuple):
 
 def checked(learning_rate: float, steps: int, batch_size: int | None) -> Descent:
     """Settings in range, or an error that says which is not."""
-    if not isinstance(learning_rate, float | int | np.number) or not 0 < learning_rate < np.inf:
+    number = isinstance(learning_rate, float | int | np.number) and not isinstance(learning_rate, bool)
+    if not number or not 0 < learning_rate < np.inf:
         raise DeclarationError(f"learning_rate={learning_rate!r} must be positive and finite.")
     if not isinstance(steps, int | np.integer) or steps < 1:
         raise DeclarationError(f"steps={steps!r} must be a whole number, at least 1.")

@@ -98,6 +98,8 @@ def Ditto(
         raise DeclarationError(f"personal_steps={personal_steps!r} must be a whole number, at least 1, or None.")
     descent = checked(learning_rate, steps, batch_size)
     own = checked(personal_rate or learning_rate, personal_steps or steps, batch_size)
+    if own.learning_rate * lam >= 2:
+        raise DeclarationError(f"personal_rate={own.learning_rate} times lam={lam} must be below 2, or steps diverge.")
     averaging = FedAvg(
         learning_rate=learning_rate, steps=steps, batch_size=batch_size, weights=weights, tolerance=tolerance
     )

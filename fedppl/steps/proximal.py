@@ -72,6 +72,8 @@ def FedProx(
     if not 0 <= mu < np.inf:
         raise DeclarationError(f"mu={mu} must be finite and not negative; 0 is FedAvg.")
     descent = checked(learning_rate, steps, batch_size)
+    if descent.learning_rate * mu >= 2:
+        raise DeclarationError(f"learning_rate={learning_rate} times mu={mu} must be below 2, or steps diverge.")
     averaging = FedAvg(
         learning_rate=learning_rate, steps=steps, batch_size=batch_size, weights=weights, tolerance=tolerance
     )

@@ -24,6 +24,7 @@ from fedppl.types import Algorithm, Array, DeclarationError, Layout, LocalInfere
 __all__ = ["HM1", "HM1Info", "HM1State"]
 
 
+_REMAINDER = 0.01
 _ALONE = 0.01  # weight of the prior in a client's first solve
 
 
@@ -130,8 +131,12 @@ def HM1(
     if not isinstance(chosen, Covariance):
         raise DeclarationError(f"structure={chosen!r} must be one that is built, like fedppl.covariance.low_rank(2).")
     inference = local if local is not None else NestedLaplace()
+    if not isinstance(inference, LocalInference):
+        raise DeclarationError(f"local={local!r} must be one that is built, like fedppl.NestedLaplace().")
     if inference.expand is None:
-        raise DeclarationError(f"HM1 needs a local inference with expansions, and {inference.name} has none.")
+        raise DeclarationError(
+            f"HM1 needs a local inference with expansions, and {inference.name} has none; use local=NestedLaplace()."
+        )
     return Algorithm(
         name="HM1",
         check=functools.partial(_check, local=inference, report=tuple(report)),
@@ -166,6 +171,11 @@ def _init_server(
     del rng
     count, m = len(clients), layout.size
     omega, mean = structure.start(count), np.zeros((count, m))
+    if int(structure.settings.get("rank", 0)) >= m:
+        raise DeclarationError(
+            f"{structure.describe()}: {m} coordinates of θ cannot tell {m} or more factors apart; use a smaller rank, "
+            "or fedppl.covariance.exchangeable()."
+        )
     # A factor describes a likelihood best near the client's own estimate, and Ω is first estimated from such factors.
     pulls, weights = np.zeros((count, m)), np.full(count, _ALONE)
     return HM1State(
@@ -219,7 +229,7 @@ def _refuse(state: HM1State, reply: Message) -> str | None:
     if values[0] < -1e-6 * max(1.0, abs(float(values[-1]))):
         return f"'precision' has eigenvalue {values[0]:.3g}, and must be positive semi-definite"
     if values[-1] > 1e14 or np.abs(reply["linear"]).max() > 1e18:
-        return f"'precision' or 'linear' is absurdly large ({values[-1]:.3g} prior precisions): look at this client"
+        return f"'precision' or 'linear' is absurdly large ({values[-1]:.3g} prior precisions): scale its data"
     return None
 
 
@@ -247,7 +257,9 @@ def _update_server(
     change_omega = float(np.linalg.norm(omega.matrix - state.omega.matrix) / np.linalg.norm(omega.matrix))
     done = bool(heard.all()) and change < tolerance and change_omega < tolerance
     pulls, weights = _coupled.conditional_priors(omega, coupled.mean)
-    message = "" if done else f"θ moved by {change:.2g} sd and Ω by {change_omega:.2g} in the last round; raise rounds="
+    message = _overfitted(omega)
+    if not done:
+        message = f"θ moved by {change:.2g} sd and Ω by {change_omega:.2g} in the last round; raise rounds="
     state = state._replace(
         linear=linear,
         precision=precision,
@@ -261,6 +273,16 @@ def _update_server(
         message=message,
     )
     return state, HM1Info(change, change_omega)
+
+
+def _overfitted(omega: Omega) -> str:
+    """A word of caution where factors have taken up nearly everything: little is left to a client's own."""
+    if omega.factor.shape[1] < 2 or omega.remainder > _REMAINDER * float(np.trace(omega.matrix)) / len(omega.matrix):
+        return ""
+    return (
+        f"the factors of Ω leave clients a variance of {omega.remainder:.2g} of their own, below {_REMAINDER:.0%} of "
+        "the mean: they may have fitted noise, and standard errors be too small; compare ranks by fedppl.grid_search"
+    )
 
 
 def _stalled(state: HM1State) -> tuple[HM1State, HM1Info]:
