@@ -267,19 +267,26 @@ def show_fifth(results: dict[str, pd.DataFrame]) -> dict[str, Any]:
     """Table of case V, and its figures."""
     columns = ("least squares", "HM1", "oracle", "Bayes")
     print("\nCase V: K = 100, d = 8, N = 20, σ = 1; structure chosen by validation")
-    print(f"{'Ω':14}{'runs':>5}" + "".join(f"{c:>15}" for c in columns) + f"{'gap closed':>12}{'bar':>6}  chosen")
+    print("Closed: the share of the gap from least squares to the oracle, which the bar is about, and to Bayes")
+    print(
+        f"{'Ω':14}{'runs':>5}" + "".join(f"{c:>15}" for c in columns) + f"{'closed':>8}{'Bayes':>7}{'bar':>6}  chosen"
+    )
     line: dict[str, Any] = {}
     for name, table in results.items():
         mean = table[list(columns)].mean()
-        gap = mean["least squares"] - mean["Bayes"]
-        closed = (mean["least squares"] - mean["HM1"]) / gap
+        gained = mean["least squares"] - mean["HM1"]
+        closed = gained / (mean["least squares"] - mean["oracle"])
+        to_bayes = gained / (mean["least squares"] - mean["Bayes"])
         met = closed >= LEAST_CLOSED.get(name, 0.0)
         counts = ", ".join(f"{k} {v}" for k, v in table["structure"].value_counts().items())
         bar = f"{LEAST_CLOSED.get(name, 0.0):.0%}"
         row = "".join(f"{mean[c]:15.4f}" for c in columns)
-        print(f"{name:14}{len(table):5}{row}{closed:12.0%}{bar:>6}  {counts}: {'met' if met else 'MISSED'}")
+        print(
+            f"{name:14}{len(table):5}{row}{closed:8.0%}{to_bayes:7.0%}{bar:>6}  {counts}: {'met' if met else 'MISSED'}"
+        )
         line[name] = {c: round(float(mean[c]), 4) for c in columns} | {
             "closed": round(float(closed), 3),
+            "closed_to_bayes": round(float(to_bayes), 3),
             "seconds": round(float(table["HM1, s"].mean()), 2),
             "met": bool(met),
         }
