@@ -5,8 +5,8 @@ cycles and is tested on the rest, so that every forecast is an extrapolation. Of
 random, serve for tuning; the chosen setting is then fitted to all training rows. No row leaves an engine: for z-scores
 each sends how many training rows it has, their sum and their sum of squares.
 
-The row to look at was fixed beforehand: HM1 with the paper's own moving average of Ω, α = 0.1, 30 rounds. The others
-are tuned by validation. Validation rows lie among the training cycles and cannot see extrapolation, so that a choice by
+The row to look at is no choice among structures: HM1 with the paper's own moving average of Ω at its default α = 0.1,
+30 rounds. The others are tuned by validation. Validation rows lie among the training cycles and cannot see extrapolation, so that a choice by
 validation is honest and not always the best one for the test; what was not chosen is printed below, for information.
 
 FedAvg and Ditto take T = 20 steps in each of C = 100 rounds, as in the paper. For a cubic in raw powers XᵀX / n has a
