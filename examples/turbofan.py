@@ -6,8 +6,9 @@ random, serve for tuning; the chosen setting is then fitted to all training rows
 each sends how many training rows it has, their sum and their sum of squares.
 
 The row to look at is no choice among structures: HM1 with the paper's own moving average of Ω at its default α = 0.1,
-30 rounds. The others are tuned by validation. Validation rows lie among the training cycles and cannot see extrapolation, so that a choice by
-validation is honest and not always the best one for the test; what was not chosen is printed below, for information.
+30 rounds. The others are tuned by validation. Validation rows lie among the training cycles and cannot see
+extrapolation, so that a choice by validation is honest and not always the best one for the test; what was not chosen is
+printed below, for information.
 
 FedAvg and Ditto take T = 20 steps in each of C = 100 rounds, as in the paper. For a cubic in raw powers XᵀX / n has a
 condition number of about 1e6, so that 2,000 gradient steps are far from converged: they are an early-stopped ridge.
