@@ -7,7 +7,6 @@ best one depends on the clients, and evidence does not find it: compare them by 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -282,7 +281,6 @@ def _dense(matrix: Array) -> Omega:
     return Omega(symmetric, np.nan, np.zeros((len(matrix), 0)))
 
 
-@functools.lru_cache(maxsize=1)
 def _identity(count: int) -> Omega:
     return _structured(1.0, np.zeros((count, 0)))
 

@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.local._descent import Descent, Objective, _batches, check_batches, descend, mean_loss
+from fedppl.local._descent import Descent, Objective, _batches, check_batches, descend
 from fedppl.model import ClientModel
 from fedppl.prior import SharedPrior
 from fedppl.types import DataError, LocalFailure
@@ -88,14 +88,6 @@ def test_arrays_that_are_read_only_will_do_and_stay_as_they_are() -> None:
     for size in (None, 3):
         descend(client, x, Objective(0.1, A, b), Descent(0.05, 4, size), rng())
     assert_array_equal(x, np.ones(2))
-
-
-def test_the_mean_loss_is_that_of_a_normal() -> None:
-    """½ log 2π + ½ mean (y − Xμ)²."""
-    client, d = client_of(pooled.linear)
-    mu = np.array([0.3, 0.4])
-    exact = 0.5 * np.log(2 * np.pi) + 0.5 * np.mean((d["y"] - d["X"] @ mu) ** 2)
-    assert_allclose(mean_loss(client, mu), exact, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("steps", "rate"), [(30, 5.0), (2000, 5.0)])

@@ -313,14 +313,23 @@ def test_factors_that_are_none_are_refused() -> None:
     assert "absurdly" in str(algorithm.refuse(state, bad(good, "linear", [1e19, 0, 0])))
 
 
-def test_a_factor_beyond_measure_stalls_the_run_and_nothing_else() -> None:
+def test_a_pull_without_curvature_stalls_the_run_and_leaves_the_state() -> None:
+    """exp(r'θ) alone is no density, and with it the factors of Ω grow without end."""
     data, _ = clients()
     algorithm = fedppl.HM1(structure=covariance.low_rank(1))
     state = fit(data, algorithm, rounds=1).state
-    pull = {"linear": np.full(D, 9e17), "precision": gaussian.pack_triangle(1e-3 * np.eye(D))}
+    pull = {"linear": np.full(D, 9e5), "precision": np.zeros(D * (D + 1) // 2)}
+    assert algorithm.refuse(state, pull) is None
     for _ in range(40):
+        before = state
         state, _ = algorithm.update_server(state, {"device 0": pull})
-    assert all(np.all(np.isfinite(value)) for value in (state.mean, state.covariance, state.omega.matrix))
+        if state.status == "stalled":
+            break
+    assert state.status == "stalled"
+    assert "beyond all measure" in state.message
+    for ours, theirs in ((state.mean, before.mean), (state.omega.matrix, before.omega.matrix)):
+        assert_array_equal(ours, theirs)
+        assert np.all(np.isfinite(ours))
 
 
 def test_no_replies_change_nothing() -> None:

@@ -19,7 +19,7 @@ from fedppl import gaussian
 from fedppl.local._newton import DATA, INTEGERS, KERNEL, MATRIX, VECTOR, entry, jit
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure
 
-__all__ = ["Descent", "Objective", "check_batches", "checked", "descend", "mean_loss"]
+__all__ = ["Descent", "Objective", "check_batches", "checked", "descend"]
 
 # Full-gradient steps that raise a client's loss by more than this many nats a row have diverged; smaller rises are an
 # oscillation that may still settle.
@@ -181,9 +181,3 @@ def _loss(client: Any, objective: Objective, x: Array) -> float:
     if objective.prior_share:
         value -= objective.scale * objective.prior_share * float(client.prior.log_ratio(phi[None])[0])
     return value + float(phi @ (0.5 * objective.quadratic @ phi - objective.linear))
-
-
-def mean_loss(client: Any, x: Array) -> float:
-    """−log p(y, θ | φ) / n_k at x = (φ, θ), which holds the prior of θ too."""
-    output = client.kernel(np.ascontiguousarray(x, dtype=float), *client.data)
-    return -float(output[0]) / int(client.rows)

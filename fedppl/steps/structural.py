@@ -25,6 +25,7 @@ __all__ = ["HM1", "HM1Info", "HM1State"]
 
 
 _REMAINDER = 0.01
+_FARTHEST = 1e6  # prior sds: no declared prior is as wrong as that
 _ALONE = 0.01  # weight of the prior in a client's first solve
 
 
@@ -224,12 +225,16 @@ def _reply_shapes(state: HM1State) -> dict[str, tuple[int, ...]]:
 
 
 def _refuse(state: HM1State, reply: Message) -> str | None:
-    """A factor must be integrable against the prior, and not so narrow that nothing can be added to it."""
-    values = np.linalg.eigvalsh(gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float)))
+    """A factor must be integrable against the prior, and not put its client beyond all measure."""
+    precision = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
+    values, axes = np.linalg.eigh(precision)
     if values[0] < -1e-6 * max(1.0, abs(float(values[-1]))):
         return f"'precision' has eigenvalue {values[0]:.3g}, and must be positive semi-definite"
-    if values[-1] > 1e14 or np.abs(reply["linear"]).max() > 1e18:
-        return f"'precision' or 'linear' is absurdly large ({values[-1]:.3g} prior precisions): scale its data"
+    if values[-1] > 1e14:
+        return f"'precision' is absurdly large ({values[-1]:.3g} prior precisions): scale this client's data"
+    alone = float(np.abs(axes @ ((axes.T @ reply["linear"]) / (np.maximum(values, 0.0) + 1.0))).max())
+    if alone > _FARTHEST:
+        return f"'linear' puts θ {alone:.3g} prior sds away, absurdly far: scale this client's data"
     return None
 
 
