@@ -20,6 +20,7 @@ from fedppl.steps.averaging import FedAvg
 from fedppl.steps.consensus import ConsensusMonteCarlo
 from fedppl.steps.ditto import Ditto
 from fedppl.steps.ep import EP
+from fedppl.steps.lmc_ascent import LMCAscent
 from fedppl.steps.local_sgd import SeparateSGD
 from fedppl.steps.precision_weighted import PrecisionWeighted
 from fedppl.steps.private_ep import PrivateEP
@@ -51,6 +52,7 @@ __all__ = [
     "Fit",
     "GradientSteps",
     "InProcess",
+    "LMCAscent",
     "Laplace",
     "LocalInference",
     "MeanField",

@@ -94,7 +94,7 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
     shared_rvs = _find_shared(model, shared)
     local_rvs = tuple(rv for rv in model.free_RVs if rv not in shared_rvs)
     for rv in model.free_RVs:
-        if rv.type.dtype.startswith(("int", "uint", "bool")):
+        if _is_discrete(rv) and not (rv in shared_rvs and _is_binary(rv)):
             raise DeclarationError(
                 f"{'shared' if rv in shared_rvs else 'local'} variable {rv.name!r} is discrete ({rv.type.dtype}); "
                 "moments and gradients need continuous parameters. Sum it out of the likelihood "
@@ -127,6 +127,14 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
             "cannot enter; pass `observed=` to a distribution."
         )
     return Parts(model, shared_rvs, local_rvs, data, tuple(prior_terms), tuple(site_terms))
+
+
+def _is_discrete(rv: Any) -> bool:
+    return bool(rv.type.dtype.startswith(("int", "uint", "bool")))
+
+
+def _is_binary(rv: Any) -> bool:
+    return getattr(rv.owner.op, "name", "") == "bernoulli"
 
 
 def _constants(model: Any) -> dict[Any, Any]:
@@ -190,6 +198,7 @@ def variables(parts: Parts, initial: Sequence[Array], *, local: bool) -> tuple[V
             shape=tuple(int(n) for n in np.shape(value)),
             transform=getattr(model.rvs_to_transforms[rv], "name", "") or "",
             dims=_dims(model, rv.name),
+            binary=_is_binary(rv),
         )
         for rv, value in zip(rvs, values, strict=True)
     )
@@ -211,6 +220,8 @@ def flat_values(
     for variable, rv in zip(shared, parts.shared, strict=True):
         value = parts.model.rvs_to_values[rv]
         piece = x[start : start + variable.size].reshape(variable.shape)
+        if variable.binary:
+            piece = pt.cast(piece, value.type.dtype)
         replace[value] = pt.specify_shape(piece, variable.shape) if variable.shape else piece
         start += variable.size
     for position, (variable, rv) in enumerate(zip(local, parts.local, strict=True)):

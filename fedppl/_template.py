@@ -18,6 +18,7 @@ from pytensor.compile.mode import get_mode
 
 from fedppl import _graph, gaussian
 from fedppl._pack import unpacking_kernel
+from fedppl.gaussian import Gaussian
 from fedppl.prior import SharedPrior, gaussian_prior, moment_match
 from fedppl.types import Array, DeclarationError, Layout, Variable
 
@@ -116,7 +117,8 @@ def shared_layout(
     log_density = _graph.batched(phi, [], [logp])
     gradient = _graph.python_function([phi], pt.grad(logp, phi, disconnected_inputs="ignore"))
     origin = np.concatenate([np.ravel(value).astype(float) for value in initial])
-    exact = gaussian_prior(gradient, origin)
+    binary = np.repeat([variable.binary for variable in variables], [variable.size for variable in variables])
+    exact = _gaussian_beside_binary(lambda draws: log_density(draws)[0], gradient, origin, binary)
     n0 = exact if exact is not None else moment_match(_prior_draws(parts))
     prior = SharedPrior(
         log_density=lambda draws: np.broadcast_to(log_density(draws)[0], (len(draws),)),
@@ -130,6 +132,7 @@ def shared_layout(
     # In units of the prior and rounded, so that two builds of the same model on two machines agree.
     center, sd = gaussian.mean(n0), gaussian.standard_deviations(n0)
     probes = center + sd * np.random.default_rng(0).normal(size=(3, len(origin)))
+    probes[:, binary] = probes[:, binary] > center[binary]
     for number in (*np.ravel(sd[:, None] * n0.precision * sd), *(center / sd), *prior.log_density(probes)):
         digest.update(f"{np.round(number, 5) + 0.0:.5f} ".encode())
     for number in sd:
@@ -137,6 +140,31 @@ def shared_layout(
     layout = Layout(variables, n0, exact is not None, digest.hexdigest()[:16])
     functions[key] = layout, prior
     return layout, prior
+
+
+def _gaussian_beside_binary(
+    log_density: Callable[[Array], Array], gradient: Callable[[Array], Array], origin: Array, binary: Any
+) -> Gaussian | None:
+    """N_0 if the continuous coordinates have a Gaussian prior: theirs, with mean and variance of each indicator."""
+
+    def filled(continuous: Array) -> Array:
+        point = origin.copy()
+        point[~binary] = continuous
+        return point
+
+    continuous = gaussian_prior(lambda z: gradient(filled(z))[~binary], origin[~binary])
+    if continuous is None or not np.any(binary):
+        return continuous
+    at = np.repeat(origin[None], 2 * int(binary.sum()), axis=0)
+    for k, place in enumerate(np.flatnonzero(binary)):
+        at[2 * k : 2 * k + 2, place] = 0, 1
+    zero, one = np.broadcast_to(log_density(at), len(at)).reshape(-1, 2).T
+    chance = 1.0 / (1.0 + np.exp(zero - one))
+    linear, precision = np.zeros(len(origin)), np.zeros((len(origin), len(origin)))
+    linear[~binary], precision[np.ix_(~binary, ~binary)] = continuous
+    precision[binary, binary] = 1.0 / (chance * (1.0 - chance))
+    linear[binary] = 1.0 / (1.0 - chance)
+    return Gaussian(linear, precision)
 
 
 def _prior_draws(parts: _graph.Parts) -> Array:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import checkpoint as checkpoints
-from fedppl.engine.answer import stream
+from fedppl.engine.answer import require_fit, stream
 from fedppl.engine.inprocess import InProcess
 from fedppl.model import ClientModel, FederatedModel
 from fedppl.participation import Participation, as_participation
@@ -259,7 +259,7 @@ def _start(
     seed = _seed(random_seed)
     models = {} if clients is None else model.enrol(clients)
     for client in models.values():
-        algorithm.check(client)
+        require_fit(algorithm, client)
     moving = (engine or InProcess())(algorithm, models)
     try:
         run = _Run(algorithm, moving, models, seed)

@@ -6,6 +6,7 @@ unconstrained vectors, compiled once and shared by clients of every size.
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,7 @@ from fedppl._checks import (
     require_same_variables,
     require_start,
 )
+from fedppl._lmc.read import CoregionalUnit, read_unit
 from fedppl._data import as_arrays, group_by_columns, needs_same_keys
 from fedppl._pack import pack
 from fedppl._template import Template, compilations, shared_layout
@@ -150,6 +152,11 @@ class ClientModel:
         kept = {name: of for name, of in dims.items() if name in names}
         used = {dim for of in kept.values() for dim in of or ()}
         return SharedReader(self.constrain_shared, kept, {dim: coords[dim] for dim in used if dim in coords})
+
+    @functools.cached_property
+    def coregional(self) -> CoregionalUnit:
+        """This client as a unit of a linear model of coregionalisation, or DeclarationError where it is none."""
+        return read_unit(self)
 
     def pymc_model(self) -> Any:
         """Build this client's PyMC model anew, with its own data, coords and dims."""

@@ -113,7 +113,7 @@ class Fit:
         if self.algorithm.estimate is not None:
             values = self.reader.constrain(self.algorithm.estimate(self.state)[None])
             return {name: value[0] for name, value in values.items()}
-        if self.algorithm.posterior is None:
+        if self.algorithm.posterior is None and self.algorithm.sample is None:
             raise DeclarationError(
                 f"{self.algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
             )
@@ -144,9 +144,12 @@ class Fit:
         """
         _check_draws(draws, chains)
         groups = {"rounds": rounds_dataset(self.records, self.client_ids)}
-        if self.algorithm.posterior is not None:
-            q = self.posterior
-            phi = gaussian.draw(q, stream((self._seed(random_seed), 1)), draws * chains)
+        rng = stream((self._seed(random_seed), 1))
+        if self.algorithm.sample is not None:
+            phi = self.algorithm.sample(self.state, draws * chains, rng)
+            groups = {"posterior": self._shared_dataset(phi.reshape(chains, draws, -1)), **groups}
+        elif self.algorithm.posterior is not None:
+            phi = gaussian.draw(self.posterior, rng, draws * chains)
             groups = {"posterior": self._shared_dataset(phi.reshape(chains, draws, -1)), **groups}
         elif self.algorithm.estimate is not None:
             groups = {"point_estimate": self._point_dataset(), **groups}
@@ -286,7 +289,7 @@ class Fit:
         return idata.dataset(
             {name: values for name, (_, values) in known.items()},
             {name: dims for name, (dims, _) in known.items()},
-            {"rows": labels, "columns": labels, "client": clients, "other_client": clients},
+            {**self.reader.coords, "rows": labels, "columns": labels, "client": clients, "other_client": clients},
             {"space": "unconstrained", "status": self.status.value, "message": self.message},
         )
 

@@ -76,6 +76,7 @@ class Variable(NamedTuple):
     shape: tuple[int, ...]
     transform: str
     dims: tuple[str, ...] | None
+    binary: bool = False  # a 0/1 indicator, which only algorithms that say so can handle
 
     @property
     def size(self) -> int:
@@ -109,6 +110,11 @@ class Layout:
     def size(self) -> int:
         """Number of shared unconstrained coordinates, m."""
         return sum(variable.size for variable in self.variables)
+
+    @property
+    def binary(self) -> tuple[str, ...]:
+        """Names of the shared variables that are 0/1 indicators; `prior` has their means and variances."""
+        return tuple(variable.name for variable in self.variables if variable.binary)
 
     @property
     def slices(self) -> dict[str, slice]:
@@ -247,13 +253,18 @@ class Algorithm(NamedTuple):
         `outcome` says. Where estimates are points, all draws are equal.
     details
         ``details(state) -> {name: (dims, array)}``: what else the state knows. The dim ``rows`` runs over the
-        coordinates of φ, ``columns`` too, and ``client`` and ``other_client`` over the clients.
+        coordinates of φ, ``columns`` too, and ``client`` and ``other_client`` over the clients; dims of the model's
+        own shared variables may stand there too.
     posterior
         ``posterior(state) -> Gaussian`` over φ on the unconstrained space; None where there is no such thing.
     estimate
         ``estimate(state) -> (m,)``: the one φ of all clients, where it is a point.
+    sample
+        ``sample(state, count, rng) -> (count, m)``: draws of φ where its posterior is no Gaussian.
     settings
         What it was built with, each in one line of text.
+    binary
+        Whether it takes shared variables that are 0/1 indicators.
     lasting
         Whether personal state outlives a run, as a privacy budget does: a site then keeps it in its folder, under
         its own name, and does not answer where it cannot be read.
@@ -272,7 +283,9 @@ class Algorithm(NamedTuple):
     details: Callable[[Any], Mapping[str, tuple[tuple[str, ...], Array]]]
     posterior: Callable[[Any], Gaussian] | None = None
     estimate: Callable[[Any], Array] | None = None
+    sample: Callable[[Any, int, np.random.Generator], Array] | None = None
     settings: Mapping[str, str] = {}
+    binary: bool = False
     lasting: bool = False
 
 

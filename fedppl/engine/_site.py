@@ -17,7 +17,7 @@ import fedppl
 from fedppl import checkpoint, idata
 from fedppl.at_client import client_posterior
 from fedppl.engine import _wire
-from fedppl.engine.answer import answer
+from fedppl.engine.answer import answer, require_fit
 from fedppl.model import ClientModel, FederatedModel
 from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Message
 
@@ -66,7 +66,7 @@ def enrolled(site: Site, config: Mapping[str, Any], called: str | None = None) -
             # Where one process serves many (virtual) clients, the second shows that their models are the same.
             pair = {**_first.setdefault(columns, {name: data}), name: data}
             client = declaration.enrol(pair)[name]
-            site.algorithm.check(client)
+            require_fit(site.algorithm, client)
             _models[key] = client
         own = _models[key].client_id
         if called is not None and called != own:

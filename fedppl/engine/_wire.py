@@ -52,8 +52,8 @@ def pack_hello(
 def unpack_hello(arrays: Message, texts: Mapping[str, str]) -> Hello:
     """Read a site's introduction."""
     variables = tuple(
-        Variable(name, tuple(shape), transform, None if dims is None else tuple(dims))
-        for name, shape, transform, dims in json.loads(texts["variables"])
+        Variable(name, tuple(shape), transform, None if dims is None else tuple(dims), bool(binary))
+        for name, shape, transform, dims, binary in json.loads(texts["variables"])
     )
     precision = gaussian.unpack_triangle(np.asarray(arrays["prior_precision"], dtype=float))
     prior = Gaussian(np.asarray(arrays["prior_linear"], dtype=float), precision)

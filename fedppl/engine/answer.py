@@ -7,11 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.types import Algorithm, Failure, LocalFailure, Reply, Request
+from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Reply, Request
 
-__all__ = ["answer", "stream"]
+__all__ = ["answer", "require_fit", "stream"]
 
 logger = logging.getLogger(__name__)
+
+
+def require_fit(algorithm: Algorithm, client: Any) -> None:
+    """Raise DeclarationError before any round when the algorithm cannot use the client's model."""
+    if client.layout.binary and not algorithm.binary:
+        raise DeclarationError(
+            f"shared variables {list(client.layout.binary)} are discrete, and {algorithm.name} needs continuous "
+            "parameters. Sum them out of the likelihood (for example with pm.Mixture), or use fedppl.LMCAscent() if "
+            "the model is one of coregionalisation."
+        )
+    algorithm.check(client)
 
 
 def stream(seed: tuple[int, ...]) -> np.random.Generator:

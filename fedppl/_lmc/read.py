@@ -1,0 +1,200 @@
+"""A declared linear model of coregionalisation, read from its PyMC graph: what the numerics need of one unit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytensor
+import pytensor.tensor as pt
+from pytensor.compile.mode import get_mode
+from pytensor.graph.replace import clone_replace
+
+from fedppl import _graph
+from fedppl.prior import gaussian_prior
+from fedppl._lmc.bound import Design, LogScale, Roles, density, roles
+from fedppl.types import Array, DataError, DeclarationError
+
+if TYPE_CHECKING:
+    from fedppl.model import ClientModel
+
+__all__ = ["CoregionalUnit", "read_unit"]
+
+_lock = threading.Lock()
+_PARTS = ("projection", "conditional_variance")
+_CONTRACT = (
+    "a model of coregionalisation declares v, w, noise_sd, residual and slab_sd, and adds its tensors `projection` and "
+    "`conditional_variance` by name, as models.fedlmc_ss.unit does"
+)
+
+
+class CoregionalUnit:
+    """One unit's side of a linear model of coregionalisation: the design of its rows and the priors it needs.
+
+    Attributes
+    ----------
+    roles
+        Where each kind of shared parameter lies in φ.
+    noise
+        Prior of log σ_m.
+    response
+        y (n,).
+    """
+
+    def __init__(self, client: ClientModel) -> None:
+        self._client = client
+        self._functions = _functions(client)
+        self.roles: Roles = roles(client.layout)
+        self.noise: LogScale = self._functions["noise"]
+        self.response: Array = np.asarray(client.arrays[self._functions["observed"]], dtype=float)
+
+    def design(self, kernel: Array, rows: Any = None) -> Design:
+        """Projection (L, b, Q), conditional variance (L, b) and responses (b,) of all rows, or of some."""
+        response = self.response if rows is None else self.response[rows]
+        scale = len(self.response) / max(len(response), 1)
+        projection, conditional = self._functions["forward"](self._phi(kernel), *self._inputs(rows))
+        return Design(projection, conditional, response, scale)
+
+    def at(self, kernel: Array, inputs: Mapping[str, Any]) -> Design:
+        """The design at new inputs by name, without responses."""
+        names, observed = self._functions["names"], self._functions["observed"]
+        wanted = [name for name in names if name != observed]
+        if set(inputs) - {observed} != set(wanted):
+            raise DataError(f"new inputs {sorted(inputs)} must be {wanted}, the model's containers beside its output.")
+        values: dict[str, Any] = {}
+        for name in wanted:
+            old, new = self._client.arrays[name], np.asarray(inputs[name], dtype=float)
+            if new.ndim != np.ndim(old) or new.shape[1:] != np.shape(old)[1:] or not np.all(np.isfinite(new)):
+                raise DataError(
+                    f"new inputs {name!r} have shape {new.shape}, the unit's have {np.shape(old)}; pass finite numbers "
+                    "with the same columns."
+                )
+            values[name] = new
+        values[observed] = np.zeros(len(values[wanted[0]]))
+        projection, conditional = self._functions["forward"](self._phi(kernel), *(values[name] for name in names))
+        return Design(projection, conditional, values[observed], 1.0)
+
+    def kernel_gradient(self, kernel: Array, projection: Array, conditional: Array, rows: Any = None) -> Array:
+        """Pull gradients with respect to the design's two arrays back to the kernel's parameters, (p,)."""
+        phi = self._phi(kernel)
+        pulled = self._functions["backward"](phi, projection, conditional, *self._inputs(rows))
+        return np.asarray(pulled)[self.roles.kernel]
+
+    def _phi(self, kernel: Array) -> Array:
+        phi = np.zeros(self._client.shared_size)
+        phi[self.roles.kernel] = kernel
+        return phi
+
+    def _inputs(self, rows: Any) -> tuple[Any, ...]:
+        held = self._client.inputs[: len(self._functions["names"])]
+        return held if rows is None else tuple(value[rows] for value in held)
+
+
+def read_unit(client: ClientModel) -> CoregionalUnit:
+    """What the numerics see of a client, after its density was held against the model's; once per client."""
+    unit = CoregionalUnit(client)
+    _require_same_density(client, unit)
+    return unit
+
+
+def _functions(client: ClientModel) -> dict[str, Any]:
+    """Compiled functions of the template, shared by its clients."""
+    kept = client.template.functions
+    with _lock:
+        if "lmc" not in kept:
+            kept["lmc"] = _compile(client)
+    functions: dict[str, Any] = kept["lmc"]
+    return functions
+
+
+def _compile(client: ClientModel) -> dict[str, Any]:
+    parts = client.template.parts
+    model, variables = parts.model, client.layout.variables
+    missing = [name for name in _PARTS if name not in model.named_vars]
+    if missing or len(parts.model.observed_RVs) != 1 or not parts.data:
+        raise DeclarationError(
+            f"client {client.client_id!r}: the model has no {missing[0]!r}; {_CONTRACT}."
+            if missing
+            else f"client {client.client_id!r}: the model needs one observed variable and pm.Data containers; {_CONTRACT}."
+        )
+    observed = model.rvs_to_values[model.observed_RVs[0]].name
+    names = [variable.name for variable in parts.data]
+    if observed not in names:
+        raise DeclarationError(f"client {client.client_id!r}: the output is not observed through a pm.Data container.")
+    x = pt.vector("phi")
+    replace, inputs = _graph._inputs_for(parts)
+    values, _, _ = _graph.flat_values(parts._replace(local=()), x, variables, ())
+    outputs = model.replace_rvs_by_values([model[name] for name in _PARTS])
+    projection, conditional = clone_replace(outputs, {**replace, **values})
+    cotangents = pt.dtensor3("projection_cotangent"), pt.dmatrix("conditional_cotangent")
+    cost = pt.sum(cotangents[0] * projection) + pt.sum(cotangents[1] * conditional)
+    mode = get_mode("NUMBA")
+    forward = _locked(pytensor.function([x, *inputs], [projection, conditional], mode=mode, on_unused_input="ignore"))
+    gradient = pt.grad(cost, x, disconnected_inputs="ignore")
+    backward = _locked(pytensor.function([x, *cotangents, *inputs], gradient, mode=mode, on_unused_input="ignore"))
+    return {
+        "names": names,
+        "observed": observed,
+        "noise": _log_scale(client, "noise_sd"),
+        "forward": forward,
+        "backward": backward,
+    }
+
+
+def _locked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTensor keeps intermediate values in the function, so threads take turns."""
+    lock = threading.Lock()
+
+    def call(*values: Any) -> Any:
+        with lock:
+            return function(*values)
+
+    return call
+
+
+def _log_scale(client: ClientModel, name: str) -> LogScale:
+    """Prior N(m, s²) of the log of a local scale parameter."""
+    parts = client.template.parts
+    found = [(variable, rv) for variable, rv in zip(client.local, parts.local, strict=True) if variable.name == name]
+    if not found or found[0][0].shape != () or found[0][0].transform != "log":
+        raise DeclarationError(
+            f"client {client.client_id!r}: {name!r} must be a local scalar on the log scale, such as "
+            f'pm.LogNormal("{name}", ...); {_CONTRACT}.'
+        )
+    value = parts.model.rvs_to_values[found[0][1]]
+    point = pt.vector("point")
+    (logp,) = clone_replace([parts.model.logp(vars=[found[0][1]], sum=True)], {value: point[0]})
+    gradient = _graph.python_function([point], pt.grad(logp, point))
+    prior = gaussian_prior(lambda z: np.asarray(gradient(z)), np.zeros(1))
+    if prior is None:
+        raise DeclarationError(
+            f"client {client.client_id!r}: the prior of {name!r} is not LogNormal; its mode has a closed form then."
+        )
+    return LogScale(float(prior.linear[0] / prior.precision[0, 0]), float(prior.precision[0, 0]))
+
+
+def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
+    """Hold the declared log density against the one that the algorithm is for, at two random points."""
+    rng = np.random.default_rng(0)
+    places = {variable.name: variable.size for variable in client.local}
+    if set(places) != {"w", "noise_sd", "residual"} or places["w"] != unit.roles.latents:
+        raise DeclarationError(
+            f"client {client.client_id!r}: local variables are {places}; {_CONTRACT}, with one w for each latent function."
+        )
+    prior_mean = client.layout.prior.linear / np.diag(client.layout.prior.precision)
+    for _ in range(2):
+        phi = np.where(unit.roles.is_binary, rng.integers(0, 2, client.shared_size), prior_mean)
+        phi += np.where(unit.roles.is_binary, 0.0, 0.3 * rng.normal(size=client.shared_size))
+        local = {name: 0.5 * rng.normal(size=size) for name, size in places.items()}
+        theta = np.concatenate([local[variable.name] for variable in client.local])
+        declared, _, _ = client.log_site(phi, theta)
+        design = unit.design(phi[unit.roles.kernel])
+        ours = density(design, unit.roles, phi, local["w"], float(local["noise_sd"][0]), local["residual"], unit.noise)
+        if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)):
+            raise DeclarationError(
+                f"client {client.client_id!r}: the declared log density is {declared:.8g} where a linear model of "
+                f"coregionalisation has {ours:.8g}; {_CONTRACT}, with y ~ Normal(Σ w included projection v + "
+                "residual √Σ (w included)² conditional_variance, noise_sd). For other models use fedppl.EP()."
+            )

@@ -1,0 +1,150 @@
+"""How a fitted linear model of coregionalisation is read: predictions in closed form, draws, a new unit."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl._lmc.bound import Curves, Design, Globals, Roles, UnitState, curves
+from fedppl._lmc.unit import best_unit, coefficient_covariance
+from fedppl.types import Array, Draws, Message
+
+__all__ = ["Coefficients", "Fitted", "draw", "outcome", "predictive", "require_unit", "sample", "selected_only", "settle", "unpack"]
+
+# A function with a probability above this is selected.
+SELECTED = 0.5
+
+
+class Fitted(NamedTuple):
+    """Shared parameters at the end of a fit, with the covariance of v over all latent functions."""
+
+    shared: Globals
+    joint: Array  # (LQ, LQ)
+
+
+class Coefficients(NamedTuple):
+    """q(w | α = 1) of one unit, with a covariance of its own."""
+
+    mean: Array  # (L,)
+    covariance: Array  # (L, L)
+    log_noise_sd: float
+
+
+def require_unit(client: Any) -> None:
+    """Raise DeclarationError where the model is no linear model of coregionalisation."""
+    _ = client.coregional
+
+
+def outcome(shared: Globals, joint: Array) -> Message:
+    """What a unit needs to know in the end."""
+    return {
+        "mean": shared.mean,
+        "joint": gaussian.pack_triangle(joint),
+        "inclusion": shared.inclusion,
+        "kernel": shared.kernel,
+        "log_slab_sd": np.array(shared.log_slab_sd),
+    }
+
+
+def unpack(message: Message) -> Fitted:
+    """Read `outcome`."""
+    mean = np.asarray(message["mean"], dtype=float)
+    joint = gaussian.unpack_triangle(np.asarray(message["joint"], dtype=float))
+    latents, points = mean.shape
+    blocks = np.einsum("lqlp->lqp", joint.reshape(latents, points, latents, points)).copy()
+    shared = Globals(
+        mean,
+        blocks,
+        np.asarray(message["inclusion"], dtype=float),
+        np.asarray(message["kernel"], dtype=float),
+        float(message["log_slab_sd"]),
+    )
+    return Fitted(shared, joint)
+
+
+def selected_only(fitted: Fitted) -> Fitted:
+    """The model of a new unit: the selected functions for certain, the others not at all."""
+    shared = fitted.shared
+    return fitted._replace(shared=shared._replace(inclusion=np.where(shared.inclusion > SELECTED, 1.0, 0.0)))
+
+
+def settle(unit: Any, personal: Any, fitted: Fitted) -> tuple[Coefficients, Fitted]:
+    """A unit's own parameters given the shared ones; of a unit without any, from its own rows alone (eq. 17).
+
+    A new unit uses the selected functions. Equation 17 takes its coefficients to be parameters; here they keep their
+    prior N(0, σ_w²), with the σ_w that the others left, and a posterior.
+    """
+    if personal is None:
+        fitted = selected_only(fitted)
+    shared = fitted.shared
+    design = unit.design(shared.kernel)
+    start = unit.noise.mean if personal is None else personal.log_noise_sd
+    state, curve = best_unit(design, shared, unit.noise, start)
+    covariance = coefficient_covariance(design, curve, fitted.joint, shared.log_slab_sd, state.log_noise_sd)
+    return Coefficients(state.mean, covariance, state.log_noise_sd), fitted
+
+
+def predictive(design: Design, fitted: Fitted, own: Coefficients) -> tuple[Array, Array]:
+    """Mean and variance (n,) of f at the design's inputs, by the law of total variance over w, α, v and the residual.
+
+    Covariances of coefficients and of inducing variables across latent functions are counted; the mean field leaves
+    them out, and with them most of what is unknown where the unit has no rows.
+    """
+    shared = fitted.shared
+    latents, rows, points = design.projection.shape
+    curve: Curves = curves(design, shared.mean, shared.covariance)
+    gamma = shared.inclusion
+    weight = gamma * own.mean
+    mean = weight @ curve.mean
+    second_w = np.outer(own.mean, own.mean) + own.covariance  # E w w' given that both are used
+    pair = np.outer(gamma, gamma)
+    np.fill_diagonal(pair, gamma)
+    product = pair * second_w  # E s s'
+    variance = np.zeros(rows)
+    blocks = fitted.joint.reshape(latents, points, latents, points)
+    for l in range(latents):
+        for k in range(l, latents):
+            if abs(product[l, k]) == 0.0:
+                continue
+            across = np.einsum("nq,qp,np->n", design.projection[l], blocks[l, :, k, :], design.projection[k], optimize=True)
+            term = product[l, k] * (across + curve.mean[l] * curve.mean[k])
+            variance += term if l == k else 2.0 * term
+    variance += np.diag(product) @ design.conditional
+    return mean, np.maximum(variance - mean**2, 0.0)
+
+
+def sample(role: Roles, message: Message, count: int, rng: np.random.Generator) -> Array:
+    """Draws (count, m) of what is shared: q(v), q(α), and the estimates of kernels and σ_w, equal in all draws."""
+    fitted = unpack(message)
+    phi = np.zeros((count, len(role.is_binary)))
+    root = np.linalg.cholesky(fitted.joint + 1e-12 * np.eye(len(fitted.joint)))
+    phi[:, role.v] = fitted.shared.mean.ravel() + rng.normal(size=(count, len(root))) @ root.T
+    if role.included is not None:
+        phi[:, role.included] = rng.random((count, role.latents)) < fitted.shared.inclusion
+    phi[:, role.kernel] = fitted.shared.kernel
+    phi[:, role.slab] = fitted.shared.log_slab_sd
+    return phi
+
+
+def draw(
+    client: Any, personal: Any, message: Message, draws: int, chains: int, rng: np.random.Generator
+) -> Draws:
+    """Draws of what is shared and of the unit's own variables from the variational posterior."""
+    unit, count = client.coregional, draws * chains
+    own, fitted = settle(unit, personal, unpack(message))
+    shared = fitted.shared
+    role: Roles = unit.roles
+    phi = sample(role, outcome(shared, fitted.joint), count, rng)
+    used = np.ones((count, role.latents)) if role.included is None else phi[:, role.included]
+    root = np.linalg.cholesky(own.covariance + 1e-12 * np.eye(role.latents))
+    w = own.mean + rng.normal(size=(count, role.latents)) @ root.T
+    unused = np.exp(shared.log_slab_sd) * rng.normal(size=w.shape)
+    values = {
+        "w": np.where(used > 0.5, w, unused),
+        "noise_sd": np.full((count, 1), own.log_noise_sd),
+        "residual": rng.normal(size=(count, len(unit.response))),
+    }
+    local = np.concatenate([values[variable.name] for variable in client.local], axis=1)
+    return Draws(phi.reshape(chains, draws, -1), local.reshape(chains, draws, -1), {})

@@ -1,0 +1,225 @@
+r"""FedLMC-SS: a linear model of coregionalisation that selects its latent functions, as one unit declares it.
+
+`unit` is a *builder* from one unit's inputs ``X`` (n,) or (n, d) and outputs ``y`` (n,) to a ``pm.Model``, with options
+that are set once for all units by ``functools.partial``::
+
+    builder = functools.partial(fedlmc_ss.unit, inducing=np.linspace(-5, 5, 20), latents=10)
+    model = fedppl.FederatedModel(builder, fedlmc_ss.SHARED)
+    fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=200)
+
+**A unit** (section 4.1) is a sum of L latent functions that all units share, with coefficients of its own,
+
+.. math::
+
+    v_l \sim N(0, I), \quad \tilde u_l = \operatorname{chol}(K_{ZZ,l})\, v_l \sim N(0, K_{ZZ,l}), \quad
+    \alpha_l \sim \text{Bernoulli}(\pi), \quad w_{ml} \sim N(0, \sigma_w^2)
+
+    f_m(x) \mid \tilde u, w_m, \alpha \sim
+    N\Big(\sum_l w_{ml} \alpha_l A_{ml}(x) \tilde u_l,\; \sum_l (w_{ml} \alpha_l)^2 k_{ml}(x)\Big), \quad
+    y_m \sim N(f_m, \sigma_m^2)
+
+with :math:`A_{ml}(x) = k_l(x, Z) K_{ZZ,l}^{-1}` and :math:`k_{ml}(x) = k_l(x, x) - A_{ml}(x) k_l(Z, x)`, at each input on
+its own: the bound of equation 16 reads no more of the conditional covariance than its diagonal. What units share is
+:math:`(v, \alpha)`, the length-scales and :math:`\sigma_w`. They are counted once in the whole system: a unit's log
+density alone has all of their prior, so that the system's takes r_m = n_m / Σ n of it from each.
+
+The latent functions are written by white v_l, which changes nothing in the model and much in the numbers: the precision
+of v is the identity plus what the data add, however close together the inducing points are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytensor.tensor as pt
+from pytensor.graph.replace import vectorize_graph
+
+__all__ = ["SHARED", "SHARED_WITHOUT_SELECTION", "exp_quad", "matern52", "unit"]
+
+SHARED = ("v", "included", "lengthscale", "slab_sd")
+SHARED_WITHOUT_SELECTION = ("v", "lengthscale", "slab_sd")
+
+# Kernel matrices of close inducing points have condition numbers of 1e6 and more.
+_JITTER = 1e-6
+
+
+def exp_quad(lengthscale: Any) -> Any:
+    """Squared exponential covariance of one-dimensional inputs, the paper's.
+
+    Parameters
+    ----------
+    lengthscale
+        ℓ, in units of x.
+
+    Returns
+    -------
+    pymc.gp.cov.Covariance
+
+    Examples
+    --------
+    >>> exp_quad(2.0).full([[0.0], [2.0]]).eval().round(3)
+    array([[1.   , 0.607],
+           [0.607, 1.   ]])
+    """
+    return pm.gp.cov.ExpQuad(1, lengthscale)
+
+
+def matern52(lengthscale: Any) -> Any:
+    """Matérn 5/2 covariance of one-dimensional inputs, for rougher curves.
+
+    Parameters
+    ----------
+    lengthscale
+        ℓ, in units of x.
+
+    Returns
+    -------
+    pymc.gp.cov.Covariance
+
+    Examples
+    --------
+    >>> float(matern52(2.0).full([[0.0], [2.0]]).eval()[0, 1].round(3))
+    0.524
+    """
+    return pm.gp.cov.Matern52(1, lengthscale)
+
+
+def unit(
+    X: Any,
+    y: Any,
+    *,
+    inducing: Any,
+    latents: int = 10,
+    covariance: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] = exp_quad,
+    inclusion: float | None = 0.5,
+    lengthscale: float = 1.0,
+    lengthscale_spread: float = 1.0,
+    noise_sd: float = 0.3,
+    noise_spread: float = 2.0,
+    slab_spread: float = 1.0,
+) -> pm.Model:
+    r"""Declare one unit of a linear model of coregionalisation with spike-and-slab coefficients.
+
+    Parameters
+    ----------
+    X, y
+        Inputs (n,) or (n, d), and outputs (n,), at unit scale.
+    inducing
+        Z (Q,) or (Q, d), the same at all units and agreed on beforehand: a grid over the range of the inputs, its
+        spacing below the shortest length-scale.
+    latents
+        L, the largest number of latent functions.
+    covariance
+        Function from a length-scale to a PyMC covariance with variance 1, or one for each latent function. A stationary
+        one: the scale of a latent function is its coefficients'.
+    inclusion
+        π, the prior probability that a latent function is used; None leaves the selection out (FedLMC, LMC).
+    lengthscale, lengthscale_spread
+        Median and spread on the log scale of each length-scale's prior, in units of x.
+    noise_sd, noise_spread
+        Median and spread on the log scale of the prior of the unit's own σ_m, in units of y.
+    slab_spread
+        Spread on the log scale of the prior of σ_w, whose median is 1.
+
+    Returns
+    -------
+    pymc.Model
+        Shared "v" (latent, inducing), "included" (latent), "lengthscale" (latent) and "slab_sd"; local "w" (latent),
+        "noise_sd" and "residual" (row), the standardised distance of f from its conditional mean.
+
+    Raises
+    ------
+    ValueError
+        If inducing points are fewer than two, not distinct or of another dimension than X, the number of latent
+        functions is below one, the inclusion probability is outside (0, 1) or a scale is not positive.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> model = unit(np.linspace(0, 1, 5), np.zeros(5), inducing=np.linspace(0, 1, 4), latents=2)
+    >>> [rv.name for rv in model.free_RVs]
+    ['v', 'included', 'lengthscale', 'slab_sd', 'w', 'noise_sd', 'residual']
+
+    Notes
+    -----
+    *When this fails.* Bring y to mean 0 and unit scale with constants that all units agree on. Data outside the range
+    of the inducing points are seen by the prior variance alone. A grid coarser than the length-scale cannot hold the
+    curves, and the residual takes what is left.
+
+    References
+    ----------
+    .. [1] Gao and Chung, Federated automatic latent variable selection in multi-output Gaussian processes, eqs. 6 to 9.
+    """
+    points = _points(inducing, X)
+    if not isinstance(latents, int | np.integer) or latents < 1:
+        raise ValueError(f"latents={latents!r} must be a whole number, at least 1.")
+    if inclusion is not None and not 0 < inclusion < 1:
+        raise ValueError(f"inclusion={inclusion} must lie between 0 and 1; None leaves the selection out.")
+    if not min(lengthscale, lengthscale_spread, noise_sd, noise_spread, slab_spread) > 0:
+        raise ValueError(
+            f"lengthscale={lengthscale}, lengthscale_spread={lengthscale_spread}, noise_sd={noise_sd}, "
+            f"noise_spread={noise_spread}, slab_spread={slab_spread} must be positive."
+        )
+    kernels = [covariance] * latents if callable(covariance) else list(covariance)
+    if len(kernels) != latents:
+        raise ValueError(f"covariance has {len(kernels)} functions for {latents} latent functions; give one for each.")
+    coords = {"latent": np.arange(latents), "inducing": np.arange(len(points))}
+    with pm.Model(coords=coords) as model:
+        inputs = pm.Data("X", X)
+        outputs = pm.Data("y", y, dims="row")
+        v = pm.Normal("v", 0, 1, dims=("latent", "inducing"))
+        included = 1.0 if inclusion is None else pm.Bernoulli("included", inclusion, dims="latent")
+        scales = pm.LogNormal("lengthscale", np.log(lengthscale), lengthscale_spread, dims="latent")
+        slab_sd = pm.LogNormal("slab_sd", 0.0, slab_spread)
+        w = pm.Normal("w", 0, slab_sd, dims="latent")
+        sigma = pm.LogNormal("noise_sd", np.log(noise_sd), noise_spread)
+        projection, conditional = _projection(kernels, scales, inputs, points)
+        model.add_named_variable(projection)
+        model.add_named_variable(conditional)
+        weight = w * included
+        residual = pm.Normal("residual", 0, 1, shape=outputs.shape, dims="row")
+        mean = pt.sum(weight[:, None] * pt.sum(projection * v[:, None, :], axis=2), axis=0)
+        variance = pt.sum(weight[:, None] ** 2 * conditional, axis=0)
+        # The root of an exact zero has no gradient.
+        pm.Normal("output", mean + pt.sqrt(variance + 1e-12) * residual, sigma, observed=outputs, dims="row")
+    return model
+
+
+def _points(inducing: Any, X: Any) -> np.ndarray:
+    """Inducing points (Q, d), checked."""
+    points = np.asarray(inducing, dtype=float)
+    points = points[:, None] if points.ndim == 1 else points
+    width = 1 if np.ndim(X) == 1 else np.shape(X)[1]
+    if points.ndim != 2 or points.shape[1] != width or not np.all(np.isfinite(points)):
+        raise ValueError(f"inducing has shape {np.shape(inducing)}; pass finite points (Q,) or (Q, {width}), as X has.")
+    if len(points) < 2 or len(np.unique(points, axis=0)) < len(points):
+        raise ValueError(f"inducing has {len(points)} points; pass at least two, all distinct.")
+    return points
+
+
+def _projection(kernels: list[Any], scales: Any, inputs: Any, points: np.ndarray) -> tuple[Any, Any]:
+    """A chol(K_ZZ) (L, n, Q), which takes v to the latent functions at the inputs, and what is left of k(x, x)."""
+    rows = inputs[:, None] if inputs.ndim == 1 else inputs
+    if all(kernel is kernels[0] for kernel in kernels):
+        scale = pt.dscalar("scale")
+        one = _matrices(kernels[0](scale), rows, points)
+        within, across, alone = (
+            pt.atleast_Nd(part, n=ndim) for part, ndim in zip(vectorize_graph(one, {scale: scales}), (3, 3, 2), strict=True)
+        )
+    else:
+        several = [_matrices(kernel(scales[l]), rows, points) for l, kernel in enumerate(kernels)]
+        within, across, alone = (pt.stack(parts) for parts in zip(*several, strict=True))
+    root = pt.linalg.cholesky(within + _JITTER * np.eye(len(points)))
+    white = pt.linalg.solve_triangular(root, across, lower=True, b_ndim=2)
+    projection = pt.swapaxes(white, 1, 2)
+    conditional = pt.maximum(alone - pt.sum(white**2, axis=1), 1e-10)
+    projection.name, conditional.name = "projection", "conditional_variance"
+    return projection, conditional
+
+
+def _matrices(covariance: Any, rows: Any, points: np.ndarray) -> tuple[Any, Any, Any]:
+    """K(Z, Z) (Q, Q), K(Z, X) (Q, n) and k(x, x) (n,)."""
+    return covariance(points), covariance(points, rows), covariance(rows, diag=True)
