@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from fedppl import covariance, privacy
+from fedppl import covariance, curves, privacy
 from fedppl.engine.inprocess import InProcess
 from fedppl.hypotheses import contrast, hypotheses
 from fedppl.local.advi import ADVI, MeanField
@@ -21,6 +21,8 @@ from fedppl.steps.consensus import ConsensusMonteCarlo
 from fedppl.steps.ditto import Ditto
 from fedppl.steps.ep import EP
 from fedppl.steps.lmc_ascent import LMCAscent
+from fedppl.steps.lmc_averaging import LMCAveraging
+from fedppl.steps.lmc_gradient import LMCGradient
 from fedppl.steps.local_sgd import SeparateSGD
 from fedppl.steps.precision_weighted import PrecisionWeighted
 from fedppl.steps.private_ep import PrivateEP
@@ -53,6 +55,8 @@ __all__ = [
     "GradientSteps",
     "InProcess",
     "LMCAscent",
+    "LMCAveraging",
+    "LMCGradient",
     "Laplace",
     "LocalInference",
     "MeanField",
@@ -67,6 +71,7 @@ __all__ = [
     "bernoulli",
     "contrast",
     "covariance",
+    "curves",
     "fit",
     "fixed_size",
     "grid",

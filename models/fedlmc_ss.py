@@ -29,6 +29,7 @@ of v is the identity plus what the data add, however close together the inducing
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,9 @@ import pymc as pm
 import pytensor.tensor as pt
 from pytensor.graph.replace import vectorize_graph
 
-__all__ = ["SHARED", "SHARED_WITHOUT_SELECTION", "exp_quad", "matern52", "unit"]
+import fedppl
+
+__all__ = ["SHARED", "SHARED_WITHOUT_SELECTION", "exp_quad", "matern52", "two_curves", "unit"]
 
 SHARED = ("v", "included", "lengthscale", "slab_sd")
 SHARED_WITHOUT_SELECTION = ("v", "lengthscale", "slab_sd")
@@ -186,6 +189,34 @@ def unit(
         # The root of an exact zero has no gradient.
         pm.Normal("output", mean + pt.sqrt(variance + 1e-12) * residual, sigma, observed=outputs, dims="row")
     return model
+
+
+def two_curves(seed: int = 0) -> tuple[fedppl.FederatedModel, dict[str, dict[str, np.ndarray]]]:
+    """Two units whose curves are one function times a number, for trying things out.
+
+    Parameters
+    ----------
+    seed
+        Seed of the noise.
+
+    Returns
+    -------
+    tuple
+        FederatedModel with two latent functions, and the data of units "a" and "b".
+
+    Examples
+    --------
+    >>> model, units = two_curves()
+    >>> model.shared, units["b"]["y"].shape
+    (('v', 'included', 'lengthscale', 'slab_sd'), (25,))
+    """
+    rng = np.random.default_rng(seed)
+    units = {}
+    for name, height, rows in (("a", 1.0, 30), ("b", -0.7, 25)):
+        x = np.sort(rng.uniform(0, 1, rows))
+        units[name] = {"X": x, "y": height * np.sin(6 * x) + 0.1 * rng.normal(size=rows)}
+    builder = functools.partial(unit, inducing=np.linspace(0, 1, 8), latents=2, lengthscale=0.3)
+    return fedppl.FederatedModel(builder, SHARED), units
 
 
 def _points(inducing: Any, X: Any) -> np.ndarray:

@@ -10,12 +10,13 @@ import numpy as np
 import pytensor
 import pytensor.tensor as pt
 from pytensor.compile.mode import get_mode
+from pytensor.graph.basic import equal_computations
 from pytensor.graph.replace import clone_replace
 
 from fedppl import _graph
 from fedppl.prior import gaussian_prior
 from fedppl._lmc.bound import Design, LogScale, Roles, density, roles
-from fedppl.types import Array, DataError, DeclarationError
+from fedppl.types import Array, DataError, DeclarationError, Variable
 
 if TYPE_CHECKING:
     from fedppl.model import ClientModel
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["CoregionalUnit", "read_unit"]
 
 _lock = threading.Lock()
+_KEPT = 16
+_compiled: list[tuple[tuple[Any, tuple[Any, ...], list[Any]], tuple[Callable[..., Any], Callable[..., Any]]]] = []
 _PARTS = ("projection", "conditional_variance")
 _CONTRACT = (
     "a model of coregionalisation declares v, w, noise_sd, residual and slab_sd, and adds its tensors `projection` and "
@@ -123,17 +126,7 @@ def _compile(client: ClientModel) -> dict[str, Any]:
     names = [variable.name for variable in parts.data]
     if observed not in names:
         raise DeclarationError(f"client {client.client_id!r}: the output is not observed through a pm.Data container.")
-    x = pt.vector("phi")
-    replace, inputs = _graph._inputs_for(parts)
-    values, _, _ = _graph.flat_values(parts._replace(local=()), x, variables, ())
-    outputs = model.replace_rvs_by_values([model[name] for name in _PARTS])
-    projection, conditional = clone_replace(outputs, {**replace, **values})
-    cotangents = pt.dtensor3("projection_cotangent"), pt.dmatrix("conditional_cotangent")
-    cost = pt.sum(cotangents[0] * projection) + pt.sum(cotangents[1] * conditional)
-    mode = get_mode("NUMBA")
-    forward = _locked(pytensor.function([x, *inputs], [projection, conditional], mode=mode, on_unused_input="ignore"))
-    gradient = pt.grad(cost, x, disconnected_inputs="ignore")
-    backward = _locked(pytensor.function([x, *cotangents, *inputs], gradient, mode=mode, on_unused_input="ignore"))
+    forward, backward = _design_functions(parts, variables)
     return {
         "names": names,
         "observed": observed,
@@ -141,6 +134,33 @@ def _compile(client: ClientModel) -> dict[str, Any]:
         "forward": forward,
         "backward": backward,
     }
+
+
+def _design_functions(
+    parts: _graph.Parts, variables: tuple[Variable, ...]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The design and the way back through it, as functions of φ and the data; a builder made anew finds them again."""
+    model = parts.model
+    x = pt.vector("phi")
+    replace, inputs = _graph._inputs_for(parts)
+    values, _, _ = _graph.flat_values(parts._replace(local=()), x, variables, ())
+    outputs = model.replace_rvs_by_values([model[name] for name in _PARTS])
+    projection, conditional = clone_replace(outputs, {**replace, **values})
+    for (known_x, known_inputs, known), functions in _compiled:
+        same_types = [v.type for v in known_inputs] == [v.type for v in inputs]
+        if same_types and equal_computations(
+            known, [projection, conditional], in_xs=[known_x, *known_inputs], in_ys=[x, *inputs]
+        ):
+            return functions
+    cotangents = pt.dtensor3("projection_cotangent"), pt.dmatrix("conditional_cotangent")
+    cost = pt.sum(cotangents[0] * projection) + pt.sum(cotangents[1] * conditional)
+    mode = get_mode("NUMBA")
+    forward = _locked(pytensor.function([x, *inputs], [projection, conditional], mode=mode, on_unused_input="ignore"))
+    gradient = pt.grad(cost, x, disconnected_inputs="ignore")
+    backward = _locked(pytensor.function([x, *cotangents, *inputs], gradient, mode=mode, on_unused_input="ignore"))
+    _compiled.append(((x, inputs, [projection, conditional]), (forward, backward)))
+    del _compiled[:-_KEPT]
+    return forward, backward
 
 
 def _locked(function: Callable[..., Any]) -> Callable[..., Any]:

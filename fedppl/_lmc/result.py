@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,9 +10,9 @@ import numpy as np
 from fedppl import gaussian
 from fedppl._lmc.bound import Curves, Design, Globals, Roles, UnitState, curves
 from fedppl._lmc.unit import best_unit, coefficient_covariance
-from fedppl.types import Array, Draws, Message
+from fedppl.types import Array, DeclarationError, Draws, Message
 
-__all__ = ["Coefficients", "Fitted", "draw", "outcome", "predictive", "require_unit", "sample", "selected_only", "settle", "unpack"]
+__all__ = ["Coefficients", "SELECTED", "Fitted", "block_diagonal", "draw", "only", "outcome", "predictive", "require_unit", "sample", "selected_only", "settle", "unpack"]
 
 # A function with a probability above this is selected.
 SELECTED = 0.5
@@ -70,17 +71,26 @@ def selected_only(fitted: Fitted) -> Fitted:
     return fitted._replace(shared=shared._replace(inclusion=np.where(shared.inclusion > SELECTED, 1.0, 0.0)))
 
 
-def settle(unit: Any, personal: Any, fitted: Fitted) -> tuple[Coefficients, Fitted]:
-    """A unit's own parameters given the shared ones; of a unit without any, from its own rows alone (eq. 17).
+def only(fitted: Fitted, latents: Iterable[int]) -> Fitted:
+    """The model that uses the named latent functions for certain, and no other."""
+    shared, chosen = fitted.shared, sorted(set(latents))
+    count = len(shared.inclusion)
+    if not chosen or not set(chosen) <= set(range(count)):
+        raise DeclarationError(f"latents={chosen} must be some of 0 to {count - 1}.")
+    return fitted._replace(shared=shared._replace(inclusion=np.isin(np.arange(count), chosen).astype(float)))
 
-    A new unit uses the selected functions. Equation 17 takes its coefficients to be parameters; here they keep their
-    prior N(0, σ_w²), with the σ_w that the others left, and a posterior.
+
+def settle(unit: Any, personal: Any, fitted: Fitted, *, selected: bool) -> tuple[Coefficients, Fitted]:
+    """A unit's own parameters given the shared ones, from its own rows alone (eq. 17).
+
+    Equation 17 takes the coefficients of a new unit, which has the `selected` functions only, to be parameters; here
+    they keep their prior N(0, σ_w²), with the σ_w that the others left, and a posterior.
     """
-    if personal is None:
+    if selected:
         fitted = selected_only(fitted)
     shared = fitted.shared
     design = unit.design(shared.kernel)
-    start = unit.noise.mean if personal is None else personal.log_noise_sd
+    start = getattr(personal, "log_noise_sd", unit.noise.mean)
     state, curve = best_unit(design, shared, unit.noise, start)
     covariance = coefficient_covariance(design, curve, fitted.joint, shared.log_slab_sd, state.log_noise_sd)
     return Coefficients(state.mean, covariance, state.log_noise_sd), fitted
@@ -133,7 +143,7 @@ def draw(
 ) -> Draws:
     """Draws of what is shared and of the unit's own variables from the variational posterior."""
     unit, count = client.coregional, draws * chains
-    own, fitted = settle(unit, personal, unpack(message))
+    own, fitted = settle(unit, personal, unpack(message), selected=personal is None)
     shared = fitted.shared
     role: Roles = unit.roles
     phi = sample(role, outcome(shared, fitted.joint), count, rng)
@@ -148,3 +158,12 @@ def draw(
     }
     local = np.concatenate([values[variable.name] for variable in client.local], axis=1)
     return Draws(phi.reshape(chains, draws, -1), local.reshape(chains, draws, -1), {})
+
+
+def block_diagonal(covariance: Array) -> Array:
+    """The covariance (LQ, LQ) of v whose latent functions are independent."""
+    latents, points, _ = covariance.shape
+    joint = np.zeros((latents, points, latents, points))
+    for l in range(latents):
+        joint[l, :, l, :] = covariance[l]
+    return joint.reshape(latents * points, latents * points)
