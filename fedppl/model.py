@@ -24,8 +24,8 @@ from fedppl._checks import (
     require_same_variables,
     require_start,
 )
-from fedppl._lmc.read import CoregionalUnit, read_unit
 from fedppl._data import as_arrays, group_by_columns, needs_same_keys
+from fedppl._lmc.read import CoregionalUnit, read_unit
 from fedppl._pack import pack
 from fedppl._template import Template, compilations, shared_layout
 from fedppl.prior import SharedPrior
@@ -98,7 +98,8 @@ class ClientModel:
 
     def log_site(self, phi: Array, theta: Array) -> tuple[float, Array, Array]:
         """log p(y_k, θ | φ) and its gradients with respect to φ, (m,), and θ, (d_k,)."""
-        output = self.kernel(np.concatenate([phi, theta]), *self.data)
+        x = np.concatenate([phi, theta])
+        output = self.template.slow_kernel(x, *self.inputs) if self.layout.binary else self.kernel(x, *self.data)
         return float(output[0]), output[1 : 1 + self.shared_size], output[1 + self.shared_size :]
 
     @property
@@ -155,7 +156,7 @@ class ClientModel:
 
     @functools.cached_property
     def coregional(self) -> CoregionalUnit:
-        """This client as a unit of a linear model of coregionalisation, or DeclarationError where it is none."""
+        """The client as a unit of a linear model of coregionalisation, or DeclarationError where it is none."""
         return read_unit(self)
 
     def pymc_model(self) -> Any:
@@ -368,7 +369,7 @@ class FederatedModel:
             client_id=client_id,
             layout=layout,
             local=local,
-            kernel=template.kernel,
+            kernel=_no_kernel if layout.binary else template.kernel,
             data=pack((*data, *free_shapes)),
             inputs=(*data, *free_shapes),
             prior=prior,
@@ -379,6 +380,11 @@ class FederatedModel:
         )
         require_start(client, np.concatenate([np.ravel(value) for value in initial[: len(shared)]]))
         return client
+
+
+def _no_kernel(*arguments: Any) -> Any:
+    """In the place of a compiled density where indicators are shared: no algorithm walks along its gradient."""
+    raise DeclarationError("a log density with 0/1 indicators has no gradient to follow.")
 
 
 def dims_and_coords(pymc_model: Any) -> tuple[dict[str, tuple[str, ...] | None], dict[str, list[Any]]]:

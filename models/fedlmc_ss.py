@@ -18,8 +18,8 @@ that are set once for all units by ``functools.partial``::
     N\Big(\sum_l w_{ml} \alpha_l A_{ml}(x) \tilde u_l,\; \sum_l (w_{ml} \alpha_l)^2 k_{ml}(x)\Big), \quad
     y_m \sim N(f_m, \sigma_m^2)
 
-with :math:`A_{ml}(x) = k_l(x, Z) K_{ZZ,l}^{-1}` and :math:`k_{ml}(x) = k_l(x, x) - A_{ml}(x) k_l(Z, x)`, at each input on
-its own: the bound of equation 16 reads no more of the conditional covariance than its diagonal. What units share is
+with :math:`A_{ml}(x) = k_l(x, Z) K_{ZZ,l}^{-1}` and :math:`k_{ml}(x) = k_l(x, x) - A_{ml}(x) k_l(Z, x)`, at each
+input on its own: the bound of equation 16 reads no more of the conditional covariance than its diagonal. What units share is
 :math:`(v, \alpha)`, the length-scales and :math:`\sigma_w`. They are counted once in the whole system: a unit's log
 density alone has all of their prior, so that the system's takes r_m = n_m / Σ n of it from each.
 
@@ -238,10 +238,11 @@ def _projection(kernels: list[Any], scales: Any, inputs: Any, points: np.ndarray
         scale = pt.dscalar("scale")
         one = _matrices(kernels[0](scale), rows, points)
         within, across, alone = (
-            pt.atleast_Nd(part, n=ndim) for part, ndim in zip(vectorize_graph(one, {scale: scales}), (3, 3, 2), strict=True)
+            pt.atleast_Nd(part, n=ndim)
+            for part, ndim in zip(vectorize_graph(one, {scale: scales}), (3, 3, 2), strict=True)
         )
     else:
-        several = [_matrices(kernel(scales[l]), rows, points) for l, kernel in enumerate(kernels)]
+        several = [_matrices(kernel(scales[place]), rows, points) for place, kernel in enumerate(kernels)]
         within, across, alone = (pt.stack(parts) for parts in zip(*several, strict=True))
     root = pt.linalg.cholesky(within + _JITTER * np.eye(len(points)))
     white = pt.linalg.solve_triangular(root, across, lower=True, b_ndim=2)

@@ -21,7 +21,7 @@ class Adam(NamedTuple):
 
     first: Array
     second: Array
-    count: float
+    steps: float
 
 
 def fresh(size: int) -> Adam:
@@ -31,7 +31,7 @@ def fresh(size: int) -> Adam:
 
 def adam_step(x: Array, slope: Array, adam: Adam, rate: float) -> tuple[Array, Adam]:
     """One step uphill (Kingma and Ba, Algorithm 1)."""
-    count = adam.count + 1
+    count = adam.steps + 1
     first, second = 0.9 * adam.first + 0.1 * slope, 0.999 * adam.second + 0.001 * slope**2
     step = (first / (1 - 0.9**count)) / (np.sqrt(second / (1 - 0.999**count)) + 1e-8)
     return x + rate * step, Adam(first, second, count)
@@ -74,9 +74,7 @@ def unflatten_unit(x: Array) -> UnitState:
     return UnitState(x[:latents], np.exp(2 * x[latents:-1]), float(x[-1]))
 
 
-def slopes(
-    view: Any, x: Array, own: Array, share: float, rows: Any = None
-) -> tuple[Array, Array]:
+def slopes(view: Any, x: Array, own: Array, share: float, rows: Any = None) -> tuple[Array, Array]:
     """Gradient of V_m, with its share of the priors of what is shared, in the coordinates of the two vectors."""
     role: Roles = view.roles
     shared, unit = unflatten(x, role), unflatten_unit(own)
@@ -91,5 +89,6 @@ def slopes(
     kernel = slope.kernel - share * role.kernel_precision @ (shared.kernel - role.kernel_mean)
     slab = slope.log_slab_sd - share * role.slab_prior.precision * (shared.log_slab_sd - role.slab_prior.mean)
     odds = np.zeros(role.latents) if role.included is None else slope.log_odds
-    flat = [slope.mean.ravel(), slope.root[:, lower[0], lower[1]].ravel(), odds, kernel, [slab]]
-    return np.concatenate(flat), np.concatenate([slope.unit_mean, slope.unit_log_sd, [slope.log_noise_sd]])
+    root = slope.root[:, lower[0], lower[1]].ravel()
+    shared_slope = np.concatenate([slope.mean.ravel(), root, odds, kernel, np.array([slab])])
+    return shared_slope, np.concatenate([slope.unit_mean, slope.unit_log_sd, np.array([slope.log_noise_sd])])

@@ -1,6 +1,6 @@
 r"""The variational bound of FedLMC-SS, one term a unit, and its gradient.
 
-With v_l the white inducing variables, q(v_l) = N(m_l, S_l), q(α_l) = Bernoulli(γ_l) and q(w_l | α_l = 1) = N(μ_l, τ_l²),
+With v_l the white inducing variables, q(v_l) = N(m_l, S_l), q(α_l) = Bernoulli(γ_l), q(w_l | α_l = 1) = N(μ_l, τ_l²),
 
 .. math:: a_{nl} = B_{nl} m_l, \quad s_{nl} = k_{nl} + B_{nl} S_l B_{nl}^\top, \quad
           E f_n = \sum_l \gamma_l \mu_l a_{nl}, \quad
@@ -47,9 +47,7 @@ class LogScale(NamedTuple):
 
     def log_density(self, log_scale: float) -> float:
         """log p(log σ)."""
-        return float(
-            0.5 * np.log(self.precision / (2 * np.pi)) - 0.5 * self.precision * (log_scale - self.mean) ** 2
-        )
+        return float(0.5 * np.log(self.precision / (2 * np.pi)) - 0.5 * self.precision * (log_scale - self.mean) ** 2)
 
 
 class Design(NamedTuple):
@@ -119,7 +117,9 @@ def roles(layout: Layout) -> Roles:
             '(latent, inducing), () and "log".'
         )
     if included is not None and (included.shape != v.shape[:1] or not included.binary):
-        raise DeclarationError(f"included has shape {included.shape}; it must be Bernoulli, one for each of {v.shape[0]}.")
+        raise DeclarationError(
+            f"included has shape {included.shape}; it must be Bernoulli, one for each of {v.shape[0]}."
+        )
     if not layout.prior_is_gaussian:
         raise DeclarationError(
             "the prior of the shared parameters is not Gaussian on the unconstrained space; give v a standard Normal, "
@@ -147,7 +147,7 @@ def roles(layout: Layout) -> Roles:
         kernel=kernel,
         is_binary=is_binary,
         log_odds=log_odds,
-        kernel_mean=np.linalg.solve(kernel_precision, linear[kernel]),
+        kernel_mean=np.asarray(np.linalg.solve(kernel_precision, linear[kernel]), dtype=float),
         kernel_precision=kernel_precision,
         slab_prior=LogScale(
             float(linear[slab_place] / precision[slab_place, slab_place]), float(precision[slab_place, slab_place])
@@ -292,7 +292,5 @@ def gradient(
         log_slab_sd=float(gamma @ (t * slab - 1.0)),
         unit_mean=d_mu,
         unit_log_sd=d_log_sd,
-        log_noise_sd=rate * residual
-        - scale * len(response)
-        - noise.precision * (unit.log_noise_sd - noise.mean),
+        log_noise_sd=rate * residual - scale * len(response) - noise.precision * (unit.log_noise_sd - noise.mean),
     )

@@ -14,8 +14,8 @@ from pytensor.graph.basic import equal_computations
 from pytensor.graph.replace import clone_replace
 
 from fedppl import _graph
-from fedppl.prior import gaussian_prior
 from fedppl._lmc.bound import Design, LogScale, Roles, density, roles
+from fedppl.prior import gaussian_prior
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class CoregionalUnit:
         """Pull gradients with respect to the design's two arrays back to the kernel's parameters, (p,)."""
         phi = self._phi(kernel)
         pulled = self._functions["backward"](phi, projection, conditional, *self._inputs(rows))
-        return np.asarray(pulled)[self.roles.kernel]
+        return np.asarray(np.asarray(pulled)[self.roles.kernel])
 
     def _phi(self, kernel: Array) -> Array:
         phi = np.zeros(self._client.shared_size)
@@ -116,11 +116,11 @@ def _compile(client: ClientModel) -> dict[str, Any]:
     parts = client.template.parts
     model, variables = parts.model, client.layout.variables
     missing = [name for name in _PARTS if name not in model.named_vars]
-    if missing or len(parts.model.observed_RVs) != 1 or not parts.data:
+    if missing:
+        raise DeclarationError(f"client {client.client_id!r}: the model has no {missing[0]!r}; {_CONTRACT}.")
+    if len(model.observed_RVs) != 1:
         raise DeclarationError(
-            f"client {client.client_id!r}: the model has no {missing[0]!r}; {_CONTRACT}."
-            if missing
-            else f"client {client.client_id!r}: the model needs one observed variable and pm.Data containers; {_CONTRACT}."
+            f"client {client.client_id!r}: the model observes {len(model.observed_RVs)} variables, not one."
         )
     observed = model.rvs_to_values[model.observed_RVs[0]].name
     names = [variable.name for variable in parts.data]
@@ -201,7 +201,7 @@ def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
     places = {variable.name: variable.size for variable in client.local}
     if set(places) != {"w", "noise_sd", "residual"} or places["w"] != unit.roles.latents:
         raise DeclarationError(
-            f"client {client.client_id!r}: local variables are {places}; {_CONTRACT}, with one w for each latent function."
+            f"client {client.client_id!r}: local variables are {places}; {_CONTRACT}, with a w for each latent function."
         )
     prior_mean = client.layout.prior.linear / np.diag(client.layout.prior.precision)
     for _ in range(2):

@@ -8,11 +8,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
-from fedppl._lmc.bound import Curves, Design, Globals, Roles, UnitState, curves
+from fedppl._lmc.bound import Curves, Design, Globals, Roles, curves
 from fedppl._lmc.unit import best_unit, coefficient_covariance
 from fedppl.types import Array, DeclarationError, Draws, Message
 
-__all__ = ["Coefficients", "SELECTED", "Fitted", "block_diagonal", "draw", "only", "outcome", "predictive", "require_unit", "sample", "selected_only", "settle", "unpack"]
+__all__ = [
+    "Coefficients",
+    "SELECTED",
+    "Fitted",
+    "block_diagonal",
+    "draw",
+    "only",
+    "outcome",
+    "predictive",
+    "require_unit",
+    "sample",
+    "selected_only",
+    "settle",
+    "unpack",
+]
 
 # A function with a probability above this is selected.
 SELECTED = 0.5
@@ -108,19 +122,21 @@ def predictive(design: Design, fitted: Fitted, own: Coefficients) -> tuple[Array
     gamma = shared.inclusion
     weight = gamma * own.mean
     mean = weight @ curve.mean
-    second_w = np.outer(own.mean, own.mean) + own.covariance  # E w w' given that both are used
+    square = np.outer(own.mean, own.mean) + own.covariance  # E w w' given that both are used
     pair = np.outer(gamma, gamma)
     np.fill_diagonal(pair, gamma)
-    product = pair * second_w  # E s s'
+    product = pair * square  # E s s'
     variance = np.zeros(rows)
     blocks = fitted.joint.reshape(latents, points, latents, points)
-    for l in range(latents):
-        for k in range(l, latents):
-            if abs(product[l, k]) == 0.0:
+    for first in range(latents):
+        for second in range(first, latents):
+            if product[first, second] == 0.0:
                 continue
-            across = np.einsum("nq,qp,np->n", design.projection[l], blocks[l, :, k, :], design.projection[k], optimize=True)
-            term = product[l, k] * (across + curve.mean[l] * curve.mean[k])
-            variance += term if l == k else 2.0 * term
+            across = np.sum(
+                (design.projection[first] @ blocks[first, :, second, :]) * design.projection[second], axis=1
+            )
+            term = product[first, second] * (across + curve.mean[first] * curve.mean[second])
+            variance += term if first == second else 2.0 * term
     variance += np.diag(product) @ design.conditional
     return mean, np.maximum(variance - mean**2, 0.0)
 
@@ -138,9 +154,7 @@ def sample(role: Roles, message: Message, count: int, rng: np.random.Generator) 
     return phi
 
 
-def draw(
-    client: Any, personal: Any, message: Message, draws: int, chains: int, rng: np.random.Generator
-) -> Draws:
+def draw(client: Any, personal: Any, message: Message, draws: int, chains: int, rng: np.random.Generator) -> Draws:
     """Draws of what is shared and of the unit's own variables from the variational posterior."""
     unit, count = client.coregional, draws * chains
     own, fitted = settle(unit, personal, unpack(message), selected=personal is None)
@@ -164,6 +178,6 @@ def block_diagonal(covariance: Array) -> Array:
     """The covariance (LQ, LQ) of v whose latent functions are independent."""
     latents, points, _ = covariance.shape
     joint = np.zeros((latents, points, latents, points))
-    for l in range(latents):
-        joint[l, :, l, :] = covariance[l]
+    for place in range(latents):
+        joint[place, :, place, :] = covariance[place]
     return joint.reshape(latents * points, latents * points)

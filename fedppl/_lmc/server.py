@@ -76,7 +76,8 @@ def inducing(totals: Mapping[str, Array], inclusion: Array) -> tuple[Array, Arra
     """Means (L, Q) of q(v), all at once, and its covariances (L, Q, Q): the bound's maximum over both."""
     latents, points = totals["linear"].shape
     system = _system(totals, inclusion)
-    mean = np.linalg.solve(system, (inclusion[:, None] * totals["linear"]).ravel()).reshape(latents, points)
+    solved = np.linalg.solve(system, (inclusion[:, None] * totals["linear"]).ravel())
+    mean: Array = np.asarray(solved, dtype=float).reshape(latents, points)
     own = np.einsum("lqlp->lqp", system.reshape(latents, points, latents, points))
     covariance = np.linalg.inv(own)
     return mean, (covariance + np.swapaxes(covariance, 1, 2)) / 2

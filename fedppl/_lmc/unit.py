@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +14,6 @@ from fedppl._lmc.bound import (
     LogScale,
     UnitState,
     curves,
-    expected_log_likelihood,
-    slab_divergence,
     squared_residual,
 )
 from fedppl.types import Array
@@ -109,8 +106,8 @@ def statistics(design: Design, curve: Curves, shared: Globals, unit: UnitState, 
     weighted = np.moveaxis(unit.mean[:, None, None] * design.projection, 0, 1).reshape(rows, latents * points)
     precision = rate * (weighted.T @ weighted)
     blocks = precision.reshape(latents, points, latents, points)
-    for l in range(latents):
-        blocks[l, :, l, :] += rate * unit.variance[l] * (design.projection[l].T @ design.projection[l])
+    for place, own in enumerate(design.projection):
+        blocks[place, :, place, :] += rate * unit.variance[place] * (own.T @ own)
     linear = rate * unit.mean[:, None] * (np.swapaxes(design.projection, 1, 2) @ design.response)
     count = design.scale * rows
     return {
@@ -159,9 +156,7 @@ def own_fit(unit: Any, kernel_prior: tuple[Array, Array], slab_prior: LogScale) 
     return best
 
 
-def _negative_evidence(
-    x: Array, unit: Any, mean: Array, precision: Array, slab_prior: LogScale
-) -> tuple[float, Array]:
+def _negative_evidence(x: Array, unit: Any, mean: Array, precision: Array, slab_prior: LogScale) -> tuple[float, Array]:
     """Minus Titsias' bound with the priors of what is estimated, summed over the kernels, and its gradient."""
     latents, size = unit.roles.latents, len(mean)
     kernel, log_sd, log_noise = x[:size], x[size:-latents], x[-latents:]

@@ -11,7 +11,7 @@ import numpy as np
 from fedppl import gaussian
 from fedppl._lmc import server
 from fedppl._lmc.bound import Globals, Roles, UnitState, curves, gradient, roles
-from fedppl._lmc.result import draw, require_unit, sample, outcome
+from fedppl._lmc.result import draw, outcome, require_unit, sample
 from fedppl._lmc.unit import best_unit, own_fit, random_unit, statistics
 from fedppl.replies import sum_replies
 from fedppl.steps._point import described
@@ -250,10 +250,10 @@ def _update_client(
 
 def read_globals(message: Message) -> Globals:
     """The shared parameters that a message carries."""
-    return Globals(
-        *(np.asarray(message[name], dtype=float) for name in ("mean", "covariance", "inclusion", "kernel")),
-        float(message["log_slab_sd"]),
+    mean, covariance, inclusion, kernel = (
+        np.asarray(message[name], dtype=float) for name in ("mean", "covariance", "inclusion", "kernel")
     )
+    return Globals(mean, covariance, inclusion, kernel, float(message["log_slab_sd"]))
 
 
 def _reply_shapes(state: LMCAscentState) -> Mapping[str, tuple[int, ...]]:

@@ -9,11 +9,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl._lmc.adam import Adam, adam_step, flatten_unit, fresh, slopes, unflatten, unflatten_unit
-from fedppl._lmc.bound import Roles, unit_bound, roles
+from fedppl._lmc.bound import Roles, roles, unit_bound
 from fedppl._lmc.result import draw, require_unit, sample
 from fedppl.replies import sum_replies
 from fedppl.steps._point import described
-from fedppl.steps.lmc_averaging import begin, checked, first_answers, refuse, result, selected, settled, start, unit_state
+from fedppl.steps.lmc_averaging import (
+    begin,
+    checked,
+    first_answers,
+    refuse,
+    result,
+    selected,
+    settled,
+    start,
+    unit_state,
+)
 from fedppl.types import Algorithm, Array, Layout, LocalFailure, Message, Status
 
 __all__ = ["LMCGradient", "LMCGradientInfo", "LMCGradientState"]
@@ -87,7 +97,8 @@ def LMCGradient(
 
     Notes
     -----
-    *When this fails.* It needs a thousand rounds or more, and finds worse maxima than `LMCAscent`. It is here to compare.
+    *When this fails.* It needs a thousand rounds or more, and finds worse maxima than `LMCAscent`.
+    It is here to compare.
 
     References
     ----------
