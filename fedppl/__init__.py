@@ -22,6 +22,7 @@ from fedppl.steps.ditto import Ditto
 from fedppl.steps.ep import EP
 from fedppl.steps.lmc_ascent import LMCAscent
 from fedppl.steps.lmc_averaging import LMCAveraging
+from fedppl.steps.lmc_blocks import LMCBlockAscent
 from fedppl.steps.lmc_gradient import LMCGradient
 from fedppl.steps.local_sgd import SeparateSGD
 from fedppl.steps.precision_weighted import PrecisionWeighted
@@ -56,6 +57,7 @@ __all__ = [
     "InProcess",
     "LMCAscent",
     "LMCAveraging",
+    "LMCBlockAscent",
     "LMCGradient",
     "Laplace",
     "LocalInference",

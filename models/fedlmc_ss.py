@@ -19,9 +19,10 @@ that are set once for all units by ``functools.partial``::
     y_m \sim N(f_m, \sigma_m^2)
 
 with :math:`A_{ml}(x) = k_l(x, Z) K_{ZZ,l}^{-1}` and :math:`k_{ml}(x) = k_l(x, x) - A_{ml}(x) k_l(Z, x)`, at each
-input on its own: the bound of equation 16 reads no more of the conditional covariance than its diagonal. What units share is
-:math:`(v, \alpha)`, the length-scales and :math:`\sigma_w`. They are counted once in the whole system: a unit's log
-density alone has all of their prior, so that the system's takes r_m = n_m / Σ n of it from each.
+input on its own: the bound of equation 16 reads no more of the conditional covariance than its diagonal.
+
+What units share is :math:`(v, \alpha)`, the length-scales and :math:`\sigma_w`. They are counted once in the whole
+system: a unit's log density alone has all of their prior, so that the system's takes r_m = n_m / Σ n of it from each.
 
 The latent functions are written by white v_l, which changes nothing in the model and much in the numbers: the precision
 of v is the identity plus what the data add, however close together the inducing points are.

@@ -201,7 +201,7 @@ def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
     places = {variable.name: variable.size for variable in client.local}
     if set(places) != {"w", "noise_sd", "residual"} or places["w"] != unit.roles.latents:
         raise DeclarationError(
-            f"client {client.client_id!r}: local variables are {places}; {_CONTRACT}, with a w for each latent function."
+            f"client {client.client_id!r}: local variables are {places}; {_CONTRACT}, one w for each latent function."
         )
     prior_mean = client.layout.prior.linear / np.diag(client.layout.prior.precision)
     for _ in range(2):

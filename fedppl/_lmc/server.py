@@ -11,7 +11,7 @@ from fedppl._lmc.bound import Globals, LogScale, divergence_of_inducing, diverge
 from fedppl._lmc.unit import scale_mode
 from fedppl.types import Array
 
-__all__ = ["bound", "inducing", "joint_covariance", "median", "selection", "slab"]
+__all__ = ["bound", "inducing", "joint_covariance", "median", "rescale", "selection", "size_factor", "slab"]
 
 
 def bound(totals: Mapping[str, Array], shared: Globals, log_odds: Array) -> float:
@@ -81,6 +81,38 @@ def inducing(totals: Mapping[str, Array], inclusion: Array) -> tuple[Array, Arra
     own = np.einsum("lqlp->lqp", system.reshape(latents, points, latents, points))
     covariance = np.linalg.inv(own)
     return mean, (covariance + np.swapaxes(covariance, 1, 2)) / 2
+
+
+def size_factor(totals: Mapping[str, Array], shared: Globals) -> Array:
+    """The c (L,) that trades the size of each latent function against that of its coefficients for the best bound.
+
+    v_l times c and every unit's w_ml by c leave all curves as they are, and the bound's divergences have one best c:
+    with x = c², −s x / 2 + b log x / 2 − d / (2 x) is highest where s x² − b x − d = 0. Coordinate ascent alone creeps
+    along this direction (parameter-expanded variational Bayes, Qi and Jaakkola 2006). Units need not be told: given
+    the new v, their best coefficients are the old ones by c.
+    """
+    gamma, points = shared.inclusion, shared.mean.shape[1]
+    size = np.trace(shared.covariance, axis1=1, axis2=2) + np.sum(shared.mean**2, axis=1)
+    excess = points - gamma * totals["units"]
+    cost = gamma * (np.exp(-2 * shared.log_slab_sd) * totals["second"] + 2.0 * totals["penalty"])
+    root = np.sqrt(excess**2 + 4 * size * cost)
+    return np.asarray(np.sqrt(np.where(cost > 0, (excess + root) / (2 * size), 1.0)))
+
+
+def rescale(totals: Mapping[str, Array], shared: Globals) -> tuple[dict[str, Array], Globals]:
+    """Shared parameters with every latent function at its best size, and the statistics that belong to them."""
+    factor = size_factor(totals, shared)
+    across = np.repeat(1.0 / factor, shared.mean.shape[1])
+    changed = {
+        **totals,
+        "precision": across[:, None] * totals["precision"] * across,
+        "linear": totals["linear"] / factor[:, None],
+        "penalty": totals["penalty"] / factor**2,
+        "second": totals["second"] / factor**2,
+        "log_variance": totals["log_variance"] - 2.0 * totals["units"] * np.log(factor),
+    }
+    mean, covariance = shared.mean * factor[:, None], shared.covariance * (factor**2)[:, None, None]
+    return changed, shared._replace(mean=mean, covariance=covariance)
 
 
 def joint_covariance(totals: Mapping[str, Array], inclusion: Array) -> Array:

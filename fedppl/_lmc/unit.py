@@ -18,7 +18,16 @@ from fedppl._lmc.bound import (
 )
 from fedppl.types import Array
 
-__all__ = ["OwnFit", "best_unit", "coefficient_covariance", "own_fit", "random_unit", "statistics", "scale_mode"]
+__all__ = [
+    "OwnFit",
+    "best_unit",
+    "coefficient_covariance",
+    "own_fit",
+    "random_unit",
+    "scalars",
+    "scale_mode",
+    "statistics",
+]
 
 _LOG_2PI = float(np.log(2 * np.pi))
 
@@ -94,7 +103,7 @@ def random_unit(latents: int, log_noise_sd: float, rng: np.random.Generator) -> 
     return UnitState(rng.normal(size=latents), np.full(latents, 1e-2), log_noise_sd)
 
 
-def statistics(design: Design, curve: Curves, shared: Globals, unit: UnitState, noise: LogScale) -> dict[str, Array]:
+def statistics(design: Design, unit: UnitState, noise: LogScale) -> dict[str, Array]:
     """What the server needs of a unit to maximise the bound over q(v), q(α) and σ_w: its sum over units is enough.
 
     ``precision`` (LQ, LQ) and ``linear`` (L, Q) are of v, without the factors γ; ``penalty`` (L,) is what a used
@@ -102,17 +111,21 @@ def statistics(design: Design, curve: Curves, shared: Globals, unit: UnitState, 
     """
     latents, rows, points = design.projection.shape
     rate = design.scale * np.exp(-2 * unit.log_noise_sd)
-    second = unit.mean**2 + unit.variance
     weighted = np.moveaxis(unit.mean[:, None, None] * design.projection, 0, 1).reshape(rows, latents * points)
     precision = rate * (weighted.T @ weighted)
     blocks = precision.reshape(latents, points, latents, points)
     for place, own in enumerate(design.projection):
         blocks[place, :, place, :] += rate * unit.variance[place] * (own.T @ own)
     linear = rate * unit.mean[:, None] * (np.swapaxes(design.projection, 1, 2) @ design.response)
-    count = design.scale * rows
+    return {"precision": precision, "linear": linear, **scalars(design, unit, noise)}
+
+
+def scalars(design: Design, unit: UnitState, noise: LogScale) -> dict[str, Array]:
+    """The part of a unit's statistics that has no Q: numbers for each latent function, and for the unit."""
+    count = design.scale * len(design.response)
+    rate = design.scale * np.exp(-2 * unit.log_noise_sd)
+    second = unit.mean**2 + unit.variance
     return {
-        "precision": precision,
-        "linear": linear,
         "penalty": 0.5 * rate * second * design.conditional.sum(axis=1),
         "second": second,
         "log_variance": np.log(unit.variance),

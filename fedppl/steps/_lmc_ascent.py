@@ -1,0 +1,174 @@
+"""What the two coordinate ascents share: settings, a unit's part, the kernels' steps, when to stop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl._lmc import server
+from fedppl._lmc.bound import Curves, Design, Globals, Roles, UnitState, curves, gradient
+from fedppl._lmc.unit import best_unit, own_fit, random_unit
+from fedppl.types import Array, DeclarationError, Message, Status
+
+__all__ = [
+    "Answer",
+    "Settings",
+    "checked",
+    "kernel_start",
+    "kernel_step",
+    "own_kernel",
+    "own_update",
+    "prior_globals",
+    "progress",
+    "read_globals",
+    "sent",
+]
+
+
+class Settings(NamedTuple):
+    """What `LMCAscent` and `LMCBlockAscent` are built with."""
+
+    kernel_rate: float
+    warmup: int
+    sweeps: int
+    batch_size: int | None
+    forgetting: float
+    tolerance: float
+    initial_kernel: str
+
+
+def checked(
+    kernel_rate: float,
+    warmup: int,
+    sweeps: int,
+    batch_size: int | None,
+    forgetting: float,
+    tolerance: float,
+    initial_kernel: str,
+) -> Settings:
+    """Settings in range."""
+    if not 0 <= kernel_rate < 1:
+        raise DeclarationError(f"kernel_rate={kernel_rate} must lie between 0 and 1; 0 fixes the kernels.")
+    for name, value, least in (("warmup", warmup, 0), ("sweeps", sweeps, 1)):
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+            raise DeclarationError(f"{name}={value!r} must be a whole number, at least {least}.")
+    if batch_size is not None and (not isinstance(batch_size, int | np.integer) or batch_size < 1):
+        raise DeclarationError(f"batch_size={batch_size!r} must be a whole number, at least 1; None takes all rows.")
+    if not 0.5 < forgetting <= 1:
+        raise DeclarationError(f"forgetting={forgetting} must lie above 0.5 and not above 1, for the sums to settle.")
+    if not 0 < tolerance < 1:
+        raise DeclarationError(f"tolerance={tolerance} must lie between 0 and 1.")
+    if initial_kernel not in ("median", "prior"):
+        raise DeclarationError(f'initial_kernel={initial_kernel!r} must be "median" or "prior".')
+    return Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel)
+
+
+def prior_globals(role: Roles) -> Globals:
+    """The prior, with every latent function in use."""
+    latents, points = role.latents, role.points
+    return Globals(
+        mean=np.zeros((latents, points)),
+        covariance=np.broadcast_to(np.eye(points), (latents, points, points)).copy(),
+        inclusion=np.ones(latents),
+        kernel=role.kernel_mean,
+        log_slab_sd=role.slab_prior.mean,
+    )
+
+
+def sent(shared: Globals, stage: float) -> Message:
+    """What every unit is sent, and what is asked: its own kernel (0), a first answer (1), statistics (2)."""
+    return {
+        "mean": shared.mean,
+        "covariance": shared.covariance,
+        "inclusion": shared.inclusion,
+        "kernel": shared.kernel,
+        "log_slab_sd": np.array(shared.log_slab_sd),
+        "stage": np.array(stage),
+    }
+
+
+class Answer(NamedTuple):
+    """A unit's own maximum, and where it lies."""
+
+    state: UnitState
+    design: Design
+    curve: Curves
+    shared: Globals
+    kernel_gradient: Array  # (p,) of V_m
+    info: Mapping[str, float]
+
+
+def own_kernel(view: Any, rng: np.random.Generator) -> tuple[UnitState, Message, Mapping[str, float]]:
+    """The first answer: the kernel of the unit's own Gaussian process, and coefficients to start from."""
+    role, rows = view.roles, float(len(view.response))
+    own = own_fit(view, (role.kernel_mean, role.kernel_precision), role.slab_prior)
+    start = random_unit(role.latents, float(np.median(own.log_noise_sd)), rng)
+    return start, {"kernel": own.kernel, "rows": np.array(rows)}, {"rows": rows}
+
+
+def own_update(view: Any, personal: Any, message: Message, rng: np.random.Generator, batch_size: int | None) -> Answer:
+    """ψ_m at its maximum given what was sent; before there are curves, random coefficients."""
+    shared, count = read_globals(message), len(view.response)
+    rows = None
+    if batch_size is not None and batch_size < count:
+        rows = np.sort(rng.choice(count, batch_size, replace=False))
+    design = view.design(shared.kernel, rows)
+    info = {"rows": float(count)}
+    if float(message["stage"]) == 1:
+        state = personal if personal is not None else random_unit(view.roles.latents, view.noise.mean, rng)
+        curve = curves(design, shared.mean, shared.covariance)
+    else:
+        if personal is None:
+            info["blank"] = 1.0
+        start = view.noise.mean if personal is None else personal.log_noise_sd
+        state, curve = best_unit(design, shared, view.noise, start)
+    pull = functools.partial(view.kernel_gradient, shared.kernel, rows=rows)
+    slope = gradient(design, shared, state, view.noise, view.roles.log_odds, 0.0, pull).kernel
+    return Answer(state, design, curve, shared, slope, {**info, "noise_sd": float(np.exp(state.log_noise_sd))})
+
+
+def read_globals(message: Message) -> Globals:
+    """The shared parameters that a message carries."""
+    mean, covariance, inclusion, kernel = (
+        np.asarray(message[name], dtype=float) for name in ("mean", "covariance", "inclusion", "kernel")
+    )
+    return Globals(mean, covariance, inclusion, kernel, float(message["log_slab_sd"]))
+
+
+def kernel_start(state: Any, replies: Mapping[str, Message]) -> tuple[Any, float]:
+    """The median of the units' own kernels is where the kernels start."""
+    names = sorted(replies)
+    own = np.stack([np.asarray(replies[name]["kernel"], dtype=float) for name in names])
+    rows = np.array([float(replies[name]["rows"]) for name in names])
+    kernel = server.median(own, rows)
+    change = float(np.max(np.abs(kernel - state.shared.kernel), initial=0.0))
+    shared = state.shared._replace(kernel=kernel)
+    return state._replace(shared=shared, message="kernels have a start; raise rounds="), change
+
+
+def kernel_step(state: Any, slope: Array, rate: float) -> tuple[Array, Array]:
+    """One Adam step uphill, with the prior of the kernels' parameters."""
+    role, kernel = state.roles, state.shared.kernel
+    slope = slope - role.kernel_precision @ (kernel - role.kernel_mean)
+    first, second = 0.9 * state.adam[0] + 0.1 * slope, 0.999 * state.adam[1] + 0.001 * slope**2
+    count = max(state.number - 1, 1)
+    step = (first / (1 - 0.9**count)) / (np.sqrt(second / (1 - 0.999**count)) + 1e-8)
+    return kernel + rate * step, np.stack([first, second])
+
+
+def progress(state: Any, bound: float, change: float, tolerance: float, *, begun: bool) -> dict[str, Any]:
+    """Whether bound, kernels and selection have come to rest, as the fields of the state that say so."""
+    decided = bool(np.all(np.abs(state.shared.inclusion - 0.5) > 0.49))
+    still = abs(bound - state.bound) < tolerance * (1.0 + abs(bound)) and change < 1e-2
+    quiet = state.quiet + 1 if still and decided and begun else 0
+    done = quiet >= 5 and bool(np.all(state.heard))
+    message = f"the bound moves still ({bound:.6g}, kernels by {change:.2g} a round); raise rounds="
+    return {
+        "bound": bound,
+        "quiet": quiet,
+        "status": (Status.CONVERGED if done else Status.RUNNING).value,
+        "message": "" if done else message,
+    }
