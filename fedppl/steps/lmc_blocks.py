@@ -221,10 +221,10 @@ def _update_server(
     else:
         mean, covariance, search = conjugate_step(totals, shared, search, rate)
         shared = shared._replace(mean=mean, covariance=covariance)
-        if not state.settling:
-            shared, search = resized(shared, search, server.size_factor(totals, shared))
     slab = server.slab(totals, shared.inclusion, state.roles.slab_prior)
     shared = shared._replace(log_slab_sd=shared.log_slab_sd + rate * (slab - shared.log_slab_sd))
+    if not state.settling:  # after σ_w, which is judged by the coefficients as they were
+        shared, search = resized(shared, search, server.size_factor(totals, shared))
     kernel_rate = 0.0 if state.settling else settings.kernel_rate
     kernel, adam = kernel_step(state, totals["kernel_gradient"], kernel_rate)
     change = float(np.max(np.abs(kernel - shared.kernel), initial=0.0))
