@@ -13,7 +13,7 @@ import pytest
 import fedppl
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.types import Failure, LocalFailure, Reply
-from models import hm1
+from models import fedlmc_ss, hm1
 from tests import problems
 
 PAGE = (Path(__file__).parents[1] / "docs" / "privacy.md").read_text(encoding="utf-8")
@@ -25,7 +25,7 @@ def formulas() -> dict[str, tuple[str, str]]:
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 5 and cells[2].startswith(("`8", "`0")):
-            found[cells[0]] = tuple(re.sub(r"([\dS]) (?=[mtp(])", r"\1 * ", cells[i].strip("`")) for i in (2, 4))
+            found[cells[0]] = tuple(re.sub(r"([\dS]) (?=[mtpnL(])", r"\1 * ", cells[i].strip("`")) for i in (2, 4))
     return found
 
 
@@ -36,7 +36,7 @@ def bytes_of(message: str, m: int, p: int) -> tuple[int, int]:
 
 
 def test_the_table_has_a_row_for_every_message() -> None:
-    assert set(formulas()) == {"EP, warm start", "EP, refinement", "PrivateEP", *OTHERS}
+    assert set(formulas()) == {"EP, warm start", "EP, refinement", "PrivateEP", *OTHERS, *CURVES}
 
 
 DRAWS = 30
@@ -65,6 +65,29 @@ def test_bytes_of_the_others_are_those_of_the_ledger(message: str, algorithm: fe
     assert np.all(rounds["outcome"] == "used")
     assert set(rounds["bytes_down"].values[0]) == {down}
     assert set(rounds["bytes_up"].values[0]) == {up}
+
+
+CURVES = {
+    "LMCAscent": fedppl.LMCAscent(),
+    "LMCBlockAscent": fedppl.LMCBlockAscent(),
+    "LMCAveraging": fedppl.LMCAveraging(steps=2),
+    "LMCGradient": fedppl.LMCGradient(),
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_bytes_of_curves_are_those_of_the_ledger(name: str) -> None:
+    model, units = fedlmc_ss.two_curves()
+    fit = fedppl.fit(model, units, CURVES[name], rounds=3, progressbar=False, random_seed=1)
+    latents, points = fit.state.roles.latents, fit.state.roles.points
+    n = latents * points
+    sizes = {"n": n, "b": n * (points + 1) // 2, "B": latents * (latents + 1) // 2, "T": n * (n + 1) // 2}
+    down, up = (eval(formula, {**sizes, "L": latents, "p": latents}) for formula in formulas()[name])  # noqa: S307
+    rounds = fit.idata["rounds"]
+    assert np.all(rounds["outcome"] == "used")
+    assert np.all(rounds["bytes_down"] == down)
+    assert np.all(rounds["bytes_up"][1:] == up)
+    assert np.all(rounds["bytes_up"][0] == 8 * (latents + 1))
 
 
 @pytest.mark.parametrize("problem", [problems.regression, problems.noise])
@@ -106,7 +129,7 @@ def test_bytes_of_private_ep_are_those_of_the_ledger(form: Any, p: int) -> None:
 def test_the_code_on_the_page_runs() -> None:
     pytest.importorskip("dp_accounting")
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     namespace: dict[str, Any] = {}
     for number, block in enumerate(blocks, start=1):
         exec(compile(block, f"docs/privacy.md, block {number}", "exec"), namespace)  # noqa: S102

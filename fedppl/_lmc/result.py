@@ -68,7 +68,8 @@ def unpack(message: Message) -> Fitted:
     mean = np.asarray(message["mean"], dtype=float)
     joint = gaussian.unpack_triangle(np.asarray(message["joint"], dtype=float))
     latents, points = mean.shape
-    blocks = np.einsum("lqlp->lqp", joint.reshape(latents, points, latents, points)).copy()
+    # The mean field's covariances are inverses of the precision's blocks, and smaller than the blocks of `joint`.
+    blocks = np.linalg.inv(np.einsum("lqlp->lqp", np.linalg.inv(joint).reshape(latents, points, latents, points)))
     shared = Globals(
         mean,
         blocks,

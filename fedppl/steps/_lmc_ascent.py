@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedppl import gaussian
 from fedppl._lmc import server
 from fedppl._lmc.bound import Curves, Design, Globals, Roles, UnitState, curves, gradient
 from fedppl._lmc.unit import best_unit, own_fit, random_unit
@@ -82,7 +83,7 @@ def sent(shared: Globals, stage: float) -> Message:
     """What every unit is sent, and what is asked: its own kernel (0), a first answer (1), statistics (2)."""
     return {
         "mean": shared.mean,
-        "covariance": shared.covariance,
+        "covariance": gaussian.pack_triangle(shared.covariance),
         "inclusion": shared.inclusion,
         "kernel": shared.kernel,
         "log_slab_sd": np.array(shared.log_slab_sd),
@@ -132,9 +133,10 @@ def own_update(view: Any, personal: Any, message: Message, rng: np.random.Genera
 
 def read_globals(message: Message) -> Globals:
     """The shared parameters that a message carries."""
-    mean, covariance, inclusion, kernel = (
+    mean, packed, inclusion, kernel = (
         np.asarray(message[name], dtype=float) for name in ("mean", "covariance", "inclusion", "kernel")
     )
+    covariance = gaussian.unpack_triangle(packed)
     return Globals(mean, covariance, inclusion, kernel, float(message["log_slab_sd"]))
 
 
