@@ -26,6 +26,7 @@ from fedppl.engine._records import ASK, HELLO, from_content, to_content
 from fedppl.model import compilations
 from fedppl.testing import normal_means
 from fedppl.types import Status
+from models import fedlmc_ss
 from tests import problems
 from tests.fake_grid import FakeGrid, Node, arrays_of, node
 
@@ -77,6 +78,24 @@ def test_equal_seeds_give_the_embedded_engines_numbers(problem: Callable[[], Any
     assert there.idata["posterior"]["mu" if "mu" in model.shared else model.shared[0]].dims == (
         here.idata["posterior"]["mu" if "mu" in model.shared else model.shared[0]].dims
     )
+
+
+def test_curves_are_shared_by_sites_that_keep_their_coefficients(tmp_path: Path) -> None:
+    """With 0/1 indicators among the shared variables, which a site reads back for the server."""
+    model, units = fedlmc_ss.two_curves()
+    algorithm = fedppl.LMCAscent(warmup=2)
+    here = fedppl.fit(model, units, algorithm, rounds=6, progressbar=False, random_seed=1)
+    folder = {"folder": lambda config: tmp_path / config["client-id"], "draws": 50, "chains": 2}
+    there = fit(FakeGrid(nodes_of(model, units, algorithm=algorithm, **folder)), model, 2, algorithm, rounds=6)
+    assert_allclose(there.state.shared.mean, here.state.shared.mean, rtol=1e-8, atol=1e-10)
+    assert_allclose(there.idata["posterior"]["included"], here.idata["posterior"]["included"])
+    assert there.layout.binary == ("included",)
+    selection = fedppl.curves.selection(there)
+    assert_allclose(selection["lengthscale"], fedppl.curves.selection(here)["lengthscale"], rtol=1e-8)
+    with pytest.raises(DeclarationError, match="not in this process"):
+        fedppl.curves.predict(there, "a", {"X": [0.5]})
+    with xr.open_dataset(tmp_path / "a" / "a.nc", group="posterior", engine="h5netcdf") as drawn:
+        assert drawn["w"].sizes == {"chain": 2, "draw": 50, "latent": 2}
 
 
 @pytest.mark.parametrize("problem", [problems.regression, problems.noise])

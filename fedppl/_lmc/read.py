@@ -25,6 +25,7 @@ __all__ = ["CoregionalUnit", "read_unit"]
 
 _lock = threading.Lock()
 _KEPT = 16
+_UNSEEN = 0.9  # of a latent function's variance, 1, that is left when all of v is known
 _compiled: list[tuple[tuple[Any, tuple[Any, ...], list[Any]], tuple[Callable[..., Any], Callable[..., Any]]]] = []
 _PARTS = ("projection", "conditional_variance")
 _CONTRACT = (
@@ -99,6 +100,7 @@ def read_unit(client: ClientModel) -> CoregionalUnit:
     """What the numerics see of a client, after its density was held against the model's; once per client."""
     unit = CoregionalUnit(client)
     _require_same_density(client, unit)
+    _require_coverage(client, unit)
     return unit
 
 
@@ -218,3 +220,16 @@ def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
                 f"coregionalisation has {ours:.8g}; {_CONTRACT}, with y ~ Normal(Σ w included projection v + "
                 "residual √Σ (w included)² conditional_variance, noise_sd). For other models use fedppl.EP()."
             )
+
+
+def _require_coverage(client: ClientModel, unit: CoregionalUnit) -> None:
+    """Refuse a unit most of whose rows no inducing point can see."""
+    open_variance = unit.design(unit.roles.kernel_mean).conditional.min(axis=0)
+    unseen = int(np.sum(open_variance > _UNSEEN))
+    if unseen > len(open_variance) / 2:
+        raise DataError(
+            f"client {client.client_id!r}: {unseen} of {len(open_variance)} rows lie where the inducing points say next "
+            "to nothing of the latent functions (less than a tenth of their variance at the prior's median length-scale). "
+            "Spread inducing= over the range of the inputs, closer than a length-scale, or state the length-scale in "
+            "units of the inputs."
+        )

@@ -20,6 +20,7 @@ __all__ = [
     "checked",
     "kernel_start",
     "kernel_step",
+    "noisy_rate",
     "own_kernel",
     "own_update",
     "prior_globals",
@@ -79,7 +80,12 @@ def prior_globals(role: Roles) -> Globals:
     )
 
 
-def sent(shared: Globals, stage: float) -> Message:
+def noisy_rate(state: Any, settings: Settings) -> float:
+    """How much of a noisy estimate counts in this round."""
+    return float((1.0 + state.stochastic) ** -settings.forgetting)
+
+
+def sent(shared: Globals, stage: float, rate: float) -> Message:
     """What every unit is sent, and what is asked: its own kernel (0), a first answer (1), statistics (2)."""
     return {
         "mean": shared.mean,
@@ -88,6 +94,7 @@ def sent(shared: Globals, stage: float) -> Message:
         "kernel": shared.kernel,
         "log_slab_sd": np.array(shared.log_slab_sd),
         "stage": np.array(stage),
+        "rate": np.array(rate),
     }
 
 
@@ -126,6 +133,8 @@ def own_update(view: Any, personal: Any, message: Message, rng: np.random.Genera
             info["blank"] = 1.0
         start = view.noise.mean if personal is None else personal.log_noise_sd
         state, curve = best_unit(design, shared, view.noise, start)
+        if rows is not None and personal is not None:
+            state = _part_of_the_way(personal, state, float(message["rate"]))
     pull = functools.partial(view.kernel_gradient, shared.kernel, rows=rows)
     slope = gradient(design, shared, state, view.noise, view.roles.log_odds, 0.0, pull).kernel
     return Answer(state, design, curve, shared, slope, {**info, "noise_sd": float(np.exp(state.log_noise_sd))})
@@ -138,6 +147,14 @@ def read_globals(message: Message) -> Globals:
     )
     covariance = gaussian.unpack_triangle(packed)
     return Globals(mean, covariance, inclusion, kernel, float(message["log_slab_sd"]))
+
+
+def _part_of_the_way(before: UnitState, after: UnitState, rate: float) -> UnitState:
+    """A natural-gradient step of q(w_m), and of log σ_m, towards what a mini-batch alone would have."""
+    precision = (1 - rate) / before.variance + rate / after.variance
+    linear = (1 - rate) * before.mean / before.variance + rate * after.mean / after.variance
+    log_noise_sd = (1 - rate) * before.log_noise_sd + rate * after.log_noise_sd
+    return UnitState(linear / precision, 1.0 / precision, log_noise_sd)
 
 
 def kernel_start(state: Any, replies: Mapping[str, Message]) -> tuple[Any, float]:

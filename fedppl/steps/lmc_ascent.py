@@ -19,6 +19,7 @@ from fedppl.steps._lmc_ascent import (
     checked,
     kernel_start,
     kernel_step,
+    noisy_rate,
     own_kernel,
     own_update,
     prior_globals,
@@ -134,7 +135,7 @@ def LMCAscent(
         name="LMCAscent",
         check=require_unit,
         init_server=functools.partial(_init_server, settings=settings),
-        broadcast=_broadcast,
+        broadcast=functools.partial(_broadcast, settings=settings),
         update_client=functools.partial(_update_client, settings=settings),
         reply_shapes=_reply_shapes,
         refuse=_refuse,
@@ -171,9 +172,10 @@ def _init_server(
     )
 
 
-def _broadcast(state: LMCAscentState, client_id: str) -> Message:
+def _broadcast(state: LMCAscentState, client_id: str, *, settings: Settings) -> Message:
     """The shared parameters."""
-    return sent(state.shared, 0.0 if state.number == 0 else 1.0 if not state.totals else 2.0)
+    stage = 0.0 if state.number == 0 else 1.0 if not state.totals else 2.0
+    return sent(state.shared, stage, noisy_rate(state, settings))
 
 
 def _update_client(
@@ -240,7 +242,7 @@ def _update_server(
     slope = sums.pop("kernel_gradient") / share
     sums["precision"] = gaussian.unpack_triangle(sums["precision"])
     sums = {name: value / share for name, value in sums.items()}
-    rate = min(share, (1.0 + state.stochastic) ** -settings.forgetting) if noisy else 1.0
+    rate = min(share, noisy_rate(state, settings)) if noisy else 1.0
     rate = 1.0 if not state.totals else rate
     totals = {name: (1 - rate) * state.totals.get(name, 0.0) + rate * value for name, value in sums.items()}
     begun = state.number - 1 > settings.warmup

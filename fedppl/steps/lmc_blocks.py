@@ -18,6 +18,7 @@ from fedppl.steps._lmc_ascent import (
     checked,
     kernel_start,
     kernel_step,
+    noisy_rate,
     own_kernel,
     own_update,
     prior_globals,
@@ -113,7 +114,7 @@ def LMCBlockAscent(
         name="LMCBlockAscent",
         check=require_unit,
         init_server=functools.partial(_init_server, settings=settings),
-        broadcast=_broadcast,
+        broadcast=functools.partial(_broadcast, settings=settings),
         update_client=functools.partial(_update_client, settings=settings),
         reply_shapes=_reply_shapes,
         refuse=_refuse,
@@ -152,10 +153,10 @@ def _init_server(
     )
 
 
-def _broadcast(state: LMCBlockAscentState, client_id: str) -> Message:
+def _broadcast(state: LMCBlockAscentState, client_id: str, *, settings: Settings) -> Message:
     """The shared parameters, and the direction to multiply by."""
     stage = 0.0 if state.number == 0 else 1.0 if state.settling else 2.0
-    return {**sent(state.shared, stage), "direction": state.search.direction}
+    return {**sent(state.shared, stage, noisy_rate(state, settings)), "direction": state.search.direction}
 
 
 def _update_client(
@@ -209,7 +210,7 @@ def _update_server(
     share = len(replies) / heard.sum()
     totals = {name: value / share for name, value in sum_replies(replies).items()}
     noisy = share < 1 or settings.batch_size is not None
-    rate = min(share, (1.0 + state.stochastic) ** -settings.forgetting) if noisy else 1.0
+    rate = min(share, noisy_rate(state, settings)) if noisy else 1.0
     begun = state.number - 1 > 2 * settings.warmup
     selecting = begun and bool(np.all(np.isfinite(state.roles.log_odds)))
     log_odds = state.roles.log_odds if selecting else np.full(state.roles.latents, np.inf)
