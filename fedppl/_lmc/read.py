@@ -225,11 +225,11 @@ def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
 def _require_coverage(client: ClientModel, unit: CoregionalUnit) -> None:
     """Refuse a unit most of whose rows no inducing point can see."""
     open_variance = unit.design(unit.roles.kernel_mean).conditional.min(axis=0)
-    unseen = int(np.sum(open_variance > _UNSEEN))
-    if unseen > len(open_variance) / 2:
+    rows, unseen = len(open_variance), int(np.sum(open_variance > _UNSEEN))
+    if unseen > rows / 2:
         raise DataError(
-            f"client {client.client_id!r}: {unseen} of {len(open_variance)} rows lie where the inducing points say next "
-            "to nothing of the latent functions (less than a tenth of their variance at the prior's median length-scale). "
+            f"client {client.client_id!r}: {unseen} of {rows} rows lie where the inducing points say next to "
+            "nothing of the latent functions: less than a tenth of their variance at the prior's median length-scale. "
             "Spread inducing= over the range of the inputs, closer than a length-scale, or state the length-scale in "
             "units of the inputs."
         )
