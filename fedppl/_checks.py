@@ -55,7 +55,7 @@ def require_start(client: ClientModel, phi: Array) -> None:
         value, gradient, _ = client.log_site(phi, client.initial)
     except (ValueError, TypeError, IndexError) as error:
         raise mismatch(client.client_id, client.arrays, error) from error
-    if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
+    if not np.isfinite(value) or not (client.layout.binary or np.all(np.isfinite(gradient))):
         raise DataError(
             f"client {client.client_id!r}: the log density at the starting point is {value}; this client's data are "
             "impossible under the model (a negative count, a class that does not exist?) or the start is. "

@@ -55,14 +55,12 @@ class Template:
         return kernel
 
     @property
-    def slow_kernel(self) -> Callable[..., Any]:
-        """The same function of x and the arrays themselves, interpreted, for the few calls that checks make."""
-        if "slow kernel" not in self.functions:
-            graph = self.graph
-            output = pt.join(0, graph.logp[None], pt.grad(graph.logp, graph.x, disconnected_inputs="ignore"))
-            self.functions["slow kernel"] = _graph.python_function([graph.x, *graph.inputs], output)
-        kernel: Callable[..., Any] = self.functions["slow kernel"]
-        return kernel
+    def density(self) -> Callable[..., Any]:
+        """The log density as a function of x and the arrays themselves, interpreted, for the few calls of checks."""
+        if "density" not in self.functions:
+            self.functions["density"] = _graph.python_function([self.graph.x, *self.graph.inputs], self.graph.logp)
+        density: Callable[..., Any] = self.functions["density"]
+        return density
 
     def check_indices(self, x: Array, inputs: tuple[Any, ...]) -> None:
         """Raise IndexError where data index out of bounds: compiled code would read foreign memory instead."""

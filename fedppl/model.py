@@ -97,9 +97,12 @@ class ClientModel:
         return self.template.has_kink
 
     def log_site(self, phi: Array, theta: Array) -> tuple[float, Array, Array]:
-        """log p(y_k, θ | φ) and its gradients with respect to φ, (m,), and θ, (d_k,)."""
+        """log p(y_k, θ | φ) and its gradients with respect to φ, (m,), and θ, (d_k,); NaN where φ has indicators."""
         x = np.concatenate([phi, theta])
-        output = self.template.slow_kernel(x, *self.inputs) if self.layout.binary else self.kernel(x, *self.data)
+        if self.layout.binary:
+            value = float(self.template.density(x, *self.inputs))
+            return value, np.full(self.shared_size, np.nan), np.full(self.local_size, np.nan)
+        output = self.kernel(x, *self.data)
         return float(output[0]), output[1 : 1 + self.shared_size], output[1 + self.shared_size :]
 
     @property

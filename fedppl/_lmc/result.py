@@ -9,7 +9,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl._lmc.bound import Curves, Design, Globals, Roles, curves
-from fedppl._lmc.unit import best_unit, coefficient_covariance
+from fedppl._lmc.unit import best_unit, coefficient_covariance, statistics
 from fedppl.types import Array, DeclarationError, Draws, Message
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
 
 # A function with a probability above this is selected.
 SELECTED = 0.5
+_NEW_UNIT_SWEEPS = 50
 
 
 class Fitted(NamedTuple):
@@ -95,20 +96,44 @@ def only(fitted: Fitted, latents: Iterable[int]) -> Fitted:
     return fitted._replace(shared=shared._replace(inclusion=np.isin(np.arange(count), chosen).astype(float)))
 
 
-def settle(unit: Any, personal: Any, fitted: Fitted, *, selected: bool) -> tuple[Coefficients, Fitted]:
-    """A unit's own parameters given the shared ones, from its own rows alone (eq. 17).
-
-    Equation 17 takes the coefficients of a new unit, which has the `selected` functions only, to be parameters; here
-    they keep their prior N(0, σ_w²), with the σ_w that the others left, and a posterior.
-    """
-    if selected:
-        fitted = selected_only(fitted)
+def settle(unit: Any, personal: Any, fitted: Fitted) -> tuple[Coefficients, Fitted]:
+    """A unit's own parameters given the shared ones, from its own rows alone."""
     shared = fitted.shared
     design = unit.design(shared.kernel)
     start = getattr(personal, "log_noise_sd", unit.noise.mean)
     state, curve = best_unit(design, shared, unit.noise, start)
     covariance = coefficient_covariance(design, curve, fitted.joint, shared.log_slab_sd, state.log_noise_sd)
     return Coefficients(state.mean, covariance, state.log_noise_sd), fitted
+
+
+def settle_new(unit: Any, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients, Fitted]:
+    """Parameters of a unit that took no part, from its own rows and the shared functions (section 4.3).
+
+    `fixed` is equation 17: the shared functions as they are. Otherwise q(v) of the others is the unit's prior of v, and
+    the unit's own rows have their say: q(w), q(v) and σ in turn, each at the maximum of the unit's own bound. Nothing
+    of it leaves the unit. The coefficients, parameters in equation 17, keep their prior N(0, σ_w²) and a posterior.
+    """
+    if fixed:
+        return settle(unit, None, fitted)
+    shared, noise = fitted.shared, unit.noise.mean
+    latents, points = shared.mean.shape
+    design = unit.design(shared.kernel)
+    used = np.repeat(shared.inclusion, points)
+    prior = np.linalg.inv(fitted.joint)
+    linear, precision = prior @ shared.mean.ravel(), prior
+    for _ in range(_NEW_UNIT_SWEEPS):
+        state, _ = best_unit(design, shared, unit.noise, noise)
+        told = statistics(design, state, unit.noise)
+        precision = prior + used[:, None] * told["precision"] * used
+        solved = np.linalg.solve(precision, linear + used * told["linear"].ravel())
+        mean: Array = np.asarray(solved, dtype=float).reshape(latents, points)
+        blocks = np.linalg.inv(np.einsum("lqlp->lqp", precision.reshape(latents, points, latents, points)))
+        still = np.max(np.abs(mean - shared.mean)) < 1e-6 and abs(state.log_noise_sd - noise) < 1e-6
+        shared, noise = shared._replace(mean=mean, covariance=blocks), state.log_noise_sd
+        if still:
+            break
+    joint = np.linalg.inv(precision)
+    return settle(unit, state, Fitted(shared, (joint + joint.T) / 2))
 
 
 def predictive(design: Design, fitted: Fitted, own: Coefficients) -> tuple[Array, Array]:
@@ -158,7 +183,11 @@ def sample(role: Roles, message: Message, count: int, rng: np.random.Generator) 
 def draw(client: Any, personal: Any, message: Message, draws: int, chains: int, rng: np.random.Generator) -> Draws:
     """Draws of what is shared and of the unit's own variables from the variational posterior."""
     unit, count = client.coregional, draws * chains
-    own, fitted = settle(unit, personal, unpack(message), selected=personal is None)
+    fitted = unpack(message)
+    if personal is None:
+        own, fitted = settle_new(unit, selected_only(fitted), fixed=False)
+    else:
+        own, fitted = settle(unit, personal, fitted)
     shared = fitted.shared
     role: Roles = unit.roles
     phi = sample(role, outcome(shared, fitted.joint), count, rng)

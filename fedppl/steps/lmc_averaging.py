@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +43,8 @@ class LMCAveragingInfo(NamedTuple):
 
 
 class _Settings(NamedTuple):
-    learning_rate: float
+    learning_rate: tuple[float, ...]
+    milestones: tuple[int, ...]
     steps: int
     batch_size: int | None
     tolerance: float
@@ -51,7 +53,8 @@ class _Settings(NamedTuple):
 
 def LMCAveraging(
     *,
-    learning_rate: float = 0.02,
+    learning_rate: float | Sequence[float] = (0.05, 0.01, 0.002),
+    milestones: Sequence[int] = (70, 180),
     steps: int = 10,
     batch_size: int | None = None,
     initial_kernel: str = "median",
@@ -67,8 +70,9 @@ def LMCAveraging(
 
     Parameters
     ----------
-    learning_rate
-        Adam's, for all parameters.
+    learning_rate, milestones
+        Adam's rate for all parameters: the first until the first milestone, the round from which the second counts, and
+        so on. One number counts in all rounds. An average of units' steps settles as far as they are short.
     steps
         T, local steps a round.
     batch_size
@@ -103,12 +107,12 @@ def LMCAveraging(
     ----------
     .. [1] Gao and Chung, section 4.2.2, Algorithm 1.
     """
-    settings = checked(learning_rate, steps, batch_size, initial_kernel, tolerance)
+    settings = checked(learning_rate, milestones, steps, batch_size, initial_kernel, tolerance)
     return Algorithm(
         name="LMCAveraging",
         check=require_unit,
         init_server=functools.partial(_init_server, settings=settings),
-        broadcast=_broadcast,
+        broadcast=lambda state, client_id: asked(state, settings),
         update_client=functools.partial(_update_client, settings=settings),
         reply_shapes=_reply_shapes,
         refuse=refuse,
@@ -123,17 +127,29 @@ def LMCAveraging(
 
 
 def checked(
-    learning_rate: float, steps: int, batch_size: int | None, initial_kernel: str, tolerance: float
+    learning_rate: float | Sequence[float],
+    milestones: Sequence[int],
+    steps: int,
+    batch_size: int | None,
+    initial_kernel: str,
+    tolerance: float,
 ) -> _Settings:
     """Settings in range."""
-    if not 0 < learning_rate < np.inf:
+    one = isinstance(learning_rate, int | float | np.number)
+    rates = (float(learning_rate),) if one else tuple(float(rate) for rate in learning_rate)  # type: ignore[union-attr, arg-type]
+    places = () if one else tuple(milestones)
+    if not rates or not all(0 < rate < np.inf for rate in rates):
         raise DeclarationError(f"learning_rate={learning_rate} must be positive and finite.")
+    if len(places) != len(rates) - 1 or any(b <= a for a, b in itertools.pairwise((0, *places))):
+        raise DeclarationError(
+            f"milestones={places} must be increasing rounds, one less than the {len(rates)} learning rates."
+        )
     for name, value in (("steps", steps), ("batch_size", 1 if batch_size is None else batch_size)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
             raise DeclarationError(f"{name}={value!r} must be a whole number, at least 1.")
     if initial_kernel not in ("median", "prior"):
         raise DeclarationError(f'initial_kernel={initial_kernel!r} must be "median" or "prior".')
-    return _Settings(learning_rate, steps, batch_size, tolerance_rule(tolerance), initial_kernel)
+    return _Settings(rates, places, steps, batch_size, tolerance_rule(tolerance), initial_kernel)
 
 
 def result(state: Any) -> Message:
@@ -166,9 +182,15 @@ def _init_server(
     return LMCAveragingState(role, start(role), where, np.zeros(len(clients)), 0, np.nan, 0, running, "no round yet")
 
 
-def _broadcast(state: LMCAveragingState, client_id: str) -> Message:
-    """Shared parameters, and Σ n_k of the units heard so far, which makes r_m."""
-    return {"x": state.x, "rows": np.array(state.rows.sum()), "stage": np.array(float(min(state.number, 2)))}
+def asked(state: Any, settings: _Settings) -> Message:
+    """Shared parameters, Σ n_k of the units heard so far, which makes r_m, and the learning rate."""
+    rate = settings.learning_rate[sum(state.number >= place for place in settings.milestones)]
+    return {
+        "x": state.x,
+        "rows": np.array(state.rows.sum()),
+        "stage": np.array(float(min(state.number, 2))),
+        "rate": np.array(rate),
+    }
 
 
 def begin(view: Any, rng: np.random.Generator, initial_kernel: str) -> tuple[UnitState, Message]:
@@ -214,7 +236,7 @@ def _update_client(
         slope = np.concatenate(slopes(view, point[: len(x)], point[len(x) :], share, rows))
         if not np.all(np.isfinite(slope)):
             raise LocalFailure("the bound has no finite gradient; lower learning_rate=")
-        point, adam = adam_step(point, slope, adam, settings.learning_rate)
+        point, adam = adam_step(point, slope, adam, float(message["rate"]))
     reply = {"x": count * point[: len(x)], "rows": np.array(float(count)), "bound": np.array(value)}
     blank = {"blank": 1.0} if personal is None and stage == 2 else {}
     return unflatten_unit(point[len(x) :]), reply, {**info, **blank}

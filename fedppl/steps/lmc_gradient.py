@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from fedppl._lmc.result import draw, require_unit, sample
 from fedppl.replies import sum_replies
 from fedppl.steps._point import described
 from fedppl.steps.lmc_averaging import (
+    asked,
     begin,
     checked,
     first_answers,
@@ -60,7 +61,8 @@ class GradientUnit(NamedTuple):
 
 def LMCGradient(
     *,
-    learning_rate: float = 0.05,
+    learning_rate: float | Sequence[float] = 0.05,
+    milestones: Sequence[int] = (),
     batch_size: int | None = None,
     initial_kernel: str = "median",
     tolerance: float = 1e-6,
@@ -75,9 +77,7 @@ def LMCGradient(
 
     Parameters
     ----------
-    learning_rate
-        Adam's, for all parameters.
-    batch_size, initial_kernel, tolerance
+    learning_rate, milestones, batch_size, initial_kernel, tolerance
         As in `LMCAveraging`.
 
     Returns
@@ -104,12 +104,12 @@ def LMCGradient(
     ----------
     .. [1] Gao and Chung, section 5, the centralised models LMC and LMC-SS.
     """
-    settings = checked(learning_rate, 1, batch_size, initial_kernel, tolerance)
+    settings = checked(learning_rate, milestones, 1, batch_size, initial_kernel, tolerance)
     return Algorithm(
         name="LMCGradient",
         check=require_unit,
         init_server=_init_server,
-        broadcast=_broadcast,
+        broadcast=lambda state, client_id: asked(state, settings),
         update_client=functools.partial(_update_client, settings=settings),
         reply_shapes=_reply_shapes,
         refuse=refuse,
@@ -142,11 +142,6 @@ def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Genera
     )
 
 
-def _broadcast(state: LMCGradientState, client_id: str) -> Message:
-    """Shared parameters, and Σ n_k of the units heard so far, which makes r_m."""
-    return {"x": state.x, "rows": np.array(state.rows.sum()), "stage": np.array(float(min(state.number, 2)))}
-
-
 def _update_client(
     client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: Any
 ) -> tuple[GradientUnit, Message, Mapping[str, float]]:
@@ -172,7 +167,7 @@ def _update_client(
     slope, own_slope = slopes(view, x, personal.own, share, rows)
     if not (np.all(np.isfinite(slope)) and np.all(np.isfinite(own_slope))):
         raise LocalFailure("the bound has no finite gradient; lower learning_rate=")
-    after = GradientUnit(*adam_step(personal.own, own_slope, Adam(*personal.adam), settings.learning_rate))
+    after = GradientUnit(*adam_step(personal.own, own_slope, Adam(*personal.adam), float(message["rate"])))
     return after, {"slope": slope, "rows": np.array(float(count)), "bound": np.array(value)}, info
 
 
@@ -197,7 +192,8 @@ def _update_server(
     sums, share = sum_replies(replies), len(replies) / max(int(np.sum(rows > 0)), 1)
     bound = float(sums["bound"] / share)
     quiet, status, message = settled(state._replace(rows=rows), bound, settings.tolerance)
-    x, adam = adam_step(state.x, sums["slope"] / share, state.adam, settings.learning_rate)
+    rate = float(asked(state, settings)["rate"])
+    x, adam = adam_step(state.x, sums["slope"] / share, state.adam, rate)
     state = state._replace(
         x=x,
         adam=adam,
