@@ -53,9 +53,9 @@ class _Settings(NamedTuple):
 
 def LMCAveraging(
     *,
-    learning_rate: float | Sequence[float] = (0.05, 0.01, 0.002),
-    milestones: Sequence[int] = (70, 180),
-    steps: int = 10,
+    learning_rate: float | Sequence[float] = (0.02, 0.005, 0.001),
+    milestones: Sequence[int] = (100, 200),
+    steps: int = 5,
     batch_size: int | None = None,
     initial_kernel: str = "median",
     tolerance: float = 1e-6,
