@@ -55,8 +55,9 @@ def predict(
     fit
         A fit of a linear model of coregionalisation.
     unit
-        Id of a client in this process; or the data of a new unit, which is fitted on its own rows alone, with what the
-        others know of the latent functions and of σ_w for its prior. Nobody else is asked or told.
+        Id of a client in this process; or the data of a new unit. A new unit, and a client that was never heard, is
+        fitted on its own rows alone, with what the others know of the latent functions and of σ_w for its prior. Nobody
+        else is asked or told.
     inputs
         New inputs by name, for example ``{"X": x_new}``.
     probability
@@ -258,7 +259,7 @@ def _settled(
         raise DeclarationError(f"unit is {type(unit).__name__}; pass a client's id, or the data of a new unit by name.")
     if latents is not None:
         fitted = only(fitted, latents)
-    elif not isinstance(unit, str):
+    elif not fitted.heard:
         fitted = selected_only(fitted)
-    own, fitted = settle(view, personal, fitted) if isinstance(unit, str) else settle_new(view, fitted, fixed=fixed)
+    own, fitted = settle(view, personal, fitted) if fitted.heard else settle_new(view, fitted, fixed=fixed)
     return view, own, fitted

@@ -158,14 +158,14 @@ def unit(
     .. [1] Gao and Chung, Federated automatic latent variable selection in multi-output Gaussian processes, eqs. 6 to 9.
     """
     points = _points(inducing, X)
-    if not isinstance(latents, int | np.integer) or latents < 1:
+    if not isinstance(latents, int | np.integer) or isinstance(latents, bool) or latents < 1:
         raise ValueError(f"latents={latents!r} must be a whole number, at least 1.")
     if inclusion is not None and not 0 < inclusion < 1:
         raise ValueError(f"inclusion={inclusion} must lie between 0 and 1; None leaves the selection out.")
-    if not min(lengthscale, lengthscale_spread, noise_sd, noise_spread, slab_spread) > 0:
+    if not all(0 < scale < np.inf for scale in (lengthscale, lengthscale_spread, noise_sd, noise_spread, slab_spread)):
         raise ValueError(
             f"lengthscale={lengthscale}, lengthscale_spread={lengthscale_spread}, noise_sd={noise_sd}, "
-            f"noise_spread={noise_spread}, slab_spread={slab_spread} must be positive."
+            f"noise_spread={noise_spread}, slab_spread={slab_spread} must be positive and finite."
         )
     kernels = [covariance] * latents if callable(covariance) else list(covariance)
     if len(kernels) != latents:
@@ -238,10 +238,10 @@ def _projection(kernels: list[Any], scales: Any, inputs: Any, points: np.ndarray
     if all(kernel is kernels[0] for kernel in kernels):
         scale = pt.dscalar("scale")
         one = _matrices(kernels[0](scale), rows, points)
-        within, across, alone = (
-            pt.atleast_Nd(part, n=ndim)
-            for part, ndim in zip(vectorize_graph(one, {scale: scales}), (3, 3, 2), strict=True)
-        )
+        parts = vectorize_graph(one, {scale: scales})
+        # One that does not use its length-scale is the same for all.
+        wide = (pt.zeros((len(kernels), *(1,) * ndim)) for ndim in (2, 2, 1))
+        within, across, alone = (part + zeros for part, zeros in zip(parts, wide, strict=True))
     else:
         several = [_matrices(kernel(scales[place]), rows, points) for place, kernel in enumerate(kernels)]
         within, across, alone = (pt.stack(parts) for parts in zip(*several, strict=True))

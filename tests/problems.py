@@ -16,6 +16,7 @@ import fedppl
 from fedppl import FederatedModel
 from fedppl.gaussian import Gaussian
 from fedppl.types import LocalFailure, LocalInference, Target
+from models import fedlmc_ss
 
 Clients = dict[str, dict[str, Any]]
 
@@ -324,6 +325,25 @@ def transforms(*, seed: int = 13) -> tuple[FederatedModel, Clients]:
         X = rng.normal(size=(rows, 2))
         data[f"plant {rows}"] = {"X": X, "y": X @ [0.5, -1.0] + rng.normal(size=rows)}
     return declared(transforms_builder, ("tau", "scale", "p", "z")), data
+
+
+# --- coregionalised Gaussian processes that select their latent functions ---------------------------------------
+
+# One builder for all tests: what it compiles takes half a minute.
+coregional_builder = functools.partial(
+    fedlmc_ss.unit, inducing=np.linspace(0, 1, 6), latents=3, lengthscale=0.3, lengthscale_spread=0.5
+)
+
+
+def coregional(units: int = 3, *, seed: int = 17) -> tuple[FederatedModel, Clients]:
+    """Units of 12, 20, 28, ... rows, each a sum of the same two curves, for a model that has three."""
+    rng, data = np.random.default_rng(seed), {}
+    for k in range(units):
+        x = np.sort(rng.uniform(size=12 + 8 * k))
+        heights = rng.normal(size=2)
+        y = heights[0] * np.sin(5 * x) + heights[1] * np.cos(8 * x) + 0.1 * rng.normal(size=len(x))
+        data[f"unit {k}"] = {"X": x, "y": y}
+    return declared(coregional_builder, fedlmc_ss.SHARED), data
 
 
 # --- builders that want care, and clients that fail -----------------------------------------------------------

@@ -30,7 +30,7 @@ from fedppl.replies import sum_replies
 from fedppl.steps import _sites
 from fedppl.types import Algorithm, Failure, LocalInference, Reply, Request, Target
 from tests import problems
-from tests.test_runs import arrays, assert_same_state, told, trends
+from tests.test_runs import arrays, assert_same_state, coregional, told, trends
 
 # --- local inferences -----------------------------------------------------------------------------------------
 
@@ -256,6 +256,12 @@ ALGORITHMS = {
     "ConsensusMonteCarlo": Row(lambda: fedppl.ConsensusMonteCarlo(draws=400), sums=True),
     "HM1": Row(fedppl.HM1, COUPLED),
     "HM1Gradient": Row(lambda: fedppl.HM1Gradient(learning_rate=1e-3, steps=5), ELSEWHERE, problem=trends),
+    "LMCAscent": Row(lambda: fedppl.LMCAscent(warmup=1), ELSEWHERE, problem=coregional),
+    "LMCAscent, batches": Row(lambda: fedppl.LMCAscent(warmup=1, batch_size=8), ELSEWHERE, problem=coregional),
+    "LMCBlockAscent": Row(lambda: fedppl.LMCBlockAscent(warmup=1), ELSEWHERE, problem=coregional),
+    "LMCAveraging": Row(lambda: fedppl.LMCAveraging(steps=3), ELSEWHERE, problem=coregional),
+    "LMCAveraging, batches": Row(lambda: fedppl.LMCAveraging(steps=3, batch_size=8), ELSEWHERE, problem=coregional),
+    "LMCGradient": Row(fedppl.LMCGradient, ELSEWHERE, problem=coregional),
 }
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
@@ -422,7 +428,7 @@ def numbers(algorithm: Algorithm, state: Any) -> Any:
 @every_algorithm
 def test_the_state_says_how_it_stands(name: str) -> None:
     algorithm, models = ALGORITHMS[name].build(), enrolled(ALGORITHMS[name].problem)
-    sizes = {"rows": 3, "columns": 3, "client": len(models), "other_client": len(models)}
+    sizes = {"rows": 3, "columns": 3, "client": len(models), "other_client": len(models), "latent": 3}
     for state in run(name, 2).states:
         assert fedppl.Status(state.status) in fedppl.Status
         assert isinstance(state.message, str)

@@ -8,12 +8,13 @@ import numpy as np
 from scipy.special import expit, logit
 
 from fedppl._lmc.bound import Globals, Roles, UnitState, gradient
-from fedppl.types import Array
+from fedppl.types import Array, LocalFailure
 
 __all__ = ["Adam", "adam_step", "flatten", "flatten_unit", "fresh", "slopes", "unflatten", "unflatten_unit"]
 
 # Where γ is not to be told from 0 or 1 in double precision.
 _ODDS = 30.0
+_LOST = "the bound has no finite gradient; lower learning_rate="
 
 
 class Adam(NamedTuple):
@@ -84,11 +85,17 @@ def slopes(view: Any, x: Array, own: Array, share: float, rows: Any = None) -> t
         return pulled
 
     design = view.design(shared.kernel, rows)
-    slope = gradient(design, shared, unit, view.noise, role.log_odds, share, pull)
+    try:
+        slope = gradient(design, shared, unit, view.noise, role.log_odds, share, pull)
+    except np.linalg.LinAlgError as error:
+        raise LocalFailure(_LOST) from error
     lower = np.tril_indices(role.points)
     kernel = slope.kernel - share * role.kernel_precision @ (shared.kernel - role.kernel_mean)
     slab = slope.log_slab_sd - share * role.slab_prior.precision * (shared.log_slab_sd - role.slab_prior.mean)
     odds = np.zeros(role.latents) if role.included is None else slope.log_odds
     root = slope.root[:, lower[0], lower[1]].ravel()
     shared_slope = np.concatenate([slope.mean.ravel(), root, odds, kernel, np.array([slab])])
-    return shared_slope, np.concatenate([slope.unit_mean, slope.unit_log_sd, np.array([slope.log_noise_sd])])
+    own_slope = np.concatenate([slope.unit_mean, slope.unit_log_sd, np.array([slope.log_noise_sd])])
+    if not (np.all(np.isfinite(shared_slope)) and np.all(np.isfinite(own_slope))):
+        raise LocalFailure(_LOST)
+    return shared_slope, own_slope

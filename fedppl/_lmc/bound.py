@@ -82,8 +82,8 @@ class Roles(NamedTuple):
 
     latents: int
     points: int  # Q
-    v: slice
-    included: slice | None  # None: every latent function is used
+    v: Any  # (L Q,) places
+    included: Any  # (L,) places, or None: every latent function is used
     slab: int
     kernel: Any  # (p,) places of the kernels' parameters
     is_binary: Any  # (m,)
@@ -126,6 +126,13 @@ def roles(layout: Layout) -> Roles:
             "and LogNormal priors to slab_sd and to what the kernels need."
         )
     precision, linear = layout.prior.precision, layout.prior.linear
+    white = np.zeros_like(precision[places["v"]])
+    white[:, places["v"]] = np.eye(v.size)
+    if not np.allclose(precision[places["v"]], white, atol=1e-8) or not np.allclose(linear[places["v"]], 0, atol=1e-8):
+        raise DeclarationError(
+            'the prior of v is not standard Normal; declare v = pm.Normal("v", 0, 1, dims=("latent", "inducing")) and '
+            "put scales into the projection and the coefficients."
+        )
     taken = np.zeros(layout.size, dtype=bool)
     is_binary = np.zeros(layout.size, dtype=bool)
     for name in ("v", "slab_sd", *(("included",) if included is not None else ())):
@@ -141,8 +148,8 @@ def roles(layout: Layout) -> Roles:
     return Roles(
         latents=v.shape[0],
         points=v.shape[1],
-        v=places["v"],
-        included=None if included is None else places["included"],
+        v=np.arange(places["v"].start, places["v"].stop),
+        included=None if included is None else np.arange(places["included"].start, places["included"].stop),
         slab=slab_place,
         kernel=kernel,
         is_binary=is_binary,

@@ -12,6 +12,7 @@ import pytensor.tensor as pt
 from pytensor.compile.mode import get_mode
 from pytensor.graph.basic import equal_computations
 from pytensor.graph.replace import clone_replace
+from pytensor.graph.traversal import ancestors
 
 from fedppl import _graph
 from fedppl._lmc.bound import Design, LogScale, Roles, density, roles
@@ -83,7 +84,9 @@ class CoregionalUnit:
     def kernel_gradient(self, kernel: Array, projection: Array, conditional: Array, rows: Any = None) -> Array:
         """Pull gradients with respect to the design's two arrays back to the kernel's parameters, (p,)."""
         phi = self._phi(kernel)
-        pulled = self._functions["backward"](phi, projection, conditional, *self._inputs(rows))
+        # Copies in one memory layout: for another one the function would be compiled again.
+        cotangents = np.array(projection, order="C"), np.array(conditional, order="C")
+        pulled = self._functions["backward"](phi, *cotangents, *self._inputs(rows))
         return np.asarray(np.asarray(pulled)[self.roles.kernel])
 
     def _phi(self, kernel: Array) -> Array:
@@ -189,8 +192,11 @@ def _log_scale(client: ClientModel, name: str) -> LogScale:
             f'pm.LogNormal("{name}", ...); {_CONTRACT}.'
         )
     value = parts.model.rvs_to_values[found[0][1]]
+    places = {other.name for other in parts.model.value_vars}
     point = pt.vector("point")
     (logp,) = clone_replace([parts.model.logp(vars=[found[0][1]], sum=True)], {value: point[0]})
+    if any(above.owner is None and above.name in places for above in ancestors([logp]) if above is not point):
+        raise DeclarationError(f"client {client.client_id!r}: the prior of {name!r} depends on another variable.")
     gradient = _graph.python_function([point], pt.grad(logp, point))
     prior = gaussian_prior(lambda z: np.asarray(gradient(z)), np.zeros(1))
     if prior is None:

@@ -38,6 +38,7 @@ class Fitted(NamedTuple):
 
     shared: Globals
     joint: Array  # (LQ, LQ)
+    heard: bool = False  # whether the unit's own rows are in these
 
 
 class Coefficients(NamedTuple):
@@ -53,9 +54,10 @@ def require_unit(client: Any) -> None:
     _ = client.coregional
 
 
-def outcome(shared: Globals, joint: Array) -> Message:
-    """What a unit needs to know in the end."""
+def outcome(shared: Globals, joint: Array, *, heard: bool) -> Message:
+    """What a unit needs to know in the end; one whose rows are not in it yet, a new one for example, is not heard."""
     return {
+        "heard": np.array(float(heard)),
         "mean": shared.mean,
         "joint": gaussian.pack_triangle(joint),
         "inclusion": shared.inclusion,
@@ -78,7 +80,7 @@ def unpack(message: Message) -> Fitted:
         np.asarray(message["kernel"], dtype=float),
         float(message["log_slab_sd"]),
     )
-    return Fitted(shared, joint)
+    return Fitted(shared, joint, bool(message["heard"]))
 
 
 def selected_only(fitted: Fitted) -> Fitted:
@@ -133,7 +135,7 @@ def settle_new(unit: Any, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients,
         if still:
             break
     joint = np.linalg.inv(precision)
-    return settle(unit, state, Fitted(shared, (joint + joint.T) / 2))
+    return settle(unit, state, Fitted(shared, (joint + joint.T) / 2, heard=True))
 
 
 def predictive(design: Design, fitted: Fitted, own: Coefficients) -> tuple[Array, Array]:
@@ -184,13 +186,13 @@ def draw(client: Any, personal: Any, message: Message, draws: int, chains: int, 
     """Draws of what is shared and of the unit's own variables from the variational posterior."""
     unit, count = client.coregional, draws * chains
     fitted = unpack(message)
-    if personal is None:
-        own, fitted = settle_new(unit, selected_only(fitted), fixed=False)
-    else:
+    if fitted.heard:
         own, fitted = settle(unit, personal, fitted)
+    else:
+        own, fitted = settle_new(unit, selected_only(fitted), fixed=False)
     shared = fitted.shared
     role: Roles = unit.roles
-    phi = sample(role, outcome(shared, fitted.joint), count, rng)
+    phi = sample(role, outcome(shared, fitted.joint, heard=True), count, rng)
     used = np.ones((count, role.latents)) if role.included is None else phi[:, role.included]
     root = np.linalg.cholesky(own.covariance + 1e-12 * np.eye(role.latents))
     w = own.mean + rng.normal(size=(count, role.latents)) @ root.T

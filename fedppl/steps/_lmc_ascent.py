@@ -18,6 +18,7 @@ __all__ = [
     "Answer",
     "Settings",
     "checked",
+    "is_heard",
     "kernel_start",
     "kernel_step",
     "noisy_rate",
@@ -78,6 +79,11 @@ def prior_globals(role: Roles) -> Globals:
         kernel=role.kernel_mean,
         log_slab_sd=role.slab_prior.mean,
     )
+
+
+def is_heard(state: Any, client_id: str) -> bool:
+    """Whether a unit's statistics are in what is shared."""
+    return client_id in state.where and bool(state.heard[state.where[client_id]])
 
 
 def noisy_rate(state: Any, settings: Settings) -> float:

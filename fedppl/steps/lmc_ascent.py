@@ -17,6 +17,7 @@ from fedppl.replies import sum_replies
 from fedppl.steps._lmc_ascent import (
     Settings,
     checked,
+    is_heard,
     kernel_start,
     kernel_step,
     noisy_rate,
@@ -39,8 +40,10 @@ class LMCAscentState(NamedTuple):
     shared: Globals
     totals: Mapping[str, Array]  # sums of the units' statistics; empty before the first
     where: Mapping[str, int]  # client id to its row
-    heard: Array  # (K,) units that ever replied
+    heard: Array  # (K,) units that ever sent statistics
+    collecting: bool  # whether sums are still of the random coefficients that units start from
     number: int  # rounds with replies
+    age: int  # of those, rounds since there are curves
     stochastic: int  # of those, rounds whose sums are noisy: some units, or mini-batches
     adam: Array  # (2, p) running first and second moment of the kernels' gradient
     bound: float
@@ -52,7 +55,7 @@ class LMCAscentState(NamedTuple):
 class LMCAscentInfo(NamedTuple):
     """Diagnostics of this round."""
 
-    bound: float  # Σ V_m over the units, scaled up where not all replied; NaN in the first round
+    bound: float  # Σ V_m + log p(σ_w), scaled up where not all units replied; NaN in the first round
     selected: int  # latent functions with γ > 0.5
     undecided: int  # with γ between 0.01 and 0.99
     kernel_change: float  # largest change of a kernel parameter on the unconstrained space
@@ -140,10 +143,10 @@ def LMCAscent(
         reply_shapes=_reply_shapes,
         refuse=_refuse,
         update_server=functools.partial(_update_server, settings=settings),
-        outcome=lambda state, client_id: outcome(state.shared, _joint(state)),
+        outcome=lambda state, client_id: _outcome(state, heard=is_heard(state, client_id)),
         draw=draw,
         details=_details,
-        sample=lambda state, count, rng: sample(state.roles, outcome(state.shared, _joint(state)), count, rng),
+        sample=lambda state, count, rng: sample(state.roles, _outcome(state, heard=True), count, rng),
         settings=described(settings),
         binary=True,
     )
@@ -162,7 +165,9 @@ def _init_server(
         totals={},
         where={client_id: k for k, client_id in enumerate(clients)},
         heard=np.zeros(len(clients), dtype=bool),
+        collecting=True,
         number=0 if ask else 1,
+        age=0,
         stochastic=0,
         adam=np.zeros((2, len(role.kernel))),
         bound=np.nan,
@@ -174,7 +179,7 @@ def _init_server(
 
 def _broadcast(state: LMCAscentState, client_id: str, *, settings: Settings) -> Message:
     """The shared parameters."""
-    stage = 0.0 if state.number == 0 else 1.0 if not state.totals else 2.0
+    stage = 0.0 if state.number == 0 else 1.0 if state.collecting else 2.0
     return sent(state.shared, stage, noisy_rate(state, settings))
 
 
@@ -230,29 +235,62 @@ def _update_server(
     """Add up what came, and maximise over what is shared."""
     if not replies:
         return state, _info(state, np.nan)
-    heard = state.heard.copy()
-    heard[[state.where[client_id] for client_id in replies]] = True
-    state = state._replace(heard=heard, number=state.number + 1)
+    state = state._replace(number=state.number + 1)
     if "rows" in next(iter(replies.values())):
         state, change = kernel_start(state, replies)
         return state, _info(state, change)
-    sums = sum_replies(replies)
+    if state.collecting:
+        return _collect(state, replies, settings)
+    heard = state.heard.copy()
+    heard[[state.where[client_id] for client_id in replies]] = True
+    state, sums = state._replace(heard=heard), _sums(replies)
     share = len(replies) / heard.sum()
     noisy = share < 1 or settings.batch_size is not None
     slope = sums.pop("kernel_gradient") / share
-    sums["precision"] = gaussian.unpack_triangle(sums["precision"])
-    sums = {name: value / share for name, value in sums.items()}
     rate = min(share, noisy_rate(state, settings)) if noisy else 1.0
-    rate = 1.0 if not state.totals else rate
-    totals = {name: (1 - rate) * state.totals.get(name, 0.0) + rate * value for name, value in sums.items()}
-    begun = state.number - 1 > settings.warmup
+    totals = {name: (1 - rate) * state.totals[name] + rate * value / share for name, value in sums.items()}
+    state = state._replace(stochastic=state.stochastic + noisy)
+    return _raise_bound(state, totals, slope, settings)
+
+
+def _sums(replies: Mapping[str, Message]) -> dict[str, Array]:
+    sums = sum_replies(replies)
+    return {**sums, "precision": gaussian.unpack_triangle(sums["precision"])}
+
+
+def _collect(
+    state: LMCAscentState, replies: Mapping[str, Message], settings: Settings
+) -> tuple[LMCAscentState, LMCAscentInfo]:
+    """Add up random starts, one of each unit, until all are in or the warm-up is over.
+
+    From the start of one unit alone all latent functions would take the shape of one curve.
+    """
+    new = {name: reply for name, reply in replies.items() if not state.heard[state.where[name]]}
+    heard = state.heard.copy()
+    heard[[state.where[name] for name in new]] = True
+    totals = dict(state.totals)
+    if new:
+        totals = {name: totals.get(name, 0.0) + value for name, value in _sums(new).items()}
+    done = bool(np.all(heard)) or state.number - 1 > settings.warmup
+    state = state._replace(heard=heard, totals=totals, collecting=not done)
+    if not done:
+        return state._replace(message="not all units have replied yet; raise rounds="), _info(state, np.nan)
+    slope = totals.pop("kernel_gradient")
+    return _raise_bound(state, totals, slope, settings)
+
+
+def _raise_bound(
+    state: LMCAscentState, totals: Mapping[str, Array], slope: Array, settings: Settings
+) -> tuple[LMCAscentState, LMCAscentInfo]:
+    """Maximise over what is shared, and take a step of the kernels."""
+    state = state._replace(age=state.age + 1)
+    begun = state.age > settings.warmup
     best, shared = _maximise(totals, state.shared, state.roles, sweeps=settings.sweeps, select=begun)
     bound = server.bound(best, shared, state.roles.log_odds if begun else np.full(state.roles.latents, np.inf))
+    bound += state.roles.slab_prior.log_density(shared.log_slab_sd)
     kernel, adam = kernel_step(state, slope, settings.kernel_rate)
     change = float(np.max(np.abs(kernel - shared.kernel), initial=0.0))
-    state = state._replace(
-        shared=shared._replace(kernel=kernel), totals=best, stochastic=state.stochastic + noisy, adam=adam
-    )
+    state = state._replace(shared=shared._replace(kernel=kernel), totals=best, adam=adam)
     state = state._replace(**progress(state, bound, change, settings.tolerance, begun=begun))
     return state, _info(state, change)
 
@@ -271,11 +309,12 @@ def _maximise(
     return totals, shared
 
 
-def _joint(state: LMCAscentState) -> Array:
-    """Covariance of v over all latent functions at once."""
-    if not state.totals:
-        return np.eye(state.roles.latents * state.roles.points)
-    return server.joint_covariance(state.totals, state.shared.inclusion)
+def _outcome(state: LMCAscentState, *, heard: bool) -> Message:
+    """What a unit needs to know in the end, the covariance of v over all latent functions among it."""
+    joint = np.eye(state.roles.latents * state.roles.points)
+    if state.totals:
+        joint = server.joint_covariance(state.totals, state.shared.inclusion)
+    return outcome(state.shared, joint, heard=heard)
 
 
 def _details(state: LMCAscentState) -> Mapping[str, tuple[tuple[str, ...], Array]]:

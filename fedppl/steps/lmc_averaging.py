@@ -16,7 +16,7 @@ from fedppl._lmc.result import block_diagonal, draw, outcome, require_unit, samp
 from fedppl._lmc.unit import best_unit, own_fit, random_unit
 from fedppl.replies import sum_replies
 from fedppl.steps._point import described, tolerance_rule
-from fedppl.types import Algorithm, Array, DeclarationError, Layout, LocalFailure, Message, Status
+from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
 
 __all__ = ["LMCAveraging", "LMCAveragingInfo", "LMCAveragingState"]
 
@@ -117,10 +117,10 @@ def LMCAveraging(
         reply_shapes=_reply_shapes,
         refuse=refuse,
         update_server=functools.partial(_update_server, settings=settings),
-        outcome=lambda state, client_id: result(state),
+        outcome=result,
         draw=draw,
         details=lambda state: {"inclusion_probability": (("latent",), unflatten(state.x, state.roles).inclusion)},
-        sample=lambda state, count, rng: sample(state.roles, result(state), count, rng),
+        sample=lambda state, count, rng: sample(state.roles, result(state, None), count, rng),
         settings=described(settings),
         binary=True,
     )
@@ -152,10 +152,11 @@ def checked(
     return _Settings(rates, places, steps, batch_size, tolerance_rule(tolerance), initial_kernel)
 
 
-def result(state: Any) -> Message:
+def result(state: Any, client_id: str | None) -> Message:
     """What a unit needs to know in the end."""
     shared = unflatten(state.x, state.roles)
-    return outcome(shared, block_diagonal(shared.covariance))
+    heard = client_id in state.where and bool(state.rows[state.where[client_id]] > 0)
+    return outcome(shared, block_diagonal(shared.covariance), heard=heard)
 
 
 def start(role: Roles) -> Array:
@@ -184,7 +185,7 @@ def _init_server(
 
 def asked(state: Any, settings: _Settings) -> Message:
     """Shared parameters, Σ n_k of the units heard so far, which makes r_m, and the learning rate."""
-    rate = settings.learning_rate[sum(state.number >= place for place in settings.milestones)]
+    rate = settings.learning_rate[sum(state.number + 1 >= place for place in settings.milestones)]
     return {
         "x": state.x,
         "rows": np.array(state.rows.sum()),
@@ -234,8 +235,6 @@ def _update_client(
         if settings.batch_size is not None and settings.batch_size < count:
             rows = np.sort(rng.choice(count, settings.batch_size, replace=False))
         slope = np.concatenate(slopes(view, point[: len(x)], point[len(x) :], share, rows))
-        if not np.all(np.isfinite(slope)):
-            raise LocalFailure("the bound has no finite gradient; lower learning_rate=")
         point, adam = adam_step(point, slope, adam, float(message["rate"]))
     reply = {"x": count * point[: len(x)], "rows": np.array(float(count)), "bound": np.array(value)}
     blank = {"blank": 1.0} if personal is None and stage == 2 else {}

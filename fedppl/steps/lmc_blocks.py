@@ -16,6 +16,7 @@ from fedppl.replies import sum_replies
 from fedppl.steps._lmc_ascent import (
     Settings,
     checked,
+    is_heard,
     kernel_start,
     kernel_step,
     noisy_rate,
@@ -38,7 +39,7 @@ class LMCBlockAscentState(NamedTuple):
     shared: Globals
     search: Search
     where: Mapping[str, int]  # client id to its row
-    heard: Any  # (K,) units that ever replied
+    heard: Any  # (K,) units that ever sent statistics
     number: int  # rounds with replies
     settling: int  # further rounds in which units keep their random coefficients, until there are curves
     stochastic: int  # rounds whose sums are noisy: some units, or mini-batches
@@ -52,7 +53,7 @@ class LMCBlockAscentState(NamedTuple):
 class LMCBlockAscentInfo(NamedTuple):
     """Diagnostics of this round."""
 
-    bound: float  # Σ V_m at what the units were sent; NaN in the first round
+    bound: float  # Σ V_m + log p(σ_w) at what the units were sent; NaN in the first round
     selected: int  # latent functions with γ > 0.5
     undecided: int  # with γ between 0.01 and 0.99
     kernel_change: float
@@ -119,10 +120,10 @@ def LMCBlockAscent(
         reply_shapes=_reply_shapes,
         refuse=_refuse,
         update_server=functools.partial(_update_server, settings=settings),
-        outcome=lambda state, client_id: _outcome(state),
+        outcome=lambda state, client_id: _outcome(state, heard=is_heard(state, client_id)),
         draw=draw,
         details=lambda state: {"inclusion_probability": (("latent",), state.shared.inclusion)},
-        sample=lambda state, count, rng: sample(state.roles, _outcome(state), count, rng),
+        sample=lambda state, count, rng: sample(state.roles, _outcome(state, heard=True), count, rng),
         settings=described(settings),
         binary=True,
     )
@@ -201,12 +202,13 @@ def _update_server(
     """Add up what came, and raise the bound in the means and covariances or in the selection."""
     if not replies:
         return state, _info(state, np.nan)
-    heard = state.heard.copy()
-    heard[[state.where[client_id] for client_id in replies]] = True
-    state = state._replace(heard=heard, number=state.number + 1)
+    state = state._replace(number=state.number + 1)
     if "rows" in next(iter(replies.values())):
         state, change = kernel_start(state, replies)
         return state, _info(state, change)
+    heard = state.heard.copy()
+    heard[[state.where[client_id] for client_id in replies]] = True
+    state = state._replace(heard=heard)
     share = len(replies) / heard.sum()
     totals = {name: value / share for name, value in sum_replies(replies).items()}
     noisy = share < 1 or settings.batch_size is not None
@@ -215,6 +217,7 @@ def _update_server(
     selecting = begun and bool(np.all(np.isfinite(state.roles.log_odds)))
     log_odds = state.roles.log_odds if selecting else np.full(state.roles.latents, np.inf)
     bound = block_bound(totals, state.shared, log_odds)
+    bound += state.roles.slab_prior.log_density(state.shared.log_slab_sd)
     shared, search = state.shared, state.search
     if selecting and state.number % 2:
         gamma = server.selection(*block_selection_terms(totals, shared), shared.inclusion, log_odds)
@@ -240,9 +243,9 @@ def _update_server(
     return state, _info(state, change)
 
 
-def _outcome(state: LMCBlockAscentState) -> Message:
+def _outcome(state: LMCBlockAscentState, *, heard: bool) -> Message:
     """What a unit needs to know in the end."""
-    return outcome(state.shared, block_diagonal(state.shared.covariance))
+    return outcome(state.shared, block_diagonal(state.shared.covariance), heard=heard)
 
 
 def _info(state: LMCBlockAscentState, change: float) -> LMCBlockAscentInfo:

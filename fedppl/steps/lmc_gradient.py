@@ -25,7 +25,7 @@ from fedppl.steps.lmc_averaging import (
     start,
     unit_state,
 )
-from fedppl.types import Algorithm, Array, Layout, LocalFailure, Message, Status
+from fedppl.types import Algorithm, Array, Layout, Message, Status
 
 __all__ = ["LMCGradient", "LMCGradientInfo", "LMCGradientState"]
 
@@ -114,10 +114,10 @@ def LMCGradient(
         reply_shapes=_reply_shapes,
         refuse=refuse,
         update_server=functools.partial(_update_server, settings=settings),
-        outcome=lambda state, client_id: result(state),
+        outcome=result,
         draw=_draw,
         details=lambda state: {"inclusion_probability": (("latent",), unflatten(state.x, state.roles).inclusion)},
-        sample=lambda state, count, rng: sample(state.roles, result(state), count, rng),
+        sample=lambda state, count, rng: sample(state.roles, result(state, None), count, rng),
         settings=described(settings),
         binary=True,
     )
@@ -165,8 +165,6 @@ def _update_client(
     unit = unflatten_unit(personal.own)
     value = unit_bound(view.design(shared.kernel), shared, unit, view.noise, view.roles.log_odds, share)
     slope, own_slope = slopes(view, x, personal.own, share, rows)
-    if not (np.all(np.isfinite(slope)) and np.all(np.isfinite(own_slope))):
-        raise LocalFailure("the bound has no finite gradient; lower learning_rate=")
     after = GradientUnit(*adam_step(personal.own, own_slope, Adam(*personal.adam), float(message["rate"])))
     return after, {"slope": slope, "rows": np.array(float(count)), "bound": np.array(value)}, info
 
