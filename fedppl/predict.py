@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pymc as pm
 import xarray as xr
+from pytensor.graph.traversal import ancestors
 
 from fedppl import _graph, idata
 from fedppl.model import ClientModel
@@ -81,6 +83,7 @@ def predictions(
             predictions=True,
             random_seed=seed % 2**32,
             progressbar=False,
+            **_anew(model, posterior, [containers[name] for name in values]),
             compile_kwargs={"mode": _graph.PYTHON_MODE},
         )["predictions"]
     dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
@@ -92,3 +95,11 @@ def predictions(
         idata.posterior_dataset(arrays, dims, all_coords, {"client": client.client_id}),
         idata.dataset(inputs, input_dims, {}),
     )
+
+
+def _anew(model: Any, posterior: Any, changed: Sequence[Any]) -> dict[str, list[str]]:
+    """Variables that belong to rows, as a residual does, are drawn anew for new rows; PyMC 6 has to be told."""
+    if "sample_vars" not in inspect.signature(pm.sample_posterior_predictive).parameters:
+        return {}
+    names = [rv.name for rv in model.free_RVs if rv.name in posterior and set(changed) & set(ancestors([rv]))]
+    return {"sample_vars": names} if names else {}
