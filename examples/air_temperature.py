@@ -110,7 +110,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, help="folder with south_coast_air_temp/ and in it bra.mat, cam.mat, ...")
     parser.add_argument("--day", type=int, help="one day of July instead of days 10 to 15, 12:00 to 17:00 missing")
-    parser.add_argument("--every", type=int, help="minutes from one training row to the next, by default 15, or 5")
+    parser.add_argument("--every", type=int, help="minutes from one training row to the next, by default 30, or 5 with --day")
     parser.add_argument("--seeds", type=int, help="random starts, by default 5")
     parser.add_argument("--rounds", type=int, help="of the coordinate ascent, by default 100")
     parser.add_argument("--averaging", type=int, default=0, help="add the paper's algorithm with so many rounds; slow")
@@ -120,7 +120,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.quick and options.day is None:
         options.day = 11
-    defaults = (("every", 30, 15 if options.day is None else 5), ("seeds", 1, 5), ("rounds", 12, 100))
+    defaults = (("every", 30, 30 if options.day is None else 5), ("seeds", 1, 5), ("rounds", 12, 100))
     for name, small, full in defaults:
         if getattr(options, name) is None:
             setattr(options, name, small if options.quick else full)
