@@ -110,8 +110,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, help="folder with south_coast_air_temp/ and in it bra.mat, cam.mat, ...")
     parser.add_argument("--day", type=int, help="one day of July instead of days 10 to 15, 12:00 to 17:00 missing")
-    parser.add_argument("--every", type=int, help="minutes from one training row to the next, by default 30, or 5 with --day")
+    parser.add_argument("--every", type=int, help="minutes between training rows, by default 30, or 5 with --day")
+    parser.add_argument("--new", choices=MISSING, nargs="+", default=list(MISSING), help="by default one by one")
     parser.add_argument("--seeds", type=int, help="random starts, by default 5")
+    parser.add_argument("--seed", type=int, default=0, help="the first of them")
     parser.add_argument("--rounds", type=int, help="of the coordinate ascent, by default 100")
     parser.add_argument("--averaging", type=int, default=0, help="add the paper's algorithm with so many rounds; slow")
     parser.add_argument("--processes", type=int, default=2, help="fits at a time, each in a process of its own")
@@ -128,8 +130,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--day must be 1 to 15")
     if options.every < 5 or options.every % 5:
         parser.error("--every must be a multiple of 5, the minutes between two rows")
-    if min(options.seeds, options.rounds, options.processes) < 1 or options.averaging < 0:
-        parser.error("--seeds, --rounds and --processes must be at least 1, and --averaging at least 0")
+    if min(options.seeds, options.rounds, options.processes) < 1 or min(options.averaging, options.seed) < 0:
+        parser.error("--seeds, --rounds and --processes must be at least 1, --averaging and --seed at least 0")
     return options
 
 
@@ -366,8 +368,9 @@ def main(argv: list[str] | None = None) -> None:
     if options.figure is not None and importlib.util.find_spec("matplotlib") is None:
         sys.exit("--figure needs matplotlib: pip install 'fedppl[plots]'")
     stations, began = load(find_data(options.data)), time.perf_counter()
-    names = list(MISSING)[:1] if options.quick else list(MISSING)
-    tasks = [divide(stations, new, seed, options) for new in names for seed in range(options.seeds)]
+    names = options.new[:1] if options.quick else options.new
+    seeds = range(options.seed, options.seed + options.seeds)
+    tasks = [divide(stations, new, seed, options) for new in names for seed in seeds]
     found: dict[str, list[Result]] = {new: [] for new in names}
     for task, result in zip(tasks, every_task(tasks, options.processes), strict=True):
         found[task.new].append(result)

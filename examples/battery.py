@@ -65,7 +65,10 @@ PAPER = {
     "FedLMC, averaging": (22.17, 1.2),
     "FedLMC-SS, averaging": (0.8535, 2.0),
 }
-PAPER_NEW = {"FedLMC-selected, averaging": (13.69, None), "FedLMC-SS-selected, averaging": (0.6092, None)}
+PAPER_NEW = {
+    "FedLMC-selected, averaging, eq. 17": (13.69, None),
+    "FedLMC-SS-selected, averaging, eq. 17": (0.6092, None),
+}
 
 
 class Cell(NamedTuple):
@@ -117,13 +120,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="by default 10, as in the paper")
     parser.add_argument("--seed", type=int, default=0, help="of the first repeat; the others count on from it")
     parser.add_argument("--rounds", type=int, help="of the coordinate ascent, by default 200")
-    parser.add_argument("--averaging", type=int, help="rounds of ten averaged Adam steps, by default 100; 0: none")
+    parser.add_argument("--averaging", type=int, help="rounds of averaged Adam steps, by default 150; 0: none")
     parser.add_argument("--central", action="store_true", help="add LMC and LMC-SS: 1,000 steps of Adam in one place")
     parser.add_argument("--processes", type=int, default=2, help="repeats at a time, each in a process of its own")
     parser.add_argument("--figure", type=Path, help="write the first repeat's fits, functions and coefficients here")
     parser.add_argument("--quick", action="store_true", help="a small run that only shows that everything works")
     options = parser.parse_args(argv)
-    for name, small, full in (("repeats", 1, 10), ("rounds", 15, 200), ("averaging", 3, 100)):
+    for name, small, full in (("repeats", 1, 10), ("rounds", 15, 200), ("averaging", 3, 150)):
         if getattr(options, name) is None:
             setattr(options, name, small if options.quick else full)
     if min(options.repeats, options.rounds, options.processes) < 1 or min(options.averaging, options.seed) < 0:
@@ -202,9 +205,10 @@ def declared(latents: int, select: bool) -> fedppl.FederatedModel:
 
 def fit(
     task: Task, units: Mapping[str, Any], latents: int, select: bool, algorithm: fedppl.Algorithm, rounds: int
-) -> fedppl.Fit:
-    """Fit these units."""
-    return fedppl.fit(
+) -> tuple[fedppl.Fit, float, float]:
+    """Fit these units; its bound, and the seconds it took."""
+    began = time.perf_counter()
+    found = fedppl.fit(
         declared(latents, select),
         units,
         algorithm,
@@ -213,6 +217,7 @@ def fit(
         progressbar=False,
         random_seed=task.seed,
     )
+    return found, found.records[-1].info["bound"], time.perf_counter() - began
 
 
 def forecast(found: fedppl.Fit, unit: Any, cycles: np.ndarray, scale: Scale, **which: Any) -> np.ndarray:
@@ -247,44 +252,43 @@ def strongest(found: fedppl.Fit, count: int) -> list[int]:
 def one_repeat(task: Task) -> Result:
     """All rows of one repeat."""
     logging.getLogger("pymc").setLevel(logging.WARNING)
-    logging.getLogger("fedppl").setLevel(logging.ERROR)  # rounds that run out: the docstring says so
+    logging.getLogger("fedppl").setLevel(logging.ERROR)  # a fit whose rounds ran out is told by its bound
     options, scale, target = task.options, agreed(task.clients), next(iter(task.clients))
     latents = 3 if options.quick else LATENTS
     units = {name: rows(cell, scale) for name, cell in task.clients.items()}
     new = {name: rows(until_midlife(cell), scale) for name, cell in task.new.items()}
-    ascent = (fedppl.LMCAscent(kernel_rate=0.2), options.rounds)
-    kinds = {"ascent": ascent}
+    kinds = {"ascent": (fedppl.LMCAscent(kernel_rate=0.2, tolerance=1e-5), options.rounds)}
     if options.averaging:
-        kinds["averaging"] = (fedppl.LMCAveraging(), options.averaging)
+        third = max(options.averaging // 3, 1)
+        kinds["averaging"] = (fedppl.LMCAveraging(milestones=(third, 2 * third)), options.averaging)
     if options.central:
         kinds["central"] = (fedppl.LMCGradient(), 50 if options.quick else 1000)
 
-    def newcomers(found: fedppl.Fit, **which: Any) -> tuple[float, ...]:
-        scores = [score(cell, found, new[name], scale, **which) for name, cell in task.new.items()]
-        return tuple(np.mean(scores, axis=0).tolist())
+    def newcomers(found: fedppl.Fit, **how: Any) -> list[float]:
+        scores = [score(cell, found, new[name], scale, **how) for name, cell in task.new.items()]
+        return np.mean(scores, axis=0).tolist()
 
-    began = time.perf_counter()
-    alone = fit(task, {target: units[target]}, 1, False, *ascent)
-    seconds = time.perf_counter() - began
-    own = [score(task.new[name], fit(task, {name: new[name]}, 1, False, *ascent), name, scale) for name in new]
-    at_target = {"IGP": Row(*score(task.target, alone, target, scale), 1, alone.records[-1].info["bound"], seconds)}
-    at_new = {"IGP": Row(*np.mean(own, axis=0).tolist(), 1)}
+    alone, bound, seconds = fit(task, {target: units[target]}, 1, False, *kinds["ascent"])
+    at_target = {"IGP": Row(*score(task.target, alone, target, scale), 1, bound, seconds)}
+    own = {name: fit(task, {name: new[name]}, 1, False, *kinds["ascent"])[0] for name in new}
+    at_new = {"IGP": Row(*np.mean([score(task.new[n], own[n], n, scale) for n in own], axis=0).tolist(), 1)}
     shown: dict[str, Any] = {}
-    for kind, (algorithm, rounds) in kinds.items():
+    for kind, how in kinds.items():
         for select in (True, False):
-            began = time.perf_counter()
-            found = fit(task, units, latents, select, algorithm, rounds)
-            seconds = time.perf_counter() - began
+            found, bound, seconds = fit(task, units, latents, select, *how)
             name = f"{'' if kind == 'central' else 'Fed'}LMC{'-SS' if select else ''}"
             if select:
                 count = int(fedppl.curves.selection(found)["selected"].sum())
-                at_new[f"{name}-selected, {kind}"] = Row(*newcomers(found), count)
+                uses: dict[str, list[int] | None] = {"selected": None}
             else:
-                best = strongest(found, max(count, 1))
-                at_new[f"{name}-all, {kind}"] = Row(*newcomers(found), latents)
-                at_new[f"{name}-selected, {kind}"] = Row(*newcomers(found, latents=best), len(best))
-            bound, used = found.records[-1].info["bound"], count if select else latents
+                uses = {"selected": strongest(found, max(count, 1)), "all": None}
+            used = count if select else latents
             at_target[f"{name}, {kind}"] = Row(*score(task.target, found, target, scale), used, bound, seconds)
+            for which, functions in uses.items():
+                used = latents if which == "all" else count
+                for fixed, suffix in ((False, ""), (True, ", eq. 17")):
+                    values = newcomers(found, latents=functions, fixed=fixed)
+                    at_new[f"{name}-{which}, {kind}{suffix}"] = Row(*values, used)
             if f"{name}, {kind}" == MAIN and options.figure is not None:
                 shown = picture(task, found, alone, new)
     at_target["mean of the others, pooled"] = Row(*mean_curve(task, task.target))
@@ -328,11 +332,11 @@ def every_repeat(tasks: Sequence[Task], processes: int) -> Iterator[Result]:
 def table(title: str, repeats: Sequence[Mapping[str, Row]], paper: Mapping[str, tuple[float, Any]]) -> None:
     """Print means over repeats, with standard deviations of the errors."""
     print(f"\n{title}")
-    print(f"{'':32}{'MSE, 1e-5 Ah²':>20}{'90 %':>7}{'functions':>11}{'bound':>9}{'seconds':>9}   the paper's")
+    print(f"{'':38}{'MSE, 1e-5 Ah²':>20}{'90 %':>7}{'functions':>11}{'bound':>9}{'seconds':>9}   the paper's")
     for name in repeats[0]:
         mse, coverage, functions, bound, seconds = np.array([row[name] for row in repeats]).T
         mse = mse / UNITS
-        line = f"{name:32}{mse.mean():11.1f} (±{mse.std():6.0f})"
+        line = f"{name:38}{mse.mean():11.1f} (±{mse.std():6.0f})"
         for values, form in ((coverage, "7.2f"), (functions, "11.1f"), (bound, "9.1f"), (seconds, "9.1f")):
             line += format(values.mean(), form) if np.isfinite(values).all() else " " * int(form.split(".")[0])
         cited = [f"{value:g}" for value in paper.get(name, ()) if value is not None]
@@ -371,11 +375,9 @@ def figure(shown: Mapping[str, Any], path: Path) -> None:
         late = cell.cycles > MIDLIFE
         axis.plot(cell.cycles[~late], cell.capacity[~late], ".", color="0.2", label="known")
         axis.plot(cell.cycles[late], cell.capacity[late], "x", color="0.2", label="held out")
-        for (method, (low, middle, high)), colour in zip(
-            shown["bands"][name].items(), ("tab:blue", "tab:orange"), strict=True
-        ):
-            axis.plot(cycles, middle, color=colour, label=method)
-            axis.fill_between(cycles, low, high, color=colour, alpha=0.2, linewidth=0)
+        for number, (method, (low, middle, high)) in enumerate(shown["bands"][name].items()):
+            axis.plot(cycles, middle, color=f"C{number}", label=method)
+            axis.fill_between(cycles, low, high, color=f"C{number}", alpha=0.2, linewidth=0)
         axis.set(title=name, xlabel="cycle", ylabel="capacity, Ah", ylim=(0, 2.1))
         axis.legend(frameon=False, fontsize=8)
     for number, (curve, chance) in enumerate(zip(shown["curves"], shown["chance"], strict=True)):

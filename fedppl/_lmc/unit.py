@@ -157,12 +157,19 @@ def own_fit(unit: Any, kernel_prior: tuple[Array, Array], slab_prior: LogScale) 
     latents = unit.roles.latents
     level = float(np.clip(np.log(np.std(unit.response) + 1e-3), -3.0, 3.0))
     best = OwnFit(mean, np.zeros(latents), np.full(latents, unit.noise.mean), -np.inf)
+    # Far beyond what priors allow, and short of where the squares of an exponential overflow.
+    bounds = [*zip(mean - 6 * spread, mean + 6 * spread, strict=True), *[(-15.0, 15.0)] * (2 * latents)]
     for shift in (0.0, -1.0, 1.0):
         start = np.concatenate([mean + shift * spread, np.full(latents, level), np.full(latents, level - 1.5)])
         found = minimize(
-            _negative_evidence, start, (unit, mean, precision, slab_prior), jac=True, method="L-BFGS-B",
+            _negative_evidence,
+            start,
+            (unit, mean, precision, slab_prior),
+            jac=True,
+            method="L-BFGS-B",
+            bounds=bounds,
             options={"maxiter": 60},
-        )  # fmt: skip
+        )
         if np.isfinite(found.fun) and -found.fun > best.log_evidence:
             size = len(mean)
             best = OwnFit(found.x[:size], found.x[size:-latents], found.x[-latents:], float(-found.fun))
