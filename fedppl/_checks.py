@@ -52,10 +52,14 @@ def require_start(client: ClientModel, phi: Array) -> None:
     """Evaluate the log density once: shapes that do not fit and impossible data show here, not in round 7."""
     try:
         client.template.check_indices(np.concatenate([phi, client.initial]), client.inputs)
-        value, gradient, _ = client.log_site(phi, client.initial)
+        if client.layout.binary or client.template.is_coregional:
+            # Algorithms for these models have their own gradients: compiling the density would be for this call alone.
+            value, gradient = client.log_density(phi, client.initial), np.zeros(0)
+        else:
+            value, gradient, _ = client.log_site(phi, client.initial)
     except (ValueError, TypeError, IndexError) as error:
         raise mismatch(client.client_id, client.arrays, error) from error
-    if not np.isfinite(value) or not (client.layout.binary or np.all(np.isfinite(gradient))):
+    if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
         raise DataError(
             f"client {client.client_id!r}: the log density at the starting point is {value}; this client's data are "
             "impossible under the model (a negative count, a class that does not exist?) or the start is. "

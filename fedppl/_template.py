@@ -72,6 +72,11 @@ class Template:
             self.functions["interpreted"](x, *inputs)
 
     @property
+    def is_coregional(self) -> bool:
+        """Whether the model names the tensors of a linear model of coregionalisation."""
+        return {"projection", "conditional_variance"} <= set(self.parts.model.named_vars)
+
+    @property
     def has_kink(self) -> bool:
         """Whether |θ| stands in the log density."""
         if "kink" not in self.functions:

@@ -67,7 +67,6 @@ class ClientModel:
     client_id: str
     layout: Layout
     local: tuple[Variable, ...]
-    kernel: Callable[..., Any]
     data: tuple[Any, Any, Any]
     inputs: tuple[Any, ...]
     prior: SharedPrior
@@ -75,6 +74,11 @@ class ClientModel:
     arrays: Mapping[str, Any]
     declaration: FederatedModel
     template: Template
+
+    @property
+    def kernel(self) -> Callable[..., Any]:
+        """Compiled x, packed data -> [log density, gradient], shared by all clients of one template."""
+        return _no_kernel if self.layout.binary else self.template.kernel
 
     @property
     def shared_size(self) -> int:
@@ -98,12 +102,15 @@ class ClientModel:
 
     def log_site(self, phi: Array, theta: Array) -> tuple[float, Array, Array]:
         """log p(y_k, θ | φ) and its gradients with respect to φ, (m,), and θ, (d_k,); NaN where φ has indicators."""
-        x = np.concatenate([phi, theta])
         if self.layout.binary:
-            value = float(self.template.density(x, *self.inputs))
-            return value, np.full(self.shared_size, np.nan), np.full(self.local_size, np.nan)
-        output = self.kernel(x, *self.data)
+            nan = np.full(self.shared_size + self.local_size, np.nan)
+            return self.log_density(phi, theta), nan[: self.shared_size], nan[self.shared_size :]
+        output = self.kernel(np.concatenate([phi, theta]), *self.data)
         return float(output[0]), output[1 : 1 + self.shared_size], output[1 + self.shared_size :]
+
+    def log_density(self, phi: Array, theta: Array) -> float:
+        """log p(y_k, θ | φ) alone, interpreted: slow to call, and nothing is compiled for it."""
+        return float(self.template.density(np.concatenate([phi, theta]), *self.inputs))
 
     @property
     def rows(self) -> int:
@@ -372,7 +379,6 @@ class FederatedModel:
             client_id=client_id,
             layout=layout,
             local=local,
-            kernel=_no_kernel if layout.binary else template.kernel,
             data=pack((*data, *free_shapes)),
             inputs=(*data, *free_shapes),
             prior=prior,

@@ -220,7 +220,7 @@ def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
         phi += np.where(unit.roles.is_binary, 0.0, 0.3 * rng.normal(size=client.shared_size))
         local = {name: 0.5 * rng.normal(size=size) for name, size in places.items()}
         theta = np.concatenate([local[variable.name] for variable in client.local])
-        declared, _, _ = client.log_site(phi, theta)
+        declared = client.log_density(phi, theta)
         design = unit.design(phi[unit.roles.kernel])
         ours = density(design, unit.roles, phi, local["w"], float(local["noise_sd"][0]), local["residual"], unit.noise)
         if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)):
