@@ -52,7 +52,7 @@ def require_start(client: ClientModel, phi: Array) -> None:
     """Evaluate the log density once: shapes that do not fit and impossible data show here, not in round 7."""
     try:
         client.template.check_indices(np.concatenate([phi, client.initial]), client.inputs)
-        if client.layout.binary or client.template.is_coregional:
+        if client.layout.binary or client.template.has_own_gradients:
             # Algorithms for these models have their own gradients: compiling the density would be for this call alone.
             value, gradient = client.log_density(phi, client.initial), np.zeros(0)
         else:

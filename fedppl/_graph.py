@@ -32,6 +32,7 @@ __all__ = [
     "has_kink",
     "indexes_by_data",
     "initial_values",
+    "network_node",
     "prior_graph",
     "python_function",
     "same_graph",
@@ -95,6 +96,12 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
     local_rvs = tuple(rv for rv in model.free_RVs if rv not in shared_rvs)
     for rv in model.free_RVs:
         if _is_discrete(rv) and not (rv in shared_rvs and _is_binary(rv)):
+            if _is_binary(rv) and {"projection", "conditional_variance"} <= set(model.named_vars):
+                raise DeclarationError(
+                    f"{rv.name!r} is not in shared={list(shared)}: the units of a model of coregionalisation share the "
+                    "selection. Pass models.fedlmc_ss.SHARED, or declare inclusion=None and pass "
+                    "SHARED_WITHOUT_SELECTION."
+                )
             raise DeclarationError(
                 f"{'shared' if rv in shared_rvs else 'local'} variable {rv.name!r} is discrete ({rv.type.dtype}); "
                 "moments and gradients need continuous parameters. Sum it out of the likelihood "
@@ -350,11 +357,27 @@ def indexes_by_data(graph: SiteGraph) -> bool:
     return False
 
 
+def network_node(output: Any) -> Any:
+    """The node that evaluates a network of torch, above this output; None where there is none."""
+    for variable in ancestors([output]):
+        if variable.owner is not None and hasattr(variable.owner.op, "net"):
+            return variable.owner
+    return None
+
+
 def has_kink(graph: SiteGraph) -> bool:
     """Whether |.| of a parameter stands in the log density: a kink that Laplace approximations cannot see."""
-    for variable in ancestors([graph.logp]):
+    # A gradient flows through real numbers alone: |p - 1| < 1e-8 in the check of a parameter is no kink.
+    seen: set[Any] = set()
+    waiting = [graph.logp]
+    while waiting:
+        variable = waiting.pop()
         node = variable.owner
-        if node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, Abs | Sign):
+        if variable in seen or node is None or not variable.type.dtype.startswith("float"):
+            continue
+        seen.add(variable)
+        if isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, Abs | Sign):
             if graph.x in set(ancestors(node.inputs)):
                 return True
+        waiting.extend(value for value in node.inputs if hasattr(value.type, "dtype"))
     return False

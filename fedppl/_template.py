@@ -72,9 +72,10 @@ class Template:
             self.functions["interpreted"](x, *inputs)
 
     @property
-    def is_coregional(self) -> bool:
-        """Whether the model names the tensors of a linear model of coregionalisation."""
-        return {"projection", "conditional_variance"} <= set(self.parts.model.named_vars)
+    def has_own_gradients(self) -> bool:
+        """Whether algorithms for this model bring gradients of their own: coregionalisation, and networks of torch."""
+        named = {"projection", "conditional_variance"} <= set(self.parts.model.named_vars)
+        return named or _graph.network_node(self.graph.logp) is not None
 
     @property
     def has_kink(self) -> bool:
@@ -146,7 +147,8 @@ def shared_layout(
     center, sd = gaussian.mean(n0), gaussian.standard_deviations(n0)
     probes = center + sd * np.random.default_rng(0).normal(size=(3, len(origin)))
     probes[:, binary] = probes[:, binary] > center[binary]
-    for number in (*np.ravel(sd[:, None] * n0.precision * sd), *(center / sd), *prior.log_density(probes)):
+    scaled = sd[:, None] * n0.precision * sd if n0.precision.ndim == 2 else n0.precision * sd**2
+    for number in (*np.ravel(scaled), *(center / sd), *prior.log_density(probes)):
         digest.update(f"{np.round(number, 5) + 0.0:.5f} ".encode())
     for number in sd:
         digest.update(f"{number:.5e} ".encode())

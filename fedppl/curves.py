@@ -1,6 +1,7 @@
 """What a fitted linear model of coregionalisation says: predictions in closed form, selection, coefficients, curves.
 
-For fits of `fedppl.LMCAscent`, `fedppl.LMCAveraging` and `fedppl.LMCGradient`. Everything is labelled xarray.
+For fits of `fedppl.LMCAscent`, `fedppl.LMCBlockAscent`, `fedppl.LMCAveraging` and `fedppl.LMCGradient`. Everything is
+labelled xarray.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def predict(
     ----------
     .. [1] Gao and Chung, sections 4.3 and 4.4, eqs. 17 to 20.
     """
-    if not 0 < probability < 1:
-        raise DeclarationError(f"probability={probability} must lie between 0 and 1.")
+    if not isinstance(probability, int | float | np.number) or not 0 < probability < 1:
+        raise DeclarationError(f"probability={probability!r} must lie between 0 and 1.")
     view, own, fitted = _settled(fit, unit, latents, fixed=fixed)
     mean, variance = predictive(view.at(fitted.shared.kernel, inputs), fitted, own)
     sd = np.sqrt(variance + np.exp(2 * own.log_noise_sd))

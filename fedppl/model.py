@@ -7,11 +7,12 @@ unconstrained vectors, compiled once and shared by clients of every size.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +31,9 @@ from fedppl._pack import pack
 from fedppl._template import Template, compilations, shared_layout
 from fedppl.prior import SharedPrior
 from fedppl.types import Array, DataError, DeclarationError, Layout, SharedReader, Variable, coordinate_labels
+
+if TYPE_CHECKING:
+    from fedppl.nn.client import NetworkClient
 
 __all__ = ["ClientModel", "FederatedModel", "compilations", "dims_and_coords"]
 
@@ -169,6 +173,20 @@ class ClientModel:
         """The client as a unit of a linear model of coregionalisation, or DeclarationError where it is none."""
         return read_unit(self)
 
+    @functools.cached_property
+    def network(self) -> NetworkClient:
+        """The client's network and rows in torch, or DeclarationError where the model has none."""
+        try:
+            client = importlib.import_module("fedppl.nn.client")
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "torch":
+                raise
+            raise ModuleNotFoundError(
+                "networks need torch, which is not installed: pip install 'fedppl[torch]'", name="torch"
+            ) from error
+        found: NetworkClient = client.network_client(self)
+        return found
+
     def pymc_model(self) -> Any:
         """Build this client's PyMC model anew, with its own data, coords and dims."""
         return self.declaration.build(self.client_id, self.arrays)
@@ -244,11 +262,13 @@ class FederatedModel:
         """Call the builder on one client's data; its errors name the client."""
         try:
             return self.builder(**arrays)
+        except DeclarationError as error:  # the builder's own word on its settings
+            raise DeclarationError(f"client {client_id!r}: {error}") from error
         except Exception as error:
             shapes = {name: np.shape(value) for name, value in arrays.items()}
             raise DataError(
                 f"client {client_id!r}: the builder failed on data of shapes {shapes}: {type(error).__name__}: "
-                f"{error}. Check this client's data against the builder's arguments."
+                f"{str(error).rstrip('.')}. Check this client's data against the builder's arguments."
             ) from error
 
     def enrol(self, clients: Mapping[str, Mapping[str, Any]]) -> dict[str, ClientModel]:
@@ -323,8 +343,9 @@ class FederatedModel:
             yield client
 
     def _parts(self, client_id: str, arrays: Mapping[str, Any]) -> _graph.Parts:
+        built = self.build(client_id, arrays)
         try:
-            parts = _graph.dissect(self.build(client_id, arrays), self.shared)
+            parts = _graph.dissect(built, self.shared)
         except DeclarationError as error:
             raise DeclarationError(f"client {client_id!r}: {error}") from None
         names = {variable.name for variable in parts.data}

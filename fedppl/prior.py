@@ -11,7 +11,9 @@ from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array, DeclarationError
 
-__all__ = ["SharedPrior", "gaussian_prior", "moment_match"]
+__all__ = ["DENSE", "SharedPrior", "gaussian_prior", "moment_match"]
+
+DENSE = 2000  # coordinates, beyond which a prior has no matrix
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ def gaussian_prior(gradient: Callable[[Array], Array], origin: Array) -> Gaussia
         If the density is Gaussian but improper.
     """
     size = len(origin)
+    if size > DENSE:
+        return _by_coordinate(gradient, origin)
     at_origin = gradient(origin)
     columns = [gradient(origin + unit) - at_origin for unit in np.eye(size)]
     precision = -np.stack(columns, axis=1)
@@ -96,6 +100,28 @@ def gaussian_prior(gradient: Callable[[Array], Array], origin: Array) -> Gaussia
             "needs a proper one. Give every shared variable a proper prior, for example pm.Normal(0, 10)."
         )
     return Gaussian(linear, symmetric)
+
+
+def _by_coordinate(gradient: Callable[[Array], Array], origin: Array) -> Gaussian:
+    """The same for a prior too large for a matrix, which has to be one of independent coordinates."""
+    at_origin = gradient(origin)
+    precision = at_origin - gradient(origin + 1.0)
+    linear = at_origin + precision * origin
+    found = bool(np.all(np.isfinite(linear)) and np.all(precision > 0))
+    if found:
+        sd, rng = 1.0 / np.sqrt(precision), np.random.default_rng(0)
+        scale = 1.0 + float(np.abs(sd * linear).max())
+        for spread in (0.3, 1.0, 3.0, 10.0):
+            point = linear / precision + spread * sd * rng.normal(size=len(origin))
+            error = float((sd * np.abs(gradient(point) - (linear - precision * point))).max())
+            found = found and error <= 1e-7 * scale * (1.0 + spread)
+    if not found:
+        raise DeclarationError(
+            f"the shared variables have {len(origin)} coordinates; beyond {DENSE} their prior is kept by coordinate, "
+            f"and "
+            "has to be one of independent normals. Use pm.Normal with constant parameters, or share less."
+        )
+    return Gaussian(linear, precision)
 
 
 def moment_match(draws: Array) -> Gaussian:

@@ -85,6 +85,14 @@ class Fit:
     seed: int
     seconds: float
 
+    def __repr__(self) -> str:
+        """One line; the state of a network or of curves would fill pages."""
+        return (
+            f"Fit({self.algorithm.name}, {self.status.value}, {len(self.records)} rounds, {len(self.client_ids)} "
+            f"clients, "
+            f"{self.layout.size} shared coordinates)"
+        )
+
     @property
     def posterior(self) -> Gaussian:
         """q(φ) on the unconstrained space, in natural parameters."""

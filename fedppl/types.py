@@ -261,10 +261,15 @@ class Algorithm(NamedTuple):
         ``estimate(state) -> (m,)``: the one φ of all clients, where it is a point.
     sample
         ``sample(state, count, rng) -> (count, m)``: draws of φ where its posterior is no Gaussian.
+    personalise
+        ``personalise(client, personal, message, rng)``: what a client makes of the outcome for itself, where that is
+        more than draws, as a fine-tuned network is.
     settings
         What it was built with, each in one line of text.
     binary
         Whether it takes shared variables that are 0/1 indicators.
+    large
+        Whether it takes shared blocks so large that their prior is kept by coordinate, as networks have them.
     lasting
         Whether personal state outlives a run, as a privacy budget does: a site then keeps it in its folder, under
         its own name, and does not answer where it cannot be read.
@@ -284,8 +289,10 @@ class Algorithm(NamedTuple):
     posterior: Callable[[Any], Gaussian] | None = None
     estimate: Callable[[Any], Array] | None = None
     sample: Callable[[Any, int, np.random.Generator], Array] | None = None
+    personalise: Callable[[Any, Any, Message, np.random.Generator], Any] | None = None
     settings: Mapping[str, str] = {}
     binary: bool = False
+    large: bool = False
     lasting: bool = False
 
 

@@ -64,7 +64,7 @@ def exp_quad(lengthscale: Any) -> Any:
 
     Examples
     --------
-    >>> exp_quad(2.0).full([[0.0], [2.0]]).eval().round(3)
+    >>> exp_quad(2.0).full(np.array([[0.0], [2.0]])).eval().round(3)
     array([[1.   , 0.607],
            [0.607, 1.   ]])
     """
@@ -85,7 +85,7 @@ def matern52(lengthscale: Any) -> Any:
 
     Examples
     --------
-    >>> float(matern52(2.0).full([[0.0], [2.0]]).eval()[0, 1].round(3))
+    >>> float(matern52(2.0).full(np.array([[0.0], [2.0]])).eval()[0, 1].round(3))
     0.524
     """
     return pm.gp.cov.Matern52(1, lengthscale)
@@ -136,7 +136,7 @@ def unit(
 
     Raises
     ------
-    ValueError
+    fedppl.DeclarationError
         If inducing points are fewer than two, not distinct or of another dimension than X, the number of latent
         functions is below one, the inclusion probability is outside (0, 1) or a scale is not positive.
 
@@ -157,19 +157,28 @@ def unit(
     ----------
     .. [1] Gao and Chung, Federated automatic latent variable selection in multi-output Gaussian processes, eqs. 6 to 9.
     """
+    X, y = np.asarray(X, dtype=float), np.asarray(y, dtype=float)  # whole numbers of days, too
     points = _points(inducing, X)
     if not isinstance(latents, int | np.integer) or isinstance(latents, bool) or latents < 1:
-        raise ValueError(f"latents={latents!r} must be a whole number, at least 1.")
-    if inclusion is not None and not 0 < inclusion < 1:
-        raise ValueError(f"inclusion={inclusion} must lie between 0 and 1; None leaves the selection out.")
-    if not all(0 < scale < np.inf for scale in (lengthscale, lengthscale_spread, noise_sd, noise_spread, slab_spread)):
-        raise ValueError(
-            f"lengthscale={lengthscale}, lengthscale_spread={lengthscale_spread}, noise_sd={noise_sd}, "
-            f"noise_spread={noise_spread}, slab_spread={slab_spread} must be positive and finite."
+        raise fedppl.DeclarationError(f"latents={latents!r} must be a whole number, at least 1.")
+    if inclusion is not None and not (isinstance(inclusion, float | np.floating) and 0 < inclusion < 1):
+        raise fedppl.DeclarationError(f"inclusion={inclusion} must lie between 0 and 1; None leaves the selection out.")
+    scales = {"lengthscale": lengthscale, "lengthscale_spread": lengthscale_spread, "noise_sd": noise_sd}
+    for name, value in {**scales, "noise_spread": noise_spread, "slab_spread": slab_spread}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < np.inf:
+            raise fedppl.DeclarationError(f"{name}={value!r} must be a number, positive and finite.")
+    if not callable(covariance) and (isinstance(covariance, str) or not isinstance(covariance, Sequence)):
+        raise fedppl.DeclarationError(
+            f"covariance={covariance!r} must be a function from a length-scale to a PyMC covariance, for example "
+            "models.fedlmc_ss.exp_quad, or one for each latent function."
         )
     kernels = [covariance] * latents if callable(covariance) else list(covariance)
     if len(kernels) != latents:
-        raise ValueError(f"covariance has {len(kernels)} functions for {latents} latent functions; give one for each.")
+        raise fedppl.DeclarationError(
+            f"covariance has {len(kernels)} functions for {latents} latent functions; give one for each."
+        )
+    for kernel in set(kernels):
+        _check_covariance(kernel, float(lengthscale), points.shape[1])
     coords = {"latent": np.arange(latents), "inducing": np.arange(len(points))}
     with pm.Model(coords=coords) as model:
         inputs = pm.Data("X", X)
@@ -226,9 +235,11 @@ def _points(inducing: Any, X: Any) -> np.ndarray:
     points = points[:, None] if points.ndim == 1 else points
     width = 1 if np.ndim(X) == 1 else np.shape(X)[1]
     if points.ndim != 2 or points.shape[1] != width or not np.all(np.isfinite(points)):
-        raise ValueError(f"inducing has shape {np.shape(inducing)}; pass finite points (Q,) or (Q, {width}), as X has.")
+        raise fedppl.DeclarationError(
+            f"inducing has shape {np.shape(inducing)}; pass finite points (Q,) or (Q, {width}), as X has."
+        )
     if len(points) < 2 or len(np.unique(points, axis=0)) < len(points):
-        raise ValueError(f"inducing has {len(points)} points; pass at least two, all distinct.")
+        raise fedppl.DeclarationError(f"inducing has {len(points)} points; pass at least two, all distinct.")
     return points
 
 
@@ -256,3 +267,28 @@ def _projection(kernels: list[Any], scales: Any, inputs: Any, points: np.ndarray
 def _matrices(covariance: Any, rows: Any, points: np.ndarray) -> tuple[Any, Any, Any]:
     """K(Z, Z) (Q, Q), K(Z, X) (Q, n) and k(x, x) (n,)."""
     return covariance(points), covariance(points, rows), covariance(rows, diag=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _check_covariance(kernel: Callable[[Any], Any], lengthscale: float, columns: int) -> None:
+    """Refuse what is no covariance of variance 1 in all columns; once a function, since models are built often."""
+    covariance = kernel(lengthscale)
+    if not isinstance(covariance, pm.gp.cov.BaseCovariance):
+        raise fedppl.DeclarationError(
+            f"covariance gives {type(covariance).__name__} for a length-scale, and must give a PyMC covariance: for "
+            "example lambda scale: pm.gp.cov.Matern32(1, scale)."
+        )
+    if covariance.input_dim != columns:
+        raise fedppl.DeclarationError(
+            f"covariance is one of {covariance.input_dim} columns and X has {columns}; for all of them pass for "
+            f"example "
+            f"covariance=lambda scale: pm.gp.cov.ExpQuad({columns}, scale)."
+        )
+    places = lengthscale * np.array([[-1.3], [0.4], [2.6]]) * np.ones(columns)
+    variance = covariance(places, diag=True).eval(mode="FAST_COMPILE")
+    if not np.allclose(variance, 1.0, atol=1e-6):
+        raise fedppl.DeclarationError(
+            f"covariance has variances {np.round(variance, 4).tolist()} at three inputs, and must have 1 everywhere: "
+            f"take a "
+            "stationary one without a factor, for example models.fedlmc_ss.matern52."
+        )

@@ -21,6 +21,7 @@ from fedppl._lmc.bound import Design, Globals, Roles, UnitState, unit_bound
 from fedppl._lmc.unit import best_unit, statistics
 from fedppl.engine.answer import stream
 from fedppl.replies import sum_replies
+from fedppl.steps._lmc_ascent import progress
 from fedppl.types import Algorithm, DataError, DeclarationError, LocalFailure
 from tests import problems
 from tests.test_lmc_bound import (
@@ -575,12 +576,12 @@ WAVE = np.sin(5 * X)
 ODD = {
     "one row": {"X": X[:1], "y": WAVE[:1]},
     "two equal rows": {"X": X[[3, 3]], "y": WAVE[[3, 3]]},
-    "constant outputs": {"X": X, "y": np.full(15, 0.7)},
-    "outputs of zero": {"X": X, "y": np.zeros(15)},
+    "two equal outputs": {"X": X[:2], "y": np.zeros(2)},
     "duplicate inputs": {"X": np.full(15, 0.4), "y": WAVE},
     "some rows outside the grid": {"X": 4 * X - 2, "y": WAVE},
     "a corner of the grid": {"X": 0.05 * X, "y": WAVE},
-    "large outputs": {"X": X, "y": 1e3 * WAVE},
+    "large outputs": {"X": X, "y": 100 * WAVE},
+    "small outputs": {"X": X, "y": 1e-2 * WAVE},
 }
 
 
@@ -592,9 +593,51 @@ def test_odd_data_give_a_finite_fit(name: str) -> None:
     assert_finite(fit)
 
 
-@pytest.mark.parametrize("name", ["one row", "constant outputs", "duplicate inputs"])
+@pytest.mark.parametrize("name", ["one row", "small outputs", "duplicate inputs"])
 def test_odd_data_alone_give_a_finite_fit(name: str) -> None:
     assert_finite(fitted({"a": ODD[name], "b": ODD[name]}))
+
+
+@pytest.mark.parametrize(
+    ("y", "what"),
+    [
+        (np.full(15, 0.7), "the 15 outputs vary by sd .*Leave a unit of constant outputs out"),
+        (np.zeros(15), "the 15 outputs vary by sd 0, .*dead sensor"),
+        (1e-8 * WAVE, "vary by sd .*bring outputs to mean 0 and unit scale"),
+        (1e8 * WAVE, "root mean square is .*bring outputs to mean 0 and unit scale"),
+        (WAVE + 1000, "root mean square is 1e\\+03, and latent functions reach 148"),
+    ],
+    ids=["constant", "zero", "tiny", "huge", "far from 0"],
+)
+def test_outputs_of_another_scale_are_refused_before_any_round(y: np.ndarray, what: str) -> None:
+    """One unit without any noise would have a bound beyond all others' without latent functions, and drop them all."""
+    with pytest.raises(DataError, match=f"client 'odd': .*{what}"):
+        fitted({**problems.coregional()[1], "odd": {"X": X, "y": y}})
+
+
+def test_shorter_steps_end_the_kernels_going_back_and_forth() -> None:
+    """With steps of one length these fits went on for 1,500 rounds and more, 0.005 up and down in the bound."""
+    fit = fitted(problems.coregional()[1], rounds=600)
+    assert fit.status is fedppl.Status.CONVERGED, fit.message
+    bounds = np.array([record.info["bound"] for record in fit.records])[-20:]
+    assert np.ptp(bounds) < 1e-2 * (1 + abs(bounds[-1]))
+    assert 0 < fit.state.pace < 1
+
+
+def test_a_fit_that_ends_without_any_latent_function_says_so() -> None:
+    fit = fitted(problems.coregional()[1])
+    state = fit.state._replace(quiet=4, bound=1.0)
+    for inclusion, what in (
+        (np.zeros(3), "no latent function is selected: bring outputs"),
+        (np.array([0.0, 1, 0]), ""),
+    ):
+        chosen = state._replace(shared=state.shared._replace(inclusion=inclusion))
+        after = progress(chosen, 1.0, 0.0, 1e-4, begun=True)
+        assert (
+            after["status"] == "converged"
+            and after["message"].startswith(what)
+            and bool(after["message"]) == bool(what)
+        )
 
 
 def test_rows_that_no_inducing_point_sees_are_refused_before_any_round() -> None:

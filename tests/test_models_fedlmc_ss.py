@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -260,7 +261,7 @@ def test_models_that_are_not_of_coregionalisation_are_refused(wrong: dict[str, A
     def build(X: Any, y: Any) -> pm.Model:
         return toy(X, y, **wrong)
 
-    clients = {"a": {"X": np.linspace(0, 2, 5), "y": np.zeros(5)}}
+    clients = {"a": {"X": np.linspace(0, 2, 5), "y": np.linspace(-1, 1, 5)}}
     client = fedppl.FederatedModel(build, fedlmc_ss.SHARED).enrol(clients)["a"]
     if message is None:
         require_fit(fedppl.LMCAscent(), client)
@@ -315,3 +316,46 @@ def test_a_shared_count_is_refused_at_enrolment() -> None:
 
     with pytest.raises(DeclarationError, match="client 'a': shared variable 'rate' is discrete"):
         fedppl.FederatedModel(build, ["rate"]).enrol({"a": {"y": np.zeros(3)}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"covariance": "rbf"}, "covariance='rbf' must be a function from a length-scale"),
+        ({"covariance": lambda scale: None}, "covariance gives NoneType for a length-scale"),
+        ({"covariance": lambda scale: 4 * pm.gp.cov.ExpQuad(1, scale)}, "must have 1 everywhere"),
+        ({"covariance": lambda scale: pm.gp.cov.Linear(1, scale)}, "must have 1 everywhere"),
+        ({"covariance": lambda scale: pm.gp.cov.ExpQuad(2, scale)}, "covariance is one of 2 columns and X has 1"),
+        ({"lengthscale": "a"}, "lengthscale='a' must be a number"),
+        ({"noise_spread": -1.0}, "noise_spread=-1.0 must be a number, positive and finite"),
+    ],
+)
+def test_settings_out_of_range_are_refused_and_named_alone(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(fedppl.DeclarationError, match=re.escape(message)):
+        build(**settings)
+
+
+def test_a_builder_says_what_is_wrong_with_its_settings_and_not_with_the_data() -> None:
+    model = fedppl.FederatedModel(functools.partial(fedlmc_ss.unit, inducing=GRID, latents=0), fedlmc_ss.SHARED)
+    with pytest.raises(fedppl.DeclarationError, match="^client 'a': latents=0 must be a whole number, at least 1.$"):
+        model.enrol({"a": {"X": X, "y": np.zeros(len(X))}})
+
+
+def test_a_selection_that_is_not_shared_is_told_which_list_to_pass() -> None:
+    model = fedppl.FederatedModel(functools.partial(fedlmc_ss.unit, inducing=GRID), ["v", "lengthscale", "slab_sd"])
+    with pytest.raises(fedppl.DeclarationError, match="'included' is not in shared=.*Pass models.fedlmc_ss.SHARED"):
+        model.enrol({"a": {"X": X, "y": np.zeros(len(X))}})
+
+
+def test_whole_numbers_are_inputs_and_outputs_like_others() -> None:
+    """Days and counts: integers at one unit or at all, and real numbers to predict at."""
+    days, level = np.arange(12), np.array([1, 2, 2, 3, 2, 2, 1, 0, -1, -2, -2, -1])
+    model = fedppl.FederatedModel(
+        functools.partial(fedlmc_ss.unit, inducing=np.linspace(0, 11, 6), latents=2, lengthscale=3.0), fedlmc_ss.SHARED
+    )
+    real = {"X": days.astype(float), "y": level.astype(float)}
+    found = []
+    for units in ({"a": {"X": days, "y": level}, "b": real}, {"a": real, "b": real}):
+        fit = fedppl.fit(model, units, fedppl.LMCAscent(warmup=2), rounds=5, progressbar=False, random_seed=0)
+        found.append(fedppl.curves.predict(fit, "a", {"X": [0.5, 3]})["mean"].values)
+    assert_allclose(found[0], found[1])

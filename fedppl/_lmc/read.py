@@ -26,6 +26,7 @@ __all__ = ["CoregionalUnit", "read_unit"]
 
 _lock = threading.Lock()
 _KEPT = 16
+_SPREADS = 3.0  # of the prior of log σ_m, below which outputs are constant
 _UNSEEN = 0.9  # of a latent function's variance, 1, that is left when all of v is known
 _compiled: list[tuple[tuple[Any, tuple[Any, ...], list[Any]], tuple[Callable[..., Any], Callable[..., Any]]]] = []
 _PARTS = ("projection", "conditional_variance")
@@ -66,17 +67,23 @@ class CoregionalUnit:
         """The design at new inputs by name, without responses."""
         names, observed = self._functions["names"], self._functions["observed"]
         wanted = [name for name in names if name != observed]
+        if not isinstance(inputs, Mapping):
+            raise DataError(f'new inputs are {type(inputs).__name__}; pass a mapping from name to array: {{"X": ...}}.')
         if set(inputs) - {observed} != set(wanted):
             raise DataError(f"new inputs {sorted(inputs)} must be {wanted}, the model's containers beside its output.")
         values: dict[str, Any] = {}
         for name in wanted:
-            old, new = self._client.arrays[name], np.asarray(inputs[name], dtype=float)
-            if new.ndim != np.ndim(old) or new.shape[1:] != np.shape(old)[1:] or not np.all(np.isfinite(new)):
+            old, new = self._client.arrays[name], np.asarray(inputs[name])
+            if not (np.issubdtype(new.dtype, np.number) or new.dtype == bool):
+                raise DataError(f"new inputs {name!r} have dtype {new.dtype}; pass numbers.")
+            if new.ndim != np.ndim(old) or new.shape[1:] != np.shape(old)[1:]:
                 raise DataError(
-                    f"new inputs {name!r} have shape {new.shape}, the unit's have {np.shape(old)}; pass finite numbers "
-                    "with the same columns."
+                    f"new inputs {name!r} have shape {new.shape}, the unit's have {np.shape(old)}; give them the same "
+                    f"columns."
                 )
-            values[name] = new
+            if not np.all(np.isfinite(new)):
+                raise DataError(f"new inputs {name!r} hold missing or infinite values; drop or impute them.")
+            values[name] = new.astype(self._functions["dtypes"][name])
         values[observed] = np.zeros(len(values[wanted[0]]))
         projection, conditional = self._functions["forward"](self._phi(kernel), *(values[name] for name in names))
         return Design(projection, conditional, values[observed], 1.0)
@@ -106,6 +113,7 @@ def read_unit(client: ClientModel) -> CoregionalUnit:
     if "lmc checked" not in known:  # a template's clients differ in their data alone
         _require_same_density(client, unit)
         known["lmc checked"] = True
+    _require_scale(client, unit)
     _require_coverage(client, unit)
     return unit
 
@@ -137,6 +145,7 @@ def _compile(client: ClientModel) -> dict[str, Any]:
     forward, backward = _design_functions(parts, variables)
     return {
         "names": names,
+        "dtypes": {v.name: v.type.dtype for v in parts.data},
         "observed": observed,
         "noise": _log_scale(client, "noise_sd"),
         "forward": forward,
@@ -229,6 +238,32 @@ def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
                 f"coregionalisation has {ours:.8g}; {_CONTRACT}, with y ~ Normal(Σ w included projection v + "
                 "residual √Σ (w included)² conditional_variance, noise_sd). For other models use fedppl.EP()."
             )
+
+
+def _require_scale(client: ClientModel, unit: CoregionalUnit) -> None:
+    """Refuse outputs of another scale than the priors', and constant ones.
+
+    A unit without any noise, a dead sensor, has a bound beyond all others' if it uses no latent function at all, and
+    the selection would drop every function for its sake.
+    """
+    y, noise, slab = unit.response, unit.noise, unit.roles.slab_prior
+    least = float(np.exp(noise.mean - _SPREADS / np.sqrt(noise.precision)))
+    most = float(np.exp(slab.mean + 5.0 / np.sqrt(slab.precision)))
+    remedy = "bring outputs to mean 0 and unit scale by constants that all units agree on"
+    if len(y) > 2 and np.std(y) < least:
+        raise DataError(
+            f"client {client.client_id!r}: the {len(y)} outputs vary by sd {np.std(y):.3g}, where the prior of "
+            f"noise_sd "
+            f"leaves nothing below {least:.3g}. Leave a unit of constant outputs out (a dead sensor?), or {remedy}, or "
+            "declare a smaller noise_sd."
+        )
+    size = float(np.sqrt(np.mean(y**2))) if len(y) else 0.0
+    if size > most:
+        raise DataError(
+            f"client {client.client_id!r}: the outputs' root mean square is {size:.3g}, and latent functions reach "
+            f"{most:.3g} "
+            f"by their prior; {remedy}."
+        )
 
 
 def _require_coverage(client: ClientModel, unit: CoregionalUnit) -> None:

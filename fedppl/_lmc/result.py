@@ -91,6 +91,8 @@ def selected_only(fitted: Fitted) -> Fitted:
 
 def only(fitted: Fitted, latents: Iterable[int]) -> Fitted:
     """The model that uses the named latent functions for certain, and no other."""
+    if not isinstance(latents, Iterable):
+        raise DeclarationError(f"latents={latents!r} must be a list of numbers of latent functions.")
     shared, chosen = fitted.shared, sorted(set(latents))
     count = len(shared.inclusion)
     if not chosen or not set(chosen) <= set(range(count)):

@@ -31,6 +31,13 @@ __all__ = [
 ]
 
 
+_NOTHING = (
+    "bring outputs to mean 0 and unit scale by constants that all units agree on, and give length-scales and inducing "
+    "points "
+    "that fit the inputs"
+)
+
+
 class Settings(NamedTuple):
     """What `LMCAscent` and `LMCBlockAscent` are built with."""
 
@@ -53,8 +60,8 @@ def checked(
     initial_kernel: str,
 ) -> Settings:
     """Settings in range."""
-    if not 0 <= kernel_rate < 1:
-        raise DeclarationError(f"kernel_rate={kernel_rate} must lie between 0 and 1; 0 fixes the kernels.")
+    if not isinstance(kernel_rate, int | float | np.number) or not 0 <= kernel_rate < 1:
+        raise DeclarationError(f"kernel_rate={kernel_rate!r} must lie between 0 and 1; 0 fixes the kernels.")
     for name, value, least in (("warmup", warmup, 0), ("sweeps", sweeps, 1)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
             raise DeclarationError(f"{name}={value!r} must be a whole number, at least {least}.")
@@ -190,10 +197,15 @@ def progress(state: Any, bound: float, change: float, tolerance: float, *, begun
     still = abs(bound - state.bound) < tolerance * (1.0 + abs(bound)) and change < 1e-2
     quiet = state.quiet + 1 if still and decided and begun else 0
     done = quiet >= 5 and bool(np.all(state.heard))
-    message = f"the bound moves still ({bound:.6g}, kernels by {change:.2g} a round); raise rounds="
+    message = (
+        f"the bound moves still ({bound:.6g}, kernels by {change:.2g} a round); raise rounds= or lower kernel_rate="
+    )
+    if done:
+        nothing = state.shared.inclusion.max(initial=0.0) <= 0.5
+        message = f"no latent function is selected: {_NOTHING}" if nothing else ""
     return {
         "bound": bound,
         "quiet": quiet,
         "status": (Status.CONVERGED if done else Status.RUNNING).value,
-        "message": "" if done else message,
+        "message": message,
     }

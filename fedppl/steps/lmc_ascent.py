@@ -46,10 +46,14 @@ class LMCAscentState(NamedTuple):
     age: int  # of those, rounds since there are curves
     stochastic: int  # of those, rounds whose sums are noisy: some units, or mini-batches
     adam: Array  # (2, p) running first and second moment of the kernels' gradient
+    pace: float  # of the kernels' steps: shorter after every round that lowered the bound
     bound: float
     quiet: int  # rounds in a row without a change worth telling
     status: str
     message: str
+
+
+_SHORTER, _SHORTEST = 0.7, 0.01
 
 
 class LMCAscentInfo(NamedTuple):
@@ -86,7 +90,8 @@ def LMCAscent(
     Parameters
     ----------
     kernel_rate
-        Adam's step for the kernels' parameters on the log scale; 0 fixes them.
+        Adam's step for the kernels' parameters on the log scale, shorter by 0.7 after every round that lowered the
+        bound; 0 fixes them.
     warmup
         Rounds before the selection begins; until then every γ is 1.
     sweeps
@@ -170,6 +175,7 @@ def _init_server(
         age=0,
         stochastic=0,
         adam=np.zeros((2, len(role.kernel))),
+        pace=1.0,
         bound=np.nan,
         quiet=0,
         status=Status.RUNNING.value,
@@ -288,7 +294,11 @@ def _raise_bound(
     best, shared = _maximise(totals, state.shared, state.roles, sweeps=settings.sweeps, select=begun)
     bound = server.bound(best, shared, state.roles.log_odds if begun else np.full(state.roles.latents, np.inf))
     bound += state.roles.slab_prior.log_density(shared.log_slab_sd)
-    kernel, adam = kernel_step(state, slope, settings.kernel_rate)
+    # Steps of one length go back and forth across the maximum for ever. Noise, and the selection's start, lower it too.
+    fell = bound < state.bound - 1e-9 * (1.0 + abs(bound))
+    lowered = fell and state.age > settings.warmup + 1 and not state.stochastic
+    state = state._replace(pace=max(state.pace * (_SHORTER if lowered else 1.0), _SHORTEST))
+    kernel, adam = kernel_step(state, slope, settings.kernel_rate * state.pace)
     change = float(np.max(np.abs(kernel - shared.kernel), initial=0.0))
     state = state._replace(shared=shared._replace(kernel=kernel), totals=best, adam=adam)
     state = state._replace(**progress(state, bound, change, settings.tolerance, begun=begun))
