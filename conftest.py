@@ -6,5 +6,7 @@ import importlib.util
 
 # Loaded by Flower alone, in a process whose environment says what to do.
 collect_ignore = ["fedppl/engine/_virtual.py", "tests/deployed"]
+if importlib.util.find_spec("torch") is None:
+    collect_ignore += ["fedppl/nn", "models/fedsi.py"]
 if importlib.util.find_spec("flwr") is None:
     collect_ignore += ["tests/fake_grid.py", *(f"fedppl/engine/{name}.py" for name in ("flower", "_grid", "_records"))]

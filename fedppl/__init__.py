@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from fedppl import covariance, curves, privacy
+from fedppl import covariance, curves, metrics, privacy
 from fedppl.engine.inprocess import InProcess
 from fedppl.hypotheses import contrast, hypotheses
 from fedppl.local.advi import ADVI, MeanField
@@ -25,6 +25,7 @@ from fedppl.steps.lmc_averaging import LMCAveraging
 from fedppl.steps.lmc_blocks import LMCBlockAscent
 from fedppl.steps.lmc_gradient import LMCGradient
 from fedppl.steps.local_sgd import SeparateSGD
+from fedppl.steps.network_averaging import NetworkAveraging
 from fedppl.steps.precision_weighted import PrecisionWeighted
 from fedppl.steps.private_ep import PrivateEP
 from fedppl.steps.proximal import FedProx
@@ -32,6 +33,7 @@ from fedppl.steps.scaffold import SCAFFOLD
 from fedppl.steps.separate import Separate
 from fedppl.steps.structural import HM1
 from fedppl.steps.structural_gradient import HM1Gradient
+from fedppl.steps.subnetwork import FedSI
 from fedppl.types import Algorithm, DataError, DeclarationError, LocalInference, Status
 
 __version__ = "0.1.0"
@@ -51,6 +53,7 @@ __all__ = [
     "Ditto",
     "FedAvg",
     "FedProx",
+    "FedSI",
     "FederatedModel",
     "Fit",
     "GradientSteps",
@@ -63,6 +66,7 @@ __all__ = [
     "LocalInference",
     "MeanField",
     "NestedLaplace",
+    "NetworkAveraging",
     "PrecisionWeighted",
     "PrivateEP",
     "Round",
@@ -80,21 +84,30 @@ __all__ = [
     "grid_search",
     "holdout",
     "hypotheses",
+    "metrics",
     "privacy",
     "rounds",
     "validation_loss",
 ]
 
 
+# What needs a package that not everybody has: attribute, module, package, what people call it, extra.
+_LAZY = {
+    "Flower": ("fedppl.engine.flower", "flwr", "fedppl.Flower needs Flower", "flower"),
+    "nn": ("fedppl.nn", "torch", "fedppl.nn needs torch", "torch"),
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Load `Flower` when it is first asked for: nothing else needs it installed."""
-    if name != "Flower":
+    """Load `Flower` and `nn` when they are first asked for: nothing else needs what they stand on installed."""
+    if name not in _LAZY:
         raise AttributeError(f"module 'fedppl' has no attribute {name!r}")
+    module, package, who, extra = _LAZY[name]
     try:
-        return importlib.import_module("fedppl.engine.flower")
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "flwr":
+        if (error.name or "").partition(".")[0] != package:
             raise
         raise ModuleNotFoundError(
-            "fedppl.Flower needs Flower, which is not installed: pip install 'fedppl[flower]'", name="flwr"
+            f"{who}, which is not installed: pip install 'fedppl[{extra}]'", name=package
         ) from error

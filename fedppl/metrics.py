@@ -1,0 +1,175 @@
+r"""How well predicted probabilities hold: calibration errors, Brier score, what diagrams show, and ranking by a score.
+
+A row's *confidence* is the largest of its probabilities, and it is right where the class with that probability came.
+Rows fall into bins of equal width by confidence, b ∈ 1..B of n_b rows each, a confidence of exactly the edge into the
+lower one.
+
+>>> probability = np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.4, 0.6]])
+>>> label = np.array([0, 1, 1, 1])
+>>> round(expected_calibration_error(probability, label, bins=5), 3)
+0.3
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.stats import rankdata
+
+from fedppl.types import Array, DataError
+
+__all__ = [
+    "Reliability",
+    "accuracy",
+    "auroc",
+    "brier",
+    "entropy",
+    "expected_calibration_error",
+    "maximum_calibration_error",
+    "plot_reliability",
+    "reliability",
+]
+
+
+class Reliability(NamedTuple):
+    """Bins of a reliability diagram; empty ones have NaN."""
+
+    edges: Array  # (B + 1,)
+    rows: Array  # n_b, (B,): the confidence histogram
+    confidence: Array  # mean confidence, (B,)
+    accuracy: Array  # share of rows that are right, (B,)
+
+
+def reliability(probability: Array, label: Array, *, bins: int = 15) -> Reliability:
+    """Bin rows by confidence.
+
+    Parameters
+    ----------
+    probability
+        (n, C), rows adding up to 1.
+    label
+        Classes 0 to C - 1, (n,).
+    bins
+        B.
+
+    Returns
+    -------
+    Reliability
+
+    Raises
+    ------
+    DataError
+        For probabilities that are none, labels that are no classes, or no rows.
+    """
+    probability, label = _checked(probability, label)
+    if isinstance(bins, bool) or not isinstance(bins, int | np.integer) or bins < 1:
+        raise DataError(f"bins={bins!r} must be a whole number, at least 1.")
+    confidence, right = probability.max(axis=1), probability.argmax(axis=1) == label
+    edges = np.linspace(0.0, 1.0, bins + 1)
+    place = np.clip(np.digitize(confidence, edges, right=True) - 1, 0, bins - 1)
+    rows = np.bincount(place, minlength=bins).astype(float)
+    with np.errstate(invalid="ignore"):
+        sure, hit = (np.bincount(place, weights=w, minlength=bins) / rows for w in (confidence, right))
+    return Reliability(edges, rows, sure, hit)
+
+
+def expected_calibration_error(probability: Array, label: Array, *, bins: int = 15) -> float:
+    r"""ECE, Σ_b n_b / n · |accuracy_b − confidence_b|."""
+    found = reliability(probability, label, bins=bins)
+    return float(np.nansum(found.rows * np.abs(found.accuracy - found.confidence)) / found.rows.sum())
+
+
+def maximum_calibration_error(probability: Array, label: Array, *, bins: int = 15) -> float:
+    r"""MCE, max_b |accuracy_b − confidence_b| over bins with rows: of one row, where a bin has one."""
+    found = reliability(probability, label, bins=bins)
+    return float(np.nanmax(np.abs(found.accuracy - found.confidence)))
+
+
+def brier(probability: Array, label: Array) -> float:
+    r"""Mean over rows of Σ_c (p_c − [y = c])², from 0 to 2."""
+    probability, label = _checked(probability, label)
+    return float(np.mean(((probability - np.eye(probability.shape[1])[label]) ** 2).sum(axis=1)))
+
+
+def accuracy(probability: Array, label: Array) -> float:
+    """Share of rows whose most probable class came."""
+    probability, label = _checked(probability, label)
+    return float(np.mean(probability.argmax(axis=1) == label))
+
+
+def entropy(probability: Array) -> Array:
+    """Predictive entropy of each row in nats, (n,)."""
+    p = np.asarray(probability, dtype=float)
+    return np.asarray(-np.sum(np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0), axis=1))
+
+
+def auroc(positive: Array, negative: Array) -> float:
+    """Probability that a score of `positive` is above one of `negative`, ties counted half.
+
+    >>> auroc(np.array([3.0, 2.0]), np.array([1.0, 2.0]))
+    0.875
+    """
+    positive, negative = np.asarray(positive, dtype=float), np.asarray(negative, dtype=float)
+    if not len(positive) or not len(negative):
+        raise DataError(f"{len(positive)} positive and {len(negative)} negative scores; give at least one of each.")
+    ranks = rankdata(np.concatenate([positive, negative]))[: len(positive)]
+    return float((ranks.sum() - len(positive) * (len(positive) + 1) / 2) / (len(positive) * len(negative)))
+
+
+def plot_reliability(probability: Array, label: Array, *, bins: int = 15, axes: Any = None) -> Any:
+    """Draw the reliability diagram and, below it, the confidence histogram; needs matplotlib.
+
+    Parameters
+    ----------
+    probability, label, bins
+        As in `reliability`.
+    axes
+        Two matplotlib axes; by default those of a new figure.
+
+    Returns
+    -------
+    The two axes.
+    """
+    found = reliability(probability, label, bins=bins)
+    if axes is None:
+        import matplotlib.pyplot as plt
+
+        _, axes = plt.subplots(2, 1, figsize=(4, 6), sharex=True, layout="constrained")
+    middle, width = (found.edges[1:] + found.edges[:-1]) / 2, 1.0 / bins
+    axes[0].bar(middle, np.nan_to_num(found.accuracy), width=width, edgecolor="white", label="accuracy")
+    axes[0].plot([0, 1], [0, 1], color="0.4", linestyle="--", linewidth=1)
+    axes[0].plot(found.confidence, found.accuracy, ".", color="black")
+    ece = expected_calibration_error(probability, label, bins=bins)
+    axes[0].set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1), title=f"ECE {ece:.3f}")
+    axes[1].bar(middle, found.rows / found.rows.sum(), width=width, edgecolor="white")
+    axes[1].axvline(accuracy(probability, label), color="C1", label="accuracy")
+    axes[1].axvline(
+        float(np.asarray(probability).max(axis=1).mean()), color="black", linestyle="--", label="mean confidence"
+    )
+    axes[1].set(xlabel="confidence", ylabel="share of rows")
+    axes[1].legend(frameon=False, fontsize=8)
+    return axes
+
+
+def _checked(probability: Array, label: Array) -> tuple[Array, Any]:
+    probability, label = np.asarray(probability, dtype=float), np.asarray(label)
+    if probability.ndim != 2 or len(probability) == 0 or label.shape != probability.shape[:1]:
+        raise DataError(
+            f"probabilities of shape {probability.shape} and labels of shape {label.shape} do not fit; pass (n, C) "
+            f"and (n,) "
+            "with at least one row."
+        )
+    sums = probability.sum(axis=1)
+    if not (np.all(probability >= 0) and np.all(np.abs(sums - 1) < 1e-6)):
+        worst = int(np.argmax(np.where(np.isfinite(sums), np.abs(sums - 1), np.inf)))
+        raise DataError(
+            f"row {worst} of the probabilities adds up to {sums[worst]:.6g} with least entry "
+            f"{probability[worst].min():.3g}; "
+            "each must be a distribution over classes."
+        )
+    if not np.issubdtype(label.dtype, np.integer) or label.min() < 0 or label.max() >= probability.shape[1]:
+        raise DataError(
+            f"labels must be whole numbers from 0 to {probability.shape[1] - 1}; found {np.unique(label)[:10]}."
+        )
+    return probability, label

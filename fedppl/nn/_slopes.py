@@ -1,0 +1,207 @@
+"""Derivatives of a network's outputs, a chunk of rows at a time: factored for linear layers, in full for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedppl.nn.op import pieces
+from fedppl.nn.read import NetworkUnit
+from fedppl.types import Array
+
+__all__ = ["Slopes", "chunks", "evaluate", "rows_of", "slopes", "tensor"]
+
+_NUMBERS = 2**25  # in one array of a chunk
+
+
+class Slopes(NamedTuple):
+    """Derivatives of C outputs of b rows with respect to the weights of S; outputs may stand in a basis of √Λ."""
+
+    slope: torch.Tensor  # ∂f_c / ∂z_u of the units of linear layers, (b, C, U)
+    inputs: torch.Tensor  # of those layers, side by side, with a column of ones for biases, (b, K)
+    unit: NDArray[np.int64]  # of each weight of a linear layer, into `slope`
+    column: NDArray[np.int64]  # into `inputs`
+    places: NDArray[np.int64]  # of those weights in S
+    rest: torch.Tensor | None  # ∂f_c / ∂w of the others, (b, C, r)
+    rest_places: NDArray[np.int64]
+
+
+class _Plan(NamedTuple):
+    """Which weights of S are factored, and how."""
+
+    layers: tuple[str, ...]
+    offsets: tuple[tuple[int, int], ...]  # of a layer's first unit and first column
+    unit: NDArray[np.int64]
+    column: NDArray[np.int64]
+    places: NDArray[np.int64]
+    rest: dict[str, NDArray[np.int64]]  # positions within other parameters
+    rest_places: NDArray[np.int64]
+
+
+def evaluate(unit: NetworkUnit, w: Array, X: Array, dtype: torch.dtype = torch.float64) -> Array:
+    """f(X; w), (n, C)."""
+    with torch.no_grad():
+        parts = [
+            _call(unit.net, _state(unit, w, dtype), tensor(X[rows], dtype)).double().numpy()
+            for rows in np.array_split(np.arange(len(X)), max(1, len(X) // 4096))
+        ]
+    return np.concatenate(parts)
+
+
+def chunks(
+    unit: NetworkUnit, w: Array, index: Array, dtype: torch.dtype, *, X: Array | None = None
+) -> Iterator[Slopes]:
+    """Derivatives at the client's rows, in the basis of √Λ; or those of the outputs themselves at other inputs."""
+    inputs = unit.X if X is None else X
+    state = _state(unit, w, dtype)
+    plan = _plan(unit, state, tensor(inputs[:1], dtype), index)
+    with torch.no_grad():
+        wide = _call(unit.net, state, tensor(inputs[:1], dtype)).shape[1:].numel()
+    rest = sum(unit.net.get_parameter(name).numel() for name in plan.rest)
+    size = max(1, min(1024, _NUMBERS // max(1, wide * max(rest, len(index) if plan.rest else 1))))
+    for start in range(0, len(inputs), size):
+        yield slopes(unit, state, tensor(inputs[start : start + size], dtype), plan, weighted=X is None)
+
+
+def slopes(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, plan: _Plan, *, weighted: bool) -> Slopes:
+    """Derivatives of one chunk."""
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    hooks = [
+        unit.net.get_submodule(name).register_forward_hook(
+            lambda module, given, output, name=name: seen.__setitem__(name, (given[0], output))
+        )
+        for name in plan.layers
+    ]
+    live = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in state.items()}
+    try:
+        with torch.enable_grad():
+            output = _call(unit.net, live, X)
+            output = output.reshape(len(X), -1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    factor = _factor(unit, output.detach()) if weighted else torch.eye(output.shape[1], dtype=output.dtype)
+    factor = factor.expand(len(X), *factor.shape[-2:])
+    slope = inputs = torch.zeros(len(X), 0, 0, dtype=output.dtype)
+    if plan.layers:
+        layers = [seen[name] for name in plan.layers]
+        rows = [
+            torch.autograd.grad(output, [z for _, z in layers], factor[:, :, c], retain_graph=True)
+            for c in range(factor.shape[2])
+        ]
+        slope = torch.stack([torch.cat(row, dim=1) for row in rows], dim=1)
+        one = torch.ones(len(X), 1, dtype=output.dtype)
+        inputs = torch.cat([part for a, _ in layers for part in (a.detach(), one)], dim=1)
+    rest = _rest(unit, state, X, plan.rest, factor) if plan.rest else None
+    return Slopes(slope, inputs, plan.unit, plan.column, plan.places, rest, plan.rest_places)
+
+
+def rows_of(part: Slopes, size: int, *, flat: bool = True) -> torch.Tensor:
+    """√Λ J of a chunk, (b C, s), or (b, C, s)."""
+    b, C = part.slope.shape[:2] if part.rest is None else part.rest.shape[:2]
+    J = torch.zeros(b, C, size, dtype=part.slope.dtype if part.rest is None else part.rest.dtype)
+    if len(part.places):
+        J[:, :, part.places] = part.slope[:, :, part.unit] * part.inputs[:, None, part.column]
+    if part.rest is not None:
+        J[:, :, part.rest_places] = part.rest
+    return J.reshape(-1, size) if flat else J
+
+
+def _rest(
+    unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, wanted: dict[str, Any], factor: torch.Tensor
+) -> torch.Tensor:
+    """Derivatives with respect to weights of layers that are not linear, (b, C, r)."""
+    chosen, others = {k: state[k] for k in wanted}, {k: v for k, v in state.items() if k not in wanted}
+
+    def one(values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return _call(unit.net, {**values, **others}, x[None]).reshape(-1)
+
+    jacobian = torch.func.vmap(torch.func.jacrev(one), in_dims=(None, 0))(chosen, X)
+    parts = [jacobian[name].flatten(2)[:, :, torch.from_numpy(at)] for name, at in wanted.items()]
+    return factor.mT @ torch.cat(parts, dim=2).detach()
+
+
+def _factor(unit: NetworkUnit, output: torch.Tensor) -> torch.Tensor:
+    """R (b, C, C) with R Rᵀ = Λ: diag(√p) − p √pᵀ for classes, I / σ for a normal likelihood."""
+    if unit.likelihood.family == "normal":
+        return torch.eye(output.shape[1], dtype=output.dtype) / unit.likelihood.noise_sd
+    p = torch.softmax(output, dim=1)
+    root = p.sqrt()
+    return torch.diag_embed(root) - p[:, :, None] * root[:, None, :]
+
+
+def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Array) -> _Plan:
+    """Weights of linear layers that are called once, on a matrix, are factored."""
+    calls: dict[str, list[int]] = {}
+    linear = {name: layer for name, layer in unit.net.named_modules() if type(layer) is torch.nn.Linear}
+    hooks = [
+        layer.register_forward_hook(
+            lambda m, given, output, name=name: calls.setdefault(name, []).append(given[0].ndim)
+        )
+        for name, layer in linear.items()
+    ]
+    try:
+        with torch.no_grad():
+            _call(unit.net, state, X)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    owners: dict[int, int] = {}
+    for _, layer in unit.net.named_modules():
+        for value in layer.parameters(recurse=False):
+            owners[id(value)] = owners.get(id(value), 0) + 1
+    layers: list[str] = []
+    offsets: list[tuple[int, int]] = []
+    units, columns, places = [], [], []
+    rest: dict[str, Any] = {}
+    rest_places = []
+    starts, start = {}, 0
+    for name, value in unit.net.named_parameters():
+        starts[name], start = start, start + value.numel()
+    first_unit = first_column = 0
+    for name, value in unit.net.named_parameters():
+        inside = np.flatnonzero((index >= starts[name]) & (index < starts[name] + value.numel()))
+        if not len(inside):
+            continue
+        at = index[inside] - starts[name]
+        owner, _, kind = name.rpartition(".")
+        if owner in linear and calls.get(owner) == [2] and owners[id(value)] == 1:
+            if owner not in layers:
+                layers.append(owner)
+                offsets.append((first_unit, first_column))
+                first_unit += linear[owner].out_features
+                first_column += linear[owner].in_features + 1
+            (u0, c0), inputs = offsets[layers.index(owner)], linear[owner].in_features
+            units.append(u0 + (at // inputs if kind == "weight" else at))
+            columns.append(c0 + (at % inputs if kind == "weight" else np.full(len(at), inputs)))
+            places.append(inside)
+        else:
+            rest[name] = at
+            rest_places.append(inside)
+
+    def joined(parts: list[Any]) -> Any:
+        return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
+
+    return _Plan(
+        tuple(layers), tuple(offsets), joined(units), joined(columns), joined(places), rest, joined(rest_places)
+    )
+
+
+def _state(unit: NetworkUnit, w: Array, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    flat = torch.from_numpy(np.asarray(w, dtype=float)).to(dtype)
+    buffers = {k: v.to(dtype) if v.is_floating_point() else v for k, v in unit.net.named_buffers()}
+    return {**pieces(unit.net, flat), **buffers}
+
+
+def tensor(X: Array, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(X))
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _call(net: torch.nn.Module, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = torch.func.functional_call(net, state, (X,))
+    return output

@@ -1,0 +1,112 @@
+"""What algorithms ask of a client with a network: training, and a subnetwork's posterior."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fedppl.nn.read import NetworkUnit, read_network
+from fedppl.nn.subnet import Subnetwork, curvature_diagonal, infer, select
+from fedppl.nn.train import train
+from fedppl.steps._network import Training
+from fedppl.types import Array, DataError, DeclarationError
+
+if TYPE_CHECKING:
+    from fedppl.model import ClientModel
+
+__all__ = ["NetworkClient", "network_client"]
+
+
+class NetworkClient:
+    """A client's network: arrays in, arrays out.
+
+    Attributes
+    ----------
+    unit
+        The network, rows and likelihood.
+    """
+
+    def __init__(self, unit: NetworkUnit, client_id: str, start: Array) -> None:
+        self.unit, self._client_id, self._start = unit, client_id, start
+
+    @property
+    def start(self) -> Array:
+        """θ (d_k,) where all clients start: what the network held when it was declared."""
+        return self._start
+
+    def places(self, which: str | tuple[str, ...]) -> Array:
+        """Positions in w of "shared", "local" or "all" weights, or of those named as in torch.
+
+        Raises
+        ------
+        DeclarationError
+            For a name that the network does not have, or where there are no such weights.
+        """
+        unit = self.unit
+        if isinstance(which, str):
+            groups = {"shared": unit.shared_at, "local": unit.local_at, "all": np.arange(unit.size)}
+            if which not in groups:
+                raise DeclarationError(
+                    f'{which!r} must be "shared", "local", "all" or a tuple of names: {list(unit.names)}.'
+                )
+            found = groups[which]
+        else:
+            unknown = sorted(set(which) - set(unit.names))
+            if unknown:
+                raise DeclarationError(f"{unknown} are no parameters of the network; it has {list(unit.names)}.")
+            sizes = [unit.net.get_parameter(name).numel() for name in unit.names]
+            starts = dict(zip(unit.names, np.cumsum([0, *sizes[:-1]]), strict=True))
+            size = dict(zip(unit.names, sizes, strict=True))
+            found = np.concatenate(
+                [np.zeros(0, int), *(starts[n] + np.arange(size[n]) for n in unit.names if n in which)]
+            )
+        if not len(found):
+            raise DeclarationError(
+                f"{which!r} names no weights: share others in FederatedModel(shared=...), or name some."
+            )
+        return np.asarray(found, dtype=np.int64)
+
+    def trained(
+        self,
+        w: Array,
+        free: Array,
+        settings: Training,
+        rng: np.random.Generator,
+        *,
+        prior: tuple[Array, Array] | None = None,
+    ) -> Array:
+        """Weights after training those at `free`, with means and precisions `prior`; see `fedppl.nn.train`."""
+        return train(self.unit, w, free, prior, settings, rng)
+
+    def subnetwork(
+        self, w: Array, variance: Array, count: int, *, rule: str, diagonal: bool, dtype: str = "float32"
+    ) -> Subnetwork:
+        """Choose `count` of the shared weights, whose prior variances (m,) are given, and infer their posterior at w.
+
+        With `diagonal`, all shared weights, with the diagonal of the curvature alone.
+        """
+        kind, shared = getattr(torch, dtype), self.unit.shared_at
+        if diagonal:
+            return infer(self.unit, w, shared, variance, dtype=kind, diagonal=True)
+        bent = curvature_diagonal(self.unit, w, shared, dtype=kind)
+        chosen = select(variance, bent, count, rule=rule)
+        return infer(self.unit, w, shared[chosen], variance[chosen], dtype=kind)
+
+
+def network_client(client: ClientModel) -> NetworkClient:
+    """Read a client's declared network, and refuse rows that it cannot use.
+
+    Raises
+    ------
+    DeclarationError
+        Where the model is no network's.
+    DataError
+        For no rows, or labels that the network has no output for.
+    """
+    unit = read_network(client)
+    who = f"client {client.client_id!r}"
+    if not len(unit.X):
+        raise DataError(f"{who} has no rows; leave it out.")
+    return NetworkClient(unit, client.client_id, client.initial)

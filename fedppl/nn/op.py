@@ -1,0 +1,273 @@
+"""A `torch.nn.Module` as an operation of a PyTensor graph: its value, and its vector-Jacobian product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytensor.tensor as pt
+import torch
+from pytensor.gradient import DisconnectedType, grad_not_implemented
+from pytensor.graph.basic import Apply
+from pytensor.graph.op import Op
+
+from fedppl.types import Array, DeclarationError
+
+__all__ = ["ModuleOp", "module", "parameter_names", "parameters", "pieces", "require_pure"]
+
+
+def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = None) -> Any:
+    r"""Evaluate a network on weights and inputs that stand in a PyMC model.
+
+    .. math:: f(X; w), \qquad \bar w = \bar f^\top \frac{\partial f}{\partial w}
+
+    In float64. The values that `net` itself holds are not used, but those of its buffers are.
+
+    Parameters
+    ----------
+    net
+        Any module that maps one tensor to one tensor.
+    weights
+        All parameters: a mapping from torch's names to tensors, as `parameters` gives, or one vector (d,) of all,
+        raveled and in the order of ``net.named_parameters()``.
+    X
+        Inputs, a row per observation, (n, ...): a ``pm.Data`` container, another tensor, or an array.
+    ndim
+        Dimensions of the output. By default those of the output at the value that `X` has, and 2 where it has none.
+
+    Returns
+    -------
+    TensorVariable
+        The output, (n, ...).
+
+    Raises
+    ------
+    DeclarationError
+        For weights that are not those of `net`, and for a module whose output depends on more than weights and inputs.
+
+    Examples
+    --------
+    >>> import numpy as np, pymc as pm, torch
+    >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    >>> with pm.Model() as model:
+    ...     logits = module(net, parameters(net, sigma=1.0), pm.Data("X", np.ones((5, 3))))
+    ...     label = pm.Categorical("label", logit_p=logits, observed=np.array([0, 1, 1, 0, 1]))
+    >>> [rv.name for rv in model.free_RVs]
+    ['0.weight', '0.bias', '2.weight', '2.bias']
+
+    Notes
+    -----
+    *When this fails.* Second derivatives are not there: nothing in this package needs them, since Hessians are
+    differences of gradients. Dropout and batch norm in training mode are refused: call ``net.eval()``. A likelihood of
+    a network has many equal modes; NUTS sees some of them.
+    """
+    require_pure(net)
+    given = pt.as_tensor_variable(X)
+    if isinstance(weights, Mapping):
+        wanted = dict(net.named_parameters())
+        if set(weights) != set(wanted):
+            raise DeclarationError(
+                f"weights are named {sorted(weights)}, and the network's parameters {sorted(wanted)}; give one tensor "
+                f"for "
+                "each, or declare them by fedppl.nn.parameters(net)."
+            )
+        flat = pt.concatenate([pt.as_tensor_variable(weights[name]).ravel() for name in wanted])
+    else:
+        flat = pt.as_tensor_variable(weights)
+        if flat.type.ndim != 1:
+            raise DeclarationError(
+                f"weights have {flat.type.ndim} dimensions; pass one vector of {_size(net)} numbers, or a mapping by "
+                f"name."
+            )
+    held = X.get_value() if hasattr(X, "get_value") else getattr(given, "data", None)
+    if ndim is None:
+        ndim = 2 if held is None else _output_ndim(net, np.asarray(held))
+    return ModuleOp(net, ndim)(pt.cast(flat, "float64"), given)
+
+
+def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0) -> dict[str, Any]:
+    r"""Declare a Gaussian variable for each parameter of a network, centred at the value that it has.
+
+    .. math:: w_i \sim N(w_i^{(0)}, \sigma^2)
+
+    A network whose weights all start at 0 does not learn, and clients that start at different values do not average
+    well. So the values that `net` holds, a random start or what was learned before, are the prior's mean, and every
+    algorithm starts there. Make `net` once, outside the builder, so that it is the same for all clients.
+
+    Parameters
+    ----------
+    net
+        The network.
+    sigma
+        Prior standard deviation of all weights, or one by each name.
+
+    Returns
+    -------
+    dict
+        From torch's names (``"0.weight"``) to variables of these names, shaped as in torch.
+
+    Raises
+    ------
+    DeclarationError
+        For a `sigma` that is not positive, or that misses a name.
+
+    Examples
+    --------
+    >>> import pymc as pm, torch
+    >>> with pm.Model() as model:
+    ...     weights = parameters(torch.nn.Linear(3, 2), sigma={"weight": 1.0, "bias": 10.0})
+    >>> weights["weight"].type.shape
+    (2, 3)
+    """
+    names = [name for name, _ in net.named_parameters()]
+    scales = {name: sigma for name in names} if not isinstance(sigma, Mapping) else dict(sigma)
+    if set(scales) != set(names):
+        raise DeclarationError(
+            f"sigma names {sorted(scales)}, the network's parameters are {names}; give one for each."
+        )
+    for name, value in scales.items():
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < np.inf:
+            raise DeclarationError(f"sigma of {name!r} is {value!r} and must be positive and finite.")
+    starts = {name: value.detach().cpu().numpy().astype(float) for name, value in net.named_parameters()}
+    return {name: pm.Normal(name, starts[name], float(scales[name]), shape=starts[name].shape) for name in names}
+
+
+def parameter_names(net: torch.nn.Module) -> list[str]:
+    """One label for every weight, in the order of a flat vector: coords for it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> parameter_names(torch.nn.Linear(2, 1))
+    ['weight[0,0]', 'weight[0,1]', 'bias[0]']
+    """
+    return [
+        f"{name}[{','.join(map(str, index))}]"
+        for name, value in net.named_parameters()
+        for index in np.ndindex(*value.shape)
+    ]
+
+
+def pieces(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Cut a flat vector into the network's parameters, views of it."""
+    shapes = {name: value.shape for name, value in net.named_parameters()}
+    cut = torch.split(flat, [shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), cut, strict=True)}
+
+
+def require_pure(net: Any) -> None:
+    """Refuse what is no function of weights and inputs alone.
+
+    Raises
+    ------
+    DeclarationError
+        Naming the layer and the remedy.
+    """
+    if not isinstance(net, torch.nn.Module):
+        raise DeclarationError(f"the network is {type(net).__name__}; pass a torch.nn.Module.")
+    if not _size(net):
+        raise DeclarationError(f"the network {type(net).__name__} has no parameters, so there is nothing to infer.")
+    for name, layer in net.named_modules():
+        random = isinstance(layer, torch.nn.modules.dropout._DropoutNd) and layer.p > 0
+        if layer.training and (random or next(layer.buffers(recurse=False), None) is not None):
+            what = "draws at random" if random else "changes its buffers"
+            raise DeclarationError(
+                f"layer {name or type(layer).__name__!r} ({type(layer).__name__}) {what} in training mode, so that the "
+                "output is no function of weights and inputs. Call net.eval() before you declare the model, or use a "
+                "layer without state (torch.nn.GroupNorm, torch.nn.LayerNorm)."
+            )
+
+
+def _size(net: torch.nn.Module) -> int:
+    return sum(value.numel() for value in net.parameters())
+
+
+def _output_ndim(net: torch.nn.Module, X: Array) -> int:
+    with torch.no_grad():
+        flat = torch.cat([value.detach().double().ravel() for value in net.parameters()])
+        return _call(net, flat, torch.from_numpy(np.array(X[:2]))).ndim
+
+
+def _call(net: torch.nn.Module, flat: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
+    """The output in float64, with floats among inputs and buffers converted."""
+    state = pieces(net, flat) | {name: _double(value) for name, value in net.named_buffers()}
+    output: torch.Tensor = torch.func.functional_call(net, state, (_double(X),))
+    return output
+
+
+def _double(value: torch.Tensor) -> torch.Tensor:
+    return value.double() if value.is_floating_point() else value
+
+
+class ModuleOp(Op):  # type: ignore[misc]
+    """Weights (d,) and inputs (n, ...) to the network's output. Two of one network are equal."""
+
+    __props__ = ("net", "ndim")
+
+    def __init__(self, net: torch.nn.Module, ndim: int) -> None:
+        self.net, self.ndim = net, ndim
+
+    def make_node(self, flat: Any, X: Any) -> Apply:
+        """Types of inputs and output."""
+        flat, X = pt.as_tensor_variable(flat), pt.as_tensor_variable(X)
+        return Apply(self, [flat, X], [pt.tensor(dtype="float64", shape=(None,) * self.ndim)])
+
+    def perform(self, node: Apply, inputs: Any, outputs: Any) -> None:
+        """Run the network."""
+        flat, X = (torch.from_numpy(np.array(value)) for value in inputs)
+        with torch.no_grad():
+            outputs[0][0] = _call(self.net, flat, X).numpy()
+
+    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+        """Gradients with respect to the weights, and to inputs that are real numbers."""
+        pulled = ModuleGradientOp(self.net)(*inputs, *cotangents)
+        real = inputs[1].type.dtype.startswith("float")
+        return [pulled[0], pulled[1] if real else DisconnectedType()()]
+
+    def L_op(self, inputs: Any, outputs: Any, output_gradients: Any) -> list[Any]:
+        """`pullback`, as PyTensor before 3 calls it."""
+        return self.pullback(inputs, outputs, output_gradients)
+
+    def connection_pattern(self, node: Apply) -> list[list[bool]]:
+        """No gradient with respect to integer inputs."""
+        return [[True], [node.inputs[1].type.dtype.startswith("float")]]
+
+
+class ModuleGradientOp(Op):  # type: ignore[misc]
+    """Weights, inputs and the output's cotangent to the cotangents of weights and inputs."""
+
+    __props__ = ("net",)
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        self.net = net
+
+    def make_node(self, flat: Any, X: Any, cotangent: Any) -> Apply:
+        """Types of inputs and outputs."""
+        flat, X, cotangent = map(pt.as_tensor_variable, (flat, X, cotangent))
+        return Apply(self, [flat, X, cotangent], [flat.type(), pt.tensor(dtype="float64", shape=X.type.shape)])
+
+    def perform(self, node: Apply, inputs: Any, outputs: Any) -> None:
+        """Run the network forwards, and the cotangent backwards."""
+        flat, X, cotangent = (_double(torch.from_numpy(np.array(value))) for value in inputs)
+        real = node.inputs[1].type.dtype.startswith("float")
+        flat.requires_grad_()
+        with torch.enable_grad():
+            given = X.requires_grad_() if real else X
+            output = _call(self.net, flat, given)
+            wanted = [flat, given] if real else [flat]
+            found = torch.autograd.grad(output, wanted, cotangent, allow_unused=True)
+        zeros = np.zeros(X.shape)
+        outputs[0][0] = np.zeros(len(flat)) if found[0] is None else found[0].numpy()
+        outputs[1][0] = zeros if not real or found[1] is None else found[1].numpy()
+
+    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+        """Nothing: second derivatives are not offered."""
+        return [
+            grad_not_implemented(self, i, value, "use differences of the gradient") for i, value in enumerate(inputs)
+        ]
+
+    def L_op(self, inputs: Any, outputs: Any, output_gradients: Any) -> list[Any]:
+        """`pullback`, as PyTensor before 3 calls it."""
+        return self.pullback(inputs, outputs, output_gradients)

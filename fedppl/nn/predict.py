@@ -1,0 +1,158 @@
+"""A client's own network when the rounds are over: fine-tuned, with a subnetwork's posterior, and its predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from scipy.special import log_softmax, ndtr, softmax
+from scipy.stats import norm
+
+from fedppl import idata
+from fedppl.engine.answer import stream
+from fedppl.nn.subnet import output_covariance, outputs
+from fedppl.results import Fit
+from fedppl.steps._network import Own
+from fedppl.types import Array, DeclarationError
+
+__all__ = ["personalise", "predict", "probabilities"]
+
+_LINKS = ("scaled", "monte carlo", "probit", "map")
+
+
+def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int | None = None) -> Own:
+    """Make the fitted network a client's own: fine-tune what the algorithm says, infer a subnetwork where it does.
+
+    Parameters
+    ----------
+    fit
+        A fit by ``fedppl.FedSI()`` or ``fedppl.NetworkAveraging()``.
+    client
+        A client's id; or data of a new client, which nothing but the shared weights connects with the fit.
+    random_seed
+        Shuffles the rows; by default the fit's seed.
+
+    Returns
+    -------
+    Own
+        Weights and, with FedSI, the subnetwork's posterior. Give it to `predict`; it saves the work of a second call.
+
+    Raises
+    ------
+    DeclarationError
+        For a client that is not known, or a fit by another algorithm.
+    """
+    if isinstance(client, str):
+        if client not in fit.clients:
+            raise DeclarationError(
+                f"client {client!r} is not here; clients are {list(fit.clients)[:10]}, or pass data."
+            )
+        model, name, personal = fit.clients[client], client, fit.personal.get(client)
+    else:
+        model, name, personal = fit.declaration.enrol({"new client": client})["new client"], "new client", None
+        if model.layout.fingerprint != fit.layout.fingerprint:
+            raise DeclarationError("the new client shares other variables than the fit; give it the same columns.")
+    if fit.algorithm.personalise is None:
+        raise DeclarationError(f"the fit is of {fit.algorithm.name}; networks are fitted by FedSI or NetworkAveraging.")
+    message = fit.algorithm.outcome(fit.state, name)
+    seed = fit.seed if random_seed is None else random_seed
+    found: Own = fit.algorithm.personalise(model, personal, message, stream((seed, 2, *name.encode())))
+    return found
+
+
+def predict(
+    fit: Fit,
+    client: str | Mapping[str, Any] | Own,
+    inputs: Mapping[str, Any],
+    *,
+    link: str = "scaled",
+    draws: int = 100,
+    probability: float = 0.9,
+    random_seed: int | None = None,
+) -> xr.Dataset:
+    r"""Predict a client's outcomes at new inputs by its own, linearised network.
+
+    .. math:: \mathrm{softmax}(\kappa \odot f(x)), \qquad \kappa_c = (1 + \tfrac{\pi}{8} \Sigma_{cc}(x))^{-1/2}, \qquad
+              \Sigma(x) = J_S(x)\, \hat H_S^{-1} J_S(x)^\top
+
+    Parameters
+    ----------
+    fit, client
+        As in `personalise`, or what that returned.
+    inputs
+        New inputs by name, for example ``{"X": X_new}``.
+    link
+        "scaled", the formula above; "monte carlo", the mean of softmax over draws of the linearised outputs, which
+        takes their covariances in; "probit", eq. 9 of FedSI as printed, normalised, which saturates; "map", the
+        weights' point alone.
+    draws
+        For "monte carlo".
+    probability
+        Of the intervals, for a normal likelihood.
+    random_seed
+        By default the fit's.
+
+    Returns
+    -------
+    xarray.Dataset
+        With classes, ``probability`` (row, output), ``logit`` and ``logit_variance``; with a normal likelihood
+        ``mean``, ``sd``, ``lower`` and ``upper`` of outcomes (row, output).
+
+    Raises
+    ------
+    DeclarationError, DataError
+        For a link that is not known, or inputs of another shape.
+
+    Notes
+    -----
+    *When this fails.* With a posterior as wide as the prior, κ pulls all classes together. The linearised network is
+    not the network: far from the data its variance grows with the square of the inputs.
+    """
+    if link not in _LINKS:
+        raise DeclarationError(f"link={link!r} must be one of {_LINKS}.")
+    if not 0 < probability < 1:
+        raise DeclarationError(f"probability={probability} must lie between 0 and 1.")
+    if isinstance(draws, bool) or not isinstance(draws, int | np.integer) or draws < 1:
+        raise DeclarationError(f"draws={draws!r} must be a whole number, at least 1.")
+    found = client if isinstance(client, Own) else personalise(fit, client, random_seed=random_seed)
+    unit = found.client.network.unit
+    X = unit.at(inputs)
+    logits = outputs(unit, found.weights, X)
+    covariance = np.zeros((*logits.shape, logits.shape[1]))
+    if found.subnetwork is not None and link != "map":
+        covariance = output_covariance(unit, found.subnetwork, X)
+    variance = np.diagonal(covariance, axis1=1, axis2=2)
+    dims = ("row", "output")
+    if unit.likelihood.family == "normal":
+        sd = np.sqrt(variance + unit.likelihood.noise_sd**2)
+        half = norm.ppf(0.5 + probability / 2) * sd
+        values = {"mean": logits, "sd": sd, "lower": logits - half, "upper": logits + half}
+    else:
+        seed = fit.seed if random_seed is None else random_seed
+        rng = stream((seed, 3))
+        chances = probabilities(logits, covariance, link=link, draws=draws, rng=rng)
+        values = {"probability": chances, "logit": logits, "logit_variance": variance}
+    attrs = {"client": found.client.client_id, "link": link}
+    return idata.dataset(values, dict.fromkeys(values, dims), {"output": np.arange(logits.shape[1])}, attrs)
+
+
+def probabilities(
+    logits: Array, covariance: Array, *, link: str = "scaled", draws: int = 100, rng: np.random.Generator | None = None
+) -> Array:
+    """Class probabilities (n, C) of normal outputs with means (n, C) and covariances (n, C, C), see `predict`."""
+    variance = np.diagonal(covariance, axis1=1, axis2=2)
+    kappa = 1.0 / np.sqrt(1.0 + np.pi / 8 * variance)
+    if link == "probit":
+        chance = ndtr(kappa * logits)
+        return np.asarray(chance / chance.sum(axis=1, keepdims=True))
+    if link != "monte carlo":
+        return np.asarray(softmax(kappa * logits, axis=1))
+    values, vectors = np.linalg.eigh(covariance)
+    root = vectors * np.sqrt(np.clip(values, 0.0, None))[:, None]
+    rng = np.random.default_rng() if rng is None else rng
+    total = np.zeros_like(logits)
+    for _ in range(draws):
+        total += np.exp(log_softmax(logits + np.einsum("ncd,nd->nc", root, rng.normal(size=logits.shape)), axis=1))
+    return np.asarray(total / draws)

@@ -1,0 +1,214 @@
+"""A client's network, rows and likelihood, read from its declared PyMC model: what torch needs of one client."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from pytensor.graph.replace import clone_replace
+from pytensor.graph.traversal import ancestors, explicit_graph_inputs
+
+from fedppl import _graph
+from fedppl.nn.op import pieces
+from fedppl.types import Array, DataError, DeclarationError
+
+if TYPE_CHECKING:
+    from fedppl.model import ClientModel
+
+__all__ = ["Likelihood", "NetworkUnit", "log_likelihood", "read_network"]
+
+_lock = threading.Lock()
+_CONTRACT = (
+    "a network's client declares weights = fedppl.nn.parameters(net), output = fedppl.nn.module(net, weights, X), and "
+    "one "
+    "outcome, pm.Categorical(logit_p=output) or pm.Normal(output, constant); see models.fedsi.classifier"
+)
+
+
+class Likelihood(NamedTuple):
+    """How outputs meet outcomes."""
+
+    family: str  # "categorical", or "normal"
+    noise_sd: float  # of "normal"
+
+
+class NetworkUnit:
+    """One client as torch sees it.
+
+    Attributes
+    ----------
+    net
+        The network; the values of its parameters are not used.
+    names
+        Torch's names of all parameters, in the order of the flat vector w (d,).
+    shared_at, local_at
+        Where coordinates of φ (m,) and of θ (d_k,) lie in w.
+    likelihood
+        How outputs meet outcomes.
+    """
+
+    def __init__(self, client: ClientModel, read: Mapping[str, Any]) -> None:
+        self.net: torch.nn.Module = read["net"]
+        self.names: tuple[str, ...] = read["names"]
+        self.shared_at, self.local_at = read["shared_at"], read["local_at"]
+        self.likelihood: Likelihood = read["likelihood"]
+        self.local_mean, self.local_precision = read["local_prior"]
+        X, y = read["rows"](*client.inputs)
+        self.X: Array = np.asarray(X)
+        self.y: Array = np.asarray(y)
+        self._client, self._inputs_of = client, read["inputs_of"]
+
+    @property
+    def size(self) -> int:
+        """Number of weights, d."""
+        return len(self.shared_at) + len(self.local_at)
+
+    def weights(self, phi: Array, theta: Array) -> Array:
+        """w (d,) from φ and θ."""
+        w = np.empty(self.size)
+        w[self.shared_at], w[self.local_at] = phi, theta
+        return w
+
+    def at(self, inputs: Mapping[str, Any]) -> Array:
+        """The network's input for new rows, by the names of the model's containers."""
+        function, names = self._inputs_of
+        if set(inputs) != set(names):
+            raise DataError(
+                f"new inputs {sorted(inputs)} must be {sorted(names)}, what the network's input is made of."
+            )
+        held = {name: self._client.arrays[name] for name in names}
+        values = []
+        for name in names:
+            new = np.asarray(inputs[name])
+            if new.shape[1:] != np.shape(held[name])[1:] or not np.all(np.isfinite(new)):
+                raise DataError(
+                    f"new inputs {name!r} have shape {new.shape}, the client's have {np.shape(held[name])}; pass "
+                    f"finite "
+                    "numbers with the same columns."
+                )
+            values.append(new.astype(np.asarray(held[name]).dtype))
+        return np.asarray(function(*values))
+
+
+def log_likelihood(unit: NetworkUnit, w: Array) -> float:
+    """log p(y | X, w) in float64."""
+    with torch.no_grad():
+        state = pieces(unit.net, torch.from_numpy(np.asarray(w, dtype=float)))
+        buffers = {k: v.double() if v.is_floating_point() else v for k, v in unit.net.named_buffers()}
+        X = torch.from_numpy(unit.X)
+        X = X.double() if X.is_floating_point() else X
+        output = torch.func.functional_call(unit.net, {**state, **buffers}, (X,))
+    y = torch.from_numpy(unit.y)
+    if unit.likelihood.family == "categorical":
+        return -float(torch.nn.functional.cross_entropy(output, y.long(), reduction="sum"))
+    sd = unit.likelihood.noise_sd
+    square = float(((y.view(output.shape) - output) ** 2).sum())
+    return -0.5 * square / sd**2 - y.numel() * float(np.log(sd) + 0.5 * np.log(2 * np.pi))
+
+
+def read_network(client: ClientModel) -> NetworkUnit:
+    """What torch needs of a client, after its declared density was held against it; the latter once per template."""
+    known = client.template.functions
+    with _lock:
+        if "network" not in known:
+            known["network"] = _read(client)
+    unit = NetworkUnit(client, known["network"])
+    if "network checked" not in known:
+        _require_same_density(client, unit)
+        known["network checked"] = True
+    return unit
+
+
+def _read(client: ClientModel) -> dict[str, Any]:
+    parts = client.template.parts
+    model, who = parts.model, f"client {client.client_id!r}"
+    if len(model.observed_RVs) != 1:
+        raise DeclarationError(
+            f"{who}: {len(model.observed_RVs)} observed variables, and a network's has one; {_CONTRACT}."
+        )
+    observed = model.observed_RVs[0]
+    node = _graph.network_node(observed)
+    if node is None:
+        raise DeclarationError(f"{who}: no network stands above {observed.name!r}; {_CONTRACT}.")
+    net = node.op.net
+    names = tuple(name for name, _ in net.named_parameters())
+    sizes = {name: value.numel() for name, value in net.named_parameters()}
+    starts = dict(zip(names, np.cumsum([0, *sizes.values()]), strict=False))
+    variables = (*client.layout.variables, *client.local)
+    if {v.name for v in variables} != set(names) or any(v.size != sizes[v.name] for v in variables):
+        raise DeclarationError(
+            f"{who}: free variables are {[v.name for v in variables]}, weights {list(names)}; {_CONTRACT}."
+        )
+
+    def places(chosen: Any) -> Any:
+        return np.concatenate([np.zeros(0, int), *(starts[v.name] + np.arange(v.size) for v in chosen)]).astype(int)
+
+    replace, inputs = _graph._inputs_for(parts)
+    value = model.rvs_to_values[observed]
+    X_in, y_in = clone_replace([node.inputs[1], value], replace)
+    used = set(ancestors([X_in]))
+    needed = [(v.name, i) for v, i in zip(parts.data, inputs, strict=True) if i in used]
+    return {
+        "net": net,
+        "names": names,
+        "shared_at": places(client.layout.variables),
+        "local_at": places(client.local),
+        "likelihood": _likelihood(who, observed, node.outputs[0]),
+        "local_prior": _local_prior(who, parts.local),
+        "rows": _graph.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, y_in]),
+        "inputs_of": (_graph.python_function([i for _, i in needed], X_in), [name for name, _ in needed]),
+    }
+
+
+def _likelihood(who: str, observed: Any, output: Any) -> Likelihood:
+    kind = getattr(observed.owner.op, "name", "")
+    parameters = observed.owner.op.dist_params(observed.owner)
+    if kind == "categorical":
+        return Likelihood("categorical", np.nan)
+    if kind == "normal":
+        sd = parameters[1]
+        if set(explicit_graph_inputs([sd])):
+            raise DeclarationError(f"{who}: the sd of {observed.name!r} is no constant; {_CONTRACT}.")
+        values = np.unique(sd.eval())
+        if len(values) == 1:
+            return Likelihood("normal", float(values[0]))
+    raise DeclarationError(f"{who}: the outcome {observed.name!r} is {kind or 'unknown'}; {_CONTRACT}.")
+
+
+def _local_prior(who: str, local: Any) -> tuple[Array, Array]:
+    """Means and precisions of independent normal priors of local weights, (d_k,) each."""
+    means, precisions = [np.zeros(0)], [np.zeros(0)]
+    for rv in local:
+        if getattr(rv.owner.op, "name", "") != "normal":
+            raise DeclarationError(f"{who}: the prior of {rv.name!r} is not normal; {_CONTRACT}.")
+        mu, sd = (np.asarray(v.eval()) for v in rv.owner.op.dist_params(rv.owner))
+        shape = tuple(rv.type.shape)
+        means.append(np.broadcast_to(mu, shape).ravel())
+        precisions.append(np.broadcast_to(sd, shape).ravel().astype(float) ** -2.0)
+    return np.concatenate(means).astype(float), np.concatenate(precisions)
+
+
+def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:
+    """Hold the declared log density against torch's, at two random points."""
+    rng = np.random.default_rng(0)
+    prior = client.layout.prior
+    precision = prior.precision if prior.precision.ndim == 1 else np.diag(prior.precision)
+    start = prior.linear / precision
+    for _ in range(2):
+        phi = start + 0.1 * rng.normal(size=len(start))
+        theta = client.initial + 0.1 * rng.normal(size=client.local_size)
+        declared = client.log_density(phi, theta)
+        apart = theta - unit.local_mean
+        local = -0.5 * np.sum(apart**2 * unit.local_precision) + 0.5 * np.sum(
+            np.log(unit.local_precision / (2 * np.pi))
+        )
+        ours = log_likelihood(unit, unit.weights(phi, theta)) + float(local)
+        if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)):
+            raise DeclarationError(
+                f"client {client.client_id!r}: the declared log density is {declared:.8g} where a network with "
+                f"independent "
+                f"normal weights has {ours:.8g}; {_CONTRACT}. For other models use fedppl.EP(local=fedppl.NUTS())."
+            )

@@ -1,0 +1,187 @@
+r"""Linearised Laplace approximation on a subnetwork: curvature, selection, posterior and predictive.
+
+.. math:: \hat H_S = \sum_n J_{S,n}^\top \Lambda_n J_{S,n} + \mathrm{diag}(g_S)^{-1}, \qquad
+          q(w_S) = N(w_S \mid \hat w_S, \hat H_S^{-1}), \qquad J_n = \partial f(x_n; w) / \partial w
+
+Λ_n is the second derivative of the log likelihood with respect to the outputs, and g the prior's variance. With the
+other weights where they are, this is the exact posterior's Laplace approximation of the *linearised* model, a
+generalised linear model in w_S (`models.fedsi.linearised`), and the posterior itself where the likelihood is normal.
+
+No Jacobian of all weights stands in memory. A weight from column i to unit h of a linear layer has the derivative
+∂f / ∂z_h · x_i, so that H[(h, i), (h', i')] = Σ_n x_i x_i' w_hh'(n) with w_hh'(n) = ∂f/∂z_h Λ_n ∂f/∂z_h'. Weights of
+other layers take rows √Λ J in chunks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedppl.nn._slopes import Slopes, chunks, evaluate, rows_of
+from fedppl.nn.read import NetworkUnit
+from fedppl.types import Array, DeclarationError
+
+__all__ = ["Subnetwork", "curvature", "curvature_diagonal", "infer", "outputs", "output_covariance", "select"]
+
+
+class Subnetwork(NamedTuple):
+    """q(w): normal in the weights of a subnetwork, and a point in all others."""
+
+    weights: Array  # ŵ, (d,)
+    places: Array  # of S in w, (s,)
+    covariance: Array  # of w_S, (s, s), or (s,) where its weights are independent
+
+    def deviations(self, count: int, rng: np.random.Generator) -> Array:
+        """Draws of w_S − ŵ_S, (count, s)."""
+        noise = rng.normal(size=(count, len(self.places)))
+        if self.covariance.ndim == 1:
+            return np.asarray(noise * np.sqrt(self.covariance))
+        return np.asarray(noise @ np.linalg.cholesky(self.covariance).T)
+
+
+def curvature_diagonal(unit: NetworkUnit, w: Array, index: Array, *, dtype: torch.dtype = torch.float64) -> Array:
+    """Diagonal of Jᵀ Λ J at the weights `index` (s,), summed in float64."""
+    found = np.zeros(len(index))
+    for part in chunks(unit, w, index, dtype):
+        if part.rest is not None:
+            found[part.rest_places] += (part.rest**2).sum((0, 1)).double().numpy()
+        if len(part.places):
+            squares = (part.slope**2).sum(1)  # (b, units)
+            everything = squares.T @ part.inputs**2
+            found[part.places] += everything[part.unit, part.column].double().numpy()
+    return found
+
+
+def select(variance: Array, curvature: Array, count: int, *, rule: str = "live") -> Array:
+    r"""Choose a subnetwork by its marginal posterior variances (1 / g + diagonal of JᵀΛJ)⁻¹.
+
+    Parameters
+    ----------
+    variance
+        g, the prior's variances (r,).
+    curvature
+        Diagonal of JᵀΛJ, (r,).
+    count
+        S, weights to choose.
+    rule
+        "live": the largest variances among weights that the data speak about, those with a curvature beyond rounding.
+        "variance": the largest variances of all, eq. 14 as it reads. Where inputs are often 0, it picks weights that
+        the data never touch, and the posterior is the prior.
+
+    Returns
+    -------
+    ndarray
+        Positions, in rising order.
+
+    References
+    ----------
+    .. [1] Chen et al., FedSI, eqs. 13 and 14.
+    """
+    if rule not in ("live", "variance"):
+        raise DeclarationError(f'rule={rule!r} must be "live" or "variance".')
+    if not 0 < count <= len(variance):
+        raise DeclarationError(
+            f"a subnetwork of {count} weights cannot be chosen from {len(variance)}; take 1 to all of them."
+        )
+    marginal = 1.0 / (1.0 / variance + curvature)
+    if rule == "live":
+        # Weights that nothing depends on come last, in the order of their variances.
+        live = curvature > 1e-12 * max(float(curvature.max(initial=0.0)), np.finfo(float).tiny)
+        order = np.lexsort((-marginal, ~live))
+    else:
+        order = np.argsort(-marginal, kind="stable")
+    return np.sort(order[:count])
+
+
+def curvature(unit: NetworkUnit, w: Array, index: Array, *, dtype: torch.dtype = torch.float64) -> Array:
+    """JᵀΛJ of the weights `index` (s,), (s, s)."""
+    matrix, order = torch.zeros(len(index), len(index), dtype=dtype), np.arange(len(index))
+    for part in chunks(unit, w, index, dtype):
+        if part.rest is None:
+            by_unit = np.argsort(part.unit, kind="stable")
+            _add_pairs(matrix, part, by_unit)
+            order = part.places[by_unit]
+        else:
+            rows = rows_of(part, len(index))
+            matrix += rows.T @ rows
+    upper = torch.triu(matrix)
+    back = np.argsort(order)
+    return np.asarray((upper + torch.triu(matrix, 1).T).double().numpy()[np.ix_(back, back)])
+
+
+def _by_unit(part: Slopes, order: NDArray[np.int64]) -> list[tuple[int, slice, torch.Tensor]]:
+    """Weights of one unit lie together in `order`: (unit, where there, their inputs (b, k))."""
+    units, starts = np.unique(part.unit[order], return_index=True)
+    column = part.column[order]
+    return [
+        (int(unit), slice(int(a), int(b)), part.inputs[:, column[a:b]].contiguous())
+        for unit, a, b in zip(units, starts, [*starts[1:], len(order)], strict=True)
+    ]
+
+
+def _add_pairs(matrix: torch.Tensor, part: Slopes, order: NDArray[np.int64]) -> None:
+    """Add the upper triangle, a block for every pair of units."""
+    groups = _by_unit(part, order)
+    for position, (one, here, left) in enumerate(groups):
+        weight = (part.slope[:, :, one, None] * part.slope).sum(1)  # w_hh'(n), (b, units)
+        turned = left.T.contiguous()
+        for other, there, right in groups[position:]:
+            matrix[here, there] += turned @ (right * weight[:, other, None])
+
+
+def infer(
+    unit: NetworkUnit,
+    w: Array,
+    index: Array,
+    variance: Array,
+    *,
+    dtype: torch.dtype = torch.float64,
+    diagonal: bool = False,
+) -> Subnetwork:
+    """q(w_S) = N(ŵ_S, (JᵀΛJ + diag(1 / g))⁻¹) with prior variances g (s,); with a diagonal JᵀΛJ on request.
+
+    Raises
+    ------
+    DeclarationError
+        For weights that are not finite.
+    """
+    if not np.all(np.isfinite(w)):
+        raise DeclarationError("the weights are not finite: lower learning_rate=.")
+    if diagonal:
+        found = 1.0 / (1.0 / variance + curvature_diagonal(unit, w, index, dtype=dtype))
+        return Subnetwork(w, index, found)
+    matrix = torch.from_numpy(curvature(unit, w, index, dtype=dtype)).to(dtype)
+    matrix.diagonal().add_(torch.from_numpy(1.0 / variance).to(dtype))
+    covariance = torch.cholesky_inverse(torch.linalg.cholesky(matrix))
+    return Subnetwork(w, index, covariance.double().numpy())
+
+
+def outputs(unit: NetworkUnit, w: Array, X: Array) -> Array:
+    """f(X; w) in float64, (n, C)."""
+    return evaluate(unit, w, X)
+
+
+def output_covariance(unit: NetworkUnit, q: Subnetwork, X: Array, *, dtype: torch.dtype = torch.float64) -> Array:
+    """J_S(x) Cov(w_S) J_S(x)ᵀ for each row of X, (n, C, C)."""
+    covariance = torch.from_numpy(np.asarray(q.covariance)).to(dtype)
+    found = []
+    for part in chunks(unit, q.weights, q.places, dtype, X=X):
+        if q.covariance.ndim == 1 or part.rest is not None:
+            J = rows_of(part, len(q.places), flat=False)
+            right = J * covariance if q.covariance.ndim == 1 else J @ covariance
+            found.append(right @ J.mT)
+            continue
+        by_unit = np.argsort(part.unit, kind="stable")
+        groups, order = _by_unit(part, by_unit), part.places[by_unit]
+        sorted_covariance = covariance[order][:, order]
+        middle = torch.zeros(len(part.inputs), part.slope.shape[2], part.slope.shape[2], dtype=dtype)
+        for position, (one, here, left) in enumerate(groups):
+            for other, there, right in groups[position:]:
+                value = ((left @ sorted_covariance[here, there]) * right).sum(1)
+                middle[:, one, other] = value
+                middle[:, other, one] = value
+        found.append(part.slope @ middle @ part.slope.mT)
+    return torch.cat(found).double().numpy()

@@ -1,0 +1,91 @@
+"""Adam on a client's log posterior, in torch, over batches of its rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fedppl.nn._slopes import tensor
+from fedppl.nn.op import pieces
+from fedppl.nn.read import NetworkUnit
+from fedppl.steps._network import Training
+from fedppl.types import Array, LocalFailure
+
+__all__ = ["train"]
+
+
+def train(
+    unit: NetworkUnit,
+    w: Array,
+    free: Array,
+    prior: tuple[Array, Array] | None,
+    settings: Training,
+    rng: np.random.Generator,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Array:
+    r"""Move some of the weights towards the mode of the log posterior.
+
+    .. math:: -\tfrac1n \log p(y \mid X, w) + \tfrac1{2n} \sum_i p_i (w_i - m_i)^2
+
+    Parameters
+    ----------
+    unit
+        The client.
+    w
+        Where to start, (d,).
+    free
+        Positions of the weights that move.
+    prior
+        Means m and precisions p of those, each as long as `free`; None leaves them without a prior.
+    settings
+        Steps, batches.
+    rng
+        Shuffles the rows of every epoch.
+    dtype
+        In which to compute.
+
+    Returns
+    -------
+    ndarray
+        Weights, (d,).
+
+    Raises
+    ------
+    LocalFailure
+        If the weights or the loss end at what is not finite.
+    """
+    start = torch.from_numpy(np.asarray(w, dtype=float)).to(dtype)
+    at = torch.from_numpy(np.asarray(free, dtype=np.int64))
+    moving = start[at].clone().requires_grad_()
+    X, y = tensor(unit.X, dtype), torch.from_numpy(np.array(unit.y))
+    y = y.long() if unit.likelihood.family == "categorical" else y.to(dtype)
+    buffers = {k: v.to(dtype) if v.is_floating_point() else v for k, v in unit.net.named_buffers()}
+    pull = None if prior is None else tuple(torch.from_numpy(np.array(value)).to(dtype) for value in prior)
+    optimizer = torch.optim.Adam([moving], lr=settings.learning_rate)
+    rows = len(X)
+    with torch.enable_grad():
+        for _ in range(settings.epochs):
+            order = torch.from_numpy(rng.permutation(rows))
+            for batch in torch.split(order, settings.batch_size):
+                whole = torch.index_put(start, (at,), moving)
+                output = torch.func.functional_call(unit.net, {**pieces(unit.net, whole), **buffers}, (X[batch],))
+                loss = _loss(unit, output, y[batch])
+                if pull is not None:
+                    loss = loss + 0.5 / rows * (pull[1] * (moving - pull[0]) ** 2).sum()
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+    found = np.asarray(w, dtype=float).copy()
+    found[np.asarray(free)] = moving.detach().double().numpy()
+    if not np.all(np.isfinite(found)):
+        raise LocalFailure("the weights are not finite after training; lower learning_rate=")
+    return found
+
+
+def _loss(unit: NetworkUnit, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean negative log likelihood of a batch."""
+    if unit.likelihood.family == "categorical":
+        return torch.nn.functional.cross_entropy(output, y)
+    square = (y.view(output.shape) - output) ** 2
+    return 0.5 * square.sum() / (len(y) * unit.likelihood.noise_sd**2)

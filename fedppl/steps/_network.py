@@ -1,0 +1,122 @@
+"""What algorithms for networks share: settings, and how a client makes the network its own when the rounds are over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl.types import Array, DeclarationError, Draws, Message
+
+__all__ = ["Own", "Training", "Tuning", "check_network", "draw", "outcome", "own", "training_rule", "tuning_rule"]
+
+_MOST = 100_000_000  # numbers in one array of draws
+
+
+class Training(NamedTuple):
+    """Adam at a client."""
+
+    learning_rate: float
+    epochs: int
+    batch_size: int
+
+
+class Tuning(NamedTuple):
+    """What a client fine-tunes when the rounds are over: "local", torch's names, or nothing."""
+
+    which: str | tuple[str, ...] | None
+    training: Training
+
+
+class Own(NamedTuple):
+    """A client's own network."""
+
+    client: Any
+    weights: Array  # (d,)
+    subnetwork: Any  # its posterior, or None where weights are a point
+
+
+def training_rule(learning_rate: float, epochs: int, batch_size: int, prefix: str = "") -> Training:
+    """Settings in range, or an error that says which is not."""
+    number = isinstance(learning_rate, float | int | np.number) and not isinstance(learning_rate, bool)
+    if not number or not 0 < learning_rate < np.inf:
+        raise DeclarationError(f"{prefix or 'learning_'}rate={learning_rate!r} must be positive and finite.")
+    for name, value in ((f"{prefix}epochs", epochs), ("batch_size", batch_size)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise DeclarationError(f"{name}={value!r} must be a whole number, at least 1.")
+    return Training(float(learning_rate), int(epochs), int(batch_size))
+
+
+def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int) -> Tuning:
+    """Check the keywords `tune`, `tune_rate` and `tune_epochs`."""
+    training = training_rule(rate, epochs, batch_size, "tune_")
+    if tune is None or tune == "local":
+        return Tuning(tune, training)
+    if isinstance(tune, str) or not tune or not all(isinstance(name, str) for name in tune):
+        raise DeclarationError(f'tune={tune!r} must be "local", a tuple of torch\'s names, or None for no fine-tuning.')
+    return Tuning(tuple(tune), training)
+
+
+def check_network(client: Any, *trained: str | tuple[str, ...] | None) -> None:
+    """Refuse what is no network, and names that it does not have."""
+    network = client.network
+    for which in trained:
+        if which is not None:
+            network.places(which)
+
+
+def outcome(mean: Array, tuning: Tuning) -> dict[str, Array]:
+    """The shared weights, and how long to fine-tune."""
+    rate, epochs, batch_size = tuning.training
+    return {"mean": mean, "tuning": np.array([rate, epochs if tuning.which is not None else 0, batch_size])}
+
+
+def own(
+    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, which: str | tuple[str, ...] | None
+) -> Own:
+    """One client's network: the shared weights, its own, fine-tuned; with a posterior if the message asks for one."""
+    network = client.network
+    kept = personal is not None and len(personal.local) == client.local_size
+    w = network.unit.weights(np.asarray(message["mean"], dtype=float), personal.local if kept else network.start)
+    rate, epochs, batch_size = (float(value) for value in message["tuning"])
+    if which is not None and epochs:
+        w = network.trained(w, network.places(which), Training(rate, int(epochs), int(batch_size)), rng)
+    if "variance" not in message:
+        return Own(client, w, None)
+    count, literal, diagonal = (int(value) for value in message["inference"])
+    rule = "variance" if literal else "live"
+    found = network.subnetwork(w, np.asarray(message["variance"]), count, rule=rule, diagonal=bool(diagonal))
+    return Own(client, w, found)
+
+
+def draw(
+    client: Any,
+    personal: Any,
+    message: Message,
+    draws: int,
+    chains: int,
+    rng: np.random.Generator,
+    *,
+    which: str | tuple[str, ...] | None,
+) -> Draws:
+    """Draws of all weights: of the subnetwork's posterior, and equal elsewhere."""
+    size, unit = client.shared_size + client.local_size, client.network.unit
+    if draws * chains * size > _MOST:
+        raise DeclarationError(
+            f"{draws * chains} draws of {size} weights are {draws * chains * size * 8 / 1e9:.1f} GB. Pass draws= and "
+            f"chains= "
+            "for fewer, or predict in closed form by fedppl.nn.predict(fit, client, inputs)."
+        )
+    found = own(client, personal, message, rng, which=which)
+    w = np.broadcast_to(found.weights, (chains * draws, size)).copy()
+    if found.subnetwork is not None:
+        w[:, found.subnetwork.places] += found.subnetwork.deviations(chains * draws, rng)
+    shaped = w.reshape(chains, draws, size)
+    info = {} if found.subnetwork is not None else {"point_estimate": 1.0}
+    return Draws(shaped[:, :, unit.shared_at], shaped[:, :, unit.local_at], info)
+
+
+def described(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings of an algorithm, each in one line of text."""
+    return {name: repr(value) for name, value in settings.items()}

@@ -1,0 +1,111 @@
+"""FedSI (Chen et al.): a network in a PyMC model, and the linearised model that a subnetwork's posterior is exact for.
+
+`classifier` and `regressor` are builders for `fedppl.FederatedModel`: share the weights of the representation, keep
+the head's local. `linearised` is the generalised linear model in the weights of a subnetwork,
+
+    θ_S ~ N(h_S, diag g_S),   logits = f(x; h) + J_S (θ_S − h_S),   y ~ Categorical(softmax(logits)),
+
+whose Laplace approximation at h is the posterior that `fedppl.FedSI` computes in torch (eqs. 7, 12 and 17). Tests hold
+the one against the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytensor.tensor as pt
+
+__all__ = ["classifier", "linearised", "regressor", "representation"]
+
+
+def classifier(X: Any, y: Any, *, net: Any, sigma: float | Mapping[str, float] = 1.0) -> pm.Model:
+    """One client's labels by a network: y ~ Categorical(softmax(f(X; w))), w ~ N(start, σ²).
+
+    Parameters
+    ----------
+    X
+        Inputs, (n, ...).
+    y
+        Classes 0 to C − 1, (n,).
+    net
+        A ``torch.nn.Module`` from X to (n, C). What it holds is where all clients start: make it once.
+    sigma
+        Prior sd of the weights, or one by torch's names.
+
+    Returns
+    -------
+    pm.Model
+    """
+    from fedppl import nn
+
+    with pm.Model() as model:
+        inputs, labels = pm.Data("X", X), pm.Data("y", y)
+        logits = nn.module(net, nn.parameters(net, sigma=sigma), inputs)
+        pm.Categorical("label", logit_p=logits, observed=labels)
+    return model
+
+
+def regressor(X: Any, y: Any, *, net: Any, noise_sd: float, sigma: float | Mapping[str, float] = 1.0) -> pm.Model:
+    """One client's real outcomes by a network: y ~ N(f(X; w), noise_sd²), w ~ N(start, σ²); y is (n, C)."""
+    from fedppl import nn
+
+    with pm.Model() as model:
+        inputs, outcomes = pm.Data("X", X), pm.Data("y", y)
+        pm.Normal("outcome", nn.module(net, nn.parameters(net, sigma=sigma), inputs), noise_sd, observed=outcomes)
+    return model
+
+
+def representation(net: Any, head: int = 1) -> list[str]:
+    """Names of all weights but those of the last `head` layers: what FedSI shares.
+
+    Examples
+    --------
+    >>> import torch
+    >>> representation(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)))
+    ['0.weight', '0.bias']
+    """
+    owners = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in net.named_parameters()))
+    last = set(owners[len(owners) - head :])
+    return [name for name, _ in net.named_parameters() if name.rpartition(".")[0] not in last]
+
+
+def linearised(
+    J: np.ndarray,
+    f: np.ndarray,
+    y: np.ndarray,
+    *,
+    centre: np.ndarray,
+    variance: np.ndarray,
+    noise_sd: float | None = None,
+) -> pm.Model:
+    """The generalised linear model in a subnetwork's weights around h.
+
+    Parameters
+    ----------
+    J
+        ∂f / ∂θ_S at h, (n, C, s).
+    f
+        Outputs at h, (n, C).
+    y
+        Classes (n,); or outcomes (n, C), with a noise_sd.
+    centre, variance
+        h_S and g_S, (s,).
+    noise_sd
+        Of a normal likelihood; None for classes.
+
+    Returns
+    -------
+    pm.Model
+        With one free variable, ``theta`` (s,).
+    """
+    with pm.Model() as model:
+        theta = pm.Normal("theta", centre, np.sqrt(variance), shape=len(centre))
+        linear = f + pt.tensordot(J, theta - centre, axes=[[2], [0]])
+        if noise_sd is None:
+            pm.Categorical("label", logit_p=linear, observed=y)
+        else:
+            pm.Normal("outcome", linear, noise_sd, observed=y)
+    return model
