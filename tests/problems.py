@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pymc as pm
 import pytensor.tensor as pt
+import pytest
 from pymc.distributions.transforms import ordered
 from scipy.special import logsumexp
 
@@ -16,7 +17,7 @@ import fedppl
 from fedppl import FederatedModel
 from fedppl.gaussian import Gaussian
 from fedppl.types import LocalFailure, LocalInference, Target
-from models import fedlmc_ss
+from models import fedlmc_ss, fedsi
 
 Clients = dict[str, dict[str, Any]]
 
@@ -393,3 +394,27 @@ ALL = {
     "counts": counts,
     "transforms": transforms,
 }
+
+
+@functools.cache
+def network(hidden: int = 4, outputs: int = 3, *, inputs: int = 3, seed: int = 21) -> Any:
+    """A network with one hidden layer, the same object for the same arguments: what it holds is where clients start."""
+    torch = pytest.importorskip("torch")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers = [torch.nn.Linear(inputs, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, outputs)]
+        return torch.nn.Sequential(*layers)
+
+
+@functools.cache
+def classification(
+    clients: int = 3, *, shared: tuple[str, ...] = ("0.weight", "0.bias")
+) -> tuple[FederatedModel, Clients]:
+    """Three classes that a small network tells apart, two of them at each client."""
+    net = network()
+    rng, data = np.random.default_rng(23), {}
+    for k in range(clients):
+        label = rng.permutation([k % 3, (k + 1) % 3] * 10)
+        X = rng.normal(size=(20, 3)) + 3.0 * np.eye(3)[label]
+        data[f"device {k}"] = {"X": X, "y": label}
+    return FederatedModel(functools.partial(fedsi.classifier, net=net), shared), data

@@ -227,6 +227,11 @@ def test_the_hessian_by_differences_is_the_symbolic_one(name: str) -> None:
 POSTERIOR, MODE, OWN_POSTERIOR, OWN_MODE, COUPLED, ELSEWHERE = range(6)
 
 
+def classification() -> Any:
+    """A network of torch; its representation is shared."""
+    return problems.classification(4)
+
+
 class Row(NamedTuple):
     """An algorithm, where it ends, and whether the server reads sums of replies only."""
 
@@ -262,6 +267,14 @@ ALGORITHMS = {
     "LMCAveraging": Row(lambda: fedppl.LMCAveraging(steps=3), ELSEWHERE, problem=coregional),
     "LMCAveraging, batches": Row(lambda: fedppl.LMCAveraging(steps=3, batch_size=8), ELSEWHERE, problem=coregional),
     "LMCGradient": Row(fedppl.LMCGradient, ELSEWHERE, problem=coregional),
+    "NetworkAveraging": Row(
+        lambda: fedppl.NetworkAveraging(phases=(("local", 1), ("shared", 1))),
+        ELSEWHERE,
+        sums=True,
+        problem=classification,
+    ),
+    "FedSI": Row(lambda: fedppl.FedSI(ratio=0.3, epochs=1), ELSEWHERE, sums=True, problem=classification),
+    "FedSI-Fac": Row(lambda: fedppl.FedSI(diagonal=True, epochs=1), ELSEWHERE, sums=True, problem=classification),
 }
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
@@ -428,14 +441,15 @@ def numbers(algorithm: Algorithm, state: Any) -> Any:
 @every_algorithm
 def test_the_state_says_how_it_stands(name: str) -> None:
     algorithm, models = ALGORITHMS[name].build(), enrolled(ALGORITHMS[name].problem)
-    sizes = {"rows": 3, "columns": 3, "client": len(models), "other_client": len(models), "latent": 3}
+    m = next(iter(models.values())).layout.size if ALGORITHMS[name].problem is classification else 3
+    sizes = {"rows": m, "columns": m, "client": len(models), "other_client": len(models), "latent": 3}
     for state in run(name, 2).states:
         assert fedppl.Status(state.status) in fedppl.Status
         assert isinstance(state.message, str)
         for dims, value in algorithm.details(state).values():
             assert np.shape(value) == tuple(sizes[dim] for dim in dims)
         if algorithm.estimate is not None:
-            assert np.shape(algorithm.estimate(state)) == (3,)
+            assert np.shape(algorithm.estimate(state)) == (m,)
     assert all(isinstance(key, str) and isinstance(value, str) for key, value in algorithm.settings.items())
 
 

@@ -36,7 +36,7 @@ def bytes_of(message: str, m: int, p: int) -> tuple[int, int]:
 
 
 def test_the_table_has_a_row_for_every_message() -> None:
-    assert set(formulas()) == {"EP, warm start", "EP, refinement", "PrivateEP", *OTHERS, *CURVES}
+    assert set(formulas()) == {"EP, warm start", "EP, refinement", "PrivateEP", *OTHERS, *CURVES, *NETWORKS}
 
 
 DRAWS = 30
@@ -65,6 +65,21 @@ def test_bytes_of_the_others_are_those_of_the_ledger(message: str, algorithm: fe
     assert np.all(rounds["outcome"] == "used")
     assert set(rounds["bytes_down"].values[0]) == {down}
     assert set(rounds["bytes_up"].values[0]) == {up}
+
+
+NETWORKS = {
+    "NetworkAveraging": fedppl.NetworkAveraging(phases=(("all", 1),)),
+    "FedSI": fedppl.FedSI(epochs=1),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_bytes_of_networks_are_those_of_the_ledger(name: str) -> None:
+    model, clients = problems.classification()
+    fit = fedppl.fit(model, clients, NETWORKS[name], rounds=2, progressbar=False, random_seed=1)
+    rounds, (down, up) = fit.idata["rounds"], bytes_of(name, fit.layout.size, 0)
+    assert np.all(rounds["outcome"] == "used")
+    assert np.all(rounds["bytes_down"] == down) and np.all(rounds["bytes_up"] == up)
 
 
 CURVES = {

@@ -69,6 +69,11 @@ def coregional() -> tuple[FederatedModel, problems.Clients]:
     return problems.coregional(3)
 
 
+def classification() -> tuple[FederatedModel, problems.Clients]:
+    """A network of torch; its representation is shared."""
+    return problems.classification()
+
+
 def few_draws(sampler: str) -> Algorithm:
     return fedppl.EP(local=fedppl.NUTS(draws=100, tune=80, chains=1, rhat_limit=2.0, nuts_sampler=sampler))
 
@@ -118,6 +123,9 @@ CASES = {
     "LMCAveraging": Case(lambda: fedppl.LMCAveraging(steps=3), coregional),
     "LMCAveraging(batches)": Case(lambda: fedppl.LMCAveraging(steps=3, batch_size=8), coregional),
     "LMCGradient": Case(fedppl.LMCGradient, coregional),
+    "NetworkAveraging": Case(lambda: fedppl.NetworkAveraging(phases=(("local", 1), ("shared", 1))), classification),
+    "FedSI": Case(lambda: fedppl.FedSI(ratio=0.3, epochs=2), classification),
+    "FedSI(diagonal)": Case(lambda: fedppl.FedSI(diagonal=True, epochs=2, average="sd"), classification),
 }
 ROUNDS = 5
 SEED = 7
@@ -129,6 +137,8 @@ UNKNOWN = {"state.change", "state.warm_start.change", "state.omega.remainder", "
 def name(request: pytest.FixtureRequest) -> str:
     if "nutpie" in request.param and importlib.util.find_spec("nutpie") is None:
         pytest.skip("nutpie is not installed")
+    if CASES[request.param].problem is classification and importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
     return str(request.param)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +18,15 @@ from pytensor.graph.op import Op
 
 from fedppl.types import Array, DeclarationError
 
-__all__ = ["ModuleOp", "module", "parameter_names", "parameters", "pieces", "require_pure"]
+__all__ = ["ModuleOp", "module", "own_copy", "parameter_names", "parameters", "pieces", "require_pure"]
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.copies: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = weakref.WeakKeyDictionary()
+
+
+_threads = _Threads()
 
 
 def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = None) -> Any:
@@ -180,6 +191,13 @@ def require_pure(net: Any) -> None:
             )
 
 
+def own_copy(net: torch.nn.Module) -> torch.nn.Module:
+    """This thread's copy of a network: torch swaps a module's parameters in place while it evaluates others."""
+    if net not in _threads.copies:
+        _threads.copies[net] = copy.deepcopy(net)
+    return _threads.copies[net]
+
+
 def _size(net: torch.nn.Module) -> int:
     return sum(value.numel() for value in net.parameters())
 
@@ -192,6 +210,7 @@ def _output_ndim(net: torch.nn.Module, X: Array) -> int:
 
 def _call(net: torch.nn.Module, flat: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
     """The output in float64, with floats among inputs and buffers converted."""
+    net = own_copy(net)
     state = pieces(net, flat) | {name: _double(value) for name, value in net.named_buffers()}
     output: torch.Tensor = torch.func.functional_call(net, state, (_double(X),))
     return output

@@ -12,7 +12,7 @@ from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors, explicit_graph_inputs
 
 from fedppl import _graph
-from fedppl.nn.op import pieces
+from fedppl.nn.op import own_copy, pieces
 from fedppl.types import Array, DataError, DeclarationError
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ class NetworkUnit:
 
     Attributes
     ----------
-    net
-        The network; the values of its parameters are not used.
     names
         Torch's names of all parameters, in the order of the flat vector w (d,).
     shared_at, local_at
@@ -51,7 +49,7 @@ class NetworkUnit:
     """
 
     def __init__(self, client: ClientModel, read: Mapping[str, Any]) -> None:
-        self.net: torch.nn.Module = read["net"]
+        self._net: torch.nn.Module = read["net"]
         self.names: tuple[str, ...] = read["names"]
         self.shared_at, self.local_at = read["shared_at"], read["local_at"]
         self.likelihood: Likelihood = read["likelihood"]
@@ -60,6 +58,11 @@ class NetworkUnit:
         self.X: Array = np.asarray(X)
         self.y: Array = np.asarray(y)
         self._client, self._inputs_of = client, read["inputs_of"]
+
+    @property
+    def net(self) -> torch.nn.Module:
+        """The network, a copy for this thread."""
+        return own_copy(self._net)
 
     @property
     def size(self) -> int:

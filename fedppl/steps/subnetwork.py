@@ -11,6 +11,7 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.replies import sum_replies
 from fedppl.steps._network import Training, check_network, described, draw, outcome, own, training_rule, tuning_rule
+from fedppl.steps._point import Kept
 from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
 
 __all__ = ["FedSI", "SubnetworkInfo", "SubnetworkState"]
@@ -163,8 +164,9 @@ def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Genera
 
 def _update_client(
     client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings
-) -> tuple[Any, Message, Mapping[str, float]]:
+) -> tuple[Kept, Message, Mapping[str, float]]:
     """The mode with local weights where all start them, then the subnetwork's variances around it."""
+    del personal
     network, mean, variance = client.network, np.asarray(message["mean"]), np.asarray(message["variance"])
     shared = network.unit.shared_at
     start = network.unit.weights(mean, network.start)
@@ -181,14 +183,14 @@ def _update_client(
         "spread": spread if settings.average == "variance" else np.sqrt(spread),
         "clients": np.array(1.0),
     }
-    return personal, reply, {"variance_ratio": shrunk}
+    return Kept(np.zeros(0)), reply, {"variance_ratio": shrunk}
 
 
 def _refuse(state: SubnetworkState, reply: Message) -> str | None:
-    """Spreads are not negative, and one client counts as one."""
+    """Spreads are not negative, and somebody sent them."""
     del state
-    if float(reply["clients"]) != 1.0:
-        return f"'clients' is {float(reply['clients']):.3g}, and must be 1"
+    if not float(reply["clients"]) >= 1.0:
+        return f"'clients' is {float(reply['clients']):.3g}, and must be at least 1"
     least = float(np.min(reply["spread"], initial=0.0))
     return None if least >= 0 else f"'spread' is {least:.3g} somewhere, and must not be negative"
 

@@ -1,0 +1,234 @@
+"""Averages of networks: each method of the table by a property that pins it down."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+torch = pytest.importorskip("torch")
+
+import fedppl  # noqa: E402
+from fedppl import nn  # noqa: E402
+from fedppl.engine.answer import stream  # noqa: E402
+from fedppl.nn.predict import probabilities  # noqa: E402
+from models import fedsi  # noqa: E402
+from tests import problems  # noqa: E402
+
+ALL = ("0.weight", "0.bias", "2.weight", "2.bias")
+BODY, HEAD = ALL[:2], ALL[2:]
+BABU = (("shared", 3),)
+REP = (("local", 3), ("shared", 2))
+
+
+def fitted(shared: tuple[str, ...], algorithm: fedppl.Algorithm, rounds: int = 2, **settings: Any) -> fedppl.Fit:
+    model, clients = problems.classification(shared=shared)
+    return fedppl.fit(model, clients, algorithm, rounds=rounds, progressbar=False, random_seed=1, **settings)
+
+
+def one_round(shared: tuple[str, ...], algorithm: fedppl.Algorithm, personal: Any = None) -> tuple[Any, Any, Any]:
+    model, clients = problems.classification(shared=shared)
+    client = model.enrol(clients)["device 0"]
+    state = algorithm.init_server(client.layout, tuple(clients), stream((0,)))
+    kept, reply, _ = algorithm.update_client(client, personal, algorithm.broadcast(state, "device 0"), stream((1,)))
+    return state, kept, reply
+
+
+def test_clients_take_the_steps_that_torch_takes() -> None:
+    """Adam in float32 on a module of its own, with full batches, from the same start: the same weights."""
+    _, clients = problems.classification(shared=ALL)
+    data, net = clients["device 0"], problems.network()
+    own = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    own.load_state_dict(net.state_dict())
+    X, y = torch.from_numpy(data["X"]).float(), torch.from_numpy(data["y"]).long()
+    adam = torch.optim.Adam(own.parameters(), lr=0.01)
+    for _ in range(5):
+        adam.zero_grad()
+        torch.nn.functional.cross_entropy(own(X), y).backward()
+        adam.step()
+    wanted = np.concatenate([value.detach().numpy().ravel() for value in own.parameters()])
+    algorithm = fedppl.NetworkAveraging(learning_rate=0.01, phases=(("all", 5),), batch_size=20)
+    _, _, reply = one_round(ALL, algorithm)
+    assert_allclose(reply["weighted"] / 20, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_fedavg_weighs_by_rows_or_not() -> None:
+    algorithm = fedppl.NetworkAveraging()
+    model, clients = problems.classification(shared=ALL)
+    state = algorithm.init_server(model.enrol(clients)["device 0"].layout, tuple(clients), stream((0,)))
+    replies = {
+        "device 0": {"weighted": 3.0 * np.ones(31), "weight": np.array(3.0)},
+        "device 1": {"weighted": np.full(31, 5.0), "weight": np.array(1.0)},
+    }
+    after, info = algorithm.update_server(state, replies)
+    assert_allclose(after.phi, 2.0)
+    assert info.change > 0
+    assert algorithm.update_server(state, {})[0] == state
+    _, _, reply = one_round(ALL, fedppl.NetworkAveraging(weights="equal"))
+    assert float(reply["weight"]) == 1.0
+
+
+def test_fedbabu_leaves_the_head_until_the_end() -> None:
+    fit = fitted(BODY, fedppl.NetworkAveraging(phases=BABU, tune="local"))
+    for name, client in fit.clients.items():
+        assert_array_equal(fit.personal[name].local, client.initial)
+        own = nn.personalise(fit, name)
+        assert_array_equal(own.weights[client.network.unit.shared_at], fit.state.phi)
+        assert np.all(own.weights[client.network.unit.local_at] != client.initial)
+
+
+def test_fedper_trains_both_and_keeps_the_head() -> None:
+    fit = fitted(BODY, fedppl.NetworkAveraging(phases=(("all", 3),)))
+    heads = [fit.personal[name].local for name in fit.clients]
+    assert not np.allclose(heads[0], heads[1])
+    for name, client in fit.clients.items():
+        own = nn.personalise(fit, name)
+        assert_array_equal(own.weights[client.network.unit.local_at], fit.personal[name].local)
+
+
+def test_fedrep_trains_the_head_first_and_the_rest_given_that() -> None:
+    """With the head's phase alone, what is shared does not move; then it moves from where that phase left the head."""
+    state, kept, reply = one_round(BODY, fedppl.NetworkAveraging(phases=REP[:1]))
+    assert_allclose(reply["weighted"] / reply["weight"], state.phi, rtol=1e-12)
+    _, both, moved = one_round(BODY, fedppl.NetworkAveraging(phases=REP))
+    assert_array_equal(both.local, kept.local)
+    assert np.all(moved["weighted"] / moved["weight"] != state.phi)
+
+
+def test_lg_fedavg_shares_the_head() -> None:
+    fit = fitted(HEAD, fedppl.NetworkAveraging())
+    assert [variable.name for variable in fit.layout.variables] == list(HEAD)
+    bodies = [fit.personal[name].local for name in fit.clients]
+    assert not np.allclose(bodies[0], bodies[1])
+
+
+def test_fedavg_ft_tunes_the_head_by_name() -> None:
+    fit = fitted(ALL, fedppl.NetworkAveraging(tune=HEAD))
+    own = nn.personalise(fit, "device 0")
+    assert_array_equal(own.weights[:16], fit.state.phi[:16])
+    assert np.all(own.weights[16:] != fit.state.phi[16:])
+
+
+def test_personal_weights_are_a_cache() -> None:
+    """A client that lost its head starts it anew and says so."""
+    model, clients = problems.classification()
+    client = model.enrol(clients)["device 0"]
+    algorithm = fedppl.NetworkAveraging()
+    state = algorithm.init_server(client.layout, tuple(clients), stream((0,)))
+    kept, _, blank = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
+    _, _, info = algorithm.update_client(client, kept, algorithm.broadcast(state, "device 0"), stream((1,)))
+    assert blank == {"blank": 1.0} and info == {}
+
+
+def test_random_subsets_of_clients_take_part() -> None:
+    fit = fitted(BODY, fedppl.NetworkAveraging(), rounds=4, participation=2)
+    assert {len(record.asked) for record in fit.records} == {2}
+    assert fit.status is fedppl.Status.MAX_ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"phases": ()}, r"phases=\(\) must be pairs"),
+        ({"phases": "all"}, "phases='all' must be pairs"),
+        ({"phases": (("all", 0),)}, "epochs=0 must be a whole number"),
+        ({"learning_rate": -1}, "learning_rate=-1 must be positive"),
+        ({"weights": "size"}, "weights='size' must be"),
+        ({"tune": ()}, "tune=.. must be"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(fedppl.DeclarationError, match=message):
+        fedppl.NetworkAveraging(**settings)
+
+
+@pytest.mark.parametrize(
+    ("shared", "settings", "message"),
+    [
+        (ALL, {"phases": (("head", 1),)}, '\'head\' must be "shared", "local", "all" or a tuple'),
+        (ALL, {"tune": "local"}, "'local' names no weights: share others"),
+        (BODY, {"phases": ((("4.weight",), 1),)}, r"\['4.weight'\] are no parameters of the network"),
+    ],
+)
+def test_weights_that_are_not_there_are_refused_before_any_round(
+    shared: tuple[str, ...], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(fedppl.DeclarationError, match=message):
+        fitted(shared, fedppl.NetworkAveraging(**settings))
+
+
+# --- predictions -----------------------------------------------------------------------------------------------------
+
+
+def test_monte_carlo_probabilities_are_those_of_quadrature(rng: np.random.Generator) -> None:
+    """Two classes: the mean of a logistic over f_1 − f_0 ~ N(m, v), by Gauss-Hermite; 5 sds of 4,000 draws."""
+    logits, root = rng.normal(size=(3, 2)), rng.normal(size=(3, 2, 2))
+    covariance = root @ root.transpose(0, 2, 1)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    m = logits[:, 1] - logits[:, 0]
+    v = covariance[:, 0, 0] + covariance[:, 1, 1] - 2 * covariance[:, 0, 1]
+    values = 1 / (1 + np.exp(-(m[:, None] + np.sqrt(v)[:, None] * nodes)))
+    wanted = (values * weights).sum(axis=1) / weights.sum()
+    sd = np.sqrt((values**2 * weights).sum(axis=1) / weights.sum() - wanted**2)
+    found = probabilities(logits, covariance, link="monte carlo", draws=4000, rng=rng)
+    assert np.all(np.abs(found[:, 1] - wanted) < 5 * sd / np.sqrt(4000))
+    assert_allclose(found.sum(axis=1), 1.0)
+
+
+def test_links_by_hand() -> None:
+    from scipy.stats import norm
+
+    logits, covariance = np.array([[1.0, -1.0]]), np.diag([8 / np.pi * 3, 0.0])[None]
+    scaled = np.exp([0.5, -1.0])  # κ = 1 / √(1 + 3), 1
+    assert_allclose(probabilities(logits, covariance, link="scaled")[0], scaled / scaled.sum())
+    probit = norm.cdf([0.5, -1.0])
+    assert_allclose(probabilities(logits, covariance, link="probit")[0], probit / probit.sum())
+    point = np.exp([1.0, -1.0])
+    assert_allclose(probabilities(logits, 0 * covariance, link="map")[0], point / point.sum())
+
+
+def test_a_normal_likelihood_gives_intervals(rng: np.random.Generator) -> None:
+    net = problems.network()
+    model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.5), list(BODY))
+    X = rng.normal(size=(30, 3))
+    data = {"a": {"X": X, "y": np.tanh(X) + 0.5 * rng.normal(size=(30, 3))}}
+    fit = fedppl.fit(model, data, fedppl.FedSI(ratio=1.0), rounds=3, progressbar=False, random_seed=0)
+    found = nn.predict(fit, "a", {"X": X}, probability=0.9)
+    assert np.all(found["sd"] > 0.5)  # of a new outcome: noise, and what is not known of the weights
+    assert_allclose(found["upper"] - found["mean"], 1.6448536 * found["sd"], rtol=1e-6)
+    point = nn.predict(fit, "a", {"X": X}, link="map")
+    assert_allclose(point["sd"], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("client", "inputs", "settings", "message"),
+    [
+        ("device 9", {}, {}, "client 'device 9' is not here"),
+        ("device 0", {"x": np.ones((2, 3))}, {}, r"new inputs \['x'\] must be \['X'\]"),
+        ("device 0", {"X": np.ones((2, 4))}, {}, "'X' have shape .2, 4., the client's have"),
+        ("device 0", {"X": np.full((2, 3), np.nan)}, {}, "pass finite numbers"),
+        ("device 0", {"X": np.ones((2, 3))}, {"link": "logit"}, "link='logit' must be one of"),
+        ("device 0", {"X": np.ones((2, 3))}, {"draws": 0}, "draws=0 must be"),
+        ("device 0", {"X": np.ones((2, 3))}, {"probability": 1}, "probability=1 must lie"),
+    ],
+)
+def test_predictions_that_cannot_be_made_are_refused(
+    client: str, inputs: Any, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((fedppl.DeclarationError, fedppl.DataError), match=message):
+        nn.predict(fitted_once(), client, inputs, **settings)
+
+
+@functools.cache
+def fitted_once() -> fedppl.Fit:
+    return fitted(BODY, fedppl.NetworkAveraging())
+
+
+def test_a_fit_of_another_kind_has_no_network() -> None:
+    model, clients = problems.regression(2)
+    fit = fedppl.fit(model, clients, fedppl.EP(), rounds=1, progressbar=False, random_seed=0)
+    with pytest.raises(fedppl.DeclarationError, match="the fit is of EP; networks are fitted by"):
+        nn.predict(fit, fit.client_ids[0], {"X": np.ones((1, 2))})

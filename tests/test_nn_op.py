@@ -1,0 +1,240 @@
+"""A network in a PyMC model: its value and gradients against formulas, and what is no function is refused."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytensor
+import pytensor.tensor as pt
+import pytest
+from numpy.testing import assert_allclose
+
+torch = pytest.importorskip("torch")
+
+import fedppl  # noqa: E402
+from fedppl import gaussian, nn  # noqa: E402
+from fedppl._graph import PYTHON_MODE  # noqa: E402
+from models import fedsi  # noqa: E402
+from tests import problems  # noqa: E402
+
+
+def evaluated(w: Any, X: Any) -> Any:
+    """tanh(X W₁ᵀ + b₁) W₂ᵀ + b₂ of `problems.network()`."""
+    W1, b1, W2, b2 = w[:12].reshape(4, 3), w[12:16], w[16:28].reshape(3, 4), w[28:]
+    return np.tanh(X @ W1.T + b1) @ W2.T + b2
+
+
+def compiled(outputs: Any, mode: Any = PYTHON_MODE) -> Any:
+    w, X = pt.dvector("w"), pt.dmatrix("X")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*object mode.*")  # an Op without Numba's own code
+        return pytensor.function([w, X], outputs(w, X), mode=mode)
+
+
+@pytest.mark.parametrize("mode", [PYTHON_MODE, "NUMBA"])
+def test_the_value_is_that_of_the_formula(mode: Any, rng: np.random.Generator) -> None:
+    w, X = rng.normal(size=31), rng.normal(size=(7, 3))
+    found = compiled(lambda w, X: nn.module(problems.network(), w, X), mode)(w, X)
+    assert_allclose(found, evaluated(w, X), rtol=1e-12)
+
+
+@pytest.mark.parametrize("mode", [PYTHON_MODE, "NUMBA"])
+def test_gradients_are_those_of_differences(mode: Any, rng: np.random.Generator) -> None:
+    """Of Σ A ∘ f, with respect to the weights and to the inputs."""
+    w, X, A = rng.normal(size=31), rng.normal(size=(7, 3)), rng.normal(size=(7, 3))
+    cost = lambda w, X: pt.sum(A * nn.module(problems.network(), w, X))  # noqa: E731
+    by_w, by_X = compiled(lambda w, X: pt.grad(cost(w, X), [w, X]), mode)(w, X)
+    step = 1e-6
+    for i in range(31):
+        apart = step * (np.arange(31) == i)
+        wanted = np.sum(A * (evaluated(w + apart, X) - evaluated(w - apart, X))) / (2 * step)
+        assert_allclose(by_w[i], wanted, rtol=1e-7, atol=1e-8)
+    for place in np.ndindex(X.shape):
+        apart = np.zeros_like(X)
+        apart[place] = step
+        wanted = np.sum(A * (evaluated(w, X + apart) - evaluated(w, X - apart))) / (2 * step)
+        assert_allclose(by_X[place], wanted, rtol=1e-7, atol=1e-8)
+
+
+def test_a_models_log_density_is_the_formulas(rng: np.random.Generator) -> None:
+    X, y = rng.normal(size=(6, 3)), np.array([0, 1, 2, 2, 1, 0])
+    model = fedsi.classifier(X, y, net=problems.network(), sigma=2.0)
+    start = np.concatenate([v.detach().double().numpy().ravel() for v in problems.network().parameters()])
+    assert [rv.name for rv in model.free_RVs] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    w = start + 0.3 * rng.normal(size=31)
+    point = {rv.name: part for rv, part in zip(model.free_RVs, np.split(w, [12, 16, 28]), strict=True)}
+    point = {name: value.reshape(model[name].type.shape) for name, value in point.items()}
+    logits = evaluated(w, X)
+    likelihood = logits[np.arange(6), y] - np.log(np.exp(logits).sum(axis=1))
+    prior = -0.5 * (w - start) ** 2 / 4 - 0.5 * np.log(2 * np.pi * 4)
+    # PyMC's own constant log √(2π) is right to ten digits only, and it counts 31 times.
+    assert_allclose(model.compile_logp(mode=PYTHON_MODE)(point), likelihood.sum() + prior.sum(), rtol=1e-8)
+
+
+def test_weights_may_be_one_vector_with_labels(rng: np.random.Generator) -> None:
+    net, X = problems.network(), rng.normal(size=(5, 3))
+    with pm.Model(coords={"weight": nn.parameter_names(net)}) as model:
+        w = pm.Normal("w", 0, 1, dims="weight")
+        pm.Normal("y", nn.module(net, w, pm.Data("X", X)), 0.1, observed=np.zeros((5, 3)))
+    labels = model.coords["weight"]
+    assert labels[:2] == ("0.weight[0,0]", "0.weight[0,1]") and labels[-1] == "2.bias[2]"
+    value = rng.normal(size=31)
+    wanted = -0.5 * np.sum((evaluated(value, X) / 0.1) ** 2) - 15 * np.log(0.1 * np.sqrt(2 * np.pi))
+    wanted += -0.5 * np.sum(value**2) - 31 * 0.5 * np.log(2 * np.pi)
+    assert_allclose(model.compile_logp(mode=PYTHON_MODE)({"w": value}), wanted, rtol=1e-10)
+
+
+def test_whole_numbers_are_inputs_without_a_gradient() -> None:
+    """An embedding: row i of the table for input i."""
+    net = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Flatten())
+    w, X = pt.dvector("w"), pt.lmatrix("X")
+    output = nn.module(net, w, X)
+    function = pytensor.function([w, X], [output, pt.grad(output[:, 0].sum(), w)], mode=PYTHON_MODE)
+    table = np.arange(8.0)
+    value, slope = function(table, np.array([[2], [0], [2]]))
+    assert_allclose(value, [[4, 5], [0, 1], [4, 5]])
+    assert_allclose(slope, [1, 0, 0, 0, 2, 0, 0, 0])
+
+
+def test_two_builds_with_one_network_are_the_same_graph() -> None:
+    """Or every client would be compiled on its own."""
+    model, clients = problems.classification()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enrolled = model.enrol(clients)
+    assert len({id(client.template) for client in enrolled.values()}) == 1
+
+
+LINEAR = torch.nn.Linear(3, 2)
+
+
+class Odd(torch.nn.Module):  # type: ignore[misc]
+    """Without parameters."""
+
+    def forward(self, X: Any) -> Any:
+        return X
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (torch.nn.Sequential(LINEAR, torch.nn.BatchNorm1d(2)), "'1' .BatchNorm1d. changes its buffers in"),
+        (torch.nn.Sequential(LINEAR, torch.nn.Dropout(0.5)), "'1' .Dropout. draws at random .*net.eval()"),
+        (Odd(), "the network Odd has no parameters"),
+        ("net", "the network is str; pass a torch.nn.Module"),
+    ],
+)
+def test_what_is_no_function_of_weights_and_inputs_is_refused(net: Any, message: str) -> None:
+    with pytest.raises(fedppl.DeclarationError, match=message):
+        nn.module(net, pt.dvector("w"), np.ones((2, 3)))
+
+
+def test_batch_norm_in_evaluation_uses_its_buffers(rng: np.random.Generator) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).eval()
+    net[1].running_mean += 1.5
+    w, X = np.concatenate([rng.normal(size=8), [2.0, 3.0], [0.1, 0.2]]), rng.normal(size=(4, 3))
+    found = compiled(lambda w, X: nn.module(net, w, X))(w, X)
+    linear = X @ w[:6].reshape(2, 3).T + w[6:8]
+    assert_allclose(found, (linear - 1.5) / np.sqrt(1 + 1e-5) * w[8:10] + w[10:], rtol=1e-6)
+
+
+def test_weights_of_other_names_and_priors_without_a_scale_are_refused() -> None:
+    net = problems.network()
+    with pytest.raises(fedppl.DeclarationError, match=r"weights are named \['a'\], and the network's parameters"):
+        nn.module(net, {"a": pt.dvector()}, np.ones((2, 3)))
+    with pytest.raises(fedppl.DeclarationError, match="weights have 2 dimensions; pass one vector of 31 numbers"):
+        nn.module(net, pt.dmatrix(), np.ones((2, 3)))
+    with pm.Model():
+        with pytest.raises(fedppl.DeclarationError, match="sigma of '0.weight' is 0 and must be positive"):
+            nn.parameters(net, sigma=0)
+        with pytest.raises(fedppl.DeclarationError, match=r"sigma names \['0.weight'\], the network's parameters are"):
+            nn.parameters(net, sigma={"0.weight": 1.0})
+
+
+def test_labels_beyond_the_networks_outputs_are_refused_before_any_round() -> None:
+    model, clients = problems.classification()
+    clients = {**clients, "odd": {**clients["device 0"], "y": np.full(20, 3)}}
+    with pytest.raises(fedppl.DataError, match="client 'odd'.*class"):
+        model.enrol(clients)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"X": np.full((20, 3), np.nan)}, "client 'odd': 'X' holds nan"),
+        ({"X": np.zeros((0, 3)), "y": np.zeros(0, int)}, "client 'odd': 'X' has shape .0, 3., that is zero rows"),
+        ({"X": np.zeros((20, 5))}, "client 'odd'"),
+    ],
+)
+def test_data_that_cannot_be_used_are_refused_at_enrolment(change: dict[str, Any], message: str) -> None:
+    model, clients = problems.classification()
+    with pytest.raises((fedppl.DataError, fedppl.DeclarationError), match=message):
+        model.enrol({**clients, "odd": {**clients["device 0"], **change}})
+
+
+# --- local inference of the foundation ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def line() -> tuple[Any, dict[str, Any]]:
+    """A network without a hidden layer is a linear regression: X w + b, noise 0.5, w ~ N(start, 1)."""
+    torch.manual_seed(4)
+    net = torch.nn.Linear(2, 1)
+    rng = np.random.default_rng(8)
+    X = rng.normal(size=(40, 2))
+    return net, {"X": X, "y": (X @ [1.0, -2.0] + 0.5 + 0.5 * rng.normal(size=40))[:, None]}
+
+
+def exact(net: Any, data: dict[str, Any]) -> tuple[Any, Any]:
+    """Posterior mean and covariance of (w, b): the normal equations."""
+    start = np.concatenate([v.detach().double().numpy().ravel() for v in net.parameters()])
+    D = np.column_stack([data["X"], np.ones(len(data["X"]))])
+    covariance = np.linalg.inv(D.T @ D / 0.25 + np.eye(3))
+    return covariance @ (D.T @ data["y"][:, 0] / 0.25 + start), covariance
+
+
+@pytest.mark.parametrize(
+    "local",
+    [fedppl.NestedLaplace(), fedppl.Laplace(), fedppl.ADVI(), fedppl.NUTS(draws=400, tune=300, chains=2)],
+    ids=["nested Laplace", "Laplace", "ADVI", "NUTS"],
+)
+def test_local_inferences_of_a_linear_network_are_the_regressions(line: Any, local: Any) -> None:
+    """One client: EP's posterior is the exact one; NUTS within its Monte Carlo error, 5 / √800 of a posterior sd."""
+    net, data = line
+    model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.5), ["weight", "bias"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*object mode.*")  # an Op without Numba's own code
+        fit = fedppl.fit(model, {"a": data}, fedppl.EP(local=local), rounds=6, progressbar=False, random_seed=2)
+    mean, covariance = exact(net, data)
+    sd = np.sqrt(np.diag(covariance))
+    error = 5 / np.sqrt(800) if local.name == "NUTS" else 1e-3
+    assert_allclose(gaussian.mean(fit.posterior), mean, atol=error * sd.max())
+    found = np.sqrt(np.diag(gaussian.covariance(fit.posterior)))
+    assert_allclose(found, sd, rtol=0.25 if local.name == "NUTS" else 2e-2)
+
+
+@pytest.mark.slow
+def test_nuts_samples_a_network_with_a_hidden_layer_and_predicts(rng: np.random.Generator) -> None:
+    """200 rows of sin, noise 0.1: predictions of the curve are within noise of it, and intervals hold new outcomes."""
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Linear(1, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+    X = rng.uniform(-2, 2, size=(200, 1))
+    y = np.sin(2 * X) + 0.1 * rng.normal(size=X.shape)
+    model = fedppl.FederatedModel(
+        functools.partial(fedsi.regressor, net=net, noise_sd=0.1, sigma=2.0), ["0.weight", "0.bias"]
+    )
+    local = fedppl.NUTS(draws=300, tune=500, chains=2, rhat_limit=3.0)  # hidden units may change places
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*object mode.*")  # an Op without Numba's own code
+        data = {"a": {"X": X, "y": y}}
+        fit = fedppl.fit(model, data, fedppl.EP(local=local), rounds=1, progressbar=False, random_seed=3)
+        new = np.linspace(-1.8, 1.8, 50)[:, None]
+        drawn = fit.predict("a", {"X": new}, draws=300, chains=2)["predictions"]["outcome"].values.reshape(600, 50)
+    assert np.sqrt(np.mean((drawn.mean(axis=0) - np.sin(2 * new[:, 0])) ** 2)) < 0.06
+    low, high = np.quantile(drawn, [0.05, 0.95], axis=0)
+    fresh = np.sin(2 * new[:, 0]) + 0.1 * np.random.default_rng(5).normal(size=50)
+    assert np.mean((low < fresh) & (fresh < high)) > 0.75  # 0.9 ± 4 · 0.042 of fifty, less a little

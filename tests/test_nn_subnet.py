@@ -1,0 +1,254 @@
+"""A subnetwork's curvature and posterior against full Jacobians, the declared PyMC model, and exact regression."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+torch = pytest.importorskip("torch")
+
+import fedppl  # noqa: E402
+from fedppl.nn import _slopes, subnet  # noqa: E402
+from fedppl.nn.op import pieces  # noqa: E402
+from fedppl.nn.read import NetworkUnit, read_network  # noqa: E402
+from models import fedsi  # noqa: E402
+from tests import problems  # noqa: E402
+
+
+class Convolution(torch.nn.Module):  # type: ignore[misc]
+    """A convolution before two linear layers: not all weights factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters = torch.nn.Conv2d(1, 2, 3)
+        self.middle = torch.nn.Linear(32, 5)
+        self.head = torch.nn.Linear(5, 3)
+
+    def forward(self, X: Any) -> Any:
+        found = torch.tanh(self.filters(X[:, None]))
+        return self.head(torch.tanh(self.middle(found.flatten(1))))
+
+
+class Tied(torch.nn.Module):  # type: ignore[misc]
+    """One layer that is called twice: its weights' derivatives are sums of two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = torch.nn.Linear(3, 3)
+        self.head = torch.nn.Linear(3, 3)
+
+    def forward(self, X: Any) -> Any:
+        return self.head(torch.tanh(self.again(torch.tanh(self.again(X)))))
+
+
+@functools.cache
+def unit(kind: str) -> NetworkUnit:
+    """Twenty rows of a client, and its network."""
+    rng = np.random.default_rng(31)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        nets = {"convolution": Convolution, "tied": Tied}
+        net = nets[kind]() if kind in nets else problems.network()
+    X = rng.normal(size=(20, 6, 6) if kind == "convolution" else (20, 3))
+    if kind == "normal":
+        builder, y = functools.partial(fedsi.regressor, net=net, noise_sd=0.3), rng.normal(size=(20, 3))
+    else:
+        builder, y = functools.partial(fedsi.classifier, net=net), rng.integers(0, 3, size=20)
+    names = [name for name, _ in net.named_parameters()]
+    model = fedppl.FederatedModel(builder, shared=names[:-2])
+    return read_network(model.enrol({"a": {"X": X, "y": y}})["a"])
+
+
+def jacobian(unit: NetworkUnit, w: Any, X: Any) -> tuple[Any, Any]:
+    """∂f / ∂w (n, C, d) and f, by automatic differentiation of all weights at once."""
+    X = torch.from_numpy(np.asarray(X, dtype=float))
+    one = lambda flat: torch.func.functional_call(unit.net, pieces(unit.net, flat), (X,))  # noqa: E731
+    flat = torch.from_numpy(w)
+    return torch.func.jacrev(one)(flat).numpy(), one(flat).numpy()
+
+
+def hessian(unit: NetworkUnit, f: Any) -> Any:
+    """Λ (n, C, C)."""
+    if unit.likelihood.family == "normal":
+        return np.broadcast_to(np.eye(f.shape[1]) / unit.likelihood.noise_sd**2, (*f.shape, f.shape[1]))
+    p = np.exp(f) / np.exp(f).sum(axis=1, keepdims=True)
+    return p[:, :, None] * np.eye(f.shape[1]) - p[:, :, None] * p[:, None]
+
+
+KINDS = ("classes", "normal", "convolution", "tied")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_curvature_is_that_of_the_whole_jacobian(kind: str, rng: np.random.Generator) -> None:
+    own = unit(kind)
+    w = rng.normal(size=own.size)
+    J, f = jacobian(own, w, own.X)
+    full = np.einsum("nci,ncd,ndj->ij", J, hessian(own, f), J)
+    everything = np.arange(own.size)
+    assert_allclose(subnet.curvature_diagonal(own, w, everything), np.diag(full), rtol=1e-9, atol=1e-10)
+    for chosen in (np.sort(rng.permutation(own.size)[:17]), rng.permutation(own.size)[:17], everything):
+        assert_allclose(subnet.curvature(own, w, chosen), full[np.ix_(chosen, chosen)], rtol=1e-8, atol=1e-9)
+
+
+def test_rows_in_chunks_add_up_to_the_same(
+    kind: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = unit(kind)
+    w, chosen = rng.normal(size=own.size), np.sort(rng.permutation(own.size)[:11])
+    whole = subnet.curvature(own, w, chosen)
+    monkeypatch.setattr(_slopes, "_NUMBERS", 40)
+    assert len(list(_slopes.chunks(own, w, chosen, torch.float64))) > 1
+    assert_allclose(subnet.curvature(own, w, chosen), whole, rtol=1e-10, atol=1e-12)
+
+
+def test_single_precision_is_near(kind: str, rng: np.random.Generator) -> None:
+    own = unit(kind)
+    w, chosen = 0.5 * rng.normal(size=own.size), np.sort(rng.permutation(own.size)[:11])
+    found = subnet.curvature(own, w, chosen, dtype=torch.float32)
+    assert_allclose(found, subnet.curvature(own, w, chosen), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_the_outputs_covariance_is_that_of_the_linearised_network(
+    kind: str, diagonal: bool, rng: np.random.Generator
+) -> None:
+    own = unit(kind)
+    w, chosen = rng.normal(size=own.size), np.sort(rng.permutation(own.size)[:13])
+    q = subnet.infer(own, w, chosen, np.full(13, 0.7), diagonal=diagonal)
+    J, _ = jacobian(own, w, own.X[:4])
+    J = J[:, :, chosen]
+    spread = np.diag(q.covariance) if diagonal else q.covariance
+    assert_allclose(
+        subnet.output_covariance(own, q, own.X[:4]), J @ spread @ J.transpose(0, 2, 1), rtol=1e-8, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("kind", ["classes", "normal", "convolution"])
+def test_the_posterior_is_laplace_on_the_declared_linear_model(kind: str, rng: np.random.Generator) -> None:
+    """The GGN is the Hessian of the generalised linear model in PyMC at its centre, by PyMC's own second derivative."""
+    own = unit(kind)
+    w, chosen = rng.normal(size=own.size), np.sort(rng.permutation(own.size)[:9])
+    variance = rng.uniform(0.5, 2.0, size=9)
+    J, f = jacobian(own, w, own.X)
+    noise_sd = own.likelihood.noise_sd if kind == "normal" else None
+    model = fedsi.linearised(J[:, :, chosen], f, own.y, centre=w[chosen], variance=variance, noise_sd=noise_sd)
+    precision = -model.compile_d2logp(negate_output=False)({"theta": w[chosen]})
+    q = subnet.infer(own, w, chosen, variance)
+    assert_allclose(q.covariance, np.linalg.inv(precision), rtol=1e-6, atol=1e-9)
+    again = subnet.infer(own, w, chosen, variance, diagonal=True)
+    assert_allclose(again.covariance, 1.0 / np.diag(precision), rtol=1e-6)
+
+
+def test_on_a_linear_network_with_a_normal_likelihood_the_posterior_is_exact(rng: np.random.Generator) -> None:
+    """(DᵀD / σ² + I / g)⁻¹ of the regression on D = (X, 1), wherever the weights are."""
+    net = torch.nn.Linear(2, 1)
+    X = rng.normal(size=(30, 2))
+    builder = functools.partial(fedsi.regressor, net=net, noise_sd=0.5)
+    model = fedppl.FederatedModel(builder, shared=["weight", "bias"])
+    own = read_network(model.enrol({"a": {"X": X, "y": rng.normal(size=(30, 1))}})["a"])
+    q = subnet.infer(own, rng.normal(size=3), np.arange(3), np.full(3, 2.0))
+    D = np.column_stack([X, np.ones(30)])
+    assert_allclose(q.covariance, np.linalg.inv(D.T @ D / 0.25 + np.eye(3) / 2), rtol=1e-9)
+
+
+def test_live_weights_are_chosen_before_those_that_no_row_touches() -> None:
+    """Eq. 14 as it reads takes the dead ones, whose posterior is the prior."""
+    curvature = np.array([0.0, 4.0, 0.0, 1.0, 9.0])
+    variance = np.array([1.0, 1.0, 3.0, 1.0, 1.0])
+    assert_array_equal(subnet.select(variance, curvature, 2), [1, 3])
+    assert_array_equal(subnet.select(variance, curvature, 2, rule="variance"), [0, 2])
+    assert_array_equal(subnet.select(variance, curvature, 4), [1, 2, 3, 4])
+    assert_array_equal(subnet.select(variance, curvature, 5), np.arange(5))
+
+
+def test_the_literal_rule_minimises_the_wasserstein_distance(rng: np.random.Generator) -> None:
+    """Eq. 14: Σ σ² over the weights that are left out, over every choice of two of six."""
+    import itertools
+
+    curvature, variance = rng.uniform(0, 5, 6), rng.uniform(0.5, 2, 6)
+    marginal = 1 / (1 / variance + curvature)
+    best = min(itertools.combinations(range(6), 2), key=lambda S: marginal[[i for i in range(6) if i not in S]].sum())
+    assert_array_equal(subnet.select(variance, curvature, 2, rule="variance"), best)
+
+
+@pytest.mark.parametrize(
+    ("count", "rule", "message"),
+    [
+        (0, "live", "0 weights cannot be chosen from 5"),
+        (6, "live", "6 weights cannot be"),
+        (2, "best", "rule='best' must"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(count: int, rule: str, message: str) -> None:
+    with pytest.raises(fedppl.DeclarationError, match=message):
+        subnet.select(np.ones(5), np.ones(5), count, rule=rule)
+
+
+def test_draws_have_the_posteriors_covariance(rng: np.random.Generator) -> None:
+    """Of 40,000: an entry within 5 · √(2 / 40,000) of its sds."""
+    root = rng.normal(size=(3, 3))
+    for covariance in (root @ root.T + np.eye(3), np.array([0.5, 1.0, 2.0])):
+        q = subnet.Subnetwork(np.zeros(5), np.array([0, 2, 4]), covariance)
+        full = np.diag(covariance) if covariance.ndim == 1 else covariance
+        sd = np.sqrt(np.diag(full))
+        found = np.cov(q.deviations(40_000, rng), rowvar=False)
+        assert np.all(np.abs(found - full) < 5 * np.sqrt(2 / 40_000) * np.outer(sd, sd))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("two outcomes", "2 observed variables, and a network's has one"),
+        ("no network", "no network stands above"),
+        ("another weight", "free variables are .*, weights"),
+        ("a prior that is not normal", "the prior of '2.bias' is not normal"),
+        ("a scale of its own", "free variables are"),
+        ("counts", "the outcome 'y' is poisson"),
+        ("something beside", "the declared log density is .* where a network with independent"),
+    ],
+)
+def test_models_that_are_no_networks_are_refused(change: str, message: str) -> None:
+    import pymc as pm
+
+    from fedppl import nn
+
+    net = problems.network()
+
+    def builder(X: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            X, y = pm.Data("X", X), pm.Data("y", y)
+            if change == "a prior that is not normal":
+                shapes = {name: tuple(value.shape) for name, value in net.named_parameters()}
+                weights = {name: pm.Normal(name, shape=shape) for name, shape in list(shapes.items())[:-1]}
+                weights["2.bias"] = pm.Laplace("2.bias", 0, 1, shape=shapes["2.bias"])
+            else:
+                weights = nn.parameters(net)
+            if change == "another weight":
+                pm.Normal("other")
+            f = nn.module(net, weights, X)
+            if change == "no network":
+                pm.Normal("y_", weights["2.bias"].sum(), observed=y)
+            elif change == "counts":
+                pm.Poisson("y_", pm.math.exp(f[:, 0]), observed=y)
+            elif change == "a scale of its own":
+                pm.Normal("y_", f[:, 0], pm.HalfNormal("sd"), observed=y)
+            else:
+                pm.Categorical("label", logit_p=f, observed=y)
+            if change == "two outcomes":
+                pm.Normal("y_", f[:, 0], observed=y)
+            if change == "something beside":
+                pm.Potential("extra", f.sum())
+        return model
+
+    model = fedppl.FederatedModel(builder, shared=["0.weight", "0.bias"])
+    client = model.enrol({"a": {"X": np.eye(3), "y": np.array([0, 1, 2])}})["a"]
+    with pytest.raises(fedppl.DeclarationError, match=message.replace("'y'", "'y_'")):
+        read_network(client)

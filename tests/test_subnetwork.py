@@ -1,0 +1,224 @@
+"""FedSI: what a client sends, what the server makes of it, and what a client makes of the outcome."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+torch = pytest.importorskip("torch")
+
+import fedppl  # noqa: E402
+from fedppl import nn  # noqa: E402
+from fedppl.engine.answer import stream  # noqa: E402
+from fedppl.nn.subnet import curvature_diagonal, select  # noqa: E402
+from models import fedsi  # noqa: E402
+from tests import problems  # noqa: E402
+
+
+def fitted(algorithm: fedppl.Algorithm, rounds: int = 3, **settings: Any) -> fedppl.Fit:
+    model, clients = problems.classification()
+    return fedppl.fit(model, clients, algorithm, rounds=rounds, progressbar=False, random_seed=1, **settings)
+
+
+@functools.cache
+def common() -> fedppl.Fit:
+    return fitted(fedppl.FedSI(ratio=0.5, learning_rate=0.05, tune_rate=0.05, tune_epochs=30), rounds=4)
+
+
+@functools.cache
+def line() -> tuple[Any, dict[str, Any]]:
+    """A linear network with a normal likelihood: y = X w + b + 0.5 ε, w and b ~ N(start, 2²)."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        net = torch.nn.Sequential(torch.nn.Linear(2, 1))
+    rng = np.random.default_rng(4)
+    X = rng.normal(size=(50, 2))
+    return net, {"X": X, "y": (X @ [1.0, -2.0] + 0.3 + 0.5 * rng.normal(size=50))[:, None]}
+
+
+def test_one_client_with_all_weights_of_a_linear_network_sends_the_exact_posterior() -> None:
+    """The mode is (DᵀD / σ² + I / 4)⁻¹ (Dᵀy / σ² + start / 4), up to Adam's last step; the variances need no mode."""
+    net, data = line()
+    builder = functools.partial(fedsi.regressor, net=net, noise_sd=0.5, sigma=2.0)
+    model = fedppl.FederatedModel(builder, shared=["0.weight", "0.bias"])
+    algorithm = fedppl.FedSI(ratio=1.0, learning_rate=0.02, epochs=800, batch_size=50, tune=None)
+    client = model.enrol({"a": data})["a"]
+    state = algorithm.init_server(client.layout, ("a",), stream((0,)))
+    _, reply, info = algorithm.update_client(client, None, algorithm.broadcast(state, "a"), stream((1,)))
+    D = np.column_stack([data["X"], np.ones(50)])
+    precision = D.T @ D / 0.25 + np.eye(3) / 4
+    mode = np.linalg.solve(precision, D.T @ data["y"][:, 0] / 0.25 + state.mean / 4)
+    assert_allclose(reply["mean"], mode, atol=1e-3)
+    assert_allclose(reply["spread"], np.diag(np.linalg.inv(precision)), rtol=1e-4)
+    assert_allclose(info["variance_ratio"], np.mean(reply["spread"] / 4), rtol=1e-6)
+
+
+def test_weights_outside_the_subnetwork_are_degenerate() -> None:
+    model, clients = problems.classification()
+    client = model.enrol(clients)["device 0"]
+    algorithm = fedppl.FedSI(ratio=0.25, epochs=2)
+    state = algorithm.init_server(client.layout, tuple(clients), stream((0,)))
+    _, reply, _ = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
+    assert np.sum(reply["spread"] > 0) == 4 and len(reply["spread"]) == 16
+    unit = client.network.unit
+    w = unit.weights(reply["mean"], client.initial)
+    chosen = select(np.ones(16), curvature_diagonal(unit, w, unit.shared_at), 4)
+    assert_array_equal(np.flatnonzero(reply["spread"]), chosen)
+    assert np.all(reply["spread"] < 1.0)  # the data narrow the prior
+
+
+def test_heads_stay_where_all_clients_start_until_the_rounds_are_over() -> None:
+    fit = common()
+    start = fit.clients["device 0"].initial
+    for client in fit.clients.values():
+        assert_array_equal(client.initial, start)
+        assert fit.personal[client.client_id].local.size == 0  # nothing is kept
+        own = nn.personalise(fit, client.client_id)
+        assert_array_equal(own.weights[client.network.unit.shared_at], fit.state.mean)
+        assert np.all(own.weights[client.network.unit.local_at] != start)
+
+
+@pytest.mark.parametrize("average", ["variance", "sd"])
+def test_the_server_averages_and_gives_alpha_to_what_nobody_inferred(average: str) -> None:
+    model, clients = problems.classification()
+    algorithm = fedppl.FedSI(alpha=0.3, average=average)
+    layout = model.enrol(clients)["device 0"].layout
+    state = algorithm.init_server(layout, tuple(clients), stream((0,)))
+    rng = np.random.default_rng(2)
+    means, spreads = rng.normal(size=(2, 16)), rng.uniform(0.1, 1, size=(2, 16))
+    spreads[:, :5], spreads[0, 5:8] = 0, 0
+    sent = spreads if average == "variance" else np.sqrt(spreads)
+    replies = {
+        name: {"mean": mean, "spread": spread, "clients": np.array(1.0)}
+        for name, mean, spread in zip(clients, means, sent, strict=False)
+    }
+    after, info = algorithm.update_server(state, replies)
+    assert_allclose(after.mean, means.mean(axis=0))
+    wanted = spreads.mean(axis=0) if average == "variance" else np.sqrt(spreads).mean(axis=0) ** 2
+    assert_allclose(after.variance[5:], wanted[5:])
+    assert_array_equal(after.variance[:5], 0.3)
+    assert info.stochastic == 11 / 16
+    assert algorithm.update_server(state, {})[0] == state
+
+
+def test_the_factorised_variant_has_variances_of_all_weights() -> None:
+    fit = fitted(fedppl.FedSI(diagonal=True, epochs=2), rounds=1)
+    assert fit.records[-1].info["stochastic"] == 1.0
+    own = nn.personalise(fit, "device 0")
+    assert own.subnetwork.covariance.shape == (16,)
+
+
+def test_fits_learn_and_tell_what_they_know() -> None:
+    fit = common()
+    assert fit.status is fedppl.Status.MAX_ROUNDS and "weights moved by" in fit.message
+    known = fit.idata["fit"]
+    assert known["variance"].dims == ("rows",) and str(known["rows"].values[0]) == "0.weight[0,0]"
+    assert set(np.unique(known["stochastic"])) <= {0.0, 1.0}
+    assert fit.estimate["0.weight"].shape == (4, 3)
+    for name, client in fit.clients.items():
+        found = nn.predict(fit, name, {"X": client.arrays["X"]})
+        assert found["probability"].dims == ("row", "output")
+        assert fedppl.metrics.accuracy(found["probability"].values, client.arrays["y"]) > 0.8
+
+
+def test_draws_at_a_client_are_of_the_subnetworks_posterior() -> None:
+    fit = common()
+    posterior = fit.client("device 1", draws=2000, chains=2)["posterior"]
+    own = nn.personalise(fit, "device 1")
+    unit = fit.clients["device 1"].network.unit
+    flat = np.concatenate(
+        [posterior[name].values.reshape(4000, -1) for name in ("0.weight", "0.bias", "2.weight", "2.bias")], axis=1
+    )
+    assert_allclose(flat.mean(axis=0)[unit.local_at], own.weights[unit.local_at])
+    sd = np.zeros(unit.size)
+    sd[own.subnetwork.places] = np.sqrt(np.diag(own.subnetwork.covariance))
+    assert_allclose(flat.std(axis=0), sd, rtol=5 / np.sqrt(2 * 4000), atol=1e-12)
+    assert np.all(np.abs(flat.mean(axis=0) - own.weights) <= 5 * sd / np.sqrt(4000) + 1e-12)
+
+
+def test_a_novel_client_is_one_of_the_clients_with_its_data() -> None:
+    """Whoever brings device 2's rows gets device 2's predictions, but for the order in which rows are shuffled."""
+    fit = common()
+    data = fit.clients["device 2"].arrays
+    known = nn.predict(fit, "device 2", {"X": data["X"]})["probability"].values
+    novel = nn.predict(fit, dict(data), {"X": data["X"]})["probability"].values
+    assert_allclose(novel, known, atol=0.05)
+    assert fit.new_client(dict(data), draws=5, chains=1)["posterior"]["0.weight"].shape == (1, 5, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ratio": 0.0}, "ratio=0.0 must be positive and at most 1"),
+        ({"ratio": 1.5}, "ratio=1.5 must be positive and at most 1"),
+        ({"alpha": -1.0}, "alpha=-1.0 must be positive"),
+        ({"alpha": np.inf}, "alpha=inf must be finite"),
+        ({"alpha": "1"}, "alpha='1' must be positive"),
+        ({"rule": "best"}, "rule='best' must be one of"),
+        ({"average": "median"}, "average='median' must be one of"),
+        ({"learning_rate": 0}, "learning_rate=0 must be positive and finite"),
+        ({"epochs": 0}, "epochs=0 must be a whole number"),
+        ({"batch_size": 2.5}, "batch_size=2.5 must be a whole number"),
+        ({"tune_rate": np.nan}, "tune_rate=nan must be positive and finite"),
+        ({"tune_epochs": -1}, "tune_epochs=-1 must be a whole number"),
+        ({"tune": "head"}, "tune='head' must be \"local\", a tuple"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(fedppl.DeclarationError, match=message):
+        fedppl.FedSI(**settings)
+
+
+def test_names_that_the_network_does_not_have_are_refused_before_any_round() -> None:
+    with pytest.raises(fedppl.DeclarationError, match=r"\['3.weight'\] are no parameters of the network; it has"):
+        fitted(fedppl.FedSI(tune=("3.weight",)))
+
+
+def test_models_without_a_network_are_refused_before_any_round() -> None:
+    model, clients = problems.regression(2)
+    with pytest.raises(fedppl.DeclarationError, match="no network stands above .* a network's client declares weights"):
+        fedppl.fit(model, clients, fedppl.FedSI(), progressbar=False)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"), [({"spread": -np.ones(16)}, "'spread' is -1"), ({"clients": np.array(0.0)}, "'clients' is 0")]
+)
+def test_replies_that_no_client_computes_are_refused(reply: dict[str, Any], message: str) -> None:
+    good = {"mean": np.zeros(16), "spread": np.ones(16), "clients": np.array(1.0)}
+    algorithm = fedppl.FedSI()
+    assert algorithm.refuse(None, good) is None
+    assert message in str(algorithm.refuse(None, {**good, **reply}))
+
+
+def test_a_learning_rate_that_diverges_skips_the_client_and_says_so() -> None:
+    fit = fitted(fedppl.FedSI(learning_rate=1e30, epochs=3), rounds=1)
+    assert fit.status is fedppl.Status.STALLED
+    assert "lower learning_rate=" in fit.message
+
+
+def test_too_many_draws_of_a_large_network_are_refused_before_they_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fedppl.steps import _network
+
+    monkeypatch.setattr(_network, "_MOST", 1000)
+    with pytest.raises(fedppl.DeclarationError, match="4000 draws of 31 weights are 0.0 GB. Pass draws="):
+        common().client("device 0")
+
+
+def test_algorithms_with_matrices_refuse_shared_blocks_beyond_two_thousand() -> None:
+    net = problems.network(500, 3)
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["0.weight", "0.bias", "2.weight"])
+    _, clients = problems.classification()
+    client = model.enrol(clients)["device 0"]
+    assert client.layout.size == 3500 and client.layout.prior.precision.shape == (3500,)
+    assert_allclose(client.layout.prior.precision, 1.0, rtol=1e-6)
+    for algorithm in (fedppl.EP(), fedppl.FedAvg(learning_rate=0.1)):
+        with pytest.raises(fedppl.DeclarationError, match="the model shares 3500 coordinates, and .* keeps matrices"):
+            fedppl.fit(model, clients, algorithm, progressbar=False)
+    fit = fedppl.fit(model, clients, fedppl.FedSI(epochs=1), rounds=1, progressbar=False, random_seed=0)
+    assert fit.idata["fit"]["variance"].shape == (3500,)
