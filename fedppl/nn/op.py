@@ -192,7 +192,7 @@ def require_pure(net: Any) -> None:
 
 
 def own_copy(net: torch.nn.Module) -> torch.nn.Module:
-    """This thread's copy of a network: torch swaps a module's parameters in place while it evaluates others."""
+    """Copy a network once a thread: torch swaps a module's parameters in place while it evaluates others."""
     if net not in _threads.copies:
         _threads.copies[net] = copy.deepcopy(net)
     return _threads.copies[net]
