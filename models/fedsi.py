@@ -6,19 +6,30 @@ the head's local. `linearised` is the generalised linear model in the weights of
     θ_S ~ N(h_S, diag g_S),   logits = f(x; h) + J_S (θ_S − h_S),   y ~ Categorical(softmax(logits)),
 
 whose Laplace approximation at h is the posterior that `fedppl.FedSI` computes in torch (eqs. 7, 12 and 17). Tests hold
-the one against the other.
+the one against the other. `METHODS` is the comparison of its paper, as far as it averages networks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import pymc as pm
 import pytensor.tensor as pt
 
-__all__ = ["classifier", "linearised", "regressor", "representation"]
+import fedppl
+
+__all__ = [
+    "METHODS",
+    "Method",
+    "classifier",
+    "labels_of_clients",
+    "linearised",
+    "regressor",
+    "representation",
+    "shared_names",
+]
 
 
 def classifier(X: Any, y: Any, *, net: Any, sigma: float | Mapping[str, float] = 1.0) -> pm.Model:
@@ -109,3 +120,58 @@ def linearised(
         else:
             pm.Normal("outcome", linear, noise_sd, observed=y)
     return model
+
+
+class Method(NamedTuple):
+    """One row of FedSI's comparison: what travels, and the algorithm as a function of its learning rate."""
+
+    shares: str  # "all", "representation" or "head"
+    algorithm: Callable[[float, tuple[str, ...]], fedppl.Algorithm]  # of a learning rate and the head's names
+    alone: bool = False  # every client by itself
+
+
+METHODS = {
+    "Local": Method("all", lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate), alone=True),
+    "FedAvg": Method("all", lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate)),
+    "FedAvg-FT": Method("all", lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate, tune=head)),
+    "FedBABU": Method(
+        "representation",
+        lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate, phases=(("shared", 10),), tune="local"),
+    ),
+    "FedPer": Method("representation", lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate)),
+    "FedRep": Method(
+        "representation",
+        lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate, phases=(("local", 10), ("shared", 1))),
+    ),
+    "LG-FedAvg": Method("head", lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate)),
+    "FedSI-Fac": Method("representation", lambda rate, head: fedppl.FedSI(learning_rate=rate, diagonal=True)),
+    "FedSI": Method("representation", lambda rate, head: fedppl.FedSI(learning_rate=rate)),
+}
+
+
+def shared_names(net: Any, shares: str) -> list[str]:
+    """Names of "all" weights, of the "representation", or of the "head"."""
+    names = [name for name, _ in net.named_parameters()]
+    body = representation(net)
+    return {"all": names, "representation": body, "head": [name for name in names if name not in body]}[shares]
+
+
+def labels_of_clients(clients: int, labels: int, each: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw `each` labels for every client, so that all labels are held by equally many clients, (clients, each).
+
+    Examples
+    --------
+    >>> held = labels_of_clients(10, 10, 5, np.random.default_rng(0))
+    >>> np.bincount(held.ravel()).tolist()
+    [5, 5, 5, 5, 5, 5, 5, 5, 5, 5]
+    """
+    if clients * each % labels:
+        raise ValueError(f"{clients} clients of {each} labels do not hold {labels} labels equally often.")
+    held = (np.arange(clients)[:, None] * each + np.arange(each)) % labels
+    for _ in range(20 * clients):  # clients exchange labels that the other does not have
+        a, b = rng.choice(clients, 2, replace=False) if clients > 1 else (0, 0)
+        i, j = rng.integers(each, size=2)
+        if held[a, i] not in held[b] and held[b, j] not in held[a]:
+            held[a, i], held[b, j] = held[b, j], held[a, i]
+    relabelled = rng.permutation(labels)[held]
+    return np.asarray(np.sort(relabelled, axis=1))

@@ -1,0 +1,346 @@
+"""FedSI beside averages of networks, on MNIST, Fashion-MNIST and CIFAR-10 (Chen et al., Tables I and II).
+
+Every client has 5 of the 10 labels, each label at equally many clients; rows are drawn from all images, training and
+test rows of all clients are disjoint, and every client is tested on its own labels. "small" has 50 training and 950
+test rows for each label of a client (CIFAR-10: 25 and 475), "large" 900 and 300 (450 and 150). Networks: an MLP with
+100 hidden units, or two convolutions and three linear layers. Pixels are brought to mean 0 and sd 1 by sums over the
+clients' training rows. Nothing is chosen by test rows: all rounds are run, and the last is what counts.
+
+Rows: a method at a learning rate. "map" is the same fit with its weights as a point. Beside accuracy (mean over
+clients, %) and calibration (over all clients' test rows): AUROC of the predictive entropy for images of labels that
+the client does not have, and for images of another data set. --rows has fewer training rows for each label, --novel
+leaves clients out of the training.
+
+CIFAR-10 is a JPEG copy: its figures are not those of the exact pixels.
+
+    python benchmarks/fedsi.py --dataset mnist --size small --seeds 3 --rounds 30
+    python benchmarks/fedsi.py --dataset mnist --size small --rows 5 --methods FedBABU FedSI
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gzip
+import io
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is importable from a checkout
+
+import fedppl
+from fedppl import metrics
+from models import fedsi
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"mnist": "mnist", "fmnist": "fashion_mnist", "cifar10": "cifar10"}
+CLIENTS = {"mnist": 10, "fmnist": 10, "cifar10": 20}
+ROWS = {"small": (50, 950), "large": (900, 300)}  # CIFAR-10 has half of that
+RATIO = {"mnist": 0.05, "fmnist": 0.05, "cifar10": 0.07}
+OTHER = {"mnist": "fmnist", "fmnist": "mnist"}
+RATES = {"FedSI": (1e-2,), "FedSI-Fac": (1e-2,)}  # of all others: 1e-3 and 1e-2
+# Table I, accuracy, small and large; Table II, ECE, MCE and Brier score.
+PAPER: dict[str, dict[str, tuple[float, float]]] = {
+    "mnist": {
+        "Local": (91.38, 95.16), "FedAvg": (88.26, 89.54), "FedAvg-FT": (93.15, 94.42), "FedBABU": (91.38, 98.26),
+        "FedPer": (91.82, 98.49), "FedRep": (90.68, 98.58), "LG-FedAvg": (91.64, 97.13), "FedSI-Fac": (91.96, 97.96),
+        "FedSI": (93.98, 99.28),
+    },
+    "fmnist": {
+        "Local": (86.51, 90.98), "FedAvg": (81.28, 82.54), "FedAvg-FT": (88.05, 89.67), "FedBABU": (87.70, 93.66),
+        "FedPer": (86.62, 96.69), "FedRep": (86.13, 96.78), "LG-FedAvg": (86.35, 95.66), "FedSI-Fac": (86.55, 94.41),
+        "FedSI": (88.41, 96.36),
+    },
+    "cifar10": {
+        "Local": (40.98, 71.10), "FedAvg": (36.51, 58.15), "FedAvg-FT": (48.93, 76.11), "FedBABU": (49.05, 82.78),
+        "FedPer": (48.16, 80.90), "FedRep": (46.17, 82.51), "LG-FedAvg": (42.15, 71.19), "FedSI-Fac": (49.63, 74.61),
+        "FedSI": (51.21, 76.1),
+    },
+}  # fmt: skip
+LEAST = {("mnist", "small"): 93.98, ("fmnist", "small"): 89.0, ("mnist", "large"): 98.2}
+MOST_ECE = {("mnist", "small"): 0.040, ("fmnist", "small"): 0.057}
+
+
+class Images(NamedTuple):
+    """All images of a data set."""
+
+    pixels: np.ndarray  # (n, ...) float32
+    labels: np.ndarray  # (n,)
+
+
+class Problem(NamedTuple):
+    """What clients hold, and are tested on."""
+
+    train: dict[str, dict[str, np.ndarray]]
+    test: dict[str, Images]
+    unseen: dict[str, np.ndarray]  # images of labels that the client does not have
+    strange: np.ndarray | None  # images of another data set
+    novel: tuple[str, ...]  # clients that do not take part
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dataset", choices=FOLDERS, default="mnist")
+    parser.add_argument("--size", choices=ROWS, default="small")
+    parser.add_argument("--rows", type=int, help="training rows for each label of a client, in place of the size's")
+    parser.add_argument("--methods", nargs="+", choices=[*fedsi.METHODS], default=[*fedsi.METHODS])
+    parser.add_argument("--rates", type=float, nargs="+", default=(1e-3, 1e-2), help="of all methods but FedSI's two")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="the first of them")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--alpha", type=float, default=1.0, help="of FedSI and FedSI-Fac")
+    parser.add_argument("--novel", type=int, default=0, help="clients that are only tested")
+    parser.add_argument("--processes", type=int, default=2, help="seeds at a time, each in a process of its own")
+    parser.add_argument("--data", type=Path, help="folder with mnist/, fashion_mnist/ and cifar10/")
+    options = parser.parse_args(argv)
+    if min(options.seeds, options.rounds, options.processes) < 1 or min(options.seed, options.novel) < 0:
+        parser.error("--seeds, --rounds and --processes must be at least 1, --seed and --novel at least 0")
+    if options.rows is not None and options.rows < 1:
+        parser.error("--rows must be at least 1")
+    if options.novel >= CLIENTS[options.dataset]:
+        parser.error(f"--novel must leave some of {CLIENTS[options.dataset]} clients")
+    return options
+
+
+def find_data(given: Path | None, dataset: str) -> Path:
+    """Return the data set's folder, or end with a message that says how to provide it."""
+    named = os.environ.get("FEDPPL_DATA")
+    folder = (given or (Path(named) if named else ROOT.parent / "shared" / "data")) / FOLDERS[dataset]
+    if not folder.is_dir():
+        sys.exit(
+            f"{folder} does not exist. Give the data folder by --data or FEDPPL_DATA; MNIST and Fashion-MNIST are "
+            f"four idx "
+            "files as published, gzipped."
+        )
+    return folder
+
+
+def load(folder: Path) -> Images:
+    """All images: both parts of an idx data set, or the JPEG copy of CIFAR-10."""
+    if (folder / "cifar10_jpeg_all_60000.bin").is_file():
+        from PIL import Image
+
+        index, raw = (
+            np.load(folder / "cifar10_jpeg_all_60000_index.npz"),
+            (folder / "cifar10_jpeg_all_60000.bin").read_bytes(),
+        )
+        head, places = index["jpeg_prefix"].tobytes(), index["offsets"]
+        files = (io.BytesIO(head + raw[places[i] : places[i + 1]]) for i in range(len(places) - 1))
+        pixels = np.stack([np.asarray(Image.open(file)) for file in files])
+        return Images(np.moveaxis(pixels, 3, 1).astype(np.float32) / 255, index["labels"].astype(np.int64))
+    parts = []
+    for part in ("train", "t10k"):
+        with gzip.open(folder / f"{part}-images-idx3-ubyte.gz") as images:
+            pixels = np.frombuffer(images.read(), np.uint8, offset=16).reshape(-1, 784)
+        with gzip.open(folder / f"{part}-labels-idx1-ubyte.gz") as labels:
+            parts.append((pixels, np.frombuffer(labels.read(), np.uint8, offset=8)))
+    pixels, labels = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+    return Images(pixels.astype(np.float32) / 255, labels.astype(np.int64))
+
+
+def divide(images: Images, other: Images | None, options: argparse.Namespace, seed: int) -> Problem:
+    """Rows of every client, disjoint, and scaled by sums over training rows."""
+    rng, count = np.random.default_rng(seed), CLIENTS[options.dataset]
+    halved = 2 if options.dataset == "cifar10" else 1
+    rows, tested = (n // halved for n in ROWS[options.size])
+    held = fedsi.labels_of_clients(count, 10, 5, rng)
+    stock = {label: list(rng.permutation(np.flatnonzero(images.labels == label))) for label in range(10)}
+    train, test = {}, {}
+    for k, labels in enumerate(held):
+        taken = [[stock[label].pop() for _ in range(rows + tested)] for label in labels]
+        few = rows if options.rows is None else min(options.rows, rows)
+        train[f"client {k}"] = np.concatenate([part[:few] for part in taken])
+        test[f"client {k}"] = np.concatenate([part[rows:] for part in taken])
+    names = tuple(train)
+    novel = names[count - options.novel :]
+    sums = np.sum(
+        [
+            (images.pixels[at].size, images.pixels[at].sum(dtype=float), (images.pixels[at].astype(float) ** 2).sum())
+            for name, at in train.items()
+            if name not in novel
+        ],
+        axis=0,
+    )
+    mean = sums[1] / sums[0]
+    sd = np.sqrt(sums[2] / sums[0] - mean**2)
+    scaled = lambda pixels: ((pixels - mean) / sd).astype(np.float32)  # noqa: E731
+    unseen = {}
+    for name, labels in zip(names, held, strict=True):
+        others = np.concatenate([at[~np.isin(images.labels[at], labels)] for at in test.values()])
+        unseen[name] = scaled(images.pixels[rng.choice(others, 500, replace=False)])
+    strange = None if other is None else scaled(other.pixels[rng.choice(len(other.pixels), 500, replace=False)])
+    return Problem(
+        {name: {"X": scaled(images.pixels[at]), "y": images.labels[at]} for name, at in train.items()},
+        {name: Images(scaled(images.pixels[at]), images.labels[at]) for name, at in test.items()},
+        unseen,
+        strange,
+        novel,
+    )
+
+
+def network(dataset: str, seed: int) -> Any:
+    """The common random start."""
+    import torch
+
+    torch.manual_seed(seed)
+    layers = torch.nn
+    if dataset != "cifar10":
+        return layers.Sequential(layers.Linear(784, 100), layers.ReLU(), layers.Linear(100, 10))
+    convolutions = (layers.Conv2d(3, 6, 5), layers.ReLU(), layers.MaxPool2d(2), layers.Conv2d(6, 16, 5), layers.ReLU())
+    linear = (layers.Linear(400, 120), layers.ReLU(), layers.Linear(120, 84), layers.ReLU(), layers.Linear(84, 10))
+    return layers.Sequential(*convolutions, layers.MaxPool2d(2), layers.Flatten(), *linear)
+
+
+def algorithm_of(name: str, rate: float, head: tuple[str, ...], options: argparse.Namespace) -> fedppl.Algorithm:
+    """A method's algorithm; FedSI's two have settings of their own."""
+    if not name.startswith("FedSI"):
+        return fedsi.METHODS[name].algorithm(rate, head)
+    settings = {"learning_rate": rate, "alpha": options.alpha, "ratio": RATIO[options.dataset]}
+    return fedppl.FedSI(**settings, diagonal=name == "FedSI-Fac")
+
+
+def scores(problem: Problem, own: dict[str, Any], fits: dict[str, fedppl.Fit], link: str) -> dict[str, float]:
+    """Accuracy, calibration, and what entropies tell, over the clients in `own`."""
+    accuracies, entropies = [], {"seen": [], "unseen": [], "strange": []}
+    said, came = [], []
+    for name, personal in own.items():
+        predict = functools.partial(fedppl.nn.predict, fits[name], personal, link=link)
+        test = problem.test[name]
+        probability = predict({"X": test.pixels})["probability"].values
+        accuracies.append(metrics.accuracy(probability, test.labels))
+        said.append(probability)
+        came.append(test.labels)
+        entropies["seen"].append(metrics.entropy(probability))
+        entropies["unseen"].append(metrics.entropy(predict({"X": problem.unseen[name]})["probability"].values))
+        if problem.strange is not None:
+            entropies["strange"].append(metrics.entropy(predict({"X": problem.strange})["probability"].values))
+    pair = np.concatenate(said), np.concatenate(came)
+    found = {
+        "accuracy": 100 * float(np.mean(accuracies)),
+        "ECE": metrics.expected_calibration_error(*pair),
+        "MCE": metrics.maximum_calibration_error(*pair),
+        "Brier": metrics.brier(*pair),
+        "NLL": float(-np.mean(np.log(np.maximum(pair[0][np.arange(len(pair[1])), pair[1]], 1e-300)))),
+    }
+    for what in ("unseen", "strange"):
+        if entropies[what]:
+            pairs = zip(entropies[what], entropies["seen"], strict=True)
+            found[f"AUROC {what}"] = float(np.mean([metrics.auroc(a, b) for a, b in pairs]))
+    return found
+
+
+def one_seed(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every method at every rate on one partition; a record for each row."""
+    import torch
+
+    torch.set_num_threads(1)
+    logging.getLogger("fedppl").setLevel(logging.ERROR)  # stopping at a set number of rounds is what was asked for
+    images = load(find_data(options.data, options.dataset))
+    other = OTHER.get(options.dataset)
+    problem = divide(images, None if other is None else load(find_data(options.data, other)), options, seed)
+    net = network(options.dataset, seed)
+    head = tuple(fedsi.shared_names(net, "head"))
+    takes_part = {name: data for name, data in problem.train.items() if name not in problem.novel}
+    records = []
+    for name in options.methods:
+        method = fedsi.METHODS[name]
+        model = fedppl.FederatedModel(
+            functools.partial(fedsi.classifier, net=net), fedsi.shared_names(net, method.shares)
+        )
+        for rate in RATES.get(name, tuple(options.rates)):
+            algorithm, started = algorithm_of(name, rate, head, options), time.process_time()
+            groups = [{k: v} for k, v in takes_part.items()] if method.alone else [takes_part]
+            settings: dict[str, Any] = {"rounds": options.rounds, "progressbar": False, "random_seed": seed}
+            fits: dict[str, fedppl.Fit] = {}
+            for group in groups:
+                fit = fedppl.fit(model, group, algorithm, engine=fedppl.InProcess(workers=1), **settings)
+                fits |= dict.fromkeys(group, fit)
+            seconds = (time.process_time() - started) / (len(takes_part) * options.rounds)
+            own = {k: fedppl.nn.personalise(fit, k) for k, fit in fits.items()}
+            extra: dict[str, float] = {"seconds": seconds}
+            if problem.novel and not method.alone:
+                fit = next(iter(fits.values()))
+                new = {k: fedppl.nn.personalise(fit, problem.train[k]) for k in problem.novel}
+                extra["novel"] = scores(problem, new, dict.fromkeys(new, fit), "scaled")["accuracy"]
+            label = f"{name} {rate:g}"
+            records.append({"seed": seed, "row": label, **scores(problem, own, fits, "scaled"), **extra})
+            if name.startswith("FedSI"):
+                records.append({"seed": seed, "row": f"{label}, map", **scores(problem, own, fits, "map")})
+            print(f"seed {seed}: {label} {records[-1]['accuracy']:.2f}", file=sys.stderr, flush=True)
+    return records
+
+
+def bars(table: pd.DataFrame, seeds: pd.DataFrame, options: argparse.Namespace) -> list[tuple[str, bool]]:
+    """What FedSI must reach, as far as the methods that ran can tell."""
+    key, ours = (options.dataset, options.size), "FedSI 0.01"
+    if ours not in table.index or options.rows is not None or options.novel:
+        return []
+    row, found = table.loc[ours], []
+    if key in LEAST:
+        found.append((f"accuracy {row['accuracy']:.2f}, at least {LEAST[key]}", row["accuracy"] >= LEAST[key]))
+    tuned = [name for name in table.index if name.startswith("FedAvg-FT")]
+    if tuned and options.size == "small":
+        best = max(tuned, key=lambda name: table.loc[name, "accuracy"])
+        wide = seeds.pivot(index="seed", columns="row", values="accuracy")
+        apart = float((wide[ours] - wide[best]).mean())
+        found.append((f"{apart:+.2f} against {best}, paired, at least -0.2", apart >= -0.2))
+    if key in MOST_ECE:
+        found.append((f"ECE {row['ECE']:.3f}, at most {MOST_ECE[key]}", row["ECE"] <= MOST_ECE[key]))
+        if "FedSI-Fac 0.01" in table.index:
+            other = table.loc["FedSI-Fac 0.01", "ECE"]
+            found.append((f"ECE {row['ECE']:.3f}, below {other:.3f} of FedSI-Fac", row["ECE"] < other))
+    for what in ("AUROC unseen", "AUROC strange"):
+        if what in table:
+            point = table.loc[f"{ours}, map", what]
+            found.append((f"{what} {row[what]:.4f}, at least {point:.4f} of the map", row[what] >= point))
+    found.append((f"a client's round {row['seconds']:.1f} s, at most 10", row["seconds"] <= 10))
+    return [(text, bool(met)) for text, met in found]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run all seeds, print the table, the bars and one line of JSON; 1 where a bar is missed."""
+    options, started = arguments(argv), time.perf_counter()
+    find_data(options.data, options.dataset)
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    job = functools.partial(one_seed, options=options)
+    with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        records = [r for found in pool.map(job, range(options.seed, options.seed + options.seeds)) for r in found]
+    seeds = pd.DataFrame(records)
+    groups = seeds.drop(columns="seed").groupby("row", sort=False)
+    table, spread = groups.mean(), groups.std().fillna(0.0)
+    shown = table.copy()
+    shown.insert(1, "±", spread["accuracy"])
+    size = 0 if options.size == "small" else 1
+    paper = [
+        PAPER[options.dataset].get(row.split()[0], ("", ""))[size] if "map" not in row else "" for row in table.index
+    ]
+    shown.insert(0, "paper", paper)
+    print(
+        f"{options.dataset}, {options.size}, {options.rounds} rounds (the paper: 800), mean over {options.seeds} "
+        f"seeds\n"
+    )
+    print(shown.rename_axis(None).to_string(float_format="{:.4f}".format, na_rep=""))
+    judged = bars(table, seeds, options)
+    for text, met in judged:
+        print(f"{'met' if met else 'MISSED'}: {text}")
+    line = {name: getattr(options, name) for name in ("dataset", "size", "rows", "rounds", "seeds", "novel", "alpha")}
+    line["rows of the table"] = {str(k): v.dropna().round(4).to_dict() for k, v in table.iterrows()}
+    line["missed"] = [text for text, met in judged if not met]
+    line["seconds"] = round(time.perf_counter() - started, 1)
+    print(json.dumps(line))
+    return 1 if line["missed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
