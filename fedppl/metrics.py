@@ -7,7 +7,7 @@ lower one.
 >>> probability = np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.4, 0.6]])
 >>> label = np.array([0, 1, 1, 1])
 >>> round(expected_calibration_error(probability, label, bins=5), 3)
-0.3
+0.25
 """
 
 from __future__ import annotations

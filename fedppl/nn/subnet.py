@@ -169,7 +169,14 @@ def output_covariance(unit: NetworkUnit, q: Subnetwork, X: Array, *, dtype: torc
     covariance = torch.from_numpy(np.asarray(q.covariance)).to(dtype)
     found = []
     for part in chunks(unit, q.weights, q.places, dtype, X=X):
-        if q.covariance.ndim == 1 or part.rest is not None:
+        if q.covariance.ndim == 1 and part.rest is None:
+            # A unit's weights are independent: Σ_u ∂f_c/∂z_u ∂f_c'/∂z_u Σ_i x_i² Var(w_ui).
+            spread = torch.zeros(part.slope.shape[2], part.inputs.shape[1], dtype=dtype)
+            spread[part.unit, part.column] = covariance[part.places]
+            weighted = part.slope * (part.inputs**2 @ spread.T)[:, None]
+            found.append(weighted @ part.slope.mT)
+            continue
+        if part.rest is not None:
             J = rows_of(part, len(q.places), flat=False)
             right = J * covariance if q.covariance.ndim == 1 else J @ covariance
             found.append(right @ J.mT)
