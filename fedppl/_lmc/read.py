@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CoregionalUnit", "read_unit"]
 
+logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _KEPT = 16
 _SPREADS = 3.0  # of the prior of log σ_m, below which outputs are constant
@@ -267,7 +269,7 @@ def _require_scale(client: ClientModel, unit: CoregionalUnit) -> None:
 
 
 def _require_coverage(client: ClientModel, unit: CoregionalUnit) -> None:
-    """Refuse a unit most of whose rows no inducing point can see."""
+    """Refuse a unit most of whose rows no inducing point can see, and warn of one with some."""
     open_variance = unit.design(unit.roles.kernel_mean).conditional.min(axis=0)
     rows, unseen = len(open_variance), int(np.sum(open_variance > _UNSEEN))
     if unseen > rows / 2:
@@ -276,4 +278,12 @@ def _require_coverage(client: ClientModel, unit: CoregionalUnit) -> None:
             "nothing of the latent functions: less than a tenth of their variance at the prior's median length-scale. "
             "Spread inducing= over the range of the inputs, closer than a length-scale, or state the length-scale in "
             "units of the inputs."
+        )
+    if unseen > rows / 10:
+        logger.warning(
+            "client %s: %d of %d rows lie where the inducing points say next to nothing; noise takes what they miss. "
+            "Spread inducing= over the range of the inputs",
+            client.client_id,
+            unseen,
+            rows,
         )
