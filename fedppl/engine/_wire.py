@@ -32,9 +32,10 @@ def pack_hello(
     client_id: str, version: str, settings: Mapping[str, str], layout: Layout, reader: SharedReader
 ) -> Parcel:
     """Describe a site's shared parameters."""
+    precision = layout.prior.precision
     arrays = {
         "prior_linear": layout.prior.linear,
-        "prior_precision": gaussian.pack_triangle(layout.prior.precision),
+        "prior_precision": precision if precision.ndim == 1 else gaussian.pack_triangle(precision),
     }
     texts = {
         "client_id": client_id,
@@ -55,8 +56,10 @@ def unpack_hello(arrays: Message, texts: Mapping[str, str]) -> Hello:
         Variable(name, tuple(shape), transform, None if dims is None else tuple(dims), bool(binary))
         for name, shape, transform, dims, binary in json.loads(texts["variables"])
     )
-    precision = gaussian.unpack_triangle(np.asarray(arrays["prior_precision"], dtype=float))
-    prior = Gaussian(np.asarray(arrays["prior_linear"], dtype=float), precision)
+    linear, precision = (np.asarray(arrays[name], dtype=float) for name in ("prior_linear", "prior_precision"))
+    if len(precision) > len(linear) or len(linear) == 1:  # else by coordinate, as large blocks have it
+        precision = gaussian.unpack_triangle(precision)
+    prior = Gaussian(linear, precision)
     dims = {k: None if v is None else tuple(v) for k, v in json.loads(texts["dims"]).items()}
     return Hello(
         client_id=texts["client_id"],
