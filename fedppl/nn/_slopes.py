@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedppl.nn.op import pieces
+from fedppl.nn.op import call, cast, state_of
 from fedppl.nn.read import NetworkUnit
 from fedppl.types import Array
 
@@ -46,7 +46,7 @@ def evaluate(unit: NetworkUnit, w: Array, X: Array, dtype: torch.dtype = torch.f
     """f(X; w), (n, C)."""
     with torch.no_grad():
         parts = [
-            _call(unit.net, _state(unit, w, dtype), tensor(X[rows], dtype)).double().numpy()
+            call(unit.net, _state(unit, w, dtype), tensor(X[rows], dtype)).double().numpy()
             for rows in np.array_split(np.arange(len(X)), max(1, len(X) // 4096))
         ]
     return np.concatenate(parts)
@@ -60,7 +60,7 @@ def chunks(
     state = _state(unit, w, dtype)
     plan = _plan(unit, state, tensor(inputs[:1], dtype), index)
     with torch.no_grad():
-        wide = _call(unit.net, state, tensor(inputs[:1], dtype)).shape[1:].numel()
+        wide = call(unit.net, state, tensor(inputs[:1], dtype)).shape[1:].numel()
     rest = sum(unit.net.get_parameter(name).numel() for name in plan.rest)
     size = max(1, min(1024, _NUMBERS // max(1, wide * max(rest, len(index) if plan.rest else 1))))
     for start in range(0, len(inputs), size):
@@ -79,7 +79,7 @@ def slopes(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, plan: _Pla
     live = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in state.items()}
     try:
         with torch.enable_grad():
-            output = _call(unit.net, live, X)
+            output = call(unit.net, live, X)
             output = output.reshape(len(X), -1)
     finally:
         for hook in hooks:
@@ -118,7 +118,7 @@ def _rest(
     chosen, others = {k: state[k] for k in wanted}, {k: v for k, v in state.items() if k not in wanted}
 
     def one(values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return _call(unit.net, {**values, **others}, x[None]).reshape(-1)
+        return call(unit.net, {**values, **others}, x[None]).reshape(-1)
 
     jacobian = torch.func.vmap(torch.func.jacrev(one), in_dims=(None, 0))(chosen, X)
     parts = [jacobian[name].flatten(2)[:, :, torch.from_numpy(at)] for name, at in wanted.items()]
@@ -146,7 +146,7 @@ def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Arra
     ]
     try:
         with torch.no_grad():
-            _call(unit.net, state, X)
+            call(unit.net, state, X)
     finally:
         for hook in hooks:
             hook.remove()
@@ -192,16 +192,9 @@ def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Arra
 
 
 def _state(unit: NetworkUnit, w: Array, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    flat = torch.from_numpy(np.asarray(w, dtype=float)).to(dtype)
-    buffers = {k: v.to(dtype) if v.is_floating_point() else v for k, v in unit.net.named_buffers()}
-    return {**pieces(unit.net, flat), **buffers}
+    return state_of(unit.net, torch.from_numpy(np.asarray(w, dtype=float)).to(dtype))
 
 
 def tensor(X: Array, dtype: torch.dtype) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(X))
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _call(net: torch.nn.Module, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = torch.func.functional_call(net, state, (X,))
-    return output
+    """Inputs for torch: real numbers in this type, whole numbers as they are."""
+    return cast(torch.from_numpy(np.ascontiguousarray(X)), dtype)

@@ -11,7 +11,7 @@ from fedppl.nn.read import NetworkUnit, read_network
 from fedppl.nn.subnet import Subnetwork, curvature_diagonal, infer, select
 from fedppl.nn.train import train
 from fedppl.steps._network import Training
-from fedppl.types import Array, DataError, DeclarationError
+from fedppl.types import Array, DeclarationError
 
 if TYPE_CHECKING:
     from fedppl.model import ClientModel
@@ -26,15 +26,12 @@ class NetworkClient:
     ----------
     unit
         The network, rows and likelihood.
+    start
+        θ (d_k,) where all clients start: what the network held when it was declared.
     """
 
-    def __init__(self, unit: NetworkUnit, client_id: str, start: Array) -> None:
-        self.unit, self._client_id, self._start = unit, client_id, start
-
-    @property
-    def start(self) -> Array:
-        """θ (d_k,) where all clients start: what the network held when it was declared."""
-        return self._start
+    def __init__(self, unit: NetworkUnit, start: Array) -> None:
+        self.unit, self.start = unit, start
 
     def places(self, which: str | tuple[str, ...]) -> Array:
         """Positions in w of "shared", "local" or "all" weights, or of those named as in torch.
@@ -96,17 +93,11 @@ class NetworkClient:
 
 
 def network_client(client: ClientModel) -> NetworkClient:
-    """Read a client's declared network, and refuse rows that it cannot use.
+    """Read a client's declared network.
 
     Raises
     ------
     DeclarationError
         Where the model is no network's.
-    DataError
-        For no rows, or labels that the network has no output for.
     """
-    unit = read_network(client)
-    who = f"client {client.client_id!r}"
-    if not len(unit.X):
-        raise DataError(f"{who} has no rows; leave it out.")
-    return NetworkClient(unit, client.client_id, client.initial)
+    return NetworkClient(read_network(client), client.initial)

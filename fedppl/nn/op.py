@@ -18,7 +18,18 @@ from pytensor.graph.op import Op
 
 from fedppl.types import Array, DeclarationError
 
-__all__ = ["ModuleOp", "module", "own_copy", "parameter_names", "parameters", "pieces", "require_pure"]
+__all__ = [
+    "ModuleOp",
+    "call",
+    "cast",
+    "module",
+    "own_copy",
+    "parameter_names",
+    "parameters",
+    "pieces",
+    "require_pure",
+    "state_of",
+]
 
 
 class _Threads(threading.local):
@@ -208,16 +219,26 @@ def _output_ndim(net: torch.nn.Module, X: Array) -> int:
         return _call(net, flat, torch.from_numpy(np.array(X[:2]))).ndim
 
 
-def _call(net: torch.nn.Module, flat: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
-    """The output in float64, with floats among inputs and buffers converted."""
-    net = own_copy(net)
-    state = pieces(net, flat) | {name: _double(value) for name, value in net.named_buffers()}
-    output: torch.Tensor = torch.func.functional_call(net, state, (_double(X),))
+def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Real numbers in this type; whole numbers as they are."""
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def state_of(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, in the flat vector's type."""
+    return pieces(net, flat) | {name: cast(value, flat.dtype) for name, value in net.named_buffers()}
+
+
+def call(net: torch.nn.Module, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
+    """The output for these parameters and buffers, one tensor."""
+    output: torch.Tensor = torch.func.functional_call(net, state, (X,))
     return output
 
 
-def _double(value: torch.Tensor) -> torch.Tensor:
-    return value.double() if value.is_floating_point() else value
+def _call(net: torch.nn.Module, flat: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
+    """The output in float64, by this thread's copy."""
+    net = own_copy(net)
+    return call(net, state_of(net, flat), cast(X, torch.float64))
 
 
 class ModuleOp(Op):  # type: ignore[misc]
@@ -269,7 +290,7 @@ class ModuleGradientOp(Op):  # type: ignore[misc]
 
     def perform(self, node: Apply, inputs: Any, outputs: Any) -> None:
         """Run the network forwards, and the cotangent backwards."""
-        flat, X, cotangent = (_double(torch.from_numpy(np.array(value))) for value in inputs)
+        flat, X, cotangent = (cast(torch.from_numpy(np.array(value)), torch.float64) for value in inputs)
         real = node.inputs[1].type.dtype.startswith("float")
         flat.requires_grad_()
         with torch.enable_grad():

@@ -12,7 +12,7 @@ from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors, explicit_graph_inputs
 
 from fedppl import _graph
-from fedppl.nn.op import own_copy, pieces
+from fedppl.nn.op import call, cast, own_copy, state_of
 from fedppl.types import Array, DataError, DeclarationError
 
 if TYPE_CHECKING:
@@ -99,11 +99,8 @@ class NetworkUnit:
 def log_likelihood(unit: NetworkUnit, w: Array) -> float:
     """log p(y | X, w) in float64."""
     with torch.no_grad():
-        state = pieces(unit.net, torch.from_numpy(np.asarray(w, dtype=float)))
-        buffers = {k: v.double() if v.is_floating_point() else v for k, v in unit.net.named_buffers()}
-        X = torch.from_numpy(unit.X)
-        X = X.double() if X.is_floating_point() else X
-        output = torch.func.functional_call(unit.net, {**state, **buffers}, (X,))
+        state = state_of(unit.net, torch.from_numpy(np.asarray(w, dtype=float)))
+        output = call(unit.net, state, cast(torch.from_numpy(unit.X), torch.float64))
     y = torch.from_numpy(unit.y)
     if unit.likelihood.family == "categorical":
         return -float(torch.nn.functional.cross_entropy(output, y.long(), reduction="sum"))

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from fedppl.nn._slopes import tensor
-from fedppl.nn.op import pieces
+from fedppl.nn.op import call, state_of
 from fedppl.nn.read import NetworkUnit
 from fedppl.steps._network import Training
 from fedppl.types import Array, LocalFailure
@@ -60,7 +60,6 @@ def train(
     moving = start[at].clone().requires_grad_()
     X, y = tensor(unit.X, dtype), torch.from_numpy(np.array(unit.y))
     y = y.long() if unit.likelihood.family == "categorical" else y.to(dtype)
-    buffers = {k: v.to(dtype) if v.is_floating_point() else v for k, v in unit.net.named_buffers()}
     pull = None if prior is None else tuple(torch.from_numpy(np.array(value)).to(dtype) for value in prior)
     optimizer = torch.optim.Adam([moving], lr=settings.learning_rate)
     rows = len(X)
@@ -69,7 +68,7 @@ def train(
             order = torch.from_numpy(rng.permutation(rows))
             for batch in torch.split(order, settings.batch_size):
                 whole = torch.index_put(start, (at,), moving)
-                output = torch.func.functional_call(unit.net, {**pieces(unit.net, whole), **buffers}, (X[batch],))
+                output = call(unit.net, state_of(unit.net, whole), X[batch])
                 loss = _loss(unit, output, y[batch])
                 if pull is not None:
                     loss = loss + 0.5 / rows * (pull[1] * (moving - pull[0]) ** 2).sum()
