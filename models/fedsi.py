@@ -63,6 +63,12 @@ def regressor(X: Any, y: Any, *, net: Any, noise_sd: float, sigma: float | Mappi
     """One client's real outcomes by a network: y ~ N(f(X; w), noise_sd²), w ~ N(start, σ²); y is (n, C)."""
     from fedppl import nn
 
+    if isinstance(noise_sd, bool) or not isinstance(noise_sd, int | float | np.number) or not 0 < noise_sd < np.inf:
+        raise fedppl.DeclarationError(f"noise_sd={noise_sd!r} must be positive and finite.")
+    if np.ndim(y) != 2:
+        raise fedppl.DeclarationError(
+            f"y has shape {np.shape(y)}; pass (n, C), a column for each output of the network."
+        )
     with pm.Model() as model:
         inputs, outcomes = pm.Data("X", X), pm.Data("y", y)
         pm.Normal("outcome", nn.module(net, nn.parameters(net, sigma=sigma), inputs), noise_sd, observed=outcomes)

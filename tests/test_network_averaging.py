@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.engine.answer import stream  # noqa: E402
+from fedppl.nn import train  # noqa: E402
 from fedppl.nn.predict import probabilities  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests import problems  # noqa: E402
@@ -149,7 +150,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
     ("shared", "settings", "message"),
     [
         (ALL, {"phases": (("head", 1),)}, '\'head\' must be "shared", "local", "all" or a tuple'),
-        (ALL, {"tune": "local"}, "'local' names no weights: share others"),
+        (ALL, {"tune": "local"}, "there are no local weights to train or to fine-tune: .* or pass tune=None"),
         (BODY, {"phases": ((("4.weight",), 1),)}, r"\['4.weight'\] are no parameters of the network"),
     ],
 )
@@ -209,7 +210,11 @@ def test_a_normal_likelihood_gives_intervals(rng: np.random.Generator) -> None:
         ("device 9", {}, {}, "client 'device 9' is not here"),
         ("device 0", {"x": np.ones((2, 3))}, {}, r"new inputs \['x'\] must be \['X'\]"),
         ("device 0", {"X": np.ones((2, 4))}, {}, "'X' have shape .2, 4., the client's have"),
-        ("device 0", {"X": np.full((2, 3), np.nan)}, {}, "pass finite numbers"),
+        ("device 0", {"X": np.full((2, 3), np.nan)}, {}, "hold missing or infinite values"),
+        ("device 0", {"X": np.ones((0, 3))}, {}, "give them at least one row"),
+        ("device 0", {"X": [["a", "b", "c"]]}, {}, "dtype <U1; pass numbers"),
+        ("device 0", np.ones((2, 3)), {}, "new inputs are ndarray; pass a mapping"),
+        ("device 0", {"X": np.ones((2, 3))}, {"probability": "a"}, "probability='a' must lie"),
         ("device 0", {"X": np.ones((2, 3))}, {"link": "logit"}, "link='logit' must be one of"),
         ("device 0", {"X": np.ones((2, 3))}, {"draws": 0}, "draws=0 must be"),
         ("device 0", {"X": np.ones((2, 3))}, {"probability": 1}, "probability=1 must lie"),
@@ -232,3 +237,39 @@ def test_a_fit_of_another_kind_has_no_network() -> None:
     fit = fedppl.fit(model, clients, fedppl.EP(), rounds=1, progressbar=False, random_seed=0)
     with pytest.raises(fedppl.DeclarationError, match="the fit is of EP; networks are fitted by"):
         nn.predict(fit, fit.client_ids[0], {"X": np.ones((1, 2))})
+
+
+def test_outputs_that_are_not_finite_are_no_prediction() -> None:
+    """Inputs that only a network without a saturating layer sees as they are."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    torch.nn.init.constant_(net[0].weight, 10.0)
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["0.weight"])
+    _, clients = problems.classification()
+    fit = fedppl.fit(model, clients, fedppl.NetworkAveraging(), rounds=1, progressbar=False, random_seed=0)
+    with pytest.raises(fedppl.DataError, match="the network's output is not finite at row 1 of the new inputs"):
+        nn.predict(fit, "device 0", {"X": np.array([[1.0, 2, 3], [1.7e308, 0, 0]])})
+
+
+def test_a_new_client_without_a_head_of_its_own_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """FedPer and LG-FedAvg train local weights in the rounds alone."""
+    _, clients = problems.classification()
+    nn.predict(fitted_once(), dict(clients["device 0"]), {"X": np.ones((2, 3))})
+    assert "client new client has no local weights of its own" in caplog.text
+    caplog.clear()
+    nn.predict(fitted_once(), "device 0", {"X": np.ones((2, 3))})
+    assert not caplog.text
+
+
+def test_training_that_raises_the_loss_is_a_failure_with_its_knob(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By more than a nat a row; here any change counts."""
+    monkeypatch.setattr(train, "_RISE", -10.0)
+    fit = fitted(BODY, fedppl.NetworkAveraging(), rounds=1)
+    assert fit.status is fedppl.Status.STALLED
+    assert "training took the loss of a row from" in fit.message and "lower learning_rate=" in fit.message
+
+
+def test_classes_with_something_after_the_point_are_refused() -> None:
+    model, clients = problems.classification()
+    wrong = {name: {**data, "y": data["y"] + 0.5} for name, data in clients.items()}
+    with pytest.raises(fedppl.DataError, match="'y' holds [0-9.]*5, and classes are whole numbers from 0"):
+        fedppl.fit(model, wrong, fedppl.NetworkAveraging(), progressbar=False)

@@ -45,14 +45,62 @@ class Tied(torch.nn.Module):  # type: ignore[misc]
         return self.head(torch.tanh(self.again(torch.tanh(self.again(X)))))
 
 
+class Outside(torch.nn.Module):  # type: ignore[misc]
+    """A layer whose weight is also used beside its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = torch.nn.Linear(3, 3)
+        self.head = torch.nn.Linear(3, 3)
+
+    def forward(self, X: Any) -> Any:
+        return self.head(torch.tanh(self.middle(X)) + torch.nn.functional.linear(X, self.middle.weight))
+
+
+class Recurrent(torch.nn.Module):  # type: ignore[misc]
+    """Three steps of one number each; torch cannot batch it over parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = torch.nn.GRU(1, 3, batch_first=True)
+        self.head = torch.nn.Linear(3, 3)
+
+    def forward(self, X: Any) -> Any:
+        return self.head(self.steps(X[:, :, None])[0][:, -1])
+
+
+def in_place() -> Any:
+    """An activation that overwrites what the layer before it gave."""
+    layers = torch.nn
+    return layers.Sequential(layers.Linear(3, 4), layers.ReLU(inplace=True), layers.Linear(4, 3))
+
+
+def normalised() -> Any:
+    """Batch norm in evaluation, with running moments that are not 0 and 1."""
+    net = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(), torch.nn.Linear(4, 3)
+    ).eval()
+    net[1].running_mean += torch.tensor([0.5, -0.2, 0.1, 0.3])
+    return net
+
+
+NETS = {
+    "convolution": Convolution,
+    "tied": Tied,
+    "outside": Outside,
+    "recurrent": Recurrent,
+    "in place": in_place,
+    "batch norm": normalised,
+}
+
+
 @functools.cache
 def unit(kind: str) -> NetworkUnit:
     """Twenty rows of a client, and its network."""
     rng = np.random.default_rng(31)
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        nets = {"convolution": Convolution, "tied": Tied}
-        net = nets[kind]() if kind in nets else problems.network()
+        net = NETS[kind]() if kind in NETS else problems.network()
     X = rng.normal(size=(20, 6, 6) if kind == "convolution" else (20, 3))
     if kind == "normal":
         builder, y = functools.partial(fedsi.regressor, net=net, noise_sd=0.3), rng.normal(size=(20, 3))
@@ -66,9 +114,10 @@ def unit(kind: str) -> NetworkUnit:
 def jacobian(unit: NetworkUnit, w: Any, X: Any) -> tuple[Any, Any]:
     """∂f / ∂w (n, C, d) and f, by automatic differentiation of all weights at once."""
     X = torch.from_numpy(np.asarray(X, dtype=float))
-    one = lambda flat: torch.func.functional_call(unit.net, pieces(unit.net, flat), (X,))  # noqa: E731
+    buffers = {name: value.double() if value.is_floating_point() else value for name, value in unit.net.named_buffers()}
+    one = lambda flat: torch.func.functional_call(unit.net, pieces(unit.net, flat) | buffers, (X,))  # noqa: E731
     flat = torch.from_numpy(w)
-    return torch.func.jacrev(one)(flat).numpy(), one(flat).numpy()
+    return torch.autograd.functional.jacobian(one, flat).numpy(), one(flat).numpy()
 
 
 def hessian(unit: NetworkUnit, f: Any) -> Any:
@@ -79,7 +128,7 @@ def hessian(unit: NetworkUnit, f: Any) -> Any:
     return p[:, :, None] * np.eye(f.shape[1]) - p[:, :, None] * p[:, None]
 
 
-KINDS = ("classes", "normal", "convolution", "tied")
+KINDS = ("classes", "normal", *NETS)
 
 
 @pytest.fixture(params=KINDS)
@@ -91,6 +140,7 @@ def test_curvature_is_that_of_the_whole_jacobian(kind: str, rng: np.random.Gener
     own = unit(kind)
     w = rng.normal(size=own.size)
     J, f = jacobian(own, w, own.X)
+    assert np.abs(J).max() > 0
     full = np.einsum("nci,ncd,ndj->ij", J, hessian(own, f), J)
     everything = np.arange(own.size)
     assert_allclose(subnet.curvature_diagonal(own, w, everything), np.diag(full), rtol=1e-9, atol=1e-10)

@@ -58,7 +58,7 @@ def chunks(
     """Derivatives at the client's rows, in the basis of √Λ; or those of the outputs themselves at other inputs."""
     inputs = unit.X if X is None else X
     state = _state(unit, w, dtype)
-    plan = _plan(unit, state, tensor(inputs[:1], dtype), index)
+    plan = _checked_plan(unit, state, tensor(inputs[:1], dtype), index)
     with torch.no_grad():
         wide = call(unit.net, state, tensor(inputs[:1], dtype)).shape[1:].numel()
     rest = sum(unit.net.get_parameter(name).numel() for name in plan.rest)
@@ -70,13 +70,18 @@ def chunks(
 def slopes(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, plan: _Plan, *, weighted: bool) -> Slopes:
     """Derivatives of one chunk."""
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep(name: str, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        seen[name] = given.detach().clone(), output
+        return output.clone()  # what comes next may change it in place
+
     hooks = [
         unit.net.get_submodule(name).register_forward_hook(
-            lambda module, given, output, name=name: seen.__setitem__(name, (given[0], output))
+            lambda module, given, output, name=name: keep(name, given[0], output)
         )
         for name in plan.layers
     ]
-    live = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in state.items()}
+    live = {name: value.detach().requires_grad_(name in unit.names) for name, value in state.items()}
     try:
         with torch.enable_grad():
             output = call(unit.net, live, X)
@@ -120,9 +125,23 @@ def _rest(
     def one(values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return call(unit.net, {**values, **others}, x[None]).reshape(-1)
 
-    jacobian = torch.func.vmap(torch.func.jacrev(one), in_dims=(None, 0))(chosen, X)
+    try:
+        jacobian = torch.func.vmap(torch.func.jacrev(one), in_dims=(None, 0))(chosen, X)
+    except RuntimeError:  # recurrent layers, for one, cannot be batched over parameters: a row and an output at a time
+        jacobian = _row_by_row(one, chosen, X)
     parts = [jacobian[name].flatten(2)[:, :, torch.from_numpy(at)] for name, at in wanted.items()]
     return factor.mT @ torch.cat(parts, dim=2).detach()
+
+
+def _row_by_row(one: Any, chosen: dict[str, torch.Tensor], X: torch.Tensor) -> dict[str, torch.Tensor]:
+    """∂f / ∂w by name, (b, C, ...)."""
+    live = {name: value.detach().requires_grad_() for name, value in chosen.items()}
+    rows: list[list[tuple[torch.Tensor, ...]]] = []
+    with torch.enable_grad():
+        for x in X:
+            output = one(live, x)
+            rows.append([torch.autograd.grad(value, list(live.values()), retain_graph=True) for value in output])
+    return {name: torch.stack([torch.stack([c[i] for c in row]) for row in rows]) for i, name in enumerate(live)}
 
 
 def _factor(unit: NetworkUnit, output: torch.Tensor) -> torch.Tensor:
@@ -134,7 +153,33 @@ def _factor(unit: NetworkUnit, output: torch.Tensor) -> torch.Tensor:
     return torch.diag_embed(root) - p[:, :, None] * root[:, None, :]
 
 
-def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Array) -> _Plan:
+def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: torch.Tensor, index: Array) -> _Plan:
+    """Factor what one row's derivatives say can be factored: a weight may also be used outside its layer's call."""
+    plan = _plan(unit, state, x, index, ())
+    outside = []
+    for layer in plan.layers:
+        dot = f"{layer}." if layer else ""  # the network may be the layer
+        names = [name for name in (f"{dot}weight", f"{dot}bias") if name in unit.names]
+        places = _places(unit, names)
+        alone = _plan(unit, state, x, places, ())
+        factored = rows_of(slopes(unit, state, x, alone, weighted=False), len(places), flat=False)
+        every = {name: np.arange(state[name].numel()) for name in names}
+        wanted = _rest(unit, state, x, every, torch.eye(factored.shape[1], dtype=factored.dtype))
+        scale = 1.0 + float(wanted.abs().max())
+        if float((factored - wanted).abs().max()) > 1e-3 * scale:
+            outside.append(layer)
+    return _plan(unit, state, x, index, tuple(outside)) if outside else plan
+
+
+def _places(unit: NetworkUnit, names: list[str]) -> Any:
+    """Positions of these parameters in the flat vector."""
+    sizes = [value.numel() for _, value in unit.net.named_parameters()]
+    starts = dict(zip(unit.names, np.cumsum([0, *sizes[:-1]]), strict=True))
+    counts = dict(zip(unit.names, sizes, strict=True))
+    return np.concatenate([starts[name] + np.arange(counts[name]) for name in names]).astype(np.int64)
+
+
+def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Array, outside: tuple[str, ...]) -> _Plan:
     """Weights of linear layers that are called once, on a matrix, are factored."""
     calls: dict[str, list[int]] = {}
     linear = {name: layer for name, layer in unit.net.named_modules() if type(layer) is torch.nn.Linear}
@@ -169,7 +214,7 @@ def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Arra
             continue
         at = index[inside] - starts[name]
         owner, _, kind = name.rpartition(".")
-        if owner in linear and calls.get(owner) == [2] and owners[id(value)] == 1:
+        if owner in linear and owner not in outside and calls.get(owner) == [2] and owners[id(value)] == 1:
             if owner not in layers:
                 layers.append(owner)
                 offsets.append((first_unit, first_column))

@@ -214,9 +214,21 @@ def _size(net: torch.nn.Module) -> int:
 
 
 def _output_ndim(net: torch.nn.Module, X: Array) -> int:
+    rows = torch.from_numpy(np.array(X[:2]))
     with torch.no_grad():
-        flat = torch.cat([value.detach().double().ravel() for value in net.parameters()])
-        return _call(net, flat, torch.from_numpy(np.array(X[:2]))).ndim
+        output = _call(net, torch.cat([value.detach().double().ravel() for value in net.parameters()]), rows)
+    if not isinstance(output, torch.Tensor) or output.ndim < 1 or len(output) != len(rows):
+        what = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
+        raise DeclarationError(
+            f"the network gives {what} for {len(rows)} rows, and must give one tensor with a row for each; wrap it in "
+            f"a "
+            "module that does."
+        )
+    if not bool(torch.all(torch.isfinite(output))):
+        raise DeclarationError(
+            "the network's output is not finite: look at the weights that it holds, and at the inputs."
+        )
+    return output.ndim
 
 
 def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

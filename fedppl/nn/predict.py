@@ -15,7 +15,7 @@ from fedppl.engine.answer import stream
 from fedppl.nn.subnet import output_covariance, outputs
 from fedppl.results import Fit
 from fedppl.steps._network import Own
-from fedppl.types import Array, DeclarationError
+from fedppl.types import Array, DataError, DeclarationError
 
 __all__ = ["personalise", "predict", "probabilities"]
 
@@ -110,16 +110,21 @@ def predict(
     *When this fails.* With a posterior as wide as the prior, κ pulls all classes together. The linearised network is
     not the network: far from the data its variance grows with the square of the inputs.
     """
+    if not isinstance(fit, Fit):
+        raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit first, then the client and inputs.")
     if link not in _LINKS:
         raise DeclarationError(f"link={link!r} must be one of {_LINKS}.")
-    if not 0 < probability < 1:
-        raise DeclarationError(f"probability={probability} must lie between 0 and 1.")
+    if not isinstance(probability, int | float | np.number) or not 0 < probability < 1:
+        raise DeclarationError(f"probability={probability!r} must lie between 0 and 1.")
     if isinstance(draws, bool) or not isinstance(draws, int | np.integer) or draws < 1:
         raise DeclarationError(f"draws={draws!r} must be a whole number, at least 1.")
     found = client if isinstance(client, Own) else personalise(fit, client, random_seed=random_seed)
     unit = found.client.network.unit
     X = unit.at(inputs)
     logits = outputs(unit, found.weights, X)
+    if not np.all(np.isfinite(logits)):
+        row = int(np.argwhere(~np.isfinite(logits))[0, 0])
+        raise DataError(f"the network's output is not finite at row {row} of the new inputs; look at their size.")
     covariance = np.zeros((*logits.shape, logits.shape[1]))
     if found.subnetwork is not None and link != "map":
         covariance = output_covariance(unit, found.subnetwork, X)

@@ -54,6 +54,14 @@ class NetworkUnit:
         self.shared_at, self.local_at = read["shared_at"], read["local_at"]
         self.likelihood: Likelihood = read["likelihood"]
         self.local_mean, self.local_precision = read["local_prior"]
+        for name in read["labels"]:
+            given = np.asarray(client.arrays[name])
+            if not np.array_equal(given, np.round(given)):
+                raise DataError(
+                    f"client {client.client_id!r}: {name!r} holds {given[given != np.round(given)][0]}, and classes "
+                    f"are whole "
+                    "numbers from 0; a categorical outcome would cut off what follows the point."
+                )
         X, y = read["rows"](*client.inputs)
         self.X: Array = np.asarray(X)
         self.y: Array = np.asarray(y)
@@ -78,6 +86,8 @@ class NetworkUnit:
     def at(self, inputs: Mapping[str, Any]) -> Array:
         """The network's input for new rows, by the names of the model's containers."""
         function, names = self._inputs_of
+        if not isinstance(inputs, Mapping):
+            raise DataError(f'new inputs are {type(inputs).__name__}; pass a mapping from name to array: {{"X": ...}}.')
         if set(inputs) != set(names):
             raise DataError(
                 f"new inputs {sorted(inputs)} must be {sorted(names)}, what the network's input is made of."
@@ -86,12 +96,16 @@ class NetworkUnit:
         values = []
         for name in names:
             new = np.asarray(inputs[name])
-            if new.shape[1:] != np.shape(held[name])[1:] or not np.all(np.isfinite(new)):
+            if not (np.issubdtype(new.dtype, np.number) or new.dtype == bool):
+                raise DataError(f"new inputs {name!r} have dtype {new.dtype}; pass numbers.")
+            if new.ndim != np.ndim(held[name]) or new.shape[1:] != np.shape(held[name])[1:] or not len(new):
                 raise DataError(
-                    f"new inputs {name!r} have shape {new.shape}, the client's have {np.shape(held[name])}; pass "
-                    f"finite "
-                    "numbers with the same columns."
+                    f"new inputs {name!r} have shape {new.shape}, the client's have {np.shape(held[name])}; give them "
+                    f"at "
+                    "least one row and the same columns."
                 )
+            if not np.all(np.isfinite(new)):
+                raise DataError(f"new inputs {name!r} hold missing or infinite values; drop or impute them.")
             values.append(new.astype(np.asarray(held[name]).dtype))
         return np.asarray(function(*values))
 
@@ -151,12 +165,15 @@ def _read(client: ClientModel) -> dict[str, Any]:
     X_in, y_in = clone_replace([node.inputs[1], value], replace)
     used = set(ancestors([X_in]))
     needed = [(v.name, i) for v, i in zip(parts.data, inputs, strict=True) if i in used]
+    labels = [v.name for v in parts.data if v in set(ancestors([value]))]
+    likelihood = _likelihood(who, observed, node.outputs[0])
     return {
+        "labels": labels if likelihood.family == "categorical" else [],
         "net": net,
         "names": names,
         "shared_at": places(client.layout.variables),
         "local_at": places(client.local),
-        "likelihood": _likelihood(who, observed, node.outputs[0]),
+        "likelihood": likelihood,
         "local_prior": _local_prior(who, parts.local),
         "rows": _graph.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, y_in]),
         "inputs_of": (_graph.python_function([i for _, i in needed], X_in), [name for name, _ in needed]),

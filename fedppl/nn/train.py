@@ -13,6 +13,9 @@ from fedppl.types import Array, LocalFailure
 
 __all__ = ["train"]
 
+# Training that raises the mean loss of a row by more than this many nats has diverged.
+_RISE = 1.0
+
 
 def train(
     unit: NetworkUnit,
@@ -53,7 +56,7 @@ def train(
     Raises
     ------
     LocalFailure
-        If the weights or the loss end at what is not finite.
+        If the loss ends far above where it began, or at what is not finite.
     """
     start = torch.from_numpy(np.asarray(w, dtype=float)).to(dtype)
     at = torch.from_numpy(np.asarray(free, dtype=np.int64))
@@ -63,6 +66,8 @@ def train(
     pull = None if prior is None else tuple(torch.from_numpy(np.array(value)).to(dtype) for value in prior)
     optimizer = torch.optim.Adam([moving], lr=settings.learning_rate)
     rows = len(X)
+    with torch.no_grad():
+        before = float(_loss(unit, call(unit.net, state_of(unit.net, start), X), y))
     with torch.enable_grad():
         for _ in range(settings.epochs):
             order = torch.from_numpy(rng.permutation(rows))
@@ -75,10 +80,12 @@ def train(
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
+    with torch.no_grad():
+        after = float(_loss(unit, call(unit.net, state_of(unit.net, torch.index_put(start, (at,), moving)), X), y))
+    if not after <= before + _RISE:
+        raise LocalFailure(f"training took the loss of a row from {before:.3g} to {after:.3g}; lower learning_rate=")
     found = np.asarray(w, dtype=float).copy()
     found[np.asarray(free)] = moving.detach().double().numpy()
-    if not np.all(np.isfinite(found)):
-        raise LocalFailure("the weights are not finite after training; lower learning_rate=")
     return found
 
 

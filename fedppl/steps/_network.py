@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from fedppl.types import Array, DeclarationError, Draws, Message
 
 __all__ = ["Own", "Training", "Tuning", "check_network", "draw", "outcome", "own", "training_rule", "tuning_rule"]
 
+logger = logging.getLogger(__name__)
 _MOST = 100_000_000  # numbers in one array of draws
 
 
@@ -62,6 +64,12 @@ def check_network(client: Any, *trained: str | tuple[str, ...] | None) -> None:
     """Refuse what is no network, and names that it does not have."""
     network = client.network
     for which in trained:
+        if which == "local" and not client.local_size:
+            raise DeclarationError(
+                "there are no local weights to train or to fine-tune: FederatedModel(shared=...) names them all. "
+                "Share fewer, "
+                'or pass tune=None, or torch\'s names in place of "local".'
+            )
         if which is not None:
             network.places(which)
 
@@ -78,6 +86,12 @@ def own(
     """One client's network: the shared weights, its own, fine-tuned; with a posterior if the message asks for one."""
     network = client.network
     kept = personal is not None and len(personal.local) == client.local_size
+    if not kept and not set(network.unit.local_at) <= set(network.places(which) if which is not None else ()):
+        logger.warning(
+            "client %s has no local weights of its own, and takes those that all clients start from; an algorithm with "
+            'tune="local" fine-tunes them',
+            client.client_id,
+        )
     w = network.unit.weights(np.asarray(message["mean"], dtype=float), personal.local if kept else network.start)
     rate, epochs, batch_size = (float(value) for value in message["tuning"])
     if which is not None and epochs:

@@ -90,7 +90,8 @@ def FedSI(
     Returns
     -------
     Algorithm
-        Its fit has a point estimate of the shared weights; ``fit.idata["fit"]`` has their variances.
+        Its fit has a point estimate of the shared weights; ``fit.idata["fit"]`` has the variances of the next round's
+        prior, α where no client's subnetwork held a weight, and ``stochastic``, which says where one did.
         `fedppl.nn.predict` gives a client's predictions.
 
     Raises
