@@ -120,8 +120,7 @@ def find_data(given: Path | None, dataset: str) -> Path:
     if not folder.is_dir():
         sys.exit(
             f"{folder} does not exist. Give the data folder by --data or FEDPPL_DATA; MNIST and Fashion-MNIST are "
-            f"four idx "
-            "files as published, gzipped."
+            "four idx files as published, gzipped."
         )
     return folder
 

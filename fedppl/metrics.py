@@ -157,8 +157,7 @@ def _checked(probability: Array, label: Array) -> tuple[Array, Any]:
     if probability.ndim != 2 or len(probability) == 0 or label.shape != probability.shape[:1]:
         raise DataError(
             f"probabilities of shape {probability.shape} and labels of shape {label.shape} do not fit; pass (n, C) "
-            f"and (n,) "
-            "with at least one row."
+            "and (n,) with at least one row."
         )
     sums = probability.sum(axis=1)
     if not (np.all(probability >= 0) and np.all(np.abs(sums - 1) < 1e-6)):

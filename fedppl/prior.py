@@ -118,8 +118,7 @@ def _by_coordinate(gradient: Callable[[Array], Array], origin: Array) -> Gaussia
     if not found:
         raise DeclarationError(
             f"the shared variables have {len(origin)} coordinates; beyond {DENSE} their prior is kept by coordinate, "
-            f"and "
-            "has to be one of independent normals. Use pm.Normal with constant parameters, or share less."
+            "and has to be one of independent normals. Use pm.Normal with constant parameters, or share less."
         )
     return Gaussian(linear, precision)
 

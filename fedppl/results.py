@@ -89,8 +89,7 @@ class Fit:
         """One line; the state of a network or of curves would fill pages."""
         return (
             f"Fit({self.algorithm.name}, {self.status.value}, {len(self.records)} rounds, {len(self.client_ids)} "
-            f"clients, "
-            f"{self.layout.size} shared coordinates)"
+            f"clients, {self.layout.size} shared coordinates)"
         )
 
     @property

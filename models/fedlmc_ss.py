@@ -281,14 +281,12 @@ def _check_covariance(kernel: Callable[[Any], Any], lengthscale: float, columns:
     if covariance.input_dim != columns:
         raise fedppl.DeclarationError(
             f"covariance is one of {covariance.input_dim} columns and X has {columns}; for all of them pass for "
-            f"example "
-            f"covariance=lambda scale: pm.gp.cov.ExpQuad({columns}, scale)."
+            f"example covariance=lambda scale: pm.gp.cov.ExpQuad({columns}, scale)."
         )
     places = lengthscale * np.array([[-1.3], [0.4], [2.6]]) * np.ones(columns)
     variance = covariance(places, diag=True).eval(mode="FAST_COMPILE")
     if not np.allclose(variance, 1.0, atol=1e-6):
         raise fedppl.DeclarationError(
             f"covariance has variances {np.round(variance, 4).tolist()} at three inputs, and must have 1 everywhere: "
-            f"take a "
-            "stationary one without a factor, for example models.fedlmc_ss.matern52."
+            "take a stationary one without a factor, for example models.fedlmc_ss.matern52."
         )

@@ -255,16 +255,14 @@ def _require_scale(client: ClientModel, unit: CoregionalUnit) -> None:
     if len(y) > 2 and np.std(y) < least:
         raise DataError(
             f"client {client.client_id!r}: the {len(y)} outputs vary by sd {np.std(y):.3g}, where the prior of "
-            f"noise_sd "
-            f"leaves nothing below {least:.3g}. Leave a unit of constant outputs out (a dead sensor?), or {remedy}, or "
-            "declare a smaller noise_sd."
+            f"noise_sd leaves nothing below {least:.3g}. Leave a unit of constant outputs out (a dead sensor?), or "
+            f"{remedy}, or declare a smaller noise_sd."
         )
     size = float(np.sqrt(np.mean(y**2))) if len(y) else 0.0
     if size > most:
         raise DataError(
             f"client {client.client_id!r}: the outputs' root mean square is {size:.3g}, and latent functions reach "
-            f"{most:.3g} "
-            f"by their prior; {remedy}."
+            f"{most:.3g} by their prior; {remedy}."
         )
 
 

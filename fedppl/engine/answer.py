@@ -25,8 +25,7 @@ def require_fit(algorithm: Algorithm, client: Any) -> None:
     if client.layout.prior.precision.ndim == 1 and not algorithm.large:
         raise DeclarationError(
             f"the model shares {client.layout.size} coordinates, and {algorithm.name} keeps matrices of them. Share "
-            f"fewer, "
-            "or use fedppl.FedSI() or fedppl.NetworkAveraging() if they are the weights of a network."
+            "fewer, or use fedppl.FedSI() or fedppl.NetworkAveraging() if they are the weights of a network."
         )
     algorithm.check(client)
 

@@ -92,8 +92,7 @@ def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = Non
         if set(weights) != set(wanted):
             raise DeclarationError(
                 f"weights are named {sorted(weights)}, and the network's parameters {sorted(wanted)}; give one tensor "
-                f"for "
-                "each, or declare them by fedppl.nn.parameters(net)."
+                "for each, or declare them by fedppl.nn.parameters(net)."
             )
         flat = pt.concatenate([pt.as_tensor_variable(weights[name]).ravel() for name in wanted])
     else:
@@ -221,8 +220,7 @@ def _output_ndim(net: torch.nn.Module, X: Array) -> int:
         what = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
         raise DeclarationError(
             f"the network gives {what} for {len(rows)} rows, and must give one tensor with a row for each; wrap it in "
-            f"a "
-            "module that does."
+            "a module that does."
         )
     if not bool(torch.all(torch.isfinite(output))):
         raise DeclarationError(

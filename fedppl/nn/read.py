@@ -22,9 +22,8 @@ __all__ = ["Likelihood", "NetworkUnit", "log_likelihood", "read_network"]
 
 _lock = threading.Lock()
 _CONTRACT = (
-    "a network's client declares weights = fedppl.nn.parameters(net), output = fedppl.nn.module(net, weights, X), and "
-    "one "
-    "outcome, pm.Categorical(logit_p=output) or pm.Normal(output, constant); see models.fedsi.classifier"
+    "a network's client declares weights = fedppl.nn.parameters(net), output = fedppl.nn.module(net, weights, X), "
+    "and one outcome, pm.Categorical(logit_p=output) or pm.Normal(output, constant); see models.fedsi.classifier"
 )
 
 
@@ -59,8 +58,7 @@ class NetworkUnit:
             if not np.array_equal(given, np.round(given)):
                 raise DataError(
                     f"client {client.client_id!r}: {name!r} holds {given[given != np.round(given)][0]}, and classes "
-                    f"are whole "
-                    "numbers from 0; a categorical outcome would cut off what follows the point."
+                    "are whole numbers from 0; a categorical outcome would cut off what follows the point."
                 )
         X, y = read["rows"](*client.inputs)
         self.X: Array = np.asarray(X)
@@ -101,8 +99,7 @@ class NetworkUnit:
             if new.ndim != np.ndim(held[name]) or new.shape[1:] != np.shape(held[name])[1:] or not len(new):
                 raise DataError(
                     f"new inputs {name!r} have shape {new.shape}, the client's have {np.shape(held[name])}; give them "
-                    f"at "
-                    "least one row and the same columns."
+                    "at least one row and the same columns."
                 )
             if not np.all(np.isfinite(new)):
                 raise DataError(f"new inputs {name!r} hold missing or infinite values; drop or impute them.")
@@ -226,6 +223,6 @@ def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:
         if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)):
             raise DeclarationError(
                 f"client {client.client_id!r}: the declared log density is {declared:.8g} where a network with "
-                f"independent "
-                f"normal weights has {ours:.8g}; {_CONTRACT}. For other models use fedppl.EP(local=fedppl.NUTS())."
+                f"independent normal weights has {ours:.8g}; {_CONTRACT}. For other models use "
+                "fedppl.EP(local=fedppl.NUTS())."
             )

@@ -32,9 +32,8 @@ __all__ = [
 
 
 _NOTHING = (
-    "bring outputs to mean 0 and unit scale by constants that all units agree on, and give length-scales and inducing "
-    "points "
-    "that fit the inputs"
+    "bring outputs to mean 0 and unit scale by constants that all units agree on, and give length-scales and "
+    "inducing points that fit the inputs"
 )
 
 

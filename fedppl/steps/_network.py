@@ -119,8 +119,7 @@ def draw(
     if draws * chains * size > _MOST:
         raise DeclarationError(
             f"{draws * chains} draws of {size} weights are {draws * chains * size * 8 / 1e9:.1f} GB. Pass draws= and "
-            f"chains= "
-            "for fewer, or predict in closed form by fedppl.nn.predict(fit, client, inputs)."
+            "chains= for fewer, or predict in closed form by fedppl.nn.predict(fit, client, inputs)."
         )
     found = own(client, personal, message, rng, which=which)
     w = np.broadcast_to(found.weights, (chains * draws, size)).copy()
