@@ -253,10 +253,12 @@ def test_outputs_that_are_not_finite_are_no_prediction() -> None:
 def test_a_new_client_without_a_head_of_its_own_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """FedPer and LG-FedAvg train local weights in the rounds alone."""
     _, clients = problems.classification()
-    nn.predict(fitted_once(), dict(clients["device 0"]), {"X": np.ones((2, 3))})
+    with caplog.at_level("WARNING", logger="fedppl"):
+        nn.predict(fitted_once(), dict(clients["device 0"]), {"X": np.ones((2, 3))})
     assert "client new client has no local weights of its own" in caplog.text
     caplog.clear()
-    nn.predict(fitted_once(), "device 0", {"X": np.ones((2, 3))})
+    with caplog.at_level("WARNING", logger="fedppl"):
+        nn.predict(fitted_once(), "device 0", {"X": np.ones((2, 3))})
     assert not caplog.text
 
 
