@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if marker in item.keywords:
                     item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """Examples quieten the library's log; the next test hears it again."""
+    level = logging.getLogger("fedppl").level
+    yield
+    logging.getLogger("fedppl").setLevel(level)
 
 
 @pytest.fixture
