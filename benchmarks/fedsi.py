@@ -9,7 +9,8 @@ clients' training rows. Nothing is chosen by test rows: all rounds are run, and 
 Rows: a method at a learning rate. "map" is the same fit with its weights as a point. Beside accuracy (mean over
 clients, %) and calibration (over all clients' test rows): AUROC of the predictive entropy for images of labels that
 the client does not have, and for images of another data set. --rows has fewer training rows for each label, --novel
-leaves clients out of the training.
+leaves clients out of the training. --validation is for choosing settings: so many of the training rows are scored, and
+no test row is looked at.
 
 CIFAR-10 is a JPEG copy: its figures are not those of the exact pixels.
 
@@ -94,6 +95,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dataset", choices=FOLDERS, default="mnist")
     parser.add_argument("--size", choices=ROWS, default="small")
     parser.add_argument("--rows", type=int, help="training rows for each label of a client, in place of the size's")
+    parser.add_argument("--validation", type=int, default=0, help="training rows a label in place of the test rows")
     parser.add_argument("--methods", nargs="+", choices=[*fedsi.METHODS], default=[*fedsi.METHODS])
     parser.add_argument("--rates", type=float, nargs="+", default=(1e-3, 1e-2), help="of all methods but FedSI's two")
     parser.add_argument("--seeds", type=int, default=3)
@@ -108,6 +110,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--seeds, --rounds and --processes must be at least 1, --seed and --novel at least 0")
     if options.rows is not None and options.rows < 1:
         parser.error("--rows must be at least 1")
+    if not 0 <= options.validation < ROWS[options.size][0] or (options.validation and options.rows):
+        parser.error("--validation must leave training rows, and does not go with --rows")
     if options.novel >= CLIENTS[options.dataset]:
         parser.error(f"--novel must leave some of {CLIENTS[options.dataset]} clients")
     return options
@@ -158,9 +162,10 @@ def divide(images: Images, other: Images | None, options: argparse.Namespace, se
     train, test = {}, {}
     for k, labels in enumerate(held):
         taken = [[stock[label].pop() for _ in range(rows + tested)] for label in labels]
-        few = rows if options.rows is None else min(options.rows, rows)
+        few = (rows if options.rows is None else min(options.rows, rows)) - options.validation
+        scored = slice(rows - options.validation, rows) if options.validation else slice(rows, None)
         train[f"client {k}"] = np.concatenate([part[:few] for part in taken])
-        test[f"client {k}"] = np.concatenate([part[rows:] for part in taken])
+        test[f"client {k}"] = np.concatenate([part[scored] for part in taken])
     names = tuple(train)
     novel = names[count - options.novel :]
     sums = np.sum(
@@ -177,7 +182,7 @@ def divide(images: Images, other: Images | None, options: argparse.Namespace, se
     unseen = {}
     for name, labels in zip(names, held, strict=True):
         others = np.concatenate([at[~np.isin(images.labels[at], labels)] for at in test.values()])
-        unseen[name] = scaled(images.pixels[rng.choice(others, 500, replace=False)])
+        unseen[name] = scaled(images.pixels[rng.choice(others, min(500, len(others)), replace=False)])
     strange = None if other is None else scaled(other.pixels[rng.choice(len(other.pixels), 500, replace=False)])
     return Problem(
         {name: {"X": scaled(images.pixels[at]), "y": images.labels[at]} for name, at in train.items()},
@@ -283,7 +288,7 @@ def one_seed(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 def bars(table: pd.DataFrame, seeds: pd.DataFrame, options: argparse.Namespace) -> list[tuple[str, bool]]:
     """What FedSI must reach, as far as the methods that ran can tell."""
     key, ours = (options.dataset, options.size), "FedSI 0.01"
-    if ours not in table.index or options.rows is not None or options.novel:
+    if ours not in table.index or options.rows is not None or options.novel or options.validation:
         return []
     row, found = table.loc[ours], []
     if key in LEAST:
@@ -333,7 +338,10 @@ def main(argv: list[str] | None = None) -> int:
     judged = bars(table, seeds, options)
     for text, met in judged:
         print(f"{'met' if met else 'MISSED'}: {text}")
-    line = {name: getattr(options, name) for name in ("dataset", "size", "rows", "rounds", "seeds", "novel", "alpha")}
+    line = {
+        name: getattr(options, name)
+        for name in ("dataset", "size", "rows", "validation", "rounds", "seeds", "novel", "alpha")
+    }
     line["rows of the table"] = {str(k): v.dropna().round(4).to_dict() for k, v in table.iterrows()}
     line["missed"] = [text for text, met in judged if not met]
     line["seconds"] = round(time.perf_counter() - started, 1)

@@ -99,6 +99,17 @@ def test_fewer_rows_leave_the_test_rows_as_they_are() -> None:
         assert_array_equal(few.test[name].labels, many.test[name].labels)
 
 
+def test_settings_are_chosen_on_training_rows() -> None:
+    """The rows that are scored are those that the client would have trained on."""
+    whole, held_out = problem(), problem("--validation", "10")
+    for name, data in held_out.train.items():
+        assert len(data["y"]) == 200 and len(held_out.test[name].labels) == 50
+        together = np.concatenate([data["y"], held_out.test[name].labels])
+        assert_array_equal(np.sort(together), np.sort(whole.train[name]["y"]))
+    mean = lambda found: np.concatenate([d["X"] for d in found.train.values()]).mean()  # noqa: E731
+    assert_allclose([mean(whole), mean(held_out)], 0, atol=1e-4)
+
+
 def test_clients_left_out_have_no_say_in_the_scale() -> None:
     found = problem("--novel", "2")
     assert found.novel == ("client 8", "client 9")
