@@ -267,7 +267,7 @@ def test_training_that_raises_the_loss_is_a_failure_with_its_knob(monkeypatch: p
     monkeypatch.setattr(train, "_RISE", -10.0)
     fit = fitted(BODY, fedppl.NetworkAveraging(), rounds=1)
     assert fit.status is fedppl.Status.STALLED
-    assert "training took the loss of a row from" in fit.message and "lower learning_rate=" in fit.message
+    assert "training raised the loss" in fit.message and "lower learning_rate=" in fit.message
 
 
 def test_classes_with_something_after_the_point_are_refused() -> None:

@@ -80,8 +80,8 @@ class CoregionalUnit:
                 raise DataError(f"new inputs {name!r} have dtype {new.dtype}; pass numbers.")
             if new.ndim != np.ndim(old) or new.shape[1:] != np.shape(old)[1:]:
                 raise DataError(
-                    f"new inputs {name!r} have shape {new.shape}, the unit's have {np.shape(old)}; give them the same "
-                    f"columns."
+                    f"new inputs {name!r} have shape {new.shape}, the unit's have {np.shape(old)}; give them the "
+                    "same columns."
                 )
             if not np.all(np.isfinite(new)):
                 raise DataError(f"new inputs {name!r} hold missing or infinite values; drop or impute them.")

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedppl.nn.op import call, cast, state_of
+from fedppl.nn.op import call, cast, parameter_slices, state_of
 from fedppl.nn.read import NetworkUnit
 from fedppl.types import Array
 
 __all__ = ["Slopes", "chunks", "evaluate", "rows_of", "slopes", "tensor"]
 
 _NUMBERS = 2**25  # in one array of a chunk
+_LOOKED_AT = 3  # rows, to see whether a layer's derivatives factor
 
 
 class Slopes(NamedTuple):
@@ -34,7 +35,6 @@ class _Plan(NamedTuple):
     """Which weights of S are factored, and how."""
 
     layers: tuple[str, ...]
-    offsets: tuple[tuple[int, int], ...]  # of a layer's first unit and first column
     unit: NDArray[np.int64]
     column: NDArray[np.int64]
     places: NDArray[np.int64]
@@ -58,7 +58,7 @@ def chunks(
     """Derivatives at the client's rows, in the basis of √Λ; or those of the outputs themselves at other inputs."""
     inputs = unit.X if X is None else X
     state = _state(unit, w, dtype)
-    plan = _checked_plan(unit, state, tensor(inputs[:1], dtype), index)
+    plan = _checked_plan(unit, state, tensor(inputs[:_LOOKED_AT], dtype), index)
     with torch.no_grad():
         wide = call(unit.net, state, tensor(inputs[:1], dtype)).shape[1:].numel()
     rest = sum(unit.net.get_parameter(name).numel() for name in plan.rest)
@@ -154,13 +154,14 @@ def _factor(unit: NetworkUnit, output: torch.Tensor) -> torch.Tensor:
 
 
 def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: torch.Tensor, index: Array) -> _Plan:
-    """Factor what one row's derivatives say can be factored: a weight may also be used outside its layer's call."""
+    """Factor what derivatives at a few rows say can be factored: a weight may also be used outside its layer's call."""
     plan = _plan(unit, state, x, index, ())
     outside = []
     for layer in plan.layers:
         dot = f"{layer}." if layer else ""  # the network may be the layer
         names = [name for name in (f"{dot}weight", f"{dot}bias") if name in unit.names]
-        places = _places(unit, names)
+        slices = parameter_slices(unit.net)
+        places = np.concatenate([np.arange(slices[name].start, slices[name].stop) for name in names])
         alone = _plan(unit, state, x, places, ())
         factored = rows_of(slopes(unit, state, x, alone, weighted=False), len(places), flat=False)
         every = {name: np.arange(state[name].numel()) for name in names}
@@ -169,14 +170,6 @@ def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: torch.Tensor, ind
         if float((factored - wanted).abs().max()) > 1e-3 * scale:
             outside.append(layer)
     return _plan(unit, state, x, index, tuple(outside)) if outside else plan
-
-
-def _places(unit: NetworkUnit, names: list[str]) -> Any:
-    """Positions of these parameters in the flat vector."""
-    sizes = [value.numel() for _, value in unit.net.named_parameters()]
-    starts = dict(zip(unit.names, np.cumsum([0, *sizes[:-1]]), strict=True))
-    counts = dict(zip(unit.names, sizes, strict=True))
-    return np.concatenate([starts[name] + np.arange(counts[name]) for name in names]).astype(np.int64)
 
 
 def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Array, outside: tuple[str, ...]) -> _Plan:
@@ -204,15 +197,13 @@ def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Arra
     units, columns, places = [], [], []
     rest: dict[str, Any] = {}
     rest_places = []
-    starts, start = {}, 0
-    for name, value in unit.net.named_parameters():
-        starts[name], start = start, start + value.numel()
+    slices = parameter_slices(unit.net)
     first_unit = first_column = 0
     for name, value in unit.net.named_parameters():
-        inside = np.flatnonzero((index >= starts[name]) & (index < starts[name] + value.numel()))
+        inside = np.flatnonzero((index >= slices[name].start) & (index < slices[name].stop))
         if not len(inside):
             continue
-        at = index[inside] - starts[name]
+        at = index[inside] - slices[name].start
         owner, _, kind = name.rpartition(".")
         if owner in linear and owner not in outside and calls.get(owner) == [2] and owners[id(value)] == 1:
             if owner not in layers:
@@ -231,9 +222,7 @@ def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Arra
     def joined(parts: list[Any]) -> Any:
         return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
 
-    return _Plan(
-        tuple(layers), tuple(offsets), joined(units), joined(columns), joined(places), rest, joined(rest_places)
-    )
+    return _Plan(tuple(layers), joined(units), joined(columns), joined(places), rest, joined(rest_places))
 
 
 def _state(unit: NetworkUnit, w: Array, dtype: torch.dtype) -> dict[str, torch.Tensor]:

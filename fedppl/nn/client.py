@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from fedppl.nn.op import parameter_slices
 from fedppl.nn.read import NetworkUnit, read_network
 from fedppl.nn.subnet import Subnetwork, curvature_diagonal, infer, select
 from fedppl.nn.train import train
@@ -53,12 +54,9 @@ class NetworkClient:
             unknown = sorted(set(which) - set(unit.names))
             if unknown:
                 raise DeclarationError(f"{unknown} are no parameters of the network; it has {list(unit.names)}.")
-            sizes = [unit.net.get_parameter(name).numel() for name in unit.names]
-            starts = dict(zip(unit.names, np.cumsum([0, *sizes[:-1]]), strict=True))
-            size = dict(zip(unit.names, sizes, strict=True))
-            found = np.concatenate(
-                [np.zeros(0, int), *(starts[n] + np.arange(size[n]) for n in unit.names if n in which)]
-            )
+            everything = np.arange(unit.size)
+            parts = [everything[where] for name, where in parameter_slices(unit.net).items() if name in which]
+            found = np.concatenate([everything[:0], *parts])
         if not len(found):
             raise DeclarationError(
                 f"{which!r} names no weights: share others in FederatedModel(shared=...), or name some."

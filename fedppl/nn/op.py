@@ -25,6 +25,7 @@ __all__ = [
     "module",
     "own_copy",
     "parameter_names",
+    "parameter_slices",
     "parameters",
     "pieces",
     "require_pure",
@@ -176,6 +177,15 @@ def pieces(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     shapes = {name: value.shape for name, value in net.named_parameters()}
     cut = torch.split(flat, [shape.numel() for shape in shapes.values()])
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), cut, strict=True)}
+
+
+def parameter_slices(net: torch.nn.Module) -> dict[str, slice]:
+    """Where each parameter lies in the flat vector."""
+    found, start = {}, 0
+    for name, value in net.named_parameters():
+        found[name] = slice(start, start + value.numel())
+        start += value.numel()
+    return found
 
 
 def require_pure(net: Any) -> None:

@@ -12,7 +12,7 @@ from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors, explicit_graph_inputs
 
 from fedppl import _graph
-from fedppl.nn.op import call, cast, own_copy, state_of
+from fedppl.nn.op import call, cast, own_copy, parameter_slices, state_of
 from fedppl.types import Array, DataError, DeclarationError
 
 if TYPE_CHECKING:
@@ -145,17 +145,18 @@ def _read(client: ClientModel) -> dict[str, Any]:
     if node is None:
         raise DeclarationError(f"{who}: no network stands above {observed.name!r}; {_CONTRACT}.")
     net = node.op.net
-    names = tuple(name for name, _ in net.named_parameters())
-    sizes = {name: value.numel() for name, value in net.named_parameters()}
-    starts = dict(zip(names, np.cumsum([0, *sizes.values()]), strict=False))
+    slices = parameter_slices(net)
+    names = tuple(slices)
     variables = (*client.layout.variables, *client.local)
-    if {v.name for v in variables} != set(names) or any(v.size != sizes[v.name] for v in variables):
+    if {v.name for v in variables} != set(names) or any(
+        v.size != slices[v.name].stop - slices[v.name].start for v in variables
+    ):
         raise DeclarationError(
             f"{who}: free variables are {[v.name for v in variables]}, weights {list(names)}; {_CONTRACT}."
         )
 
     def places(chosen: Any) -> Any:
-        return np.concatenate([np.zeros(0, int), *(starts[v.name] + np.arange(v.size) for v in chosen)]).astype(int)
+        return np.concatenate([np.zeros(0, int), *(slices[v.name].start + np.arange(v.size) for v in chosen)])
 
     replace, inputs = _graph._inputs_for(parts)
     value = model.rvs_to_values[observed]
@@ -163,7 +164,7 @@ def _read(client: ClientModel) -> dict[str, Any]:
     used = set(ancestors([X_in]))
     needed = [(v.name, i) for v, i in zip(parts.data, inputs, strict=True) if i in used]
     labels = [v.name for v in parts.data if v in set(ancestors([value]))]
-    likelihood = _likelihood(who, observed, node.outputs[0])
+    likelihood = _likelihood(who, observed)
     return {
         "labels": labels if likelihood.family == "categorical" else [],
         "net": net,
@@ -177,7 +178,7 @@ def _read(client: ClientModel) -> dict[str, Any]:
     }
 
 
-def _likelihood(who: str, observed: Any, output: Any) -> Likelihood:
+def _likelihood(who: str, observed: Any) -> Likelihood:
     kind = getattr(observed.owner.op, "name", "")
     parameters = observed.owner.op.dist_params(observed.owner)
     if kind == "categorical":

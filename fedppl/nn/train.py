@@ -83,7 +83,7 @@ def train(
     with torch.no_grad():
         after = float(_loss(unit, call(unit.net, state_of(unit.net, torch.index_put(start, (at,), moving)), X), y))
     if not after <= before + _RISE:
-        raise LocalFailure(f"training took the loss of a row from {before:.3g} to {after:.3g}; lower learning_rate=")
+        raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate=")
     found = np.asarray(w, dtype=float).copy()
     found[np.asarray(free)] = moving.detach().double().numpy()
     return found

@@ -66,9 +66,8 @@ def check_network(client: Any, *trained: str | tuple[str, ...] | None) -> None:
     for which in trained:
         if which == "local" and not client.local_size:
             raise DeclarationError(
-                "there are no local weights to train or to fine-tune: FederatedModel(shared=...) names them all. "
-                "Share fewer, "
-                'or pass tune=None, or torch\'s names in place of "local".'
+                "there are no local weights to train or to fine-tune: FederatedModel(shared=...) names them all. Share "
+                'fewer, or pass tune=None, or torch\'s names in place of "local".'
             )
         if which is not None:
             network.places(which)
