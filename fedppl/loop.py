@@ -65,6 +65,7 @@ def rounds(
     rounds: int | None = None,
     engine: EngineFactory | None = None,
     participation: Participation | int | float | None = None,
+    reporting: Participation | int | float | None = None,
     checkpoint: str | Path | None = None,
     deadline: float | None = None,
     random_seed: int | np.random.Generator | None = None,
@@ -87,6 +88,10 @@ def rounds(
     participation
         None for all clients, an int for that many a round, a float for a probability, or a function
         ``(clients, rng) -> clients``.
+    reporting
+        Which of the clients that are asked send a reply, in the same words; None for all. The others hear the
+        broadcast, update what they keep to themselves if the algorithm has such a thing, a personal head for example,
+        and send only word that they did.
     checkpoint
         File to write the state to after every round, and to resume from when it exists. A resumed run gives
         the same numbers as an uninterrupted one, on the same data: those stay with the clients, and nobody compares
@@ -118,7 +123,9 @@ def rounds(
     *When this fails.* A client that fails keeps its old site; `Round.failures` says why. A run that does not
     converge ends with status "max_rounds" and a message that names the setting to change.
     """
-    return _all(_start(model, clients, algorithm, rounds, engine, participation, checkpoint, deadline, random_seed))
+    return _all(
+        _start(model, clients, algorithm, rounds, engine, participation, reporting, checkpoint, deadline, random_seed)
+    )
 
 
 def fit(
@@ -129,6 +136,7 @@ def fit(
     rounds: int = 20,
     engine: EngineFactory | None = None,
     participation: Participation | int | float | None = None,
+    reporting: Participation | int | float | None = None,
     checkpoint: str | Path | None = None,
     callback: Callable[[Round], bool | None] | None = None,
     deadline: float | None = None,
@@ -139,7 +147,7 @@ def fit(
 
     Parameters
     ----------
-    model, clients, algorithm, engine, participation, checkpoint, deadline, random_seed
+    model, clients, algorithm, engine, participation, reporting, checkpoint, deadline, random_seed
         As in `rounds`.
     rounds
         Largest number of rounds.
@@ -173,7 +181,7 @@ def fit(
     """
     if callback is not None and not callable(callback):
         raise DeclarationError(f"callback={callback!r} is not a function; pass one that takes a Round.")
-    run = _start(model, clients, algorithm, rounds, engine, participation, checkpoint, deadline, random_seed)
+    run = _start(model, clients, algorithm, rounds, engine, participation, reporting, checkpoint, deadline, random_seed)
     started, stopped = time.perf_counter(), False
     try:
         with Progress(rounds, show=progressbar) as progress:
@@ -225,6 +233,7 @@ class _Run:
         self.records: list[Record] = []
         self.limit: int | None = None
         self.participation: Participation = as_participation(None)
+        self.reporting: Participation = as_participation(None)
         self.checkpoint: Path | None = None
         self.deadline: float | None = None
 
@@ -236,6 +245,7 @@ def _start(
     limit: int | None,
     engine: EngineFactory | None,
     participation: Participation | int | float | None,
+    reporting: Participation | int | float | None,
     checkpoint: str | Path | None,
     deadline: float | None,
     random_seed: int | np.random.Generator | None,
@@ -253,7 +263,7 @@ def _start(
         raise DeclarationError(f"engine is {type(engine).__name__}; pass one that is built, like fedppl.InProcess().")
     if checkpoint is not None and not Path(checkpoint).parent.is_dir():
         raise DeclarationError(f"checkpoint={str(checkpoint)!r}: its folder does not exist; create it first.")
-    chosen = as_participation(participation)
+    chosen, telling = as_participation(participation), as_participation(reporting, "reporting")
     if deadline is not None and not deadline > 0:
         raise DeclarationError(f"deadline={deadline} must be a positive number of seconds.")
     seed = _seed(random_seed)
@@ -268,7 +278,7 @@ def _start(
                 f"the sites share {list(found)}, this model shares {list(model.shared)}; run the same declaration at "
                 "the sites and at the server."
             )
-        run.limit, run.participation, run.deadline = limit, chosen, deadline
+        run.limit, run.participation, run.reporting, run.deadline = limit, chosen, telling, deadline
         if checkpoint is not None:
             run.checkpoint = Path(checkpoint)
             if run.checkpoint.exists():
@@ -318,6 +328,9 @@ def _one_round(run: _Run) -> Round:
         raise DeclarationError(
             f"participation chose {sorted(chosen)} in round {number}; choose from {list(run.clients)}."
         )
+    told = set(run.reporting(tuple(sorted(asked)), stream((run.seed, number, 1))))
+    if told - set(asked) or not told:
+        raise DeclarationError(f"reporting chose {sorted(told)} in round {number}; choose from {list(asked)}.")
     requests = {
         client_id: Request(
             client_id,
@@ -326,6 +339,7 @@ def _one_round(run: _Run) -> Round:
             seed=(run.seed, number, _client_key(client_id)),
             message=run.algorithm.broadcast(run.state, client_id),
             run=run.name,
+            report=client_id in told,
         )
         for client_id in asked
     }
@@ -338,11 +352,13 @@ def _one_round(run: _Run) -> Round:
     failures: dict[str, str] = {}
     for client_id, request in requests.items():
         reply = answers.get(client_id)
-        reason = why_not(reply, request, run.layout, shapes)
-        if reason is None and isinstance(reply, Reply):
+        reason = why_not(reply, request, run.layout, shapes if request.report else {})
+        if reason is None and isinstance(reply, Reply) and request.report:
             reason = run.algorithm.refuse(run.state, reply.message)
         if reason is None and isinstance(reply, Reply):
-            replies[client_id], infos[client_id] = reply.message, reply.info
+            infos[client_id] = reply.info
+            if request.report:
+                replies[client_id] = reply.message
         else:
             failures[client_id] = str(reason)
     _log(number, failures)
@@ -359,6 +375,7 @@ def _one_round(run: _Run) -> Round:
         released=released(replies, infos),
         seconds=seconds,
         status=status,
+        silent=tuple(client_id for client_id in asked if client_id not in told),
     )
     run.records.append(record)
     logger.info(
@@ -366,8 +383,14 @@ def _one_round(run: _Run) -> Round:
         number,
         status.value,
         len(replies),
-        len(asked),
-        extra={"round": number, "status": status.value, "replies": len(replies), "asked": len(asked)},
+        len(told),
+        extra={
+            "round": number,
+            "status": status.value,
+            "replies": len(replies),
+            "asked": len(asked),
+            "reporting": len(told),
+        },
     )
     if run.checkpoint is not None:
         _save(run)

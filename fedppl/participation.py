@@ -61,7 +61,7 @@ def bernoulli(probability: float) -> Participation:
     return choose
 
 
-def as_participation(value: Participation | int | float | None) -> Participation:
+def as_participation(value: Participation | int | float | None, word: str = "participation") -> Participation:
     """Read the keyword: None for all, an int for a fixed size, a float for a probability, or a function."""
     if value is None:
         return all_clients
@@ -71,4 +71,4 @@ def as_participation(value: Participation | int | float | None) -> Participation
         return bernoulli(float(value))
     if callable(value):
         return value
-    raise DeclarationError(f"participation={value!r}: pass a number of clients, a probability or a function.")
+    raise DeclarationError(f"{word}={value!r}: pass a number of clients, a probability or a function.")

@@ -36,6 +36,7 @@ class Record(NamedTuple):
     released: str  # names and sizes of what a client's reply held
     seconds: float
     status: Status
+    silent: tuple[str, ...] = ()  # asked, but for no reply
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,7 +325,8 @@ def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.
     for t, record in enumerate(records):
         for client_id in record.asked:
             k = where[client_id]
-            outcome[t, k] = "skipped" if client_id in record.failures else "used"
+            silent = client_id in record.silent
+            outcome[t, k] = "skipped" if client_id in record.failures else "silent" if silent else "used"
             reason[t, k] = record.failures.get(client_id, "")
             traffic["bytes_down"][t, k] = record.bytes_down[client_id]
             traffic["bytes_up"][t, k] = record.bytes_up.get(client_id, 0)

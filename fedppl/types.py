@@ -270,6 +270,9 @@ class Algorithm(NamedTuple):
         Whether it takes shared variables that are 0/1 indicators.
     large
         Whether it takes shared blocks so large that their prior is kept by coordinate, as networks have them.
+    stay
+        ``stay(client, personal, message, rng) -> (personal, info)``: what a client does in a round that asks it for
+        no reply; nothing, where it is None.
     lasting
         Whether personal state outlives a run, as a privacy budget does: a site then keeps it in its folder, under
         its own name, and does not answer where it cannot be read.
@@ -290,6 +293,7 @@ class Algorithm(NamedTuple):
     estimate: Callable[[Any], Array] | None = None
     sample: Callable[[Any, int, np.random.Generator], Array] | None = None
     personalise: Callable[[Any, Any, Message, np.random.Generator], Any] | None = None
+    stay: Callable[[Any, Any, Message, np.random.Generator], tuple[Any, Mapping[str, float]]] | None = None
     settings: Mapping[str, str] = {}
     binary: bool = False
     large: bool = False
@@ -305,6 +309,7 @@ class Request(NamedTuple):
     seed: tuple[int, ...]
     message: Message
     run: str = ""  # names the run: personal state of another one is not used
+    report: bool = True  # whether a reply is wanted; otherwise the client updates what it keeps, and says so
 
 
 class Reply(NamedTuple):

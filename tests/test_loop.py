@@ -132,6 +132,45 @@ def test_a_participation_function_must_choose_clients(chosen: tuple[str, ...]) -
         fit(normal_means(2), fedppl.EP(), participation=lambda clients, rng: chosen)
 
 
+def test_clients_that_do_not_report_hear_the_broadcast_and_send_nothing() -> None:
+    settings: dict[str, Any] = {"rounds": 3, "random_seed": 5}
+    few = fit(normal_means(4), fedppl.EP(), reporting=lambda clients, rng: clients[:1], **settings)
+    assert all(len(record.asked) == 4 and len(record.silent) == 3 for record in few.records)
+    assert few.records[0].silent == few.records[0].asked[1:]
+    assert all(set(record.bytes_up) == {record.asked[0]} for record in few.records)
+    assert all(set(record.bytes_down) == set(record.asked) for record in few.records)
+    assert set(few.idata["rounds"]["outcome"].values.ravel()) == {"used", "silent"}
+    # EP has no part for them, so that asking them is the same as not asking them.
+    alone = fit(normal_means(4), fedppl.EP(), participation=lambda clients, rng: clients[:1], **settings)
+    assert_allclose(few.posterior.linear, alone.posterior.linear, rtol=1e-12)
+
+
+def test_what_a_silent_client_keeps_is_kept() -> None:
+    """With a part for silent clients, personal state moves on in every round, and the server sees one reply."""
+    seen: list[int] = []
+
+    def stay(client: Any, personal: Any, message: Any, rng: np.random.Generator) -> tuple[Any, dict[str, float]]:
+        return (personal or 0) + 1, {"stayed": 1.0}
+
+    def count(state: Any, replies: Any) -> Any:
+        seen.append(len(replies))
+        return fedppl.EP().update_server(state, replies)
+
+    algorithm = fedppl.EP()._replace(stay=stay, update_server=count)
+    found = fit(normal_means(3), algorithm, rounds=2, reporting=lambda clients, rng: clients[1:2])
+    assert seen == [1, 1]
+    assert {k: v for k, v in found.personal.items() if isinstance(v, int)} == {"client 0": 2, "client 2": 2}
+    assert found.records[0].infos["client 0"] == {"stayed": 1.0}
+
+
+@pytest.mark.parametrize(("chosen", "match"), [((), r"reporting chose \[\]"), (("x",), "reporting chose")])
+def test_a_reporting_function_must_choose_clients_that_are_asked(chosen: tuple[str, ...], match: str) -> None:
+    with pytest.raises(DeclarationError, match=match):
+        fit(normal_means(2), fedppl.EP(), reporting=lambda clients, rng: chosen)
+    with pytest.raises(DeclarationError, match="reporting='some'"):
+        fit(normal_means(2), fedppl.EP(), reporting="some")
+
+
 # --- failures: old site kept, identity held -------------------------------------------------------------------
 
 

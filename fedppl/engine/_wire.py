@@ -109,6 +109,7 @@ def pack_request(request: Request) -> Parcel:
         "round": str(request.round),
         "seed": json.dumps(list(request.seed)),
         "run": request.run,
+        "report": str(int(request.report)),
     }
     return request.message, texts
 
@@ -122,6 +123,7 @@ def unpack_request(arrays: Message, texts: Mapping[str, str]) -> Request:
         seed=tuple(json.loads(texts["seed"])),
         message=arrays,
         run=texts["run"],
+        report=texts["report"] == "1",
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Reply, Request
+from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Message, Reply, Request
 
 __all__ = ["answer", "require_fit", "stream"]
 
@@ -40,8 +40,14 @@ def answer(algorithm: Algorithm, client: Any, personal: Any, request: Request) -
 
     Personal state is replaced only by a request that succeeded.
     """
+    message: Message = {}
     try:
-        after, message, info = algorithm.update_client(client, personal, request.message, stream(request.seed))
+        if request.report:
+            after, message, info = algorithm.update_client(client, personal, request.message, stream(request.seed))
+        elif algorithm.stay is not None:
+            after, info = algorithm.stay(client, personal, request.message, stream(request.seed))
+        else:
+            after, info = personal, {}
     except LocalFailure as failure:
         return personal, Failure(request.client_id, request.nonce, str(failure))
     except Exception as error:  # one client's trouble, whatever it is, must not end the others' run
