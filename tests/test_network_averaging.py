@@ -183,8 +183,13 @@ def test_links_by_hand() -> None:
     from scipy.stats import norm
 
     logits, covariance = np.array([[1.0, -1.0]]), np.diag([8 / np.pi * 3, 0.0])[None]
-    scaled = np.exp([0.5, -1.0])  # κ = 1 / √(1 + 3), 1
-    assert_allclose(probabilities(logits, covariance, link="scaled")[0], scaled / scaled.sum())
+    by_class = np.exp([0.5, -1.0])  # κ = 1 / √(1 + 3), 1
+    assert_allclose(probabilities(logits, covariance, link="by class")[0], by_class / by_class.sum())
+    # MacKay (1992): the logit f_1 − f_2 = 2 with variance 8/π · 3 has κ = 1/2.
+    scaled = probabilities(logits, covariance, link="scaled")[0]
+    assert_allclose(scaled[0], 1 / (1 + np.exp(-0.5 * 2)))
+    together = probabilities(logits, covariance + 5.0, link="scaled")[0]  # all outputs moving together is no doubt
+    assert_allclose(together, scaled, rtol=1e-12)
     probit = norm.cdf([0.5, -1.0])
     assert_allclose(probabilities(logits, covariance, link="probit")[0], probit / probit.sum())
     point = np.exp([1.0, -1.0])

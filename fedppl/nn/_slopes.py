@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedppl.nn.op import call, cast, parameter_slices, state_of
+from fedppl.nn.functional import call, cast, parameter_slices, state_of
 from fedppl.nn.read import NetworkUnit
 from fedppl.types import Array
 

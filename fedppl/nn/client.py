@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedppl.nn.op import parameter_slices
+from fedppl.nn.functional import parameter_slices
+from fedppl.nn.head import Head, HeadSteps, features, find_head, head_posterior, train_below
 from fedppl.nn.read import NetworkUnit, read_network
 from fedppl.nn.subnet import Subnetwork, curvature_diagonal, infer, select
 from fedppl.nn.train import train
@@ -33,6 +34,7 @@ class NetworkClient:
 
     def __init__(self, unit: NetworkUnit, start: Array) -> None:
         self.unit, self.start = unit, start
+        self._heads: dict[tuple[str, ...], Head] = {}
 
     def places(self, which: str | tuple[str, ...]) -> Array:
         """Positions in w of "shared", "local" or "all" weights, or of those named as in torch.
@@ -71,9 +73,48 @@ class NetworkClient:
         rng: np.random.Generator,
         *,
         prior: tuple[Array, Array] | None = None,
+        linear: Array | None = None,
     ) -> Array:
         """Weights after training those at `free`, with means and precisions `prior`; see `fedppl.nn.train`."""
-        return train(self.unit, w, free, prior, settings, rng)
+        return train(self.unit, w, free, prior, settings, rng, linear=linear)
+
+    def head(self, names: tuple[str, ...]) -> Head:
+        """The last layer, which has these parameters and no others; checked once a network."""
+        known = self._heads.get(names)
+        if known is None:
+            known = self._heads[names] = find_head(self.unit, names, self.places(names), self.unit.held)
+        return known
+
+    def head_posterior(
+        self,
+        head: Head,
+        w: Array,
+        start: tuple[Array, Array],
+        centre: Array,
+        confidence: float,
+        steps: tuple[float, int, int],
+        rng: np.random.Generator,
+    ) -> tuple[Array, Array]:
+        """Mean and sd of the head's posterior on the features of w; see `fedppl.nn.head`."""
+        z = features(self.unit, head, w)
+        return head_posterior(self.unit, head, z, start, centre, confidence, HeadSteps(*steps), rng)
+
+    def train_below(
+        self,
+        head: Head,
+        w: Array,
+        below: Array,
+        q: tuple[Array, Array],
+        settings: Training,
+        draws: int,
+        rng: np.random.Generator,
+    ) -> Array:
+        """Weights after training those at `below` under draws of the head; see `fedppl.nn.head`."""
+        return train_below(self.unit, head, w, below, q, settings, draws, rng)
+
+    def independent(self, w: Array, places: Array, variance: Array) -> Subnetwork:
+        """Independent normal weights at `places`, and points elsewhere."""
+        return Subnetwork(w, places, variance)
 
     def subnetwork(
         self, w: Array, variance: Array, count: int, *, rule: str, diagonal: bool, dtype: str = "float32"

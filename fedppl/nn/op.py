@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import threading
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,29 +13,10 @@ from pytensor.gradient import DisconnectedType, grad_not_implemented
 from pytensor.graph.basic import Apply
 from pytensor.graph.op import Op
 
+from fedppl.nn.functional import call, cast, own_copy, require_pure, size_of, state_of
 from fedppl.types import Array, DeclarationError
 
-__all__ = [
-    "ModuleOp",
-    "call",
-    "cast",
-    "module",
-    "own_copy",
-    "parameter_names",
-    "parameter_slices",
-    "parameters",
-    "pieces",
-    "require_pure",
-    "state_of",
-]
-
-
-class _Threads(threading.local):
-    def __init__(self) -> None:
-        self.copies: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = weakref.WeakKeyDictionary()
-
-
-_threads = _Threads()
+__all__ = ["ModuleOp", "module", "parameter_names", "parameters"]
 
 
 def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = None) -> Any:
@@ -100,7 +78,7 @@ def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = Non
         flat = pt.as_tensor_variable(weights)
         if flat.type.ndim != 1:
             raise DeclarationError(
-                f"weights have {flat.type.ndim} dimensions; pass one vector of {_size(net)} numbers, or a mapping by "
+                f"weights have {flat.type.ndim} dimensions; pass one vector of {size_of(net)} numbers, or a mapping by "
                 f"name."
             )
     held = X.get_value() if hasattr(X, "get_value") else getattr(given, "data", None)
@@ -172,56 +150,6 @@ def parameter_names(net: torch.nn.Module) -> list[str]:
     ]
 
 
-def pieces(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Cut a flat vector into the network's parameters, views of it."""
-    shapes = {name: value.shape for name, value in net.named_parameters()}
-    cut = torch.split(flat, [shape.numel() for shape in shapes.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), cut, strict=True)}
-
-
-def parameter_slices(net: torch.nn.Module) -> dict[str, slice]:
-    """Where each parameter lies in the flat vector."""
-    found, start = {}, 0
-    for name, value in net.named_parameters():
-        found[name] = slice(start, start + value.numel())
-        start += value.numel()
-    return found
-
-
-def require_pure(net: Any) -> None:
-    """Refuse what is no function of weights and inputs alone.
-
-    Raises
-    ------
-    DeclarationError
-        Naming the layer and the remedy.
-    """
-    if not isinstance(net, torch.nn.Module):
-        raise DeclarationError(f"the network is {type(net).__name__}; pass a torch.nn.Module.")
-    if not _size(net):
-        raise DeclarationError(f"the network {type(net).__name__} has no parameters, so there is nothing to infer.")
-    for name, layer in net.named_modules():
-        random = isinstance(layer, torch.nn.modules.dropout._DropoutNd) and layer.p > 0
-        if layer.training and (random or next(layer.buffers(recurse=False), None) is not None):
-            what = "draws at random" if random else "changes its buffers"
-            raise DeclarationError(
-                f"layer {name or type(layer).__name__!r} ({type(layer).__name__}) {what} in training mode, so that the "
-                "output is no function of weights and inputs. Call net.eval() before you declare the model, or use a "
-                "layer without state (torch.nn.GroupNorm, torch.nn.LayerNorm)."
-            )
-
-
-def own_copy(net: torch.nn.Module) -> torch.nn.Module:
-    """Copy a network once a thread: torch swaps a module's parameters in place while it evaluates others."""
-    if net not in _threads.copies:
-        _threads.copies[net] = copy.deepcopy(net)
-    return _threads.copies[net]
-
-
-def _size(net: torch.nn.Module) -> int:
-    return sum(value.numel() for value in net.parameters())
-
-
 def _output_ndim(net: torch.nn.Module, X: Array) -> int:
     rows = torch.from_numpy(np.array(X[:2]))
     with torch.no_grad():
@@ -237,22 +165,6 @@ def _output_ndim(net: torch.nn.Module, X: Array) -> int:
             "the network's output is not finite: look at the weights that it holds, and at the inputs."
         )
     return output.ndim
-
-
-def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Real numbers in this type; whole numbers as they are."""
-    return value.to(dtype) if value.is_floating_point() else value
-
-
-def state_of(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, in the flat vector's type."""
-    return pieces(net, flat) | {name: cast(value, flat.dtype) for name, value in net.named_buffers()}
-
-
-def call(net: torch.nn.Module, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
-    """The output for these parameters and buffers, one tensor."""
-    output: torch.Tensor = torch.func.functional_call(net, state, (X,))
-    return output
 
 
 def _call(net: torch.nn.Module, flat: torch.Tensor, X: torch.Tensor) -> torch.Tensor:

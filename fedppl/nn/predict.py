@@ -19,7 +19,7 @@ from fedppl.types import Array, DataError, DeclarationError
 
 __all__ = ["personalise", "predict", "probabilities"]
 
-_LINKS = ("scaled", "monte carlo", "probit", "map")
+_LINKS = ("scaled", "by class", "monte carlo", "probit", "map")
 
 
 def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int | None = None) -> Own:
@@ -74,8 +74,11 @@ def predict(
 ) -> xr.Dataset:
     r"""Predict a client's outcomes at new inputs by its own, linearised network.
 
-    .. math:: \mathrm{softmax}(\kappa \odot f(x)), \qquad \kappa_c = (1 + \tfrac{\pi}{8} \Sigma_{cc}(x))^{-1/2}, \qquad
+    .. math:: \mathrm{softmax}(\kappa f(x)), \qquad \kappa = (1 + \tfrac{\pi}{8} \bar s^2(x))^{-1/2}, \qquad
               \Sigma(x) = J_S(x)\, \hat H_S^{-1} J_S(x)^\top
+
+    s̄² is the mean variance of f_c − f_c' over pairs of classes. Like the probabilities it does not change when all
+    outputs move together; the most probable class stays the same; with two classes it is MacKay's formula.
 
     Parameters
     ----------
@@ -84,9 +87,9 @@ def predict(
     inputs
         New inputs by name, for example ``{"X": X_new}``.
     link
-        "scaled", the formula above; "monte carlo", the mean of softmax over draws of the linearised outputs, which
-        takes their covariances in; "probit", eq. 9 of FedSI as printed, normalised, which saturates; "map", the
-        weights' point alone.
+        "scaled", the formula above; "by class", κ_c = (1 + π/8 Σ_cc)^(-1/2) for each class, eq. 9's κ in a softmax,
+        which may change the most probable class; "monte carlo", the mean of softmax over draws of the linearised
+        outputs; "probit", eq. 9 of FedSI as printed, normalised, which saturates; "map", the weights' point alone.
     draws
         For "monte carlo".
     probability
@@ -148,6 +151,11 @@ def probabilities(
 ) -> Array:
     """Class probabilities (n, C) of normal outputs with means (n, C) and covariances (n, C, C), see `predict`."""
     variance = np.diagonal(covariance, axis1=1, axis2=2)
+    if link == "scaled":
+        classes = logits.shape[1]
+        apart = 2 * (variance.sum(axis=1) - covariance.sum(axis=(1, 2)) / classes) / max(classes - 1, 1)
+        one = 1.0 / np.sqrt(1.0 + np.pi / 8 * np.maximum(apart, 0.0))  # rounding may go below
+        return np.asarray(softmax(one[:, None] * logits, axis=1))
     kappa = 1.0 / np.sqrt(1.0 + np.pi / 8 * variance)
     if link == "probit":
         chance = ndtr(kappa * logits)

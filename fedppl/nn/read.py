@@ -12,7 +12,7 @@ from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors, explicit_graph_inputs
 
 from fedppl import _graph
-from fedppl.nn.op import call, cast, own_copy, parameter_slices, state_of
+from fedppl.nn.functional import call, cast, own_copy, parameter_slices, state_of
 from fedppl.types import Array, DataError, DeclarationError
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ class NetworkUnit:
     def size(self) -> int:
         """Number of weights, d."""
         return len(self.shared_at) + len(self.local_at)
+
+    @property
+    def held(self) -> Array:
+        """The values that the network itself holds, (d,)."""
+        return torch.cat([value.detach().double().ravel() for value in self._net.parameters()]).cpu().numpy()
 
     def weights(self, phi: Array, theta: Array) -> Array:
         """w (d,) from φ and θ."""

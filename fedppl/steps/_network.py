@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedppl.types import Array, DeclarationError, Draws, Message
 
-__all__ = ["Own", "Training", "Tuning", "check_network", "draw", "outcome", "own", "training_rule", "tuning_rule"]
+__all__ = [
+    "Own",
+    "Training",
+    "Tuning",
+    "check_network",
+    "draw",
+    "draw_own",
+    "outcome",
+    "own",
+    "steps_rule",
+    "training_rule",
+    "tuning_rule",
+]
 
 logger = logging.getLogger(__name__)
 _MOST = 100_000_000  # numbers in one array of draws
 
 
 class Training(NamedTuple):
-    """Adam at a client."""
+    """Steps at a client."""
 
     learning_rate: float
     epochs: int
     batch_size: int
+    momentum: float | None = None  # of gradient steps; None for Adam
 
 
 class Tuning(NamedTuple):
@@ -39,7 +52,9 @@ class Own(NamedTuple):
     subnetwork: Any  # its posterior, or None where weights are a point
 
 
-def training_rule(learning_rate: float, epochs: int, batch_size: int, prefix: str = "") -> Training:
+def training_rule(
+    learning_rate: float, epochs: int, batch_size: int, prefix: str = "", momentum: float | None = None
+) -> Training:
     """Settings in range, or an error that says which is not."""
     number = isinstance(learning_rate, float | int | np.number) and not isinstance(learning_rate, bool)
     if not number or not 0 < learning_rate < np.inf:
@@ -47,7 +62,20 @@ def training_rule(learning_rate: float, epochs: int, batch_size: int, prefix: st
     for name, value in ((f"{prefix}epochs", epochs), ("batch_size", batch_size)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise DeclarationError(f"{name}={value!r} must be a whole number, at least 1.")
-    return Training(float(learning_rate), int(epochs), int(batch_size))
+    if momentum is not None:
+        number = isinstance(momentum, float | int | np.number) and not isinstance(momentum, bool)
+        if not number or not 0 <= momentum < 1:
+            raise DeclarationError(f"momentum={momentum!r} must be at least 0 and below 1, or None for Adam.")
+        momentum = float(momentum)
+    return Training(float(learning_rate), int(epochs), int(batch_size), momentum)
+
+
+def steps_rule(rate: float, steps: int, draws: int) -> tuple[float, int, int]:
+    """Check the keywords `head_rate`, `head_steps` and `draws`."""
+    for name, value in (("head_steps", steps), ("draws", draws)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise DeclarationError(f"{name}={value!r} must be a whole number, at least 1.")
+    return training_rule(rate, 1, 1, "head_").learning_rate, int(steps), int(draws)
 
 
 def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int) -> Tuning:
@@ -75,7 +103,7 @@ def check_network(client: Any, *trained: str | tuple[str, ...] | None) -> None:
 
 def outcome(mean: Array, tuning: Tuning) -> dict[str, Array]:
     """The shared weights, and how long to fine-tune."""
-    rate, epochs, batch_size = tuning.training
+    rate, epochs, batch_size, _ = tuning.training
     return {"mean": mean, "tuning": np.array([rate, epochs if tuning.which is not None else 0, batch_size])}
 
 
@@ -114,13 +142,18 @@ def draw(
     which: str | tuple[str, ...] | None,
 ) -> Draws:
     """Draws of all weights: of the subnetwork's posterior, and equal elsewhere."""
+    return draw_own(client, lambda: own(client, personal, message, rng, which=which), draws, chains, rng)
+
+
+def draw_own(client: Any, own_network: Callable[[], Own], draws: int, chains: int, rng: np.random.Generator) -> Draws:
+    """Draws of all weights of what `own_network` finds, unless they are too many."""
     size, unit = client.shared_size + client.local_size, client.network.unit
     if draws * chains * size > _MOST:
         raise DeclarationError(
             f"{draws * chains} draws of {size} weights are {draws * chains * size * 8 / 1e9:.1f} GB. Pass draws= and "
             "chains= for fewer, or predict in closed form by fedppl.nn.predict(fit, client, inputs)."
         )
-    found = own(client, personal, message, rng, which=which)
+    found = own_network()
     w = np.broadcast_to(found.weights, (chains * draws, size)).copy()
     if found.subnetwork is not None:
         w[:, found.subnetwork.places] += found.subnetwork.deviations(chains * draws, rng)

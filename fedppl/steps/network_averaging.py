@@ -43,6 +43,7 @@ class NetworkInfo(NamedTuple):
 
 class _Settings(NamedTuple):
     phases: tuple[tuple[Any, Training], ...]
+    proximal: float
     tuning: Tuning
     weights: str
 
@@ -50,6 +51,8 @@ class _Settings(NamedTuple):
 def NetworkAveraging(
     *,
     learning_rate: float = 1e-3,
+    momentum: float | None = None,
+    proximal: float = 0.0,
     phases: Sequence[tuple[str | tuple[str, ...], int]] = (("all", 10),),
     batch_size: int = 50,
     weights: str = "rows",
@@ -57,7 +60,7 @@ def NetworkAveraging(
     tune_rate: float = 1e-3,
     tune_epochs: int = 10,
 ) -> Algorithm:
-    r"""Average the shared weights of networks that clients train by Adam.
+    r"""Average the shared weights of networks that clients train.
 
     .. math:: \phi \leftarrow \frac{\sum_k n_k \phi_k}{\sum_k n_k}
 
@@ -71,6 +74,7 @@ def NetworkAveraging(
     FedBABU       representation        ``(("shared", 10),)``                         ``"local"``
     FedPer        representation        ``(("all", 10),)``                            None
     FedRep        representation        ``(("local", 10), ("shared", 1))``            None
+    FedProx       all                   ``(("all", 10),)``, ``proximal=``              None
     LG-FedAvg     head                  ``(("all", 10),)``                            None
     ============  ====================  ============================================  ====================
 
@@ -79,7 +83,11 @@ def NetworkAveraging(
     Parameters
     ----------
     learning_rate
-        Of Adam, per unit of the mean loss of a batch.
+        Per unit of the mean loss of a batch.
+    momentum
+        Of gradient steps; by default steps are Adam's.
+    proximal
+        μ of FedProx: adds μ/2 ‖φ' − φ‖² to a client's mean loss, φ being what the server sent. It holds shared weights.
     phases
         Which weights to train and for how many epochs, one after another: "shared", "local", "all" or torch's names.
     batch_size
@@ -121,9 +129,13 @@ def NetworkAveraging(
         raise DeclarationError(f'phases={phases!r} must be pairs of weights and epochs, for example (("all", 10),).')
     settings = _Settings(
         tuple(
-            (which if isinstance(which, str) else tuple(which), training_rule(learning_rate, epochs, batch_size))
+            (
+                which if isinstance(which, str) else tuple(which),
+                training_rule(learning_rate, epochs, batch_size, momentum=momentum),
+            )
             for which, epochs in phases
         ),
+        proximal_rule(proximal),
         tuning_rule(tune, tune_rate, tune_epochs, batch_size),
         weights_rule(weights),
     )
@@ -142,6 +154,7 @@ def NetworkAveraging(
         personalise=functools.partial(own, which=settings.tuning.which),
         details=lambda state: {},
         estimate=lambda state: state.phi,
+        stay=functools.partial(_stay, settings=settings),
         settings=described({"learning_rate": learning_rate, "batch_size": batch_size, **settings._asdict()}),
         large=True,
     )
@@ -161,10 +174,40 @@ def _update_client(
     blank = personal is None or len(personal.local) != client.local_size
     w = network.unit.weights(np.asarray(message["mean"]), network.start if blank else personal.local)
     for which, training in settings.phases:
-        w = network.trained(w, network.places(which), training, rng)
+        free = network.places(which)
+        w = network.trained(w, free, training, rng, prior=_pull(client, free, message, settings.proximal))
     weight = weight_of(client, settings.weights)
     reply = {"weighted": weight * w[network.unit.shared_at], "weight": np.array(weight)}
     return Kept(w[network.unit.local_at]), reply, ({"blank": 1.0} if blank and client.local_size else {})
+
+
+def proximal_rule(proximal: Any) -> float:
+    """Check the keyword `proximal`."""
+    number = isinstance(proximal, float | int | np.number) and not isinstance(proximal, bool)
+    if not number or not 0 <= proximal < np.inf:
+        raise DeclarationError(f"proximal={proximal!r} must be finite and not negative.")
+    return float(proximal)
+
+
+def _pull(client: Any, free: Array, message: Message, proximal: float) -> tuple[Array, Array] | None:
+    """Means and precisions that hold the shared weights among `free` where they were sent."""
+    if not proximal:
+        return None
+    unit = client.network.unit
+    centre, precision = np.zeros(unit.size), np.zeros(unit.size)
+    centre[unit.shared_at] = np.asarray(message["mean"])
+    precision[unit.shared_at] = proximal * len(unit.X)  # the prior counts once for all rows
+    return centre[free], precision[free]
+
+
+def _stay(
+    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings
+) -> tuple[Any, Mapping[str, float]]:
+    """Train local weights, where there are any: nothing else outlives the round."""
+    if not client.local_size:
+        return personal, {}
+    kept, _, info = _update_client(client, personal, message, rng, settings=settings)
+    return kept, info
 
 
 def _refuse(state: NetworkState, reply: Message) -> str | None:

@@ -1,0 +1,89 @@
+"""Networks as functions of a flat vector of weights, and which modules are such functions."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from fedppl.types import DeclarationError
+
+__all__ = ["call", "cast", "own_copy", "parameter_slices", "pieces", "require_pure", "size_of", "state_of"]
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.copies: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = weakref.WeakKeyDictionary()
+
+
+_threads = _Threads()
+
+
+def pieces(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Cut a flat vector into the network's parameters, views of it."""
+    shapes = {name: value.shape for name, value in net.named_parameters()}
+    cut = torch.split(flat, [shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), cut, strict=True)}
+
+
+def parameter_slices(net: torch.nn.Module) -> dict[str, slice]:
+    """Where each parameter lies in the flat vector."""
+    found, start = {}, 0
+    for name, value in net.named_parameters():
+        found[name] = slice(start, start + value.numel())
+        start += value.numel()
+    return found
+
+
+def require_pure(net: Any) -> None:
+    """Refuse what is no function of weights and inputs alone.
+
+    Raises
+    ------
+    DeclarationError
+        Naming the layer and the remedy.
+    """
+    if not isinstance(net, torch.nn.Module):
+        raise DeclarationError(f"the network is {type(net).__name__}; pass a torch.nn.Module.")
+    if not size_of(net):
+        raise DeclarationError(f"the network {type(net).__name__} has no parameters, so there is nothing to infer.")
+    for name, layer in net.named_modules():
+        random = isinstance(layer, torch.nn.modules.dropout._DropoutNd) and layer.p > 0
+        if layer.training and (random or next(layer.buffers(recurse=False), None) is not None):
+            what = "draws at random" if random else "changes its buffers"
+            raise DeclarationError(
+                f"layer {name or type(layer).__name__!r} ({type(layer).__name__}) {what} in training mode, so that the "
+                "output is no function of weights and inputs. Call net.eval() before you declare the model, or use a "
+                "layer without state (torch.nn.GroupNorm, torch.nn.LayerNorm)."
+            )
+
+
+def own_copy(net: torch.nn.Module) -> torch.nn.Module:
+    """Copy a network once a thread: torch swaps a module's parameters in place while it evaluates others."""
+    if net not in _threads.copies:
+        _threads.copies[net] = copy.deepcopy(net)
+    return _threads.copies[net]
+
+
+def size_of(net: torch.nn.Module) -> int:
+    """Number of weights, d."""
+    return sum(value.numel() for value in net.parameters())
+
+
+def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Real numbers in this type; whole numbers as they are."""
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def state_of(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, in the flat vector's type."""
+    return pieces(net, flat) | {name: cast(value, flat.dtype) for name, value in net.named_buffers()}
+
+
+def call(net: torch.nn.Module, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
+    """The output for these parameters and buffers, one tensor."""
+    output: torch.Tensor = torch.func.functional_call(net, state, (X,))
+    return output
