@@ -17,6 +17,7 @@ from fedppl.participation import all_clients, bernoulli, fixed_size
 from fedppl.results import Fit
 from fedppl.search import grid, grid_search, holdout, validation_loss
 from fedppl.steps.averaging import FedAvg
+from fedppl.steps.confidence import Confidence
 from fedppl.steps.consensus import ConsensusMonteCarlo
 from fedppl.steps.ditto import Ditto
 from fedppl.steps.ep import EP
@@ -26,6 +27,7 @@ from fedppl.steps.lmc_blocks import LMCBlockAscent
 from fedppl.steps.lmc_gradient import LMCGradient
 from fedppl.steps.local_sgd import SeparateSGD
 from fedppl.steps.network_averaging import NetworkAveraging
+from fedppl.steps.network_confidence import NetworkConfidence
 from fedppl.steps.precision_weighted import PrecisionWeighted
 from fedppl.steps.private_ep import PrivateEP
 from fedppl.steps.proximal import FedProx
@@ -47,6 +49,7 @@ __all__ = [
     "SCAFFOLD",
     "Algorithm",
     "ClientModel",
+    "Confidence",
     "ConsensusMonteCarlo",
     "DataError",
     "DeclarationError",
@@ -67,6 +70,7 @@ __all__ = [
     "MeanField",
     "NestedLaplace",
     "NetworkAveraging",
+    "NetworkConfidence",
     "PrecisionWeighted",
     "PrivateEP",
     "Round",

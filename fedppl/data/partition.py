@@ -1,0 +1,330 @@
+"""Divide rows among clients: by label, by subclass, by quantity, by Dirichlet shares, by source. Every row once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedppl.types import DataError, DeclarationError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Partition", "concept_drift", "dirichlet", "feature_skew", "label_skew", "plot", "quantity", "table"]
+
+Rows = NDArray[np.int64]
+
+
+class Partition(NamedTuple):
+    """Who holds which rows, and what kinds of rows a client was meant to hold."""
+
+    rows: Mapping[str, Rows]  # client id to positions, in rising order
+    kinds: Mapping[str, tuple[Any, ...]]  # labels, subclasses or sources of each client
+
+
+def label_skew(
+    labels: Any, clients: int, each: int, *, cuts: str = "same", random_seed: int | np.random.Generator | None = None
+) -> Partition:
+    """Give every client some of the labels, and slices of very different sizes.
+
+    Labels are drawn from a pile that is refilled when it is empty, so that all are held about equally often. The rows
+    of a label, shuffled, are cut at random places into one slice for each client that holds it: a few are large, most
+    are small.
+
+    Parameters
+    ----------
+    labels
+        Label of every row, (n,).
+    clients, each
+        Number of clients, and of labels that each holds.
+    cuts
+        "same": all labels are cut at the same fractions, so that a client with a large slice of one label tends to
+        have large slices of all. "independent": each label by itself.
+    random_seed
+        Seed.
+
+    Returns
+    -------
+    Partition
+
+    Raises
+    ------
+    DataError, DeclarationError
+        Where there are fewer rows of a label than clients that hold it, or numbers are out of range.
+
+    Examples
+    --------
+    >>> parts = label_skew(np.repeat([0, 1, 2], 40), clients=6, each=2, random_seed=1)
+    >>> sum(len(rows) for rows in parts.rows.values())
+    120
+
+    Notes
+    -----
+    *When this fails.* A label of which no client draws is nobody's: where ``clients * each`` is less than the number
+    of labels this is an error, since rows would be left over.
+
+    References
+    ----------
+    .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, appendix A.
+    """
+    y, rng = _column("labels", labels), np.random.default_rng(random_seed)
+    known = np.unique(y)
+    _whole(clients=clients, each=each)
+    if each > len(known):
+        raise DeclarationError(f"each={each} labels a client, and there are {len(known)}.")
+    if clients * each < len(known):
+        raise DeclarationError(f"{clients} clients of {each} labels cannot hold all {len(known)}; raise one of them.")
+    return _sliced([_kinds_of(known.tolist(), clients, each, rng)], [y], cuts, rng)
+
+
+def concept_drift(
+    classes: Any,
+    subclasses: Any,
+    clients: int,
+    *,
+    cuts: str = "same",
+    random_seed: int | np.random.Generator | None = None,
+) -> Partition:
+    """Give every client all classes, each as one of its subclasses: the same labels with other inputs.
+
+    Parameters
+    ----------
+    classes, subclasses
+        Of every row, (n,); a subclass belongs to one class.
+    clients
+        Number of clients, at least as many as the class with the most subclasses has.
+    cuts, random_seed
+        As in `label_skew`.
+
+    Returns
+    -------
+    Partition
+
+    Raises
+    ------
+    DataError, DeclarationError
+        As in `label_skew`, and for a subclass of two classes.
+
+    Examples
+    --------
+    >>> parts = concept_drift(np.repeat([0, 1], 40), np.arange(80) // 10, clients=5, random_seed=1)
+    >>> sorted(len(kinds) for kinds in parts.kinds.values())
+    [2, 2, 2, 2, 2]
+
+    References
+    ----------
+    .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, section 5.1 and appendix A.
+    """
+    upper, lower = _column("classes", classes), _column("subclasses", subclasses)
+    rng = np.random.default_rng(random_seed)
+    _whole(clients=clients)
+    if len(upper) != len(lower):
+        raise DataError(f"{len(upper)} classes and {len(lower)} subclasses; pass one of each for every row.")
+    under = {kind: np.unique(lower[upper == kind]).tolist() for kind in np.unique(upper).tolist()}
+    if sum(map(len, under.values())) > len(np.unique(lower)):
+        raise DataError("a subclass stands under two classes; give subclasses names of their own.")
+    most = max(map(len, under.values()))
+    if clients < most:
+        raise DeclarationError(f"{clients} clients cannot hold a class with {most} subclasses; raise clients=.")
+    return _sliced([_kinds_of(below, clients, 1, rng) for below in under.values()], [lower] * len(under), cuts, rng)
+
+
+def quantity(rows: int, clients: int, *, random_seed: int | np.random.Generator | None = None) -> Partition:
+    """Cut shuffled rows at random places: clients that differ in nothing but their number of rows.
+
+    Examples
+    --------
+    >>> parts = quantity(100, 4, random_seed=0)
+    >>> sum(len(rows) for rows in parts.rows.values())
+    100
+    """
+    _whole(rows=rows, clients=clients)
+    everyone = [("all",)] * clients
+    return _sliced([everyone], [np.full(rows, "all")], "same", np.random.default_rng(random_seed))
+
+
+def dirichlet(
+    labels: Any,
+    clients: int,
+    alpha: float,
+    *,
+    least: int = 1,
+    random_seed: int | np.random.Generator | None = None,
+) -> Partition:
+    """Divide every label by shares from a symmetric Dirichlet distribution.
+
+    Parameters
+    ----------
+    labels
+        Label of every row, (n,).
+    clients
+        Number of clients.
+    alpha
+        Concentration: small for clients with few labels each, large for equal ones.
+    least
+        Rows that every client must have; shares are drawn anew until it holds.
+    random_seed
+        Seed.
+
+    Returns
+    -------
+    Partition
+
+    Raises
+    ------
+    DeclarationError
+        For numbers out of range, or where 1,000 draws leave some client with too few rows.
+
+    Examples
+    --------
+    >>> parts = dirichlet(np.repeat([0, 1, 2], 40), clients=4, alpha=0.5, random_seed=1)
+    >>> sum(len(rows) for rows in parts.rows.values())
+    120
+    """
+    y, rng = _column("labels", labels), np.random.default_rng(random_seed)
+    _whole(clients=clients, least=least)
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < np.inf:
+        raise DeclarationError(f"alpha={alpha!r} must be positive and finite.")
+    for _ in range(1000):
+        owner = np.empty(len(y), dtype=np.int64)
+        for label in np.unique(y):
+            places = rng.permutation(np.flatnonzero(y == label))
+            ends = np.round(np.cumsum(rng.dirichlet(np.full(clients, float(alpha)))) * len(places)).astype(np.int64)
+            owner[places] = np.searchsorted(ends, np.arange(len(places)), side="right").clip(max=clients - 1)
+        if np.bincount(owner, minlength=clients).min() >= least:
+            held = {name: np.flatnonzero(owner == k) for k, name in enumerate(_names(clients))}
+            return Partition(held, {name: tuple(np.unique(y[at]).tolist()) for name, at in held.items()})
+    raise DeclarationError(
+        f"1,000 draws left a client with fewer than least={least} rows; raise alpha={alpha} or lower clients={clients}."
+    )
+
+
+def feature_skew(sources: Any, clients: int, *, random_seed: int | np.random.Generator | None = None) -> Partition:
+    """Give every client rows of one source, one of several data sets with the same labels.
+
+    Sources take turns, so that each has about equally many clients; its rows are cut at random places.
+
+    Examples
+    --------
+    >>> parts = feature_skew(["mnist"] * 60 + ["usps"] * 40, clients=4, random_seed=1)
+    >>> [kinds for kinds in parts.kinds.values()]
+    [('mnist',), ('usps',), ('mnist',), ('usps',)]
+    """
+    where = _column("sources", sources)
+    known = np.unique(where).tolist()
+    _whole(clients=clients)
+    if clients < len(known):
+        raise DeclarationError(f"{clients} clients cannot hold {len(known)} sources; raise clients=.")
+    kinds = [(known[k % len(known)],) for k in range(clients)]
+    return _sliced([kinds], [where], "independent", np.random.default_rng(random_seed))
+
+
+def table(partition: Partition, labels: Any) -> pd.DataFrame:
+    """Rows of every label at every client, and their total: a row for each client.
+
+    Examples
+    --------
+    >>> labels = np.repeat([0, 1], 30)
+    >>> int(table(label_skew(labels, 4, 1, random_seed=0), labels)["rows"].sum())
+    60
+    """
+    import pandas as pd
+
+    y = _column("labels", labels)
+    known = np.unique(y)
+    counts = {name: [int(np.sum(y[at] == label)) for label in known] for name, at in partition.rows.items()}
+    found = pd.DataFrame.from_dict(counts, orient="index", columns=known.tolist())
+    found.insert(0, "rows", [len(at) for at in partition.rows.values()])
+    return found.rename_axis(index="client", columns="label")
+
+
+def plot(partition: Partition, labels: Any, ax: Any = None) -> Any:
+    """Draw rows of every label at every client as stacked bars; the axes are returned."""
+    import matplotlib.pyplot as plt
+
+    counts = table(partition, labels).drop(columns="rows")
+    axes = plt.subplots(figsize=(max(6.0, 0.18 * len(counts)), 3.5), layout="constrained")[1] if ax is None else ax
+    bottom, colours = np.zeros(len(counts)), plt.get_cmap("tab20")
+    for k, label in enumerate(counts.columns):
+        axes.bar(
+            np.arange(len(counts)), counts[label], bottom=bottom, width=0.9, color=colours(k % 20), label=str(label)
+        )
+        bottom += counts[label].to_numpy()
+    axes.set(xlabel="client", ylabel="rows", xlim=(-0.6, len(counts) - 0.4))
+    axes.set_xticks([])
+    if len(counts.columns) <= 20:
+        axes.legend(title="label", fontsize="small", ncols=2)
+    return axes
+
+
+def _column(name: str, values: Any) -> NDArray[Any]:
+    found = np.asarray(values)
+    if found.ndim != 1 or not len(found):
+        raise DataError(f"{name} have shape {found.shape}; pass one for every row.")
+    if found.dtype.kind == "f" and not np.all(np.isfinite(found)):
+        raise DataError(f"{name} hold missing or infinite values; drop these rows.")
+    return found
+
+
+def _whole(**numbers: Any) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise DeclarationError(f"{name}={value!r} must be a whole number, at least 1.")
+
+
+def _names(clients: int) -> list[str]:
+    return [f"client {k}" for k in range(clients)]
+
+
+def _kinds_of(known: Sequence[Any], clients: int, each: int, rng: np.random.Generator) -> list[tuple[Any, ...]]:
+    """Draw kinds for every client from a pile that is refilled, none twice."""
+    pile: list[Any] = []
+    found = []
+    for _ in range(clients):
+        own: list[Any] = []
+        while len(own) < each:
+            if not any(kind not in own for kind in pile):
+                pile = pile + [known[i] for i in rng.permutation(len(known))]
+            own.append(pile.pop(next(i for i, kind in enumerate(pile) if kind not in own)))
+        found.append(tuple(own))
+    return found
+
+
+def _sliced(
+    drawn: Sequence[Sequence[tuple[Any, ...]]], columns: Sequence[NDArray[Any]], cuts: str, rng: np.random.Generator
+) -> Partition:
+    """Slice the rows of every kind among the clients that drew it."""
+    if cuts not in ("same", "independent"):
+        raise DeclarationError(f'cuts={cuts!r} must be "same" or "independent".')
+    names = _names(len(drawn[0]))
+    held: dict[str, list[Rows]] = {name: [] for name in names}
+    known_cuts: dict[int, NDArray[np.float64]] = {}
+    for kinds, column in zip(drawn, columns, strict=True):
+        for kind in dict.fromkeys(kind for own in kinds for kind in own):
+            owners = [name for name, own in zip(names, kinds, strict=True) if kind in own]
+            places = rng.permutation(np.flatnonzero(column == kind))
+            if len(places) < len(owners):
+                raise DataError(f"{len(places)} rows of {kind!r} for {len(owners)} clients; lower clients=.")
+            parts = len(owners)
+            if cuts == "independent" or parts not in known_cuts:
+                # M − 1 of N − 1 places, without replacement, as fractions of N.
+                chosen = np.sort(rng.choice(len(places) - 1, parts - 1, replace=False)) + 1
+                known_cuts[parts] = chosen / len(places)
+            ends = _places_of(known_cuts[parts], len(places))
+            for owner, part in zip(owners, np.split(places, ends), strict=True):
+                held[owner].append(part)
+    rows = {name: np.sort(np.concatenate(parts)).astype(np.int64) for name, parts in held.items()}
+    return Partition(rows, {name: tuple(kind for own in drawn for kind in own[k]) for k, name in enumerate(names)})
+
+
+def _places_of(fractions: NDArray[np.float64], rows: int) -> Rows:
+    """Cut points of N rows at these fractions, none of them equal, so that no slice is empty."""
+    ends = np.round(fractions * rows).astype(np.int64)
+    for k in range(len(ends)):  # push up what collides, then down what ran over
+        ends[k] = max(ends[k], 1 if k == 0 else ends[k - 1] + 1)
+    for k in reversed(range(len(ends))):
+        ends[k] = min(ends[k], rows - (len(ends) - k))
+    return ends
