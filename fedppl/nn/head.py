@@ -15,7 +15,7 @@ import torch
 from fedppl.nn._slopes import tensor
 from fedppl.nn.functional import call, state_of
 from fedppl.nn.read import NetworkUnit
-from fedppl.nn.train import mean_loss, optimizer_of
+from fedppl.nn.train import Leaves, mean_loss, optimizer_of, outcomes, take_step
 from fedppl.steps._network import Training
 from fedppl.types import Array, DeclarationError, LocalFailure
 
@@ -61,7 +61,7 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Array, w: Array
     held = Head(layer, places, slice(0, size), slice(size, len(places)), found.out_features)
     X = tensor(unit.X[:_LOOKED_AT], torch.float64)
     with torch.no_grad():
-        z, output = _through(unit, held, torch.from_numpy(np.asarray(w, dtype=float)), X)
+        z, output = _through(unit, held, state_of(unit.net, torch.from_numpy(np.asarray(w, dtype=float))), X)
         ours = _logits(held, z, torch.from_numpy(np.asarray(w, dtype=float)[places]))
     if output.shape != ours.shape or not torch.allclose(output, ours, rtol=1e-9, atol=1e-9):
         raise DeclarationError(
@@ -71,13 +71,15 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Array, w: Array
     return held
 
 
-def _through(unit: NetworkUnit, head: Head, w: torch.Tensor, X: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _through(
+    unit: NetworkUnit, head: Head, state: dict[str, torch.Tensor], X: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Features z (n, h), and the network's output."""
     seen: list[torch.Tensor] = []
     layer = unit.net.get_submodule(head.layer)
     hook = layer.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
     try:
-        output = call(unit.net, state_of(unit.net, w), X)
+        output = call(unit.net, state, X)
     finally:
         hook.remove()
     if len(seen) != 1 or seen[0].ndim != 2:
@@ -98,12 +100,8 @@ def _logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def features(unit: NetworkUnit, head: Head, w: Array, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What the head sees of the client's rows, (n, h)."""
     with torch.no_grad():
-        return _through(unit, head, torch.from_numpy(np.asarray(w)).to(dtype), tensor(unit.X, dtype))[0]
-
-
-def _outcomes(unit: NetworkUnit, dtype: torch.dtype) -> torch.Tensor:
-    y = torch.from_numpy(np.array(unit.y))
-    return y.long() if unit.likelihood.family == "categorical" else y.to(dtype)
+        state = state_of(unit.net, torch.from_numpy(np.asarray(w)).to(dtype))
+        return _through(unit, head, state, tensor(unit.X, dtype))[0]
 
 
 def _expected_loss(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -155,7 +153,7 @@ def head_posterior(
         Where steps run away.
     """
     dtype, rows = z.dtype, len(z)
-    y, middle = _outcomes(unit, dtype), torch.from_numpy(np.asarray(centre, dtype=float)).to(dtype)
+    y, middle = outcomes(unit, dtype), torch.from_numpy(np.asarray(centre, dtype=float)).to(dtype)
     mean = torch.from_numpy(np.asarray(start[0], dtype=float)).to(dtype).requires_grad_()
     sd = torch.from_numpy(np.asarray(start[1], dtype=float))
     raw = torch.where(sd > 20, sd, torch.log(torch.expm1(sd))).to(dtype).requires_grad_()  # softplus backwards
@@ -194,23 +192,18 @@ def train_below(
     LocalFailure
         Where what comes out is not finite.
     """
-    start = torch.from_numpy(np.asarray(w, dtype=float)).to(dtype)
-    at = torch.from_numpy(np.asarray(below, dtype=np.int64))
-    moving = start[at].clone().requires_grad_()
-    X, y = tensor(unit.X, dtype), _outcomes(unit, dtype)
+    flat = np.asarray(w, dtype=float)
+    leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
+    X, y = tensor(unit.X, dtype), outcomes(unit, dtype)
     mean, spread = (torch.from_numpy(np.asarray(value, dtype=float)).to(dtype) for value in q)
-    optimizer, source = optimizer_of([moving], settings), _generator(rng)
+    optimizer, source = optimizer_of(leaves.moving, settings), _generator(rng)
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
-                z, _ = _through(unit, head, torch.index_put(start, (at,), moving), X[batch])
+                z, _ = _through(unit, head, leaves.state, X[batch])
                 v = mean + spread * torch.randn(draws, len(mean), generator=source, dtype=dtype)
-                loss = _expected_loss(unit, head, z, y[batch], v)
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-    found = np.asarray(w, dtype=float).copy()
-    found[np.asarray(below)] = moving.detach().double().numpy()
+                take_step(optimizer, leaves, _expected_loss(unit, head, z, y[batch], v))
+    found = leaves.result(flat)
     if not np.all(np.isfinite(found)):
         raise LocalFailure("training of the layers below the head diverged; lower learning_rate=")
     return found

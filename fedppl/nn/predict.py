@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 import xarray as xr
 from scipy.special import log_softmax, ndtr, softmax
 from scipy.stats import norm
@@ -17,7 +18,7 @@ from fedppl.results import Fit
 from fedppl.steps._network import Own
 from fedppl.types import Array, DataError, DeclarationError
 
-__all__ = ["personalise", "predict", "probabilities"]
+__all__ = ["network", "personalise", "predict", "probabilities"]
 
 _LINKS = ("scaled", "by class", "monte carlo", "probit", "map")
 
@@ -60,6 +61,33 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     seed = fit.seed if random_seed is None else random_seed
     found: Own = fit.algorithm.personalise(model, personal, message, stream((seed, 2, *name.encode())))
     return found
+
+
+def network(fit: Fit) -> torch.nn.Module:
+    """The global model: a copy of the declared network that holds the shared weights of a fit.
+
+    Local weights are what the network held when it was declared.
+
+    Parameters
+    ----------
+    fit
+        A fit of a network in this process.
+
+    Returns
+    -------
+    torch.nn.Module
+
+    Raises
+    ------
+    DeclarationError
+        For a fit that has no shared point, or whose clients are elsewhere.
+    """
+    if not isinstance(fit, Fit):
+        raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit of a network.")
+    if fit.algorithm.estimate is None or not fit.clients:
+        raise DeclarationError("the fit has no shared weights in this process; its clients are sites of their own.")
+    client = next(iter(fit.clients.values())).network
+    return client.unit.loaded(client.unit.weights(fit.algorithm.estimate(fit.state), client.start))
 
 
 def predict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,6 +80,13 @@ class NetworkUnit:
     def held(self) -> Array:
         """The values that the network itself holds, (d,)."""
         return torch.cat([value.detach().double().ravel() for value in self._net.parameters()]).cpu().numpy()
+
+    def loaded(self, w: Array) -> torch.nn.Module:
+        """A copy of the network with these weights."""
+        net = copy.deepcopy(self._net)
+        flat = torch.from_numpy(np.asarray(w)).to(torch.get_default_dtype())
+        torch.nn.utils.vector_to_parameters(flat, net.parameters())
+        return net
 
     def weights(self, phi: Array, theta: Array) -> Array:
         """w (d,) from φ and θ."""

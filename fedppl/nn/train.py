@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from fedppl.nn._slopes import tensor
-from fedppl.nn.functional import call, state_of
+from fedppl.nn.functional import call, parameter_slices, state_of
 from fedppl.nn.read import NetworkUnit
 from fedppl.steps._network import Training
 from fedppl.types import Array, LocalFailure
@@ -61,45 +61,108 @@ def train(
     LocalFailure
         If the loss ends far above where it began, or at what is not finite.
     """
-    start = torch.from_numpy(np.asarray(w, dtype=float)).to(dtype)
-    at = torch.from_numpy(np.asarray(free, dtype=np.int64))
-    moving = start[at].clone().requires_grad_()
-    X, y = tensor(unit.X, dtype), torch.from_numpy(np.array(unit.y))
-    y = y.long() if unit.likelihood.family == "categorical" else y.to(dtype)
-    pull = None if prior is None else tuple(torch.from_numpy(np.array(value)).to(dtype) for value in prior)
-    tilt = None if linear is None else torch.from_numpy(np.array(linear)).to(dtype)
-    optimizer = optimizer_of([moving], settings)
-    rows, everything = len(X), np.array_equal(free, np.arange(len(start)))
+    flat, where = np.asarray(w, dtype=float), np.asarray(free, dtype=np.int64)
+    leaves = Leaves(unit, flat, where, dtype)
+    X, y = tensor(unit.X, dtype), outcomes(unit, dtype)
+    pulls = _pulls(leaves, flat, where, prior, linear, len(X))
+    optimizer = optimizer_of(leaves.moving, settings)
     with torch.no_grad():
-        before = float(mean_loss(unit, call(unit.net, state_of(unit.net, start), X), y))
+        before = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
     with torch.enable_grad():
         for _ in range(settings.epochs):
-            order = torch.from_numpy(rng.permutation(rows))
-            for batch in torch.split(order, settings.batch_size):
-                whole = moving if everything else torch.index_put(start, (at,), moving)
-                output = call(unit.net, state_of(unit.net, whole), X[batch])
-                loss = mean_loss(unit, output, y[batch])
-                if pull is not None:
-                    loss = loss + 0.5 / rows * (pull[1] * (moving - pull[0]) ** 2).sum()
-                if tilt is not None:
-                    loss = loss + tilt @ moving
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
+            for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
+                loss = mean_loss(unit, call(unit.net, leaves.state, X[batch]), y[batch])
+                take_step(optimizer, leaves, loss, pulls)
     with torch.no_grad():
-        after = float(mean_loss(unit, call(unit.net, state_of(unit.net, torch.index_put(start, (at,), moving)), X), y))
+        after = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
     if not (after <= before + _RISE if linear is None else np.isfinite(after)):
         raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate=")
-    found = np.asarray(w, dtype=float).copy()
-    found[np.asarray(free)] = moving.detach().double().numpy()
-    return found
+    return leaves.result(flat)
+
+
+class Leaves:
+    """A network's parameters as tensors of their own: those that move ask for gradients.
+
+    Attributes
+    ----------
+    moving
+        Parameters that hold some of the weights at `free`.
+    state
+        All parameters and buffers by name, for `call`.
+    """
+
+    def __init__(self, unit: NetworkUnit, w: Array, free: Array, dtype: torch.dtype) -> None:
+        self._slices = parameter_slices(unit.net)
+        chosen = np.zeros(len(w), dtype=bool)
+        chosen[free] = True
+        held = state_of(unit.net, torch.from_numpy(w).to(dtype))
+        self.state = {name: value.clone() for name, value in held.items()}
+        self._names = [name for name, at in self._slices.items() if chosen[at].any()]
+        self.moving = [self.state[name].requires_grad_() for name in self._names]
+        # Weights of one parameter move together, or stay where a mask holds them.
+        self.masks = [
+            None if chosen[at].all() else torch.from_numpy(chosen[at]).view_as(self.state[name])
+            for name, at in self._slices.items()
+            if name in self._names
+        ]
+
+    def split(self, values: Array) -> list[torch.Tensor]:
+        """A flat vector (d,) cut as the moving parameters are."""
+        return [
+            torch.from_numpy(np.array(values[self._slices[name]], dtype=float)).to(leaf.dtype).view_as(leaf)
+            for name, leaf in zip(self._names, self.moving, strict=True)
+        ]
+
+    def result(self, w: Array) -> Array:
+        """The flat vector with what has moved."""
+        found = w.copy()
+        for name, leaf in zip(self._names, self.moving, strict=True):
+            found[self._slices[name]] = leaf.detach().double().numpy().ravel()
+        return found
+
+
+_Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None
+
+
+def _pulls(
+    leaves: Leaves, w: Array, free: Array, prior: tuple[Array, Array] | None, linear: Array | None, rows: int
+) -> _Pulls:
+    """Of each moving parameter the slopes a, c of a w + c: of the prior, and of a linear term."""
+    if prior is None and linear is None:
+        return None
+    slope, constant = np.zeros(len(w)), np.zeros(len(w))
+    if prior is not None:
+        slope[free] = np.asarray(prior[1]) / rows
+        constant[free] = -slope[free] * np.asarray(prior[0])
+    if linear is not None:
+        constant[free] += np.asarray(linear)
+    return list(zip(leaves.split(slope), leaves.split(constant), strict=True))
+
+
+def take_step(optimizer: torch.optim.Optimizer, leaves: Leaves, loss: torch.Tensor, pulls: _Pulls = None) -> None:
+    """One step of the optimizer down the loss and what pulls beside it."""
+    gradients = torch.autograd.grad(loss, leaves.moving)
+    with torch.no_grad():
+        for k, (leaf, gradient) in enumerate(zip(leaves.moving, gradients, strict=True)):
+            found = gradient
+            if pulls is not None:
+                found = torch.addcmul(gradient + pulls[k][1], pulls[k][0], leaf)
+            mask = leaves.masks[k]
+            leaf.grad = found if mask is None else found * mask
+    optimizer.step()
+
+
+def outcomes(unit: NetworkUnit, dtype: torch.dtype) -> torch.Tensor:
+    """The client's outcomes: whole numbers for classes."""
+    y = torch.from_numpy(np.array(unit.y))
+    return y.long() if unit.likelihood.family == "categorical" else y.to(dtype)
 
 
 def optimizer_of(moving: list[torch.Tensor], settings: Training) -> torch.optim.Optimizer:
     """Adam, or gradient steps with momentum."""
     if settings.momentum is None:
-        return torch.optim.Adam(moving, lr=settings.learning_rate)
-    return torch.optim.SGD(moving, lr=settings.learning_rate, momentum=settings.momentum)
+        return torch.optim.Adam(moving, lr=settings.learning_rate, fused=True)
+    return torch.optim.SGD(moving, lr=settings.learning_rate, momentum=settings.momentum, fused=True)
 
 
 def mean_loss(unit: NetworkUnit, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

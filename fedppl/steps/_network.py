@@ -78,13 +78,13 @@ def steps_rule(rate: float, steps: int, draws: int) -> tuple[float, int, int]:
     return training_rule(rate, 1, 1, "head_").learning_rate, int(steps), int(draws)
 
 
-def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int) -> Tuning:
+def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int, momentum: float | None = None) -> Tuning:
     """Check the keywords `tune`, `tune_rate` and `tune_epochs`."""
-    training = training_rule(rate, epochs, batch_size, "tune_")
-    if tune is None or tune == "local":
+    training = training_rule(rate, epochs, batch_size, "tune_", momentum)
+    if tune is None or (isinstance(tune, str) and tune in ("local", "all")):
         return Tuning(tune, training)
     if isinstance(tune, str) or not tune or not all(isinstance(name, str) for name in tune):
-        raise DeclarationError(f'tune={tune!r} must be "local", a tuple of torch\'s names, or None for no fine-tuning.')
+        raise DeclarationError(f'tune={tune!r} must be "local", "all", a tuple of torch\'s names, or None for none.')
     return Tuning(tuple(tune), training)
 
 
@@ -103,8 +103,9 @@ def check_network(client: Any, *trained: str | tuple[str, ...] | None) -> None:
 
 def outcome(mean: Array, tuning: Tuning) -> dict[str, Array]:
     """The shared weights, and how long to fine-tune."""
-    rate, epochs, batch_size, _ = tuning.training
-    return {"mean": mean, "tuning": np.array([rate, epochs if tuning.which is not None else 0, batch_size])}
+    rate, epochs, batch_size, momentum = tuning.training
+    steps = [rate, epochs if tuning.which is not None else 0, batch_size, -1.0 if momentum is None else momentum]
+    return {"mean": mean, "tuning": np.array(steps)}
 
 
 def own(
@@ -120,9 +121,10 @@ def own(
             client.client_id,
         )
     w = network.unit.weights(np.asarray(message["mean"], dtype=float), personal.local if kept else network.start)
-    rate, epochs, batch_size = (float(value) for value in message["tuning"])
+    rate, epochs, batch_size, momentum = (float(value) for value in message["tuning"])
     if which is not None and epochs:
-        w = network.trained(w, network.places(which), Training(rate, int(epochs), int(batch_size)), rng)
+        steps = Training(rate, int(epochs), int(batch_size), None if momentum < 0 else momentum)
+        w = network.trained(w, network.places(which), steps, rng)
     if "variance" not in message:
         return Own(client, w, None)
     count, literal, diagonal = (int(value) for value in message["inference"])

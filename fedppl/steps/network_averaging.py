@@ -95,9 +95,10 @@ def NetworkAveraging(
     weights
         "rows" (n_k) or "equal".
     tune
-        Weights that a client fine-tunes when the rounds are over, on its own rows: "local", torch's names, or None.
+        Weights that a client fine-tunes when the rounds are over, on its own rows: "local", "all", torch's names, or
+        None.
     tune_rate, tune_epochs
-        Adam's for that.
+        For that, in steps of the same kind.
 
     Returns
     -------
@@ -136,7 +137,7 @@ def NetworkAveraging(
             for which, epochs in phases
         ),
         proximal_rule(proximal),
-        tuning_rule(tune, tune_rate, tune_epochs, batch_size),
+        tuning_rule(tune, tune_rate, tune_epochs, batch_size, momentum),
         weights_rule(weights),
     )
     trained = [which for which, _ in settings.phases]
