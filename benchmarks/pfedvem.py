@@ -415,7 +415,8 @@ def main(argv: list[str] | None = None) -> int:
             row = figures(found, options)
             print(
                 f"{len(results)} of {len(jobs)}: seed {found['seed']}, {found['method']}, "
-                f"PM {row.get('PM', math.nan):.2f}, GM {row.get('GM last 10', math.nan):.2f}; about {left / 60:.0f} minutes left",
+                f"PM {row.get('PM', math.nan):.2f}, GM {row.get('GM last 10', math.nan):.2f}; "
+                f"about {left / 60:.0f} minutes left",
                 file=sys.stderr,
                 flush=True,
             )

@@ -165,7 +165,7 @@ def test_a_novel_client_is_one_of_the_clients_with_its_data() -> None:
         ({"batch_size": 2.5}, "batch_size=2.5 must be a whole number"),
         ({"tune_rate": np.nan}, "tune_rate=nan must be positive and finite"),
         ({"tune_epochs": -1}, "tune_epochs=-1 must be a whole number"),
-        ({"tune": "head"}, "tune='head' must be \"local\", a tuple"),
+        ({"tune": "head"}, 'tune=\'head\' must be "local", "all", a tuple'),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedppl.nn._slopes import tensor
 from fedppl.nn.functional import call, parameter_slices, state_of
@@ -91,7 +92,7 @@ class Leaves:
         All parameters and buffers by name, for `call`.
     """
 
-    def __init__(self, unit: NetworkUnit, w: Array, free: Array, dtype: torch.dtype) -> None:
+    def __init__(self, unit: NetworkUnit, w: Array, free: NDArray[np.int64], dtype: torch.dtype) -> None:
         self._slices = parameter_slices(unit.net)
         chosen = np.zeros(len(w), dtype=bool)
         chosen[free] = True
@@ -125,7 +126,12 @@ _Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None
 
 
 def _pulls(
-    leaves: Leaves, w: Array, free: Array, prior: tuple[Array, Array] | None, linear: Array | None, rows: int
+    leaves: Leaves,
+    w: Array,
+    free: NDArray[np.int64],
+    prior: tuple[Array, Array] | None,
+    linear: Array | None,
+    rows: int,
 ) -> _Pulls:
     """Of each moving parameter the slopes a, c of a w + c: of the prior, and of a linear term."""
     if prior is None and linear is None:

@@ -216,7 +216,9 @@ def _here(client: Any, message: Message, settings: _Settings) -> _Here:
     network = client.network
     head = network.head(settings.head)
     w = network.unit.weights(np.asarray(message["mean"], dtype=float), network.start)
-    return _Here(network, head, w, w[head.places], np.setdiff1d(np.arange(len(w)), head.places))
+    below = np.ones(len(w), dtype=bool)
+    below[head.places] = False
+    return _Here(network, head, w, w[head.places], np.flatnonzero(below))
 
 
 def _find_head(here: _Here, personal: Any, rng: np.random.Generator, settings: _Settings) -> tuple[HeadKept, float]:
