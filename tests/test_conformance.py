@@ -232,6 +232,11 @@ def classification() -> Any:
     return problems.classification(4)
 
 
+def all_shared() -> Any:
+    """The same, all of it shared."""
+    return problems.classification(4, shared=("0.weight", "0.bias", "2.weight", "2.bias"))
+
+
 class Row(NamedTuple):
     """An algorithm, where it ends, and whether the server reads sums of replies only."""
 
@@ -272,6 +277,19 @@ ALGORITHMS = {
         ELSEWHERE,
         sums=True,
         problem=classification,
+    ),
+    "Confidence": Row(lambda: fedppl.Confidence(local=fedppl.Laplace()), ELSEWHERE, sums=True),
+    "Confidence, remembered": Row(lambda: fedppl.Confidence(strength=2.0, remember=True), ELSEWHERE),
+    "NetworkConfidence": Row(
+        lambda: fedppl.NetworkConfidence(head=("2.weight", "2.bias"), epochs=1),
+        ELSEWHERE,
+        sums=True,
+        problem=all_shared,
+    ),
+    "NetworkConfidence, remembered": Row(
+        lambda: fedppl.NetworkConfidence(head=("2.weight", "2.bias"), epochs=1, remember=True),
+        ELSEWHERE,
+        problem=all_shared,
     ),
     "FedSI": Row(lambda: fedppl.FedSI(ratio=0.3, epochs=1), ELSEWHERE, sums=True, problem=classification),
     "FedSI-Fac": Row(lambda: fedppl.FedSI(diagonal=True, epochs=1), ELSEWHERE, sums=True, problem=classification),

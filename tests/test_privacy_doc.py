@@ -36,7 +36,7 @@ def bytes_of(message: str, m: int, p: int) -> tuple[int, int]:
 
 
 def test_the_table_has_a_row_for_every_message() -> None:
-    assert set(formulas()) == {"EP, warm start", "EP, refinement", "PrivateEP", *OTHERS, *CURVES, *NETWORKS}
+    assert set(formulas()) == {"EP, warm start", "EP, refinement", "PrivateEP", *OTHERS, *CURVES, *NETWORKS, *HEADS}
 
 
 DRAWS = 30
@@ -49,6 +49,7 @@ OTHERS: dict[str, tuple[fedppl.Algorithm, ...]] = {
         fedppl.Ditto(learning_rate=0.01, lam=1.0, steps=2),
     ),
     "SCAFFOLD": (fedppl.SCAFFOLD(learning_rate=0.01, steps=2),),
+    "Confidence": (fedppl.Confidence(), fedppl.Confidence(remember=True)),
     "SeparateSGD": (fedppl.SeparateSGD(learning_rate=0.01, steps=2),),
     "Separate": (fedppl.Separate(),),
     "PrecisionWeighted": (fedppl.PrecisionWeighted(),),
@@ -71,12 +72,14 @@ NETWORKS = {
     "NetworkAveraging": fedppl.NetworkAveraging(phases=(("all", 1),)),
     "FedSI": fedppl.FedSI(epochs=1),
 }
+HEADS = {"NetworkConfidence": fedppl.NetworkConfidence(head=("2.weight", "2.bias"), epochs=1)}
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, *HEADS])
 def test_bytes_of_networks_are_those_of_the_ledger(name: str) -> None:
-    model, clients = problems.classification()
-    fit = fedppl.fit(model, clients, NETWORKS[name], rounds=2, progressbar=False, random_seed=1)
+    shared = ("0.weight", "0.bias", "2.weight", "2.bias")[: 4 if name in HEADS else 2]
+    model, clients = problems.classification(shared=shared)
+    fit = fedppl.fit(model, clients, {**NETWORKS, **HEADS}[name], rounds=2, progressbar=False, random_seed=1)
     rounds, (down, up) = fit.idata["rounds"], bytes_of(name, fit.layout.size, 0)
     assert np.all(rounds["outcome"] == "used")
     assert np.all(rounds["bytes_down"] == down) and np.all(rounds["bytes_up"] == up)

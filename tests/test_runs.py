@@ -74,6 +74,14 @@ def classification() -> tuple[FederatedModel, problems.Clients]:
     return problems.classification()
 
 
+HEAD = ("2.weight", "2.bias")
+
+
+def all_shared() -> tuple[FederatedModel, problems.Clients]:
+    """A network of torch, all of it shared."""
+    return problems.classification(shared=("0.weight", "0.bias", *HEAD))
+
+
 def few_draws(sampler: str) -> Algorithm:
     return fedppl.EP(local=fedppl.NUTS(draws=100, tune=80, chains=1, rhat_limit=2.0, nuts_sampler=sampler))
 
@@ -124,6 +132,16 @@ CASES = {
     "LMCAveraging(batches)": Case(lambda: fedppl.LMCAveraging(steps=3, batch_size=8), coregional),
     "LMCGradient": Case(fedppl.LMCGradient, coregional),
     "NetworkAveraging": Case(lambda: fedppl.NetworkAveraging(phases=(("local", 1), ("shared", 1))), classification),
+    "Confidence": Case(lambda: fedppl.Confidence(local=fedppl.Laplace()), regression),
+    "Confidence(remember)": Case(
+        lambda: fedppl.Confidence(strength=2.0, remember=True), regression, ledger=("ledger",)
+    ),
+    "NetworkConfidence": Case(lambda: fedppl.NetworkConfidence(head=HEAD, epochs=1), all_shared),
+    "NetworkConfidence(remember)": Case(
+        lambda: fedppl.NetworkConfidence(head=HEAD, epochs=1, remember=True, smoothing=0.5),
+        all_shared,
+        ledger=("ledger",),
+    ),
     "FedSI": Case(lambda: fedppl.FedSI(ratio=0.3, epochs=2), classification),
     "FedSI(diagonal)": Case(lambda: fedppl.FedSI(diagonal=True, epochs=2, average="sd"), classification),
 }

@@ -15,7 +15,7 @@ import torch
 from fedppl.nn._slopes import tensor
 from fedppl.nn.functional import call, state_of
 from fedppl.nn.read import NetworkUnit
-from fedppl.nn.train import Leaves, mean_loss, optimizer_of, outcomes, take_step
+from fedppl.nn.train import RISE, Leaves, mean_loss, optimizer_of, outcomes, take_step
 from fedppl.steps._network import Training
 from fedppl.types import Array, DeclarationError, LocalFailure
 
@@ -190,20 +190,23 @@ def train_below(
     Raises
     ------
     LocalFailure
-        Where what comes out is not finite.
+        If the loss at the head's mean ends far above where it began, or at what is not finite.
     """
     flat = np.asarray(w, dtype=float)
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
     X, y = tensor(unit.X, dtype), outcomes(unit, dtype)
     mean, spread = (torch.from_numpy(np.asarray(value, dtype=float)).to(dtype) for value in q)
     optimizer, source = optimizer_of(leaves.moving, settings), _generator(rng)
+    with torch.no_grad():
+        before = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
                 z, _ = _through(unit, head, leaves.state, X[batch])
                 v = mean + spread * torch.randn(draws, len(mean), generator=source, dtype=dtype)
                 take_step(optimizer, leaves, _expected_loss(unit, head, z, y[batch], v))
-    found = leaves.result(flat)
-    if not np.all(np.isfinite(found)):
-        raise LocalFailure("training of the layers below the head diverged; lower learning_rate=")
-    return found
+    with torch.no_grad():
+        after = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
+    if not after <= before + RISE:
+        raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate=")
+    return leaves.result(flat)

@@ -15,7 +15,7 @@ from fedppl.types import Array, LocalFailure
 __all__ = ["train"]
 
 # Training that raises the mean loss of a row by more than this many nats has diverged.
-_RISE = 1.0
+RISE = 1.0
 
 
 def train(
@@ -76,7 +76,7 @@ def train(
                 take_step(optimizer, leaves, loss, pulls)
     with torch.no_grad():
         after = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
-    if not (after <= before + _RISE if linear is None else np.isfinite(after)):
+    if not (after <= before + RISE if linear is None else np.isfinite(after)):
         raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate=")
     return leaves.result(flat)
 

@@ -209,7 +209,7 @@ class _Here(NamedTuple):
     head: Any
     w: Array  # all weights, in torch's order, (m,)
     centre: Array  # latent head, in torch's order, (d,)
-    below: Array  # where θ lies in w
+    below: Any  # where θ lies in w
 
 
 def _here(client: Any, message: Message, settings: _Settings) -> _Here:

@@ -1,0 +1,210 @@
+"""pFedVEM for networks: the head against its declaration, and what travels, stays and is averaged."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import problems
+import pytest
+from numpy.testing import assert_allclose
+
+import fedppl
+from fedppl.engine.answer import stream
+from fedppl.gaussian import Gaussian
+from fedppl.steps.confidence import confidence_of
+from fedppl.types import DeclarationError, LocalFailure, Target
+from models import fedsi, pfedvem
+
+torch = pytest.importorskip("torch")
+
+from fedppl import nn  # noqa: E402
+from fedppl.nn.head import HeadSteps, features, head_posterior, train_below  # noqa: E402
+from fedppl.steps._network import Training  # noqa: E402
+
+BODY, HEAD = ("0.weight", "0.bias"), ("2.weight", "2.bias")
+
+
+def problem(*, shared: tuple[str, ...] = (*BODY, *HEAD), clients: int = 3) -> Any:
+    """Three classes at devices with two each, all weights shared."""
+    return problems.classification(clients, shared=shared)
+
+
+def fitted(**settings: Any) -> fedppl.Fit:
+    model, clients = problem()
+    run = {"rounds": 5, "progressbar": False, "random_seed": 2, **settings.pop("run", {})}
+    return fedppl.fit(model, clients, fedppl.NetworkConfidence(head=HEAD, **settings), **run)
+
+
+def test_the_e_step_is_the_mean_field_posterior_of_the_declared_head() -> None:
+    """Against `MeanField` on `models.pfedvem.head`. Adam with K draws wanders by about its rate, here 0.002."""
+    model, clients = problem()
+    network = model.enrol(clients)["device 0"].network
+    head, w = network.head(HEAD), network.unit.held
+    z, centre, tau = features(network.unit, head, w), np.full(15, 0.1), 4.0
+    start = (centre, np.full(15, 0.3))
+    q, rng = start, np.random.default_rng(0)
+    for rate, steps in ((0.05, 300), (0.01, 400), (0.002, 600)):
+        q = head_posterior(network.unit, head, z, q, centre, tau, HeadSteps(rate, steps, 20), rng)
+    rows = {"Z": z.double().numpy(), "y": clients["device 0"]["y"]}
+    declared = fedppl.FederatedModel(functools.partial(pfedvem.head, outputs=3), ["v"])
+    prior = Gaussian(tau * centre, tau * np.eye(15))
+    target = Target(declared.enrol({"a": rows})["a"], prior, prior, 0.0)
+    moments = fedppl.MeanField(points=256).tilted(target, rng)
+    assert_allclose(q[0], moments.mean, atol=0.03)
+    assert_allclose(q[1], np.sqrt(np.diag(moments.covariance)), rtol=0.08)
+
+
+def test_layers_below_are_trained_and_the_head_is_not() -> None:
+    model, clients = problem()
+    network = model.enrol(clients)["device 1"].network
+    head, w = network.head(HEAD), network.unit.held
+    below = np.setdiff1d(np.arange(len(w)), head.places)
+    q = (w[head.places], np.zeros(15))
+    after = train_below(network.unit, head, w, below, q, Training(0.1, 20, 10, 0.9), 1, np.random.default_rng(0))
+    assert_allclose(after[head.places], w[head.places])
+    assert np.all(after[below] != w[below])
+    # A head without doubt is a head: the same steps by the code that trains networks.
+    other = network.trained(w, below, Training(0.1, 20, 10, 0.9), np.random.default_rng(0))
+    X = torch.from_numpy(clients["device 1"]["X"]).float()
+    before, ours, theirs = (network.unit.loaded(x)(X) for x in (w, after, other))
+    y = torch.from_numpy(clients["device 1"]["y"])
+    loss = torch.nn.functional.cross_entropy
+    assert loss(ours, y) < loss(before, y)
+    assert_allclose(float(loss(ours, y).detach()), float(loss(theirs, y).detach()), atol=0.05)
+
+
+@pytest.mark.parametrize("shared", [(*BODY, *HEAD), ("2.bias", "0.weight", "2.weight", "0.bias")])
+def test_heads_go_by_confidence_and_the_rest_by_rows_whatever_the_order(shared: tuple[str, ...]) -> None:
+    model, clients = problem(shared=shared)
+    algorithm = fedppl.NetworkConfidence(head=HEAD)
+    models = model.enrol(clients)
+    state = algorithm.init_server(models["device 0"].layout, tuple(clients), stream((0,)))
+    replies, kept = {}, {}
+    for name, client in models.items():
+        kept[name], replies[name], info = algorithm.update_client(
+            client, None, algorithm.broadcast(state, name), stream((1,))
+        )
+        network = client.network
+        centre = network.unit.weights(state.phi, network.start)[network.head(HEAD).places]
+        assert_allclose(float(replies[name]["weight"]), confidence_of(kept[name].mean, kept[name].sd ** 2, centre))
+        assert info["blank"] == 1.0
+    after, _ = algorithm.update_server(state, replies)
+    unit = models["device 0"].network.unit
+    head = models["device 0"].network.head(HEAD)
+    w = unit.weights(after.phi, np.zeros(0))
+    taus = np.array([float(replies[name]["weight"]) for name in clients])
+    wanted = taus @ np.array([kept[name].mean for name in clients]) / taus.sum()
+    assert_allclose(w[head.places], wanted)
+    assert sum(np.asarray(reply["below"]).size for reply in replies.values()) == 3 * 16
+
+
+def test_a_message_is_one_number_longer_than_in_averaging() -> None:
+    model, clients = problem()
+    plain = fedppl.fit(model, clients, fedppl.NetworkAveraging(), rounds=1, progressbar=False)
+    ours = fitted(run={"rounds": 1})
+    assert {b + 8 for b in plain.records[0].bytes_up.values()} == set(ours.records[0].bytes_up.values())
+    assert plain.records[0].bytes_down == ours.records[0].bytes_down
+
+
+def test_clients_that_do_not_report_move_their_heads_and_nothing_else() -> None:
+    quiet = fitted(run={"rounds": 2, "reporting": lambda ids, rng: ids[:1]})
+    assert set(quiet.personal) == {"device 0", "device 1", "device 2"}
+    alone = fitted(run={"rounds": 2, "participation": lambda ids, rng: ids[:1]})
+    assert_allclose(quiet.state.phi, alone.state.phi)
+
+
+def test_a_client_predicts_by_its_own_head_and_the_global_model_is_a_module() -> None:
+    fit = fitted(spread=1.0, learning_rate=0.05, head_rate=0.1, run={"rounds": 30})
+    clients = problem()[1]
+    for name, data in clients.items():
+        own = nn.personalise(fit, name)
+        assert_allclose(own.weights[own.subnetwork.places], own.subnetwork.weights[own.subnetwork.places])
+        found = nn.predict(fit, own, {"X": data["X"]})
+        point = nn.predict(fit, own, {"X": data["X"]}, link="map")
+        right = np.mean(found["probability"].values.argmax(axis=1) == data["y"])
+        assert right >= 0.85
+        assert np.all(found["logit_variance"] > 0) and np.all(point["logit_variance"] == 0)
+    net = nn.network(fit)
+    held = torch.nn.utils.parameters_to_vector(net.parameters()).detach().numpy()
+    assert_allclose(held, fit.state.phi, rtol=1e-5, atol=1e-6)
+    assert nn.predict(fit, clients["device 0"], {"X": clients["device 0"]["X"]})["probability"].shape == (20, 3)
+
+
+def test_the_head_of_a_draw_is_uncertain_and_the_rest_is_a_point() -> None:
+    draws = fitted().client("device 0", draws=50, chains=1)["posterior"]
+    assert np.all(draws["2.weight"].std("draw") > 0)
+    assert_allclose(draws["0.weight"].std("draw"), 0, atol=1e-12)
+
+
+def test_averages_over_rounds_are_the_estimate_and_nothing_else() -> None:
+    plain, smooth = fitted(), fitted(smoothing=0.5)
+    assert_allclose(plain.state.phi, smooth.state.phi)
+    algorithm = fedppl.NetworkConfidence(head=HEAD)
+    wanted = algorithm.init_server(plain.layout, ("a",), stream((0,))).phi
+    for step in fedppl.rounds(*problem(), algorithm, rounds=5, random_seed=2):
+        wanted = 0.5 * wanted + 0.5 * step.state.phi
+    assert_allclose(smooth.state.smooth, wanted)
+
+
+def test_a_ledger_remembers_the_heads_of_clients_that_did_not_report() -> None:
+    fit = fitted(remember=True, run={"rounds": 3, "reporting": 1})
+    told = {client for record in fit.records for client in record.bytes_up}
+    assert np.sum(fit.state.ledger[:, -1] > 0) == len(told)
+    total = fit.state.ledger.sum(axis=0)
+    assert_allclose(fit.state.phi[fit.state.head], total[:-1] / total[-1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"head": "2.weight"}, "must be a tuple of torch's names"),
+        ({"head": ()}, "must be a tuple of torch's names"),
+        ({"head": HEAD, "smoothing": 1.0}, "smoothing=1.0 must be"),
+        ({"head": HEAD, "spread": -1}, "spread=-1 must be"),
+        ({"head": HEAD, "head_steps": 0}, "head_steps=0 must be"),
+        ({"head": HEAD, "draws": True}, "draws=True must be"),
+        ({"head": HEAD, "momentum": 1.0}, "momentum=1.0 must be"),
+        ({"head": HEAD, "head_rate": 0.0}, "head_rate=0.0 must be"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(DeclarationError, match=match):
+        fedppl.NetworkConfidence(**settings)
+
+
+@pytest.mark.parametrize(
+    ("head", "shared", "match"),
+    [
+        (("3.weight",), (*BODY, *HEAD), "are no parameters of the network"),
+        (("2.weight",), (*BODY, *HEAD), "must be all parameters of one torch.nn.Linear"),
+        (("0.weight", "0.bias"), (*BODY, *HEAD), "is not the network's last layer"),
+        (HEAD, HEAD, "are local, and NetworkConfidence needs all shared"),
+    ],
+)
+def test_a_head_must_be_the_last_layer_and_everything_shared(head: Any, shared: Any, match: str) -> None:
+    model, clients = problem(shared=shared)
+    with pytest.raises(DeclarationError, match=match):
+        fedppl.fit(model, clients, fedppl.NetworkConfidence(head=head), progressbar=False)
+
+
+@pytest.mark.parametrize("knob", ["learning_rate", "head_rate"])
+def test_steps_that_run_away_fail_and_say_what_to_lower(knob: str, rng: np.random.Generator) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.1), [*BODY, *HEAD])
+    X = rng.normal(size=(30, 3))
+    client = model.enrol({"a": {"X": X, "y": X[:, :1]}})["a"]
+    algorithm = fedppl.NetworkConfidence(head=HEAD, **{knob: 1e20})
+    state = algorithm.init_server(client.layout, ("a",), stream((0,)))
+    with pytest.raises(LocalFailure, match=f"lower {knob}="):
+        algorithm.update_client(client, None, algorithm.broadcast(state, "a"), stream((1,)))
+
+
+def test_a_linear_head_alone_is_a_network_too() -> None:
+    """Nothing below the head: only the head's part is left."""
+    net = torch.nn.Linear(3, 3)
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["weight", "bias"])
+    algorithm = fedppl.NetworkConfidence(head=("weight", "bias"))
+    fit = fedppl.fit(model, problem()[1], algorithm, rounds=2, progressbar=False, random_seed=0)
+    assert fit.records[-1].bytes_up["device 0"] == 8 * (12 + 2)

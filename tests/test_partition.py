@@ -1,0 +1,117 @@
+"""Partitions: every row once, the kinds that were meant, and sizes as the cuts say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from fedppl import data
+from fedppl.types import DataError, DeclarationError
+
+LABELS = np.repeat(np.arange(10), 200)[np.random.default_rng(0).permutation(2000)]
+SUBCLASSES = LABELS * 5 + np.arange(2000) % 5
+WAYS: dict[str, Callable[[int], data.Partition]] = {
+    "label skew": lambda seed: data.label_skew(LABELS, 20, 5, random_seed=seed),
+    "independent cuts": lambda seed: data.label_skew(LABELS, 20, 5, cuts="independent", random_seed=seed),
+    "uneven labels": lambda seed: data.label_skew(LABELS, 7, 3, random_seed=seed),
+    "concept drift": lambda seed: data.concept_drift(LABELS, SUBCLASSES, 15, random_seed=seed),
+    "quantity": lambda seed: data.quantity(2000, 20, random_seed=seed),
+    "dirichlet": lambda seed: data.dirichlet(LABELS, 20, 0.3, random_seed=seed),
+    "feature skew": lambda seed: data.feature_skew(np.where(LABELS < 3, "a", "b"), 9, random_seed=seed),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_row_is_at_one_client_and_no_client_is_empty(name: str) -> None:
+    for seed in range(5):
+        parts = WAYS[name](seed)
+        assert_array_equal(np.sort(np.concatenate(list(parts.rows.values()))), np.arange(2000))
+        assert min(map(len, parts.rows.values())) >= 1
+        assert all(np.all(np.diff(rows) > 0) for rows in parts.rows.values())
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_seed_decides(name: str) -> None:
+    first, again, other = WAYS[name](3), WAYS[name](3), WAYS[name](4)
+    assert all(np.array_equal(first.rows[k], again.rows[k]) for k in first.rows)
+    assert any(not np.array_equal(first.rows[k], other.rows[k]) for k in first.rows)
+
+
+def test_clients_hold_the_labels_that_they_drew_and_all_labels_are_drawn_equally_often() -> None:
+    parts = WAYS["label skew"](1)
+    drawn = np.concatenate([np.array(kinds) for kinds in parts.kinds.values()])
+    assert_array_equal(np.bincount(drawn), np.full(10, 10))
+    for name, rows in parts.rows.items():
+        assert set(LABELS[rows]) == set(parts.kinds[name])
+        assert len(parts.kinds[name]) == 5
+
+
+def test_the_same_cuts_make_large_clients_large_in_all_labels() -> None:
+    """Within a label, sizes of the slices are the same numbers for all labels; with independent cuts they are not."""
+
+    def sizes(cuts: str) -> list[list[int]]:
+        table = data.table(data.label_skew(LABELS, 20, 5, cuts=cuts, random_seed=2), LABELS).drop(columns="rows")
+        return [sorted(column[column > 0]) for _, column in table.items()]
+
+    same, apart = sizes("same"), sizes("independent")
+    assert all(one == same[0] for one in same)
+    assert any(one != apart[0] for one in apart)
+
+
+def test_under_concept_drift_every_client_has_one_subclass_of_every_class() -> None:
+    parts = WAYS["concept drift"](0)
+    for name, rows in parts.rows.items():
+        assert len(parts.kinds[name]) == 10
+        assert_array_equal(np.unique(LABELS[rows]), np.arange(10))
+        assert all(len(np.unique(SUBCLASSES[rows][LABELS[rows] == label])) == 1 for label in range(10))
+
+
+def test_sources_take_turns() -> None:
+    parts = WAYS["feature skew"](0)
+    assert [kinds[0] for kinds in parts.kinds.values()] == list("ababababa")
+
+
+def test_slices_are_spread_as_the_paper_says() -> None:
+    """M − 1 places cut N rows: a slice's size has mean N / M and, as for spacings, an sd near its mean."""
+    sizes = [len(r) for seed in range(30) for r in data.quantity(2000, 20, random_seed=seed).rows.values()]
+    assert abs(np.mean(sizes) - 100) < 1e-9
+    assert 80 < np.std(sizes) < 110  # 600 spacings, sd of their sd about 4
+
+
+def test_the_table_and_the_figure_count_the_same_rows() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    parts = WAYS["dirichlet"](0)
+    table = data.table(parts, LABELS)
+    assert int(table["rows"].sum()) == 2000 and list(table.columns) == ["rows", *range(10)]
+    axes = data.plot(parts, LABELS)
+    assert sum(patch.get_height() for patch in axes.patches) == 2000
+    matplotlib.pyplot.close(axes.figure)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: data.label_skew(LABELS, 0, 5), DeclarationError, "clients=0 must be a whole number"),
+        (lambda: data.label_skew(LABELS, 4, 11), DeclarationError, "each=11 labels a client, and there are 10"),
+        (lambda: data.label_skew(LABELS, 2, 3), DeclarationError, "2 clients of 3 labels cannot hold all 10"),
+        (lambda: data.label_skew(LABELS, 20, 5, cuts="some"), DeclarationError, "cuts='some' must be"),
+        (lambda: data.label_skew(np.arange(10), 20, 10), DataError, "1 rows of . for 20 clients; lower clients="),
+        (lambda: data.label_skew(np.array([[1]]), 1, 1), DataError, "labels have shape .1, 1."),
+        (lambda: data.label_skew(np.array([1.0, np.nan]), 1, 1), DataError, "labels hold missing"),
+        (lambda: data.concept_drift(LABELS, SUBCLASSES, 3), DeclarationError, "3 clients cannot hold a class with 5"),
+        (lambda: data.concept_drift(LABELS, LABELS[:5], 3), DataError, "2000 classes and 5 subclasses"),
+        (lambda: data.concept_drift(LABELS, np.arange(2000) % 3, 9), DataError, "stands under two classes"),
+        (lambda: data.dirichlet(LABELS, 5, 0.0), DeclarationError, "alpha=0.0 must be positive"),
+        (lambda: data.dirichlet(LABELS, 50, 0.001, random_seed=0), DeclarationError, "1,000 draws left a client"),
+        (lambda: data.feature_skew(LABELS, 4), DeclarationError, "4 clients cannot hold 10 sources"),
+        (lambda: data.quantity(3, 5), DataError, "3 rows of 'all' for 5 clients"),
+    ],
+)
+def test_what_cannot_be_divided_is_told(make: Callable[[], Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        make()
