@@ -459,7 +459,7 @@ def numbers(algorithm: Algorithm, state: Any) -> Any:
 @every_algorithm
 def test_the_state_says_how_it_stands(name: str) -> None:
     algorithm, models = ALGORITHMS[name].build(), enrolled(ALGORITHMS[name].problem)
-    m = next(iter(models.values())).layout.size if ALGORITHMS[name].problem is classification else 3
+    m = next(iter(models.values())).layout.size if ALGORITHMS[name].problem in (classification, all_shared) else 3
     sizes = {"rows": m, "columns": m, "client": len(models), "other_client": len(models), "latent": 3}
     for state in run(name, 2).states:
         assert fedppl.Status(state.status) in fedppl.Status
