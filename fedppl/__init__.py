@@ -27,7 +27,12 @@ from fedppl.steps.lmc_blocks import LMCBlockAscent
 from fedppl.steps.lmc_gradient import LMCGradient
 from fedppl.steps.local_sgd import SeparateSGD
 from fedppl.steps.network_averaging import NetworkAveraging
+from fedppl.steps.network_bayes import PFedBayes
+from fedppl.steps.network_clusters import IFCA
 from fedppl.steps.network_confidence import NetworkConfidence
+from fedppl.steps.network_meta import PerFedAvg
+from fedppl.steps.network_moreau import PFedMe
+from fedppl.steps.network_scaffold import NetworkSCAFFOLD
 from fedppl.steps.precision_weighted import PrecisionWeighted
 from fedppl.steps.private_ep import PrivateEP
 from fedppl.steps.proximal import FedProx
@@ -44,6 +49,7 @@ __all__ = [
     "ADVI",
     "EP",
     "HM1",
+    "IFCA",
     "HM1Gradient",
     "NUTS",
     "SCAFFOLD",
@@ -71,6 +77,10 @@ __all__ = [
     "NestedLaplace",
     "NetworkAveraging",
     "NetworkConfidence",
+    "NetworkSCAFFOLD",
+    "PFedBayes",
+    "PFedMe",
+    "PerFedAvg",
     "PrecisionWeighted",
     "PrivateEP",
     "Round",

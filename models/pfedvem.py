@@ -95,6 +95,11 @@ METHODS = {
     "FedProx": Method("all", lambda head: _averaging(proximal=0.1), False, True),
     "FedPer": Method("representation", lambda head: _averaging(**_TUNED), True, False),
     "FedRep": Method("representation", lambda head: _averaging(("local", 5), ("shared", 5), **_TUNED), True, False),
+    "SCAFFOLD": Method("all", lambda head: fedppl.NetworkSCAFFOLD(learning_rate=0.01), False, True),
+    "IFCA": Method("all", lambda head: fedppl.IFCA(), True, False),
+    "PerFedAvg": Method("all", lambda head: fedppl.PerFedAvg(learning_rate=0.01, inner_rate=0.01), True, False),
+    "pFedMe": Method("all", lambda head: fedppl.PFedMe(lam=15.0, learning_rate=0.01, inner_rate=0.01), True, True),
+    "pFedBayes": Method("all", lambda head: fedppl.PFedBayes(zeta=1.0, spread=0.01), True, True),
     "pFedVEM": Method("all", lambda head: fedppl.NetworkConfidence(head=head), True, True),
     "uncertainty only": Method(
         "all", lambda head: fedppl.NetworkConfidence(head=head, terms=("uncertainty",)), True, True

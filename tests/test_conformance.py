@@ -280,6 +280,17 @@ ALGORITHMS = {
     ),
     "Confidence": Row(lambda: fedppl.Confidence(local=fedppl.Laplace()), ELSEWHERE, sums=True),
     "Confidence, remembered": Row(lambda: fedppl.Confidence(strength=2.0, remember=True), ELSEWHERE),
+    "NetworkAveraging, proximal": Row(
+        lambda: fedppl.NetworkAveraging(phases=(("all", 1),), proximal=1.0, momentum=0.9),
+        ELSEWHERE,
+        sums=True,
+        problem=all_shared,
+    ),
+    "NetworkSCAFFOLD": Row(lambda: fedppl.NetworkSCAFFOLD(epochs=1), ELSEWHERE, problem=all_shared),
+    "IFCA": Row(lambda: fedppl.IFCA(epochs=1), ELSEWHERE, problem=all_shared),
+    "PerFedAvg": Row(lambda: fedppl.PerFedAvg(epochs=1), ELSEWHERE, sums=True, problem=all_shared),
+    "PFedMe": Row(lambda: fedppl.PFedMe(epochs=1), ELSEWHERE, sums=True, problem=all_shared),
+    "PFedBayes": Row(lambda: fedppl.PFedBayes(epochs=1), ELSEWHERE, sums=True, problem=all_shared),
     "NetworkConfidence": Row(
         lambda: fedppl.NetworkConfidence(head=("2.weight", "2.bias"), epochs=1),
         ELSEWHERE,

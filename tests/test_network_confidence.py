@@ -180,7 +180,7 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], match: str) -
         (("3.weight",), (*BODY, *HEAD), "are no parameters of the network"),
         (("2.weight",), (*BODY, *HEAD), "must be all parameters of one torch.nn.Linear"),
         (("0.weight", "0.bias"), (*BODY, *HEAD), "is not the network's last layer"),
-        (HEAD, HEAD, "are local, and NetworkConfidence needs all shared"),
+        (HEAD, HEAD, "are local, and this algorithm shares whole networks"),
     ],
 )
 def test_a_head_must_be_the_last_layer_and_everything_shared(head: Any, shared: Any, match: str) -> None:

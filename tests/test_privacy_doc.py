@@ -36,7 +36,7 @@ def bytes_of(message: str, m: int, p: int) -> tuple[int, int]:
 
 
 def test_the_table_has_a_row_for_every_message() -> None:
-    assert set(formulas()) == {"EP, warm start", "EP, refinement", "PrivateEP", *OTHERS, *CURVES, *NETWORKS, *HEADS}
+    assert set(formulas()) == {"EP, warm start", "EP, refinement", "PrivateEP", *OTHERS, *CURVES, *NETWORKS, *WHOLE}
 
 
 DRAWS = 30
@@ -72,14 +72,22 @@ NETWORKS = {
     "NetworkAveraging": fedppl.NetworkAveraging(phases=(("all", 1),)),
     "FedSI": fedppl.FedSI(epochs=1),
 }
-HEADS = {"NetworkConfidence": fedppl.NetworkConfidence(head=("2.weight", "2.bias"), epochs=1)}
+WHOLE = {
+    "NetworkConfidence": (fedppl.NetworkConfidence(head=("2.weight", "2.bias"), epochs=1),),
+    "NetworkSCAFFOLD": (fedppl.NetworkSCAFFOLD(epochs=1),),
+    "IFCA, two clusters": (fedppl.IFCA(clusters=2, epochs=1),),
+    "PerFedAvg, PFedMe": (fedppl.PerFedAvg(epochs=1), fedppl.PFedMe(epochs=1)),
+    "PFedBayes": (fedppl.PFedBayes(epochs=1),),
+}
 
 
-@pytest.mark.parametrize("name", [*NETWORKS, *HEADS])
-def test_bytes_of_networks_are_those_of_the_ledger(name: str) -> None:
-    shared = ("0.weight", "0.bias", "2.weight", "2.bias")[: 4 if name in HEADS else 2]
+@pytest.mark.parametrize(
+    ("name", "algorithm"), [*NETWORKS.items(), *((name, one) for name, group in WHOLE.items() for one in group)]
+)
+def test_bytes_of_networks_are_those_of_the_ledger(name: str, algorithm: fedppl.Algorithm) -> None:
+    shared = ("0.weight", "0.bias", "2.weight", "2.bias")[: 4 if name in WHOLE else 2]
     model, clients = problems.classification(shared=shared)
-    fit = fedppl.fit(model, clients, {**NETWORKS, **HEADS}[name], rounds=2, progressbar=False, random_seed=1)
+    fit = fedppl.fit(model, clients, algorithm, rounds=2, progressbar=False, random_seed=1)
     rounds, (down, up) = fit.idata["rounds"], bytes_of(name, fit.layout.size, 0)
     assert np.all(rounds["outcome"] == "used")
     assert np.all(rounds["bytes_down"] == down) and np.all(rounds["bytes_up"] == up)

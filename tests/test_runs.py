@@ -136,6 +136,11 @@ CASES = {
     "Confidence(remember)": Case(
         lambda: fedppl.Confidence(strength=2.0, remember=True), regression, ledger=("ledger",)
     ),
+    "NetworkSCAFFOLD": Case(lambda: fedppl.NetworkSCAFFOLD(epochs=1), all_shared, ledger=("controls", "weights")),
+    "IFCA": Case(lambda: fedppl.IFCA(epochs=1), all_shared),
+    "PerFedAvg": Case(lambda: fedppl.PerFedAvg(epochs=1), all_shared),
+    "PFedMe": Case(lambda: fedppl.PFedMe(epochs=1), all_shared),
+    "PFedBayes": Case(lambda: fedppl.PFedBayes(epochs=1), all_shared),
     "NetworkConfidence": Case(lambda: fedppl.NetworkConfidence(head=HEAD, epochs=1), all_shared),
     "NetworkConfidence(remember)": Case(
         lambda: fedppl.NetworkConfidence(head=HEAD, epochs=1, remember=True, smoothing=0.5),

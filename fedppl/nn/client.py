@@ -9,6 +9,7 @@ import torch
 
 from fedppl.nn.functional import parameter_slices
 from fedppl.nn.head import Head, HeadSteps, features, find_head, head_posterior, train_below
+from fedppl.nn.personal import bayes_steps, loss_at, meta_steps, moreau_steps
 from fedppl.nn.read import NetworkUnit, read_network
 from fedppl.nn.subnet import Subnetwork, curvature_diagonal, infer, select
 from fedppl.nn.train import train
@@ -111,6 +112,34 @@ class NetworkClient:
     ) -> Array:
         """Weights after training those at `below` under draws of the head; see `fedppl.nn.head`."""
         return train_below(self.unit, head, w, below, q, settings, draws, rng)
+
+    def loss(self, w: Array) -> float:
+        """Mean negative log likelihood of the client's rows."""
+        return loss_at(self.unit, w)
+
+    def meta_steps(self, w: Array, settings: Training, inner_rate: float, rng: np.random.Generator) -> Array:
+        """Steps of Per-FedAvg; see `fedppl.nn.personal`."""
+        return meta_steps(self.unit, w, settings, inner_rate, rng)
+
+    def moreau_steps(
+        self, w: Array, settings: Training, lam: float, inner: tuple[float, int], rng: np.random.Generator
+    ) -> tuple[Array, Array]:
+        """Steps of pFedMe: w and θ; see `fedppl.nn.personal`."""
+        return moreau_steps(self.unit, w, settings, lam, inner, rng)
+
+    def bayes_steps(
+        self,
+        mean: Array,
+        sd: Array,
+        settings: Training,
+        zeta: float,
+        draws: int,
+        rng: np.random.Generator,
+        *,
+        start: tuple[Array, Array] | None,
+    ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Steps of pFedBayes: q and p; see `fedppl.nn.personal`."""
+        return bayes_steps(self.unit, mean, sd, settings, zeta, draws, rng, start=start)
 
     def independent(self, w: Array, places: Array, variance: Array) -> Subnetwork:
         """Independent normal weights at `places`, and points elsewhere."""

@@ -14,6 +14,7 @@ __all__ = [
     "Own",
     "Training",
     "Tuning",
+    "check_all_shared",
     "check_network",
     "draw",
     "draw_own",
@@ -99,6 +100,16 @@ def check_network(client: Any, *trained: str | tuple[str, ...] | None) -> None:
             )
         if which is not None:
             network.places(which)
+
+
+def check_all_shared(client: Any) -> None:
+    """Refuse what is no network, and networks of which a part is local."""
+    client.network.places("shared")
+    if client.local_size:
+        raise DeclarationError(
+            f"the weights {[v.name for v in client.local]} are local, and this algorithm shares whole networks; name "
+            "all weights in FederatedModel(shared=...)."
+        )
 
 
 def outcome(mean: Array, tuning: Tuning) -> dict[str, Array]:

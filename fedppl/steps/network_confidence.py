@@ -10,7 +10,16 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.replies import sum_replies
-from fedppl.steps._network import Own, Training, check_network, described, draw_own, steps_rule, training_rule
+from fedppl.steps._network import (
+    Own,
+    Training,
+    check_all_shared,
+    check_network,
+    described,
+    draw_own,
+    steps_rule,
+    training_rule,
+)
 from fedppl.steps.confidence import TERMS, confidence_of, ledger_sums, spread_rule, strength_rule, terms_rule
 from fedppl.types import Algorithm, Array, DeclarationError, Draws, Layout, Message, Status
 
@@ -166,12 +175,8 @@ def NetworkConfidence(
 
 def _check(client: Any, *, settings: _Settings) -> None:
     """All weights are shared, and the head is the last layer."""
+    check_all_shared(client)
     check_network(client, settings.head)
-    if client.local_size:
-        raise DeclarationError(
-            f"the weights {[v.name for v in client.local]} are local, and NetworkConfidence needs all shared: heads "
-            "are personal by themselves. Name all weights in FederatedModel(shared=...)."
-        )
     client.network.head(settings.head)
 
 

@@ -1,0 +1,300 @@
+"""Methods that pFedVEM is compared to: each against a property that pins it down."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+import fedppl
+from fedppl.engine.answer import stream
+from fedppl.types import DeclarationError, LocalFailure
+from models import fedsi
+from tests import problems
+
+torch = pytest.importorskip("torch")
+
+from fedppl import nn  # noqa: E402
+from fedppl.nn.personal import _kl, meta_steps, moreau_steps  # noqa: E402
+from fedppl.steps._network import Training  # noqa: E402
+
+ALL = ("0.weight", "0.bias", "2.weight", "2.bias")
+NOISE = 0.5
+
+
+@functools.cache
+def line() -> tuple[fedppl.FederatedModel, problems.Clients]:
+    """A linear network with a normal likelihood: a client's mean loss is ½ wᵀ A w − bᵀ w, see `quadratic`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        net = torch.nn.Linear(2, 1)
+    rng, data = np.random.default_rng(4), {}
+    for k, rows in enumerate((12, 30, 24)):
+        X = rng.normal(size=(rows, 2))
+        data[f"site {k}"] = {"X": X, "y": X @ rng.normal(size=(2, 1)) + 0.3 * k + NOISE * rng.normal(size=(rows, 1))}
+    builder = functools.partial(fedsi.regressor, net=net, noise_sd=NOISE)
+    return fedppl.FederatedModel(builder, ["weight", "bias"]), data
+
+
+def quadratic(data: Any) -> tuple[np.ndarray, np.ndarray]:
+    """A and b of a client's mean loss."""
+    D = np.column_stack([data["X"], np.ones(len(data["X"]))])
+    return D.T @ D / len(D) / NOISE**2, D.T @ data["y"][:, 0] / len(D) / NOISE**2
+
+
+def pooled() -> tuple[np.ndarray, np.ndarray]:
+    """A and b of the mean loss over all rows."""
+    clients = line()[1]
+    rows = np.array([len(data["X"]) for data in clients.values()], dtype=float)
+    parts = [quadratic(data) for data in clients.values()]
+    return tuple(np.tensordot(rows / rows.sum(), np.array([part[i] for part in parts]), 1) for i in (0, 1))
+
+
+def fit(algorithm: fedppl.Algorithm, rounds: int, problem: Any = None, **settings: Any) -> fedppl.Fit:
+    model, clients = problem or line()
+    return fedppl.fit(model, clients, algorithm, rounds=rounds, progressbar=False, random_seed=1, **settings)
+
+
+def networks(clients: int = 3) -> Any:
+    return problems.classification(clients, shared=ALL)
+
+
+# --- FedProx ---------------------------------------------------------------------------------------------------
+
+
+def test_without_a_proximal_term_fedprox_is_fedavg_and_with_a_large_one_nothing_moves() -> None:
+    settings: dict[str, Any] = {"learning_rate": 0.01, "momentum": 0.9}
+    plain = fit(fedppl.NetworkAveraging(**settings), 3, networks())
+    none = fit(fedppl.NetworkAveraging(**settings, proximal=0.0), 3, networks())
+    assert_array_equal(plain.state.phi, none.state.phi)
+    moved = [
+        np.abs(fit(fedppl.NetworkAveraging(**settings, proximal=mu), 1, networks()).state.phi - held).max()
+        for mu, held in ((0.0, networks_start()), (10.0, networks_start()))
+    ]
+    assert moved[1] < 0.5 * moved[0]
+
+
+def networks_start() -> np.ndarray:
+    return np.concatenate([value.detach().double().numpy().ravel() for value in problems.network().parameters()])
+
+
+def test_the_fixed_point_of_one_client_with_a_proximal_term_is_in_closed_form() -> None:
+    """(A + μ I) w = b + μ φ after steps to convergence from φ."""
+    model, clients = line()
+    client = model.enrol({"site 1": clients["site 1"]})["site 1"]
+    algorithm = fedppl.NetworkAveraging(learning_rate=0.05, momentum=0.0, phases=(("all", 4000),), proximal=2.0)
+    state = algorithm.init_server(client.layout, ("site 1",), stream((0,)))
+    _, reply, _ = algorithm.update_client(client, None, algorithm.broadcast(state, "site 1"), stream((1,)))
+    A, b = quadratic(clients["site 1"])
+    wanted = np.linalg.solve(A + 2.0 * np.eye(3), b + 2.0 * state.phi)
+    assert_allclose(reply["weighted"] / reply["weight"], wanted, atol=1e-4)
+
+
+# --- SCAFFOLD --------------------------------------------------------------------------------------------------
+
+
+def test_control_variates_sum_to_nothing_and_are_mean_gradients() -> None:
+    found = fit(fedppl.NetworkSCAFFOLD(learning_rate=0.02, epochs=2, batch_size=10), 6, participation=2)
+    state = found.state
+    mean = state.weights @ state.controls / state.weights.sum()
+    assert_allclose(state.weights @ (mean - state.controls), 0.0, atol=1e-8)
+    # One step on all rows in the first round: c_k is the gradient at φ.
+    model, clients = line()
+    algorithm = fedppl.NetworkSCAFFOLD(learning_rate=0.02, epochs=1, batch_size=100)
+    models = model.enrol(clients)
+    before = algorithm.init_server(models["site 0"].layout, tuple(clients), stream((0,)))
+    replies = {
+        k: algorithm.update_client(c, None, algorithm.broadcast(before, k), stream((1,)))[1] for k, c in models.items()
+    }
+    after, _ = algorithm.update_server(before, replies)
+    for k, (name, data) in enumerate(clients.items()):
+        A, b = quadratic(data)
+        assert_allclose(after.controls[k], A @ before.phi - b, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_scaffold_ends_at_the_optimum_where_averaging_does_not() -> None:
+    A, b = pooled()
+    best = np.linalg.solve(A, b)
+    steps: dict[str, Any] = {"learning_rate": 0.05, "batch_size": 100}
+    ours = fit(fedppl.NetworkSCAFFOLD(epochs=10, **steps), 150).state.phi
+    theirs = fit(fedppl.NetworkAveraging(momentum=0.0, phases=(("all", 10),), **steps), 150).state.phi
+    assert_allclose(ours, best, atol=2e-4)
+    assert np.abs(theirs - best).max() > 5e-3
+
+
+# --- IFCA ------------------------------------------------------------------------------------------------------
+
+
+def test_one_cluster_is_federated_averaging() -> None:
+    steps: dict[str, Any] = {"learning_rate": 0.05, "momentum": 0.9}
+    one = fit(fedppl.IFCA(clusters=1, epochs=2, **steps), 4, networks())
+    plain = fit(fedppl.NetworkAveraging(phases=(("all", 2),), **steps), 4, networks())
+    assert_allclose(one.state.phi[0], plain.state.phi, rtol=1e-12)
+
+
+def test_clients_that_disagree_about_labels_part() -> None:
+    """Half of the clients call every class by the next one's name: one network cannot serve both."""
+    model, clients = networks(6)
+    mixed = {
+        k: {**data, "y": data["y"] if i % 2 else (data["y"] + 1) % 3} for i, (k, data) in enumerate(clients.items())
+    }
+    two = fit(fedppl.IFCA(spread=1.0, learning_rate=0.1), 25, (model, mixed))
+    chosen = two.idata["rounds"]["cluster"].values[-1]
+    assert set(chosen[::2]).isdisjoint(chosen[1::2])
+    right = [
+        np.mean(nn.predict(two, k, {"X": d["X"]})["probability"].values.argmax(1) == d["y"]) for k, d in mixed.items()
+    ]
+    one = fit(fedppl.IFCA(clusters=1, learning_rate=0.1), 25, (model, mixed))
+    wrong = [
+        np.mean(nn.predict(one, k, {"X": d["X"]})["probability"].values.argmax(1) == d["y"]) for k, d in mixed.items()
+    ]
+    assert np.mean(right) > 0.9 > np.mean(wrong)
+
+
+def test_a_cluster_that_nobody_chooses_stays() -> None:
+    algorithm = fedppl.IFCA(clusters=2)
+    model, clients = networks()
+    state = algorithm.init_server(model.enrol(clients)["device 0"].layout, tuple(clients), stream((0,)))
+    reply = {"phi": np.ones(31), "weight": np.array([3.0, 0.0])}
+    after, info = algorithm.update_server(state, {"device 0": reply})
+    assert_array_equal(after.phi[1], state.phi[1])
+    assert_array_equal(after.phi[0], np.ones(31))
+    assert info.used == 1
+    assert algorithm.refuse(state, {**reply, "weight": np.array([1.0, 1.0])}) is not None
+
+
+# --- Per-FedAvg ------------------------------------------------------------------------------------------------
+
+
+def test_without_a_step_inside_per_fedavg_is_gradient_descent() -> None:
+    steps: dict[str, Any] = {"learning_rate": 0.05, "batch_size": 100}
+    meta = fit(fedppl.PerFedAvg(inner_rate=1e-9, epochs=3, **steps), 2).state.phi
+    plain = fit(fedppl.NetworkAveraging(momentum=0.0, phases=(("all", 3),), **steps), 2).state.phi
+    assert_allclose(meta, plain, atol=1e-5)
+
+
+def test_a_step_of_per_fedavg_is_that_of_the_meta_loss() -> None:
+    """∇F = (I − α A) ∇f(w − α ∇f(w)) on a quadratic, whose Hessian differences give exactly."""
+    model, clients = line()
+    unit = model.enrol(clients)["site 2"].network.unit
+    w, alpha, beta = unit.held, 0.1, 0.05
+    A, b = quadratic(clients["site 2"])
+    inside = w - alpha * (A @ w - b)
+    wanted = w - beta * (np.eye(3) - alpha * A) @ (A @ inside - b)
+    found = meta_steps(unit, w, Training(beta, 1, 100), alpha, stream((0,)), dtype=torch.float64)
+    assert_allclose(found, wanted, rtol=1e-9)
+
+
+# --- pFedMe ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lam", [1.0, 1e6])
+def test_a_step_of_pfedme_is_that_of_the_envelope(lam: float) -> None:
+    """∇ = λ (w − θ(w)) with θ(w) = (A + λ I)⁻¹ (b + λ w); with λ → ∞ that is the loss's own, so that φ is FedAvg's."""
+    model, clients = line()
+    unit = model.enrol(clients)["site 1"].network.unit
+    w, (A, b) = unit.held, quadratic(clients["site 1"])
+    theta = np.linalg.solve(A + lam * np.eye(3), b + lam * w)
+    steps, rate = Training(0.1 / lam, 1, 100), 0.05
+    found, own = moreau_steps(unit, w, steps, lam, (rate, 2000), stream((0,)), dtype=torch.float64)
+    assert_allclose(own, theta, atol=1e-8)
+    assert_allclose((w - found) / 0.1, w - theta, rtol=1e-4)
+    if lam > 1e3:
+        assert_allclose(lam * (w - found) / 0.1, A @ w - b, rtol=1e-3)
+
+
+def test_pfedme_predicts_by_the_personal_network() -> None:
+    model, clients = networks()
+    algorithm = fedppl.PFedMe(lam=1.0, learning_rate=0.2, inner_rate=0.1)
+    found = fit(algorithm, 15, (model, clients))
+    for name, data in clients.items():
+        own = nn.personalise(found, name)
+        assert np.abs(own.weights - found.state.phi).max() > 1e-3
+        assert np.mean(nn.predict(found, own, {"X": data["X"]})["probability"].values.argmax(1) == data["y"]) >= 0.85
+
+
+# --- pFedBayes -------------------------------------------------------------------------------------------------
+
+
+def test_the_global_part_moves_to_where_the_clients_posterior_is() -> None:
+    model, clients = networks()
+    client = model.enrol(clients)["device 0"]
+    algorithm = fedppl.PFedBayes(zeta=1.0, spread=0.1, learning_rate=5e-3, epochs=20)
+    state = algorithm.init_server(client.layout, ("device 0",), stream((0,)))
+    q, reply, info = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
+    mean, sd = reply["mean"] / reply["weight"], reply["sd"] / reply["weight"]
+    assert np.linalg.norm(q.mean - mean) < 0.2 * np.linalg.norm(q.mean - state.mean)
+    assert np.linalg.norm(np.log(q.sd / sd)) < np.linalg.norm(np.log(q.sd / state.sd))
+    assert info == {"blank": 1.0}
+
+
+def test_the_divergence_of_posteriors_is_that_of_normals() -> None:
+    pairs = [[torch.randn(5), torch.randn(5)] for _ in range(2)]
+    q, p = (torch.distributions.Normal(m, torch.nn.functional.softplus(r)) for m, r in pairs)
+    assert_allclose(float(_kl(*pairs)), float(torch.distributions.kl_divergence(q, p).sum()), rtol=1e-5)
+
+
+def test_pfedbayes_learns_and_says_how_sure_it_is() -> None:
+    model, clients = networks()
+    found = fit(fedppl.PFedBayes(zeta=0.1, spread=0.05, learning_rate=0.02), 15, (model, clients))
+    for name, data in clients.items():
+        predicted = nn.predict(found, name, {"X": data["X"]})
+        assert np.mean(predicted["probability"].values.argmax(1) == data["y"]) >= 0.85
+        assert np.all(predicted["logit_variance"] > 0)
+    assert found.idata["fit"]["sd"].shape == (31,)
+
+
+# --- settings --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: fedppl.NetworkAveraging(proximal=-1.0), "proximal=-1.0 must be"),
+        (lambda: fedppl.NetworkAveraging(momentum=2.0), "momentum=2.0 must be"),
+        (lambda: fedppl.NetworkSCAFFOLD(learning_rate=0.0), "learning_rate=0.0 must be"),
+        (lambda: fedppl.IFCA(clusters=0), "clusters=0 must be"),
+        (lambda: fedppl.IFCA(spread=0.0), "spread=0.0 must be"),
+        (lambda: fedppl.PerFedAvg(inner_rate=-1.0), "inner_rate=-1.0 must be"),
+        (lambda: fedppl.PFedMe(lam=0.0), "lam=0.0 must be"),
+        (lambda: fedppl.PFedMe(lam=10.0, learning_rate=0.2), "must be at most 1"),
+        (lambda: fedppl.PFedMe(inner_steps=0), "inner_steps=0 must be"),
+        (lambda: fedppl.PFedBayes(zeta=0.0), "zeta=0.0 must be"),
+        (lambda: fedppl.PFedBayes(draws=0), "draws=0 must be"),
+    ],
+)
+def test_settings_out_of_range_are_named(build: Any, match: str) -> None:
+    with pytest.raises(DeclarationError, match=match):
+        build()
+
+
+WHOLE = {
+    "NetworkSCAFFOLD": fedppl.NetworkSCAFFOLD,
+    "IFCA": fedppl.IFCA,
+    "PerFedAvg": fedppl.PerFedAvg,
+    "PFedMe": fedppl.PFedMe,
+    "PFedBayes": fedppl.PFedBayes,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_networks_that_are_shared_in_part_are_refused(name: str) -> None:
+    with pytest.raises(DeclarationError, match="this algorithm shares whole networks"):
+        fit(WHOLE[name](), 1, problems.classification(2))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_steps_that_run_away_say_what_to_lower(name: str) -> None:
+    model, clients = line()
+    client = model.enrol(clients)["site 0"]
+    settings = {"PFedMe": {"inner_rate": 1e8, "lam": 1e-6}}.get(name, {"learning_rate": 1e8})
+    algorithm = WHOLE[name](**settings)
+    state = algorithm.init_server(client.layout, ("site 0",), stream((0,)))
+    if name == "NetworkSCAFFOLD":
+        settings = {"learning_rate": 1e30}
+        algorithm = WHOLE[name](**settings)
+    with pytest.raises(LocalFailure, match="lower (learning_rate|inner_rate)="):
+        algorithm.update_client(client, None, algorithm.broadcast(state, "site 0"), stream((1,)))
