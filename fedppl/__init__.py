@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from fedppl import covariance, curves, metrics, privacy
+from fedppl import covariance, curves, data, metrics, privacy
 from fedppl.engine.inprocess import InProcess
 from fedppl.hypotheses import contrast, hypotheses
 from fedppl.local.advi import ADVI, MeanField
@@ -92,6 +92,7 @@ __all__ = [
     "contrast",
     "covariance",
     "curves",
+    "data",
     "fit",
     "fixed_size",
     "grid",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -61,14 +62,28 @@ def bernoulli(probability: float) -> Participation:
     return choose
 
 
+def _asked(choose: Participation, word: str, clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
+    """What a function chose, or an error that says what it must be."""
+    try:
+        return tuple(choose(clients, rng))
+    except TypeError as error:
+        raise DeclarationError(
+            f"{word}= is a function that cannot be used ({error}); pass one of (clients, rng) that returns clients."
+        ) from error
+
+
 def as_participation(value: Participation | int | float | None, word: str = "participation") -> Participation:
     """Read the keyword: None for all, an int for a fixed size, a float for a probability, or a function."""
     if value is None:
         return all_clients
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        if value < 1:
+            raise DeclarationError(f"{word}={value} clients a round must be at least 1.")
         return fixed_size(int(value))
     if isinstance(value, float | np.floating):
+        if not 0 < value <= 1:
+            raise DeclarationError(f"{word}={value} must be a probability above 0 and at most 1.")
         return bernoulli(float(value))
     if callable(value):
-        return value
+        return functools.partial(_asked, value, word)
     raise DeclarationError(f"{word}={value!r}: pass a number of clients, a probability or a function.")

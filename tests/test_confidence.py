@@ -9,12 +9,14 @@ import numpy as np
 import pymc as pm
 import pytest
 from numpy.testing import assert_allclose
+from scipy.optimize import minimize
 
 import fedppl
 from fedppl import Status
 from fedppl.gaussian import Gaussian
 from fedppl.steps import confidence
 from fedppl.types import DataError, DeclarationError, Target
+from models import pfedvem
 
 NOISE, SIZE = 0.7, 40
 
@@ -147,6 +149,32 @@ def test_one_client_may_get_all_the_confidence_unless_it_is_held() -> None:
     assert np.all(held.idata["rounds"]["confidence"].values[-1] <= (SIZE + 8) / 8)
 
 
+def test_the_default_e_step_settles_where_its_line_search_once_stuck() -> None:
+    """L-BFGS ended after two steps, with half the sd: there the bound by Gauss-Hermite points is 1.3 nats too low."""
+    rng, clients = np.random.default_rng(3), {}
+    for k, rows in enumerate([20, 60]):
+        X = np.column_stack([np.ones(rows), rng.normal(size=(rows, 2))])
+        b = np.array([-0.5, 1.0, -1.0]) + 0.5 * rng.normal(size=3)
+        clients[f"h{k}"] = {"X": X, "y": (rng.uniform(size=rows) < 1 / (1 + np.exp(-X @ b))).astype(int)}
+    model = fedppl.FederatedModel(pfedvem.logistic, shared=["w"])
+    fit = fedppl.fit(model, clients, fedppl.Confidence(strength=8), rounds=60, progressbar=False, random_seed=1)
+    assert fit.status is Status.CONVERGED
+    q, w = fit.personal["h0"], fit.state.w
+    tau = confidence.confidence_of(q.mean, q.variance, w, held=(8.0, 1.0))
+    points, weights = np.polynomial.hermite_e.hermegauss(60)
+
+    def bound_of(parameters: np.ndarray) -> float:
+        mean, sd = parameters[:3], np.exp(parameters[3:])
+        X, y = clients["h0"]["X"], clients["h0"]["y"]
+        line = (X @ mean)[:, None] + np.sqrt(X**2 @ sd**2)[:, None] * points
+        likelihood = np.sum((y[:, None] * line - np.logaddexp(0, line)) @ weights) / weights.sum()
+        return float(0.5 * tau * (sd @ sd + (mean - w) @ (mean - w)) - parameters[3:].sum() - likelihood)
+
+    best = minimize(bound_of, np.concatenate([q.mean, np.log(q.variance) / 2]), method="BFGS").x
+    assert_allclose(q.mean, best[:3], atol=0.1)  # fixed points instead of exact expectations
+    assert_allclose(np.sqrt(q.variance), np.exp(best[3:]), rtol=0.06)
+
+
 def test_the_client_with_few_rows_is_less_sure_and_is_pulled_more() -> None:
     fit = whole()
     sd = {k: float(np.sqrt(np.mean(q.variance))) for k, q in fit.personal.items()}
@@ -209,6 +237,10 @@ def test_draws_are_those_of_q_and_a_new_client_finds_its_own() -> None:
     [
         ({"terms": ("size",)}, r"terms=\('size',\) must be one or both"),
         ({"terms": ()}, r"terms=\(\) must be"),
+        ({"terms": None}, "terms=None must be"),
+        ({"local": fedppl.Laplace}, "is no local inference; pass one that is built"),
+        ({"prior": "no"}, "prior='no' must be True or False"),
+        ({"tolerance": None}, "tolerance=None must lie"),
         ({"spread": 0.0}, r"spread=0.0 must be positive"),
         ({"strength": -1.0}, r"strength=-1.0 must be finite and not negative"),
         ({"spread": np.inf}, r"spread=inf must be positive and finite"),

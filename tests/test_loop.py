@@ -169,6 +169,12 @@ def test_a_reporting_function_must_choose_clients_that_are_asked(chosen: tuple[s
         fit(normal_means(2), fedppl.EP(), reporting=lambda clients, rng: chosen)
     with pytest.raises(DeclarationError, match="reporting='some'"):
         fit(normal_means(2), fedppl.EP(), reporting="some")
+    for wrong in (lambda clients, rng: None, lambda clients: clients):
+        with pytest.raises(DeclarationError, match="reporting= is a function that cannot be used"):
+            fit(normal_means(2), fedppl.EP(), reporting=wrong)
+    for number in (0, 1.5, float("nan")):
+        with pytest.raises(DeclarationError, match=f"reporting={number}"):
+            fit(normal_means(2), fedppl.EP(), reporting=number)
 
 
 # --- failures: old site kept, identity held -------------------------------------------------------------------

@@ -240,7 +240,7 @@ def fitted_once() -> fedppl.Fit:
 def test_a_fit_of_another_kind_has_no_network() -> None:
     model, clients = problems.regression(2)
     fit = fedppl.fit(model, clients, fedppl.EP(), rounds=1, progressbar=False, random_seed=0)
-    with pytest.raises(fedppl.DeclarationError, match="the fit is of EP; networks are fitted by"):
+    with pytest.raises(fedppl.DeclarationError, match="the fit is of EP, which fits no networks"):
         nn.predict(fit, fit.client_ids[0], {"X": np.ones((1, 2))})
 
 
@@ -269,7 +269,7 @@ def test_a_new_client_without_a_head_of_its_own_is_told(caplog: pytest.LogCaptur
 
 def test_training_that_raises_the_loss_is_a_failure_with_its_knob(monkeypatch: pytest.MonkeyPatch) -> None:
     """By more than a nat a row; here any change counts."""
-    monkeypatch.setattr(train, "_RISE", -10.0)
+    monkeypatch.setattr(train, "RISE", -10.0)
     fit = fitted(BODY, fedppl.NetworkAveraging(), rounds=1)
     assert fit.status is fedppl.Status.STALLED
     assert "training raised the loss" in fit.message and "lower learning_rate=" in fit.message

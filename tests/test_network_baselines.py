@@ -255,6 +255,10 @@ def test_pfedbayes_learns_and_says_how_sure_it_is() -> None:
     [
         (lambda: fedppl.NetworkAveraging(proximal=-1.0), "proximal=-1.0 must be"),
         (lambda: fedppl.NetworkAveraging(momentum=2.0), "momentum=2.0 must be"),
+        (lambda: fedppl.NetworkAveraging(phases=1), "phases=1 must be pairs"),
+        (lambda: fedppl.NetworkAveraging(tune=True), "tune=True must be"),
+        (lambda: fedppl.FedSI(diagonal="x"), "diagonal='x' must be True or False"),
+        (lambda: fedppl.FedSI(prior_variance=np.inf), "prior_variance=inf must be finite"),
         (lambda: fedppl.NetworkSCAFFOLD(learning_rate=0.0), "learning_rate=0.0 must be"),
         (lambda: fedppl.IFCA(clusters=0), "clusters=0 must be"),
         (lambda: fedppl.IFCA(spread=0.0), "spread=0.0 must be"),
@@ -269,6 +273,25 @@ def test_pfedbayes_learns_and_says_how_sure_it_is() -> None:
 def test_settings_out_of_range_are_named(build: Any, match: str) -> None:
     with pytest.raises(DeclarationError, match=match):
         build()
+
+
+def test_frozen_layers_are_refused_and_a_softmax_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Softmax(1))
+    data = problems.classification()[1]
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["0.weight", "0.bias"])
+    with caplog.at_level("WARNING", logger="fedppl"):
+        fedppl.fit(model, data, fedppl.NetworkAveraging(), rounds=1, progressbar=False)
+    assert "leave the softmax out" in caplog.text
+    frozen = torch.nn.Linear(3, 3)
+    frozen.bias.requires_grad_(False)
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=frozen), ["weight"])
+    with pytest.raises(DeclarationError, match=r"parameters \['bias'\] are frozen"):
+        fedppl.fit(model, data, fedppl.NetworkAveraging(), progressbar=False)
+
+
+def test_a_fit_without_one_network_says_so() -> None:
+    with pytest.raises(DeclarationError, match="the fit is of IFCA, which has no one network"):
+        nn.network(fit(fedppl.IFCA(epochs=1), 1, networks()))
 
 
 WHOLE = {

@@ -109,6 +109,8 @@ def test_the_table_and_the_figure_count_the_same_rows() -> None:
         (lambda: data.dirichlet(LABELS, 5, 0.0), DeclarationError, "alpha=0.0 must be positive"),
         (lambda: data.dirichlet(LABELS, 50, 0.001, random_seed=0), DeclarationError, "1,000 draws left a client"),
         (lambda: data.feature_skew(LABELS, 4), DeclarationError, "4 clients cannot hold 10 sources"),
+        (lambda: data.feature_skew(["m", None, "u"], 2), DataError, "sources are of several types"),
+        (lambda: data.table(data.quantity(9, 2), LABELS), DataError, "2000 labels for a partition of 9 rows"),
         (lambda: data.quantity(3, 5), DataError, "3 rows of 'all' for 5 clients"),
     ],
 )

@@ -234,6 +234,9 @@ def table(partition: Partition, labels: Any) -> pd.DataFrame:
     import pandas as pd
 
     y = _column("labels", labels)
+    held = sum(len(at) for at in partition.rows.values())
+    if len(y) != held:
+        raise DataError(f"{len(y)} labels for a partition of {held} rows; pass those of the rows that were divided.")
     known = np.unique(y)
     counts = {name: [int(np.sum(y[at] == label)) for label in known] for name, at in partition.rows.items()}
     found = pd.DataFrame.from_dict(counts, orient="index", columns=known.tolist())
@@ -264,6 +267,8 @@ def _column(name: str, values: Any) -> NDArray[Any]:
     found = np.asarray(values)
     if found.ndim != 1 or not len(found):
         raise DataError(f"{name} have shape {found.shape}; pass one for every row.")
+    if found.dtype.kind == "O" and len({type(value) for value in found.tolist()}) > 1:
+        raise DataError(f"{name} are of several types, {found.tolist()[:3]} ...; pass numbers, or strings.")
     if found.dtype.kind == "f" and not np.all(np.isfinite(found)):
         raise DataError(f"{name} hold missing or infinite values; drop these rows.")
     return found

@@ -82,6 +82,7 @@ def MeanField(*, points: int = 64, max_iterations: int = 2000) -> LocalInference
     return _build("mean field", _mean_field, points, max_iterations)
 
 
+_RESTARTS = 20
 _Fit = Callable[[Callable[[Array], tuple[float, Array]], Array, Array, int], tuple[Array, Array]]
 
 
@@ -118,6 +119,17 @@ def _maximise(objective: Callable[[Array], tuple[float, Array]], first: Array, m
 
     options = {"maxiter": max_iterations, "maxfun": 4 * max_iterations, "ftol": 1e-13, "gtol": 1e-8, "maxcor": 30}
     result = minimize(negative, first, jac=True, method="L-BFGS-B", options=options)
+    for _ in range(_RESTARTS):
+        # A line search that overshoots to an equal value ends L-BFGS far from the optimum, with status 0. A search
+        # that begins anew there, without its memory, goes on; at an optimum it stops at once.
+        before = result
+        result = minimize(negative, before.x, jac=True, method="L-BFGS-B", options=options)
+        if before.fun - result.fun <= 1e-10 * (1.0 + abs(result.fun)):
+            break
+    else:
+        raise LocalFailure(
+            f"the variational fit still rises after {_RESTARTS} searches; give θ a proper prior, or use NUTS"
+        )
     if not np.all(np.isfinite(result.x)) or result.fun >= 1e299:
         raise LocalFailure("the variational objective is infinite at every point; give θ a proper prior or use NUTS")
     if result.status == 1:

@@ -50,6 +50,12 @@ def require_pure(net: Any) -> None:
         raise DeclarationError(f"the network is {type(net).__name__}; pass a torch.nn.Module.")
     if not size_of(net):
         raise DeclarationError(f"the network {type(net).__name__} has no parameters, so there is nothing to infer.")
+    frozen = [name for name, value in net.named_parameters() if not value.requires_grad]
+    if frozen:
+        raise DeclarationError(
+            f"parameters {frozen} are frozen (requires_grad=False), and every parameter is a free variable of the "
+            "model. Call requires_grad_(True), or make what is fixed a buffer."
+        )
     for name, layer in net.named_modules():
         random = isinstance(layer, torch.nn.modules.dropout._DropoutNd) and layer.p > 0
         if layer.training and (random or next(layer.buffers(recurse=False), None) is not None):

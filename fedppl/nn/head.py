@@ -15,7 +15,7 @@ import torch
 from fedppl.nn._slopes import tensor
 from fedppl.nn.functional import call, state_of
 from fedppl.nn.read import NetworkUnit
-from fedppl.nn.train import RISE, Leaves, mean_loss, optimizer_of, outcomes, take_step
+from fedppl.nn.train import RISE, Leaves, mean_loss, optimizer_of, outcomes, require_bounded, take_step
 from fedppl.steps._network import Training
 from fedppl.types import Array, DeclarationError, LocalFailure
 
@@ -209,4 +209,4 @@ def train_below(
         after = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
     if not after <= before + RISE:
         raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate=")
-    return leaves.result(flat)
+    return require_bounded(leaves.result(flat), flat)

@@ -29,7 +29,7 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     Parameters
     ----------
     fit
-        A fit by ``fedppl.FedSI()`` or ``fedppl.NetworkAveraging()``.
+        A fit of networks, by ``fedppl.FedSI()``, ``fedppl.NetworkAveraging()`` or others that share weights of them.
     client
         A client's id; or data of a new client, which nothing but the shared weights connects with the fit.
     random_seed
@@ -44,6 +44,8 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     ------
     DeclarationError
         For a client that is not known, or a fit by another algorithm.
+    LocalFailure
+        Where fine-tuning diverges.
     """
     if isinstance(client, str):
         if client not in fit.clients:
@@ -56,7 +58,7 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
         if model.layout.fingerprint != fit.layout.fingerprint:
             raise DeclarationError("the new client shares other variables than the fit; give it the same columns.")
     if fit.algorithm.personalise is None:
-        raise DeclarationError(f"the fit is of {fit.algorithm.name}; networks are fitted by FedSI or NetworkAveraging.")
+        raise DeclarationError(f"the fit is of {fit.algorithm.name}, which fits no networks; see fedppl.FedSI.")
     message = fit.algorithm.outcome(fit.state, name)
     seed = fit.seed if random_seed is None else random_seed
     found: Own = fit.algorithm.personalise(model, personal, message, stream((seed, 2, *name.encode())))
@@ -84,8 +86,13 @@ def network(fit: Fit) -> torch.nn.Module:
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit of a network.")
-    if fit.algorithm.estimate is None or not fit.clients:
-        raise DeclarationError("the fit has no shared weights in this process; its clients are sites of their own.")
+    if fit.algorithm.estimate is None or fit.algorithm.personalise is None:
+        raise DeclarationError(
+            f"the fit is of {fit.algorithm.name}, which has no one network of all clients; fedppl.nn.personalise gives "
+            "a client's own, where there are networks."
+        )
+    if not fit.clients:
+        raise DeclarationError("the fit's clients are sites of their own; load fit.estimate into your network.")
     client = next(iter(fit.clients.values())).network
     return client.unit.loaded(client.unit.weights(fit.algorithm.estimate(fit.state), client.start))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Likelihood", "NetworkUnit", "log_likelihood", "read_network"]
 
+logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _CONTRACT = (
     "a network's client declares weights = fedppl.nn.parameters(net), output = fedppl.nn.module(net, weights, X), "
@@ -142,8 +144,23 @@ def read_network(client: ClientModel) -> NetworkUnit:
     unit = NetworkUnit(client, known["network"])
     if "network checked" not in known:
         _require_same_density(client, unit)
+        _warn_of_softmax(unit)
         known["network checked"] = True
     return unit
+
+
+def _warn_of_softmax(unit: NetworkUnit) -> None:
+    """Probabilities where logits should be flatten everything that is predicted, and nothing else shows it."""
+    if unit.likelihood.family != "categorical":
+        return
+    with torch.no_grad():
+        state = state_of(unit.net, torch.from_numpy(unit.held))
+        output = call(unit.net, state, cast(torch.from_numpy(unit.X[:3]), torch.float64))
+    if bool(torch.all(output >= 0)) and bool(torch.allclose(output.sum(1), torch.ones(len(output)).double())):
+        logger.warning(
+            "the network's outputs are positive and sum to 1, as if it ended in a softmax, and the declared likelihood "
+            "takes them for logits; leave the softmax out"
+        )
 
 
 def _read(client: ClientModel) -> dict[str, Any]:

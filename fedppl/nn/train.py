@@ -78,7 +78,20 @@ def train(
         after = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
     if not (after <= before + RISE if linear is None else np.isfinite(after)):
         raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate=")
-    return leaves.result(flat)
+    return require_bounded(leaves.result(flat), flat)
+
+
+def require_bounded(found: Array, start: Array) -> Array:
+    """Weights that did not run away where the loss does not show it, as behind dead units.
+
+    Raises
+    ------
+    LocalFailure
+        If they grew a millionfold.
+    """
+    if not np.max(np.abs(found), initial=0.0) <= 1e6 * (1.0 + np.max(np.abs(start), initial=0.0)):
+        raise LocalFailure("training drove the weights away; lower learning_rate=")
+    return found
 
 
 class Leaves:

@@ -84,7 +84,7 @@ def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int, momentum: 
     training = training_rule(rate, epochs, batch_size, "tune_", momentum)
     if tune is None or (isinstance(tune, str) and tune in ("local", "all")):
         return Tuning(tune, training)
-    if isinstance(tune, str) or not tune or not all(isinstance(name, str) for name in tune):
+    if not isinstance(tune, tuple | list) or not tune or not all(isinstance(name, str) for name in tune):
         raise DeclarationError(f'tune={tune!r} must be "local", "all", a tuple of torch\'s names, or None for none.')
     return Tuning(tuple(tune), training)
 

@@ -17,6 +17,7 @@ __all__ = [
     "converged",
     "described",
     "draw_point",
+    "flag_rule",
     "kept_local",
     "kept_own",
     "pulled",
@@ -76,9 +77,16 @@ def weights_rule(weights: str) -> str:
 
 def tolerance_rule(tolerance: float) -> float:
     """Check the keyword `tolerance`."""
-    if not 0 < tolerance < 1:
-        raise DeclarationError(f"tolerance={tolerance} must lie between 0 and 1.")
-    return tolerance
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float | np.number) or not 0 < tolerance < 1:
+        raise DeclarationError(f"tolerance={tolerance!r} must lie between 0 and 1.")
+    return float(tolerance)
+
+
+def flag_rule(name: str, value: Any) -> bool:
+    """Check a keyword that is True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise DeclarationError(f"{name}={value!r} must be True or False.")
+    return bool(value)
 
 
 def weight_of(client: Any, weights: str) -> float:

@@ -12,7 +12,7 @@ from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
 from fedppl.replies import sum_replies
-from fedppl.steps._point import tolerance_rule
+from fedppl.steps._point import flag_rule, tolerance_rule
 from fedppl.steps.separate import near_posterior
 from fedppl.types import (
     Algorithm,
@@ -144,13 +144,15 @@ def Confidence(
     ----------
     .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, Algorithm 1, eqs. 5 to 9.
     """
+    if local is not None and not isinstance(local, LocalInference):
+        raise DeclarationError(f"local={local!r} is no local inference; pass one that is built, like fedppl.Laplace().")
     settings = _Settings(
         local if local is not None else MeanField(),
         terms_rule(terms),
         spread_rule(spread),
         strength_rule(strength),
-        bool(prior),
-        bool(remember),
+        flag_rule("prior", prior),
+        flag_rule("remember", remember),
         tolerance_rule(tolerance),
     )
     return Algorithm(
@@ -176,7 +178,7 @@ def Confidence(
 
 def terms_rule(terms: Any) -> tuple[str, ...]:
     """Check the keyword `terms`."""
-    given = (terms,) if isinstance(terms, str) else tuple(terms)
+    given = (terms,) if isinstance(terms, str) else tuple(terms) if isinstance(terms, tuple | list) else ()
     if not given or set(given) - set(TERMS) or len(set(given)) < len(given):
         raise DeclarationError(f"terms={terms!r} must be one or both of {TERMS}.")
     return given

@@ -126,7 +126,11 @@ def NetworkAveraging(
     .. [1] McMahan et al. (2017), FedAvg. Oh et al. (2022), FedBABU. Arivazhagan et al. (2019), FedPer. Collins et al.
        (2021), FedRep. Liang et al. (2020), LG-FedAvg.
     """
-    if not phases or not all(isinstance(phase, tuple | list) and len(phase) == 2 for phase in phases):
+    if (
+        not isinstance(phases, tuple | list)
+        or not phases
+        or not all(isinstance(phase, tuple | list) and len(phase) == 2 for phase in phases)
+    ):
         raise DeclarationError(f'phases={phases!r} must be pairs of weights and epochs, for example (("all", 10),).')
     settings = _Settings(
         tuple(

@@ -20,6 +20,7 @@ from fedppl.steps._network import (
     steps_rule,
     training_rule,
 )
+from fedppl.steps._point import flag_rule
 from fedppl.steps.confidence import TERMS, confidence_of, ledger_sums, spread_rule, strength_rule, terms_rule
 from fedppl.types import Algorithm, Array, DeclarationError, Draws, Layout, Message, Status
 
@@ -150,7 +151,7 @@ def NetworkConfidence(
         spread_rule(spread),
         strength_rule(strength),
         terms_rule(terms),
-        bool(remember),
+        flag_rule("remember", remember),
         float(smoothing),
     )
     return Algorithm(

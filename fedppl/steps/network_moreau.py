@@ -53,7 +53,8 @@ def PFedMe(
     epochs, batch_size
         Passes over the rows; every batch has its own θ_k.
     inner_rate, inner_steps
-        Of the gradient steps to θ_k.
+        Of the steps to θ_k: one on the loss, then the proximal map of the quadratic, so that large rates end at
+        w − ∇f / λ.
     weights
         "rows" or "equal".
 

@@ -11,7 +11,7 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.replies import sum_replies
 from fedppl.steps._network import Training, check_network, described, draw, outcome, own, training_rule, tuning_rule
-from fedppl.steps._point import Kept
+from fedppl.steps._point import Kept, flag_rule
 from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
 
 __all__ = ["FedSI", "SubnetworkInfo", "SubnetworkState"]
@@ -130,8 +130,9 @@ def FedSI(
     ):
         if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value <= most:
             raise DeclarationError(f"{name}={value!r} must be positive{' and at most 1' if most == 1 else ''}.")
-    if not np.isfinite(alpha):
-        raise DeclarationError(f"alpha={alpha!r} must be finite.")
+    for name, value in (("alpha", alpha), ("prior_variance", prior_variance)):
+        if not np.isfinite(value):
+            raise DeclarationError(f"{name}={value!r} must be finite.")
     for word, chosen, known in (("rule", rule, ("live", "variance")), ("average", average, ("variance", "sd"))):
         if chosen not in known:
             raise DeclarationError(f"{word}={chosen!r} must be one of {known}.")
@@ -141,7 +142,7 @@ def FedSI(
         float(alpha),
         float(prior_variance),
         rule,
-        bool(diagonal),
+        flag_rule("diagonal", diagonal),
         average,
     )
     tuning = tuning_rule(tune, tune_rate, tune_epochs, batch_size)
