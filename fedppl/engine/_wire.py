@@ -123,7 +123,7 @@ def unpack_request(arrays: Message, texts: Mapping[str, str]) -> Request:
         seed=tuple(json.loads(texts["seed"])),
         message=arrays,
         run=texts["run"],
-        report=texts["report"] == "1",
+        report=texts.get("report", "1") == "1",
     )
 
 

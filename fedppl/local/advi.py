@@ -120,6 +120,8 @@ def _maximise(objective: Callable[[Array], tuple[float, Array]], first: Array, m
     options = {"maxiter": max_iterations, "maxfun": 4 * max_iterations, "ftol": 1e-13, "gtol": 1e-8, "maxcor": 30}
     result = minimize(negative, first, jac=True, method="L-BFGS-B", options=options)
     for _ in range(_RESTARTS):
+        if result.status == 1:
+            break
         # A line search that overshoots to an equal value ends L-BFGS far from the optimum, with status 0. A search
         # that begins anew there, without its memory, goes on; at an optimum it stops at once.
         before = result

@@ -125,7 +125,7 @@ def Confidence(
     >>> import fedppl
     >>> from fedppl.testing import normal_means
     >>> model, clients = normal_means()
-    >>> fit = fedppl.fit(model, clients, fedppl.Confidence(), rounds=500, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(model, clients, fedppl.Confidence(strength=4), rounds=99, progressbar=False)
     >>> fit.status
     <Status.CONVERGED: 'converged'>
 
