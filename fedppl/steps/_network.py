@@ -17,7 +17,7 @@ __all__ = [
     "check_all_shared",
     "check_network",
     "draw",
-    "draw_own",
+    "drawn_from",
     "outcome",
     "own",
     "steps_rule",
@@ -173,6 +173,15 @@ def draw_own(client: Any, own_network: Callable[[], Own], draws: int, chains: in
     shaped = w.reshape(chains, draws, size)
     info = {} if found.subnetwork is not None else {"point_estimate": 1.0}
     return Draws(shaped[:, :, unit.shared_at], shaped[:, :, unit.local_at], info)
+
+
+def drawn_from(find: Callable[[Any, Any, Message, np.random.Generator], Own]) -> Callable[..., Draws]:
+    """An algorithm's `draw`, of what its `personalise` finds."""
+
+    def draw(client: Any, personal: Any, message: Message, draws: int, chains: int, rng: np.random.Generator) -> Draws:
+        return draw_own(client, lambda: find(client, personal, message, rng), draws, chains, rng)
+
+    return draw
 
 
 def described(settings: Mapping[str, Any]) -> dict[str, str]:

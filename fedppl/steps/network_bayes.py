@@ -10,10 +10,10 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.replies import sum_replies
-from fedppl.steps._network import Own, Training, check_all_shared, described, draw_own, steps_rule, training_rule
+from fedppl.steps._network import Own, Training, check_all_shared, described, drawn_from, steps_rule, training_rule
 from fedppl.steps._point import weight_of, weights_rule
 from fedppl.steps.confidence import spread_rule
-from fedppl.types import Algorithm, Array, DeclarationError, Draws, Layout, Message, Status
+from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
 
 __all__ = ["PFedBayes", "PFedBayesInfo", "PFedBayesState", "Posterior"]
 
@@ -118,7 +118,7 @@ def PFedBayes(
         refuse=_refuse,
         update_server=_update_server,
         outcome=lambda state, client_id: {"mean": state.mean, "sd": state.sd},
-        draw=functools.partial(_draw, settings=settings),
+        draw=drawn_from(functools.partial(_own, settings=settings)),
         personalise=functools.partial(_own, settings=settings),
         details=lambda state: {"sd": (("rows",), state.sd)},
         estimate=lambda state: state.mean,
@@ -192,16 +192,3 @@ def _own(client: Any, personal: Any, message: Message, rng: np.random.Generator,
     """q_k after one more round for the client alone."""
     mean, sd = _steps(client, personal, message, rng, settings)[0]
     return Own(client, mean, client.network.independent(mean, np.arange(len(mean)), sd**2))
-
-
-def _draw(
-    client: Any,
-    personal: Any,
-    message: Message,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
-) -> Draws:
-    return draw_own(client, lambda: _own(client, personal, message, rng, settings=settings), draws, chains, rng)

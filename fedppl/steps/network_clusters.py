@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.steps._network import Own, Training, check_all_shared, described, draw_own, training_rule
+from fedppl.steps._network import Own, Training, check_all_shared, described, drawn_from, training_rule
 from fedppl.steps._point import Kept, weight_of, weights_rule
 from fedppl.steps.confidence import spread_rule
-from fedppl.types import Algorithm, Array, DeclarationError, Draws, Layout, Message, Status
+from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
 
 __all__ = ["IFCA", "IFCAInfo", "IFCAState"]
 
@@ -99,7 +99,7 @@ def IFCA(
         refuse=_refuse,
         update_server=_update_server,
         outcome=lambda state, client_id: {"phi": state.phi},
-        draw=_draw,
+        draw=drawn_from(_own),
         personalise=_own,
         details=lambda state: {},
         settings=described({"clusters": int(clusters), "spread": sd, **training._asdict(), "weights": weights}),
@@ -168,7 +168,3 @@ def _own(client: Any, personal: Any, message: Message, rng: np.random.Generator)
     """The network that suits the client's rows best."""
     del personal, rng
     return Own(client, _best(client, message)[1], None)
-
-
-def _draw(client: Any, personal: Any, message: Message, draws: int, chains: int, rng: np.random.Generator) -> Draws:
-    return draw_own(client, lambda: _own(client, personal, message, rng), draws, chains, rng)

@@ -16,13 +16,13 @@ from fedppl.steps._network import (
     check_all_shared,
     check_network,
     described,
-    draw_own,
+    drawn_from,
     steps_rule,
     training_rule,
 )
 from fedppl.steps._point import flag_rule
 from fedppl.steps.confidence import TERMS, confidence_of, ledger_sums, spread_rule, strength_rule, terms_rule
-from fedppl.types import Algorithm, Array, DeclarationError, Draws, Layout, Message, Status
+from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
 
 __all__ = ["HeadKept", "NetworkConfidence", "NetworkConfidenceInfo", "NetworkConfidenceState"]
 
@@ -164,7 +164,7 @@ def NetworkConfidence(
         refuse=_refuse,
         update_server=functools.partial(_update_server, settings=settings),
         outcome=lambda state, client_id: {"mean": state.phi},
-        draw=functools.partial(_draw, settings=settings),
+        draw=drawn_from(functools.partial(_own, settings=settings)),
         personalise=functools.partial(_own, settings=settings),
         details=lambda state: {},
         estimate=lambda state: state.smooth,
@@ -310,19 +310,3 @@ def _own(client: Any, personal: Any, message: Message, rng: np.random.Generator,
     q, _ = _find_head(here, personal, rng, settings)
     w = _train(here, q, rng, settings)
     return Own(client, w, here.network.independent(w, here.head.places, q.sd**2))
-
-
-def _draw(
-    client: Any,
-    personal: Any,
-    message: Message,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
-) -> Draws:
-    """Draws of all weights: of q_j, and equal in the layers below."""
-    return draw_own(
-        client, functools.partial(_own, client, personal, message, rng, settings=settings), draws, chains, rng
-    )

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl.steps._network import Own, Training, check_all_shared, described, draw_own, training_rule
+from fedppl.steps._network import Own, Training, check_all_shared, described, drawn_from, training_rule
 from fedppl.steps._point import weight_of
 from fedppl.steps.network_averaging import NetworkAveraging
-from fedppl.types import Algorithm, Array, DeclarationError, Draws, Message
+from fedppl.types import Algorithm, Array, DeclarationError, Message
 
 __all__ = ["PFedMe", "Personal"]
 
@@ -100,7 +100,7 @@ def PFedMe(
         check=check_all_shared,
         update_client=functools.partial(_update_client, settings=settings),
         personalise=functools.partial(_own, settings=settings),
-        draw=functools.partial(_draw, settings=settings),
+        draw=drawn_from(functools.partial(_own, settings=settings)),
         stay=functools.partial(_stay, settings=settings),
         settings=described(settings._asdict()),
     )
@@ -137,16 +137,3 @@ def _own(client: Any, personal: Any, message: Message, rng: np.random.Generator,
     """θ_k around the last φ."""
     del personal
     return Own(client, _steps(client, message, rng, settings)[1], None)
-
-
-def _draw(
-    client: Any,
-    personal: Any,
-    message: Message,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
-) -> Draws:
-    return draw_own(client, lambda: _own(client, personal, message, rng, settings=settings), draws, chains, rng)
