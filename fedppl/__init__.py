@@ -30,8 +30,10 @@ from fedppl.steps.network_averaging import NetworkAveraging
 from fedppl.steps.network_bayes import PFedBayes
 from fedppl.steps.network_clusters import IFCA
 from fedppl.steps.network_confidence import NetworkConfidence
+from fedppl.steps.network_continual import BPFed
 from fedppl.steps.network_meta import PerFedAvg
 from fedppl.steps.network_moreau import PFedMe
+from fedppl.steps.network_population import FedPop
 from fedppl.steps.network_scaffold import NetworkSCAFFOLD
 from fedppl.steps.precision_weighted import PrecisionWeighted
 from fedppl.steps.private_ep import PrivateEP
@@ -47,6 +49,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ADVI",
+    "BPFed",
     "EP",
     "HM1",
     "IFCA",
@@ -61,6 +64,7 @@ __all__ = [
     "DeclarationError",
     "Ditto",
     "FedAvg",
+    "FedPop",
     "FedProx",
     "FedSI",
     "FederatedModel",

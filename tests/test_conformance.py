@@ -291,6 +291,10 @@ ALGORITHMS = {
     "PerFedAvg": Row(lambda: fedppl.PerFedAvg(epochs=1), ELSEWHERE, sums=True, problem=all_shared),
     "PFedMe": Row(lambda: fedppl.PFedMe(epochs=1), ELSEWHERE, sums=True, problem=all_shared),
     "PFedBayes": Row(lambda: fedppl.PFedBayes(epochs=1), ELSEWHERE, sums=True, problem=all_shared),
+    "BPFed": Row(lambda: fedppl.BPFed(epochs=1), ELSEWHERE, sums=True, problem=classification),
+    "FedPop": Row(
+        lambda: fedppl.FedPop(head=("2.weight", "2.bias"), epochs=1), ELSEWHERE, sums=True, problem=all_shared
+    ),
     "NetworkConfidence": Row(
         lambda: fedppl.NetworkConfidence(head=("2.weight", "2.bias"), epochs=1),
         ELSEWHERE,

@@ -18,6 +18,7 @@ from tests import problems
 torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
+from fedppl.nn.langevin import langevin_steps  # noqa: E402
 from fedppl.nn.personal import _kl, meta_steps, moreau_steps  # noqa: E402
 from fedppl.steps._network import Training  # noqa: E402
 
@@ -247,6 +248,103 @@ def test_pfedbayes_learns_and_says_how_sure_it_is() -> None:
     assert found.idata["fit"]["sd"].shape == (31,)
 
 
+# --- BPFed -----------------------------------------------------------------------------------------------------
+
+
+def test_an_overwhelming_prior_holds_the_posterior_and_shared_means_are_averaged_by_rows() -> None:
+    """With ζ → ∞ the KL term is all there is, and q_k stays p_k; the server's average is by hand."""
+    model, clients = problems.classification(3)
+    algorithm = fedppl.BPFed(zeta=1e9, learning_rate=1e-5)
+    client = model.enrol(clients)["device 0"]
+    state = algorithm.init_server(client.layout, tuple(clients), stream((0,)))
+    kept, reply, _ = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
+    # Adam's steps are about as long as its rate whatever the slope: it wanders no farther than some of them.
+    assert_allclose(reply["mean"] / reply["weight"], state.mean, atol=2e-4)
+    assert_allclose(kept.sd, 0.05, rtol=5e-3)
+    other = {"mean": 3.0 * np.ones_like(state.mean), "sd": 3.0 * np.full_like(state.mean, 0.2), "weight": np.array(3.0)}
+    after, _ = algorithm.update_server(state, {"device 0": reply, "device 1": other})
+    total = float(reply["weight"]) + 3.0
+    assert_allclose(after.mean, (reply["mean"] + 3.0) / total, rtol=1e-12)
+    assert_allclose(after.sd, (reply["sd"] + 0.6) / total, rtol=1e-12)
+
+
+def test_the_last_posterior_is_the_next_prior_of_local_weights() -> None:
+    """A client that comes back with a far tighter q_k of its head keeps near it; a new one starts from the spread."""
+    model, clients = problems.classification(3)
+    client = model.enrol(clients)["device 1"]
+    algorithm = fedppl.BPFed(zeta=1.0, spread=0.1, learning_rate=1e-2, epochs=10)
+    message = algorithm.broadcast(algorithm.init_server(client.layout, ("device 1",), stream((0,))), "device 1")
+    first, _, info = algorithm.update_client(client, None, message, stream((1,)))
+    assert info == {"blank": 1.0}
+    tight = first._replace(sd=np.full_like(first.sd, 1e-3))
+    second, _, info = algorithm.update_client(client, tight, message, stream((2,)))
+    loose, _, _ = algorithm.update_client(client, first._replace(sd=np.full_like(first.sd, 0.5)), message, stream((2,)))
+    assert info == {}
+    assert np.abs(second.mean - tight.mean).max() < 0.2 * np.abs(loose.mean - first.mean).max()
+
+
+def test_bpfed_learns_and_sds_fall_with_rounds() -> None:
+    model, clients = problems.classification(3)
+    found = fit(fedppl.BPFed(zeta=0.1, learning_rate=0.02), 15, (model, clients))
+    for name, data in clients.items():
+        predicted = nn.predict(found, name, {"X": data["X"]})
+        assert np.mean(predicted["probability"].values.argmax(1) == data["y"]) >= 0.85
+        assert np.all(predicted["logit_variance"] > 0)
+        assert np.median(found.personal[name].sd) < 0.05
+    assert found.idata["fit"]["sd"].shape == (len(found.state.mean),)
+
+
+# --- FedPop ----------------------------------------------------------------------------------------------------
+
+
+def test_the_chain_has_the_moments_of_unadjusted_langevin_steps() -> None:
+    """On a linear model Λ = n A + I / s², and v has mean Λ⁻¹ (n b + β / s²), variance (Λ (1 − γ Λ / 2n))⁻¹ by axis."""
+    model, clients = line()
+    client, data = model.enrol(clients)["site 1"], clients["site 1"]
+    (A, b), n, spread, rate = quadratic(data), len(data["X"]), 0.7, 0.05
+    beta = np.array([0.3, -0.2, 0.1])
+    precision = n * A + np.eye(3) / spread**2
+    network = client.network
+    head = network.head(("weight", "bias"))
+    _, chain = langevin_steps(
+        network.unit, head, network.unit.held, np.arange(0), beta, (beta, spread), Training(0.1, 20_000, n), rate,
+        stream((0,)), dtype=torch.float64,
+    )  # fmt: skip
+    values, vectors = np.linalg.eigh(precision)
+    wanted = (vectors / (values * (1 - rate * values / (2 * n)))) @ vectors.T
+    # Autocorrelation time (1 + ρ) / (1 − ρ) of the slowest axis, ρ = 1 − γ λ / n, leaves about so many free draws.
+    free = 10_000 * rate * values[0] / n / 2
+    mean = np.linalg.solve(precision, n * b + beta / spread**2)
+    assert_allclose(chain.mean, mean, atol=4 * np.sqrt(np.diag(wanted).max() / free))
+    assert_allclose(chain.sd, np.sqrt(np.diag(wanted)), rtol=4 / np.sqrt(2 * free))
+
+
+def test_the_population_is_the_mean_of_its_heads_and_layers_below_go_by_rows() -> None:
+    model, clients = networks()
+    algorithm = fedppl.FedPop(head=ALL[2:])
+    models = model.enrol(clients)
+    state = algorithm.init_server(models["device 0"].layout, tuple(clients), stream((0,)))
+    replies = {
+        k: algorithm.update_client(c, None, algorithm.broadcast(state, k), stream((1,)))[1] for k, c in models.items()
+    }
+    after, _ = algorithm.update_server(state, replies)
+    assert_allclose(after.phi[state.head], np.mean([r["heads"] for r in replies.values()], axis=0), rtol=1e-12)
+    rows = sum(float(r["rows"]) for r in replies.values())
+    below = np.setdiff1d(np.arange(len(after.phi)), state.head)
+    assert_allclose(after.phi[below], sum(r["below"] for r in replies.values()) / rows, rtol=1e-12)
+
+
+def test_fedpop_learns_and_heads_move_without_reporting() -> None:
+    model, clients = networks()
+    algorithm = fedppl.FedPop(head=ALL[2:], learning_rate=0.05, head_rate=0.05)
+    found = fit(algorithm, 15, (model, clients), reporting=0.4)
+    assert set(found.personal) == set(clients)
+    for name, data in clients.items():
+        predicted = nn.predict(found, name, {"X": data["X"]})
+        assert np.mean(predicted["probability"].values.argmax(1) == data["y"]) >= 0.85
+        assert np.all(predicted["logit_variance"] > 0)
+
+
 # --- settings --------------------------------------------------------------------------------------------------
 
 
@@ -268,6 +366,11 @@ def test_pfedbayes_learns_and_says_how_sure_it_is() -> None:
         (lambda: fedppl.PFedMe(inner_steps=0), "inner_steps=0 must be"),
         (lambda: fedppl.PFedBayes(zeta=0.0), "zeta=0.0 must be"),
         (lambda: fedppl.PFedBayes(draws=0), "draws=0 must be"),
+        (lambda: fedppl.BPFed(zeta=np.nan), "zeta=nan must be"),
+        (lambda: fedppl.BPFed(spread=0.0), "spread=0.0 must be"),
+        (lambda: fedppl.FedPop(head="2.weight"), "head='2.weight' must be a tuple"),
+        (lambda: fedppl.FedPop(head=ALL[2:], head_rate=0.0), "head_rate=0.0 must be"),
+        (lambda: fedppl.FedPop(head=ALL[2:], draw_epochs=0), "draw_epochs=0 must be"),
     ],
 )
 def test_settings_out_of_range_are_named(build: Any, match: str) -> None:
@@ -300,6 +403,7 @@ WHOLE = {
     "PerFedAvg": fedppl.PerFedAvg,
     "PFedMe": fedppl.PFedMe,
     "PFedBayes": fedppl.PFedBayes,
+    "FedPop": functools.partial(fedppl.FedPop, head=("weight", "bias")),
 }
 
 
@@ -313,11 +417,12 @@ def test_networks_that_are_shared_in_part_are_refused(name: str) -> None:
 def test_steps_that_run_away_say_what_to_lower(name: str) -> None:
     model, clients = line()
     client = model.enrol(clients)["site 0"]
-    settings = {"PFedMe": {"inner_rate": 1e8, "lam": 1e-6}}.get(name, {"learning_rate": 1e8})
+    several = {"PFedMe": {"inner_rate": 1e8, "lam": 1e-6}, "FedPop": {"head_rate": 1e8}}
+    settings = several.get(name, {"learning_rate": 1e8})
     algorithm = WHOLE[name](**settings)
     state = algorithm.init_server(client.layout, ("site 0",), stream((0,)))
     if name == "NetworkSCAFFOLD":
         settings = {"learning_rate": 1e30}
         algorithm = WHOLE[name](**settings)
-    with pytest.raises(LocalFailure, match="lower (learning_rate|inner_rate)="):
+    with pytest.raises(LocalFailure, match="lower (learning_rate|inner_rate|head_rate)="):
         algorithm.update_client(client, None, algorithm.broadcast(state, "site 0"), stream((1,)))

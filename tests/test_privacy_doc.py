@@ -70,6 +70,7 @@ def test_bytes_of_the_others_are_those_of_the_ledger(message: str, algorithm: fe
 
 NETWORKS = {
     "NetworkAveraging": fedppl.NetworkAveraging(phases=(("all", 1),)),
+    "BPFed": fedppl.BPFed(epochs=1),
     "FedSI": fedppl.FedSI(epochs=1),
 }
 WHOLE = {
@@ -78,6 +79,7 @@ WHOLE = {
     "IFCA, two clusters": (fedppl.IFCA(clusters=2, epochs=1),),
     "PerFedAvg, PFedMe": (fedppl.PerFedAvg(epochs=1), fedppl.PFedMe(epochs=1)),
     "PFedBayes": (fedppl.PFedBayes(epochs=1),),
+    "FedPop": (fedppl.FedPop(head=("2.weight", "2.bias"), epochs=1),),
 }
 
 

@@ -141,6 +141,8 @@ CASES = {
     "PerFedAvg": Case(lambda: fedppl.PerFedAvg(epochs=1), all_shared),
     "PFedMe": Case(lambda: fedppl.PFedMe(epochs=1), all_shared),
     "PFedBayes": Case(lambda: fedppl.PFedBayes(epochs=1), all_shared),
+    "BPFed": Case(lambda: fedppl.BPFed(epochs=1), classification),
+    "FedPop": Case(lambda: fedppl.FedPop(head=HEAD, epochs=1), all_shared),
     "NetworkConfidence": Case(lambda: fedppl.NetworkConfidence(head=HEAD, epochs=1), all_shared),
     "NetworkConfidence(remember)": Case(
         lambda: fedppl.NetworkConfidence(head=HEAD, epochs=1, remember=True, smoothing=0.5),

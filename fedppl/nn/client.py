@@ -9,6 +9,7 @@ import torch
 
 from fedppl.nn.functional import parameter_slices
 from fedppl.nn.head import Head, HeadSteps, features, find_head, head_posterior, train_below
+from fedppl.nn.langevin import Chain, langevin_steps
 from fedppl.nn.personal import bayes_steps, loss_at, meta_steps, moreau_steps
 from fedppl.nn.read import NetworkUnit, read_network
 from fedppl.nn.subnet import Subnetwork, curvature_diagonal, infer, select
@@ -136,10 +137,25 @@ class NetworkClient:
         draws: int,
         rng: np.random.Generator,
         *,
-        start: tuple[Array, Array] | None,
+        start: tuple[Array, Array] | None = None,
+        follow: bool = True,
     ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """Steps of pFedBayes: q and p; see `fedppl.nn.personal`."""
-        return bayes_steps(self.unit, mean, sd, settings, zeta, draws, rng, start=start)
+        """Steps of pFedBayes and BPFed: q and p; see `fedppl.nn.personal`."""
+        return bayes_steps(self.unit, mean, sd, settings, zeta, draws, rng, start=start, follow=follow)
+
+    def langevin_steps(
+        self,
+        head: Head,
+        w: Array,
+        below: Array,
+        start: Array,
+        prior: tuple[Array, float],
+        settings: Training,
+        head_rate: float,
+        rng: np.random.Generator,
+    ) -> tuple[Array, Chain]:
+        """Steps of FedPop: all weights and the head's chain; see `fedppl.nn.langevin`."""
+        return langevin_steps(self.unit, head, w, below, start, prior, settings, head_rate, rng)
 
     def independent(self, w: Array, places: Array, variance: Array) -> Subnetwork:
         """Independent normal weights at `places`, and points elsewhere."""

@@ -19,7 +19,7 @@ from fedppl.nn.train import RISE, Leaves, mean_loss, optimizer_of, outcomes, req
 from fedppl.steps._network import Training
 from fedppl.types import Array, DeclarationError, LocalFailure
 
-__all__ = ["Head", "HeadSteps", "features", "find_head", "head_posterior", "train_below"]
+__all__ = ["Head", "HeadSteps", "expected_loss", "features", "find_head", "head_posterior", "through", "train_below"]
 
 _LOOKED_AT = 3
 
@@ -61,7 +61,7 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Array, w: Array
     held = Head(layer, places, slice(0, size), slice(size, len(places)), found.out_features)
     X = tensor(unit.X[:_LOOKED_AT], torch.float64)
     with torch.no_grad():
-        z, output = _through(unit, held, state_of(unit.net, torch.from_numpy(np.asarray(w, dtype=float))), X)
+        z, output = through(unit, held, state_of(unit.net, torch.from_numpy(np.asarray(w, dtype=float))), X)
         ours = _logits(held, z, torch.from_numpy(np.asarray(w, dtype=float)[places]))
     if output.shape != ours.shape or not torch.allclose(output, ours, rtol=1e-9, atol=1e-9):
         raise DeclarationError(
@@ -71,7 +71,7 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Array, w: Array
     return held
 
 
-def _through(
+def through(
     unit: NetworkUnit, head: Head, state: dict[str, torch.Tensor], X: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Features z (n, h), and the network's output."""
@@ -101,10 +101,10 @@ def features(unit: NetworkUnit, head: Head, w: Array, *, dtype: torch.dtype = to
     """What the head sees of the client's rows, (n, h)."""
     with torch.no_grad():
         state = state_of(unit.net, torch.from_numpy(np.asarray(w)).to(dtype))
-        return _through(unit, head, state, tensor(unit.X, dtype))[0]
+        return through(unit, head, state, tensor(unit.X, dtype))[0]
 
 
-def _expected_loss(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def expected_loss(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Mean negative log likelihood over rows and over the draws v (K, d)."""
     output = _logits(head, z, v).flatten(0, 1)
     return mean_loss(unit, output, y.repeat(len(v), *([1] * (y.ndim - 1))))
@@ -163,7 +163,7 @@ def head_posterior(
             spread = torch.nn.functional.softplus(raw)
             v = mean + spread * torch.randn(steps.draws, len(mean), generator=source, dtype=dtype)
             apart = (spread**2).sum() + ((mean - middle) ** 2).sum()
-            loss = _expected_loss(unit, head, z, y, v) + (0.5 * confidence * apart - torch.log(spread).sum()) / rows
+            loss = expected_loss(unit, head, z, y, v) + (0.5 * confidence * apart - torch.log(spread).sum()) / rows
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -202,9 +202,9 @@ def train_below(
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
-                z, _ = _through(unit, head, leaves.state, X[batch])
+                z, _ = through(unit, head, leaves.state, X[batch])
                 v = mean + spread * torch.randn(draws, len(mean), generator=source, dtype=dtype)
-                take_step(optimizer, leaves, _expected_loss(unit, head, z, y[batch], v))
+                take_step(optimizer, leaves, expected_loss(unit, head, z, y[batch], v))
     with torch.no_grad():
         after = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
     if not after <= before + RISE:

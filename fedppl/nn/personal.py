@@ -122,14 +122,15 @@ def bayes_steps(
     rng: np.random.Generator,
     *,
     start: tuple[Array, Array] | None = None,
+    follow: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    r"""Steps of pFedBayes: the client's q and its copy of the global p, by turns, with Adam.
+    r"""Steps of pFedBayes and BPFed: the client's q and its copy of the p around it, by turns, with Adam.
 
     .. math:: \min_q \; -\tfrac1n E_q \log p(y \mid w) + \tfrac\zeta n \mathrm{KL}(q \| p), \qquad
               \min_p \; \tfrac\zeta n \mathrm{KL}(q \| p)
 
-    q starts at `start`, or at p. Returns means and sds of q and of p.
+    q starts at `start`, or at p; p stays without `follow`. Returns means and sds of q and of p.
     """
     X, y = tensor(unit.X, dtype), outcomes(unit, dtype)
     source = torch.Generator().manual_seed(int(rng.integers(2**62)))
@@ -151,8 +152,9 @@ def bayes_steps(
                 loss = loss + _loss(unit, w, X[batch], y[batch]) / draws
             held = [value.detach() for value in p]
             _step(optimizers[0], q, loss + weight / len(X) * _kl(q, held))
-            held = [value.detach() for value in q]
-            _step(optimizers[1], p, weight / len(X) * _kl(held, p))
+            if follow:
+                held = [value.detach() for value in q]
+                _step(optimizers[1], p, weight / len(X) * _kl(held, p))
     found = [
         (pair[0].detach().double().numpy(), torch.nn.functional.softplus(pair[1].detach()).double().numpy())
         for pair in (q, p)

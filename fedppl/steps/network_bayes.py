@@ -8,29 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl import gaussian
-from fedppl.replies import sum_replies
+from fedppl.steps import _posteriors
 from fedppl.steps._network import Own, Training, check_all_shared, described, drawn_from, steps_rule, training_rule
 from fedppl.steps._point import weight_of, weights_rule
 from fedppl.steps.confidence import spread_rule
-from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
+from fedppl.types import Algorithm, Array, DeclarationError, Message
 
-__all__ = ["PFedBayes", "PFedBayesInfo", "PFedBayesState", "Posterior"]
-
-
-class PFedBayesState(NamedTuple):
-    """What the next round needs."""
-
-    mean: Array  # (m,)
-    sd: Array  # (m,)
-    status: str
-    message: str
-
-
-class PFedBayesInfo(NamedTuple):
-    """Diagnostics of this round."""
-
-    change: float  # root mean square of the means' change
+__all__ = ["PFedBayes", "Posterior"]
 
 
 class Posterior(NamedTuple):
@@ -111,13 +95,13 @@ def PFedBayes(
     return Algorithm(
         name="PFedBayes",
         check=check_all_shared,
-        init_server=functools.partial(_init_server, settings=settings),
-        broadcast=lambda state, client_id: {"mean": state.mean, "sd": state.sd},
+        init_server=functools.partial(_posteriors.init_server, spread=settings.spread),
+        broadcast=_posteriors.broadcast,
         update_client=functools.partial(_update_client, settings=settings),
-        reply_shapes=lambda state: {"mean": state.mean.shape, "sd": state.sd.shape, "weight": ()},
-        refuse=_refuse,
-        update_server=_update_server,
-        outcome=lambda state, client_id: {"mean": state.mean, "sd": state.sd},
+        reply_shapes=_posteriors.reply_shapes,
+        refuse=_posteriors.refuse,
+        update_server=_posteriors.average,
+        outcome=_posteriors.broadcast,
         draw=drawn_from(functools.partial(_own, settings=settings)),
         personalise=functools.partial(_own, settings=settings),
         details=lambda state: {"sd": (("rows",), state.sd)},
@@ -126,15 +110,6 @@ def PFedBayes(
         settings=described(settings._asdict()),
         large=True,
     )
-
-
-def _init_server(
-    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: _Settings
-) -> PFedBayesState:
-    """The declared weights, hardly uncertain."""
-    del clients, rng
-    mean = gaussian.mean(layout.prior)
-    return PFedBayesState(mean, np.full(len(mean), settings.spread), Status.RUNNING.value, "raise rounds=")
 
 
 def _steps(
@@ -157,7 +132,7 @@ def _update_client(
     """Steps of q_k and of p_k; p_k travels."""
     q, p = _steps(client, personal, message, rng, settings)
     weight, shared = weight_of(client, settings.weights), client.network.unit.shared_at
-    reply = {"mean": weight * p[0][shared], "sd": weight * p[1][shared], "weight": np.array(weight)}
+    reply = _posteriors.reply(p[0][shared], p[1][shared], weight)
     return Posterior(*q), reply, ({"blank": 1.0} if personal is None else {})
 
 
@@ -166,26 +141,6 @@ def _stay(
 ) -> tuple[Posterior, Mapping[str, float]]:
     """q_k around the p of this round."""
     return Posterior(*_steps(client, personal, message, rng, settings)[0]), {}
-
-
-def _refuse(state: PFedBayesState, reply: Message) -> str | None:
-    """Weights and sds are positive."""
-    del state
-    if not float(reply["weight"]) > 0:
-        return f"'weight' is {float(reply['weight']):.3g}, and must be positive"
-    least = float(np.min(reply["sd"]))
-    return None if least > 0 else f"'sd' is {least:.3g} somewhere, and must be positive"
-
-
-def _update_server(state: PFedBayesState, replies: Mapping[str, Message]) -> tuple[PFedBayesState, PFedBayesInfo]:
-    """Average means and sds."""
-    if not replies:
-        return state, PFedBayesInfo(np.nan)
-    total = sum_replies(replies)
-    mean, sd = total["mean"] / total["weight"], total["sd"] / total["weight"]
-    change = float(np.sqrt(np.mean((mean - state.mean) ** 2)))
-    message = f"weights moved by {change:.2g} (root mean square) in the last round; raise rounds="
-    return state._replace(mean=mean, sd=sd, message=message), PFedBayesInfo(change)
 
 
 def _own(client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings) -> Own:
