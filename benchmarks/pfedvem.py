@@ -5,7 +5,7 @@ into very different sizes (`fedppl.data`). Of the published training rows every 
 client reports with probability 0.1; all of them go on with their personal parts. PM is the mean over clients of the
 accuracy of their own models on all test rows of their labels, GM the accuracy of the global model on all test rows: in
 the last round, as a mean over the last 10, and in the best round, which is chosen on the test rows and no estimate of
-anything. Nothing else is chosen by test rows.
+anything. Nothing else is chosen by test rows: --validation and --set try settings on training rows that are held out.
 
 CIFAR-10 is a JPEG copy: its figures are not those of the exact pixels. digit5 is as many of its sources as the data
 folder holds.
@@ -17,6 +17,7 @@ folder holds.
 from __future__ import annotations
 
 import argparse
+import ast
 import copy
 import functools
 import gzip
@@ -100,6 +101,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="the first of them")
     parser.add_argument("--every", type=int, help="also evaluate PM after every so many rounds")
     parser.add_argument("--cuts", choices=("same", "independent"), default="same", help="slices of a client's labels")
+    parser.add_argument("--validation", type=float, default=0.0, help="score this share of the training rows instead")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the one method")
     parser.add_argument("--cost", action="store_true", help="time rounds of FedAvg and pFedVEM with all clients")
     parser.add_argument("--processes", type=int, default=2, help="fits at a time, each in a process of its own")
     parser.add_argument("--folder", type=Path, help="keep finished fits and checkpoints here, and go on from them")
@@ -107,6 +110,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if min(options.seeds, options.rounds, options.processes) < 1 or options.seed < 0:
         parser.error("--seeds, --rounds and --processes must be at least 1, --seed at least 0")
+    if not 0 <= options.validation <= 0.5:
+        parser.error("--validation must lie between 0 and 0.5")
+    try:
+        options.settings = {name: ast.literal_eval(value) for name, value in (one.split("=", 1) for one in options.set)}
+    except (ValueError, SyntaxError):
+        parser.error(f"--set {' '.join(options.set)} must be NAME=VALUE, with literals of Python for values")
+    if options.settings and len(options.methods) > 1:
+        parser.error("--set goes with one method")
     if options.every is not None and options.every < 1:
         parser.error("--every must be at least 1")
     return options
@@ -211,8 +222,8 @@ def zero_head(net: Any, head: tuple[str, ...]) -> None:
 class Setting(NamedTuple):
     """One seed's data and network, ready to fit."""
 
-    test: Images
-    parts: partitions.Partition
+    scored: Images  # what the global model is scored on
+    own: dict[str, np.ndarray]  # rows of it that the clients' own models are scored on
     net: Any  # what holds the common start, and afterwards whatever is evaluated
     clients: dict[str, dict[str, np.ndarray]]
     method: pfedvem.Method
@@ -229,12 +240,27 @@ def prepare(name: str, seed: int, options: argparse.Namespace) -> Setting:
     if "pFedVEM" in name or name.endswith("only"):
         zero_head(net, head)
     mean, sd = float(train.pixels.mean()), float(train.pixels.std())
-    train, test = (images._replace(pixels=(images.pixels - mean) / sd) for images in (train, test))
-    clients = {k: {"X": train.pixels[rows], "y": train.labels[rows]} for k, rows in parts.rows.items()}
+    for images in (train, test):
+        images.pixels[...] = (images.pixels - mean) / sd
+    own, kept = {k: np.flatnonzero(np.isin(test.kinds, kinds)) for k, kinds in parts.kinds.items()}, parts.rows
+    if options.validation:
+        kept, own = hold_out(parts.rows, options.validation, seed)
+        test = train
+    clients = {k: {"X": train.pixels[rows], "y": train.labels[rows]} for k, rows in kept.items()}
     model = fedppl.FederatedModel(
         functools.partial(pfedvem.classifier, net=net), pfedvem.shared_names(net, method.shares)
     )
-    return Setting(test, parts, copy.deepcopy(net), clients, method, model, method.algorithm(head))
+    return Setting(test, own, copy.deepcopy(net), clients, method, model, method.algorithm(head, **options.settings))
+
+
+def hold_out(rows: dict[str, np.ndarray], share: float, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part every client's training rows: what is trained on, and what is scored."""
+    rng, kept, held = np.random.default_rng((seed, 1)), {}, {}
+    for name, own in rows.items():
+        mixed = rng.permutation(own)
+        cut = max(1, round(share * len(own)))
+        held[name], kept[name] = mixed[:cut], mixed[cut:]
+    return kept, held
 
 
 def accuracy_of(logits: Any, labels: np.ndarray) -> float:
@@ -245,10 +271,9 @@ def accuracy_of(logits: Any, labels: np.ndarray) -> float:
 def personal_accuracies(setting: Setting, fits: dict[str, fedppl.Fit]) -> dict[str, float]:
     """Accuracy of each client's own model on test rows of the kinds that it holds."""
     found = {}
-    for name, kinds in setting.parts.kinds.items():
-        rows = np.isin(setting.test.kinds, kinds)
-        predicted = fedppl.nn.predict(fits[name], name, {"X": setting.test.pixels[rows]}, link="map")
-        found[name] = accuracy_of(predicted["logit"].values, setting.test.labels[rows])
+    for name, rows in setting.own.items():
+        predicted = fedppl.nn.predict(fits[name], name, {"X": setting.scored.pixels[rows]}, link="map")
+        found[name] = accuracy_of(predicted["logit"].values, setting.scored.labels[rows])
     return found
 
 
@@ -258,7 +283,9 @@ def global_accuracy(setting: Setting, phi: np.ndarray) -> float:
 
     with torch.no_grad():
         torch.nn.utils.vector_to_parameters(torch.from_numpy(phi).float(), setting.net.parameters())
-        return accuracy_of(setting.net(torch.from_numpy(setting.test.pixels)).numpy(), setting.test.labels)
+        rows = np.unique(np.concatenate([*setting.own.values()]))
+        logits = [setting.net(torch.from_numpy(setting.scored.pixels[part])) for part in np.array_split(rows, 10)]
+        return accuracy_of(torch.cat(logits).numpy(), setting.scored.labels[rows])
 
 
 def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]:
@@ -269,6 +296,8 @@ def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
     logging.getLogger("fedppl").setLevel(logging.ERROR)  # stopping at a set number of rounds is what was asked for
     name, seed = job
     stem = f"{options.dataset}-{options.clients}-{options.cuts}-{options.rounds}-{name.replace(' ', '-')}-{seed}"
+    if options.validation or options.settings:
+        stem += f"-{options.validation:g}-{'-'.join(options.set)}"
     with tempfile.TemporaryDirectory() as spare:
         done = (options.folder or Path(spare)) / f"{stem}.json"
         notes, checkpoint = done.with_suffix(".part"), done.with_suffix(".ckpt")
@@ -304,7 +333,7 @@ def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
                 if setting.method.personal:
                     found["PM"][str(end)] = personal_accuracies(setting, dict.fromkeys(setting.clients, fit))
                     notes.write_text(json.dumps(found))
-        found["sizes"] = {k: len(rows) for k, rows in setting.parts.rows.items()}
+        found["sizes"] = {k: len(rows["y"]) for k, rows in setting.clients.items()}
         if options.folder is not None:
             done.write_text(json.dumps(found))
             for part in (notes, checkpoint):
@@ -364,6 +393,7 @@ def cost(options: argparse.Namespace) -> dict[str, Any]:
 def bars(table: pd.DataFrame, seeds: pd.DataFrame, options: argparse.Namespace) -> list[tuple[str, bool]]:
     """What pFedVEM must reach on Fashion-MNIST with 50 clients, as far as the methods that ran can tell."""
     asked = (options.dataset, options.clients, options.cuts) == ("fmnist", 50, "same") and options.rounds >= 100
+    asked = asked and not options.validation and not options.settings
     if not asked or "pFedVEM" not in table.index:
         return []
     row, found = table.loc["pFedVEM"], []

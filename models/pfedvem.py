@@ -75,38 +75,42 @@ class Method(NamedTuple):
     """One row of the comparison: what travels, the algorithm of a head's names, and which models it gives."""
 
     shares: str  # "all" or "representation"
-    algorithm: Callable[[tuple[str, ...]], fedppl.Algorithm]
+    algorithm: Callable[..., fedppl.Algorithm]  # of the head's names, and settings in the place of those here
     personal: bool  # clients' own models are what counts
     shared: bool  # and a global model is there
     alone: bool = False  # every client by itself
 
 
 _SGD: dict[str, Any] = {"learning_rate": 0.01, "momentum": 0.9, "batch_size": 50}
-_TUNED: dict[str, Any] = {"tune": "all", "tune_rate": 0.01, "tune_epochs": 5}
+_TUNED: dict[str, Any] = {**_SGD, "tune": "all", "tune_rate": 0.01, "tune_epochs": 5}
+_ALL, _HEAD_FIRST = (("all", 5),), (("local", 5), ("shared", 5))
 
 
-def _averaging(*phases: tuple[str, int], **settings: Any) -> fedppl.Algorithm:
-    return fedppl.NetworkAveraging(phases=phases or (("all", 5),), **{**_SGD, **settings})
+def _with(build: Callable[..., fedppl.Algorithm], **settings: Any) -> Callable[..., fedppl.Algorithm]:
+    """An algorithm that has no use for the head's names."""
+    return lambda head, **others: build(**{**settings, **others})
 
 
+def _headed(build: Callable[..., fedppl.Algorithm], **settings: Any) -> Callable[..., fedppl.Algorithm]:
+    """An algorithm that wants them."""
+    return lambda head, **others: build(head=head, **{**settings, **others})
+
+
+_averaging, _confidence = fedppl.NetworkAveraging, fedppl.NetworkConfidence
 METHODS = {
-    "Local": Method("all", lambda head: _averaging(("all", 20)), True, False, alone=True),
-    "FedAvg": Method("all", lambda head: _averaging(), False, True),
-    "FedProx": Method("all", lambda head: _averaging(proximal=0.1), False, True),
-    "FedPer": Method("representation", lambda head: _averaging(**_TUNED), True, False),
-    "FedRep": Method("representation", lambda head: _averaging(("local", 5), ("shared", 5), **_TUNED), True, False),
-    "SCAFFOLD": Method("all", lambda head: fedppl.NetworkSCAFFOLD(learning_rate=0.01), False, True),
-    "IFCA": Method("all", lambda head: fedppl.IFCA(), True, False),
-    "PerFedAvg": Method("all", lambda head: fedppl.PerFedAvg(learning_rate=0.01, inner_rate=0.01), True, False),
-    "pFedMe": Method("all", lambda head: fedppl.PFedMe(lam=15.0, learning_rate=0.01, inner_rate=0.01), True, True),
-    "pFedBayes": Method("all", lambda head: fedppl.PFedBayes(zeta=1.0, spread=0.01), True, True),
-    "pFedVEM": Method("all", lambda head: fedppl.NetworkConfidence(head=head), True, True),
-    "uncertainty only": Method(
-        "all", lambda head: fedppl.NetworkConfidence(head=head, terms=("uncertainty",)), True, True
-    ),
-    "deviation only": Method("all", lambda head: fedppl.NetworkConfidence(head=head, terms=("deviation",)), True, True),
-    "pFedVEM, ledger": Method("all", lambda head: fedppl.NetworkConfidence(head=head, remember=True), True, True),
-    "pFedVEM, steadied": Method(
-        "all", lambda head: fedppl.NetworkConfidence(head=head, remember=True, smoothing=0.9), True, True
-    ),
+    "Local": Method("all", _with(_averaging, phases=(("all", 20),), **_SGD), True, False, alone=True),
+    "FedAvg": Method("all", _with(_averaging, phases=_ALL, **_SGD), False, True),
+    "FedProx": Method("all", _with(_averaging, phases=_ALL, proximal=0.1, **_SGD), False, True),
+    "SCAFFOLD": Method("all", _with(fedppl.NetworkSCAFFOLD, learning_rate=0.01), False, True),
+    "FedPer": Method("representation", _with(_averaging, phases=_ALL, **_TUNED), True, False),
+    "FedRep": Method("representation", _with(_averaging, phases=_HEAD_FIRST, **_TUNED), True, False),
+    "IFCA": Method("all", _with(fedppl.IFCA), True, False),
+    "PerFedAvg": Method("all", _with(fedppl.PerFedAvg, learning_rate=0.01, inner_rate=0.01), True, False),
+    "pFedMe": Method("all", _with(fedppl.PFedMe, lam=15.0, learning_rate=0.01, inner_rate=0.01), True, True),
+    "pFedBayes": Method("all", _with(fedppl.PFedBayes, zeta=1.0, spread=0.01), True, True),
+    "pFedVEM": Method("all", _headed(_confidence), True, True),
+    "uncertainty only": Method("all", _headed(_confidence, terms=("uncertainty",)), True, True),
+    "deviation only": Method("all", _headed(_confidence, terms=("deviation",)), True, True),
+    "pFedVEM, ledger": Method("all", _headed(_confidence, remember=True), True, True),
+    "pFedVEM, steadied": Method("all", _headed(_confidence, remember=True, smoothing=0.9), True, True),
 }

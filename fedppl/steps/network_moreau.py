@@ -101,7 +101,7 @@ def PFedMe(
         update_client=functools.partial(_update_client, settings=settings),
         personalise=functools.partial(_own, settings=settings),
         draw=drawn_from(functools.partial(_own, settings=settings)),
-        stay=functools.partial(_stay, settings=settings),
+        stay=_stay,
         settings=described(settings._asdict()),
     )
 
@@ -125,12 +125,10 @@ def _update_client(
     return Personal(theta), reply, {}
 
 
-def _stay(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings
-) -> tuple[Personal, Mapping[str, float]]:
-    """θ_k around the φ of this round."""
-    del personal
-    return Personal(_steps(client, message, rng, settings)[1]), {}
+def _stay(client: Any, personal: Any, message: Message, rng: np.random.Generator) -> tuple[Any, Mapping[str, float]]:
+    """Nothing: θ_k is found from φ whenever it is asked for."""
+    del client, message, rng
+    return personal, {}
 
 
 def _own(client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings) -> Own:
