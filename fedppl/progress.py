@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import rich.progress
 
 __all__ = ["Progress"]
@@ -38,7 +39,12 @@ class Progress:
     def update(self, number: int, status: str, info: Mapping[str, Any], skipped: int) -> None:
         """Advance to a round; `info` is the server's diagnostics."""
         if self._bar is not None:
-            note = f"{info.get('phase', '')}, change {info.get('change_mean', math.nan):.2g} sd, {status}"
-            if skipped:
-                note += f", {skipped} skipped"
+            notes = [str(info["phase"])] if "phase" in info else []
+            for name, unit in (("change_mean", " sd"), ("change", "")):
+                value = info.get(name, math.nan)
+                if np.ndim(value) == 0 and np.isfinite(value):
+                    notes.append(f"change {value:.2g}{unit}")
+                    break
+            notes += [status, *([f"{skipped} skipped"] if skipped else [])]
+            note = ", ".join(notes)
             self._bar.update(self._task, completed=number, note=note)

@@ -372,6 +372,9 @@ def test_running_out_of_rounds_is_a_status_that_names_the_knob(caplog: pytest.Lo
 def test_the_progress_bar_shows_rounds_and_goes_away(capsys: pytest.CaptureFixture[str]) -> None:
     fit(normal_means(2), fedppl.EP(), progressbar=True)
     assert "Round" in capsys.readouterr().out
+    for algorithm in (fedppl.Separate(), fedppl.Confidence(strength=2.0)):  # without a change in sds to tell
+        fit(normal_means(2), algorithm, progressbar=True, rounds=2)
+        assert "nan" not in capsys.readouterr().out
     fit(normal_means(2), fedppl.EP(), progressbar=False)
     assert capsys.readouterr().out == ""
 
