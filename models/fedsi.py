@@ -150,6 +150,11 @@ METHODS = {
         lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate, phases=(("local", 10), ("shared", 1))),
     ),
     "LG-FedAvg": Method("head", lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate)),
+    "BPFed": Method("representation", lambda rate, head: fedppl.BPFed(learning_rate=rate, epochs=10, zeta=0.1)),
+    "FedPop": Method(
+        "all",
+        lambda rate, head: fedppl.FedPop(head=head, learning_rate=rate, momentum=None, epochs=10),
+    ),
     "FedSI-Fac": Method("representation", lambda rate, head: fedppl.FedSI(learning_rate=rate, diagonal=True)),
     "FedSI": Method("representation", lambda rate, head: fedppl.FedSI(learning_rate=rate)),
 }

@@ -53,8 +53,8 @@ def FedPop(
     momentum: float | None = 0.9,
     epochs: int = 5,
     batch_size: int = 50,
-    head_rate: float = 1e-2,
-    spread: float = 1.0,
+    head_rate: float = 0.1,
+    spread: float = 0.1,
     draw_epochs: int = 50,
 ) -> Algorithm:
     r"""Random heads from a population, by stochastic approximation with Langevin draws (FedSOUK).
