@@ -43,6 +43,9 @@ def mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception) -> Dat
     remedy = "Give this client the same columns as the others, one row of each array per observation."
     if isinstance(error, IndexError):
         remedy = "An integer of its data points outside an array of the model: number groups 0 to n - 1."
+    rows = {name: len(value) for name, value in arrays.items() if np.ndim(value)}
+    if len(set(rows.values())) > 1:
+        remedy = f"Its arrays have different numbers of rows, {rows}: give one row of each array per observation, or look at what indexes them."
     return DataError(
         f"client {client_id!r}: the model cannot be evaluated on data of shapes {shapes}: {message}. {remedy}"
     )
@@ -63,8 +66,18 @@ def require_start(client: ClientModel, phi: Array) -> None:
         raise DataError(
             f"client {client.client_id!r}: the log density at the starting point is {value}; this client's data are "
             "impossible under the model (a negative count, a class that does not exist?) or the start is. "
-            "Check the data, or set `initval=` on the variable."
+            f"Check the data{_whole_numbers(client.arrays)}, or set `initval=` on the variable."
         )
+
+
+def _whole_numbers(arrays: Mapping[str, Any]) -> str:
+    """Between what the integers among a client's data lie: a class that does not exist shows there."""
+    found = [
+        f"{name!r} holds integers from {np.min(value)} to {np.max(value)}"
+        for name, value in arrays.items()
+        if np.issubdtype(np.asarray(value).dtype, np.integer) and np.size(value)
+    ]
+    return f" ({'; '.join(found)})" if found else ""
 
 
 def require_same_layout(reference: ClientModel | None, client: ClientModel) -> None:

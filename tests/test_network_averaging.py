@@ -217,7 +217,8 @@ def test_a_normal_likelihood_gives_intervals(rng: np.random.Generator) -> None:
         ("device 0", {"X": np.ones((2, 4))}, {}, "'X' have shape .2, 4., the client's have"),
         ("device 0", {"X": np.full((2, 3), np.nan)}, {}, "hold missing or infinite values"),
         ("device 0", {"X": np.ones((0, 3))}, {}, "give them at least one row"),
-        ("device 0", {"X": [["a", "b", "c"]]}, {}, "dtype <U1; pass numbers"),
+        ("device 0", {"X": [["a", "b", "c"]]}, {}, "dtype <U1; pass real numbers"),
+        ("device 0", {"X": np.ones((2, 3)) * 1j}, {}, "dtype complex128; pass real numbers"),
         ("device 0", np.ones((2, 3)), {}, "new inputs are ndarray; pass a mapping"),
         ("device 0", {"X": np.ones((2, 3))}, {"probability": "a"}, "probability='a' must lie"),
         ("device 0", {"X": np.ones((2, 3))}, {"link": "logit"}, "link='logit' must be one of"),
@@ -230,6 +231,20 @@ def test_predictions_that_cannot_be_made_are_refused(
 ) -> None:
     with pytest.raises((fedppl.DeclarationError, fedppl.DataError), match=message):
         nn.predict(fitted_once(), client, inputs, **settings)
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (np.arange(7) % 3, r"different numbers of rows, {'X': 8, 'y': 7}"),
+        (np.arange(8) % 4, r"'y' holds integers from 0 to 3"),
+    ],
+)
+def test_labels_that_do_not_fit_are_named(y: np.ndarray, message: str) -> None:
+    model, clients = problems.classification(2)
+    bad = {"X": np.ones((8, 3)), "y": y}
+    with pytest.raises(fedppl.DataError, match=message):
+        fedppl.fit(model, {**clients, "new": bad}, fedppl.NetworkAveraging(), progressbar=False)
 
 
 @functools.cache

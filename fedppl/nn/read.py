@@ -109,8 +109,8 @@ class NetworkUnit:
         values = []
         for name in names:
             new = np.asarray(inputs[name])
-            if not (np.issubdtype(new.dtype, np.number) or new.dtype == bool):
-                raise DataError(f"new inputs {name!r} have dtype {new.dtype}; pass numbers.")
+            if not (np.issubdtype(new.dtype, np.number) or new.dtype == bool) or np.iscomplexobj(new):
+                raise DataError(f"new inputs {name!r} have dtype {new.dtype}; pass real numbers.")
             if new.ndim != np.ndim(held[name]) or new.shape[1:] != np.shape(held[name])[1:] or not len(new):
                 raise DataError(
                     f"new inputs {name!r} have shape {new.shape}, the client's have {np.shape(held[name])}; give them "
