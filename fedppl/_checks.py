@@ -45,7 +45,10 @@ def mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception) -> Dat
         remedy = "An integer of its data points outside an array of the model: number groups 0 to n - 1."
     rows = {name: len(value) for name, value in arrays.items() if np.ndim(value)}
     if len(set(rows.values())) > 1:
-        remedy = f"Its arrays have different numbers of rows, {rows}: give one row of each array per observation, or look at what indexes them."
+        remedy = (
+            f"Its arrays have different numbers of rows, {rows}: give one row of each array per observation, or look "
+            "at what indexes them."
+        )
     return DataError(
         f"client {client_id!r}: the model cannot be evaluated on data of shapes {shapes}: {message}. {remedy}"
     )
