@@ -20,7 +20,9 @@ from models import fedsi, pfedvem
 torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
-from fedppl.nn.head import HeadSteps, features, head_posterior, train_below  # noqa: E402
+from fedppl.nn.head import HeadSteps, _slopes, expected_loss, features, head_posterior, train_below  # noqa: E402
+from fedppl.nn.read import log_likelihood  # noqa: E402
+from fedppl.nn.train import outcomes  # noqa: E402
 from fedppl.steps._network import Training  # noqa: E402
 
 BODY, HEAD = ("0.weight", "0.bias"), ("2.weight", "2.bias")
@@ -54,6 +56,47 @@ def test_the_e_step_is_the_mean_field_posterior_of_the_declared_head() -> None:
     moments = fedppl.MeanField(points=256).tilted(target, rng)
     assert_allclose(q[0], moments.mean, atol=0.03)
     assert_allclose(q[1], np.sqrt(np.diag(moments.covariance)), rtol=0.08)
+
+
+@pytest.mark.parametrize("normal", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_slopes_of_the_head_are_those_of_its_loss(normal: bool, bias: bool) -> None:
+    """The closed form against automatic differentiation, which is also by the other road."""
+    generator = np.random.default_rng(3)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2, bias=bias))
+    names = [name for name, _ in net.named_parameters()]
+    rows = {"X": generator.normal(size=(9, 3)), "y": generator.normal(size=(9, 2)) if normal else np.arange(9) % 2}
+    build = functools.partial(fedsi.regressor, noise_sd=0.3) if normal else fedsi.classifier
+    unit = fedppl.FederatedModel(functools.partial(build, net=net), names).enrol({"a": rows})["a"].network
+    head = unit.head(tuple(names[2:]))
+    z = features(unit.unit, head, unit.unit.held, dtype=torch.float64)
+    v = torch.from_numpy(generator.normal(size=(6, len(head.places)))).requires_grad_()
+    y = outcomes(unit.unit, torch.float64)
+    wanted = torch.autograd.grad(expected_loss(unit.unit, head, z, y, v), v)[0]
+    assert_allclose(_slopes(unit.unit, head, z, y, v.detach()) / 6, wanted, rtol=1e-10, atol=1e-14)
+    # The loss is what PyMC declares, at each draw of the head.
+    w = unit.unit.held.copy()
+    losses = []
+    for draw in v.detach().numpy():
+        w[head.places] = draw
+        losses.append(-log_likelihood(unit.unit, w) / 9)
+    constant = 2 * np.log(0.3 * np.sqrt(2 * np.pi)) if normal else 0.0
+    assert_allclose(float(expected_loss(unit.unit, head, z, y, v).detach()), np.mean(losses) - constant, rtol=1e-10)
+
+
+def test_a_head_whose_weights_are_used_elsewhere_is_refused() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+        def forward(self, X: Any) -> Any:
+            return self.head(self.body(X) + 0 * self.head.weight.sum())
+
+    names = ("body.weight", "body.bias", "head.weight", "head.bias")
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=Tied()), names)
+    with pytest.raises(DeclarationError, match="layer 'head' cannot be taken off the network"):
+        fedppl.fit(model, problem()[1], fedppl.NetworkConfidence(head=names[2:]), progressbar=False)
 
 
 def test_layers_below_are_trained_and_the_head_is_not() -> None:

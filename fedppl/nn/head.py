@@ -7,6 +7,8 @@ The outputs are linear in the head's weights v, so that the features z are compu
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +21,10 @@ from fedppl.nn.train import RISE, Leaves, mean_loss, optimizer_of, outcomes, req
 from fedppl.steps._network import Training
 from fedppl.types import Array, DeclarationError, LocalFailure
 
-__all__ = ["Head", "HeadSteps", "expected_loss", "features", "find_head", "head_posterior", "through", "train_below"]
+__all__ = ["Head", "HeadSteps", "body_of", "expected_loss", "features", "find_head", "head_posterior", "train_below"]
 
 _LOOKED_AT = 3
+_BLOCK = 200_000  # numbers that are drawn at once
 
 
 class Head(NamedTuple):
@@ -61,20 +64,31 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Array, w: Array
     held = Head(layer, places, slice(0, size), slice(size, len(places)), found.out_features)
     X = tensor(unit.X[:_LOOKED_AT], torch.float64)
     with torch.no_grad():
-        z, output = through(unit, held, state_of(unit.net, torch.from_numpy(np.asarray(w, dtype=float))), X)
-        ours = _logits(held, z, torch.from_numpy(np.asarray(w, dtype=float)[places]))
+        state = state_of(unit.net, torch.from_numpy(np.asarray(w, dtype=float)))
+        z, output = _seen(unit, held, state, X)
+        ours = _logits(held, z, torch.from_numpy(np.asarray(w, dtype=float)[places])[None])[0].mT
     if output.shape != ours.shape or not torch.allclose(output, ours, rtol=1e-9, atol=1e-9):
         raise DeclarationError(
             f"head={names!r} is not the network's last layer: its output goes on into others. Name the last linear "
             "layer, and put a softmax into the likelihood (logit_p=)."
         )
+    with torch.no_grad():
+        try:
+            alone = body_of(unit, held)(state, X)
+        except Exception as error:
+            raise DeclarationError(
+                f"layer {layer!r} cannot be taken off the network ({type(error).__name__}: {error}); call it in "
+                "forward, and use its weights nowhere else."
+            ) from error
+    if alone.shape != z.shape or not torch.equal(alone, z):
+        raise DeclarationError(f"layer {layer!r} does more than to end the network; call it last in forward.")
     return held
 
 
-def through(
+def _seen(
     unit: NetworkUnit, head: Head, state: dict[str, torch.Tensor], X: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features z (n, h), and the network's output."""
+    """What the head is called on (n, h), and the network's output."""
     seen: list[torch.Tensor] = []
     layer = unit.net.get_submodule(head.layer)
     hook = layer.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
@@ -89,25 +103,53 @@ def through(
     return seen[0], output
 
 
+def body_of(unit: NetworkUnit, head: Head) -> Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor]:
+    """The layers below the head as a function of all parameters and buffers, and of inputs: features (n, h)."""
+    if not head.layer:
+        return lambda state, X: X
+    net, prefix = copy.deepcopy(unit.net), f"{head.layer}."
+    above, _, name = head.layer.rpartition(".")
+    setattr(net.get_submodule(above), name, torch.nn.Identity())
+
+    def body(state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
+        return call(net, {key: value for key, value in state.items() if not key.startswith(prefix)}, X)
+
+    return body
+
+
 def _logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Outputs (..., n, C) for weights (..., d) of the head."""
-    output: torch.Tensor = z @ v[..., head.matrix].reshape(*v.shape[:-1], head.outputs, -1).mT
-    if head.offset.stop > head.offset.start:
-        output = output + v[..., None, head.offset]
-    return output
+    """Outputs (K, C, n) for weights (K, d) of the head, by one product of matrices; rows last, which is fastest."""
+    draws = len(v)
+    output = (v[:, head.matrix].reshape(draws * head.outputs, -1) @ z.mT).view(draws, head.outputs, len(z))
+    return output + v[:, head.offset, None] if head.offset.stop > head.offset.start else output
 
 
 def features(unit: NetworkUnit, head: Head, w: Array, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What the head sees of the client's rows, (n, h)."""
     with torch.no_grad():
         state = state_of(unit.net, torch.from_numpy(np.asarray(w)).to(dtype))
-        return through(unit, head, state, tensor(unit.X, dtype))[0]
+        return body_of(unit, head)(state, tensor(unit.X, dtype))
 
 
 def expected_loss(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Mean negative log likelihood over rows and over the draws v (K, d)."""
-    output = _logits(head, z, v).flatten(0, 1)
-    return mean_loss(unit, output, y.repeat(len(v), *([1] * (y.ndim - 1))))
+    output = _logits(head, z, v)
+    if unit.likelihood.family == "categorical":
+        return torch.nn.functional.cross_entropy(output, y.expand(len(v), -1))
+    return mean_loss(unit, output.mT.flatten(0, 1), y.repeat(len(v), 1))
+
+
+def _slopes(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Gradients of the mean loss at each of the draws v (K, d), in closed form: the residuals times the features."""
+    residuals = _logits(head, z, v)
+    if unit.likelihood.family == "categorical":
+        residuals = torch.softmax(residuals, 1)
+        residuals.scatter_add_(1, y.expand(len(v), 1, -1), -torch.ones(len(v), 1, len(y), dtype=z.dtype))
+        residuals /= len(y)
+    else:
+        residuals = (residuals - y.mT) / (len(y) * unit.likelihood.noise_sd**2)
+    slopes = (residuals.view(-1, len(y)) @ z).view(len(v), -1)
+    return torch.cat([slopes, residuals.sum(2)], 1) if head.offset.stop > head.offset.start else slopes
 
 
 def _generator(rng: np.random.Generator) -> torch.Generator:
@@ -154,23 +196,31 @@ def head_posterior(
     """
     dtype, rows = z.dtype, len(z)
     y, middle = outcomes(unit, dtype), torch.from_numpy(np.asarray(centre, dtype=float)).to(dtype)
-    mean = torch.from_numpy(np.asarray(start[0], dtype=float)).to(dtype).requires_grad_()
+    mean = torch.from_numpy(np.array(start[0], dtype=float)).to(dtype)
     sd = torch.from_numpy(np.asarray(start[1], dtype=float))
-    raw = torch.where(sd > 20, sd, torch.log(torch.expm1(sd))).to(dtype).requires_grad_()  # softplus backwards
-    optimizer, source = torch.optim.Adam([mean, raw], lr=steps.learning_rate), _generator(rng)
-    with torch.enable_grad():
+    raw = torch.where(sd > 20, sd, torch.log(torch.expm1(sd))).to(dtype)  # softplus backwards
+    optimizer, source = torch.optim.Adam([mean, raw], lr=steps.learning_rate, fused=True), _generator(rng)
+    with torch.no_grad():
         for _ in range(steps.steps):
             spread = torch.nn.functional.softplus(raw)
-            v = mean + spread * torch.randn(steps.draws, len(mean), generator=source, dtype=dtype)
-            apart = (spread**2).sum() + ((mean - middle) ** 2).sum()
-            loss = expected_loss(unit, head, z, y, v) + (0.5 * confidence * apart - torch.log(spread).sum()) / rows
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
+            noise = torch.randn(steps.draws, len(mean), generator=source, dtype=dtype)
+            slopes = _slopes(unit, head, z, y, mean + spread * noise)
+            mean.grad = slopes.mean(0) + (confidence / rows) * (mean - middle)
+            by_spread = (slopes * noise).mean(0) + (confidence * spread - 1 / spread) / rows
+            raw.grad = by_spread * torch.sigmoid(raw)  # softplus' slope
             optimizer.step()
-    found = mean.detach().double().numpy(), torch.nn.functional.softplus(raw.detach()).double().numpy()
+    found = mean.double().numpy(), torch.nn.functional.softplus(raw).double().numpy()
     if not all(np.all(np.isfinite(value)) for value in found):
         raise LocalFailure("the head's posterior is not finite; lower head_rate=")
     return found
+
+
+def _heads(q: tuple[torch.Tensor, torch.Tensor], draws: int, source: torch.Generator) -> Iterator[torch.Tensor]:
+    """Draws (K, d) of the head without end, made in blocks."""
+    size = draws * len(q[0])
+    block = max(1, _BLOCK // size)
+    while True:
+        yield from q[0] + q[1] * torch.randn(block, draws, len(q[0]), generator=source, dtype=q[0].dtype)
 
 
 def train_below(
@@ -196,15 +246,15 @@ def train_below(
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
     X, y = tensor(unit.X, dtype), outcomes(unit, dtype)
     mean, spread = (torch.from_numpy(np.asarray(value, dtype=float)).to(dtype) for value in q)
-    optimizer, source = optimizer_of(leaves.moving, settings), _generator(rng)
+    optimizer, body = optimizer_of(leaves.moving, settings), body_of(unit, head)
+    heads = _heads((mean, spread), draws, _generator(rng))
     with torch.no_grad():
         before = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
-                z, _ = through(unit, head, leaves.state, X[batch])
-                v = mean + spread * torch.randn(draws, len(mean), generator=source, dtype=dtype)
-                take_step(optimizer, leaves, expected_loss(unit, head, z, y[batch], v))
+                z = body(leaves.state, X[batch])
+                take_step(optimizer, leaves, expected_loss(unit, head, z, y[batch], next(heads)))
     with torch.no_grad():
         after = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
     if not after <= before + RISE:
