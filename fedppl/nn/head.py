@@ -8,7 +8,7 @@ The outputs are linear in the head's weights v, so that the features z are compu
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,16 @@ from fedppl.nn.train import RISE, Leaves, mean_loss, optimizer_of, outcomes, req
 from fedppl.steps._network import Training
 from fedppl.types import Array, DeclarationError, LocalFailure
 
-__all__ = ["Head", "HeadSteps", "body_of", "expected_loss", "features", "find_head", "head_posterior", "train_below"]
+__all__ = [
+    "Head",
+    "HeadSteps",
+    "expected_loss",
+    "features",
+    "find_head",
+    "head_posterior",
+    "train_below",
+    "without_head",
+]
 
 _LOOKED_AT = 3
 _BLOCK = 200_000  # numbers that are drawn at once
@@ -74,7 +83,7 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Array, w: Array
         )
     with torch.no_grad():
         try:
-            alone = body_of(unit, held)(state, X)
+            alone = _features(unit, held, state, X)
         except Exception as error:
             raise DeclarationError(
                 f"layer {layer!r} cannot be taken off the network ({type(error).__name__}: {error}); call it in "
@@ -103,18 +112,19 @@ def _seen(
     return seen[0], output
 
 
-def body_of(unit: NetworkUnit, head: Head) -> Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor]:
-    """The layers below the head as a function of all parameters and buffers, and of inputs: features (n, h)."""
+def without_head(net: torch.nn.Module, head: Head) -> torch.nn.Module:
+    """Take the head off this module: what is left gives features (n, h)."""
     if not head.layer:
-        return lambda state, X: X
-    net, prefix = copy.deepcopy(unit.net), f"{head.layer}."
+        return torch.nn.Identity()
     above, _, name = head.layer.rpartition(".")
     setattr(net.get_submodule(above), name, torch.nn.Identity())
+    return net
 
-    def body(state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
-        return call(net, {key: value for key, value in state.items() if not key.startswith(prefix)}, X)
 
-    return body
+def _features(unit: NetworkUnit, head: Head, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
+    body = without_head(copy.deepcopy(unit.net), head)
+    own = set(dict(body.named_parameters())) | set(dict(body.named_buffers()))
+    return call(body, {name: value for name, value in state.items() if name in own}, X)
 
 
 def _logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -128,7 +138,7 @@ def features(unit: NetworkUnit, head: Head, w: Array, *, dtype: torch.dtype = to
     """What the head sees of the client's rows, (n, h)."""
     with torch.no_grad():
         state = state_of(unit.net, torch.from_numpy(np.asarray(w)).to(dtype))
-        return body_of(unit, head)(state, tensor(unit.X, dtype))
+        return _features(unit, head, state, tensor(unit.X, dtype))
 
 
 def expected_loss(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -246,14 +256,14 @@ def train_below(
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
     X, y = tensor(unit.X, dtype), outcomes(unit, dtype)
     mean, spread = (torch.from_numpy(np.asarray(value, dtype=float)).to(dtype) for value in q)
-    optimizer, body = optimizer_of(leaves.moving, settings), body_of(unit, head)
+    optimizer, body = optimizer_of(leaves.moving, settings), without_head(leaves.net, head)
     heads = _heads((mean, spread), draws, _generator(rng))
     with torch.no_grad():
         before = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
-                z = body(leaves.state, X[batch])
+                z = body(X[batch])
                 take_step(optimizer, leaves, expected_loss(unit, head, z, y[batch], next(heads)))
     with torch.no_grad():
         after = float(mean_loss(unit, call(unit.net, leaves.state, X), y))

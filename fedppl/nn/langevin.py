@@ -9,7 +9,7 @@ import torch
 
 from fedppl.nn._slopes import tensor
 from fedppl.nn.functional import call, state_of
-from fedppl.nn.head import Head, body_of, expected_loss, features
+from fedppl.nn.head import Head, expected_loss, features, without_head
 from fedppl.nn.read import NetworkUnit
 from fedppl.nn.train import RISE, Leaves, mean_loss, optimizer_of, outcomes, require_bounded
 from fedppl.steps._network import Training
@@ -81,7 +81,8 @@ def langevin_steps(
     flat[head.places] = start
     X, y = tensor(unit.X, dtype), outcomes(unit, dtype)
     held = None if len(below) else features(unit, head, flat, dtype=dtype)
-    leaves, body = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype), body_of(unit, head)
+    leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
+    body = without_head(leaves.net, head)
     optimizer = optimizer_of(leaves.moving, settings) if leaves.moving else None
     v = torch.from_numpy(np.array(start, dtype=float)).to(dtype).requires_grad_()
     centre, pull = torch.from_numpy(np.array(prior[0], dtype=float)).to(dtype), 1.0 / (rows * prior[1] ** 2)
@@ -90,7 +91,7 @@ def langevin_steps(
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(rows)), settings.batch_size):
-                z = body(leaves.state, X[batch]) if held is None else held[batch]
+                z = body(X[batch]) if held is None else held[batch]
                 loss = expected_loss(unit, head, z, y[batch], v[None])
                 *slopes, slope = torch.autograd.grad(loss, [*leaves.moving, v])
                 for leaf, gradient in zip(leaves.moving, slopes, strict=True):

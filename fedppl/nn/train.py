@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fedppl.nn._slopes import tensor
-from fedppl.nn.functional import call, parameter_slices, state_of
+from fedppl.nn.functional import cast, parameter_slices, pieces
 from fedppl.nn.read import NetworkUnit
 from fedppl.steps._network import Training
 from fedppl.types import Array, LocalFailure
@@ -68,14 +70,14 @@ def train(
     pulls = _pulls(leaves, flat, where, prior, linear, len(X))
     optimizer = optimizer_of(leaves.moving, settings)
     with torch.no_grad():
-        before = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
+        before = float(mean_loss(unit, leaves.net(X), y))
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
-                loss = mean_loss(unit, call(unit.net, leaves.state, X[batch]), y[batch])
+                loss = mean_loss(unit, leaves.net(X[batch]), y[batch])
                 take_step(optimizer, leaves, loss, pulls)
     with torch.no_grad():
-        after = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
+        after = float(mean_loss(unit, leaves.net(X), y))
     if not (after <= before + RISE if linear is None else np.isfinite(after)):
         raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate=")
     return require_bounded(leaves.result(flat), flat)
@@ -95,24 +97,32 @@ def require_bounded(found: Array, start: Array) -> Array:
 
 
 class Leaves:
-    """A network's parameters as tensors of their own: those that move ask for gradients.
+    """A network of one's own, in which the parameters that move ask for gradients.
 
     Attributes
     ----------
+    net
+        The module.
     moving
-        Parameters that hold some of the weights at `free`.
+        Its parameters that hold some of the weights at `free`.
     state
-        All parameters and buffers by name, for `call`.
+        All its parameters and buffers by name, for `call`.
     """
 
     def __init__(self, unit: NetworkUnit, w: Array, free: NDArray[np.int64], dtype: torch.dtype) -> None:
         self._slices = parameter_slices(unit.net)
         chosen = np.zeros(len(w), dtype=bool)
         chosen[free] = True
-        held = state_of(unit.net, torch.from_numpy(w).to(dtype))
-        self.state = {name: value.clone() for name, value in held.items()}
         self._names = [name for name, at in self._slices.items() if chosen[at].any()]
-        self.moving = [self.state[name].requires_grad_() for name in self._names]
+        self.net = copy.deepcopy(unit.net)
+        held = pieces(self.net, torch.from_numpy(w).to(dtype))
+        for name, parameter in self.net.named_parameters():
+            parameter.data = held[name].clone()
+            parameter.requires_grad_(name in self._names)
+        for buffer in self.net.buffers():
+            buffer.data = cast(buffer.data, dtype)
+        self.state: dict[str, torch.Tensor] = {**dict(self.net.named_parameters()), **dict(self.net.named_buffers())}
+        self.moving = [self.state[name] for name in self._names]
         # Weights of one parameter move together, or stay where a mask holds them.
         self.masks = [
             None if chosen[at].all() else torch.from_numpy(chosen[at]).view_as(self.state[name])
