@@ -16,6 +16,7 @@ from fedppl import nn  # noqa: E402
 from fedppl.engine.answer import stream  # noqa: E402
 from fedppl.nn import train  # noqa: E402
 from fedppl.nn.predict import probabilities  # noqa: E402
+from fedppl.steps._network import Training  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests import problems  # noqa: E402
 
@@ -245,6 +246,49 @@ def test_labels_that_do_not_fit_are_named(y: np.ndarray, message: str) -> None:
     bad = {"X": np.ones((8, 3)), "y": y}
     with pytest.raises(fedppl.DataError, match=message):
         fedppl.fit(model, {**clients, "new": bad}, fedppl.NetworkAveraging(), progressbar=False)
+
+
+class Pictures(torch.nn.Module):
+    """A convolution, on pictures with their channels first or last, and rows that are flattened or viewed."""
+
+    def __init__(self, last: bool, view: bool) -> None:
+        super().__init__()
+        self.filters, self.head = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4 * 9, 3)
+        self.last, self.view = last, view
+
+    def forward(self, X: Any) -> Any:
+        maps = torch.relu(self.filters(X.permute(0, 3, 1, 2) if self.last else X))
+        return self.head(maps.view(len(X), -1) if self.view else maps.flatten(1))
+
+
+@pytest.mark.parametrize("momentum", [0.9, None])
+@pytest.mark.parametrize(("last", "view"), [(True, False), (False, False), (False, True)])
+def test_layouts_in_memory_do_not_change_the_numbers(last: bool, view: bool, momentum: float | None) -> None:
+    """Against torch's own loop without fused steps: gradients of a convolution may lie in memory otherwise."""
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(12, 3, 5, 5)).astype(np.float32), np.arange(12) % 3
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        net = Pictures(last, view)
+    names = [name for name, _ in net.named_parameters()]
+    rows = {"X": np.moveaxis(X, 1, 3) if last else X, "y": y}
+    client = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names).enrol({"a": rows})["a"].network
+    found = train.train(
+        client.unit, client.unit.held, np.arange(client.unit.size), None, Training(0.05, 6, 12, momentum), rng,
+    )  # fmt: skip
+    steps = {"lr": 0.05, "fused": False, "foreach": False}
+    parameters = list(net.parameters())
+    plain = (
+        torch.optim.Adam(parameters, **steps)
+        if momentum is None
+        else torch.optim.SGD(parameters, momentum=0.9, **steps)
+    )
+    for _ in range(6):
+        plain.zero_grad()
+        torch.nn.functional.cross_entropy(net(torch.from_numpy(rows["X"])), torch.from_numpy(y)).backward()
+        plain.step()
+    wanted = torch.nn.utils.parameters_to_vector(parameters).detach().numpy()
+    assert_allclose(found, wanted, atol=2e-5)
 
 
 @functools.cache

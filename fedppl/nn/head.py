@@ -17,7 +17,7 @@ import torch
 from fedppl.nn._slopes import tensor
 from fedppl.nn.functional import call, state_of
 from fedppl.nn.read import NetworkUnit
-from fedppl.nn.train import RISE, Leaves, mean_loss, optimizer_of, outcomes, require_bounded, take_step
+from fedppl.nn.train import RISE, Leaves, arranged, mean_loss, optimizer_of, outcomes, require_bounded, take_step
 from fedppl.steps._network import Training
 from fedppl.types import Array, DeclarationError, LocalFailure
 
@@ -254,7 +254,7 @@ def train_below(
     """
     flat = np.asarray(w, dtype=float)
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
-    X, y = tensor(unit.X, dtype), outcomes(unit, dtype)
+    X, y = arranged(leaves.net, tensor(unit.X, dtype)), outcomes(unit, dtype)
     mean, spread = (torch.from_numpy(np.asarray(value, dtype=float)).to(dtype) for value in q)
     optimizer, body = optimizer_of(leaves.moving, settings), without_head(leaves.net, head)
     heads = _heads((mean, spread), draws, _generator(rng))

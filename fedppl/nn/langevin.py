@@ -11,7 +11,7 @@ from fedppl.nn._slopes import tensor
 from fedppl.nn.functional import call, state_of
 from fedppl.nn.head import Head, expected_loss, features, without_head
 from fedppl.nn.read import NetworkUnit
-from fedppl.nn.train import RISE, Leaves, mean_loss, optimizer_of, outcomes, require_bounded
+from fedppl.nn.train import RISE, Leaves, arranged, mean_loss, optimizer_of, outcomes, require_bounded
 from fedppl.steps._network import Training
 from fedppl.types import Array, LocalFailure
 
@@ -79,9 +79,10 @@ def langevin_steps(
     """
     flat, rows = np.array(w, dtype=float), len(unit.X)
     flat[head.places] = start
-    X, y = tensor(unit.X, dtype), outcomes(unit, dtype)
+    y = outcomes(unit, dtype)
     held = None if len(below) else features(unit, head, flat, dtype=dtype)
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
+    X = arranged(leaves.net, tensor(unit.X, dtype))
     body = without_head(leaves.net, head)
     optimizer = optimizer_of(leaves.moving, settings) if leaves.moving else None
     v = torch.from_numpy(np.array(start, dtype=float)).to(dtype).requires_grad_()
@@ -95,7 +96,7 @@ def langevin_steps(
                 loss = expected_loss(unit, head, z, y[batch], v[None])
                 *slopes, slope = torch.autograd.grad(loss, [*leaves.moving, v])
                 for leaf, gradient in zip(leaves.moving, slopes, strict=True):
-                    leaf.grad = gradient
+                    leaf.grad = gradient.contiguous()  # fused optimizers go through memory, see take_step
                 if optimizer is not None:
                     optimizer.step()
                 with torch.no_grad():
