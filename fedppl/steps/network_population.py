@@ -100,8 +100,8 @@ def FedPop(
     Notes
     -----
     *When this fails.* Steps are not corrected for their length: a `head_rate` beyond n s² gives draws of the
-    population and not of the client, a large one with a wide `spread` diverges, and batches add noise of their own. A short chain hardly leaves its start, and its sds tell how far it went, not how wide the
-    posterior is.
+    population and not of the client, a large one with a wide `spread` diverges, and batches add noise of their own. A
+    short chain hardly leaves its start, and its sds tell how far it went, not how wide the posterior is.
 
     References
     ----------
