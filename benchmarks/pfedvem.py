@@ -448,7 +448,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     jobs = [(name, seed) for seed in range(options.seed, options.seed + options.seeds) for name in options.methods]
     results: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        options.processes, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    ) as pool:
         for found in pool.map(functools.partial(one_fit, options=options), jobs):
             results.append(found)
             spent = time.perf_counter() - started
