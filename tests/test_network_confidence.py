@@ -20,7 +20,8 @@ from models import fedsi, pfedvem
 torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
-from fedppl.nn.head import HeadSteps, _slopes, expected_loss, features, head_posterior, train_below  # noqa: E402
+from fedppl.nn.head import expected_loss, features, head_slopes  # noqa: E402
+from fedppl.nn.head_steps import HeadSteps, head_posterior, train_below  # noqa: E402
 from fedppl.nn.read import log_likelihood  # noqa: E402
 from fedppl.nn.train import outcomes  # noqa: E402
 from fedppl.steps._network import Training  # noqa: E402
@@ -73,7 +74,7 @@ def test_slopes_of_the_head_are_those_of_its_loss(normal: bool, bias: bool) -> N
     v = torch.from_numpy(generator.normal(size=(6, len(head.places)))).requires_grad_()
     y = outcomes(unit.unit, torch.float64)
     wanted = torch.autograd.grad(expected_loss(unit.unit, head, z, y, v), v)[0]
-    assert_allclose(_slopes(unit.unit, head, z, y, v.detach()) / 6, wanted, rtol=1e-10, atol=1e-14)
+    assert_allclose(head_slopes(unit.unit, head, z, y, v.detach()) / 6, wanted, rtol=1e-10, atol=1e-14)
     # The loss is what PyMC declares, at each draw of the head.
     w = unit.unit.held.copy()
     losses = []

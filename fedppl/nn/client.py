@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from fedppl.nn.functional import parameter_slices
-from fedppl.nn.head import Head, HeadSteps, features, find_head, head_posterior, train_below
+from fedppl.nn.head import Head, features, find_head
+from fedppl.nn.head_steps import HeadSteps, head_posterior, train_below
 from fedppl.nn.langevin import Chain, langevin_steps
 from fedppl.nn.personal import bayes_steps, loss_at, meta_steps, moreau_steps
 from fedppl.nn.read import NetworkUnit, read_network
@@ -97,7 +98,7 @@ class NetworkClient:
         steps: tuple[float, int, int],
         rng: np.random.Generator,
     ) -> tuple[Array, Array]:
-        """Mean and sd of the head's posterior on the features of w; see `fedppl.nn.head`."""
+        """Mean and sd of the head's posterior on the features of w; see `fedppl.nn.head_steps`."""
         z = features(self.unit, head, w)
         return head_posterior(self.unit, head, z, start, centre, confidence, HeadSteps(*steps), rng)
 
@@ -111,7 +112,7 @@ class NetworkClient:
         draws: int,
         rng: np.random.Generator,
     ) -> Array:
-        """Weights after training those at `below` under draws of the head; see `fedppl.nn.head`."""
+        """Weights after training those at `below` under draws of the head; see `fedppl.nn.head_steps`."""
         return train_below(self.unit, head, w, below, q, settings, draws, rng)
 
     def loss(self, w: Array) -> float:
