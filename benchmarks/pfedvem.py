@@ -224,8 +224,9 @@ def zero_head(net: Any, head: tuple[str, ...]) -> None:
 class Setting(NamedTuple):
     """One seed's data and network, ready to fit."""
 
-    scored: Images  # what the global model is scored on
-    own: dict[str, np.ndarray]  # rows of it that the clients' own models are scored on
+    scored: Images
+    everyone: np.ndarray  # rows of it that the global model is scored on
+    own: dict[str, np.ndarray]  # and the clients' own models
     net: Any  # what holds the common start, and afterwards whatever is evaluated
     clients: dict[str, dict[str, np.ndarray]]
     method: pfedvem.Method
@@ -245,14 +246,16 @@ def prepare(name: str, seed: int, options: argparse.Namespace) -> Setting:
     for images in (train, test):
         images.pixels[...] = (images.pixels - mean) / sd
     own, kept = {k: np.flatnonzero(np.isin(test.kinds, kinds)) for k, kinds in parts.kinds.items()}, parts.rows
+    everyone = np.arange(len(test.labels))
     if options.validation:
         kept, own = hold_out(parts.rows, options.validation, seed)
-        test = train
+        test, everyone = train, np.concatenate([*own.values()])
     clients = {k: {"X": train.pixels[rows], "y": train.labels[rows]} for k, rows in kept.items()}
     model = fedppl.FederatedModel(
         functools.partial(pfedvem.classifier, net=net), pfedvem.shared_names(net, method.shares)
     )
-    return Setting(test, own, copy.deepcopy(net), clients, method, model, method.algorithm(head, **options.settings))
+    algorithm = method.algorithm(head, **options.settings)
+    return Setting(test, everyone, own, copy.deepcopy(net), clients, method, model, algorithm)
 
 
 def hold_out(rows: dict[str, np.ndarray], share: float, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -260,7 +263,7 @@ def hold_out(rows: dict[str, np.ndarray], share: float, seed: int) -> tuple[dict
     rng, kept, held = np.random.default_rng((seed, 1)), {}, {}
     for name, own in rows.items():
         mixed = rng.permutation(own)
-        cut = max(1, round(share * len(own)))
+        cut = min(max(1, round(share * len(own))), len(own) - 1)
         held[name], kept[name] = mixed[:cut], mixed[cut:]
     return kept, held
 
@@ -285,9 +288,9 @@ def global_accuracy(setting: Setting, phi: np.ndarray) -> float:
 
     with torch.no_grad():
         torch.nn.utils.vector_to_parameters(torch.from_numpy(phi).float(), setting.net.parameters())
-        rows = np.unique(np.concatenate([*setting.own.values()]))
-        logits = [setting.net(torch.from_numpy(setting.scored.pixels[part])) for part in np.array_split(rows, 10)]
-        return accuracy_of(torch.cat(logits).numpy(), setting.scored.labels[rows])
+        parts = np.array_split(setting.everyone, 10)
+        logits = [setting.net(torch.from_numpy(setting.scored.pixels[part])) for part in parts]
+        return accuracy_of(torch.cat(logits).numpy(), setting.scored.labels[setting.everyone])
 
 
 def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]:

@@ -67,11 +67,43 @@ def test_training_rows_are_at_one_client_each_and_test_rows_at_none(benchmark: A
     options = benchmark.arguments(["--data", str(folder), "--seeds", "1"])
     setting = benchmark.prepare("pFedVEM", 0, options)
     assert sum(len(data["y"]) for data in setting.clients.values()) == 600
-    assert len(setting.test.labels) == 200
-    rows = np.concatenate(list(setting.parts.rows.values()))
-    assert_array_equal(np.sort(rows), np.arange(600))
+    assert len(setting.everyone) == 200
+    parts = benchmark.divide(benchmark.load(folder, "fmnist")[0], options, 0)
+    assert_array_equal(np.sort(np.concatenate(list(parts.rows.values()))), np.arange(600))
+    for name, rows in setting.own.items():
+        assert set(setting.scored.labels[rows]) == set(parts.kinds[name])
     everything = np.concatenate([data["X"] for data in setting.clients.values()])
     assert_allclose([everything.mean(), everything.std()], [0.0, 1.0], atol=1e-4)  # test rows have no part in this
+
+
+def test_settings_are_tried_on_training_rows_that_are_held_out(benchmark: Any, folder: Path) -> None:
+    argv = ["--data", str(folder), "--seeds", "1", "--methods", "FedProx", "--validation", "0.25"]
+    whole = benchmark.prepare("FedProx", 0, benchmark.arguments([*argv[:-1], "0"]))
+    setting = benchmark.prepare("FedProx", 0, benchmark.arguments([*argv, "--set", "proximal=0.5", "batch_size=10"]))
+    assert len(setting.scored.labels) == 600  # training rows, and no others
+    kept = sum(len(data["y"]) for data in setting.clients.values())
+    assert kept + len(setting.everyone) == 600 and len(np.unique(setting.everyone)) == len(setting.everyone)
+    assert 120 <= len(setting.everyone) <= 180
+    for name, rows in setting.own.items():
+        assert len(rows) + len(setting.clients[name]["y"]) == len(whole.clients[name]["y"])
+    assert setting.algorithm.settings["proximal"] == "0.5" and setting.algorithm.settings["batch_size"] == "10"
+
+
+@pytest.mark.parametrize(
+    ("argv", "match"),
+    [
+        (["--validation", "0.7"], "must lie between 0 and 0.5"),
+        (["--set", "proximal"], "must be NAME=VALUE"),
+        (["--set", "proximal=x y"], "must be NAME=VALUE"),
+        (["--set", "proximal=1.0"], "--set goes with one method"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    argv: list[str], match: str, benchmark: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.arguments(argv)
+    assert match in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
