@@ -268,29 +268,23 @@ def hold_out(rows: dict[str, np.ndarray], share: float, seed: int) -> tuple[dict
     return kept, held
 
 
-def accuracy_of(logits: Any, labels: np.ndarray) -> float:
-    """Per cent."""
-    return 100 * float(np.mean(np.asarray(logits).argmax(axis=1) == labels))
+def accuracy_of(setting: Setting, weights: np.ndarray, rows: np.ndarray) -> float:
+    """Per cent of these rows whose label the network with these weights names."""
+    import torch
+
+    with torch.no_grad():
+        torch.nn.utils.vector_to_parameters(torch.from_numpy(weights).float(), setting.net.parameters())
+        parts = np.array_split(rows, math.ceil(len(rows) / 1000))
+        said = [setting.net(torch.from_numpy(setting.scored.pixels[part])).numpy().argmax(1) for part in parts]
+    return 100 * float(np.mean(np.concatenate(said) == setting.scored.labels[rows]))
 
 
 def personal_accuracies(setting: Setting, fits: dict[str, fedppl.Fit]) -> dict[str, float]:
     """Accuracy of each client's own model on test rows of the kinds that it holds."""
-    found = {}
-    for name, rows in setting.own.items():
-        predicted = fedppl.nn.predict(fits[name], name, {"X": setting.scored.pixels[rows]}, link="map")
-        found[name] = accuracy_of(predicted["logit"].values, setting.scored.labels[rows])
-    return found
-
-
-def global_accuracy(setting: Setting, phi: np.ndarray) -> float:
-    """Accuracy of the network with these weights on all test rows."""
-    import torch
-
-    with torch.no_grad():
-        torch.nn.utils.vector_to_parameters(torch.from_numpy(phi).float(), setting.net.parameters())
-        parts = np.array_split(setting.everyone, 10)
-        logits = [setting.net(torch.from_numpy(setting.scored.pixels[part])) for part in parts]
-        return accuracy_of(torch.cat(logits).numpy(), setting.scored.labels[setting.everyone])
+    return {
+        name: accuracy_of(setting, fedppl.nn.personalise(fits[name], name).weights, rows)
+        for name, rows in setting.own.items()
+    }
 
 
 def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]:
@@ -323,7 +317,7 @@ def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
                 phi = setting.algorithm.estimate(step.state)
                 averaged = phi if averaged is None else KEPT * averaged + (1 - KEPT) * phi
                 for column, weights in (("GM", phi), ("GM averaged", averaged)):
-                    found[column][str(step.number)] = global_accuracy(setting, weights)
+                    found[column][str(step.number)] = accuracy_of(setting, weights, setting.everyone)
             found["rounds"] = step.number
             notes.write_text(json.dumps(found))
             before = time.process_time()

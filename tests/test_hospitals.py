@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+import fedppl
 from examples import hospitals
 
 
@@ -87,6 +88,17 @@ def test_settings_are_tried_on_training_rows_that_are_held_out(benchmark: Any, f
     for name, rows in setting.own.items():
         assert len(rows) + len(setting.clients[name]["y"]) == len(whole.clients[name]["y"])
     assert setting.algorithm.settings["proximal"] == "0.5" and setting.algorithm.settings["batch_size"] == "10"
+
+
+def test_personal_accuracies_are_those_of_what_the_library_predicts(benchmark: Any, folder: Path) -> None:
+    setting = benchmark.prepare("FedPer", 0, benchmark.arguments(["--data", str(folder), "--seeds", "1"]))
+    run: dict[str, Any] = {"rounds": 1, "progressbar": False, "random_seed": 0, "reporting": 0.2}
+    fit = fedppl.fit(setting.model, setting.clients, setting.algorithm, **run)
+    found = benchmark.personal_accuracies(setting, dict.fromkeys(setting.clients, fit))
+    for name in list(setting.clients)[:5]:
+        rows = setting.own[name]
+        said = fedppl.nn.predict(fit, name, {"X": setting.scored.pixels[rows]}, link="map")["logit"].values.argmax(1)
+        assert_allclose(found[name], 100 * np.mean(said == setting.scored.labels[rows]))
 
 
 @pytest.mark.parametrize(
