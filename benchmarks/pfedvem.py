@@ -465,10 +465,10 @@ def main(argv: list[str] | None = None) -> int:
     table, sem = groups.mean(), groups.sem()
     paper = PAPER.get(options.dataset, {})
     shown = table.copy()
-    for position, column, which in ((0, "PM", 0), (3, "GM last 10", 1)):
+    for column, which in (("PM", 0), ("GM last 10", 1)):
         if column in shown:
             cells = [paper.get(name, {}).get(options.clients, (None, None))[which] for name in table.index]
-            shown.insert(position, f"paper {column[:2]}", cells)
+            shown.insert(shown.columns.get_loc(column), f"paper {column[:2]}", cells)
             shown.insert(shown.columns.get_loc(column) + 1, f"± {column[:2]}", sem[column])
     print(f"{options.dataset}, {options.clients} clients, {options.rounds} rounds, {options.seeds} seeds (± SEM)\n")
     print(shown.rename_axis(None).to_string(float_format="{:.2f}".format, na_rep=""))
