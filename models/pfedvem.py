@@ -7,7 +7,7 @@ the last layer of a network on its features, a Bayesian model by itself,
     v_j ~ N(w, ρ_j² I),   logits = V_j z(x; θ) + c_j,   y ~ Categorical(softmax(logits)),
 
 that `fedppl.NetworkConfidence` fits in torch while it averages θ; tests hold the one against the other. `METHODS` is
-the comparison of the paper; only settings of FedAvg, FedPer and pFedVEM have been run so far.
+the comparison of the paper; docs/pfedvem.md says how their settings were chosen.
 """
 
 from __future__ import annotations
