@@ -309,7 +309,7 @@ def test_the_chain_has_the_moments_of_its_steps(rate: float, spread: float) -> N
     beta, network = np.array([0.3, -0.2, 0.1]), client.network
     head = network.head(("weight", "bias"))
     _, chain = langevin_steps(
-        network.unit, head, network.unit.held, np.arange(0), beta, (beta, spread), Training(0.1, 20_000, n), rate,
+        network.unit, head, network.unit.held, np.arange(0), beta, (beta, spread), Training(0.1, 8_000, n), rate,
         stream((0,)), dtype=torch.float64,
     )  # fmt: skip
     values, vectors = np.linalg.eigh(A)
@@ -318,7 +318,7 @@ def test_the_chain_has_the_moments_of_its_steps(rate: float, spread: float) -> N
     mean = beta + vectors @ (kept * rate * (vectors.T @ (b - A @ beta)) / (1 - factor))
     variance = (vectors * (spread**2 * (1 - kept**2) / (1 - factor**2))) @ vectors.T
     # A chain with correlation ρ between draws leaves (1 − ρ) / (1 + ρ) of them free.
-    free = 10_000 * np.min((1 - np.abs(factor)) / (1 + np.abs(factor)))
+    free = 4_000 * np.min((1 - np.abs(factor)) / (1 + np.abs(factor)))
     assert_allclose(chain.mean, mean, atol=4 * np.sqrt(np.diag(variance).max() / free))
     assert_allclose(chain.sd, np.sqrt(np.diag(variance)), rtol=4 / np.sqrt(2 * free))
     if rate == 0.05:  # short steps: the posterior itself, to the bias of their length
