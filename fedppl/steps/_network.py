@@ -15,9 +15,11 @@ __all__ = [
     "Training",
     "Tuning",
     "check_all_shared",
+    "check_head",
     "check_network",
     "draw",
     "drawn_from",
+    "head_rule",
     "outcome",
     "own",
     "steps_rule",
@@ -69,6 +71,20 @@ def training_rule(
             raise DeclarationError(f"momentum={momentum!r} must be at least 0 and below 1, or None for Adam.")
         momentum = float(momentum)
     return Training(float(learning_rate), int(epochs), int(batch_size), momentum)
+
+
+def head_rule(head: Any) -> tuple[str, ...]:
+    """Check the keyword `head`."""
+    if not isinstance(head, tuple | list) or not head or not all(isinstance(name, str) for name in head):
+        raise DeclarationError(f'head={head!r} must be a tuple of torch\'s names, such as ("2.weight", "2.bias").')
+    return tuple(head)
+
+
+def check_head(client: Any, head: tuple[str, ...]) -> None:
+    """Refuse what is no network, networks of which a part is local, and heads that are not the last layer."""
+    check_all_shared(client)
+    check_network(client, head)
+    client.network.head(head)
 
 
 def steps_rule(rate: float, steps: int, draws: int) -> tuple[float, int, int]:

@@ -13,10 +13,10 @@ from fedppl.replies import sum_replies
 from fedppl.steps._network import (
     Own,
     Training,
-    check_all_shared,
-    check_network,
+    check_head,
     described,
     drawn_from,
+    head_rule,
     steps_rule,
     training_rule,
 )
@@ -140,12 +140,10 @@ def NetworkConfidence(
     ----------
     .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, Algorithm 1.
     """
-    if not isinstance(head, tuple | list) or not head or not all(isinstance(name, str) for name in head):
-        raise DeclarationError(f'head={head!r} must be a tuple of torch\'s names, such as ("2.weight", "2.bias").')
     if isinstance(smoothing, bool) or not isinstance(smoothing, int | float | np.number) or not 0 <= smoothing < 1:
         raise DeclarationError(f"smoothing={smoothing!r} must be at least 0 and below 1.")
     settings = _Settings(
-        tuple(head),
+        head_rule(head),
         training_rule(learning_rate, epochs, batch_size, momentum=momentum),
         steps_rule(head_rate, head_steps, draws),
         spread_rule(spread),
@@ -156,7 +154,7 @@ def NetworkConfidence(
     )
     return Algorithm(
         name="NetworkConfidence",
-        check=functools.partial(_check, settings=settings),
+        check=lambda client: check_head(client, settings.head),
         init_server=functools.partial(_init_server, settings=settings),
         broadcast=lambda state, client_id: {"mean": state.phi},
         update_client=functools.partial(_update_client, settings=settings),
@@ -172,13 +170,6 @@ def NetworkConfidence(
         settings=described(settings._asdict()),
         large=True,
     )
-
-
-def _check(client: Any, *, settings: _Settings) -> None:
-    """All weights are shared, and the head is the last layer."""
-    check_all_shared(client)
-    check_network(client, settings.head)
-    client.network.head(settings.head)
 
 
 def _init_server(

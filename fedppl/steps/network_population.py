@@ -10,7 +10,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.replies import sum_replies
-from fedppl.steps._network import Own, Training, check_all_shared, check_network, described, drawn_from, training_rule
+from fedppl.steps._network import Own, Training, check_head, described, drawn_from, head_rule, training_rule
 from fedppl.steps.confidence import spread_rule
 from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
 
@@ -107,12 +107,10 @@ def FedPop(
     ----------
     .. [1] Kotelevskii, Vono, Durmus and Moulines (2022), FedPop, Algorithm 1.
     """
-    if not isinstance(head, tuple | list) or not head or not all(isinstance(name, str) for name in head):
-        raise DeclarationError(f'head={head!r} must be a tuple of torch\'s names, such as ("2.weight", "2.bias").')
     if isinstance(draw_epochs, bool) or not isinstance(draw_epochs, int | np.integer) or draw_epochs < 1:
         raise DeclarationError(f"draw_epochs={draw_epochs!r} must be a whole number, at least 1.")
     settings = _Settings(
-        tuple(head),
+        head_rule(head),
         training_rule(learning_rate, epochs, batch_size, momentum=momentum),
         training_rule(head_rate, 1, 1, "head_").learning_rate,
         spread_rule(spread),
@@ -120,7 +118,7 @@ def FedPop(
     )
     return Algorithm(
         name="FedPop",
-        check=functools.partial(_check, settings=settings),
+        check=lambda client: check_head(client, settings.head),
         init_server=functools.partial(_init_server, settings=settings),
         broadcast=lambda state, client_id: {"mean": state.phi},
         update_client=functools.partial(_update_client, settings=settings),
@@ -136,13 +134,6 @@ def FedPop(
         settings=described(settings._asdict()),
         large=True,
     )
-
-
-def _check(client: Any, *, settings: _Settings) -> None:
-    """All weights are shared, and the head is the last layer."""
-    check_all_shared(client)
-    check_network(client, settings.head)
-    client.network.head(settings.head)
 
 
 def _init_server(
