@@ -10,7 +10,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +82,8 @@ def rounds(
     algorithm
         For example ``fedppl.EP()``.
     rounds
-        Stop after this many rounds in all; None runs until converged or the caller stops.
+        Stop after this many rounds in all; None runs until converged or the caller stops. Rounds of a start that has
+        a budget of its own, as EP's warm start has, do not count.
     engine
         What moves the messages; by default ``fedppl.InProcess()``.
     participation
@@ -150,7 +151,7 @@ def fit(
     model, clients, algorithm, engine, participation, reporting, checkpoint, deadline, random_seed
         As in `rounds`.
     rounds
-        Largest number of rounds.
+        Largest number of rounds, those of EP's warm start not counted.
     callback
         Called with every Round; return True to stop.
     progressbar
@@ -313,13 +314,19 @@ def _all(run: _Run) -> Iterator[Round]:
 
 def _run(run: _Run) -> Iterator[Round]:
     """Ask, wait, check, update, record; until converged or out of rounds."""
-    while run.limit is None or len(run.records) < run.limit:
+    while run.limit is None or _counted(run.records) < run.limit:
         if run.records and run.records[-1].status is not Status.RUNNING:
             return
         yield _one_round(run)
 
 
+def _counted(records: Sequence[Record]) -> int:
+    """Rounds that count towards ``rounds=``."""
+    return sum(not record.preliminary for record in records)
+
+
 def _one_round(run: _Run) -> Round:
+    preliminary = run.algorithm.preliminary is not None and run.algorithm.preliminary(run.state)
     number = len(run.records) + 1
     # Sorted, so that the same clients are asked whatever order an engine finds them in.
     chosen = set(run.participation(tuple(sorted(run.clients)), stream((run.seed, number, 0))))
@@ -376,6 +383,7 @@ def _one_round(run: _Run) -> Round:
         seconds=seconds,
         status=status,
         silent=tuple(client_id for client_id in asked if client_id not in told),
+        preliminary=preliminary,
     )
     run.records.append(record)
     logger.info(
@@ -477,4 +485,4 @@ def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, st
         why = 'fit.idata["rounds"]["reason"] says why'
         message = f"clients {sorted(silent)[:5]} never sent a usable reply, {why}; {message}"
     by = " by the callback" if stopped else ""
-    return Status.MAX_ROUNDS, f"stopped{by} after {len(run.records)} of {limit} rounds: {message}"
+    return Status.MAX_ROUNDS, f"stopped{by} after {_counted(run.records)} of {limit} rounds: {message}"

@@ -37,6 +37,7 @@ class Record(NamedTuple):
     seconds: float
     status: Status
     silent: tuple[str, ...] = ()  # asked, but for no reply
+    preliminary: bool = False  # of a start with a budget of its own
 
 
 @dataclass(frozen=True, eq=False)

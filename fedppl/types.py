@@ -193,6 +193,9 @@ class LocalInference(NamedTuple):
     expand
         ``expand(client, point, prior_share)`` gives the quadratic expansion of log f_k at a point, or the
         field is None when the way offers none (then EP has no warm start).
+    log_factor
+        ``log_factor(client, points, prior_share)`` gives log f_k at points (S, m), (S,), −inf where there is none; with
+        `expand` or not at all.
     tilted
         ``tilted(target, rng)`` gives moments of φ.
     draw
@@ -207,6 +210,7 @@ class LocalInference(NamedTuple):
     tilted: Callable[[Target, np.random.Generator], Moments]
     draw: Callable[[Target, int, int, np.random.Generator], Draws]
     settings: Mapping[str, Any] = {}
+    log_factor: Callable[[Any, Array, float], Array] | None = None
 
     def describe(self) -> str:
         """Name and settings on one line."""
@@ -273,6 +277,9 @@ class Algorithm(NamedTuple):
     stay
         ``stay(client, personal, message, rng) -> (personal, info)``: what a client does in a round that asks it for
         no reply; nothing, where it is None.
+    preliminary
+        ``preliminary(state)``: whether the next round belongs to a start that has a budget of its own, and does not
+        count towards ``rounds=``; none does, where it is None.
     lasting
         Whether personal state outlives a run, as a privacy budget does: a site then keeps it in its folder, under
         its own name, and does not answer where it cannot be read.
@@ -298,6 +305,7 @@ class Algorithm(NamedTuple):
     binary: bool = False
     large: bool = False
     lasting: bool = False
+    preliminary: Callable[[Any], bool] | None = None
 
 
 class Request(NamedTuple):

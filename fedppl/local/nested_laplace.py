@@ -100,6 +100,7 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
         tilted=functools.partial(tilted, settings=settings),
         draw=functools.partial(draw, settings=settings),
         settings=settings._asdict(),
+        log_factor=log_factor,
     )
 
 
@@ -115,6 +116,15 @@ def log_marginal(client: ClientModel, phi: Array) -> Array:
     """log f_k at each row of phi (S, m), (S,); −inf where no mode was found."""
     values, _, _ = _batch(client, phi, phi.mean(axis=0), factors=False)
     return values
+
+
+def log_factor(client: ClientModel, points: Array, prior_share: float) -> Array:
+    """log f_k (and its share of a non-Gaussian prior) at points (S, m), by way of the first of them, (S,)."""
+    try:
+        values, _, _ = _batch(client, points, points[0], factors=False)
+    except LocalFailure:
+        return np.full(len(points), -np.inf)
+    return values + prior_share * client.prior.log_ratio(points) if prior_share else values
 
 
 def _batch(client: ClientModel, draws: Array, center: Array, *, factors: bool) -> tuple[Array, Array, Array]:

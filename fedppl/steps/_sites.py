@@ -13,9 +13,11 @@ from fedppl.structure import Structure
 from fedppl.types import Array, DeclarationError, Layout, Message
 
 __all__ = [
+    "NO_VALUE",
     "Sites",
     "absurd_expansion",
     "absurd_moments",
+    "absurd_values",
     "cavity",
     "dense",
     "empty",
@@ -34,6 +36,9 @@ _AGAINST_Q = 1e14
 _AGAINST_PRIOR = 1.0 / float(np.finfo(np.float64).eps)
 # A prior may be wrong by this many of its sds; with the curvature's bound it gives those of gradient and value.
 _PRIOR_SDS = 1e4
+_LARGEST_VALUE = _AGAINST_PRIOR * _PRIOR_SDS**2
+# What a client sends for log f_k where it is not finite: sums of a million of them are finite, and below all others.
+NO_VALUE = -1e300
 # n draws have a skewness below √n, and no client draws 10^8.
 _SKEWNESS = 1e4
 _LOOK = "look at this client's data and versions"
@@ -48,6 +53,7 @@ class Sites(NamedTuple):
     linear: Array  # (K, m) r_k
     precision: Array  # (K, p) Q_k, packed
     q: Gaussian  # full precision (m, m)
+    labels: tuple[str, ...]  # (m,) of the shared coordinates
 
 
 def structure_of(form: str | Sequence[Sequence[str]], layout: Layout) -> Structure:
@@ -76,6 +82,7 @@ def empty(layout: Layout, clients: tuple[str, ...], form: Structure) -> Sites:
         linear=np.zeros((count, layout.size)),
         precision=np.zeros((count, structure.packed_size(form))),
         q=layout.prior,
+        labels=layout.labels,
     )
 
 
@@ -164,17 +171,30 @@ def absurd_moments(sites: Sites, reply: Message) -> str | None:
 def absurd_expansion(sites: Sites, reply: Message) -> str | None:
     """Why a finite expansion is none the ledger can hold, or None; any sign of curvature may be right."""
     _, root = gaussian.affine(sites.prior)
-    ratios = _ratios(gaussian.unpack_triangle(np.asarray(reply["hessian"], dtype=float)), root)
+    hessian = gaussian.unpack_triangle(np.asarray(reply["hessian"], dtype=float))
+    ratios = _ratios(hessian, root)
     if ratios is None or np.abs(ratios).max() > _AGAINST_PRIOR:
-        return _beyond("hessian", ratios, "the prior's precision", _AGAINST_PRIOR)
+        with np.errstate(all="ignore"):
+            steepest = int(np.nanargmax(np.abs(np.diag(hessian)) * np.diag(gaussian.covariance(sites.prior))))
+        return (
+            f"{_beyond('hessian', ratios, 'the precision of the prior', _AGAINST_PRIOR)}. Along {sites.labels[steepest]} "
+            "the data are on another scale than the prior: rescale the outcome or that column, or widen the prior"
+        )
     with np.errstate(all="ignore"):
         slope = float(np.linalg.norm(root.T @ np.asarray(reply["gradient"], dtype=float)))
     steepest = _AGAINST_PRIOR * _PRIOR_SDS
     if not slope <= steepest:
         return f"'gradient' is {slope:.2g} per prior sd, at most {steepest:.0e} allowed; {_LOOK}"
-    value, largest = float(reply["value"]), _AGAINST_PRIOR * _PRIOR_SDS**2
-    if abs(value) > largest:
-        return f"'value' is {value:.2g}, at most {largest:.0e} allowed; {_LOOK}"
+    if abs(float(reply["value"])) > _LARGEST_VALUE:
+        return f"'value' is {float(reply['value']):.2g}, at most {_LARGEST_VALUE:.0e} allowed; {_LOOK}"
+    return None
+
+
+def absurd_values(reply: Message) -> str | None:
+    """Why values of log f_k cannot be: as small as they like, never larger than any density is."""
+    for name in ("value", "ray"):
+        if float(np.max(reply[name])) > _LARGEST_VALUE:
+            return f"{name!r} reaches {float(np.max(reply[name])):.2g}, at most {_LARGEST_VALUE:.0e} allowed; {_LOOK}"
     return None
 
 

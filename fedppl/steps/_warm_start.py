@@ -1,45 +1,81 @@
-"""Federated Newton: the server maximises the sum of the clients' quadratic expansions inside a trust region.
+"""Federated Newton: the server maximises the sum of the clients' quadratic expansions, and looks along each step.
 
 The expansions are sites already: r_k = g_k − H_k x, Q_k = −H_k. At the mode of the marginal posterior they give
-its Laplace approximation, with θ marginalised, and EP goes on from there.
+its Laplace approximation, with θ marginalised, and EP goes on from there. With each expansion clients send log f_k
+at `LENGTHS` times the step that led to the point: sums of these say, within the round, whether the step was too long
+or too short, so that a start many prior sds away takes a handful of rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.steps import _trust
-from fedppl.steps._sites import Sites, dense, in_structure, indices, update
-from fedppl.types import Array, Layout, Message
+from fedppl.steps._sites import NO_VALUE, Sites, absurd_expansion, dense, in_structure, indices, update
+from fedppl.types import Array, Expansion, Layout, LocalFailure, LocalInference, Message
 
-__all__ = ["WarmStart", "start", "step"]
+__all__ = ["LENGTHS", "WarmStart", "expand_along", "newton_step", "start", "step", "why_not_arrived"]
 
+LENGTHS = 2.0 ** np.arange(-10, 6)
 # In posterior sds: EP's importance weights are good from here, and the rest of the way is inside its first step.
 _ARRIVED = 0.3
+# Along one axis of the prior, in its sds, where clients are heard at different points and no sum can be compared.
+_RADIUS = 1.5
 
 
 class WarmStart(NamedTuple):
     """Where the search is."""
 
     point: Array  # (m,) where clients expand next
+    move: Array  # (m,) the step from the anchor to the point, zero in the first round
     anchor: Array  # (m,) where the sites were expanded
-    values: Array  # (K,) constants of the expansions
     heard: Array  # (K,) bool: has sent an expansion
     objective: float  # log marginal posterior at the anchor, −inf if not all clients were expanded there
-    radius: float  # of the trust region, in prior sds along a principal axis
     change: float  # of the last step, in posterior sds
+    spent: float  # expansions a client, the budget's unit
+    chosen: bool  # the point was the best along a step, and is not chosen anew
     arrived: bool
 
 
 def start(layout: Layout, clients: int) -> WarmStart:
     """Begin at the prior mean."""
     mean = gaussian.mean(layout.prior)
-    return WarmStart(mean, mean, np.zeros(clients), np.zeros(clients, dtype=bool), -np.inf, 1.5, np.inf, False)
+    return WarmStart(mean, np.zeros_like(mean), mean, np.zeros(clients, dtype=bool), -np.inf, np.inf, 0.0, False, False)
+
+
+def _along(point: Array, move: Array) -> Array:
+    """Points (T, m) at `LENGTHS` times the step that led to the point."""
+    return np.asarray(point + (LENGTHS - 1.0)[:, None] * move)
+
+
+def expand_along(
+    client: Any, local: LocalInference, point: Array, move: Array, prior_share: float
+) -> tuple[dict[str, Array], Mapping[str, float]]:
+    """A client's reply: log f_k with its derivatives at the point, and alone along the step that led there."""
+    assert local.expand is not None and local.log_factor is not None
+    m = len(point)
+    ray = np.zeros(len(LENGTHS))
+    if np.any(move):
+        values = local.log_factor(client, _along(point, move), prior_share)
+        ray = np.where(np.isfinite(values), values, NO_VALUE)
+    try:
+        expansion = local.expand(client, point, prior_share)
+    except LocalFailure:
+        if not np.any(move):  # nowhere to go back to
+            raise
+        expansion = Expansion(NO_VALUE, np.zeros(m), np.zeros((m, m)), {})
+    reply = {
+        "value": np.array(expansion.value),
+        "gradient": expansion.gradient,
+        "hessian": gaussian.pack_triangle(expansion.hessian),
+        "ray": ray,
+    }
+    return reply, expansion.diagnostics
 
 
 def step(
@@ -47,20 +83,31 @@ def step(
 ) -> tuple[Sites, WarmStart, _trust.Bounded | None]:
     """Take in the expansions at the point and choose the next point.
 
-    A point that lowered the log marginal posterior is given up: the old expansions stay and the search goes back
-    to a quarter of the way. With `trust`, sites change as far as `_trust` allows, which keeps q proper throughout, and
-    the clients' values, which no bound holds for, decide nothing.
+    Where all clients answered, the sums of log f_k decide: a point that lowered the log marginal posterior, or that
+    another length of the step would have bettered by much, is given up for the best length. With `trust`, sites change
+    as far as `_trust` allows, which keeps q proper throughout, and the clients' values, which no bound holds for,
+    decide nothing.
     """
-    rows, x = indices(sites, replies), state.point
-    value = np.array([float(reply["value"]) for reply in replies.values()])
-    gradient = np.stack([reply["gradient"] for reply in replies.values()])
-    hessian = gaussian.unpack_triangle(np.stack([reply["hessian"] for reply in replies.values()]))
-    packed = in_structure(-hessian, sites.structure)
-    matrices = dense(packed, sites.structure)
-    linear, precision, values, heard = (a.copy() for a in (sites.linear, sites.precision, state.values, state.heard))
+    x = state.point
+    state = state._replace(spent=state.spent + len(replies) / len(state.heard))
+    everyone = trust is None and len(replies) == len(state.heard)
+    kept = {client_id: reply for client_id, reply in replies.items() if absurd_expansion(sites, reply) is None}
+    objective = -np.inf
+    if everyone:
+        if len(kept) == len(replies):
+            objective = sum(float(reply["value"]) for reply in kept.values()) + float(gaussian.log_kernel(sites.prior, x))
+        better = _better_length(sites.prior, state, replies, objective)
+        if better is not None:
+            move = better * state.move
+            return sites, state._replace(point=state.anchor + move, move=move, change=np.inf, chosen=True), None
+    if not kept:
+        return sites, state, None
+    rows = indices(sites, kept)
+    gradient = np.stack([reply["gradient"] for reply in kept.values()])
+    packed = in_structure(-gaussian.unpack_triangle(np.stack([reply["hessian"] for reply in kept.values()])), sites.structure)
+    linear, precision, heard = sites.linear.copy(), sites.precision.copy(), state.heard.copy()
     precision[rows] = packed
-    linear[rows] = gradient + matrices @ x
-    values[rows] = value - linear[rows] @ x + 0.5 * np.einsum("i,kij,j->k", x, matrices, x)
+    linear[rows] = gradient + dense(packed, sites.structure) @ x
     heard[rows] = True
     bounded = None
     if trust is not None:
@@ -70,35 +117,113 @@ def step(
         linear[rows] = np.where(held, sites.linear[rows] + part * d_linear, linear[rows])
         precision[rows] = np.where(held, sites.precision[rows] + part * d_packed, packed)
     tried = update(sites, linear, precision)
-    # Only when every client was expanded at this very point is the sum the objective there, and comparable.
-    everyone = trust is None and len(replies) == len(values)
-    objective = float(values.sum() + gaussian.log_kernel(tried.q, x)) if everyone else -np.inf
-    if everyone and objective < state.objective - 1e-9 * max(1.0, abs(objective)):
-        point = state.anchor + (x - state.anchor) / 4
-        return sites, state._replace(point=point, radius=state.radius / 4, change=np.inf), None
     # Sites that were kept small keep the step small: that is no sign of being there.
     free = bounded is None or not np.any(bounded.held)
-    move, clipped = _trusted_step(tried.q, sites.prior, x, state.radius)
-    proper = bool(gaussian.is_proper(tried.q))
-    change = float(np.max(np.abs(move) / gaussian.standard_deviations(tried.q))) if proper else np.inf
+    move, whole = newton_step(tried.q, sites.prior, x)
+    if not everyone:
+        move, clipped = _clipped(move, sites.prior)
+        whole = whole and not clipped
+    change = float(np.max(np.abs(move) / gaussian.standard_deviations(tried.q))) if whole else np.inf
     moved = WarmStart(
         point=x + move,
+        move=move,
         anchor=x,
-        values=values,
         heard=heard,
         objective=objective,
-        radius=min(state.radius * 2, 6.0) if clipped and everyone else state.radius,
         change=change,
-        arrived=free and not clipped and change < _ARRIVED and bool(np.all(heard)),
+        spent=state.spent,
+        chosen=False,
+        arrived=free and whole and change < _ARRIVED and bool(np.all(heard)),
     )
     return tried, moved, bounded
 
 
-def _trusted_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[Array, bool]:
-    """Newton step on |eigenvalues| in prior units, no axis longer than `radius` sds, and whether it was cut."""
-    inverse = np.linalg.inv(np.linalg.cholesky(prior.precision))
-    values, vectors = np.linalg.eigh(inverse @ q.precision @ inverse.T)
-    gradient = inverse @ (q.linear - q.precision @ x)
-    move = (vectors.T @ gradient) / np.maximum(np.abs(values), 1.0)
-    clipped = np.clip(move, -radius, radius)
-    return inverse.T @ (vectors @ clipped), bool(np.any(clipped != move)) or bool(values[0] <= 0)
+def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Message], objective: float) -> float | None:
+    """The length of the last step, in units of it, that should have been taken; None where it was right."""
+    if not np.any(state.move) or not np.isfinite(state.objective):
+        return None
+    values = np.sum([np.asarray(reply["ray"], dtype=float) for reply in replies.values()], axis=0)
+    values = values + gaussian.log_kernel(prior, _along(state.point, state.move))
+    best, taken = int(np.argmax(values)), int(np.flatnonzero(LENGTHS == 1.0)[0])
+    slack = 1e-9 * max(1.0, abs(state.objective))
+    gain = objective - state.objective
+    # Values along the step are compared with each other: what their approximations have in common cancels.
+    little = state.chosen or values[best] - values[taken] <= 0.5 * max(gain, 0.0) + 1.0
+    if np.isfinite(objective) and gain >= -slack and little:
+        return None
+    # Where no length gains, the step is right only much nearer to where it began.
+    return float(LENGTHS[best] if values[best] >= state.objective - slack else LENGTHS[0])
+
+
+def newton_step(q: Gaussian, prior: Gaussian, x: Array) -> tuple[Array, bool]:
+    """Newton step from x towards the mode of q, and whether q's precision served as it is.
+
+    Where it is not positive definite, couplings are left out until it is: those of one coordinate, the one that
+    leaves the largest gain. A scale that is far off couples with every mean it scales; by itself each knows its way.
+    """
+    gradient = q.linear - q.precision @ x
+    scale = np.sqrt(np.maximum(np.abs(np.diag(q.precision)), np.diag(prior.precision)))
+    white, slope = q.precision / np.outer(scale, scale), gradient / scale
+    if _smallest(white) > _SINGULAR:
+        return np.linalg.solve(white, slope) / scale, True
+    found = [_decoupled(white, slope, first) for first in _suspects(white)]
+    _, _, move = min(found, key=lambda option: option[:2])
+    return move / scale, False
+
+
+_SINGULAR = 1e-13
+
+
+def _smallest(matrix: Array) -> float:
+    values = np.linalg.eigvalsh(matrix)
+    return float(values[0] / max(values[-1], 1e-300))
+
+
+def _suspects(white: Array, most: int = 20) -> list[int]:
+    """Coordinates that the direction of most negative curvature lies in."""
+    _, vectors = np.linalg.eigh(white)
+    return [int(j) for j in np.argsort(-np.abs(vectors[:, 0]), kind="stable")[:most]]
+
+
+def _decoupled(white: Array, slope: Array, first: int) -> tuple[int, float, Array]:
+    """Leave out one coordinate's couplings, then others' while need be: (how many, −gain, step)."""
+    matrix, left = white.copy(), [first]
+    while True:
+        j = left[-1]
+        own = max(abs(float(white[j, j])), 1e-3)
+        matrix[j], matrix[:, j] = 0.0, 0.0
+        matrix[j, j] = own
+        if _smallest(matrix) > _SINGULAR:
+            break
+        _, vectors = np.linalg.eigh(matrix)
+        share = np.abs(vectors[:, 0])
+        share[left] = 0.0
+        if not np.any(share > 0):
+            break
+        left.append(int(np.argmax(share)))
+    move = np.linalg.solve(matrix, slope)
+    return len(left), -float(move @ slope), move
+
+
+def _clipped(move: Array, prior: Gaussian) -> tuple[Array, bool]:
+    """The step with no principal axis longer than `_RADIUS` prior sds, and whether it was cut."""
+    root = np.linalg.cholesky(prior.precision)
+    white = root.T @ move
+    clipped = np.clip(white, -_RADIUS, _RADIUS)
+    return np.linalg.solve(root.T, clipped), bool(np.any(clipped != white))
+
+
+def why_not_arrived(sites: Sites, state: WarmStart) -> str:
+    """Say that the search has not arrived, where it stands, and what helps."""
+    silent = [client_id for client_id, k in sites.where.items() if not state.heard[k]]
+    if silent:
+        return f"the warm start needs every client once, and clients {silent[:5]} have not answered"
+    distance = np.abs(state.anchor - gaussian.mean(sites.prior)) / gaussian.standard_deviations(sites.prior)
+    worst = int(np.argmax(distance))
+    remedy = "give the local variables proper priors, or use local=fedppl.NUTS() and warm_start=False"
+    if distance[worst] > 10:
+        remedy = (
+            f"the data pull {sites.labels[worst]} {distance[worst]:.2g} prior sds from its prior mean: rescale its "
+            "column or the outcome, or widen its prior"
+        )
+    return f"the warm start has not reached the mode of the marginal posterior; {remedy}"

@@ -22,7 +22,8 @@ from fedppl.types import Algorithm, DeclarationError, Layout, LocalInference, Me
 
 __all__ = ["EP", "EPInfo", "EPState"]
 
-_NOT_ARRIVED = "the warm start has not reached the mode of the marginal posterior; raise rounds="
+# Expansions a client: a dozen do even from a prior a million times too wide.
+_BUDGET = 25.0
 
 
 def EP(
@@ -50,7 +51,8 @@ def EP(
     damping
         Largest δ that is tried; it is halved until the global precision and every cavity are positive definite.
     warm_start
-        Start with federated Newton rounds where the local inference offers expansions.
+        Start with federated Newton rounds where the local inference offers expansions. They have a budget of their
+        own, 25 expansions a client, and do not count towards ``rounds=``.
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
     trust
@@ -120,6 +122,7 @@ def EP(
         draw=functools.partial(draw_target, local=inference),
         details=lambda state: {"skewness": (("rows",), state.skewness)},
         posterior=lambda state: state.sites.q,
+        preliminary=lambda state: state.warm_start is not None,
         settings={
             "local": inference.describe(),
             "tolerance": repr(tolerance),
@@ -161,7 +164,8 @@ def _init_server(
 def _broadcast(state: EPState, client_id: str) -> Message:
     """The point to expand at, or q and the client's cavity."""
     if state.warm_start is not None:
-        return {"point": state.warm_start.point, "prior_share": np.array(state.prior_share)}
+        search = state.warm_start
+        return {"point": search.point, "move": search.move, "prior_share": np.array(state.prior_share)}
     return pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.prior_share)
 
 
@@ -170,14 +174,9 @@ def _update_client(
 ) -> tuple[Any, Message, Mapping[str, float]]:
     """Expand log f_k at the point, or match moments of the tilted distribution. Clients keep no state."""
     if "point" in message and local.expand is not None:
-        point, share = np.asarray(message["point"], dtype=float), float(message["prior_share"])
-        expansion = local.expand(client, point, share)
-        reply = {
-            "value": np.array(expansion.value),
-            "gradient": expansion.gradient,
-            "hessian": gaussian.pack_triangle(expansion.hessian),
-        }
-        return personal, reply, expansion.diagnostics
+        point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
+        reply, info = _warm_start.expand_along(client, local, point, move, float(message["prior_share"]))
+        return personal, reply, info
     moments = local.tilted(unpack_target(client, message), rng)
     reply = {
         "mean": moments.mean,
@@ -202,7 +201,7 @@ def _reply_shapes(state: EPState) -> dict[str, tuple[int, ...]]:
     m = state.sites.structure.size
     triangle = (m * (m + 1) // 2,)
     if state.warm_start is not None:
-        return {"value": (), "gradient": (m,), "hessian": triangle}
+        return {"value": (), "gradient": (m,), "hessian": triangle, "ray": _warm_start.LENGTHS.shape}
     return {"mean": (m,), "precision": triangle, "skewness": (m,), "mc_error": ()}
 
 
@@ -210,7 +209,9 @@ def _refuse(state: EPState, reply: Message) -> str | None:
     """Moments must be those of a distribution, an expansion may have any curvature; neither beyond all measure."""
     if state.warm_start is None:
         return _sites.absurd_moments(state.sites, reply)
-    return _sites.absurd_expansion(state.sites, reply)
+    # A step may lead anywhere: an expansion there that is beyond measure only says that it was too long.
+    stepped = bool(np.any(state.warm_start.move))
+    return _sites.absurd_values(reply) if stepped else _sites.absurd_expansion(state.sites, reply)
 
 
 def _update_server(
@@ -225,12 +226,17 @@ def _newton_round(
     state: EPState, before: WarmStart, replies: Mapping[str, Message], trust: float | None
 ) -> tuple[EPState, EPInfo]:
     """One round of the warm start; on arrival, sites and q stay and refinement begins."""
-    sites, after, bounded = state.sites, before, None
+    sites, after, bounded = state.sites, before._replace(spent=before.spent + 1.0), None
     if replies:
         sites, after, bounded = _warm_start.step(sites, before, replies, trust)
     info = EPInfo("warm start", after.change, np.inf, 1.0, after.objective, 0.0, np.nan)
-    message = "" if after.arrived else _NOT_ARRIVED
-    state = state._replace(sites=sites, warm_start=None if after.arrived else after, message=message)
+    over = not after.arrived and after.spent >= _BUDGET
+    state = state._replace(
+        sites=sites,
+        warm_start=None if after.arrived else after,
+        message="" if after.arrived else _warm_start.why_not_arrived(sites, after),
+        status=(Status.STALLED if over else Status.RUNNING).value,
+    )
     if bounded is not None:
         state, info = hold_back(state, info, _sites.indices(sites, replies), bounded, trust)
     return named(state, trust), info

@@ -121,14 +121,9 @@ def near_posterior(target: Target, local: LocalInference) -> Target:
     search = _warm_start.start(layout, 1)
     for _ in range(_NEWTON_STEPS):
         try:
-            expansion = local.expand(client, search.point, target.prior_share)
+            reply, _ = _warm_start.expand_along(client, local, search.point, search.move, target.prior_share)
         except LocalFailure:
             return target
-        reply = {
-            "value": np.array(expansion.value),
-            "gradient": expansion.gradient,
-            "hessian": gaussian.pack_triangle(expansion.hessian),
-        }
         sites, search, _ = _warm_start.step(sites, search, {client.client_id: reply})
         if search.arrived:
             return target._replace(global_=sites.q)
