@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 import warnings
@@ -134,11 +135,14 @@ def shared_layout(
     binary = np.repeat([variable.binary for variable in variables], [variable.size for variable in variables])
     exact = _gaussian_beside_binary(lambda draws: log_density(draws)[0], gradient, origin, binary)
     n0 = exact if exact is not None else moment_match(_prior_draws(parts))
+    many = functools.cache(lambda: _graph.batched(phi, [], [pt.grad(logp, phi, disconnected_inputs="ignore")]))
     prior = SharedPrior(
         log_density=lambda draws: np.broadcast_to(log_density(draws)[0], (len(draws),)),
         gradient=gradient,
         gaussian=n0,
         is_gaussian=exact is not None,
+        gradients=lambda draws: np.broadcast_to(many()(draws)[0], draws.shape),
+        kernel=functools.cache(lambda: _kernel(_graph.SiteGraph(phi, (), logp, ()))),
     )
     digest = hashlib.sha256()
     for variable in variables:

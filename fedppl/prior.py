@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -30,12 +31,18 @@ class SharedPrior:
         N_0.
     is_gaussian
         Whether N_0 is the prior. If not, clients' factors carry (p(φ) / N_0(φ))^(1/K).
+    gradients
+        `gradient` for many φ at once, (S, m) to (S, m).
+    kernel
+        Compiles log p(φ) and its gradient for loops that are compiled themselves, at the first call.
     """
 
     log_density: Callable[[Array], Array]
     gradient: Callable[[Array], Array]
     gaussian: Gaussian
     is_gaussian: bool
+    gradients: Callable[[Array], Array] | None = None
+    kernel: Callable[[], Callable[..., Any]] | None = None
 
     def log_ratio(self, phi: Array) -> Array:
         """log p(φ) − log N_0(φ) at each row of phi, (S,), up to a constant."""
@@ -45,18 +52,20 @@ class SharedPrior:
 
     def log_ratio_gradient(self, phi: Array) -> Array:
         """Gradient of `log_ratio` at one φ, (m,)."""
+        return np.asarray(self.log_ratio_gradients(phi[None])[0])
+
+    def log_ratio_gradients(self, phi: Array) -> Array:
+        """Gradient of `log_ratio` at each row of phi, (S, m)."""
         if self.is_gaussian:
-            return np.zeros(len(phi))
-        return np.asarray(self.gradient(phi) - self.gaussian.linear + self.gaussian.precision @ phi)
+            return np.zeros_like(phi)
+        found = np.stack([self.gradient(row) for row in phi]) if self.gradients is None else self.gradients(phi)
+        return np.asarray(found - self.gaussian.linear + phi @ self.gaussian.precision)
 
     def log_ratio_hessian(self, phi: Array) -> Array:
         """Hessian of `log_ratio` at one φ, (m, m), by central differences of its gradient."""
-        step = 1e-4
-        columns = [
-            self.log_ratio_gradient(phi + step * unit) - self.log_ratio_gradient(phi - step * unit)
-            for unit in np.eye(len(phi))
-        ]
-        hessian = np.stack(columns, axis=1) / (2 * step)
+        step = 1e-4 * np.eye(len(phi))
+        high, low = np.split(self.log_ratio_gradients(np.concatenate([phi + step, phi - step])), 2)
+        hessian = (high - low) / 2e-4
         return np.asarray((hessian + hessian.T) / 2)
 
 

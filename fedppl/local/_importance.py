@@ -17,6 +17,7 @@ __all__ = [
     "controlled_moments",
     "effective_size",
     "enough_points",
+    "has_enough_points",
     "normalise",
     "pareto_k",
     "resample",
@@ -91,38 +92,45 @@ def pareto_k(log_weights: Array) -> float:
 
 
 def enough_points(size: int, points: int) -> int:
-    """Raise the number of points to what `controlled_moments` needs, where that is at most 1024."""
-    needed = 2 * (1 + size + size * (size + 1) // 2)
-    return max(points, needed) if needed <= 1024 else points
+    """Raise the number of points to what `controlled_moments` needs."""
+    return max(points, 2 * (1 + size + size * (size + 1) // 2))
+
+
+def has_enough_points(size: int) -> bool:
+    """Whether a quadratic in `size` coordinates can be had from 1024 values; from more, gradients are cheaper."""
+    return enough_points(size, 0) <= 1024
 
 
 @functools.lru_cache(maxsize=512)
-def _regression(size: int, points: int, stream: int) -> tuple[Array, Array] | None:
-    """Design of a quadratic in z at the whitened points and its pseudo-inverse; None if there are too few."""
+def _regression(size: int, points: int, stream: int) -> tuple[Array, Array]:
+    """Design of a quadratic in z at the whitened points and its pseudo-inverse."""
     z = whitened_points(size, points, stream)
     rows, columns = np.triu_indices(size)
     design = np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
-    if len(z) < 2 * design.shape[1]:
-        return None
     return design, np.linalg.pinv(design)
+
+
+# Beyond this sd of what a quadratic leaves of the log weights, their moments have an error to speak of.
+_LARGE_REMAINDER = 0.5
 
 
 def controlled_moments(
     z: Array, log_weights: Array, weights: Array, key: tuple[int, int, int]
-) -> tuple[WeightedMoments, float]:
+) -> tuple[WeightedMoments, float, float]:
     """Moments under a standard normal times weights, with the quadratic part of the log weights done exactly.
 
     A quadratic g is fitted to the log weights. Normal x e^g has exact moments; only the difference that the
     remainder makes is estimated at the points, with the estimate under e^g itself as control variate. Near a
     converged site both parts are small, so that the error of a client is far below 1 / sqrt(points).
 
-    Returns the moments and the sd of the remainder, which is what the error is in proportion to.
+    Returns the moments, the sd of the remainder, which the error is in proportion to, and the error of the mean in sds,
+    0 where the remainder is small.
     """
     plain = weighted_moments(z, weights)
-    regression = _regression(*key)
-    if regression is None or not np.all(np.isfinite(log_weights)):
-        return plain, float(np.std(log_weights[np.isfinite(log_weights)]))
-    design, inverse = regression
+    if not np.all(np.isfinite(log_weights)):
+        remainder = float(np.std(log_weights[np.isfinite(log_weights)]))
+        return plain, remainder, _error(z, weights, plain)
+    design, inverse = _regression(*key)
     coefficients = inverse @ log_weights
     fitted = design @ coefficients
     remainder = float(np.std(log_weights - fitted))
@@ -132,15 +140,33 @@ def controlled_moments(
     quadratic[rows, columns] = coefficients[1 + m :]
     precision = np.eye(m) - (quadratic + quadratic.T)
     if not _exceeds(precision, 0.05):
-        return plain, remainder
+        return plain, remainder, _error(z, weights, plain)
     covariance = np.linalg.inv(precision)
     mean = covariance @ coefficients[1 : 1 + m]
-    control = weighted_moments(z, normalise(fitted))
+    by_quadratic = normalise(fitted)
+    control = weighted_moments(z, by_quadratic)
     controlled = covariance + plain.covariance - control.covariance
     if not _exceeds(controlled, 0.05):
-        return plain, remainder
+        return plain, remainder, _error(z, weights, plain)
     moments = WeightedMoments(mean + plain.mean - control.mean, (controlled + controlled.T) / 2)
-    return moments, remainder
+    if remainder < _LARGE_REMAINDER:
+        return moments, remainder, 0.0
+    return moments, remainder, _error(z, weights, plain, by_quadratic, control)
+
+
+def _error(
+    z: Array,
+    weights: Array,
+    found: WeightedMoments,
+    control_weights: Array | None = None,
+    control: WeightedMoments | None = None,
+) -> float:
+    """Largest standard error of a mean, in sds, of independent points; less a control variate's where there is one."""
+    parts = weights[:, None] * (z - found.mean)
+    if control_weights is not None and control is not None:
+        parts = parts - control_weights[:, None] * (z - control.mean)
+    variance = np.maximum(np.diag(found.covariance), 1e-300)
+    return float(np.sqrt(np.max(np.sum(parts**2, axis=0) / variance)))
 
 
 def _exceeds(matrix: Array, floor: float) -> bool:

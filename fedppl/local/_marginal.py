@@ -26,7 +26,7 @@ from fedppl.local._newton import (
     solve,
 )
 
-__all__ = ["expand_marginal", "inner_mode_at", "marginal_batch", "site_batch"]
+__all__ = ["expand_marginal", "gradient_batch", "inner_mode_at", "marginal_batch", "site_batch"]
 
 CUBE = types.float64[:, :, ::1]
 
@@ -206,6 +206,29 @@ def marginal_batch(kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, mod
         else:
             missed += 1
     return OK, values, missed
+
+
+@entry(KERNEL, MATRIX, VECTOR, VECTOR, DATA, MATRIX)
+def gradient_batch(kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, gradients: Any) -> Any:
+    """log f and its gradient at every row of draws (S, m), by way of an expansion at φ, as in `marginal_batch`.
+
+    Fills gradients (S, m). Returns (status of the search at φ, log f (S,)), −inf where there is no mode.
+    """
+    count, m = draws.shape
+    d = theta.shape[0]
+    values = np.full(count, -np.inf)
+    status, origin, output, slope, center, _, scale = _origin(kernel, phi, theta, data)
+    if status != OK:
+        return status, values
+    third = np.zeros(m + d)
+    _third(kernel, origin, m, output, center, data, third)
+    x, A, factor = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d))
+    for s in range(count):
+        x[:m] = draws[s]
+        there, value = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
+        if there == OK and np.isfinite(value) and _total_gradient(kernel, x, m, scale, data, gradients[s]):
+            values[s] = value
+    return OK, values
 
 
 @entry(KERNEL, VECTOR, VECTOR, DATA)

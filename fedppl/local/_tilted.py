@@ -14,24 +14,26 @@ __all__ = ["gaussian_draws", "gaussian_moments", "log_tilted", "negative_hessian
 
 def log_tilted(target: Target) -> Callable[[Array], tuple[float, Array]]:
     """log [p(y, θ | φ) q_{-k}(φ) (p / N_0)(φ)^share] and its gradient, as a function of x = (φ, θ)."""
-    client, prior_share = target.client, target.prior_share
+    client, prior = target.client, target.client.prior
+    kernel, data = client.kernel, client.data
     m = client.shared_size
-    kernel, data, prior = client.kernel, client.data, client.prior
     linear, precision = target.cavity
-    corrected = bool(prior_share) and not prior.is_gaussian
+    share = 0.0 if prior.is_gaussian else float(target.prior_share)
+    prior_kernel, nothing = None, (np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    if share:
+        prior_kernel = prior.kernel()
+        linear, precision = linear - share * prior.gaussian.linear, precision - share * prior.gaussian.precision
 
     def value_and_gradient(x: Array) -> tuple[float, Array]:
         with np.errstate(over="ignore", invalid="ignore"):  # far out, infinite is the right answer
             output = kernel(np.ascontiguousarray(x), *data)
             phi = x[:m]
             pull = precision @ phi
-            value = float(output[0] + phi @ (linear - 0.5 * pull))
-            gradient = output[1:]
-            gradient[:m] += linear - pull
-            if corrected:
-                value += prior_share * float(prior.log_ratio(phi[None])[0])
-                gradient[:m] += prior_share * prior.log_ratio_gradient(phi)
-        return value, gradient
+            output[0] += phi @ (linear - 0.5 * pull)
+            output[1 : 1 + m] += linear - pull
+            if prior_kernel is not None:
+                output[: 1 + m] += share * prior_kernel(np.ascontiguousarray(phi), *nothing)
+        return float(output[0]), output[1:]
 
     return value_and_gradient
 

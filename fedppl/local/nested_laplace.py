@@ -9,11 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.gaussian import Gaussian
+from fedppl.local import _from_q, _student
 from fedppl.local._importance import (
-    controlled_moments,
     effective_size,
-    enough_points,
     normalise,
     pareto_k,
     resample,
@@ -21,8 +19,9 @@ from fedppl.local._importance import (
     stream_of,
     whitened_points,
 )
-from fedppl.local._marginal import expand_marginal, inner_mode_at, marginal_batch, site_batch
+from fedppl.local._marginal import expand_marginal, gradient_batch, inner_mode_at, marginal_batch, site_batch
 from fedppl.local._newton import OK
+from fedppl.local._student import StudentSample
 from fedppl.local.nuts import NUTS
 from fedppl.model import ClientModel
 from fedppl.types import Array, DeclarationError, Draws, Expansion, LocalFailure, LocalInference, Moments, Target
@@ -57,14 +56,14 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
     Parameters
     ----------
     points
-        Number of points, raised (up to 1024) to twice the number of coefficients of a
-        quadratic in φ, which is what the control variate needs. Four or sixteen times as many are used where
-        the log weights are far from a quadratic.
+        Number of points, raised to twice the number of coefficients of a quadratic in φ, which is what the
+        control variate needs, while that is at most 1024 (30 coordinates), and beyond it to four times m + 1, with
+        gradients there. Four or sixteen times as many are used where the log weights are far from a quadratic.
     pareto_limit
         Pareto k above which weights that vary (relative ESS below 0.9) are not trusted.
     fallback
-        Where they are not trusted, use a Laplace proposal, then NUTS, and report it as diagnostic `fallback`
-        (1, 2). If False the client is skipped instead.
+        Where they are not trusted, use a multivariate t that is fitted to the tilted distribution, then NUTS, and
+        report it as diagnostic `fallback` (1, 2). If False the client is skipped instead.
 
     Returns
     -------
@@ -121,10 +120,9 @@ def log_marginal(client: ClientModel, phi: Array) -> Array:
 def log_factor(client: ClientModel, points: Array, prior_share: float) -> Array:
     """log f_k (and its share of a non-Gaussian prior) at points (S, m), by way of the first of them, (S,)."""
     try:
-        values, _, _ = _batch(client, points, points[0], factors=False)
+        return _values(client, points, points[0], prior_share)
     except LocalFailure:
         return np.full(len(points), -np.inf)
-    return values + prior_share * client.prior.log_ratio(points) if prior_share else values
 
 
 def _batch(client: ClientModel, draws: Array, center: Array, *, factors: bool) -> tuple[Array, Array, Array]:
@@ -168,97 +166,96 @@ def expand(client: ClientModel, point: Array, prior_share: float) -> Expansion:
     return Expansion(value, gradient, hessian, {})
 
 
-def _log_weights(client: ClientModel, draws: Array, values: Array, site: Gaussian, prior_share: float) -> Array:
-    log_weights = values - gaussian.log_kernel(site, draws)
+def _values(client: ClientModel, draws: Array, center: Array, prior_share: float) -> Array:
+    """log f_k (and its share of a non-Gaussian prior) at each row of draws (S, m), (S,)."""
+    values, _, _ = _batch(client, draws, center, factors=False)
+    return values + prior_share * client.prior.log_ratio(draws) if prior_share else values
+
+
+def _gradients(client: ClientModel, draws: Array, center: Array, prior_share: float) -> tuple[Array, Array]:
+    """log f_k (and its share of a non-Gaussian prior) and its gradient at each row of draws, (S,) and (S, m)."""
+    gradients = np.zeros_like(draws)
+    status, values = gradient_batch(
+        client.kernel, np.ascontiguousarray(draws), center, _start(client), client.data, gradients
+    )
+    if status != OK:
+        raise LocalFailure(_NO_MODE.format(phi=np.array2string(center, precision=3)))
     if prior_share:
-        log_weights = log_weights + prior_share * client.prior.log_ratio(draws)
-    return np.asarray(log_weights)
+        values = values + prior_share * client.prior.log_ratio(draws)
+        gradients = gradients + prior_share * client.prior.log_ratio_gradients(draws)
+    return values, gradients
 
 
 def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> Moments:
-    """Moments of f_k(φ) q_{-k}(φ) by importance sampling from q."""
-    client, global_, cavity, prior_share = target
-    mean, factor = gaussian.affine(global_)
-    moments = _weighted(client, mean, factor, settings.points, gaussian.quotient(global_, cavity), prior_share)
-    if _trusted(moments, settings.pareto_limit):
-        return moments
+    """Moments of f_k(φ) q_{-k}(φ) by importance sampling from q, then from a t fitted to them, then by NUTS."""
+    client, global_, cavity, share = target
+    mean, root = gaussian.affine(global_)
+    site = gaussian.quotient(global_, cavity)
+
+    def values(draws: Array) -> Array:
+        return _values(client, draws, mean, share) - gaussian.log_kernel(site, draws)
+
+    def gradients(draws: Array) -> tuple[Array, Array]:
+        log_factor, slopes = _gradients(client, draws, mean, share)
+        return log_factor - gaussian.log_kernel(site, draws), slopes - site.linear + draws @ site.precision
+
+    factor = _from_q.Factor(client.shared_size, values, gradients)
+    found = _from_q.moments(factor, mean, root, settings.points, stream_of(client.client_id))
+    if found is not None and _from_q.trusted(found, settings.pareto_limit):
+        return found._replace(diagnostics={**found.diagnostics, "fallback": 0.0})
     if not settings.fallback:
-        k, relative = moments.diagnostics["pareto_k"], moments.diagnostics["relative_ess"]
-        raise LocalFailure(
-            f"Pareto k {k:.2f} (limit {settings.pareto_limit}), relative ESS {relative:.2f}: q and this client's "
-            "factor hardly overlap. Raise points=, or set fallback=True"
-        )
-    again = _from_laplace_proposal(client, cavity, mean, settings.points, prior_share)
-    if again is not None and _trusted(again, settings.pareto_limit):
-        return again
+        quality = "no point of q has a finite weight"
+        if found is not None:
+            k, relative = found.diagnostics["pareto_k"], found.diagnostics["relative_ess"]
+            quality = f"Pareto k {k:.2f} (limit {settings.pareto_limit}), relative ESS {relative:.2f}"
+        raise LocalFailure(f"{quality}: q and this client's factor hardly overlap. Raise points=, or set fallback=True")
+    sample = _student_sample(target, settings)
+    if sample is not None:
+        return _student_moments(sample)
     nuts = NUTS().tilted(target, rng)
     return nuts._replace(diagnostics={**nuts.diagnostics, "fallback": 2.0})
 
 
-# Where a quadratic leaves more than this of the log weights unexplained, four times as many points are used.
-_REMAINDERS = ((1, 0.02), (4, 0.2), (16, np.inf))
+def _student_sample(target: Target, settings: _Settings) -> StudentSample | None:
+    """Weighted points of the tilted distribution of φ; None where there are none to trust."""
+    client, global_, cavity, share = target
+    at = _tilted_mode(target)
+    center, covariance = at if at is not None else (gaussian.mean(global_), gaussian.covariance(global_))
+
+    def log_density(draws: Array) -> Array:
+        with np.errstate(over="ignore", invalid="ignore"):  # far out, infinite is the right answer
+            return _values(client, draws, center, share) + gaussian.log_kernel(cavity, draws)
+
+    return _student.sample(log_density, center, covariance, stream_of(client.client_id), settings.pareto_limit)
 
 
-def _weighted(
-    client: ClientModel,
-    mean: Array,
-    factor: Array,
-    points: int,
-    divisor: Gaussian,
-    prior_share: float,
-    step: float = 0.0,
-) -> Moments:
-    """Moments under weights f_k / divisor at points mean + factor z."""
-    for multiple, largest in _REMAINDERS:
-        key = (
-            client.shared_size,
-            multiple * enough_points(client.shared_size, points),
-            stream_of(client.client_id),
-        )
-        z = whitened_points(*key)
-        draws = mean + z @ factor.T
-        values, _, _ = _batch(client, draws, mean, factors=False)
-        log_weights = _log_weights(client, draws, values, divisor, prior_share)
-        if not np.any(np.isfinite(log_weights)):
-            raise LocalFailure(_NO_MODE.format(phi=np.array2string(mean, precision=3)))
-        weights = normalise(log_weights)
-        moments, remainder = controlled_moments(z, log_weights, weights, key)
-        if remainder <= largest:
-            break
-    inverse = np.linalg.inv(factor)
-    precision = inverse.T @ np.linalg.inv(moments.covariance) @ inverse
+def _student_moments(sample: StudentSample) -> Moments:
+    weights = normalise(sample.log_weights)
+    precision = np.linalg.inv(sample.moments.covariance)
     return Moments(
-        mean + factor @ moments.mean,
-        factor @ moments.covariance @ factor.T,
+        sample.moments.mean,
+        sample.moments.covariance,
         (precision + precision.T) / 2,
-        skewness(draws, weights),
+        skewness(sample.points, weights),
         {
-            "ess": effective_size(weights),
-            "relative_ess": effective_size(weights) / len(z),
-            "pareto_k": pareto_k(log_weights),
-            "remainder": remainder,
-            "fallback": step,
-            "mode_failures": float(np.sum(~np.isfinite(values))),
+            "ess": sample.ess,
+            "relative_ess": sample.ess / len(weights),
+            "pareto_k": sample.pareto_k,
+            "mc_error": sample.error,
+            "fallback": 1.0,
         },
     )
 
 
-def _trusted(moments: Moments, limit: float) -> bool:
-    """Heavy tails of weights that hardly vary do no harm; weights with little left of them always do."""
-    relative = moments.diagnostics["relative_ess"]
-    return relative > 0.1 and (moments.diagnostics["pareto_k"] <= limit or relative > 0.9)
-
-
-def _from_laplace_proposal(
-    client: ClientModel, cavity: Gaussian, start: Array, points: int, prior_share: float
-) -> Moments | None:
-    """Importance sampling from the Laplace approximation of the tilted distribution itself."""
+def _tilted_mode(target: Target) -> tuple[Array, Array] | None:
+    """Mode of the tilted distribution of φ and the covariance that its curvature gives."""
+    client, global_, cavity, share = target
     if not gaussian.is_proper(cavity):
         return None
-    phi, radius = start, 1.0
+    phi, radius = gaussian.mean(global_), 1.0
     for _ in range(30):
         try:
-            expansion = expand(client, phi, prior_share)
+            expansion = expand(client, phi, share)
         except LocalFailure:
             return None
         precision = cavity.precision - expansion.hessian
@@ -268,46 +265,62 @@ def _from_laplace_proposal(
         phi = phi + step / max(1.0, float(np.sqrt(step @ cavity.precision @ step)) / radius)
         radius *= 2.0
         if values[0] > 0 and gradient @ step < 1e-6:
-            break
-    else:
-        return None
-    # A little wider than the curvature says: importance weights must not have heavier tails than the proposal.
-    proposal = Gaussian(precision @ phi / 1.2, precision / 1.2)
-    mean, factor = gaussian.affine(proposal)
-    return _weighted(client, mean, factor, points, gaussian.quotient(proposal, cavity), prior_share, step=1.0)
+            return phi, np.linalg.inv(precision)
+    return None
 
 
 def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, settings: _Settings) -> Draws:
     """Draws of (φ, θ) from the tilted distribution, FedLin eq. 8, by sampling importance resampling.
 
-    Proposals are φ from q and θ from its Laplace approximation given φ; the weights are exact, so that the
-    Laplace approximation of θ is corrected where it is off.
+    Proposals are φ from q, or from a t fitted to the tilted distribution where q covers it badly, and θ from its
+    Laplace approximation given φ; the weights are exact, so that this approximation is corrected where it is off.
     """
-    client, global_, cavity, prior_share = target
-    m, d = client.shared_size, client.local_size
-    wanted = draws * chains
-    z = whitened_points(m, max(settings.points, 2 * wanted), int(rng.integers(2**32)))
-    mean, factor = gaussian.affine(global_)
-    phi = mean + z @ factor.T
-    _, modes, factors = _batch(client, phi, mean, factors=True)
-    found = np.array([np.all(np.diag(f) > 0) for f in factors]) if d else np.ones(len(phi), dtype=bool)
-    if not np.any(found):
-        raise LocalFailure(_NO_MODE.format(phi=np.array2string(mean, precision=3)))
-    phi, modes, factors = phi[found], modes[found], factors[found]
-    noise = rng.normal(size=(len(phi), d))
-    theta = modes + np.linalg.solve(np.swapaxes(factors, 1, 2), noise[..., None])[..., 0] if d else modes
-    log_proposal = -0.5 * np.sum(noise**2, axis=1) + np.sum(np.log(np.einsum("sii->si", factors)), axis=1)
-    values = site_batch(client.kernel, np.ascontiguousarray(np.concatenate([phi, theta], axis=1)), client.data)
-    site = gaussian.quotient(global_, cavity)
-    log_weights = _log_weights(client, phi, values, site, prior_share) - log_proposal
-    k = pareto_k(log_weights)
-    if k > settings.pareto_limit and settings.fallback:
-        sampled = NUTS().draw(target, draws, chains, rng)
-        return sampled._replace(diagnostics={**sampled.diagnostics, "fallback": 2.0})
+    client, global_, cavity, share = target
+    wanted, step = draws * chains, 0.0
+    z = whitened_points(client.shared_size, max(settings.points, 2 * wanted), int(rng.integers(2**32)))
+    mean, root = gaussian.affine(global_)
+    phi = mean + z @ root.T
+    outside = share * client.prior.log_ratio(phi) - gaussian.log_kernel(gaussian.quotient(global_, cavity), phi)
+    phi, theta, log_weights = _with_local(client, phi, mean, outside, rng)
+    if pareto_k(log_weights) > settings.pareto_limit and settings.fallback:
+        sample = _student_sample(target, settings)
+        if sample is not None:
+            step, phi = 1.0, sample.points
+            outside = share * client.prior.log_ratio(phi) + gaussian.log_kernel(cavity, phi) - sample.log_proposal
+            phi, theta, log_weights = _with_local(client, phi, sample.moments.mean, outside, rng)
+        if pareto_k(log_weights) > settings.pareto_limit:
+            sampled = NUTS().draw(target, draws, chains, rng)
+            return sampled._replace(diagnostics={**sampled.diagnostics, "fallback": 2.0})
     weights = normalise(log_weights)
     chosen = resample(weights, wanted, rng)
     return Draws(
-        phi[chosen].reshape(chains, draws, m),
-        theta[chosen].reshape(chains, draws, d),
-        {"ess": effective_size(weights), "pareto_k": k, "fallback": 0.0},
+        phi[chosen].reshape(chains, draws, -1),
+        theta[chosen].reshape(chains, draws, -1),
+        {"ess": effective_size(weights), "pareto_k": pareto_k(log_weights), "fallback": step},
     )
+
+
+_AT_ONCE = 2**24  # numbers in the factors that are held at a time
+
+
+def _with_local(
+    client: ClientModel, phi: Array, center: Array, outside: Array, rng: np.random.Generator
+) -> tuple[Array, Array, Array]:
+    """Points φ with a draw of θ for each, and log weights of the pairs: p(y, θ | φ) / g(θ | φ), times what is outside."""
+    d = client.local_size
+    chunk = max(1, _AT_ONCE // max(1, d * d))
+    kept: list[tuple[Array, Array, Array]] = []
+    for first in range(0, len(phi), chunk):
+        some = phi[first : first + chunk]
+        _, modes, factors = _batch(client, some, center, factors=True)
+        found = np.array([np.all(np.diag(f) > 0) for f in factors]) if d else np.ones(len(some), dtype=bool)
+        some, modes, factors = some[found], modes[found], factors[found]
+        noise = rng.normal(size=(len(some), d))
+        theta = modes + np.linalg.solve(np.swapaxes(factors, 1, 2), noise[..., None])[..., 0] if d else modes
+        log_proposal = -0.5 * np.sum(noise**2, axis=1) + np.sum(np.log(np.einsum("sii->si", factors)), axis=1)
+        values = site_batch(client.kernel, np.ascontiguousarray(np.concatenate([some, theta], axis=1)), client.data)
+        kept.append((some, theta, values - log_proposal + outside[first : first + chunk][found]))
+    if not any(len(some) for some, _, _ in kept):
+        raise LocalFailure(_NO_MODE.format(phi=np.array2string(center, precision=3)))
+    joined, theta, log_weights = (np.concatenate(parts) for parts in zip(*kept, strict=True))
+    return joined, theta, log_weights

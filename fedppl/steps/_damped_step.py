@@ -132,7 +132,7 @@ def _judge(
 ) -> EPState:
     """Set the next damping, and say whether this is converged."""
     count = len(state.sites.where)
-    noisy = mc_error > 0
+    noisy = mc_error > tolerance
     averaging = state.averaging
     if averaging or (noisy and change < 3 * max(mc_error, tolerance)):
         # down to noise: average the rounds, so that Monte Carlo error falls with their number

@@ -95,7 +95,9 @@ def step(
     objective = -np.inf
     if everyone:
         if len(kept) == len(replies):
-            objective = sum(float(reply["value"]) for reply in kept.values()) + float(gaussian.log_kernel(sites.prior, x))
+            objective = sum(float(reply["value"]) for reply in kept.values()) + float(
+                gaussian.log_kernel(sites.prior, x)
+            )
         better = _better_length(sites.prior, state, replies, objective)
         if better is not None:
             move = better * state.move
@@ -104,7 +106,9 @@ def step(
         return sites, state, None
     rows = indices(sites, kept)
     gradient = np.stack([reply["gradient"] for reply in kept.values()])
-    packed = in_structure(-gaussian.unpack_triangle(np.stack([reply["hessian"] for reply in kept.values()])), sites.structure)
+    packed = in_structure(
+        -gaussian.unpack_triangle(np.stack([reply["hessian"] for reply in kept.values()])), sites.structure
+    )
     linear, precision, heard = sites.linear.copy(), sites.precision.copy(), state.heard.copy()
     precision[rows] = packed
     linear[rows] = gradient + dense(packed, sites.structure) @ x

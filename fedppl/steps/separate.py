@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl import gaussian, structure
+from fedppl import structure
 from fedppl._target import draw_target, pack_target, unpack_target
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace

@@ -1,0 +1,108 @@
+"""Moments of a client's tilted distribution by importance sampling from the global q, or one near it.
+
+Where q and the client's site are right already, the log weights are constant and q comes back without error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from fedppl.local import _stein
+from fedppl.local._importance import (
+    controlled_moments,
+    effective_size,
+    enough_points,
+    has_enough_points,
+    normalise,
+    pareto_k,
+    skewness,
+    whitened_points,
+)
+from fedppl.types import Array, Moments
+
+__all__ = ["Factor", "moments", "trusted"]
+
+# Where a quadratic leaves more than this of the log weights unexplained, four times as many points are used.
+_REMAINDERS = ((1, 0.02), (4, 0.2), (16, np.inf))
+_GRADIENT_REMAINDERS = ((1, 0.2), (4, np.inf))
+
+
+class Factor(NamedTuple):
+    """Log weights of a client's factor against its site in q, at points (S, m)."""
+
+    size: int  # m
+    values: Callable[[Array], Array]  # (S,)
+    gradients: Callable[[Array], tuple[Array, Array]]  # (S,) and (S, m)
+
+
+def moments(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
+    """Moments under q = N(mean, root rootᵀ) times the weights; None where nothing finite was found."""
+    if has_enough_points(factor.size):
+        return _from_values(factor, mean, root, points, stream)
+    return _from_gradients(factor, mean, root, points, stream)
+
+
+def trusted(found: Moments, limit: float) -> bool:
+    """Heavy tails of weights that hardly vary do no harm; weights with little left of them always do."""
+    relative = found.diagnostics["relative_ess"]
+    return relative > 0.1 and (found.diagnostics["pareto_k"] <= limit or relative > 0.9)
+
+
+def _from_values(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
+    for multiple, largest in _REMAINDERS:
+        key = (factor.size, multiple * enough_points(factor.size, points), stream)
+        z = whitened_points(*key)
+        log_weights = factor.values(mean + z @ root.T)
+        if not np.any(np.isfinite(log_weights)):
+            return None
+        weights = normalise(log_weights)
+        white, remainder, error = controlled_moments(z, log_weights, weights, key)
+        if remainder <= largest:
+            break
+    quality = {
+        "ess": effective_size(weights),
+        "relative_ess": effective_size(weights) / len(z),
+        "pareto_k": pareto_k(log_weights),
+        "remainder": remainder,
+        "mc_error": error,
+        "mode_failures": float(np.sum(~np.isfinite(log_weights))),
+    }
+    return _coloured(white.mean, white.covariance, mean, root, skewness(mean + z @ root.T, weights), quality)
+
+
+def _from_gradients(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
+    for multiple, largest in _GRADIENT_REMAINDERS:
+        z = whitened_points(factor.size, multiple * _stein.points_for(factor.size, points), stream)
+        log_weights, gradients = factor.gradients(mean + z @ root.T)
+        if not np.all(np.isfinite(log_weights)) or not np.all(np.isfinite(gradients)):
+            return None
+        found = _stein.stein_moments(z, log_weights, gradients @ root)
+        if found is None:
+            return None
+        if found.remainder <= largest:
+            break
+    relative = float(np.exp(-(found.remainder**2)))  # of log-normal weights
+    quality = {
+        "ess": relative * len(z),
+        "relative_ess": relative,
+        "pareto_k": found.pareto_k,
+        "remainder": found.remainder,
+        "mc_error": found.error,
+        "mode_failures": 0.0,
+    }
+    return _coloured(
+        found.moments.mean, found.moments.covariance, mean, root, _stein.skewness(z, found.off, root), quality
+    )
+
+
+def _coloured(
+    mean: Array, covariance: Array, center: Array, root: Array, skewed: Array, quality: dict[str, float]
+) -> Moments:
+    """Moments of z as those of center + root z."""
+    inverse = np.linalg.inv(root)
+    precision = inverse.T @ np.linalg.inv(covariance) @ inverse
+    coloured = root @ covariance @ root.T
+    return Moments(center + root @ mean, (coloured + coloured.T) / 2, (precision + precision.T) / 2, skewed, quality)
