@@ -15,6 +15,7 @@ import pymc as pm
 import pytensor
 import pytensor.tensor as pt
 from numba.core.errors import NumbaPerformanceWarning
+from pymc.logprob.utils import ParameterValueError
 from pytensor.compile.mode import get_mode
 
 from fedppl import _graph, gaussian
@@ -137,11 +138,11 @@ def shared_layout(
     n0 = exact if exact is not None else moment_match(_prior_draws(parts))
     many = functools.cache(lambda: _graph.batched(phi, [], [pt.grad(logp, phi, disconnected_inputs="ignore")]))
     prior = SharedPrior(
-        log_density=lambda draws: np.broadcast_to(log_density(draws)[0], (len(draws),)),
+        log_density=lambda draws: _by_row(log_density, draws, -np.inf, ()),
         gradient=gradient,
         gaussian=n0,
         is_gaussian=exact is not None,
-        gradients=lambda draws: np.broadcast_to(many()(draws)[0], draws.shape),
+        gradients=lambda draws: _by_row(many(), draws, np.nan, draws.shape[1:]),
         kernel=functools.cache(lambda: _kernel(_graph.SiteGraph(phi, (), logp, ()))),
     )
     digest = hashlib.sha256()
@@ -159,6 +160,16 @@ def shared_layout(
     layout = Layout(variables, n0, exact is not None, digest.hexdigest()[:16])
     functions[key] = layout, prior
     return layout, prior
+
+
+def _by_row(function: Callable[..., list[Array]], draws: Array, outside: float, shape: tuple[int, ...]) -> Array:
+    """Values (S, *shape) at draws (S, m); where one of them has a parameter outside its domain, each by itself."""
+    try:
+        return np.broadcast_to(function(draws)[0], (len(draws), *shape))
+    except ParameterValueError:
+        if len(draws) == 1:
+            return np.full((1, *shape), outside)
+        return np.concatenate([_by_row(function, row[None], outside, shape) for row in draws])
 
 
 def _gaussian_beside_binary(

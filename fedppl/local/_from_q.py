@@ -74,16 +74,17 @@ def _from_values(factor: Factor, mean: Array, root: Array, points: int, stream: 
 
 
 def _from_gradients(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
+    found = None
     for multiple, largest in _GRADIENT_REMAINDERS:
         z = whitened_points(factor.size, multiple * _stein.points_for(factor.size, points), stream)
         log_weights, gradients = factor.gradients(mean + z @ root.T)
         if not np.all(np.isfinite(log_weights)) or not np.all(np.isfinite(gradients)):
             return None
         found = _stein.stein_moments(z, log_weights, gradients @ root)
-        if found is None:
-            return None
-        if found.remainder <= largest:
+        if found is None or found.remainder <= largest:
             break
+    if found is None:
+        return None
     relative = float(np.exp(-(found.remainder**2)))  # of log-normal weights
     quality = {
         "ess": relative * len(z),
@@ -93,9 +94,8 @@ def _from_gradients(factor: Factor, mean: Array, root: Array, points: int, strea
         "mc_error": found.error,
         "mode_failures": 0.0,
     }
-    return _coloured(
-        found.moments.mean, found.moments.covariance, mean, root, _stein.skewness(z, found.off, root), quality
-    )
+    skewed = _stein.skewness(z, found.off, root)
+    return _coloured(found.moments.mean, found.moments.covariance, mean, root, skewed, quality)
 
 
 def _coloured(

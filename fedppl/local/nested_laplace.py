@@ -265,7 +265,7 @@ def _tilted_mode(target: Target) -> tuple[Array, Array] | None:
         phi = phi + step / max(1.0, float(np.sqrt(step @ cavity.precision @ step)) / radius)
         radius *= 2.0
         if values[0] > 0 and gradient @ step < 1e-6:
-            return phi, np.linalg.inv(precision)
+            return phi, np.asarray(np.linalg.inv(precision), dtype=np.float64)
     return None
 
 
@@ -306,7 +306,7 @@ _AT_ONCE = 2**24  # numbers in the factors that are held at a time
 def _with_local(
     client: ClientModel, phi: Array, center: Array, outside: Array, rng: np.random.Generator
 ) -> tuple[Array, Array, Array]:
-    """Points φ with a draw of θ for each, and log weights of the pairs: p(y, θ | φ) / g(θ | φ), times what is outside."""
+    """Points φ with a draw of θ for each, and log weights of the pairs: p(y, θ | φ) / g(θ | φ) x what is outside."""
     d = client.local_size
     chunk = max(1, _AT_ONCE // max(1, d * d))
     kept: list[tuple[Array, Array, Array]] = []

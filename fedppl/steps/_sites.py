@@ -175,10 +175,11 @@ def absurd_expansion(sites: Sites, reply: Message) -> str | None:
     ratios = _ratios(hessian, root)
     if ratios is None or np.abs(ratios).max() > _AGAINST_PRIOR:
         with np.errstate(all="ignore"):
-            steepest = int(np.nanargmax(np.abs(np.diag(hessian)) * np.diag(gaussian.covariance(sites.prior))))
+            worst = int(np.nanargmax(np.abs(np.diag(hessian)) * np.diag(gaussian.covariance(sites.prior))))
+        beyond = _beyond("hessian", ratios, "the precision of the prior", _AGAINST_PRIOR)
         return (
-            f"{_beyond('hessian', ratios, 'the precision of the prior', _AGAINST_PRIOR)}. Along {sites.labels[steepest]} "
-            "the data are on another scale than the prior: rescale the outcome or that column, or widen the prior"
+            f"{beyond}. Along {sites.labels[worst]} the data are on another scale than the prior: rescale the outcome "
+            "or that column, or widen the prior"
         )
     with np.errstate(all="ignore"):
         slope = float(np.linalg.norm(root.T @ np.asarray(reply["gradient"], dtype=float)))

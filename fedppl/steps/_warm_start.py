@@ -24,8 +24,9 @@ __all__ = ["LENGTHS", "WarmStart", "expand_along", "newton_step", "start", "step
 LENGTHS = 2.0 ** np.arange(-10, 6)
 # In posterior sds: EP's importance weights are good from here, and the rest of the way is inside its first step.
 _ARRIVED = 0.3
-# Along one axis of the prior, in its sds, where clients are heard at different points and no sum can be compared.
-_RADIUS = 1.5
+# Steps begin with at most this many prior sds, and grow where they prove right. A hierarchy among shared variables
+# has a density without bound where its scale is 0: long steps find that in place of the mode beside it.
+_RADIUS, _WIDEST = 1.5, 100.0
 
 
 class WarmStart(NamedTuple):
@@ -37,6 +38,8 @@ class WarmStart(NamedTuple):
     heard: Array  # (K,) bool: has sent an expansion
     objective: float  # log marginal posterior at the anchor, −inf if not all clients were expanded there
     change: float  # of the last step, in posterior sds
+    radius: float  # longest step that is believed, in prior sds of a coordinate
+    whole: bool  # the step is Newton's own, with nothing left out: longer ones along it are looked at
     spent: float  # expansions a client, the budget's unit
     chosen: bool  # the point was the best along a step, and is not chosen anew
     arrived: bool
@@ -45,7 +48,8 @@ class WarmStart(NamedTuple):
 def start(layout: Layout, clients: int) -> WarmStart:
     """Begin at the prior mean."""
     mean = gaussian.mean(layout.prior)
-    return WarmStart(mean, np.zeros_like(mean), mean, np.zeros(clients, dtype=bool), -np.inf, np.inf, 0.0, False, False)
+    heard = np.zeros(clients, dtype=bool)
+    return WarmStart(mean, np.zeros_like(mean), mean, heard, -np.inf, np.inf, _RADIUS, False, 0.0, False, False)
 
 
 def _along(point: Array, move: Array) -> Array:
@@ -63,12 +67,16 @@ def expand_along(
     if np.any(move):
         values = local.log_factor(client, _along(point, move), prior_share)
         ray = np.where(np.isfinite(values), values, NO_VALUE)
+    nothing = Expansion(NO_VALUE, np.zeros(m), np.zeros((m, m)), {})
     try:
         expansion = local.expand(client, point, prior_share)
     except LocalFailure:
         if not np.any(move):  # nowhere to go back to
             raise
-        expansion = Expansion(NO_VALUE, np.zeros(m), np.zeros((m, m)), {})
+        expansion = nothing
+    numbers = np.concatenate([[expansion.value], expansion.gradient, np.ravel(expansion.hessian)])
+    if np.any(move) and not np.all(np.isfinite(numbers)):
+        expansion = nothing
     reply = {
         "value": np.array(expansion.value),
         "gradient": expansion.gradient,
@@ -100,8 +108,9 @@ def step(
             )
         better = _better_length(sites.prior, state, replies, objective)
         if better is not None:
-            move = better * state.move
-            return sites, state._replace(point=state.anchor + move, move=move, change=np.inf, chosen=True), None
+            move, radius = better * state.move, state.radius * min(better, 1.0)
+            point = state.anchor + move
+            return sites, state._replace(point=point, move=move, change=np.inf, radius=radius, chosen=True), None
     if not kept:
         return sites, state, None
     rows = indices(sites, kept)
@@ -123,11 +132,10 @@ def step(
     tried = update(sites, linear, precision)
     # Sites that were kept small keep the step small: that is no sign of being there.
     free = bounded is None or not np.any(bounded.held)
-    move, whole = newton_step(tried.q, sites.prior, x)
-    if not everyone:
-        move, clipped = _clipped(move, sites.prior)
-        whole = whole and not clipped
-    change = float(np.max(np.abs(move) / gaussian.standard_deviations(tried.q))) if whole else np.inf
+    radius = state.radius if everyone else _RADIUS
+    move, whole, cut = newton_step(tried.q, sites.prior, x, radius)
+    there = whole and not cut
+    change = float(np.max(np.abs(move) / gaussian.standard_deviations(tried.q))) if there else np.inf
     moved = WarmStart(
         point=x + move,
         move=move,
@@ -135,9 +143,11 @@ def step(
         heard=heard,
         objective=objective,
         change=change,
+        radius=min(2 * radius, _WIDEST) if cut and whole else radius,
+        whole=whole,
         spent=state.spent,
         chosen=False,
-        arrived=free and whole and change < _ARRIVED and bool(np.all(heard)),
+        arrived=free and there and change < _ARRIVED and bool(np.all(heard)),
     )
     return tried, moved, bounded
 
@@ -148,6 +158,12 @@ def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Mess
         return None
     values = np.sum([np.asarray(reply["ray"], dtype=float) for reply in replies.values()], axis=0)
     values = values + gaussian.log_kernel(prior, _along(state.point, state.move))
+    reach = (
+        1.0
+        if not state.whole
+        else state.radius / max(float(np.max(np.abs(state.move) / gaussian.standard_deviations(prior))), 1e-300)
+    )
+    values[LENGTHS > max(reach, 1.0)] = -np.inf
     best, taken = int(np.argmax(values)), int(np.flatnonzero(LENGTHS == 1.0)[0])
     slack = 1e-9 * max(1.0, abs(state.objective))
     gain = objective - state.objective
@@ -159,20 +175,28 @@ def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Mess
     return float(LENGTHS[best] if values[best] >= state.objective - slack else LENGTHS[0])
 
 
-def newton_step(q: Gaussian, prior: Gaussian, x: Array) -> tuple[Array, bool]:
-    """Newton step from x towards the mode of q, and whether q's precision served as it is.
+def newton_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[Array, bool, bool]:
+    """Newton step from x towards the mode of q; whether q's precision served as it is; whether the step was cut.
 
-    Where it is not positive definite, couplings are left out until it is: those of one coordinate, the one that
-    leaves the largest gain. A scale that is far off couples with every mean it scales; by itself each knows its way.
+    Where the precision is not positive definite, couplings are left out until it is: those of one coordinate, the one
+    that leaves the largest gain. A scale that is far off couples with every mean it scales; by itself each knows its
+    way. Along no principal axis of the precision is the step longer than `radius` prior sds.
     """
     gradient = q.linear - q.precision @ x
     scale = np.sqrt(np.maximum(np.abs(np.diag(q.precision)), np.diag(prior.precision)))
     white, slope = q.precision / np.outer(scale, scale), gradient / scale
-    if _smallest(white) > _SINGULAR:
-        return np.linalg.solve(white, slope) / scale, True
-    found = [_decoupled(white, slope, first) for first in _suspects(white)]
-    _, _, move = min(found, key=lambda option: option[:2])
-    return move / scale, False
+    whole = _smallest(white) > _SINGULAR
+    if whole:
+        move = np.linalg.solve(white, slope)
+    else:
+        options = [_decoupled(white, slope, first) for first in _suspects(white)]
+        _, _, move, white = min(options, key=lambda option: option[:2])
+    root = np.linalg.inv(np.linalg.cholesky(prior.precision))
+    _, axes = np.linalg.eigh(root @ (white * np.outer(scale, scale)) @ root.T)
+    axes = axes.T @ np.linalg.inv(root.T)  # rows: principal axes of the precision, in prior sds
+    along = axes @ (move / scale)
+    kept = np.clip(along, -radius, radius)
+    return np.linalg.solve(axes, kept), whole, bool(np.any(kept != along))
 
 
 _SINGULAR = 1e-13
@@ -189,8 +213,8 @@ def _suspects(white: Array, most: int = 20) -> list[int]:
     return [int(j) for j in np.argsort(-np.abs(vectors[:, 0]), kind="stable")[:most]]
 
 
-def _decoupled(white: Array, slope: Array, first: int) -> tuple[int, float, Array]:
-    """Leave out one coordinate's couplings, then others' while need be: (how many, −gain, step)."""
+def _decoupled(white: Array, slope: Array, first: int) -> tuple[int, float, Array, Array]:
+    """Leave out one coordinate's couplings, then others' while need be: (how many, −gain, step, matrix)."""
     matrix, left = white.copy(), [first]
     while True:
         j = left[-1]
@@ -205,16 +229,8 @@ def _decoupled(white: Array, slope: Array, first: int) -> tuple[int, float, Arra
         if not np.any(share > 0):
             break
         left.append(int(np.argmax(share)))
-    move = np.linalg.solve(matrix, slope)
-    return len(left), -float(move @ slope), move
-
-
-def _clipped(move: Array, prior: Gaussian) -> tuple[Array, bool]:
-    """The step with no principal axis longer than `_RADIUS` prior sds, and whether it was cut."""
-    root = np.linalg.cholesky(prior.precision)
-    white = root.T @ move
-    clipped = np.clip(white, -_RADIUS, _RADIUS)
-    return np.linalg.solve(root.T, clipped), bool(np.any(clipped != white))
+    move = np.asarray(np.linalg.solve(matrix, slope), dtype=np.float64)
+    return len(left), -float(move @ slope), move, matrix
 
 
 def why_not_arrived(sites: Sites, state: WarmStart) -> str:
