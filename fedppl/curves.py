@@ -26,6 +26,7 @@ from fedppl._lmc.result import (
     unpack,
 )
 from fedppl.results import Fit
+from fedppl.settings import between
 from fedppl.types import DataError, DeclarationError
 
 __all__ = ["coefficients", "latent_curves", "predict", "selection"]
@@ -97,8 +98,7 @@ def predict(
     ----------
     .. [1] Gao and Chung, sections 4.3 and 4.4, eqs. 17 to 20.
     """
-    if not isinstance(probability, int | float | np.number) or not 0 < probability < 1:
-        raise DeclarationError(f"probability={probability!r} must lie between 0 and 1.")
+    probability = between("probability", probability, 0, 1)
     view, own, fitted = _settled(fit, unit, latents, fixed=fixed)
     mean, variance = predictive(view.at(fitted.shared.kernel, inputs), fitted, own)
     sd = np.sqrt(variance + np.exp(2 * own.log_noise_sd))

@@ -21,6 +21,7 @@ from fedppl.model import ClientModel, FederatedModel
 from fedppl.participation import Participation
 from fedppl.replies import sum_replies
 from fedppl.results import Fit
+from fedppl.settings import between, whole
 from fedppl.types import (
     Algorithm,
     DataError,
@@ -119,8 +120,7 @@ def holdout(
     """
     if isinstance(rows, str):
         raise DeclarationError(f"rows={rows!r} must be a list of names: [{rows!r}].")
-    if not 0 < fraction < 1:
-        raise DeclarationError(f"fraction={fraction} must lie between 0 and 1.")
+    fraction = between("fraction", fraction, 0, 1)
     seed = _seed(random_seed)
     checked = {str(client_id): as_arrays(str(client_id), data) for client_id, data in clients.items()}
     by_client = {client_id: _split_names(client_id, arrays, rows) for client_id, arrays in checked.items()}
@@ -247,8 +247,7 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     """
     if not validation:
         raise DataError("no validation data: pass a mapping from client id to that client's held-out data.")
-    if draws < 1:
-        raise DeclarationError(f"draws={draws} must be at least 1.")
+    draws = whole("draws", draws)
     if not fit.clients:
         raise DeclarationError(
             "the fit's clients are sites of their own and their data are not here, so nor is their validation loss; "

@@ -24,6 +24,7 @@ from fedppl.local._newton import OK
 from fedppl.local._student import StudentSample
 from fedppl.local.nuts import NUTS
 from fedppl.model import ClientModel
+from fedppl.settings import between, flag, whole
 from fedppl.types import Array, DeclarationError, Draws, Expansion, LocalFailure, LocalInference, Moments, Target
 
 __all__ = ["NestedLaplace", "log_marginal"]
@@ -89,9 +90,11 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
     ----------
     .. [1] Rue, Martino and Chopin (2009), Approximate Bayesian inference for latent Gaussian models.
     """
-    if points < 16:
-        raise DeclarationError(f"points={points} is too few for moments; use at least 16, better 256.")
-    settings = _Settings(points, pareto_limit, fallback)
+    settings = _Settings(
+        whole("points", points, 16, "better 64 or 256"),
+        between("pareto_limit", pareto_limit, 0, np.inf, "[)"),
+        flag("fallback", fallback),
+    )
     return LocalInference(
         name="nested Laplace",
         check=_check,
