@@ -251,7 +251,7 @@ class Fit:
         return self._at_client(model, name, predict, draws, chains, random_seed)
 
     def _seed(self, random_seed: int | None) -> int:
-        return self.seed if random_seed is None else random_seed
+        return self.seed if random_seed is None else whole("random_seed", random_seed, 0)
 
     def _at_client(
         self,

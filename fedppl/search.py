@@ -21,7 +21,7 @@ from fedppl.model import ClientModel, FederatedModel
 from fedppl.participation import Participation
 from fedppl.replies import sum_replies
 from fedppl.results import Fit
-from fedppl.settings import between, whole
+from fedppl.settings import between, shown, whole
 from fedppl.types import (
     Algorithm,
     DataError,
@@ -177,6 +177,10 @@ def grid(build: Callable[..., Algorithm], **values: Sequence[Any]) -> dict[str, 
     -----
     *When this fails.* Every candidate is a fit: three settings of five values each are 125 of them.
     """
+    if not callable(build):
+        raise DeclarationError(
+            f"build={shown(build)} is no function; pass one that builds, as in grid(fedppl.EP, ...)."
+        )
     if not values:
         raise DeclarationError("no settings: name one or more with a list of values each, as in learning_rate=[...].")
     for name, choices in values.items():
@@ -245,7 +249,7 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     loss: raise `draws`. A loss of one client's rows is not private; only among the sum of many is it hidden. Clients
     that an engine ran elsewhere keep their personal states there, and here their draws do without.
     """
-    if not validation:
+    if not validation or not isinstance(validation, Mapping):
         raise DataError("no validation data: pass a mapping from client id to that client's held-out data.")
     draws = whole("draws", draws)
     if not fit.clients:

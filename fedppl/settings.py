@@ -98,7 +98,7 @@ def form(name: str, value: Any) -> None:
 
 def not_called(value: Any) -> str:
     """The remedy for a function that stands where its result belongs; empty for anything else."""
-    if not inspect.isfunction(value) or not value.__module__.startswith("fedppl."):
+    if not inspect.isfunction(value) or not value.__module__.startswith("fedppl.") or "<" in value.__qualname__:
         return ""
     required = [p.name for p in inspect.signature(value).parameters.values() if p.default is p.empty]
     arguments = ", ".join(f"{argument}=..." for argument in required)
@@ -116,7 +116,9 @@ def shown(value: Any) -> str:
 
 
 def _public(function: Any) -> str:
-    return f"fedppl.{function.__name__}" if function.__module__.startswith("fedppl.") else str(function.__name__)
+    package, _, module = function.__module__.partition(".")
+    family = {"covariance": "covariance.", "engine.flower": "Flower."}.get(module, "")
+    return f"fedppl.{family}{function.__name__}" if package == "fedppl" else str(function.__name__)
 
 
 def _number(value: Any) -> float | None:
@@ -131,6 +133,8 @@ def _number(value: Any) -> float | None:
 
 
 def _interval(low: float, high: float, ends: str) -> str:
+    if (low, high) == (-np.inf, np.inf):
+        return "be a finite number"
     if (low, high) == (0, np.inf):
         return "be finite and not negative" if ends[0] == "[" else "be positive and finite"
     if ends == "()" and high < np.inf:

@@ -211,7 +211,10 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
         if found is not None:
             k, relative = found.diagnostics["pareto_k"], found.diagnostics["relative_ess"]
             quality = f"Pareto k {k:.2f} (limit {settings.pareto_limit}), relative ESS {relative:.2f}"
-        raise LocalFailure(f"{quality}: q and this client's factor hardly overlap. Raise points=, or set fallback=True")
+        raise LocalFailure(
+            f"{quality}: q and this client's factor hardly overlap. Raise points=, set fallback=True, or start EP with "
+            "warm_start=True"
+        )
     sample = _student_sample(target, settings)
     if sample is not None:
         return _student_moments(sample)
