@@ -52,6 +52,10 @@ class Covariance(NamedTuple):
     to_the_end: bool
     settings: Mapping[str, Any] = {}
 
+    def __repr__(self) -> str:
+        """Name and settings; functions say nothing to a reader."""
+        return self.describe()
+
     def describe(self) -> str:
         """Name and settings on one line."""
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"

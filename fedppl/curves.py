@@ -83,7 +83,7 @@ def predict(
     Examples
     --------
     >>> import fedppl
-    >>> from models import fedlmc_ss
+    >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
     >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=3, progressbar=False, random_seed=1)
     >>> sorted(fedppl.curves.predict(fit, "a", {"X": [0.0, 0.5]}))
@@ -128,7 +128,7 @@ def selection(fit: Fit) -> xr.Dataset:
     Examples
     --------
     >>> import fedppl
-    >>> from models import fedlmc_ss
+    >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
     >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=3, progressbar=False, random_seed=1)
     >>> fedppl.curves.selection(fit)["selected"].dims
@@ -166,7 +166,7 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     Examples
     --------
     >>> import fedppl
-    >>> from models import fedlmc_ss
+    >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
     >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=3, progressbar=False, random_seed=1)
     >>> fedppl.curves.coefficients(fit)["mean"].dims
@@ -208,7 +208,7 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     Examples
     --------
     >>> import fedppl
-    >>> from models import fedlmc_ss
+    >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
     >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=3, progressbar=False, random_seed=1)
     >>> fedppl.curves.latent_curves(fit, {"X": [0.0, 0.5]})["mean"].dims

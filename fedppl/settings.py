@@ -13,7 +13,7 @@ import numpy as np
 
 from fedppl.types import DeclarationError, LocalInference
 
-__all__ = ["between", "flag", "form", "inference", "not_called", "one_of", "positive", "shown", "whole"]
+__all__ = ["between", "flag", "form", "inference", "not_called", "one_of", "plain", "positive", "shown", "whole"]
 
 _INFERENCES = ("NestedLaplace", "NUTS", "ADVI", "MeanField", "Laplace", "GradientSteps")
 
@@ -103,6 +103,11 @@ def not_called(value: Any) -> str:
     required = [p.name for p in inspect.signature(value).parameters.values() if p.default is p.empty]
     arguments = ", ".join(f"{argument}=..." for argument in required)
     return f" but the function that builds one; call it: {_public(value)}({arguments})."
+
+
+def plain(value: Any) -> Any:
+    """A scalar of NumPy as Python's own, so that equal settings are written alike."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def shown(value: Any) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from fedppl.local._descent import Objective
 from fedppl.local._marginal import inner_mode_at
 from fedppl.local._newton import OK
-from fedppl.settings import between, flag, one_of
+from fedppl.settings import between, flag, one_of, plain
 from fedppl.types import Array, Draws, LocalFailure
 
 __all__ = [
@@ -66,7 +66,7 @@ def kept_own(client: Any, personal: Any) -> Array | None:
 
 def described(settings: NamedTuple, **more: Any) -> dict[str, str]:
     """Settings of an algorithm, each in one line of text."""
-    return {name: repr(value) for name, value in {**settings._asdict(), **more}.items()}
+    return {name: repr(plain(value)) for name, value in {**settings._asdict(), **more}.items()}
 
 
 def weights_rule(weights: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from fedppl._lmc.bound import Globals, Roles, UnitState, roles, unit_bound
 from fedppl._lmc.result import block_diagonal, draw, outcome, require_unit, sample
 from fedppl._lmc.unit import best_unit, own_fit, random_unit
 from fedppl.replies import sum_replies
-from fedppl.settings import one_of, positive, whole
+from fedppl.settings import one_of, positive, shown, whole
 from fedppl.steps._point import described, tolerance_rule
 from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
 
@@ -136,10 +136,8 @@ def checked(
     tolerance: float,
 ) -> _Settings:
     """Settings in range."""
-    given = learning_rate if isinstance(learning_rate, Sequence) and learning_rate else (learning_rate,)
-    rates = tuple(positive("learning_rate", rate) for rate in given)
-    later = milestones if isinstance(milestones, Sequence) else (milestones,)
-    places = tuple(whole("milestones", place) for place in later) if len(rates) > 1 else ()
+    rates = _each(positive, "learning_rate", learning_rate, "positive and finite, one or a tuple of them")
+    places = _each(whole, "milestones", milestones, "rounds, from 1 on") if len(rates) > 1 else ()
     if len(places) != len(rates) - 1 or any(b <= a for a, b in itertools.pairwise((0, *places))):
         raise DeclarationError(
             f"milestones={places} must be increasing rounds, one less than the {len(rates)} learning rates."
@@ -152,6 +150,14 @@ def checked(
         tolerance_rule(tolerance),
         one_of("initial_kernel", initial_kernel, ("median", "prior")),
     )
+
+
+def _each(rule: Callable[[str, Any], Any], name: str, value: Any, words: str) -> tuple[Any, ...]:
+    """A value, or each of several, by its rule; errors show all."""
+    try:
+        return tuple(rule(name, one) for one in (value if isinstance(value, tuple | list) and value else (value,)))
+    except DeclarationError:
+        raise DeclarationError(f"{name}={shown(value)} must be {words}.") from None
 
 
 def result(state: Any, client_id: str | None) -> Message:
