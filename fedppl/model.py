@@ -255,7 +255,9 @@ class FederatedModel:
                 "pm.Model, not the model itself."
             )
         names = (shared,) if isinstance(shared, str) else tuple(shared) if isinstance(shared, Iterable) else (shared,)
-        if not all(isinstance(name, str) for name in names):
+        if not all(isinstance(name, str) for name in names) or isinstance(
+            shared, set | frozenset
+        ):  # sets are unordered
             raise DeclarationError(f'shared={shared!r} must be a list of names of variables, such as ["mu", "tau"].')
         if not names:
             raise DeclarationError("shared=[] names no variable; name at least one free random variable to share.")

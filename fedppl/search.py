@@ -121,6 +121,8 @@ def holdout(
     if isinstance(rows, str):
         raise DeclarationError(f"rows={rows!r} must be a list of names: [{rows!r}].")
     fraction = between("fraction", fraction, 0, 1)
+    if not isinstance(clients, Mapping):
+        raise DataError(f"clients are {type(clients).__name__}; pass a mapping from client id to its data.")
     seed = _seed(random_seed)
     checked = {str(client_id): as_arrays(str(client_id), data) for client_id, data in clients.items()}
     by_client = {client_id: _split_names(client_id, arrays, rows) for client_id, arrays in checked.items()}
@@ -336,6 +338,8 @@ def grid_search(
     """
     if not algorithms or not isinstance(algorithms, Mapping):
         raise DeclarationError("no candidates: pass a mapping from name to algorithm, such as fedppl.grid(...).")
+    if loss is not None and not callable(loss):
+        raise DeclarationError(f"loss={loss!r} is not a function; pass one of (posterior, data) that sums over rows.")
     for what, data in (("clients", clients), ("validation", validation)):
         if not isinstance(data, Mapping):
             raise DeclarationError(f"{what} is {type(data).__name__}; pass a mapping from client id to its data.")

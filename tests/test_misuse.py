@@ -78,6 +78,21 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "number for checkpoint": (lambda: start(checkpoint=3), DeclarationError, ["checkpoint=3", "path"]),
     "structure of names": (lambda: fedppl.EP(structure=["mu"]), DeclarationError, ["structure=['mu']", "lists of"]),
     "number for shared": (lambda: FederatedModel(line, 3), DeclarationError, ["shared=3", "list of names"]),
+    "names in a set": (lambda: FederatedModel(line, {"mu"}), DeclarationError, ["shared={'mu'}", "list of names"]),
+    "names twice": (
+        lambda: start(algorithm=fedppl.EP(structure=[["mu"], ["mu"]])), DeclarationError, ["every shared name once"]
+    ),
+    "coords in a list": (
+        lambda: fedppl.contrast(fitted(), fitted(), "mu", coords=["a"]), DeclarationError, ["coords=['a']", "mapping"]
+    ),
+    "clients in a list": (
+        lambda: fedppl.holdout([{"y": Y}], 0.2, random_seed=1), DataError, ["clients are list", "mapping"]
+    ),
+    "a loss by name": (
+        lambda: fedppl.grid_search(MODEL, CLIENTS, {"a": fedppl.EP()}, CLIENTS, loss="mse"),
+        DeclarationError,
+        ["loss='mse'", "function"],
+    ),
     "nested names": (lambda: FederatedModel(line, [["mu"]]), DeclarationError, ["shared=[['mu']]", "list of names"]),
     "grid of what is built": (
         lambda: fedppl.grid(fedppl.EP(), tolerance=[0.1]), DeclarationError, ["grid(fedppl.EP, ...)"]
