@@ -520,4 +520,7 @@ def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, st
         lost = f"{len(last.failures)} of {len(last.asked)} clients sent no usable reply in the last round"
         message = "; ".join(filter(None, (message, f"{lost}: {_distinct(last.failures.values())}")))
     by = " by the callback" if stopped else ""
-    return Status.MAX_ROUNDS, f"stopped{by} after {_counted(run.records)} of {limit} rounds: {message or 'raise rounds='}"
+    return (
+        Status.MAX_ROUNDS,
+        f"stopped{by} after {_counted(run.records)} of {limit} rounds: {message or 'raise rounds='}",
+    )

@@ -180,8 +180,7 @@ def _skewed(state: EPState, limit: float) -> str:
     worst = [int(i) for i in np.argsort(-size, kind="stable") if size[i] > limit]
     if not worst:
         return ""
-    labels = state.sites.labels or tuple(f"coordinate {i}" for i in range(len(size)))
-    named = ", ".join(f"{labels[i]} {state.skewness[i]:.1f}" for i in worst[:3])
+    named = ", ".join(f"{state.sites.labels[i]} {state.skewness[i]:.1f}" for i in worst[:3])
     more = f" and {len(worst) - 3} more" if len(worst) > 3 else ""
     return (
         f"skewness of about {named}{more}, which a Gaussian cannot have: rely on means more than on tails there, or "
