@@ -506,19 +506,23 @@ def _resume(run: _Run, seed_given: bool) -> None:
 def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, str]:
     """Say how the run ended; running out of rounds, or of replies, is told with the knob to turn."""
     status, message = Status(run.state.status), str(run.state.message)
-    if status is not Status.RUNNING:
+    if status is Status.CONVERGED:
         return status, message
     silent = set(run.clients) - {client_id for record in run.records for client_id in record.infos}
     if len(silent) == len(run.clients):
         reasons = _distinct(reason for record in run.records for reason in record.failures.values())
         return Status.STALLED, f"no client ever sent a usable reply: {reasons}"
-    if silent:
-        why = 'fit.idata["rounds"]["reason"] says why'
-        message = f"clients {sorted(silent)[:5]} never sent a usable reply, {why}; {message}"
     last = run.records[-1]
+    lost = ""
     if last.failures and (not message or not last.bytes_up):  # the algorithm was not told why it heard nothing
         lost = f"{len(last.failures)} of {len(last.asked)} clients sent no usable reply in the last round"
-        message = "; ".join(filter(None, (message, f"{lost}: {_distinct(last.failures.values())}")))
+        lost = f"{lost}: {_distinct(last.failures.values())}"
+    if silent and status is Status.RUNNING:
+        why = 'fit.idata["rounds"]["reason"] says why'
+        message = f"clients {sorted(silent)[:5]} never sent a usable reply, {why}; {message}"
+    message = "; ".join(filter(None, (message, lost)))
+    if status is not Status.RUNNING:
+        return status, message
     by = " by the callback" if stopped else ""
     return (
         Status.MAX_ROUNDS,

@@ -210,7 +210,7 @@ BEFORE_COMPILING = {
     "infinite X": (broken("X", -np.inf), ["'X' holds -inf at index (1, 0)", "drop or impute"]),
     "zero rows": ({"X": np.zeros((0, 2)), "y": np.zeros(0)}, ["shape (0, 2)", "zero rows", "leave the client out"]),
     "text": ({"X": np.zeros((2, 2)), "y": ["good", "bad"]}, ["'y' has dtype <U4", "not numeric", "encode"]),
-    "objects": ({"X": np.zeros((2, 2)), "y": [None, 1.0]}, ["'y' has dtype object", "not numeric", "encode"]),
+    "objects": ({"X": np.zeros((2, 2)), "y": [None, 1.0]}, ["dtype object", "not numeric", "encode"]),
     "ragged": ({"X": [[1.0, 2.0], [3.0]], "y": np.ones(2)}, ["'X' is no array", "one length"]),
     "masked": ({**good_rows(), "y": np.ma.masked_invalid([1.0, np.nan, 1, 1, 1])}, ["'y' has masked", "impute"]),
 }
