@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +15,64 @@ from fedppl.types import Array, DataError, DeclarationError, Variable
 if TYPE_CHECKING:
     from fedppl.model import ClientModel
 
-__all__ = ["containers", "mismatch", "other_prior", "require_same_layout", "require_same_variables", "require_start"]
+__all__ = [
+    "builder_name",
+    "containers",
+    "mismatch",
+    "other_prior",
+    "require_arguments",
+    "require_same_layout",
+    "require_same_variables",
+    "require_start",
+]
+
+
+def builder_name(builder: Any) -> str:
+    """What a reader would call a builder: a function, a partial of one, or an object that is called."""
+    inner = getattr(builder, "func", builder)
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def require_arguments(client_id: str, builder: Callable[..., Any], arrays: Mapping[str, Any]) -> None:
+    """Refuse data that the builder's arguments do not fit, before it is called; what cannot be read is called."""
+    try:
+        signature = inspect.signature(builder)
+    except (TypeError, ValueError):
+        return
+    kinds = inspect.Parameter
+    parameters = signature.parameters.values()
+    named = {p.name: p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
+    missing = [name for name, p in named.items() if p.default is p.empty and name not in arrays]
+    unknown = [name for name in arrays if name not in named]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        unknown = []
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    listed = ", ".join(str(p.replace(annotation=p.empty, default=p.empty)) for p in parameters)
+    call = f"the builder {builder_name(builder)}({listed})"
+    if positional:
+        raise DeclarationError(
+            f"{call} takes {positional} by position only, and data are passed by name; remove the / from its arguments."
+        )
+    if not unknown and not missing:
+        return
+    problems, remedies = [], []
+    if unknown:
+        lower = {name.casefold(): name for name in missing}
+        close = {name: difflib.get_close_matches(name.casefold(), lower, n=1) for name in unknown}
+        problems.append(f"has no argument for {_quoted(unknown)} of its data")
+        spelt = [f"rename {name!r} to {lower[found[0]]!r}" for name, found in close.items() if found]
+        remedies.append(
+            "; ".join(spelt) or f"drop {_quoted(unknown)} from the data, or add it to the builder's arguments"
+        )
+    if missing:
+        problems.append(f"needs {_quoted(missing)}, which its data {sorted(arrays)} lack")
+        if not any(repr(name) in remedy for name in missing for remedy in remedies):
+            remedies.append(f"add {_quoted(missing)} to the data, or give the arguments defaults")
+    raise DataError(f"client {client_id!r}: {call} {' and '.join(problems)}; {'; '.join(remedies)}.")
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def containers(client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -56,6 +115,7 @@ def mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception) -> Dat
 
 def require_start(client: ClientModel, phi: Array) -> None:
     """Evaluate the log density once: shapes that do not fit and impossible data show here, not in round 7."""
+    require_whole(client)
     try:
         client.template.check_indices(np.concatenate([phi, client.initial]), client.inputs)
         if client.layout.binary or client.template.has_own_gradients:
@@ -71,6 +131,22 @@ def require_start(client: ClientModel, phi: Array) -> None:
             "impossible under the model (a negative count, a class that does not exist?) or the start is. "
             f"Check the data{_whole_numbers(client.arrays)}, or set `initval=` on the variable."
         )
+
+
+def require_whole(client: ClientModel) -> None:
+    """Refuse fractions where a discrete distribution is observed: PyMC cuts them off, and the fit is of other data."""
+    model = client.template.parts.model
+    for rv in model.observed_RVs:
+        node = model.rvs_to_values[rv].owner
+        name = node.inputs[0].name if node is not None and len(node.inputs) == 1 else None
+        if name is None or name not in client.arrays or not rv.type.dtype.startswith(("int", "uint", "bool")):
+            continue
+        values = np.asarray(client.arrays[name])
+        if not np.all(values == np.round(values)):
+            raise DataError(
+                f"client {client.client_id!r}: {name!r} holds {values[values != np.round(values)][0]}, and {rv.name!r} "
+                "is a discrete distribution of whole numbers; round the data, or declare a continuous distribution."
+            )
 
 
 def _whole_numbers(arrays: Mapping[str, Any]) -> str:

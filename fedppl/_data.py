@@ -30,9 +30,16 @@ def as_arrays(client_id: str, data: Mapping[str, Any]) -> dict[str, Any]:
             array = np.array(value)  # a copy: later rounds must see the data of the first
         except ValueError as error:
             raise DataError(f"client {client_id!r}: {name!r} is no array: {error}; give rows of one length.") from error
-        if array.dtype == object or not np.issubdtype(array.dtype, np.number) and array.dtype != bool:
+        if array.dtype.kind not in "biufc":
+            what = f"is a {type(value).__name__} of dtype" if array.dtype == object else "has dtype"
             raise DataError(
-                f"client {client_id!r}: {name!r} has dtype {array.dtype}, which is not numeric; encode it as numbers."
+                f"client {client_id!r}: {name!r} {what} {array.dtype}, which is not numeric; encode it as numbers "
+                "in an array."
+            )
+        if np.issubdtype(array.dtype, np.complexfloating):
+            raise DataError(
+                f"client {client_id!r}: {name!r} has dtype {array.dtype}, and data must be real; pass its real and "
+                "imaginary parts, or modulus and angle, as arrays of their own."
             )
         if array.size == 0:
             raise DataError(

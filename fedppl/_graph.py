@@ -99,8 +99,7 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
             if _is_binary(rv) and {"projection", "conditional_variance"} <= set(model.named_vars):
                 raise DeclarationError(
                     f"{rv.name!r} is not in shared={list(shared)}: the units of a model of coregionalisation share the "
-                    "selection. Pass models.fedlmc_ss.SHARED, or declare inclusion=None and pass "
-                    "SHARED_WITHOUT_SELECTION."
+                    f"selection. Add {rv.name!r} to shared=, or declare the model without it."
                 )
             raise DeclarationError(
                 f"{'shared' if rv in shared_rvs else 'local'} variable {rv.name!r} is discrete ({rv.type.dtype}); "

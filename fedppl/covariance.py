@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedppl.settings import between, positive, whole
 from fedppl.types import Array, DeclarationError
 
 __all__ = ["Covariance", "Omega", "exchangeable", "ledoit_wolf", "low_rank", "moving_average", "trace_constrained"]
@@ -51,6 +52,10 @@ class Covariance(NamedTuple):
     to_the_end: bool
     settings: Mapping[str, Any] = {}
 
+    def __repr__(self) -> str:
+        """Name and settings; functions say nothing to a reader."""
+        return self.describe()
+
     def describe(self) -> str:
         """Name and settings on one line."""
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"
@@ -85,8 +90,7 @@ def moving_average(alpha: float = 0.1) -> Covariance:
     ----------
     .. [1] FedLin, Algorithm 1.
     """
-    if not 0 < alpha < 1:
-        raise DeclarationError(f"alpha={alpha} must lie between 0 and 1; the paper's default is 0.1.")
+    alpha = between("alpha", alpha, 0, 1, hint="the paper's default is 0.1")
 
     def update(omega: Omega, mean: Array, moment: Array) -> Omega:
         del mean
@@ -126,10 +130,8 @@ def trace_constrained(trace: float | None = None, floor: float = 1e-3) -> Covari
     ----------
     .. [1] Zhang and Yeung (2010), A convex formulation for learning task relationships; FedLin, section 3.
     """
-    if trace is not None and not 0 < trace < np.inf:
-        raise DeclarationError(f"trace={trace} must be positive and finite, or None.")
-    if not 0 < floor < np.inf:
-        raise DeclarationError(f"floor={floor} must be positive: without it Ω is singular.")
+    trace = None if trace is None else positive("trace", trace, "None keeps the scale of the parameters")
+    floor = positive("floor", floor, "without it Ω is singular")
 
     def update(omega: Omega, mean: Array, moment: Array) -> Omega:
         del omega, mean
@@ -213,8 +215,7 @@ def low_rank(rank: int) -> Covariance:
     ----------
     .. [1] Tipping and Bishop (1999), Probabilistic principal component analysis.
     """
-    if not isinstance(rank, int | np.integer) or isinstance(rank, bool) or rank < 1:
-        raise DeclarationError(f"rank={rank!r} must be a whole number, at least 1.")
+    rank = whole("rank", rank)
 
     def start(count: int) -> Omega:
         if rank >= count:

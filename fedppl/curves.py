@@ -26,6 +26,7 @@ from fedppl._lmc.result import (
     unpack,
 )
 from fedppl.results import Fit
+from fedppl.settings import between
 from fedppl.types import DataError, DeclarationError
 
 __all__ = ["coefficients", "latent_curves", "predict", "selection"]
@@ -82,7 +83,7 @@ def predict(
     Examples
     --------
     >>> import fedppl
-    >>> from models import fedlmc_ss
+    >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
     >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=3, progressbar=False, random_seed=1)
     >>> sorted(fedppl.curves.predict(fit, "a", {"X": [0.0, 0.5]}))
@@ -97,8 +98,7 @@ def predict(
     ----------
     .. [1] Gao and Chung, sections 4.3 and 4.4, eqs. 17 to 20.
     """
-    if not isinstance(probability, int | float | np.number) or not 0 < probability < 1:
-        raise DeclarationError(f"probability={probability!r} must lie between 0 and 1.")
+    probability = between("probability", probability, 0, 1)
     view, own, fitted = _settled(fit, unit, latents, fixed=fixed)
     mean, variance = predictive(view.at(fitted.shared.kernel, inputs), fitted, own)
     sd = np.sqrt(variance + np.exp(2 * own.log_noise_sd))
@@ -128,7 +128,7 @@ def selection(fit: Fit) -> xr.Dataset:
     Examples
     --------
     >>> import fedppl
-    >>> from models import fedlmc_ss
+    >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
     >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=3, progressbar=False, random_seed=1)
     >>> fedppl.curves.selection(fit)["selected"].dims
@@ -166,7 +166,7 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     Examples
     --------
     >>> import fedppl
-    >>> from models import fedlmc_ss
+    >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
     >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=3, progressbar=False, random_seed=1)
     >>> fedppl.curves.coefficients(fit)["mean"].dims
@@ -208,7 +208,7 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     Examples
     --------
     >>> import fedppl
-    >>> from models import fedlmc_ss
+    >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
     >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=3, progressbar=False, random_seed=1)
     >>> fedppl.curves.latent_curves(fit, {"X": [0.0, 0.5]})["mean"].dims

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from fedppl.settings import between, shown
 from fedppl.types import DeclarationError
 
 __all__ = ["contrast", "hypotheses"]
@@ -59,14 +60,41 @@ def contrast(first: Any, second: Any, var_name: str, *, coords: Mapping[str, Any
 
 
 def _pick(result: Any, var_name: str, coords: Mapping[str, Any] | None) -> xr.DataArray:
-    posterior = result["posterior"]
+    posterior = _posterior(result)
     if var_name not in posterior:
         raise DeclarationError(f"{var_name!r} is not in the posterior; variables are {list(posterior.data_vars)}.")
     array: xr.DataArray = posterior[var_name]
+    if coords is not None and not isinstance(coords, Mapping):
+        raise DeclarationError(
+            f'coords={coords!r} must be a mapping from dim to label, such as {{"predictor": "age"}}.'
+        )
     try:
         return array.sel(dict(coords or {}))
     except (KeyError, ValueError) as error:
         raise DeclarationError(f"{var_name!r} has no entry {dict(coords or {})}: {error}") from error
+
+
+def _posterior(result: Any) -> Any:
+    """The posterior of a fit or of an ArviZ object."""
+    found = result.idata if hasattr(result, "idata") and hasattr(result, "status") else result
+    try:
+        return found["posterior"]
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        what = "the fit is by an algorithm that ends in a point and" if found is not result else type(result).__name__
+        raise DeclarationError(
+            f"{what} has no posterior; pass a fit with one, fit.idata, fit.client(id), or draws as contrast gives them."
+        ) from error
+
+
+def _region(rope: Any) -> tuple[float, float]:
+    """Low and high end of the region of practical equivalence."""
+    pair = tuple(rope) if isinstance(rope, tuple | list | np.ndarray) and np.ndim(rope) == 1 else ()
+    if len(pair) != 2 or not all(isinstance(end, int | float | np.integer | np.floating) for end in pair):
+        raise DeclarationError(f"rope={shown(rope)} must be a pair (low, high), such as (-0.1, 0.1).")
+    low, high = map(float, pair)
+    if not low < high:
+        raise DeclarationError(f"rope={rope} must be (low, high) with low < high.")
+    return low, high
 
 
 def hypotheses(
@@ -84,7 +112,8 @@ def hypotheses(
     Parameters
     ----------
     draws
-        An ArviZ object with a posterior, or a DataArray of draws such as `contrast` gives.
+        A fit, of which the shared posterior is taken, an ArviZ object with a posterior, or a DataArray of draws such
+        as `contrast` gives.
     var_names
         Variables; by default all of the posterior.
     ci_prob
@@ -111,14 +140,17 @@ def hypotheses(
     >>> bool(hypotheses(draws)["excludes_null"]["effect"])
     True
     """
-    if not 0 < ci_prob < 1:
-        raise DeclarationError(f"ci_prob={ci_prob} must lie between 0 and 1.")
-    if rope is not None and not rope[0] < rope[1]:
-        raise DeclarationError(f"rope={rope} must be (low, high) with low < high.")
+    ci_prob = between("ci_prob", ci_prob, 0, 1)
+    null = between("null", null, -np.inf, np.inf)
+    rope = None if rope is None else _region(rope)
+    if isinstance(var_names, str):
+        var_names = [var_names]
     if isinstance(draws, xr.DataArray):
+        if not {"chain", "draw"} <= set(draws.dims):
+            raise DeclarationError(f"draws has dims {draws.dims}; it needs chain and draw, as contrast gives.")
         arrays: dict[Hashable, xr.DataArray] = {draws.name or "x": draws}
     else:
-        posterior = draws["posterior"]
+        posterior = _posterior(draws)
         names = list(var_names) if var_names is not None else [str(name) for name in posterior.data_vars]
         arrays = {name: _pick(draws, str(name), None) for name in names}
     rows = {}

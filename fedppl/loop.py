@@ -8,15 +8,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedppl import checkpoint as checkpoints
+from fedppl import settings
 from fedppl.engine.answer import require_fit, stream
 from fedppl.engine.inprocess import InProcess
 from fedppl.model import ClientModel, FederatedModel
@@ -195,7 +198,8 @@ def fit(
         if not status.ok:
             logger.warning("fit ended with status %s: %s", status.value, message, extra={"status": status.value})
         elif message:
-            logger.warning("fit converged: %s", message, extra={"status": status.value})
+            level = logging.INFO if getattr(run.state, "mild", False) else logging.WARNING
+            logger.log(level, "fit converged: %s", message, extra={"status": status.value})
         result = Fit(
             algorithm=algorithm,
             state=run.state,
@@ -237,6 +241,7 @@ class _Run:
         self.reporting: Participation = as_participation(None)
         self.checkpoint: Path | None = None
         self.deadline: float | None = None
+        self.said: set[tuple[str, str]] = set()  # clients and reasons that are in the log already
 
 
 def _start(
@@ -257,16 +262,25 @@ def _start(
             f"model is {type(model).__name__}; wrap the builder: FederatedModel(builder, shared=[...])."
         )
     if not isinstance(algorithm, Algorithm):
-        raise DeclarationError(f"algorithm is {type(algorithm).__name__}; pass one that is built, like fedppl.EP().")
-    if limit is not None and (not isinstance(limit, int | np.integer) or isinstance(limit, bool) or limit < 1):
-        raise DeclarationError(f"rounds={limit!r} must be a whole number, at least 1.")
-    if engine is not None and not callable(engine):
-        raise DeclarationError(f"engine is {type(engine).__name__}; pass one that is built, like fedppl.InProcess().")
+        raise DeclarationError(
+            f"algorithm={settings.shown(algorithm)} is no algorithm"
+            + (settings.not_called(algorithm) or "; pass one that is built, like fedppl.EP().")
+        )
+    if limit is not None:
+        settings.whole("rounds", limit)
+    if engine is not None and (not callable(engine) or settings.not_called(engine)):
+        raise DeclarationError(
+            f"engine={settings.shown(engine)} is no engine"
+            + (settings.not_called(engine) or "; pass one that is built, like fedppl.InProcess().")
+        )
+    if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
+        raise DeclarationError(f"checkpoint={settings.shown(checkpoint)} must be the path of a file.")
     if checkpoint is not None and not Path(checkpoint).parent.is_dir():
         raise DeclarationError(f"checkpoint={str(checkpoint)!r}: its folder does not exist; create it first.")
-    chosen, telling = as_participation(participation), as_participation(reporting, "reporting")
-    if deadline is not None and not deadline > 0:
-        raise DeclarationError(f"deadline={deadline} must be a positive number of seconds.")
+    count = len(clients) if isinstance(clients, Mapping) else None
+    as_participation(participation, clients=count), as_participation(reporting, "reporting", count)
+    if deadline is not None:
+        settings.positive("deadline", deadline, "it is in seconds; None waits for ever")
     seed = _seed(random_seed)
     models = {} if clients is None else model.enrol(clients)
     for client in models.values():
@@ -279,7 +293,9 @@ def _start(
                 f"the sites share {list(found)}, this model shares {list(model.shared)}; run the same declaration at "
                 "the sites and at the server."
             )
-        run.limit, run.participation, run.reporting, run.deadline = limit, chosen, telling, deadline
+        run.limit, run.deadline = limit, deadline
+        run.participation = as_participation(participation, clients=len(run.clients))
+        run.reporting = as_participation(reporting, "reporting", len(run.clients))
         if checkpoint is not None:
             run.checkpoint = Path(checkpoint)
             if run.checkpoint.exists():
@@ -368,7 +384,7 @@ def _one_round(run: _Run) -> Round:
                 replies[client_id] = reply.message
         else:
             failures[client_id] = str(reason)
-    _log(number, failures)
+    _log(number, failures, run.said)
     run.state, info = run.algorithm.update_server(run.state, replies)
     status, message = Status(run.state.status), run.state.message
     record = Record(
@@ -409,8 +425,11 @@ def _in_order(values: Mapping[str, Any], clients: tuple[str, ...]) -> dict[str, 
     return {client_id: values[client_id] for client_id in clients if client_id in values}
 
 
-def _log(number: int, failures: Mapping[str, str]) -> None:
-    """Say who was skipped and why; clients that share a reason share a line where they are many."""
+def _log(number: int, failures: Mapping[str, str], said: set[tuple[str, str]]) -> None:
+    """Say who was skipped and why; clients that share a reason share a line where they are many.
+
+    What was said of a client in an earlier round, numbers aside, is no warning any more.
+    """
     by_reason: dict[str, list[str]] = {}
     for client_id, reason in failures.items():
         by_reason.setdefault(reason, []).append(client_id)
@@ -418,13 +437,25 @@ def _log(number: int, failures: Mapping[str, str]) -> None:
         few = len(together) <= 5
         for clients in [[client_id] for client_id in together] if few else [together]:
             names = clients[0] if few else f"{', '.join(clients[:3])} and {len(clients) - 3} others"
-            logger.warning(
+            keys = {(client_id, _without_numbers(reason)) for client_id in clients}
+            logger.log(
+                logging.DEBUG if keys <= said else logging.WARNING,
                 "round %d, client %s skipped: %s",
                 number,
                 names,
                 reason,
                 extra={"round": number, "client": names, "status": "skipped", "reason": reason},
             )
+            said |= keys
+
+
+def _without_numbers(reason: str) -> str:
+    return re.sub(r"\d[\d.]*(e[+-]?\d+)?", "#", reason)
+
+
+def _distinct(reasons: Iterable[str]) -> str:
+    """At most three reasons that differ in more than their numbers."""
+    return "; ".join(list({_without_numbers(reason): reason for reason in sorted(reasons)}.values())[:3])
 
 
 def _save(run: _Run) -> None:
@@ -475,14 +506,25 @@ def _resume(run: _Run, seed_given: bool) -> None:
 def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, str]:
     """Say how the run ended; running out of rounds, or of replies, is told with the knob to turn."""
     status, message = Status(run.state.status), str(run.state.message)
-    if status is not Status.RUNNING:
+    if status is Status.CONVERGED:
         return status, message
     silent = set(run.clients) - {client_id for record in run.records for client_id in record.infos}
     if len(silent) == len(run.clients):
-        reasons = sorted({reason for record in run.records for reason in record.failures.values()})
-        return Status.STALLED, f"no client ever sent a usable reply: {'; '.join(reasons[:3])}"
-    if silent:
+        reasons = _distinct(reason for record in run.records for reason in record.failures.values())
+        return Status.STALLED, f"no client ever sent a usable reply: {reasons}"
+    last = run.records[-1]
+    lost = ""
+    if last.failures and (not message or not last.bytes_up):  # the algorithm was not told why it heard nothing
+        lost = f"{len(last.failures)} of {len(last.asked)} clients sent no usable reply in the last round"
+        lost = f"{lost}: {_distinct(last.failures.values())}"
+    if silent and status is Status.RUNNING:
         why = 'fit.idata["rounds"]["reason"] says why'
         message = f"clients {sorted(silent)[:5]} never sent a usable reply, {why}; {message}"
+    message = "; ".join(filter(None, (message, lost)))
+    if status is not Status.RUNNING:
+        return status, message
     by = " by the callback" if stopped else ""
-    return Status.MAX_ROUNDS, f"stopped{by} after {_counted(run.records)} of {limit} rounds: {message}"
+    return (
+        Status.MAX_ROUNDS,
+        f"stopped{by} after {_counted(run.records)} of {limit} rounds: {message or 'raise rounds='}",
+    )

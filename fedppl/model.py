@@ -18,9 +18,11 @@ import numpy as np
 
 from fedppl import _graph, _rows, gaussian
 from fedppl._checks import (
+    builder_name,
     containers,
     mismatch,
     other_prior,
+    require_arguments,
     require_same_layout,
     require_same_variables,
     require_start,
@@ -78,6 +80,14 @@ class ClientModel:
     arrays: Mapping[str, Any]
     declaration: FederatedModel
     template: Template
+
+    def __repr__(self) -> str:
+        """One line, without the client's data."""
+        shapes = ", ".join(f"{name}: {np.shape(array)}" for name, array in self.arrays.items())
+        return (
+            f"ClientModel({self.client_id!r}, data {{{shapes}}}, {self.shared_size} shared and {self.local_size} local "
+            "coordinates)"
+        )
 
     @property
     def kernel(self) -> Callable[..., Any]:
@@ -244,7 +254,11 @@ class FederatedModel:
                 f"builder is {type(builder).__name__}, not a function; pass a function from one client's data to a "
                 "pm.Model, not the model itself."
             )
-        names = (shared,) if isinstance(shared, str) else tuple(shared)
+        names = (shared,) if isinstance(shared, str) else tuple(shared) if isinstance(shared, Iterable) else (shared,)
+        if not all(isinstance(name, str) for name in names) or isinstance(
+            shared, set | frozenset
+        ):  # sets are unordered
+            raise DeclarationError(f'shared={shared!r} must be a list of names of variables, such as ["mu", "tau"].')
         if not names:
             raise DeclarationError("shared=[] names no variable; name at least one free random variable to share.")
         for name in names:
@@ -254,12 +268,17 @@ class FederatedModel:
         object.__setattr__(self, "shared", names)
         object.__setattr__(self, "_compared", {})
 
+    def __repr__(self) -> str:
+        """The builder by name, and what is shared."""
+        return f"FederatedModel({builder_name(self.builder)}, shared={list(self.shared)})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the declaration alone; what was compiled stays in its process."""
         return FederatedModel, (self.builder, self.shared)
 
     def build(self, client_id: str, arrays: Mapping[str, Any]) -> Any:
         """Call the builder on one client's data; its errors name the client."""
+        require_arguments(client_id, self.builder, arrays)
         try:
             return self.builder(**arrays)
         except DeclarationError as error:  # the builder's own word on its settings

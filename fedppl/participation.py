@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.stats import binom
 
+from fedppl.settings import between, shown, whole
 from fedppl.types import DeclarationError
 
 __all__ = ["Participation", "all_clients", "as_participation", "bernoulli", "fixed_size"]
@@ -30,8 +31,7 @@ def fixed_size(size: int) -> Participation:
     >>> len(fixed_size(2)(["a", "b", "c"], np.random.default_rng(0)))
     2
     """
-    if size < 1:
-        raise DeclarationError(f"participation={size} clients a round must be at least 1.")
+    size = whole("size", size)
 
     def choose(clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
         chosen = set(rng.choice(len(clients), size=min(size, len(clients)), replace=False).tolist())
@@ -49,8 +49,7 @@ def bernoulli(probability: float) -> Participation:
     >>> bernoulli(1.0)(["a", "b", "c"], np.random.default_rng(0))
     ('a', 'b', 'c')
     """
-    if not 0 < probability <= 1:
-        raise DeclarationError(f"participation={probability} must be a probability above 0 and at most 1.")
+    probability = between("probability", probability, 0, 1, "(]")
 
     def choose(clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
         # The number asked from the binomial without its zero, so that a small probability is not drawn for ever.
@@ -72,18 +71,25 @@ def _asked(choose: Participation, word: str, clients: Sequence[str], rng: np.ran
         ) from error
 
 
-def as_participation(value: Participation | int | float | None, word: str = "participation") -> Participation:
-    """Read the keyword: None for all, an int for a fixed size, a float for a probability, or a function."""
+def as_participation(
+    value: Participation | int | float | None, word: str = "participation", clients: int | None = None
+) -> Participation:
+    """Read the keyword: None for all, an int for a fixed size, a float for a probability, or a function.
+
+    Where it is known how many `clients` there are, more than these are refused.
+    """
     if value is None:
         return all_clients
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        if value < 1:
-            raise DeclarationError(f"{word}={value} clients a round must be at least 1.")
-        return fixed_size(int(value))
+        size = whole(word, value, hint="it is a number of clients a round")
+        if clients is not None and size > clients:
+            raise DeclarationError(
+                f"{word}={size} is more than there are clients, {clients}; pass at most {clients}, a probability such "
+                "as 0.5, or None for all."
+            )
+        return fixed_size(size)
     if isinstance(value, float | np.floating):
-        if not 0 < value <= 1:
-            raise DeclarationError(f"{word}={value} must be a probability above 0 and at most 1.")
-        return bernoulli(float(value))
+        return bernoulli(between(word, value, 0, 1, "(]", "a float is a probability, an int a number of clients"))
     if callable(value):
         return functools.partial(_asked, value, word)
-    raise DeclarationError(f"{word}={value!r}: pass a number of clients, a probability or a function.")
+    raise DeclarationError(f"{word}={shown(value)} must be a number of clients, a probability, a function or None.")

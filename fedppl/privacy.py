@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtri
 
-from fedppl.types import Array, DeclarationError
+from fedppl.settings import between, positive, whole
+from fedppl.types import Array
 
 __all__ = ["clipped", "epsilon", "system_normals"]
 
@@ -65,13 +66,10 @@ def epsilon(noise_multiplier: float, releases: int, delta: float = 1e-5) -> floa
     .. [1] Mironov (2017), Rényi differential privacy, CSF.
     .. [2] Canonne, Kamath, Steinke (2020), The discrete Gaussian for differential privacy, NeurIPS, Proposition 12.
     """
-    if not 0 < noise_multiplier < float("inf"):
-        raise DeclarationError(f"noise_multiplier={noise_multiplier} must be positive and finite.")
-    if isinstance(releases, bool) or not isinstance(releases, int) or releases < 1:
-        raise DeclarationError(f"releases={releases!r} must be a whole number, at least 1.")
-    if not 0 < delta < 1:
-        raise DeclarationError(f"delta={delta} must lie between 0 and 1; take it well below 1 / number of clients.")
-    return _composed(float(noise_multiplier) / 2, releases, float(delta))
+    noise = positive("noise_multiplier", noise_multiplier)
+    count = whole("releases", releases)
+    delta = between("delta", delta, 0, 1, hint="take it well below 1 / number of clients")
+    return _composed(noise / 2, count, delta)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,6 +16,7 @@ from fedppl.at_client import client_posterior
 from fedppl.engine.answer import stream
 from fedppl.gaussian import Gaussian
 from fedppl.model import ClientModel, FederatedModel
+from fedppl.settings import whole
 from fedppl.types import Algorithm, Array, DeclarationError, Layout, SharedReader, Status
 
 __all__ = ["Fit", "Record"]
@@ -250,7 +251,7 @@ class Fit:
         return self._at_client(model, name, predict, draws, chains, random_seed)
 
     def _seed(self, random_seed: int | None) -> int:
-        return self.seed if random_seed is None else random_seed
+        return self.seed if random_seed is None else whole("random_seed", random_seed, 0)
 
     def _at_client(
         self,
@@ -304,8 +305,8 @@ class Fit:
 
 
 def _check_draws(draws: int, chains: int) -> None:
-    if draws < 1 or chains < 1:
-        raise DeclarationError(f"draws={draws}, chains={chains} must be at least 1.")
+    whole("draws", draws)
+    whole("chains", chains)
 
 
 def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.Dataset:

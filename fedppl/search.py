@@ -21,6 +21,7 @@ from fedppl.model import ClientModel, FederatedModel
 from fedppl.participation import Participation
 from fedppl.replies import sum_replies
 from fedppl.results import Fit
+from fedppl.settings import between, shown, whole
 from fedppl.types import (
     Algorithm,
     DataError,
@@ -119,8 +120,9 @@ def holdout(
     """
     if isinstance(rows, str):
         raise DeclarationError(f"rows={rows!r} must be a list of names: [{rows!r}].")
-    if not 0 < fraction < 1:
-        raise DeclarationError(f"fraction={fraction} must lie between 0 and 1.")
+    fraction = between("fraction", fraction, 0, 1)
+    if not isinstance(clients, Mapping):
+        raise DataError(f"clients are {type(clients).__name__}; pass a mapping from client id to its data.")
     seed = _seed(random_seed)
     checked = {str(client_id): as_arrays(str(client_id), data) for client_id, data in clients.items()}
     by_client = {client_id: _split_names(client_id, arrays, rows) for client_id, arrays in checked.items()}
@@ -177,6 +179,10 @@ def grid(build: Callable[..., Algorithm], **values: Sequence[Any]) -> dict[str, 
     -----
     *When this fails.* Every candidate is a fit: three settings of five values each are 125 of them.
     """
+    if not callable(build):
+        raise DeclarationError(
+            f"build={shown(build)} is no function; pass one that builds, as in grid(fedppl.EP, ...)."
+        )
     if not values:
         raise DeclarationError("no settings: name one or more with a list of values each, as in learning_rate=[...].")
     for name, choices in values.items():
@@ -245,10 +251,9 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     loss: raise `draws`. A loss of one client's rows is not private; only among the sum of many is it hidden. Clients
     that an engine ran elsewhere keep their personal states there, and here their draws do without.
     """
-    if not validation:
+    if not validation or not isinstance(validation, Mapping):
         raise DataError("no validation data: pass a mapping from client id to that client's held-out data.")
-    if draws < 1:
-        raise DeclarationError(f"draws={draws} must be at least 1.")
+    draws = whole("draws", draws)
     if not fit.clients:
         raise DeclarationError(
             "the fit's clients are sites of their own and their data are not here, so nor is their validation loss; "
@@ -333,6 +338,8 @@ def grid_search(
     """
     if not algorithms or not isinstance(algorithms, Mapping):
         raise DeclarationError("no candidates: pass a mapping from name to algorithm, such as fedppl.grid(...).")
+    if loss is not None and not callable(loss):
+        raise DeclarationError(f"loss={loss!r} is not a function; pass one of (posterior, data) that sums over rows.")
     for what, data in (("clients", clients), ("validation", validation)):
         if not isinstance(data, Mapping):
             raise DeclarationError(f"{what} is {type(data).__name__}; pass a mapping from client id to its data.")

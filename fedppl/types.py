@@ -212,6 +212,10 @@ class LocalInference(NamedTuple):
     settings: Mapping[str, Any] = {}
     log_factor: Callable[[Any, Array, float], Array] | None = None
 
+    def __repr__(self) -> str:
+        """Name and settings; functions say nothing to a reader."""
+        return self.describe()
+
     def describe(self) -> str:
         """Name and settings on one line."""
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"
@@ -306,6 +310,10 @@ class Algorithm(NamedTuple):
     large: bool = False
     lasting: bool = False
     preliminary: Callable[[Any], bool] | None = None
+
+    def __repr__(self) -> str:
+        """Name and settings; functions say nothing to a reader."""
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.settings.items())})"
 
 
 class Request(NamedTuple):

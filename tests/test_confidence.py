@@ -238,7 +238,7 @@ def test_draws_are_those_of_q_and_a_new_client_finds_its_own() -> None:
         ({"terms": ("size",)}, r"terms=\('size',\) must be one or both"),
         ({"terms": ()}, r"terms=\(\) must be"),
         ({"terms": None}, "terms=None must be"),
-        ({"local": fedppl.Laplace}, "is no local inference; pass one that is built"),
+        ({"local": fedppl.Laplace}, "is no local inference.*call it: fedppl.Laplace"),
         ({"prior": "no"}, "prior='no' must be True or False"),
         ({"tolerance": None}, "tolerance=None must lie"),
         ({"spread": 0.0}, r"spread=0.0 must be positive"),

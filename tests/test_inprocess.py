@@ -185,7 +185,7 @@ def test_a_fit_goes_on_without_the_late_client() -> None:
 
 @pytest.mark.parametrize("workers", [0, -2])
 def test_the_number_of_workers_is_positive(workers: int) -> None:
-    with pytest.raises(DeclarationError, match=f"workers={workers} must be at least 1"):
+    with pytest.raises(DeclarationError, match=f"workers={workers} must be a whole number, at least 1"):
         fedppl.InProcess(workers=workers)
 
 

@@ -393,13 +393,13 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no rounds": ({"rounds": 0}, "rounds=0 must be a whole number, at least 1"),
     "half a round": ({"rounds": 2.5}, "rounds=2.5 must be a whole number"),
     "participation 0": ({"participation": 0}, "participation=0 .* at least 1"),
-    "participation 1.5": ({"participation": 1.5}, "participation=1.5 must be a probability"),
-    "participation text": ({"participation": "all"}, "participation='all': pass a number"),
-    "deadline": ({"deadline": 0.0}, "deadline=0.0 must be a positive number of seconds"),
-    "deadline NaN": ({"deadline": float("nan")}, "deadline=nan must be a positive"),
+    "participation 1.5": ({"participation": 1.5}, "participation=1.5 must be above 0 and at most 1; .*probability"),
+    "participation text": ({"participation": "all"}, "participation='all' must be a number of clients"),
+    "deadline": ({"deadline": 0.0}, "deadline=0.0 must be positive.*seconds"),
+    "deadline NaN": ({"deadline": float("nan")}, "deadline=nan must be positive"),
     "seed": ({"random_seed": -1}, "random_seed=-1 must be a non-negative int"),
     "seed text": ({"random_seed": "1"}, "random_seed='1' must be"),
-    "engine": ({"engine": "local"}, "engine is str; pass one that is built, like fedppl.InProcess"),
+    "engine": ({"engine": "local"}, "engine='local' is no engine; pass one that is built, like fedppl.InProcess"),
     "checkpoint": ({"checkpoint": "/no/such/folder/run.ckpt"}, "checkpoint='/no/such/folder/run.ckpt'.*does not exist"),
 }
 
@@ -418,7 +418,7 @@ def test_bad_arguments_are_refused_before_anything_is_compiled(call: Any, case: 
     ("model", "algorithm", "message"),
     [
         (never_compiled, fedppl.EP(), "model is function; wrap the builder: FederatedModel"),
-        (FederatedModel(never_compiled, ["mu"]), fedppl.EP, "algorithm is function; pass one that is built"),
+        (FederatedModel(never_compiled, ["mu"]), fedppl.EP, r"fedppl.EP is no algorithm.*call it: fedppl.EP\(\)"),
     ],
 )
 def test_a_bare_builder_and_an_unbuilt_algorithm_are_refused(model: Any, algorithm: Any, message: str) -> None:

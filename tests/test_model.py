@@ -210,7 +210,7 @@ BEFORE_COMPILING = {
     "infinite X": (broken("X", -np.inf), ["'X' holds -inf at index (1, 0)", "drop or impute"]),
     "zero rows": ({"X": np.zeros((0, 2)), "y": np.zeros(0)}, ["shape (0, 2)", "zero rows", "leave the client out"]),
     "text": ({"X": np.zeros((2, 2)), "y": ["good", "bad"]}, ["'y' has dtype <U4", "not numeric", "encode"]),
-    "objects": ({"X": np.zeros((2, 2)), "y": [None, 1.0]}, ["'y' has dtype object", "not numeric", "encode"]),
+    "objects": ({"X": np.zeros((2, 2)), "y": [None, 1.0]}, ["dtype object", "not numeric", "encode"]),
     "ragged": ({"X": [[1.0, 2.0], [3.0]], "y": np.ones(2)}, ["'X' is no array", "one length"]),
     "masked": ({**good_rows(), "y": np.ma.masked_invalid([1.0, np.nan, 1, 1, 1])}, ["'y' has masked", "impute"]),
 }
@@ -292,7 +292,7 @@ def test_containers_without_data_are_refused(tmp_path: Path) -> None:
 def test_a_missing_argument_of_the_builder_is_refused(tmp_path: Path) -> None:
     model, _ = problems.regression(1)
     text = refusal(DataError, model, {"a": {"y": Y}}, tmp_path)
-    for fragment in ("client 'a'", "TypeError", "'X'", "builder's arguments"):
+    for fragment in ("client 'a'", "needs 'X'", "add 'X' to the data"):
         assert fragment in text
 
 

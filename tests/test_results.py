@@ -389,7 +389,7 @@ def test_an_unknown_client_is_an_error_that_points_to_new_client() -> None:
 @pytest.mark.parametrize("method", ["client", "shared"])
 def test_no_draws_are_refused(method: str, keywords: Any) -> None:
     arguments = ("client 0",) if method == "client" else ()
-    with pytest.raises(DeclarationError, match="must be at least 1"):
+    with pytest.raises(DeclarationError, match="at least 1"):
         getattr(means_fit(), method)(*arguments, **keywords)
 
 

@@ -320,7 +320,7 @@ def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trust", [0.0, -1.0, np.inf, np.nan])
 def test_a_trust_that_is_no_positive_number_is_refused(trust: float) -> None:
-    with pytest.raises(fedppl.DeclarationError, match=r"trust=.* must be a positive number of posterior sds"):
+    with pytest.raises(fedppl.DeclarationError, match=r"trust=.* must be positive.*posterior sds"):
         fedppl.EP(trust=trust)
 
 

@@ -107,8 +107,8 @@ def roles(layout: Layout) -> Roles:
         if name not in variables:
             raise DeclarationError(
                 f"the shared variables {list(variables)} have no {name!r} of shape {rule}; a linear model of "
-                "coregionalisation shares v, slab_sd, its kernels' parameters and, for the selection, included: see "
-                "models.fedlmc_ss.SHARED."
+                "coregionalisation shares v, slab_sd, its kernels' parameters and, for the selection, included: for "
+                'example shared=["v", "included", "lengthscale", "slab_sd"].'
             )
     v, slab, included = variables["v"], variables["slab_sd"], variables.get("included")
     if len(v.shape) != 2 or slab.shape != () or slab.transform != "log":

@@ -34,7 +34,7 @@ _compiled: list[tuple[tuple[Any, tuple[Any, ...], list[Any]], tuple[Callable[...
 _PARTS = ("projection", "conditional_variance")
 _CONTRACT = (
     "a model of coregionalisation declares v, w, noise_sd, residual and slab_sd, and adds its tensors `projection` and "
-    "`conditional_variance` by name, as models.fedlmc_ss.unit does"
+    "`conditional_variance` by name (models/fedlmc_ss.py in fedppl's repository, which the wheel leaves out, does so)"
 )
 
 

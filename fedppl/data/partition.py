@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedppl.settings import whole
 from fedppl.types import DataError, DeclarationError
 
 if TYPE_CHECKING:
@@ -276,8 +277,7 @@ def _column(name: str, values: Any) -> NDArray[Any]:
 
 def _whole(**numbers: Any) -> None:
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise DeclarationError(f"{name}={value!r} must be a whole number, at least 1.")
+        whole(name, value)
 
 
 def _names(clients: int) -> list[str]:

@@ -24,6 +24,7 @@ from fedppl.engine._simulation import start
 from fedppl.model import FederatedModel
 from fedppl.participation import Participation
 from fedppl.results import Fit
+from fedppl.settings import positive, whole
 from fedppl.types import Algorithm, DeclarationError, Engine, EngineFactory
 
 __all__ = ["client_app", "grid", "server_app", "simulation"]
@@ -189,12 +190,9 @@ def grid(
     """
     if isinstance(clients, bool) or not isinstance(clients, int | Sequence) or isinstance(clients, str) or not clients:
         raise DeclarationError(f"clients={clients!r} must be the number of sites to wait for, or a list of their ids.")
-    expected = clients if isinstance(clients, int) else tuple(clients)
-    if isinstance(expected, int) and expected < 1:
-        raise DeclarationError(f"clients={expected} must be at least 1.")
+    expected = whole("clients", clients) if isinstance(clients, int) else tuple(clients)
     for name, value in {"wait": wait, "deadline": deadline, "poll": poll, "grace": grace}.items():
-        if not value > 0:
-            raise DeclarationError(f"{name}={value} must be a positive number of seconds.")
+        positive(name, value, "it is in seconds")
 
     def factory(algorithm: Algorithm, models: Mapping[str, Any]) -> Engine:
         if models:
@@ -311,12 +309,9 @@ def simulation(*, workers: int | None = None, deadline: float = 600.0, start_tim
     *When this fails.* It tests what the wire does to a run, not how fast sites are: `InProcess` is far faster. The
     builder has to be picklable by cloudpickle. Personal state is lost when the run is resumed.
     """
-    count = workers if workers is not None else (os.cpu_count() or 1)
-    if count < 1:
-        raise DeclarationError(f"workers={workers} must be at least 1.")
+    count = whole("workers", workers) if workers is not None else (os.cpu_count() or 1)
     for name, value in {"deadline": deadline, "start_timeout": start_timeout}.items():
-        if not value > 0:
-            raise DeclarationError(f"{name}={value} must be a positive number of seconds.")
+        positive(name, value, "it is in seconds")
 
     def factory(algorithm: Algorithm, models: Mapping[str, Any]) -> Engine:
         if not models:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from fedppl.engine.answer import answer
+from fedppl.settings import whole
 from fedppl.types import (
     Algorithm,
     DeclarationError,
@@ -107,7 +108,5 @@ def InProcess(*, workers: int | None = None) -> EngineFactory:
     >>> import fedppl
     >>> engine = fedppl.InProcess(workers=1)
     """
-    count = workers if workers is not None else (os.cpu_count() or 1)
-    if count < 1:
-        raise DeclarationError(f"workers={workers} must be at least 1.")
+    count = whole("workers", workers) if workers is not None else (os.cpu_count() or 1)
     return lambda algorithm, clients: InProcessEngine(algorithm, clients, count)

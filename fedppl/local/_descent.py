@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.local._newton import DATA, INTEGERS, KERNEL, MATRIX, VECTOR, entry, jit
-from fedppl.types import Array, DataError, DeclarationError, LocalFailure
+from fedppl.settings import positive, whole
+from fedppl.types import Array, DataError, LocalFailure
 
 __all__ = ["Descent", "Objective", "check_batches", "checked", "descend"]
 
@@ -47,14 +48,8 @@ class Objective(NamedTuple):
 
 def checked(learning_rate: float, steps: int, batch_size: int | None) -> Descent:
     """Settings in range, or an error that says which is not."""
-    number = isinstance(learning_rate, float | int | np.number) and not isinstance(learning_rate, bool)
-    if not number or not 0 < learning_rate < np.inf:
-        raise DeclarationError(f"learning_rate={learning_rate!r} must be positive and finite.")
-    if not isinstance(steps, int | np.integer) or steps < 1:
-        raise DeclarationError(f"steps={steps!r} must be a whole number, at least 1.")
-    if batch_size is not None and (not isinstance(batch_size, int | np.integer) or batch_size < 1):
-        raise DeclarationError(f"batch_size={batch_size!r} must be a whole number of rows, or None for all rows.")
-    return Descent(float(learning_rate), int(steps), None if batch_size is None else int(batch_size))
+    rows = None if batch_size is None else whole("batch_size", batch_size, hint="None takes all rows")
+    return Descent(positive("learning_rate", learning_rate), whole("steps", steps), rows)
 
 
 def check_batches(client: Any, batch_size: int | None) -> None:

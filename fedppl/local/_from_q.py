@@ -103,6 +103,9 @@ def _coloured(
 ) -> Moments:
     """Moments of z as those of center + root z."""
     inverse = np.linalg.inv(root)
-    precision = inverse.T @ np.linalg.inv(covariance) @ inverse
+    try:
+        precision = inverse.T @ np.linalg.inv(covariance) @ inverse
+    except np.linalg.LinAlgError:  # one point has all the weight: no moments to trust, as `relative_ess` says
+        precision = np.zeros_like(root)
     coloured = root @ covariance @ root.T
     return Moments(center + root @ mean, (coloured + coloured.T) / 2, (precision + precision.T) / 2, skewed, quality)

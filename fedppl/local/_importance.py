@@ -196,7 +196,7 @@ def weighted_moments(points: Array, weights: Array) -> WeightedMoments:
 def skewness(points: Array, weights: Array) -> Array:
     """Skewness of every coordinate of points (S, m) under weights (S,), (m,)."""
     centred = points - weights @ points
-    return np.asarray(weights @ centred**3 / np.maximum(weights @ centred**2, 1e-300) ** 1.5)
+    return np.asarray(weights @ centred**3 / np.maximum(weights @ centred**2, 1e-200) ** 1.5)
 
 
 def resample(weights: Array, draws: int, rng: np.random.Generator) -> Array:

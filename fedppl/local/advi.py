@@ -11,7 +11,8 @@ from scipy.optimize import minimize
 
 from fedppl.local._importance import pareto_k, stream_of, whitened_points
 from fedppl.local._tilted import log_tilted, negative_hessian, start
-from fedppl.types import Array, DeclarationError, Draws, LocalFailure, LocalInference, Moments, Target
+from fedppl.settings import whole
+from fedppl.types import Array, Draws, LocalFailure, LocalInference, Moments, Target
 
 __all__ = ["ADVI", "MeanField"]
 
@@ -93,18 +94,14 @@ class _Settings(NamedTuple):
 
 
 def _build(name: str, fit: _Fit, points: int, max_iterations: int) -> LocalInference:
-    if points < 16 or max_iterations < 1:
-        raise DeclarationError(
-            f"points={points}, max_iterations={max_iterations}: use at least 16 points, 1 iteration."
-        )
-    settings = _Settings(fit, points, max_iterations)
+    settings = _Settings(fit, whole("points", points, 16), whole("max_iterations", max_iterations))
     return LocalInference(
         name,
         check=lambda client: None,
         expand=None,
         tilted=functools.partial(tilted, settings=settings),
         draw=functools.partial(draw, settings=settings),
-        settings={"points": points, "max_iterations": max_iterations},
+        settings={"points": settings.points, "max_iterations": settings.max_iterations},
     )
 
 

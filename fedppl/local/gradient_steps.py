@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.local._tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, start
-from fedppl.types import Array, DeclarationError, Draws, LocalFailure, LocalInference, Moments, Target
+from fedppl.settings import positive, whole
+from fedppl.types import Array, Draws, LocalFailure, LocalInference, Moments, Target
 
 __all__ = ["GradientSteps"]
 
@@ -51,9 +52,7 @@ def GradientSteps(*, steps: int = 100, learning_rate: float = 1e-3) -> LocalInfe
     *When this fails.* η above 2 / λ_max of the curvature diverges, and the client says so; a small one has not
     arrived after T steps, which diagnostic `decrement` (in units of the log density) shows.
     """
-    if steps < 1 or not learning_rate > 0:
-        raise DeclarationError(f"steps={steps}, learning_rate={learning_rate}: both must be positive.")
-    settings = _Settings(steps, learning_rate)
+    settings = _Settings(whole("steps", steps), positive("learning_rate", learning_rate))
     return LocalInference(
         "gradient steps",
         check=lambda client: None,

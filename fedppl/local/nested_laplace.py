@@ -24,6 +24,7 @@ from fedppl.local._newton import OK
 from fedppl.local._student import StudentSample
 from fedppl.local.nuts import NUTS
 from fedppl.model import ClientModel
+from fedppl.settings import between, flag, whole
 from fedppl.types import Array, DeclarationError, Draws, Expansion, LocalFailure, LocalInference, Moments, Target
 
 __all__ = ["NestedLaplace", "log_marginal"]
@@ -89,9 +90,11 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
     ----------
     .. [1] Rue, Martino and Chopin (2009), Approximate Bayesian inference for latent Gaussian models.
     """
-    if points < 16:
-        raise DeclarationError(f"points={points} is too few for moments; use at least 16, better 256.")
-    settings = _Settings(points, pareto_limit, fallback)
+    settings = _Settings(
+        whole("points", points, 16, "better 64 or 256"),
+        between("pareto_limit", pareto_limit, 0, np.inf, "[)"),
+        flag("fallback", fallback),
+    )
     return LocalInference(
         name="nested Laplace",
         check=_check,
@@ -208,7 +211,10 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
         if found is not None:
             k, relative = found.diagnostics["pareto_k"], found.diagnostics["relative_ess"]
             quality = f"Pareto k {k:.2f} (limit {settings.pareto_limit}), relative ESS {relative:.2f}"
-        raise LocalFailure(f"{quality}: q and this client's factor hardly overlap. Raise points=, or set fallback=True")
+        raise LocalFailure(
+            f"{quality}: q and this client's factor hardly overlap. Raise points=, set fallback=True, or start EP with "
+            "warm_start=True"
+        )
     sample = _student_sample(target, settings)
     if sample is not None:
         return _student_moments(sample)

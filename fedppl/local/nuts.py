@@ -14,6 +14,7 @@ import pymc as pm
 
 from fedppl.idata import chain_diagnostics
 from fedppl.local._tilted import log_tilted, start
+from fedppl.settings import between, one_of, whole
 from fedppl.types import Array, DeclarationError, Draws, LocalFailure, LocalInference, Moments, Target
 
 __all__ = ["NUTS"]
@@ -79,14 +80,20 @@ def NUTS(
     *When this fails.* A reply carries Monte Carlo error of about 1 / sqrt(ESS) posterior sd, and errors of K
     clients add up. EP averages its rounds once the change is down to that error; raise `draws` for less.
     """
-    sampler = nuts_sampler or ("nutpie" if _HAS_NUTPIE else "pymc")
-    if sampler not in ("nutpie", "pymc"):
-        raise DeclarationError(f'nuts_sampler={sampler!r} is unknown; use "nutpie" or "pymc".')
+    sampler = "nutpie" if _HAS_NUTPIE else "pymc"
+    if nuts_sampler is not None:
+        sampler = one_of("nuts_sampler", nuts_sampler, ("nutpie", "pymc"))
     if sampler == "nutpie" and not _HAS_NUTPIE:
         raise DeclarationError('nuts_sampler="nutpie" needs nutpie; install fedppl[nutpie] or use "pymc".')
-    if min(draws, tune, chains) < 1 or draws * chains < 20:
-        raise DeclarationError(f"draws={draws}, tune={tune}, chains={chains} are too few; use at least 20 draws.")
-    settings = _Settings(sampler, draws, tune, chains, target_accept, rhat_limit)
+    counts = (whole("draws", draws), whole("tune", tune), whole("chains", chains))
+    if counts[0] * counts[2] < 20:
+        raise DeclarationError(f"draws={draws} with chains={chains} are too few; use at least 20 in all.")
+    settings = _Settings(
+        sampler,
+        *counts,
+        between("target_accept", target_accept, 0, 1, hint="raise it towards 0.99 against divergences"),
+        between("rhat_limit", rhat_limit, 1, np.inf, hint="1.01 is strict, 1.1 lenient"),
+    )
     return LocalInference(
         name="NUTS",
         check=lambda client: None,

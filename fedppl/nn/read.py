@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _CONTRACT = (
     "a network's client declares weights = fedppl.nn.parameters(net), output = fedppl.nn.module(net, weights, X), "
-    "and one outcome, pm.Categorical(logit_p=output) or pm.Normal(output, constant); see models.fedsi.classifier"
+    "and one outcome, pm.Categorical(logit_p=output) or pm.Normal(output, constant)"
 )
 
 

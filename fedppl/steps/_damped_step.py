@@ -18,6 +18,7 @@ __all__ = ["EPInfo", "EPState", "damped_step", "hold_back", "named", "targets"]
 
 # With this skewness, quantiles of a margin in the tails are off by a few tenths of an sd under a Gaussian.
 _SKEWED = 0.5
+_VERY_SKEWED = 1.0  # a warning; below it, a word for those who look
 
 
 class EPState(NamedTuple):
@@ -36,6 +37,11 @@ class EPState(NamedTuple):
     held_back: Array  # (K,) rounds of those that its change was scaled down in
     status: str
     message: str
+
+    @property
+    def mild(self) -> bool:
+        """Whether what the message of a converged fit says is for information, and no warning."""
+        return bool(np.abs(self.skewness).max() < _VERY_SKEWED and not np.any(self.held_back))
 
 
 class EPInfo(NamedTuple):
@@ -152,12 +158,8 @@ def _judge(
         message = (
             "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; raise draws= for less"
         )
-        skewed = float(np.abs(state.skewness).max())
-        if skewed > max(_SKEWED, 3 * np.sqrt(6.0) * mc_error):
-            message += "; " if message else ""
-            message += (
-                f"a margin has skewness of about {skewed:.1f} that q cannot have: see fit.idata['fit']['skewness']"
-            )
+        skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * mc_error))
+        message = "; ".join(filter(None, (message, skewed)))
     else:
         knob = "raise rounds=, or draws= of the local inference" if noisy else "raise rounds=, or lower damping="
         message = f"the last sweep moved q by {sweep_change:.2g} posterior sds (tolerance {tolerance:g}); {knob}"
@@ -169,6 +171,20 @@ def _judge(
         sweep_change=0.0 if swept else sweep_change,
         status=(Status.CONVERGED if quiet or averaged else Status.RUNNING).value,
         message=message,
+    )
+
+
+def _skewed(state: EPState, limit: float) -> str:
+    """The coordinates whose margins are too skewed for a Gaussian, and what to do; empty where there are none."""
+    size = np.abs(state.skewness)
+    worst = [int(i) for i in np.argsort(-size, kind="stable") if size[i] > limit]
+    if not worst:
+        return ""
+    named = ", ".join(f"{state.sites.labels[i]} {state.skewness[i]:.1f}" for i in worst[:3])
+    more = f" and {len(worst) - 3} more" if len(worst) > 3 else ""
+    return (
+        f"skewness of about {named}{more}, which a Gaussian cannot have: rely on means more than on tails there, or "
+        "declare the variable on a scale where it is closer to normal; see fit.idata['fit']['skewness']"
     )
 
 

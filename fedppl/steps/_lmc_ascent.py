@@ -12,7 +12,8 @@ from fedppl import gaussian
 from fedppl._lmc import server
 from fedppl._lmc.bound import Curves, Design, Globals, Roles, UnitState, curves, gradient
 from fedppl._lmc.unit import best_unit, own_fit, random_unit
-from fedppl.types import Array, DeclarationError, Message, Status
+from fedppl.settings import between, one_of, whole
+from fedppl.types import Array, Message, Status
 
 __all__ = [
     "Answer",
@@ -59,20 +60,15 @@ def checked(
     initial_kernel: str,
 ) -> Settings:
     """Settings in range."""
-    if not isinstance(kernel_rate, int | float | np.number) or not 0 <= kernel_rate < 1:
-        raise DeclarationError(f"kernel_rate={kernel_rate!r} must lie between 0 and 1; 0 fixes the kernels.")
-    for name, value, least in (("warmup", warmup, 0), ("sweeps", sweeps, 1)):
-        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-            raise DeclarationError(f"{name}={value!r} must be a whole number, at least {least}.")
-    if batch_size is not None and (not isinstance(batch_size, int | np.integer) or batch_size < 1):
-        raise DeclarationError(f"batch_size={batch_size!r} must be a whole number, at least 1; None takes all rows.")
-    if not 0.5 < forgetting <= 1:
-        raise DeclarationError(f"forgetting={forgetting} must lie above 0.5 and not above 1, for the sums to settle.")
-    if not 0 < tolerance < 1:
-        raise DeclarationError(f"tolerance={tolerance} must lie between 0 and 1.")
-    if initial_kernel not in ("median", "prior"):
-        raise DeclarationError(f'initial_kernel={initial_kernel!r} must be "median" or "prior".')
-    return Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel)
+    return Settings(
+        between("kernel_rate", kernel_rate, 0, 1, "[)", "0 fixes the kernels"),
+        whole("warmup", warmup, 0),
+        whole("sweeps", sweeps),
+        None if batch_size is None else whole("batch_size", batch_size, hint="None takes all rows"),
+        between("forgetting", forgetting, 0.5, 1, "(]", "or the sums do not settle"),
+        between("tolerance", tolerance, 0, 1),
+        one_of("initial_kernel", initial_kernel, ("median", "prior")),
+    )
 
 
 def prior_globals(role: Roles) -> Globals:

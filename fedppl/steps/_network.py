@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedppl.settings import plain
 from fedppl.types import Array, DeclarationError, Draws, Message
 
 __all__ = [
@@ -202,4 +203,4 @@ def drawn_from(find: Callable[[Any, Any, Message, np.random.Generator], Own]) ->
 
 def described(settings: Mapping[str, Any]) -> dict[str, str]:
     """Settings of an algorithm, each in one line of text."""
-    return {name: repr(value) for name, value in settings.items()}
+    return {name: repr(plain(value)) for name, value in settings.items()}

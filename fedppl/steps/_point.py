@@ -9,7 +9,8 @@ import numpy as np
 from fedppl.local._descent import Objective
 from fedppl.local._marginal import inner_mode_at
 from fedppl.local._newton import OK
-from fedppl.types import Array, DeclarationError, Draws, LocalFailure
+from fedppl.settings import between, flag, one_of, plain
+from fedppl.types import Array, Draws, LocalFailure
 
 __all__ = [
     "Kept",
@@ -65,28 +66,22 @@ def kept_own(client: Any, personal: Any) -> Array | None:
 
 def described(settings: NamedTuple, **more: Any) -> dict[str, str]:
     """Settings of an algorithm, each in one line of text."""
-    return {name: repr(value) for name, value in {**settings._asdict(), **more}.items()}
+    return {name: repr(plain(value)) for name, value in {**settings._asdict(), **more}.items()}
 
 
 def weights_rule(weights: str) -> str:
     """Check the keyword `weights`."""
-    if weights not in ("rows", "equal"):
-        raise DeclarationError(f'weights={weights!r} must be "rows" (n_k) or "equal".')
-    return weights
+    return one_of("weights", weights, ("rows", "equal"), "by number of rows, or all alike")
 
 
 def tolerance_rule(tolerance: float) -> float:
     """Check the keyword `tolerance`."""
-    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float | np.number) or not 0 < tolerance < 1:
-        raise DeclarationError(f"tolerance={tolerance!r} must lie between 0 and 1.")
-    return float(tolerance)
+    return between("tolerance", tolerance, 0, 1)
 
 
 def flag_rule(name: str, value: Any) -> bool:
     """Check a keyword that is True or False."""
-    if not isinstance(value, bool | np.bool_):
-        raise DeclarationError(f"{name}={value!r} must be True or False.")
-    return bool(value)
+    return flag(name, value)
 
 
 def weight_of(client: Any, weights: str) -> float:

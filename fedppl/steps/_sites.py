@@ -69,6 +69,12 @@ def structure_of(form: str | Sequence[Sequence[str]], layout: Layout) -> Structu
             if name not in slices:
                 raise DeclarationError(f"structure names {name!r}, but the shared variables are {list(slices)}.")
         blocks.append([i for name in names for i in range(slices[name].start, slices[name].stop)])
+    named = [name for names in form for name in names]
+    if sorted(named) != sorted(slices) or not all(form):
+        raise DeclarationError(
+            f"structure={form!r} must have every shared name once, in blocks that are not empty; the shared variables "
+            f"are {list(slices)}."
+        )
     return structure.block(layout.size, blocks)
 
 

@@ -12,6 +12,7 @@ from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
 from fedppl.replies import sum_replies
+from fedppl.settings import between, inference, positive
 from fedppl.steps._point import flag_rule, tolerance_rule
 from fedppl.steps.separate import near_posterior
 from fedppl.types import (
@@ -144,10 +145,8 @@ def Confidence(
     ----------
     .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, Algorithm 1, eqs. 5 to 9.
     """
-    if local is not None and not isinstance(local, LocalInference):
-        raise DeclarationError(f"local={local!r} is no local inference; pass one that is built, like fedppl.Laplace().")
     settings = _Settings(
-        local if local is not None else MeanField(),
+        inference("local", local, MeanField()),
         terms_rule(terms),
         spread_rule(spread),
         strength_rule(strength),
@@ -186,16 +185,12 @@ def terms_rule(terms: Any) -> tuple[str, ...]:
 
 def spread_rule(spread: Any) -> float:
     """Check the keyword `spread`."""
-    if isinstance(spread, bool) or not isinstance(spread, int | float | np.number) or not 0 < spread < np.inf:
-        raise DeclarationError(f"spread={spread!r} must be positive and finite.")
-    return float(spread)
+    return positive("spread", spread)
 
 
 def strength_rule(strength: Any) -> float:
     """Check the keyword `strength`."""
-    if isinstance(strength, bool) or not isinstance(strength, int | float | np.number) or not 0 <= strength < np.inf:
-        raise DeclarationError(f"strength={strength!r} must be finite and not negative.")
-    return float(strength)
+    return between("strength", strength, 0, np.inf, "[)")
 
 
 def _check(client: Any, *, settings: _Settings) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl import gaussian
+from fedppl import gaussian, settings
 from fedppl._target import pack_target, unpack_target
 from fedppl.gaussian import Gaussian
 from fedppl.local._importance import skewness
@@ -110,9 +110,8 @@ def ConsensusMonteCarlo(*, local: LocalInference | None = None, draws: int = 100
     ----------
     .. [1] Scott et al. (2016), Bayes and big data: the consensus Monte Carlo algorithm, section 3, eqs. 2 to 5.
     """
-    if not isinstance(draws, int | np.integer) or draws < 4:
-        raise DeclarationError(f"draws={draws!r} must be a whole number, at least 4, better 1000.")
-    inference = local if local is not None else NestedLaplace()
+    draws = settings.whole("draws", draws, 4, "better 1000")
+    inference = settings.inference("local", local, NestedLaplace())
     return Algorithm(
         name="ConsensusMonteCarlo",
         check=inference.check,

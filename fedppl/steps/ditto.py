@@ -11,6 +11,7 @@ import numpy as np
 from fedppl.local._descent import Descent, checked, descend
 from fedppl.local._marginal import inner_mode_at
 from fedppl.local._newton import OK
+from fedppl.settings import between, positive, whole
 from fedppl.steps._point import client_loss, described, draw_point, kept_local, kept_own, pulled
 from fedppl.steps.averaging import FedAvg, stepped
 from fedppl.types import Algorithm, Array, DeclarationError, Draws, LocalFailure, Message
@@ -90,16 +91,15 @@ def Ditto(
     .. [1] Li et al. (2021), Ditto: fair and robust federated learning through personalization, Algorithm 1.
     .. [2] FedLin, section 6.2.
     """
-    if not 0 <= lam < np.inf:
-        raise DeclarationError(f"lam={lam} must be finite and not negative.")
-    if personal_rate is not None and not 0 < personal_rate < np.inf:
-        raise DeclarationError(f"personal_rate={personal_rate} must be positive and finite, or None.")
-    if personal_steps is not None and (not isinstance(personal_steps, int | np.integer) or personal_steps < 1):
-        raise DeclarationError(f"personal_steps={personal_steps!r} must be a whole number, at least 1, or None.")
+    lam = between("lam", lam, 0, np.inf, "[)")
     descent = checked(learning_rate, steps, batch_size)
-    own = checked(personal_rate or learning_rate, personal_steps or steps, batch_size)
+    own = descent._replace(
+        learning_rate=descent.learning_rate if personal_rate is None else positive("personal_rate", personal_rate),
+        steps=descent.steps if personal_steps is None else whole("personal_steps", personal_steps),
+    )
     if own.learning_rate * lam >= 2:
-        raise DeclarationError(f"personal_rate={own.learning_rate} times lam={lam} must be below 2, or steps diverge.")
+        name = "learning_rate" if personal_rate is None else "personal_rate"
+        raise DeclarationError(f"{name}={own.learning_rate} times lam={lam} must be below 2, or steps diverge.")
     averaging = FedAvg(
         learning_rate=learning_rate, steps=steps, batch_size=batch_size, weights=weights, tolerance=tolerance
     )

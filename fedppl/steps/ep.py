@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from fedppl import gaussian
+from fedppl import gaussian, settings
 from fedppl._target import draw_target, pack_target, unpack_target
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.steps import _sites, _warm_start
 from fedppl.steps._damped_step import EPInfo, EPState, damped_step, hold_back, named, targets
 from fedppl.steps._warm_start import WarmStart
-from fedppl.types import Algorithm, DeclarationError, Layout, LocalInference, Message, Status
+from fedppl.types import Algorithm, Layout, LocalInference, Message, Status
 
 __all__ = ["EP", "EPInfo", "EPState"]
 
@@ -97,18 +97,13 @@ def EP(
     .. [1] FedLin, section 4.2, eqs. 3 to 8 and Algorithms 2 and 3.
     .. [2] Vehtari et al. (2020), Expectation propagation as a way of life, JMLR 21.
     """
-    if not 0 < tolerance < 1:
-        raise DeclarationError(f"tolerance={tolerance} must lie between 0 and 1 posterior sd.")
-    if not 0 < damping <= 1:
-        raise DeclarationError(f"damping={damping} must lie in (0, 1]; 1 is the undamped step.")
-    if trust is not None and not 0 < trust < np.inf:
-        raise DeclarationError(f"trust={trust} must be a positive number of posterior sds, such as 3, or None.")
-    if isinstance(structure, str) and structure not in ("full", "diagonal"):
-        raise DeclarationError(
-            f'structure={structure!r} must be "full", "diagonal" or a list of lists of shared names.'
-        )
-    inference = local if local is not None else NestedLaplace()
-    warm = warm_start and inference.expand is not None
+    tolerance = settings.between("tolerance", tolerance, 0, 1, hint="it is in posterior sds")
+    damping = settings.between("damping", damping, 0, 1, "(]", "1 is the undamped step")
+    if trust is not None:
+        trust = settings.positive("trust", trust, "it is in posterior sds, such as 3, or None for no bound")
+    settings.form("structure", structure)
+    inference = settings.inference("local", local, NestedLaplace())
+    warm = settings.flag("warm_start", warm_start) and inference.expand is not None
     return Algorithm(
         name="EP",
         check=inference.check,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from fedppl._lmc.bound import Globals, Roles, UnitState, roles, unit_bound
 from fedppl._lmc.result import block_diagonal, draw, outcome, require_unit, sample
 from fedppl._lmc.unit import best_unit, own_fit, random_unit
 from fedppl.replies import sum_replies
+from fedppl.settings import one_of, positive, shown, whole
 from fedppl.steps._point import described, tolerance_rule
 from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
 
@@ -135,21 +136,28 @@ def checked(
     tolerance: float,
 ) -> _Settings:
     """Settings in range."""
-    one = isinstance(learning_rate, int | float | np.number)
-    rates = (float(learning_rate),) if one else tuple(float(rate) for rate in learning_rate)  # type: ignore[union-attr, arg-type]
-    places = () if one else tuple(milestones)
-    if not rates or not all(0 < rate < np.inf for rate in rates):
-        raise DeclarationError(f"learning_rate={learning_rate} must be positive and finite.")
+    rates = _each(positive, "learning_rate", learning_rate, "positive and finite, one or a tuple of them")
+    places = _each(whole, "milestones", milestones, "rounds, from 1 on") if len(rates) > 1 else ()
     if len(places) != len(rates) - 1 or any(b <= a for a, b in itertools.pairwise((0, *places))):
         raise DeclarationError(
             f"milestones={places} must be increasing rounds, one less than the {len(rates)} learning rates."
         )
-    for name, value in (("steps", steps), ("batch_size", 1 if batch_size is None else batch_size)):
-        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-            raise DeclarationError(f"{name}={value!r} must be a whole number, at least 1.")
-    if initial_kernel not in ("median", "prior"):
-        raise DeclarationError(f'initial_kernel={initial_kernel!r} must be "median" or "prior".')
-    return _Settings(rates, places, steps, batch_size, tolerance_rule(tolerance), initial_kernel)
+    return _Settings(
+        rates,
+        places,
+        whole("steps", steps),
+        None if batch_size is None else whole("batch_size", batch_size, hint="None takes all rows"),
+        tolerance_rule(tolerance),
+        one_of("initial_kernel", initial_kernel, ("median", "prior")),
+    )
+
+
+def _each(rule: Callable[[str, Any], Any], name: str, value: Any, words: str) -> tuple[Any, ...]:
+    """A value, or each of several, by its rule; errors show all."""
+    try:
+        return tuple(rule(name, one) for one in (value if isinstance(value, tuple | list) and value else (value,)))
+    except DeclarationError:
+        raise DeclarationError(f"{name}={shown(value)} must be {words}.") from None
 
 
 def result(state: Any, client_id: str | None) -> Message:

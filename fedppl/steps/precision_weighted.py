@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl import gaussian, structure
+from fedppl import gaussian, settings, structure
 from fedppl._target import draw_target, pack_target, unpack_target
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
@@ -82,7 +82,7 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> Algorithm:
     .. [1] Neiswanger, Wang and Xing (2014), Asymptotically exact, embarrassingly parallel MCMC, section 3.1.
     .. [2] FedLin, section 6.2.
     """
-    inference = local if local is not None else NestedLaplace()
+    inference = settings.inference("local", local, NestedLaplace())
     return Algorithm(
         name="PrecisionWeighted",
         check=inference.check,

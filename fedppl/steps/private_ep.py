@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl import gaussian, privacy
+from fedppl import gaussian, privacy, settings
 from fedppl._target import pack_target, unpack_target
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.steps import _sites
@@ -28,7 +28,6 @@ from fedppl.steps.ep import EP
 from fedppl.types import (
     Algorithm,
     Array,
-    DeclarationError,
     Layout,
     LocalFailure,
     LocalInference,
@@ -127,10 +126,9 @@ def PrivateEP(
     .. [1] Dwork, Roth (2014), The algorithmic foundations of differential privacy, appendix A.
     .. [2] Vehtari et al. (2020), Expectation propagation as a way of life, JMLR 21.
     """
-    if not 0 < clip < np.inf:
-        raise DeclarationError(f"clip={clip} must be positive and finite; it is in posterior sds.")
+    clip = settings.positive("clip", clip, "it is in posterior sds")
     privacy.epsilon(noise_multiplier, releases, delta)  # known, or refused, before anything is released
-    inference = local if local is not None else NestedLaplace()
+    inference = settings.inference("local", local, NestedLaplace())
     inner = EP(local=inference, tolerance=tolerance, damping=damping, warm_start=False, structure=structure)
     mechanism = Mechanism(clip, noise_multiplier, releases, delta)
     client = functools.partial(

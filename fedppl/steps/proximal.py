@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedppl.local._descent import Descent, checked
+from fedppl.settings import between
 from fedppl.steps._point import Kept, client_loss, described, pulled
 from fedppl.steps.averaging import FedAvg, stepped
 from fedppl.types import Algorithm, DeclarationError, Message
@@ -69,8 +70,7 @@ def FedProx(
     ----------
     .. [1] Li et al. (2020), Federated optimization in heterogeneous networks, eq. 2 and Algorithm 2.
     """
-    if not 0 <= mu < np.inf:
-        raise DeclarationError(f"mu={mu} must be finite and not negative; 0 is FedAvg.")
+    mu = between("mu", mu, 0, np.inf, "[)", "0 is FedAvg")
     descent = checked(learning_rate, steps, batch_size)
     if descent.learning_rate * mu >= 2:
         raise DeclarationError(f"learning_rate={learning_rate} times mu={mu} must be below 2, or steps diverge.")

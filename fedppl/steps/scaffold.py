@@ -10,6 +10,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.local._descent import Descent, check_batches, checked, descend
+from fedppl.settings import positive
 from fedppl.steps._point import (
     Kept,
     client_loss,
@@ -21,7 +22,7 @@ from fedppl.steps._point import (
     weights_rule,
 )
 from fedppl.steps.averaging import draw, refuse
-from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
+from fedppl.types import Algorithm, Array, Layout, Message, Status
 
 __all__ = ["SCAFFOLD", "ScaffoldInfo", "ScaffoldState", "mean_control"]
 
@@ -116,8 +117,7 @@ def SCAFFOLD(
        eqs. 3 to 5, option II.
     """
     descent = checked(learning_rate, steps, batch_size)
-    if not 0 < server_rate < np.inf:
-        raise DeclarationError(f"server_rate={server_rate} must be positive and finite; 1 is the clients' mean.")
+    server_rate = positive("server_rate", server_rate, "1 is the clients' mean")
     rule = tolerance_rule(tolerance)
     return Algorithm(
         name="SCAFFOLD",

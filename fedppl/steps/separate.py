@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl import structure
+from fedppl import settings, structure
 from fedppl._target import draw_target, pack_target, unpack_target
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
@@ -77,7 +77,7 @@ def Separate(*, local: LocalInference | None = None) -> Algorithm:
     ----------
     .. [1] FedLin, section 6.2: individual models.
     """
-    inference = local if local is not None else NestedLaplace()
+    inference = settings.inference("local", local, NestedLaplace())
     return Algorithm(
         name="Separate",
         check=inference.check,

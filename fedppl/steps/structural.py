@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl import gaussian
+from fedppl import gaussian, settings
 from fedppl._target import draw_target, pack_target
 from fedppl.covariance import Covariance, Omega, exchangeable
 from fedppl.gaussian import Gaussian
@@ -124,16 +124,17 @@ def HM1(
     ----------
     .. [1] FedLin, section 3, eq. 2.
     """
-    if not 0 < tolerance < 1:
-        raise DeclarationError(f"tolerance={tolerance} must lie between 0 and 1 posterior sd.")
+    tolerance = settings.between("tolerance", tolerance, 0, 1, hint="it is in posterior sds")
     if isinstance(report, str):
         raise DeclarationError(f"report={report!r} must be a list of names: [{report!r}].")
+    if not isinstance(report, Sequence) or not all(isinstance(name, str) for name in report):
+        raise DeclarationError(f'report={settings.shown(report)} must be a list of names, such as ["sigma"].')
     chosen = exchangeable() if structure is None else structure
     if not isinstance(chosen, Covariance):
-        raise DeclarationError(f"structure={chosen!r} must be one that is built, like fedppl.covariance.low_rank(2).")
-    inference = local if local is not None else NestedLaplace()
-    if not isinstance(inference, LocalInference):
-        raise DeclarationError(f"local={local!r} must be one that is built, like fedppl.NestedLaplace().")
+        raise DeclarationError(
+            f"structure={settings.shown(chosen)} must be one that is built, like fedppl.covariance.low_rank(2)."
+        )
+    inference = settings.inference("local", local, NestedLaplace())
     if inference.expand is None:
         raise DeclarationError(
             f"HM1 needs a local inference with expansions, and {inference.name} has none; use local=NestedLaplace()."

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.local._descent import Descent, Objective, check_batches, checked, descend
+from fedppl.settings import between, one_of, positive
 from fedppl.steps._at_mode import frame_of
 from fedppl.steps._point import Kept, described, draw_point, kept_local
 from fedppl.types import Algorithm, Array, DeclarationError, Draws, Layout, Message, Status
@@ -106,12 +107,9 @@ def HM1Gradient(
     .. [1] FedLin, section 3, Algorithm 1.
     """
     descent = checked(learning_rate, steps, batch_size)
-    if not 0 < alpha < 1:
-        raise DeclarationError(f"alpha={alpha} must lie between 0 and 1; the paper's default is 0.1.")
-    if prior_step not in ("explicit", "proximal"):
-        raise DeclarationError(f'prior_step={prior_step!r} must be "explicit", as in the paper, or "proximal".')
-    if not 0 < tolerance < np.inf:
-        raise DeclarationError(f"tolerance={tolerance} must be positive.")
+    alpha = between("alpha", alpha, 0, 1, hint="the paper's default is 0.1")
+    prior_step = one_of("prior_step", prior_step, ("explicit", "proximal"), "explicit is the paper's")
+    tolerance = positive("tolerance", tolerance)
     explicit = prior_step == "explicit"
     return Algorithm(
         name="HM1 by gradient steps",

@@ -1,0 +1,152 @@
+"""The rules of keywords, each once: a function takes a name and a value, and gives the value back in Python's own type.
+
+What breaks a rule is a DeclarationError that names the keyword, the value, the rule and, where there is one, a remedy.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fedppl.types import DeclarationError, LocalInference
+
+__all__ = ["between", "flag", "form", "inference", "not_called", "one_of", "plain", "positive", "shown", "whole"]
+
+_INFERENCES = ("NestedLaplace", "NUTS", "ADVI", "MeanField", "Laplace", "GradientSteps")
+
+
+def between(name: str, value: Any, low: float, high: float, ends: str = "()", hint: str = "") -> float:
+    """A finite number between two others; `ends` says by brackets which of them belongs to it: "(]" is low < x <= high.
+
+    Examples
+    --------
+    >>> between("damping", 1, 0, 1, "(]")
+    1.0
+    """
+    number = _number(value)
+    above = number is not None and (low <= number if ends[0] == "[" else low < number)
+    below = number is not None and (number <= high if ends[1] == "]" else number < high)
+    if number is None or not above or not below or not np.isfinite(number):
+        raise DeclarationError(f"{name}={shown(value)} must {_interval(low, high, ends)}{_remedy(hint)}.")
+    return number
+
+
+def positive(name: str, value: Any, hint: str = "") -> float:
+    """A number above zero."""
+    return between(name, value, 0, np.inf, hint=hint)
+
+
+def whole(name: str, value: Any, least: int = 1, hint: str = "") -> int:
+    """A whole number that is not too small.
+
+    Examples
+    --------
+    >>> whole("rounds", 20)
+    20
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise DeclarationError(f"{name}={shown(value)} must be a whole number, at least {least}{_remedy(hint)}.")
+    return int(value)
+
+
+def one_of(name: str, value: Any, choices: Sequence[str], hint: str = "") -> str:
+    """One of some words."""
+    if not isinstance(value, str) or value not in choices:
+        words = [f'"{choice}"' for choice in choices]
+        listed = f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+        raise DeclarationError(f"{name}={shown(value)} must be {listed}{_remedy(hint)}.")
+    return str(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise DeclarationError(f"{name}={shown(value)} must be True or False.")
+    return bool(value)
+
+
+def inference(name: str, value: Any, default: LocalInference) -> LocalInference:
+    """A local inference that is built; None is the default."""
+    if value is None:
+        return default
+    if isinstance(value, LocalInference):
+        return value
+    spelt = str(value).replace("_", "").replace(" ", "").casefold() if isinstance(value, str) else ""
+    meant = next((known for known in _INFERENCES if known.casefold() == spelt), None)
+    if meant is not None:
+        raise DeclarationError(f"{name}={value!r} is text; pass fedppl.{meant}(), with brackets and its settings.")
+    raise DeclarationError(
+        f"{name}={shown(value)} is no local inference"
+        + (not_called(value) or "; pass one that is built, such as fedppl.NestedLaplace() or fedppl.NUTS().")
+    )
+
+
+def form(name: str, value: Any) -> None:
+    """A form of a precision matrix: "full", "diagonal", or a partition of the shared names into blocks."""
+    blocks = isinstance(value, tuple | list) and all(
+        isinstance(block, tuple | list) and all(isinstance(shared, str) for shared in block) for block in value
+    )
+    if not blocks and not (isinstance(value, str) and value in ("full", "diagonal")):
+        raise DeclarationError(
+            f'{name}={shown(value)} must be "full", "diagonal" or a list of lists of shared names, such as '
+            '[["mu", "tau"], ["beta"]].'
+        )
+
+
+def not_called(value: Any) -> str:
+    """The remedy for a function that stands where its result belongs; empty for anything else."""
+    if not inspect.isfunction(value) or not value.__module__.startswith("fedppl.") or "<" in value.__qualname__:
+        return ""
+    required = [p.name for p in inspect.signature(value).parameters.values() if p.default is p.empty]
+    arguments = ", ".join(f"{argument}=..." for argument in required)
+    return f" but the function that builds one; call it: {_public(value)}({arguments})."
+
+
+def plain(value: Any) -> Any:
+    """A scalar of NumPy as Python's own, so that equal settings are written alike."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def shown(value: Any) -> str:
+    """A value as one would write it, cut where it is long: functions by name, arrays by shape."""
+    if inspect.isfunction(value) or inspect.isclass(value):
+        return _public(value)
+    if isinstance(value, np.ndarray) and value.ndim:
+        return f"array of shape {value.shape}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _public(function: Any) -> str:
+    package, _, module = function.__module__.partition(".")
+    family = {"covariance": "covariance.", "engine.flower": "Flower."}.get(module, "")
+    return f"fedppl.{family}{function.__name__}" if package == "fedppl" else str(function.__name__)
+
+
+def _number(value: Any) -> float | None:
+    """A real number as a float; None for anything else, NaN and numbers past all floats among it."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return None if np.isnan(number) else number
+
+
+def _interval(low: float, high: float, ends: str) -> str:
+    if (low, high) == (-np.inf, np.inf):
+        return "be a finite number"
+    if (low, high) == (0, np.inf):
+        return "be finite and not negative" if ends[0] == "[" else "be positive and finite"
+    if ends == "()" and high < np.inf:
+        return f"lie between {low:g} and {high:g}"
+    above = f"be {'at least' if ends[0] == '[' else 'above'} {low:g} and "
+    return above + (f"{'at most' if ends[1] == ']' else 'below'} {high:g}" if high < np.inf else "finite")
+
+
+def _remedy(hint: str) -> str:
+    return f"; {hint}" if hint else ""

@@ -1,0 +1,209 @@
+"""What people write by mistake, through the public names: each error names the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytest
+
+import fedppl
+from fedppl import DataError, DeclarationError, FederatedModel
+from fedppl.testing import normal_means
+
+Y = np.array([0.5, 1.5, 1.0])
+MODEL, CLIENTS = normal_means(2)
+
+
+def line(X: Any, y: Any) -> pm.Model:
+    with pm.Model() as model:
+        X, y = pm.Data("X", X), pm.Data("y", y)
+        pm.Normal("obs", X * pm.Normal("mu"), 1, observed=y)
+    return model
+
+
+def anything(y: Any, **more: Any) -> pm.Model:
+    return line(y, y)
+
+
+def by_position(y: Any, /) -> pm.Model:
+    return line(y, y)
+
+
+def counts(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        pm.Poisson("count", pm.math.exp(pm.Normal("mu")), observed=y)
+    return model
+
+
+class Built:
+    def __call__(self, X: Any, y: Any) -> pm.Model:
+        return line(X, y)
+
+
+def start(model: Any = MODEL, clients: Any = CLIENTS, algorithm: Any = None, **more: Any) -> Any:
+    return fedppl.fit(model, clients, algorithm or fedppl.EP(), progressbar=False, random_seed=1, **more)
+
+
+def declared(builder: Any, **data: Any) -> Callable[[], Any]:
+    return lambda: FederatedModel(builder, ["mu"]).enrol({"a": data})
+
+
+@functools.cache
+def fitted() -> fedppl.Fit:
+    fit: fedppl.Fit = start()
+    return fit
+
+
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
+    # --- calls
+    "engine not called": (lambda: start(engine=fedppl.InProcess), DeclarationError, ["call it: fedppl.InProcess()"]),
+    "algorithm not called": (
+        lambda: start(algorithm=fedppl.FedAvg), DeclarationError, ["call it: fedppl.FedAvg(learning_rate=...)"]
+    ),
+    "algorithm by name": (lambda: start(algorithm="EP"), DeclarationError, ["algorithm='EP'", "fedppl.EP()"]),
+    "local for algorithm": (lambda: start(algorithm=fedppl.NUTS()), DeclarationError, ["no algorithm"]),
+    "builder for model": (lambda: start(model=line), DeclarationError, ["FederatedModel(builder"]),
+    "text for rounds": (lambda: start(rounds="20"), DeclarationError, ["rounds='20'", "whole number"]),
+    "more than there are": (lambda: start(participation=5), DeclarationError, ["participation=5", "clients, 2"]),
+    "more reports": (lambda: start(reporting=3), DeclarationError, ["reporting=3", "clients, 2"]),
+    "reporting 2.0": (lambda: start(reporting=2.0), DeclarationError, ["reporting=2.0", "at most 1", "probability"]),
+    "names for participation": (lambda: start(participation=["client 0"]), DeclarationError, ["number of clients"]),
+    "text for deadline": (lambda: start(deadline="5"), DeclarationError, ["deadline='5'", "seconds"]),
+    "number for checkpoint": (lambda: start(checkpoint=3), DeclarationError, ["checkpoint=3", "path"]),
+    "structure of names": (lambda: fedppl.EP(structure=["mu"]), DeclarationError, ["structure=['mu']", "lists of"]),
+    "number for shared": (lambda: FederatedModel(line, 3), DeclarationError, ["shared=3", "list of names"]),
+    "names in a set": (lambda: FederatedModel(line, {"mu"}), DeclarationError, ["shared={'mu'}", "list of names"]),
+    "names twice": (
+        lambda: start(algorithm=fedppl.EP(structure=[["mu"], ["mu"]])), DeclarationError, ["every shared name once"]
+    ),
+    "coords in a list": (
+        lambda: fedppl.contrast(fitted(), fitted(), "mu", coords=["a"]), DeclarationError, ["coords=['a']", "mapping"]
+    ),
+    "clients in a list": (
+        lambda: fedppl.holdout([{"y": Y}], 0.2, random_seed=1), DataError, ["clients are list", "mapping"]
+    ),
+    "a loss by name": (
+        lambda: fedppl.grid_search(MODEL, CLIENTS, {"a": fedppl.EP()}, CLIENTS, loss="mse"),
+        DeclarationError,
+        ["loss='mse'", "function"],
+    ),
+    "nested names": (lambda: FederatedModel(line, [["mu"]]), DeclarationError, ["shared=[['mu']]", "list of names"]),
+    "grid of what is built": (
+        lambda: fedppl.grid(fedppl.EP(), tolerance=[0.1]), DeclarationError, ["grid(fedppl.EP, ...)"]
+    ),
+    # --- data
+    "complex": (lambda: start(clients={"a": {"y": Y + 1j}}), DataError, ["'a'", "'y'", "complex128", "real"]),
+    "durations": (lambda: start(clients={"a": {"y": Y.astype("m8[D]")}}), DataError, ["'y'", "timedelta64"]),
+    "generator": (lambda: start(clients={"a": {"y": (v for v in Y)}}), DataError, ["generator", "array"]),
+    "set": (lambda: start(clients={"a": {"y": {1, 2}}}), DataError, ["a set", "array"]),
+    "fractions of counts": (declared(counts, y=Y), DataError, ["'y' holds 0.5", "'count'", "round"]),
+    # --- columns against the builder's arguments
+    "unexpected": (declared(line, X=Y, y=Y, z=Y), DataError, ["line(X, y)", "no argument for 'z'", "drop 'z'"]),
+    "missing": (declared(line, y=Y), DataError, ["line(X, y)", "needs 'X'", "add 'X' to the data"]),
+    "misspelt": (declared(line, Xs=Y, y=Y), DataError, ["rename 'Xs' to 'X'"]),
+    "another case": (declared(line, x=Y, y=Y), DataError, ["rename 'x' to 'X'"]),
+    "of a partial": (declared(functools.partial(line, X=Y), y=Y, z=Y), DataError, ["line(X, y)", "drop 'z'"]),
+    "of an object": (declared(Built(), X=Y, z=Y), DataError, ["Built(X, y)", "no argument for 'z'", "needs 'y'"]),
+    "beside **more": (declared(anything, z=Y), DataError, ["needs 'y'"]),
+    "by position": (declared(by_position, y=Y), DeclarationError, ["remove the /"]),
+    # --- results
+    "half a region": (lambda: fedppl.hypotheses(fitted(), rope=0.1), DeclarationError, ["rope=0.1", "(low, high)"]),
+    "an empty region": (lambda: fedppl.hypotheses(fitted(), rope=(1, 0)), DeclarationError, ["low < high"]),
+    "a list of draws": (lambda: fedppl.hypotheses([1.0]), DeclarationError, ["list has no posterior", "fit.idata"]),
+    "text for null": (lambda: fedppl.hypotheses(fitted(), null="0"), DeclarationError, ["null='0'", "number"]),
+    "half a draw": (lambda: fitted().shared(draws=2.5), DeclarationError, ["draws=2.5", "whole number"]),
+    "text for a seed": (lambda: fitted().shared(random_seed="a"), DeclarationError, ["random_seed='a'"]),
+    "validation in a list": (lambda: fedppl.validation_loss(fitted(), [Y]), DataError, ["mapping from client id"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_misuse_is_refused_in_words(case: str) -> None:
+    call, kind, fragments = CASES[case]
+    with pytest.raises(kind) as error:
+        call()
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+def test_arguments_with_defaults_and_open_ones_need_no_data() -> None:
+    FederatedModel(functools.partial(line, X=Y), ["mu"])
+    assert FederatedModel(Built(), ["mu"]).enrol({"a": {"X": Y, "y": Y}})["a"].shared_size == 1
+
+
+def test_hypotheses_takes_a_fit_and_one_name() -> None:
+    fit = fitted()
+    table = fedppl.hypotheses(fit, rope=(-np.inf, 0), var_names="mu")
+    assert table.equals(fedppl.hypotheses(fit.idata, rope=(-np.inf, 0)))
+
+
+# --- the message of a fit -------------------------------------------------------------------------------------
+
+
+def test_a_round_without_replies_says_why_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The warm start arrives, and then q and the factors hardly overlap: the algorithm itself never hears why."""
+
+    def scattered(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            y = pm.Data("y", y)
+            mu, log_sd = pm.Normal("mu", 0, 3), pm.Normal("log_sd", 0, 2)
+            effect = pm.Normal("effect", 0, 1, shape=y.shape)
+            pm.Poisson("count", pm.math.exp(mu + pm.math.exp(log_sd) * effect), observed=y)
+        return model
+
+    model = FederatedModel(scattered, ["mu", "log_sd"])
+    clients = {name: {"y": np.array([0, 1, 0, 0, 2, 0])} for name in ("a", "b")}
+    local = fedppl.NestedLaplace(fallback=False, pareto_limit=0.0)
+    with caplog.at_level(logging.WARNING, logger="fedppl"):
+        fit = start(model, clients, fedppl.EP(local=local), rounds=9)
+    assert not fit.status.ok and "fallback=True" in fit.message
+    skipped = [record for record in caplog.records if "skipped" in record.getMessage()]
+    assert len(fit.records[-1].failures) == 2 and len(skipped) <= 2
+    assert "fallback=True" in fit.idata["rounds"]["reason"].values[-1, 0]
+
+
+def test_without_a_warm_start_a_vague_prior_is_no_singular_matrix() -> None:
+    """One point has all the weight under a prior sd of 1000; with fallbacks the fit is the warm one."""
+    rng = np.random.default_rng(0)
+    X = [np.column_stack([np.ones(40), rng.normal(100, 15, 40)]) for _ in range(3)]
+    clients = {f"c{k}": {"X": x, "y": x @ [25.0, 0.6] + rng.normal(0, 18, 40)} for k, x in enumerate(X)}
+
+    def regression(X: Any, y: Any) -> pm.Model:
+        with pm.Model() as model:
+            X, y = pm.Data("X", X), pm.Data("y", y)
+            beta = pm.Normal("beta", 0, 1000, shape=2)
+            pm.Normal("obs", X @ beta, pm.math.exp(pm.Normal("log_sigma", 0, 2)), observed=y)
+        return model
+
+    model = FederatedModel(regression, ["beta", "log_sigma"])
+    cold = start(model, clients, fedppl.EP(warm_start=False), rounds=40)
+    warm = start(model, clients, fedppl.EP(), rounds=40)
+    assert cold.status.ok and warm.status.ok
+    sd = warm.idata["fit"]["covariance_matrix"].values.diagonal() ** 0.5
+    gap = cold.idata["fit"]["mean_vector"].values - warm.idata["fit"]["mean_vector"].values
+    assert np.all(np.abs(gap) < 0.05 * sd)
+    alone = start(model, clients, fedppl.EP(warm_start=False, local=fedppl.NestedLaplace(fallback=False)))
+    assert "warm_start=True" in alone.message and "LinAlgError" not in alone.message
+
+
+def test_a_skewed_margin_is_named_with_a_remedy_and_mild_ones_are_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from fedppl.steps import _damped_step, _sites
+
+    layout = MODEL.enrol(CLIENTS)["client 0"].layout
+    sites = _sites.empty(layout, ("client 0",), _sites.structure_of("full", layout))
+    state = fedppl.EP().init_server(layout, ("client 0",), np.random.default_rng(0))
+    assert _damped_step._skewed(state, 0.5) == ""
+    for skewness, mild in ((-0.6, True), (1.4, False)):
+        skewed = state._replace(sites=sites, skewness=np.array([skewness]))
+        text = _damped_step._skewed(skewed, 0.5)
+        assert f"mu {skewness}" in text and "closer to normal" in text
+        assert skewed.mild is mild
+    assert not skewed._replace(skewness=np.zeros(1), held_back=np.array([1])).mild
