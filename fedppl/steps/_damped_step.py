@@ -16,6 +16,8 @@ from fedppl.types import Array, Message, Status
 
 __all__ = ["EPInfo", "EPState", "damped_step", "hold_back", "named", "targets"]
 
+# Monte Carlo error of the shared means, in posterior sds after averaging, beyond which nothing is called converged.
+_MOST_ERROR = 0.2
 # With this skewness, quantiles of a margin in the tails are off by a few tenths of an sd under a Gaussian.
 _SKEWED = 0.5
 _VERY_SKEWED = 1.0  # a warning; below it, a word for those who look
@@ -154,14 +156,19 @@ def _judge(
     # One small change of a noisy sweep may be luck: with Monte Carlo error, rounds are averaged before it counts.
     quiet = swept and not noisy and sweep_change < tolerance
     averaged = swept and noisy and averaging >= 4 and sweep_change < max(tolerance, 3 * mc_error)
+    left = mc_error / np.sqrt(max(averaging, 1))
+    averaged = averaged and left <= _MOST_ERROR
     if quiet or averaged:
         message = (
-            "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; raise draws= for less"
+            ""
+            if quiet
+            else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; raise draws= or points= of the local "
+            "inference for less"
         )
         skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * mc_error))
         message = "; ".join(filter(None, (message, skewed)))
     else:
-        knob = "raise rounds=, or draws= of the local inference" if noisy else "raise rounds=, or lower damping="
+        knob = "raise rounds=, or draws= or points= of the local inference" if noisy else "raise rounds="
         message = f"the last sweep moved q by {sweep_change:.2g} posterior sds (tolerance {tolerance:g}); {knob}"
     return state._replace(
         damping=damping,
