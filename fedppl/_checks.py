@@ -20,6 +20,7 @@ __all__ = [
     "containers",
     "mismatch",
     "other_prior",
+    "private_prior",
     "require_arguments",
     "require_same_layout",
     "require_same_variables",
@@ -78,8 +79,11 @@ def _quoted(names: Iterable[str]) -> str:
 def containers(client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
     """Order a client's arrays like the model's containers, in the containers' types."""
     ordered = []
+    observed = _graph.observed_through(parts)
     for container in parts.data:
         value, dtype = np.asarray(arrays[container.name]), container.type.dtype
+        if (rv := observed.get(container)) is not None:
+            _require_observable(client_id, container.name, value, rv)
         if value.ndim != container.type.ndim:
             raise DataError(
                 f"client {client_id!r}: {container.name!r} has {value.ndim} dimensions {value.shape}, but the model's "
@@ -89,10 +93,25 @@ def containers(client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -
         if not np.array_equal(cast, value):
             raise DataError(
                 f"client {client_id!r}: {container.name!r} holds {value.dtype} values that {dtype} cannot hold exactly "
-                f"(the container took its type from another client); give {container.name!r} one type at all clients."
+                f"(the container took its type from other clients); give {container.name!r} one type at all clients."
             )
         ordered.append(np.asarray(cast, order="C"))
     return tuple(ordered)
+
+
+def _require_observable(client_id: str, name: str, value: Any, rv: Any) -> None:
+    """Outcomes are finite, and whole numbers where they are counts; bounds and inputs may be infinite."""
+    counts = not rv.type.dtype.startswith("float")
+    for bad, rule in (
+        (~np.isfinite(value), "finite"),
+        (value != np.floor(value) if counts else False, "a whole number"),
+    ):
+        if np.any(bad):
+            where = tuple(int(i) for i in np.argwhere(bad)[0])
+            raise DataError(
+                f"client {client_id!r}: {name!r} holds {value[where]} at index {where}, and {rv.name!r}, which is "
+                f"observed there, must be {rule}; drop or correct such values before the fit."
+            )
 
 
 def mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception) -> DataError:
@@ -118,6 +137,15 @@ def require_start(client: ClientModel, phi: Array) -> None:
     require_whole(client)
     try:
         client.template.check_indices(np.concatenate([phi, client.initial]), client.inputs)
+        infinite = _infinite(client.arrays)
+        with np.errstate(invalid="ignore"):
+            possible = infinite is None or np.isfinite(client.log_density(phi, client.initial))
+        if infinite is not None and not possible:
+            name, where = infinite
+            raise DataError(
+                f"client {client.client_id!r}: {name!r} holds {client.arrays[name][where]} at index {where}, and with it "
+                "the log density is not finite; drop or impute such values (a bound that binds no row may be infinite)."
+            )
         if client.layout.binary or client.template.has_own_gradients:
             # Algorithms for these models have their own gradients: compiling the density would be for this call alone.
             value, gradient = client.log_density(phi, client.initial), np.zeros(0)
@@ -147,6 +175,14 @@ def require_whole(client: ClientModel) -> None:
                 f"client {client.client_id!r}: {name!r} holds {values[values != np.round(values)][0]}, and {rv.name!r} "
                 "is a discrete distribution of whole numbers; round the data, or declare a continuous distribution."
             )
+
+
+def _infinite(arrays: Mapping[str, Any]) -> tuple[str, tuple[int, ...]] | None:
+    """Name and place of the first infinite value."""
+    for name, value in arrays.items():
+        if np.any(found := np.isinf(value)):
+            return name, tuple(int(i) for i in np.argwhere(found)[0])
+    return None
 
 
 def _whole_numbers(arrays: Mapping[str, Any]) -> str:
@@ -185,6 +221,15 @@ def require_same_variables(
                 f"{getattr(ours, what)} at client {reference_id!r}; shared layouts must be equal. This client's "
                 f"data have shapes {shapes}: give it the same columns as the others, or make {ours.name!r} local."
             )
+
+
+def private_prior(client_id: str) -> DeclarationError:
+    """Say that a client's prior of the shared variables changes with its data; this text travels, so without them."""
+    return DeclarationError(
+        f"client {client_id!r}: the shared prior changes when this client's data are changed; the builder lets client "
+        "data into the prior of a shared variable, and a prior leaves the client. Use constants that are the same at "
+        "all clients."
+    )
 
 
 def other_prior(reference_id: str, client_id: str) -> DeclarationError:

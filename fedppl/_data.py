@@ -1,4 +1,4 @@
-"""Checks of clients' data that need no model: types, missing values, keys, columns."""
+"""Checks of clients' data that need no model: types, missing values, keys, columns; one type for each name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 from fedppl.types import DataError
 
-__all__ = ["as_arrays", "group_by_columns", "needs_same_keys"]
+__all__ = ["as_arrays", "group_by_columns", "needs_same_keys", "one_type"]
 
 
 def as_arrays(client_id: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn one client's data into finite numeric arrays, or say what is wrong with them."""
+    """Turn one client's data into numeric arrays without missing values, or say what is wrong with them."""
     if not isinstance(data, Mapping):
         raise DataError(
             f"client {client_id!r}: data are {type(data).__name__}, not a mapping from name to array; "
@@ -46,11 +46,11 @@ def as_arrays(client_id: str, data: Mapping[str, Any]) -> dict[str, Any]:
                 f"client {client_id!r}: {name!r} has shape {array.shape}, that is zero rows; leave the client out: "
                 "its posterior is then that of a new client."
             )
-        if np.issubdtype(array.dtype, np.inexact) and not np.all(np.isfinite(array)):
-            where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+        if np.issubdtype(array.dtype, np.inexact) and np.any(np.isnan(array)):
+            where = tuple(int(i) for i in np.argwhere(np.isnan(array))[0])
             raise DataError(
-                f"client {client_id!r}: {name!r} holds {array[where]} at index {where}; drop or impute missing and "
-                "infinite values before the fit."
+                f"client {client_id!r}: {name!r} holds {array[where]} at index {where}; drop or impute missing values "
+                "before the fit."
             )
         arrays[str(name)] = array
     return arrays
@@ -77,3 +77,34 @@ def group_by_columns(clients: Mapping[str, Mapping[str, Any]]) -> list[list[str]
         key = tuple((name, array.ndim, array.shape[1:]) for name, array in sorted(arrays.items()))
         groups[key].append(client_id)
     return sorted(groups.values(), key=len, reverse=True)
+
+
+def one_type(clients: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Give every name one type at all clients, one that holds the values of all exactly.
+
+    Integers at one client and reals at another become integers where all values are whole: what indexes must stay an
+    integer, and a column that had missing values once is a column of reals.
+    """
+    changed = {client_id: dict(arrays) for client_id, arrays in clients.items()}
+    for name in next(iter(clients.values())):
+        found = {arrays[name].dtype for arrays in clients.values()}
+        if len(found) < 2:
+            continue
+        dtype = _common(found, [arrays[name] for arrays in clients.values()])
+        for arrays in changed.values():
+            arrays[name] = arrays[name].astype(dtype)
+    return changed
+
+
+def _common(found: set[Any], arrays: list[Any]) -> Any:
+    reals = {dtype for dtype in found if dtype.kind == "f"}
+    if reals == found or any(dtype.kind == "c" for dtype in found):
+        return np.result_type(*found)
+    lowest, highest = -(2.0**63), 2.0**63
+    whole = all(np.all((a == np.floor(a)) & (a >= lowest) & (a < highest)) for a in arrays if a.dtype.kind != "b")
+    if not whole:
+        return np.dtype(np.float64)
+    if found - reals == {np.dtype(bool)} and all(np.all((a == 0) | (a == 1)) for a in arrays):
+        return np.dtype(bool)
+    integers = np.result_type(*(found - reals))
+    return np.dtype(np.int64) if reals or integers.kind != "i" else integers

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import pymc as pm
 import pytensor
 import pytensor.tensor as pt
+from pymc.data import MinibatchIndexRV, MinibatchOp
 from pymc.initial_point import make_initial_point_expression
 from pytensor.compile.mode import Mode
 from pytensor.graph.basic import equal_computations
 from pytensor.graph.replace import clone_replace, vectorize_graph
 from pytensor.graph.traversal import ancestors
-from pytensor.scalar.basic import Abs, Sign
-from pytensor.tensor.elemwise import Elemwise
+from pytensor.scalar.basic import Cast
 from pytensor.tensor.shape import Shape, Shape_i
 
 from fedppl.types import Array, DeclarationError, Variable
@@ -25,14 +26,18 @@ from fedppl.types import Array, DeclarationError, Variable
 __all__ = [
     "Parts",
     "SiteGraph",
+    "alone",
     "batched",
+    "computed_from_shared",
     "constrained_graph",
     "containers_read",
     "dissect",
-    "has_kink",
     "indexes_by_data",
     "initial_values",
+    "lengths",
     "network_node",
+    "observed_through",
+    "open_lengths",
     "prior_graph",
     "python_function",
     "same_graph",
@@ -55,6 +60,8 @@ class Parts(NamedTuple):
     data: tuple[Any, ...]
     prior_terms: tuple[Any, ...]
     site_terms: tuple[Any, ...]
+    # Dims whose length is a client's own: position in `data` of the container with that many rows, None if there is none
+    open: Mapping[str, int | None] = MappingProxyType({})
 
 
 class SiteGraph(NamedTuple):
@@ -63,7 +70,7 @@ class SiteGraph(NamedTuple):
     x: Any
     inputs: tuple[Any, ...]
     logp: Any
-    free_shapes: tuple[int, ...]  # positions in Parts.local whose shape is an input
+    free_shapes: tuple[int, ...]  # positions in Parts.local whose shape is an input, the last ones
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -107,6 +114,12 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
                 "(for example with pm.Mixture) or replace it by a continuous variable."
             )
     data = tuple(model.data_vars)
+    read = [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
+    if any(isinstance(v.owner.op, MinibatchOp | MinibatchIndexRV) for v in ancestors(read) if v.owner is not None):
+        raise DeclarationError(
+            "the model reads its data through pm.Minibatch; every evaluation uses all rows of a client. Remove "
+            "pm.Minibatch and total_size=; algorithms that take batches have batch_size=."
+        )
     for rv in shared_rvs:
         above = set(ancestors([rv])) - {rv}
         for other in local_rvs:
@@ -143,22 +156,55 @@ def _is_binary(rv: Any) -> bool:
     return getattr(rv.owner.op, "name", "") == "bernoulli"
 
 
+def lengths(model: Any) -> dict[str, int]:
+    """Lengths of the dims with coords, which PyMC keeps in shared variables."""
+    return {name: int(length.get_value()) for name, length in model.dim_lengths.items() if hasattr(length, "get_value")}
+
+
 def _constants(model: Any) -> dict[Any, Any]:
-    """Lengths of fixed coords, which PyMC keeps in shared variables, as constants."""
-    return {
-        length: pt.constant(np.asarray(length.get_value()))
-        for length in model.dim_lengths.values()
-        if hasattr(length, "get_value")
-    }
+    return {model.dim_lengths[name]: pt.constant(np.asarray(length)) for name, length in lengths(model).items()}
 
 
 def _inputs_for(parts: Parts) -> tuple[dict[Any, Any], tuple[Any, ...]]:
+    """What stands for containers and lengths of dims; the inputs are the data, then lengths that no container has."""
     inputs = tuple(
         pt.tensor(name=f"data_{v.name}", dtype=v.type.dtype, shape=(None,) * v.type.ndim) for v in parts.data
     )
     replace: dict[Any, Any] = dict(zip(parts.data, inputs, strict=True))
     replace.update(_constants(parts.model))
-    return replace, inputs
+    alone = {name: pt.lscalar(f"length_{name}") for name, place in parts.open.items() if place is None}
+    for name, place in parts.open.items():
+        replace[parts.model.dim_lengths[name]] = alone[name] if place is None else inputs[place].shape[0]
+    return replace, (*inputs, *alone.values())
+
+
+def alone(parts: Parts, model: Any = None) -> tuple[Any, ...]:
+    """Values of the open lengths that no container has, in the template's own model or in a client's."""
+    found = lengths(parts.model if model is None else model)
+    return tuple(np.asarray(found[name]) for name, place in parts.open.items() if place is None)
+
+
+def open_lengths(parts: Parts, other: Any = None) -> dict[str, int | None]:
+    """Dims whose length is a client's own: those of containers' rows, and those that differ in another client's model."""
+    model, found = parts.model, lengths(parts.model)
+    shared = {dim for rv in parts.shared for dim in _dims(model, rv.name) or ()}
+    rows: dict[str, int | None] = {}
+    observed = {model.rvs_to_values[rv]: rv.name for rv in model.observed_RVs}
+    for place, container in enumerate(parts.data):
+        for name in (container.name, observed.get(container)):
+            dims = _dims(model, name) if name and container.type.ndim else None
+            if dims and found.get(dims[0]) == len(container.get_value()):
+                rows.setdefault(dims[0], place)
+    if other is not None:
+        now = lengths(other)
+        for name in found.keys() & now.keys() - rows.keys():
+            if found[name] != now[name]:
+                pairs = [
+                    (len(v.get_value()), len(other[v.name].get_value())) if v.type.ndim else () for v in parts.data
+                ]
+                same = [place for place, pair in enumerate(pairs) if pair == (found[name], now[name])]
+                rows[name] = same[0] if same else None
+    return {name: place for name, place in sorted(rows.items()) if name in found and name not in shared}
 
 
 def python_function(inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
@@ -189,8 +235,10 @@ def initial_values(parts: Parts) -> Callable[..., list[Array]]:
     replace, inputs = _inputs_for(parts)
     wanted = [by_rv[rv] for rv in (*parts.shared, *parts.local)]
     # PyMC clones the graph, shared variables included: find the containers again by name.
-    by_name = {variable.name: value for variable, value in replace.items()}
-    clones = {v: by_name[v.name] for v in ancestors(wanted) if hasattr(v, "get_value") and v.name in by_name}
+    # A dim may have a container's name, so the number of axes tells them apart; of two scalars the container counts.
+    known = {(v.name, v.type.ndim): value for v, value in reversed(replace.items())}
+    above = {v: (v.name, v.type.ndim) for v in ancestors(wanted) if hasattr(v, "get_value") and hasattr(v.type, "ndim")}
+    clones = {v: known[key] for v, key in above.items() if key in known}
     return python_function(inputs, clone_replace(wanted, clones))
 
 
@@ -264,25 +312,24 @@ def prior_graph(parts: Parts, shared: Sequence[Variable]) -> tuple[Any, Any]:
     return phi, flat
 
 
+def computed_from_shared(parts: Parts) -> tuple[Any, ...]:
+    """Deterministics without a local variable, a container or an observed variable above them."""
+    private = {*parts.local, *parts.data, *parts.model.observed_RVs}
+    return tuple(v for v in parts.model.deterministics if private.isdisjoint(ancestors([v])))
+
+
 def constrained_graph(
-    parts: Parts, shared: Sequence[Variable], local: Sequence[Variable], *, only_shared: bool
+    parts: Parts, shared: Sequence[Variable], local: Sequence[Variable], public: Sequence[str], *, only_shared: bool
 ) -> tuple[Any, tuple[Any, ...], tuple[str, ...], list[Any]]:
-    """Graphs of constrained variables and deterministics: (x, inputs, names, outputs)."""
-    model = parts.model
+    """Graphs of constrained variables and deterministics: (x, inputs, names, outputs); the shared ones are `public`."""
     x = pt.vector("x")
-    replace, inputs = _inputs_for(parts)
+    extra = [v for v in parts.model.deterministics if (v.name in public) == only_shared]
     if only_shared:
-        local_set = (*parts.local, *parts.data, *model.observed_RVs)
-        free = list(parts.shared)
-        extra = [v for v in model.deterministics if not set(ancestors([v])) & set(local_set)]
-        values, shape_inputs, _ = flat_values(parts._replace(local=()), x, shared, ())
-    else:
-        free = list(parts.local)
-        private = (*parts.local, *parts.data)
-        extra = [v for v in model.deterministics if set(ancestors([v])) & set(private)]
-        values, shape_inputs, _ = flat_values(parts, x, shared, local)
-    wanted = [*free, *extra]
-    outputs = clone_replace(list(model.replace_rvs_by_values(wanted)), {**replace, **values}) if wanted else []
+        parts, local = parts._replace(local=(), open={}), ()
+    replace, inputs = _inputs_for(parts)
+    values, shape_inputs, _ = flat_values(parts, x, shared, local)
+    wanted = [*(parts.shared if only_shared else parts.local), *extra]
+    outputs = clone_replace(list(parts.model.replace_rvs_by_values(wanted)), {**replace, **values}) if wanted else []
     return x, (*inputs, *shape_inputs), tuple(v.name for v in wanted), outputs
 
 
@@ -317,14 +364,27 @@ def same_outputs(
     variables_b: tuple[Sequence[Variable], Sequence[Variable]],
 ) -> bool:
     """Whether two builds compute the same constrained variables and deterministics of their data containers."""
+    public = [v.name for v in computed_from_shared(a)]
     for only_shared in (True, False):
-        x_a, inputs_a, names_a, outputs_a = constrained_graph(a, *variables_a, only_shared=only_shared)
-        x_b, inputs_b, names_b, outputs_b = constrained_graph(b, *variables_b, only_shared=only_shared)
+        x_a, inputs_a, names_a, outputs_a = constrained_graph(a, *variables_a, public, only_shared=only_shared)
+        x_b, inputs_b, names_b, outputs_b = constrained_graph(b, *variables_b, public, only_shared=only_shared)
         if names_a != names_b or not equal_computations(
             outputs_a, outputs_b, in_xs=[x_a, *inputs_a], in_ys=[x_b, *inputs_b]
         ):
             return False
     return True
+
+
+def observed_through(parts: Parts) -> dict[Any, Any]:
+    """Containers that are observed, as they are or in another type, with the variable observed through them."""
+    found = {}
+    for rv in parts.model.observed_RVs:
+        value = parts.model.rvs_to_values[rv]
+        while value.owner is not None and isinstance(getattr(value.owner.op, "scalar_op", None), Cast):
+            value = value.owner.inputs[0]
+        if value in parts.data:
+            found[value] = rv
+    return found
 
 
 def containers_read(model: Any) -> set[Any]:
@@ -362,21 +422,3 @@ def network_node(output: Any) -> Any:
         if variable.owner is not None and hasattr(variable.owner.op, "net"):
             return variable.owner
     return None
-
-
-def has_kink(graph: SiteGraph) -> bool:
-    """Whether |.| of a parameter stands in the log density: a kink that Laplace approximations cannot see."""
-    # A gradient flows through real numbers alone: |p - 1| < 1e-8 in the check of a parameter is no kink.
-    seen: set[Any] = set()
-    waiting = [graph.logp]
-    while waiting:
-        variable = waiting.pop()
-        node = variable.owner
-        if variable in seen or node is None or not variable.type.dtype.startswith("float"):
-            continue
-        seen.add(variable)
-        if isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, Abs | Sign):
-            if graph.x in set(ancestors(node.inputs)):
-                return True
-        waiting.extend(value for value in node.inputs if hasattr(value.type, "dtype"))
-    return False

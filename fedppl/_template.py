@@ -6,7 +6,7 @@ import functools
 import hashlib
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,11 @@ import pytensor
 import pytensor.tensor as pt
 from numba.core.errors import NumbaPerformanceWarning
 from pymc.logprob.utils import ParameterValueError
+from pymc.distributions.continuous import FlatRV, HalfFlatRV
 from pytensor.compile.mode import get_mode
 
 from fedppl import _graph, gaussian
+from fedppl._public import Public
 from fedppl._pack import unpacking_kernel
 from fedppl.gaussian import Gaussian
 from fedppl.prior import SharedPrior, gaussian_prior, moment_match
@@ -80,11 +82,18 @@ class Template:
         return named or _graph.network_node(self.graph.logp) is not None
 
     @property
-    def has_kink(self) -> bool:
-        """Whether |θ| stands in the log density."""
-        if "kink" not in self.functions:
-            self.functions["kink"] = _graph.has_kink(self.graph)
-        return bool(self.functions["kink"])
+    def public(self) -> Public:
+        """What of this model may leave a client."""
+        found: Public = self.functions["public"]
+        return found
+
+    def may_hold_rows(self, arrays: Mapping[str, Any]) -> bool:
+        """Whether the length of a dim may be a client's number of rows: of one build alone that cannot be told."""
+        if "compared" in self.functions:
+            return False
+        fixed = {length for name, length in _graph.lengths(self.parts.model).items() if name not in self.parts.open}
+        rows = {v.name: len(v.get_value()) for v in self.parts.data if v.type.ndim}
+        return any(rows[name] in fixed and rows[name] != len(np.atleast_1d(arrays[name])) for name in rows)
 
 
 def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
@@ -129,6 +138,7 @@ def shared_layout(
         layout, prior = functions[key]
         return layout, prior
     parts = template.parts
+    _refuse_flat(parts)
     phi, logp = _graph.prior_graph(parts, variables)
     log_density = _graph.batched(phi, [], [logp])
     gradient = _graph.python_function([phi], pt.grad(logp, phi, disconnected_inputs="ignore"))
@@ -172,6 +182,18 @@ def _by_row(function: Callable[..., list[Array]], draws: Array, outside: float, 
         return np.concatenate([_by_row(function, row[None], outside, shape) for row in draws])
 
 
+def _refuse_flat(parts: _graph.Parts) -> None:
+    flat = [rv for rv in parts.shared if isinstance(rv.owner.op, FlatRV | HalfFlatRV)]
+    bounded = any(term not in parts.shared for term in parts.prior_terms)  # a potential may make the prior proper
+    if flat and not bounded:
+        remedies = {False: "pm.Normal(0, 10)", True: "pm.HalfNormal(1)"}
+        told = [f"{rv.name!r} ({remedies[isinstance(rv.owner.op, HalfFlatRV)]} for example)" for rv in flat]
+        raise DeclarationError(
+            f"the prior of shared {', '.join(told)} is flat, so the shared prior is improper, and the server needs a "
+            "proper prior. Give every shared variable one."
+        )
+
+
 def _gaussian_beside_binary(
     log_density: Callable[[Array], Array], gradient: Callable[[Array], Array], origin: Array, binary: Any
 ) -> Gaussian | None:
@@ -206,10 +228,11 @@ def _prior_draws(parts: _graph.Parts) -> Array:
         values.append(rv if transform is None else transform.forward(rv, *rv.owner.inputs))
     try:
         draws = pm.draw(values, draws=_PRIOR_DRAWS, random_seed=0, mode=_graph.PYTHON_MODE)
-    except NotImplementedError as error:  # Flat and HalfFlat cannot be drawn from
+    except NotImplementedError as error:  # a flat one that a potential bounds, or one of the user's own
+        names = [rv.name for rv in parts.shared]
         raise DeclarationError(
-            f"the shared prior is improper ({error}); the server needs a proper one. Give every shared variable a "
-            "proper prior, for example pm.Normal(0, 10) or pm.HalfNormal(1)."
+            f"the shared prior of {names} cannot be drawn from ({error}); the server needs a proper prior that can. Give "
+            "every shared variable a distribution of PyMC, for example pm.Normal(0, 10) or pm.HalfNormal(1)."
         ) from error
     flat = np.concatenate([np.reshape(value, (_PRIOR_DRAWS, -1)) for value in draws], axis=1)
     # An ordered vector is drawn without its order: the draws that happen to have it are the prior's.

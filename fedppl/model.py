@@ -16,18 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedppl import _graph, _rows, gaussian
+from fedppl import _graph, _public, _rows
 from fedppl._checks import (
     builder_name,
     containers,
     mismatch,
     other_prior,
     require_arguments,
+    private_prior,
     require_same_layout,
     require_same_variables,
     require_start,
 )
-from fedppl._data import as_arrays, group_by_columns, needs_same_keys
+from fedppl._kinks import find_kink, points
+from fedppl._data import as_arrays, group_by_columns, needs_same_keys, one_type
 from fedppl._lmc.read import CoregionalUnit, read_unit
 from fedppl._pack import pack
 from fedppl._template import Template, compilations, shared_layout
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["ClientModel", "FederatedModel", "compilations", "dims_and_coords"]
 
 logger = logging.getLogger(__name__)
+
+_KINKS_SOUGHT = 3  # clients of one template
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,10 +113,31 @@ class ClientModel:
         """One label per local coordinate."""
         return coordinate_labels(self.local)
 
+    @functools.cached_property
+    def kink(self) -> str | None:
+        """What makes the log density kink or jump in θ or φ (the absolute value in a Laplace prior does), or None.
+
+        Looked for with the data of a template's first clients only: what one of them has, all have.
+        """
+        functions = self.template.functions
+        if functions.get("kink") is None and functions.setdefault("kinks sought", 0) < _KINKS_SOUGHT:
+            functions["kinks sought"] += 1
+            functions["kink"] = find_kink(self.template.graph, self.inputs, self._value_and_gradient, self._reach)
+        found: str | None = functions.get("kink")
+        return found
+
     @property
     def has_kink(self) -> bool:
-        """Whether the log density has a kink in θ or φ (a Laplace prior has)."""
-        return self.template.has_kink
+        """Whether the log density has a kink or jump in θ or φ."""
+        return self.kink is not None
+
+    def _value_and_gradient(self, x: Array) -> Array:
+        value, by_phi, by_theta = self.log_site(x[: self.shared_size], x[self.shared_size :])
+        return np.concatenate([[value], by_phi, by_theta])
+
+    def _reach(self) -> Array:
+        start = np.concatenate([self.template.functions["shared start"], self.initial])
+        return points(self.declaration._parts(self.client_id, self.arrays), start)
 
     def log_site(self, phi: Array, theta: Array) -> tuple[float, Array, Array]:
         """log p(y_k, θ | φ) and its gradients with respect to φ, (m,), and θ, (d_k,); NaN where φ has indicators."""
@@ -155,7 +180,7 @@ class ClientModel:
         return self._constrain(np.atleast_2d(phi), only_shared=True)
 
     def constrain(self, phi: Array, theta: Array) -> dict[str, Array]:
-        """Local variables and their deterministics on the constrained space from draws (S, m), (S, d_k)."""
+        """Local variables, and deterministics that stay here, on the constrained space from draws (S, m), (S, d_k)."""
         return self._constrain(np.concatenate([np.atleast_2d(phi), np.atleast_2d(theta)], axis=1), only_shared=False)
 
     def _constrain(self, draws: Array, *, only_shared: bool) -> dict[str, Array]:
@@ -163,7 +188,11 @@ class ClientModel:
         functions = self.template.functions
         if key not in functions:
             x, inputs, names, outputs = _graph.constrained_graph(
-                self.template.parts, self.layout.variables, self.local, only_shared=only_shared
+                self.template.parts,
+                self.layout.variables,
+                self.local,
+                self.template.public.names,
+                only_shared=only_shared,
             )
             functions[key] = names, _graph.batched(x, inputs, outputs), len(inputs)
         names, function, n_inputs = functions[key]
@@ -173,10 +202,10 @@ class ClientModel:
     def reader(self) -> SharedReader:
         """How draws of φ are read; nothing of the local variables comes along."""
         dims, coords = dims_and_coords(self.pymc_model())
-        names = set(self.constrain_shared(gaussian.mean(self.layout.prior)))
+        public = self.template.public
+        names = {*self.declaration.shared, *public.names}
         kept = {name: of for name, of in dims.items() if name in names}
-        used = {dim for of in kept.values() for dim in of or ()}
-        return SharedReader(self.constrain_shared, kept, {dim: coords[dim] for dim in used if dim in coords})
+        return SharedReader(self.constrain_shared, kept, {dim: coords[dim] for dim in public.labelled})
 
     @functools.cached_property
     def coregional(self) -> CoregionalUnit:
@@ -316,6 +345,7 @@ class FederatedModel:
         if len(checked) < len(clients):
             raise DataError(f"client ids {list(clients)} are not distinct as strings; rename them.")
         needs_same_keys(checked)
+        checked = one_type(checked)
         enrolled: dict[str, ClientModel] = {}
         reference: ClientModel | None = None
         for group in group_by_columns(checked):
@@ -335,10 +365,11 @@ class FederatedModel:
         templates = {ids[0]: first}
         own = not first.parts.data
         if not own and not seen and len(ids) > 1:
-            second = templates[ids[1]] = self._template_of(ids[1], group[ids[1]])
-            require_same_variables(ids[0], first.variables[0], ids[1], second.variables[0], group[ids[1]])
+            first, second, other = self._pair(group, first)
+            templates = {ids[0]: first, other: second}
+            require_same_variables(ids[0], first.variables[0], other, second.variables[0], group[other])
             if not _graph.same_prior(first.parts, first.variables[0], second.parts, second.variables[0]):
-                raise other_prior(ids[0], ids[1])
+                raise other_prior(ids[0], other)
             same = _graph.same_graph(first.graph, second.graph)
             own = not (same and _graph.same_outputs(first.parts, first.variables, second.parts, second.variables))
             if not own:
@@ -351,15 +382,62 @@ class FederatedModel:
                 UserWarning,
                 stacklevel=4,
             )
+        if reference is not None:
+            first.functions.setdefault("public", reference.template.public)
+        elif "public" not in first.functions:
+            self._judge(ids[0], group[ids[0]], first, alone=len(ids) == 1)
+        for client_id in ids:  # all are checked before anything is compiled for the first
+            containers(client_id, first.parts, group[client_id])
         for client_id in ids:
             template = first
             if own:
                 template = templates.get(client_id) or self._template_of(client_id, group[client_id])
-                template.functions["own"] = True
+                template.functions.update(own=True, public=first.public)
             client = self._client(client_id, template, group[client_id], like=reference)
             require_same_layout(reference, client)
             reference = reference or client
             yield client
+
+    def _pair(self, group: Mapping[str, Mapping[str, Any]], first: Template) -> tuple[Template, Template, str]:
+        """The first client's template and another's, in which lengths that differ between them are open."""
+        ids = list(group)
+        sizes = {client_id: [np.shape(array)[:1] for array in arrays.values()] for client_id, arrays in group.items()}
+        # A client with other numbers of rows tells which lengths follow them.
+        other = max(ids[1:], key=lambda name: sum(a != b for a, b in zip(sizes[name], sizes[ids[0]], strict=True)))
+        parts = self._parts(other, group[other])
+        lengths = _graph.open_lengths(first.parts, parts.model)
+        if lengths != first.parts.open:
+            first = self._opened(ids[0], group[ids[0]], first.parts, lengths)
+        first.functions["compared"] = True
+        return first, self._opened(other, group[other], parts, lengths), other
+
+    def _judge(self, client_id: str, arrays: Mapping[str, Any], template: Template, *, alone: bool) -> None:
+        """Decide what of this model may leave a client, and name what stays."""
+
+        @functools.cache
+        def rebuild() -> _public.Built:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return _public.rebuilt(lambda data: self._parts(client_id, data), arrays)
+
+        parts, shared = template.parts, template.variables[0]
+        if alone and _public.prior_of_data(parts, shared, rebuild()):  # else two clients' priors are compared
+            raise private_prior(client_id)
+        public = template.functions["public"] = _public.read_public(parts, shared, rebuild)
+        stay = [*map(repr, public.withheld), *(f"labels of {dim!r}" for dim in public.unlabelled)]
+        if stay:
+            why = (
+                ""
+                if rebuild() is not None
+                else " (the builder fails on altered data, so that nothing is known of them)"
+            )
+            warnings.warn(
+                f"left out of the shared result: {', '.join(stay)}. Constants in them may hold a client's data: arrays, "
+                f"or numbers that change with the data{why}. They are in fit.client(...); for the shared result compute "
+                "them from fit.idata, and give coords that do not depend on data.",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def _parts(self, client_id: str, arrays: Mapping[str, Any]) -> _graph.Parts:
         built = self.build(client_id, arrays)
@@ -381,20 +459,47 @@ class FederatedModel:
 
     def _template_of(self, client_id: str, arrays: Mapping[str, Any]) -> Template:
         parts = self._parts(client_id, arrays)
+        return self._opened(client_id, arrays, parts, _graph.open_lengths(parts))
+
+    def _opened(
+        self, client_id: str, arrays: Mapping[str, Any], parts: _graph.Parts, lengths: Mapping[str, int | None]
+    ) -> Template:
+        parts = parts._replace(open=lengths)
         start = _graph.initial_values(parts)
         try:
-            initial = start(*containers(client_id, parts, arrays))
+            initial = start(*containers(client_id, parts, arrays), *_graph.alone(parts))
         except (ValueError, TypeError, IndexError) as error:
             raise mismatch(client_id, arrays, error) from error
         shared, local = (_graph.variables(parts, initial, local=which) for which in (False, True))
         return Template(parts, (shared, local), _graph.site_graph(parts, shared, local), start)
 
+    def _lengths(
+        self, client_id: str, template: Template, arrays: Mapping[str, Any]
+    ) -> tuple[Template, tuple[Any, ...]]:
+        """The template in which this client's lengths are open, and those lengths that no container has."""
+        if template.may_hold_rows(arrays):
+            model = self._parts(client_id, arrays).model
+            lengths = _graph.open_lengths(template.parts, model)
+            if lengths != template.parts.open:
+                opened = template.functions.setdefault("opened", {})
+                key = tuple(lengths.items())
+                if key not in opened:
+                    built_on = {v.name: v.get_value() for v in template.parts.data}
+                    opened[key] = self._opened(client_id, built_on, template.parts, lengths)
+                    opened[key].functions["public"] = template.public
+                template = opened[key]
+            return template, _graph.alone(template.parts, model)
+        if None not in template.parts.open.values():
+            return template, ()
+        return template, _graph.alone(template.parts, self._parts(client_id, arrays).model)
+
     def _client(
         self, client_id: str, template: Template, arrays: Mapping[str, Any], like: ClientModel | None = None
     ) -> ClientModel:
+        template, alone = self._lengths(client_id, template, arrays)
         parts, functions = template.parts, template.functions
-        data = containers(client_id, parts, arrays)
-        shapes = tuple(np.shape(value) for value in data)
+        data = (*containers(client_id, parts, arrays), *alone)
+        shapes = (*(np.shape(value) for value in data), *map(int, alone))
         starts = functions.setdefault("initial", {})
         if shapes not in starts:  # a starting value may depend on data; for a start, equal shapes are enough
             try:
@@ -414,7 +519,8 @@ class FederatedModel:
                 layout, prior = shared_layout(template, shared, initial[: len(shared)])
             except DeclarationError as error:
                 raise DeclarationError(f"client {client_id!r}: {error}") from None
-        theta = [np.ravel(value) for value in initial[len(shared) :]]
+        phi, theta = ([np.ravel(v) for v in values] for values in (initial[: len(shared)], initial[len(shared) :]))
+        functions["shared start"] = np.concatenate(phi)
         client = ClientModel(
             client_id=client_id,
             layout=layout,
@@ -427,7 +533,7 @@ class FederatedModel:
             declaration=self,
             template=template,
         )
-        require_start(client, np.concatenate([np.ravel(value) for value in initial[: len(shared)]]))
+        require_start(client, functions["shared start"])
         return client
 
 

@@ -85,6 +85,10 @@ def flat_hierarchy() -> Any:
     return pm.Normal("theta", pm.Normal("mu", 0, pm.HalfFlat("tau")), 0.5)
 
 
+def flat_beside() -> Any:
+    return pm.Normal("theta", pm.Flat("mu"), pm.HalfCauchy("tau", 1))
+
+
 def no_data_in_it() -> Any:
     return None
 
@@ -98,8 +102,9 @@ DECLARATIONS = {
     "discrete local": (discrete_local, ["mu"], ["local variable 'ill' is discrete (int64)", "pm.Mixture"]),
     "on a local": (upside_down, ["mu"], ["'mu' depends on local variable 'theta'", "Share 'theta' too"]),
     "flat": (flat, ["mu"], ["improper", "pm.Normal(0, 10)"]),
-    "half flat": (half_flat, ["mu"], ["improper", "pm.Normal(0, 10)"]),
-    "flat above": (flat_hierarchy, ["mu", "tau"], ["improper", "proper prior"]),
+    "half flat": (half_flat, ["mu"], ["'mu' (pm.HalfNormal(1) for example)", "improper"]),
+    "flat above": (flat_hierarchy, ["mu", "tau"], ["'tau'", "improper", "proper prior"]),
+    "flat beside": (flat_beside, ["mu", "tau"], ["'mu' (pm.Normal(0, 10) for example)", "improper", "proper prior"]),
 }
 
 
@@ -207,7 +212,7 @@ BEFORE_COMPILING = {
     "extra key": ({**good_rows(), "w": np.ones(5)}, ["data keys ['X', 'w', 'y']", "['X', 'y']", "rename or complete"]),
     "missing key": ({"y": np.ones(5)}, ["data keys ['y']", "['X', 'y']", "rename or complete"]),
     "NaN in y": (broken("y", np.nan), ["'y' holds nan at index (1,)", "drop or impute"]),
-    "infinite X": (broken("X", -np.inf), ["'X' holds -inf at index (1, 0)", "drop or impute"]),
+    "infinite y": (broken("y", np.inf), ["'y' holds inf at index (1,)", "'obs'", "must be finite", "drop or"]),
     "zero rows": ({"X": np.zeros((0, 2)), "y": np.zeros(0)}, ["shape (0, 2)", "zero rows", "leave the client out"]),
     "text": ({"X": np.zeros((2, 2)), "y": ["good", "bad"]}, ["'y' has dtype <U4", "not numeric", "encode"]),
     "objects": ({"X": np.zeros((2, 2)), "y": [None, 1.0]}, ["dtype object", "not numeric", "encode"]),
@@ -227,6 +232,7 @@ def test_bad_data_are_refused_before_anything_is_compiled(case: str, tmp_path: P
 
 
 MISFITS = {
+    "infinite X": (broken("X", -np.inf), ["'X' holds -inf at index (1, 0)", "not finite", "drop or impute"]),
     "rows of X and y": ({"X": np.ones((5, 2)), "y": np.ones(6)}, ["{'X': (5, 2), 'y': (6,)}", "one row of each"]),
     "one row of y": ({"X": np.ones((5, 2)), "y": np.ones(1)}, ["{'X': (5, 2), 'y': (1,)}", "one row of each"]),
     "one row of X": ({"X": np.ones((1, 2)), "y": np.ones(5)}, ["{'X': (1, 2), 'y': (5,)}", "one row of each"]),
@@ -302,11 +308,20 @@ def test_no_clients_and_ids_that_collide_are_refused(clients: Any, tmp_path: Pat
     assert "no clients" in text if not clients else "not distinct" in text
 
 
-def test_reals_in_a_container_of_integers_are_refused(tmp_path: Path) -> None:
+def test_counts_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    """PyMC would cut 2.5 down to 2."""
     model, clients = problems.counts()
-    text = refusal(DataError, model, {**clients, "bad": {"y": [1.0, 2.5]}}, tmp_path, before_compiling=False)
-    for fragment in ("client 'bad'", "'y' holds float64 values that int", "one type at all clients"):
+    text = refusal(DataError, model, {**clients, "bad": {"y": [1.0, 2.5]}}, tmp_path)
+    for fragment in ("client 'bad'", "'y' holds 2.5 at index (1,)", "'obs'", "a whole number"):
         assert fragment in text
+
+
+def test_a_later_client_whose_reals_the_container_cannot_hold_is_refused() -> None:
+    client = FederatedModel(indexed_builder, ["mu"]).enrol({"a": {"group": [0, 1, 2], "y": Y}})["a"]
+    with pytest.raises(DataError) as caught:
+        client.with_data("b", group=[0.0, 1.5, 2.0], y=Y)
+    for fragment in ("client 'b'", "'group' holds float64 values that int", "one type at all clients"):
+        assert fragment in str(caught.value)
 
 
 def test_whole_reals_in_a_container_of_integers_are_taken() -> None:

@@ -41,10 +41,10 @@ def Laplace() -> LocalInference:
 
 
 def _check(client: ClientModel) -> None:
-    if client.has_kink:
+    if client.kink:
         raise DeclarationError(
-            "the log density takes an absolute value of a parameter, as a Laplace (lasso) prior does; it has no "
-            "curvature at its mode. Use EP(local=fedppl.NUTS()) for this model."
+            f"the log density has a kink or a jump in a parameter ({client.kink}), as a Laplace (lasso) prior has; it may "
+            "have no curvature at its mode. Use EP(local=fedppl.NUTS()) for this model."
         )
 
 

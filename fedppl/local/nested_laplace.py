@@ -107,10 +107,10 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
 
 
 def _check(client: ClientModel) -> None:
-    if client.has_kink:
+    if client.kink:
         raise DeclarationError(
-            "the log density takes an absolute value of a parameter, as a Laplace (lasso) prior does; its kink makes "
-            "Laplace approximations wrong by several posterior sd. Use EP(local=fedppl.NUTS()) for this model."
+            f"the log density has a kink or a jump in a parameter ({client.kink}), as a Laplace (lasso) prior has; it "
+            "makes Laplace approximations wrong by up to several posterior sd. Use EP(local=fedppl.NUTS()) for this model."
         )
 
 

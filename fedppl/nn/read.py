@@ -192,7 +192,7 @@ def _read(client: ClientModel) -> dict[str, Any]:
     value = model.rvs_to_values[observed]
     X_in, y_in = clone_replace([node.inputs[1], value], replace)
     used = set(ancestors([X_in]))
-    needed = [(v.name, i) for v, i in zip(parts.data, inputs, strict=True) if i in used]
+    needed = [(v.name, i) for v, i in zip(parts.data, inputs, strict=False) if i in used]
     labels = [v.name for v in parts.data if v in set(ancestors([value]))]
     likelihood = _likelihood(who, observed)
     return {
