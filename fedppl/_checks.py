@@ -143,8 +143,9 @@ def require_start(client: ClientModel, phi: Array) -> None:
         if infinite is not None and not possible:
             name, where = infinite
             raise DataError(
-                f"client {client.client_id!r}: {name!r} holds {client.arrays[name][where]} at index {where}, and with it "
-                "the log density is not finite; drop or impute such values (a bound that binds no row may be infinite)."
+                f"client {client.client_id!r}: {name!r} holds {client.arrays[name][where]} at index {where}, and with "
+                "it the log density is not finite; drop or impute such values (a bound that binds no row may be "
+                "infinite)."
             )
         if client.layout.binary or client.template.has_own_gradients:
             # Algorithms for these models have their own gradients: compiling the density would be for this call alone.

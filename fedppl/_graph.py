@@ -60,7 +60,7 @@ class Parts(NamedTuple):
     data: tuple[Any, ...]
     prior_terms: tuple[Any, ...]
     site_terms: tuple[Any, ...]
-    # Dims whose length is a client's own: position in `data` of the container with that many rows, None if there is none
+    # Dims whose length is a client's own, with the place in `data` of a container of that many rows, if any
     open: Mapping[str, int | None] = MappingProxyType({})
 
 
@@ -185,7 +185,7 @@ def alone(parts: Parts, model: Any = None) -> tuple[Any, ...]:
 
 
 def open_lengths(parts: Parts, other: Any = None) -> dict[str, int | None]:
-    """Dims whose length is a client's own: those of containers' rows, and those that differ in another client's model."""
+    """Dims whose length is a client's own: those of containers' rows, and what differs in another client's model."""
     model, found = parts.model, lengths(parts.model)
     shared = {dim for rv in parts.shared for dim in _dims(model, rv.name) or ()}
     rows: dict[str, int | None] = {}

@@ -102,14 +102,13 @@ def _attempt(build: Callable[[Arrays], _graph.Parts], arrays: Arrays) -> _graph.
 
 def prior_of_data(parts: _graph.Parts, shared: tuple[Variable, ...], built: Built) -> bool:
     """Whether the shared prior is another one on altered data."""
-    return any(_differs(lambda other=other: _graph.same_prior(parts, shared, other, shared)) for other in built or ())
-
-
-def _differs(same: Callable[[], bool]) -> bool:
-    try:
-        return not same()
-    except (TypeError, ValueError):  # shapes that follow data: another layout, which other clients are held to
-        return False
+    for other in built or ():
+        try:
+            if not _graph.same_prior(parts, shared, other, shared):
+                return True
+        except (TypeError, ValueError):  # shapes that follow data: another layout, to which other clients are held
+            continue
+    return False
 
 
 def read_public(parts: _graph.Parts, shared: tuple[Variable, ...], rebuild: Callable[[], Built]) -> Public:

@@ -20,8 +20,8 @@ from pymc.distributions.continuous import FlatRV, HalfFlatRV
 from pytensor.compile.mode import get_mode
 
 from fedppl import _graph, gaussian
-from fedppl._public import Public
 from fedppl._pack import unpacking_kernel
+from fedppl._public import Public
 from fedppl.gaussian import Gaussian
 from fedppl.prior import SharedPrior, gaussian_prior, moment_match
 from fedppl.types import Array, DeclarationError, Layout, Variable
@@ -231,8 +231,8 @@ def _prior_draws(parts: _graph.Parts) -> Array:
     except NotImplementedError as error:  # a flat one that a potential bounds, or one of the user's own
         names = [rv.name for rv in parts.shared]
         raise DeclarationError(
-            f"the shared prior of {names} cannot be drawn from ({error}); the server needs a proper prior that can. Give "
-            "every shared variable a distribution of PyMC, for example pm.Normal(0, 10) or pm.HalfNormal(1)."
+            f"the shared prior of {names} cannot be drawn from ({error}); the server needs a proper prior that can. "
+            "Give every shared variable a distribution of PyMC, for example pm.Normal(0, 10) or pm.HalfNormal(1)."
         ) from error
     flat = np.concatenate([np.reshape(value, (_PRIOR_DRAWS, -1)) for value in draws], axis=1)
     # An ordered vector is drawn without its order: the draws that happen to have it are the prior's.

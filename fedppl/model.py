@@ -28,8 +28,8 @@ from fedppl._checks import (
     require_same_variables,
     require_start,
 )
-from fedppl._kinks import find_kink, points
 from fedppl._data import as_arrays, group_by_columns, needs_same_keys, one_type
+from fedppl._kinks import find_kink, points
 from fedppl._lmc.read import CoregionalUnit, read_unit
 from fedppl._pack import pack
 from fedppl._template import Template, compilations, shared_layout
@@ -426,15 +426,11 @@ class FederatedModel:
         public = template.functions["public"] = _public.read_public(parts, shared, rebuild)
         stay = [*map(repr, public.withheld), *(f"labels of {dim!r}" for dim in public.unlabelled)]
         if stay:
-            why = (
-                ""
-                if rebuild() is not None
-                else " (the builder fails on altered data, so that nothing is known of them)"
-            )
+            known = "" if rebuild() is not None else " (the builder fails on altered data, so that nothing is known)"
             warnings.warn(
-                f"left out of the shared result: {', '.join(stay)}. Constants in them may hold a client's data: arrays, "
-                f"or numbers that change with the data{why}. They are in fit.client(...); for the shared result compute "
-                "them from fit.idata, and give coords that do not depend on data.",
+                f"left out of the shared result: {', '.join(stay)}. Constants in them may hold a client's data: "
+                f"arrays, or numbers that change with the data{known}. They are in fit.client(...); for the shared "
+                "result compute them from fit.idata, and give coords that do not depend on data.",
                 UserWarning,
                 stacklevel=5,
             )

@@ -17,6 +17,7 @@ from scipy.stats import norm, poisson
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, gaussian
+from fedppl._data import one_type
 from fedppl._graph import PYTHON_MODE
 from fedppl.model import ClientModel, compilations
 from tests import problems
@@ -585,6 +586,200 @@ def test_changing_the_callers_arrays_does_not_change_the_client() -> None:
     clients["clinic 0"]["y"][:] = 100.0
     assert client.log_site(*point)[0] == before
     assert not np.any(np.asarray(client.pymc_model()["y"].get_value()) == 100.0)
+
+
+# --- lengths and types that differ between clients ------------------------------------------------------------
+
+
+def dims_on_the_outcome(y: Any) -> Any:
+    with pm.Model(coords={"obs_id": np.arange(len(y))}) as model:
+        y = pm.Data("y", y)
+        theta = pm.Normal("theta", pm.Normal("mu", 0, 10), 0.5)
+        pm.Normal("obs", theta, 1, observed=y, dims="obs_id")
+    return model
+
+
+def effect_of_a_row(y: Any) -> Any:
+    with pm.Model(coords={"obs_id": np.arange(len(y))}) as model:
+        y = pm.Data("y", y, dims="obs_id")
+        theta = pm.Normal("theta", pm.Normal("mu", 0, 10), 0.5, dims="obs_id")
+        pm.Normal("obs", theta, 1, observed=y, dims="obs_id")
+    return model
+
+
+def effect_of_an_unnamed_row(y: Any) -> Any:
+    """Nothing says that obs_id are the rows of y, but that they are as many."""
+    with pm.Model(coords={"obs_id": np.arange(len(y))}) as model:
+        theta = pm.Normal("theta", pm.Normal("mu", 0, 10), 0.5, dims="obs_id")
+        pm.Normal("obs", theta, 1, observed=pm.Data("y", y))
+    return model
+
+
+ROWS = {f"c{n}": {"y": np.linspace(-1, 1, n)} for n in (4, 6, 9, 3, 5)}
+
+
+@pytest.mark.parametrize("builder", [dims_on_the_outcome, effect_of_a_row, effect_of_an_unnamed_row])
+def test_coords_of_a_clients_own_length_are_no_other_graph(builder: Any) -> None:
+    model, compiled = FederatedModel(builder, ["mu"]), compilations()
+    enrolled = model.enrol(ROWS)
+    new = enrolled["c4"].with_data("new", y=np.linspace(-1, 1, 7))
+    assert compilations() - compiled <= 1  # a graph that another test compiled is found again
+    assert len({id(client.kernel) for client in (*enrolled.values(), new)}) == 1
+    for client in (*enrolled.values(), new):
+        y, size = client.arrays["y"], client.local_size
+        assert size == (1 if builder is dims_on_the_outcome else len(y))
+        theta = np.linspace(0, 1, size)
+        expected = norm.logpdf(y, theta, 1).sum() + norm.logpdf(theta, 0.3, 0.5).sum()
+        assert client.log_site(np.array([0.3]), theta)[0] == pytest.approx(expected, rel=10 * CONSTANTS)
+
+
+def test_a_clients_own_posterior_has_its_own_coords() -> None:
+    def build(y: Any) -> Any:
+        with pm.Model(coords={"obs_id": [f"row {i}" for i in range(len(y))]}) as model:
+            y = pm.Data("y", y)
+            theta = pm.Normal("theta", pm.Normal("mu", 0, 10), 0.5, dims="obs_id")
+            pm.Normal("obs", theta, 1, observed=y, dims="obs_id")
+        return model
+
+    fit = fedppl.fit(FederatedModel(build, ["mu"]), ROWS, fedppl.EP(), progressbar=False, rounds=2, random_seed=1)
+    for client_id, data in ROWS.items():
+        own = fit.client(client_id, draws=3)
+        assert list(own["posterior"]["obs_id"].values) == [f"row {i}" for i in range(len(data["y"]))]
+        assert own["posterior"]["theta"].dims == ("chain", "draw", "obs_id")
+
+
+def groups_of_its_own(group: Any, y: Any) -> Any:
+    with pm.Model(coords={"group": np.unique(group)}) as model:
+        group, y = pm.Data("group", group), pm.Data("y", y)
+        theta = pm.Normal("theta", pm.Normal("mu", 0, 1), 0.5, dims="group")
+        pm.Normal("obs", theta[group], 1, observed=y)
+    return model
+
+
+def test_a_length_that_no_array_has_is_asked_of_the_builder() -> None:
+    groups = {"a": [0, 1, 1, 0], "b": [0, 1, 2, 2, 1], "c": [0, 0, 0], "d": [3, 1, 2, 0]}
+    clients = {name: {"group": group, "y": np.linspace(-1, 1, len(group))} for name, group in groups.items()}
+    model, compiled = FederatedModel(groups_of_its_own, ["mu"]), compilations()
+    enrolled = model.enrol(clients)
+    assert compilations() == compiled + 1
+    for name, client in enrolled.items():
+        theta = np.arange(client.local_size) / 2
+        assert client.local_size == len(set(groups[name]))
+        y, mean = clients[name]["y"], theta[groups[name]]
+        expected = norm.logpdf(y, mean, 1).sum() + norm.logpdf(theta, 0.3, 0.5).sum()
+        assert client.log_site(np.array([0.3]), theta)[0] == pytest.approx(expected, rel=10 * CONSTANTS)
+
+
+def test_a_single_client_says_not_which_lengths_are_its_rows() -> None:
+    """Three rows and three predictors: another client tells them apart."""
+
+    def build(X: Any, y: Any) -> Any:
+        with pm.Model(coords={"predictor": ["a", "b", "c"], "obs_id": np.arange(len(y))}) as model:
+            X, y = pm.Data("X", X), pm.Data("y", y)
+            beta = pm.Normal("beta", pm.Normal("mu", 0, 1), 0.5, dims="predictor")
+            error = pm.Normal("error", 0, 0.1, dims="obs_id")
+            pm.Normal("obs", X @ beta + error, 1, observed=y)
+        return model
+
+    alone = FederatedModel(build, ["mu"]).enrol({"a": {"X": np.eye(3), "y": np.zeros(3)}})["a"]
+    assert [variable.shape for variable in alone.local] == [(3,), (3,)]
+    new = alone.with_data("new", X=np.ones((5, 3)), y=np.zeros(5))
+    assert [variable.shape for variable in new.local] == [(3,), (5,)]
+    assert new.log_site(np.zeros(1), np.zeros(8))[0] == pytest.approx(
+        norm.logpdf(np.zeros(5)).sum() + 3 * norm.logpdf(0, 0, 0.5) + 5 * norm.logpdf(0, 0, 0.1), rel=10 * CONSTANTS
+    )
+
+
+TYPES: dict[str, tuple[list[Any], str]] = {
+    "whole reals": ([np.array([1, 2]), np.array([3.0, 4.0])], "int64"),
+    "reals": ([np.array([1, 2]), np.array([3.5, 4.0])], "float64"),
+    "integers": ([np.array([1, 2], np.int32), np.array([3, 4], np.int64)], "int64"),
+    "small integers": ([np.array([1, 2], np.int8), np.array([3, 4], np.int16)], "int16"),
+    "unsigned": ([np.array([1, 2], np.uint64), np.array([-3, 4], np.int64)], "int64"),
+    "one of two": ([np.array([True, False]), np.array([1, 0])], "int64"),
+    "one of two, once missing": ([np.array([True, False]), np.array([1.0, 0.0])], "bool"),
+    "precision": ([np.array([1.5], np.float32), np.array([0.1])], "float64"),
+    "too large for integers": ([np.array([1, 2]), np.array([1e300, 2.0])], "float64"),
+    "bounds": ([np.array([1, 2]), np.array([np.inf, 2.0])], "float64"),
+}
+
+
+@pytest.mark.parametrize("case", TYPES)
+def test_a_name_has_one_type_at_all_clients(case: str) -> None:
+    arrays, dtype = TYPES[case]
+    found = one_type({str(k): {"x": array, "y": Y} for k, array in enumerate(arrays)})
+    for k, array in enumerate(arrays):
+        assert found[str(k)]["x"].dtype == dtype and found[str(k)]["y"].dtype == Y.dtype
+        assert_array_equal(found[str(k)]["x"], array)
+
+
+def test_integers_and_whole_reals_are_one_compilation_and_still_an_index() -> None:
+    clients = {"a": {"group": [0, 1, 2], "y": [1, 2, 3]}, "b": {"group": [0.0, 2.0], "y": Y[:2]}}
+    model, compiled = FederatedModel(indexed_builder, ["mu"]), compilations()
+    enrolled = model.enrol(clients)
+    assert compilations() - compiled <= 1
+    assert enrolled["a"].kernel is enrolled["b"].kernel
+    theta = np.array([0.1, 0.2, 0.3])
+    expected = norm.logpdf(Y[:2], theta[[0, 2]], 1).sum() + norm.logpdf(theta, 0.4, 0.5).sum()
+    assert enrolled["b"].log_site(np.array([0.4]), theta)[0] == pytest.approx(expected, rel=10 * CONSTANTS)
+
+
+# --- infinite bounds, batches ---------------------------------------------------------------------------------
+
+
+def survival(time: Any, censored_at: Any) -> Any:
+    with pm.Model() as model:
+        time, limit = pm.Data("time", time), pm.Data("censored_at", censored_at)
+        mu = pm.Normal("mu", 0, 1)
+        latent = pm.Exponential.dist(scale=pt.exp(mu))
+        pm.Censored("obs", latent, lower=None, upper=limit, observed=time)
+    return model
+
+
+def survival_inside(time: Any, event: Any) -> Any:
+    """The bound is made in the builder."""
+    with pm.Model() as model:
+        time, event = pm.Data("time", time), pm.Data("event", event)
+        mu = pm.Normal("mu", 0, 1)
+        latent = pm.Exponential.dist(scale=pt.exp(mu))
+        pm.Censored("obs", latent, lower=None, upper=pt.switch(event, np.inf, time), observed=time)
+    return model
+
+
+@pytest.mark.parametrize("builder", [survival, survival_inside])
+def test_bounds_may_be_infinite(builder: Any) -> None:
+    """Exponential times with scale s: Σ_events log(1/s) − Σ t / s, whoever was censored."""
+    time, event = np.array([0.5, 1.2, 2.0, 0.7]), np.array([True, False, True, True])
+    data = {"time": time, "event": event} if builder is survival_inside else {"time": time}
+    if builder is survival:
+        data["censored_at"] = np.where(event, np.inf, time)
+    client = FederatedModel(builder, ["mu"]).enrol({"a": data})["a"]
+    value, gradient, _ = client.log_site(np.array([0.3]), np.zeros(0))
+    assert value == pytest.approx(-3 * 0.3 - time.sum() * np.exp(-0.3), rel=CONSTANTS)
+    assert gradient == pytest.approx([-3 + time.sum() * np.exp(-0.3)], rel=CONSTANTS)
+    assert not client.has_kink
+
+
+def test_a_local_flat_prior_is_taken_where_the_data_make_it_proper() -> None:
+    """y_i ~ N(θ + μ, 1), θ flat: the data say nothing of μ, and its posterior is its prior."""
+    model = FederatedModel(declared(lambda: pm.Flat("theta") + pm.Normal("mu", 0, 1)), ["mu"])
+    fit = fedppl.fit(model, {"a": {"y": Y}, "b": {"y": Y + 5}}, fedppl.EP(), progressbar=False, random_seed=1)
+    assert_allclose(gaussian.mean(fit.posterior), 0.0, atol=1e-5)
+    assert_allclose(gaussian.covariance(fit.posterior), 1.0, rtol=1e-4)
+    assert fit.client("a", draws=50)["posterior"]["theta"].shape[-1] == 50
+
+
+@pytest.mark.filterwarnings("ignore:total_size not provided")
+def test_batches_that_pymc_draws_are_refused(tmp_path: Path) -> None:
+    def build(y: Any) -> Any:
+        with pm.Model() as model:
+            data = pm.Minibatch(pm.Data("y", y).get_value(), batch_size=2)
+            pm.Normal("obs", pm.Normal("mu", 0, 1), 1, observed=data, total_size=len(y))
+        return model
+
+    text = refusal(DeclarationError, FederatedModel(build, ["mu"]), {"ward": {"y": Y}}, tmp_path)
+    for fragment in ("client 'ward'", "pm.Minibatch", "all rows", "Remove"):
+        assert fragment in text
 
 
 # --- shared priors --------------------------------------------------------------------------------------------

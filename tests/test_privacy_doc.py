@@ -157,7 +157,7 @@ def test_bytes_of_private_ep_are_those_of_the_ledger(form: Any, p: int) -> None:
 def test_the_code_on_the_page_runs() -> None:
     pytest.importorskip("dp_accounting")
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     namespace: dict[str, Any] = {}
     for number, block in enumerate(blocks, start=1):
         exec(compile(block, f"docs/privacy.md, block {number}", "exec"), namespace)  # noqa: S102

@@ -43,8 +43,8 @@ def Laplace() -> LocalInference:
 def _check(client: ClientModel) -> None:
     if client.kink:
         raise DeclarationError(
-            f"the log density has a kink or a jump in a parameter ({client.kink}), as a Laplace (lasso) prior has; it may "
-            "have no curvature at its mode. Use EP(local=fedppl.NUTS()) for this model."
+            f"the log density has a kink or a jump in a parameter ({client.kink}), as a Laplace (lasso) prior has; it "
+            "may have no curvature at its mode. Use EP(local=fedppl.NUTS()) for this model."
         )
 
 

@@ -110,7 +110,8 @@ def _check(client: ClientModel) -> None:
     if client.kink:
         raise DeclarationError(
             f"the log density has a kink or a jump in a parameter ({client.kink}), as a Laplace (lasso) prior has; it "
-            "makes Laplace approximations wrong by up to several posterior sd. Use EP(local=fedppl.NUTS()) for this model."
+            "makes Laplace approximations wrong by up to several posterior sd. Use EP(local=fedppl.NUTS()) for this "
+            "model."
         )
 
 
