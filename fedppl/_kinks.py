@@ -123,7 +123,7 @@ def _turns_of(node: Any) -> list[_Turn]:
     op, (first, *rest) = node.op, node.inputs
     of = getattr(op, "scalar_op", None)
     if isinstance(op, SortOp):
-        return [_Turn("a sort", pt.argsort(first, axis=rest[0]), False)]
+        return [_Turn("a sort", pt.argsort(first, axis=rest[0] if rest else op.axis), False)]
     if isinstance(op, Argmax | ArgSortOp):
         return [_Turn("the place of an extreme", node.outputs[0], False)]
     if isinstance(of, _LARGEST) and hasattr(op, "axis"):
