@@ -650,9 +650,9 @@ def test_a_clients_own_posterior_has_its_own_coords() -> None:
 
 
 def groups_of_its_own(group: Any, y: Any) -> Any:
-    with pm.Model(coords={"group": np.unique(group)}) as model:
+    with pm.Model(coords={"ward": np.unique(group)}) as model:
         group, y = pm.Data("group", group), pm.Data("y", y)
-        theta = pm.Normal("theta", pm.Normal("mu", 0, 1), 0.5, dims="group")
+        theta = pm.Normal("theta", pm.Normal("mu", 0, 1), 0.5, dims="ward")
         pm.Normal("obs", theta[group], 1, observed=y)
     return model
 
