@@ -83,7 +83,7 @@ def containers(client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -
     for container in parts.data:
         value, dtype = np.asarray(arrays[container.name]), container.type.dtype
         if (rv := observed.get(container)) is not None:
-            _require_observable(client_id, container.name, value, rv)
+            _require_finite(client_id, container.name, value, rv)
         if value.ndim != container.type.ndim:
             raise DataError(
                 f"client {client_id!r}: {container.name!r} has {value.ndim} dimensions {value.shape}, but the model's "
@@ -99,19 +99,14 @@ def containers(client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -
     return tuple(ordered)
 
 
-def _require_observable(client_id: str, name: str, value: Any, rv: Any) -> None:
-    """Outcomes are finite, and whole numbers where they are counts; bounds and inputs may be infinite."""
-    counts = not rv.type.dtype.startswith("float")
-    for bad, rule in (
-        (~np.isfinite(value), "finite"),
-        (value != np.floor(value) if counts else False, "a whole number"),
-    ):
-        if np.any(bad):
-            where = tuple(int(i) for i in np.argwhere(bad)[0])
-            raise DataError(
-                f"client {client_id!r}: {name!r} holds {value[where]} at index {where}, and {rv.name!r}, which is "
-                f"observed there, must be {rule}; drop or correct such values before the fit."
-            )
+def _require_finite(client_id: str, name: str, value: Any, rv: Any) -> None:
+    """Outcomes are finite; bounds and inputs need not be."""
+    if not np.all(np.isfinite(value)):
+        where = tuple(int(i) for i in np.argwhere(~np.isfinite(value))[0])
+        raise DataError(
+            f"client {client_id!r}: {name!r} holds {value[where]} at index {where}, and {rv.name!r}, which is observed "
+            "there, must be finite; drop or correct such values before the fit."
+        )
 
 
 def mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception) -> DataError:

@@ -15,8 +15,8 @@ import pymc as pm
 import pytensor
 import pytensor.tensor as pt
 from numba.core.errors import NumbaPerformanceWarning
-from pymc.logprob.utils import ParameterValueError
 from pymc.distributions.continuous import FlatRV, HalfFlatRV
+from pymc.logprob.utils import ParameterValueError
 from pytensor.compile.mode import get_mode
 
 from fedppl import _graph, gaussian

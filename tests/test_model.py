@@ -312,8 +312,8 @@ def test_no_clients_and_ids_that_collide_are_refused(clients: Any, tmp_path: Pat
 def test_counts_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     """PyMC would cut 2.5 down to 2."""
     model, clients = problems.counts()
-    text = refusal(DataError, model, {**clients, "bad": {"y": [1.0, 2.5]}}, tmp_path)
-    for fragment in ("client 'bad'", "'y' holds 2.5 at index (1,)", "'obs'", "a whole number"):
+    text = refusal(DataError, model, {**clients, "bad": {"y": [1.0, 2.5]}}, tmp_path, before_compiling=False)
+    for fragment in ("client 'bad'", "'y' holds 2.5", "'obs'", "whole numbers"):
         assert fragment in text
 
 
