@@ -25,6 +25,7 @@ CONTENT = {
     "algorithm": "EP",
     "settings": {"damping": "1.0"},
     "clients": ("a", "b"),
+    "data": {"a": b"salt and digest"},
     "seed": 2**63,
     "name": "c0ffee",
     "state": Gaussian(np.arange(2.0), np.eye(2)),

@@ -34,6 +34,7 @@ class EPState(NamedTuple):
     averaging: int  # rounds averaged since the change came down to Monte Carlo error
     heard: Array  # (K,) bool: replied in the current sweep
     sweep_change: float  # of the current sweep over all clients
+    last_change: Array  # (m,) of the last round, in posterior sds: what a mean or a log sd moved by, before damping
     skewness: Array  # (m,) that the factors give the posterior's margins, and q cannot have
     answered: Array  # (K,) rounds that a client's reply was used in; counted where trust is set
     held_back: Array  # (K,) rounds of those that its change was scaled down in
@@ -101,9 +102,9 @@ def damped_step(
         )
         return state._replace(message=message), EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mc_error, skewed)
     sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved.q)
-    change_mean = float(np.max(np.abs(gaussian.mean(moved.q) - gaussian.mean(q)) / sd)) / delta
-    change_sd = float(np.max(np.abs(np.log(new_sd / sd)))) / delta
-    state = state._replace(sites=moved, damping=delta, skewness=skewness)
+    shift, stretch = np.abs(gaussian.mean(moved.q) - gaussian.mean(q)) / sd / delta, np.abs(np.log(new_sd / sd)) / delta
+    change_mean, change_sd = float(np.max(shift)), float(np.max(stretch))
+    state = state._replace(sites=moved, damping=delta, last_change=np.maximum(shift, stretch), skewness=skewness)
     info = EPInfo("EP", change_mean, change_sd, delta, np.nan, mc_error, skewed)
     change, wanted = max(change_mean, change_sd), 0.0
     if bounded is not None:
