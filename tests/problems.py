@@ -21,6 +21,9 @@ from models import fedlmc_ss, fedsi
 
 Clients = dict[str, dict[str, Any]]
 
+# A test that runs fewer rounds than it takes, or stops a run, on purpose, and is not about what is said of that.
+few_rounds = pytest.mark.filterwarnings("ignore::fedppl.ConvergenceWarning")
+
 
 @functools.cache
 def declared(builder: Callable[..., Any], shared: tuple[str, ...]) -> FederatedModel:
@@ -383,6 +386,18 @@ def failing(at: Callable[[str], bool], reason: str = "out of order") -> LocalInf
         return inner.tilted(target, rng)
 
     return inner._replace(expand=expand, tilted=tilted)
+
+
+def falling_back(steps: Mapping[str, float], **told: float) -> LocalInference:
+    """Nested Laplace that says that some clients fell back, and what it cost."""
+    inner = fedppl.NestedLaplace()
+
+    def tilted(target: Target, rng: np.random.Generator) -> Any:
+        moments = inner.tilted(target, rng)
+        step = steps.get(target.client.client_id, 0.0)
+        return moments._replace(diagnostics={**moments.diagnostics, "fallback": step, **(told if step else {})})
+
+    return inner._replace(tilted=tilted)
 
 
 ALL = {
