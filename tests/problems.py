@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,13 @@ Clients = dict[str, dict[str, Any]]
 
 # A test that runs fewer rounds than it takes, or stops a run, on purpose, and is not about what is said of that.
 few_rounds = pytest.mark.filterwarnings("ignore::fedppl.ConvergenceWarning")
+
+
+def fit_some_rounds(*arguments: Any, **settings: Any) -> fedppl.Fit:
+    """`fedppl.fit` for helpers of such tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fedppl.ConvergenceWarning)
+        return fedppl.fit(*arguments, **settings)
 
 
 @functools.cache

@@ -147,6 +147,7 @@ def test_a_deadline_that_is_met_changes_nothing() -> None:
     assert with_deadline["b"].info == without["b"].info
 
 
+@problems.few_rounds
 def test_a_fit_goes_on_without_the_late_client() -> None:
     """Client 1 sleeps through the first round; what it sends then is not used, and the fit still converges."""
     release = threading.Event()
