@@ -16,6 +16,7 @@ from fedppl.engine.inprocess import InProcessEngine
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
 from fedppl.types import Algorithm, Draws, Failure, Layout, LocalFailure, Reply, Request, Status, Target
+from tests import problems
 
 LAYOUT = Layout((), Gaussian(np.zeros(1), np.eye(1)), True, "print")
 

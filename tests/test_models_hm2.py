@@ -15,6 +15,7 @@ from scipy import integrate, special, stats
 
 import fedppl
 from models import hm2
+from tests import problems
 
 NAMES = ("age", "dose", "weight")
 
