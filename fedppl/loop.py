@@ -542,7 +542,7 @@ def _resume(run: _Run, seed_given: bool) -> None:
 
 
 def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, str]:
-    """Say how the run ended; running out of rounds, or of replies, is told with the knob to turn."""
+    """Say how the run ended, with the knob to turn; who never replied, and who fell back."""
     status, message = Status(run.state.status), str(run.state.message)
     fallen = fallbacks.sentence(fallbacks.last_infos(record.infos for record in run.records), len(run.clients))
     if status is Status.CONVERGED:
@@ -556,7 +556,7 @@ def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, st
     if last.failures and (not message or not last.bytes_up):  # the algorithm was not told why it heard nothing
         lost = f"{len(last.failures)} of {len(last.asked)} clients sent no usable reply in the last round"
         lost = f"{lost}: {_distinct(last.failures.values())}"
-    if silent and status is Status.RUNNING:
+    if silent:
         why = 'fit.idata["rounds"]["reason"] says why'
         message = f"clients {sorted(silent)[:5]} never sent a usable reply, {why}; {message}"
     message = "; ".join(filter(None, (message, lost)))

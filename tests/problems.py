@@ -393,7 +393,13 @@ def failing(at: Callable[[str], bool], reason: str = "out of order") -> LocalInf
             raise LocalFailure(reason)
         return inner.tilted(target, rng)
 
-    return inner._replace(expand=expand, tilted=tilted)
+    def log_factor(client: Any, points: Any, share: float) -> Any:
+        if at(client.client_id):
+            raise LocalFailure(reason)
+        assert inner.log_factor is not None
+        return inner.log_factor(client, points, share)
+
+    return inner._replace(expand=expand, tilted=tilted, log_factor=log_factor)
 
 
 def falling_back(steps: Mapping[str, float], **told: float) -> LocalInference:

