@@ -45,7 +45,7 @@ def client_posterior(
         name: value.reshape(chains, draws, *value.shape[1:])
         for name, value in (model.constrain(phi, theta) | model.constrain_shared(phi)).items()
     }
-    attrs = {f"fedppl_{name}": value for name, value in sample.diagnostics.items()}
+    attrs: dict[str, Any] = {f"fedppl_{name}": value for name, value in sample.diagnostics.items()}
     attrs |= {"client": client_id, "status": status.value, "converged": int(status.ok)}
     posterior = idata.posterior_dataset(everything, dims, coords, attrs)
     groups = {"posterior": posterior, **_data_groups(pymc_model, model, dims, coords)}

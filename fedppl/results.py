@@ -204,10 +204,12 @@ class Fit:
             "converged": int(self.status.ok),
             **({"warning": f"not a posterior: {reason}"} if reason else {}),
         }
-        rng, groups = stream((self._seed(random_seed), 1)), {}
-        if self.algorithm.sample is not None or q is not None:
-            many = draws * chains
-            phi = self.algorithm.sample(self.state, many, rng) if q is None else gaussian.draw(q, rng, many)
+        rng, phi, groups = stream((self._seed(random_seed), 1)), None, {}
+        if self.algorithm.sample is not None:
+            phi = self.algorithm.sample(self.state, draws * chains, rng)
+        elif q is not None:
+            phi = gaussian.draw(q, rng, draws * chains)
+        if phi is not None:
             groups = {"posterior": self._shared_dataset(phi.reshape(chains, draws, -1), attrs)}
         elif self.algorithm.estimate is not None:
             groups = {"point_estimate": self._point_dataset(attrs)}

@@ -157,6 +157,7 @@ def test_bytes_of_private_ep_are_those_of_the_ledger(form: Any, p: int) -> None:
     assert set(rounds["released"].values) == {f"site ({3 + p})"}
 
 
+@problems.few_rounds
 def test_the_code_on_the_page_runs() -> None:
     pytest.importorskip("dp_accounting")
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
