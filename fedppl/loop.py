@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl import _digest, fallbacks
+from fedppl import _digest, fallbacks, settings
 from fedppl import checkpoint as checkpoints
-from fedppl import settings
 from fedppl.arrival import unarrived
 from fedppl.engine.answer import require_fit, stream
 from fedppl.engine.inprocess import InProcess

@@ -618,9 +618,9 @@ def test_a_run_resumes_on_the_grid(tmp_path: Path) -> None:
         ({"clients": True}, "clients=True must be"),
         ({"clients": "abc"}, "clients='abc' must be"),
         ({"clients": []}, r"clients=\[\] must be"),
-        ({"clients": 1, "wait": 0}, "wait=0 must be a positive"),
-        ({"clients": 1, "deadline": -1}, "deadline=-1 must be a positive"),
-        ({"clients": 1, "poll": 0}, "poll=0 must be a positive"),
+        ({"clients": 1, "wait": 0}, "wait=0 must be positive"),
+        ({"clients": 1, "deadline": -1}, "deadline=-1 must be positive"),
+        ({"clients": 1, "poll": 0}, "poll=0 must be positive"),
     ],
 )
 def test_settings_of_the_grid(settings: dict[str, Any], reason: str) -> None:
