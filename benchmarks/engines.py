@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import json
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,6 +79,7 @@ def simulation(clients: int, asked: int, rounds: int, workers: int) -> dict[str,
     """Seconds of a simulation from call to result, and how far its posterior is from the embedded engine's."""
     model, data = normal_means(clients, rows=10)
     settings: dict[str, Any] = {"participation": asked, "rounds": rounds, "progressbar": False, "random_seed": 1}
+    warnings.filterwarnings("ignore", category=fedppl.ConvergenceWarning)  # a given number of rounds is compared
     here = fedppl.fit(model, data, fedppl.EP(tolerance=1e-9, warm_start=False), **settings)
     started = time.perf_counter()
     there = fedppl.fit(

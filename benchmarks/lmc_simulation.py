@@ -28,6 +28,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -186,6 +187,7 @@ def warm_up(name: str) -> None:
 def one_run(run: int, methods: list[str], rounds: int | None, new: bool) -> list[dict[str, Any]]:
     """Generate one run and fit it in every way; a record for each row of the tables."""
     logging.getLogger("fedppl").setLevel(logging.ERROR)  # stopping at a set number of rounds is what was asked for
+    warnings.filterwarnings("ignore", category=fedppl.ConvergenceWarning)
     problem = generate(run)
     records: list[dict[str, Any]] = [{"table": "I", "method": "Oracle", **figures(problem, 0, oracle(problem, 0))}]
     fits: dict[str, Any] = {}
@@ -311,6 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     """Do the runs, print the tables, the bars and one line of JSON; 1 where a bar is missed."""
     options, started = arguments(argv), time.perf_counter()
     logging.getLogger("fedppl").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=fedppl.ConvergenceWarning)
     records: list[dict[str, Any]] = []
     methods = [name for name in METHODS if name in options.methods]
     job = functools.partial(one_run, methods=methods, rounds=options.rounds, new=not options.skip_new)

@@ -31,6 +31,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -293,6 +294,7 @@ def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
 
     torch.set_num_threads(1)
     logging.getLogger("fedppl").setLevel(logging.ERROR)  # stopping at a set number of rounds is what was asked for
+    warnings.filterwarnings("ignore", category=fedppl.ConvergenceWarning)
     name, seed = job
     stem = f"{options.dataset}-{options.clients}-{options.cuts}-{options.rounds}-{name.replace(' ', '-')}-{seed}"
     if options.validation or options.settings:
@@ -379,6 +381,7 @@ def cost(options: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     logging.getLogger("fedppl").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=fedppl.ConvergenceWarning)
     found: dict[str, Any] = {}
     for name, reporting in (("FedAvg", None), ("pFedVEM", None), ("pFedVEM", REPORTING)):
         setting, times = prepare(name, options.seed, options), []

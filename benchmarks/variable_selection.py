@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -87,6 +88,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def one_run(task: Task) -> dict[str, float]:
     """Generate one data set, fit it, and return its figures."""
     logging.getLogger("fedppl").setLevel(logging.ERROR)  # stopping after few rounds is what was asked for
+    warnings.filterwarnings("ignore", category=fedppl.ConvergenceWarning)
     case = CASES[task.case]
     rng = np.random.default_rng([list(CASES).index(task.case), task.run])
     theta = np.array(case.theta, dtype=float)

@@ -38,6 +38,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -252,6 +253,7 @@ def one_task(task: Task) -> Result:
     """All rows of one new station and one seed."""
     logging.getLogger("pymc").setLevel(logging.WARNING)
     logging.getLogger("fedppl").setLevel(logging.ERROR)  # a fit whose rounds ran out is told by its bound
+    warnings.filterwarnings("ignore", category=fedppl.ConvergenceWarning)
     options, scale, own = task.options, agreed(task.clients), agreed({task.new: task.known})
     latents = 3 if options.quick else LATENTS
     units = {name: rows(station, scale) for name, station in task.clients.items()}

@@ -37,6 +37,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -253,6 +254,7 @@ def one_repeat(task: Task) -> Result:
     """All rows of one repeat."""
     logging.getLogger("pymc").setLevel(logging.WARNING)
     logging.getLogger("fedppl").setLevel(logging.ERROR)  # a fit whose rounds ran out is told by its bound
+    warnings.filterwarnings("ignore", category=fedppl.ConvergenceWarning)
     options, scale, target = task.options, agreed(task.clients), next(iter(task.clients))
     latents = 3 if options.quick else LATENTS
     units = {name: rows(cell, scale) for name, cell in task.clients.items()}

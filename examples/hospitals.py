@@ -18,6 +18,7 @@ import json
 import logging
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,6 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.figure is not None and importlib.util.find_spec("matplotlib") is None:
         sys.exit("--figure needs matplotlib: pip install 'fedppl[plots]'")
     logging.getLogger("fedppl").setLevel(logging.ERROR)  # the status is printed
+    warnings.filterwarnings("ignore", category=fedppl.ConvergenceWarning)
     world = simulate(options)
     own = fedppl.FederatedModel(pfedvem.logistic, shared=["w"])
     hierarchy = fedppl.FederatedModel(pfedvem.hierarchical, shared=["mu", "tau"])

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -317,6 +318,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit("--figure needs matplotlib: pip install 'fedppl[plots]'")
     table = load(find_data(options.data), drop_zero_grades=options.drop_zero_grades)
     logging.getLogger("pymc").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=fedppl.ConvergenceWarning)  # the table says which fits converged
     counts = table["school"].value_counts()
     print(", ".join(f"{full} ({name}): {counts[name]} pupils" for name, full in SCHOOLS.items()))
     rows, first = [], None

@@ -28,6 +28,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -388,6 +389,7 @@ def one_sensor(task: Task) -> Result:
     logging.getLogger("pymc").setLevel(logging.WARNING)
     # Learning rates that are too large are part of the search; a line for each engine and round is too much of it.
     logging.getLogger("fedppl").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=fedppl.ConvergenceWarning)
     began = time.perf_counter()
     rows: dict[str, Row] = {}
     for part in (structures, algorithm_1, least_squares, averaging):

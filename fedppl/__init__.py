@@ -43,7 +43,15 @@ from fedppl.steps.separate import Separate
 from fedppl.steps.structural import HM1
 from fedppl.steps.structural_gradient import HM1Gradient
 from fedppl.steps.subnetwork import FedSI
-from fedppl.types import Algorithm, DataError, DeclarationError, LocalInference, Status
+from fedppl.types import (
+    Algorithm,
+    ConvergenceWarning,
+    DataError,
+    DeclarationError,
+    LocalInference,
+    NotConvergedError,
+    Status,
+)
 
 __version__ = "0.1.0"
 
@@ -60,6 +68,7 @@ __all__ = [
     "ClientModel",
     "Confidence",
     "ConsensusMonteCarlo",
+    "ConvergenceWarning",
     "DataError",
     "DeclarationError",
     "Ditto",
@@ -82,6 +91,7 @@ __all__ = [
     "NetworkAveraging",
     "NetworkConfidence",
     "NetworkSCAFFOLD",
+    "NotConvergedError",
     "PFedBayes",
     "PFedMe",
     "PerFedAvg",

@@ -13,7 +13,7 @@ from fedppl import idata
 from fedppl.engine.answer import stream
 from fedppl.model import ClientModel, dims_and_coords
 from fedppl.predict import predictions
-from fedppl.types import Algorithm, Message
+from fedppl.types import Algorithm, Message, Status
 
 __all__ = ["client_posterior"]
 
@@ -28,6 +28,7 @@ def client_posterior(
     seed: int,
     draws: int,
     chains: int,
+    status: Status,
     predict: Mapping[str, Any] | None = None,
 ) -> Any:
     """Draw (φ, θ_k) from what the algorithm tells the client, and predictions for new inputs if there are any."""
@@ -44,8 +45,9 @@ def client_posterior(
         name: value.reshape(chains, draws, *value.shape[1:])
         for name, value in (model.constrain(phi, theta) | model.constrain_shared(phi)).items()
     }
-    attrs = {f"fedppl_{name}": value for name, value in sample.diagnostics.items()}
-    posterior = idata.posterior_dataset(everything, dims, coords, {"client": client_id, **attrs})
+    attrs: dict[str, Any] = {f"fedppl_{name}": value for name, value in sample.diagnostics.items()}
+    attrs |= {"client": client_id, "status": status.value, "converged": int(status.ok)}
+    posterior = idata.posterior_dataset(everything, dims, coords, attrs)
     groups = {"posterior": posterior, **_data_groups(pymc_model, model, dims, coords)}
     if predict is not None:
         groups["predictions"], groups["predictions_constant_data"] = predictions(

@@ -14,8 +14,12 @@ from fedppl.types import DeclarationError
 
 __all__ = ["CONTENT", "pack", "read", "replace", "unpack", "write"]
 
-_MAGIC = b"fedppl checkpoint 2\n"
-CONTENT = frozenset({"fingerprint", "algorithm", "settings", "clients", "seed", "name", "state", "records", "personal"})
+_FORMAT = 3
+_KIND = b"fedppl checkpoint "
+_MAGIC = _KIND + b"%d\n" % _FORMAT
+CONTENT = frozenset(
+    {"fingerprint", "algorithm", "settings", "clients", "data", "seed", "name", "state", "records", "personal"}
+)
 
 
 # What NumPy writes arrays, scalars and dtypes with.
@@ -79,6 +83,12 @@ def pack(content: Any) -> bytes:
 def unpack(raw: bytes, name: str) -> Any:
     """Read what `pack` wrote; `name` is what errors call it."""
     start = len(_MAGIC) + 32
+    if raw.startswith(_KIND) and not raw.startswith(_MAGIC) and b"\n" in raw[: len(_KIND) + 8]:
+        found = raw[len(_KIND) :].split(b"\n", 1)[0].decode(errors="replace")
+        raise DeclarationError(
+            f"{name} has format {found}, and this version of fedppl reads format {_FORMAT}; delete it to start "
+            "again, or finish it with the version that wrote it."
+        )
     if not raw.startswith(_MAGIC):
         raise DeclarationError(f"{name} is not a fedppl checkpoint; choose another path.")
     body = raw[start:]

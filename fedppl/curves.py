@@ -85,7 +85,7 @@ def predict(
     >>> import fedppl
     >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=3, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=40, progressbar=False, random_seed=1)
     >>> sorted(fedppl.curves.predict(fit, "a", {"X": [0.0, 0.5]}))
     ['function_sd', 'lower', 'mean', 'sd', 'upper']
 
@@ -130,7 +130,7 @@ def selection(fit: Fit) -> xr.Dataset:
     >>> import fedppl
     >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=3, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=40, progressbar=False, random_seed=1)
     >>> fedppl.curves.selection(fit)["selected"].dims
     ('latent',)
     """
@@ -168,7 +168,7 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     >>> import fedppl
     >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=3, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=40, progressbar=False, random_seed=1)
     >>> fedppl.curves.coefficients(fit)["mean"].dims
     ('client', 'latent')
     """
@@ -210,7 +210,7 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     >>> import fedppl
     >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=3, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=40, progressbar=False, random_seed=1)
     >>> fedppl.curves.latent_curves(fit, {"X": [0.0, 0.5]})["mean"].dims
     ('latent', 'row')
     """

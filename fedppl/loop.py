@@ -12,23 +12,28 @@ import os
 import re
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedppl import _digest, fallbacks, settings
 from fedppl import checkpoint as checkpoints
-from fedppl import settings
+from fedppl.arrival import unarrived
 from fedppl.engine.answer import require_fit, stream
 from fedppl.engine.inprocess import InProcess
 from fedppl.model import ClientModel, FederatedModel
 from fedppl.participation import Participation, as_participation
 from fedppl.progress import Progress
+from fedppl.records import Record
 from fedppl.replies import n_bytes, released, why_not
-from fedppl.results import Fit, Record
+from fedppl.results import Fit
 from fedppl.types import (
     Algorithm,
+    ConvergenceWarning,
+    DataError,
     DeclarationError,
     Engine,
     EngineFactory,
@@ -98,8 +103,9 @@ def rounds(
         and send only word that they did.
     checkpoint
         File to write the state to after every round, and to resume from when it exists. A resumed run gives
-        the same numbers as an uninterrupted one, on the same data: those stay with the clients, and nobody compares
-        them.
+        the same numbers as an uninterrupted one. A salted digest tells whether a client's data are still those that the
+        run began with: here it is in the file, a site keeps its own. Other data are refused, of a finished run too.
+        The file is as confidential as what clients send and keep.
     deadline
         Seconds to wait for replies in a round.
     random_seed
@@ -119,7 +125,7 @@ def rounds(
     >>> import fedppl
     >>> from fedppl.testing import normal_means
     >>> model, clients = normal_means()
-    >>> [step.number for step in fedppl.rounds(model, clients, fedppl.EP(), rounds=2)]
+    >>> [step.number for step in fedppl.rounds(model, clients, fedppl.EP(warm_start=False), rounds=2)]
     [1, 2]
 
     Notes
@@ -170,6 +176,11 @@ def fit(
     DeclarationError, DataError
         Before the first round.
 
+    Warns
+    -----
+    ConvergenceWarning
+        Once at the end, where the algorithm tests for convergence and did not see it; the text names the remedy.
+
     Examples
     --------
     >>> import fedppl
@@ -181,7 +192,8 @@ def fit(
 
     Notes
     -----
-    *When this fails.* Look at `Fit.message` and ``fit.idata["rounds"]``: not converging is a status.
+    *When this fails.* Look at `Fit.message`, `Fit.summary` and ``fit.idata["rounds"]``: not converging is a status and
+    a warning. A fit that was broken off before there was a posterior has none, and says so when it is asked for it.
     """
     if callback is not None and not callable(callback):
         raise DeclarationError(f"callback={callback!r} is not a function; pass one that takes a Round.")
@@ -190,16 +202,17 @@ def fit(
     try:
         with Progress(rounds, show=progressbar) as progress:
             for step in _run(run):
-                progress.update(step.number, step.status.value, step.record.info, len(step.failures))
+                note = fallbacks.note(step.record.infos)
+                progress.update(step.number, step.status.value, step.record.info, len(step.failures), note)
                 if callback is not None and callback(step):
                     stopped = True
                     break
         status, message = _status(run, rounds, stopped=stopped)
-        if not status.ok:
-            logger.warning("fit ended with status %s: %s", status.value, message, extra={"status": status.value})
-        elif message:
-            level = logging.INFO if getattr(run.state, "mild", False) else logging.WARNING
-            logger.log(level, "fit converged: %s", message, extra={"status": status.value})
+        told = f"fit ended with status {status.value}" + (f": {message}" if message else "")
+        # What is said as a warning below, or was said in its round, is not said twice.
+        caveat = bool(run.state.message) and not getattr(run.state, "mild", False)
+        loud = caveat if status.ok else not algorithm.tests_convergence
+        logger.log(logging.WARNING if loud else logging.INFO, told, extra={"status": status.value})
         result = Fit(
             algorithm=algorithm,
             state=run.state,
@@ -215,11 +228,19 @@ def fit(
             seed=run.seed,
             seconds=time.perf_counter() - started,
         )
-        run.engine.conclude(functools.partial(algorithm.outcome, run.state), run.name, run.seed)
+        if not (reason := unarrived(result)):
+            refused = run.engine.conclude(functools.partial(algorithm.outcome, run.state), run.name, run.seed, status)
+            if refused and run.records[-1].number == run.resumed:  # a finished run, that nobody was asked in
+                told_by = "; ".join(f"client {client_id!r}: {why}" for client_id, why in refused.items())
+                raise DataError(f"checkpoint {str(run.checkpoint)!r} cannot be used, {told_by}.")
+        elif not run.models:
+            logger.warning("sites are not asked to draw their posteriors: %s", reason, extra={"status": status.value})
         if not run.models:
             _ = result.idata  # while a site can still be asked for the way back to the constrained space
     finally:
         run.engine.close()
+    if algorithm.tests_convergence and not status.ok:
+        warnings.warn(told, ConvergenceWarning, stacklevel=2)
     return result
 
 
@@ -236,10 +257,12 @@ class _Run:
         self.state = algorithm.init_server(self.layout, self.clients, stream((seed, 0, 0)))
         self.name = secrets.token_hex(8)
         self.records: list[Record] = []
+        self.resumed = 0  # rounds that were done before
         self.limit: int | None = None
         self.participation: Participation = as_participation(None)
         self.reporting: Participation = as_participation(None)
         self.checkpoint: Path | None = None
+        self.seals: dict[str, bytes] = {}  # of the data of clients in this process, where there is a checkpoint
         self.deadline: float | None = None
         self.said: set[tuple[str, str]] = set()  # clients and reasons that are in the log already
 
@@ -298,6 +321,7 @@ def _start(
         run.reporting = as_participation(reporting, "reporting", len(run.clients))
         if checkpoint is not None:
             run.checkpoint = Path(checkpoint)
+            run.seals = {client_id: _digest.seal(client.arrays) for client_id, client in models.items()}
             if run.checkpoint.exists():
                 _resume(run, random_seed is not None)
     except BaseException:
@@ -385,6 +409,8 @@ def _one_round(run: _Run) -> Round:
         else:
             failures[client_id] = str(reason)
     _log(number, failures, run.said)
+    known = fallbacks.last_infos(record.infos for record in run.records)
+    fallbacks.log(number, infos, fallbacks.fallen(known))
     run.state, info = run.algorithm.update_server(run.state, replies)
     status, message = Status(run.state.status), run.state.message
     record = Record(
@@ -465,6 +491,7 @@ def _save(run: _Run) -> None:
         "algorithm": run.algorithm.name,
         "settings": dict(run.algorithm.settings),
         "clients": run.clients,
+        "data": run.seals,
         "seed": run.seed,
         "name": run.name,
         "state": run.state,
@@ -496,18 +523,29 @@ def _resume(run: _Run, seed_given: bool) -> None:
                 f"checkpoint {str(run.checkpoint)!r} is of another run: its {name} is {found}, this run's is "
                 f"{value}. Choose another path, or delete the file to start again."
             )
+    sealed: dict[str, bytes] = content["data"]
+    others = [k for k, model in run.models.items() if k in sealed and not _digest.matches(sealed[k], model.arrays)]
+    if others:
+        raise DataError(
+            f"the data of {'client' if len(others) == 1 else 'clients'} {fallbacks.listed(map(repr, others))} are not "
+            f"those that checkpoint {str(run.checkpoint)!r} was written with. Give the same data, or choose another "
+            "path, or delete the file to start again."
+        )
+    run.seals = {**run.seals, **sealed}
     run.seed, run.name = content["seed"], content["name"]
     run.state, run.records = content["state"], list(content["records"])
+    run.resumed = len(run.records)
     if hasattr(run.engine, "personal"):
         run.engine.personal.update(content["personal"])
     logger.info("resumed after round %d from %s", len(run.records), run.checkpoint)
 
 
 def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, str]:
-    """Say how the run ended; running out of rounds, or of replies, is told with the knob to turn."""
+    """Say how the run ended, with the knob to turn; who never replied, and who fell back."""
     status, message = Status(run.state.status), str(run.state.message)
+    fallen = fallbacks.sentence(fallbacks.last_infos(record.infos for record in run.records), len(run.clients))
     if status is Status.CONVERGED:
-        return status, message
+        return status, "; ".join(filter(None, (message, fallen)))
     silent = set(run.clients) - {client_id for record in run.records for client_id in record.infos}
     if len(silent) == len(run.clients):
         reasons = _distinct(reason for record in run.records for reason in record.failures.values())
@@ -517,14 +555,12 @@ def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, st
     if last.failures and (not message or not last.bytes_up):  # the algorithm was not told why it heard nothing
         lost = f"{len(last.failures)} of {len(last.asked)} clients sent no usable reply in the last round"
         lost = f"{lost}: {_distinct(last.failures.values())}"
-    if silent and status is Status.RUNNING:
+    if silent:
         why = 'fit.idata["rounds"]["reason"] says why'
         message = f"clients {sorted(silent)[:5]} never sent a usable reply, {why}; {message}"
     message = "; ".join(filter(None, (message, lost)))
-    if status is not Status.RUNNING:
-        return status, message
-    by = " by the callback" if stopped else ""
-    return (
-        Status.MAX_ROUNDS,
-        f"stopped{by} after {_counted(run.records)} of {limit} rounds: {message or 'raise rounds='}",
-    )
+    if status is Status.RUNNING:
+        by = " by the callback" if stopped else ""
+        status = Status.MAX_ROUNDS
+        message = f"stopped{by} after {_counted(run.records)} of {limit} rounds: {message or 'raise rounds='}"
+    return status, "; ".join(filter(None, (message, fallen)))

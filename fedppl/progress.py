@@ -36,8 +36,8 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, number: int, status: str, info: Mapping[str, Any], skipped: int) -> None:
-        """Advance to a round; `info` is the server's diagnostics."""
+    def update(self, number: int, status: str, info: Mapping[str, Any], skipped: int, fallen: str = "") -> None:
+        """Advance to a round; `info` is the server's diagnostics, `fallen` a note on clients that fell back."""
         if self._bar is not None:
             notes = [str(info["phase"])] if "phase" in info else []
             for name, unit in (("change_mean", " sd"), ("change", "")):
@@ -45,6 +45,6 @@ class Progress:
                 if np.ndim(value) == 0 and np.isfinite(value):
                     notes.append(f"change {value:.2g}{unit}")
                     break
-            notes += [status, *([f"{skipped} skipped"] if skipped else [])]
+            notes += [status, *([f"{skipped} skipped"] if skipped else []), *([fallen] if fallen else [])]
             note = ", ".join(notes)
             self._bar.update(self._task, completed=number, note=note)

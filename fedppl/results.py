@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
-from fedppl import gaussian, idata
+from fedppl import gaussian, idata, summary
+from fedppl.arrival import require_arrived, unarrived
 from fedppl.at_client import client_posterior
 from fedppl.engine.answer import stream
 from fedppl.gaussian import Gaussian
 from fedppl.model import ClientModel, FederatedModel
+from fedppl.records import Record, rounds_dataset
 from fedppl.settings import whole
 from fedppl.types import Algorithm, Array, DeclarationError, Layout, SharedReader, Status
 
 __all__ = ["Fit", "Record"]
 
-logger = logging.getLogger(__name__)
-
-
-class Record(NamedTuple):
-    """What happened in one round."""
-
-    number: int
-    asked: tuple[str, ...]
-    failures: Mapping[str, str]
-    infos: Mapping[str, Mapping[str, float]]
-    info: Mapping[str, float | str]
-    bytes_down: Mapping[str, int]
-    bytes_up: Mapping[str, int]
-    released: str  # names and sizes of what a client's reply held
-    seconds: float
-    status: Status
-    silent: tuple[str, ...] = ()  # asked, but for no reply
-    preliminary: bool = False  # of a start with a budget of its own
+# For who looks at the posterior group with tools that were made for MCMC.
+_SAMPLING = (
+    "independent draws of the approximation: r_hat and ess describe the draws, not how good it is; see fit.summary()"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +85,13 @@ class Fit:
 
     @property
     def posterior(self) -> Gaussian:
-        """q(φ) on the unconstrained space, in natural parameters."""
+        """q(φ) on the unconstrained space, in natural parameters.
+
+        Raises
+        ------
+        NotConvergedError
+            Where the fit was broken off before there was one.
+        """
         if self.algorithm.posterior is None:
             raise DeclarationError(
                 f"{self.algorithm.name} has no posterior of parameters that all clients share: see "
@@ -105,28 +99,20 @@ class Fit:
                 + ('fit.idata["fit"] and ' if self.algorithm.details(self.state) else "")
                 + "fit.client(...). For a posterior use fedppl.EP()."
             )
-        q = self.algorithm.posterior(self.state)
-        if gaussian.is_proper(q):
-            return q
-        repaired, report = gaussian.repair(q, 1e-6)
-        logger.warning(
-            "q is not positive definite (smallest eigenvalue %.3g) and was repaired; the fit is %s: %s",
-            report.smallest_before,
-            self.status.value,
-            self.message,
-        )
-        return repaired
+        require_arrived(self, "fit.posterior")
+        return self.algorithm.posterior(self.state)
 
     @property
     def estimate(self) -> dict[str, Array]:
         """The shared variables and their deterministics at one point: the estimate, or the mean of the draws of q."""
         if self.algorithm.estimate is not None:
-            values = self.reader.constrain(self.algorithm.estimate(self.state)[None])
-            return {name: value[0] for name, value in values.items()}
+            require_arrived(self, "fit.estimate")
+            return self._point()
         if self.algorithm.posterior is None and self.algorithm.sample is None:
             raise DeclarationError(
                 f"{self.algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
             )
+        require_arrived(self, "fit.estimate")
         posterior = self.idata["posterior"]
         return {str(name): values.mean(("chain", "draw")).values for name, values in posterior.data_vars.items()}
 
@@ -135,11 +121,60 @@ class Fit:
         """ArviZ object with groups posterior (4 x 1000 draws of φ), fit and rounds."""
         return self.shared()
 
-    def shared(self, *, draws: int = 1000, chains: int = 4, random_seed: int | None = None) -> Any:
+    def summary(
+        self, var_names: Sequence[str] | str | None = None, *, ci_prob: float = 0.94, round_to: int | None = None
+    ) -> pd.DataFrame:
+        """Table of the shared variables with the algorithm's own diagnostics: the one to look at after a fit.
+
+        Draws of q are independent, so that their R̂ and ESS are perfect whatever q is worth. What tells is here instead.
+
+        Parameters
+        ----------
+        var_names
+            Variables, deterministics among them; by default all.
+        ci_prob
+            Probability of the equal-tailed interval.
+        round_to
+            Decimals; None keeps all.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row for every entry: ``mean``, ``sd``, the bounds of the interval, and what the algorithm knows of the
+            coordinate on the unconstrained space; for `EP` ``last_change``, what the last round moved its mean or log
+            sd by, in posterior sds, and ``skewness``, which a Gaussian q cannot have. Where the algorithm estimates
+            a point, ``mean`` is that. ``attrs`` has the ``status`` and its ``message``, the share of the clients that
+            ``answered`` when they were last asked, and what clients fell back to (``fallbacks``).
+
+        Raises
+        ------
+        DeclarationError
+            If the clients share nothing in this algorithm, or a name is unknown.
+        NotConvergedError
+            Where the fit was broken off before there was a posterior.
+
+        Examples
+        --------
+        >>> import fedppl
+        >>> from fedppl.testing import normal_means
+        >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+        >>> list(fit.summary().columns)
+        ['mean', 'sd', 'eti_3%', 'eti_97%', 'last_change', 'skewness']
+        >>> fit.summary().attrs["status"], fit.summary().attrs["answered"]
+        ('converged', 1.0)
+        """
+        return summary.summary(self, var_names, ci_prob, round_to)
+
+    def shared(
+        self, *, unconverged: bool = False, draws: int = 1000, chains: int = 4, random_seed: int | None = None
+    ) -> Any:
         """Posterior of the shared parameters as an ArviZ object.
 
         Parameters
         ----------
+        unconverged
+            Whether to draw even where the fit was broken off before q arrived: such draws can be very far off, and are
+            labelled so in ``attrs``.
         draws, chains
             Independent draws of q(φ).
         random_seed
@@ -150,20 +185,35 @@ class Fit:
         arviz.InferenceData or xarray.DataTree
             Groups ``posterior`` (constrained space), ``fit`` (mean_vector and covariance_matrix of q on the
             unconstrained space, and what else the algorithm's state knows) and ``rounds``. Where the algorithm
-            estimates a point, there is a group ``point_estimate`` instead of ``posterior``.
+            estimates a point, there is a group ``point_estimate`` instead of ``posterior``. Where the fit was broken
+            off before there was either, neither is there, unless `unconverged` asks for it.
         """
         _check_draws(draws, chains)
-        groups = {"rounds": rounds_dataset(self.records, self.client_ids)}
-        rng = stream((self._seed(random_seed), 1))
+        reason = unarrived(self)
+        rounds = rounds_dataset(self.records, self.client_ids)
+        if reason and not unconverged:
+            return idata.from_groups({"rounds": rounds, "fit": self._fit_dataset(None)})
+        q = None if self.algorithm.posterior is None else self.algorithm.posterior(self.state)
+        if q is not None and not gaussian.is_proper(q):
+            q, report = gaussian.repair(q, 1e-6)
+            reason += f" and was repaired (smallest eigenvalue {report.smallest_before:.3g})"
+        attrs = {
+            "status": self.status.value,
+            "message": self.message,
+            "algorithm": self.algorithm.name,
+            "converged": int(self.status.ok),
+            **({"warning": f"not a posterior: {reason}"} if reason else {}),
+        }
+        rng, phi, groups = stream((self._seed(random_seed), 1)), None, {}
         if self.algorithm.sample is not None:
             phi = self.algorithm.sample(self.state, draws * chains, rng)
-            groups = {"posterior": self._shared_dataset(phi.reshape(chains, draws, -1)), **groups}
-        elif self.algorithm.posterior is not None:
-            phi = gaussian.draw(self.posterior, rng, draws * chains)
-            groups = {"posterior": self._shared_dataset(phi.reshape(chains, draws, -1)), **groups}
+        elif q is not None:
+            phi = gaussian.draw(q, rng, draws * chains)
+        if phi is not None:
+            groups = {"posterior": self._shared_dataset(phi.reshape(chains, draws, -1), attrs)}
         elif self.algorithm.estimate is not None:
-            groups = {"point_estimate": self._point_dataset(), **groups}
-        return idata.from_groups({**groups, "fit": self._fit_dataset()})
+            groups = {"point_estimate": self._point_dataset(attrs)}
+        return idata.from_groups({**groups, "rounds": rounds, "fit": self._fit_dataset(q)})
 
     def client(
         self,
@@ -267,30 +317,34 @@ class Fit:
             raise DeclarationError(
                 f'new data are {type(predict).__name__}; pass a mapping from name to array: {{"X": ...}}.'
             )
+        require_arrived(self, f"the posterior of client {client_id!r}")
         seed = self._seed(random_seed)
         message, personal = self.algorithm.outcome(self.state, client_id), self.personal.get(client_id)
-        return client_posterior(self.algorithm, model, personal, message, seed, draws, chains, predict)
+        return client_posterior(self.algorithm, model, personal, message, seed, draws, chains, self.status, predict)
 
-    def _shared_dataset(self, phi: Array) -> xr.Dataset:
+    def _point(self) -> dict[str, Array]:
+        assert self.algorithm.estimate is not None
+        values = self.reader.constrain(self.algorithm.estimate(self.state)[None])
+        return {name: value[0] for name, value in values.items()}
+
+    def _shared_dataset(self, phi: Array, attrs: Mapping[str, Any]) -> xr.Dataset:
         chains, draws = phi.shape[:2]
         values = self.reader.constrain(phi.reshape(chains * draws, -1))
         shaped = {name: value.reshape(chains, draws, *value.shape[1:]) for name, value in values.items()}
-        attrs = {"status": self.status.value, "message": self.message, "algorithm": self.algorithm.name}
-        return idata.posterior_dataset(shaped, self.reader.dims, self.reader.coords, attrs)
+        return idata.posterior_dataset(shaped, self.reader.dims, self.reader.coords, {**attrs, "sampling": _SAMPLING})
 
-    def _point_dataset(self) -> xr.Dataset:
-        values = self.estimate
+    def _point_dataset(self, attrs: Mapping[str, Any]) -> xr.Dataset:
+        values = self._point()
         dims = {
             name: self.reader.dims.get(name) or tuple(f"{name}_dim_{axis}" for axis in range(np.ndim(value)))
             for name, value in values.items()
         }
-        return idata.dataset(values, dims, self.reader.coords, {"algorithm": self.algorithm.name})
+        return idata.dataset(values, dims, self.reader.coords, attrs)
 
-    def _fit_dataset(self) -> xr.Dataset:
+    def _fit_dataset(self, q: Gaussian | None) -> xr.Dataset:
         labels, clients = np.array(self.layout.labels), np.array(self.client_ids)
         known: dict[str, tuple[tuple[str, ...], Array]] = {}
-        if self.algorithm.posterior is not None:
-            q = self.posterior
+        if q is not None:
             known["mean_vector"] = ("rows",), gaussian.mean(q)
             known["covariance_matrix"] = ("rows", "columns"), gaussian.covariance(q)
         elif self.algorithm.estimate is not None:
@@ -307,36 +361,3 @@ class Fit:
 def _check_draws(draws: int, chains: int) -> None:
     whole("draws", draws)
     whole("chains", chains)
-
-
-def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.Dataset:
-    """Diagnostics of every round, dims (round,), and of every client in it, dims (round, client)."""
-    where = {client_id: k for k, client_id in enumerate(clients)}
-    shape = (len(records), len(clients))
-    outcome = np.full(shape, "not asked", dtype="U9")
-    reason = np.full(shape, "", dtype=object)
-    traffic = {name: np.zeros(shape, dtype=np.int64) for name in ("bytes_down", "bytes_up")}
-    values: dict[str, Array] = {}
-    per_round: dict[str, Any] = {
-        "seconds": np.array([record.seconds for record in records]),
-        "released": np.array([record.released for record in records], dtype=str),
-    }
-    for name in {name for record in records for name in record.info}:
-        column = [record.info.get(name, np.nan) for record in records]
-        per_round[name] = np.array(column, dtype=str if any(isinstance(v, str) for v in column) else float)
-    for t, record in enumerate(records):
-        for client_id in record.asked:
-            k = where[client_id]
-            silent = client_id in record.silent
-            outcome[t, k] = "skipped" if client_id in record.failures else "silent" if silent else "used"
-            reason[t, k] = record.failures.get(client_id, "")
-            traffic["bytes_down"][t, k] = record.bytes_down[client_id]
-            traffic["bytes_up"][t, k] = record.bytes_up.get(client_id, 0)
-            for name, value in record.infos.get(client_id, {}).items():
-                values.setdefault(name, np.full(shape, np.nan))[t, k] = value
-    both = {"outcome": outcome, "reason": reason.astype(str), **traffic, **values}
-    return idata.dataset(
-        {**per_round, **both},
-        {**dict.fromkeys(per_round, ("round",)), **dict.fromkeys(both, ("round", "client"))},
-        {"round": [record.number for record in records], "client": list(clients)},
-    )

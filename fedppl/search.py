@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from scipy.special import logsumexp
 
 from fedppl._data import as_arrays
 from fedppl._pack import pack
+from fedppl.arrival import require_arrived
 from fedppl.covariance import Covariance
 from fedppl.engine.answer import stream
 from fedppl.loop import _seed, fit
@@ -24,12 +26,14 @@ from fedppl.results import Fit
 from fedppl.settings import between, shown, whole
 from fedppl.types import (
     Algorithm,
+    ConvergenceWarning,
     DataError,
     DeclarationError,
     EngineFactory,
     LocalFailure,
     LocalInference,
     Message,
+    NotConvergedError,
     Status,
 )
 
@@ -231,6 +235,8 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     DeclarationError, DataError
         If the clients are sites of their own, ids or keys are not the fit's, or the density of held-out rows cannot be
         told from that of the local variables.
+    NotConvergedError
+        Where the fit was broken off before there was a posterior.
     LocalFailure
         If a client cannot draw.
 
@@ -259,6 +265,7 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
             "the fit's clients are sites of their own and their data are not here, so nor is their validation loss; "
             "search on clients in this process, or compare what the sites report of their own held-out rows."
         )
+    require_arrived(fit, "fedppl.validation_loss")
     losses: dict[str, Message] = {}
     for client_id, data in ((str(k), v) for k, v in validation.items()):
         if client_id not in fit.clients:
@@ -328,7 +335,8 @@ def grid_search(
     Notes
     -----
     A candidate has the loss inf, and is never chosen, when a client that was asked never sent a usable reply, no client
-    did in the last round (steps that diverge end so), the fit is stalled, or its loss is not finite. Of equal losses
+    did in the last round (steps that diverge end so), the fit is stalled or has no posterior yet, or its loss is not
+    finite. Of equal losses
     the first in the order given wins. Afterwards ``fedppl.fit(model, all_rows, found.algorithm)`` uses the
     held-out rows too.
 
@@ -354,16 +362,20 @@ def grid_search(
     best: tuple[float, str, Fit] | None = None
     for name, algorithm in algorithms.items():
         try:
-            fitted = fit(
-                model,
-                clients,
-                algorithm,
-                rounds=rounds,
-                engine=engine,
-                participation=participation,
-                progressbar=progressbar,
-                random_seed=seed,
-            )
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", ConvergenceWarning
+                )  # the table has every status; the best one's is said
+                fitted = fit(
+                    model,
+                    clients,
+                    algorithm,
+                    rounds=rounds,
+                    engine=engine,
+                    participation=participation,
+                    progressbar=progressbar,
+                    random_seed=seed,
+                )
         except DeclarationError as error:
             raise DeclarationError(f"candidate {name!r}: {error}") from error
         found, message = _judged(fitted, validation, loss)
@@ -374,6 +386,9 @@ def grid_search(
     if best is None:
         reasons = "; ".join(f"{name}: {row[-1]}" for name, row in table.items())
         raise DeclarationError(f"no candidate is of use: {reasons}. Widen the grid.")
+    if best[2].algorithm.tests_convergence and not best[2].status.ok:
+        told = f"the best candidate, {best[1]!r}, ended with status {best[2].status.value}: {best[2].message}"
+        warnings.warn(told, ConvergenceWarning, stacklevel=2)
     frame = pd.DataFrame.from_dict(table, orient="index", columns=["loss", "status", "rounds", "seconds", "message"])
     return Search(frame.rename_axis("candidate"), best[1], best[2], algorithms[best[1]])
 
@@ -393,7 +408,7 @@ def _judged(fitted: Fit, validation: Clients, loss: Loss | None) -> tuple[float,
     try:
         with np.errstate(over="ignore", invalid="ignore"):
             found = validation_loss(fitted, validation, loss=loss).mean
-    except (LocalFailure, ArithmeticError, np.linalg.LinAlgError) as error:
+    except (LocalFailure, NotConvergedError, ArithmeticError, np.linalg.LinAlgError) as error:
         return np.inf, f"no validation loss: {error}"
     return (found, fitted.message) if np.isfinite(found) else (np.inf, f"the validation loss is {found}")
 

@@ -19,6 +19,7 @@ __all__ = [
     "Algorithm",
     "Array",
     "ClientView",
+    "ConvergenceWarning",
     "DataError",
     "DeclarationError",
     "Draws",
@@ -31,6 +32,7 @@ __all__ = [
     "LocalInference",
     "Message",
     "Moments",
+    "NotConvergedError",
     "Reply",
     "Request",
     "SharedReader",
@@ -55,8 +57,16 @@ class LocalFailure(RuntimeError):
     """A client could not compute its reply. It keeps its old site, and the loop records why."""
 
 
+class ConvergenceWarning(UserWarning):
+    """A fit ended without having converged, by an algorithm that tests for it; the text names the remedy."""
+
+
+class NotConvergedError(RuntimeError):
+    """A fit was broken off before there was anything to report; the text names the remedy."""
+
+
 class Status(StrEnum):
-    """Where a fit stands. Not converging is a status, never an exception."""
+    """Where a fit stands. Not converging is a status and a warning; `fedppl.fit` returns all the same."""
 
     RUNNING = "running"
     CONVERGED = "converged"
@@ -283,10 +293,13 @@ class Algorithm(NamedTuple):
         no reply; nothing, where it is None.
     preliminary
         ``preliminary(state)``: whether the next round belongs to a start that has a budget of its own, and does not
-        count towards ``rounds=``; none does, where it is None.
+        count towards ``rounds=``; none does, where it is None. What `posterior` gives until then is none.
     lasting
         Whether personal state outlives a run, as a privacy budget does: a site then keeps it in its folder, under
         its own name, and does not answer where it cannot be read.
+    tests_convergence
+        Whether a fit is meant to end as converged, and warns where it does not. Methods that run a given number of
+        rounds of gradient steps are not, even where they stop once nothing moves.
     """
 
     name: str
@@ -310,6 +323,7 @@ class Algorithm(NamedTuple):
     large: bool = False
     lasting: bool = False
     preliminary: Callable[[Any], bool] | None = None
+    tests_convergence: bool = False
 
     def __repr__(self) -> str:
         """Name and settings; functions say nothing to a reader."""
@@ -370,10 +384,10 @@ class Engine(Protocol):
     def reader(self) -> SharedReader:
         """Return how draws of φ are read; where the models are at sites, a site is asked."""
 
-    def conclude(self, outcome: Callable[[str], Message], run: str, seed: int) -> None:
-        """Tell every client what it needs to draw its own posterior: q and its cavity.
+    def conclude(self, outcome: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
+        """Tell every client what it needs to draw its own posterior: q and its cavity, and how the run ended.
 
-        Clients in this process are asked for theirs when somebody wants to see them.
+        Returns who refused, and why. Clients in this process are asked for theirs when somebody wants to see them.
         """
 
     def close(self) -> None:

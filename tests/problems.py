@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,16 @@ from fedppl.types import LocalFailure, LocalInference, Target
 from models import fedlmc_ss, fedsi
 
 Clients = dict[str, dict[str, Any]]
+
+# A test that runs fewer rounds than it takes, or stops a run, on purpose, and is not about what is said of that.
+few_rounds = pytest.mark.filterwarnings("ignore::fedppl.ConvergenceWarning")
+
+
+def fit_some_rounds(*arguments: Any, **settings: Any) -> fedppl.Fit:
+    """`fedppl.fit` for helpers of such tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fedppl.ConvergenceWarning)
+        return fedppl.fit(*arguments, **settings)
 
 
 @functools.cache
@@ -382,7 +393,25 @@ def failing(at: Callable[[str], bool], reason: str = "out of order") -> LocalInf
             raise LocalFailure(reason)
         return inner.tilted(target, rng)
 
-    return inner._replace(expand=expand, tilted=tilted)
+    def log_factor(client: Any, points: Any, share: float) -> Any:
+        if at(client.client_id):
+            raise LocalFailure(reason)
+        assert inner.log_factor is not None
+        return inner.log_factor(client, points, share)
+
+    return inner._replace(expand=expand, tilted=tilted, log_factor=log_factor)
+
+
+def falling_back(steps: Mapping[str, float], **told: float) -> LocalInference:
+    """Nested Laplace that says that some clients fell back, and what it cost."""
+    inner = fedppl.NestedLaplace()
+
+    def tilted(target: Target, rng: np.random.Generator) -> Any:
+        moments = inner.tilted(target, rng)
+        step = steps.get(target.client.client_id, 0.0)
+        return moments._replace(diagnostics={**moments.diagnostics, "fallback": step, **(told if step else {})})
+
+    return inner._replace(tilted=tilted)
 
 
 ALL = {

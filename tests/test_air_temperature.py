@@ -15,6 +15,7 @@ from scipy.io import savemat
 import fedppl
 from examples import air_temperature
 from examples.air_temperature import Row, Station, Task
+from tests import problems
 
 ROOT = Path(__file__).parents[1]
 
@@ -151,6 +152,7 @@ def test_the_real_files_have_four_stations(weather: Path) -> None:
     assert 10 < values.min() and values.max() == 33.8
 
 
+@problems.few_rounds
 @pytest.mark.slow
 def test_a_quick_fit_follows_the_others_where_the_new_station_is_silent() -> None:
     """The same course at all stations, so that the others know what is missing; and nothing of it is seen."""

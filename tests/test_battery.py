@@ -15,6 +15,7 @@ from scipy.io import savemat
 import fedppl
 from examples import battery
 from examples.battery import Cell, Row, Scale, Task
+from tests import problems
 
 ROOT = Path(__file__).parents[1]
 
@@ -142,6 +143,7 @@ def test_the_real_file_has_48_cells(batteries: Path) -> None:
     assert all(0.28 < cell.capacity.min() and cell.capacity.max() < 1.86 for cell in found.values())
 
 
+@problems.few_rounds
 @pytest.mark.slow
 def test_a_quick_fit_learns_the_fall_from_the_others_and_sees_nothing_of_it() -> None:
     options = battery.arguments(["--quick"])

@@ -13,7 +13,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import fedppl
-from fedppl import DeclarationError, checkpoint
+from fedppl import DataError, DeclarationError, _digest, checkpoint
 from fedppl.checkpoint import _MAGIC
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
@@ -25,6 +25,7 @@ CONTENT = {
     "algorithm": "EP",
     "settings": {"damping": "1.0"},
     "clients": ("a", "b"),
+    "data": {"a": b"salt and digest"},
     "seed": 2**63,
     "name": "c0ffee",
     "state": Gaussian(np.arange(2.0), np.eye(2)),
@@ -100,6 +101,13 @@ def test_foreign_files_are_refused(raw: bytes, tmp_path: Path) -> None:
         checkpoint.read(path)
 
 
+def test_a_file_of_an_older_format_is_refused_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "old"
+    path.write_bytes(b"fedppl checkpoint 2\n" + bytes(40))
+    with pytest.raises(DeclarationError, match="has format 2, .*reads format 3; delete it to start again"):
+        checkpoint.read(path)
+
+
 @pytest.mark.parametrize("content", [[1, 2], {"seed": 1}, {**CONTENT, "more": 1}])
 def test_other_content_under_our_header_is_refused(content: Any, tmp_path: Path) -> None:
     path = tmp_path / "other"
@@ -164,18 +172,24 @@ def assert_same_state(first: Any, second: Any) -> None:
         assert_array_equal(x, y)
 
 
+def after(number: int) -> Any:
+    """Stop after so many rounds, those of the warm start among them."""
+    return lambda step: step.number == number
+
+
+@problems.few_rounds
 @pytest.mark.parametrize(
     ("problem", "participation", "rounds"),
-    [(problems.noise, None, 6), (problems.noise, 3, 7), (problems.schools, 0.5, 7)],
+    [(problems.noise, None, 8), (problems.noise, 3, 7), (problems.schools, 0.5, 7)],
     ids=["all", "three a round", "half, folded prior"],
 )
 def test_a_resumed_run_is_bit_identical(problem: Any, participation: Any, rounds: int, tmp_path: Path) -> None:
     """Interrupted in the warm start and again in the refinement."""
     model, clients = problem()
     path, settings = tmp_path / "run.ckpt", {"participation": participation, "progressbar": False, "random_seed": 5}
-    whole = fedppl.fit(model, clients, fedppl.EP(tolerance=1e-9), rounds=rounds, **settings)
+    whole = fedppl.fit(model, clients, fedppl.EP(tolerance=1e-9), callback=after(rounds), **settings)
     for limit in (1, rounds - 2, rounds):
-        part = fedppl.fit(model, clients, fedppl.EP(tolerance=1e-9), rounds=limit, checkpoint=path, **settings)
+        part = fedppl.fit(model, clients, fedppl.EP(tolerance=1e-9), callback=after(limit), checkpoint=path, **settings)
     assert_same_state(part.state, whole.state)
     assert len(part.records) == len(whole.records) == rounds
     for ours, theirs in zip(part.records, whole.records, strict=True):
@@ -184,10 +198,11 @@ def test_a_resumed_run_is_bit_identical(problem: Any, participation: Any, rounds
     assert (part.status, part.message, part.seed) == (whole.status, whole.message, whole.seed)
 
 
+@problems.few_rounds
 def test_a_resumed_run_takes_its_seed_from_the_checkpoint(tmp_path: Path) -> None:
     model, clients = normal_means()
     path = tmp_path / "run.ckpt"
-    first = fedppl.fit(model, clients, fedppl.EP(), rounds=1, checkpoint=path, progressbar=False)
+    first = fedppl.fit(model, clients, fedppl.EP(), callback=after(1), checkpoint=path, progressbar=False)
     second = fedppl.fit(model, clients, fedppl.EP(), checkpoint=path, progressbar=False)
     assert second.seed == first.seed and len(second.records) > 1
     assert_array_equal(second.client("client 0", draws=5)["posterior"]["theta"].shape, (4, 5))
@@ -220,6 +235,7 @@ OTHER_RUNS: dict[str, Any] = {
 }
 
 
+@problems.few_rounds
 @pytest.mark.parametrize("what", OTHER_RUNS)
 def test_the_checkpoint_of_another_run_is_refused_and_kept(what: str, tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
@@ -230,3 +246,69 @@ def test_the_checkpoint_of_another_run_is_refused_and_kept(what: str, tmp_path: 
         fedppl.fit(model, clients, algorithm, checkpoint=path, progressbar=False, random_seed=seed)
     assert repr(str(path)) in str(caught.value)
     assert path.read_bytes() == before
+
+
+# --- other data -----------------------------------------------------------------------------------------------
+
+
+def altered(clients: dict[str, Any], client_id: str, factor: float = 10.0) -> dict[str, Any]:
+    return {k: {"y": data["y"] * (factor if k == client_id else 1.0)} for k, data in clients.items()}
+
+
+@problems.few_rounds
+@pytest.mark.parametrize("rounds", [1, 99])
+def test_other_data_are_refused_with_the_clients_name(rounds: int, tmp_path: Path) -> None:
+    """Of a run in progress and of a finished one."""
+    model, clients = normal_means()
+    path = tmp_path / "run.ckpt"
+    fedppl.fit(model, clients, fedppl.EP(), callback=after(rounds), checkpoint=path, progressbar=False, random_seed=1)
+    before = path.read_bytes()
+    for call in (fedppl.fit, fedppl.rounds):
+        with pytest.raises(DataError, match="data of client 'client 1' are not those.*Give the same data") as caught:
+            call(model, altered(clients, "client 1"), fedppl.EP(), checkpoint=path)
+        assert repr(str(path)) in str(caught.value)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"y": np.array([1.0, 2.0, 4.0])},
+        {"y": np.array([2.0, 1.0, 3.0])},
+        {"y": np.array([1.0, 2.0])},
+        {"y": np.array([[1.0, 2.0, 3.0]])},
+        {"z": np.array([1.0, 2.0, 3.0])},
+        {"y": np.array([1.0, 2.0, 3.0]), "z": np.array([1.0])},
+    ],
+)
+def test_a_seal_sees_names_shapes_and_values(other: dict[str, Any]) -> None:
+    assert not _digest.matches(_digest.seal({"y": np.array([1.0, 2.0, 3.0])}), other)
+
+
+def test_a_seal_sees_neither_order_nor_width() -> None:
+    sealed = _digest.seal({"y": np.array([1, 2]), "x": np.array([0.5, 0.25], dtype=np.float32)})
+    assert _digest.matches(sealed, {"x": [0.5, 0.25], "y": [1.0, 2.0]})
+    assert _digest.matches(sealed, {"x": np.array([0.5, 0.25], dtype=">f8"), "y": np.array([1, 2], dtype=">i4")})
+    strided = np.arange(4.0)[::2]
+    assert _digest.matches(_digest.seal({"y": strided}), {"y": strided.copy()})
+
+
+def test_a_seal_tells_integers_apart_that_a_float_does_not() -> None:
+    big = 2**60
+    assert not _digest.matches(_digest.seal({"id": np.array([big])}), {"id": np.array([big + 1])})
+    assert _digest.matches(_digest.seal({"id": np.array([big])}), {"id": np.array([big])})
+
+
+def test_seals_of_two_runs_cannot_be_compared() -> None:
+    data = {"y": np.ones(3)}
+    assert len({_digest.seal(data) for _ in range(3)}) == 3
+    assert not _digest.matches(_digest.seal(data)[:16] + bytes(32), data)
+
+
+@problems.few_rounds
+def test_lists_in_another_order_are_the_same_data(tmp_path: Path) -> None:
+    model, clients = problems.regression()
+    path = tmp_path / "run.ckpt"
+    fedppl.fit(model, clients, fedppl.EP(), callback=after(1), checkpoint=path, progressbar=False)
+    turned = {k: {name: data[name].tolist() for name in reversed(data)} for k, data in clients.items()}
+    assert next(fedppl.rounds(model, turned, fedppl.EP(), checkpoint=path)).number == 2

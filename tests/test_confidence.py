@@ -17,6 +17,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.steps import confidence
 from fedppl.types import DataError, DeclarationError, Target
 from models import pfedvem
+from tests import problems
 
 NOISE, SIZE = 0.7, 40
 
@@ -134,6 +135,7 @@ def test_full_covariances_give_a_higher_bound_on_the_evidence() -> None:
         assert_allclose(q.variance, np.diag(np.linalg.inv(A)), rtol=1e-3)
 
 
+@problems.few_rounds
 def test_one_client_may_get_all_the_confidence_unless_it_is_held() -> None:
     """H δ² < 1 has no fixed point: 1/τ = 1/(τ+H) + (Hδ/(τ+H))² gives τ = H / (H δ² − 1)."""
     clients = clients_of((60, 80, 120, 160))
@@ -181,6 +183,7 @@ def test_the_client_with_few_rows_is_less_sure_and_is_pulled_more() -> None:
     assert sd["client 0"] > sd["client 5"]
 
 
+@problems.few_rounds
 @pytest.mark.parametrize("terms", [("uncertainty",), "deviation"])
 def test_ablations_are_the_same_code_with_one_term(terms: Any) -> None:
     fit = fitted(terms=terms, run={"rounds": 5})
@@ -191,6 +194,7 @@ def test_ablations_are_the_same_code_with_one_term(terms: Any) -> None:
         assert_allclose(found, SIZE / wanted, err_msg=name)
 
 
+@problems.few_rounds
 def test_the_message_is_one_number_more_than_the_parameters() -> None:
     fit = fitted(run={"rounds": 1})
     assert set(fit.records[0].bytes_up.values()) == {8 * (SIZE + 1)}
@@ -204,6 +208,7 @@ def test_a_declared_prior_holds_w() -> None:
     assert_allclose(fit.state.w, weighted / (sum(taus.values()) + 0.01), atol=1e-4)
 
 
+@problems.few_rounds
 def test_a_ledger_makes_part_of_the_clients_as_good_as_all() -> None:
     every = fitted(local=fedppl.Laplace())
     some = fitted(local=fedppl.Laplace(), remember=True, run={"participation": 3, "rounds": 150})
@@ -213,6 +218,7 @@ def test_a_ledger_makes_part_of_the_clients_as_good_as_all() -> None:
     assert np.max(np.abs(only.state.w - every.state.w)) > 1e-2
 
 
+@problems.few_rounds
 def test_silent_clients_find_their_q_too() -> None:
     found = fitted(run={"rounds": 3, "reporting": lambda clients, rng: clients[:1]})
     assert set(found.personal) == set(clients_of())
@@ -252,6 +258,7 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], match: str) -
         fedppl.Confidence(**settings)
 
 
+@problems.few_rounds
 def test_a_prior_that_is_not_gaussian_is_refused_where_it_is_asked_for() -> None:
     def model(y: Any) -> pm.Model:
         with pm.Model() as declared:

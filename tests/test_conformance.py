@@ -561,6 +561,15 @@ def test_coupled_clients_end_at_their_joint_posterior(name: str) -> None:
     assert np.abs(found["omega"] - np.eye(len(sites))).max() > 0.05  # it was estimated
 
 
+def test_what_tests_for_convergence_is_what_does_not_take_a_given_number_of_gradient_rounds() -> None:
+    """Those warn at the end of a fit that has not converged; what has a posterior must be among them."""
+    built = {name: row.build() for name, row in ALGORITHMS.items()}
+    found = {name.partition(",")[0].partition(" with")[0] for name, one in built.items() if one.tests_convergence}
+    one_shot = {"Separate", "PrecisionWeighted", "ConsensusMonteCarlo"}
+    assert found == {"EP", "HM1", "LMCAscent", "LMCBlockAscent", "Confidence"} | one_shot
+    assert all(one.tests_convergence for one in built.values() if one.posterior is not None)
+
+
 def test_every_algorithm_is_in_the_table() -> None:
     """As in test_runs.py; PrivateEP draws its noise from the system, and is tested in its own file."""
     names = {row.build().name for row in ALGORITHMS.values()}

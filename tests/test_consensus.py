@@ -98,6 +98,7 @@ def test_a_second_reply_changes_nothing_even_if_it_differs() -> None:
     assert_array_equal(both.sites.q.linear, problems.REGRESSION_PRIOR.linear + 2 * np.ones(3))
 
 
+@problems.few_rounds
 def test_cavity_and_site_of_every_client_make_q() -> None:
     """Also for one that was not heard, whose cavity is q, and one that is new."""
     model, clients = problems.regression()
@@ -263,6 +264,7 @@ def test_too_few_draws_for_the_coordinates_are_refused_before_the_first_round() 
         fitted(model, clients, fedppl.ConsensusMonteCarlo(draws=5))
 
 
+@problems.few_rounds
 def test_draws_without_a_covariance_are_a_failure() -> None:
     model, clients = problems.regression()
     inner = fedppl.NestedLaplace()
@@ -276,6 +278,7 @@ def test_draws_without_a_covariance_are_a_failure() -> None:
     assert "raise draws=" in fit.message
 
 
+@problems.few_rounds
 @pytest.mark.parametrize("name", ONE_SHOT)
 def test_a_client_that_fails_is_left_out_and_named(name: str) -> None:
     model, clients = problems.regression()

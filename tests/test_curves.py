@@ -32,7 +32,7 @@ def fitted(rounds: int = 8, algorithm: str = "LMCAscent") -> fedppl.Fit:
     """Undecided on purpose: a few rounds of selection."""
     settings: dict[str, Any] = {"warmup": 4} if algorithm == "LMCAscent" else {}
     build = getattr(fedppl, algorithm)(**settings)
-    return fedppl.fit(*problems.coregional(), build, rounds=rounds, progressbar=False, random_seed=2)
+    return problems.fit_some_rounds(*problems.coregional(), build, rounds=rounds, progressbar=False, random_seed=2)
 
 
 @functools.cache
@@ -121,6 +121,7 @@ def test_predictions_of_a_new_unit_are_the_moments_of_its_draws() -> None:
     assert found.attrs["client"] == "new unit"
 
 
+@problems.few_rounds
 def test_a_client_that_was_never_heard_is_read_as_a_new_unit() -> None:
     """Nothing of its rows is in what is shared, so it does not matter that it is enrolled."""
     model, clients = problems.coregional()
@@ -284,6 +285,7 @@ def test_arviz_summarises_what_is_shared_and_what_is_a_clients() -> None:
 # --- without selection, and refusals ------------------------------------------------------------------------------
 
 
+@problems.few_rounds
 @pytest.mark.slow
 def test_everything_works_without_selection() -> None:
     """FedLMC: no indicator is declared, every γ is 1."""
@@ -329,6 +331,7 @@ def test_what_cannot_be_predicted_is_refused(
         curves.predict(fitted(), unit, inputs, **settings)
 
 
+@problems.few_rounds
 def test_a_fit_of_another_kind_has_no_curves() -> None:
     fit = fedppl.fit(*problems.regression(3), fedppl.EP(), rounds=1, progressbar=False, random_seed=1)
     for read in (

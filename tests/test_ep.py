@@ -260,6 +260,7 @@ def test_backtracking_keeps_q_proper_whatever_clients_say() -> None:
     assert step.info.phase == "EP" and step.info.damping < 1
 
 
+@problems.few_rounds
 def test_a_client_that_fails_keeps_its_site_and_the_others_go_on() -> None:
     model, clients = problems.noise()
     exact = fedppl.NestedLaplace()
@@ -288,15 +289,17 @@ def test_no_usable_reply_at_all_is_a_status_with_the_reason() -> None:
     def failing(target: Any, rng: Any) -> Moments:
         raise LocalFailure("the disk is full; free some space")
 
-    fit = fitted(model, clients, fedppl.EP(local=fedppl.Laplace()._replace(tilted=failing)), rounds=3)
+    with pytest.warns(fedppl.ConvergenceWarning, match="the disk is full; free some space"):
+        fit = fitted(model, clients, fedppl.EP(local=fedppl.Laplace()._replace(tilted=failing)), rounds=3)
     assert fit.status is fedppl.Status.STALLED
-    assert "the disk is full" in fit.message
-    np.testing.assert_allclose(gaussian.mean(fit.posterior), gaussian.mean(fit.layout.prior), atol=1e-12)
+    with pytest.raises(fedppl.NotConvergedError, match="no client has replied.*the disk is full"):
+        _ = fit.posterior
 
 
 def test_running_out_of_rounds_names_the_knob() -> None:
     model, clients = problems.noise()
-    fit = fitted(model, clients, rounds=2)
+    with pytest.warns(fedppl.ConvergenceWarning):
+        fit = fitted(model, clients, rounds=2)
     assert fit.status is fedppl.Status.MAX_ROUNDS
     assert "rounds=" in fit.message and "2 of 2" in fit.message
 

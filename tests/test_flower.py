@@ -21,7 +21,7 @@ from flwr.app import Array, ArrayRecord
 from flwr.app import Message as FlowerMessage
 
 import fedppl
-from fedppl import Algorithm, DeclarationError, FederatedModel, gaussian
+from fedppl import Algorithm, DataError, DeclarationError, FederatedModel, gaussian
 from fedppl.engine._records import ASK, HELLO, from_content, to_content
 from fedppl.model import compilations
 from fedppl.testing import normal_means
@@ -80,6 +80,7 @@ def test_equal_seeds_give_the_embedded_engines_numbers(problem: Callable[[], Any
     )
 
 
+@problems.few_rounds
 def test_curves_are_shared_by_sites_that_keep_their_coefficients(tmp_path: Path) -> None:
     """With 0/1 indicators among the shared variables, which a site reads back for the server."""
     model, units = fedlmc_ss.two_curves()
@@ -110,6 +111,7 @@ def test_a_site_known_by_its_authenticated_name_draws_the_same_points(problem: C
     assert_allclose(there.posterior.precision, here.posterior.precision, rtol=1e-8)
 
 
+@problems.few_rounds
 def test_the_same_clients_are_asked_whatever_order_they_enrol_in() -> None:
     model, clients = normal_means(5)
     here = fedppl.fit(model, clients, fedppl.EP(), participation=2, rounds=4, progressbar=False, random_seed=1)
@@ -199,6 +201,7 @@ def test_a_site_without_an_id_is_refused() -> None:
         fit(FakeGrid({1: node(app, 1)}), model, 1)
 
 
+@problems.few_rounds
 def test_the_authenticated_name_is_the_id_and_cannot_be_contradicted() -> None:
     model, clients = normal_means(2)
     app = fedppl.Flower.client_app(model, fedppl.EP(), lambda config: clients["client 0"])
@@ -403,6 +406,7 @@ def counts(result: Any, client_id: str) -> list[float]:
     return [record.infos[client_id]["count"] for record in result.records if client_id in record.infos]
 
 
+@problems.few_rounds
 def test_personal_state_lives_in_the_nodes_context_and_dies_with_it() -> None:
     model, clients = normal_means(2)
     app = site_app(model, clients, counting())
@@ -413,12 +417,13 @@ def test_personal_state_lives_in_the_nodes_context_and_dies_with_it() -> None:
             grid.nodes[10] = node(app, 10, **{"client-id": "client 0"})
 
     result = fit(grid, model, 2, counting(), rounds=4, callback=restart)
-    assert counts(result, "client 0") == [1, 2, 1, 2]
-    assert counts(result, "client 1") == [1, 2, 3, 4]
+    assert counts(result, "client 0")[:4] == [1, 2, 1, 2]
+    assert counts(result, "client 1")[:4] == [1, 2, 3, 4]
     again = fit(grid, model, 2, counting(), rounds=1)  # another run does not find it
-    assert counts(again, "client 1") == [1]
+    assert counts(again, "client 1")[0] == 1
 
 
+@problems.few_rounds
 def test_a_folder_keeps_personal_state_over_restarts_and_takes_the_sites_posterior(tmp_path: Path) -> None:
     pytest.importorskip("h5netcdf")
     model, clients = normal_means(2)
@@ -431,18 +436,20 @@ def test_a_folder_keeps_personal_state_over_restarts_and_takes_the_sites_posteri
     def restart(step: fedppl.Round) -> None:
         grid.nodes[10] = node(app, 10, **{"client-id": "client 0"})
 
-    result = fit(grid, model, 2, counting(), rounds=3, callback=restart)
-    assert counts(result, "client 0") == [1, 2, 3]
+    result = fit(grid, model, 2, counting(), rounds=5, callback=restart)
+    assert counts(result, "client 0") == [1, 2, 3, 4, 5][: len(result.records)]
     mean, variance = problems.normal_means_theta(
         clients["client 0"]["y"], *problems.normal_means_posterior({"client 1": clients["client 1"]})
     )
     with xr.open_dataset(tmp_path / "client 0" / "client%200.nc", group="posterior", engine="h5netcdf") as drawn:
         theta = drawn["theta"].values.ravel()
+        assert drawn.attrs["status"] == result.status.value
     assert theta.size == 800
     assert abs(theta.mean() - mean) < 5 * np.sqrt(variance / 800)
     assert not list(tmp_path.glob("*/*.partial"))
 
 
+@problems.few_rounds
 def test_a_damaged_personal_file_is_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, clients = normal_means(1)
     app = site_app(model, clients, counting(), folder=tmp_path)
@@ -455,10 +462,11 @@ def test_a_damaged_personal_file_is_started_again(tmp_path: Path, caplog: pytest
 
     with caplog.at_level(logging.WARNING):
         result = fit(grid, model, 1, counting(), rounds=3, callback=damage)
-    assert counts(result, "client 0") == [1, 1, 2]
+    assert counts(result, "client 0")[:3] == [1, 1, 2]
     assert "starts with blank personal state" in caplog.text
 
 
+@problems.few_rounds
 def test_a_privacy_budget_outlives_runs_and_a_damaged_one_is_not_started_again(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting")
     model, clients = normal_means(2)
@@ -479,6 +487,54 @@ def test_a_privacy_budget_outlives_runs_and_a_damaged_one_is_not_started_again(t
     assert third.records[0].failures["client 0"] == "its lasting state cannot be read; see the site's log"
 
 
+def test_a_site_draws_no_posterior_from_a_q_that_never_arrived(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, clients = problems.regression()
+    grid = FakeGrid(nodes_of(model, clients, folder=tmp_path))
+    with caplog.at_level(logging.WARNING), pytest.warns(fedppl.ConvergenceWarning):
+        result = fit(grid, model, len(clients), participation=1, callback=lambda step: True)
+    assert not list(tmp_path.glob("*.nc")) and "not asked to draw their posteriors" in caplog.text
+    assert "posterior" not in result.idata
+    with pytest.raises(fedppl.NotConvergedError, match="has not arrived.*unconverged=True"):
+        _ = result.posterior
+
+
+@problems.few_rounds
+@pytest.mark.parametrize("kept", ["folder", "context"])
+def test_other_data_at_a_site_are_refused_for_the_run_that_had_others(kept: str, tmp_path: Path) -> None:
+    """The server dies after a round and goes on from its checkpoint; one site has other rows by then."""
+    model, clients = normal_means(2)
+    path = tmp_path / "run.ckpt"
+    folder = {"folder": lambda config: tmp_path / config["client-id"]} if kept == "folder" else {}
+    nodes = nodes_of(model, clients, **folder)
+    fit(FakeGrid(nodes), model, 2, callback=lambda step: True, checkpoint=path)
+    others = {**clients, "client 1": {"y": clients["client 1"]["y"] + 1.0}}
+    app = site_app(model, others, **folder)
+    grid = FakeGrid({node_id: one._replace(app=app) for node_id, one in nodes.items()})
+    rest = fit(grid, model, 2, callback=lambda step: step.number == 3, checkpoint=path)
+    assert [set(record.failures) for record in rest.records] == [set(), {"client 1"}, {"client 1"}]
+    assert "not those that it had when this run began" in rest.records[1].failures["client 1"]
+    again = fit(grid, model, 2, rounds=1)  # another run takes them
+    assert not again.records[0].failures
+    if kept == "folder":
+        assert len(list((tmp_path / "client 1").glob("*.data"))) == 2
+
+
+def test_other_data_at_a_site_are_refused_for_a_finished_run(tmp_path: Path) -> None:
+    model, clients = normal_means(2)
+    path = tmp_path / "run.ckpt"
+    nodes = nodes_of(model, clients)
+    first = fit(FakeGrid(nodes), model, 2, checkpoint=path)
+    again = fit(FakeGrid(nodes), model, 2, checkpoint=path)
+    assert again.status is first.status is Status.CONVERGED
+    app = site_app(model, {**clients, "client 1": {"y": clients["client 1"]["y"] * 10}})
+    grid = FakeGrid({node_id: one._replace(app=app) for node_id, one in nodes.items()})
+    with pytest.raises(DataError, match="client 'client 1': its data are not those that it had when this run began"):
+        fit(grid, model, 2, checkpoint=path)
+
+
+@problems.few_rounds
 def test_rows_local_variables_and_exceptions_texts_never_leave() -> None:
     secret = 31.4159
     model, clients = normal_means(2)
@@ -498,6 +554,7 @@ def test_rows_local_variables_and_exceptions_texts_never_leave() -> None:
     assert "theta" not in "".join(str(r.content.config_records) for r in hellos)
 
 
+@problems.few_rounds
 def test_local_coords_stay_at_the_site() -> None:
     """Row labels may be patients' names."""
 
@@ -511,7 +568,7 @@ def test_local_coords_stay_at_the_site() -> None:
 
     model = FederatedModel(build, ["mu"])
     grid = FakeGrid(nodes_of(model, {"x": {"y": np.zeros(2)}}))
-    result = fit(grid, model, 1, rounds=1)
+    result = fit(grid, model, 1)
     assert list(result.idata["posterior"].coords["arm"].values) == ["a", "b"]
     assert "Ann" not in "".join(str(r.content.config_records) for r in grid.replies)
 
@@ -524,19 +581,22 @@ def test_a_sites_posterior_is_not_at_the_server() -> None:
     assert "theta" in result.new_client({"y": np.ones(3)})["posterior"]  # but data that are here can be used
 
 
+@problems.few_rounds
 def test_a_server_app_takes_its_settings_from_the_run_config() -> None:
     model, clients = normal_means(2)
     seen: list[Any] = []
+    algorithm = fedppl.EP(warm_start=False)
     app = fedppl.Flower.server_app(
-        model, fedppl.EP(), clients=99, rounds=20, on_fit=lambda result, context: seen.append(result)
+        model, algorithm, clients=99, rounds=20, on_fit=lambda result, context: seen.append(result)
     )
     context = node(site_app(model, clients), 0).context
-    context.run_config = {"clients": 2, "rounds": 2, "random_seed": 5, "checkpoint": "", "wait": 1.0, "other": "x"}
-    app(FakeGrid(nodes_of(model, clients)), context)
+    context.run_config = {"clients": 2, "rounds": 1, "random_seed": 5, "checkpoint": "", "wait": 1.0, "other": "x"}
+    app(FakeGrid(nodes_of(model, clients, algorithm=algorithm)), context)
     (result,) = seen
-    assert len(result.records) == 2 and result.seed == 5
+    assert len(result.records) == 1 and result.seed == 5
 
 
+@problems.few_rounds
 def test_a_run_resumes_on_the_grid(tmp_path: Path) -> None:
     """The server's process dies after two rounds; another one goes on with restarted sites."""
     model, clients = problems.regression()
@@ -558,9 +618,9 @@ def test_a_run_resumes_on_the_grid(tmp_path: Path) -> None:
         ({"clients": True}, "clients=True must be"),
         ({"clients": "abc"}, "clients='abc' must be"),
         ({"clients": []}, r"clients=\[\] must be"),
-        ({"clients": 1, "wait": 0}, "wait=0 must be a positive"),
-        ({"clients": 1, "deadline": -1}, "deadline=-1 must be a positive"),
-        ({"clients": 1, "poll": 0}, "poll=0 must be a positive"),
+        ({"clients": 1, "wait": 0}, "wait=0 must be positive"),
+        ({"clients": 1, "deadline": -1}, "deadline=-1 must be positive"),
+        ({"clients": 1, "poll": 0}, "poll=0 must be positive"),
     ],
 )
 def test_settings_of_the_grid(settings: dict[str, Any], reason: str) -> None:

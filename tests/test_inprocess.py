@@ -16,6 +16,7 @@ from fedppl.engine.inprocess import InProcessEngine
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
 from fedppl.types import Algorithm, Draws, Failure, Layout, LocalFailure, Reply, Request, Status, Target
+from tests import problems
 
 LAYOUT = Layout((), Gaussian(np.zeros(1), np.eye(1)), True, "print")
 
@@ -147,6 +148,7 @@ def test_a_deadline_that_is_met_changes_nothing() -> None:
     assert with_deadline["b"].info == without["b"].info
 
 
+@problems.few_rounds
 def test_a_fit_goes_on_without_the_late_client() -> None:
     """Client 1 sleeps through the first round; what it sends then is not used, and the fit still converges."""
     release = threading.Event()

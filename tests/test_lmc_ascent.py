@@ -468,7 +468,7 @@ def fitted(clients: Any, rounds: int = 12, algorithm: Algorithm | None = None, *
     model = problems.coregional()[0]
     algorithm = algorithm or fedppl.LMCAscent(warmup=4)
     settings = {"random_seed": 3} | settings
-    return fedppl.fit(model, clients, algorithm, rounds=rounds, progressbar=False, **settings)
+    return problems.fit_some_rounds(model, clients, algorithm, rounds=rounds, progressbar=False, **settings)
 
 
 def test_a_late_joiner_counts_in_full_from_its_first_reply() -> None:

@@ -87,6 +87,7 @@ def test_a_sum_of_some_units_is_scaled_up_to_all() -> None:
     assert_allclose(info.bound, other.bound, rtol=1e-12)
 
 
+@problems.few_rounds
 @pytest.mark.parametrize("batch_size", [None, 8])
 def test_the_bound_rises(batch_size: int | None) -> None:
     fit = fedppl.fit(

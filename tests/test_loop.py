@@ -30,8 +30,8 @@ def fit(problem: Any, algorithm: Algorithm, **keywords: Any) -> fedppl.Fit:
 
 
 def assert_same_q(a: fedppl.Fit, b: fedppl.Fit) -> None:
-    assert_array_equal(a.posterior.linear, b.posterior.linear)
-    assert_array_equal(a.posterior.precision, b.posterior.precision)
+    assert_array_equal(a.state.sites.q.linear, b.state.sites.q.linear)
+    assert_array_equal(a.state.sites.q.precision, b.state.sites.q.precision)
 
 
 def ledger_gap(state: Any) -> float:
@@ -64,13 +64,15 @@ class Tampering(InProcessEngine):
 # --- equal seeds, equal numbers -------------------------------------------------------------------------------
 
 
+@problems.few_rounds
 def test_equal_seeds_give_equal_numbers_and_other_seeds_others() -> None:
     problem = normal_means(2)
     runs = [fit(problem, fedppl.EP(local=QUICK), rounds=2, random_seed=seed) for seed in (3, 3, 4)]
     assert_same_q(runs[0], runs[1])
-    assert runs[0].posterior.linear[0] != runs[2].posterior.linear[0]
+    assert runs[0].state.sites.q.linear[0] != runs[2].state.sites.q.linear[0]
 
 
+@problems.few_rounds
 def test_one_worker_and_two_give_equal_numbers() -> None:
     problem = normal_means(3)
     one, two = (fit(problem, fedppl.EP(local=QUICK), rounds=2, engine=fedppl.InProcess(workers=n)) for n in (1, 2))
@@ -78,6 +80,7 @@ def test_one_worker_and_two_give_equal_numbers() -> None:
     assert [r.bytes_up for r in one.records] == [r.bytes_up for r in two.records]
 
 
+@problems.few_rounds
 def test_a_clients_stream_depends_on_its_id_and_round_not_on_who_else_is_asked() -> None:
     """The same client in the same round draws the same numbers in a run with other company."""
     seeds: dict[bool, list[tuple[int, ...]]] = {}
@@ -132,6 +135,7 @@ def test_a_participation_function_must_choose_clients(chosen: tuple[str, ...]) -
         fit(normal_means(2), fedppl.EP(), participation=lambda clients, rng: chosen)
 
 
+@problems.few_rounds
 def test_clients_that_do_not_report_hear_the_broadcast_and_send_nothing() -> None:
     settings: dict[str, Any] = {"rounds": 3, "random_seed": 5}
     few = fit(normal_means(4), fedppl.EP(), reporting=lambda clients, rng: clients[:1], **settings)
@@ -142,9 +146,10 @@ def test_clients_that_do_not_report_hear_the_broadcast_and_send_nothing() -> Non
     assert set(few.idata["rounds"]["outcome"].values.ravel()) == {"used", "silent"}
     # EP has no part for them, so that asking them is the same as not asking them.
     alone = fit(normal_means(4), fedppl.EP(), participation=lambda clients, rng: clients[:1], **settings)
-    assert_allclose(few.posterior.linear, alone.posterior.linear, rtol=1e-12)
+    assert_allclose(few.state.sites.q.linear, alone.state.sites.q.linear, rtol=1e-12)
 
 
+@problems.few_rounds
 def test_what_a_silent_client_keeps_is_kept() -> None:
     """With a part for silent clients, personal state moves on in every round, and the server sees one reply."""
     seen: list[int] = []
@@ -157,7 +162,8 @@ def test_what_a_silent_client_keeps_is_kept() -> None:
         return fedppl.EP().update_server(state, replies)
 
     algorithm = fedppl.EP()._replace(stay=stay, update_server=count)
-    found = fit(normal_means(3), algorithm, rounds=2, reporting=lambda clients, rng: clients[1:2])
+    stop = {"callback": lambda step: step.number == 2, "reporting": lambda clients, rng: clients[1:2]}
+    found = fit(normal_means(3), algorithm, **stop)
     assert seen == [1, 1]
     assert {k: v for k, v in found.personal.items() if isinstance(v, int)} == {"client 0": 2, "client 2": 2}
     assert found.records[0].infos["client 0"] == {"stayed": 1.0}
@@ -202,9 +208,10 @@ def test_a_client_that_fails_keeps_its_old_site_and_the_ledger_stays_exact(caplo
 
 
 def test_a_client_that_never_replies_is_named() -> None:
-    result = fit(problems.noise(), fedppl.EP(local=problems.failing(lambda client_id: client_id == "site 4")), rounds=6)
-    assert result.status is Status.MAX_ROUNDS
-    assert "['site 4'] never sent a usable reply" in result.message
+    algorithm = fedppl.EP(local=problems.failing(lambda client_id: client_id == "site 4"))
+    with pytest.warns(fedppl.ConvergenceWarning, match=r"\['site 4'\] never sent"):
+        result = fit(problems.noise(), algorithm, rounds=6)
+    assert result.status is Status.STALLED
     assert ledger_gap(result.state) < 1e-10
     # everyone else's sites are as if it did not exist, but for its silence in the sum
     row = result.state.sites.where["site 4"]
@@ -212,19 +219,20 @@ def test_a_client_that_never_replies_is_named() -> None:
 
 
 def test_no_reply_at_all_is_a_stall_with_its_reasons() -> None:
-    result = fit(normal_means(2), fedppl.EP(local=problems.failing(lambda _: True, "raise points=")), rounds=3)
+    algorithm = fedppl.EP(local=problems.failing(lambda _: True, "raise points="))
+    with pytest.warns(fedppl.ConvergenceWarning, match="stalled.*raise points="):
+        result = fit(normal_means(2), algorithm, rounds=3)
     assert result.status is Status.STALLED and not result.status.ok
     assert "no client ever sent a usable reply" in result.message and "raise points=" in result.message
-    assert_array_equal(result.posterior.precision, result.layout.prior.precision)
+    assert_array_equal(result.state.sites.q.precision, result.layout.prior.precision)
 
 
 def test_one_failed_round_does_not_change_where_a_fit_ends() -> None:
     """Everyone fails in rounds 2 and 4; the fixed point is the same."""
-    number = iter(range(1000))
     problem = problems.noise()
     count = len(problem[1])
-    flaky = fedppl.EP(local=problems.failing(lambda _: next(number) // count in (1, 3)), tolerance=1e-3)
-    with_failures = fit(problem, flaky, engine=fedppl.InProcess(workers=1))
+    flaky = Tampering(lambda request, reply: None if request.round in (2, 4) else reply)
+    with_failures = fit(problem, fedppl.EP(tolerance=1e-3), engine=flaky)
     without = fit(problem, fedppl.EP(tolerance=1e-3))
     assert [len(r.failures) for r in with_failures.records[:4]] == [0, count, 0, count]
     assert with_failures.status is Status.CONVERGED
@@ -319,14 +327,15 @@ def test_a_reply_whose_precision_is_not_positive_definite_is_skipped(sign: float
 # --- what is recorded -----------------------------------------------------------------------------------------
 
 
+@problems.few_rounds
 def test_bytes_are_the_sizes_of_the_arrays() -> None:
-    """m = 3 shared coordinates, 6 entries a triangle, 8 bytes each; one more for a scalar."""
+    """m = 3 shared coordinates, 6 entries a triangle, 16 points along a step, 8 bytes each; one more for a scalar."""
     result = fit(problems.noise(), fedppl.EP(), participation=3)
     phases = {record.info["phase"] for record in result.records}
     assert phases == {"warm start", "EP"}
     for record in result.records:
         warm = record.info["phase"] == "warm start"
-        down, up = (8 * (3 + 1), 8 * (1 + 3 + 6)) if warm else (8 * (2 * (3 + 6) + 1), 8 * (3 + 6 + 3 + 1))
+        down, up = (8 * (3 + 3 + 1), 8 * (1 + 3 + 6 + 16)) if warm else (8 * (2 * (3 + 6) + 1), 8 * (3 + 6 + 3 + 1))
         assert record.bytes_down == dict.fromkeys(record.asked, down)
         assert record.bytes_up == dict.fromkeys(record.asked, up)
 
@@ -348,10 +357,10 @@ def test_the_callback_sees_every_round_and_can_stop() -> None:
         seen.append(step.number)
         return step.number == 2
 
-    result = fit(problems.noise(), fedppl.EP(), callback=watch)
+    with pytest.warns(fedppl.ConvergenceWarning, match="stopped by the callback after"):
+        result = fit(problems.noise(), fedppl.EP(), callback=watch)
     assert seen == [1, 2] and len(result.records) == 2
     assert result.status is Status.MAX_ROUNDS
-    assert "stopped by the callback after 2 of 20 rounds" in result.message
 
 
 def test_a_callback_that_returns_nothing_does_not_stop() -> None:
@@ -362,13 +371,68 @@ def test_a_callback_that_returns_nothing_does_not_stop() -> None:
 
 
 def test_running_out_of_rounds_is_a_status_that_names_the_knob(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="fedppl"):
-        result = fit(problems.noise(), fedppl.EP(), rounds=2)
+    """Said once: as a warning that points here."""
+    model, clients = problems.noise()
+    with caplog.at_level(logging.WARNING, logger="fedppl"), pytest.warns(fedppl.ConvergenceWarning) as warned:
+        result = fedppl.fit(model, clients, fedppl.EP(), rounds=2, progressbar=False, random_seed=1)
     assert result.status is Status.MAX_ROUNDS and not result.status.ok
     assert "stopped after 2 of 2 rounds" in result.message and "raise rounds=" in result.message
+    assert [(w.filename, result.message in str(w.message)) for w in warned] == [(__file__, True)]
+    assert result.message not in caplog.text
+
+
+def test_rounds_warn_of_nothing() -> None:
+    model, clients = problems.noise()
+    steps = list(fedppl.rounds(model, clients, fedppl.EP(), rounds=2, random_seed=1))
+    assert steps[-1].status is Status.RUNNING
+
+
+def test_a_given_number_of_gradient_rounds_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="fedppl"):
+        result = fit(normal_means(2), fedppl.FedAvg(learning_rate=1e-4), rounds=2)
+    assert result.status is Status.MAX_ROUNDS
     assert result.message in caplog.text
 
 
+# --- fallbacks ------------------------------------------------------------------------------------------------
+
+
+def test_who_fell_back_is_said_in_the_log_the_bar_and_the_message(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local = problems.falling_back({"client 1": 2.0, "client 3": 2.0, "client 0": 1.0}, fallback_seconds=7.5)
+    with caplog.at_level(logging.INFO, logger="fedppl"):
+        result = fit(normal_means(4), fedppl.EP(local=local), progressbar=True)
+    assert result.status is Status.CONVERGED
+    assert "2 of 4 clients used NUTS" in result.message and "1 of 4 clients used a Laplace" in result.message
+    assert "client 1" in result.message and "client 2" not in result.message and "22.5 s" in result.message
+    assert "2 on NUTS" in capsys.readouterr().out
+    lines = [r for r in caplog.records if getattr(r, "status", "") == "fallback"]
+    rounds = [record.number for record in result.records if any("fallback" in i for i in record.infos.values())]
+    assert [r.round for r in lines] == rounds  # type: ignore[attr-defined]
+    assert [r.levelname for r in lines] == ["WARNING"] + ["INFO"] * (len(rounds) - 1)
+    assert "NUTS at client 1 (seconds 7.5), client 3 (seconds 7.5)" in lines[0].getMessage()
+
+
+def test_a_client_that_falls_back_later_is_a_new_warning(caplog: pytest.LogCaptureFixture) -> None:
+    steps = {"site 1": 2.0}
+    algorithm = fedppl.EP(local=problems.falling_back(steps), warm_start=False, tolerance=1e-12)
+    with caplog.at_level(logging.WARNING, logger="fedppl.fallbacks"):
+        for step in fedppl.rounds(*problems.noise(), algorithm, rounds=4, random_seed=1):
+            if step.number == 2:
+                steps["site 0"] = 2.0
+    assert [r.round for r in caplog.records] == [1, 3]  # type: ignore[attr-defined]
+
+
+def test_a_client_that_fell_back_once_is_not_named_in_the_end() -> None:
+    steps = {"site 1": 2.0}
+    algorithm = fedppl.EP(local=problems.falling_back(steps), tolerance=1e-4)
+    result = fit(problems.noise(), algorithm, callback=lambda step: steps.clear() if step.info.phase == "EP" else None)
+    assert any(record.infos.get("site 1", {}).get("fallback") == 2.0 for record in result.records)
+    assert result.status is Status.CONVERGED and "NUTS" not in result.message
+
+
+@problems.few_rounds
 def test_the_progress_bar_shows_rounds_and_goes_away(capsys: pytest.CaptureFixture[str]) -> None:
     fit(normal_means(2), fedppl.EP(), progressbar=True)
     assert "Round" in capsys.readouterr().out
@@ -433,6 +497,7 @@ def test_a_callback_that_is_no_function_is_refused() -> None:
         fit(normal_means(1), fedppl.EP(), callback=3)
 
 
+@problems.few_rounds
 def test_the_checkpoint_may_be_a_string(tmp_path: Path) -> None:
     fit(normal_means(1), fedppl.EP(), checkpoint=str(tmp_path / "run.ckpt"), rounds=1)
     assert (tmp_path / "run.ckpt").is_file()

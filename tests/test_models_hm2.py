@@ -15,6 +15,7 @@ from scipy import integrate, special, stats
 
 import fedppl
 from models import hm2
+from tests import problems
 
 NAMES = ("age", "dose", "weight")
 
@@ -221,6 +222,7 @@ def test_nested_laplace_is_refused_where_the_prior_has_a_kink(prior: str) -> Non
         fedppl.fit(model, clients, fedppl.EP(), progressbar=False)
 
 
+@problems.few_rounds
 def test_lasso_fits_with_nuts_and_results_are_labelled() -> None:
     model = fedppl.FederatedModel(functools.partial(PENALISED, prior="lasso"), hm2.PENALISED_SHARED)
     clients = {"one": gaussian_client(30, 1), "two": gaussian_client(40, 2)}

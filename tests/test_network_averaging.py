@@ -296,6 +296,7 @@ def fitted_once() -> fedppl.Fit:
     return fitted(BODY, fedppl.NetworkAveraging())
 
 
+@problems.few_rounds
 def test_a_fit_of_another_kind_has_no_network() -> None:
     model, clients = problems.regression(2)
     fit = fedppl.fit(model, clients, fedppl.EP(), rounds=1, progressbar=False, random_seed=0)

@@ -197,6 +197,7 @@ def exact(net: Any, data: dict[str, Any]) -> tuple[Any, Any]:
     return covariance @ (D.T @ data["y"][:, 0] / 0.25 + start), covariance
 
 
+@problems.few_rounds
 @pytest.mark.parametrize(
     "local",
     [fedppl.NestedLaplace(), fedppl.Laplace(), fedppl.ADVI(), fedppl.NUTS(draws=400, tune=300, chains=2)],
@@ -217,6 +218,7 @@ def test_local_inferences_of_a_linear_network_are_the_regressions(line: Any, loc
     assert_allclose(found, sd, rtol=0.25 if local.name == "NUTS" else 2e-2)
 
 
+@problems.few_rounds
 @pytest.mark.slow
 def test_nuts_samples_a_network_with_a_hidden_layer_and_predicts(rng: np.random.Generator) -> None:
     """200 rows of sin, noise 0.1: predictions of the curve are within noise of it, and intervals hold new outcomes."""

@@ -57,6 +57,7 @@ OTHERS: dict[str, tuple[fedppl.Algorithm, ...]] = {
 }
 
 
+@problems.few_rounds
 @pytest.mark.parametrize(("message", "algorithm"), [(name, one) for name, group in OTHERS.items() for one in group])
 def test_bytes_of_the_others_are_those_of_the_ledger(message: str, algorithm: fedppl.Algorithm) -> None:
     data = {f"device {k}": {"X": np.eye(3)[:, :2] + k, "y": np.arange(3.0)} for k in range(3)}
@@ -103,6 +104,7 @@ CURVES = {
 }
 
 
+@problems.few_rounds
 @pytest.mark.parametrize("name", CURVES)
 def test_bytes_of_curves_are_those_of_the_ledger(name: str) -> None:
     model, units = fedlmc_ss.two_curves()
@@ -141,6 +143,7 @@ def test_bytes_of_ep_are_those_of_the_ledger(problem: Any) -> None:
     assert seen == {"EP, warm start", "EP, refinement"}
 
 
+@problems.few_rounds
 @pytest.mark.parametrize(("form", "p"), [("full", 6), ("diagonal", 3), ([["mu"], ["a"]], 4)])
 def test_bytes_of_private_ep_are_those_of_the_ledger(form: Any, p: int) -> None:
     pytest.importorskip("dp_accounting")
@@ -154,6 +157,7 @@ def test_bytes_of_private_ep_are_those_of_the_ledger(form: Any, p: int) -> None:
     assert set(rounds["released"].values) == {f"site ({3 + p})"}
 
 
+@problems.few_rounds
 def test_the_code_on_the_page_runs() -> None:
     pytest.importorskip("dp_accounting")
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)

@@ -510,6 +510,7 @@ def test_sites_of_a_diagonal_family_are_exact_beside_a_correlated_prior() -> Non
     np.testing.assert_allclose(fit.posterior.precision, precision, rtol=1e-5)
 
 
+@problems.few_rounds
 def test_many_clients_with_real_noise_come_within_the_predicted_error() -> None:
     """No seed: six sds are passed once in 10⁸ runs."""
     model, clients = normal_means(300, rows=5)
@@ -525,6 +526,7 @@ def test_many_clients_with_real_noise_come_within_the_predicted_error() -> None:
     assert f"ε = {privacy.epsilon(2.0, 20):.3g}" in fit.message
 
 
+@problems.few_rounds
 def test_epsilon_of_every_round_is_reported() -> None:
     model, clients = normal_means(3)
     algorithm = private(clip=2.0, noise_multiplier=0.05, releases=4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, gaussian
 from fedppl.testing import normal_means
-from fedppl.types import Status
+from fedppl.types import LocalFailure, Status
 from tests import problems
 
 
@@ -123,6 +122,7 @@ def test_seeds_of_draws() -> None:
 # --- rounds ---------------------------------------------------------------------------------------------------
 
 
+@problems.few_rounds
 def test_rounds_have_a_row_a_round_and_a_column_a_client() -> None:
     model, clients = problems.noise()
     fit = fedppl.fit(model, clients, fedppl.EP(), participation=3, progressbar=False, random_seed=1)
@@ -144,10 +144,11 @@ def test_rounds_have_a_row_a_round_and_a_column_a_client() -> None:
     assert rounds["change_mean"].values[-1] == fit.records[-1].info["change_mean"]
 
 
+@problems.few_rounds
 def test_skipped_clients_stand_in_rounds_with_their_reason() -> None:
     model, clients = normal_means(2)
     local = problems.failing(lambda client_id: client_id == "client 1", "no mode")
-    fit = fedppl.fit(model, clients, fedppl.EP(local=local), rounds=2, progressbar=False)
+    fit = fedppl.fit(model, clients, fedppl.EP(local=local), callback=lambda step: step.number == 2, progressbar=False)
     rounds = dataset(fit.idata, "rounds")
     assert_array_equal(rounds["outcome"], [["used", "skipped"]] * 2)
     assert_array_equal(rounds["reason"], [["", "no mode"]] * 2)
@@ -415,14 +416,177 @@ def test_a_new_client_of_another_layout_is_refused() -> None:
         fit.new_client({"X": np.ones((4, 3)), "y": np.ones(4)}, name="newcomer")
 
 
-def test_an_improper_q_is_repaired_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """A fit stopped in the warm start can have no posterior yet; asking for one says so."""
-    fit = means_fit()
-    improper = fit.algorithm._replace(posterior=lambda state: gaussian.Gaussian(np.ones(1), -np.eye(1)))
-    broken = dataclasses.replace(fit, algorithm=improper, status=Status.MAX_ROUNDS, message="raise rounds=")
-    with caplog.at_level(logging.WARNING, logger="fedppl"):
-        assert gaussian.is_proper(broken.posterior)
-    assert "not positive definite" in caplog.text and "raise rounds=" in caplog.text
+# --- broken off -----------------------------------------------------------------------------------------------
+
+
+def broken_off(algorithm: fedppl.Algorithm, **keywords: Any) -> fedppl.Fit:
+    """Stopped after one client's first reply: no warm start is over by then."""
+    settings: dict[str, Any] = {"participation": 1, "callback": lambda step: True, **keywords}
+    with pytest.warns(fedppl.ConvergenceWarning):
+        return fedppl.fit(*problems.regression(), algorithm, progressbar=False, random_seed=3, **settings)
+
+
+UNARRIVED: dict[str, Any] = {
+    "warm start": lambda: broken_off(fedppl.EP()),
+    "no replies": lambda: broken_off(
+        fedppl.EP(local=problems.failing(lambda _: True, "raise points="), warm_start=False), participation=None
+    ),
+    "improper": lambda: dataclasses.replace(
+        regression_fit(),
+        status=Status.MAX_ROUNDS,
+        message="raise rounds=",
+        algorithm=regression_fit().algorithm._replace(
+            posterior=lambda state: gaussian.Gaussian(np.ones(3), -np.eye(3)),
+        ),
+    ),
+}
+ASKED: dict[str, Any] = {
+    "posterior": lambda fit: fit.posterior,
+    "estimate": lambda fit: fit.estimate,
+    "summary": lambda fit: fit.summary(),
+    "client": lambda fit: fit.client("clinic 0", draws=5),
+    "predict": lambda fit: fit.predict("clinic 0", {"X": np.ones((2, 2))}, draws=5),
+    "new client": lambda fit: fit.new_client({"X": np.ones((2, 2)), "y": np.ones(2)}, draws=5),
+    "validation loss": lambda fit: fedppl.validation_loss(fit, problems.regression()[1]),
+}
+
+
+@pytest.mark.parametrize("case", UNARRIVED)
+def test_a_q_that_never_arrived_is_no_posterior(case: str) -> None:
+    fit = UNARRIVED[case]()
+    assert "posterior" not in groups(fit.idata) and "rounds" in groups(fit.idata)
+    if "fit" in groups(fit.idata):
+        assert not {"mean_vector", "covariance_matrix"} & set(dataset(fit.idata, "fit").data_vars)
+    for ask in ASKED.values():
+        with pytest.raises(fedppl.NotConvergedError, match=r"shared\(unconverged=True\)") as caught:
+            ask(fit)
+        assert fit.message.rstrip(".") in str(caught.value)
+
+
+@pytest.mark.parametrize("case", UNARRIVED)
+def test_draws_of_what_never_arrived_are_labelled(case: str) -> None:
+    fit = UNARRIVED[case]()
+    posterior = dataset(fit.shared(unconverged=True, draws=5), "posterior")
+    assert posterior["mu"].shape == (4, 5, 2) and np.all(np.isfinite(posterior["mu"]))
+    assert posterior.attrs["converged"] == 0 and posterior.attrs["status"] == fit.status.value
+    assert "not a posterior" in posterior.attrs["warning"]
+    assert posterior.attrs["message"] == fit.message
+
+
+def test_a_point_that_nobody_replied_to_is_no_estimate() -> None:
+    algorithm = fedppl.FedAvg(learning_rate=0.1)._replace(refuse=lambda state, reply: "no")
+    fit = fedppl.fit(*problems.regression(), algorithm, rounds=2, progressbar=False)
+    assert fit.status is Status.STALLED and "point_estimate" not in groups(fit.idata)
+    with pytest.raises(fedppl.NotConvergedError, match="no client has replied"):
+        _ = fit.estimate
+
+
+def test_a_refinement_that_ran_out_of_rounds_has_a_posterior_that_says_so() -> None:
+    model, clients = problems.noise()
+    with pytest.warns(fedppl.ConvergenceWarning, match="tolerance 1e-09.*raise rounds="):
+        fit = fedppl.fit(
+            model,
+            clients,
+            fedppl.EP(tolerance=1e-9),
+            callback=lambda step: step.info.phase == "EP",
+            progressbar=False,
+            random_seed=1,
+        )
+    attrs = dataset(fit.idata, "posterior").attrs
+    assert (attrs["status"], attrs["converged"], attrs["message"]) == ("max_rounds", 0, fit.message)
+    assert "warning" not in attrs
+    assert fit.summary().attrs["status"] == "max_rounds"
+    drawn = dataset(fit.client(next(iter(clients)), draws=5), "posterior").attrs
+    assert (drawn["status"], drawn["converged"]) == ("max_rounds", 0)
+
+
+# --- the table ------------------------------------------------------------------------------------------------
+
+
+def test_the_summary_has_a_row_an_entry_and_eps_own_diagnostics() -> None:
+    fit = regression_fit()
+    table, posterior = fit.summary(), dataset(fit.idata, "posterior")
+    assert set(table.index) == {"mu[age]", "mu[dose]", "a", "mu_difference"}
+    assert list(table.columns) == ["mean", "sd", "eti_3%", "eti_97%", "last_change", "skewness"]
+    for row, draws in {"mu[dose]": posterior["mu"][..., 1], "mu_difference": posterior["mu_difference"]}.items():
+        x = draws.values.ravel()
+        expected = [x.mean(), x.std(ddof=1), *np.quantile(x, [0.03, 0.97])]
+        assert_allclose(table.loc[row, ["mean", "sd", "eti_3%", "eti_97%"]].astype(float), expected)
+    # φ is (mu[0], mu[1], a); a deterministic has no coordinate of its own
+    rows = ["mu[age]", "mu[dose]", "a"]
+    assert_array_equal(table.loc[rows, "skewness"], fit.state.skewness)
+    assert_array_equal(table.loc[rows, "last_change"], fit.state.last_change)
+    assert table.loc["mu_difference", ["last_change", "skewness"]].isna().all()
+    last = fit.records[-1].info
+    assert np.max(fit.state.last_change) == max(float(last["change_mean"]), float(last["change_sd"])) < 0.01
+    assert table.attrs["status"] == "converged" and table.attrs["message"] == fit.message
+    assert table.attrs["answered"] == 1.0 and table.attrs["fallbacks"] == {}
+
+
+def test_the_summary_of_some_variables_with_another_interval() -> None:
+    fit = regression_fit()
+    table = fit.summary("a", ci_prob=0.5, round_to=1)
+    assert list(table.index) == ["a"] and list(table.columns)[2:4] == ["eti_25%", "eti_75%"]
+    assert table.loc["a", "mean"] == round(table.loc["a", "mean"], 1)
+    assert table.attrs["status"] == "converged"
+    with pytest.raises(DeclarationError, match=r"var_names=\['b'\] .*'mu'"):
+        fit.summary(["a", "b"])
+    with pytest.raises(DeclarationError, match="ci_prob=94"):
+        fit.summary(ci_prob=94)
+
+
+def test_the_summary_names_who_did_not_answer_and_who_fell_back() -> None:
+    """The last request counts: client 2 answers in the warm start alone."""
+    local = problems.falling_back({"client 1": 2.0})
+    inner = local.tilted
+
+    def tilted(target: Any, rng: Any) -> Any:
+        if target.client.client_id == "client 2":
+            raise LocalFailure("out of order")
+        return inner(target, rng)
+
+    with pytest.warns(fedppl.ConvergenceWarning):
+        fit = fedppl.fit(
+            *normal_means(4), fedppl.EP(local=local._replace(tilted=tilted)), progressbar=False, random_seed=1
+        )
+    attrs = fit.summary().attrs
+    assert attrs["answered"] == 0.75
+    assert attrs["fallbacks"] == {"client 1": "NUTS"}
+
+
+def test_the_summary_of_a_point_and_of_nothing() -> None:
+    model, clients = problems.regression()
+    point = fedppl.fit(model, clients, fedppl.FedAvg(learning_rate=1e-3), rounds=2, progressbar=False)
+    table = point.summary(["mu"])
+    assert list(table.columns) == ["mean"]
+    assert_allclose(table["mean"], point.estimate["mu"])
+    assert table.attrs["status"] == "max_rounds"
+    alone = fedppl.fit(model, clients, fedppl.Separate(), progressbar=False)
+    with pytest.raises(DeclarationError, match=r"Separate has no parameters.*fit.client"):
+        alone.summary()
+
+
+def test_the_summary_of_a_simplex_has_more_entries_than_coordinates() -> None:
+    """An entry of a simplex depends on all of its coordinates: the largest of them stands there."""
+
+    def build(y: Any) -> Any:
+        with pm.Model() as model:
+            share = pm.Dirichlet("share", np.ones(3))
+            pm.Multinomial("counts", n=9, p=share, observed=pm.Data("y", y))
+        return model
+
+    clients = {"a": {"y": np.array([[3, 4, 2]])}, "b": {"y": np.array([[5, 2, 2]])}}
+    fit = fedppl.fit(FederatedModel(build, ["share"]), clients, fedppl.EP(), progressbar=False, random_seed=1)
+    table = fit.summary()
+    assert list(table.index) == ["share[0]", "share[1]", "share[2]"]
+    assert table["mean"].sum() == pytest.approx(1.0)
+    assert set(table["last_change"]) == {np.max(fit.state.last_change)}
+
+
+def test_the_posterior_group_says_what_its_ess_is_of() -> None:
+    sampling = dataset(means_fit().idata, "posterior").attrs["sampling"]
+    assert "independent draws" in sampling and "fit.summary()" in sampling
+    assert dataset(means_fit().idata, "posterior").attrs["converged"] == 1
 
 
 # --- ArviZ at work --------------------------------------------------------------------------------------------
@@ -436,6 +600,7 @@ RESULTS: dict[str, Any] = {
 }
 
 
+@problems.few_rounds
 @pytest.mark.parametrize("name", RESULTS)
 def test_netcdf_round_trip(name: str, tmp_path: Path) -> None:
     result, path = RESULTS[name](), tmp_path / "result.nc"

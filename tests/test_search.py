@@ -80,6 +80,7 @@ def test_of_a_point_it_is_the_likelihood_and_not_the_prior_of_local_variables() 
     assert fedppl.validation_loss(fit, split()[2]).total == pytest.approx(total, rel=1e-10)
 
 
+@problems.few_rounds
 @pytest.mark.parametrize("name", ["noise", "transforms"])
 def test_it_is_what_the_clients_own_draws_give(name: str) -> None:
     """Local scales, ordered and positive variables: equal to an average over the draws of `Fit.client`."""

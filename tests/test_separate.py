@@ -107,6 +107,7 @@ def test_the_proposal_of_a_gaussian_client_is_its_posterior() -> None:
     assert near_posterior(target, fedppl.NestedLaplace()._replace(expand=fails)) is target
 
 
+@problems.few_rounds
 def test_nothing_but_diagnostics_travels() -> None:
     model, clients = problems.regression()
     fit = fitted(model, clients, fedppl.Separate(), participation=lambda ids, rng: ids[:1])
@@ -120,6 +121,7 @@ def test_nothing_but_diagnostics_travels() -> None:
         _ = fit.estimate
 
 
+@problems.few_rounds
 def test_a_client_that_fails_is_asked_again() -> None:
     model, clients = problems.regression()
     fit = fitted(

@@ -27,8 +27,8 @@ def test_a_quadratic_log_weight_gives_its_gaussian_to_rounding(size: int) -> Non
 
 
 def test_a_log_weight_that_is_no_quadratic_against_quadrature() -> None:
-    # independent coordinates, each with the log weight a sin(z + 1) + b z: moments by quadrature of one of them. b takes
-    # the mean gradient away, as it is away where q is right: then the quadratic is that of the density itself.
+    # independent coordinates, each with the log weight a sin(z + 1) + b z: moments by quadrature of one of them. b
+    # takes the mean gradient away, as it is away where q is right: then the quadratic is that of the density itself.
     size, a = 40, 0.3
     b = -a * np.exp(-0.5) * np.cos(1.0)
     z = whitened_points(size, 8 * _stein.points_for(size, 64), 1)

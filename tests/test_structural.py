@@ -241,6 +241,7 @@ def test_a_likelihood_that_is_not_gaussian() -> None:
     assert_allclose(found.idata["fit"]["theta"].values.ravel(), theta, atol=1e-5)
 
 
+@problems.few_rounds
 def test_an_unknown_noise_is_estimated_where_it_is() -> None:
     data, _ = clients(rows=200, noise=0.7)
     found = fit(data, fedppl.HM1(report=["sigma"]), declared())
@@ -313,6 +314,7 @@ def test_factors_that_are_none_are_refused() -> None:
     assert "absurdly" in str(algorithm.refuse(state, bad(good, "linear", [1e19, 0, 0])))
 
 
+@problems.few_rounds
 def test_a_pull_without_curvature_stalls_the_run_and_leaves_the_state() -> None:
     """exp(r'θ) alone is no density, and with it the factors of Ω grow without end."""
     data, _ = clients()
@@ -332,6 +334,7 @@ def test_a_pull_without_curvature_stalls_the_run_and_leaves_the_state() -> None:
         assert np.all(np.isfinite(ours))
 
 
+@problems.few_rounds
 def test_no_replies_change_nothing() -> None:
     data, _ = clients()
     state = fit(data, fedppl.HM1(), rounds=1).state

@@ -14,7 +14,17 @@ from flwr.serverapp import Grid
 import fedppl
 from fedppl.engine import _wire
 from fedppl.engine._records import ASK, CONCLUDE, CONSTRAIN, HELLO, from_content, to_content
-from fedppl.types import Algorithm, DeclarationError, Failure, Layout, Message, Reply, Request, SharedReader
+from fedppl.types import (
+    Algorithm,
+    DeclarationError,
+    Failure,
+    Layout,
+    Message,
+    Reply,
+    Request,
+    SharedReader,
+    Status,
+)
 
 __all__ = ["GridEngine", "GridSettings"]
 
@@ -89,13 +99,13 @@ class GridEngine:
             answers[request.client_id] = Failure(request.client_id, request.nonce, reason)
         return answers
 
-    def conclude(self, outcome: Callable[[str], Message], run: str, seed: int) -> None:
-        """Send every site q and its cavity, so that it can draw its own posterior."""
-        alive, sent = self._welcome(), {}
+    def conclude(self, outcome: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
+        """Send every site q and its cavity, so that it can draw its own posterior; returns who refused, and why."""
+        alive, sent, refused = self._welcome(), {}, {}
         for client_id in self.clients():
             if self._why_not_ask(client_id, alive):
                 continue
-            texts = {"client_id": client_id, "run": run, "seed": str(seed)}
+            texts = {"client_id": client_id, "run": run, "seed": str(seed), "status": status.value}
             parcel = (outcome(client_id), texts)
             if message_id := self._push(self._nodes[client_id], CONCLUDE, parcel, self._settings.deadline):
                 sent[message_id] = client_id
@@ -103,8 +113,12 @@ class GridEngine:
             client_id = sent.pop(message_id)
             if reply.has_error():
                 logger.warning("client %s could not draw its posterior: %s", client_id, _error(reply))
+            elif reason := _refusal(reply):
+                refused[client_id] = reason
+                logger.warning("client %s does not draw its posterior: %s", client_id, reason)
         for client_id in sent.values():
             logger.warning("client %s did not say whether it drew its posterior", client_id)
+        return refused
 
     def close(self) -> None:
         """Flower ends the run when the server app returns."""
@@ -286,6 +300,14 @@ def _read(message: FlowerMessage, request: Request) -> Reply | Failure:
         return _wire.unpack_reply(*from_content(message.content))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         return Failure(request.client_id, request.nonce, f"its reply cannot be read ({type(error).__name__})")
+
+
+def _refusal(message: FlowerMessage) -> str:
+    """Why a site does not draw its posterior, on one line; empty where it does."""
+    try:
+        return " ".join(from_content(message.content)[1].get("refused", "").split())[:500]
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return ""
 
 
 def _error(message: FlowerMessage) -> str:

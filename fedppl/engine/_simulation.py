@@ -26,7 +26,7 @@ from typing import Any
 
 import cloudpickle
 
-from fedppl.types import Algorithm, Failure, Layout, Message, Reply, Request, SharedReader
+from fedppl.types import Algorithm, Failure, Layout, Message, Reply, Request, SharedReader, Status
 
 __all__ = ["SimulationEngine", "start"]
 
@@ -87,8 +87,9 @@ class SimulationEngine:
             raise RuntimeError("Flower's simulation has ended; its log says why") from error
         return answers
 
-    def conclude(self, outcome: Callable[[str], Message], run: str, seed: int) -> None:
+    def conclude(self, outcome: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
         """Nothing to tell: `Fit.client` draws here when it is asked."""
+        return {}
 
     def close(self) -> None:
         """End the simulation and everything that was started for it."""

@@ -14,12 +14,12 @@ from urllib.parse import quote
 import numpy as np
 
 import fedppl
-from fedppl import checkpoint, idata
+from fedppl import _digest, checkpoint, idata
 from fedppl.at_client import client_posterior
 from fedppl.engine import _wire
 from fedppl.engine.answer import answer, require_fit
 from fedppl.model import ClientModel, FederatedModel
-from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Message
+from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Message, Status
 
 __all__ = ["Memory", "Site", "answer_request", "conclude", "constrain", "enrolled", "file_memory", "introduce"]
 
@@ -46,7 +46,7 @@ _lock = threading.Lock()
 
 
 class Memory(NamedTuple):
-    """Where personal state rests between two requests: bytes under a name."""
+    """Where personal state and the digest of the data rest between two requests: bytes under a name."""
 
     recall: Callable[[str], bytes | None]
     keep: Callable[[str, bytes], None]
@@ -94,12 +94,10 @@ def introduce(site: Site, config: Mapping[str, Any]) -> _wire.Parcel:
 def answer_request(site: Site, config: Mapping[str, Any], memory: Memory, parcel: _wire.Parcel) -> _wire.Parcel:
     """Run the client's part of the algorithm. Personal state is kept as the very last thing."""
     request = _wire.unpack_request(*parcel)
-    try:
-        client = enrolled(site, config, request.client_id)
-    except LocalFailure as failure:
-        return _wire.pack_reply(Failure(request.client_id, request.nonce, str(failure)))
     name = _name_of_personal(site, config, request.run, request.client_id)
     try:
+        client = enrolled(site, config, request.client_id)
+        _require_same_data(memory, client, request.run)
         personal = _recall(site, memory, name, request.client_id)
     except LocalFailure as failure:
         return _wire.pack_reply(Failure(request.client_id, request.nonce, str(failure)))
@@ -121,7 +119,19 @@ def answer_request(site: Site, config: Mapping[str, Any], memory: Memory, parcel
 
 def _name_of_personal(site: Site, config: Mapping[str, Any], run: str, client_id: str) -> str:
     """The server chooses the names of runs and clients: what must outlive a run is not kept under them."""
-    return f"lasting-{site.client_id(config)}" if site.algorithm.lasting else f"{run}-{client_id}"
+    return (f"lasting-{site.client_id(config)}" if site.algorithm.lasting else f"{run}-{client_id}") + ".personal"
+
+
+def _require_same_data(memory: Memory, client: ClientModel, run: str) -> None:
+    """Refuse data that are not those of the run's first request; a digest of those stays here."""
+    name = f"{run}-{client.client_id}.data"
+    sealed = memory.recall(name)
+    if sealed is None:
+        memory.keep(name, _digest.seal(client.arrays))
+    elif not _digest.matches(sealed, client.arrays):
+        raise LocalFailure(
+            "its data are not those that it had when this run began; begin a new run, or give the site those data"
+        )
 
 
 def _recall(site: Site, memory: Memory, name: str, client_id: str) -> Any:
@@ -149,10 +159,15 @@ def conclude(site: Site, config: Mapping[str, Any], memory: Memory, parcel: _wir
     """Draw this client's own posterior and leave it in the site's folder. It does not travel."""
     arrays, texts = parcel
     client_id = texts["client_id"]
-    if site.folder is not None:
+    try:
         client = enrolled(site, config, client_id)
+        _require_same_data(memory, client, texts["run"])
+    except LocalFailure as failure:
+        return {}, {"client_id": client_id, "refused": str(failure)}
+    if site.folder is not None:
         personal = _recall(site, memory, _name_of_personal(site, config, texts["run"], client_id), client_id)
-        result = client_posterior(site.algorithm, client, personal, arrays, int(texts["seed"]), site.draws, site.chains)
+        seed, status = int(texts["seed"]), Status(texts["status"])
+        result = client_posterior(site.algorithm, client, personal, arrays, seed, site.draws, site.chains, status)
         path = site.folder / f"{quote(client_id, safe='')}.nc"
         partial = path.with_name(path.name + ".partial")
         idata.write(result, partial)
@@ -162,13 +177,13 @@ def conclude(site: Site, config: Mapping[str, Any], memory: Memory, parcel: _wir
 
 
 def file_memory(folder: Path) -> Memory:
-    """Personal state mirrored to files, each replaced in one step."""
+    """Bytes mirrored to files, each replaced in one step."""
 
     def recall(name: str) -> bytes | None:
-        path = folder / f"{quote(name, safe='')}.personal"
+        path = folder / quote(name, safe="")
         return path.read_bytes() if path.exists() else None
 
     def keep(name: str, raw: bytes) -> None:
-        checkpoint.replace(folder / f"{quote(name, safe='')}.personal", raw)
+        checkpoint.replace(folder / quote(name, safe=""), raw)
 
     return Memory(recall, keep)

@@ -54,8 +54,9 @@ def client_app(
         Function from the node config to this client's id; by default its entry ``client-id``, or nothing where
         the server knows the site by its authenticated name.
     folder
-        Where this site keeps its personal state and, when the run is over, its own posterior (a NetCDF file named
-        after the client); a path, or a function from the node config to one. None keeps neither. An algorithm
+        Where this site keeps its personal state, a salted digest of its data (other data are refused in a run that has
+        begun) and, when the run is over, its own posterior (a NetCDF file named after the client); a path, or a
+        function from the node config to one. None keeps them in memory at most, and no posterior. An algorithm
         with a privacy budget needs it: deleting the file ``lasting-….personal`` grants the budget anew.
     draws, chains
         Size of that posterior.
@@ -130,14 +131,16 @@ def client_app(
 
 
 def _context_memory(context: Context) -> _site.Memory:
-    """Personal state in the node's context: a cache, gone when the node restarts."""
+    """One personal state and one digest in the node's context: a cache, gone when the node restarts."""
 
     def recall(name: str) -> bytes | None:
         record = context.state.config_records.get("fedppl")
         return None if record is None or name not in record else bytes(record[name])  # type: ignore[arg-type]
 
     def keep(name: str, raw: bytes) -> None:
-        context.state["fedppl"] = ConfigRecord({name: raw})
+        before: Mapping[str, Any] = context.state.config_records.get("fedppl") or {}
+        others = {other: value for other, value in before.items() if Path(other).suffix != Path(name).suffix}
+        context.state["fedppl"] = ConfigRecord({**others, name: raw})
 
     return _site.Memory(recall, keep)
 

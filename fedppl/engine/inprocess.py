@@ -22,6 +22,7 @@ from fedppl.types import (
     Reply,
     Request,
     SharedReader,
+    Status,
 )
 
 __all__ = ["InProcess", "InProcessEngine"]
@@ -72,8 +73,9 @@ class InProcessEngine:
         reader: SharedReader = next(iter(self._models.values())).reader()
         return reader
 
-    def conclude(self, outcome: Callable[[str], Message], run: str, seed: int) -> None:
+    def conclude(self, outcome: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
         """Nothing to tell: `Fit.client` draws here when it is asked."""
+        return {}
 
     def close(self) -> None:
         """Nothing was started."""

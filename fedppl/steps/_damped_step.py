@@ -18,6 +18,7 @@ __all__ = ["EPInfo", "EPState", "damped_step", "hold_back", "named", "targets"]
 
 # Monte Carlo error of the shared means, in posterior sds after averaging, beyond which nothing is called converged.
 _MOST_ERROR = 0.2
+_LESS_NOISE = "raise draws= or points= of the local inference for less"
 # With this skewness, quantiles of a margin in the tails are off by a few tenths of an sd under a Gaussian.
 _SKEWED = 0.5
 _VERY_SKEWED = 1.0  # a warning; below it, a word for those who look
@@ -34,6 +35,7 @@ class EPState(NamedTuple):
     averaging: int  # rounds averaged since the change came down to Monte Carlo error
     heard: Array  # (K,) bool: replied in the current sweep
     sweep_change: float  # of the current sweep over all clients
+    last_change: Array  # (m,) of the last round, in posterior sds: what a mean or a log sd moved by, before damping
     skewness: Array  # (m,) that the factors give the posterior's margins, and q cannot have
     answered: Array  # (K,) rounds that a client's reply was used in; counted where trust is set
     held_back: Array  # (K,) rounds of those that its change was scaled down in
@@ -101,9 +103,9 @@ def damped_step(
         )
         return state._replace(message=message), EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mc_error, skewed)
     sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved.q)
-    change_mean = float(np.max(np.abs(gaussian.mean(moved.q) - gaussian.mean(q)) / sd)) / delta
-    change_sd = float(np.max(np.abs(np.log(new_sd / sd)))) / delta
-    state = state._replace(sites=moved, damping=delta, skewness=skewness)
+    shift, stretch = np.abs(gaussian.mean(moved.q) - gaussian.mean(q)) / sd / delta, np.abs(np.log(new_sd / sd)) / delta
+    change_mean, change_sd = float(np.max(shift)), float(np.max(stretch))
+    state = state._replace(sites=moved, damping=delta, last_change=np.maximum(shift, stretch), skewness=skewness)
     info = EPInfo("EP", change_mean, change_sd, delta, np.nan, mc_error, skewed)
     change, wanted = max(change_mean, change_sd), 0.0
     if bounded is not None:
@@ -159,16 +161,11 @@ def _judge(
     left = mc_error / np.sqrt(max(averaging, 1))
     averaged = averaged and left <= _MOST_ERROR
     if quiet or averaged:
-        message = (
-            ""
-            if quiet
-            else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; raise draws= or points= of the local "
-            "inference for less"
-        )
+        message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {_LESS_NOISE}"
         skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * mc_error))
         message = "; ".join(filter(None, (message, skewed)))
     else:
-        knob = "raise rounds=, or draws= or points= of the local inference" if noisy else "raise rounds="
+        knob = f"raise rounds=, or {_LESS_NOISE}" if noisy else "raise rounds="
         message = f"the last sweep moved q by {sweep_change:.2g} posterior sds (tolerance {tolerance:g}); {knob}"
     return state._replace(
         damping=damping,

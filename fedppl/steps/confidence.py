@@ -172,6 +172,7 @@ def Confidence(
             name: value.describe() if isinstance(value, LocalInference) else repr(value)
             for name, value in settings._asdict().items()
         },
+        tests_convergence=True,
     )
 
 

@@ -126,6 +126,7 @@ def ConsensusMonteCarlo(*, local: LocalInference | None = None, draws: int = 100
         details=lambda state: {"skewness": (("rows",), _skewness(state.draws))},
         posterior=_posterior,
         settings={"local": inference.describe(), "draws": repr(int(draws))},
+        tests_convergence=True,
     )
 
 

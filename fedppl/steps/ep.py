@@ -115,7 +115,7 @@ def EP(
         update_server=functools.partial(_update_server, tolerance=tolerance, largest=damping, trust=trust),
         outcome=outcome,
         draw=functools.partial(draw_target, local=inference),
-        details=lambda state: {"skewness": (("rows",), state.skewness)},
+        details=lambda state: {"last_change": (("rows",), state.last_change), "skewness": (("rows",), state.skewness)},
         posterior=lambda state: state.sites.q,
         preliminary=lambda state: state.warm_start is not None,
         settings={
@@ -126,6 +126,7 @@ def EP(
             "structure": repr(structure),
             "trust": repr(trust),
         },
+        tests_convergence=True,
     )
 
 
@@ -148,6 +149,7 @@ def _init_server(
         averaging=0,
         heard=np.zeros(len(clients), dtype=bool),
         sweep_change=0.0,
+        last_change=np.full(layout.size, np.nan),
         skewness=np.zeros(layout.size),
         answered=np.zeros(len(clients), dtype=np.int64),
         held_back=np.zeros(len(clients), dtype=np.int64),
@@ -185,8 +187,6 @@ def _update_client(
 def outcome(state: EPState, client_id: str) -> Message:
     """q and everything in it but this client's site; for a client that had no part in it, q twice."""
     q = state.sites.q
-    if not gaussian.is_proper(q):  # a warm start that was broken off; `Fit.posterior` says so
-        q, _ = gaussian.repair(q, 1e-6)
     if client_id not in state.sites.where:
         return pack_target(q, q, 0.0)
     return pack_target(q, _sites.cavity(state.sites, client_id), state.prior_share)

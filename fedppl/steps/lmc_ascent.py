@@ -154,6 +154,7 @@ def LMCAscent(
         sample=lambda state, count, rng: sample(state.roles, _outcome(state, heard=True), count, rng),
         settings=described(settings),
         binary=True,
+        tests_convergence=True,
     )
 
 

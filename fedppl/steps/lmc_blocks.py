@@ -126,6 +126,7 @@ def LMCBlockAscent(
         sample=lambda state, count, rng: sample(state.roles, _outcome(state, heard=True), count, rng),
         settings=described(settings),
         binary=True,
+        tests_convergence=True,
     )
 
 

@@ -97,6 +97,7 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> Algorithm:
         details=lambda state: {},
         posterior=lambda state: state.sites.q,
         settings={"local": inference.describe()},
+        tests_convergence=True,
     )
 
 

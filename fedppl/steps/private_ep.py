@@ -143,13 +143,17 @@ def PrivateEP(
         refuse=functools.partial(_refuse, mechanism=mechanism),
         update_server=functools.partial(private_step, mechanism=mechanism, tolerance=tolerance, largest=damping),
         outcome=_outcome,
-        details=lambda state: {"noise_sd": (("rows",), noise_sd(state))},
+        details=lambda state: {
+            "last_change": (("rows",), state.ep.last_change),
+            "noise_sd": (("rows",), noise_sd(state)),
+        },
         posterior=lambda state: widened(state.sites.q, state),
         settings={
             **{name: inner.settings[name] for name in ("local", "tolerance", "damping", "structure")},
             **{name: repr(value) for name, value in mechanism._asdict().items()},
         },
         lasting=True,
+        preliminary=None,
     )
 
 

@@ -91,6 +91,7 @@ def Separate(*, local: LocalInference | None = None) -> Algorithm:
         draw=functools.partial(_draw, local=inference),
         details=lambda state: {},
         settings={"local": inference.describe()},
+        tests_convergence=True,
     )
 
 

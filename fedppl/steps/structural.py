@@ -157,6 +157,7 @@ def HM1(
             "tolerance": repr(tolerance),
             "report": repr(tuple(report)),
         },
+        tests_convergence=True,
     )
 
 

@@ -6,7 +6,6 @@ import json
 import logging
 from pathlib import Path
 
-import arviz as az
 from flwr.app import Context
 
 import fedppl
@@ -19,7 +18,7 @@ logging.getLogger("fedppl").setLevel(logging.INFO)
 def report(fit: fedppl.Fit, context: Context) -> None:
     """Print the shared posterior, and keep it where the run config says."""
     print(f"{fit.status.value} after {len(fit.records)} rounds {fit.message}")
-    print(az.summary(fit.idata, var_names=["mu", "tau"], kind="stats"))
+    print(fit.summary(["mu", "tau"], round_to=3).to_string())
     q = fit.posterior
     figures = {
         "status": fit.status.value,

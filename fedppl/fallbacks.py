@@ -1,0 +1,93 @@
+"""Which clients fell back to another local inference than the one that was asked for: said in words.
+
+A local inference says so with its diagnostic ``fallback``: 0, or the number of the step that it went to. What else it
+knows of that, such as ``fallback_seconds``, is shown beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+__all__ = ["Infos", "fallen", "last_infos", "listed", "log", "note", "sentence"]
+
+logger = logging.getLogger(__name__)
+
+Infos = Mapping[str, Mapping[str, float]]  # diagnostics by name, by client
+
+_STEPS = {1.0: "a Laplace proposal", 2.0: "NUTS"}
+
+
+def fallen(infos: Infos) -> dict[str, str]:
+    """What each client fell back to, for those that did."""
+    steps = {client_id: info.get("fallback", 0.0) for client_id, info in infos.items()}
+    return {client_id: _STEPS.get(step, f"step {step:g}") for client_id, step in steps.items() if step > 0}
+
+
+def last_infos(infos: Iterable[Infos]) -> dict[str, Mapping[str, float]]:
+    """The last diagnostics of every client, from those of all rounds in order."""
+    return {client_id: info for one in infos for client_id, info in one.items()}
+
+
+def note(infos: Infos) -> str:
+    """A few words for a progress bar.
+
+    >>> note({"a": {"fallback": 2.0}, "b": {"fallback": 0.0}})
+    '1 on NUTS'
+    """
+    return ", ".join(f"{len(clients)} on {step}" for step, clients in _by_step(infos).items())
+
+
+def sentence(infos: Infos, count: int) -> str:
+    """Who of `count` clients fell back, for a fit's message; empty where nobody did.
+
+    >>> sentence({"a": {"fallback": 2.0}, "b": {"fallback": 0.0}}, 2).partition(" in place")[0]
+    '1 of 2 clients used NUTS'
+    """
+    parts = [f"{len(clients)} of {count} clients used {step}" for step, clients in _by_step(infos).items()]
+    if not parts:
+        return ""
+    seconds = sum(infos[client_id].get("fallback_seconds", 0.0) for client_id in fallen(infos))
+    cost = f", {seconds:.3g} s" if seconds > 0 else ""
+    return (
+        f"{' and '.join(parts)} in place of the local inference in the last round ({listed(fallen(infos))}{cost}): "
+        "see fit.idata['rounds']['fallback']"
+    )
+
+
+def log(number: int, infos: Infos, known: Mapping[str, str]) -> None:
+    """One line a round: a warning for clients that had not fallen back so before (`known`), information for others."""
+    now = fallen(infos)
+    if not now:
+        return
+    parts = []
+    for step, clients in _by_step(infos).items():
+        few = [f"{client_id}{_why(infos[client_id])}" for client_id in clients[:5]]
+        more = [f"{len(clients) - 5} others"] if len(clients) > 5 else []
+        parts.append(f"{step} at {', '.join([*few, *more])}")
+    logger.log(
+        logging.INFO if now.items() <= known.items() else logging.WARNING,
+        "round %d: in place of the local inference, %s",
+        number,
+        "; ".join(parts),
+        extra={"round": number, "status": "fallback", "clients": len(now)},
+    )
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names on one line, the first five of many."""
+    every = list(names)
+    return ", ".join(every[:5]) + (f" and {len(every) - 5} others" if len(every) > 5 else "")
+
+
+def _by_step(infos: Infos) -> dict[str, list[str]]:
+    steps: dict[str, list[str]] = {}
+    for client_id, step in fallen(infos).items():
+        steps.setdefault(step, []).append(client_id)
+    return steps
+
+
+def _why(info: Mapping[str, float]) -> str:
+    """What the client told of its fallback."""
+    told = {name.removeprefix("fallback_"): value for name, value in info.items() if name.startswith("fallback_")}
+    return f" ({', '.join(f'{name} {value:.3g}' for name, value in told.items())})" if told else ""
