@@ -14,6 +14,7 @@ import pytest
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel
 from fedppl.testing import normal_means
+from tests import problems
 
 Y = np.array([0.5, 1.5, 1.0])
 MODEL, CLIENTS = normal_means(2)
@@ -146,6 +147,7 @@ def test_hypotheses_takes_a_fit_and_one_name() -> None:
 # --- the message of a fit -------------------------------------------------------------------------------------
 
 
+@problems.few_rounds
 def test_a_round_without_replies_says_why_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """The warm start arrives, and then q and the factors hardly overlap: the algorithm itself never hears why."""
 
@@ -168,6 +170,7 @@ def test_a_round_without_replies_says_why_and_is_logged_once(caplog: pytest.LogC
     assert "fallback=True" in fit.idata["rounds"]["reason"].values[-1, 0]
 
 
+@problems.few_rounds
 def test_without_a_warm_start_a_vague_prior_is_no_singular_matrix() -> None:
     """One point has all the weight under a prior sd of 1000; with fallbacks the fit is the warm one."""
     rng = np.random.default_rng(0)
