@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 Infos = Mapping[str, Mapping[str, float]]  # diagnostics by name, by client
 
-_STEPS = {1.0: "a Laplace proposal", 2.0: "NUTS"}
+_STEPS = {1.0: "a fitted t", 2.0: "NUTS"}
 
 
 def fallen(infos: Infos) -> dict[str, str]:
@@ -56,7 +56,7 @@ def sentence(infos: Infos, count: int) -> str:
 
 
 def log(number: int, infos: Infos, known: Mapping[str, str]) -> None:
-    """One line a round: a warning for clients that had not fallen back so before (`known`), information for others."""
+    """One line a round: a warning for clients that are new to NUTS, which takes long, information for others."""
     now = fallen(infos)
     if not now:
         return
@@ -66,7 +66,9 @@ def log(number: int, infos: Infos, known: Mapping[str, str]) -> None:
         more = [f"{len(clients) - 5} others"] if len(clients) > 5 else []
         parts.append(f"{step} at {', '.join([*few, *more])}")
     logger.log(
-        logging.INFO if now.items() <= known.items() else logging.WARNING,
+        logging.WARNING
+        if any(step not in (_STEPS[1.0], known.get(client_id)) for client_id, step in now.items())
+        else logging.INFO,
         "round %d: in place of the local inference, %s",
         number,
         "; ".join(parts),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from typing import NamedTuple
 
@@ -207,6 +208,10 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     found = _from_q.moments(factor, mean, root, settings.points, stream_of(client.client_id))
     if found is not None and _from_q.trusted(found, settings.pareto_limit):
         return found._replace(diagnostics={**found.diagnostics, "fallback": 0.0})
+    why = (
+        {} if found is None else {f"fallback_{name}": found.diagnostics[name] for name in ("pareto_k", "relative_ess")}
+    )
+    started = time.perf_counter()
     if not settings.fallback:
         quality = "no point of q has a finite weight"
         if found is not None:
@@ -217,10 +222,9 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
             "warm_start=True"
         )
     sample = _student_sample(target, settings)
-    if sample is not None:
-        return _student_moments(sample)
-    nuts = NUTS().tilted(target, rng)
-    return nuts._replace(diagnostics={**nuts.diagnostics, "fallback": 2.0})
+    found, step = (_student_moments(sample), 1.0) if sample is not None else (NUTS().tilted(target, rng), 2.0)
+    cost = {"fallback": step, "fallback_seconds": time.perf_counter() - started}
+    return found._replace(diagnostics={**found.diagnostics, **why, **cost})
 
 
 def _student_sample(target: Target, settings: _Settings) -> StudentSample | None:
@@ -249,7 +253,6 @@ def _student_moments(sample: StudentSample) -> Moments:
             "relative_ess": sample.ess / len(weights),
             "pareto_k": sample.pareto_k,
             "mc_error": sample.error,
-            "fallback": 1.0,
         },
     )
 
