@@ -18,19 +18,18 @@ from pytensor.tensor.elemwise import DimShuffle
 __all__ = ["MODE", "without_notices"]
 
 
-@node_rewriter([BatchedDot])
 def _contiguous(fgraph: Any, node: Any) -> list[Any] | None:
     """Copy a batch that is a view with other axes before it is multiplied.
 
-    The gradients of Cholesky factors and of triangular systems multiply transposes. One transposed matrix is an array in
-    Fortran's order; a batch of them is in no order that Numba knows, so that it copies matrix by matrix, and warns.
+    The gradients of Cholesky factors and of triangular systems multiply transposes. One transposed matrix is an array
+    in Fortran's order; a batch of them is in no order that Numba knows, so that it copies each matrix, and warns.
     """
     inputs = [tensor_copy(x) if x.owner and isinstance(x.owner.op, DimShuffle) else x for x in node.inputs]
     return None if inputs == node.inputs else [node.op(*inputs)]
 
 
 # After all of PyTensor's own rewrites, which would take the copies out.
-MODE = get_mode("NUMBA").register((in2out(_contiguous, name="contiguous_batches"), 1000))
+MODE = get_mode("NUMBA").register((in2out(node_rewriter([BatchedDot])(_contiguous)), 1000))
 
 
 @contextlib.contextmanager
