@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +13,11 @@ import numpy as np
 import pymc as pm
 import pytensor
 import pytensor.tensor as pt
-from numba.core.errors import NumbaPerformanceWarning
 from pymc.distributions.continuous import FlatRV, HalfFlatRV
 from pymc.logprob.utils import ParameterValueError
-from pytensor.compile.mode import get_mode
 
 from fedppl import _graph, gaussian
+from fedppl._numba import MODE, without_notices
 from fedppl._pack import unpacking_kernel
 from fedppl._public import Public
 from fedppl.gaussian import Gaussian
@@ -103,12 +101,8 @@ def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
     gradient = pt.grad(graph.logp, graph.x, disconnected_inputs="ignore")
     output = pt.join(0, graph.logp[None], gradient)
     # A parameter outside its domain is a point of zero density, not an exception in the middle of a search.
-    mode = get_mode("NUMBA").including("local_check_parameter_to_ninf_switch")
-    with warnings.catch_warnings():
-        # Numba says when an Op runs in object mode: slower, still right.
-        warnings.filterwarnings("ignore", message=".*object mode.*", category=UserWarning)
-        # It also says when it multiplies a transposed view; a client's matrices are small.
-        warnings.simplefilter("ignore", NumbaPerformanceWarning)
+    mode = MODE.including("local_check_parameter_to_ninf_switch")
+    with without_notices():
         function = pytensor.function([graph.x, *graph.inputs], [output], mode=mode, on_unused_input="ignore")
         return unpacking_kernel(function.vm.jit_fn, [(v.type.dtype, v.type.ndim) for v in graph.inputs])
 

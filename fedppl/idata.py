@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,7 @@ def from_groups(groups: Mapping[str, xr.Dataset]) -> Any:
     kept = {name: group for name, group in groups.items() if group.data_vars}
     if _IS_TREE:
         return xr.DataTree.from_dict(kept)
-    with warnings.catch_warnings():
-        # ArviZ 0.x warns of groups that its schema does not name, such as `fit` and `rounds`.
-        warnings.filterwarnings("ignore", message=".*not defined in the InferenceData scheme.*")
-        return az.InferenceData(**kept)
+    return az.InferenceData(**kept)
 
 
 def write(result: Any, path: Path) -> None:
@@ -75,9 +70,6 @@ def posterior_dataset(
     return dataset(draws, all_dims, all_coords, attrs)
 
 
-_one_at_a_time = threading.Lock()  # warning filters and log levels belong to the whole process
-
-
 def chain_diagnostics(draws: Array) -> tuple[float, float]:
     """Largest R̂ and smallest bulk ESS over the last axis of draws (chain, draw, coordinate).
 
@@ -90,11 +82,7 @@ def chain_diagnostics(draws: Array) -> tuple[float, float]:
         half = draws.shape[1] // 2
         halves = np.concatenate([draws[:, :half], draws[:, half : 2 * half]])
     columns = range(draws.shape[-1])
-    if _IS_TREE:
-        rhat = max(float(az.rhat(halves[..., i], chain_axis=0, draw_axis=1)) for i in columns)
-        ess = min(float(az.ess(draws[..., i], chain_axis=0, draw_axis=1)) for i in columns)
-        return rhat, ess
-    with _one_at_a_time, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # 0.x divides by zero where a coordinate is constant
-        rhat = max(float(az.rhat(halves[..., i])) for i in columns)
-        return rhat, min(float(az.ess(draws[..., i])) for i in columns)
+    axes = {"chain_axis": 0, "draw_axis": 1} if _IS_TREE else {}
+    with np.errstate(all="ignore"):  # a coordinate may be constant
+        rhat = max(float(az.rhat(halves[..., i], **axes)) for i in columns)
+        return rhat, min(float(az.ess(draws[..., i], **axes)) for i in columns)

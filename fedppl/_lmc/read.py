@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytensor
 import pytensor.tensor as pt
-from pytensor.compile.mode import get_mode
 from pytensor.graph.basic import equal_computations
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 
 from fedppl import _graph
 from fedppl._lmc.bound import Design, LogScale, Roles, density, roles
+from fedppl._numba import MODE
 from fedppl.prior import gaussian_prior
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
@@ -173,10 +173,9 @@ def _design_functions(
             return functions
     cotangents = pt.dtensor3("projection_cotangent"), pt.dmatrix("conditional_cotangent")
     cost = pt.sum(cotangents[0] * projection) + pt.sum(cotangents[1] * conditional)
-    mode = get_mode("NUMBA")
-    forward = _locked(pytensor.function([x, *inputs], [projection, conditional], mode=mode, on_unused_input="ignore"))
+    forward = _locked(pytensor.function([x, *inputs], [projection, conditional], mode=MODE, on_unused_input="ignore"))
     gradient = pt.grad(cost, x, disconnected_inputs="ignore")
-    backward = _locked(pytensor.function([x, *cotangents, *inputs], gradient, mode=mode, on_unused_input="ignore"))
+    backward = _locked(pytensor.function([x, *cotangents, *inputs], gradient, mode=MODE, on_unused_input="ignore"))
     _compiled.append(((x, inputs, [projection, conditional]), (forward, backward)))
     del _compiled[:-_KEPT]
     return forward, backward

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -182,20 +181,17 @@ def _nutpie(
         ["x"],
         make_initial_point_fn=lambda seed: origin + 0.1 * np.random.default_rng(seed).normal(size=size),
     )
-    with warnings.catch_warnings():
-        # nutpie converts to ArviZ on the way out and passes on ArviZ's notices, which are not about this sample.
-        warnings.simplefilter("ignore")
-        trace = nutpie.sample(
-            compiled,
-            draws=draws,
-            tune=tune,
-            chains=chains,
-            cores=1,
-            seed=int(rng.integers(2**31)),
-            save_warmup=False,
-            progress_bar=False,
-            target_accept=target_accept,
-        )
+    trace = nutpie.sample(
+        compiled,
+        draws=draws,
+        tune=tune,
+        chains=chains,
+        cores=1,
+        seed=int(rng.integers(2**31)),
+        save_warmup=False,
+        progress_bar=False,
+        target_accept=target_accept,
+    )
     return np.asarray(trace["posterior"]["x"]), int(np.sum(np.asarray(trace["sample_stats"]["diverging"])))
 
 

@@ -1,0 +1,74 @@
+"""Compiled graphs: products of batches, and warning filters that stay the process's own."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import arviz as az
+import numpy as np
+import pytensor
+import pytensor.tensor as pt
+import pytest
+from numpy.testing import assert_allclose
+
+from fedppl import idata
+from fedppl._numba import MODE, without_notices
+from fedppl.local import nuts
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_batch_of_transposes_is_multiplied_without_a_warning(side: str, rng: np.random.Generator) -> None:
+    """Compiled anew, and in single precision: Numba warns once a process of the same types, and never from a cache."""
+    x, y = pt.tensor3("x", dtype="float32"), pt.tensor3("y", dtype="float32")
+    product = pt.matmul(x.mT, y) if side == "left" else pt.matmul(x, y.mT)
+    a, b = (rng.normal(size=(2, 3, 3)).astype("float32") for _ in range(2))
+    with pytensor.config.change_flags(numba__cache=False):
+        with without_notices():
+            pass  # PyTensor's Numba backend is imported, with its own filters
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = pytensor.function([x, y], product, mode=MODE)(a, b)
+    expected = a.transpose(0, 2, 1) @ b if side == "left" else a @ b.transpose(0, 2, 1)
+    assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_two_threads_that_compile_leave_the_warning_filters_as_they_were() -> None:
+    """The one that came later leaves later, and must not put back what the first had set."""
+    with without_notices():
+        pass
+    before, second_is_in, first_is_out = list(warnings.filters), threading.Event(), threading.Event()
+
+    def later() -> None:
+        with without_notices():
+            second_is_in.set()
+            first_is_out.wait(10)
+
+    with without_notices():
+        thread = threading.Thread(target=later)
+        thread.start()
+        second_is_in.wait(0.5)
+    first_is_out.set()
+    thread.join()
+    assert list(warnings.filters) == before
+
+
+def test_sampling_and_diagnostics_touch_no_warning_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run in threads, and filters belong to the process."""
+    seen: list[Any] = []
+
+    def spy(function: Any) -> Any:
+        def call(*arguments: Any, **settings: Any) -> Any:
+            seen.append(list(warnings.filters))
+            return function(*arguments, **settings)
+
+        return call
+
+    before = list(warnings.filters)
+    monkeypatch.setattr(az, "rhat", spy(az.rhat))
+    idata.chain_diagnostics(np.zeros((2, 10, 1)))
+    nutpie = pytest.importorskip("nutpie")
+    monkeypatch.setattr(nutpie, "sample", spy(nutpie.sample))
+    nuts._nutpie(lambda x: (-0.5 * float(x @ x), -x), np.zeros(2), 20, 20, 1, 0.9, np.random.default_rng(1))
+    assert seen == [before, before]
