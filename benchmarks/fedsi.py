@@ -104,8 +104,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="the first of them")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--alpha", type=float, default=100.0, help="of FedSI and FedSI-Fac: prior variance, training")
-    parser.add_argument("--variance", type=float, default=3.0, help="of FedSI and FedSI-Fac: prior variance, inference")
+    parser.add_argument("--alpha", type=float, default=100.0, help="of FedSI: prior variance, training")
+    parser.add_argument("--variance", type=float, default=3.0, help="of FedSI: prior variance, inference")
+    parser.add_argument("--diagonal-variance", type=float, default=0.03, help="the same of FedSI-Fac")
     parser.add_argument("--novel", type=int, default=0, help="clients that are only tested")
     parser.add_argument("--processes", type=int, default=2, help="seeds at a time, each in a process of its own")
     parser.add_argument("--data", type=Path, help="folder with mnist/, fashion_mnist/ and cifar10/")
@@ -214,13 +215,10 @@ def algorithm_of(name: str, rate: float, head: tuple[str, ...], options: argpars
     """A method's algorithm; FedSI's two have settings of their own."""
     if not name.startswith("FedSI"):
         return fedsi.METHODS[name].algorithm(rate, head)
-    settings = {
-        "learning_rate": rate,
-        "alpha": options.alpha,
-        "prior_variance": options.variance,
-        "ratio": RATIO[options.dataset],
-    }
-    return fedppl.FedSI(**settings, diagonal=name == "FedSI-Fac")
+    if name == "FedSI-Fac":
+        return fedppl.FedSI(learning_rate=rate, diagonal=True, prior_variance=options.diagonal_variance)
+    settings = {"alpha": options.alpha, "prior_variance": options.variance, "ratio": RATIO[options.dataset]}
+    return fedppl.FedSI(learning_rate=rate, **settings)
 
 
 def scores(problem: Problem, own: dict[str, Any], fits: dict[str, fedppl.Fit], link: str) -> dict[str, float]:
@@ -349,7 +347,18 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{'met' if met else 'MISSED'}: {text}")
     line = {
         name: getattr(options, name)
-        for name in ("dataset", "size", "rows", "validation", "rounds", "seeds", "novel", "alpha", "variance")
+        for name in (
+            "dataset",
+            "size",
+            "rows",
+            "validation",
+            "rounds",
+            "seeds",
+            "novel",
+            "alpha",
+            "variance",
+            "diagonal_variance",
+        )
     }
     line["rows of the table"] = {str(k): v.dropna().round(4).to_dict() for k, v in table.iterrows()}
     line["missed"] = [text for text, met in judged if not met]
