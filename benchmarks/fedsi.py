@@ -71,6 +71,8 @@ PAPER: dict[str, dict[str, tuple[float, float]]] = {
         "FedSI": (51.21, 76.1),
     },
 }  # fmt: skip
+_WIDTHS = ("alpha", "variance", "diagonal_variance", "head_sd")
+_SAID = ("dataset", "size", "rows", "validation", "rounds", "seeds", "novel", *_WIDTHS)
 LEAST = {("mnist", "small"): 93.98, ("fmnist", "small"): 89.0, ("mnist", "large"): 98.2}
 MOST_ECE = {("mnist", "small"): 0.040, ("fmnist", "small"): 0.057}
 
@@ -104,8 +106,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="the first of them")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--alpha", type=float, default=100.0, help="of FedSI and FedSI-Fac: prior variance, training")
-    parser.add_argument("--variance", type=float, default=3.0, help="of FedSI and FedSI-Fac: prior variance, inference")
+    parser.add_argument("--alpha", type=float, default=100.0, help="of FedSI: prior variance, training")
+    parser.add_argument("--variance", type=float, default=3.0, help="of FedSI: prior variance, inference")
+    parser.add_argument("--diagonal-variance", type=float, default=0.03, help="the same of FedSI-Fac")
+    parser.add_argument("--head-sd", type=float, default=100.0, help="declared prior sd of the head's weights")
     parser.add_argument("--novel", type=int, default=0, help="clients that are only tested")
     parser.add_argument("--processes", type=int, default=2, help="seeds at a time, each in a process of its own")
     parser.add_argument("--data", type=Path, help="folder with mnist/, fashion_mnist/ and cifar10/")
@@ -214,13 +218,10 @@ def algorithm_of(name: str, rate: float, head: tuple[str, ...], options: argpars
     """A method's algorithm; FedSI's two have settings of their own."""
     if not name.startswith("FedSI"):
         return fedsi.METHODS[name].algorithm(rate, head)
-    settings = {
-        "learning_rate": rate,
-        "alpha": options.alpha,
-        "prior_variance": options.variance,
-        "ratio": RATIO[options.dataset],
-    }
-    return fedppl.FedSI(**settings, diagonal=name == "FedSI-Fac")
+    if name == "FedSI-Fac":
+        return fedppl.FedSI(learning_rate=rate, diagonal=True, prior_variance=options.diagonal_variance)
+    settings = {"alpha": options.alpha, "prior_variance": options.variance, "ratio": RATIO[options.dataset]}
+    return fedppl.FedSI(learning_rate=rate, **settings)
 
 
 def scores(problem: Problem, own: dict[str, Any], fits: dict[str, fedppl.Fit], link: str) -> dict[str, float]:
@@ -264,12 +265,13 @@ def one_seed(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     problem = divide(images, None if other is None else load(find_data(options.data, other)), options, seed)
     net = network(options.dataset, seed)
     head = tuple(fedsi.shared_names(net, "head"))
+    sigma = {weight: options.head_sd if weight in head else 1.0 for weight in fedsi.shared_names(net, "all")}
     takes_part = {name: data for name, data in problem.train.items() if name not in problem.novel}
     records = []
     for name in options.methods:
         method = fedsi.METHODS[name]
         model = fedppl.FederatedModel(
-            functools.partial(fedsi.classifier, net=net), fedsi.shared_names(net, method.shares)
+            functools.partial(fedsi.classifier, net=net, sigma=sigma), fedsi.shared_names(net, method.shares)
         )
         for rate in RATES.get(name, tuple(options.rates)):
             algorithm, started = algorithm_of(name, rate, head, options), time.process_time()
@@ -347,10 +349,7 @@ def main(argv: list[str] | None = None) -> int:
     judged = bars(table, seeds, options)
     for text, met in judged:
         print(f"{'met' if met else 'MISSED'}: {text}")
-    line = {
-        name: getattr(options, name)
-        for name in ("dataset", "size", "rows", "validation", "rounds", "seeds", "novel", "alpha", "variance")
-    }
+    line = {name: value for name, value in vars(options).items() if name in _SAID}
     line["rows of the table"] = {str(k): v.dropna().round(4).to_dict() for k, v in table.iterrows()}
     line["missed"] = [text for text, met in judged if not met]
     line["seconds"] = round(time.perf_counter() - started, 1)

@@ -137,8 +137,10 @@ def shared_layout(
     log_density = _graph.batched(phi, [], [logp])
     gradient = _graph.python_function([phi], pt.grad(logp, phi, disconnected_inputs="ignore"))
     origin = np.concatenate([np.ravel(value).astype(float) for value in initial])
-    binary = np.repeat([variable.binary for variable in variables], [variable.size for variable in variables])
-    exact = _gaussian_beside_binary(lambda draws: log_density(draws)[0], gradient, origin, binary)
+    sizes = [variable.size for variable in variables]
+    binary = np.repeat([variable.binary for variable in variables], sizes)
+    owners = np.repeat([variable.name for variable in variables], sizes)
+    exact = _gaussian_beside_binary(lambda draws: log_density(draws)[0], gradient, origin, binary, owners)
     n0 = exact if exact is not None else moment_match(_prior_draws(parts))
     many = functools.cache(lambda: _graph.batched(phi, [], [pt.grad(logp, phi, disconnected_inputs="ignore")]))
     prior = SharedPrior(
@@ -189,7 +191,7 @@ def _refuse_flat(parts: _graph.Parts) -> None:
 
 
 def _gaussian_beside_binary(
-    log_density: Callable[[Array], Array], gradient: Callable[[Array], Array], origin: Array, binary: Any
+    log_density: Callable[[Array], Array], gradient: Callable[[Array], Array], origin: Array, binary: Any, owners: Any
 ) -> Gaussian | None:
     """N_0 if the continuous coordinates have a Gaussian prior: theirs, with mean and variance of each indicator."""
 
@@ -198,7 +200,7 @@ def _gaussian_beside_binary(
         point[~binary] = continuous
         return point
 
-    continuous = gaussian_prior(lambda z: gradient(filled(z))[~binary], origin[~binary])
+    continuous = gaussian_prior(lambda z: gradient(filled(z))[~binary], origin[~binary], owners[~binary])
     if continuous is None or not np.any(binary):
         return continuous
     at = np.repeat(origin[None], 2 * int(binary.sum()), axis=0)

@@ -22,7 +22,7 @@ import numpy as np
 from fedppl import _digest, fallbacks, settings
 from fedppl import checkpoint as checkpoints
 from fedppl.arrival import unarrived
-from fedppl.engine.answer import require_fit, stream
+from fedppl.engine.answer import require_fit, say_unused, stream
 from fedppl.engine.inprocess import InProcess
 from fedppl.model import ClientModel, FederatedModel
 from fedppl.participation import Participation, as_participation
@@ -308,6 +308,8 @@ def _start(
     models = {} if clients is None else model.enrol(clients)
     for client in models.values():
         require_fit(algorithm, client)
+    if models:
+        say_unused(algorithm, next(iter(models.values())))
     moving = (engine or InProcess())(algorithm, models)
     try:
         run = _Run(algorithm, moving, models, seed)

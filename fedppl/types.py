@@ -294,6 +294,8 @@ class Algorithm(NamedTuple):
     preliminary
         ``preliminary(state)``: whether the next round belongs to a start that has a budget of its own, and does not
         count towards ``rounds=``; none does, where it is None. What `posterior` gives until then is none.
+    unused
+        ``unused(client)``: names of the variables whose declared prior sd changes nothing. Said once at the start.
     lasting
         Whether personal state outlives a run, as a privacy budget does: a site then keeps it in its folder, under
         its own name, and does not answer where it cannot be read.
@@ -321,6 +323,7 @@ class Algorithm(NamedTuple):
     settings: Mapping[str, str] = {}
     binary: bool = False
     large: bool = False
+    unused: Callable[[Any], tuple[str, ...]] | None = None
     lasting: bool = False
     preliminary: Callable[[Any], bool] | None = None
     tests_convergence: bool = False

@@ -100,6 +100,9 @@ def linearised(
 ) -> pm.Model:
     """The generalised linear model in a subnetwork's weights around h.
 
+    No algorithm calls it. It is the declaration that the posterior computed in torch belongs to: tests hold
+    `fedppl.nn.subnet.infer` against PyMC's second derivative of it.
+
     Parameters
     ----------
     J

@@ -61,7 +61,11 @@ def hierarchical(X: Any, y: Any, *, scale: float = 2.5, spread: float = 1.0) -> 
 
 
 def head(Z: Any, y: Any, *, outputs: int) -> pm.Model:
-    """A network's last layer on features Z (n, h), one vector ``"v"`` (C h + C,) as torch has it; share ``"v"``."""
+    """A network's last layer on features Z (n, h), one vector ``"v"`` (C h + C,) as torch has it; share ``"v"``.
+
+    No algorithm calls it. It is the declaration of what `fedppl.NetworkConfidence` fits in torch: tests hold the one
+    against `fedppl.MeanField` on the other.
+    """
     width = np.shape(Z)[1]
     with pm.Model() as model:
         features, labels = pm.Data("Z", Z), pm.Data("y", y)

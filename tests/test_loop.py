@@ -404,7 +404,7 @@ def test_who_fell_back_is_said_in_the_log_the_bar_and_the_message(
     with caplog.at_level(logging.INFO, logger="fedppl"):
         result = fit(normal_means(4), fedppl.EP(local=local), progressbar=True)
     assert result.status is Status.CONVERGED
-    assert "2 of 4 clients used NUTS" in result.message and "1 of 4 clients used a Laplace" in result.message
+    assert "2 of 4 clients used NUTS" in result.message and "1 of 4 clients used a fitted t" in result.message
     assert "client 1" in result.message and "client 2" not in result.message and "22.5 s" in result.message
     assert "2 on NUTS" in capsys.readouterr().out
     lines = [r for r in caplog.records if getattr(r, "status", "") == "fallback"]

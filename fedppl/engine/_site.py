@@ -17,7 +17,7 @@ import fedppl
 from fedppl import _digest, checkpoint, idata
 from fedppl.at_client import client_posterior
 from fedppl.engine import _wire
-from fedppl.engine.answer import answer, require_fit
+from fedppl.engine.answer import answer, require_fit, say_unused
 from fedppl.model import ClientModel, FederatedModel
 from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Message, Status
 
@@ -67,6 +67,8 @@ def enrolled(site: Site, config: Mapping[str, Any], called: str | None = None) -
             pair = {**_first.setdefault(columns, {name: data}), name: data}
             client = declaration.enrol(pair)[name]
             require_fit(site.algorithm, client)
+            if not any(token == site.token for token, _ in _models):
+                say_unused(site.algorithm, client)
             _models[key] = client
         own = _models[key].client_id
         if called is not None and called != own:

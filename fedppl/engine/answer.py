@@ -9,7 +9,7 @@ import numpy as np
 
 from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Message, Reply, Request
 
-__all__ = ["answer", "require_fit", "stream"]
+__all__ = ["answer", "require_fit", "say_unused", "stream"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,19 @@ def require_fit(algorithm: Algorithm, client: Any) -> None:
             "fewer, or use fedppl.FedSI() or fedppl.NetworkAveraging() if they are the weights of a network."
         )
     algorithm.check(client)
+
+
+def say_unused(algorithm: Algorithm, client: Any) -> None:
+    """Log the names of variables whose declared prior sd changes nothing."""
+    names = algorithm.unused(client) if algorithm.unused is not None else ()
+    if names:
+        more = f" and {len(names) - 6} others" if len(names) > 6 else ""
+        logger.warning(
+            "%s makes no use of the declared prior sds of %s%s: they change nothing",
+            algorithm.name,
+            ", ".join(map(repr, names[:6])),
+            more,
+        )
 
 
 def stream(seed: tuple[int, ...]) -> np.random.Generator:

@@ -32,7 +32,7 @@ class NetworkClient:
     unit
         The network, rows and likelihood.
     start
-        θ (d_k,) where all clients start: what the network held when it was declared.
+        θ (d_k,) where all clients start: PyMC's initial point, the mean of the prior unless it has an `initval`.
     """
 
     def __init__(self, unit: NetworkUnit, start: Array) -> None:

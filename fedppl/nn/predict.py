@@ -68,7 +68,7 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
 def network(fit: Fit) -> torch.nn.Module:
     """The global model: a copy of the declared network that holds the shared weights of a fit.
 
-    Local weights are what the network held when it was declared.
+    Local weights are those that all clients start from.
 
     Parameters
     ----------

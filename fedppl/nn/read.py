@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from pytensor.graph.basic import Constant
 from pytensor.graph.replace import clone_replace
-from pytensor.graph.traversal import ancestors, explicit_graph_inputs
+from pytensor.graph.traversal import ancestors
 
 from fedppl import _graph
 from fedppl.nn.functional import call, cast, own_copy, parameter_slices, state_of
@@ -48,6 +49,10 @@ class NetworkUnit:
         Where coordinates of φ (m,) and of θ (d_k,) lie in w.
     likelihood
         How outputs meet outcomes.
+    shared_kinds
+        Distribution of each shared variable, as PyTensor names it, by the variable's name.
+    local_mean, local_precision
+        Of the declared, independent normal prior of θ, (d_k,).
     """
 
     def __init__(self, client: ClientModel, read: Mapping[str, Any]) -> None:
@@ -55,6 +60,7 @@ class NetworkUnit:
         self.names: tuple[str, ...] = read["names"]
         self.shared_at, self.local_at = read["shared_at"], read["local_at"]
         self.likelihood: Likelihood = read["likelihood"]
+        self.shared_kinds: Mapping[str, str] = read["shared_kinds"]
         self.local_mean, self.local_precision = read["local_prior"]
         for name in read["labels"]:
             given = np.asarray(client.arrays[name])
@@ -202,38 +208,49 @@ def _read(client: ClientModel) -> dict[str, Any]:
         "shared_at": places(client.layout.variables),
         "local_at": places(client.local),
         "likelihood": likelihood,
+        "shared_kinds": {rv.name: _kind(rv) for rv in parts.shared},
         "local_prior": _local_prior(who, parts.local),
         "rows": _graph.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, y_in]),
         "inputs_of": (_graph.python_function([i for _, i in needed], X_in), [name for name, _ in needed]),
     }
 
 
+def _kind(rv: Any) -> str:
+    """PyTensor's name of a distribution: "normal", "laplace"."""
+    return getattr(rv.owner.op, "name", None) or type(rv.owner.op).__name__
+
+
 def _likelihood(who: str, observed: Any) -> Likelihood:
-    kind = getattr(observed.owner.op, "name", "")
+    kind = _kind(observed)
     parameters = observed.owner.op.dist_params(observed.owner)
     if kind == "categorical":
         return Likelihood("categorical", np.nan)
     if kind == "normal":
-        sd = parameters[1]
-        if set(explicit_graph_inputs([sd])):
-            raise DeclarationError(f"{who}: the sd of {observed.name!r} is no constant; {_CONTRACT}.")
-        values = np.unique(sd.eval())
+        values = np.unique(_constant(parameters[1], f"{who}: the sd of {observed.name!r}"))
         if len(values) == 1:
             return Likelihood("normal", float(values[0]))
-    raise DeclarationError(f"{who}: the outcome {observed.name!r} is {kind or 'unknown'}; {_CONTRACT}.")
+    raise DeclarationError(f"{who}: the outcome {observed.name!r} is {kind}; {_CONTRACT}.")
+
+
+def _constant(value: Any, what: str) -> Array:
+    """The value of a parameter that is equal at all clients: it hangs on no variable, and on no data."""
+    if any(v.owner is None and not isinstance(v, Constant) for v in ancestors([value])):
+        raise DeclarationError(f"{what} is no constant; {_CONTRACT}.")
+    return np.asarray(value.eval(), dtype=float)
 
 
 def _local_prior(who: str, local: Any) -> tuple[Array, Array]:
     """Means and precisions of independent normal priors of local weights, (d_k,) each."""
     means, precisions = [np.zeros(0)], [np.zeros(0)]
     for rv in local:
-        if getattr(rv.owner.op, "name", "") != "normal":
-            raise DeclarationError(f"{who}: the prior of {rv.name!r} is not normal; {_CONTRACT}.")
-        mu, sd = (np.asarray(v.eval()) for v in rv.owner.op.dist_params(rv.owner))
+        if _kind(rv) != "normal":
+            raise DeclarationError(f"{who}: the prior of {rv.name!r} is not normal ({_kind(rv)}); {_CONTRACT}.")
+        what = f"{who}: a parameter of the prior of {rv.name!r}"
+        mu, sd = (_constant(value, what) for value in rv.owner.op.dist_params(rv.owner))
         shape = tuple(rv.type.shape)
         means.append(np.broadcast_to(mu, shape).ravel())
-        precisions.append(np.broadcast_to(sd, shape).ravel().astype(float) ** -2.0)
-    return np.concatenate(means).astype(float), np.concatenate(precisions)
+        precisions.append(np.broadcast_to(sd, shape).ravel() ** -2.0)
+    return np.concatenate(means), np.concatenate(precisions)
 
 
 def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.settings import plain
-from fedppl.types import Array, DeclarationError, Draws, Message
+from fedppl.types import Array, DeclarationError, Draws, Layout, Message
 
 __all__ = [
     "Own",
@@ -26,6 +26,7 @@ __all__ = [
     "steps_rule",
     "training_rule",
     "tuning_rule",
+    "unused_priors",
 ]
 
 logger = logging.getLogger(__name__)
@@ -81,10 +82,10 @@ def head_rule(head: Any) -> tuple[str, ...]:
     return tuple(head)
 
 
-def check_head(client: Any, head: tuple[str, ...]) -> None:
+def check_head(client: Any, algorithm: str, head: tuple[str, ...]) -> None:
     """Refuse what is no network, networks of which a part is local, and heads that are not the last layer."""
-    check_all_shared(client)
-    check_network(client, head)
+    check_all_shared(client, algorithm)
+    check_network(client, algorithm, head)
     client.network.head(head)
 
 
@@ -106,9 +107,10 @@ def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int, momentum: 
     return Tuning(tuple(tune), training)
 
 
-def check_network(client: Any, *trained: str | tuple[str, ...] | None) -> None:
-    """Refuse what is no network, and names that it does not have."""
+def check_network(client: Any, algorithm: str, *trained: str | tuple[str, ...] | None) -> None:
+    """Refuse what is no network, shared priors that are not independent normals, and names that it does not have."""
     network = client.network
+    _check_prior(client, algorithm)
     for which in trained:
         if which == "local" and not client.local_size:
             raise DeclarationError(
@@ -119,9 +121,55 @@ def check_network(client: Any, *trained: str | tuple[str, ...] | None) -> None:
             network.places(which)
 
 
-def check_all_shared(client: Any) -> None:
-    """Refuse what is no network, and networks of which a part is local."""
-    client.network.places("shared")
+def _check_prior(client: Any, algorithm: str) -> None:
+    """Refuse what is no independent normal: its mean and its variances would be all that is left of it."""
+    layout, kinds = client.layout, client.network.unit.shared_kinds
+    wrong = [name for name, kind in kinds.items() if kind != "normal"] or list(kinds)
+    if layout.prior_is_gaussian:
+        wrong = _correlated(layout)
+    if wrong:
+        raise DeclarationError(
+            f"the prior of {', '.join(f'{name!r} ({kinds[name]})' for name in wrong)} is not one of independent "
+            f"normals, and {algorithm} has no use for any other. Declare shared weights by pm.Normal with constant "
+            "parameters, as fedppl.nn.parameters does."
+        )
+
+
+def _correlated(layout: Layout) -> list[str]:
+    """Names of the shared variables whose precision has entries off its diagonal."""
+    precision = layout.prior.precision
+    if precision.ndim == 1:
+        return []
+    scale = np.sqrt(np.diag(precision))
+    apart = np.abs(precision / np.outer(scale, scale) - np.eye(len(scale))).max(axis=1) > 1e-9
+    return [name for name, where in layout.slices.items() if apart[where].any()]
+
+
+def unused_priors(client: Any, *, shared: bool = False, tuned: str | tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """Names of the weights whose declared prior sd an algorithm does not use.
+
+    Parameters
+    ----------
+    client
+        A client's network.
+    shared
+        Whether it uses those of shared weights.
+    tuned
+        Local weights of which it uses them: "local" or "all", torch's names, or None.
+
+    Returns
+    -------
+    tuple
+    """
+    names = [] if shared else [v.name for v in client.layout.variables]
+    if tuned not in ("local", "all"):
+        names += [v.name for v in client.local if v.name not in (tuned or ())]
+    return tuple(names)
+
+
+def check_all_shared(client: Any, algorithm: str) -> None:
+    """Refuse what is no network, networks of which a part is local, and priors as in `check_network`."""
+    check_network(client, algorithm, "shared")
     if client.local_size:
         raise DeclarationError(
             f"the weights {[v.name for v in client.local]} are local, and this algorithm shares whole networks; name "
@@ -139,25 +187,35 @@ def outcome(mean: Array, tuning: Tuning) -> dict[str, Array]:
 def own(
     client: Any, personal: Any, message: Message, rng: np.random.Generator, *, which: str | tuple[str, ...] | None
 ) -> Own:
-    """One client's network: the shared weights, its own, fine-tuned; with a posterior if the message asks for one."""
-    network = client.network
+    """One client's network: the shared weights, its own, fine-tuned.
+
+    A message with prior variances of the shared weights asks for the mode under those and the declared prior of local
+    weights, and for a subnetwork's posterior; without them the loss alone counts.
+    """
+    network, unit = client.network, client.network.unit
     kept = personal is not None and len(personal.local) == client.local_size
-    if not kept and not set(network.unit.local_at) <= set(network.places(which) if which is not None else ()):
+    if not kept and not set(unit.local_at) <= set(network.places(which) if which is not None else ()):
         logger.warning(
             "client %s has no local weights of its own, and takes those that all clients start from; an algorithm with "
             'tune="local" fine-tunes them',
             client.client_id,
         )
-    w = network.unit.weights(np.asarray(message["mean"], dtype=float), personal.local if kept else network.start)
+    mean, variance = np.asarray(message["mean"], dtype=float), message.get("variance")
+    w = unit.weights(mean, personal.local if kept else network.start)
     rate, epochs, batch_size, momentum = (float(value) for value in message["tuning"])
     if which is not None and epochs:
         steps = Training(rate, int(epochs), int(batch_size), None if momentum < 0 else momentum)
-        w = network.trained(w, network.places(which), steps, rng)
-    if "variance" not in message:
+        free, prior = network.places(which), None
+        if variance is not None:
+            centre = unit.weights(mean, unit.local_mean)
+            precision = unit.weights(1.0 / np.asarray(variance), unit.local_precision)
+            prior = centre[free], precision[free]
+        w = network.trained(w, free, steps, rng, prior=prior)
+    if variance is None:
         return Own(client, w, None)
     count, literal, diagonal = (int(value) for value in message["inference"])
     rule = "variance" if literal else "live"
-    found = network.subnetwork(w, np.asarray(message["variance"]), count, rule=rule, diagonal=bool(diagonal))
+    found = network.subnetwork(w, np.asarray(variance), count, rule=rule, diagonal=bool(diagonal))
     return Own(client, w, found)
 
 

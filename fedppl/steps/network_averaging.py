@@ -20,6 +20,7 @@ from fedppl.steps._network import (
     own,
     training_rule,
     tuning_rule,
+    unused_priors,
 )
 from fedppl.steps._point import Kept, weight_of, weights_rule
 from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
@@ -78,7 +79,8 @@ def NetworkAveraging(
     LG-FedAvg     head                  ``(("all", 10),)``                            None
     ============  ====================  ============================================  ====================
 
-    Local weights stay at the client between rounds. All start at what the network held when it was declared.
+    Local weights stay at the client between rounds. Shared ones start at the mean of the declared prior, local ones at
+    PyMC's initial point: with `fedppl.nn.parameters` both are what the network held when it was declared.
 
     Parameters
     ----------
@@ -119,7 +121,8 @@ def NetworkAveraging(
     Notes
     -----
     *When this fails.* There is no rule for convergence: a fit runs for as many rounds as it is given and says
-    "max_rounds". The prior of the weights is not part of the loss, as in the methods of the table.
+    "max_rounds". The prior of the weights is not part of the loss, as in the methods of the table: a line of the log
+    says so at the start.
 
     References
     ----------
@@ -147,7 +150,7 @@ def NetworkAveraging(
     trained = [which for which, _ in settings.phases]
     return Algorithm(
         name="NetworkAveraging",
-        check=lambda client: check_network(client, *trained, settings.tuning.which),
+        check=lambda client: check_network(client, "NetworkAveraging", *trained, settings.tuning.which),
         init_server=_init_server,
         broadcast=lambda state, client_id: {"mean": state.phi},
         update_client=functools.partial(_update_client, settings=settings),
@@ -162,11 +165,12 @@ def NetworkAveraging(
         stay=functools.partial(_stay, settings=settings),
         settings=described({"learning_rate": learning_rate, "batch_size": batch_size, **settings._asdict()}),
         large=True,
+        unused=unused_priors,
     )
 
 
 def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> NetworkState:
-    """Start at the mean of the prior: the weights that the network held when it was declared."""
+    """Start at the mean of the declared prior."""
     del clients, rng
     return NetworkState(gaussian.mean(layout.prior), Status.RUNNING.value, "raise rounds=")
 

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.steps import _posteriors
-from fedppl.steps._network import Own, Training, check_all_shared, described, drawn_from, steps_rule, training_rule
+from fedppl.steps._network import (
+    Own,
+    Training,
+    check_all_shared,
+    described,
+    drawn_from,
+    steps_rule,
+    training_rule,
+    unused_priors,
+)
 from fedppl.steps._point import weight_of, weights_rule
 from fedppl.steps.confidence import spread_rule
 from fedppl.types import Algorithm, Array, DeclarationError, Message
@@ -94,7 +103,7 @@ def PFedBayes(
     settings = _Settings(training, float(zeta), count, spread_rule(spread), weights_rule(weights))
     return Algorithm(
         name="PFedBayes",
-        check=check_all_shared,
+        check=lambda client: check_all_shared(client, "PFedBayes"),
         init_server=functools.partial(_posteriors.init_server, spread=settings.spread),
         broadcast=_posteriors.broadcast,
         update_client=functools.partial(_update_client, settings=settings),
@@ -109,6 +118,7 @@ def PFedBayes(
         stay=functools.partial(_stay, settings=settings),
         settings=described(settings._asdict()),
         large=True,
+        unused=unused_priors,
     )
 
 

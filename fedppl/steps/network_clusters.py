@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.steps._network import Own, Training, check_all_shared, described, drawn_from, training_rule
+from fedppl.steps._network import (
+    Own,
+    Training,
+    check_all_shared,
+    described,
+    drawn_from,
+    training_rule,
+    unused_priors,
+)
 from fedppl.steps._point import Kept, weight_of, weights_rule
 from fedppl.steps.confidence import spread_rule
 from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
@@ -91,7 +99,7 @@ def IFCA(
     sd, rule = spread_rule(spread), weights_rule(weights)
     return Algorithm(
         name="IFCA",
-        check=check_all_shared,
+        check=lambda client: check_all_shared(client, "IFCA"),
         init_server=functools.partial(_init_server, clusters=int(clusters), spread=sd),
         broadcast=lambda state, client_id: {"phi": state.phi},
         update_client=functools.partial(_update_client, training=training, weights=rule),
@@ -104,6 +112,7 @@ def IFCA(
         details=lambda state: {},
         settings=described({"clusters": int(clusters), "spread": sd, **training._asdict(), "weights": weights}),
         large=True,
+        unused=unused_priors,
     )
 
 

@@ -19,6 +19,7 @@ from fedppl.steps._network import (
     head_rule,
     steps_rule,
     training_rule,
+    unused_priors,
 )
 from fedppl.steps._point import flag_rule
 from fedppl.steps.confidence import TERMS, confidence_of, ledger_sums, spread_rule, strength_rule, terms_rule
@@ -154,7 +155,7 @@ def NetworkConfidence(
     )
     return Algorithm(
         name="NetworkConfidence",
-        check=lambda client: check_head(client, settings.head),
+        check=lambda client: check_head(client, "NetworkConfidence", settings.head),
         init_server=functools.partial(_init_server, settings=settings),
         broadcast=lambda state, client_id: {"mean": state.phi},
         update_client=functools.partial(_update_client, settings=settings),
@@ -169,13 +170,14 @@ def NetworkConfidence(
         stay=functools.partial(_stay, settings=settings),
         settings=described(settings._asdict()),
         large=True,
+        unused=unused_priors,
     )
 
 
 def _init_server(
     layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: _Settings
 ) -> NetworkConfidenceState:
-    """Start at the mean of the prior: the weights that the network held when it was declared."""
+    """Start at the mean of the declared prior."""
     del rng
     head = np.concatenate([np.arange(where.start, where.stop) for name, where in _head_slices(layout, settings.head)])
     phi = gaussian.mean(layout.prior)

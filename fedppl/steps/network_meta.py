@@ -77,7 +77,7 @@ def PerFedAvg(
     )
     return averaging._replace(
         name="PerFedAvg",
-        check=check_all_shared,
+        check=lambda client: check_all_shared(client, "PerFedAvg"),
         update_client=functools.partial(_update_client, training=training, inner=inner, weights=weights),
         stay=None,
         settings=described(

@@ -97,7 +97,7 @@ def PFedMe(
     averaging = NetworkAveraging(momentum=0.0, batch_size=batch_size, weights=weights)
     return averaging._replace(
         name="PFedMe",
-        check=check_all_shared,
+        check=lambda client: check_all_shared(client, "PFedMe"),
         update_client=functools.partial(_update_client, settings=settings),
         personalise=functools.partial(_own, settings=settings),
         draw=drawn_from(functools.partial(_own, settings=settings)),

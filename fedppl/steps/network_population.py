@@ -10,7 +10,16 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.replies import sum_replies
-from fedppl.steps._network import Own, Training, check_head, described, drawn_from, head_rule, training_rule
+from fedppl.steps._network import (
+    Own,
+    Training,
+    check_head,
+    described,
+    drawn_from,
+    head_rule,
+    training_rule,
+    unused_priors,
+)
 from fedppl.steps.confidence import spread_rule
 from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
 
@@ -118,7 +127,7 @@ def FedPop(
     )
     return Algorithm(
         name="FedPop",
-        check=lambda client: check_head(client, settings.head),
+        check=lambda client: check_head(client, "FedPop", settings.head),
         init_server=functools.partial(_init_server, settings=settings),
         broadcast=lambda state, client_id: {"mean": state.phi},
         update_client=functools.partial(_update_client, settings=settings),
@@ -133,13 +142,14 @@ def FedPop(
         stay=functools.partial(_stay, settings=settings),
         settings=described(settings._asdict()),
         large=True,
+        unused=unused_priors,
     )
 
 
 def _init_server(
     layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: _Settings
 ) -> FedPopState:
-    """Start at the mean of the prior: the weights that the network held when it was declared."""
+    """Start at the mean of the declared prior."""
     del clients, rng
     places = [np.arange(at.start, at.stop) for name, at in layout.slices.items() if name in settings.head]
     return FedPopState(gaussian.mean(layout.prior), np.concatenate(places), Status.RUNNING.value, "raise rounds=")

@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.steps._network import Training, check_all_shared, described, draw, outcome, own, training_rule, tuning_rule
+from fedppl.steps._network import (
+    Training,
+    check_all_shared,
+    described,
+    draw,
+    outcome,
+    own,
+    training_rule,
+    tuning_rule,
+    unused_priors,
+)
 from fedppl.steps._point import Kept, weight_of, weights_rule
 from fedppl.types import Algorithm, Array, Layout, Message, Status
 
@@ -80,7 +90,7 @@ def NetworkSCAFFOLD(
     rule, tuning = weights_rule(weights), tuning_rule(None, 1e-3, 1, 1)
     return Algorithm(
         name="NetworkSCAFFOLD",
-        check=check_all_shared,
+        check=lambda client: check_all_shared(client, "NetworkSCAFFOLD"),
         init_server=_init_server,
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, training=training, weights=rule),
@@ -94,11 +104,12 @@ def NetworkSCAFFOLD(
         estimate=lambda state: state.phi,
         settings=described({**training._asdict(), "weights": weights}),
         large=True,
+        unused=unused_priors,
     )
 
 
 def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> NetworkScaffoldState:
-    """Start at the mean of the prior, with nobody heard."""
+    """Start at the mean of the declared prior, with nobody heard."""
     del rng
     where = {client_id: k for k, client_id in enumerate(clients)}
     empty = np.zeros((len(clients), layout.size))

@@ -10,7 +10,17 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.replies import sum_replies
-from fedppl.steps._network import Training, check_network, described, draw, outcome, own, training_rule, tuning_rule
+from fedppl.steps._network import (
+    Training,
+    check_network,
+    described,
+    draw,
+    outcome,
+    own,
+    training_rule,
+    tuning_rule,
+    unused_priors,
+)
 from fedppl.steps._point import Kept, flag_rule
 from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
 
@@ -49,7 +59,7 @@ def FedSI(
     *,
     ratio: float = 0.05,
     alpha: float = 100.0,
-    prior_variance: float = 3.0,
+    prior_variance: float | None = None,
     learning_rate: float = 1e-2,
     epochs: int = 10,
     batch_size: int = 50,
@@ -68,8 +78,8 @@ def FedSI(
 
     Shared are the weights of the representation, with a posterior; σ²_k is its variance at the S weights of the
     client's subnetwork, and 0 at all others, which are points. Local weights, the head, stay where all clients start
-    them until the rounds are over; then each client fine-tunes its own, and infers a subnetwork at the shared mean
-    (Step 4).
+    them until the rounds are over; then each client fine-tunes its own to the mode under their declared prior, and
+    infers a subnetwork at the shared mean (Step 4). The declared prior of the shared weights counts in the first round.
 
     Parameters
     ----------
@@ -79,10 +89,11 @@ def FedSI(
         Prior variance that weights which are deterministic in the average have in the next round's training. The
         paper's 1e-4 holds them so tightly that training fails, and 1 still costs accuracy.
     prior_variance
-        The same for the next inference. A weight that the data hardly speak about keeps its prior's variance, so that
-        α, which lets training go, would be far too much uncertainty. The default is right for the networks of the
-        paper, by the likelihood of rows that were held out; try others for yours. The first round has the declared
-        prior in both.
+        The same for the next inference, 3 by default. A weight that the data hardly speak about keeps its prior's
+        variance, so that α, which lets training go, would be far too much uncertainty. The first round has the
+        declared prior in both. With `diagonal` no weight is deterministic, and neither this nor α plays a part in the
+        rounds; no weight's prior in the last inference is wider than this, 0.03 by default. The defaults are right for
+        the networks of the paper, by the likelihood of rows that were held out; try others for yours.
     learning_rate, epochs, batch_size
         Of Adam towards the mode.
     rule
@@ -93,7 +104,9 @@ def FedSI(
         "variance" or "sd": what the server averages. Algorithm 1 has sds; with degenerate Gaussians, variances are
         those of an average of independent draws' mixture less the spread of means.
     tune, tune_rate, tune_epochs
-        Weights that a client fine-tunes in the end, and Adam's settings for that.
+        Weights that a client fine-tunes in the end, and Adam's settings for that. Local ones have their declared
+        prior, shared ones that of the last inference; local weights that are not named stay where they start, and
+        their prior is not used.
 
     Returns
     -------
@@ -123,6 +136,8 @@ def FedSI(
     ----------
     .. [1] Chen et al., FedSI, Algorithm 1, eqs. 10 to 19.
     """
+    if prior_variance is None:
+        prior_variance = 0.03 if diagonal else 3.0
     for name, value, most in (
         ("ratio", ratio, 1.0),
         ("alpha", alpha, np.inf),
@@ -148,7 +163,7 @@ def FedSI(
     tuning = tuning_rule(tune, tune_rate, tune_epochs, batch_size)
     return Algorithm(
         name="FedSI",
-        check=lambda client: check_network(client, "shared", tuning.which),
+        check=lambda client: check_network(client, "FedSI", "shared", tuning.which),
         init_server=_init_server,
         broadcast=lambda state, client_id: {
             "mean": state.mean,
@@ -161,7 +176,7 @@ def FedSI(
         update_server=functools.partial(_update_server, settings=settings),
         outcome=lambda state, client_id: {
             **outcome(state.mean, tuning),
-            "variance": _believed(state.variance, state.declared, settings),
+            "variance": _last(state, settings),
             "inference": np.array([_count(settings, len(state.mean)), rule == "variance", diagonal], dtype=float),
         },
         draw=functools.partial(draw, which=tuning.which),
@@ -170,12 +185,19 @@ def FedSI(
         estimate=lambda state: state.mean,
         settings=described({**settings._asdict(), **tuning._asdict()}),
         large=True,
+        unused=functools.partial(unused_priors, shared=True, tuned=tuning.which),
     )
 
 
 def _believed(variance: Array, declared: float, settings: _Settings) -> Array:
     """Prior variances to infer with: those of training, but for weights that α lets go."""
     return variance if declared else np.where(variance == settings.alpha, settings.prior_variance, variance)
+
+
+def _last(state: SubnetworkState, settings: _Settings) -> Array:
+    """Prior variances of the inference after the rounds, which predictions come from."""
+    found = _believed(state.variance, state.declared, settings)
+    return np.minimum(found, settings.prior_variance) if settings.diagonal and not state.declared else found
 
 
 def _count(settings: _Settings, size: int) -> int:
