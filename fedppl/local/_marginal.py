@@ -225,6 +225,11 @@ def gradient_batch(kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, gra
     x, A, factor = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d))
     for s in range(count):
         x[:m] = draws[s]
+        if d == 0:  # the density itself: one call has both
+            output = kernel(x, *data)
+            values[s] = output[0]
+            gradients[s] = output[1:]
+            continue
         there, value = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
         if there == OK and np.isfinite(value) and _total_gradient(kernel, x, m, scale, data, gradients[s]):
             values[s] = value

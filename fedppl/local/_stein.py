@@ -50,7 +50,8 @@ def stein_moments(z: Array, log_weights: Array, gradients: Array) -> SteinMoment
     values, vectors = np.linalg.eigh(np.eye(m) - hessian)
     if values[0] < 0.05:
         return None
-    rest = log_weights - z @ linear - 0.5 * np.einsum("si,ij,sj->s", z, hessian, z)
+    curved = z @ hessian
+    rest = log_weights - z @ linear - 0.5 * np.sum(curved * z, axis=1)
     rest = rest - rest.mean()
     weights = normalise(rest)
     # What the weights do to first order is in the quadratic already; the same estimate of it from values is taken out.
@@ -63,6 +64,6 @@ def stein_moments(z: Array, log_weights: Array, gradients: Array) -> SteinMoment
     found = WeightedMoments(center + root @ (vectors.T @ shift), (covariance + covariance.T) / 2)
     if not np.linalg.eigvalsh(found.covariance)[0] > 0:
         return None
-    off = gradients - linear - z @ hessian
+    off = gradients - linear - curved
     error = float(off.std(axis=0).max() / np.sqrt(count))
     return SteinMoments(found, float(np.std(rest)), pareto_k(rest), error, off)
