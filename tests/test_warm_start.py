@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fedppl.steps._warm_start import newton_step
 from fedppl.testing import normal_means
 from fedppl.types import Expansion, Status
 from tests import problems
+from tests.faults import Tampering, with_message
 from tests.test_runs import assert_same_state
 
 
@@ -129,15 +131,22 @@ def test_a_search_that_is_interrupted_after_every_round_goes_on_as_if_it_were_no
     model: fedppl.FederatedModel, tmp_path: Path
 ) -> None:
     _, _, clients = raw(2, 120, 4)
+
+    def too_long(request: Any, reply: Any) -> Any:
+        """In the third round, so that the server goes back along the step."""
+        return with_message(reply, value=np.array(-1e30)) if request.round == 3 else reply
+
+    def steps(**settings: Any) -> Iterator[fedppl.Round]:
+        return fedppl.rounds(model, clients, fedppl.EP(), engine=Tampering(too_long), random_seed=1, **settings)
+
     whole = []
-    for step in fedppl.rounds(model, clients, fedppl.EP(), random_seed=1):
+    for step in steps():
         whole.append(step)
         if step.info.phase == "EP":
             break
-    # between going back along a step and the expansions there, too
-    assert any(step.state.warm_start is not None and step.state.warm_start.chosen for step in whole)
+    assert len(whole) > 4 and whole[2].state.warm_start.chosen
     for expected in whole:
-        step = next(fedppl.rounds(model, clients, fedppl.EP(), checkpoint=tmp_path / "run", random_seed=1))
+        step = next(steps(checkpoint=tmp_path / "run"))
         assert step.number == expected.number
         assert step.record.preliminary == expected.record.preliminary
         assert_same_state(step.state, expected.state)
