@@ -20,15 +20,21 @@ from fedppl.engine.inprocess import InProcessEngine
 from fedppl.types import Algorithm, Failure, LocalInference, Reply, Request
 
 # Fields of a reply by phase.
-FIELDS = {"warm start": ("value", "gradient", "hessian"), "EP": ("mean", "precision", "skewness", "mc_error")}
+FIELDS = {"warm start": ("value", "gradient", "hessian", "ray"), "EP": ("mean", "precision", "skewness", "mc_error")}
 MATRICES = ("hessian", "precision")
+# What is judged alike: after a step of the warm start, an expansion may be as steep and as low as it likes.
+KINDS = {
+    "first point": ("warm start", "first point"),
+    "after a step": ("warm start", "after a step"),
+    "EP": ("EP",),
+}
 
 
 class Alteration(NamedTuple):
     """One way to spoil a reply, and what the server has to say of it."""
 
     change: Callable[[Request, Reply], Any]
-    phase: str | None  # None: a reply of any phase
+    phase: str | None  # or a kind of reply; None: a reply of any phase
     reason: str  # regular expression
 
 
@@ -38,6 +44,17 @@ def with_message(reply: Reply, **arrays: Any) -> Reply:
 
 def phase_of(request: Request) -> str:
     return "warm start" if "point" in request.message else "EP"
+
+
+def kind_of(request: Request) -> str:
+    if "point" not in request.message:
+        return "EP"
+    return "after a step" if np.any(request.message["move"]) else "first point"
+
+
+def fitting(kind: str) -> list[str]:
+    """Names of the alterations that a reply of this kind is refused for."""
+    return [name for name, alteration in ALTERED.items() if alteration.phase in (None, *KINDS[kind])]
 
 
 def _of_field(name: str, change: Callable[[Any], Any]) -> Callable[[Request, Reply], Any]:
@@ -146,23 +163,27 @@ def _absurd() -> dict[str, Alteration]:
     huge = 1e30
     changes: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
         "hessian: absurdly large": (
-            "warm start",
+            "first point",
             "hessian",
             lambda a: a * huge,
-            "times the prior's precision.* allowed",
+            "times the precision of the prior.* allowed",
         ),
-        "hessian: largest number": ("warm start", "hessian", _one_entry(1.7e308), "'hessian' is .* times the prior's"),
+        "hessian: largest number": ("first point", "hessian", _one_entry(1.7e308), "'hessian' is .* times the precision of the prior"),
         "hessian: absurdly positive": (
-            "warm start",
+            "first point",
             "hessian",
             lambda a: -a * huge,
-            "'hessian' is .* times the prior's",
+            "'hessian' is .* times the precision of the prior",
         ),
-        "gradient: absurdly large": ("warm start", "gradient", lambda a: a * huge, "'gradient' is .* allowed"),
-        "gradient: largest number": ("warm start", "gradient", _one_entry(-1.7e308), "'gradient' is .* allowed"),
-        "value: absurdly large": ("warm start", "value", lambda a: np.array(huge), r"'value' is 1e\+30, at most"),
-        "value: absurdly small": ("warm start", "value", lambda a: np.array(-huge), r"'value' is -1e\+30, at most"),
-        "value: largest number": ("warm start", "value", lambda a: np.array(1.7e308), r"'value' is 1.7e\+308"),
+        "gradient: absurdly large": ("first point", "gradient", lambda a: a * huge, "'gradient' is .* allowed"),
+        "gradient: largest number": ("first point", "gradient", _one_entry(-1.7e308), "'gradient' is .* allowed"),
+        "value: absurdly large at first": ("first point", "value", lambda a: np.array(huge), r"'value' is 1e\+30, at most"),
+        "value: absurdly small": ("first point", "value", lambda a: np.array(-huge), r"'value' is -1e\+30, at most"),
+        "value: largest number at first": ("first point", "value", lambda a: np.array(1.7e308), r"'value' is 1.7e\+308"),
+        "value: absurdly large": ("after a step", "value", lambda a: np.array(huge), r"'value' reaches 1e\+30, at most"),
+        "value: largest number": ("after a step", "value", lambda a: np.array(1.7e308), r"'value' reaches 1.7e\+308"),
+        "ray: absurdly large": ("after a step", "ray", lambda a: a + huge, r"'ray' reaches 1e\+30, at most"),
+        "ray: largest number": ("after a step", "ray", _one_entry(1.7e308), r"'ray' reaches 1.7e\+308, at most"),
         "precision: absurdly large": ("EP", "precision", lambda a: a * huge, "'precision' is .* times q's.* allowed"),
         "precision: largest number": (
             "EP",
@@ -202,8 +223,8 @@ ALTERED = _replies() | _fields() | _absurd()
 
 def alter(request: Request, reply: Reply, rng: np.random.Generator) -> Any:
     """Spoil a reply in one of the ways that fit its phase."""
-    fitting = [name for name, alteration in ALTERED.items() if alteration.phase in (None, phase_of(request))]
-    return ALTERED[fitting[int(rng.integers(len(fitting)))]].change(request, reply)
+    names = fitting(kind_of(request))
+    return ALTERED[names[int(rng.integers(len(names)))]].change(request, reply)
 
 
 # --- the engine -----------------------------------------------------------------------------------------------
@@ -342,7 +363,7 @@ def ledger_gap(state: Any) -> float:
 
 
 def soak(problem: Any, local: LocalInference, rounds: int, *, seed: int = 1, rates: Rates = SOAK) -> Soaked:
-    """Run EP under faults for so many rounds, and without them until it converges."""
+    """Run EP under faults for so many rounds, those of the warm start among them, and without until it converges."""
     model, clients = problem
     settings: dict[str, Any] = {"rounds": 200, "progressbar": False, "random_seed": seed}
     calm = fedppl.fit(model, clients, fedppl.EP(local=local, tolerance=1e-6), **settings)
@@ -351,9 +372,11 @@ def soak(problem: Any, local: LocalInference, rounds: int, *, seed: int = 1, rat
     number, gap, used, exchanges, started = 0, 0.0, 0, 0, time.perf_counter()
     # With a tolerance below rounding no run is ever converged: all rounds are run.
     algorithm = fedppl.EP(local=local, tolerance=1e-300)
-    for step in fedppl.rounds(model, clients, algorithm, engine=engine, rounds=rounds, random_seed=seed):
+    for step in fedppl.rounds(model, clients, algorithm, engine=engine, random_seed=seed):
         number, gap = step.number, max(gap, ledger_gap(step.state))
         used, exchanges = used + len(step.record.infos), exchanges + len(step.record.asked)
+        if number == rounds:
+            break
     q, sd = step.state.sites.q, gaussian.standard_deviations(calm.posterior)
     return Soaked(
         rounds=number,

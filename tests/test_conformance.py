@@ -91,11 +91,17 @@ def test_a_prior_that_is_not_gaussian_enters_by_its_share(name: str) -> None:
     """
     p = Gaussian(np.full(3, 4.0), 4.0 * np.eye(3))
     n0 = Gaussian(np.zeros(3), np.eye(3) / 9)
+
+    def kernel(phi: Any, *nothing: Any) -> Any:
+        return np.append(gaussian.log_kernel(p, phi), p.linear - p.precision @ phi)
+
     prior = SharedPrior(
         log_density=lambda phi: gaussian.log_kernel(p, phi),
         gradient=lambda phi: p.linear - p.precision @ phi,
         gaussian=n0,
         is_gaussian=False,
+        gradients=lambda phi: p.linear - phi @ p.precision,
+        kernel=lambda: kernel,
     )
     base, way = target(), WAYS[name][0]
     folded = base._replace(client=dataclasses.replace(base.client, prior=prior), prior_share=0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_one_fault_alone_is_recorded_and_does_no_harm(fault: str, calm: fedppl.F
     model, clients = small()
     engine = Faulty(Rates(**{fault: 0.3}), seed=8)
     phases = set()
-    for step in fedppl.rounds(model, clients, algorithm(), engine=engine, rounds=25, random_seed=1):
+    for step in itertools.islice(fedppl.rounds(model, clients, algorithm(), engine=engine, random_seed=1), 25):
         assert ledger_gap(step.state) < 1e-10
         now = {client_id: kind for number, client_id, kind in engine.injected if number == step.number}
         # what was doubled counted once; its copy comes a round later, and is stale
@@ -85,7 +86,7 @@ def test_faults_are_repeatable() -> None:
     runs = []
     for seed in (8, 8, 9):
         engine = Faulty(rates, seed)
-        *_, last = fedppl.rounds(model, clients, algorithm(), engine=engine, rounds=6, random_seed=1)
+        *_, last = itertools.islice(fedppl.rounds(model, clients, algorithm(), engine=engine, random_seed=1), 8)
         runs.append((last, engine.injected))
     assert_same_state(runs[0][0].state, runs[1][0].state)
     assert runs[0][1] == runs[1][1] != runs[2][1]
@@ -107,7 +108,8 @@ def test_a_client_that_lost_its_personal_state_begins_anew_and_harms_no_one(calm
     engine = Faulty(Rates(wiped=0.2), seed=8)
     expected = dict.fromkeys(clients, 0.0)
     lost = 0
-    for step in fedppl.rounds(model, clients, counting(algorithm()), engine=engine, rounds=30, random_seed=1):
+    steps = fedppl.rounds(model, clients, counting(algorithm()), engine=engine, random_seed=1)
+    for step in itertools.islice(steps, 30):
         wiped = {client_id for number, client_id, _ in engine.injected if number == step.number}
         for client_id in clients:
             lost += client_id in wiped and expected[client_id] > 0
@@ -160,11 +162,13 @@ if die:
 
 
 def through(rounds: int, faulty: int, path: Path) -> None:
-    """Rounds up to a number, of which the first `faulty` run under faults; from the checkpoint where there is one."""
+    """Rounds up to a number, those of the warm start among them, of which the first `faulty` run under faults; from the checkpoint where there is one."""
     engine = Faulty(Rates(0.2, 0.2, 0.1, 0.1, 0.2, 0.1, 0.1), seed=3)
     engine.active = not path.exists()
-    for step in fedppl.rounds(*small(), algorithm(), engine=engine, rounds=rounds, checkpoint=path, random_seed=1):
+    for step in fedppl.rounds(*small(), algorithm(), engine=engine, checkpoint=path, random_seed=1):
         engine.active = step.number < faulty
+        if step.number == rounds:
+            break
     assert step.number == rounds
 
 

@@ -10,10 +10,12 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy import stats
 
+from fedppl.local import _from_q
 from fedppl.local._importance import (
     controlled_moments,
     effective_size,
     enough_points,
+    has_enough_points,
     normalise,
     pareto_k,
     resample,
@@ -191,11 +193,12 @@ def test_quadratic_log_weights_give_exact_moments(size: int, rng: np.random.Gene
     curvature = 0.5 * np.eye(size) - root @ root.T  # eigenvalues at most ½: both wider and narrower than N(0, I)
     slope = rng.normal(size=size)
     log_weights = quadratic(z, slope, curvature) + 17.0
-    found, remainder = controlled_moments(z, log_weights, normalise(log_weights), key)
+    found, remainder, error = controlled_moments(z, log_weights, normalise(log_weights), key)
     covariance = np.linalg.inv(np.eye(size) - curvature)
     assert_allclose(found.covariance, covariance, atol=1e-10)
     assert_allclose(found.mean, covariance @ slope, atol=1e-10)
     assert remainder < 1e-10
+    assert error == 0
     # which the plain weighted moments at as many points do not
     plain = weighted_moments(z, normalise(log_weights))
     assert np.abs(plain.covariance - covariance).max() > 1e-4
@@ -238,7 +241,7 @@ def test_with_many_points_the_remainder_is_integrated_too() -> None:
     nodes, weights = np.polynomial.hermite_e.hermegauss(60)
     grid = np.stack(np.meshgrid(nodes, nodes), axis=-1).reshape(-1, 2)
     truth = weighted_moments(grid, normalise(log_weight(grid) + np.log(np.outer(weights, weights).ravel())))
-    found, _ = controlled_moments(z, log_weight(z), normalise(log_weight(z)), key)
+    found, _, _ = controlled_moments(z, log_weight(z), normalise(log_weight(z)), key)
     # two standard errors of independent points with a remainder of sd 0.6: 2 x 0.6 / √8192
     assert_allclose(found.mean, truth.mean, atol=0.013)
     assert_allclose(found.covariance, truth.covariance, atol=0.013)
@@ -255,20 +258,35 @@ def test_the_remainder_is_what_a_quadratic_leaves_unexplained() -> None:
     key = (1, 4096, 0)
     z = whitened_points(*key)
     log_weights = quadratic(z, np.array([0.5]), np.array([[-0.5]])) + 0.3 * (z[:, 0] ** 3 - 3 * z[:, 0]) / np.sqrt(6)
-    _, remainder = controlled_moments(z, log_weights, normalise(log_weights), key)
+    _, remainder, _ = controlled_moments(z, log_weights, normalise(log_weights), key)
     # the tails of the sample are finite: a few per cent less
     assert remainder == pytest.approx(0.3, rel=0.1)
 
 
-def test_too_few_points_fall_back_to_plain_moments() -> None:
-    # a quadratic in 8 dimensions has 45 coefficients: 40 points cannot give it
-    key = (8, 40, 0)
-    z = whitened_points(*key)
-    log_weights = quadratic(z, np.full(8, 0.1), -0.5 * np.eye(8))
-    weights = normalise(log_weights)
-    (found, _), plain = controlled_moments(z, log_weights, weights, key), weighted_moments(z, weights)
-    assert_array_equal(found.mean, plain.mean)
-    assert_array_equal(found.covariance, plain.covariance)
+def test_beyond_half_an_sd_of_remainder_the_error_is_told_and_true() -> None:
+    """Over 64 streams: the root mean square of actual errors, in sds, against the mean of those that were stated.
+
+    Antithetic points of a Sobol set do no worse than the independent ones that the estimate is of.
+    """
+
+    def log_weight(x: np.ndarray) -> np.ndarray:
+        return np.asarray(1.5 * np.sin(3 * x[:, 0]) + 0.3 * x[:, 1])
+
+    grid = np.linspace(-9, 9, 20_001)
+    density = np.exp(-0.5 * grid**2 + 1.5 * np.sin(3 * grid))
+    density /= density.sum()
+    mean = density @ grid
+    sd = np.sqrt(density @ (grid - mean) ** 2)
+    actual, stated = [], []
+    for stream in range(64):
+        key = (2, 96, stream)
+        z = whitened_points(*key)
+        found, remainder, error = controlled_moments(z, log_weight(z), normalise(log_weight(z)), key)
+        assert remainder > 0.5 and error > 0
+        actual.append((found.mean[0] - mean) / sd)
+        stated.append(error)
+    assert np.sqrt(np.mean(np.square(actual))) < 1.2 * np.mean(stated)
+    assert np.mean(stated) < 0.3
 
 
 @pytest.mark.parametrize("case", ["a point without weight", "a quadratic that is no density", "hardly a density"])
@@ -280,9 +298,13 @@ def test_weights_that_no_gaussian_fits_fall_back_to_plain_moments(case: str) -> 
     if case == "a point without weight":
         log_weights[5] = -np.inf
     weights = normalise(log_weights)
-    (found, _), plain = controlled_moments(z, log_weights, weights, key), weighted_moments(z, weights)
+    (found, _, error), plain = controlled_moments(z, log_weights, weights, key), weighted_moments(z, weights)
     assert_array_equal(found.mean, plain.mean)
     assert_array_equal(found.covariance, plain.covariance)
+    # standard error of a weighted mean of independent points, in sds
+    parts = weights[:, None] * (z - plain.mean)
+    assert_allclose(error, np.sqrt(np.max(np.sum(parts**2, axis=0) / np.diag(plain.covariance))), rtol=1e-10)
+    assert error > 0.05
 
 
 def test_controlled_covariance_stays_positive_definite() -> None:
@@ -291,7 +313,7 @@ def test_controlled_covariance_stays_positive_definite() -> None:
         key = (1, 32, stream)
         z = whitened_points(*key)
         log_weights = -(np.abs(3 * z[:, 0] + 2) ** 3)
-        found, _ = controlled_moments(z, log_weights, normalise(log_weights), key)
+        found, _, _ = controlled_moments(z, log_weights, normalise(log_weights), key)
         assert found.covariance[0, 0] > 0
 
 
@@ -299,5 +321,26 @@ def test_points_are_raised_to_twice_the_coefficients_of_a_quadratic() -> None:
     assert enough_points(3, 16) == 2 * 10
     assert enough_points(3, 96) == 96
     assert enough_points(30, 96) == 2 * 496
-    # but not beyond 1024: plain moments it is then
-    assert enough_points(40, 96) == 96
+    assert enough_points(40, 96) == 2 * 861
+
+
+def test_from_31_coordinates_on_gradients_take_the_place_of_values() -> None:
+    """Twice the coefficients of a quadratic are 992 in 30 coordinates and 1056 in 31."""
+    assert has_enough_points(30) and not has_enough_points(31)
+    taken = []
+
+    def values(draws: np.ndarray) -> np.ndarray:
+        taken.append("values")
+        return np.asarray(0.1 * draws.sum(axis=1))
+
+    def gradients(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        taken.append("gradients")
+        return np.asarray(0.1 * draws.sum(axis=1)), np.full_like(draws, 0.1)
+
+    for size in (30, 31):
+        found = _from_q.moments(_from_q.Factor(size, values, gradients), np.ones(size), 2 * np.eye(size), 16, 3)
+        assert found is not None
+        # N(1, 4) e^{x / 10} is N(1.4, 4)
+        assert_allclose(found.mean, 1.4, atol=1e-8)
+        assert_allclose(found.covariance, 4 * np.eye(size), atol=1e-8)
+    assert taken == ["values", "gradients"]

@@ -549,26 +549,22 @@ def shifted(case: Case, sds: float) -> Target:
     return case.target._replace(global_=q)
 
 
+@pytest.mark.parametrize("sds", [8.0, 30.0])
 @pytest.mark.parametrize("name", ["means", "regression"])
-def test_a_far_q_falls_back_to_a_laplace_proposal(name: str) -> None:
+def test_a_far_q_falls_back_to_a_fitted_t(name: str, sds: float) -> None:
+    """Moments have a Monte Carlo error, and it is the one that is stated."""
     case = the_case(name)
     near = fedppl.NestedLaplace().tilted(case.target, np.random.default_rng(1))
     assert near.diagnostics["fallback"] == 0
-    moments = fedppl.NestedLaplace().tilted(shifted(case, 8.0), np.random.default_rng(1))
+    moments = fedppl.NestedLaplace().tilted(shifted(case, sds), np.random.default_rng(1))
     expected = shared_part(case)
     assert moments.diagnostics["fallback"] == 1
-    assert_allclose(moments.mean, gaussian.mean(expected), rtol=0, atol=1e-6)
-    assert_allclose(moments.covariance, gaussian.covariance(expected), rtol=0, atol=1e-6)
-    assert_allclose(moments.precision, expected.precision, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["means", "regression"])
-def test_moments_are_right_however_far_q_is(name: str) -> None:
-    case = the_case(name)
-    moments = fedppl.NestedLaplace().tilted(shifted(case, 30.0), np.random.default_rng(1))
-    assert moments.diagnostics["fallback"] > 0
-    ess = min(moments.diagnostics["ess"], 2000.0)
-    assert_within_error(moments.mean, moments.covariance, shared_part(case), ess)
+    sd = gaussian.standard_deviations(expected)
+    # the largest of m standard errors of a mean, each from 8 scrambles: t with 7 degrees of freedom is below 5 in 998 of 1000
+    assert 0 < moments.diagnostics["mc_error"] < 0.03
+    assert np.max(np.abs(moments.mean - gaussian.mean(expected)) / sd) < 5 * moments.diagnostics["mc_error"]
+    assert_within_error(moments.mean, moments.covariance, expected, min(moments.diagnostics["ess"], 4000.0))
+    assert_allclose(moments.precision @ moments.covariance, np.eye(case.m), atol=1e-10)
 
 
 def test_a_far_q_without_fallback_is_a_failure_that_names_the_setting() -> None:
@@ -790,14 +786,14 @@ def test_gradient_steps_that_have_not_arrived_say_so() -> None:
 
 
 def test_nuts_withholds_moments_of_chains_that_disagree() -> None:
-    # R̂ is never below its limit of 0.5
-    inference = fedppl.NUTS(draws=50, tune=50, rhat_limit=0.5, nuts_sampler="pymc")
+    # of 50 draws a chain, R̂ is above 1.0001
+    inference = fedppl.NUTS(draws=50, tune=50, rhat_limit=1.0001, nuts_sampler="pymc")
     target = the_case("means").target
     with pytest.raises(LocalFailure, match="R̂.*tune= and draws="):
         inference.tilted(target, np.random.default_rng(0))
     # but draws are not withheld
     drawn = inference.draw(target, 50, 2, np.random.default_rng(0))
-    assert drawn.diagnostics["rhat"] > 0.5
+    assert drawn.diagnostics["rhat"] > 1.0001
 
 
 def test_nuts_reports_its_monte_carlo_error() -> None:

@@ -135,7 +135,7 @@ def test_bytes_of_ep_are_those_of_the_ledger(problem: Any) -> None:
         assert (
             names
             == {
-                "EP, warm start": "value, gradient, hessian",
+                "EP, warm start": "value, gradient, hessian, ray",
                 "EP, refinement": "mean, precision, skewness, mc_error",
             }[message]
         )

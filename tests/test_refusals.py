@@ -13,64 +13,113 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import fedppl
+from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.steps import _sites
+from fedppl.steps._warm_start import LENGTHS
 from fedppl.types import Layout, Reply, Request, Variable
 from tests import problems
-from tests.faults import ALTERED, FIELDS, Tampering, phase_of
+from tests.faults import ALTERED, KINDS, Tampering, fitting, kind_of, with_message
 from tests.test_runs import arrays, assert_same_state
 
 CLIENT = "site 1"
-# Of three rounds of warm start the second, when every client has a site to keep, and the first of refinement.
-AT = {"warm start": 2, "EP": 5}
-CASES = [(phase, name) for phase in FIELDS for name, alteration in ALTERED.items() if alteration.phase in (None, phase)]
+CASES = [(kind, name) for kind in KINDS for name in fitting(kind)]
 
 
-def last_round(phase: str, change: Callable[[Request, Reply], Any]) -> fedppl.Round:
-    """The round in which one client's reply is changed."""
+def last_round(kind: str, change: Callable[[Request, Reply], Any]) -> fedppl.Round:
+    """The first round of its kind, with one client's reply changed."""
+    changed = []
 
     def once(request: Request, reply: Reply) -> Any:
-        if request.client_id == CLIENT and request.round == AT[phase]:
-            assert phase_of(request) == phase
-            return change(request, reply)
-        return reply
+        if request.client_id != CLIENT or kind_of(request) != kind:
+            return reply
+        changed.append(request.round)
+        return change(request, reply)
 
     model, clients = problems.noise(3, rows=60)
     algorithm = fedppl.EP(tolerance=1e-9)
-    return list(fedppl.rounds(model, clients, algorithm, engine=Tampering(once), rounds=AT[phase], random_seed=1))[-1]
+    for step in fedppl.rounds(model, clients, algorithm, engine=Tampering(once), random_seed=1):
+        if changed:
+            break
+    assert changed == [step.number]
+    return step
 
 
 @functools.cache
-def without_reply(phase: str) -> fedppl.Round:
-    return last_round(phase, lambda request, reply: None)
+def without_reply(kind: str) -> fedppl.Round:
+    return last_round(kind, lambda request, reply: None)
 
 
-@pytest.mark.parametrize("phase", FIELDS)
-def test_a_missing_reply_makes_a_difference(phase: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_reply_makes_a_difference(kind: str) -> None:
     """Or the comparison below would be with the honest round."""
-    honest = last_round(phase, lambda request, reply: reply)
+    honest = last_round(kind, lambda request, reply: reply)
     assert not honest.failures
-    assert np.any(honest.state.sites.linear != without_reply(phase).state.sites.linear)
+    assert np.any(honest.state.sites.linear != without_reply(kind).state.sites.linear)
 
 
-def test_there_are_sixty_kinds_in_each_phase() -> None:
-    assert all(sum(phase == wanted for phase, _ in CASES) >= 60 for wanted in FIELDS)
+def test_there_are_sixty_alterations_of_each_kind() -> None:
+    assert all(len(fitting(kind)) >= 60 for kind in KINDS)
 
 
-@pytest.mark.parametrize(("phase", "name"), CASES)
-def test_an_altered_reply_is_as_none_and_says_why(phase: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_an_altered_reply_is_as_none_and_says_why(kind: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
     alteration = ALTERED[name]
     with caplog.at_level(logging.WARNING, logger="fedppl"):
-        step = last_round(phase, alteration.change)
+        step = last_round(kind, alteration.change)
     assert list(step.failures) == [CLIENT]
     assert re.search(alteration.reason, step.failures[CLIENT])
     lines = [record.getMessage() for record in caplog.records if record.name == "fedppl.loop"]
-    assert_same_state(step.state, without_reply(phase).state)  # which logs too, when it is computed here
-    assert lines == [f"round {AT[phase]}, client {CLIENT} skipped: {step.failures[CLIENT]}"]
+    assert_same_state(step.state, without_reply(kind).state)  # which logs too, when it is computed here
+    assert lines == [f"round {step.number}, client {CLIENT} skipped: {step.failures[CLIENT]}"]
     assert "\n" not in lines[0] and len(lines[0]) < 600
 
 
 # --- what must not be refused ---------------------------------------------------------------------------------
+
+BEYOND: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "hessian": lambda message: {"hessian": message["hessian"] * 1e30},
+    "hessian, other sign": lambda message: {"hessian": message["hessian"] * -1e30},
+    "gradient": lambda message: {"gradient": message["gradient"] * 1e30},
+    "value": lambda message: {"value": np.array(-1e30)},
+    "no density along the step": lambda message: {"value": np.array(-1e300), "ray": np.full_like(message["ray"], -1e300)},
+    "smallest numbers": lambda message: {"value": np.array(-1.7e308), "ray": np.full_like(message["ray"], -1.7e308)},
+}
+
+
+@functools.cache
+def undisturbed() -> Gaussian:
+    *_, last = fedppl.rounds(*problems.noise(3, rows=60), fedppl.EP(tolerance=1e-6), random_seed=1)
+    return last.state.sites.q
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_after_a_step_an_expansion_beyond_measure_says_that_the_step_was_too_long(name: str) -> None:
+    """Nobody is skipped, no site changes, the server goes back along the step, and the fit ends where it should."""
+    changed: list[int] = []
+
+    def once(request: Request, reply: Reply) -> Any:
+        if changed or request.client_id != CLIENT or kind_of(request) != "after a step":
+            return reply
+        changed.append(request.round)
+        return with_message(reply, **BEYOND[name](reply.message))
+
+    model, clients = problems.noise(3, rows=60)
+    steps = list(fedppl.rounds(model, clients, fedppl.EP(tolerance=1e-6), engine=Tampering(once), random_seed=1))
+    (number,) = changed
+    before, step = steps[number - 2].state, steps[number - 1]
+    assert not step.failures
+    assert_same_state(step.state.sites, before.sites)
+    search = step.state.warm_start
+    assert search.chosen
+    assert_array_equal(search.anchor, before.warm_start.anchor)
+    share = search.move / before.warm_start.move
+    assert np.allclose(share, share[0]) and np.any(np.isclose(share[0], LENGTHS))
+    assert steps[-1].status is fedppl.Status.CONVERGED
+    expected, q = undisturbed(), steps[-1].state.sites.q
+    sd = gaussian.standard_deviations(expected)
+    assert np.all(np.abs(gaussian.mean(q) - gaussian.mean(expected)) < 1e-4 * sd)
+    assert np.allclose(gaussian.standard_deviations(q), sd, rtol=1e-4)
 
 
 def layout(prior_sd: float) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -134,12 +135,15 @@ def test_one_wild_change_is_held_back_and_the_honest_are_not(kind: str, rng: np.
 def steps(
     poison: Callable[[Request, Reply], Any], rounds: int, problem: Any = None, **settings: Any
 ) -> list[fedppl.Round]:
+    """The first so many rounds, those of the warm start among them."""
+
     def change(request: Request, reply: Reply) -> Any:
         return poison(request, reply) if request.client_id == CLIENT else reply
 
     model, clients = problem or problems.regression(4)
     algorithm = fedppl.EP(**{"tolerance": 1e-9, "trust": 1.0} | settings)
-    return list(fedppl.rounds(model, clients, algorithm, engine=Tampering(change), rounds=rounds, random_seed=1))
+    found = fedppl.rounds(model, clients, algorithm, engine=Tampering(change), random_seed=1)
+    return list(itertools.islice(found, rounds))
 
 
 def influence(before: Sites, after: Sites) -> Any:
@@ -158,9 +162,9 @@ def any_poison(rng: np.random.Generator) -> Callable[[Request, Reply], Any]:
         if phase_of(request) == "EP":
             mean, precision = reply.message["mean"] + far * direction, reply.message["precision"] * size
             return with_message(reply, mean=mean, precision=precision)
-        value = np.array(sign * 10 ** rng.uniform(0, 20))
+        value, ray = sign * 10 ** rng.uniform(0, 20), reply.message["ray"] + sign * 10 ** rng.uniform(0, 20, size=16)
         gradient, hessian = reply.message["gradient"] + far * direction, reply.message["hessian"] * size * sign
-        return with_message(reply, value=value, gradient=gradient, hessian=hessian)
+        return with_message(reply, value=np.array(value), ray=ray, gradient=gradient, hessian=hessian)
 
     return poison
 
@@ -256,7 +260,8 @@ def test_a_log_density_steers_nothing() -> None:
     def boasting(request: Request, reply: Reply) -> Any:
         if phase_of(request) == "EP":
             return reply
-        return with_message(reply, value=np.array(1e6 * (2.0 - request.round)))
+        value = 1e6 * (2.0 - request.round)
+        return with_message(reply, value=np.array(value), ray=reply.message["ray"] + np.linspace(value, 0.0, 16))
 
     honest = steps(lambda q, r: r, 4, problems.regression(4))
     assert_same_state(steps(boasting, 4)[-1].state.sites, honest[-1].state.sites)
@@ -304,15 +309,20 @@ def test_a_client_alone_is_held_to_the_bound_and_gets_its_own_posterior() -> Non
 
 
 def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
+    """Interrupted in the warm start, while it is held back, and in the refinement."""
     model, clients = problems.noise(3, rows=60)
-    path, settings = tmp_path / "run.ckpt", {"random_seed": 1}
     algorithm = fedppl.EP(trust=0.3, tolerance=1e-9)
-    whole = list(fedppl.rounds(model, clients, algorithm, rounds=8, **settings))[-1]
-    for limit in (3, 8):
-        part = list(fedppl.rounds(model, clients, algorithm, rounds=limit, checkpoint=path, **settings))[-1]
-    assert_same_state(part.state, whole.state)
-    assert whole.state.held_back.sum() > 3
-    assert_array_equal(whole.state.answered, 8)
+
+    def until(number: int, **settings: Any) -> fedppl.Round:
+        found = fedppl.rounds(model, clients, algorithm, random_seed=1, **settings)
+        return next(step for step in found if step.number == number)
+
+    whole = until(20)
+    parts = [until(number, checkpoint=tmp_path / "run.ckpt") for number in (3, 18, 20)]
+    assert [part.info.phase for part in parts] == ["warm start", "EP", "EP"]
+    assert parts[0].state.held_back.sum() > 3
+    assert_same_state(parts[-1].state, whole.state)
+    assert_array_equal(whole.state.answered, 20)
 
 
 # --- misuse ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,11 @@ from benchmarks.default_settings import columns, exact, regression
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.steps._warm_start import newton_step
-from fedppl.types import Status
+from fedppl.testing import normal_means
+from fedppl.types import Expansion, Status
+from tests import problems
+from tests.faults import Tampering, with_message
+from tests.test_runs import assert_same_state
 
 
 def at(x: np.ndarray, gradient: np.ndarray, hessian: np.ndarray) -> Gaussian:
@@ -87,6 +93,63 @@ def test_rounds_of_the_warm_start_do_not_count(model: fedppl.FederatedModel) -> 
     assert phases.count("EP") == 2
     assert phases.count("warm start") > 2
     assert phases == sorted(phases, reverse=True)
+
+
+@pytest.mark.parametrize("participation, rounds", [(None, 25), (2, 50), (1, 100)])
+def test_the_budget_counts_expansions_a_client(participation: int | None, rounds: int) -> None:
+    """Clients whose slope turns round from one expansion to the next, in sizes that never cancel: no search arrives."""
+    slopes = {f"client {k}": 30.0 * 2**k for k in range(4)}
+
+    def turning(client: Any, point: np.ndarray, share: float) -> Expansion:
+        slopes[client.client_id] *= -1
+        return Expansion(0.0, np.full(1, slopes[client.client_id]), np.zeros((1, 1)), {})
+
+    local = fedppl.NestedLaplace()._replace(expand=turning, log_factor=lambda client, points, share: np.zeros(len(points)))
+    declared, clients = normal_means(4)
+    asked = dict.fromkeys(clients, 0)
+    for step in fedppl.rounds(
+        declared, clients, fedppl.EP(local=local), rounds=1, participation=participation, random_seed=1
+    ):
+        for client_id in step.record.infos:
+            asked[client_id] += 1
+        assert step.record.preliminary
+    assert step.number == rounds
+    assert sum(asked.values()) == 25 * len(clients)
+    assert step.status is Status.STALLED
+    assert "has not reached the mode" in step.message
+
+
+def test_rounds_in_which_nobody_answers_use_the_budget_up() -> None:
+    declared, clients = normal_means(2)
+    local = problems.failing(lambda _: True, "out of order")
+    for step in fedppl.rounds(declared, clients, fedppl.EP(local=local), random_seed=1):
+        pass
+    assert (step.number, step.status) == (25, Status.STALLED)
+
+
+def test_a_search_that_is_interrupted_after_every_round_goes_on_as_if_it_were_not(
+    model: fedppl.FederatedModel, tmp_path: Path
+) -> None:
+    _, _, clients = raw(2, 120, 4)
+
+    def too_long(request: Any, reply: Any) -> Any:
+        """In the third round, so that the server goes back along the step."""
+        return with_message(reply, value=np.array(-1e30)) if request.round == 3 else reply
+
+    def steps(**settings: Any) -> Iterator[fedppl.Round]:
+        return fedppl.rounds(model, clients, fedppl.EP(), engine=Tampering(too_long), random_seed=1, **settings)
+
+    whole = []
+    for step in steps():
+        whole.append(step)
+        if step.info.phase == "EP":
+            break
+    assert len(whole) > 4 and whole[2].state.warm_start.chosen
+    for expected in whole:
+        step = next(steps(checkpoint=tmp_path / "run"))
+        assert step.number == expected.number
+        assert step.record.preliminary == expected.record.preliminary
+        assert_same_state(step.state, expected.state)
 
 
 def test_an_outcome_on_another_scale_is_told_with_the_coefficient(

@@ -143,7 +143,7 @@ def step(
         heard=heard,
         objective=objective,
         change=change,
-        radius=min(2 * radius, _WIDEST) if cut and whole else radius,
+        radius=max(radius, min(2 * radius, _WIDEST if whole else _RADIUS)) if cut else radius,
         whole=whole,
         spent=state.spent,
         chosen=False,
@@ -156,7 +156,7 @@ def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Mess
     """The length of the last step, in units of it, that should have been taken; None where it was right."""
     if not np.any(state.move) or not np.isfinite(state.objective):
         return None
-    values = np.sum([np.asarray(reply["ray"], dtype=float) for reply in replies.values()], axis=0)
+    values = np.sum([np.maximum(reply["ray"], NO_VALUE) for reply in replies.values()], axis=0)
     values = values + gaussian.log_kernel(prior, _along(state.point, state.move))
     reach = (
         1.0
