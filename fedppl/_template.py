@@ -21,6 +21,7 @@ from fedppl._numba import MODE, without_notices
 from fedppl._pack import unpacking_kernel
 from fedppl._public import Public
 from fedppl.gaussian import Gaussian
+from fedppl.local._newton import density_batch
 from fedppl.prior import SharedPrior, gaussian_prior, moment_match
 from fedppl.types import Array, DeclarationError, Layout, Variable
 
@@ -142,14 +143,18 @@ def shared_layout(
     owners = np.repeat([variable.name for variable in variables], sizes)
     exact = _gaussian_beside_binary(lambda draws: log_density(draws)[0], gradient, origin, binary, owners)
     n0 = exact if exact is not None else moment_match(_prior_draws(parts))
-    many = functools.cache(lambda: _graph.batched(phi, [], [pt.grad(logp, phi, disconnected_inputs="ignore")]))
+    kernel = functools.cache(lambda: _kernel(_graph.SiteGraph(phi, (), logp, ())))
+    if len(origin) > _INTERPRETED and exact is None:
+        values, gradients = _compiled_prior(kernel)
+    else:
+        values, gradients = _interpreted_prior(phi, logp, log_density)
     prior = SharedPrior(
-        log_density=lambda draws: _by_row(log_density, draws, -np.inf, ()),
+        log_density=values,
         gradient=gradient,
         gaussian=n0,
         is_gaussian=exact is not None,
-        gradients=lambda draws: _by_row(many(), draws, np.nan, draws.shape[1:]),
-        kernel=functools.cache(lambda: _kernel(_graph.SiteGraph(phi, (), logp, ()))),
+        gradients=gradients,
+        kernel=kernel,
     )
     digest = hashlib.sha256()
     for variable in variables:
@@ -159,13 +164,37 @@ def shared_layout(
     probes = center + sd * np.random.default_rng(0).normal(size=(3, len(origin)))
     probes[:, binary] = probes[:, binary] > center[binary]
     scaled = sd[:, None] * n0.precision * sd if n0.precision.ndim == 2 else n0.precision * sd**2
-    for number in (*np.ravel(scaled), *(center / sd), *prior.log_density(probes)):
+    for number in (*np.ravel(scaled), *(center / sd), *_by_row(log_density, probes, -np.inf, ())):
         digest.update(f"{np.round(number, 5) + 0.0:.5f} ".encode())
     for number in sd:
         digest.update(f"{number:.5e} ".encode())
     layout = Layout(variables, n0, exact is not None, digest.hexdigest()[:16])
     functions[key] = layout, prior
     return layout, prior
+
+
+# With more shared coordinates than this, many calls of an interpreted prior take longer than compiling it once.
+_INTERPRETED = 30
+_AtMany = Callable[[Array], Array]  # (S, m) to (S,) or (S, m)
+
+
+def _interpreted_prior(phi: Any, logp: Any, log_density: Callable[..., list[Array]]) -> tuple[_AtMany, _AtMany]:
+    """log p(φ) and its gradient at many φ, vectorised; nothing is compiled."""
+    many = functools.cache(lambda: _graph.batched(phi, [], [pt.grad(logp, phi, disconnected_inputs="ignore")]))
+    return (
+        lambda draws: _by_row(log_density, draws, -np.inf, ()),
+        lambda draws: _by_row(many(), draws, np.nan, draws.shape[1:]),
+    )
+
+
+def _compiled_prior(kernel: Callable[[], Callable[..., Any]]) -> tuple[_AtMany, _AtMany]:
+    """The same by a loop that is compiled at its first call."""
+
+    def both(draws: Array) -> Array:
+        found: Array = density_batch(kernel(), np.ascontiguousarray(draws, dtype=np.float64))
+        return found
+
+    return lambda draws: both(draws)[:, 0], lambda draws: both(draws)[:, 1:]
 
 
 def _by_row(function: Callable[..., list[Array]], draws: Array, outside: float, shape: tuple[int, ...]) -> Array:
