@@ -162,7 +162,10 @@ if die:
 
 
 def through(rounds: int, faulty: int, path: Path) -> None:
-    """Rounds up to a number, those of the warm start among them, of which the first `faulty` run under faults; from the checkpoint where there is one."""
+    """Rounds up to a number, of which the first `faulty` run under faults; from the checkpoint where there is one.
+
+    Rounds of the warm start are among them.
+    """
     engine = Faulty(Rates(0.2, 0.2, 0.1, 0.1, 0.2, 0.1, 0.1), seed=3)
     engine.active = not path.exists()
     for step in fedppl.rounds(*small(), algorithm(), engine=engine, checkpoint=path, random_seed=1):
