@@ -560,7 +560,7 @@ def test_a_far_q_falls_back_to_a_fitted_t(name: str, sds: float) -> None:
     expected = shared_part(case)
     assert moments.diagnostics["fallback"] == 1
     sd = gaussian.standard_deviations(expected)
-    # the largest of m standard errors of a mean, each from 8 scrambles: t with 7 degrees of freedom is below 5 in 998 of 1000
+    # each error is from 8 scrambles: a t with 7 degrees of freedom is below 5 in 998 of 1000
     assert 0 < moments.diagnostics["mc_error"] < 0.03
     assert np.max(np.abs(moments.mean - gaussian.mean(expected)) / sd) < 5 * moments.diagnostics["mc_error"]
     assert_within_error(moments.mean, moments.covariance, expected, min(moments.diagnostics["ess"], 4000.0))

@@ -38,9 +38,8 @@ def last_round(kind: str, change: Callable[[Request, Reply], Any]) -> fedppl.Rou
 
     model, clients = problems.noise(3, rows=60)
     algorithm = fedppl.EP(tolerance=1e-9)
-    for step in fedppl.rounds(model, clients, algorithm, engine=Tampering(once), random_seed=1):
-        if changed:
-            break
+    found = fedppl.rounds(model, clients, algorithm, engine=Tampering(once), random_seed=1)
+    step = next(step for step in found if changed)
     assert changed == [step.number]
     return step
 
@@ -82,7 +81,10 @@ BEYOND: dict[str, Callable[[Any], dict[str, Any]]] = {
     "hessian, other sign": lambda message: {"hessian": message["hessian"] * -1e30},
     "gradient": lambda message: {"gradient": message["gradient"] * 1e30},
     "value": lambda message: {"value": np.array(-1e30)},
-    "no density along the step": lambda message: {"value": np.array(-1e300), "ray": np.full_like(message["ray"], -1e300)},
+    "no density along the step": lambda message: {
+        "value": np.array(-1e300),
+        "ray": np.full_like(message["ray"], -1e300),
+    },
     "smallest numbers": lambda message: {"value": np.array(-1.7e308), "ray": np.full_like(message["ray"], -1.7e308)},
 }
 

@@ -99,8 +99,8 @@ CASES = {
     "EP(GradientSteps)": ep(
         lambda: fedppl.EP(local=fedppl.GradientSteps(steps=30, learning_rate=0.005), tolerance=1e-9), regression
     ),
-    "EP(NUTS, pymc)": ep(lambda: few_draws("pymc"), regression),
-    "EP(NUTS, nutpie)": ep(lambda: few_draws("nutpie"), regression),
+    "EP(NUTS, pymc)": ep(lambda: few_draws("pymc"), regression, rounds=5),
+    "EP(NUTS, nutpie)": ep(lambda: few_draws("nutpie"), regression, rounds=5),
     "FedAvg": Case(lambda: fedppl.FedAvg(**descends()), noise),
     "FedAvg(batches)": Case(lambda: fedppl.FedAvg(**descends(), batch_size=4), regression),
     "FedProx": Case(lambda: fedppl.FedProx(**descends(), mu=0.1, batch_size=4), regression),
