@@ -13,6 +13,7 @@ import numpy as np
 from fedppl.local import _stein
 from fedppl.local._importance import (
     controlled_moments,
+    departure,
     effective_size,
     enough_points,
     has_enough_points,
@@ -68,6 +69,7 @@ def _from_values(factor: Factor, mean: Array, root: Array, points: int, stream: 
         "pareto_k": pareto_k(log_weights),
         "remainder": remainder,
         "mc_error": error,
+        "departure": departure(z, log_weights, key, root),
         "mode_failures": float(np.sum(~np.isfinite(log_weights))),
     }
     return _coloured(white.mean, white.covariance, mean, root, skewness(mean + z @ root.T, weights), quality)
@@ -92,6 +94,7 @@ def _from_gradients(factor: Factor, mean: Array, root: Array, points: int, strea
         "pareto_k": found.pareto_k,
         "remainder": found.remainder,
         "mc_error": found.error,
+        "departure": _stein.departure(found.off, root),
         "mode_failures": 0.0,
     }
     skewed = _stein.skewness(z, found.off, root)

@@ -15,6 +15,7 @@ from fedppl.types import Array
 __all__ = [
     "WeightedMoments",
     "controlled_moments",
+    "departure",
     "effective_size",
     "enough_points",
     "has_enough_points",
@@ -167,6 +168,22 @@ def _error(
         parts = parts - control_weights[:, None] * (z - control.mean)
     variance = np.maximum(np.diag(found.covariance), 1e-300)
     return float(np.sqrt(np.max(np.sum(parts**2, axis=0) / variance)))
+
+
+def departure(z: Array, log_weights: Array, key: tuple[int, int, int], root: Array) -> float:
+    """How far the log weights depart from a quadratic along the coordinate of root z where they do so most.
+
+    With ρ the remainder and u a unit vector, E[(uᵀ∇ρ)²] = ½ E[ρ² ((uᵀz)² − 1)] for a cubic: to second order in ρ that is
+    the share by which the variance along u exceeds that of the Gaussian. Returned is its square root, which adds up
+    over clients whose factors depart alike.
+    """
+    if not np.all(np.isfinite(log_weights)):
+        return float("inf")
+    design, inverse = _regression(*key)
+    rest = log_weights - design @ (inverse @ log_weights)
+    along = z @ (root / np.linalg.norm(root, axis=1)[:, None]).T
+    excess = 0.5 * np.mean(rest[:, None] ** 2 * (along**2 - 1.0), axis=0)
+    return float(np.sqrt(max(float(excess.max()), 0.0)))
 
 
 def _exceeds(matrix: Array, floor: float) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from fedppl.local._importance import WeightedMoments, normalise, pareto_k, weighted_moments
 from fedppl.types import Array
 
-__all__ = ["SteinMoments", "points_for", "skewness", "stein_moments"]
+__all__ = ["SteinMoments", "departure", "points_for", "skewness", "stein_moments"]
 
 
 class SteinMoments(NamedTuple):
@@ -34,6 +34,12 @@ def skewness(z: Array, off: Array, root: Array) -> Array:
     """
     along = (root / np.linalg.norm(root, axis=1)[:, None]).T
     return np.asarray(np.mean((off @ along) * ((z @ along) ** 2 - 1.0), axis=0))
+
+
+def departure(off: Array, root: Array) -> float:
+    """`_importance.departure` from what the quadratic leaves of the gradients, (S, m)."""
+    along = off @ (root / np.linalg.norm(root, axis=1)[:, None]).T
+    return float(np.sqrt(np.max(np.mean(along**2, axis=0))))
 
 
 def points_for(size: int, points: int) -> int:

@@ -41,6 +41,7 @@ class WarmStart(NamedTuple):
     radius: float  # longest step that is believed, in prior sds of a coordinate
     whole: bool  # the step is Newton's own, with nothing left out: longer ones along it are looked at
     spent: float  # expansions a client, the budget's unit
+    unusable: tuple[str, ...]  # clients whose last expansion could not be used
     chosen: bool  # the point was the best along a step, and is not chosen anew
     arrived: bool
 
@@ -49,7 +50,7 @@ def start(layout: Layout, clients: int) -> WarmStart:
     """Begin at the prior mean."""
     mean = gaussian.mean(layout.prior)
     heard = np.zeros(clients, dtype=bool)
-    return WarmStart(mean, np.zeros_like(mean), mean, heard, -np.inf, np.inf, _RADIUS, False, 0.0, False, False)
+    return WarmStart(mean, np.zeros_like(mean), mean, heard, -np.inf, np.inf, _RADIUS, False, 0.0, (), False, False)
 
 
 def _along(point: Array, move: Array) -> Array:
@@ -97,9 +98,10 @@ def step(
     decide nothing.
     """
     x = state.point
-    state = state._replace(spent=state.spent + len(replies) / len(state.heard))
     everyone = trust is None and len(replies) == len(state.heard)
     kept = {client_id: reply for client_id, reply in replies.items() if absurd_expansion(sites, reply) is None}
+    unusable = tuple(client_id for client_id in replies if client_id not in kept)
+    state = state._replace(spent=state.spent + len(replies) / len(state.heard), unusable=unusable)
     objective = -np.inf
     if everyone:
         if len(kept) == len(replies):
@@ -146,6 +148,7 @@ def step(
         radius=max(radius, min(2 * radius, _WIDEST if whole else _RADIUS)) if cut else radius,
         whole=whole,
         spent=state.spent,
+        unusable=unusable,
         chosen=False,
         arrived=free and there and change < _ARRIVED and bool(np.all(heard)),
     )
@@ -238,6 +241,11 @@ def why_not_arrived(sites: Sites, state: WarmStart) -> str:
     silent = [client_id for client_id, k in sites.where.items() if not state.heard[k]]
     if silent:
         return f"the warm start needs every client once, and clients {silent[:5]} have not answered"
+    if state.unusable:
+        return (
+            f"the warm start has not reached the mode of the marginal posterior: expansions of clients "
+            f"{list(state.unusable[:5])} cannot be used however short the step is; look at their data and versions"
+        )
     distance = np.abs(state.anchor - gaussian.mean(sites.prior)) / gaussian.standard_deviations(sites.prior)
     worst = int(np.argmax(distance))
     remedy = "give the local variables proper priors, or use local=fedppl.NUTS() and warm_start=False"
