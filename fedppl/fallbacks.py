@@ -50,7 +50,7 @@ def sentence(infos: Infos, count: int) -> str:
     seconds = sum(infos[client_id].get("fallback_seconds", 0.0) for client_id in fallen(infos))
     cost = f", {seconds:.3g} s" if seconds > 0 else ""
     return (
-        f"{' and '.join(parts)} in place of the local inference in the last round ({listed(fallen(infos))}{cost}): "
+        f"{' and '.join(parts)} in place of the local inference when last asked ({listed(fallen(infos))}{cost}): "
         "see fit.idata['rounds']['fallback']"
     )
 

@@ -411,8 +411,9 @@ def _one_round(run: _Run) -> Round:
         else:
             failures[client_id] = str(reason)
     _log(number, failures, run.said)
-    known = fallbacks.last_infos(record.infos for record in run.records)
-    fallbacks.log(number, infos, fallbacks.fallen(known))
+    if fallbacks.fallen(infos):  # what is known of earlier rounds is not looked up in rounds that need none of it
+        known = fallbacks.last_infos(record.infos for record in run.records)
+        fallbacks.log(number, infos, fallbacks.fallen(known))
     run.state, info = run.algorithm.update_server(run.state, replies)
     status, message = Status(run.state.status), run.state.message
     record = Record(

@@ -11,6 +11,7 @@ import xarray as xr
 
 from fedppl.arrival import require_arrived
 from fedppl.fallbacks import fallen, last_infos
+from fedppl.settings import between
 from fedppl.types import Array, DeclarationError
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ def summary(fit: Fit, var_names: Sequence[str] | str | None, ci_prob: float, rou
         raise DeclarationError(
             f"{algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
         )
-    if not 0 < ci_prob < 1:
-        raise DeclarationError(f"ci_prob={ci_prob} must lie between 0 and 1.")
+    ci_prob = between("ci_prob", ci_prob, 0, 1)
     require_arrived(fit, "fit.summary()")
     drawn = algorithm.posterior is not None or algorithm.sample is not None
     found = fit.idata["posterior" if drawn else "point_estimate"]
@@ -58,7 +58,7 @@ def _rows(values: xr.DataArray, drawn: bool, ci_prob: float, known: dict[str, Ar
         tails = (1 - ci_prob) / 2, (1 + ci_prob) / 2
         low, high = np.quantile(draws, tails, axis=0)
         columns = {"mean": draws.mean(axis=0), "sd": draws.std(axis=0, ddof=1)}
-        columns |= {f"eti_{100 * tail:.3g}%": bound for tail, bound in zip(tails, (low, high), strict=True)}
+        columns |= {f"eti_{100 * tail:.5g}%": bound for tail, bound in zip(tails, (low, high), strict=True)}
     columns |= {name: _by_entry(of, len(index)) for name, of in known.items()}
     return pd.DataFrame(columns, index=index)
 

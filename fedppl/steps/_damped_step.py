@@ -166,7 +166,8 @@ def _judge(
         message = "; ".join(filter(None, (message, skewed)))
     else:
         knob = f"raise rounds=, or {_LESS_NOISE}" if noisy else "raise rounds="
-        message = f"the last sweep moved q by {sweep_change:.2g} posterior sds (tolerance {tolerance:g}); {knob}"
+        sweep = "the last sweep" if swept else f"a sweep of which {int(heard.sum())} of {count} clients are done"
+        message = f"{sweep} moved q by {sweep_change:.2g} posterior sds (tolerance {tolerance:g}); {knob}"
     return state._replace(
         damping=damping,
         change=change,
