@@ -19,6 +19,7 @@ __all__ = [
     "builder_name",
     "containers",
     "mismatch",
+    "other_model",
     "other_prior",
     "private_prior",
     "require_arguments",
@@ -140,13 +141,15 @@ def require_start(client: ClientModel, phi: Array) -> None:
             raise DataError(
                 f"client {client.client_id!r}: {name!r} holds {client.arrays[name][where]} at index {where}, and with "
                 "it the log density is not finite; drop or impute such values (a bound that binds no row may be "
-                "infinite)."
+                "infinite: then another value of this client is impossible under the model)."
             )
         if client.layout.binary or client.template.has_own_gradients:
             # Algorithms for these models have their own gradients: compiling the density would be for this call alone.
             value, gradient = client.log_density(phi, client.initial), np.zeros(0)
         else:
             value, gradient, _ = client.log_site(phi, client.initial)
+    except DataError:
+        raise  # said already
     except (ValueError, TypeError, IndexError) as error:
         raise mismatch(client.client_id, client.arrays, error) from error
     if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
@@ -225,6 +228,14 @@ def private_prior(client_id: str) -> DeclarationError:
         f"client {client_id!r}: the shared prior changes when this client's data are changed; the builder lets client "
         "data into the prior of a shared variable, and a prior leaves the client. Use constants that are the same at "
         "all clients."
+    )
+
+
+def other_model(client_id: str) -> DeclarationError:
+    """Say that two builds on the same data differ."""
+    return DeclarationError(
+        f"client {client_id!r}: the builder, called twice on the same data, gives two models; it draws random numbers, "
+        "or keeps or changes something between calls. Give it all that it needs as arguments, or fixed beforehand."
     )
 
 

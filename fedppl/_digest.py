@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["matches", "seal"]
+__all__ = ["LENGTH", "matches", "seal"]
 
 _SALT = 16
+LENGTH = _SALT + 32  # of a seal in bytes
 
 
 def seal(arrays: Mapping[str, Any], salt: bytes | None = None) -> bytes:

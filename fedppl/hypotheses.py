@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from fedppl.arrival import require_arrived
 from fedppl.settings import between, shown
 from fedppl.types import DeclarationError
 
@@ -76,7 +77,10 @@ def _pick(result: Any, var_name: str, coords: Mapping[str, Any] | None) -> xr.Da
 
 def _posterior(result: Any) -> Any:
     """The posterior of a fit or of an ArviZ object."""
-    found = result.idata if hasattr(result, "idata") and hasattr(result, "status") else result
+    is_fit = hasattr(result, "idata") and hasattr(result, "status")
+    if is_fit and result.algorithm.posterior is not None:
+        require_arrived(result, "hypotheses of a fit")
+    found = result.idata if is_fit else result
     try:
         return found["posterior"]
     except (KeyError, TypeError, IndexError, AttributeError) as error:

@@ -323,13 +323,17 @@ def _start(
         run.reporting = as_participation(reporting, "reporting", len(run.clients))
         if checkpoint is not None:
             run.checkpoint = Path(checkpoint)
-            run.seals = {client_id: _digest.seal(client.arrays) for client_id, client in models.items()}
+            run.seals = {k: _digest.seal(client.arrays) + _sealed_model(client) for k, client in models.items()}
             if run.checkpoint.exists():
                 _resume(run, random_seed is not None)
     except BaseException:
         moving.close()
         raise
     return run
+
+
+def _sealed_model(client: ClientModel) -> bytes:
+    return _digest.seal({"": client.trace()})
 
 
 def _seed(random_seed: int | np.random.Generator | None) -> int:
@@ -527,13 +531,21 @@ def _resume(run: _Run, seed_given: bool) -> None:
                 f"{value}. Choose another path, or delete the file to start again."
             )
     sealed: dict[str, bytes] = content["data"]
-    others = [k for k, model in run.models.items() if k in sealed and not _digest.matches(sealed[k], model.arrays)]
+    known = {client_id: model for client_id, model in run.models.items() if client_id in sealed}
+    others = [k for k, model in known.items() if not _digest.matches(sealed[k][: _digest.LENGTH], model.arrays)]
     if others:
         raise DataError(
             f"the data of {'client' if len(others) == 1 else 'clients'} {fallbacks.listed(map(repr, others))} are not "
             f"those that checkpoint {str(run.checkpoint)!r} was written with. Give the same data, or choose another "
             "path, or delete the file to start again."
         )
+    for client_id, client in known.items():
+        if not _digest.matches(sealed[client_id][_digest.LENGTH :], {"": client.trace()}):
+            raise DeclarationError(
+                f"checkpoint {str(run.checkpoint)!r} is of another run: client {client_id!r} has the same data, and "
+                "the model another density of them: the builder, or what it reads, has changed. Choose another path or "
+                "delete the file to start again."
+            )
     run.seals = {**run.seals, **sealed}
     run.seed, run.name = content["seed"], content["name"]
     run.state, run.records = content["state"], list(content["records"])
@@ -555,13 +567,21 @@ def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, st
         return Status.STALLED, f"no client ever sent a usable reply: {reasons}"
     last = run.records[-1]
     lost = ""
-    if last.failures and (not message or not last.bytes_up):  # the algorithm was not told why it heard nothing
+    # What the algorithm was not told; where rounds ran out, failing clients may be why.
+    if last.failures and (status is Status.RUNNING or not message or not last.bytes_up):
         lost = f"{len(last.failures)} of {len(last.asked)} clients sent no usable reply in the last round"
         lost = f"{lost}: {_distinct(last.failures.values())}"
-    if silent:
+    never = silent - {client_id for record in run.records for client_id in record.asked}
+    if never:
+        message = f"clients {sorted(never)[:5]} were never asked, see participation=; {message}"
+    if silent - never:
         why = 'fit.idata["rounds"]["reason"] says why'
-        message = f"clients {sorted(silent)[:5]} never sent a usable reply, {why}; {message}"
+        message = f"clients {sorted(silent - never)[:5]} never sent a usable reply, {why}; {message}"
     message = "; ".join(filter(None, (message, lost)))
+    searching = run.algorithm.preliminary is not None and run.algorithm.preliminary(run.state)
+    if stopped and searching and status is Status.RUNNING:
+        early = "the start, whose rounds do not count, was not at its end: let it go on"
+        message = "; ".join(filter(None, (early, lost)))
     if status is Status.RUNNING:
         by = " by the callback" if stopped else ""
         status = Status.MAX_ROUNDS

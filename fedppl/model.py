@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedppl import _graph, _public, _rows
+from fedppl import _graph, _public, _rows, gaussian
 from fedppl._checks import (
     builder_name,
     containers,
     mismatch,
+    other_model,
     other_prior,
     private_prior,
     require_arguments,
@@ -150,6 +151,17 @@ class ClientModel:
     def log_density(self, phi: Array, theta: Array) -> float:
         """log p(y_k, θ | φ) alone, interpreted: slow to call, and nothing is compiled for it."""
         return float(self.template.density(np.concatenate([phi, theta]), *self.inputs))
+
+    def trace(self) -> Array:
+        """log p(y_k, θ | φ) beside the start, to six digits: another model has others. Empty where it costs much."""
+        if self.layout.binary or self.template.has_own_gradients:
+            return np.zeros(0)
+        sd = gaussian.standard_deviations(self.layout.prior)
+        aside = 0.1 * np.cos(np.arange(self.shared_size + self.local_size))
+        aside[: self.shared_size] *= sd
+        start = np.concatenate([self.template.functions["shared start"], self.initial])
+        values = [self._value_and_gradient(start + times * aside)[0] for times in (1.0, -2.0)]
+        return np.array([float(f"{value:.5e}") for value in values])
 
     @property
     def rows(self) -> int:
@@ -361,6 +373,8 @@ class FederatedModel:
         ids = list(group)
         columns = tuple((name, array.dtype.str, array.shape[1:]) for name, array in sorted(group[ids[0]].items()))
         seen = self._compared.get(columns)
+        if seen and not self._builds(seen, ids[0], group[ids[0]]):  # what it reads beside its arguments has changed
+            seen = None
         first = seen or self._template_of(ids[0], group[ids[0]])
         templates = {ids[0]: first}
         own = not first.parts.data
@@ -374,6 +388,8 @@ class FederatedModel:
             own = not (same and _graph.same_outputs(first.parts, first.variables, second.parts, second.variables))
             if not own:
                 self._compared[columns] = first
+        if (own or len(ids) == 1) and not seen and not self._builds(first, ids[0], group[ids[0]]):
+            raise other_model(ids[0])
         if own and len(ids) > 1:
             missing = "has no pm.Data container" if not first.parts.data else "bakes a client's data into its graph"
             warnings.warn(
@@ -410,6 +426,16 @@ class FederatedModel:
             first = self._opened(ids[0], group[ids[0]], first.parts, lengths)
         first.functions["compared"] = True
         return first, self._opened(other, group[other], parts, lengths), other
+
+    def _builds(self, template: Template, client_id: str, arrays: Mapping[str, Any]) -> bool:
+        """Whether the builder, called once more, gives the model of the template."""
+        again = self._opened(client_id, arrays, self._parts(client_id, arrays), template.parts.open)
+        return (
+            template.variables[0] == again.variables[0]
+            and _graph.same_graph(template.graph, again.graph)
+            and _graph.same_prior(template.parts, template.variables[0], again.parts, again.variables[0])
+            and _graph.same_outputs(template.parts, template.variables, again.parts, again.variables)
+        )
 
     def _judge(self, client_id: str, arrays: Mapping[str, Any], template: Template, *, alone: bool) -> None:
         """Decide what of this model may leave a client, and name what stays."""

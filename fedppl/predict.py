@@ -12,6 +12,7 @@ import xarray as xr
 from pytensor.graph.traversal import ancestors
 
 from fedppl import _graph, idata
+from fedppl._checks import mismatch
 from fedppl.model import ClientModel
 from fedppl.types import DataError
 
@@ -77,15 +78,18 @@ def predictions(
     names = [variable.name for variable in model.observed_RVs]
     with model:
         pm.set_data(values, coords=renewed)
-        drawn = pm.sample_posterior_predictive(
-            idata.from_groups({"posterior": posterior}),
-            var_names=names,
-            predictions=True,
-            random_seed=seed % 2**32,
-            progressbar=False,
-            **_anew(model, posterior, [containers[name] for name in values]),
-            compile_kwargs={"mode": _graph.PYTHON_MODE},
-        )["predictions"]
+        try:
+            drawn = pm.sample_posterior_predictive(
+                idata.from_groups({"posterior": posterior}),
+                var_names=names,
+                predictions=True,
+                random_seed=seed % 2**32,
+                progressbar=False,
+                **_anew(model, posterior, [containers[name] for name in values]),
+                compile_kwargs={"mode": _graph.PYTHON_MODE},
+            )["predictions"]
+        except IndexError as error:
+            raise mismatch(client.client_id, {name: values[name] for name in new_data}, error) from error
     dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
     all_coords = {**coords, **renewed}
     arrays = {name: np.asarray(drawn[name]) for name in names}

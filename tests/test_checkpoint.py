@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pymc as pm
 import pytest
 from numpy.testing import assert_array_equal
 
@@ -312,3 +313,30 @@ def test_lists_in_another_order_are_the_same_data(tmp_path: Path) -> None:
     fedppl.fit(model, clients, fedppl.EP(), callback=after(1), checkpoint=path, progressbar=False)
     turned = {k: {name: data[name].tolist() for name in reversed(data)} for k, data in clients.items()}
     assert next(fedppl.rounds(model, turned, fedppl.EP(), checkpoint=path)).number == 2
+
+
+_SCALE = {"sd": 1.0}
+
+
+def of_a_global(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        pm.Normal("obs", pm.Normal("mu", 0, 5), _SCALE["sd"], observed=pm.Data("y", y))
+    return model
+
+
+@problems.few_rounds
+@pytest.mark.parametrize("rounds", [1, 99])
+def test_another_likelihood_under_the_same_layout_is_refused(
+    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run in progress and of a finished one, whose posterior would be the other model's."""
+    clients = {name: {"y": np.array([0.5, 1.5, float(size)])} for size, name in enumerate("ab")}
+    path = tmp_path / "run.ckpt"
+    settings: dict[str, Any] = {"checkpoint": path, "progressbar": False, "random_seed": 1}
+    model = fedppl.FederatedModel(of_a_global, ["mu"])
+    first = fedppl.fit(model, clients, fedppl.EP(), callback=after(rounds), **settings)
+    monkeypatch.setitem(_SCALE, "sd", 3.0)
+    with pytest.raises(DeclarationError, match="client 'a' has the same data, and the model another.*delete the file"):
+        fedppl.fit(fedppl.FederatedModel(of_a_global, ["mu"]), clients, fedppl.EP(), **settings)
+    monkeypatch.setitem(_SCALE, "sd", 1.0)
+    assert len(fedppl.fit(model, clients, fedppl.EP(), **settings).records) >= len(first.records)

@@ -210,3 +210,65 @@ def test_a_skewed_margin_is_named_with_a_remedy_and_mild_ones_are_no_warning(
         assert f"mu {skewness}" in text and "closer to normal" in text
         assert skewed.mild is mild
     assert not skewed._replace(skewness=np.zeros(1), held_back=np.array([1])).mild
+
+
+# --- builders that are no function of their arguments --------------------------------------------------------------
+
+
+_SCALE = {"sd": 1.0}
+
+
+def drawn(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        pm.Normal("obs", pm.Normal("mu") + np.random.default_rng().normal(), 1, observed=pm.Data("y", y))
+    return model
+
+
+def of_a_global(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        pm.Normal("obs", pm.Normal("mu"), _SCALE["sd"], observed=pm.Data("y", y))
+    return model
+
+
+@pytest.mark.parametrize("ids", ["a", "ab"])
+def test_a_builder_that_draws_random_numbers_is_refused(ids: str) -> None:
+    with pytest.raises(DeclarationError, match="'a': the builder, called twice on the same data, gives two models"):
+        FederatedModel(drawn, ["mu"]).enrol({client_id: {"y": Y} for client_id in ids})
+
+
+def test_what_a_builder_reads_elsewhere_is_read_anew_at_every_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FederatedModel(of_a_global, ["mu"])
+    clients = {"a": {"y": Y}, "b": {"y": Y + 1}}
+    precise = start(model, clients)
+    monkeypatch.setitem(_SCALE, "sd", 10.0)
+    vague = start(model, clients)
+    assert np.isclose(precise.posterior.precision[0, 0], 1 + 6, rtol=1e-3)
+    assert np.isclose(vague.posterior.precision[0, 0], 1 + 6 / 100, rtol=1e-3)
+
+
+# --- whom a message names ------------------------------------------------------------------------------------------
+
+
+def test_infinite_inputs_are_named_once_and_with_their_own_remedy() -> None:
+    with pytest.raises(DataError, match="'X' holds inf at index .1,.") as error:
+        declared(line, X=np.array([1.0, np.inf, 2.0]), y=Y)()
+    assert str(error.value).count("client 'a'") == 1 and "same columns" not in str(error.value)
+
+
+@problems.few_rounds
+def test_hypotheses_of_a_search_that_has_not_arrived_say_so() -> None:
+    fit = start(callback=lambda step: True)
+    with pytest.raises(fedppl.NotConvergedError, match="has not arrived"):
+        fedppl.hypotheses(fit)
+
+
+@problems.few_rounds
+def test_who_stops_the_warm_start_is_told_to_let_it_go_on() -> None:
+    message = start(callback=lambda step: True).message
+    assert "stopped by the callback" in message and "let it go on" in message and "proper priors" not in message
+
+
+@problems.few_rounds
+def test_clients_that_nobody_asked_are_not_told_to_have_failed() -> None:
+    fit = start(participation=lambda clients, rng: clients[:1])
+    assert "['client 1'] were never asked, see participation=" in fit.message and "usable reply" not in fit.message

@@ -652,3 +652,8 @@ def test_the_record_of_a_fit_prints_nothing(capsys: pytest.CaptureFixture[str]) 
     fit.predict("clinic 0", {"X": np.ones((2, 2))}, draws=5)
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err == ""
+
+
+def test_predicting_for_a_group_that_is_not_there_says_so() -> None:
+    with pytest.raises(DataError, match="'town 6'.*points outside an array of the model: number groups 0 to n - 1"):
+        grouped_fit().predict("town 6", {"X": np.ones(2), "group": np.array([0, 7])})
