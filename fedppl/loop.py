@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl import _digest, fallbacks, settings
+from fedppl import _digest, departure, fallbacks, settings
 from fedppl import checkpoint as checkpoints
 from fedppl.arrival import unarrived
 from fedppl.engine.answer import require_fit, say_unused, stream
@@ -47,6 +47,9 @@ from fedppl.types import (
 __all__ = ["Round", "fit", "rounds"]
 
 logger = logging.getLogger(__name__)
+
+# A converged fit whose sds may be too small by more than this part is told as a warning.
+_SHORT = 0.1
 
 
 class Round(NamedTuple):
@@ -211,6 +214,7 @@ def fit(
         told = f"fit ended with status {status.value}" + (f": {message}" if message else "")
         # What is said as a warning below, or was said in its round, is not said twice.
         caveat = bool(run.state.message) and not getattr(run.state, "mild", False)
+        caveat = caveat or departure.shortfall(fallbacks.last_infos(r.infos for r in run.records)) > _SHORT
         loud = caveat if status.ok else not algorithm.tests_convergence
         logger.log(logging.WARNING if loud else logging.INFO, told, extra={"status": status.value})
         result = Fit(
@@ -558,9 +562,10 @@ def _resume(run: _Run, seed_given: bool) -> None:
 def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, str]:
     """Say how the run ended, with the knob to turn; who never replied, and who fell back."""
     status, message = Status(run.state.status), str(run.state.message)
-    fallen = fallbacks.sentence(fallbacks.last_infos(record.infos for record in run.records), len(run.clients))
+    infos = fallbacks.last_infos(record.infos for record in run.records)
+    fallen = fallbacks.sentence(infos, len(run.clients))
     if status is Status.CONVERGED:
-        return status, "; ".join(filter(None, (message, fallen)))
+        return status, "; ".join(filter(None, (message, departure.sentence(infos), fallen)))
     silent = set(run.clients) - {client_id for record in run.records for client_id in record.infos}
     if len(silent) == len(run.clients):
         reasons = _distinct(reason for record in run.records for reason in record.failures.values())

@@ -10,6 +10,7 @@ import pandas as pd
 import xarray as xr
 
 from fedppl.arrival import require_arrived
+from fedppl.departure import shortfall
 from fedppl.fallbacks import fallen, last_infos
 from fedppl.settings import between
 from fedppl.types import Array, DeclarationError
@@ -81,6 +82,7 @@ def _about(fit: Fit) -> dict[str, Any]:
     answered = dict.fromkeys(fit.client_ids, False)  # to the last request that wanted a reply
     for record in fit.records:
         answered |= {client_id: client_id in record.bytes_up for client_id in set(record.asked) - set(record.silent)}
+    infos = last_infos(record.infos for record in fit.records)
     return {
         "algorithm": fit.algorithm.name,
         "status": fit.status.value,
@@ -88,5 +90,6 @@ def _about(fit: Fit) -> dict[str, Any]:
         "rounds": len(fit.records),
         "last_round": dict(fit.records[-1].info) if fit.records else {},
         "answered": float(np.mean(list(answered.values()))),
-        "fallbacks": fallen(last_infos(record.infos for record in fit.records)),
+        "fallbacks": fallen(infos),
+        "sd_shortfall": shortfall(infos),
     }

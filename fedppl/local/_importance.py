@@ -173,9 +173,9 @@ def _error(
 def departure(z: Array, log_weights: Array, key: tuple[int, int, int], root: Array) -> float:
     """How far the log weights depart from a quadratic along the coordinate of root z where they do so most.
 
-    With ρ the remainder and u a unit vector, E[(uᵀ∇ρ)²] = ½ E[ρ² ((uᵀz)² − 1)] for a cubic: to second order in ρ that is
-    the share by which the variance along u exceeds that of the Gaussian. Returned is its square root, which adds up
-    over clients whose factors depart alike.
+    With ρ the remainder and u a unit vector, E[(uᵀ∇ρ)²] = ½ E[ρ² ((uᵀz)² − 1)] for a cubic: to second order in ρ that
+    is the share by which the variance along u exceeds that of the Gaussian. Returned is its square root, which adds
+    up over clients whose factors depart alike.
     """
     if not np.all(np.isfinite(log_weights)):
         return float("inf")

@@ -41,6 +41,7 @@ class WarmStart(NamedTuple):
     radius: float  # longest step that is believed, in prior sds of a coordinate
     whole: bool  # the step is Newton's own, with nothing left out: longer ones along it are looked at
     spent: float  # expansions a client, the budget's unit
+    pending: Mapping[str, Message]  # replies from the point so far: it is left when every client has answered there
     unusable: tuple[str, ...]  # clients whose last expansion could not be used
     chosen: bool  # the point was the best along a step, and is not chosen anew
     arrived: bool
@@ -50,7 +51,7 @@ def start(layout: Layout, clients: int) -> WarmStart:
     """Begin at the prior mean."""
     mean = gaussian.mean(layout.prior)
     heard = np.zeros(clients, dtype=bool)
-    return WarmStart(mean, np.zeros_like(mean), mean, heard, -np.inf, np.inf, _RADIUS, False, 0.0, (), False, False)
+    return WarmStart(mean, np.zeros_like(mean), mean, heard, -np.inf, np.inf, _RADIUS, False, 0.0, {}, (), False, False)
 
 
 def _along(point: Array, move: Array) -> Array:
@@ -90,69 +91,111 @@ def expand_along(
 def step(
     sites: Sites, state: WarmStart, replies: Mapping[str, Message], trust: float | None = None
 ) -> tuple[Sites, WarmStart, _trust.Bounded | None]:
-    """Take in the expansions at the point and choose the next point.
+    """Take in the expansions at the point and, when there is one of every client, choose the next point.
 
-    Where all clients answered, the sums of log f_k decide: a point that lowered the log marginal posterior, or that
-    another length of the step would have bettered by much, is given up for the best length. With `trust`, sites change
-    as far as `_trust` allows, which keeps q proper throughout, and the clients' values, which no bound holds for,
+    The sums of log f_k decide: a point that lowered the log marginal posterior, or that another length of the step
+    would have bettered by much, is given up for the best length. With `trust`, sites change as far as `_trust` allows,
+    which keeps q proper throughout, every round moves the point, and the clients' values, which no bound holds for,
     decide nothing.
     """
-    x = state.point
-    everyone = trust is None and len(replies) == len(state.heard)
-    kept = {client_id: reply for client_id, reply in replies.items() if absurd_expansion(sites, reply) is None}
-    unusable = tuple(client_id for client_id in replies if client_id not in kept)
-    state = state._replace(spent=state.spent + len(replies) / len(state.heard), unusable=unusable)
-    objective = -np.inf
-    if everyone:
-        if len(kept) == len(replies):
-            objective = sum(float(reply["value"]) for reply in kept.values()) + float(
-                gaussian.log_kernel(sites.prior, x)
-            )
-        better = _better_length(sites.prior, state, replies, objective)
-        if better is not None:
-            move, radius = better * state.move, state.radius * min(better, 1.0)
-            point = state.anchor + move
-            return sites, state._replace(point=point, move=move, change=np.inf, radius=radius, chosen=True), None
-    if not kept:
-        return sites, state, None
-    rows = indices(sites, kept)
-    gradient = np.stack([reply["gradient"] for reply in kept.values()])
-    packed = in_structure(
-        -gaussian.unpack_triangle(np.stack([reply["hessian"] for reply in kept.values()])), sites.structure
-    )
-    linear, precision, heard = sites.linear.copy(), sites.precision.copy(), state.heard.copy()
-    precision[rows] = packed
-    linear[rows] = gradient + dense(packed, sites.structure) @ x
-    heard[rows] = True
-    bounded = None
     if trust is not None:
-        d_linear, d_packed = linear[rows] - sites.linear[rows], packed - sites.precision[rows]
-        bounded = _trust.bound(sites.q, Gaussian(d_linear, dense(d_packed, sites.structure)), trust)
-        held, part = bounded.held[:, None], bounded.scales[:, None]
-        linear[rows] = np.where(held, sites.linear[rows] + part * d_linear, linear[rows])
-        precision[rows] = np.where(held, sites.precision[rows] + part * d_packed, packed)
-    tried = update(sites, linear, precision)
-    # Sites that were kept small keep the step small: that is no sign of being there.
-    free = bounded is None or not np.any(bounded.held)
-    radius = state.radius if everyone else _RADIUS
-    move, whole, cut = newton_step(tried.q, sites.prior, x, radius)
-    there = whole and not cut
-    change = float(np.max(np.abs(move) / gaussian.standard_deviations(tried.q))) if there else np.inf
-    moved = WarmStart(
+        return _bounded_step(sites, state, replies, trust)
+    new = sum(client_id not in state.pending for client_id in replies)
+    heard = state.heard.copy()
+    heard[indices(sites, replies)] = True
+    pending = {**state.pending, **replies}
+    # Answers from a point where a client has answered already cost it as much, and bring nothing.
+    spent = state.spent + (new + 0.5 * (len(replies) - new)) / len(heard)
+    state = state._replace(pending=pending, heard=heard, spent=spent)
+    if len(pending) < len(heard):
+        return sites, state, None
+    everyone = {client_id: pending[client_id] for client_id in sites.where}
+    state, x = state._replace(pending={}), state.point
+    unusable = tuple(name for name, reply in everyone.items() if absurd_expansion(sites, reply) is not None)
+    state = state._replace(unusable=unusable)
+    objective = -np.inf
+    if not unusable:
+        values = np.array([float(reply["value"]) for reply in everyone.values()])
+        objective = float(values.sum() + gaussian.log_kernel(sites.prior, x))
+    better = _better_length(sites.prior, state, everyone, objective)
+    if better is not None:
+        move, radius = better * state.move, state.radius * min(better, 1.0)
+        point = state.anchor + move
+        return sites, state._replace(point=point, move=move, change=np.inf, radius=radius, chosen=True), None
+    linear, packed = _natural(sites, everyone, x)
+    tried = update(sites, linear, packed)
+    move, whole, cut = newton_step(tried.q, sites.prior, x, state.radius)
+    arrived, change = _arrival(tried.q, move, whole and not cut, heard)
+    grown = min(2 * state.radius, _WIDEST if whole else max(_RADIUS, state.radius)) if cut else state.radius
+    moved = state._replace(
         point=x + move,
         move=move,
         anchor=x,
-        heard=heard,
         objective=objective,
         change=change,
-        radius=max(radius, min(2 * radius, _WIDEST if whole else _RADIUS)) if cut else radius,
+        radius=grown,
         whole=whole,
-        spent=state.spent,
-        unusable=unusable,
         chosen=False,
-        arrived=free and there and change < _ARRIVED and bool(np.all(heard)),
+        arrived=arrived,
     )
+    return tried, moved, None
+
+
+def _bounded_step(
+    sites: Sites, state: WarmStart, replies: Mapping[str, Message], trust: float
+) -> tuple[Sites, WarmStart, _trust.Bounded | None]:
+    """Take in what came, each client's change as far as `trust` allows, and step on from there."""
+    kept = {name: reply for name, reply in replies.items() if absurd_expansion(sites, reply) is None}
+    unusable = tuple(name for name in replies if name not in kept)
+    state = state._replace(spent=state.spent + len(replies) / len(state.heard), unusable=unusable)
+    if not kept:
+        return sites, state, None
+    x, rows = state.point, indices(sites, kept)
+    wanted, packed = _natural(sites, kept, x)
+    heard = state.heard.copy()
+    heard[rows] = True
+    linear, precision = sites.linear.copy(), sites.precision.copy()
+    d_linear, d_packed = wanted - sites.linear[rows], packed - sites.precision[rows]
+    bounded = _trust.bound(sites.q, Gaussian(d_linear, dense(d_packed, sites.structure)), trust)
+    held, part = bounded.held[:, None], bounded.scales[:, None]
+    linear[rows] = np.where(held, sites.linear[rows] + part * d_linear, wanted)
+    precision[rows] = np.where(held, sites.precision[rows] + part * d_packed, packed)
+    tried = update(sites, linear, precision)
+    move, cut = _trusted_step(tried.q, sites.prior, x)
+    # Sites that were kept small keep the step small: that is no sign of being there.
+    there = not cut and not np.any(bounded.held)
+    arrived, change = _arrival(tried.q, move, there, heard)
+    moved = state._replace(point=x + move, move=move, anchor=x, heard=heard, change=change, arrived=arrived)
     return tried, moved, bounded
+
+
+def _natural(sites: Sites, replies: Mapping[str, Message], x: Array) -> tuple[Array, Array]:
+    """Natural parameters of the expansions at x: r_k = g_k + Q_k x, (R, m), and Q_k = −H_k packed, (R, p)."""
+    gradient = np.stack([reply["gradient"] for reply in replies.values()])
+    hessian = gaussian.unpack_triangle(np.stack([reply["hessian"] for reply in replies.values()]))
+    packed = in_structure(-hessian, sites.structure)
+    return gradient + dense(packed, sites.structure) @ x, packed
+
+
+def _arrival(q: Gaussian, move: Array, there: bool, heard: Array) -> tuple[bool, float]:
+    """Whether a step that was not cut is short against q and all were heard; its length in posterior sds."""
+    if not there or not gaussian.is_proper(q):
+        return False, np.inf
+    change = float(np.max(np.abs(move) / gaussian.standard_deviations(q)))
+    return change < _ARRIVED and bool(np.all(heard)), change
+
+
+def _trusted_step(q: Gaussian, prior: Gaussian, x: Array) -> tuple[Array, bool]:
+    """Newton step on |eigenvalues| in prior units, no axis longer than `_RADIUS` sds, and whether it was cut.
+
+    For steps that no objective watches: it climbs whatever the curvature.
+    """
+    inverse = np.linalg.inv(np.linalg.cholesky(prior.precision))
+    values, vectors = np.linalg.eigh(inverse @ q.precision @ inverse.T)
+    gradient = inverse @ (q.linear - q.precision @ x)
+    move = (vectors.T @ gradient) / np.maximum(np.abs(values), 1.0)
+    clipped = np.clip(move, -_RADIUS, _RADIUS)
+    return inverse.T @ (vectors @ clipped), bool(np.any(clipped != move)) or bool(values[0] <= 0)
 
 
 def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Message], objective: float) -> float | None:
@@ -241,6 +284,9 @@ def why_not_arrived(sites: Sites, state: WarmStart) -> str:
     silent = [client_id for client_id, k in sites.where.items() if not state.heard[k]]
     if silent:
         return f"the warm start needs every client once, and clients {silent[:5]} have not answered"
+    absent = [client_id for client_id in sites.where if state.pending and client_id not in state.pending]
+    if absent:
+        return f"the warm start waits for an expansion of every client at its point, and clients {absent[:5]} sent none"
     if state.unusable:
         return (
             f"the warm start has not reached the mode of the marginal posterior: expansions of clients "
