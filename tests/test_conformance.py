@@ -416,7 +416,7 @@ def test_any_subset_of_replies_is_taken(name: str) -> None:
     algorithm = ALGORITHMS[name].build()
     for state in run(name, 8, lambda number, ids: (ids[number % len(ids)],)).states:
         for path, value in said(name, state).items():
-            assert np.all(np.isfinite(value)), path
+            assert "last_change" in path or np.all(np.isfinite(value)), path  # not known before EP's first round
         if algorithm.posterior is None:
             continue
         q = algorithm.posterior(state)

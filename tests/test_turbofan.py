@@ -15,6 +15,7 @@ import pytest
 import fedppl
 from examples import turbofan
 from examples.turbofan import Engine, Result, Row, Split
+from tests import problems
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,6 +72,7 @@ def test_test_rows_change_nothing_in_training(scale: str) -> None:
         assert not np.allclose(before[name].y_test, after[name].y_test)
 
 
+@problems.few_rounds
 def test_test_rows_change_nothing_in_a_fit_or_a_choice() -> None:
     engines = turbofan.divide(table(), sensor=3)
     fits, choices = [], []

@@ -1,0 +1,67 @@
+"""How short sds may be: the estimate against closed forms, and against exact posteriors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytest
+from numpy.testing import assert_allclose
+from scipy import stats
+
+import fedppl
+from fedppl import departure, gaussian
+from fedppl.local import _importance, _stein
+
+
+def test_a_cubic_departs_by_its_coefficient() -> None:
+    # ρ = t (z³ − 3z) / 6 has ∇ρ = t (z² − 1) / 2, and E[(∇ρ)²] = t² / 2
+    t, key = 0.3, (1, 4096, 5)
+    z = _importance.whitened_points(*key)
+    rho, gradients = t * (z[:, 0] ** 3 - 3 * z[:, 0]) / 6, t * (z**2 - 1) / 2
+    # (z² − 1)² and z² ρ² have sds of a few over 64 = sqrt(4096) independent points
+    assert_allclose(_importance.departure(z, rho, key, np.eye(1)), t / np.sqrt(2), rtol=0.1)
+    assert_allclose(_stein.departure(gradients, np.eye(1)), t / np.sqrt(2), rtol=0.1)
+
+
+def test_a_quadratic_does_not_depart() -> None:
+    key = (2, 64, 1)
+    z = _importance.whitened_points(*key)
+    assert _importance.departure(z, z[:, 0] - 0.3 * z[:, 0] * z[:, 1], key, np.eye(2)) < 1e-9
+
+
+def test_one_client_has_nothing_in_common_with_others() -> None:
+    assert departure.shortfall({"alone": {"departure": 3.0}}) == 0.0
+    assert departure.shortfall({"a": {}, "b": {}}) == 0.0
+
+
+def means(y: Any) -> Any:
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        mu, tau = pm.Normal("mu", 0, 10), pm.HalfNormal("tau", 2)
+        pm.Normal("obs", pm.Normal("theta", mu, tau), 1.0, observed=y)
+    return model
+
+
+@pytest.mark.parametrize("count, said", [(5, True), (12, True), (60, False)])
+def test_the_mean_of_few_clients_is_told_to_be_too_sure(count: int, said: bool) -> None:
+    rng = np.random.default_rng(count)
+    theta = rng.normal(size=count)
+    theta = (theta - theta.mean()) / theta.std(ddof=1)
+    clients = {f"client {k}": {"y": theta[k] + rng.normal(size=100)} for k in range(count)}
+    fit = fedppl.fit(
+        fedppl.FederatedModel(means, shared=["mu", "tau"]), clients, fedppl.EP(), progressbar=False, random_seed=1
+    )
+    mu, log_tau = np.meshgrid(np.linspace(-8, 8, 1201), np.linspace(-5, 3, 601), indexing="ij")
+    tau = np.exp(log_tau)
+    log_density = stats.norm.logpdf(mu, 0, 10) + stats.halfnorm.logpdf(tau, 0, 2) + log_tau
+    for data in clients.values():
+        log_density += stats.norm.logpdf(data["y"].mean(), mu, np.sqrt(tau**2 + 0.01))
+    weights = np.exp(log_density - log_density.max())
+    weights /= weights.sum()
+    exact = np.sqrt(np.sum(weights * mu**2) - np.sum(weights * mu) ** 2)
+    short = 1 - gaussian.standard_deviations(fit.posterior)[0] / exact
+    told = fit.summary().attrs["sd_shortfall"]
+    assert short / 2 < told < 2 * short + 0.01
+    assert ("too small" in fit.message) is said
