@@ -108,7 +108,8 @@ def step(
     spent = state.spent + (new + 0.5 * (len(replies) - new)) / len(heard)
     state = state._replace(pending=pending, heard=heard, spent=spent)
     if len(pending) < len(heard):
-        return sites, state, None
+        came = {name: reply for name, reply in replies.items() if absurd_expansion(sites, reply) is None}
+        return _replaced(sites, came, state.point) if came else sites, state, None
     everyone = {client_id: pending[client_id] for client_id in sites.where}
     state, x = state._replace(pending={}), state.point
     unusable = tuple(name for name, reply in everyone.items() if absurd_expansion(sites, reply) is not None)
@@ -122,8 +123,7 @@ def step(
         move, radius = better * state.move, state.radius * min(better, 1.0)
         point = state.anchor + move
         return sites, state._replace(point=point, move=move, change=np.inf, radius=radius, chosen=True), None
-    linear, packed = _natural(sites, everyone, x)
-    tried = update(sites, linear, packed)
+    tried = _replaced(sites, everyone, x)
     move, whole, cut = newton_step(tried.q, sites.prior, x, state.radius)
     arrived, change = _arrival(tried.q, move, whole and not cut, heard)
     grown = min(2 * state.radius, _WIDEST if whole else max(_RADIUS, state.radius)) if cut else state.radius
@@ -177,12 +177,20 @@ def _natural(sites: Sites, replies: Mapping[str, Message], x: Array) -> tuple[Ar
     return gradient + dense(packed, sites.structure) @ x, packed
 
 
+def _replaced(sites: Sites, replies: Mapping[str, Message], x: Array) -> Sites:
+    """The ledger with these clients' expansions at x in the place of their sites."""
+    rows = indices(sites, replies)
+    linear, precision = sites.linear.copy(), sites.precision.copy()
+    linear[rows], precision[rows] = _natural(sites, replies, x)
+    return update(sites, linear, precision)
+
+
 def _arrival(q: Gaussian, move: Array, there: bool, heard: Array) -> tuple[bool, float]:
-    """Whether a step that was not cut is short against q and all were heard; its length in posterior sds."""
-    if not there or not gaussian.is_proper(q):
+    """Whether a step that nothing cut is short against q and all were heard; its length in posterior sds."""
+    if not gaussian.is_proper(q):
         return False, np.inf
     change = float(np.max(np.abs(move) / gaussian.standard_deviations(q)))
-    return change < _ARRIVED and bool(np.all(heard)), change
+    return there and change < _ARRIVED and bool(np.all(heard)), change
 
 
 def _trusted_step(q: Gaussian, prior: Gaussian, x: Array) -> tuple[Array, bool]:
