@@ -423,7 +423,8 @@ def test_a_client_that_fails_is_skipped_and_the_ledger_holds(name: str) -> None:
     assert not CASES[name].ledger or changed(first[1], rows_of(name, initial, once))
     assert not changed(first[1], second[1])
     assert_same(personal[0].get(once), personal[1].get(once))
-    if name.startswith("EP"):
+    # A warm start stays at its point until it has an expansion of every client there.
+    if name.startswith("EP") and steps[0].state.warm_start is None:
         assert changed(first[0], second[0])
         assert changed(second[1], third[1])
     if CASES[name].rounds > 1:

@@ -294,7 +294,10 @@ def why_not_arrived(sites: Sites, state: WarmStart) -> str:
         return f"the warm start needs every client once, and clients {silent[:5]} have not answered"
     absent = [client_id for client_id in sites.where if state.pending and client_id not in state.pending]
     if absent:
-        return f"the warm start waits for an expansion of every client at its point, and clients {absent[:5]} sent none"
+        return (
+            "the warm start has not reached the mode of the marginal posterior: it waits for an expansion of every "
+            f"client at its point, and clients {absent[:5]} have sent none yet"
+        )
     if state.unusable:
         return (
             f"the warm start has not reached the mode of the marginal posterior: expansions of clients "
