@@ -52,7 +52,8 @@ def EP(
         Largest δ that is tried; it is halved until the global precision and every cavity are positive definite.
     warm_start
         Start with federated Newton rounds where the local inference offers expansions. They have a budget of their
-        own, 25 expansions a client, and do not count towards ``rounds=``.
+        own, 25 expansions a client, and do not count towards ``rounds=``. A point is left when every client has
+        answered there: where few are asked in a round, that takes many rounds.
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
     trust
@@ -77,6 +78,8 @@ def EP(
     -----
     *When this fails.* The Gaussian family cannot follow a skewed posterior. The skewness that the clients' factors
     add up to is reported (``fit.idata["fit"]["skewness"]``); above about 1, distrust sd and tails of that margin.
+    Nor can it follow the heavy tails of a mean of few clients: how much too small the sds may be is estimated
+    (``fit.summary().attrs["sd_shortfall"]``) and said in the message from 5 % on.
     Sites of rough local moments (few NUTS draws) can oscillate: the status then says so; raise `draws` or lower
     `damping`.
 
