@@ -158,7 +158,8 @@ def _judge(
     # One small change of a noisy sweep may be luck: with Monte Carlo error, rounds are averaged before it counts.
     quiet = swept and not noisy and sweep_change < tolerance
     averaged = swept and noisy and averaging >= 4 and sweep_change < max(tolerance, 3 * mc_error)
-    left = mc_error / np.sqrt(max(averaging, 1))
+    # Damping stops falling at 0.1, where an average holds the noise of 19 rounds: (2 - 0.1) / 0.1.
+    left = mc_error / np.sqrt(min(max(averaging, 1), 19))
     averaged = averaged and left <= _MOST_ERROR
     if quiet or averaged:
         message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {_LESS_NOISE}"
