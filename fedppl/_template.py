@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = ["Template", "compilations", "shared_layout"]
 _PRIOR_DRAWS = 4000
 _KERNELS_KEPT = 64
 _kernels: list[tuple[_graph.SiteGraph, Callable[..., Any]]] = []
+_living: weakref.WeakSet[Template] = weakref.WeakSet()
 _compiled = 0
 _lock = threading.Lock()
 
@@ -53,7 +55,7 @@ class Template:
     def kernel(self) -> Callable[..., Any]:
         """Compiled at first use, so that what can be refused is refused before."""
         if "kernel" not in self.functions:
-            self.functions["kernel"] = _kernel(self.graph)
+            return _kernel(self)
         kernel: Callable[..., Any] = self.functions["kernel"]
         return kernel
 
@@ -108,19 +110,23 @@ def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
         return unpacking_kernel(function.vm.jit_fn, [(v.type.dtype, v.type.ndim) for v in graph.inputs])
 
 
-def _kernel(graph: _graph.SiteGraph) -> Callable[..., Any]:
+def _kernel(template: Template) -> Callable[..., Any]:
     """Find or compile: a builder made anew (a closure, a factory) does not compile again.
 
+    Looked up among templates in use, then among the last ones compiled: those of models that are gone.
     Only the site factor is looked up. Names, priors, transforms and deterministics are of each build its own.
     """
+    graph = template.graph
     with _lock:
-        for known, kernel in _kernels:
-            if _graph.same_graph(known, graph):
-                return kernel
-        compiled = _compile(graph)
-        _kernels.append((graph, compiled))
-        del _kernels[:-_KERNELS_KEPT]
-        return compiled
+        used = [(known.graph, known.functions["kernel"]) for known in _living]
+        kernel = next((kernel for known, kernel in [*used, *_kernels] if _graph.same_graph(known, graph)), None)
+        if kernel is None:
+            kernel = _compile(graph)
+            _kernels.append((graph, kernel))
+            del _kernels[:-_KERNELS_KEPT]
+        template.functions["kernel"] = kernel
+        _living.add(template)
+        return kernel
 
 
 def shared_layout(

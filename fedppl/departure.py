@@ -20,7 +20,7 @@ def shortfall(infos: Infos) -> float:
     """The part of its sd by which a shared variable's may be too small, from every client's last diagnostics.
 
     >>> round(shortfall({"a": {"departure": 0.3}, "b": {"departure": 0.3}}), 3)
-    0.08
+    0.079
     """
     departures = [info["departure"] for info in infos.values() if "departure" in info]
     if len(departures) < 2:
