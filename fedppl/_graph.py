@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -64,7 +65,8 @@ class Parts(NamedTuple):
     open: Mapping[str, int | None] = MappingProxyType({})
 
 
-class SiteGraph(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class SiteGraph:
     """log p(y, θ | φ) as a graph of x = (φ, θ), the data, and the shapes that depend on data."""
 
     x: Any

@@ -30,8 +30,8 @@ __all__ = ["Template", "compilations", "shared_layout"]
 
 _PRIOR_DRAWS = 4000
 _KERNELS_KEPT = 64
-_kernels: list[tuple[_graph.SiteGraph, Callable[..., Any]]] = []
-_living: weakref.WeakSet[Template] = weakref.WeakSet()
+_kernels: list[tuple[_graph.SiteGraph, Callable[..., Any]]] = []  # the last ones compiled
+_in_use: weakref.WeakKeyDictionary[_graph.SiteGraph, Callable[..., Any]] = weakref.WeakKeyDictionary()
 _compiled = 0
 _lock = threading.Lock()
 
@@ -55,7 +55,7 @@ class Template:
     def kernel(self) -> Callable[..., Any]:
         """Compiled at first use, so that what can be refused is refused before."""
         if "kernel" not in self.functions:
-            return _kernel(self)
+            self.functions["kernel"] = _kernel(self.graph)
         kernel: Callable[..., Any] = self.functions["kernel"]
         return kernel
 
@@ -110,22 +110,19 @@ def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
         return unpacking_kernel(function.vm.jit_fn, [(v.type.dtype, v.type.ndim) for v in graph.inputs])
 
 
-def _kernel(template: Template) -> Callable[..., Any]:
+def _kernel(graph: _graph.SiteGraph) -> Callable[..., Any]:
     """Find or compile: a builder made anew (a closure, a factory) does not compile again.
 
-    Looked up among templates in use, then among the last ones compiled: those of models that are gone.
     Only the site factor is looked up. Names, priors, transforms and deterministics are of each build its own.
     """
-    graph = template.graph
     with _lock:
-        used = [(known.graph, known.functions["kernel"]) for known in _living]
-        kernel = next((kernel for known, kernel in [*used, *_kernels] if _graph.same_graph(known, graph)), None)
+        known = [*_in_use.items(), *_kernels]
+        kernel = next((kernel for other, kernel in known if _graph.same_graph(other, graph)), None)
         if kernel is None:
             kernel = _compile(graph)
             _kernels.append((graph, kernel))
             del _kernels[:-_KERNELS_KEPT]
-        template.functions["kernel"] = kernel
-        _living.add(template)
+        _in_use[graph] = kernel
         return kernel
 
 
