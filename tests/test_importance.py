@@ -24,6 +24,8 @@ from fedppl.local._importance import (
     weighted_moments,
     whitened_points,
 )
+from fedppl.local._kept import kept
+from fedppl.types import Array
 
 # --- points ---------------------------------------------------------------------------------------------------------
 
@@ -344,3 +346,18 @@ def test_from_31_coordinates_on_gradients_take_the_place_of_values() -> None:
         assert_allclose(found.mean, 1.4, atol=1e-8)
         assert_allclose(found.covariance, 4 * np.eye(size), atol=1e-8)
     assert taken == ["values", "gradients"]
+
+
+def test_points_are_kept_by_their_bytes_not_by_their_number() -> None:
+    """Of 200 clients with 30 shared coordinates, designs alone would take gigabytes."""
+    made: list[int] = []
+
+    @kept(most_bytes=100 * 8 * 3)
+    def points(size: int) -> Array:
+        made.append(size)
+        return np.zeros(size)
+
+    for size in (100, 101, 98, 100, 99, 98, 100, 99, 101):
+        points(size)
+    assert made == [100, 101, 98, 99, 101]  # of the first three 101 was used longest ago when 99 came
+    assert not points(101).flags.writeable

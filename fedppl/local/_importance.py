@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 from scipy.special import ndtri
 from scipy.stats import qmc
 
+from fedppl.local._kept import kept
 from fedppl.types import Array
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "departure",
     "effective_size",
     "enough_points",
+    "fresh_points",
     "has_enough_points",
     "normalise",
     "pareto_k",
@@ -34,8 +35,7 @@ def stream_of(client_id: str) -> int:
     return hashlib.blake2b(client_id.encode(), digest_size=1).digest()[0]
 
 
-@functools.lru_cache(maxsize=512)
-def whitened_points(size: int, points: int, stream: int) -> Array:
+def fresh_points(size: int, points: int, stream: int) -> Array:
     """Antithetic scrambled Sobol normals (points, size): sample mean exactly 0, sample covariance exactly I.
 
     With constant weights they return the proposal's own moments without error, so that the Monte Carlo error of
@@ -49,8 +49,11 @@ def whitened_points(size: int, points: int, stream: int) -> Array:
     z = np.concatenate([z, -z])
     factor = np.linalg.cholesky(z.T @ z / len(z))
     whitened: Array = np.ascontiguousarray(np.linalg.solve(factor, z.T).T)
-    whitened.flags.writeable = False
     return whitened
+
+
+# A client asks for the same ones in every round.
+whitened_points = kept(most_bytes=2**28)(fresh_points)
 
 
 def normalise(log_weights: Array) -> Array:
@@ -102,13 +105,26 @@ def has_enough_points(size: int) -> bool:
     return enough_points(size, 0) <= 1024
 
 
-@functools.lru_cache(maxsize=512)
-def _regression(size: int, points: int, stream: int) -> tuple[Array, Array]:
-    """Design of a quadratic in z at the whitened points and its pseudo-inverse."""
+@kept(most_bytes=2**27)
+def _design(size: int, points: int, stream: int) -> Array:
+    """Terms of a quadratic in z at the whitened points."""
     z = whitened_points(size, points, stream)
     rows, columns = np.triu_indices(size)
-    design = np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
-    return design, np.linalg.pinv(design)
+    return np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
+
+
+@kept(most_bytes=2**27)
+def _inverse_gram(size: int, points: int, stream: int) -> Array:
+    """(DᵀD)⁻¹ of the design D: of whitened points it is well-conditioned, and far smaller than D's pseudo-inverse."""
+    design = _design(size, points, stream)
+    return np.asarray(np.linalg.inv(design.T @ design))
+
+
+def _quadratic(log_weights: Array, key: tuple[int, int, int]) -> tuple[Array, Array]:
+    """Coefficients and values of the quadratic fitted to the log weights."""
+    design = _design(*key)
+    coefficients = _inverse_gram(*key) @ (log_weights @ design)
+    return coefficients, design @ coefficients
 
 
 # Beyond this sd of what a quadratic leaves of the log weights, their moments have an error to speak of.
@@ -131,9 +147,7 @@ def controlled_moments(
     if not np.all(np.isfinite(log_weights)):
         remainder = float(np.std(log_weights[np.isfinite(log_weights)]))
         return plain, remainder, _error(z, weights, plain)
-    design, inverse = _regression(*key)
-    coefficients = inverse @ log_weights
-    fitted = design @ coefficients
+    coefficients, fitted = _quadratic(log_weights, key)
     remainder = float(np.std(log_weights - fitted))
     m = z.shape[1]
     rows, columns = np.triu_indices(m)
@@ -179,8 +193,7 @@ def departure(z: Array, log_weights: Array, key: tuple[int, int, int], root: Arr
     """
     if not np.all(np.isfinite(log_weights)):
         return float("inf")
-    design, inverse = _regression(*key)
-    rest = log_weights - design @ (inverse @ log_weights)
+    rest = log_weights - _quadratic(log_weights, key)[1]
     along = z @ (root / np.linalg.norm(root, axis=1)[:, None]).T
     excess = 0.5 * np.mean(rest[:, None] ** 2 * (along**2 - 1.0), axis=0)
     return float(np.sqrt(max(float(excess.max()), 0.0)))

@@ -5,7 +5,6 @@ For a density that a Gaussian q does not cover: one client alone, or one whose f
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from scipy.special import gammaln, ndtri
 from scipy.stats import qmc
 
 from fedppl.local._importance import WeightedMoments, effective_size, normalise, pareto_k, weighted_moments
+from fedppl.local._kept import kept
 from fedppl.types import Array
 
 __all__ = ["StudentSample", "sample"]
@@ -23,6 +23,7 @@ _DEGREES = 5.0
 _SCRAMBLES = 8  # independent ones, whose moments' spread is the error
 _FITS = 8
 _FIRST, _LAST = 256, 1024  # points a scramble, while it is fitted and in the end
+_LEAST = 50  # points that must be left of the weights, for each coefficient of a mean
 
 
 class StudentSample(NamedTuple):
@@ -42,6 +43,8 @@ def sample(
 ) -> StudentSample | None:
     """Weighted points of exp(log_density), from (m,) and (m, m) to begin with; None where none can be trusted."""
     m = len(mean)
+    if _SCRAMBLES * _LAST < _LEAST * (m + 1):
+        return None
     found = None
     for fit in range(_FITS):
         found = _weighted(log_density, mean, covariance, _FIRST, stream)
@@ -54,7 +57,7 @@ def sample(
         if settled and fit > 0:
             break
     found = _weighted(log_density, mean, covariance, _LAST, stream)
-    if found is None or found.pareto_k > limit or found.ess < 50 * (m + 1) or not found.error < 0.1:
+    if found is None or found.pareto_k > limit or found.ess < _LEAST * (m + 1) or not found.error < 0.1:
         return None
     return found
 
@@ -92,7 +95,7 @@ def _weighted(
     )
 
 
-@functools.lru_cache(maxsize=64)
+@kept(most_bytes=2**27)
 def _points(m: int, count: int, stream: int) -> Array:
     """Standard multivariate t points of all scrambles, (scrambles x count, m)."""
     parts = []
@@ -101,6 +104,4 @@ def _points(m: int, count: int, stream: int) -> Array:
         uniform = np.clip(uniform, 1e-12, 1 - 1e-12)
         chi2 = stats.chi2.ppf(uniform[:, 0], _DEGREES)
         parts.append(ndtri(uniform[:, 1:]) * np.sqrt(_DEGREES / chi2)[:, None])
-    points: Array = np.concatenate(parts)
-    points.flags.writeable = False
-    return points
+    return np.concatenate(parts)

@@ -13,12 +13,12 @@ from fedppl import gaussian
 from fedppl.local import _from_q, _student
 from fedppl.local._importance import (
     effective_size,
+    fresh_points,
     normalise,
     pareto_k,
     resample,
     skewness,
     stream_of,
-    whitened_points,
 )
 from fedppl.local._marginal import expand_marginal, gradient_batch, inner_mode_at, marginal_batch, site_batch
 from fedppl.local._newton import OK
@@ -287,7 +287,7 @@ def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, s
     """
     client, global_, cavity, share = target
     wanted, step = draws * chains, 0.0
-    z = whitened_points(client.shared_size, max(settings.points, 2 * wanted), int(rng.integers(2**32)))
+    z = fresh_points(client.shared_size, max(settings.points, 2 * wanted), int(rng.integers(2**32)))
     mean, root = gaussian.affine(global_)
     phi = mean + z @ root.T
     outside = share * client.prior.log_ratio(phi) - gaussian.log_kernel(gaussian.quotient(global_, cavity), phi)
