@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pytensor.graph.traversal import ancestors
 
 from fedppl import _graph
+from fedppl._indices import require_not_negative
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "builder_name",
     "containers",
+    "held_exactly",
+    "ignored_data",
     "mismatch",
     "other_model",
     "other_prior",
@@ -90,14 +94,22 @@ def containers(client_id: str, parts: _graph.Parts, arrays: Mapping[str, Any]) -
                 f"client {client_id!r}: {container.name!r} has {value.ndim} dimensions {value.shape}, but the model's "
                 f"container has {container.type.ndim}; reshape this client's {container.name!r}."
             )
-        cast = value.astype(dtype)
-        if not np.array_equal(cast, value):
-            raise DataError(
-                f"client {client_id!r}: {container.name!r} holds {value.dtype} values that {dtype} cannot hold exactly "
-                f"(the container took its type from other clients); give {container.name!r} one type at all clients."
-            )
-        ordered.append(np.asarray(cast, order="C"))
+        ordered.append(np.asarray(held_exactly(f"client {client_id!r}: {container.name!r}", value, dtype), order="C"))
     return tuple(ordered)
+
+
+def held_exactly(what: str, value: Any, dtype: str) -> Any:
+    """The values in a container's type, which cuts off no fraction, sign or digit."""
+    with np.errstate(invalid="ignore"):
+        cast = value.astype(dtype)
+    if not np.array_equal(cast, value):
+        where = tuple(int(i) for i in np.argwhere(cast != value)[0])
+        raise DataError(
+            f"{what} holds {value[where]} at index {where}, which the container's type, {dtype}, cannot hold exactly. "
+            "It has its type from the builder and from the data that the model was built with; give such numbers as "
+            "these hold, or one type at all clients."
+        )
+    return cast
 
 
 def _require_finite(client_id: str, name: str, value: Any, rv: Any) -> None:
@@ -117,6 +129,8 @@ def mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception) -> Dat
     remedy = "Give this client the same columns as the others, one row of each array per observation."
     if isinstance(error, IndexError):
         remedy = "An integer of its data points outside an array of the model: number groups 0 to n - 1."
+        if "boolean" in message:
+            remedy = "True and False select entries: for an index give integers, for a mask one entry for each of them."
     rows = {name: len(value) for name, value in arrays.items() if np.ndim(value)}
     if len(set(rows.values())) > 1:
         remedy = (
@@ -133,6 +147,7 @@ def require_start(client: ClientModel, phi: Array) -> None:
     require_whole(client)
     try:
         client.template.check_indices(np.concatenate([phi, client.initial]), client.inputs)
+        require_not_negative(client.client_id, client.template.indices, client.arrays, client.inputs)
         infinite = _infinite(client.arrays)
         with np.errstate(invalid="ignore"):
             possible = infinite is None or np.isfinite(client.log_density(phi, client.initial))
@@ -228,6 +243,17 @@ def private_prior(client_id: str) -> DeclarationError:
         f"client {client_id!r}: the shared prior changes when this client's data are changed; the builder lets client "
         "data into the prior of a shared variable, and a prior leaves the client. Use constants that are the same at "
         "all clients."
+    )
+
+
+def ignored_data(client_id: str, builder: Any, parts: _graph.Parts, names: Iterable[str]) -> DeclarationError:
+    """Say that a fit would be the same whatever the data are."""
+    free = [rv.name for rv in parts.local if any(v in parts.data for v in ancestors([rv]))]
+    hint = f" {_quoted(free)} has no observed=, and is a local variable." if free else ""
+    return DeclarationError(
+        f"client {client_id!r}: the builder {builder_name(builder)} makes no use of its data: none of {_quoted(names)} "
+        f"reaches what is observed ({_quoted(rv.name for rv in parts.model.observed_RVs)}), so that the fit would be "
+        f"the same for any data.{hint} Pass the data on, with observed=y for example."
     )
 
 

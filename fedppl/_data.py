@@ -10,7 +10,11 @@ import numpy as np
 
 from fedppl.types import DataError
 
-__all__ = ["as_arrays", "group_by_columns", "needs_same_keys", "one_type"]
+__all__ = ["as_arrays", "fits_integers", "group_by_columns", "needs_same_keys", "one_type"]
+
+
+_EXACT = 2**53  # whole numbers that a float holds
+_INTEGERS = 2.0**31  # PyMC keeps integers in 32 bits, and cuts larger ones down without a word
 
 
 def as_arrays(client_id: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,6 +56,13 @@ def as_arrays(client_id: str, data: Mapping[str, Any]) -> dict[str, Any]:
                 f"client {client_id!r}: {name!r} holds {array[where]} at index {where}; drop or impute missing values "
                 "before the fit."
             )
+        if array.dtype.kind in "iu" and np.any(big := (array > _EXACT) | (array < -_EXACT)):
+            where = tuple(int(i) for i in np.argwhere(big)[0])
+            raise DataError(
+                f"client {client_id!r}: {name!r} holds {array[where]} at index {where}, and whole numbers are exact "
+                "up to 2**53; give it in larger units or from another origin, number identifiers 0 to n - 1, or drop "
+                "it if the model has no use for it."
+            )
         arrays[str(name)] = array
     return arrays
 
@@ -83,14 +94,14 @@ def one_type(clients: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
     """Give every name one type at all clients, one that holds the values of all exactly.
 
     Integers at one client and reals at another become integers where all values are whole: what indexes must stay an
-    integer, and a column that had missing values once is a column of reals.
+    integer, and a column that had missing values once is a column of reals. Integers of more than 32 bits become reals.
     """
     changed = {client_id: dict(arrays) for client_id, arrays in clients.items()}
     for name in next(iter(clients.values())):
         found = {arrays[name].dtype for arrays in clients.values()}
-        if len(found) < 2:
-            continue
         dtype = _common(found, [arrays[name] for arrays in clients.values()])
+        if found == {dtype}:
+            continue
         for arrays in changed.values():
             arrays[name] = arrays[name].astype(dtype)
     return changed
@@ -100,11 +111,17 @@ def _common(found: set[Any], arrays: list[Any]) -> Any:
     reals = {dtype for dtype in found if dtype.kind == "f"}
     if reals == found or any(dtype.kind == "c" for dtype in found):
         return np.result_type(*found)
-    lowest, highest = -(2.0**63), 2.0**63
-    whole = all(np.all((a == np.floor(a)) & (a >= lowest) & (a < highest)) for a in arrays if a.dtype.kind != "b")
-    if not whole:
+    if not all(np.all(fits_integers(a)) for a in arrays if a.dtype.kind != "b"):
         return np.dtype(np.float64)
+    if len(found) == 1:
+        return next(iter(found))
     if found - reals == {np.dtype(bool)} and all(np.all((a == 0) | (a == 1)) for a in arrays):
         return np.dtype(bool)
     integers = np.result_type(*(found - reals))
     return np.dtype(np.int64) if reals or integers.kind != "i" else integers
+
+
+def fits_integers(array: Any) -> Any:
+    """Which entries are whole numbers of at most 32 bits."""
+    whole = array == np.floor(array) if array.dtype.kind == "f" else True
+    return whole & (array >= -_INTEGERS) & (array < _INTEGERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ __all__ = [
     "batched",
     "computed_from_shared",
     "constrained_graph",
-    "containers_read",
     "dissect",
     "indexes_by_data",
     "initial_values",
@@ -45,6 +44,7 @@ __all__ = [
     "same_prior",
     "same_outputs",
     "site_graph",
+    "values_read",
     "variables",
 ]
 
@@ -389,22 +389,19 @@ def observed_through(parts: Parts) -> dict[Any, Any]:
     return found
 
 
-def containers_read(model: Any) -> set[Any]:
-    """Data containers whose values, and not only whose shapes, stand in a variable of the model."""
-    found: set[Any] = set()
+def values_read(outputs: Iterable[Any]) -> set[Any]:
+    """Variables whose values, and not only whose shapes, outputs are computed from; the outputs among them."""
     seen: set[Any] = set()
-    waiting = [*model.basic_RVs, *model.deterministics, *model.potentials]
+    waiting = list(outputs)
     while waiting:
         variable = waiting.pop()
         if variable in seen:
             continue
         seen.add(variable)
-        if variable in model.data_vars:
-            found.add(variable)
         node = variable.owner
         if node is not None and not isinstance(node.op, Shape | Shape_i):
             waiting.extend(node.inputs)
-    return found
+    return seen
 
 
 def indexes_by_data(graph: SiteGraph) -> bool:

@@ -17,7 +17,7 @@ from pytensor.graph.traversal import ancestors
 from fedppl import _graph
 from fedppl.types import Variable
 
-__all__ = ["Public", "altered", "prior_of_data", "read_public", "rebuilt"]
+__all__ = ["Public", "altered", "attempt", "prior_of_data", "read_public", "rebuilt"]
 
 Arrays = Mapping[str, Any]
 Built = tuple[_graph.Parts, ...] | None  # models on altered data; None where the builder fails on some of them
@@ -84,7 +84,7 @@ def rebuilt(build: Callable[[Arrays], _graph.Parts], arrays: Arrays) -> Built:
     for step in altered(arrays):
         together = {name: one[name] for name, one in zip(arrays, step, strict=True)} if len(step) > 1 else step[0]
         for tried in ([together], step):
-            built = [parts for one in tried if (parts := _attempt(build, one)) is not None]
+            built = [parts for one in tried if (parts := attempt(build, one)) is not None]
             if len(built) == len(tried):
                 found += built
                 break
@@ -93,7 +93,8 @@ def rebuilt(build: Callable[[Arrays], _graph.Parts], arrays: Arrays) -> Built:
     return tuple(found)
 
 
-def _attempt(build: Callable[[Arrays], _graph.Parts], arrays: Arrays) -> _graph.Parts | None:
+def attempt(build: Callable[[Arrays], _graph.Parts], arrays: Arrays) -> _graph.Parts | None:
+    """Build a model on a copy of other data; None where the builder fails on them."""
     try:
         return build({name: np.array(value) for name, value in arrays.items()})
     except Exception:  # whatever the builder does with data that nobody has: then nothing is known

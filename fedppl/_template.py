@@ -17,7 +17,7 @@ import pytensor.tensor as pt
 from pymc.distributions.continuous import FlatRV, HalfFlatRV
 from pymc.logprob.utils import ParameterValueError
 
-from fedppl import _graph, gaussian
+from fedppl import _graph, _indices, gaussian
 from fedppl._numba import MODE, without_notices
 from fedppl._pack import unpacking_kernel
 from fedppl._public import Public
@@ -75,6 +75,14 @@ class Template:
             self.functions["interpreted"] = interpreted
         if self.functions["interpreted"] is not None:
             self.functions["interpreted"](x, *inputs)
+
+    @property
+    def indices(self) -> _indices.Indices:
+        """What the model takes from data for an index."""
+        if "indices" not in self.functions:
+            self.functions["indices"] = _indices.site_indices(self.graph, self.parts)
+        found: _indices.Indices = self.functions["indices"]
+        return found
 
     @property
     def has_own_gradients(self) -> bool:

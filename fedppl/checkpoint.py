@@ -12,7 +12,7 @@ from typing import Any
 
 from fedppl.types import DeclarationError
 
-__all__ = ["CONTENT", "pack", "read", "replace", "unpack", "write"]
+__all__ = ["CONTENT", "pack", "read", "replace", "require_writable", "unpack", "write"]
 
 _FORMAT = 3
 _KIND = b"fedppl checkpoint "
@@ -45,6 +45,33 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
 
 
+def require_writable(checkpoint: str | os.PathLike[str]) -> None:
+    """Refuse a path that cannot be written to, before there is anything to write."""
+    path, shown = Path(checkpoint), repr(os.fspath(checkpoint))
+    try:
+        if not path.parent.is_dir():
+            raise DeclarationError(f"checkpoint={shown}: its folder does not exist; create it first.")
+        if path.is_dir():
+            raise DeclarationError(f"checkpoint={shown} is a folder; name a file in it, such as run.ckpt.")
+        partial = _partial(path)
+        before = partial.exists()
+        partial.open("ab").close()
+        if not before:
+            partial.unlink()
+    except (OSError, ValueError) as error:  # a null character in a path is a ValueError
+        if isinstance(error, DeclarationError):
+            raise
+        why = getattr(error, "strerror", None) or str(error)
+        where = f", written by way of {str(_partial(path))!r}," if os.path.lexists(path.parent) else ""
+        raise DeclarationError(
+            f"checkpoint={shown}{where} cannot be written: {why}; choose a path where files can be made."
+        ) from error
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write the content beside the path and move it into place, so that a crash leaves the old file whole."""
     replace(path, pack(content))
@@ -66,7 +93,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def replace(path: Path, raw: bytes) -> None:
     """Put the bytes at the path in one step."""
-    partial = path.with_name(path.name + ".partial")
+    partial = _partial(path)
     with partial.open("wb") as file:
         file.write(raw)
         file.flush()

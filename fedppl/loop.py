@@ -107,7 +107,9 @@ def rounds(
     checkpoint
         File to write the state to after every round, and to resume from when it exists. A resumed run gives
         the same numbers as an uninterrupted one. A salted digest tells whether a client's data are still those that the
-        run began with: here it is in the file, a site keeps its own. Other data are refused, of a finished run too.
+        run began with: here it is in the file, a site keeps its own. Other data are refused, of a finished run too, and
+        so are another algorithm, settings, `participation` or `reporting`. Functions are told apart by their names.
+        `rounds` and `deadline` may change.
         The file is as confidential as what clients send and keep.
     deadline
         Seconds to wait for replies in a round.
@@ -198,8 +200,8 @@ def fit(
     *When this fails.* Look at `Fit.message`, `Fit.summary` and ``fit.idata["rounds"]``: not converging is a status and
     a warning. A fit that was broken off before there was a posterior has none, and says so when it is asked for it.
     """
-    if callback is not None and not callable(callback):
-        raise DeclarationError(f"callback={callback!r} is not a function; pass one that takes a Round.")
+    if callback is not None and not (callable(callback) and settings.takes(callback, 1)):
+        raise DeclarationError(f"callback={settings.shown(callback)} is not a function of one Round; pass one that is.")
     run = _start(model, clients, algorithm, rounds, engine, participation, reporting, checkpoint, deadline, random_seed)
     started, stopped = time.perf_counter(), False
     try:
@@ -207,7 +209,7 @@ def fit(
             for step in _run(run):
                 note = fallbacks.note(step.record.infos)
                 progress.update(step.number, step.status.value, step.record.info, len(step.failures), note)
-                if callback is not None and callback(step):
+                if callback is not None and _says_stop(callback(step), step.number):
                     stopped = True
                     break
         status, message = _status(run, rounds, stopped=stopped)
@@ -248,6 +250,16 @@ def fit(
     return result
 
 
+def _says_stop(answer: Any, number: int) -> bool:
+    """What a callback's value means."""
+    if answer is not None and not isinstance(answer, bool | np.bool_):
+        raise DeclarationError(
+            f"the callback returned {settings.shown(answer)} in round {number}; return True to stop, False or None to "
+            "go on, such as bool(np.all(...)) for an array."
+        )
+    return bool(answer)
+
+
 class _Run:
     """A run in progress; the only mutable thing here."""
 
@@ -266,6 +278,7 @@ class _Run:
         self.participation: Participation = as_participation(None)
         self.reporting: Participation = as_participation(None)
         self.checkpoint: Path | None = None
+        self.settings: dict[str, str] = dict(algorithm.settings)
         self.seals: dict[str, bytes] = {}  # of the data of clients in this process, where there is a checkpoint
         self.deadline: float | None = None
         self.said: set[tuple[str, str]] = set()  # clients and reasons that are in the log already
@@ -302,8 +315,8 @@ def _start(
         )
     if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
         raise DeclarationError(f"checkpoint={settings.shown(checkpoint)} must be the path of a file.")
-    if checkpoint is not None and not Path(checkpoint).parent.is_dir():
-        raise DeclarationError(f"checkpoint={str(checkpoint)!r}: its folder does not exist; create it first.")
+    if checkpoint is not None:
+        checkpoints.require_writable(checkpoint)
     count = len(clients) if isinstance(clients, Mapping) else None
     as_participation(participation, clients=count), as_participation(reporting, "reporting", count)
     if deadline is not None:
@@ -325,6 +338,8 @@ def _start(
         run.limit, run.deadline = limit, deadline
         run.participation = as_participation(participation, clients=len(run.clients))
         run.reporting = as_participation(reporting, "reporting", len(run.clients))
+        asking = {"participation": participation, "reporting": reporting}
+        run.settings |= {name: settings.named(value) for name, value in asking.items()}
         if checkpoint is not None:
             run.checkpoint = Path(checkpoint)
             run.seals = {k: _digest.seal(client.arrays) + _sealed_model(client) for k, client in models.items()}
@@ -500,7 +515,7 @@ def _save(run: _Run) -> None:
     content = {
         "fingerprint": run.layout.fingerprint,
         "algorithm": run.algorithm.name,
-        "settings": dict(run.algorithm.settings),
+        "settings": run.settings,
         "clients": run.clients,
         "data": run.seals,
         "seed": run.seed,
@@ -509,7 +524,15 @@ def _save(run: _Run) -> None:
         "records": run.records,
         "personal": getattr(run.engine, "personal", {}),
     }
-    checkpoints.write(run.checkpoint, content)
+    try:
+        checkpoints.write(run.checkpoint, content)
+    except OSError as error:
+        done = len(run.records)
+        kept = f"it holds round {done - 1}, and the same call goes on from there. " if done > 1 else ""
+        raise OSError(
+            f"checkpoint {str(run.checkpoint)!r} cannot be written after round {done}: {error.strerror or error}; "
+            f"{kept}Make room, or choose another path."
+        ) from error
 
 
 def _resume(run: _Run, seed_given: bool) -> None:
@@ -518,7 +541,7 @@ def _resume(run: _Run, seed_given: bool) -> None:
     expected: dict[str, Any] = {
         "fingerprint": run.layout.fingerprint,
         "algorithm": run.algorithm.name,
-        "settings": dict(run.algorithm.settings),
+        "settings": run.settings,
         "clients": run.clients,
     }
     if seed_given:

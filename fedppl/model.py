@@ -20,6 +20,7 @@ from fedppl import _graph, _public, _rows, gaussian
 from fedppl._checks import (
     builder_name,
     containers,
+    ignored_data,
     mismatch,
     other_model,
     other_prior,
@@ -29,10 +30,11 @@ from fedppl._checks import (
     require_same_variables,
     require_start,
 )
-from fedppl._data import as_arrays, group_by_columns, needs_same_keys, one_type
+from fedppl._data import as_arrays, fits_integers, group_by_columns, needs_same_keys, one_type
 from fedppl._kinks import find_kink, points
 from fedppl._lmc.read import CoregionalUnit, read_unit
 from fedppl._pack import pack
+from fedppl._reach import ignores_data
 from fedppl._template import Template, compilations, shared_layout
 from fedppl.prior import SharedPrior
 from fedppl.types import Array, DataError, DeclarationError, Layout, SharedReader, Variable, coordinate_labels
@@ -326,9 +328,13 @@ class FederatedModel:
             raise DeclarationError(f"client {client_id!r}: {error}") from error
         except Exception as error:
             shapes = {name: np.shape(value) for name, value in arrays.items()}
+            remedy = "Check this client's data against the builder's arguments."
+            reals = [name for name, value in arrays.items() if np.asarray(value).dtype.kind == "f"]
+            if isinstance(error, TypeError) and "integers" in str(error) and reals:
+                remedy = f"Of reals there are {', '.join(map(repr, reals))}: give as integers what is an index."
             raise DataError(
                 f"client {client_id!r}: the builder failed on data of shapes {shapes}: {type(error).__name__}: "
-                f"{str(error).rstrip('.')}. Check this client's data against the builder's arguments."
+                f"{str(error).rstrip('.')}. {remedy}"
             ) from error
 
     def enrol(self, clients: Mapping[str, Mapping[str, Any]]) -> dict[str, ClientModel]:
@@ -357,14 +363,41 @@ class FederatedModel:
         if len(checked) < len(clients):
             raise DataError(f"client ids {list(clients)} are not distinct as strings; rename them.")
         needs_same_keys(checked)
-        checked = one_type(checked)
+        typed = one_type(checked)
         enrolled: dict[str, ClientModel] = {}
         reference: ClientModel | None = None
-        for group in group_by_columns(checked):
-            for client in self._enrol_group({k: checked[k] for k in group}, reference):
-                enrolled[client.client_id] = client
-                reference = reference or client
+        try:
+            for group in group_by_columns(typed):
+                for client in self._enrol_group({k: typed[k] for k in group}, reference):
+                    enrolled[client.client_id] = client
+                    reference = reference or client
+        except DataError as error:
+            if other := self._of_another_type(checked, typed):
+                raise DataError(f"{other} On reals: {error}") from error
+            raise
         return {client_id: enrolled[client_id] for client_id in checked}
+
+    def _of_another_type(
+        self, given: Mapping[str, Mapping[str, Any]], typed: Mapping[str, Mapping[str, Any]]
+    ) -> str | None:
+        """Where one client's fractions made reals of others' integers and the builder takes integers only: whose."""
+        for name in next(iter(given.values())):
+            whole = [k for k in given if given[k][name].dtype.kind in "biu" and np.all(fits_integers(given[k][name]))]
+            odd = [k for k in given if k not in whole and not np.all(fits_integers(given[k][name]))]
+            if not whole or not odd:
+                continue
+            try:
+                self._template_of(whole[0], {**typed[whole[0]], name: given[whole[0]][name]})
+            except (DataError, DeclarationError):
+                continue
+            where = tuple(int(i) for i in np.argwhere(~fits_integers(given[odd[0]][name]))[0])
+            return (
+                f"client {odd[0]!r}: {name!r} holds {given[odd[0]][name][where]} at index {where}. At client "
+                f"{whole[0]!r} it holds integers of at most 32 bits, which the builder needs, as an index for example, "
+                f"and a name has one type at all clients. Correct the values of client {odd[0]!r}, or let the builder "
+                f"make integers of {name!r}."
+            )
+        return None
 
     def _enrol_group(
         self, group: Mapping[str, Mapping[str, Any]], reference: ClientModel | None
@@ -376,6 +409,8 @@ class FederatedModel:
         if seen and not self._builds(seen, ids[0], group[ids[0]]):  # what it reads beside its arguments has changed
             seen = None
         first = seen or self._template_of(ids[0], group[ids[0]])
+        if not seen and self._ignores(first.parts, group):
+            raise ignored_data(ids[0], self.builder, first.parts, group[ids[0]])
         templates = {ids[0]: first}
         own = not first.parts.data
         if not own and not seen and len(ids) > 1:
@@ -437,6 +472,18 @@ class FederatedModel:
             and _graph.same_outputs(template.parts, template.variables, again.parts, again.variables)
         )
 
+    def _ignores(self, first: _graph.Parts, group: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Whether no client's data change anything of what is observed."""
+        parts: _graph.Parts | None = first
+        for client_id, arrays in group.items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                build = functools.partial(self._parts, client_id)
+                if not ignores_data(build, parts or build(arrays), arrays):
+                    return False
+            parts = None
+        return True
+
     def _judge(self, client_id: str, arrays: Mapping[str, Any], template: Template, *, alone: bool) -> None:
         """Decide what of this model may leave a client, and name what stays."""
 
@@ -488,8 +535,9 @@ class FederatedModel:
     ) -> Template:
         parts = parts._replace(open=lengths)
         start = _graph.initial_values(parts)
+        held = containers(client_id, parts, arrays)
         try:
-            initial = start(*containers(client_id, parts, arrays), *_graph.alone(parts))
+            initial = start(*held, *_graph.alone(parts))
         except (ValueError, TypeError, IndexError) as error:
             raise mismatch(client_id, arrays, error) from error
         shared, local = (_graph.variables(parts, initial, local=which) for which in (False, True))

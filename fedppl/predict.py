@@ -12,7 +12,8 @@ import xarray as xr
 from pytensor.graph.traversal import ancestors
 
 from fedppl import _graph, idata
-from fedppl._checks import mismatch
+from fedppl._checks import held_exactly, mismatch
+from fedppl._indices import read_indices, require_not_negative
 from fedppl.model import ClientModel
 from fedppl.types import DataError
 
@@ -43,6 +44,8 @@ def predictions(
         raise DataError(f"new data {sorted(new_data)} must name containers of the model: {sorted(containers)}.")
     values = {}
     for name, value in new_data.items():
+        if np.ma.is_masked(value):
+            raise DataError(f"new data {name!r} have masked values; drop or impute them.")
         old, new = client.arrays[name], np.asarray(value)
         if new.ndim != old.ndim or new.shape[1:] != old.shape[1:]:
             raise DataError(
@@ -52,22 +55,23 @@ def predictions(
             raise DataError(f"new data {name!r} has dtype {new.dtype}, which is not numeric; encode it as numbers.")
         if not np.all(np.isfinite(new)):
             raise DataError(f"new data {name!r} holds missing or infinite values; drop or impute them.")
-        values[name] = new.astype(containers[name].type.dtype)
+        values[name] = held_exactly(f"new data {name!r}", new, containers[name].type.dtype)
     rows_before = {len(client.arrays[name]) for name in values if np.ndim(client.arrays[name])}
     rows_after = {len(value) for value in values.values() if np.ndim(value)}
     if len(rows_after) == 1 and len(rows_before) == 1:
         before, after = rows_before.pop(), rows_after.pop()
-        read = _graph.containers_read(model)
+        reads = {rv: _graph.values_read([rv]) for rv in model.observed_RVs}
         for name, variable in containers.items():
             old = client.arrays[name]
             if name in values or not np.ndim(old) or len(old) != before:
                 continue
-            if variable not in read:
+            readers = [repr(rv.name) for rv, read in reads.items() if variable in read]
+            if not readers:
                 values[name] = np.zeros((after, *old.shape[1:]), dtype=variable.type.dtype)
             elif after != before:
                 raise DataError(
-                    f"new data {sorted(new_data)} leave out {name!r}, which has a row per observation; give its "
-                    f"{after} new rows too."
+                    f"new data {sorted(new_data)} leave out {name!r}, which has a row per observation and which the "
+                    f"distribution of {', '.join(readers)} reads; give its {after} new rows too."
                 )
     renewed = {
         dim: np.arange(len(value))
@@ -79,6 +83,7 @@ def predictions(
     with model:
         pm.set_data(values, coords=renewed)
         try:
+            require_not_negative(client.client_id, read_indices(model), values, ())
             drawn = pm.sample_posterior_predictive(
                 idata.from_groups({"posterior": posterior}),
                 var_names=names,

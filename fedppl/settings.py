@@ -13,7 +13,20 @@ import numpy as np
 
 from fedppl.types import DeclarationError, LocalInference
 
-__all__ = ["between", "flag", "form", "inference", "not_called", "one_of", "plain", "positive", "shown", "whole"]
+__all__ = [
+    "between",
+    "flag",
+    "form",
+    "inference",
+    "named",
+    "not_called",
+    "one_of",
+    "plain",
+    "positive",
+    "shown",
+    "takes",
+    "whole",
+]
 
 _INFERENCES = ("NestedLaplace", "NUTS", "ADVI", "MeanField", "Laplace", "GradientSteps")
 
@@ -108,6 +121,26 @@ def not_called(value: Any) -> str:
 def plain(value: Any) -> Any:
     """A scalar of NumPy as Python's own, so that equal settings are written alike."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def named(value: Any) -> str:
+    """A setting as it is told from another: a function by its name, without an address."""
+    if callable(value):
+        return str(getattr(value, "__qualname__", None) or type(value).__qualname__)
+    return repr(plain(value))
+
+
+def takes(function: Any, count: int) -> bool:
+    """Whether a function can be called with so many arguments by position; what cannot be read is taken to."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*(None,) * count)
+    except TypeError:
+        return False
+    return True
 
 
 def shown(value: Any) -> str:

@@ -249,6 +249,72 @@ def test_the_checkpoint_of_another_run_is_refused_and_kept(what: str, tmp_path: 
     assert path.read_bytes() == before
 
 
+@problems.few_rounds
+@pytest.mark.parametrize(
+    ("before", "after_"),
+    [
+        ({"participation": 1}, {}),
+        ({}, {"participation": 0.5}),
+        ({"participation": 1}, {"participation": 2}),
+        ({}, {"reporting": 1}),
+        ({}, {"participation": lambda clients, rng: clients}),
+    ],
+)
+def test_a_run_that_asks_others_is_another_run(before: Any, after_: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    settings: dict[str, Any] = {"checkpoint": path, "progressbar": False}
+    fedppl.fit(*normal_means(), fedppl.EP(), callback=after(1), **before, **settings)
+    (word,) = {**before, **after_}
+    with pytest.raises(DeclarationError, match=f"another run: its settings is {{'{word}': .*Choose another path"):
+        fedppl.fit(*normal_means(), fedppl.EP(), **after_, **settings)
+
+
+@problems.few_rounds
+@pytest.mark.parametrize("participation", [1, np.int64(1), 0.5, after])
+def test_a_run_that_asks_the_same_goes_on_with_another_deadline(participation: Any, tmp_path: Path) -> None:
+    if callable(participation):
+        participation = lambda clients, rng: clients[:2]  # noqa: E731
+    settings: dict[str, Any] = {"checkpoint": tmp_path / "run.ckpt", "participation": participation}
+    for number, deadline in ((1, None), (2, 60.0)):
+        step = next(fedppl.rounds(*normal_means(), fedppl.EP(), deadline=deadline, **settings))
+        assert step.number == number
+
+
+# --- files that cannot be written -----------------------------------------------------------------------------
+
+
+def test_where_nothing_can_be_written_the_run_does_not_begin(tmp_path: Path) -> None:
+    (tmp_path / "run.ckpt.partial").mkdir()
+    asked: list[Any] = []
+    for call in (fedppl.fit, fedppl.rounds):
+        with pytest.raises(DeclarationError, match="run.ckpt.partial', cannot be written: .*choose a path"):
+            call(*normal_means(), fedppl.EP(), checkpoint=tmp_path / "run.ckpt", participation=asked.append)
+    assert not asked and [file.name for file in tmp_path.iterdir()] == ["run.ckpt.partial"]
+
+
+def test_looking_whether_a_file_can_be_written_leaves_none(tmp_path: Path) -> None:
+    checkpoint.require_writable(tmp_path / "run.ckpt")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "run.ckpt.partial").write_bytes(b"of a crash")
+    checkpoint.require_writable(tmp_path / "run.ckpt")
+    assert (tmp_path / "run.ckpt.partial").read_bytes() == b"of a crash"
+
+
+def test_a_disk_that_fills_up_says_where_the_run_can_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "run.ckpt"
+    run = fedppl.rounds(*normal_means(), fedppl.EP(), checkpoint=path, random_seed=1)
+    next(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="after round 2: No space left on device; it holds round 1.*goes on") as error:
+            next(run)
+    assert repr(str(path)) in str(error.value)
+    assert next(fedppl.rounds(*normal_means(), fedppl.EP(), checkpoint=path, random_seed=1)).number == 2
+
+
 # --- other data -----------------------------------------------------------------------------------------------
 
 

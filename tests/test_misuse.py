@@ -17,6 +17,7 @@ from fedppl.testing import normal_means
 from tests import problems
 
 Y = np.array([0.5, 1.5, 1.0])
+G = np.array([0, 1, 2])
 MODEL, CLIENTS = normal_means(2)
 
 
@@ -42,6 +43,35 @@ def counts(y: Any) -> pm.Model:
     return model
 
 
+def grouped(group: Any, y: Any) -> pm.Model:
+    with pm.Model() as model:
+        group, y = pm.Data("group", group), pm.Data("y", y)
+        pm.Normal("obs", pm.Normal("mu", 0, 5, shape=3)[group], 1, observed=y)
+    return model
+
+
+def grouped_from_one(group: Any, y: Any) -> pm.Model:
+    with pm.Model() as model:
+        group, y = pm.Data("group", group), pm.Data("y", y)
+        pm.Normal("obs", pm.Normal("mu", 0, 5, shape=3)[group - 1], 1, observed=y)
+    return model
+
+
+def grouped_straight(group: Any, y: Any) -> pm.Model:
+    with pm.Model() as model:
+        pm.Normal("obs", pm.Normal("mu", 0, 5, shape=3)[group], 1, observed=y)
+    return model
+
+
+def told_apart(group: Any, y: Any) -> pm.Model:
+    with pm.Model() as model:
+        group, y = pm.Data("group", group), pm.Data("y", y)
+        mu = pm.Normal("mu", 0, 5, shape=3)
+        pm.Deterministic("of_row", mu[group])
+        pm.Normal("obs", mu[0], 1, observed=y)
+    return model
+
+
 class Built:
     def __call__(self, X: Any, y: Any) -> pm.Model:
         return line(X, y)
@@ -58,6 +88,12 @@ def declared(builder: Any, **data: Any) -> Callable[[], Any]:
 @functools.cache
 def fitted() -> fedppl.Fit:
     fit: fedppl.Fit = start()
+    return fit
+
+
+@functools.cache
+def grouped_fit() -> fedppl.Fit:
+    fit: fedppl.Fit = start(FederatedModel(grouped, ["mu"]), {"a": {"group": G, "y": Y}})
     return fit
 
 
@@ -104,6 +140,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "generator": (lambda: start(clients={"a": {"y": (v for v in Y)}}), DataError, ["generator", "array"]),
     "set": (lambda: start(clients={"a": {"y": {1, 2}}}), DataError, ["a set", "array"]),
     "fractions of counts": (declared(counts, y=Y), DataError, ["'y' holds 0.5", "'count'", "round"]),
+    "a negative group": (declared(grouped, group=G - 1, y=Y), DataError, ["'a': 'group' holds -1 at", "0 to n - 1"]),
+    "groups from one": (declared(grouped_from_one, group=G, y=Y), DataError, ["index -1 from 'group', at (0,)"]),
+    "a negative constant": (declared(grouped_straight, group=G - 1, y=Y), DataError, ["'group' holds -1", "(0,)"]),
+    "negative beside y": (declared(told_apart, group=G - 1, y=Y), DataError, ["'group' holds -1", "0 to n - 1"]),
+    "groups of reals": (declared(grouped, group=G * 1.0, y=Y), DataError, ["'group', 'y': give as integers"]),
+    "a mask for groups": (declared(grouped, group=np.ones(4, bool), y=np.ones(4)), DataError, ["'a'", "an index give integers"]),
+    "inexact": (declared(line, X=np.full(3, 2**53 + 1), y=Y), DataError, ["'X' holds 9007199254740993", "2**53"]),
     # --- columns against the builder's arguments
     "unexpected": (declared(line, X=Y, y=Y, z=Y), DataError, ["line(X, y)", "no argument for 'z'", "drop 'z'"]),
     "missing": (declared(line, y=Y), DataError, ["line(X, y)", "needs 'X'", "add 'X' to the data"]),
@@ -113,7 +156,30 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "of an object": (declared(Built(), X=Y, z=Y), DataError, ["Built(X, y)", "no argument for 'z'", "needs 'y'"]),
     "beside **more": (declared(anything, z=Y), DataError, ["needs 'y'"]),
     "by position": (declared(by_position, y=Y), DeclarationError, ["remove the /"]),
+    # --- checkpoints and callbacks
+    "a folder": (lambda: start(checkpoint="."), DeclarationError, ["checkpoint='.'", "a folder", "name a file"]),
+    "a long name": (lambda: start(checkpoint="n" * 250), DeclarationError, ["'nnn", ".partial'", "choose a path"]),
+    "a null": (lambda: start(checkpoint="a\0b"), DeclarationError, ["checkpoint='a\\x00b'", "choose a path"]),
+    "a callback's array": (
+        lambda: start(callback=lambda step: np.array([True, False])),
+        DeclarationError,
+        ["array of shape (2,) in round 1", "True to stop"],
+    ),
+    "a callback's text": (lambda: start(callback=lambda step: "no"), DeclarationError, ["'no' in round 1", "or None"]),
+    "a callback of nothing": (lambda: start(callback=lambda: None), DeclarationError, ["function of one Round"]),
     # --- results
+    "a new group of -1": (
+        lambda: grouped_fit().predict("a", {"group": [0, -1]}), DataError, ["'group' holds -1 at index (1,)"]
+    ),
+    "half a new group": (
+        lambda: grouped_fit().predict("a", {"group": [0, 0.5]}), DataError, ["'group' holds 0.5 at index (1,)", "int32"]
+    ),
+    "a large new group": (
+        lambda: grouped_fit().predict("a", {"group": [0, 2**40]}), DataError, ["'group' holds 1099511627776", "int32"]
+    ),
+    "a masked new group": (
+        lambda: grouped_fit().predict("a", {"group": np.ma.array(G, mask=G > 1)}), DataError, ["'group'", "masked"]
+    ),
     "half a region": (lambda: fedppl.hypotheses(fitted(), rope=0.1), DeclarationError, ["rope=0.1", "(low, high)"]),
     "an empty region": (lambda: fedppl.hypotheses(fitted(), rope=(1, 0)), DeclarationError, ["low < high"]),
     "a list of draws": (lambda: fedppl.hypotheses([1.0]), DeclarationError, ["list has no posterior", "fit.idata"]),
@@ -246,6 +312,132 @@ def test_what_a_builder_reads_elsewhere_is_read_anew_at_every_fit(monkeypatch: p
     assert np.isclose(vague.posterior.precision[0, 0], 1 + 6 / 100, rtol=1e-3)
 
 
+# --- builders that make no use of their data -----------------------------------------------------------------------
+
+
+def of_zeros(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        pm.Normal("obs", pm.Normal("mu"), 1, observed=np.zeros(3))
+    return model
+
+
+def left_in_a_container(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        pm.Data("y", y)
+        pm.Normal("obs", pm.Normal("mu"), 1, observed=np.zeros(3))
+    return model
+
+
+def not_observed(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        y, mu = pm.Data("y", y), pm.Normal("mu")
+        pm.Normal("outcome", mu * y, 1)
+        pm.Normal("obs", mu, 1, observed=np.zeros(3))
+    return model
+
+
+def straight(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        pm.Normal("obs", pm.Normal("mu"), 1, observed=y)
+    return model
+
+
+def straight_beside_a_container(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        pm.Data("y", y)
+        pm.Normal("obs", pm.Normal("mu"), 1, observed=y)
+    return model
+
+
+def far_off(y: Any) -> pm.Model:
+    """Nobody's data pass the threshold, and yet they are what is observed."""
+    with pm.Model() as model:
+        pm.Bernoulli("obs", logit_p=pm.Normal("mu"), observed=(y > 1e6).astype(int))
+    return model
+
+
+def through_a_local(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        theta = pm.Normal("theta", pm.Normal("mu") * pm.Data("y", y), 1, shape=3)
+        pm.Normal("obs", theta, 1, observed=np.zeros(3))
+    return model
+
+
+def in_the_mean(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        pm.Normal("obs", pm.Data("y", y) - pm.Normal("mu"), 1, observed=np.zeros(3))
+    return model
+
+
+def as_potential(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        y, mu = pm.Data("y", y), pm.Normal("mu")
+        pm.Potential("fit", -0.5 * ((y - mu) ** 2).sum())
+    return model
+
+
+def one_argument_of_two(y: Any, row: Any) -> pm.Model:
+    with pm.Model() as model:
+        pm.Data("row", row)
+        pm.Normal("obs", pm.Normal("mu"), 1, observed=pm.Data("y", y))
+    return model
+
+
+@pytest.mark.parametrize("ids", ["a", "ab"])
+@pytest.mark.parametrize("builder", [of_zeros, left_in_a_container, not_observed])
+def test_a_builder_that_ignores_its_data_is_refused(builder: Any, ids: str) -> None:
+    model = FederatedModel(builder, ["mu"])
+    for _ in range(2):  # what was refused once is not taken for known
+        with pytest.raises(
+            DeclarationError, match="makes no use of its data: none of 'y' reaches .*observed=y"
+        ) as error:
+            model.enrol({client_id: {"y": Y + k} for k, client_id in enumerate(ids)})
+        assert ("'outcome' has no observed=" in str(error.value)) == (builder is not_observed)
+
+
+@pytest.mark.parametrize("ids", ["a", "ab"])
+@pytest.mark.parametrize(
+    "builder", [straight, straight_beside_a_container, far_off, through_a_local, in_the_mean, as_potential]
+)
+@pytest.mark.filterwarnings("ignore:the builder .* clients is compiled on its own")
+def test_a_builder_that_uses_its_data_somewhere_is_not_refused(builder: Any, ids: str) -> None:
+    FederatedModel(builder, ["mu"]).enrol({client_id: {"y": Y} for client_id in ids})
+
+
+def test_one_argument_of_several_may_go_unused() -> None:
+    FederatedModel(one_argument_of_two, ["mu"]).enrol({k: {"y": Y, "row": G} for k in "ab"})
+
+
+# --- indices and integers that are meant ---------------------------------------------------------------------------
+
+
+def meant(group: Any, y: Any) -> pm.Model:
+    """Constant indices from the end, lengths in a slice, and -1 for no group."""
+    with pm.Model() as model:
+        group, y = pm.Data("group", group), pm.Data("y", y)
+        mu = pm.Normal("mu", 0, 5, shape=3)
+        known = pm.math.where(group >= 0, mu[pm.math.maximum(group, 0)], 0.0)
+        pm.Normal("obs", known + mu[-1] + mu[[-1, -2]].sum() + group[-y.shape[0] :], 1, observed=y)
+    return model
+
+
+def test_negative_indices_of_the_models_own_are_left_alone() -> None:
+    for group in (G, np.array([0, -1, 2])):
+        FederatedModel(meant, ["mu"]).enrol({"a": {"group": group, "y": Y}})
+
+
+@pytest.mark.parametrize("builder", [counts, straight])
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+@pytest.mark.filterwarnings("ignore:the builder .* clients is compiled on its own")
+def test_integers_of_more_than_32_bits_keep_their_value(builder: Any, dtype: Any) -> None:
+    """PyMC keeps the last 32 bits, without a word: of 2³³ nothing is left."""
+    large = np.array([2**33, 2**33 + 1], dtype=dtype)
+    clients = FederatedModel(builder, ["mu"]).enrol({"a": {"y": np.array([3, 4])}, "b": {"y": large}})
+    mu = 22.0
+    by_mu = np.sum(large - np.exp(mu)) if builder is counts else np.sum(large - mu)
+    assert clients["b"].log_site(np.array([mu]), np.zeros(0))[1] == pytest.approx([by_mu], rel=1e-12)
+
+
 # --- whom a message names ------------------------------------------------------------------------------------------
 
 
@@ -272,3 +464,13 @@ def test_who_stops_the_warm_start_is_told_to_let_it_go_on() -> None:
 def test_clients_that_nobody_asked_are_not_told_to_have_failed() -> None:
     fit = start(participation=lambda clients, rng: clients[:1])
     assert "['client 1'] were never asked, see participation=" in fit.message and "usable reply" not in fit.message
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("value", [0.5, 2**33])
+def test_the_client_whose_value_makes_reals_of_all_is_named(odd: int, value: Any) -> None:
+    clients = {name: {"group": G, "y": Y} for name in "abc"}
+    name = "abc"[odd]
+    clients[name] = {"group": np.array([0, value, 2]), "y": Y}
+    with pytest.raises(DataError, match=rf"^client '{name}': 'group' holds {value} at index \(1,\).*Correct"):
+        FederatedModel(grouped, ["mu"]).enrol(clients)

@@ -343,9 +343,29 @@ def test_predictions_use_the_new_rows_groups() -> None:
     assert_allclose(predicted, 100 * effect[:, ::-1], atol=5 * 0.5)
 
 
+@pytest.mark.parametrize("through", ["the container", "the variable"])
+def test_what_is_computed_from_outcomes_needs_none_of_them_to_predict(through: str) -> None:
+    """Residuals are not predicted: new rows need no outcomes for them."""
+
+    def line(X: Any, y: Any) -> pm.Model:
+        with pm.Model() as model:
+            X, y = pm.Data("X", X), pm.Data("y", y)
+            fitted = X * pm.Normal("b", 0, 5)
+            obs = pm.Normal("obs", fitted, 0.5, observed=y)
+            pm.Deterministic("residual", (y if through == "the container" else obs) - fitted)
+        return model
+
+    X = np.arange(4.0)
+    clients = {name: {"X": X, "y": 2.0 * X} for name in ("a", "b")}
+    fit = fedppl.fit(fedppl.FederatedModel(line, ["b"]), clients, fedppl.EP(), progressbar=False, random_seed=1)
+    result = fit.predict("a", {"X": np.array([100.0, 0.0, 1.0, 2.0, 3.0])}, draws=50)
+    slope = dataset(result, "posterior")["b"].values
+    assert_allclose(dataset(result, "predictions")["obs"].values[..., 0], 100 * slope, atol=5 * 0.5)
+
+
 def test_new_rows_without_their_group_are_refused() -> None:
     """Only outcomes may be left out; a missing input would be predicted as if it were zero."""
-    with pytest.raises(DataError, match=r"\['X'\] leave out 'group'.* row per observation; give its 3 new rows"):
+    with pytest.raises(DataError, match=r"\['X'\] leave out 'group'.* of 'obs' reads; give its 3 new rows"):
         grouped_fit().predict("town 6", {"X": np.ones(3)})
 
 
