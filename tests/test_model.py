@@ -321,7 +321,7 @@ def test_a_later_client_whose_reals_the_container_cannot_hold_is_refused() -> No
     client = FederatedModel(indexed_builder, ["mu"]).enrol({"a": {"group": [0, 1, 2], "y": Y}})["a"]
     with pytest.raises(DataError) as caught:
         client.with_data("b", group=[0.0, 1.5, 2.0], y=Y)
-    for fragment in ("client 'b'", "'group' holds float64 values that int", "one type at all clients"):
+    for fragment in ("client 'b'", "'group' holds 1.5 at index (1,)", "int32", "one type at all clients"):
         assert fragment in str(caught.value)
 
 
