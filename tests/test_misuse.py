@@ -145,7 +145,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "a negative constant": (declared(grouped_straight, group=G - 1, y=Y), DataError, ["'group' holds -1", "(0,)"]),
     "negative beside y": (declared(told_apart, group=G - 1, y=Y), DataError, ["'group' holds -1", "0 to n - 1"]),
     "groups of reals": (declared(grouped, group=G * 1.0, y=Y), DataError, ["'group', 'y': give as integers"]),
-    "a mask for groups": (declared(grouped, group=np.ones(4, bool), y=np.ones(4)), DataError, ["'a'", "an index give integers"]),
+    "a mask": (declared(grouped, group=np.ones(4, bool), y=np.ones(4)), DataError, ["for an index give integers"]),
     "inexact": (declared(line, X=np.full(3, 2**53 + 1), y=Y), DataError, ["'X' holds 9007199254740993", "2**53"]),
     # --- columns against the builder's arguments
     "unexpected": (declared(line, X=Y, y=Y, z=Y), DataError, ["line(X, y)", "no argument for 'z'", "drop 'z'"]),
