@@ -16,7 +16,6 @@ import pytensor.tensor as pt
 from pymc.data import MinibatchIndexRV, MinibatchOp
 from pymc.initial_point import make_initial_point_expression
 from pytensor.compile.mode import Mode
-from pytensor.graph.basic import equal_computations
 from pytensor.graph.replace import clone_replace, vectorize_graph
 from pytensor.graph.traversal import ancestors
 from pytensor.scalar.basic import Cast
@@ -40,9 +39,6 @@ __all__ = [
     "open_lengths",
     "prior_graph",
     "python_function",
-    "same_graph",
-    "same_prior",
-    "same_outputs",
     "site_graph",
     "values_read",
     "variables",
@@ -343,38 +339,6 @@ def batched(x: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[.
         constant = output.type.ndim == one.type.ndim  # without parameters: the same for every draw
         vectorised.append(pt.broadcast_to(output, (many.shape[0], *output.shape)) if constant else output)
     return python_function([many, *inputs], vectorised)
-
-
-def same_graph(a: SiteGraph, b: SiteGraph) -> bool:
-    """Whether two site graphs compute the same function of their inputs."""
-    types_a, types_b = [v.type for v in a.inputs], [v.type for v in b.inputs]
-    if types_a != types_b or a.free_shapes != b.free_shapes:
-        return False
-    return bool(equal_computations([a.logp], [b.logp], in_xs=[a.x, *a.inputs], in_ys=[b.x, *b.inputs]))
-
-
-def same_prior(a: Parts, shared_a: Sequence[Variable], b: Parts, shared_b: Sequence[Variable]) -> bool:
-    """Whether two builds give the shared variables one prior, to the last constant."""
-    (phi_a, logp_a), (phi_b, logp_b) = prior_graph(a, shared_a), prior_graph(b, shared_b)
-    return bool(equal_computations([logp_a], [logp_b], in_xs=[phi_a], in_ys=[phi_b]))
-
-
-def same_outputs(
-    a: Parts,
-    variables_a: tuple[Sequence[Variable], Sequence[Variable]],
-    b: Parts,
-    variables_b: tuple[Sequence[Variable], Sequence[Variable]],
-) -> bool:
-    """Whether two builds compute the same constrained variables and deterministics of their data containers."""
-    public = [v.name for v in computed_from_shared(a)]
-    for only_shared in (True, False):
-        x_a, inputs_a, names_a, outputs_a = constrained_graph(a, *variables_a, public, only_shared=only_shared)
-        x_b, inputs_b, names_b, outputs_b = constrained_graph(b, *variables_b, public, only_shared=only_shared)
-        if names_a != names_b or not equal_computations(
-            outputs_a, outputs_b, in_xs=[x_a, *inputs_a], in_ys=[x_b, *inputs_b]
-        ):
-            return False
-    return True
 
 
 def observed_through(parts: Parts) -> dict[Any, Any]:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from pytensor.graph.basic import Constant, equal_computations
+from pytensor.graph.basic import Constant
 from pytensor.graph.traversal import ancestors
 
-from fedppl import _graph
+from fedppl import _graph, _same
 from fedppl.types import Variable
 
 __all__ = ["Public", "altered", "attempt", "prior_of_data", "read_public", "rebuilt"]
@@ -105,7 +105,7 @@ def prior_of_data(parts: _graph.Parts, shared: tuple[Variable, ...], built: Buil
     """Whether the shared prior is another one on altered data."""
     for other in built or ():
         try:
-            if not _graph.same_prior(parts, shared, other, shared):
+            if not _same.same_prior(parts, shared, other, shared):
                 return True
         except (TypeError, ValueError):  # shapes that follow data: another layout, to which other clients are held
             continue
@@ -168,7 +168,7 @@ def _unchanged(name: str, ours: Outputs, built: tuple[_graph.Parts, ...], shared
         theirs = _outputs(parts, shared, [name])
         if theirs is None or name not in theirs[1]:
             return False
-        if not equal_computations([ours[1][name]], [theirs[1][name]], in_xs=[ours[0]], in_ys=[theirs[0]]):
+        if not _same.same_computations([ours[1][name]], [theirs[1][name]], [ours[0]], [theirs[0]]):
             return False
     return True
 

@@ -17,7 +17,7 @@ import pytensor.tensor as pt
 from pymc.distributions.continuous import FlatRV, HalfFlatRV
 from pymc.logprob.utils import ParameterValueError
 
-from fedppl import _graph, _indices, gaussian
+from fedppl import _graph, _indices, _same, gaussian
 from fedppl._numba import MODE, without_notices
 from fedppl._pack import unpacking_kernel
 from fedppl._public import Public
@@ -49,6 +49,7 @@ class Template:
     variables: tuple[tuple[Variable, ...], tuple[Variable, ...]]  # shared and local ones of the client built for
     graph: _graph.SiteGraph
     start: Callable[..., list[Array]]
+    example: tuple[Any, ...]  # inputs of the graph at the client built for
     functions: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -66,6 +67,16 @@ class Template:
             self.functions["density"] = _graph.python_function([self.graph.x, *self.graph.inputs], self.graph.logp)
         density: Callable[..., Any] = self.functions["density"]
         return density
+
+    def same_density(self, other: Template) -> bool:
+        """Whether two templates have one log density: by their graphs, or where both can be computed, by values."""
+        if _same.same_graph(self.graph, other.graph):
+            return True
+        if not _same.same_types(self.graph, other.graph):
+            return False
+        sizes = [sum(v.size for group in template.variables for v in group) for template in (self, other)]
+        examples = list(zip(sizes, (self.example, other.example), strict=True))
+        return _same.same_values(self.density, other.density, examples)
 
     def check_indices(self, x: Array, inputs: tuple[Any, ...]) -> None:
         """Raise IndexError where data index out of bounds: compiled code would read foreign memory instead."""
@@ -125,7 +136,7 @@ def _kernel(graph: _graph.SiteGraph) -> Callable[..., Any]:
     """
     with _lock:
         known = [*_in_use.items(), *_kernels]
-        kernel = next((kernel for other, kernel in known if _graph.same_graph(other, graph)), None)
+        kernel = next((kernel for other, kernel in known if _same.same_graph(other, graph)), None)
         if kernel is None:
             kernel = _compile(graph)
             _kernels.append((graph, kernel))

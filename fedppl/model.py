@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedppl import _graph, _public, _rows, gaussian
+from fedppl import _graph, _public, _rows, _same, gaussian
 from fedppl._checks import (
     builder_name,
     containers,
@@ -417,10 +417,10 @@ class FederatedModel:
             first, second, other = self._pair(group, first)
             templates = {ids[0]: first, other: second}
             require_same_variables(ids[0], first.variables[0], other, second.variables[0], group[other])
-            if not _graph.same_prior(first.parts, first.variables[0], second.parts, second.variables[0]):
+            if not _same.same_prior(first.parts, first.variables[0], second.parts, second.variables[0]):
                 raise other_prior(ids[0], other)
-            same = _graph.same_graph(first.graph, second.graph)
-            own = not (same and _graph.same_outputs(first.parts, first.variables, second.parts, second.variables))
+            same = first.same_density(second)
+            own = not (same and _same.same_outputs(first.parts, first.variables, second.parts, second.variables))
             if not own:
                 self._compared[columns] = first
         if (own or len(ids) == 1) and not seen and not self._builds(first, ids[0], group[ids[0]]):
@@ -467,9 +467,9 @@ class FederatedModel:
         again = self._opened(client_id, arrays, self._parts(client_id, arrays), template.parts.open)
         return (
             template.variables[0] == again.variables[0]
-            and _graph.same_graph(template.graph, again.graph)
-            and _graph.same_prior(template.parts, template.variables[0], again.parts, again.variables[0])
-            and _graph.same_outputs(template.parts, template.variables, again.parts, again.variables)
+            and template.same_density(again)
+            and _same.same_prior(template.parts, template.variables[0], again.parts, again.variables[0])
+            and _same.same_outputs(template.parts, template.variables, again.parts, again.variables)
         )
 
     def _ignores(self, first: _graph.Parts, group: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -541,7 +541,8 @@ class FederatedModel:
         except (ValueError, TypeError, IndexError) as error:
             raise mismatch(client_id, arrays, error) from error
         shared, local = (_graph.variables(parts, initial, local=which) for which in (False, True))
-        return Template(parts, (shared, local), _graph.site_graph(parts, shared, local), start)
+        graph = _graph.site_graph(parts, shared, local)
+        return Template(parts, (shared, local), graph, start, (*held, *_graph.alone(parts), *_shapes(graph, local)))
 
     def _lengths(
         self, client_id: str, template: Template, arrays: Mapping[str, Any]
@@ -581,7 +582,7 @@ class FederatedModel:
         local = _graph.variables(parts, initial, local=True)
         if like is not None:
             require_same_variables(like.client_id, like.layout.variables, client_id, shared, arrays)
-        free_shapes = tuple(np.asarray(local[i].shape, dtype=np.int64) for i in template.graph.free_shapes)
+        free_shapes = _shapes(template.graph, local)
         if like is not None and like.template is template:
             layout, prior = like.layout, like.prior
         else:
@@ -605,6 +606,11 @@ class FederatedModel:
         )
         require_start(client, functions["shared start"])
         return client
+
+
+def _shapes(graph: _graph.SiteGraph, local: tuple[Variable, ...]) -> tuple[Array, ...]:
+    """Shapes of the local variables that the graph takes for inputs."""
+    return tuple(np.asarray(local[i].shape, dtype=np.int64) for i in graph.free_shapes)
 
 
 def _no_kernel(*arguments: Any) -> Any:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytensor
 import pytensor.tensor as pt
-from pytensor.graph.basic import equal_computations
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 
-from fedppl import _graph
+from fedppl import _graph, _same
 from fedppl._lmc.bound import Design, LogScale, Roles, density, roles
 from fedppl._numba import MODE
 from fedppl.prior import gaussian_prior
@@ -167,8 +166,8 @@ def _design_functions(
     projection, conditional = clone_replace(outputs, {**replace, **values})
     for (known_x, known_inputs, known), functions in _compiled:
         same_types = [v.type for v in known_inputs] == [v.type for v in inputs]
-        if same_types and equal_computations(
-            known, [projection, conditional], in_xs=[known_x, *known_inputs], in_ys=[x, *inputs]
+        if same_types and _same.same_computations(
+            known, [projection, conditional], [known_x, *known_inputs], [x, *inputs]
         ):
             return functions
     cotangents = pt.dtensor3("projection_cotangent"), pt.dmatrix("conditional_cotangent")

@@ -1,0 +1,71 @@
+"""Two builds of one model: what PyTensor composes of graphs, and shapes that it infers in another order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytensor.tensor as pt
+import pytest
+
+from fedppl import FederatedModel, _same
+from fedppl.types import DeclarationError
+
+
+def process(X: Any, y: Any) -> pm.Model:
+    """A Gaussian process: a covariance over the rows."""
+    with pm.Model() as model:
+        X, y = pm.Data("X", X), pm.Data("y", y)
+        length, sigma = pm.InverseGamma("length", 3, 3), pm.HalfNormal("sigma", 1)
+        gp = pm.gp.Marginal(cov_func=pm.gp.cov.ExpQuad(1, ls=length))
+        gp.marginal_likelihood("obs", X=X, y=y, sigma=sigma)
+    return model
+
+
+def diagonal(X: Any, y: Any) -> pm.Model:
+    """`pt.diag` over the rows and over parameters, and `kron`."""
+    with pm.Model() as model:
+        X, y = pm.Data("X", X), pm.Data("y", y)
+        length, sigma = pm.Normal("length"), pm.HalfNormal("sigma", 1)
+        theta = pm.MvNormal("theta", pt.zeros(2), cov=pt.diag(pt.stack([1.0 + length**2, 1.0])), shape=2)
+        scale = pt.linalg.kron(pt.eye(2), pt.stack([[sigma]]))[0, 0]
+        pm.MvNormal("obs", theta[0] + theta[1] * X[:, 0], cov=pt.diag(scale**2 * pt.ones_like(y)), observed=y)
+    return model
+
+
+@pytest.mark.parametrize("builder", [process, diagonal])
+def test_builds_of_composed_operations_are_one_model(builder: Any, rng: np.random.Generator) -> None:
+    data = {f"c{k}": {"X": rng.normal(size=(5 + k, 1)), "y": rng.normal(size=5 + k)} for k in range(4)}
+    clients = FederatedModel(builder, ["length", "sigma"]).enrol(data)
+    assert len({id(client.template) for client in clients.values()}) == 1
+    x = np.full(clients["c0"].shared_size + clients["c0"].local_size, 0.3)
+    for client_id, client in clients.items():
+        model = builder(**data[client_id])
+        point = {v.name: [0.3, 0.3] if v.name == "theta" else 0.3 for v in model.value_vars}
+        prior = sum(client.prior.log_density(x[None, : client.shared_size]))
+        pooled = float(model.compile_logp()({**model.initial_point(), **point}))
+        assert client.log_density(x[: client.shared_size], x[client.shared_size :]) + prior == pytest.approx(pooled)
+
+
+@pytest.mark.parametrize("builder", [process, diagonal])
+def test_a_builder_that_draws_numbers_is_still_refused(builder: Any, rng: np.random.Generator) -> None:
+    def drawn(X: Any, y: Any) -> pm.Model:
+        with builder(X, y) as model:
+            pm.Potential("drawn", np.random.default_rng().normal() * model["length"])
+        return model
+
+    with pytest.raises(DeclarationError, match="called twice on the same data"):
+        FederatedModel(drawn, ["length", "sigma"]).enrol({"a": {"X": rng.normal(size=(5, 1)), "y": rng.normal(size=5)}})
+
+
+def test_values_decide_where_they_can_be_computed() -> None:
+    def square(x: Any, y: Any) -> float:
+        return float(np.sum(x**2) * y)
+
+    examples = [(2, (1.0,)), (3, (2.0,))]
+    assert _same.same_values(square, lambda x, y: float(x @ x * y), examples)
+    assert not _same.same_values(square, lambda x, y: float(x @ x * y + (y > 1) * 1e-6), examples)
+    assert not _same.same_values(lambda x, y: np.nan, lambda x, y: np.nan, examples)  # equal, and nothing was seen
+    with_errors = lambda x, y: square(x, y) if len(x) == 2 else np.linalg.cholesky(np.full((2, 2), -1.0))  # noqa: E731
+    assert _same.same_values(with_errors, square, examples)
