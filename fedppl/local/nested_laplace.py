@@ -5,20 +5,23 @@ from __future__ import annotations
 import functools
 import time
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.local import _from_q, _student
+from fedppl.local import _from_q, _inner, _student
 from fedppl.local._importance import (
     effective_size,
     fresh_points,
+    has_enough_points,
     normalise,
     pareto_k,
     resample,
     skewness,
     stream_of,
+    whitened_points,
 )
 from fedppl.local._marginal import expand_marginal, gradient_batch, inner_mode_at, marginal_batch, site_batch
 from fedppl.local._newton import OK
@@ -42,6 +45,8 @@ class _Settings(NamedTuple):
     fallback: bool
 
 
+_ROUNDING = 1e-7
+_exact: weakref.WeakKeyDictionary[ClientModel, bool] = weakref.WeakKeyDictionary()
 _starts: weakref.WeakKeyDictionary[ClientModel, Array] = weakref.WeakKeyDictionary()
 
 
@@ -196,9 +201,11 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     client, global_, cavity, share = target
     mean, root = gaussian.affine(global_)
     site = gaussian.quotient(global_, cavity)
+    left_out = _left_out(client, mean, root)
 
     def values(draws: Array) -> Array:
-        return _values(client, draws, mean, share) - gaussian.log_kernel(site, draws)
+        found = _values(client, draws, mean, share) - gaussian.log_kernel(site, draws)
+        return found if left_out is None else found + left_out(draws)
 
     def gradients(draws: Array) -> tuple[Array, Array]:
         log_factor, slopes = _gradients(client, draws, mean, share)
@@ -225,6 +232,36 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     found, step = (_student_moments(sample), 1.0) if sample is not None else (NUTS().tilted(target, rng), 2.0)
     cost = {"fallback": step, "fallback_seconds": time.perf_counter() - started}
     return found._replace(diagnostics={**found.diagnostics, **why, **cost})
+
+
+def _difference(client: ClientModel, points: Array, center: Array) -> Array | None:
+    """What Laplace over θ leaves out of log f_k at points (S, m), (S,); None where that cannot be told."""
+    status, found, relative = _inner.difference_batch(
+        client.kernel,
+        np.ascontiguousarray(points),
+        center,
+        _start(client),
+        client.data,
+        *_inner.rule(client.local_size),
+    )
+    return found if status == OK and _inner.trusted(found, relative, client.local_size) else None
+
+
+def _is_exact(client: ClientModel) -> bool:
+    """Whether θ is Gaussian given φ, as far as points of the prior tell: found once, from model and data alone."""
+    if client not in _exact:
+        center = gaussian.mean(client.prior.gaussian)
+        z = whitened_points(client.shared_size, 2 * (client.shared_size + 1), 0)
+        found = _difference(client, center + z * _prior_scale(client), center)
+        _exact[client] = found is not None and float(np.abs(found).max()) < _ROUNDING
+    return _exact[client]
+
+
+def _left_out(client: ClientModel, mean: Array, root: Array) -> Callable[[Array], Array] | None:
+    """What Laplace over θ leaves out of log f_k about q; None where that is nothing."""
+    if not client.local_size or not has_enough_points(client.shared_size) or _is_exact(client):
+        return None
+    return _inner.left_out(lambda points: _difference(client, points, mean), mean, root, stream_of(client.client_id))
 
 
 def _student_sample(target: Target, settings: _Settings) -> StudentSample | None:
