@@ -1,0 +1,125 @@
+"""Why a search for the mode has not arrived: read off where it stands, the curvature there, and who stopped it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.gaussian import Gaussian
+from fedppl.steps._sites import Sites
+from fedppl.types import Array
+
+__all__ = ["explain"]
+
+# A prior this wide on a log scale spans e^±30: hardly a prior, and the search begins in the middle of it.
+_FLAT = 30.0
+# Slopes, in sds of the curvature there, below which a point is level: Newton's search arrives at the same number.
+_LEVEL = 0.3
+_MANY_PRIOR_SDS = 3.0
+# Times the prior's precision: a coordinate that is known so well is pinned by a scale that goes to zero.
+_PINNED = 1e12
+_LOG = "_log__"
+
+
+def explain(sites: Sites, point: Array, unusable: dict[str, str]) -> str:
+    """The likeliest cause, with a remedy, where `sites` are expansions at the point (m,) and nothing led on from there.
+
+    `unusable` holds the clients whose last expansion could not be used, with the reason; an empty one where the
+    client's own search failed.
+    """
+    prior = sites.prior
+    spread = gaussian.standard_deviations(prior)
+    away = (point - gaussian.mean(prior)) / spread
+    return (
+        _flat(sites.labels, spread)
+        or _saddle(sites, point)
+        or _collapse(sites, point, away)
+        or _stopped(unusable)
+        or _far(sites.labels, away)
+        or (
+            "give every variable a proper prior that says what is plausible, or compute without curvature: "
+            "EP(local=fedppl.NUTS(), warm_start=False)"
+        )
+    )
+
+
+def _flat(labels: tuple[str, ...], spread: Array) -> str:
+    """A prior on a positive variable that is all but improper, as Gamma(.001, .001) is."""
+    flat = [j for j, label in enumerate(labels) if _LOG in label and spread[j] > _FLAT]
+    if not flat:
+        return ""
+    named = ", ".join(f"{_variable(labels[j])} (sd {spread[j]:.2g} on the log scale)" for j in flat[:3])
+    return (
+        f"the prior of {named} is all but improper, as Gamma(.001, .001) is: the search begins where it has its mass, "
+        "far from any data. Declare one that says what is plausible, such as pm.HalfNormal, pm.Exponential or "
+        "pm.Gamma(2, ...)"
+    )
+
+
+def _saddle(sites: Sites, point: Array) -> str:
+    """A point that is level while the density curves upward from it: symmetric models have one at their centre."""
+    root = np.linalg.inv(np.linalg.cholesky(sites.prior.precision))
+    values, vectors = np.linalg.eigh(root @ sites.q.precision @ root.T)
+    slopes = vectors.T @ (root @ _slope(sites.q, point)) / np.sqrt(np.maximum(np.abs(values), 1.0))
+    if values[0] >= 0 or np.abs(slopes).max() > _LEVEL:
+        return ""
+    along = np.abs(vectors[:, 0])
+    named = [sites.labels[j] for j in np.flatnonzero(along > 0.3 * along.max())]
+    return (
+        f"at {_at(sites.labels, point, named)} the density is level, but rises on both sides: it is symmetric there, "
+        "as where a sign or the labels of a mixture may be exchanged, and has several modes. Declare it so that one is "
+        "left: positive (pm.HalfNormal), ordered (pm.distributions.transforms.ordered), or with a prior that rules "
+        "the others out"
+    )
+
+
+def _collapse(sites: Sites, point: Array, away: Array) -> str:
+    """A scale that goes to zero pins what it is the scale of."""
+    worst = int(np.argmax(np.abs(away)))
+    known = np.diag(sites.q.precision) / np.diag(sites.prior.precision)
+    known[worst] = 0.0
+    pinned = int(np.argmax(known))
+    if abs(away[worst]) < _MANY_PRIOR_SDS or known[pinned] < _PINNED:
+        return ""
+    label = sites.labels[worst]
+    return (
+        f"{label} has gone to {point[worst]:.3g}, {abs(away[worst]):.2g} prior sds from its prior mean, and pins "
+        f"{sites.labels[pinned]} (precision {known[pinned]:.0e} times its prior's): a scale goes to 0, as where "
+        "outcomes are constant, or an exact function of what predicts them, at every client. Check the outcomes, or "
+        f"declare a prior that keeps {_variable(label)} from 0, such as pm.InverseGamma"
+    )
+
+
+def _stopped(unusable: dict[str, str]) -> str:
+    """Clients that have no expansion to give, however short the step."""
+    if not unusable:
+        return ""
+    reasons = list(dict.fromkeys(reason for reason in unusable.values() if reason))
+    return f"expansions of clients {list(unusable)[:5]} cannot be used however short the step is" + (
+        f": {reasons[0]}" if reasons else "; look at their data, and at the priors of their local variables"
+    )
+
+
+def _far(labels: tuple[str, ...], away: Array) -> str:
+    """Data on another scale than the prior."""
+    worst = int(np.argmax(np.abs(away)))
+    if abs(away[worst]) < _MANY_PRIOR_SDS:
+        return ""
+    return (
+        f"the data pull {labels[worst]} {abs(away[worst]):.2g} prior sds from its prior mean: rescale the outcome or "
+        "its column, or widen its prior"
+    )
+
+
+def _slope(q: Gaussian, point: Array) -> Array:
+    return np.asarray(q.linear - q.precision @ point)
+
+
+def _variable(label: str) -> str:
+    """The declared name of a coordinate's variable."""
+    return label.partition("[")[0].removesuffix(_LOG)
+
+
+def _at(labels: tuple[str, ...], point: Array, named: list[str]) -> str:
+    shown = ", ".join(f"{name} = {point[labels.index(name)]:.3g}" for name in named[:3])
+    return shown + (f" and {len(named) - 3} more" if len(named) > 3 else "")
