@@ -81,12 +81,14 @@ def _collapse(sites: Sites, point: Array, away: Array) -> str:
     pinned = int(np.argmax(known))
     if abs(away[worst]) < _MANY_PRIOR_SDS or known[pinned] < _PINNED:
         return ""
-    label = sites.labels[worst]
+    label, end = sites.labels[worst], "0" if away[worst] < 0 or _LOG not in sites.labels[worst] else "infinity"
+    remedy = "pm.InverseGamma" if end == "0" else "pm.Gamma(2, ...)"
+    scale = _variable(label) if _LOG in label else f"the scale behind {_variable(label)}"
     return (
         f"{label} has gone to {point[worst]:.3g}, {abs(away[worst]):.2g} prior sds from its prior mean, and pins "
-        f"{sites.labels[pinned]} (precision {known[pinned]:.0e} times its prior's): a scale goes to 0, as where "
+        f"{sites.labels[pinned]} (precision {known[pinned]:.0e} times its prior's): {scale} goes to {end}, as where "
         "outcomes are constant, or an exact function of what predicts them, at every client. Check the outcomes, or "
-        f"declare a prior that keeps {_variable(label)} from 0, such as pm.InverseGamma"
+        f"declare it with a prior that keeps it from {end}, such as {remedy}"
     )
 
 

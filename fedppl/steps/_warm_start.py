@@ -62,7 +62,7 @@ def _along(point: Array, move: Array) -> Array:
 
 def expand_along(
     client: Any, local: LocalInference, point: Array, move: Array, prior_share: float
-) -> tuple[dict[str, Array], Mapping[str, float]]:
+) -> tuple[dict[str, Array], dict[str, float | str]]:
     """A client's reply: log f_k with its derivatives at the point, and alone along the step that led there."""
     assert local.expand is not None and local.log_factor is not None
     m = len(point)
@@ -70,13 +70,13 @@ def expand_along(
     if np.any(move):
         values = local.log_factor(client, _along(point, move), prior_share)
         ray = np.where(np.isfinite(values), values, NO_VALUE)
-    nothing = Expansion(NO_VALUE, np.zeros(m), np.zeros((m, m)), {})
+    nothing, why = Expansion(NO_VALUE, np.zeros(m), np.zeros((m, m)), {}), {}
     try:
         expansion = local.expand(client, point, prior_share)
-    except LocalFailure:
+    except LocalFailure as failure:
         if not np.any(move):  # nowhere to go back to
             raise
-        expansion = nothing
+        expansion, why = nothing, {"reason": str(failure)}
     numbers = np.concatenate([[expansion.value], expansion.gradient, np.ravel(expansion.hessian)])
     if np.any(move) and not np.all(np.isfinite(numbers)):
         expansion = nothing
@@ -86,7 +86,7 @@ def expand_along(
         "hessian": gaussian.pack_triangle(expansion.hessian),
         "ray": ray,
     }
-    return reply, expansion.diagnostics
+    return reply, {**expansion.diagnostics, **why}
 
 
 def step(

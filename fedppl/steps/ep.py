@@ -171,7 +171,7 @@ def _broadcast(state: EPState, client_id: str) -> Message:
 
 def _update_client(
     client: Any, personal: Any, message: Message, rng: np.random.Generator, *, local: LocalInference
-) -> tuple[Any, Message, Mapping[str, float]]:
+) -> tuple[Any, Message, Mapping[str, float | str]]:
     """Expand log f_k at the point, or match moments of the tilted distribution. Clients keep no state."""
     if "point" in message and local.expand is not None:
         point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
