@@ -625,8 +625,8 @@ def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, st
         why = _distinct(_last_reasons(run.records, silent - never))
         message = f"clients {sorted(silent - never)[:5]} never sent a usable reply: {why}; {message}"
     searching = run.algorithm.preliminary is not None and run.algorithm.preliminary(run.state)
-    if searching and (reasons := {k: why for record in run.records for k, why in record.reasons.items()}):
-        missed = f"at points of the search clients {sorted(reasons)[:5]} had no answer: {_distinct(reasons.values())}"
+    if searching and (missing := {k: why for record in run.records for k, why in record.reasons.items()}):
+        missed = f"at points of the search clients {sorted(missing)[:5]} had no answer: {_distinct(missing.values())}"
         lost = "; ".join(filter(None, (lost, missed)))
     message = "; ".join(filter(None, (message, lost)))
     if stopped and searching and status is Status.RUNNING:
