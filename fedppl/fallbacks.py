@@ -76,7 +76,9 @@ def earlier(infos: Iterable[Infos], seconds: float) -> str:
     if total < max(_NOTABLE_SECONDS, _NOTABLE_PART * seconds):
         return ""
     worst = sorted(spent, key=lambda client_id: -spent[client_id])
-    return f'fallbacks in earlier rounds took {total:.3g} s ({listed(worst)}): see fit.idata["rounds"]["fallback_seconds"]'
+    return (
+        f'fallbacks in earlier rounds took {total:.3g} s ({listed(worst)}): see fit.idata["rounds"]["fallback_seconds"]'
+    )
 
 
 def log(number: int, infos: Infos, known: Mapping[str, str]) -> None:

@@ -365,7 +365,9 @@ class Reply(NamedTuple):
     fingerprint: str
     message: Message
     info: Mapping[str, float]
-    reason: str = ""  # of what could not be computed, where the rest is of use all the same; travels as a Failure's does
+    reason: str = (
+        ""  # of what could not be computed, where the rest is of use all the same; travels as a Failure's does
+    )
 
 
 class Failure(NamedTuple):

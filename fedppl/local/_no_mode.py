@@ -21,7 +21,7 @@ def no_mode(client: ClientModel, phi: Array) -> str:
     _, theta = inner_mode_at(client.kernel, phi, client.initial, client.data)
     value = site_batch(client.kernel, np.concatenate([phi, theta])[None], client.data)[0]
     moved = np.where(["_log__" in label for label in client.local_labels], theta - client.initial, 0.0)
-    if not abs(value) < _BEYOND:
+    if not value > -_BEYOND:
         why = (
             "the log density there is beyond all measure. The data are on another scale than the priors: rescale the "
             "outcome, or widen the priors"

@@ -109,9 +109,11 @@ def damped_step(
     sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved.q)
     shift, stretch = np.abs(gaussian.mean(moved.q) - gaussian.mean(q)) / sd / delta, np.abs(np.log(new_sd / sd)) / delta
     change_mean, change_sd = float(np.max(shift)), float(np.max(stretch))
-    # A site is a weighted mean of its client's replies, each with an error of its own.
+    # A site is a weighted mean of its client's replies, each with an error of its own. What a first reply leaves of the
+    # site before it counts as if it came from a reply too.
     noise, part = state.noise.copy(), np.ravel(step)
-    noise[rows] = (1 - part) ** 2 * noise[rows] + (part * mc_errors) ** 2
+    averaged = (1 - part) ** 2 * noise[rows] + (part * mc_errors) ** 2
+    noise[rows] = np.where(noise[rows] > 0, averaged, mc_errors**2)
     last_change = np.maximum(shift, stretch)
     state = state._replace(
         sites=moved, damping=delta, last_change=last_change, skewness=skewness, errors=errors, noise=noise

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.gaussian import Gaussian
-from fedppl.steps._sites import Sites
+from fedppl.steps._sites import Sites, dense
 from fedppl.types import Array
 
 __all__ = ["explain"]
@@ -16,8 +15,9 @@ _FLAT = 30.0
 # Slopes, in sds of the curvature there, below which a point is level: Newton's search arrives at the same number.
 _LEVEL = 0.3
 _MANY_PRIOR_SDS = 3.0
-# Times the prior's precision: a coordinate that is known so well is pinned by a scale that goes to zero.
-_PINNED = 1e12
+# Times the prior's precision: a coordinate that is known so well is pinned by a scale that goes to zero; where clients'
+# curvature has grown beyond all measure on the way, less says so.
+_PINNED, _PINNED_BEYOND = 1e12, 1e6
 _LOG = "_log__"
 
 
@@ -33,9 +33,10 @@ def explain(sites: Sites, point: Array, unusable: dict[str, str]) -> str:
     return (
         _flat(sites.labels, spread)
         or _saddle(sites, point)
-        or _collapse(sites, point, away)
+        or _collapse(sites, point, away, _PINNED_BEYOND if any(unusable.values()) else _PINNED)
         or _stopped(unusable)
         or _far(sites.labels, away)
+        or _convex(sites, point)
         or (
             "give every variable a proper prior that says what is plausible, or compute without curvature: "
             "EP(local=fedppl.NUTS(), warm_start=False)"
@@ -58,13 +59,11 @@ def _flat(labels: tuple[str, ...], spread: Array) -> str:
 
 def _saddle(sites: Sites, point: Array) -> str:
     """A point that is level while the density curves upward from it: symmetric models have one at their centre."""
-    root = np.linalg.inv(np.linalg.cholesky(sites.prior.precision))
-    values, vectors = np.linalg.eigh(root @ sites.q.precision @ root.T)
-    slopes = vectors.T @ (root @ _slope(sites.q, point)) / np.sqrt(np.maximum(np.abs(values), 1.0))
+    values, vectors, root = _axes(sites)
+    slopes = vectors.T @ (root @ (sites.q.linear - sites.q.precision @ point)) / np.sqrt(np.maximum(np.abs(values), 1))
     if values[0] >= 0 or np.abs(slopes).max() > _LEVEL:
         return ""
-    along = np.abs(vectors[:, 0])
-    named = [sites.labels[j] for j in np.flatnonzero(along > 0.3 * along.max())]
+    named = _named(sites.labels, vectors[:, 0])
     return (
         f"at {_at(sites.labels, point, named)} the density is level, but rises on both sides: it is symmetric there, "
         "as where a sign or the labels of a mixture may be exchanged, and has several modes. Declare it so that one is "
@@ -73,13 +72,13 @@ def _saddle(sites: Sites, point: Array) -> str:
     )
 
 
-def _collapse(sites: Sites, point: Array, away: Array) -> str:
+def _collapse(sites: Sites, point: Array, away: Array, least: float) -> str:
     """A scale that goes to zero pins what it is the scale of."""
     worst = int(np.argmax(np.abs(away)))
     known = np.diag(sites.q.precision) / np.diag(sites.prior.precision)
     known[worst] = 0.0
     pinned = int(np.argmax(known))
-    if abs(away[worst]) < _MANY_PRIOR_SDS or known[pinned] < _PINNED:
+    if abs(away[worst]) < _MANY_PRIOR_SDS or known[pinned] < least:
         return ""
     label, end = sites.labels[worst], "0" if away[worst] < 0 or _LOG not in sites.labels[worst] else "infinity"
     remedy = "pm.InverseGamma" if end == "0" else "pm.Gamma(2, ...)"
@@ -113,8 +112,33 @@ def _far(labels: tuple[str, ...], away: Array) -> str:
     )
 
 
-def _slope(q: Gaussian, point: Array) -> Array:
-    return np.asarray(q.linear - q.precision @ point)
+def _convex(sites: Sites, point: Array) -> str:
+    """A slope that steepens where it leads: most often to a pole."""
+    values, vectors, root = _axes(sites)
+    if values[0] >= 0:
+        return ""
+    axis = root.T @ vectors[:, 0]
+    own = np.einsum("kij,i,j->k", dense(sites.precision, sites.structure), axis, axis)
+    clients = [client_id for client_id, k in sites.where.items() if own[k] < 0.1 * own.min()]
+    return (
+        f"at {_at(sites.labels, point, _named(sites.labels, vectors[:, 0]))} the density curves upward, at clients "
+        f"{clients[:5]} the most: it shoots up nearby, as where a local scale has a single value and may go to 0, or has "
+        "several modes. Declare a prior that keeps such a scale from 0 (pm.InverseGamma), or share it, or compute "
+        "without curvature: EP(local=fedppl.NUTS(), warm_start=False)"
+    )
+
+
+def _axes(sites: Sites) -> tuple[Array, Array, Array]:
+    """Principal axes of q's precision in prior sds: eigenvalues, eigenvectors, and the way there."""
+    root = np.linalg.inv(np.linalg.cholesky(sites.prior.precision))
+    values, vectors = np.linalg.eigh(root @ sites.q.precision @ root.T)
+    return values, vectors, root
+
+
+def _named(labels: tuple[str, ...], axis: Array) -> list[str]:
+    """Coordinates that an axis lies in."""
+    size = np.abs(axis)
+    return [labels[j] for j in np.flatnonzero(size > 0.3 * size.max())]
 
 
 def _variable(label: str) -> str:

@@ -155,7 +155,8 @@ def absurd_moments(sites: Sites, reply: Message) -> str | None:
     precision = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
     ratios = _ratios(precision, root)
     if ratios is None or ratios[-1] > _AGAINST_Q:
-        return _beyond("precision", ratios, "q's", _AGAINST_Q)
+        beyond = _beyond("precision", ratios, "q's", _AGAINST_Q)
+        return f"{beyond}; {_LOOK}"
     if ratios[0] <= 0 or not gaussian.is_proper(Gaussian(mean, precision)):
         return f"'precision' is not positive definite (smallest eigenvalue {np.linalg.eigvalsh(precision)[0]:.3g})"
     if ratios[0] < 1 / _AGAINST_Q:
@@ -188,7 +189,8 @@ def absurd_expansion(sites: Sites, reply: Message) -> str | None:
     worst = int(np.nanargmax(np.abs(curved)))
     if ratios is None or np.abs(ratios).max() > _AGAINST_PRIOR:
         beyond = _beyond("hessian", ratios, "the precision of the prior", _AGAINST_PRIOR)
-        return f"{beyond}. {_pole(sites.labels[worst]) if curved[worst] > 0 else _rescale(sites.labels[worst])}"
+        label = sites.labels[worst]
+        return f"{beyond}. {_pole(label)}" if curved[worst] > 0 else f"{beyond}; {_LOOK}. {_rescale(label)}"
     steepest = _AGAINST_PRIOR * _PRIOR_SDS
     if not slope <= steepest:
         return f"'gradient' is {slope:.2g} per prior sd, at most {steepest:.0e} allowed; {_LOOK}. {_rescale(steep)}"
@@ -232,4 +234,4 @@ def _ratios(matrix: Array, root: Array) -> Array | None:
 
 def _beyond(name: str, ratios: Array | None, against: str, limit: float) -> str:
     found = np.inf if ratios is None else float(np.abs(ratios).max())
-    return f"{name!r} is {found:.2g} times {against} in a direction, at most {limit:.0e} allowed; {_LOOK}"
+    return f"{name!r} is {found:.2g} times {against} in a direction, at most {limit:.0e} allowed"

@@ -230,6 +230,8 @@ def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Mess
         else state.radius / max(float(np.max(np.abs(state.move) / gaussian.standard_deviations(prior))), 1e-300)
     )
     values[LENGTHS > max(reach, 1.0)] = -np.inf
+    if not np.isfinite(objective):  # whatever the values say, there is no expanding at the point
+        values[LENGTHS >= 1.0] = -np.inf
     best, taken = int(np.argmax(values)), int(np.flatnonzero(LENGTHS == 1.0)[0])
     slack = 1e-9 * max(1.0, abs(state.objective))
     gain = objective - state.objective
