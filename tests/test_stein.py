@@ -52,7 +52,7 @@ def test_a_log_weight_that_is_no_quadratic_against_quadrature() -> None:
 def test_the_error_of_moments_that_are_far_from_q_is_no_smaller_than_it_says(
     size: int, many: int, a: float, b: float, c: float
 ) -> None:
-    """Log weights Σ a sin(z + 1) + b z + c z² / 2, by quadrature of one coordinate; the largest error of many is told."""
+    """Log weights Σ a sin(z + 1) + b z + c z² / 2, by quadrature of one coordinate; the largest of many errors."""
     z = whitened_points(size, many * _stein.points_for(size, 64), 1)
     log_weights = np.sum(a * np.sin(z + 1) + b * z + c * z**2 / 2, axis=1)
     found = _stein.stein_moments(z, log_weights, a * np.cos(z + 1) + b + c * z)

@@ -21,11 +21,11 @@ _PINNED, _PINNED_BEYOND = 1e12, 1e6
 _LOG = "_log__"
 
 
-def explain(sites: Sites, point: Array, unusable: dict[str, str]) -> str:
+def explain(sites: Sites, point: Array, unusable: dict[str, str], earlier: dict[str, str]) -> str:
     """The likeliest cause, with a remedy, where `sites` are expansions at the point (m,) and nothing led on from there.
 
     `unusable` holds the clients whose last expansion could not be used, with the reason; an empty one where the
-    client's own search failed.
+    client's own search failed. `earlier` holds those of which that was so at any point.
     """
     prior = sites.prior
     spread = gaussian.standard_deviations(prior)
@@ -36,6 +36,7 @@ def explain(sites: Sites, point: Array, unusable: dict[str, str]) -> str:
         or _collapse(sites, point, away, _PINNED_BEYOND if any(unusable.values()) else _PINNED)
         or _stopped(unusable)
         or _far(sites.labels, away)
+        or _stopped(earlier)
         or _convex(sites, point)
         or (
             "give every variable a proper prior that says what is plausible, or compute without curvature: "
@@ -96,7 +97,7 @@ def _stopped(unusable: dict[str, str]) -> str:
     if not unusable:
         return ""
     reasons = list(dict.fromkeys(reason for reason in unusable.values() if reason))
-    return f"expansions of clients {list(unusable)[:5]} cannot be used however short the step is" + (
+    return f"expansions of clients {list(unusable)[:5]} cannot be used at points on the way" + (
         f": {reasons[0]}" if reasons else "; look at their data, and at the priors of their local variables"
     )
 
@@ -122,8 +123,8 @@ def _convex(sites: Sites, point: Array) -> str:
     clients = [client_id for client_id, k in sites.where.items() if own[k] < 0.1 * own.min()]
     return (
         f"at {_at(sites.labels, point, _named(sites.labels, vectors[:, 0]))} the density curves upward, at clients "
-        f"{clients[:5]} the most: it shoots up nearby, as where a local scale has a single value and may go to 0, or has "
-        "several modes. Declare a prior that keeps such a scale from 0 (pm.InverseGamma), or share it, or compute "
+        f"{clients[:5]} the most: it shoots up nearby, as where a local scale has a single value and may go to 0, or "
+        "has several modes. Declare a prior that keeps such a scale from 0 (pm.InverseGamma), or share it, or compute "
         "without curvature: EP(local=fedppl.NUTS(), warm_start=False)"
     )
 

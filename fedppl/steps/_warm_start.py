@@ -44,6 +44,7 @@ class WarmStart(NamedTuple):
     spent: float  # expansions a client, the budget's unit
     pending: Mapping[str, Message]  # replies from the point so far: it is left when every client has answered there
     unusable: Mapping[str, str]  # clients whose last expansion could not be used, and why; "" where they found none
+    reasons: Mapping[str, str]  # the last for which an expansion could not be used, at any point, by client
     chosen: bool  # the point was the best along a step, and is not chosen anew
     arrived: bool
 
@@ -52,7 +53,9 @@ def start(layout: Layout, clients: int) -> WarmStart:
     """Begin at the prior mean."""
     mean = gaussian.mean(layout.prior)
     heard = np.zeros(clients, dtype=bool)
-    return WarmStart(mean, np.zeros_like(mean), mean, heard, -np.inf, np.inf, _RADIUS, False, 0.0, {}, {}, False, False)
+    return WarmStart(
+        mean, np.zeros_like(mean), mean, heard, -np.inf, np.inf, _RADIUS, False, 0.0, {}, {}, {}, False, False
+    )
 
 
 def _along(point: Array, move: Array) -> Array:
@@ -115,7 +118,7 @@ def step(
     everyone = {client_id: pending[client_id] for client_id in sites.where}
     state, x = state._replace(pending={}), state.point
     unusable = _unusable(sites, everyone)
-    state = state._replace(unusable=unusable)
+    state = state._replace(unusable=unusable, reasons={**state.reasons, **unusable})
     objective = -np.inf
     if not unusable:
         values = np.array([float(reply["value"]) for reply in everyone.values()])
@@ -160,6 +163,7 @@ def _bounded_step(
     unusable = _unusable(sites, replies)
     kept = {name: reply for name, reply in replies.items() if name not in unusable}
     state = state._replace(spent=state.spent + len(replies) / len(state.heard), unusable=unusable)
+    state = state._replace(reasons={**state.reasons, **unusable})
     if not kept:
         return sites, state, None
     x, rows = state.point, indices(sites, kept)
@@ -240,6 +244,8 @@ def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Mess
     if np.isfinite(objective) and gain >= -slack and little:
         return None
     # Where no length gains, the step is right only much nearer to where it began.
+    values[taken] = -np.inf  # nor is it looked for where it was found wanting
+    best = int(np.argmax(values))
     return float(LENGTHS[best] if values[best] >= state.objective - slack else LENGTHS[0])
 
 
@@ -310,6 +316,6 @@ def why_not_arrived(sites: Sites, state: WarmStart) -> str:
     cause = (
         f"it waits for an expansion of every client at its point, and clients {absent[:5]} have sent none yet"
         if absent
-        else explain(sites, state.anchor, dict(state.unusable))
+        else explain(sites, state.anchor, dict(state.unusable), dict(state.reasons))
     )
     return f"the warm start has not reached the mode of the marginal posterior: {cause}"
