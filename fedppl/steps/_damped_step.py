@@ -157,8 +157,8 @@ def _no_step(sites: Sites, rows: list[int], d_packed: Array, noisy: bool) -> str
     worst = [names[rows[r]] for r in np.argsort(lost, kind="stable") if lost[r] < 0.5 * min(lost)]
     return (
         f"no damped step keeps q and all cavities positive definite: clients {worst[:5]} know less than nothing of "
-        "some direction, as where a factor is improper or nearly so. Declare priors that hold every scale, shared and local "
-        "(not Gamma(.001, .001)), "
+        "some direction, as where a factor is improper or nearly so. Declare priors that hold every scale, "
+        "shared and local (not Gamma(.001, .001)), "
         + (f"or {_LESS_NOISE.removesuffix(' for less')}" if noisy else "or use local=fedppl.NUTS()")
     )
 
