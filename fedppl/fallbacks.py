@@ -9,11 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-__all__ = ["Infos", "fallen", "last_infos", "listed", "log", "note", "sentence"]
+__all__ = ["Infos", "earlier", "fallen", "last_infos", "listed", "log", "note", "sentence"]
 
 logger = logging.getLogger(__name__)
 
 Infos = Mapping[str, Mapping[str, float]]  # diagnostics by name, by client
+
+# What earlier fallbacks took is said from so many seconds on, and from this part of a fit's time.
+_NOTABLE_SECONDS, _NOTABLE_PART = 1.0, 0.1
 
 _STEPS = {1.0: "a fitted t", 2.0: "NUTS"}
 
@@ -52,6 +55,29 @@ def sentence(infos: Infos, count: int) -> str:
     return (
         f"{' and '.join(parts)} in place of the local inference when last asked ({listed(fallen(infos))}{cost}): "
         "see fit.idata['rounds']['fallback']"
+    )
+
+
+def earlier(infos: Iterable[Infos], seconds: float) -> str:
+    """What fallbacks took before every client's last answer, for a fit's message; empty where that is little.
+
+    `seconds` are those of all rounds.
+
+    >>> earlier([{"a": {"fallback": 2.0, "fallback_seconds": 30.0}}, {"a": {"fallback": 0.0}}], 40.0)
+    'fallbacks in earlier rounds took 30 s (a): see fit.idata["rounds"]["fallback_seconds"]'
+    """
+    every = list(infos)
+    last, spent = last_infos(every), dict[str, float]()
+    for one in every:
+        for client_id in fallen(one):
+            if one[client_id] is not last[client_id]:
+                spent[client_id] = spent.get(client_id, 0.0) + one[client_id].get("fallback_seconds", 0.0)
+    total = sum(spent.values())
+    if total < max(_NOTABLE_SECONDS, _NOTABLE_PART * seconds):
+        return ""
+    worst = sorted(spent, key=lambda client_id: -spent[client_id])
+    return (
+        f'fallbacks in earlier rounds took {total:.3g} s ({listed(worst)}): see fit.idata["rounds"]["fallback_seconds"]'
     )
 
 

@@ -28,7 +28,7 @@ from fedppl.model import ClientModel, FederatedModel
 from fedppl.participation import Participation, as_participation
 from fedppl.progress import Progress
 from fedppl.records import Record
-from fedppl.replies import n_bytes, released, why_not
+from fedppl.replies import n_bytes, one_line, released, why_not
 from fedppl.results import Fit
 from fedppl.types import (
     Algorithm,
@@ -184,7 +184,8 @@ def fit(
     Warns
     -----
     ConvergenceWarning
-        Once at the end, where the algorithm tests for convergence and did not see it; the text names the remedy.
+        Once at the end, where the algorithm tests for convergence and did not see it; the text names the remedy, and
+        the warning's attribute ``fit`` is the fit, for those to whom warnings are errors.
 
     Examples
     --------
@@ -246,7 +247,7 @@ def fit(
     finally:
         run.engine.close()
     if algorithm.tests_convergence and not status.ok:
-        warnings.warn(told, ConvergenceWarning, stacklevel=2)
+        warnings.warn(ConvergenceWarning(told, result), stacklevel=2)
     return result
 
 
@@ -422,6 +423,7 @@ def _one_round(run: _Run) -> Round:
     replies: dict[str, Message] = {}
     infos: dict[str, Mapping[str, float]] = {}
     failures: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for client_id, request in requests.items():
         reply = answers.get(client_id)
         reason = why_not(reply, request, run.layout, shapes if request.report else {})
@@ -429,6 +431,8 @@ def _one_round(run: _Run) -> Round:
             reason = run.algorithm.refuse(run.state, reply.message)
         if reason is None and isinstance(reply, Reply):
             infos[client_id] = reply.info
+            if reply.reason:
+                reasons[client_id] = one_line(reply.reason)
             if request.report:
                 replies[client_id] = reply.message
         else:
@@ -452,6 +456,7 @@ def _one_round(run: _Run) -> Round:
         status=status,
         silent=tuple(client_id for client_id in asked if client_id not in told),
         preliminary=preliminary,
+        reasons=reasons,
     )
     run.records.append(record)
     logger.info(
@@ -508,6 +513,12 @@ def _without_numbers(reason: str) -> str:
 def _distinct(reasons: Iterable[str]) -> str:
     """At most three reasons that differ in more than their numbers."""
     return "; ".join(list({_without_numbers(reason): reason for reason in sorted(reasons)}.values())[:3])
+
+
+def _last_reasons(records: Sequence[Record], clients: Iterable[str]) -> list[str]:
+    """The last reason of each of these clients for not having sent what was asked for."""
+    last = {client_id: reason for record in records for client_id, reason in record.failures.items()}
+    return [last[client_id] for client_id in clients if client_id in last]
 
 
 def _save(run: _Run) -> None:
@@ -586,7 +597,15 @@ def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, st
     """Say how the run ended, with the knob to turn; who never replied, and who fell back."""
     status, message = Status(run.state.status), str(run.state.message)
     infos = fallbacks.last_infos(record.infos for record in run.records)
-    fallen = fallbacks.sentence(infos, len(run.clients))
+    fallen = "; ".join(
+        filter(
+            None,
+            (
+                fallbacks.sentence(infos, len(run.clients)),
+                fallbacks.earlier((r.infos for r in run.records), sum(r.seconds for r in run.records)),
+            ),
+        )
+    )
     if status is Status.CONVERGED:
         return status, "; ".join(filter(None, (message, departure.sentence(infos), fallen)))
     silent = set(run.clients) - {client_id for record in run.records for client_id in record.infos}
@@ -603,10 +622,13 @@ def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, st
     if never:
         message = f"clients {sorted(never)[:5]} were never asked, see participation=; {message}"
     if silent - never:
-        why = 'fit.idata["rounds"]["reason"] says why'
-        message = f"clients {sorted(silent - never)[:5]} never sent a usable reply, {why}; {message}"
-    message = "; ".join(filter(None, (message, lost)))
+        why = _distinct(_last_reasons(run.records, silent - never))
+        message = f"clients {sorted(silent - never)[:5]} never sent a usable reply: {why}; {message}"
     searching = run.algorithm.preliminary is not None and run.algorithm.preliminary(run.state)
+    if searching and (missing := {k: why for record in run.records for k, why in record.reasons.items()}):
+        missed = f"at points of the search clients {sorted(missing)[:5]} had no answer: {_distinct(missing.values())}"
+        lost = "; ".join(filter(None, (lost, missed)))
+    message = "; ".join(filter(None, (message, lost)))
     if stopped and searching and status is Status.RUNNING:
         early = "the start, whose rounds do not count, was not at its end: let it go on"
         message = "; ".join(filter(None, (early, lost)))

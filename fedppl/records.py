@@ -29,6 +29,7 @@ class Record(NamedTuple):
     status: Status
     silent: tuple[str, ...] = ()  # asked, but for no reply
     preliminary: bool = False  # of a start with a budget of its own
+    reasons: Mapping[str, str] = {}  # what clients could not compute whose replies were used
 
 
 def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.Dataset:
@@ -51,7 +52,7 @@ def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.
             k = where[client_id]
             silent = client_id in record.silent
             outcome[t, k] = "skipped" if client_id in record.failures else "silent" if silent else "used"
-            reason[t, k] = record.failures.get(client_id, "")
+            reason[t, k] = record.failures.get(client_id, record.reasons.get(client_id, ""))
             traffic["bytes_down"][t, k] = record.bytes_down[client_id]
             traffic["bytes_up"][t, k] = record.bytes_up.get(client_id, 0)
             for name, value in record.infos.get(client_id, {}).items():

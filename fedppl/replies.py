@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fedppl.types import Failure, Layout, Message, Reply, Request
 
-__all__ = ["n_bytes", "released", "sum_replies", "why_not"]
+__all__ = ["n_bytes", "one_line", "released", "sum_replies", "why_not"]
 
 
 # Of a reason that came from elsewhere, so that nobody can flood a log or forge its lines.
@@ -22,7 +22,12 @@ def why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, t
     reason = _why_not(reply, request, layout, shapes)
     if reason is None:
         return None
-    line = " ".join(reason.split())
+    return one_line(reason)
+
+
+def one_line(text: str) -> str:
+    """A text from elsewhere, in one line that is not too long."""
+    line = " ".join(text.split())
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
 
 
@@ -59,6 +64,8 @@ def _why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, 
         isinstance(name, str) and isinstance(value, float) for name, value in reply.info.items()
     ):
         return "'info' is not numbers by name"
+    if type(reply.reason) is not str:
+        return f"'reason' is of type {type(reply.reason).__name__}, expected a text"
     return None
 
 

@@ -388,7 +388,7 @@ def grid_search(
         raise DeclarationError(f"no candidate is of use: {reasons}. Widen the grid.")
     if best[2].algorithm.tests_convergence and not best[2].status.ok:
         told = f"the best candidate, {best[1]!r}, ended with status {best[2].status.value}: {best[2].message}"
-        warnings.warn(told, ConvergenceWarning, stacklevel=2)
+        warnings.warn(ConvergenceWarning(told, best[2]), stacklevel=2)
     frame = pd.DataFrame.from_dict(table, orient="index", columns=["loss", "status", "rounds", "seconds", "message"])
     return Search(frame.rename_axis("candidate"), best[1], best[2], algorithms[best[1]])
 

@@ -58,7 +58,18 @@ class LocalFailure(RuntimeError):
 
 
 class ConvergenceWarning(UserWarning):
-    """A fit ended without having converged, by an algorithm that tests for it; the text names the remedy."""
+    """A fit ended without having converged, by an algorithm that tests for it; the text names the remedy.
+
+    Attributes
+    ----------
+    fit
+        The fit that ended so: where warnings are errors, ``except fedppl.ConvergenceWarning as warning`` has it as
+        ``warning.fit``. From `grid_search`, the best candidate's.
+    """
+
+    def __init__(self, text: str = "", fit: Any = None) -> None:
+        super().__init__(text)
+        self.fit = fit
 
 
 class NotConvergedError(RuntimeError):
@@ -257,7 +268,8 @@ class Algorithm(NamedTuple):
     broadcast
         ``broadcast(state, client_id) -> message``.
     update_client
-        ``update_client(client, personal, message, rng) -> (personal, reply, info)``.
+        ``update_client(client, personal, message, rng) -> (personal, reply, info)``; info is numbers by name, and may
+        have a text under ``reason``, where something could not be computed and the reply is of use all the same.
     reply_shapes
         ``reply_shapes(state) -> {name: shape}`` of the replies expected next; others are refused.
     refuse
@@ -308,7 +320,7 @@ class Algorithm(NamedTuple):
     check: Callable[[Any], None]
     init_server: Callable[[Layout, tuple[str, ...], np.random.Generator], Any]
     broadcast: Callable[[Any, str], Message]
-    update_client: Callable[[Any, Any, Message, np.random.Generator], tuple[Any, Message, Mapping[str, float]]]
+    update_client: Callable[[Any, Any, Message, np.random.Generator], tuple[Any, Message, Mapping[str, float | str]]]
     reply_shapes: Callable[[Any], Mapping[str, tuple[int, ...]]]
     refuse: Callable[[Any, Message], str | None]
     update_server: Callable[[Any, Mapping[str, Message]], tuple[Any, Any]]
@@ -353,6 +365,9 @@ class Reply(NamedTuple):
     fingerprint: str
     message: Message
     info: Mapping[str, float]
+    reason: str = (
+        ""  # of what could not be computed, where the rest is of use all the same; travels as a Failure's does
+    )
 
 
 class Failure(NamedTuple):

@@ -47,6 +47,24 @@ def test_a_log_weight_that_is_no_quadratic_against_quadrature() -> None:
     assert_allclose(_stein.skewness(z, found.off, np.eye(size)).mean(), skewness, atol=0.03)
 
 
+@pytest.mark.parametrize("size, many", [(40, 1), (40, 4), (120, 1)])
+@pytest.mark.parametrize("a, b, c", [(0.3, 1.0, 0.0), (0.3, 0.5, -1.0), (0.1, 3.0, -1.0), (0.3, 0.2, 0.5)])
+def test_the_error_of_moments_that_are_far_from_q_is_no_smaller_than_it_says(
+    size: int, many: int, a: float, b: float, c: float
+) -> None:
+    """Log weights Σ a sin(z + 1) + b z + c z² / 2, by quadrature of one coordinate; the largest of many errors."""
+    z = whitened_points(size, many * _stein.points_for(size, 64), 1)
+    log_weights = np.sum(a * np.sin(z + 1) + b * z + c * z**2 / 2, axis=1)
+    found = _stein.stein_moments(z, log_weights, a * np.cos(z + 1) + b + c * z)
+    assert found is not None
+    grid = np.linspace(-12, 12, 20_001)
+    density = np.exp(-0.5 * grid**2 + a * np.sin(grid + 1) + b * grid + c * grid**2 / 2)
+    density /= density.sum()
+    mean = density @ grid
+    sd = np.sqrt(density @ (grid - mean) ** 2)
+    assert np.max(np.abs(found.moments.mean - mean)) / sd < 2.5 * found.error
+
+
 def test_weights_without_a_proper_quadratic_have_no_moments() -> None:
     z = whitened_points(31, 128, 0)
     assert _stein.stein_moments(z, 0.5 * np.sum(z**2, axis=1), z) is None

@@ -154,14 +154,16 @@ def test_a_search_that_is_interrupted_after_every_round_goes_on_as_if_it_were_no
         assert_same_state(step.state, expected.state)
 
 
+@pytest.mark.parametrize("scale", [1e9, 1e12, 1e15, 1e20])
 def test_an_outcome_on_another_scale_is_told_with_the_coefficient(
-    model: fedppl.FederatedModel, caplog: pytest.LogCaptureFixture
+    model: fedppl.FederatedModel, caplog: pytest.LogCaptureFixture, scale: float
 ) -> None:
-    _, _, clients = raw(0, 300, 3, scale=1e9)
+    _, _, clients = raw(0, 300, 3, scale=scale)
     with caplog.at_level(logging.CRITICAL, logger="fedppl"):
         *_, step = fedppl.rounds(model, clients, fedppl.EP(), random_seed=1)
     assert step.status is Status.STALLED
-    assert "rescale" in step.message or any("rescale" in reason for reason in step.failures.values())
+    said = [step.message, *step.failures.values()]
+    assert any("rescale" in text and any(label in text for label in ("beta", "sigma")) for text in said)
 
 
 def hierarchy(X: Any, y: Any) -> Any:

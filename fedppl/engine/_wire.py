@@ -136,6 +136,7 @@ def pack_reply(reply: Reply | Failure) -> Parcel:
         "nonce": str(reply.nonce),
         "fingerprint": reply.fingerprint,
         "info": json.dumps(dict(reply.info)),
+        "reason": reply.reason,
     }
     return reply.message, texts
 
@@ -146,7 +147,7 @@ def unpack_reply(arrays: Message, texts: Mapping[str, str]) -> Reply | Failure:
     if "failure" in texts:
         return Failure(client_id, nonce, texts["failure"])
     info = {name: float(value) for name, value in json.loads(texts["info"]).items()}
-    return Reply(client_id, nonce, texts["fingerprint"], arrays, info)
+    return Reply(client_id, nonce, texts["fingerprint"], arrays, info, texts.get("reason", ""))
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ def answer(algorithm: Algorithm, client: Any, personal: Any, request: Request) -
     Personal state is replaced only by a request that succeeded.
     """
     message: Message = {}
+    info: Mapping[str, float | str]
     try:
         if request.report:
             after, message, info = algorithm.update_client(client, personal, request.message, stream(request.seed))
@@ -68,5 +70,6 @@ def answer(algorithm: Algorithm, client: Any, personal: Any, request: Request) -
         level = logging.DEBUG if numerical else logging.ERROR  # the rest is a mistake in somebody's code
         logger.log(level, "client %s failed", request.client_id, exc_info=True, extra={"client": request.client_id})
         return personal, Failure(request.client_id, request.nonce, type(error).__name__, private=str(error))
-    kept = {key: float(value) for key, value in info.items()}
-    return after, Reply(request.client_id, request.nonce, client.layout.fingerprint, message, kept)
+    kept = {key: float(value) for key, value in info.items() if key != "reason"}
+    reason = str(info.get("reason", ""))
+    return after, Reply(request.client_id, request.nonce, client.layout.fingerprint, message, kept, reason)

@@ -23,7 +23,7 @@ class SteinMoments(NamedTuple):
     moments: WeightedMoments
     remainder: float  # sd of the log weights about the quadratic
     pareto_k: float  # of the weights that the quadratic leaves
-    error: float  # largest standard error of a mean, in sds
+    error: float  # largest error of a mean to expect, of points and of a quadratic that is far from nought, in sds
     off: Array  # (S, m) what the quadratic leaves of the gradients
 
 
@@ -65,11 +65,18 @@ def stein_moments(z: Array, log_weights: Array, gradients: Array) -> SteinMoment
     shift = beyond.mean - rest @ z / count
     spread = beyond.covariance - (z * rest[:, None]).T @ z / count
     root = vectors / np.sqrt(values)
-    covariance = root @ vectors.T @ spread @ vectors @ root.T
-    center = vectors @ ((vectors.T @ linear) / values)
-    found = WeightedMoments(center + root @ (vectors.T @ shift), (covariance + covariance.T) / 2)
+    root, inverse = root @ vectors.T, root @ root.T
+    covariance = root @ spread @ root.T
+    found = WeightedMoments(inverse @ linear + root @ shift, (covariance + covariance.T) / 2)
     if not np.linalg.eigvalsh(found.covariance)[0] > 0:
         return None
     off = gradients - linear - curved
-    error = float(off.std(axis=0).max() / np.sqrt(count))
+    # What one point adds to the mean by its gradient and by its weight, were points independent; and the remainder's
+    # mean gradient under the quadratic, to first order, which is taken to be what it is under N(0, I): zero.
+    beyond_first = weights - (1.0 + rest) / count
+    parts = (off / count) @ inverse + (beyond_first[:, None] * z) @ root.T
+    quadratic = log_weights - rest
+    bias = inverse @ (off.T @ (quadratic - quadratic.mean())) / count
+    variance = np.sum(parts**2, axis=0) + bias**2
+    error = float(np.sqrt(np.max(variance / np.diag(found.covariance))))
     return SteinMoments(found, float(np.std(rest)), pareto_k(rest), error, off)

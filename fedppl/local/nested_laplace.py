@@ -25,6 +25,7 @@ from fedppl.local._importance import (
 )
 from fedppl.local._marginal import expand_marginal, gradient_batch, inner_mode_at, marginal_batch, site_batch
 from fedppl.local._newton import OK
+from fedppl.local._no_mode import no_mode
 from fedppl.local._student import StudentSample
 from fedppl.local.nuts import NUTS
 from fedppl.model import ClientModel
@@ -32,11 +33,6 @@ from fedppl.settings import between, flag, whole
 from fedppl.types import Array, DeclarationError, Draws, Expansion, LocalFailure, LocalInference, Moments, Target
 
 __all__ = ["NestedLaplace", "log_marginal"]
-
-_NO_MODE = (
-    "the inner search found no mode of θ at φ = {phi}; the local posterior may be flat or have no peak there. "
-    "Give θ a proper prior or use local=fedppl.NUTS()"
-)
 
 
 class _Settings(NamedTuple):
@@ -143,7 +139,7 @@ def _batch(client: ClientModel, draws: Array, center: Array, *, factors: bool) -
         client.kernel, np.ascontiguousarray(draws), center, _start(client), client.data, modes, held
     )
     if status != OK:
-        raise LocalFailure(_NO_MODE.format(phi=np.array2string(center, precision=3)))
+        raise LocalFailure(no_mode(client, center))
     return values, modes, held
 
 
@@ -168,7 +164,7 @@ def expand(client: ClientModel, point: Array, prior_share: float) -> Expansion:
         client.kernel, point, _start(client), _prior_scale(client), client.data
     )
     if status != OK:
-        raise LocalFailure(_NO_MODE.format(phi=np.array2string(point, precision=3)))
+        raise LocalFailure(no_mode(client, point))
     if prior_share and not client.prior.is_gaussian:
         value += prior_share * float(client.prior.log_ratio(point[None])[0])
         gradient = gradient + prior_share * client.prior.log_ratio_gradient(point)
@@ -189,7 +185,7 @@ def _gradients(client: ClientModel, draws: Array, center: Array, prior_share: fl
         client.kernel, np.ascontiguousarray(draws), center, _start(client), client.data, gradients
     )
     if status != OK:
-        raise LocalFailure(_NO_MODE.format(phi=np.array2string(center, precision=3)))
+        raise LocalFailure(no_mode(client, center))
     if prior_share:
         values = values + prior_share * client.prior.log_ratio(draws)
         gradients = gradients + prior_share * client.prior.log_ratio_gradients(draws)
@@ -368,6 +364,6 @@ def _with_local(
         values = site_batch(client.kernel, np.ascontiguousarray(np.concatenate([some, theta], axis=1)), client.data)
         kept.append((some, theta, values - log_proposal + outside[first : first + chunk][found]))
     if not any(len(some) for some, _, _ in kept):
-        raise LocalFailure(_NO_MODE.format(phi=np.array2string(center, precision=3)))
+        raise LocalFailure(no_mode(client, center))
     joined, theta, log_weights = (np.concatenate(parts) for parts in zip(*kept, strict=True))
     return joined, theta, log_weights

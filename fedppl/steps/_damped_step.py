@@ -39,6 +39,8 @@ class EPState(NamedTuple):
     skewness: Array  # (m,) that the factors give the posterior's margins, and q cannot have
     answered: Array  # (K,) rounds that a client's reply was used in; counted where trust is set
     held_back: Array  # (K,) rounds of those that its change was scaled down in
+    errors: Array  # (K,) Monte Carlo error of the client's last reply, in posterior sds
+    noise: Array  # (K,) variance that the errors of all its replies have left in its site, in the same unit
     status: str
     message: str
 
@@ -68,7 +70,7 @@ def damped_step(
     d_linear: Array,
     d_packed: Array,
     *,
-    mc_error: float,
+    mc_errors: Array,
     skewness: Array,
     tolerance: float,
     largest: float,
@@ -76,10 +78,14 @@ def damped_step(
 ) -> tuple[EPState, EPInfo]:
     """Add δ times the clients' changes (R, m), (R, p) to their sites; δ keeps q and every cavity proper.
 
+    `mc_errors` (R,) are those of the clients' means in posterior sds.
     With `trust`, every client's change is scaled besides, so that the step that is taken keeps the bound of `_trust`.
     """
     sites, q = state.sites, state.sites.q
     skewed = float(np.abs(skewness).max())
+    errors = state.errors.copy()
+    errors[rows] = mc_errors
+    mc_error, fresh = float(np.linalg.norm(errors)), float(np.linalg.norm(mc_errors))
     improper = _sites.improper_cavities(sites)
     delta = state.damping
     bounded = None
@@ -98,21 +104,27 @@ def damped_step(
             break
         delta /= 2
     else:
-        message = (
-            "no damped step keeps q and all cavities positive definite; raise draws= or points= of the local inference"
-        )
+        message = _no_step(sites, rows, d_packed, noisy=mc_error > tolerance)
         return state._replace(message=message), EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mc_error, skewed)
     sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved.q)
     shift, stretch = np.abs(gaussian.mean(moved.q) - gaussian.mean(q)) / sd / delta, np.abs(np.log(new_sd / sd)) / delta
     change_mean, change_sd = float(np.max(shift)), float(np.max(stretch))
-    state = state._replace(sites=moved, damping=delta, last_change=np.maximum(shift, stretch), skewness=skewness)
+    # A site is a weighted mean of its client's replies, each with an error of its own. What a first reply leaves of the
+    # site before it counts as if it came from a reply too.
+    noise, part = state.noise.copy(), np.ravel(step)
+    averaged = (1 - part) ** 2 * noise[rows] + (part * mc_errors) ** 2
+    noise[rows] = np.where(noise[rows] > 0, averaged, mc_errors**2)
+    last_change = np.maximum(shift, stretch)
+    state = state._replace(
+        sites=moved, damping=delta, last_change=last_change, skewness=skewness, errors=errors, noise=noise
+    )
     info = EPInfo("EP", change_mean, change_sd, delta, np.nan, mc_error, skewed)
     change, wanted = max(change_mean, change_sd), 0.0
     if bounded is not None:
         state, info = hold_back(state, info, rows, bounded, trust)
         # What a client wanted and did not get counts as a move: held back is not converged.
         wanted = info.influence if info.held_back else 0.0
-    after = _judge(state, change, wanted, mc_error, rows, tolerance, largest)
+    after = _judge(state, change, wanted, mc_error, fresh, rows, tolerance, largest)
     return named(after, trust), info
 
 
@@ -137,14 +149,35 @@ def named(state: EPState, trust: float | None) -> EPState:
     return state._replace(message="; ".join(filter(None, (state.message, often)))) if often else state
 
 
+def _no_step(sites: Sites, rows: list[int], d_packed: Array, noisy: bool) -> str:
+    """Say which clients take more precision away than there is, and what helps."""
+    _, root = gaussian.affine(sites.q)
+    lost = [float(np.linalg.eigvalsh(root.T @ _sites.dense(packed, sites.structure) @ root)[0]) for packed in d_packed]
+    names = list(sites.where)
+    worst = [names[rows[r]] for r in np.argsort(lost, kind="stable") if lost[r] < 0.5 * min(lost)]
+    return (
+        f"no damped step keeps q and all cavities positive definite: clients {worst[:5]} know less than nothing of "
+        "some direction, as where a factor is improper or nearly so. Declare priors that hold every scale, "
+        "shared and local (not Gamma(.001, .001)), "
+        + (f"or {_LESS_NOISE.removesuffix(' for less')}" if noisy else "or use local=fedppl.NUTS()")
+    )
+
+
 def _judge(
-    state: EPState, change: float, wanted: float, mc_error: float, rows: list[int], tolerance: float, largest: float
+    state: EPState,
+    change: float,
+    wanted: float,
+    mc_error: float,
+    fresh: float,
+    rows: list[int],
+    tolerance: float,
+    largest: float,
 ) -> EPState:
-    """Set the next damping, and say whether this is converged."""
+    """Set the next damping, and say whether this is converged; `fresh` is this round's own Monte Carlo error."""
     count = len(state.sites.where)
     noisy = mc_error > tolerance
     averaging = state.averaging
-    if averaging or (noisy and change < 3 * max(mc_error, tolerance)):
+    if averaging or (noisy and change < 3 * max(fresh, tolerance)):
         # down to noise: average the rounds, so that Monte Carlo error falls with their number
         averaging += 1
         damping = max(1.0 / (averaging + 1), 0.1) * largest
@@ -158,9 +191,7 @@ def _judge(
     # One small change of a noisy sweep may be luck: with Monte Carlo error, rounds are averaged before it counts.
     quiet = swept and not noisy and sweep_change < tolerance
     averaged = swept and noisy and averaging >= 4 and sweep_change < max(tolerance, 3 * mc_error)
-    # Damping stops falling at 0.1, where an average holds the noise of 19 rounds: (2 - 0.1) / 0.1.
-    left = mc_error / np.sqrt(min(max(averaging, 1), 19))
-    averaged = averaged and left <= _MOST_ERROR
+    averaged = averaged and float(np.sqrt(state.noise.sum())) <= _MOST_ERROR
     if quiet or averaged:
         message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {_LESS_NOISE}"
         skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * mc_error))

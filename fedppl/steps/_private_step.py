@@ -108,7 +108,7 @@ def private_step(
         rows,
         linear - sites.linear[rows],
         packed - sites.precision[rows],
-        mc_error=fresh,
+        mc_errors=np.full(len(rows), mechanism.sd),
         skewness=np.zeros(m),
         tolerance=tolerance,
         largest=largest,

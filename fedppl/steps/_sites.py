@@ -155,7 +155,8 @@ def absurd_moments(sites: Sites, reply: Message) -> str | None:
     precision = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
     ratios = _ratios(precision, root)
     if ratios is None or ratios[-1] > _AGAINST_Q:
-        return _beyond("precision", ratios, "q's", _AGAINST_Q)
+        beyond = _beyond("precision", ratios, "q's", _AGAINST_Q)
+        return f"{beyond}; {_LOOK}"
     if ratios[0] <= 0 or not gaussian.is_proper(Gaussian(mean, precision)):
         return f"'precision' is not positive definite (smallest eigenvalue {np.linalg.eigvalsh(precision)[0]:.3g})"
     if ratios[0] < 1 / _AGAINST_Q:
@@ -177,24 +178,42 @@ def absurd_moments(sites: Sites, reply: Message) -> str | None:
 def absurd_expansion(sites: Sites, reply: Message) -> str | None:
     """Why a finite expansion is none the ledger can hold, or None; any sign of curvature may be right."""
     _, root = gaussian.affine(sites.prior)
+    spread = np.sqrt(np.diag(gaussian.covariance(sites.prior)))
     hessian = gaussian.unpack_triangle(np.asarray(reply["hessian"], dtype=float))
+    gradient = np.asarray(reply["gradient"], dtype=float)
     ratios = _ratios(hessian, root)
-    if ratios is None or np.abs(ratios).max() > _AGAINST_PRIOR:
-        with np.errstate(all="ignore"):
-            worst = int(np.nanargmax(np.abs(np.diag(hessian)) * np.diag(gaussian.covariance(sites.prior))))
-        beyond = _beyond("hessian", ratios, "the precision of the prior", _AGAINST_PRIOR)
-        return (
-            f"{beyond}. Along {sites.labels[worst]} the data are on another scale than the prior: rescale the outcome "
-            "or that column, or widen the prior"
-        )
     with np.errstate(all="ignore"):
-        slope = float(np.linalg.norm(root.T @ np.asarray(reply["gradient"], dtype=float)))
+        curved = np.diag(hessian) * spread**2
+        slope = float(np.linalg.norm(root.T @ gradient))
+        steep = sites.labels[int(np.nanargmax(np.abs(gradient) * spread))]
+    worst = int(np.nanargmax(np.abs(curved)))
+    if ratios is None or np.abs(ratios).max() > _AGAINST_PRIOR:
+        beyond = _beyond("hessian", ratios, "the precision of the prior", _AGAINST_PRIOR)
+        label = sites.labels[worst]
+        return f"{beyond}. {_pole(label)}" if curved[worst] > 0 else f"{beyond}; {_LOOK}. {_rescale(label)}"
     steepest = _AGAINST_PRIOR * _PRIOR_SDS
     if not slope <= steepest:
-        return f"'gradient' is {slope:.2g} per prior sd, at most {steepest:.0e} allowed; {_LOOK}"
+        return f"'gradient' is {slope:.2g} per prior sd, at most {steepest:.0e} allowed; {_LOOK}. {_rescale(steep)}"
     if abs(float(reply["value"])) > _LARGEST_VALUE:
-        return f"'value' is {float(reply['value']):.2g}, at most {_LARGEST_VALUE:.0e} allowed; {_LOOK}"
+        value = float(reply["value"])
+        return f"'value' is {value:.2g}, at most {_LARGEST_VALUE:.0e} allowed; {_LOOK}. {_rescale(steep)}"
     return None
+
+
+def _rescale(label: str) -> str:
+    return (
+        f"Along {label} the data are on another scale than the prior: rescale the outcome or that column, or widen the "
+        "prior"
+    )
+
+
+def _pole(label: str) -> str:
+    """The log density curves upward without bound: no data do so, a scale that goes to zero does."""
+    return (
+        f"Along {label} this client's density shoots up, as where a local scale has a single value and may go to 0: "
+        "declare a prior that keeps that scale from 0 (pm.InverseGamma), or share it, or compute without curvature: "
+        "EP(local=fedppl.NUTS(), warm_start=False)"
+    )
 
 
 def absurd_values(reply: Message) -> str | None:
@@ -215,4 +234,4 @@ def _ratios(matrix: Array, root: Array) -> Array | None:
 
 def _beyond(name: str, ratios: Array | None, against: str, limit: float) -> str:
     found = np.inf if ratios is None else float(np.abs(ratios).max())
-    return f"{name!r} is {found:.2g} times {against} in a direction, at most {limit:.0e} allowed; {_LOOK}"
+    return f"{name!r} is {found:.2g} times {against} in a direction, at most {limit:.0e} allowed"

@@ -16,6 +16,7 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.steps import _trust
+from fedppl.steps._diagnosis import explain
 from fedppl.steps._sites import NO_VALUE, Sites, absurd_expansion, dense, in_structure, indices, update
 from fedppl.types import Array, Expansion, Layout, LocalFailure, LocalInference, Message
 
@@ -42,7 +43,8 @@ class WarmStart(NamedTuple):
     whole: bool  # the step is Newton's own, with nothing left out: longer ones along it are looked at
     spent: float  # expansions a client, the budget's unit
     pending: Mapping[str, Message]  # replies from the point so far: it is left when every client has answered there
-    unusable: tuple[str, ...]  # clients whose last expansion could not be used
+    unusable: Mapping[str, str]  # clients whose last expansion could not be used, and why; "" where they found none
+    reasons: Mapping[str, str]  # the last for which an expansion could not be used, at any point, by client
     chosen: bool  # the point was the best along a step, and is not chosen anew
     arrived: bool
 
@@ -51,7 +53,9 @@ def start(layout: Layout, clients: int) -> WarmStart:
     """Begin at the prior mean."""
     mean = gaussian.mean(layout.prior)
     heard = np.zeros(clients, dtype=bool)
-    return WarmStart(mean, np.zeros_like(mean), mean, heard, -np.inf, np.inf, _RADIUS, False, 0.0, {}, (), False, False)
+    return WarmStart(
+        mean, np.zeros_like(mean), mean, heard, -np.inf, np.inf, _RADIUS, False, 0.0, {}, {}, {}, False, False
+    )
 
 
 def _along(point: Array, move: Array) -> Array:
@@ -61,7 +65,7 @@ def _along(point: Array, move: Array) -> Array:
 
 def expand_along(
     client: Any, local: LocalInference, point: Array, move: Array, prior_share: float
-) -> tuple[dict[str, Array], Mapping[str, float]]:
+) -> tuple[dict[str, Array], dict[str, float | str]]:
     """A client's reply: log f_k with its derivatives at the point, and alone along the step that led there."""
     assert local.expand is not None and local.log_factor is not None
     m = len(point)
@@ -69,13 +73,13 @@ def expand_along(
     if np.any(move):
         values = local.log_factor(client, _along(point, move), prior_share)
         ray = np.where(np.isfinite(values), values, NO_VALUE)
-    nothing = Expansion(NO_VALUE, np.zeros(m), np.zeros((m, m)), {})
+    nothing, why = Expansion(NO_VALUE, np.zeros(m), np.zeros((m, m)), {}), {}
     try:
         expansion = local.expand(client, point, prior_share)
-    except LocalFailure:
+    except LocalFailure as failure:
         if not np.any(move):  # nowhere to go back to
             raise
-        expansion = nothing
+        expansion, why = nothing, {"reason": str(failure)}
     numbers = np.concatenate([[expansion.value], expansion.gradient, np.ravel(expansion.hessian)])
     if np.any(move) and not np.all(np.isfinite(numbers)):
         expansion = nothing
@@ -85,7 +89,7 @@ def expand_along(
         "hessian": gaussian.pack_triangle(expansion.hessian),
         "ray": ray,
     }
-    return reply, expansion.diagnostics
+    return reply, {**expansion.diagnostics, **why}
 
 
 def step(
@@ -108,12 +112,13 @@ def step(
     spent = state.spent + (new + 0.5 * (len(replies) - new)) / len(heard)
     state = state._replace(pending=pending, heard=heard, spent=spent)
     if len(pending) < len(heard):
-        came = {name: reply for name, reply in replies.items() if absurd_expansion(sites, reply) is None}
+        unusable = _unusable(sites, replies)
+        came = {name: reply for name, reply in replies.items() if name not in unusable}
         return _replaced(sites, came, state.point) if came else sites, state, None
     everyone = {client_id: pending[client_id] for client_id in sites.where}
     state, x = state._replace(pending={}), state.point
-    unusable = tuple(name for name, reply in everyone.items() if absurd_expansion(sites, reply) is not None)
-    state = state._replace(unusable=unusable)
+    unusable = _unusable(sites, everyone)
+    state = state._replace(unusable=unusable, reasons={**state.reasons, **unusable})
     objective = -np.inf
     if not unusable:
         values = np.array([float(reply["value"]) for reply in everyone.values()])
@@ -141,13 +146,24 @@ def step(
     return tried, moved, None
 
 
+def _unusable(sites: Sites, replies: Mapping[str, Message]) -> dict[str, str]:
+    """Clients whose expansion cannot be used, and why."""
+    reasons = {name: absurd_expansion(sites, reply) for name, reply in replies.items()}
+    return {
+        name: "" if float(replies[name]["value"]) == NO_VALUE else reason
+        for name, reason in reasons.items()
+        if reason is not None
+    }
+
+
 def _bounded_step(
     sites: Sites, state: WarmStart, replies: Mapping[str, Message], trust: float
 ) -> tuple[Sites, WarmStart, _trust.Bounded | None]:
     """Take in what came, each client's change as far as `trust` allows, and step on from there."""
-    kept = {name: reply for name, reply in replies.items() if absurd_expansion(sites, reply) is None}
-    unusable = tuple(name for name in replies if name not in kept)
+    unusable = _unusable(sites, replies)
+    kept = {name: reply for name, reply in replies.items() if name not in unusable}
     state = state._replace(spent=state.spent + len(replies) / len(state.heard), unusable=unusable)
+    state = state._replace(reasons={**state.reasons, **unusable})
     if not kept:
         return sites, state, None
     x, rows = state.point, indices(sites, kept)
@@ -218,6 +234,8 @@ def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Mess
         else state.radius / max(float(np.max(np.abs(state.move) / gaussian.standard_deviations(prior))), 1e-300)
     )
     values[LENGTHS > max(reach, 1.0)] = -np.inf
+    if not np.isfinite(objective):  # whatever the values say, there is no expanding at the point
+        values[LENGTHS >= 1.0] = -np.inf
     best, taken = int(np.argmax(values)), int(np.flatnonzero(LENGTHS == 1.0)[0])
     slack = 1e-9 * max(1.0, abs(state.objective))
     gain = objective - state.objective
@@ -226,6 +244,8 @@ def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Mess
     if np.isfinite(objective) and gain >= -slack and little:
         return None
     # Where no length gains, the step is right only much nearer to where it began.
+    values[taken] = -np.inf  # nor is it looked for where it was found wanting
+    best = int(np.argmax(values))
     return float(LENGTHS[best] if values[best] >= state.objective - slack else LENGTHS[0])
 
 
@@ -293,22 +313,9 @@ def why_not_arrived(sites: Sites, state: WarmStart) -> str:
     if silent:
         return f"the warm start needs every client once, and clients {silent[:5]} have not answered"
     absent = [client_id for client_id in sites.where if state.pending and client_id not in state.pending]
-    if absent:
-        return (
-            "the warm start has not reached the mode of the marginal posterior: it waits for an expansion of every "
-            f"client at its point, and clients {absent[:5]} have sent none yet"
-        )
-    if state.unusable:
-        return (
-            f"the warm start has not reached the mode of the marginal posterior: expansions of clients "
-            f"{list(state.unusable[:5])} cannot be used however short the step is; look at their data and versions"
-        )
-    distance = np.abs(state.anchor - gaussian.mean(sites.prior)) / gaussian.standard_deviations(sites.prior)
-    worst = int(np.argmax(distance))
-    remedy = "give the local variables proper priors, or use local=fedppl.NUTS() and warm_start=False"
-    if distance[worst] > 10:
-        remedy = (
-            f"the data pull {sites.labels[worst]} {distance[worst]:.2g} prior sds from its prior mean: rescale its "
-            "column or the outcome, or widen its prior"
-        )
-    return f"the warm start has not reached the mode of the marginal posterior; {remedy}"
+    cause = (
+        f"it waits for an expansion of every client at its point, and clients {absent[:5]} have sent none yet"
+        if absent
+        else explain(sites, state.anchor, dict(state.unusable), dict(state.reasons))
+    )
+    return f"the warm start has not reached the mode of the marginal posterior: {cause}"

@@ -156,6 +156,8 @@ def _init_server(
         skewness=np.zeros(layout.size),
         answered=np.zeros(len(clients), dtype=np.int64),
         held_back=np.zeros(len(clients), dtype=np.int64),
+        errors=np.zeros(len(clients)),
+        noise=np.zeros(len(clients)),
         status=Status.RUNNING.value,
         message="",
     )
@@ -171,7 +173,7 @@ def _broadcast(state: EPState, client_id: str) -> Message:
 
 def _update_client(
     client: Any, personal: Any, message: Message, rng: np.random.Generator, *, local: LocalInference
-) -> tuple[Any, Message, Mapping[str, float]]:
+) -> tuple[Any, Message, Mapping[str, float | str]]:
     """Expand log f_k at the point, or match moments of the tilted distribution. Clients keep no state."""
     if "point" in message and local.expand is not None:
         point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
@@ -251,7 +253,6 @@ def _ep_round(
     # A prior with correlations puts q outside a smaller family: moments are matched with what the family holds of it.
     whole = form.blocks is not None and len(form.blocks) == 1
     inside = q if whole else _sites.in_family(gaussian.mean(q), gaussian.covariance(q), form)
-    mc_error = float(np.sqrt(sum(float(reply["mc_error"]) ** 2 for reply in replies.values())))
     # Cumulants of log factors add, so the small skewnesses of K tilted distributions make the posterior's.
     skewness = np.sum([reply["skewness"] for reply in replies.values()], axis=0) * len(sites.where) / len(replies)
     return damped_step(
@@ -259,7 +260,7 @@ def _ep_round(
         _sites.indices(sites, replies),
         target_linear - inside.linear,
         target_packed - _sites.in_structure(inside.precision, form),
-        mc_error=mc_error,
+        mc_errors=np.array([float(reply["mc_error"]) for reply in replies.values()]),
         skewness=skewness,
         tolerance=tolerance,
         largest=largest,
