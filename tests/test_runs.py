@@ -471,7 +471,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> No
     assert_same_runs(whole, together)
     model, clients = CASES[name].problem()
     counted = sum(not step.record.preliminary for step in whole.steps)
-    fit = fedppl.fit(model, clients, CASES[name].build(), rounds=counted, checkpoint=path, progressbar=False)
+    keywords: dict[str, Any] = {"rounds": counted, "checkpoint": path, "participation": settings["participation"]}
+    fit = fedppl.fit(model, clients, CASES[name].build(), progressbar=False, **keywords)
     assert_same_state(fit.state, whole.steps[-1].state)
     assert_same(fit.personal, whole.personal[-1])
 
