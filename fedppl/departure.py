@@ -14,6 +14,7 @@ from fedppl.fallbacks import Infos
 __all__ = ["sentence", "shortfall"]
 
 _MENTIONED = 0.05
+_COUNTED = 0.3  # beyond it the orders that are left out matter as much as the one that is not
 
 
 def shortfall(infos: Infos) -> float:
@@ -34,7 +35,9 @@ def sentence(infos: Infos) -> str:
     short = shortfall(infos)
     if short < _MENTIONED:
         return ""
+    how = f"about {100 * short:.0f} %" if short < _COUNTED else "much"
     return (
-        f"sds of shared variables may be up to about {100 * short:.0f} % too small: the posterior has heavier tails "
-        "than a Gaussian, as means of few clients have; widen intervals by as much, or declare priors that say more"
+        f"sds of shared variables may be {how} too small: the posterior has heavier tails than a Gaussian, as means of "
+        "few clients have; a first-order estimate, and too low where skewness is large. Widen intervals, or declare "
+        "priors that say more"
     )

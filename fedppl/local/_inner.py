@@ -4,7 +4,8 @@ r"""What Laplace's approximation over θ leaves out of log f_k, as a quadratic i
 
 The integral is adaptive: Gauss-Hermite nodes around the mode of θ, in units of the curvature there, up to three
 coordinates, and quasi-random points with importance weights beyond. The same nodes serve all φ, so that what they miss
-is smooth in φ and mostly a constant, which moves no moment.
+is smooth in φ and mostly a constant, which moves no moment; random points are of each client its own, so that errors of
+clients do not add up.
 """
 
 from __future__ import annotations
@@ -33,16 +34,20 @@ Difference = Callable[[Array], Array]
 _NEGLIGIBLE, _LINEAR = 1e-4, 2e-3
 
 
-@functools.cache
-def rule(size: int) -> tuple[Array, Array]:
-    """Nodes (L, d) and log weights (L,) for integrals over a standard normal."""
+def rule(size: int, stream: int) -> tuple[Array, Array]:
+    """Nodes (L, d) and log weights (L,) for integrals over a standard normal; of a stream, where they are random."""
     if size in _NODES:
-        nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES[size])
-        logs = np.log(weights / weights.sum())
-        grid = np.array(list(itertools.product(nodes, repeat=size)))
-        return grid, np.array([sum(term) for term in itertools.product(logs, repeat=size)])
-    points = whitened_points(size, _POINTS, 0)
+        return _nodes(size)
+    points = whitened_points(size, _POINTS, stream).copy()
     return points, np.full(len(points), -np.log(len(points)))
+
+
+@functools.cache
+def _nodes(size: int) -> tuple[Array, Array]:
+    nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES[size])
+    logs = np.log(weights / weights.sum())
+    grid = np.array(list(itertools.product(nodes, repeat=size)))
+    return grid, np.array([sum(term) for term in itertools.product(logs, repeat=size)])
 
 
 @entry(KERNEL, MATRIX, VECTOR, VECTOR, DATA, MATRIX, VECTOR)

@@ -53,8 +53,10 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
               \approx \ell(\phi, \theta^*) + \tfrac d2 \log 2\pi - \tfrac12 \log \det A(\phi)
 
     with :math:`\theta^*(\phi)` the mode and :math:`A` the negative Hessian in θ. Exact when θ is conditionally
-    Gaussian. Tilted moments come from self-normalised importance sampling from the global q with weights
-    f_k / q_k at whitened antithetic Sobol points.
+    Gaussian. Where it is not, what the approximation leaves out is integrated about q, by adaptive Gauss-Hermite
+    quadrature for up to three local coordinates and by importance sampling beyond, and added as a quadratic in φ
+    (linear from 9 to 30 shared coordinates, left away beyond). Tilted moments come from self-normalised importance
+    sampling from the global q with weights f_k / q_k at whitened antithetic Sobol points.
 
     Parameters
     ----------
@@ -85,8 +87,9 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
 
     Notes
     -----
-    *When this fails.* With few observations per local variable and a skewed likelihood the inner Laplace
-    approximation is biased, and the bias adds up over clients. Compare with ``local=fedppl.NUTS()`` at one client.
+    *When this fails.* With many local coordinates, few observations for each and a skewed likelihood, importance
+    weights of θ say too little (relative ESS below 0.3, or more than 30 shared coordinates): Laplace's bias stays then,
+    and adds up over clients. Compare with ``local=fedppl.NUTS()`` at one client.
 
     References
     ----------
@@ -238,7 +241,7 @@ def _difference(client: ClientModel, points: Array, center: Array) -> Array | No
         center,
         _start(client),
         client.data,
-        *_inner.rule(client.local_size),
+        *_inner.rule(client.local_size, stream_of(client.client_id)),
     )
     return found if status == OK and _inner.trusted(found, relative, client.local_size) else None
 

@@ -1,0 +1,148 @@
+"""What Laplace's approximation over the local variables leaves out: against quadrature, and what it does to a fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytest
+from numpy.testing import assert_allclose
+from scipy.special import expit, logsumexp
+from scipy.stats import norm
+
+import fedppl
+from fedppl import FederatedModel, gaussian
+from fedppl.local import _inner, nested_laplace
+from fedppl.types import Array
+
+
+def intercepts(y: Any) -> pm.Model:
+    """A few binary rows and an intercept of the client's own."""
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        mu, tau = pm.Normal("mu", 0, 2), pm.HalfNormal("tau", 2)
+        pm.Bernoulli("obs", logit_p=pm.Normal("theta", mu, tau), observed=y)
+    return model
+
+
+def several(y: Any, size: int) -> pm.Model:
+    """Binary rows in `size` columns, each with an intercept of its own."""
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        mu, tau = pm.Normal("mu", 0, 2), pm.HalfNormal("tau", 2)
+        pm.Bernoulli("obs", logit_p=pm.Normal("theta", mu, tau, shape=size), observed=y)
+    return model
+
+
+def of_size(size: int) -> Any:
+    return lambda y: several(y, size)
+
+
+def exact(phi: Array, successes: int, rows: int) -> Array:
+    """log f at rows (mu, log tau), by the trapezium rule, which is exact to rounding for smooth densities."""
+    u = np.linspace(-9, 9, 4001)
+    theta = phi[:, :1] + np.exp(phi[:, 1:2]) * u
+    terms = successes * np.log(expit(theta)) + (rows - successes) * np.log(expit(-theta)) + norm.logpdf(u)
+    return np.asarray(logsumexp(terms, axis=1) + np.log(u[1] - u[0]))
+
+
+def around(mean: list[float], sd: float, count: int = 20) -> Array:
+    return np.array(mean) + sd * np.random.default_rng(0).normal(size=(count, 2))
+
+
+@pytest.mark.parametrize("successes", [0, 1, 3])
+def test_nine_nodes_leave_little_of_laplaces_error(successes: int) -> None:
+    y = np.arange(3) < successes
+    client = FederatedModel(intercepts, ["mu", "tau"]).enrol({"a": {"y": y.astype(int)}})["a"]
+    phi = around([0.3, 0.5], 0.3)
+    laplace = nested_laplace.log_marginal(client, phi)
+    left = nested_laplace._difference(client, phi, phi.mean(axis=0))  # the one of `log_marginal`
+    assert left is not None
+    truth = exact(phi, successes, 3)
+    error = laplace - truth
+    assert np.ptp(error) > 0.01
+    assert np.ptp(laplace + left - truth) < 0.05 * np.ptp(error)
+
+
+# Random points, for five coordinates, leave some noise: independent of one another in clients, and little in a mean.
+@pytest.mark.parametrize("size, noise", [(2, 0.15), (3, 0.15), (5, 0.4)])
+def test_independent_coordinates_leave_the_sum_of_what_each_leaves(size: int, noise: float) -> None:
+    y = np.random.default_rng(1).integers(0, 2, (3, size))
+    one, all_ = FederatedModel(intercepts, ["mu", "tau"]), FederatedModel(of_size(size), ["mu", "tau"])
+    clients = one.enrol({str(i): {"y": y[:, i]} for i in range(size)})
+    phi = around([0.3, 0.2], 0.2)
+    parts = [nested_laplace._difference(client, phi, phi[0]) for client in clients.values()]
+    together = nested_laplace._difference(all_.enrol({"a": {"y": y}})["a"], phi, phi[0])
+    expected = np.sum(parts, axis=0)
+    assert together is not None
+    error = together - together.mean() - (expected - expected.mean())
+    assert np.abs(error).max() < noise * np.ptp(expected)  # a constant moves no moment
+
+
+def test_nothing_is_left_out_where_theta_is_gaussian() -> None:
+    def normal(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            y = pm.Data("y", y)
+            mu, tau = pm.Normal("mu", 0, 2), pm.HalfNormal("tau", 2)
+            pm.Normal("obs", pm.Normal("theta", mu, tau), 1.0, observed=y)
+        return model
+
+    client = FederatedModel(normal, ["mu", "tau"]).enrol({"a": {"y": np.array([0.3, 1.2])}})["a"]
+    assert nested_laplace._is_exact(client)
+    assert nested_laplace._left_out(client, np.zeros(2), np.eye(2)) is None
+    binary = FederatedModel(intercepts, ["mu", "tau"]).enrol({"a": {"y": np.array([0, 1])}})["a"]
+    assert not nested_laplace._is_exact(binary)
+
+
+def test_a_quadratic_difference_comes_back() -> None:
+    """In units of q: linear terms, cross terms and squares, up to a constant."""
+    root = np.array([[2.0, 0.0], [0.5, 0.3]])
+
+    def difference(points: Array) -> Array:
+        z = (points - 1.0) @ np.linalg.inv(root).T
+        return 3.0 + 0.2 * z[:, 0] - 0.1 * z[:, 0] * z[:, 1] + 0.05 * z[:, 1] ** 2
+
+    points = np.random.default_rng(2).normal(size=(10, 2))
+    found = _inner.left_out(difference, np.ones(2), root, 0)
+    assert found is not None
+    assert_allclose(np.diff(found(points)), np.diff(difference(points)), atol=1e-10)
+    assert _inner.left_out(lambda points: np.ones(len(points)), np.ones(2), root, 0) is None
+    assert _inner.left_out(lambda points: None, np.ones(2), root, 0) is None
+
+
+def test_weights_that_say_nothing_are_not_used() -> None:
+    values, even, uneven = np.ones(2), np.ones(2), np.array([1.0, 0.1])
+    assert _inner.trusted(values, even, 9) and not _inner.trusted(values, uneven, 9)
+    assert _inner.trusted(values, uneven, 2) and not _inner.trusted(np.array([1.0, np.nan]), even, 2)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_small_errors_of_many_clients_do_not_add_up(seed: int) -> None:
+    """Sixty clients of two to four binary rows, against quadrature over θ and both shared variables.
+
+    Laplace alone moved log tau by more than half of its sd.
+    """
+    rng = np.random.default_rng(seed)
+    clients = {}
+    for k in range(60):
+        rows = int(rng.integers(2, 5))
+        clients[str(k)] = {"y": (rng.normal(0, 2.5) + rng.logistic(size=rows) > 0).astype(int)}
+    model = FederatedModel(intercepts, ["mu", "tau"])
+    fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=0)
+    assert fit.status.ok
+    q_mean, q_sd = gaussian.mean(fit.posterior), gaussian.standard_deviations(fit.posterior)
+    axes = [m + s * np.linspace(-7, 7, 57) for m, s in zip(q_mean, q_sd, strict=True)]
+    grid = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, 2)
+    tau = np.exp(grid[:, 1])
+    log_density = norm.logpdf(grid[:, 0], 0, 2) - 0.5 * (tau / 2) ** 2 + grid[:, 1]
+    kinds = {(int(d["y"].sum()), len(d["y"])) for d in clients.values()}
+    for successes, rows in kinds:
+        count = sum((int(d["y"].sum()), len(d["y"])) == (successes, rows) for d in clients.values())
+        log_density += count * exact(grid, successes, rows)
+    weights = np.exp(log_density - log_density.max())
+    weights /= weights.sum()
+    mean = weights @ grid
+    sd = np.sqrt(weights @ (grid - mean) ** 2)
+    assert np.abs((q_mean - mean) / sd).max() < 0.1
+    assert np.abs(q_sd / sd - 1).max() < 0.1
