@@ -51,7 +51,7 @@ def _expressions(outputs: Iterable[Any], data: Mapping[Any, str], parameters: se
         node = variable.owner
         if node is None or "Subtensor" not in type(node.op).__name__:
             continue
-        for index in node.inputs[2 if "Inc" in type(node.op).__name__ else 1 :]:
+        for index in _of_entries(node):
             if not getattr(index.type, "dtype", "").startswith("int") or parameters & set(ancestors([index])):
                 continue
             read = _graph.values_read([index])
@@ -59,6 +59,17 @@ def _expressions(outputs: Iterable[Any], data: Mapping[Any, str], parameters: se
             if names or (isinstance(index, Constant) and np.ndim(index.data) and np.any(index.data < 0)):
                 found[index if hasattr(index.type, "ndim") else pt.tensor_from_scalar(index)] = names
     return found
+
+
+def _of_entries(node: Any) -> list[Any]:
+    """Inputs of an indexing operation that name entries; bounds of slices may count from the end."""
+    given = list(node.inputs[2 if "Inc" in type(node.op).__name__ else 1 :])
+    entries = []
+    for item in getattr(node.op, "idx_list", None) or [None] * len(given):
+        taken = sum(part is not None for part in (item.start, item.stop, item.step)) if isinstance(item, slice) else 1
+        entries += [] if isinstance(item, slice) else given[:taken]
+        given = given[taken:]
+    return [*entries, *given]
 
 
 def require_not_negative(client_id: str, indices: Indices, arrays: Mapping[str, Any], inputs: Sequence[Any]) -> None:

@@ -74,6 +74,8 @@ class Template:
             return True
         if not _same.same_types(self.graph, other.graph):
             return False
+        if not _same.same_constants([self.graph.logp], [other.graph.logp]):
+            return False
         sizes = [sum(v.size for group in template.variables for v in group) for template in (self, other)]
         examples = list(zip(sizes, (self.example, other.example), strict=True))
         return _same.same_values(self.density, other.density, examples)

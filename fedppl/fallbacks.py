@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-__all__ = ["Infos", "earlier", "fallen", "last_infos", "listed", "log", "note", "sentence"]
+__all__ = ["Infos", "earlier", "fallen", "last_infos", "listed", "log", "note", "sentence", "unchecked"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,22 @@ def earlier(infos: Iterable[Infos], seconds: float) -> str:
     worst = sorted(spent, key=lambda client_id: -spent[client_id])
     return (
         f'fallbacks in earlier rounds took {total:.3g} s ({listed(worst)}): see fit.idata["rounds"]["fallback_seconds"]'
+    )
+
+
+def unchecked(infos: Infos) -> str:
+    """Whose local variables were integrated by Laplace's approximation alone, for a fit's message.
+
+    >>> unchecked({"a": {"inner_trust": 0.0}, "b": {"inner_trust": 1.0}}).partition(":")[0]
+    "what Laplace's approximation over local variables leaves out is not known at 1 of 2 clients (a)"
+    """
+    there = {client_id: "" for client_id, info in infos.items() if info.get("inner_trust", 1.0) < 1.0}
+    if not there:
+        return ""
+    return (
+        "what Laplace's approximation over local variables leaves out is not known at "
+        f"{len(there)} of {len(infos)} clients ({listed(there)}): it can bias scales where their rows are few and not "
+        "normal. Compare with EP(local=fedppl.NUTS())"
     )
 
 

@@ -607,7 +607,8 @@ def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, st
         )
     )
     if status is Status.CONVERGED:
-        return status, "; ".join(filter(None, (message, departure.sentence(infos), fallen)))
+        told = (message, departure.sentence(infos), fallbacks.unchecked(infos), fallen)
+        return status, "; ".join(filter(None, told))
     silent = set(run.clients) - {client_id for record in run.records for client_id in record.infos}
     if len(silent) == len(run.clients):
         reasons = _distinct(reason for record in run.records for reason in record.failures.values())

@@ -382,10 +382,15 @@ class FederatedModel:
     ) -> str | None:
         """Where one client's fractions made reals of others' integers and the builder takes integers only: whose."""
         for name in next(iter(given.values())):
+            odd = [k for k in given if not np.all(fits_integers(given[k][name]))]
             whole = [k for k in given if given[k][name].dtype.kind in "biu" and np.all(fits_integers(given[k][name]))]
-            odd = [k for k in given if k not in whole and not np.all(fits_integers(given[k][name]))]
             if not whole or not odd:
                 continue
+            try:
+                self._template_of(whole[0], typed[whole[0]])
+                continue  # reals are not what the builder fails on
+            except (DataError, DeclarationError):
+                pass
             try:
                 self._template_of(whole[0], {**typed[whole[0]], name: given[whole[0]][name]})
             except (DataError, DeclarationError):

@@ -57,8 +57,9 @@ def test_nine_nodes_leave_little_of_laplaces_error(successes: int) -> None:
     client = FederatedModel(intercepts, ["mu", "tau"]).enrol({"a": {"y": y.astype(int)}})["a"]
     phi = around([0.3, 0.5], 0.3)
     laplace = nested_laplace.log_marginal(client, phi)
-    left = nested_laplace._difference(client, phi, phi.mean(axis=0))  # the one of `log_marginal`
-    assert left is not None
+    known = nested_laplace._difference(client, phi, phi.mean(axis=0))  # about where `log_marginal` expands
+    assert known is not None and known[1] == 1.0
+    left = known[0]
     truth = exact(phi, successes, 3)
     error = laplace - truth
     assert np.ptp(error) > 0.01
@@ -72,10 +73,12 @@ def test_independent_coordinates_leave_the_sum_of_what_each_leaves(size: int, no
     one, all_ = FederatedModel(intercepts, ["mu", "tau"]), FederatedModel(of_size(size), ["mu", "tau"])
     clients = one.enrol({str(i): {"y": y[:, i]} for i in range(size)})
     phi = around([0.3, 0.2], 0.2)
-    parts = [nested_laplace._difference(client, phi, phi[0]) for client in clients.values()]
-    together = nested_laplace._difference(all_.enrol({"a": {"y": y}})["a"], phi, phi[0])
-    expected = np.sum(parts, axis=0)
-    assert together is not None
+    together, *parts = (
+        nested_laplace._difference(client, phi, phi[0])
+        for client in (all_.enrol({"a": {"y": y}})["a"], *clients.values())
+    )
+    assert together is not None and together[1] == 1.0
+    together, expected = together[0], np.sum([part[0] for part in parts if part is not None], axis=0)
     error = together - together.mean() - (expected - expected.mean())
     assert np.abs(error).max() < noise * np.ptp(expected)  # a constant moves no moment
 
@@ -90,7 +93,7 @@ def test_nothing_is_left_out_where_theta_is_gaussian() -> None:
 
     client = FederatedModel(normal, ["mu", "tau"]).enrol({"a": {"y": np.array([0.3, 1.2])}})["a"]
     assert nested_laplace._is_exact(client)
-    assert nested_laplace._left_out(client, np.zeros(2), np.eye(2)) is None
+    assert nested_laplace._left_out(client, np.zeros(2), np.eye(2)) == (None, 1.0)
     binary = FederatedModel(intercepts, ["mu", "tau"]).enrol({"a": {"y": np.array([0, 1])}})["a"]
     assert not nested_laplace._is_exact(binary)
 
@@ -99,22 +102,79 @@ def test_a_quadratic_difference_comes_back() -> None:
     """In units of q: linear terms, cross terms and squares, up to a constant."""
     root = np.array([[2.0, 0.0], [0.5, 0.3]])
 
-    def difference(points: Array) -> Array:
+    def difference(points: Array) -> tuple[Array, float]:
         z = (points - 1.0) @ np.linalg.inv(root).T
-        return 3.0 + 0.2 * z[:, 0] - 0.1 * z[:, 0] * z[:, 1] + 0.05 * z[:, 1] ** 2
+        return 3.0 + 0.2 * z[:, 0] - 0.1 * z[:, 0] * z[:, 1] + 0.05 * z[:, 1] ** 2, 1.0
 
     points = np.random.default_rng(2).normal(size=(10, 2))
-    found = _inner.left_out(difference, np.ones(2), root, 0)
-    assert found is not None
-    assert_allclose(np.diff(found(points)), np.diff(difference(points)), atol=1e-10)
-    assert _inner.left_out(lambda points: np.ones(len(points)), np.ones(2), root, 0) is None
-    assert _inner.left_out(lambda points: None, np.ones(2), root, 0) is None
+    found, trust = _inner.left_out(difference, np.ones(2), root, 0)
+    assert found is not None and trust == 1.0
+    assert_allclose(np.diff(found(points)), np.diff(difference(points)[0]), atol=1e-10)
+    assert _inner.left_out(lambda points: (np.ones(len(points)), 1.0), np.ones(2), root, 0) == (None, 1.0)
+    assert _inner.left_out(lambda points: None, np.ones(2), root, 0) == (None, 0.0)
 
 
-def test_weights_that_say_nothing_are_not_used() -> None:
-    values, even, uneven = np.ones(2), np.ones(2), np.array([1.0, 0.1])
-    assert _inner.trusted(values, even, 9) and not _inner.trusted(values, uneven, 9)
-    assert _inner.trusted(values, uneven, 2) and not _inner.trusted(np.array([1.0, np.nan]), even, 2)
+def test_a_difference_that_is_even_about_q_is_not_taken_for_none() -> None:
+    even = _inner.left_out(lambda points: (0.5 * points[:, 0] ** 2, 1.0), np.zeros(2), np.eye(2), 0).difference
+    assert even is not None
+    assert_allclose(even(np.array([[1.0, 0.0], [-2.0, 3.0]])) - even(np.zeros((1, 2))), [0.5, 2.0], atol=1e-10)
+
+
+def test_what_is_half_trusted_counts_by_half() -> None:
+    """So that it comes and goes without a jump; where only the second look fails, the first stands."""
+
+    def difference(points: Array) -> tuple[Array, float] | None:
+        return (points[:, 0] + 0.0, 0.5) if len(points) == 6 else None
+
+    found, trust = _inner.left_out(difference, np.zeros(2), np.eye(2), 0)
+    assert found is not None and trust == 0.5
+    assert_allclose(found(np.array([[2.0, 1.0]])), [1.0])
+
+
+@pytest.mark.parametrize(
+    "size, least, beyond, trust",
+    [
+        (9, 0.05, 1.0, None),
+        (9, 0.2, 1.0, 0.5),
+        (9, 0.9, 1.0, 1.0),
+        (2, 0.0, 0.4, 0.0),
+        (2, 0.0, 0.225, 0.5),
+        (2, 0.0, 0.1, 1.0),
+    ],
+)
+def test_trust_follows_what_weights_have_left_or_what_lies_at_the_edge(
+    size: int, least: float, beyond: float, trust: float | None
+) -> None:
+    def batch(nodes: Array, log_weights: Array, outer: Array, bound: float) -> tuple[int, Array, Array, Array]:
+        assert outer.sum() == (24 if size == 2 else 0)
+        below = np.where(np.array([0.9, least]) < bound, np.nan, 1.0)
+        return 0, below, np.array([0.9, least]), np.array([0.01, beyond])
+
+    known = _inner.differences(batch, size, 0)
+    assert known is None if trust is None else known is not None and known[1] == pytest.approx(trust)
+
+
+def test_a_prior_that_pins_theta_is_no_proof_of_a_gaussian() -> None:
+    """Under Gamma(.1, .1) the prior mean of log tau is −10, where θ is all but fixed."""
+
+    def pinned(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            y = pm.Data("y", y)
+            mu, tau = pm.Normal("mu", 0, 2), pm.Gamma("tau", 0.1, 0.1)
+            pm.Bernoulli("obs", logit_p=pm.Normal("theta", mu, tau), observed=y)
+        return model
+
+    client = FederatedModel(pinned, ["mu", "tau"]).enrol({"a": {"y": np.array([0, 1, 1])}})["a"]
+    assert not nested_laplace._is_exact(client)
+
+
+def test_a_fit_says_whose_integrals_are_not_known() -> None:
+    """Thirty local coordinates of two equal binary rows each: importance weights have nothing left."""
+    rng = np.random.default_rng(3)
+    clients = {str(k): {"y": np.repeat(rng.integers(0, 2, (1, 30)), 2, axis=0)} for k in range(3)}
+    fit = fedppl.fit(FederatedModel(of_size(30), ["mu", "tau"]), clients, fedppl.EP(), progressbar=False, random_seed=0)
+    assert {info["inner_trust"] < 1.0 for info in fit.records[-1].infos.values()} == {True}
+    assert "local=fedppl.NUTS()" in fit.message
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -69,3 +69,25 @@ def test_values_decide_where_they_can_be_computed() -> None:
     assert not _same.same_values(lambda x, y: np.nan, lambda x, y: np.nan, examples)  # equal, and nothing was seen
     with_errors = lambda x, y: square(x, y) if len(x) == 2 else np.linalg.cholesky(np.full((2, 2), -1.0))  # noqa: E731
     assert _same.same_values(with_errors, square, examples)
+
+
+def test_a_number_of_one_client_that_shows_at_another_only_is_found() -> None:
+    """A limit baked into the graph matters to clients that reach it, at points that may be far off."""
+
+    def censored(y: Any, limit: Any) -> pm.Model:
+        with pm.Model() as model:
+            data = pm.Data("y", y)
+            pm.Data("limit", limit)
+            mu, sigma = pm.Normal("mu"), pm.HalfNormal("sigma", 1)
+            latent = pm.Normal.dist(mu * pt.ones_like(data), sigma)
+            pm.Censored("obs", latent, lower=None, upper=float(limit[0]), observed=data)
+        return model
+
+    data = {"a": ([0.1, 0.2], 5.0), "b": ([0.3, 0.1, 0.4], 6.0), "c": ([0.5, 1.0], 1.0)}
+    arrays = {k: {"y": np.array(y), "limit": np.array([limit])} for k, (y, limit) in data.items()}
+    with pytest.warns(UserWarning, match="bakes a client's data"):
+        clients = FederatedModel(censored, ["mu", "sigma"]).enrol(arrays)
+    for client_id, client in clients.items():
+        built = censored(**arrays[client_id])
+        expected = built.compile_logp(vars=built.observed_RVs)({"mu": 0.2, "sigma_log__": 0.3})
+        assert client.log_density(np.array([0.2, 0.3]), np.zeros(0)) == pytest.approx(float(expected))

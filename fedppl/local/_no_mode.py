@@ -21,7 +21,12 @@ def no_mode(client: ClientModel, phi: Array) -> str:
     _, theta = inner_mode_at(client.kernel, phi, client.initial, client.data)
     value = site_batch(client.kernel, np.concatenate([phi, theta])[None], client.data)[0]
     moved = np.where(["_log__" in label for label in client.local_labels], theta - client.initial, 0.0)
-    if not value > -_BEYOND:
+    if not np.isfinite(value):
+        why = (
+            "the log density there is not a number. Look for outcomes outside of what their distribution allows, and "
+            "for parameters that can leave their domain"
+        )
+    elif not value > -_BEYOND:
         why = (
             "the log density there is beyond all measure. The data are on another scale than the priors: rescale the "
             "outcome, or widen the priors"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from fedppl.local._importance import (
     stream_of,
     whitened_points,
 )
+from fedppl.local._inner import LeftOut
 from fedppl.local._marginal import expand_marginal, gradient_batch, inner_mode_at, marginal_batch, site_batch
 from fedppl.local._newton import OK
 from fedppl.local._no_mode import no_mode
@@ -204,7 +204,7 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
 
     def values(draws: Array) -> Array:
         found = _values(client, draws, mean, share) - gaussian.log_kernel(site, draws)
-        return found if left_out is None else found + left_out(draws)
+        return found if left_out.difference is None else found + left_out.difference(draws)
 
     def gradients(draws: Array) -> tuple[Array, Array]:
         log_factor, slopes = _gradients(client, draws, mean, share)
@@ -213,7 +213,7 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     factor = _from_q.Factor(client.shared_size, values, gradients)
     found = _from_q.moments(factor, mean, root, settings.points, stream_of(client.client_id))
     if found is not None and _from_q.trusted(found, settings.pareto_limit):
-        return found._replace(diagnostics={**found.diagnostics, "fallback": 0.0})
+        return found._replace(diagnostics={**found.diagnostics, "fallback": 0.0, "inner_trust": left_out.trust})
     why = (
         {} if found is None else {f"fallback_{name}": found.diagnostics[name] for name in ("pareto_k", "relative_ess")}
     )
@@ -230,36 +230,36 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     sample = _student_sample(target, settings)
     found, step = (_student_moments(sample), 1.0) if sample is not None else (NUTS().tilted(target, rng), 2.0)
     cost = {"fallback": step, "fallback_seconds": time.perf_counter() - started}
+    if sample is not None:  # of Laplace's approximation over θ, where NUTS has none
+        cost["inner_trust"] = float(not client.local_size or _is_exact(client))
     return found._replace(diagnostics={**found.diagnostics, **why, **cost})
 
 
-def _difference(client: ClientModel, points: Array, center: Array) -> Array | None:
-    """What Laplace over θ leaves out of log f_k at points (S, m), (S,); None where that cannot be told."""
-    status, found, relative = _inner.difference_batch(
-        client.kernel,
-        np.ascontiguousarray(points),
-        center,
-        _start(client),
-        client.data,
-        *_inner.rule(client.local_size, stream_of(client.client_id)),
+def _difference(client: ClientModel, points: Array, center: Array, check: bool = False) -> tuple[Array, float] | None:
+    """What Laplace over θ leaves out of log f_k at points (S, m), and how far to trust it; None where it is unknown."""
+    batch = functools.partial(
+        _inner.difference_batch, client.kernel, np.ascontiguousarray(points), center, _start(client), client.data
     )
-    return found if status == OK and _inner.trusted(found, relative, client.local_size) else None
+    return _inner.differences(batch, client.local_size, stream_of(client.client_id))
 
 
 def _is_exact(client: ClientModel) -> bool:
-    """Whether θ is Gaussian given φ, as far as points of the prior tell: found once, from model and data alone."""
+    """Whether θ is Gaussian given φ, as far as points of the prior tell, near and far: from model and data alone."""
     if client not in _exact:
-        center = gaussian.mean(client.prior.gaussian)
+        center, near = gaussian.mean(client.prior.gaussian), _prior_scale(client)
+        far = np.minimum(gaussian.standard_deviations(client.prior.gaussian), 10.0)
         z = whitened_points(client.shared_size, 2 * (client.shared_size + 1), 0)
-        found = _difference(client, center + z * _prior_scale(client), center)
-        _exact[client] = found is not None and float(np.abs(found).max()) < _ROUNDING
+        found = [_difference(client, center + z * scale, center) for scale in (near, far)]
+        _exact[client] = all(one is not None and float(np.abs(one[0]).max()) < _ROUNDING for one in found)
     return _exact[client]
 
 
-def _left_out(client: ClientModel, mean: Array, root: Array) -> Callable[[Array], Array] | None:
-    """What Laplace over θ leaves out of log f_k about q; None where that is nothing."""
-    if not client.local_size or not has_enough_points(client.shared_size) or _is_exact(client):
-        return None
+def _left_out(client: ClientModel, mean: Array, root: Array) -> LeftOut:
+    """What Laplace over θ leaves out of log f_k about q."""
+    if not client.local_size or _is_exact(client):
+        return LeftOut(None, 1.0)
+    if not has_enough_points(client.shared_size):
+        return LeftOut(None, 0.0)
     return _inner.left_out(lambda points: _difference(client, points, mean), mean, root, stream_of(client.client_id))
 
 

@@ -66,10 +66,10 @@ def _saddle(sites: Sites, point: Array) -> str:
         return ""
     named = _named(sites.labels, vectors[:, 0])
     return (
-        f"at {_at(sites.labels, point, named)} the density is level, but rises on both sides: it is symmetric there, "
-        "as where a sign or the labels of a mixture may be exchanged, and has several modes. Declare it so that one is "
-        "left: positive (pm.HalfNormal), ordered (pm.distributions.transforms.ordered), or with a prior that rules "
-        "the others out"
+        f"at {_at(sites.labels, point, named)} the density is level, but rises on both sides: it may be symmetric "
+        "there, as where a sign or the labels of a mixture can be exchanged, and has several modes. Declare it so that "
+        "one is left: positive (pm.HalfNormal), ordered (pm.distributions.transforms.ordered), or by a prior that "
+        "rules the others out"
     )
 
 
