@@ -165,7 +165,7 @@ def require_start(client: ClientModel, phi: Array) -> None:
             value, gradient, _ = client.log_site(phi, client.initial)
     except DataError:
         raise  # said already
-    except (ValueError, TypeError, IndexError) as error:
+    except (ValueError, TypeError, IndexError, AssertionError) as error:  # PyTensor asserts that shapes fit
         raise mismatch(client.client_id, client.arrays, error) from error
     if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
         raise DataError(

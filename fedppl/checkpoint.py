@@ -53,6 +53,8 @@ def require_writable(checkpoint: str | os.PathLike[str]) -> None:
             raise DeclarationError(f"checkpoint={shown}: its folder does not exist; create it first.")
         if path.is_dir():
             raise DeclarationError(f"checkpoint={shown} is a folder; name a file in it, such as run.ckpt.")
+        if path.exists() and not path.is_file():
+            raise DeclarationError(f"checkpoint={shown} is a device or a pipe; name a file, such as run.ckpt.")
         partial = _partial(path)
         before = partial.exists()
         partial.open("ab").close()

@@ -543,7 +543,7 @@ class FederatedModel:
         held = containers(client_id, parts, arrays)
         try:
             initial = start(*held, *_graph.alone(parts))
-        except (ValueError, TypeError, IndexError) as error:
+        except (ValueError, TypeError, IndexError, AssertionError) as error:
             raise mismatch(client_id, arrays, error) from error
         shared, local = (_graph.variables(parts, initial, local=which) for which in (False, True))
         graph = _graph.site_graph(parts, shared, local)
@@ -580,7 +580,7 @@ class FederatedModel:
         if shapes not in starts:  # a starting value may depend on data; for a start, equal shapes are enough
             try:
                 starts[shapes] = template.start(*data)
-            except (ValueError, TypeError, IndexError) as error:
+            except (ValueError, TypeError, IndexError, AssertionError) as error:
                 raise mismatch(client_id, arrays, error) from error
         initial = starts[shapes]
         shared = _graph.variables(parts, initial, local=False)

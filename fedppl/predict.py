@@ -93,7 +93,9 @@ def predictions(
                 **_anew(model, posterior, [containers[name] for name in values]),
                 compile_kwargs={"mode": _graph.PYTHON_MODE},
             )["predictions"]
-        except IndexError as error:
+        except (IndexError, ValueError, AssertionError) as error:
+            if isinstance(error, DataError):
+                raise
             raise mismatch(client.client_id, {name: values[name] for name in new_data}, error) from error
     dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
     all_coords = {**coords, **renewed}

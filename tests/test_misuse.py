@@ -159,6 +159,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     # --- checkpoints and callbacks
     "a folder": (lambda: start(checkpoint="."), DeclarationError, ["checkpoint='.'", "a folder", "name a file"]),
     "a long name": (lambda: start(checkpoint="n" * 250), DeclarationError, ["'nnn", ".partial'", "choose a path"]),
+    "a device": (lambda: start(checkpoint="/dev/null"), DeclarationError, ["checkpoint='/dev/null'", "name a file"]),
     "a null": (lambda: start(checkpoint="a\0b"), DeclarationError, ["checkpoint='a\\x00b'", "choose a path"]),
     "a callback's array": (
         lambda: start(callback=lambda step: np.array([True, False])),

@@ -315,6 +315,18 @@ def test_outputs_that_are_not_finite_are_no_prediction() -> None:
         nn.predict(fit, "device 0", {"X": np.array([[1.0, 2, 3], [1.7e308, 0, 0]])})
 
 
+def test_whole_numbers_are_new_inputs_too() -> None:
+    """Of an embedding: the container holds 32 bits whatever the client's array has, and no fractions."""
+    net = torch.nn.Sequential(torch.nn.Embedding(4, 3), torch.nn.Flatten(), torch.nn.Linear(3, 2))
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["0.weight"])
+    clients = {name: {"X": np.array([[0], [3], [1]]), "y": np.array([0, 1, 1])} for name in ("a", "b")}
+    fit = fedppl.fit(model, clients, fedppl.NetworkAveraging(), rounds=1, progressbar=False, random_seed=0)
+    chances = nn.predict(fit, "a", {"X": np.array([[3], [3], [0]])})["probability"].values
+    assert_allclose(chances[0], chances[1])
+    with pytest.raises(fedppl.DataError, match=r"'X' holds 0.5 at index \(1, 0\)"):
+        nn.predict(fit, "a", {"X": np.array([[1.0], [0.5]])})
+
+
 def test_a_new_client_without_a_head_of_its_own_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """FedPer and LG-FedAvg train local weights in the rounds alone."""
     _, clients = problems.classification()

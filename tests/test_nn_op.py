@@ -140,6 +140,9 @@ def test_batch_norm_in_evaluation_uses_its_buffers(rng: np.random.Generator) -> 
     found = compiled(lambda w, X: nn.module(net, w, X))(w, X)
     linear = X @ w[:6].reshape(2, 3).T + w[6:8]
     assert_allclose(found, (linear - 1.5) / np.sqrt(1 + 1e-5) * w[8:10] + w[10:], rtol=1e-6)
+    net[1].running_mean += 1.0  # changed since: the network is looked at as it is
+    found = compiled(lambda w, X: nn.module(net, w, X))(w, X)
+    assert_allclose(found, (linear - 2.5) / np.sqrt(1 + 1e-5) * w[8:10] + w[10:], rtol=1e-6)
 
 
 def test_weights_of_other_names_and_priors_without_a_scale_are_refused() -> None:

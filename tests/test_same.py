@@ -10,7 +10,7 @@ import pytensor.tensor as pt
 import pytest
 
 from fedppl import FederatedModel, _same
-from fedppl.types import DeclarationError
+from fedppl.types import DataError, DeclarationError
 
 
 def process(X: Any, y: Any) -> pm.Model:
@@ -91,3 +91,10 @@ def test_a_number_of_one_client_that_shows_at_another_only_is_found() -> None:
         built = censored(**arrays[client_id])
         expected = built.compile_logp(vars=built.observed_RVs)({"mu": 0.2, "sigma_log__": 0.3})
         assert client.log_density(np.array([0.2, 0.3]), np.zeros(0)) == pytest.approx(float(expected))
+
+
+def test_lengths_that_do_not_fit_name_the_client(rng: np.random.Generator) -> None:
+    """PyTensor asserts that a covariance and its outcomes have one length."""
+    data = {k: {"X": rng.normal(size=(4, 1)), "y": rng.normal(size=3 if k == "b" else 4)} for k in ("a", "b")}
+    with pytest.raises(DataError, match="client 'b'"):
+        FederatedModel(process, ["length", "sigma"]).enrol(data)

@@ -68,10 +68,17 @@ def require_pure(net: Any) -> None:
 
 
 def own_copy(net: torch.nn.Module) -> torch.nn.Module:
-    """Copy a network once a thread: torch swaps a module's parameters in place while it evaluates others."""
+    """Copy a network once a thread: torch swaps a module's parameters in place while it evaluates others.
+
+    Buffers are the network's at every call: whoever owns it may have changed them since.
+    """
     if net not in _threads.copies:
         _threads.copies[net] = copy.deepcopy(net)
-    return _threads.copies[net]
+    kept = _threads.copies[net]
+    with torch.no_grad():
+        for ours, theirs in zip(kept.buffers(), net.buffers(), strict=True):
+            ours.copy_(theirs)
+    return kept
 
 
 def size_of(net: torch.nn.Module) -> int:

@@ -166,6 +166,9 @@ def predict(
     covariance = np.zeros((*logits.shape, logits.shape[1]))
     if found.subnetwork is not None and link != "map":
         covariance = output_covariance(unit, found.subnetwork, X)
+    if not np.all(np.isfinite(covariance)):
+        row = int(np.argwhere(~np.isfinite(covariance))[0, 0])
+        raise DataError(f"the output's variance is not finite at row {row} of the new inputs; look at their size.")
     variance = np.diagonal(covariance, axis1=1, axis2=2)
     dims = ("row", "output")
     if unit.likelihood.family == "normal":

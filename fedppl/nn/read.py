@@ -15,6 +15,7 @@ from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 
 from fedppl import _graph
+from fedppl._checks import held_exactly
 from fedppl.nn.functional import call, cast, own_copy, parameter_slices, state_of
 from fedppl.types import Array, DataError, DeclarationError
 
@@ -112,6 +113,7 @@ class NetworkUnit:
                 f"new inputs {sorted(inputs)} must be {sorted(names)}, what the network's input is made of."
             )
         held = {name: self._client.arrays[name] for name in names}
+        containers = {v.name: v.type.dtype for v in self._client.template.parts.data}
         values = []
         for name in names:
             new = np.asarray(inputs[name])
@@ -124,7 +126,9 @@ class NetworkUnit:
                 )
             if not np.all(np.isfinite(new)):
                 raise DataError(f"new inputs {name!r} hold missing or infinite values; drop or impute them.")
-            values.append(new.astype(np.asarray(held[name]).dtype))
+            dtype = containers[name]
+            whole = np.dtype(dtype).kind in "iu"
+            values.append(held_exactly(f"new inputs {name!r}", new, dtype) if whole else new.astype(dtype))
         return np.asarray(function(*values))
 
 
