@@ -35,7 +35,8 @@ def _inlined(outputs: Sequence[Any]) -> list[Any]:
         if not nodes:
             return found
         op, inputs = nodes[0].op, nodes[0].inputs
-        inner = clone_replace(op.inner_outputs, dict(zip(op.inner_inputs, inputs, strict=True)))
+        graph = op.fgraph.unfreeze() if hasattr(op.fgraph, "unfreeze") else op.fgraph
+        inner = clone_replace(graph.outputs, dict(zip(graph.inputs, inputs, strict=True)))
         found = clone_replace(found, dict(zip(nodes[0].outputs, inner, strict=True)))
 
 
@@ -46,8 +47,9 @@ def same_computations(a: Sequence[Any], b: Sequence[Any], in_a: Sequence[Any], i
     """
     if equal_computations(list(a), list(b), in_xs=list(in_a), in_ys=list(in_b)):
         return True
-    composed = any(v.owner is not None and isinstance(v.owner.op, OpFromGraph) for v in ancestors([*a, *b]))
-    return composed and bool(equal_computations(_inlined(a), _inlined(b), in_xs=list(in_a), in_ys=list(in_b)))
+    ops = [v.owner.op for v in ancestors([*a, *b]) if v.owner is not None and isinstance(v.owner.op, OpFromGraph)]
+    unequal = any(not hasattr(op.fgraph, "unfreeze") for op in ops)
+    return unequal and bool(equal_computations(_inlined(a), _inlined(b), in_xs=list(in_a), in_ys=list(in_b)))
 
 
 def same_graph(a: _graph.SiteGraph, b: _graph.SiteGraph) -> bool:
