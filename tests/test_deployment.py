@@ -209,7 +209,7 @@ def test_a_killed_site_is_missed_and_comes_back(deployment: Deployment) -> None:
     """SIGKILL in mid-round: the others go on; restarted blank, it takes part again; the posterior is exact."""
     checkpoint = deployment.work / "means.ckpt"
     app = Path(__file__).parent / "deployed"
-    results = deployment.submit("means", app, checkpoint=str(checkpoint), rounds=60, deadline=30.0)
+    results = deployment.submit("means", app, checkpoint=str(checkpoint), rounds=60, deadline=60.0)
     round_of_death = _kill_west_in_mid_round(deployment, results, checkpoint)
     found, q = posterior(results)
     _went_on_without_west(found, round_of_death)
