@@ -235,7 +235,7 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     return found._replace(diagnostics={**found.diagnostics, **why, **cost})
 
 
-def _difference(client: ClientModel, points: Array, center: Array, check: bool = False) -> tuple[Array, float] | None:
+def _difference(client: ClientModel, points: Array, center: Array) -> tuple[Array, float] | None:
     """What Laplace over θ leaves out of log f_k at points (S, m), and how far to trust it; None where it is unknown."""
     batch = functools.partial(
         _inner.difference_batch, client.kernel, np.ascontiguousarray(points), center, _start(client), client.data
