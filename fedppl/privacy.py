@@ -2,96 +2,123 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import secrets
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import ndtri
+from scipy.optimize import brentq
+from scipy.special import log_ndtr, ndtri
 
 from fedppl.settings import between, positive, whole
-from fedppl.types import Array
+from fedppl.types import Array, DeclarationError
 
-__all__ = ["clipped", "epsilon", "system_normals"]
+__all__ = ["clipped", "delta_at", "epsilon", "epsilon_at", "gaussian_mu", "system_normals"]
 
 
-def epsilon(noise_multiplier: float, releases: int, delta: float = 1e-5) -> float:
+def epsilon(noise_multiplier: float | Sequence[float], releases: int | Sequence[int] = 1, delta: float = 1e-5) -> float:
     r"""ε of (ε, δ)-differential privacy for one client's whole data after some releases of `PrivateEP`.
 
-    .. math:: \epsilon_\alpha = \frac{2 \alpha T}{z^2}, \qquad
-              \epsilon = \min_{\alpha > 1} \epsilon_\alpha + \log\frac{\alpha - 1}{\alpha}
-              - \frac{\log \delta + \log \alpha}{\alpha - 1}
+    .. math:: \mu = 2 \sqrt{\textstyle\sum_i T_i / z_i^2}, \qquad
+              \delta(\epsilon) = \Phi\!\left(-\frac{\epsilon}{\mu} + \frac{\mu}{2}\right)
+              - e^\epsilon\, \Phi\!\left(-\frac{\epsilon}{\mu} - \frac{\mu}{2}\right)
 
-    with z = `noise_multiplier`, T = `releases`. Two data sets of a client give vectors of norm at most `clip` each,
+    with z_i = `noise_multiplier`, T_i = `releases`. Two data sets of a client give vectors of norm at most `clip` each,
     so they differ by at most 2 `clip`: one release is a Gaussian mechanism whose noise is z / 2 times its sensitivity.
+    Releases of Gaussian mechanisms are one of their summed μ², exactly, also where later settings depend on what was
+    released before.
 
     Parameters
     ----------
     noise_multiplier
-        Standard deviation of the noise over `clip`.
+        Standard deviation of the noise over `clip`; one number, or one for each setting.
     releases
-        How many noised vectors leave the client.
+        How many noised vectors leave the client with it; likewise.
     delta
         The δ of the guarantee.
 
     Returns
     -------
     float
-        ε, by the Rényi accountant of dp-accounting.
+        The smallest ε.
 
     Raises
     ------
     DeclarationError
-        For an argument out of range.
-    ModuleNotFoundError
-        Where dp-accounting is not installed.
+        For an argument out of range, or settings of unequal number.
 
     Examples
     --------
-    >>> import pytest; _ = pytest.importorskip("dp_accounting")
     >>> import fedppl
     >>> round(fedppl.privacy.epsilon(noise_multiplier=20.0, releases=10), 2)
-    1.31
+    1.2
+    >>> round(fedppl.privacy.epsilon([20.0, 5.0], [10, 2]), 2)
+    2.67
 
     Notes
     -----
     The unit is everything one client holds: two inputs are neighbours when they differ in all of one client's data.
     The server is not trusted, so sampling clients does not make ε smaller: it knows whom it asked.
 
-    *When this fails.* ε is of these releases alone. Another run on the same data, or anything else that the client
-    publishes, comes on top; releases add up, so ask for the sum of the runs' releases.
+    *When this fails.* ε is of these releases alone. Another run on the same data comes on top, and is counted by giving
+    the settings of both; what else the client publishes is not known here.
 
     References
     ----------
-    .. [1] Mironov (2017), Rényi differential privacy, CSF.
-    .. [2] Canonne, Kamath, Steinke (2020), The discrete Gaussian for differential privacy, NeurIPS, Proposition 12.
+    .. [1] Balle, Wang (2018), Improving the Gaussian mechanism for differential privacy, ICML, theorem 8.
+    .. [2] Dong, Roth, Su (2022), Gaussian differential privacy, JRSS B 84, corollary 3.3.
+    .. [3] Smith, Thakurta (2022), Fully adaptive composition for Gaussian differential privacy.
     """
-    noise = positive("noise_multiplier", noise_multiplier)
-    count = whole("releases", releases)
+    several = list | tuple | np.ndarray
+    noises = list(noise_multiplier) if isinstance(noise_multiplier, several) else [noise_multiplier]
+    counts = list(releases) if isinstance(releases, several) else [releases]
+    if len(noises) != len(counts):
+        raise DeclarationError(
+            f"noise_multiplier= has {len(noises)} settings and releases= has {len(counts)}; give one count for each."
+        )
+    noises = [positive("noise_multiplier", noise) for noise in noises]
+    counts = [whole("releases", count) for count in counts]
     delta = between("delta", delta, 0, 1, hint="take it well below 1 / number of clients")
-    return _composed(noise / 2, count, delta)
+    return epsilon_at(delta, gaussian_mu(noises, counts))
 
 
-@functools.lru_cache(maxsize=1024)
-def _composed(multiplier: float, releases: int, delta: float) -> float:
-    accounting = _accounting()
-    accountant = accounting.rdp.RdpAccountant()
-    accountant.compose(accounting.SelfComposedDpEvent(accounting.GaussianDpEvent(multiplier), releases))
-    return float(accountant.get_epsilon(delta))
+def gaussian_mu(noise_multipliers: Sequence[float], releases: Sequence[int]) -> float:
+    """The μ of Gaussian differential privacy that all releases have together.
+
+    >>> gaussian_mu([4.0, 2.0], [4, 3])
+    2.0
+    """
+    each = (math.sqrt(count) / noise for noise, count in zip(noise_multipliers, releases, strict=True))
+    return 2.0 * math.hypot(*each)
 
 
-def _accounting() -> Any:
-    """The library, imported where it is used: most runs are not private and do without it."""
-    try:
-        import dp_accounting
-        import dp_accounting.rdp
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "dp_accounting":
-            raise
-        raise ModuleNotFoundError(
-            "ε is computed by dp-accounting, which is not installed: pip install 'fedppl[privacy]'", name=error.name
-        ) from error
-    return dp_accounting
+def delta_at(epsilon: float, mu: float) -> float:
+    """δ at an ε of what has this μ.
+
+    >>> round(delta_at(1.0, 1.0), 6)
+    0.126937
+    """
+    if mu == 0:
+        return 0.0
+    if math.isinf(mu):
+        return 1.0
+    above, below = (float(log_ndtr(-epsilon / mu + sign * mu / 2)) for sign in (1, -1))
+    return math.exp(above) * -math.expm1(min(epsilon + below - above, 0.0))
+
+
+def epsilon_at(delta: float, mu: float) -> float:
+    """The smallest ε at a δ of what has this μ.
+
+    >>> round(epsilon_at(0.12693673750664397, 1.0), 6)
+    1.0
+    """
+    if delta_at(0.0, mu) <= delta:
+        return 0.0
+    if math.isinf(mu * mu):
+        return math.inf
+    most = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))  # by Φ(−x) ≤ exp(−x² / 2)
+    found = float(brentq(lambda value: delta_at(value, mu) - delta, 0.0, most, xtol=1e-12, rtol=1e-12))
+    return min(found * (1 + 1e-9), most)  # on the safe side of what rounding leaves open
 
 
 def clipped(vector: Array, clip: float) -> Array:

@@ -468,7 +468,6 @@ def test_a_damaged_personal_file_is_started_again(tmp_path: Path, caplog: pytest
 
 @problems.few_rounds
 def test_a_privacy_budget_outlives_runs_and_a_damaged_one_is_not_started_again(tmp_path: Path) -> None:
-    pytest.importorskip("dp_accounting")
     model, clients = normal_means(2)
     algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=5.0, releases=3)
     with pytest.raises(DeclarationError, match="PrivateEP counts what a site has released.*give client_app a folder="):

@@ -146,7 +146,6 @@ def test_bytes_of_ep_are_those_of_the_ledger(problem: Any) -> None:
 @problems.few_rounds
 @pytest.mark.parametrize(("form", "p"), [("full", 6), ("diagonal", 3), ([["mu"], ["a"]], 4)])
 def test_bytes_of_private_ep_are_those_of_the_ledger(form: Any, p: int) -> None:
-    pytest.importorskip("dp_accounting")
     model, clients = problems.regression()
     algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=0.1, releases=2, structure=form)
     fit = fedppl.fit(model, clients, algorithm, rounds=2, progressbar=False, random_seed=1)
@@ -159,7 +158,6 @@ def test_bytes_of_private_ep_are_those_of_the_ledger(form: Any, p: int) -> None:
 
 @problems.few_rounds
 def test_the_code_on_the_page_runs() -> None:
-    pytest.importorskip("dp_accounting")
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     assert len(blocks) == 7
     namespace: dict[str, Any] = {}

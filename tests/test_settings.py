@@ -16,7 +16,7 @@ from fedppl import DeclarationError, covariance, settings
 NEEDED = {"learning_rate": 0.01, "lam": 0.1, "mu": 0.1, "head": ("a",), "rank": 1}
 NEEDED |= {"clip": 1.0, "noise_multiplier": 1.0, "releases": 5}
 NOTHING = inspect.Parameter.empty
-# PrivateEP's accountant is an extra; the rules of its keywords are tested beside it.
+# The rules of PrivateEP's keywords are tested beside it.
 BUILDERS = [
     build
     for where in (fedppl, covariance)

@@ -92,12 +92,9 @@ def PrivateEP(
     ------
     DeclarationError
         For settings out of range.
-    ModuleNotFoundError
-        Where dp-accounting is not installed.
 
     Examples
     --------
-    >>> import pytest; _ = pytest.importorskip("dp_accounting")
     >>> import fedppl
     >>> fedppl.PrivateEP(clip=0.1, noise_multiplier=20.0, releases=10).name
     'PrivateEP'
@@ -127,7 +124,9 @@ def PrivateEP(
     .. [2] Vehtari et al. (2020), Expectation propagation as a way of life, JMLR 21.
     """
     clip = settings.positive("clip", clip, "it is in posterior sds")
-    privacy.epsilon(noise_multiplier, releases, delta)  # known, or refused, before anything is released
+    noise_multiplier = settings.positive("noise_multiplier", noise_multiplier)
+    releases = settings.whole("releases", releases)
+    delta = settings.between("delta", delta, 0, 1, hint="take it well below 1 / number of clients")
     inference = settings.inference("local", local, NestedLaplace())
     inner = EP(local=inference, tolerance=tolerance, damping=damping, warm_start=False, structure=structure)
     mechanism = Mechanism(clip, noise_multiplier, releases, delta)
