@@ -142,6 +142,39 @@ def test_what_is_late_is_a_failure_and_the_round_ends_at_the_deadline(workers: i
     assert replies["b"] == Failure("b", 1, "no reply within the deadline of 0.3 s")
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_client_that_is_late_is_not_asked_again_before_it_is_done(workers: int) -> None:
+    release, asked = threading.Event(), []
+    run = engine(workers, a=None, b=lambda personal: (asked.append(personal), release.wait(20)))
+    try:
+        for nonce in range(1, 6):
+            replies = run.exchange(requests("a", "b", nonce=nonce), 0.2 if nonce == 1 else 20.0)
+            assert isinstance(replies["a"], Reply)
+            assert isinstance(replies["b"], Failure)
+        assert "still busy" in replies["b"].reason
+        assert asked == [None]
+    finally:
+        release.set()
+    while run._late["b"].running():
+        time.sleep(0.01)
+    assert isinstance(run.exchange(requests("a", "b", nonce=6), 20.0)["b"], Reply)
+    assert asked == [None, 1]  # what came too late was done all the same
+    run.close()
+
+
+def test_the_threads_are_those_of_the_round_before() -> None:
+    used: list[set[str]] = []
+    run = engine(2, a=lambda _: used[-1].add(threading.current_thread().name))
+    for nonce in range(1, 5):
+        used.append(set())
+        run.exchange(requests("a", nonce=nonce), None)
+    assert len(set.union(*used)) <= 2
+    before = threading.active_count()
+    run.close()
+    time.sleep(0.2)
+    assert threading.active_count() < before
+
+
 def test_a_deadline_that_is_met_changes_nothing() -> None:
     with_deadline, without = (engine(1, a=None, b=None).exchange(requests("a", "b"), d) for d in (60.0, None))
     assert with_deadline["a"].message == without["a"].message
@@ -181,7 +214,8 @@ def test_a_fit_goes_on_without_the_late_client() -> None:
         engine=fedppl.InProcess(workers=3),
     )
     assert seen[0] == {"client 1": "no reply within the deadline of 1.0 s"}
-    assert not any(seen[1:])
+    busy = {"client 1": "it is still busy with an earlier request"}  # for as long as it takes to wake up
+    assert all(failures in ({}, busy) for failures in seen[1:]) and not seen[-1]
     assert fit.status is Status.CONVERGED
 
 

@@ -40,6 +40,8 @@ class InProcessEngine:
         self._algorithm = algorithm
         self._models = dict(models)
         self._workers = workers
+        self._pool: ThreadPoolExecutor | None = None  # kept from round to round
+        self._late: dict[str, Future[Reply | Failure]] = {}  # what clients still compute that missed a deadline
         self.personal: dict[str, Any] = {}
 
     def clients(self) -> tuple[str, ...]:
@@ -52,21 +54,37 @@ class InProcessEngine:
         return layout
 
     def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Reply | Failure]:
-        """Answer every request; those not done at the deadline (seconds) are failures."""
-        if self._workers == 1 and deadline is None:
+        """Answer every request; those not done at the deadline (seconds) are failures.
+
+        A client that is late is not asked again before it is done: no two threads work for one client, and no more
+        threads hang than clients do.
+        """
+        self._late = {client_id: future for client_id, future in self._late.items() if not future.done()}
+        if self._workers == 1 and deadline is None and not self._late:
             return {client_id: self._one(request) for client_id, request in requests.items()}
-        pool = ThreadPoolExecutor(self._workers)
-        futures: dict[str, Future[Reply | Failure]] = {
-            client_id: pool.submit(self._one, request) for client_id, request in requests.items()
+        pool = self._pool = self._pool or ThreadPoolExecutor(self._workers)
+        futures = {
+            client_id: pool.submit(self._one, request)
+            for client_id, request in requests.items()
+            if client_id not in self._late
         }
         wait(futures.values(), timeout=deadline)
-        pool.shutdown(wait=deadline is None, cancel_futures=True)
-        return {
-            client_id: future.result()
-            if future.done() and not future.cancelled()
-            else Failure(client_id, requests[client_id].nonce, f"no reply within the deadline of {deadline} s")
-            for client_id, future in futures.items()
-        }
+        late = {client_id: future for client_id, future in futures.items() if not future.done() and not future.cancel()}
+        if late:  # their threads are lost to the others, who get a new pool
+            self._late |= late
+            pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+        answers: dict[str, Reply | Failure] = {}
+        for client_id, request in requests.items():
+            future = futures.get(client_id)
+            if future is None:
+                answers[client_id] = Failure(client_id, request.nonce, "it is still busy with an earlier request")
+            elif client_id in late or future.cancelled():
+                reason = f"no reply within the deadline of {deadline} s"
+                answers[client_id] = Failure(client_id, request.nonce, reason)
+            else:
+                answers[client_id] = future.result()
+        return answers
 
     def reader(self) -> SharedReader:
         """Return how draws of φ are read."""
@@ -78,7 +96,10 @@ class InProcessEngine:
         return {}
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Let the threads go; one that hangs is left to itself."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
 
     def _one(self, request: Request) -> Reply | Failure:
         client_id = request.client_id
