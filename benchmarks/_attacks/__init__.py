@@ -1,0 +1,1 @@
+"""Attacks on a federation, one module for each thing that is attacked."""
