@@ -1,52 +1,54 @@
-"""Write and read a run's state: one file, replaced atomically, checked before it is believed."""
+"""Write and read a run's state: signed with the owner's key, replaced atomically, checked before it is believed.
+
+Two files: the state, which each round replaces, and beside it the records of all rounds, which only grow. The state
+says how many of the records' bytes belong to it, and their digest; bytes beyond them are of a crash and are cut off.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import os
-import pickle
-from enum import Enum
+import re
+import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from fedppl import _codec, _key
+from fedppl._signed import FORMAT, MOST, decoded, pack, unpack, verified
 from fedppl.types import DeclarationError
 
-__all__ = ["CONTENT", "pack", "read", "replace", "require_writable", "unpack", "write"]
+__all__ = ["CONTENT", "Kept", "load", "pack", "read", "replace", "require_writable", "unpack", "write"]
 
-_FORMAT = 3
-_KIND = b"fedppl checkpoint "
-_MAGIC = _KIND + b"%d\n" % _FORMAT
-CONTENT = frozenset(
-    {"fingerprint", "algorithm", "settings", "clients", "data", "seed", "name", "state", "records", "personal"}
-)
-
-
-# What NumPy writes arrays, scalars and dtypes with.
-_NUMPY = {
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    *((f"numpy.{core}.multiarray", name) for core in ("_core", "core") for name in ("_reconstruct", "scalar")),
-    *((f"numpy.{core}.numeric", "_frombuffer") for core in ("_core", "core")),
+_RECORDS = b"fedppl records %d\n" % FORMAT
+_LENGTH = struct.Struct("<Q")  # before each record
+_RUN = "run"  # what a run's state is signed as
+CONTENT: dict[str, type] = {
+    "fingerprint": str,
+    "algorithm": str,
+    "settings": dict,
+    "clients": tuple,
+    "data": dict,
+    "seed": int,
+    "name": str,
+    "state": object,
+    "records": list,
+    "personal": dict,
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    """Loads arrays, and fedppl's own named tuples and enumerations: nothing that could run code."""
+class Kept(NamedTuple):
+    """The part of a file of records that belongs to a state."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _NUMPY:
-            return super().find_class(module, name)
-        # No dots: "fedppl.checkpoint", "os.system" would walk out of the package.
-        if module.split(".")[0] == "fedppl" and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, type) and issubclass(found, tuple | Enum) and found.__module__ == module:
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
+    rounds: int
+    length: int  # of the file in bytes
+    digest: bytes  # of each record with the digest before it
+
+
+_NONE = Kept(0, 0, bytes(32))
 
 
 def require_writable(checkpoint: str | os.PathLike[str]) -> None:
-    """Refuse a path that cannot be written to, before there is anything to write."""
+    """Refuse a path that cannot be written to, or signed for, before there is anything to write."""
     path, shown = Path(checkpoint), repr(os.fspath(checkpoint))
     try:
         if not path.parent.is_dir():
@@ -55,42 +57,149 @@ def require_writable(checkpoint: str | os.PathLike[str]) -> None:
             raise DeclarationError(f"checkpoint={shown} is a folder; name a file in it, such as run.ckpt.")
         if path.exists() and not path.is_file():
             raise DeclarationError(f"checkpoint={shown} is a device or a pipe; name a file, such as run.ckpt.")
-        partial = _partial(path)
-        before = partial.exists()
-        partial.open("ab").close()
-        if not before:
-            partial.unlink()
+        records = _records(path)
+        if records.exists() and not (records.is_file() and _is_ours(records)):
+            raise DeclarationError(
+                f"checkpoint={shown} keeps its records in {str(records)!r}, where something else is; choose another."
+            )
+        for file in (_partial(path), records):
+            before = file.exists()
+            file.open("ab").close()
+            if not before:
+                file.unlink()
     except (OSError, ValueError) as error:  # a null character in a path is a ValueError
         if isinstance(error, DeclarationError):
             raise
         why = getattr(error, "strerror", None) or str(error)
-        where = f", written by way of {str(_partial(path))!r}," if os.path.lexists(path.parent) else ""
+        way = f"{str(_partial(path))!r} and {str(_records(path))!r}"
+        where = f", written by way of {way}," if os.path.lexists(path.parent) else ""
         raise DeclarationError(
             f"checkpoint={shown}{where} cannot be written: {why}; choose a path where files can be made."
         ) from error
+    _key.of_owner(make=True)
+
+
+def _is_ours(records: Path) -> bool:
+    """Whether a file of records may be written over: it is one, or a crash left it before it was one."""
+    with records.open("rb") as file:
+        found = file.read(len(_RECORDS))
+    return re.match(rb"fedppl records \d+\n", found) is not None or (_RECORDS.startswith(found))
 
 
 def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Write the content beside the path and move it into place, so that a crash leaves the old file whole."""
-    replace(path, pack(content))
+def _records(path: Path) -> Path:
+    return path.with_name(path.name + ".records")
+
+
+def write(path: Path, content: dict[str, Any], kept: Kept | None = None, *, resumed: bool = False) -> Kept:
+    """Append the records that are new, then put the state in the old one's place: a crash leaves one of the two whole.
+
+    Parameters
+    ----------
+    path
+        Where the state goes.
+    content
+        All that `CONTENT` names.
+    kept
+        What the last call returned, or `load`; None for a run that begins.
+    resumed
+        Whether it is from `load`: records that a crash left beyond it are cut off. Else there can be none.
+    """
+    before = kept or _NONE
+    frames: list[bytes] = []
+    digest = before.digest
+    for record in content["records"][before.rounds :]:
+        body = _codec.encode(record, f"record {before.rounds + len(frames) + 1}")
+        frames.append(_LENGTH.pack(len(body)) + body)
+        digest = hashlib.sha256(digest + frames[-1]).digest()
+    added = b"".join([b"" if before.length else _RECORDS, *frames])
+    now = Kept(before.rounds + len(frames), before.length + len(added), digest)
+    state = pack({**content, "records": tuple(now)}, _RUN)
+    if added:
+        _append(_records(path), added, before, resumed)
+    replace(path, state)
+    return now
+
+
+def _append(path: Path, added: bytes, before: Kept, resumed: bool) -> None:
+    begins = before.length == 0
+    with path.open("wb" if begins else "r+b") as file:
+        length = file.seek(0, os.SEEK_END)
+        if length < before.length or (length > before.length and not resumed):
+            raise DeclarationError(
+                f"{str(path)!r} has {length} bytes where this run had left {before.length}: another run writes to it, "
+                "or has cut it. Give each run a checkpoint of its own, and stop all but one."
+            )
+        file.truncate(before.length)
+        file.seek(before.length)
+        file.write(added)
+        file.flush()
+        os.fsync(file.fileno())
+    if begins and os.name == "posix":  # the state must not be there after a power cut without its records
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint, or say why it cannot be used."""
+    return load(path)[0]
+
+
+def load(path: Path) -> tuple[dict[str, Any], Kept]:
+    """Read a checkpoint, and what `write` needs to go on with it.
+
+    Raises
+    ------
+    DeclarationError
+        If it cannot be used; the text names the file and the remedy.
+    """
+    shown = f"checkpoint {str(path)!r}"
     try:
-        raw = path.read_bytes()
+        if path.exists() and not path.is_file():
+            raise DeclarationError(f"{shown} cannot be read: it is no file; choose another path.")
+        with path.open("rb") as file:
+            content = verified(file, os.fstat(file.fileno()).st_size, shown, _RUN)
+        wrong = DeclarationError(f"{shown} holds something else; choose another path.")
+        if type(content) is not dict or set(content) != set(CONTENT):
+            raise wrong
+        kept = content["records"]
+        if type(kept) is not tuple or [type(part) for part in kept] != [int, int, bytes]:
+            raise wrong
+        content["records"] = _read_records(_records(path), Kept(*kept), shown)
+        if not all(isinstance(content[name], kind) for name, kind in CONTENT.items()):
+            raise wrong
     except OSError as error:
-        raise DeclarationError(
-            f"checkpoint {str(path)!r} cannot be read: {error.strerror}; choose another path."
-        ) from error
-    content = unpack(raw, f"checkpoint {str(path)!r}")
-    if not isinstance(content, dict) or set(content) != CONTENT:
-        raise DeclarationError(f"checkpoint {str(path)!r} holds something else; choose another path.")
-    return content
+        raise DeclarationError(f"{shown} cannot be read: {error.strerror or error}; choose another path.") from error
+    return content, Kept(*kept)
+
+
+def _read_records(path: Path, kept: Kept, shown: str) -> list[Any]:
+    """Read the records that belong to a state, none before all of them are seen to be what was written."""
+    remedy = f"restore both from one copy, or delete {shown} to start again."
+    if kept.length == 0:
+        return []
+    if not path.is_file():
+        raise DeclarationError(f"{shown} needs its records, {str(path)!r}, which are not there; {remedy}")
+    with path.open("rb") as file:
+        if not len(_RECORDS) <= kept.length <= min(MOST, os.fstat(file.fileno()).st_size):
+            raise DeclarationError(f"the records of {shown}, {str(path)!r}, are cut off; {remedy}")
+        raw = file.read(kept.length)
+    start, digest, bodies = len(_RECORDS), bytes(32), []
+    while start + _LENGTH.size <= len(raw):
+        (length,) = _LENGTH.unpack_from(raw, start)
+        stop = start + _LENGTH.size + length
+        digest = hashlib.sha256(digest + raw[start:stop]).digest()
+        bodies.append(raw[start + _LENGTH.size : stop])
+        start = stop
+    if raw[: len(_RECORDS)] != _RECORDS or (len(bodies), start, digest) != tuple(kept):
+        raise DeclarationError(f"the records of {shown}, {str(path)!r}, are not those it was written with; {remedy}")
+    return [decoded(body, f"a record of {shown}") for body in bodies]
 
 
 def replace(path: Path, raw: bytes) -> None:
@@ -101,31 +210,3 @@ def replace(path: Path, raw: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-
-
-def pack(content: Any) -> bytes:
-    """Bytes of a state, with their checksum."""
-    body = pickle.dumps(content, protocol=5)
-    return _MAGIC + hashlib.sha256(body).digest() + body
-
-
-def unpack(raw: bytes, name: str) -> Any:
-    """Read what `pack` wrote; `name` is what errors call it."""
-    start = len(_MAGIC) + 32
-    if raw.startswith(_KIND) and not raw.startswith(_MAGIC) and b"\n" in raw[: len(_KIND) + 8]:
-        found = raw[len(_KIND) :].split(b"\n", 1)[0].decode(errors="replace")
-        raise DeclarationError(
-            f"{name} has format {found}, and this version of fedppl reads format {_FORMAT}; delete it to start "
-            "again, or finish it with the version that wrote it."
-        )
-    if not raw.startswith(_MAGIC):
-        raise DeclarationError(f"{name} is not a fedppl checkpoint; choose another path.")
-    body = raw[start:]
-    if hashlib.sha256(body).digest() != raw[len(_MAGIC) : start]:
-        raise DeclarationError(f"{name} is truncated or damaged; delete it to start again.")
-    try:
-        return _Unpickler(io.BytesIO(body)).load()
-    except Exception as error:  # whatever a foreign pickle raises, it is not ours
-        raise DeclarationError(
-            f"{name} was not written by this version of fedppl ({error}); delete it to start again."
-        ) from error

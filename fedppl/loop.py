@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl import _digest, departure, fallbacks, settings
 from fedppl import checkpoint as checkpoints
+from fedppl import departure, fallbacks, settings
+from fedppl._run import Run, add, keep_at, save
 from fedppl.arrival import unarrived
 from fedppl.engine.answer import require_fit, say_unused, stream
 from fedppl.engine.inprocess import InProcess
-from fedppl.model import ClientModel, FederatedModel
+from fedppl.model import FederatedModel
 from fedppl.participation import Participation, as_participation
 from fedppl.progress import Progress
 from fedppl.records import Record
@@ -35,9 +36,7 @@ from fedppl.types import (
     ConvergenceWarning,
     DataError,
     DeclarationError,
-    Engine,
     EngineFactory,
-    Layout,
     Message,
     Reply,
     Request,
@@ -109,8 +108,10 @@ def rounds(
         the same numbers as an uninterrupted one. A salted digest tells whether a client's data are still those that the
         run began with: here it is in the file, a site keeps its own. Other data are refused, of a finished run too, and
         so are another algorithm, settings, `participation` or `reporting`. Functions are told apart by their names.
-        `rounds` and `deadline` may change.
-        The file is as confidential as what clients send and keep.
+        `rounds` and `deadline` may change. The records of all rounds are beside it, in a file with ``.records`` added
+        to its name. They are signed with the owner's key (the file at ``FEDPPL_KEY_FILE``, else ``fedppl/key`` in the
+        user's configuration folder, made on first use) and read with that key only. Both files are as confidential as
+        what clients send and keep.
     deadline
         Seconds to wait for replies in a round.
     random_seed
@@ -217,7 +218,7 @@ def fit(
         told = f"fit ended with status {status.value}" + (f": {message}" if message else "")
         # What is said as a warning below, or was said in its round, is not said twice.
         caveat = bool(run.state.message) and not getattr(run.state, "mild", False)
-        caveat = caveat or departure.shortfall(fallbacks.last_infos(r.infos for r in run.records)) > _SHORT
+        caveat = caveat or departure.shortfall(run.infos) > _SHORT
         loud = caveat if status.ok else not algorithm.tests_convergence
         logger.log(logging.WARNING if loud else logging.INFO, told, extra={"status": status.value})
         result = Fit(
@@ -261,30 +262,6 @@ def _says_stop(answer: Any, number: int) -> bool:
     return bool(answer)
 
 
-class _Run:
-    """A run in progress; the only mutable thing here."""
-
-    def __init__(self, algorithm: Algorithm, engine: Engine, models: Mapping[str, ClientModel], seed: int) -> None:
-        self.algorithm = algorithm
-        self.engine = engine
-        self.models = dict(models)
-        self.seed = seed
-        self.layout: Layout = engine.layout()
-        self.clients = engine.clients()
-        self.state = algorithm.init_server(self.layout, self.clients, stream((seed, 0, 0)))
-        self.name = secrets.token_hex(8)
-        self.records: list[Record] = []
-        self.resumed = 0  # rounds that were done before
-        self.limit: int | None = None
-        self.participation: Participation = as_participation(None)
-        self.reporting: Participation = as_participation(None)
-        self.checkpoint: Path | None = None
-        self.settings: dict[str, str] = dict(algorithm.settings)
-        self.seals: dict[str, bytes] = {}  # of the data of clients in this process, where there is a checkpoint
-        self.deadline: float | None = None
-        self.said: set[tuple[str, str]] = set()  # clients and reasons that are in the log already
-
-
 def _start(
     model: FederatedModel,
     clients: Mapping[str, Mapping[str, Any]] | None,
@@ -296,7 +273,7 @@ def _start(
     checkpoint: str | Path | None,
     deadline: float | None,
     random_seed: int | np.random.Generator | None,
-) -> _Run:
+) -> Run:
     """Check everything that can be checked before work begins, and resume if there is something to resume."""
     if not isinstance(model, FederatedModel):
         raise DeclarationError(
@@ -330,7 +307,7 @@ def _start(
         say_unused(algorithm, next(iter(models.values())))
     moving = (engine or InProcess())(algorithm, models)
     try:
-        run = _Run(algorithm, moving, models, seed)
+        run = Run(algorithm, moving, models, seed)
         if (found := tuple(variable.name for variable in run.layout.variables)) != model.shared:
             raise DeclarationError(
                 f"the sites share {list(found)}, this model shares {list(model.shared)}; run the same declaration at "
@@ -342,18 +319,11 @@ def _start(
         asking = {"participation": participation, "reporting": reporting}
         run.settings |= {name: settings.named(value) for name, value in asking.items()}
         if checkpoint is not None:
-            run.checkpoint = Path(checkpoint)
-            run.seals = {k: _digest.seal(client.arrays) + _sealed_model(client) for k, client in models.items()}
-            if run.checkpoint.exists():
-                _resume(run, random_seed is not None)
+            keep_at(run, Path(checkpoint), seed_given=random_seed is not None)
     except BaseException:
         moving.close()
         raise
     return run
-
-
-def _sealed_model(client: ClientModel) -> bytes:
-    return _digest.seal({"": client.trace()})
 
 
 def _seed(random_seed: int | np.random.Generator | None) -> int:
@@ -370,7 +340,7 @@ def _client_key(client_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(client_id.encode(), digest_size=8).digest(), "little")
 
 
-def _all(run: _Run) -> Iterator[Round]:
+def _all(run: Run) -> Iterator[Round]:
     """The rounds of a run; the engine is closed when the last is done or the caller stops."""
     try:
         yield from _run(run)
@@ -378,20 +348,15 @@ def _all(run: _Run) -> Iterator[Round]:
         run.engine.close()
 
 
-def _run(run: _Run) -> Iterator[Round]:
+def _run(run: Run) -> Iterator[Round]:
     """Ask, wait, check, update, record; until converged or out of rounds."""
-    while run.limit is None or _counted(run.records) < run.limit:
+    while run.limit is None or run.counted < run.limit:
         if run.records and run.records[-1].status is not Status.RUNNING:
             return
         yield _one_round(run)
 
 
-def _counted(records: Sequence[Record]) -> int:
-    """Rounds that count towards ``rounds=``."""
-    return sum(not record.preliminary for record in records)
-
-
-def _one_round(run: _Run) -> Round:
+def _one_round(run: Run) -> Round:
     preliminary = run.algorithm.preliminary is not None and run.algorithm.preliminary(run.state)
     number = len(run.records) + 1
     # Sorted, so that the same clients are asked whatever order an engine finds them in.
@@ -438,9 +403,7 @@ def _one_round(run: _Run) -> Round:
         else:
             failures[client_id] = str(reason)
     _log(number, failures, run.said)
-    if fallbacks.fallen(infos):  # what is known of earlier rounds is not looked up in rounds that need none of it
-        known = fallbacks.last_infos(record.infos for record in run.records)
-        fallbacks.log(number, infos, fallbacks.fallen(known))
+    fallbacks.log(number, infos, fallbacks.fallen(run.infos))
     run.state, info = run.algorithm.update_server(run.state, replies)
     status, message = Status(run.state.status), run.state.message
     record = Record(
@@ -458,7 +421,7 @@ def _one_round(run: _Run) -> Round:
         preliminary=preliminary,
         reasons=reasons,
     )
-    run.records.append(record)
+    add(run, record)
     logger.info(
         "round %d: %s, %d of %d replies",
         number,
@@ -473,8 +436,7 @@ def _one_round(run: _Run) -> Round:
             "reporting": len(told),
         },
     )
-    if run.checkpoint is not None:
-        _save(run)
+    save(run)
     return Round(number, run.state, info, status, message, record)
 
 
@@ -521,82 +483,10 @@ def _last_reasons(records: Sequence[Record], clients: Iterable[str]) -> list[str
     return [last[client_id] for client_id in clients if client_id in last]
 
 
-def _save(run: _Run) -> None:
-    assert run.checkpoint is not None
-    content = {
-        "fingerprint": run.layout.fingerprint,
-        "algorithm": run.algorithm.name,
-        "settings": run.settings,
-        "clients": run.clients,
-        "data": run.seals,
-        "seed": run.seed,
-        "name": run.name,
-        "state": run.state,
-        "records": run.records,
-        "personal": getattr(run.engine, "personal", {}),
-    }
-    try:
-        checkpoints.write(run.checkpoint, content)
-    except OSError as error:
-        done = len(run.records)
-        kept = f"it holds round {done - 1}, and the same call goes on from there. " if done > 1 else ""
-        raise OSError(
-            f"checkpoint {str(run.checkpoint)!r} cannot be written after round {done}: {error.strerror or error}; "
-            f"{kept}Make room, or choose another path."
-        ) from error
-
-
-def _resume(run: _Run, seed_given: bool) -> None:
-    assert run.checkpoint is not None
-    content = checkpoints.read(run.checkpoint)
-    expected: dict[str, Any] = {
-        "fingerprint": run.layout.fingerprint,
-        "algorithm": run.algorithm.name,
-        "settings": run.settings,
-        "clients": run.clients,
-    }
-    if seed_given:
-        expected["seed"] = run.seed
-    for name, value in expected.items():
-        if content[name] != value:
-            found = content[name]
-            if isinstance(value, dict) and isinstance(found, dict):
-                found, value = (
-                    {k: v for k, v in a.items() if b.get(k) != v} for a, b in ((found, value), (value, found))
-                )
-            raise DeclarationError(
-                f"checkpoint {str(run.checkpoint)!r} is of another run: its {name} is {found}, this run's is "
-                f"{value}. Choose another path, or delete the file to start again."
-            )
-    sealed: dict[str, bytes] = content["data"]
-    known = {client_id: model for client_id, model in run.models.items() if client_id in sealed}
-    others = [k for k, model in known.items() if not _digest.matches(sealed[k][: _digest.LENGTH], model.arrays)]
-    if others:
-        raise DataError(
-            f"the data of {'client' if len(others) == 1 else 'clients'} {fallbacks.listed(map(repr, others))} are not "
-            f"those that checkpoint {str(run.checkpoint)!r} was written with. Give the same data, or choose another "
-            "path, or delete the file to start again."
-        )
-    for client_id, client in known.items():
-        if not _digest.matches(sealed[client_id][_digest.LENGTH :], {"": client.trace()}):
-            raise DeclarationError(
-                f"checkpoint {str(run.checkpoint)!r} is of another run: client {client_id!r} has the same data, and "
-                "the model another density of them: the builder, or what it reads, has changed. Choose another path or "
-                "delete the file to start again."
-            )
-    run.seals = {**run.seals, **sealed}
-    run.seed, run.name = content["seed"], content["name"]
-    run.state, run.records = content["state"], list(content["records"])
-    run.resumed = len(run.records)
-    if hasattr(run.engine, "personal"):
-        run.engine.personal.update(content["personal"])
-    logger.info("resumed after round %d from %s", len(run.records), run.checkpoint)
-
-
-def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, str]:
+def _status(run: Run, limit: int, *, stopped: bool = False) -> tuple[Status, str]:
     """Say how the run ended, with the knob to turn; who never replied, and who fell back."""
     status, message = Status(run.state.status), str(run.state.message)
-    infos = fallbacks.last_infos(record.infos for record in run.records)
+    infos = run.infos
     fallen = "; ".join(
         filter(
             None,
@@ -636,5 +526,5 @@ def _status(run: _Run, limit: int, *, stopped: bool = False) -> tuple[Status, st
     if status is Status.RUNNING:
         by = " by the callback" if stopped else ""
         status = Status.MAX_ROUNDS
-        message = f"stopped{by} after {_counted(run.records)} of {limit} rounds: {message or 'raise rounds='}"
+        message = f"stopped{by} after {run.counted} of {limit} rounds: {message or 'raise rounds='}"
     return status, "; ".join(filter(None, (message, fallen)))

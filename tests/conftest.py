@@ -27,6 +27,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _key_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test, and no process that one starts, touches the key of the user who runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDPPL_KEY_FILE", str(tmp_path_factory.mktemp("owner") / "key"))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _log_level() -> Iterator[None]:
     """Examples quieten the library's log; the next test hears it again."""

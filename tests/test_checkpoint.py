@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import pickle
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pymc as pm
@@ -14,43 +14,26 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import fedppl
+from benchmarks._attacks import state as attacks
 from fedppl import DataError, DeclarationError, _digest, checkpoint
-from fedppl.checkpoint import _MAGIC
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
 from fedppl.types import Status
-from tests import problems
-
-CONTENT = {
-    "fingerprint": "abc",
-    "algorithm": "EP",
-    "settings": {"damping": "1.0"},
-    "clients": ("a", "b"),
-    "data": {"a": b"salt and digest"},
-    "seed": 2**63,
-    "name": "c0ffee",
-    "state": Gaussian(np.arange(2.0), np.eye(2)),
-    "records": (Status.RUNNING, {"seconds": np.float64(0.5), "asked": np.array([True, False])}),
-    "personal": {},
-}
-
-
-def wrapped(body: bytes) -> bytes:
-    """A file that passes the first two checks."""
-    return _MAGIC + hashlib.sha256(body).digest() + body
+from tests import crafted, problems
+from tests.crafted import CONTENT
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     checkpoint.write(path, CONTENT)
     found = checkpoint.read(path)
-    assert found.keys() == CONTENT.keys()
-    for name in ("fingerprint", "algorithm", "clients", "seed"):
+    assert found.keys() == CONTENT.keys() == checkpoint.CONTENT.keys()
+    for name in ("fingerprint", "algorithm", "clients", "seed", "data", "records", "personal"):
         assert found[name] == CONTENT[name]
     assert isinstance(found["state"], Gaussian)
     assert_array_equal(found["state"].precision, np.eye(2))
-    assert found["records"][0] is Status.RUNNING
-    assert found["records"][1]["seconds"] == 0.5
+    assert found["records"][0].status is Status.RUNNING
+    assert type(found["records"][1].infos["a"]["ess"]) is np.float64
 
 
 def test_writing_replaces_the_file_and_leaves_no_other(tmp_path: Path) -> None:
@@ -58,99 +41,134 @@ def test_writing_replaces_the_file_and_leaves_no_other(tmp_path: Path) -> None:
     for seed in (1, 2):
         checkpoint.write(path, {**CONTENT, "seed": seed})
     assert checkpoint.read(path)["seed"] == 2
-    assert [file.name for file in tmp_path.iterdir()] == ["run.ckpt"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run.ckpt", "run.ckpt.records"]
+
+
+def test_records_are_only_added(tmp_path: Path) -> None:
+    """What is written of a round does not grow with the rounds before it."""
+    path, records, kept = tmp_path / "run.ckpt", [], None
+    grown, states = [], []
+    for number in range(1, 40):
+        records = [*records, crafted.RECORD._replace(number=number)]
+        before = path.with_name("run.ckpt.records").read_bytes() if kept else b""
+        kept = checkpoint.write(path, {**CONTENT, "records": records}, kept)
+        now = path.with_name("run.ckpt.records").read_bytes()
+        assert now.startswith(before) and len(now) == kept.length
+        grown.append(len(now) - len(before))
+        states.append(path.stat().st_size)
+        assert checkpoint.load(path)[1] == kept
+    assert len(set(grown[10:])) == 1 and max(states) - min(states) < 10
+    assert checkpoint.read(path)["records"] == records
 
 
 def test_a_crash_while_writing_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.ckpt"
-    checkpoint.write(path, CONTENT)
+    kept = checkpoint.write(path, CONTENT)
 
     def crash(descriptor: int) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "fsync", crash)
-    with pytest.raises(OSError, match="disk full"):
-        checkpoint.write(path, {**CONTENT, "seed": 7})
-    assert checkpoint.read(path)["seed"] == 2**63
+    for more in ([], [crafted.RECORD]):
+        with pytest.raises(OSError, match="disk full"):
+            checkpoint.write(path, {**CONTENT, "seed": 7, "records": [*CONTENT["records"], *more]}, kept)
+        found = checkpoint.read(path)
+        assert found["seed"] == 2**63 and found["records"] == CONTENT["records"]
 
 
-@pytest.mark.parametrize("kept", [0, 5, len(_MAGIC), len(_MAGIC) + 20, len(_MAGIC) + 32, -1])
-def test_truncated_files_are_refused(kept: int, tmp_path: Path) -> None:
+def test_two_that_write_to_one_file_are_told(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
-    checkpoint.write(path, CONTENT)
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(DeclarationError, match="truncated or damaged; delete|not a fedppl checkpoint") as caught:
-        checkpoint.read(path)
-    assert repr(str(path)) in str(caught.value)
-
-
-def test_one_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "run.ckpt"
-    checkpoint.write(path, CONTENT)
-    raw = bytearray(path.read_bytes())
-    raw[-20] ^= 1
-    path.write_bytes(raw)
-    with pytest.raises(DeclarationError, match="damaged"):
-        checkpoint.read(path)
-
-
-@pytest.mark.parametrize("raw", [b"", b"hello", pickle.dumps(CONTENT)])
-def test_foreign_files_are_refused(raw: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "other"
-    path.write_bytes(raw)
-    with pytest.raises(DeclarationError, match="not a fedppl checkpoint; choose another path"):
-        checkpoint.read(path)
-
-
-def test_a_file_of_an_older_format_is_refused_by_its_number(tmp_path: Path) -> None:
-    path = tmp_path / "old"
-    path.write_bytes(b"fedppl checkpoint 2\n" + bytes(40))
-    with pytest.raises(DeclarationError, match="has format 2, .*reads format 3; delete it to start again"):
-        checkpoint.read(path)
-
-
-@pytest.mark.parametrize("content", [[1, 2], {"seed": 1}, {**CONTENT, "more": 1}])
-def test_other_content_under_our_header_is_refused(content: Any, tmp_path: Path) -> None:
-    path = tmp_path / "other"
-    path.write_bytes(wrapped(pickle.dumps(content)))
-    with pytest.raises(DeclarationError, match="holds something else"):
-        checkpoint.read(path)
-
-
-def call(module: str, name: str, argument: str) -> bytes:
-    """Pickle (protocol 4) that calls module.name(argument) when it is loaded."""
-    strings = b"".join(b"\x8c" + bytes([len(s)]) + s.encode() for s in (module, name))
-    return b"\x80\x04" + strings + b"\x93\x8c" + bytes([len(argument)]) + argument.encode() + b"\x85R."
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("os", "system"),
-        ("builtins", "eval"),
-        ("builtins", "exec"),
-        ("fedppl.checkpoint", "os.system"),  # a dotted name walks out of the package
-        ("fedppl.checkpoint", "Path"),  # imported there, not from there
-        ("fedppl.model", "FederatedModel"),  # ours, but neither state nor record
-        ("fedppl.loop", "fit"),
-        ("numpy", "load"),
-        ("numpy", "fromfile"),
-        ("numpy.testing._private.utils", "runstring"),
-        ("subprocess", "check_output"),
-    ],
-)
-def test_a_pickle_that_would_run_code_is_refused(module: str, name: str, tmp_path: Path) -> None:
-    path, trace = tmp_path / "evil", tmp_path / "trace"
-    path.write_bytes(wrapped(call(module, name, f"touch {trace}")))
-    with pytest.raises(DeclarationError, match=rf"{name} has no place in a checkpoint.*delete it") as caught:
-        checkpoint.read(path)
-    assert "evil" in str(caught.value)
-    assert not trace.exists()
+    kept = checkpoint.write(path, CONTENT)
+    more = {**CONTENT, "records": [*CONTENT["records"], crafted.RECORD]}
+    checkpoint.write(path, more, kept)
+    with pytest.raises(DeclarationError, match="another run writes to it.*Give each run a checkpoint of its own"):
+        checkpoint.write(path, more, kept)
+    assert len(checkpoint.read(path)["records"]) == 3
 
 
 def test_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(DeclarationError, match="cannot be read"):
         checkpoint.read(tmp_path)
+
+
+# --- files that are not ours ----------------------------------------------------------------------------------
+
+
+def test_no_crafted_file_runs_code_or_changes_a_class(tmp_path: Path) -> None:
+    """Pickles, altered files and files with the owner's own signature: each is refused by its name, quickly."""
+    path, trace = tmp_path / "evil.ckpt", tmp_path / "trace"
+    every, before = crafted.all_of(tmp_path, trace), crafted.classes()
+    assert len({one.name for one in every}) == len(every) > 200
+    for one in every:
+        crafted.put(one, path)
+        with pytest.raises(DeclarationError) as caught:
+            checkpoint.read(path)
+        assert repr(str(path)) in str(caught.value), one.name
+        assert any(remedy in str(caught.value) for remedy in ("delete", "choose another path")), one.name
+    assert crafted.classes() == before
+    assert not trace.exists() and not crafted.imported()
+    crafted.put(crafted.honest_files(tmp_path), path)  # the same way, an honest one is read
+    assert checkpoint.read(path)["seed"] == CONTENT["seed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("BUILD on Mechanism, format 3", "has format 3, .*reads format 4; delete it to start again"),
+        ("format 2", "has format 2, .*finish it with the version that wrote it"),
+        ("npz with a pickle", "not a fedppl checkpoint; choose another path"),
+        ("cut at 60", "not a fedppl checkpoint|truncated or damaged; restore it"),
+        ("a bit of its arrays", "truncated or damaged"),
+        ("another's key", "signed with another key than that in .*FEDPPL_KEY_FILE"),
+        ("a personal state", "truncated or damaged"),
+        ("records missing", "needs its records, .*evil.ckpt.records', which are not there; restore both"),
+        ("records cut", "are cut off; restore both from one copy, or delete"),
+        ("a bit of the records at 40", "not those it was written with; restore both"),
+        ("named: a function", "'os.system' is no named tuple"),
+        ("named: a property", "'fedppl.steps._private_step.Mechanism' has other fields"),
+        ("member 'ok'", "'fedppl.types.Status.ok' is not known here"),
+        ("dtype '|O'", "dtype '|O' has no place"),
+        ("shape [10000000000000]", "not as long as their shapes say"),
+        ("JSON: 100,000 deep", "nested too deep"),
+        ("body: JSON of 2**63 bytes", "declares 9223372036854775808 bytes of JSON"),
+        ("body: other names", "holds something else; choose another path"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(name: str, told: str, tmp_path: Path) -> None:
+    (one,) = (one for one in crafted.all_of(tmp_path, tmp_path / "trace") if one.name == name)
+    crafted.put(one, tmp_path / "evil.ckpt")
+    with pytest.raises(DeclarationError, match=told):
+        checkpoint.read(tmp_path / "evil.ckpt")
+
+
+def test_the_size_is_looked_at_before_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file of more bytes than memory, with a header that fits it."""
+    path = tmp_path / "large"
+    size = 2**40
+    with path.open("wb") as file:
+        file.write(crafted.MAGIC + bytes(8) + (size - 68).to_bytes(8, "little") + bytes(32))
+        file.truncate(size)
+    with pytest.raises(DeclarationError, match="1099511627776 bytes, more than the 17179869184 that are read"):
+        checkpoint.read(path)
+
+
+def test_a_state_is_read_as_what_it_was_kept_as(tmp_path: Path) -> None:
+    raw = checkpoint.pack({"releases": 3}, "lasting-north.personal")
+    assert checkpoint.unpack(raw, "it", "lasting-north.personal") == {"releases": 3}
+    for other in ("lasting-south.personal", "", "run"):
+        with pytest.raises(DeclarationError, match="it is truncated or damaged"):
+            checkpoint.unpack(raw, "it", other)
+
+
+def test_elsewhere_a_run_resumes_with_its_key_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, settings = tmp_path / "run.ckpt", {"random_seed": 1}
+    next(fedppl.rounds(*normal_means(), fedppl.EP(), checkpoint=path, **settings))
+    key = Path(os.environ["FEDPPL_KEY_FILE"])
+    monkeypatch.setenv("FEDPPL_KEY_FILE", str(tmp_path / "elsewhere"))
+    with pytest.raises(DeclarationError, match="another key than that in .*elsewhere'.*put the key"):
+        fedppl.rounds(*normal_means(), fedppl.EP(), checkpoint=path, **settings)
+    shutil.copy(key, tmp_path / "elsewhere")
+    assert next(fedppl.rounds(*normal_means(), fedppl.EP(), checkpoint=path, **settings)).number == 2
 
 
 # --- resuming -------------------------------------------------------------------------------------------------
@@ -197,6 +215,63 @@ def test_a_resumed_run_is_bit_identical(problem: Any, participation: Any, rounds
         assert ours._replace(seconds=0.0).asked == theirs.asked
         assert_same_state(ours._replace(seconds=0.0), theirs._replace(seconds=0.0))
     assert (part.status, part.message, part.seed) == (whole.status, whole.message, whole.seed)
+
+
+def snapshots(path: Path, rounds: int, steps: Any) -> Iterator[tuple[bytes, bytes]]:
+    """State and records after each round."""
+    for step in steps:
+        yield path.read_bytes(), path.with_name(path.name + ".records").read_bytes()
+        if step.number == rounds:
+            return
+
+
+@problems.few_rounds
+def test_a_kill_at_any_moment_of_writing_changes_nothing(tmp_path: Path, rng: np.random.Generator) -> None:
+    """In the middle of an append, after it, in the middle of the state beside it, or after all: the same last round."""
+    model, clients = problems.noise()
+    path, last = tmp_path / "run.ckpt", 4
+
+    def run() -> Iterator[Any]:
+        return fedppl.rounds(model, clients, fedppl.EP(tolerance=1e-9), checkpoint=path, random_seed=5)
+
+    whole = list(snapshots(path, last, run()))
+    for number in range(1, last):
+        (state, records), (later_state, later) = whole[number - 1 : number + 1]
+        middle = int(rng.integers(len(records) + 1, len(later)))
+        for tail, partial in ((records, b""), (later[:middle], b""), (later, b""), (later, later_state[:-9])):
+            path.write_bytes(state)
+            path.with_name("run.ckpt.records").write_bytes(tail)
+            path.with_name("run.ckpt.partial").write_bytes(partial)
+            for step in run():
+                if step.number == last:
+                    break
+            content = checkpoint.read(path)
+            assert_same_state(content["state"], step.state)
+            assert [record.number for record in content["records"]] == list(range(1, last + 1))
+            path.write_bytes(whole[-1][0])
+            path.with_name("run.ckpt.records").write_bytes(whole[-1][1])
+            reference = checkpoint.read(path)
+            assert_same_state(content["state"], reference["state"])
+            for ours, theirs in zip(content["records"], reference["records"], strict=True):
+                assert_same_state(ours._replace(seconds=0.0), theirs._replace(seconds=0.0))
+
+
+@problems.few_rounds
+@pytest.mark.parametrize("left", [b"", b"fedppl rec", b"fedppl records 4\nrest"])
+def test_records_of_a_run_that_never_got_a_state_are_written_over(left: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    path.with_name("run.ckpt.records").write_bytes(left)
+    fedppl.fit(*normal_means(), fedppl.EP(), checkpoint=path, rounds=1, progressbar=False)
+    assert [record.number for record in checkpoint.read(path)["records"]][0] == 1
+
+
+def test_kills_and_growth_in_short(tmp_path: Path) -> None:
+    """The attacks' script: crafted files under an audit hook, processes that are killed, the price of a late round."""
+    found = attacks.run(quick=True)
+    assert found["state_crafted"] > 200
+    assert found["state_crafted_read"] == found["state_code_run"] == found["state_classes_changed"] == 0
+    assert found["state_kills"] >= 3 and found["state_resumed_identical"] is True
+    assert found["state_bytes_a_round_ratio"] < 1.2
 
 
 @problems.few_rounds
@@ -287,9 +362,61 @@ def test_where_nothing_can_be_written_the_run_does_not_begin(tmp_path: Path) -> 
     (tmp_path / "run.ckpt.partial").mkdir()
     asked: list[Any] = []
     for call in (fedppl.fit, fedppl.rounds):
-        with pytest.raises(DeclarationError, match="run.ckpt.partial', cannot be written: .*choose a path"):
+        with pytest.raises(DeclarationError, match="run.ckpt.partial' and .*, cannot be written: .*choose a path"):
             call(*normal_means(), fedppl.EP(), checkpoint=tmp_path / "run.ckpt", participation=asked.append)
     assert not asked and [file.name for file in tmp_path.iterdir()] == ["run.ckpt.partial"]
+
+
+@pytest.mark.parametrize("there", ["a folder", "somebody's notes"])
+def test_what_lies_where_the_records_go_is_not_written_over(there: str, tmp_path: Path) -> None:
+    records = tmp_path / "run.ckpt.records"
+    records.mkdir() if there == "a folder" else records.write_text(there)
+    with pytest.raises(DeclarationError, match="keeps its records in '.*run.ckpt.records', where something else is"):
+        fedppl.rounds(*normal_means(), fedppl.EP(), checkpoint=tmp_path / "run.ckpt")
+    assert records.is_dir() or records.read_text() == there
+
+
+class OwnState(NamedTuple):
+    """Of somebody's own algorithm."""
+
+    inner: Any
+    extra: Any
+    status: str
+    message: str
+
+
+def of_ones_own(extra: Any) -> Any:
+    """EP with something more in its state."""
+    ep = fedppl.EP(warm_start=False)
+
+    def update(state: Any, replies: Any) -> Any:
+        inner, info = ep.update_server(state.inner, replies)
+        return OwnState(inner, state.extra, inner.status, inner.message), info
+
+    return ep._replace(
+        name="own",
+        init_server=lambda *arguments: OwnState(ep.init_server(*arguments), extra, "running", ""),
+        broadcast=lambda state, client_id: ep.broadcast(state.inner, client_id),
+        reply_shapes=lambda state: ep.reply_shapes(state.inner),
+        refuse=lambda state, message: ep.refuse(state.inner, message),
+        preliminary=None,
+        update_server=update,
+    )
+
+
+def test_a_state_of_ones_own_is_kept(tmp_path: Path) -> None:
+    for number in (1, 2):
+        steps = fedppl.rounds(*normal_means(), of_ones_own(Status.RUNNING), checkpoint=tmp_path / "run.ckpt")
+        step = next(steps)
+        assert step.number == number and type(step.state) is OwnState and step.state.extra is Status.RUNNING
+
+
+def test_a_state_that_cannot_be_kept_is_refused_before_the_first_round(tmp_path: Path) -> None:
+    asked: list[Any] = []
+    settings: dict[str, Any] = {"checkpoint": tmp_path / "run.ckpt", "participation": asked.append}
+    with pytest.raises(DeclarationError, match=r"\['state'\].extra is of type builtins.set.*sorted tuple"):
+        fedppl.rounds(*normal_means(), of_ones_own({1, 2}), **settings)
+    assert not asked and not (tmp_path / "run.ckpt").exists()
 
 
 def test_looking_whether_a_file_can_be_written_leaves_none(tmp_path: Path) -> None:

@@ -388,7 +388,7 @@ def test_states_are_never_changed_in_place(name: str, tmp_path: Path) -> None:
     state, kept = algorithm.init_server(layout, tuple(models), stream((1,))), []
     for number in range(1, 4):
         path = tmp_path / str(number)
-        checkpoint.write(path, {**dict.fromkeys(checkpoint.CONTENT), "state": state, "personal": personal})
+        path.write_bytes(checkpoint.pack({"state": state, "personal": personal}))
         kept.append((state, personal, path))
         replies, personal = {}, dict(personal)
         for k, client_id in enumerate(models):
@@ -398,7 +398,7 @@ def test_states_are_never_changed_in_place(name: str, tmp_path: Path) -> None:
             )
         state = algorithm.update_server(state, replies)[0]
     for before, own, path in kept:
-        content = checkpoint.read(path)
+        content = checkpoint.unpack(path.read_bytes(), "it")
         assert_same_state((before, own), (content["state"], content["personal"]))
 
 

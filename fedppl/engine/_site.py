@@ -115,7 +115,7 @@ def answer_request(site: Site, config: Mapping[str, Any], memory: Memory, parcel
         )
     answered = _wire.pack_reply(reply)
     if after is not None:
-        memory.keep(name, checkpoint.pack(after))
+        memory.keep(name, checkpoint.pack(after, name))
     return answered
 
 
@@ -142,7 +142,7 @@ def _recall(site: Site, memory: Memory, name: str, client_id: str) -> Any:
     if raw is None:
         return None
     try:
-        return checkpoint.unpack(raw, f"personal state of client {client_id!r}")
+        return checkpoint.unpack(raw, f"personal state of client {client_id!r}", name)
     except DeclarationError as error:
         if site.algorithm.lasting:
             logger.error("client %s does not answer: %s", client_id, error)

@@ -1,0 +1,311 @@
+"""States to bytes and back: what is read cannot run code, name a function or change a class.
+
+JSON says what there is; the arrays' bytes follow it. Named tuples and enumerations are written by module and name, and
+read only where that module is imported and holds such a class: nothing is imported, called or set.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import struct
+import sys
+from enum import Enum, EnumMeta
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedppl.types import DeclarationError
+
+__all__ = ["Unreadable", "decode", "encode"]
+
+_PREFIX = struct.Struct("<QQ")  # bytes of JSON, bytes of arrays
+_MOST_JSON = 2**28  # bytes
+_DEEPEST = 64
+_MOST_AXES, _LONGEST_AXIS = 32, 2**48
+_DTYPES = frozenset(
+    np.dtype(order + kind).str
+    for order in "<>"
+    for kind in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+)
+_DOUBLE = struct.Struct("<d")
+_REMEDIES = (
+    ((set, frozenset), "write a sorted tuple"),
+    (dict, "write a plain dict"),
+    (np.ndarray, "write a plain array: np.asarray(...)"),
+    (tuple, "declare it by typing.NamedTuple at the top of a module"),
+    (Enum, "declare it by enum.Enum at the top of a module"),
+)
+
+
+class Unreadable(ValueError):
+    """Bytes that `encode` did not write; the text names the rule."""
+
+
+class _Table(NamedTuple):
+    """Arrays in the order in which they were met, each once."""
+
+    arrays: list[NDArray[Any]]
+    places: dict[int, int]  # by id
+
+
+class _Place(NamedTuple):
+    """Where an array's bytes are, and what they are."""
+
+    start: int
+    stop: int
+    dtype: np.dtype[Any]
+    order: str
+    shape: tuple[int, ...]
+
+
+def encode(content: Any, name: str = "state") -> bytes:
+    """Bytes of None, numbers, str, bytes, lists, tuples, dicts with str keys, named tuples, enumerations and arrays.
+
+    Parameters
+    ----------
+    content
+        What is written.
+    name
+        What errors call it.
+
+    Raises
+    ------
+    DeclarationError
+        If a value inside has another type; the text says where, and what to write in its place.
+
+    Examples
+    --------
+    >>> decode(encode({"a": (1, float("inf")), "b": np.arange(2)}))
+    {'a': (1, inf), 'b': array([0, 1])}
+    """
+    table = _Table([], {})
+    tree = _node(content, name, 0, table)
+    kinds = [[array.dtype.str, _order(array), list(array.shape)] for array in table.arrays]
+    text = json.dumps({"arrays": kinds, "content": tree}, allow_nan=False, separators=(",", ":")).encode("ascii")
+    if len(text) > _MOST_JSON:
+        raise DeclarationError(
+            f"{name} takes {len(text):.3g} bytes beside its arrays, more than {_MOST_JSON}; put numbers into arrays."
+        )
+    flat: list[Any] = [
+        np.ascontiguousarray(a if _order(a) == "C" else a.T).reshape(-1).view(np.uint8) for a in table.arrays
+    ]
+    return b"".join([_PREFIX.pack(len(text), sum(a.nbytes for a in flat)), text, *flat])
+
+
+def _node(value: Any, where: str, depth: int, table: _Table) -> Any:
+    """What stands for a value in JSON: itself, a list, or {kind: what it is made of}."""
+    if depth > _DEEPEST:
+        raise DeclarationError(f"{where} is nested more than {_DEEPEST} deep; flatten it.")
+    deeper = depth + 1
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"float": _DOUBLE.pack(value).hex()}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode("ascii")}
+    if kind is list:
+        return [_node(one, f"{where}[{i}]", deeper, table) for i, one in enumerate(value)]
+    if kind is tuple:
+        return {"tuple": [_node(one, f"{where}[{i}]", deeper, table) for i, one in enumerate(value)]}
+    if kind is dict:
+        for key in value:
+            if type(key) is not str:
+                raise DeclarationError(f"{where} has the key {key!r} of type {type(key).__name__}; use str keys.")
+        return {"dict": {key: _node(one, f"{where}[{key!r}]", deeper, table) for key, one in value.items()}}
+    if kind is np.ndarray and value.dtype.str in _DTYPES:
+        return {"array": _placed(value, table)}
+    if isinstance(value, np.str_):
+        return str(value)
+    if isinstance(value, np.generic) and value.dtype.str in _DTYPES:
+        return {"scalar": [value.dtype.str, value.tobytes().hex()]}
+    if isinstance(value, Enum) and _enumeration(*_name(kind)) is kind and kind.__members__.get(value.name) is value:
+        return {"enum": [*_name(kind), value.name]}
+    if isinstance(value, tuple) and _named_tuple(*_name(kind)) is kind:
+        fields = zip(kind._fields, value, strict=True)
+        return {"named": [*_name(kind), {k: _node(one, f"{where}.{k}", deeper, table) for k, one in fields}]}
+    raise DeclarationError(f"{where} is of type {_shown(value)}, which cannot be written to a file; {_remedy(value)}.")
+
+
+def _placed(array: NDArray[Any], table: _Table) -> int:
+    if id(array) not in table.places:
+        table.places[id(array)] = len(table.arrays)
+        table.arrays.append(array)
+    return table.places[id(array)]
+
+
+def _order(array: NDArray[Any]) -> str:
+    """Memory order, which sums may depend on in the last bit."""
+    return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+
+
+def _name(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
+
+
+def _shown(value: Any) -> str:
+    name = ".".join(_name(type(value)))
+    return f"{name} of {value.dtype}" if isinstance(value, np.ndarray | np.generic) else name
+
+
+def _remedy(value: Any) -> str:
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.str not in _DTYPES:
+        return "use numbers of at most 64 bits (128 for complex ones), or a tuple"
+    fitting = (told for kinds, told in _REMEDIES if isinstance(value, kinds))
+    return next(fitting, "write arrays, numbers, strings, tuples, dicts or a typing.NamedTuple of them")
+
+
+def decode(raw: bytes) -> Any:
+    """Read what `encode` wrote.
+
+    Raises
+    ------
+    Unreadable
+        If it is something else. Lengths, dtypes and shapes are checked before an array is allocated.
+    """
+    _require(len(raw) >= _PREFIX.size, "it is too short")
+    length, of_arrays = _PREFIX.unpack_from(raw)
+    _require(length <= _MOST_JSON, f"it declares {length} bytes of JSON, more than {_MOST_JSON}")
+    start = _PREFIX.size + length
+    _require(start + of_arrays == len(raw), f"it declares {start + of_arrays} bytes and has {len(raw)}")
+    try:
+        text = raw[_PREFIX.size : start].decode("ascii")
+        tree = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise Unreadable("its JSON is nested too deep") from error
+    except ValueError as error:
+        raise Unreadable(f"its JSON is wrong: {error}") from error
+    _require(type(tree) is dict and set(tree) == {"arrays", "content"}, "its JSON holds something else")
+    places = _places(tree["arrays"], start)
+    _require((places[-1].stop if places else start) == len(raw), "its arrays are not as long as their shapes say")
+    return _value(tree["content"], 0, raw, places, {})
+
+
+def _value(node: Any, depth: int, raw: bytes, places: list[_Place], made: dict[int, Any]) -> Any:
+    """What a node stands for."""
+    _require(depth <= _DEEPEST, f"it is nested more than {_DEEPEST} deep")
+
+    def within(one: Any) -> Any:
+        return _value(one, depth + 1, raw, places, made)
+
+    if type(node) is list:
+        return [within(one) for one in node]
+    if type(node) is not dict:
+        return node
+    _require(len(node) == 1, "a value has more than one kind")
+    ((kind, parts),) = node.items()
+    if kind == "tuple" and type(parts) is list:
+        return tuple(within(one) for one in parts)
+    if kind == "dict" and type(parts) is dict:
+        return {key: within(one) for key, one in parts.items()}
+    if kind == "array" and type(parts) is int and 0 <= parts < len(places):
+        if parts not in made:
+            made[parts] = _array(raw, places[parts])
+        return made[parts]
+    if kind == "int" and type(parts) is str and re.fullmatch("-?0x[0-9a-f]+", parts):
+        return int(parts, 16)
+    if kind == "float" and type(parts) is str:
+        return _DOUBLE.unpack(_from_hex(parts, _DOUBLE.size))[0]
+    if kind == "bytes" and type(parts) is str:
+        try:
+            return base64.b64decode(parts, validate=True)
+        except ValueError as error:
+            raise Unreadable(f"bytes are not in base64: {error}") from error
+    if kind == "scalar" and _are(parts, str, str):
+        return _array(_from_hex(parts[1], _dtype(parts[0]).itemsize), _places([[parts[0], "C", []]], 0)[0])[()]
+    if kind == "enum" and _are(parts, str, str, str):
+        enumeration = _enumeration(*parts[:2])
+        _require(enumeration is not None and parts[2] in enumeration.__members__, f"{_dotted(parts)} is not known here")
+        return enumeration.__members__[parts[2]]
+    if kind == "named" and _are(parts, str, str, dict):
+        named, fields = _named_tuple(*parts[:2]), parts[2]
+        _require(named is not None, f"{_dotted(parts[:2])} is no named tuple of an imported module")
+        _require(list(named._fields) == list(fields), f"{_dotted(parts[:2])} has other fields here")
+        # Not named(...): that would call what the class was given.
+        return tuple.__new__(named, [within(one) for one in fields.values()])
+    raise Unreadable(f"a value of kind {kind[:40]!r} cannot be read")
+
+
+def _places(kinds: Any, start: int) -> list[_Place]:
+    """Where each declared array lies; nothing is allocated."""
+    _require(type(kinds) is list, "its arrays are not declared")
+    places: list[_Place] = []
+    for one in kinds:
+        _require(_are(one, str, str, list) and one[1] in ("C", "F"), "an array is declared wrongly")
+        shape = tuple(one[2])
+        _require(len(shape) <= _MOST_AXES, f"an array has {len(shape)} axes, more than {_MOST_AXES}")
+        right = all(type(n) is int and 0 <= n <= _LONGEST_AXIS for n in shape)
+        _require(right and math.prod(max(n, 1) for n in shape) <= _LONGEST_AXIS, f"an array has shape {one[2]!s:.60}")
+        dtype = _dtype(one[0])
+        stop = start + dtype.itemsize * math.prod(shape)
+        places.append(_Place(start, stop, dtype, one[1], shape))
+        start = stop
+    return places
+
+
+def _array(raw: bytes, place: _Place) -> NDArray[Any]:
+    """An array of its own; its bytes are there, or this is not called."""
+    flat = np.frombuffer(memoryview(raw)[place.start : place.stop], dtype=place.dtype).copy()
+    # Of a bool that is neither 0 nor 1, NumPy's functions make what they like.
+    _require(flat.dtype.kind != "b" or not np.any(flat.view(np.uint8) > 1), "a bool is neither 0 nor 1")
+    return flat.reshape(place.shape, order="F" if place.order == "F" else "C")
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    _require(name in _DTYPES, f"dtype {name[:40]!r} has no place in it")
+    return np.dtype(name)
+
+
+def _named_tuple(module: str, name: str) -> Any:
+    """A class made by NamedTuple of a module that is imported, else None."""
+    found = _found(module, name)
+    if type(found) is not type or found.__bases__ != (tuple,) or _name(found) != (module, name):
+        return None
+    fields = vars(found).get("_fields")
+    return found if type(fields) is tuple and all(type(field) is str for field in fields) else None
+
+
+def _enumeration(module: str, name: str) -> Any:
+    found = _found(module, name)
+    return found if type(found) is EnumMeta and _name(found) == (module, name) else None
+
+
+def _found(module: str, name: str) -> Any:
+    """What an imported module holds under a name without dots, by its dictionary: a module may have a __getattr__."""
+    there = sys.modules.get(module)
+    return object.__getattribute__(there, "__dict__").get(name) if isinstance(there, ModuleType) else None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    _require(len(made) == len(pairs), "a key stands twice")
+    return made
+
+
+def _no_constant(name: str) -> Any:
+    raise Unreadable(f"{name} is no number of JSON")
+
+
+def _are(parts: Any, *kinds: type) -> bool:
+    return type(parts) is list and [type(part) for part in parts] == list(kinds)
+
+
+def _dotted(parts: list[str]) -> str:
+    return repr(".".join(part[:40] for part in parts))
+
+
+def _from_hex(text: str, size: int) -> bytes:
+    _require(len(text) == 2 * size and re.fullmatch("[0-9a-f]*", text) is not None, "a number is not in hexadecimal")
+    return bytes.fromhex(text)
+
+
+def _require(holds: bool, rule: str) -> None:
+    if not holds:
+        raise Unreadable(rule)
