@@ -341,7 +341,7 @@ def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
         found["sizes"] = {k: len(rows["y"]) for k, rows in setting.clients.items()}
         if options.folder is not None:
             done.write_text(json.dumps(found))
-            for part in (notes, checkpoint):
+            for part in (notes, checkpoint, checkpoint.with_name(checkpoint.name + ".records")):
                 part.unlink(missing_ok=True)
     return found
 

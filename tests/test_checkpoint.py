@@ -117,7 +117,7 @@ def test_no_crafted_file_runs_code_or_changes_a_class(tmp_path: Path) -> None:
         ("BUILD on Mechanism, format 3", "has format 3, .*reads format 4; delete it to start again"),
         ("format 2", "has format 2, .*finish it with the version that wrote it"),
         ("npz with a pickle", "not a fedppl checkpoint; choose another path"),
-        ("cut at 60", "not a fedppl checkpoint|truncated or damaged; restore it"),
+        ("cut at 40", "truncated or damaged; restore it"),
         ("a bit of its arrays", "truncated or damaged"),
         ("another's key", "signed with another key than that in .*FEDPPL_KEY_FILE"),
         ("a personal state", "truncated or damaged"),
