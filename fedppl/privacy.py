@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
@@ -69,9 +70,7 @@ def epsilon(noise_multiplier: float | Sequence[float], releases: int | Sequence[
     .. [2] Dong, Roth, Su (2022), Gaussian differential privacy, JRSS B 84, corollary 3.3.
     .. [3] Smith, Thakurta (2022), Fully adaptive composition for Gaussian differential privacy.
     """
-    several = list | tuple | np.ndarray
-    noises = list(noise_multiplier) if isinstance(noise_multiplier, several) else [noise_multiplier]
-    counts = list(releases) if isinstance(releases, several) else [releases]
+    noises, counts = _each(noise_multiplier), _each(releases)
     if len(noises) != len(counts):
         raise DeclarationError(
             f"noise_multiplier= has {len(noises)} settings and releases= has {len(counts)}; give one count for each."
@@ -80,6 +79,10 @@ def epsilon(noise_multiplier: float | Sequence[float], releases: int | Sequence[
     counts = [whole("releases", count) for count in counts]
     delta = between("delta", delta, 0, 1, hint="take it well below 1 / number of clients")
     return epsilon_at(delta, gaussian_mu(noises, counts))
+
+
+def _each(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
 
 
 def gaussian_mu(noise_multipliers: Sequence[float], releases: Sequence[int]) -> float:
