@@ -103,9 +103,8 @@ def _other_labels(ours: Hello, theirs: Hello, at: str) -> str | None:
             continue
         mine, other = list(ours.coords[dim]), list(theirs.coords[dim])
         if mine != other:
-            k = next(
-                (i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), min(map(len, (mine, other)))
-            )
+            shorter = min(len(mine), len(other))
+            k = next((i for i in range(shorter) if mine[i] != other[i]), shorter)
             found, there = (repr(line(values[k])) if k < len(values) else "none" for values in (other, mine))
             return (
                 f"its dim {dim!r} has label {found} in place {k}, at {at} it is {there} ({len(other)} labels, there "

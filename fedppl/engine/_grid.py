@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 
 from fedppl.engine import _enrolment, _wire
 from fedppl.engine._decode import Malformed, line, reading, require
-from fedppl.engine._post import Letter, Post, trouble
+from fedppl.engine._post import Letter, Post, content_of, trouble
 from fedppl.engine._records import ASK, CONCLUDE, CONSTRAIN, from_content, texts_of
 from fedppl.engine._roll import Own, Roll
 from fedppl.replies import MOST_INFOS
@@ -86,11 +86,9 @@ class GridEngine:
         waiting: dict[str, Request] = {}
         for client_id, request in requests.items():
             reason = self._why_not_ask(client_id, alive)
-            message_id = (
-                None
-                if reason
-                else self._post.push(self._roll.nodes[client_id], ASK, _wire.pack_request(request), limit)
-            )
+            message_id = None
+            if not reason:
+                message_id = self._post.push(self._roll.nodes[client_id], ASK, _wire.pack_request(request), limit)
             if message_id is None:
                 answers[client_id] = Failure(client_id, request.nonce, reason or "its request could not be sent")
             else:
@@ -162,7 +160,7 @@ class GridEngine:
             return Failure(client_id, request.nonce, told)
         try:
             with reading("it"):
-                content = message.content  # type: ignore[union-attr]
+                content = content_of(message)
                 shapes = {} if "failure" in texts_of(content) else request.shapes
                 reply = _wire.unpack_reply(*from_content(content, shapes, "reply"))
             if isinstance(reply, Reply):
@@ -199,7 +197,7 @@ class GridEngine:
             try:
                 if not why:
                     with reading("it"):
-                        values = from_content(reply.content)[0]  # type: ignore[union-attr]
+                        values = from_content(content_of(reply))[0]
                         why = _enrolment.why_no_draws(values, len(phi), shared, dims, coords)
             except Malformed as error:
                 why = f"its draws cannot be read: {line(error, _REASON)}"
@@ -224,6 +222,6 @@ class GridEngine:
 def _refusal(message: Letter) -> str:
     """Why a site does not draw its posterior, on one line; empty where it does."""
     try:
-        return line(texts_of(message.content).get("refused", ""), _REASON)  # type: ignore[union-attr]
+        return line(texts_of(content_of(message)).get("refused", ""), _REASON)
     except Malformed as error:
         return f"its word on that cannot be read: {line(error, _REASON)}"

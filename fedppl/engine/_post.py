@@ -7,13 +7,15 @@ import time
 from collections.abc import Iterable, Mapping
 
 from flwr.app import Message as FlowerMessage
+from flwr.app import RecordDict
 from flwr.serverapp import Grid
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from fedppl.engine import _wire
+from fedppl.engine._decode import require
 from fedppl.engine._records import to_content
 
-__all__ = ["Post", "trouble"]
+__all__ = ["Letter", "Post", "content_of", "trouble"]
 
 # What goes wrong in Flower where a message is not what it says; other errors are the connection's.
 _UNREADABLE = (
@@ -91,6 +93,12 @@ class Post:
             # A look that takes long (many messages) is not repeated at once: it holds up what it waits for.
             pause = max(self.poll, time.monotonic() - looked)
             time.sleep(min(pause, max(0.0, end - time.monotonic())))
+
+
+def content_of(message: Letter) -> RecordDict:
+    """What a letter holds."""
+    require(not isinstance(message, str), "no message")
+    return message.content  # type: ignore[union-attr]
 
 
 def trouble(message: Letter) -> str | None:

@@ -11,7 +11,7 @@ import fedppl
 from fedppl.engine import _enrolment, _wire
 from fedppl.engine._decode import line, name, reading
 from fedppl.engine._decode import text as one_text
-from fedppl.engine._post import Letter, Post, trouble
+from fedppl.engine._post import Letter, Post, content_of, trouble
 from fedppl.engine._records import HELLO, from_content, texts_of
 from fedppl.types import Algorithm, DeclarationError, Layout, SharedReader
 
@@ -111,7 +111,7 @@ class Roll:
             return self._refuse(whose, told)
         try:
             with reading("it"):
-                texts = texts_of(message.content)  # type: ignore[union-attr]
+                texts = texts_of(content_of(message))
                 told = texts.get("client_id", "")
                 told = told and name(told, "'client_id'")
                 whose = told_name or told or whose
@@ -126,7 +126,7 @@ class Roll:
                     return self._refuse(whose, f"it is not among the expected clients {list(self._expected)}")
                 if reason := self._other_terms(texts):
                     return self._refuse(whose, reason)
-                arrays, _ = from_content(message.content, self._shapes_of_hello(), "it")  # type: ignore[union-attr]
+                arrays, _ = from_content(content_of(message), self._shapes_of_hello(), "it")
                 hello = _wire.unpack_hello(arrays, {**texts, "client_id": whose})
         except _wire.Malformed as error:
             return self._refuse(whose, f"its introduction cannot be read: {line(error, _REASON)}")

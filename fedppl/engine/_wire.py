@@ -184,10 +184,12 @@ def _writable(value: str) -> bool:
 
 def _prior(arrays: Message, size: int) -> tuple[Gaussian, tuple[float, ...]]:
     """The shared prior: symmetric, positive definite, and of numbers that can be computed with."""
-    for name in ("prior_linear", "prior_precision", "prior_density"):
-        require(name in arrays and arrays[name].dtype == np.float64, f"{name!r} is missing, or of another type")
-        require(arrays[name].ndim == 1, f"{name!r} has shape {arrays[name].shape}, expected a vector")
-    linear, precision, density = (arrays[name] for name in ("prior_linear", "prior_precision", "prior_density"))
+    names = ("prior_linear", "prior_precision", "prior_density")
+    require(set(arrays) == {*names}, f"it holds {[line(name) for name in sorted(arrays)[:8]]}, expected {list(names)}")
+    for name in names:
+        kind, shape = arrays[name].dtype, arrays[name].shape
+        require(kind == np.float64 and len(shape) == 1, f"{name!r} is of type {kind} and shape {shape}, not a vector")
+    linear, precision, density = (arrays[name] for name in names)
     require(len(linear) == size, f"'prior_linear' has length {len(linear)}, its variables {size} coordinates")
     lengths = (size, size * (size + 1) // 2)  # by coordinate, as large blocks have it, or a triangle
     require(len(precision) in lengths, f"'prior_precision' has length {len(precision)}, expected one of {lengths}")
