@@ -151,7 +151,8 @@ def _mapping(texts: Mapping[str, str], field: str, *longest: int) -> dict[str, A
 def _variable(told: Any) -> Variable:
     require(type(told) is list and len(told) == len(Variable._fields), "'variables' holds no variable")
     name, shape, transform, dims, binary = told
-    field = f"'variables' {checked_name(name, 'a variable')!r}"
+    field = "a name in 'variables'"
+    field = f"'variables' {checked_name(name, field)!r}"
     lengths = type(shape) is list and len(shape) <= 8 and all(type(n) is int and 0 <= n <= _COORDINATES for n in shape)
     require(lengths, f"{field} has shape {line(shape)}, expected lengths")
     require(type(transform) is str and transform.isprintable(), f"{field} has no transform")
