@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
+from benchmarks._attacks import wire
 from fedppl import FederatedModel
 from fedppl.engine import _decode
 from fedppl.engine._wire import (
@@ -260,3 +261,10 @@ def test_an_object_of_another_kind_is_no_reply(change: dict[str, Any]) -> None:
     honest = Reply("bad", 7, malformed.layout().fingerprint, message, {"ess": 1.0}, "")
     assert why_not(honest, malformed.request(), malformed.layout(), malformed.SHAPES) is None
     assert why_not(honest._replace(**change), malformed.request(), malformed.layout(), malformed.SHAPES)
+
+
+def test_the_benchmarks_attacks_are_all_refused() -> None:
+    figures = wire.run(quick=True)
+    assert figures["wire_messages"] == 400 and figures["wire_taken"] == 0
+    assert figures["wire_refused_without_client_field_or_rule"] == 0
+    assert figures.get("wire_false_priors_believed", 0) == 0
