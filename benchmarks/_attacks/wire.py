@@ -74,9 +74,9 @@ def _hostile(count: int) -> dict[str, Any]:
     streams = [((kind, case) for case in make(rng, **changes[kind])) for kind, make in sources.items()]
     taken, slowest, unnamed = 0, 0.0, []
     for kind, case in itertools.islice(itertools.chain.from_iterable(zip(*streams, strict=False)), count):
-        started = time.perf_counter()
+        started = time.process_time()
         reason = read(kind, case)
-        slowest = max(slowest, time.perf_counter() - started)
+        slowest = max(slowest, time.process_time() - started)
         taken += reason is None
         if reason is not None and not ("bad" in reason and malformed.named_in(reason, case)):
             unnamed.append(case.name)
@@ -84,7 +84,7 @@ def _hostile(count: int) -> dict[str, Any]:
         "messages": count,
         "taken": taken,
         "refused_without_client_field_or_rule": len(unnamed),
-        "slowest_refusal_seconds": round(slowest, 3),
+        "slowest_refusal_cpu_seconds": round(slowest, 3),
     }
 
 
@@ -133,6 +133,7 @@ def _through_flower() -> Any:
     from fedppl.replies import why_not
     from fedppl.types import Reply
     from tests import malformed
+    from tests.fake_grid import FakeGrid
     from tests.hostile import SETTINGS, engine, plain, site
 
     now = malformed.Case("", "", *malformed.reply())
@@ -142,7 +143,8 @@ def _through_flower() -> Any:
             return malformed.hello("bad", SETTINGS)
         return now.arrays, now.texts
 
-    moving = engine({1: site(1, answer, "bad"), 2: site(2, plain("good"))}, ("bad", "good"), own=True)
+    grid = FakeGrid({1: site(1, answer, "bad"), 2: site(2, plain("good"))})
+    moving = engine({}, ("bad", "good"), own=True, grid=grid)
     requests = {name: malformed.request(name) for name in ("bad", "good")}
 
     def read(kind: str, case: malformed.Case) -> str | None:
@@ -156,6 +158,8 @@ def _through_flower() -> Any:
             return None
         now = case
         answers = moving.exchange(requests, 5.0)
+        grid.replies.clear()  # which the fake grid keeps, and Flower does not
+        grid.sent.clear()
         if not isinstance(answers["good"], Reply):
             raise RuntimeError(f"the honest site was refused beside {case.name}: {answers['good']}")
         reason = why_not(answers["bad"], requests["bad"], malformed.layout(), malformed.SHAPES)
