@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,7 +16,8 @@ import pytensor.tensor as pt
 from pymc.distributions.continuous import FlatRV, HalfFlatRV
 from pymc.logprob.utils import ParameterValueError
 
-from fedppl import _graph, _indices, _same, gaussian
+from fedppl import _graph, _indices, _same
+from fedppl._fingerprint import fingerprint, probes
 from fedppl._numba import MODE, without_notices
 from fedppl._pack import unpacking_kernel
 from fedppl._public import Public
@@ -180,19 +180,9 @@ def shared_layout(
         gradients=gradients,
         kernel=kernel,
     )
-    digest = hashlib.sha256()
-    for variable in variables:
-        digest.update(repr(tuple(variable)).encode())
-    # In units of the prior and rounded, so that two builds of the same model on two machines agree.
-    center, sd = gaussian.mean(n0), gaussian.standard_deviations(n0)
-    probes = center + sd * np.random.default_rng(0).normal(size=(3, len(origin)))
-    probes[:, binary] = probes[:, binary] > center[binary]
-    scaled = sd[:, None] * n0.precision * sd if n0.precision.ndim == 2 else n0.precision * sd**2
-    for number in (*np.ravel(scaled), *(center / sd), *_by_row(log_density, probes, -np.inf, ())):
-        digest.update(f"{np.round(number, 5) + 0.0:.5f} ".encode())
-    for number in sd:
-        digest.update(f"{number:.5e} ".encode())
-    layout = Layout(variables, n0, exact is not None, digest.hexdigest()[:16])
+    density = tuple(float(value) for value in _by_row(log_density, probes(variables, n0), -np.inf, ()))
+    told = fingerprint(variables, n0, exact is not None, density)
+    layout = Layout(variables, n0, exact is not None, told, density)
     functions[key] = layout, prior
     return layout, prior
 

@@ -244,7 +244,10 @@ def fit(
         elif not run.models:
             logger.warning("sites are not asked to draw their posteriors: %s", reason, extra={"status": status.value})
         if not run.models:
-            _ = result.idata  # while a site can still be asked for the way back to the constrained space
+            try:
+                _ = result.idata  # while a site can still be asked for the way back to the constrained space
+            except RuntimeError as error:  # a site that lies about that does not cost the fit
+                logger.error("fit.idata is not there: %s", error, extra={"status": status.value})
     finally:
         run.engine.close()
     if algorithm.tests_convergence and not status.ok:
@@ -369,6 +372,7 @@ def _one_round(run: Run) -> Round:
     told = set(run.reporting(tuple(sorted(asked)), stream((run.seed, number, 1))))
     if told - set(asked) or not told:
         raise DeclarationError(f"reporting chose {sorted(told)} in round {number}; choose from {list(asked)}.")
+    shapes = run.algorithm.reply_shapes(run.state)
     requests = {
         client_id: Request(
             client_id,
@@ -378,13 +382,13 @@ def _one_round(run: Run) -> Round:
             message=run.algorithm.broadcast(run.state, client_id),
             run=run.name,
             report=client_id in told,
+            shapes=shapes if client_id in told else {},
         )
         for client_id in asked
     }
     started = time.perf_counter()
     answers = run.engine.exchange(requests, run.deadline)
     seconds = time.perf_counter() - started
-    shapes = run.algorithm.reply_shapes(run.state)
     replies: dict[str, Message] = {}
     infos: dict[str, Mapping[str, float]] = {}
     failures: dict[str, str] = {}

@@ -10,24 +10,33 @@ from numpy.typing import NDArray
 
 from fedppl.types import Failure, Layout, Message, Reply, Request
 
-__all__ = ["n_bytes", "one_line", "released", "sum_replies", "why_not"]
+__all__ = ["MOST_INFOS", "n_bytes", "one_line", "released", "sum_replies", "why_no_info", "why_not"]
 
 
 # Of a reason that came from elsewhere, so that nobody can flood a log or forge its lines.
 _LONGEST = 500
+# Diagnostics of one reply, and of one client over a run; the table of rounds has a column for each.
+MOST_INFOS = 64
+_LONGEST_NAME = 100
+# What that table has beside diagnostics.
+_TAKEN = frozenset({"round", "client", "outcome", "reason", "bytes_down", "bytes_up", "seconds", "released"})
 
 
 def why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """Why a reply does not count, or None if it does; one line, whatever was sent."""
-    reason = _why_not(reply, request, layout, shapes)
+    try:
+        reason = _why_not(reply, request, layout, shapes)
+    except Exception as error:  # of an object whose own methods raise
+        reason = f"its reply cannot be read ({type(error).__name__})"
     if reason is None:
         return None
     return one_line(reason)
 
 
 def one_line(text: str) -> str:
-    """A text from elsewhere, in one line that is not too long."""
-    line = " ".join(text.split())
+    """A text from elsewhere, in one line that is printable and not too long."""
+    cut = text[: 4 * _LONGEST]
+    line = " ".join("".join(c if c.isprintable() else " " for c in cut).split())
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
 
 
@@ -48,11 +57,14 @@ def _why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, 
     message: Any = reply.message
     if not isinstance(message, Mapping):
         return f"message of type {type(message).__name__} is no mapping of arrays"
-    if set(message) != set(shapes):
-        return f"reply holds {sorted(map(str, message))}, expected {sorted(shapes)}"
+    if len(message) > 2 * len(shapes) + 8 or set(message) != set(shapes):
+        some = sorted(one_line(str(name))[:30] for name in list(message)[:12])
+        more = f" and {len(message) - 12} others" if len(message) > 12 else ""
+        return f"reply holds {some}{more}, expected {sorted(shapes)}"
     for name, shape in shapes.items():
         value = message[name]
-        if type(value) is not np.ndarray and not isinstance(value, float | np.generic):
+        kind = type(value)  # NumPy's own: a subclass may say of itself what it likes
+        if kind not in (np.ndarray, float) and not (issubclass(kind, np.generic) and np.dtype(kind).type is kind):
             return f"{name!r} is of type {type(value).__name__}, expected an array"
         if np.shape(value) != shape:
             return f"{name!r} has shape {np.shape(value)}, expected {shape}"
@@ -60,12 +72,22 @@ def _why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, 
         dtype = np.asarray(value).dtype
         if dtype.kind != "f" or dtype.itemsize > 8 or not np.all(np.isfinite(value)):
             return f"{name!r} is not all finite real numbers (of type {dtype})"
-    if not isinstance(reply.info, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, float) for name, value in reply.info.items()
-    ):
-        return "'info' is not numbers by name"
     if type(reply.reason) is not str:
         return f"'reason' is of type {type(reply.reason).__name__}, expected a text"
+    return why_no_info(reply.info)
+
+
+def why_no_info(info: Any) -> str | None:
+    """Why diagnostics do not count, or None if they do."""
+    if not isinstance(info, Mapping):
+        return "'info' is not numbers by name"
+    if len(info) > MOST_INFOS:
+        return f"'info' has {len(info)} diagnostics, expected {MOST_INFOS} at most"
+    for name, value in info.items():
+        if type(name) is not str or type(value) not in (float, np.float64):
+            return "'info' is not numbers by name"
+        if not (name.isprintable() and 0 < len(name) <= _LONGEST_NAME) or "/" in name or name in _TAKEN:
+            return f"'info' has the name {name[:_LONGEST_NAME]!r}: taken, too long, or not printable"
     return None
 
 

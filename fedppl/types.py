@@ -119,13 +119,16 @@ class Layout:
         Whether the declared shared prior *is* `prior`. If not, every client's factor carries
         (p(φ) / N_0(φ))^(1/K), so that the product of all factors is unchanged.
     fingerprint
-        Digest of all of the above. Clients whose fingerprints differ are refused.
+        Digest of all of the above and of `density`. Clients whose fingerprints differ are refused.
+    density
+        log p(φ) at three points about N_0, so that priors with one N_0 are told apart.
     """
 
     variables: tuple[Variable, ...]
     prior: Gaussian
     prior_is_gaussian: bool
     fingerprint: str
+    density: tuple[float, ...] = ()
 
     @property
     def size(self) -> int:
@@ -355,6 +358,7 @@ class Request(NamedTuple):
     message: Message
     run: str = ""  # names the run: personal state of another one is not used
     report: bool = True  # whether a reply is wanted; otherwise the client updates what it keeps, and says so
+    shapes: Mapping[str, tuple[int, ...]] | None = None  # of the reply's arrays; stays at the server
 
 
 class Reply(NamedTuple):

@@ -549,7 +549,7 @@ def test_rows_local_variables_and_exceptions_texts_never_leave() -> None:
     assert "31.4" not in str(result.records) + "".join(str(r.content.config_records) for r in grid.replies)
     assert result.status is Status.STALLED
     hellos = [r for r in grid.replies if r.metadata.message_type == HELLO]
-    assert {name for r in hellos for name in arrays_of(r)} == {"prior_linear", "prior_precision"}
+    assert {name for r in hellos for name in arrays_of(r)} == {"prior_linear", "prior_precision", "prior_density"}
     assert "theta" not in "".join(str(r.content.config_records) for r in hellos)
 
 

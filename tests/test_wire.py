@@ -1,18 +1,36 @@
-"""How a site introduces itself: what is packed comes out again."""
+"""What travels: what is packed comes out again, and of what is malformed nothing but a refusal."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import json
+import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pymc as pm
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
+from benchmarks._attacks import wire
 from fedppl import FederatedModel
-from fedppl.engine._wire import pack_hello, unpack_hello
-from tests import problems
+from fedppl.engine import _decode
+from fedppl.engine._wire import (
+    Malformed,
+    pack_hello,
+    pack_reply,
+    pack_request,
+    unpack_hello,
+    unpack_reply,
+    unpack_request,
+)
+from fedppl.replies import why_not
+from fedppl.types import Failure, Reply, Request
+from tests import malformed, problems
 
 
 def wide_builder(y: Any) -> Any:
@@ -62,3 +80,191 @@ def test_a_large_prior_is_kept_by_coordinate_and_others_are_refused() -> None:
 
     with pytest.raises(DeclarationError, match="2100 coordinates; beyond 2000 their prior is kept by coordinate"):
         FederatedModel(chained, ["mu"]).enrol(clients)
+
+
+def test_requests_and_replies_survive_the_wire() -> None:
+    request = Request("a", 2**63 - 1, 3, (2**200, 3, 4), {"point": np.zeros(2)}, "run", False)
+    found = unpack_request(*through(pack_request(request)))
+    assert_array_equal(found.message["point"], request.message["point"])
+    assert found._replace(message={}) == request._replace(message={})
+    told = Reply("a", 5, "print", {"mean": np.arange(3.0)}, {"ess": np.inf, "mass": np.nan}, "a reason\nof two lines")
+    reply = unpack_reply(*through(pack_reply(told)))
+    assert isinstance(reply, Reply) and reply[:3] == told[:3] and reply.reason == "a reason of two lines"
+    assert reply.info["ess"] == np.inf and np.isnan(reply.info["mass"])
+    failure = unpack_reply(*through(pack_reply(Failure("a", 5, "why " * 2_000, private="rows"))))
+    assert isinstance(failure, Failure) and len(failure.reason) == 2_000 and not failure.private
+
+
+def through(parcel: Any) -> Any:
+    """As arrays come out of their bytes."""
+    arrays, texts = malformed.raw(parcel)
+    return _decode.arrays(arrays), _decode.texts(texts)
+
+
+@pytest.mark.parametrize(
+    "value", [np.float64(3.0), np.zeros((0, 3)), np.arange(6.0).reshape(2, 3), np.array([True, False]), np.arange(3)]
+)
+def test_an_array_comes_out_as_it_was_and_can_be_written_to(value: Any) -> None:
+    found = _decode.arrays({"x": malformed.npy(value)})["x"]
+    assert found.dtype == np.asarray(value).dtype and found.flags.writeable and found.flags.c_contiguous
+    assert_array_equal(found, value)
+
+
+def read_reply(case: malformed.Case) -> str | None:
+    """Why a reply of `malformed` is refused."""
+    try:
+        texts = _decode.texts(case.texts)
+        shapes = {} if "failure" in texts else malformed.SHAPES
+        reply = unpack_reply(_decode.arrays(case.arrays, shapes), texts)
+    except Malformed as error:
+        return str(error)
+    return why_not(reply, malformed.request(), malformed.layout(), malformed.SHAPES)
+
+
+def read_hello(case: malformed.Case) -> str | None:
+    """Why an introduction of `malformed` is refused."""
+    try:
+        unpack_hello(_decode.arrays(case.arrays), _decode.texts(case.texts))
+    except Malformed as error:
+        return str(error)
+    return None
+
+
+def kinds(cases: Any) -> list[malformed.Case]:
+    """Every kind once."""
+    first = next(cases)
+    return [first, *itertools.takewhile(lambda case: case.name.split(" in ")[0] != first.name.split(" in ")[0], cases)]
+
+
+@pytest.mark.parametrize(("cases", "read"), [(malformed.introductions, read_hello), (malformed.replies, read_reply)])
+def test_of_what_is_malformed_nothing_but_a_refusal_that_names_the_field(
+    cases: Any, read: Any, rng: np.random.Generator
+) -> None:
+    honest = malformed.hello() if cases is malformed.introductions else malformed.reply()
+    assert read(malformed.Case("honest", "", *honest)) is None
+    every = kinds(cases(rng))
+    assert len(every) > 90
+    for case in every:
+        reason = read(case)
+        assert reason is not None and malformed.named_in(reason, case), (case.name, reason)
+
+
+@pytest.mark.parametrize("field", ["seed", "nonce", "round", "report", "client_id", "run"])
+@pytest.mark.parametrize("kind", malformed.JSON)
+def test_a_site_refuses_a_malformed_request(field: str, kind: str, rng: np.random.Generator) -> None:
+    arrays, texts = pack_request(malformed.request())
+    value = malformed.JSON[kind](rng)
+    if field in ("client_id", "run") and 0 < len(value) <= 200 and value.isprintable():
+        return
+    seeds = {"[1]"}
+    if field == "seed" and value in seeds:
+        return
+    with pytest.raises(Malformed, match="texts" if len(value) > 2_500_000 else f"'{field}'"):
+        unpack_request(arrays, _decode.texts({**texts, field: value}))
+
+
+def test_limits_come_before_what_they_limit() -> None:
+    """Neither time nor memory goes into what is refused."""
+    rng = np.random.default_rng(0)
+    every = [*kinds(malformed.introductions(rng)), *kinds(malformed.replies(rng))]
+    for case in every:
+        read = read_hello if "variables" in case.texts or "prior_linear" in case.arrays else read_reply
+        tracemalloc.start()
+        started = time.perf_counter()
+        read(case)
+        seconds, peak = time.perf_counter() - started, tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert seconds < 2.0 and peak < 12e6, (case.name, seconds, peak)  # texts of 2 MB, of which a copy is made
+
+
+JSONS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(["variables", "dims", "coords", "settings", "prior_is_gaussian", "fingerprint"]), JSONS)
+def test_an_introduction_of_any_json_is_read_or_refused(field: str, value: Any) -> None:
+    arrays, texts = malformed.hello()
+    texts[field] = json.dumps(value)
+    case = malformed.Case("", field, arrays, texts)
+    reason = read_hello(case)
+    if reason is not None:
+        assert field in reason or "prior_" in reason or "fingerprint" in reason
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(["info", "nonce", "reason", "failure", "client_id", "fingerprint"]), JSONS | st.text())
+def test_a_reply_of_any_json_is_read_or_refused(field: str, value: Any) -> None:
+    arrays, texts = malformed.reply()
+    texts[field] = value if isinstance(value, str) else json.dumps(value)
+    read_reply(malformed.Case("", field, {} if field == "failure" else arrays, texts))
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.binary(max_size=300), st.integers(0, 140), st.binary(min_size=1, max_size=4))
+def test_any_bytes_are_an_array_or_refused(noise: bytes, place: int, patch: bytes) -> None:
+    honest = malformed.npy(np.arange(3.0))
+    for data in (noise, honest[:place] + patch + honest[place + len(patch) :], honest[:place] + noise):
+        try:
+            found = _decode.arrays({"x": data})["x"]
+        except Malformed as error:
+            assert "'x'" in str(error)
+        else:
+            assert found.nbytes <= len(data)
+
+
+class Odd(np.ndarray):
+    """An array that says another thing of itself each time."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("never")
+
+
+class Text(str):
+    """A text that equals every other."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = str.__hash__
+
+
+class Endless(dict[str, Any]):
+    def __len__(self) -> int:
+        raise RecursionError
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"message": {"mean": np.array([None] * 3, dtype=object), "precision": np.zeros(6), "count": np.array(1.0)}},
+        {"message": {"mean": np.zeros(3).view(Odd), "precision": np.zeros(6), "count": np.array(1.0)}},
+        {"message": {"mean": np.ma.masked_array(np.zeros(3)), "precision": np.zeros(6), "count": np.array(1.0)}},
+        {"message": {Text("a"): np.zeros(3)}},
+        {"message": Endless()},
+        {"client_id": Text("x")},
+        {"fingerprint": Text("x")},
+        {"nonce": True},
+        {"info": {f"d{i}": 1.0 for i in range(65)}},
+        {"info": Endless()},
+        {"info": {Text("a"): 1.0}},
+        {"info": {"round": 1.0}},
+        {"info": {"a" * 200: 1.0}},
+        {"reason": Text("a")},
+    ],
+)
+def test_an_object_of_another_kind_is_no_reply(change: dict[str, Any]) -> None:
+    message = {name: np.zeros(shape) for name, shape in malformed.SHAPES.items()}
+    honest = Reply("bad", 7, malformed.layout().fingerprint, message, {"ess": 1.0}, "")
+    assert why_not(honest, malformed.request(), malformed.layout(), malformed.SHAPES) is None
+    assert why_not(honest._replace(**change), malformed.request(), malformed.layout(), malformed.SHAPES)
+
+
+def test_the_benchmarks_attacks_are_all_refused() -> None:
+    figures = wire.run(quick=True)
+    assert figures["wire_messages"] == 400 and figures["wire_taken"] == 0
+    assert figures["wire_refused_without_client_field_or_rule"] == 0
+    assert figures.get("wire_false_priors_believed", 0) == 0

@@ -18,9 +18,10 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedppl import loop
 from fedppl.engine import _site
-from fedppl.engine._grid import GridEngine, GridSettings
+from fedppl.engine._grid import GridEngine, GridSettings, Own
 from fedppl.engine._records import ASK, CONCLUDE, CONSTRAIN, HELLO, from_content, to_content
 from fedppl.engine._simulation import start
+from fedppl.engine.answer import require_fit
 from fedppl.model import FederatedModel
 from fedppl.participation import Participation
 from fedppl.results import Fit
@@ -149,6 +150,8 @@ def grid(
     grid: Grid,
     *,
     clients: int | Sequence[str],
+    model: FederatedModel | None = None,
+    example_data: Mapping[str, Any] | None = None,
     wait: float = 600.0,
     deadline: float = 120.0,
     poll: float = 0.25,
@@ -162,6 +165,10 @@ def grid(
         What Flower hands to the server app.
     clients
         Number of sites to wait for, or their ids. No other sites take part.
+    model, example_data
+        The declaration, and made-up data of the form that the clients' have, name to array. From them the server knows
+        itself what is shared, with which prior, and how draws of it are read, and refuses a site that says otherwise.
+        Without, it believes what more than half of the `clients` say alike, and a single client whatever it says.
     wait
         Seconds to wait for them to enrol.
     deadline
@@ -196,11 +203,23 @@ def grid(
     expected = whole("clients", clients) if isinstance(clients, int) else tuple(clients)
     for name, value in {"wait": wait, "deadline": deadline, "poll": poll, "grace": grace}.items():
         positive(name, value, "it is in seconds")
+    if (model is None) != (example_data is None):
+        raise DeclarationError("model= and example_data= belong together: pass both, or neither.")
+    if model is not None and not (isinstance(model, FederatedModel) and isinstance(example_data, Mapping)):
+        raise DeclarationError(
+            f"model is {type(model).__name__} and example_data is {type(example_data).__name__}; pass a FederatedModel "
+            "and a mapping from its builder's names to arrays."
+        )
 
     def factory(algorithm: Algorithm, models: Mapping[str, Any]) -> Engine:
         if models:
             raise DeclarationError("the data are at the sites: pass clients=None, and the sites' load_data finds them.")
-        return GridEngine(grid, algorithm, GridSettings(expected, wait, deadline, poll, grace))
+        own = None
+        if model is not None:
+            client = model.enrol({"example_data": example_data or {}})["example_data"]
+            require_fit(algorithm, client)
+            own = Own(client.layout, client.reader())
+        return GridEngine(grid, algorithm, GridSettings(expected, wait, deadline, poll, grace), own)
 
     return factory
 
@@ -210,6 +229,7 @@ def server_app(
     algorithm: Algorithm,
     *,
     clients: int | Sequence[str],
+    example_data: Mapping[str, Any] | None = None,
     rounds: int = 20,
     participation: Participation | int | float | None = None,
     checkpoint: str | Path | None = None,
@@ -219,13 +239,14 @@ def server_app(
     on_fit: Callable[[Fit, Context], None] | None = None,
     callback: Callable[[loop.Round], bool | None] | None = None,
 ) -> ServerApp:
-    """Make the server's Flower app. It learns names, shapes and the prior from the sites and never sees data.
+    """Make the server's Flower app. It never sees data.
 
     Parameters
     ----------
     federated_model, algorithm
-        As at the sites. The server uses no more of the declaration than the names that are shared.
-    clients, wait
+        As at the sites. Without `example_data` the server uses no more of the declaration than the names that are
+        shared, and learns shapes and the prior from the sites.
+    clients, example_data, wait
         As in `grid`.
     rounds, participation, checkpoint, deadline, random_seed, callback
         As in `fedppl.fit`. Entries of the run config with these names win, so that ``flwr run --run-config`` can
@@ -261,7 +282,13 @@ def server_app(
         }
         chosen |= {name: context.run_config[name] for name in chosen if name in context.run_config}
         expected = context.run_config.get("clients", clients)
-        engine = grid(flower_grid, clients=expected, wait=float(context.run_config.get("wait", wait)))  # type: ignore[arg-type]
+        engine = grid(
+            flower_grid,
+            clients=expected,  # type: ignore[arg-type]
+            model=None if example_data is None else federated_model,
+            example_data=example_data,
+            wait=float(context.run_config.get("wait", wait)),
+        )
         fit = loop.fit(
             federated_model,
             None,

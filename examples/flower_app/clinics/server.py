@@ -6,10 +6,11 @@ import json
 import logging
 from pathlib import Path
 
+import numpy as np
 from flwr.app import Context
 
 import fedppl
-from clinics.declaration import ALGORITHM, MODEL
+from clinics.declaration import ALGORITHM, MODEL, PREDICTORS
 
 logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
 logging.getLogger("fedppl").setLevel(logging.INFO)
@@ -35,4 +36,7 @@ def report(fit: fedppl.Fit, context: Context) -> None:
         (Path(str(folder)) / "fit.json").write_text(json.dumps(figures))
 
 
-app = fedppl.Flower.server_app(MODEL, ALGORITHM, clients=3, random_seed=1, on_fit=report)
+# Made up, in the form of a clinic's data: from them the server knows the model by itself and believes no site about it.
+EXAMPLE = {"X": np.ones((4, len(PREDICTORS))), "y": np.arange(4.0)}
+
+app = fedppl.Flower.server_app(MODEL, ALGORITHM, clients=3, example_data=EXAMPLE, random_seed=1, on_fit=report)

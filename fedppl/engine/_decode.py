@@ -1,0 +1,200 @@
+"""Bytes and texts from elsewhere, read behind limits that are checked before anything is parsed or allocated.
+
+Whatever is wrong becomes `Malformed`, whose text names the field and the rule. NumPy and the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Malformed", "arrays", "line", "name", "parsed", "reading", "require", "text", "texts", "whole"]
+
+ARRAYS_BYTES = 2**30  # where nobody knows what to expect: two dense priors of the largest networks that were tried
+ARRAYS = 1_000  # shared variables and deterministics that a reader of draws may tell
+TEXTS = 32  # an introduction has eleven
+TEXTS_LENGTH = 2_500_000  # characters of all texts: labels of dims at their longest, and the rest
+LABELS_LENGTH = 1_000_000  # of JSON with labels: fifty thousand of twenty characters
+JSON_LENGTH = 250_000  # of other JSON: a thousand variables with their shapes and dims
+JSON_DEPTH = 4  # a list of variables that have a shape
+JSON_VALUES = 100_000  # numbers and labels: a list of small ones needs many times its text
+JSON_BRACKETS = 20_000
+INTEGER_DIGITS = 80  # a seed may be a digest of 256 bits; no number of 80 digits overflows a float
+NUMBER_LENGTH = 400  # a float of 17 digits, or one written out
+NAME_LENGTH = 200  # PyMC's names with a model's prefix; a client's id
+LINE_LENGTH = 2_000  # a reason, a version, a setting of an algorithm: each is one line
+SHOWN = 60  # of a foreign text in an error of ours
+HEADER_LENGTH = 256  # NumPy pads an array's header to 118 bytes
+DIMENSIONS = 8  # PyMC's shapes have up to four, with draws before them
+# What algorithms and PyTensor's deterministics have, little-endian.
+DTYPES = frozenset({"<f8", "<f4", "<i8", "<i4", "<i2", "|i1", "|u1", "|b1"})
+
+# A header as NumPy writes it for arrays in C order; `ast`, which NumPy reads it with, fails deep within on others.
+_HEADER = re.compile(
+    rb"\{'descr': '([<|][fiub][1248])', 'fortran_order': False, "
+    rb"'shape': \((|\d{1,12},|\d{1,12}(?:, \d{1,12})+)\), \} *\n"
+)
+_MAGIC = b"\x93NUMPY\x01\x00"
+_TOKENS = re.compile(r'[\[\]{}"\\]')
+
+
+class Malformed(ValueError):
+    """What came from elsewhere cannot be used; the text names the field and the rule."""
+
+
+def require(kept: bool, rule: str) -> None:
+    """Refuse by a rule that is not kept."""
+    if not kept:
+        raise Malformed(rule)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Make whatever goes wrong in here `Malformed`: no exception of a parser passes, an exhausted stack neither."""
+    try:
+        yield
+    except Malformed:
+        raise
+    except Exception as error:
+        raise Malformed(f"{what} cannot be read ({type(error).__name__})") from None
+
+
+def line(told: Any, longest: int = SHOWN) -> str:
+    """A foreign text in one line that is printable and not too long."""
+    cut = str(told)[: 4 * longest]
+    printable = "".join(c if c.isprintable() else " " for c in cut)
+    words = " ".join(printable.split())
+    return words if len(words) <= longest else words[: longest - 1] + "…"
+
+
+def name(told: Any, field: str, longest: int = NAME_LENGTH) -> str:
+    """A name: a printable text that is not empty."""
+    require(type(told) is str, f"{field} is of type {type(told).__name__}, expected a text")
+    require(0 < len(told) <= longest, f"{field} has {len(told)} characters, expected 1 to {longest}")
+    require(told.isprintable(), f"{field} {line(told)!r} has characters that cannot be printed")
+    return str(told)
+
+
+def texts(record: Mapping[Any, Any]) -> dict[str, str]:
+    """Texts by name, none too many and all together not too long."""
+    with reading("'texts'"):
+        require(len(record) <= TEXTS, f"{len(record)} texts, expected {TEXTS} at most")
+        found = dict(record)
+        for key, value in found.items():
+            name(key, "a text's name")
+            require(type(value) is str, f"{key!r} is of type {type(value).__name__}, expected a text")
+        total = sum(map(len, found.values()))
+        require(total <= TEXTS_LENGTH, f"texts of {total} characters, expected {TEXTS_LENGTH} at most")
+        return found
+
+
+def text(told: Mapping[str, str], field: str, longest: int = LINE_LENGTH, default: str | None = None) -> str:
+    """One of the texts."""
+    value = told.get(field, default)
+    if type(value) is not str:
+        raise Malformed(f"{field!r} is missing")
+    require(len(value) <= longest, f"{field!r} has {len(value)} characters, expected {longest} at most")
+    return value
+
+
+def whole(told: Mapping[str, str], field: str) -> int:
+    """A whole number that is not negative, written in digits."""
+    value = text(told, field, INTEGER_DIGITS)
+    require(value.isascii() and value.isdigit(), f"{field!r} is {line(value)!r}, expected a whole number in digits")
+    return int(value)
+
+
+def parsed(told: Mapping[str, str], field: str, longest: int = JSON_LENGTH, *, finite: bool = True) -> Any:
+    """What the JSON in one of the texts says."""
+    value = text(told, field, longest)
+
+    def integer(digits: str) -> int:
+        require(len(digits) <= INTEGER_DIGITS, f"{field!r} has a number of {len(digits)} digits")
+        return int(digits)
+
+    def real(digits: str) -> float:
+        require(len(digits) <= NUMBER_LENGTH, f"{field!r} has a number of {len(digits)} digits")
+        return special(digits) if math.isinf(float(digits)) else float(digits)
+
+    def special(word: str) -> float:
+        require(not finite, f"{field!r} holds {line(word)}, expected finite numbers")
+        return float(word)
+
+    with reading(repr(field)):
+        for marks, most in ((",", JSON_VALUES), ("[{", JSON_BRACKETS)):
+            found = sum(map(value.count, marks))
+            require(found <= most, f"{field!r} has {found} of {marks!r}, expected {most} at most")
+        _require_shallow(value, field)
+        return json.loads(value, parse_int=integer, parse_float=real, parse_constant=special)
+
+
+def _require_shallow(value: str, field: str) -> None:
+    depth, quoted, escaped = 0, False, -1
+    for match in _TOKENS.finditer(value):
+        mark, place = match.group(), match.start()
+        if place == escaped:
+            continue
+        if mark == '"':
+            quoted = not quoted
+        elif mark == "\\":
+            escaped = place + 1
+        elif not quoted:
+            depth += 1 if mark in "[{" else -1
+            require(depth <= JSON_DEPTH, f"{field!r} is nested deeper than {JSON_DEPTH}")
+
+
+def arrays(
+    raw: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]] | None = None, what: str = "reply"
+) -> dict[str, Any]:
+    """Arrays from their bytes; where `shapes` are known, these and no others."""
+    with reading("'arrays'"):
+        if shapes is not None and set(raw) != set(shapes):
+            raise Malformed(f"{what} holds {_listed(raw)}, expected {_listed(shapes)}")
+        require(len(raw) <= ARRAYS, f"{len(raw)} arrays, expected {ARRAYS} at most")
+        for key, data in raw.items():
+            name(key, "an array's name")
+            require(type(data) is bytes, f"{key!r} is of type {type(data).__name__}, expected bytes")
+        total = sum(map(len, raw.values()))
+        require(shapes is not None or total <= ARRAYS_BYTES, f"arrays of {total} bytes, expected {ARRAYS_BYTES}")
+        # All are checked before the first is allocated.
+        declared = {key: _declared(key, data, None if shapes is None else shapes[key]) for key, data in raw.items()}
+        return {key: _array(raw[key], *declared[key]) for key in raw}
+
+
+def _declared(field: str, data: bytes, expected: tuple[int, ...] | None) -> tuple[str, tuple[int, ...], int]:
+    """Type, shape and place of the numbers of an array, as NumPy's format (1.0) declares them."""
+    require(data.startswith(_MAGIC) and len(data) > 10, f"{field!r} is no array in NumPy's format 1.0")
+    start = 10 + int.from_bytes(data[8:10], "little")
+    require(start <= HEADER_LENGTH, f"{field!r} has a header of {start} bytes, expected {HEADER_LENGTH} at most")
+    match = _HEADER.fullmatch(data[10:start])
+    if match is None:
+        raise Malformed(f"{field!r} has no header of a plain array in C order")
+    dtype = match[1].decode("ascii")
+    shape = tuple(int(length) for length in match[2].split(b",") if length.strip())
+    require(dtype in DTYPES, f"{field!r} is of type {dtype}, expected one of {sorted(DTYPES)}")
+    if expected is not None:
+        require(shape == tuple(expected), f"{field!r} has shape {shape}, expected {tuple(expected)}")
+    require(len(shape) <= DIMENSIONS, f"{field!r} has {len(shape)} dimensions, expected {DIMENSIONS} at most")
+    require(max(shape, default=0) < 2**31, f"{field!r} has shape {shape}, expected less than 2**31 each way")
+    size = math.prod(shape) * int(dtype[2])
+    require(size == len(data) - start, f"{field!r} declares {size} bytes and holds {len(data) - start}")
+    return dtype, shape, start
+
+
+def _array(data: bytes, dtype: str, shape: tuple[int, ...], start: int) -> Any:
+    if not math.prod(shape):
+        return np.zeros(shape, np.dtype(dtype))
+    if dtype == "|b1":  # any byte but 0 is true
+        return np.frombuffer(data, np.uint8, offset=start).reshape(shape) != 0
+    return np.frombuffer(data, np.dtype(dtype), offset=start).reshape(shape).copy()
+
+
+def _listed(names: Any) -> str:
+    shown = sorted(line(one, 30) for one in list(names)[:12])
+    return f"{shown}" + (f" and {len(names) - 12} others" if len(names) > 12 else "")
