@@ -1,4 +1,4 @@
-"""What the owner of a client's data allows: `Policy`, its file, and its rules, each a pure function of what is asked."""
+"""What the owner of a client's data allows: `Policy`, its file, and its rules, pure functions of what is asked."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.special import log_ndtr, ndtr
 
-from fedppl import gaussian, settings
+from fedppl import gaussian, privacy, settings
 from fedppl.types import Algorithm, Array, Asked, DeclarationError, Layout, Message
 
 __all__ = [
@@ -21,8 +19,6 @@ __all__ = [
     "Holdings",
     "Policy",
     "Release",
-    "delta_of",
-    "epsilon_of",
     "inside",
     "read",
     "refuse_algorithm",
@@ -86,8 +82,8 @@ class Policy:
     delta
         δ of that total.
     approval
-        None; or a function of a `Release` that returns True where it may leave; or the path of a text file that a person
-        edits, which has a line for every run that may be answered: its name, as the audit log has it.
+        None; or a function of a `Release` that returns True where it may leave; or the path of a text file that a
+        person edits, which has a line for every run that may be answered: its name, as the audit log has it.
 
     Raises
     ------
@@ -105,9 +101,9 @@ class Policy:
     ``math.inf`` (``inf`` in a file) switches a limit off, 0 a smallest number.
 
     *When this fails.* Where all coefficients are shared, replies are functions of the rows, and a server that stays
-    inside every limit can solve for rows in about a tenth as many requests as there are rows: ``docs/privacy.md`` has the
-    curve. What bounds that is `epsilon` alone; a model whose coefficients are local gives away less. The policy binds
-    what the server asks, not the code that runs at the site.
+    inside every limit can be told enough to solve for them, in about a third as many requests as there are rows:
+    ``docs/privacy.md`` has the curve. What bounds that is `epsilon` alone; a model whose coefficients are local gives
+    away less. The policy binds what the server asks, not the code that runs at the site.
     """
 
     rows: int = 20
@@ -140,15 +136,14 @@ class Policy:
                     f"declarations={settings.shown(named)} must be a list of fingerprints, or None for the app's own."
                 )
             object.__setattr__(self, "declarations", tuple(named))
-        if self.approval is not None and not callable(self.approval) and not isinstance(self.approval, str | os.PathLike):
+        asked = self.approval
+        if asked is not None and not callable(asked) and not isinstance(asked, str | os.PathLike):
             raise DeclarationError(
-                f"approval={settings.shown(self.approval)} must be a function of a release, the path of a file, or None."
+                f"approval={settings.shown(asked)} must be a function of a release, the path of a file, or None."
             )
 
 
-NO_RULES = Policy(
-    rows=0, parameters_per_row=np.inf, events=0, requests=np.inf, distance=np.inf, cavity=np.inf
-)
+NO_RULES = Policy(rows=0, parameters_per_row=np.inf, events=0, requests=np.inf, distance=np.inf, cavity=np.inf)
 """Allows everything: for simulated data, and for data that need no protection."""
 
 
@@ -283,30 +278,7 @@ def refuse_release(policy: Policy, noise_multiplier: float | None, spent: float,
     if noise_multiplier is None or unknown:
         return f"epsilon: of {unknown} earlier replies no ε is known" if unknown else "epsilon: none is known"
     mu = 2.0 * np.sqrt(spent + noise_multiplier**-2)
-    if delta_of(policy.epsilon, mu) > policy.delta:
-        found = epsilon_of(mu, policy.delta)
+    if privacy.delta_at(policy.epsilon, mu) > policy.delta:
+        found = privacy.epsilon_at(policy.delta, mu)
         return f"epsilon: {found:.4g} with this release, at most {policy.epsilon:g} wanted at δ = {policy.delta:g}"
     return None
-
-
-def delta_of(epsilon: float, mu: float) -> float:
-    r"""δ(ε) of Gaussian releases: Φ(−ε/μ + μ/2) − e^ε Φ(−ε/μ − μ/2), with μ = 2 sqrt(Σ 1 / z²).
-
-    >>> round(delta_of(1.0, 1.0), 4)
-    0.1269
-    """
-    if mu == 0:
-        return 0.0
-    return float(ndtr(-epsilon / mu + mu / 2) - np.exp(epsilon + log_ndtr(-epsilon / mu - mu / 2)))
-
-
-def epsilon_of(mu: float, delta: float) -> float:
-    """The smallest ε at which such releases are (ε, δ)-differentially private.
-
-    >>> round(delta_of(epsilon_of(0.5, 1e-5), 0.5) / 1e-5, 6)
-    1.0
-    """
-    if mu == 0 or delta_of(0.0, mu) <= delta:
-        return 0.0
-    most = mu * (mu / 2 + 40.0)  # δ there is below Φ(−40)
-    return float(brentq(lambda epsilon: delta_of(epsilon, mu) - delta, 0.0, most, xtol=1e-12, rtol=1e-14))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl import _digest, policy
+from fedppl import _digest, policy, privacy
 from fedppl._observed import holdings
 from fedppl.policy import Policy, Release
 from fedppl.types import Algorithm, DeclarationError, Failure, Reply, Request
@@ -94,11 +94,11 @@ def may_take_part(guard: Guard, algorithm: Algorithm, client: Any) -> None:
         rule = policy.refuse_data(guard.policy, client.layout.size, holdings(client))
         guard.write(guard.read(), {**entry, "refused": rule})
         if rule is not None:
-            raise DeclarationError(_WITHHELD)
+            raise DeclarationError(f"client {client.client_id!r} {_WITHHELD}")
 
 
 def replayed(guard: Guard, request: Request) -> bool:
-    """Whether this is the very request that was answered last in its run, as when a server goes on from a checkpoint."""
+    """Whether this is the request that was answered last in its run, as where a server resumes from a checkpoint."""
     last = guard.read().runs.get(request.run)
     return last is not None and (last.round, last.digest) == (request.round, digest(request))
 
@@ -143,8 +143,9 @@ def _checked(
     if rule is not None or algorithm.asks is None:
         return rule, request
     try:
-        asked = algorithm.asks(client.layout, request.message)
-        rule = policy.refuse_request(rules, client.layout, asked)
+        with np.errstate(all="ignore"):  # what is not finite is refused
+            asked = algorithm.asks(client.layout, request.message)
+            rule = policy.refuse_request(rules, client.layout, asked)
     except (ArithmeticError, KeyError, TypeError, ValueError, np.linalg.LinAlgError) as error:
         return f"numbers: the request cannot be read ({type(error).__name__})", request
     if rule is None and len(asked.spare):
@@ -177,14 +178,12 @@ def released(guard: Guard, algorithm: Algorithm, request: Request, reply: Reply 
                 return False
         arrays = {name: int(np.size(value)) for name, value in reply.message.items()}
         spent = {"epsilon": None if ledger.unknown else _total(guard.policy, ledger), "delta": guard.policy.delta}
-        guard.write(
-            ledger, {**entry, "released": arrays, "diagnostics": sorted(reply.info), **spent, "refused": None}
-        )
+        guard.write(ledger, {**entry, "released": arrays, "diagnostics": sorted(reply.info), **spent, "refused": None})
         return True
 
 
 def _total(rules: Policy, ledger: Ledger) -> float:
-    return policy.epsilon_of(2.0 * np.sqrt(ledger.spent), rules.delta)
+    return privacy.epsilon_at(rules.delta, 2.0 * np.sqrt(ledger.spent))
 
 
 def concluded(guard: Guard, run: str) -> bool:

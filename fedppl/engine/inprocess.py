@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from fedppl.engine._guard import in_memory
+from fedppl.engine._guard import in_memory, may_take_part
 from fedppl.engine.answer import answer
 from fedppl.policy import Policy
 from fedppl.settings import shown, whole
@@ -48,6 +48,8 @@ class InProcessEngine:
         self._late: dict[str, Future[Reply | Failure]] = {}  # what clients still compute that missed a deadline
         self.personal: dict[str, Any] = {}
         self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
+        for client_id, guard in self._guards.items():
+            may_take_part(guard, algorithm, models[client_id])
 
     def clients(self) -> tuple[str, ...]:
         """Return the ids of all clients."""
@@ -133,7 +135,7 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None) -> En
     Raises
     ------
     DeclarationError
-        If `workers` is below one, or `policy` is none.
+        If `workers` is below one or `policy` is none; in a fit, where a client's data do not meet the policy.
 
     Examples
     --------
