@@ -35,7 +35,7 @@ def append(path: str | os.PathLike[str], entry: Mapping[str, Any], after: Head |
     path
         The log; it is made where there is none. The caller holds the site's lock.
     entry
-        What to write, as JSON has it.
+        What to write, as JSON has it; ``line``, ``time``, ``before`` and ``digest`` are the log's own names.
     after
         The head that the log has as far as the caller knows; without it the log is read.
 
@@ -53,6 +53,7 @@ def append(path: str | os.PathLike[str], entry: Mapping[str, Any], after: Head |
     before = head(path) if after is None else after
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     line = {"line": before.count + 1, "time": now, **entry, "before": before.digest}
+    assert "digest" not in line
     line["digest"] = _digest(line)
     with Path(path).open("ab") as file:
         file.write(json.dumps(line).encode() + b"\n")

@@ -27,8 +27,9 @@ __all__ = [
     "refuse_request",
 ]
 
-# Directions in which a cavity says less than this part of the prior are taken to say so much.
-_VAGUEST = 0.1
+# Directions in which a cavity says less than the prior are taken to say as much: with two clients, one of which bends
+# outwards, honest cavities say nothing in a direction. They lead no further than `distance` slopes per prior sd of log f.
+_VAGUEST = 1.0
 
 
 class Release(NamedTuple):
@@ -257,7 +258,7 @@ def _distances(layout: Layout, points: Array) -> Array:
 
 
 def _reach(layout: Layout, cavity: gaussian.Gaussian) -> Array:
-    """Where a cavity leads, (m,): its mean, where no direction counts as vaguer than a part of the prior.
+    """Where a cavity leads, (m,): its mean, where no direction counts as vaguer than the prior.
 
     A cavity may be improper, as where other clients' sites bend outwards, and then has no mean. But one that is vague,
     with a linear term, leads as far as the client's likelihood lets it.

@@ -120,7 +120,7 @@ def admit(guard: Guard, algorithm: Algorithm, client: Any, request: Request) -> 
             requests=ledger.requests + 1,
             unknown=ledger.unknown + (noise is None),
             spent=ledger.spent + (0.0 if noise is None else noise**-2),
-            runs={**ledger.runs, request.run: Run(request.round, entry["digest"])},
+            runs={**ledger.runs, request.run: Run(request.round, entry["request_digest"])},
         )
         left_out = int(np.sum(~request.message["inside"])) if "inside" in request.message else 0
         guard.write(after, {**entry, "refused": None, "left_out": left_out})
@@ -215,5 +215,5 @@ def _asked(request: Request) -> dict[str, Any]:
         "asked": {name: int(np.size(value)) for name, value in request.message.items()},
         "bytes": int(sum(np.asarray(value).nbytes for value in request.message.values())),
         "report": request.report,
-        "digest": digest(request),
+        "request_digest": digest(request),
     }
