@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 # Directions in which a cavity says less than the prior are taken to say as much: with two clients, one of which bends
-# outwards, honest cavities say nothing in a direction. They lead no further than `distance` slopes per prior sd of log f.
+# outwards, honest cavities say nothing in a direction. A slope of log f of `distance` per prior sd holds them.
 _VAGUEST = 1.0
 
 

@@ -470,7 +470,7 @@ def test_parallel_requests_are_let_through_one_by_one(tmp_path: Path) -> None:
 def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
     """Three releases with little noise, and an app with much noise gets nothing more."""
     total = (privacy.epsilon(1.5, 2) + privacy.epsilon(1.5, 3)) / 2
-    rules = Policy(rows=0, parameters_per_row=math.inf, epsilon=total)
+    rules = Policy(rows=0, parameters_per_row=math.inf, requests=math.inf, epsilon=total)
     loud, quiet = (fedppl.PrivateEP(clip=1.0, noise_multiplier=z, releases=500) for z in (1.5, 20.0))
     message = loud.broadcast(loud.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0)), "clinic 3")
     first = [sent(site_of(tmp_path, rules, loud), ask(1, f"a{i}")._replace(message=message)) for i in range(3)]

@@ -162,8 +162,10 @@ def _answered(
             arrays, texts = checkpoint.unpack(raw, "last answer")
             return arrays, {**texts, "nonce": str(request.nonce)}
         personal = _recall(site, memory, name, request.client_id)
-    except LocalFailure as failure:
-        _note(guard, {**about, "refused": f"site: {failure}"})
+    except Exception as error:
+        why = str(error) if isinstance(error, LocalFailure) else type(error).__name__
+        logger.debug("client %s cannot answer", request.client_id, exc_info=True)
+        _note(guard, {**about, "refused": f"site: {why}"})
         return _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
     after, reply = answer(site.algorithm, client, personal, request, guard)
     if isinstance(reply, Failure):
