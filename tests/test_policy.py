@@ -610,11 +610,16 @@ def test_a_conclusion_says_nothing_of_data_that_changed(tmp_path: Path) -> None:
     assert "its data are not those" in log_of(tmp_path)[-1]["refused"]
 
 
-def test_a_run_that_is_over_is_not_answered_any_more(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_concluded_again_once(tmp_path: Path) -> None:
+    """As where somebody raises the number of rounds: a posterior is drawn once after each answer at most."""
     site = site_of(tmp_path)
     q = LAYOUT.prior
     texts = {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged"}
-    assert not refused(sent(site, ask(1)))
-    _site.conclude(site, {}, file_memory(tmp_path), (fedppl._target.pack_target(q, q, 0.0), texts))
+    parcel = fedppl._target.pack_target(q, q, 0.0), texts
+    for number in (1, 2):
+        assert not refused(sent(site, ask(number)))
+        for _ in range(3):
+            _site.conclude(site, {}, file_memory(tmp_path), parcel)
     assert (tmp_path / "clinic%203.nc").exists()
-    assert refused(sent(site, ask(2)))
+    told = [line["refused"] for line in log_of(tmp_path) if line["event"] == "conclusion"]
+    assert [rule is None for rule in told] == [True, False, False] * 2

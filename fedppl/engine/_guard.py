@@ -132,7 +132,7 @@ def _checked(
 ) -> tuple[str | None, Request]:
     """The first rule that the request breaks, or None; and the request with what the client may leave out."""
     last = ledger.runs.get(request.run, Run())
-    if request.round <= last.round or last.concluded:
+    if request.round <= last.round:
         return f"round: {request.round} comes after {last.round} of this run", request
     if ledger.requests >= rules.requests:
         return f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted", request
