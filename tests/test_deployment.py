@@ -21,7 +21,7 @@ from numpy.testing import assert_allclose
 pytest.importorskip("flwr")
 
 import fedppl
-from fedppl import gaussian
+from fedppl import audit, gaussian
 from fedppl.gaussian import Gaussian
 from tests import problems
 
@@ -110,6 +110,9 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     }
     deployed = Deployment(work, port, environment)
     deployed.shell(f"python make_data.py {work}/data && python make_keys.py {work}/keys")
+    deployed.shell(
+        f"python make_policies.py {work}/policies && sed -i 's/^requests.*/requests = inf/' {work}/policies/*"
+    )
     deployed.shell("./start.sh")
     yield deployed
     deployed.shell("./stop.sh")
@@ -164,6 +167,7 @@ def test_a_killed_server_goes_on_in_a_new_run(deployment: Deployment, reference:
     wait_for("Flower's word", lambda: deployment.status() == "finished:completed", deployment, 60)
     for site in SITES:  # each has drawn its own posterior, at home
         assert (deployment.work / "sites" / site / f"{site}.nc").stat().st_size > 10_000
+        assert audit.head(deployment.work / "sites" / site / "audit.jsonl").count > 2 * len(reference.records)
 
 
 def _rounds(checkpoint: Path) -> int:
