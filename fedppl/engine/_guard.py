@@ -94,7 +94,8 @@ def may_take_part(guard: Guard, algorithm: Algorithm, client: Any) -> None:
         rule = policy.refuse_data(guard.policy, client.layout.size, holdings(client))
         guard.write(guard.read(), {**entry, "refused": rule})
         if rule is not None:
-            raise DeclarationError(f"client {client.client_id!r} {_WITHHELD}")
+            who = f"client {client.client_id!r}" if client.client_id else "it"
+            raise DeclarationError(f"{who} {_WITHHELD}")
 
 
 def replayed(guard: Guard, request: Request) -> bool:
