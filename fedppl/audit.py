@@ -23,7 +23,7 @@ _START = hashlib.sha256(b"fedppl audit log 1\n").hexdigest()
 class Head(NamedTuple):
     """How many lines a log has, and the digest of the last."""
 
-    count: int = 0
+    length: int = 0
     digest: str = _START
 
 
@@ -52,14 +52,14 @@ def append(path: str | os.PathLike[str], entry: Mapping[str, Any], after: Head |
     """
     before = head(path) if after is None else after
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    line = {"line": before.count + 1, "time": now, **entry, "before": before.digest}
+    line = {"line": before.length + 1, "time": now, **entry, "before": before.digest}
     assert "digest" not in line
     line["digest"] = _digest(line)
     with Path(path).open("ab") as file:
         file.write(json.dumps(line).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-    return Head(before.count + 1, str(line["digest"]))
+    return Head(before.length + 1, str(line["digest"]))
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

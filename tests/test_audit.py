@@ -26,7 +26,7 @@ def log(tmp_path: Path) -> Path:
 def test_a_chain_holds_and_goes_on(log: Path) -> None:
     before = audit.head(log)
     after = audit.append(log, {"event": "request"})
-    assert (before.count, after.count) == (4, 5)
+    assert (before.length, after.length) == (4, 5)
     assert audit.head(log) == after
     assert [line["line"] for line in audit.lines(log)] == [1, 2, 3, 4, 5]
 

@@ -168,7 +168,7 @@ def test_a_killed_server_goes_on_in_a_new_run(deployment: Deployment, reference:
     wait_for("Flower's word", lambda: deployment.status() == "finished:completed", deployment, 60)
     for site in SITES:  # each has drawn its own posterior, at home
         assert (deployment.work / "sites" / site / f"{site}.nc").stat().st_size > 10_000
-        assert audit.head(deployment.work / "sites" / site / "audit.jsonl").count > 2 * len(reference.records)
+        assert audit.head(deployment.work / "sites" / site / "audit.jsonl").length > 2 * len(reference.records)
 
 
 def _rounds(checkpoint: Path) -> int:

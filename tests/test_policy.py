@@ -630,12 +630,7 @@ def test_a_run_that_goes_on_is_concluded_again_once(tmp_path: Path) -> None:
 
 
 def test_attacks_on_a_site_with_the_default_policy() -> None:
-    found = {name.removeprefix("policy: "): value for name, value in attacks.run(quick=True).items()}
-    for prober in ("one round number", "rounds increasing"):
-        assert found[f"prober, {prober}: rows of 30"] == 0
-        assert found[f"prober, {prober}: first refused request"] <= 10
-        assert found[f"prober, {prober}: refusals in the log"] == found[f"prober, {prober}: requests"]
-    assert found["prober without a policy: rows of 30"] >= 5  # the attack is real: all 30 take 620 requests
-    assert found["requests inside every limit answered, over 80 runs"] == Policy().requests
-    assert (found["conclusions asked"], found["drawn"], found["different answers"]) == (100, 1, 1)
-    assert found["ledger equals the composition"] and found["largest ε let through of 2"] <= 2
+    found = attacks.run(quick=True)
+    bars = {name: value for name, value in found.items() if name.endswith("_met")}
+    assert len(bars) == 5 and all(bars.values()), found
+    assert found["policy_ledger_largest_epsilon_of_2"] <= 2

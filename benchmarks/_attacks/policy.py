@@ -119,20 +119,20 @@ def probe(server: Server, columns: int, most: int, *, increasing: bool = False) 
 def _far_probes(quick: bool) -> dict[str, Any]:
     data, z = _data(30, 2, 1)
     figures: dict[str, Any] = {}
-    for name, increasing in (("one round number", False), ("rounds increasing", True)):
+    for name, increasing in (("one_round", False), ("rounds_increasing", True)):
         with tempfile.TemporaryDirectory() as folder:
             server = Server(Path(folder), Policy(), data)
             found = probe(server, 2, 40, increasing=increasing)
             lines = [json.loads(line) for line in (Path(folder) / "audit.jsonl").read_text().splitlines()]
         refused = [line["refused"] for line in lines if line["event"] == "request"]
-        figures[f"policy: prober, {name}: rows of 30"] = _recovered(found, z)
-        figures[f"policy: prober, {name}: first refused request"] = next(i for i, r in enumerate(refused, 1) if r)
+        figures[f"policy_prober_{name}_rows_of_30"] = _recovered(found, z)
+        figures[f"policy_prober_{name}_first_refused"] = next(i for i, r in enumerate(refused, 1) if r)
         figures[f"policy: prober, {name}: requests, and refusals in the log"] = (
             f"{server.asked}, {sum(map(bool, refused))}"
         )
     found, asked = _without_a_site(data, 120 if quick else 2000)
-    figures["policy: prober without a policy: rows of 30"] = _recovered(found, z)
-    figures["policy: prober without a policy: requests"] = asked
+    figures["policy_prober_without_rows_of_30"] = _recovered(found, z)
+    figures["policy_prober_without_requests"] = asked
     return figures
 
 
@@ -231,23 +231,23 @@ def _inside_every_limit(quick: bool) -> dict[str, Any]:
     bound = ((30, 2), (30, 5)) if quick else ((30, 2), (30, 5), (100, 2), (100, 5), (200, 5), (400, 5))
     for rows, columns in bound:
         curve = [enough(rows, columns, requests, distance) for requests in (3, 10, 30, 60)]
-        name = f"policy: rows determined of {rows}, m = {columns}, by 3, 10, 30, 60 requests"
+        name = f"policy_determined_of_{rows}_m{columns}_by_3_10_30_60"
         figures[name] = ", ".join(map(str, curve))
     for rows, columns in () if quick else ((10, 2), (30, 2), (30, 3), (30, 5)):
         curve = [solve(rows, columns, requests, 5.0, 6, reach_sd=1.0) for requests in (5, 20)]
-        name = f"policy: rows solved for of {rows}, m = {columns}, by 5, 20 requests"
+        name = f"policy_solved_of_{rows}_m{columns}_by_5_20"
         figures[name] = ", ".join(map(str, curve))
     data, z = _data(30, 2, 1)
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder), Policy(), data)
         rng = np.random.default_rng(0)
         through = [server.expand(rng.uniform(-20, 20, 2), 1, f"run {i}") is not None for i in range(80)]
-        figures["policy: requests inside every limit answered, over 80 runs"] = int(sum(through))
+        figures["policy_answered_in_80_runs_inside_every_limit"] = int(sum(through))
         q = Gaussian(np.full(2, 1e8), 1e8 * np.eye(2))  # a probe at (1, 1): q and cavity equally sharp
         server = Server(Path(folder) / "x", Policy(), data)
         (Path(folder) / "x").mkdir()
         reply = server.ask(pack_target(q, Gaussian(q.linear * 0.9999, q.precision * 0.9999), 0.0))
-        figures["policy: a sharp q with its cavity is answered"] = reply is not None
+        figures["policy_sharp_q_with_sharp_cavity_answered"] = reply is not None
     del z
     return figures
 
@@ -267,7 +267,11 @@ def _conclusions() -> dict[str, Any]:
             )
         lines = [json.loads(line) for line in (Path(folder) / "audit.jsonl").read_text().splitlines()]
         drawn = sum(line["event"] == "conclusion" and line["refused"] is None for line in lines)
-    return {"policy: conclusions asked": 100, "policy: drawn": drawn, "policy: different answers": len(answers)}
+    return {
+        "policy_conclusions_asked": 100,
+        "policy_conclusions_drawn": drawn,
+        "policy_conclusions_different_answers": len(answers),
+    }
 
 
 def _mixed_settings() -> dict[str, Any]:
@@ -284,12 +288,26 @@ def _mixed_settings() -> dict[str, Any]:
             worst = max(worst, privacy.epsilon_at(rules.delta, 2 * math.sqrt(spent)))
         if len(settings) > 40:
             break
-    return {"policy: ledger equals the composition": bool(agree), "policy: largest ε let through of 2": round(worst, 4)}
+    return {"policy_ledger_met": bool(agree), "policy_ledger_largest_epsilon_of_2": round(worst, 4)}
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Figures of all four."""
-    return {**_far_probes(quick), **_inside_every_limit(quick), **_conclusions(), **_mixed_settings()}
+    """Figures of all four, and whether they are held; quick, the prober without a policy stops after 120 requests."""
+    found = {**_far_probes(quick), **_inside_every_limit(quick), **_conclusions(), **_mixed_settings()}
+    probers = [f"policy_prober_{name}" for name in ("one_round", "rounds_increasing")]
+    bars = {
+        "policy_prober_met": all(
+            found[f"{name}_rows_of_30"] == 0
+            and found[f"{name}_first_refused"] <= 10
+            and found[f"{name}_refusals_in_log"] > 0
+            for name in probers
+        ),
+        "policy_prober_is_real_met": found["policy_prober_without_rows_of_30"] >= (5 if quick else 30),
+        "policy_conclusions_met": (found["policy_conclusions_drawn"], found["policy_conclusions_different_answers"])
+        == (1, 1),
+        "policy_requests_met": found["policy_answered_in_80_runs_inside_every_limit"] == Policy().requests,
+    }
+    return {**found, **bars}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -38,7 +38,7 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
         met = count == 0
         for line in audit.lines(log) if log.exists() else ():
             last = audit.Head(line["line"], line["digest"])
-            met = met or (last.count == count and last.digest == digest)
+            met = met or (last.length == count and last.digest == digest)
         if not met:
             raise DataError(f"{str(log)!r} lacks line {count}, which was written: it was cut, or put in place anew.")
         known.append(last)
@@ -60,7 +60,7 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
         own = {**ledger._asdict(), "runs": {run: list(one) for run, one in ledger.runs.items()}}
         everything = {
             "clients": {**everything["clients"], name: own},
-            "lines": known[-1].count,
+            "lines": known[-1].length,
             "head": known[-1].digest,
         }
         checkpoint.replace(ledgers, json.dumps(everything).encode())

@@ -159,7 +159,7 @@ def _answered(
         _require_same_data(memory, client, request.run)
         if guard is not None and replayed(guard, request) and (raw := memory.recall(last)) is not None:
             guard.write(guard.read(), {**about, "repeated": True, "refused": None})
-            arrays, texts = checkpoint.unpack(raw, "last answer")
+            arrays, texts = checkpoint.unpack(raw, "last answer", last)
             return arrays, {**texts, "nonce": str(request.nonce)}
         personal = _recall(site, memory, name, request.client_id)
     except Exception as error:
@@ -179,7 +179,7 @@ def _answered(
         )
     answered = _wire.pack_reply(reply)
     if guard is not None and not (isinstance(reply, Failure) and reply.reason == REFUSED):
-        memory.keep(last, checkpoint.pack(answered))
+        memory.keep(last, checkpoint.pack((dict(answered[0]), answered[1]), last))
     if after is not None:
         memory.keep(name, checkpoint.pack(after, name))
     return answered
