@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from fedppl import covariance, curves, data, metrics, privacy
+from fedppl import covariance, curves, data, metrics, policy, privacy
 from fedppl.engine.inprocess import InProcess
 from fedppl.hypotheses import contrast, hypotheses
 from fedppl.local.advi import ADVI, MeanField
@@ -14,6 +14,7 @@ from fedppl.local.nuts import NUTS
 from fedppl.loop import Round, fit, rounds
 from fedppl.model import ClientModel, FederatedModel
 from fedppl.participation import all_clients, bernoulli, fixed_size
+from fedppl.policy import Policy
 from fedppl.results import Fit
 from fedppl.search import grid, grid_search, holdout, validation_loss
 from fedppl.steps.averaging import FedAvg
@@ -95,6 +96,7 @@ __all__ = [
     "PFedBayes",
     "PFedMe",
     "PerFedAvg",
+    "Policy",
     "PrecisionWeighted",
     "PrivateEP",
     "Round",
@@ -114,6 +116,7 @@ __all__ = [
     "holdout",
     "hypotheses",
     "metrics",
+    "policy",
     "privacy",
     "rounds",
     "validation_loss",

@@ -8,9 +8,9 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.types import Draws, LocalInference, Message, Target
+from fedppl.types import Asked, Draws, Layout, LocalInference, Message, Target
 
-__all__ = ["draw_target", "pack_target", "unpack_target"]
+__all__ = ["at_points", "at_target", "draw_target", "pack_target", "unpack_target"]
 
 
 def pack_target(q: Gaussian, cavity: Gaussian, prior_share: float) -> Message:
@@ -34,6 +34,17 @@ def unpack_target(client: Any, message: Message) -> Target:
         for name in ("global", "cavity")
     )
     return Target(client, q, cavity, float(message["prior_share"]))
+
+
+def at_target(layout: Layout, message: Message) -> Asked:
+    """Where a request asks that has a target: around the mean of q, given the cavity."""
+    q, cavity = unpack_target(None, message)[1:3]
+    return Asked(np.zeros((0, layout.size)), np.zeros((0, layout.size)), ((q, cavity),))
+
+
+def at_points(layout: Layout, message: Message, name: str) -> Asked:
+    """Where a request asks that has points under a name, (m,) or (S, m)."""
+    return Asked(np.asarray(message[name], dtype=float).reshape(-1, layout.size), np.zeros((0, layout.size)))
 
 
 def draw_target(

@@ -18,6 +18,7 @@ from fedppl.gaussian import Gaussian
 __all__ = [
     "Algorithm",
     "Array",
+    "Asked",
     "ClientView",
     "ConvergenceWarning",
     "DataError",
@@ -203,6 +204,25 @@ class Target(NamedTuple):
     prior_share: float
 
 
+class Asked(NamedTuple):
+    """Where a request has a client compute, as a site's policy sees it: all that it says is in the request.
+
+    Attributes
+    ----------
+    points
+        Points φ at which something is computed, (S, m).
+    spare
+        Points (T, m) that the client can leave out: ``update_client`` finds in the message, under ``inside``, which of
+        them it may compute, (T,) bool. An algorithm that has none leaves this empty.
+    targets
+        Pairs of q and a cavity, from whose tilted distribution moments or draws leave.
+    """
+
+    points: Array
+    spare: Array
+    targets: tuple[tuple[Gaussian, Gaussian], ...] = ()
+
+
 class LocalInference(NamedTuple):
     """One way for a client to turn its data and a cavity into moments.
 
@@ -317,6 +337,12 @@ class Algorithm(NamedTuple):
     tests_convergence
         Whether a fit is meant to end as converged, and warns where it does not. Methods that run a given number of
         rounds of gradient steps are not, even where they stop once nothing moves.
+    asks
+        ``asks(layout, message) -> Asked``: where a request has a client compute. Without it a site whose policy bounds
+        that does not take part.
+    noise_multiplier
+        Of algorithms under differential privacy: the noise of every reply over the bound on its norm. None where a
+        reply's ε is not known.
     """
 
     name: str
@@ -342,6 +368,8 @@ class Algorithm(NamedTuple):
     lasting: bool = False
     preliminary: Callable[[Any], bool] | None = None
     tests_convergence: bool = False
+    asks: Callable[[Layout, Message], Asked] | None = None
+    noise_multiplier: float | None = None
 
     def __repr__(self) -> str:
         """Name and settings; functions say nothing to a reader."""

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import fedppl
 from examples import student_performance
 
 ROOT = Path(__file__).parents[1]
@@ -149,3 +150,11 @@ def test_the_flower_apps_local_path(
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["status"] == "converged"
     assert len(figures["linear"]) == 6  # mu and tau of three predictors
+
+
+def test_the_policies_of_the_clinics_let_them_take_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "flower_app"))
+    importlib.import_module("make_policies").main([str(tmp_path)])
+    found = {path.stem: fedppl.policy.read(path) for path in tmp_path.iterdir()}
+    assert set(found) == {"north", "south", "west"}
+    assert fedppl.policy.refuse_data(found["north"], 6, fedppl.policy.Holdings(25, None)) is None

@@ -21,9 +21,11 @@ from flwr.app import Array, ArrayRecord
 from flwr.app import Message as FlowerMessage
 
 import fedppl
-from fedppl import Algorithm, DataError, DeclarationError, FederatedModel, gaussian
+from fedppl import Algorithm, DeclarationError, FederatedModel, audit, gaussian
+from fedppl.engine._grid import GridEngine
 from fedppl.engine._records import ASK, HELLO, from_content, to_content
 from fedppl.model import compilations
+from fedppl.policy import NO_RULES
 from fedppl.testing import normal_means
 from fedppl.types import Status
 from models import fedlmc_ss
@@ -35,7 +37,10 @@ def site_app(
     model: FederatedModel, data: Mapping[str, Any], algorithm: Algorithm | None = None, **keywords: Any
 ) -> Any:
     return fedppl.Flower.client_app(
-        model, algorithm or fedppl.EP(), lambda config: data[config["client-id"]], **keywords
+        model,
+        algorithm or fedppl.EP(),
+        lambda config: data[config["client-id"]],
+        **{"policy": NO_RULES, **keywords},
     )
 
 
@@ -103,7 +108,7 @@ def test_curves_are_shared_by_sites_that_keep_their_coefficients(tmp_path: Path)
 def test_a_site_known_by_its_authenticated_name_draws_the_same_points(problem: Callable[[], Any]) -> None:
     """Random streams and Sobol points depend on the client's id, which such a site learns from the server."""
     model, clients = problem()
-    app = fedppl.Flower.client_app(model, fedppl.EP(), lambda config: clients[config["secret"]])
+    app = fedppl.Flower.client_app(model, fedppl.EP(), lambda config: clients[config["secret"]], policy=NO_RULES)
     grid = FakeGrid({i: node(app, i, name, secret=name) for i, name in enumerate(clients)})
     here = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
     there = fit(grid, model, list(clients))
@@ -196,7 +201,7 @@ def test_no_value_of_the_data_leaves_a_site_that_cannot_take_part() -> None:
 
 def test_a_site_without_an_id_is_refused() -> None:
     model, clients = normal_means(1)
-    app = fedppl.Flower.client_app(model, fedppl.EP(), lambda config: clients["client 0"])
+    app = fedppl.Flower.client_app(model, fedppl.EP(), lambda config: clients["client 0"], policy=NO_RULES)
     with pytest.raises(DeclarationError, match='has no id; start it with --node-config "client-id='):
         fit(FakeGrid({1: node(app, 1)}), model, 1)
 
@@ -204,7 +209,7 @@ def test_a_site_without_an_id_is_refused() -> None:
 @problems.few_rounds
 def test_the_authenticated_name_is_the_id_and_cannot_be_contradicted() -> None:
     model, clients = normal_means(2)
-    app = fedppl.Flower.client_app(model, fedppl.EP(), lambda config: clients["client 0"])
+    app = fedppl.Flower.client_app(model, fedppl.EP(), lambda config: clients["client 0"], policy=NO_RULES)
     result = fit(FakeGrid({1: node(app, 1, "north"), 2: node(app, 2, "south")}), model, ["north", "south"], rounds=1)
     assert result.client_ids == ("north", "south")
     liar = FakeGrid({1: node(app, 1, "north"), 2: node(app, 2, "south", **{"client-id": "north"})})
@@ -366,7 +371,7 @@ def test_a_request_for_another_client_is_not_answered() -> None:
     )
     message = FlowerMessage(to_content(*parcel), dst_node_id=1, message_type=ASK, ttl=9.0)
     assert from_content(app(message, one.context).content)[1]["failure"] == (
-        "a request for client 'client 1' came to client 'client 0'"
+        "refused by its site; the reason is in the site's own log"
     )
 
 
@@ -483,7 +488,7 @@ def test_a_privacy_budget_outlives_runs_and_a_damaged_one_is_not_started_again(t
     (path,) = (tmp_path / "client 0").glob("lasting-*.personal")
     path.write_bytes(path.read_bytes()[:-3])
     third = fit(grid, model, 2, algorithm, rounds=1)
-    assert third.records[0].failures["client 0"] == "its lasting state cannot be read; see the site's log"
+    assert third.records[0].failures["client 0"] == "refused by its site; the reason is in the site's own log"
 
 
 def test_a_site_draws_no_posterior_from_a_q_that_never_arrived(
@@ -513,24 +518,30 @@ def test_other_data_at_a_site_are_refused_for_the_run_that_had_others(kept: str,
     grid = FakeGrid({node_id: one._replace(app=app) for node_id, one in nodes.items()})
     rest = fit(grid, model, 2, callback=lambda step: step.number == 3, checkpoint=path)
     assert [set(record.failures) for record in rest.records] == [set(), {"client 1"}, {"client 1"}]
-    assert "not those that it had when this run began" in rest.records[1].failures["client 1"]
+    assert "refused by its site" in rest.records[1].failures["client 1"]
     again = fit(grid, model, 2, rounds=1)  # another run takes them
     assert not again.records[0].failures
     if kept == "folder":
         assert len(list((tmp_path / "client 1").glob("*.data"))) == 2
 
 
-def test_other_data_at_a_site_are_refused_for_a_finished_run(tmp_path: Path) -> None:
+def test_other_data_at_a_site_draw_no_posterior_of_a_finished_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, clients = normal_means(2)
     path = tmp_path / "run.ckpt"
-    nodes = nodes_of(model, clients)
-    first = fit(FakeGrid(nodes), model, 2, checkpoint=path)
-    again = fit(FakeGrid(nodes), model, 2, checkpoint=path)
-    assert again.status is first.status is Status.CONVERGED
-    app = site_app(model, {**clients, "client 1": {"y": clients["client 1"]["y"] * 10}})
+    folder = {"folder": lambda config: tmp_path / config["client-id"]}
+    nodes = nodes_of(model, clients, **folder)
+    with pytest.MonkeyPatch.context() as patched:  # the server dies before it has told them that the run is over
+        patched.setattr(GridEngine, "conclude", lambda *arguments: {})
+        first = fit(FakeGrid(nodes), model, 2, checkpoint=path)
+    app = site_app(model, {**clients, "client 1": {"y": clients["client 1"]["y"] * 10}}, **folder)
     grid = FakeGrid({node_id: one._replace(app=app) for node_id, one in nodes.items()})
-    with pytest.raises(DataError, match="client 'client 1': its data are not those that it had when this run began"):
-        fit(grid, model, 2, checkpoint=path)
+    with caplog.at_level(logging.ERROR):  # at the site alone: the server is not told what data do
+        again = fit(grid, model, 2, checkpoint=path)
+    assert again.status is first.status is Status.CONVERGED
+    assert "client 1 drew no posterior" in caplog.text and "client 0 drew" not in caplog.text
+    assert len(list(tmp_path.glob("*/*.nc"))) == 1
 
 
 @problems.few_rounds
@@ -639,3 +650,55 @@ def test_data_go_to_the_sites_or_into_the_simulation() -> None:
         fedppl.Flower.client_app(other_prior, fedppl.EP(), lambda config: {})
     with pytest.raises(DeclarationError, match="load_data is dict"):
         fedppl.Flower.client_app(model, fedppl.EP(), clients)
+
+
+# --- policies -------------------------------------------------------------------------------------------------
+
+
+def test_an_app_without_a_folder_needs_a_policy_without_rules() -> None:
+    model, clients = normal_means(1)
+    for policy in (None, fedppl.Policy(rows=1)):
+        with pytest.raises(DeclarationError, match="folder=None.*NO_RULES"):
+            site_app(model, clients, policy=policy)
+    with pytest.raises(DeclarationError, match="policy=3 must be a fedppl.Policy, the path"):
+        site_app(model, clients, policy=3)
+
+
+@problems.few_rounds
+@pytest.mark.parametrize("given", ["policy", "path", "function"])
+def test_a_site_keeps_to_its_policy(given: str, tmp_path: Path) -> None:
+    """Twenty rows at one client, five at the other, which does not take part; the server is told one thing."""
+    path = tmp_path / "policy.toml"
+    path.write_text("rows = 10")
+    rng = np.random.default_rng(0)
+    model, clients = normal_means(1)[0], {"large": {"y": rng.normal(size=20)}, "small": {"y": rng.normal(size=5)}}
+    policy = {"policy": fedppl.Policy(rows=10), "path": path, "function": lambda config: path}[given]
+    nodes = nodes_of(model, clients, policy=policy, folder=lambda config: tmp_path / config["client-id"])
+    with pytest.raises(DeclarationError, match="'small' was refused.*does not take part under the policy of its site"):
+        fit(FakeGrid(nodes), model, 2)
+    result = fit(FakeGrid(nodes), model, 1)
+    assert result.client_ids == ("large",)
+    events = [line["event"] for line in audit.lines(tmp_path / "large" / "audit.jsonl")]
+    assert events.count("request") == events.count("reply") == len(result.records)
+    assert {"introduction", "conclusion", "draws of q"} <= set(events)
+
+
+@problems.few_rounds
+def test_a_server_that_was_killed_gets_the_round_again_that_it_lost(tmp_path: Path) -> None:
+    """Its checkpoint is a round behind the sites: they give the answers that they gave."""
+    model, clients = problems.regression()
+    folder = {"folder": lambda config: tmp_path / config["client-id"]}
+    free = fit(FakeGrid(nodes_of(model, clients)), model, len(clients))
+    path, before = tmp_path / "run.ckpt", tmp_path / "before.ckpt"
+
+    def keep(step: fedppl.Round) -> bool:
+        if step.number == 1:
+            before.write_bytes(path.read_bytes())
+        return step.number == 2
+
+    nodes = nodes_of(model, clients, **folder)
+    fit(FakeGrid(nodes), model, len(clients), checkpoint=path, callback=keep)
+    path.write_bytes(before.read_bytes())
+    rest = fit(FakeGrid(nodes), model, len(clients), checkpoint=path)
+    assert not any(record.failures for record in rest.records)
+    assert_array_equal(rest.posterior.linear, free.posterior.linear)

@@ -159,7 +159,7 @@ def test_bytes_of_private_ep_are_those_of_the_ledger(form: Any, p: int) -> None:
 @problems.few_rounds
 def test_the_code_on_the_page_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 10
     namespace: dict[str, Any] = {}
     for number, block in enumerate(blocks, start=1):
         exec(compile(block, f"docs/privacy.md, block {number}", "exec"), namespace)  # noqa: S102

@@ -7,23 +7,30 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
+from filelock import FileLock
 
 import fedppl
 from fedppl import _digest, checkpoint, idata
 from fedppl.at_client import client_posterior
-from fedppl.engine import _wire
+from fedppl.engine import _account, _wire
+from fedppl.engine._guard import REFUSED, Guard, concluded, may_take_part, replayed
 from fedppl.engine.answer import answer, require_fit, say_unused
 from fedppl.model import ClientModel, FederatedModel
-from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Message, Status
+from fedppl.policy import Policy
+from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Message, Request, Status
 
 __all__ = ["Memory", "Site", "answer_request", "conclude", "constrain", "enrolled", "file_memory", "introduce"]
 
 logger = logging.getLogger(__name__)
+
+# Seconds that a request waits for the one before it.
+_PATIENCE = 600.0
 
 
 class Site(NamedTuple):
@@ -37,6 +44,7 @@ class Site(NamedTuple):
     folder: Path | None
     draws: int
     chains: int
+    policy: Policy
 
 
 _models: dict[tuple[str, str], ClientModel] = {}  # of this process, by app and node config
@@ -78,6 +86,16 @@ def enrolled(site: Site, config: Mapping[str, Any], called: str | None = None) -
         return _models[key]
 
 
+def _held(site: Site) -> AbstractContextManager[Any]:
+    """One request at a time, over all processes of the site: what it has answered is read, changed and written."""
+    return nullcontext() if site.folder is None else FileLock(site.folder / "site.lock", timeout=_PATIENCE)
+
+
+def _guard(site: Site, config: Mapping[str, Any]) -> Guard | None:
+    """The policy with its account in the site's folder; without a folder a site has no rules, see `client_app`."""
+    return None if site.folder is None else _account.in_folder(site.policy, site.folder, site.client_id(config))
+
+
 def introduce(site: Site, config: Mapping[str, Any]) -> _wire.Parcel:
     """Answer the server's first call: the layout, or why this site cannot take part.
 
@@ -85,7 +103,10 @@ def introduce(site: Site, config: Mapping[str, Any]) -> _wire.Parcel:
     """
     name = site.client_id(config)
     try:
-        client = enrolled(site, config)
+        with _held(site):
+            client = enrolled(site, config)
+            if (guard := _guard(site, config)) is not None:
+                may_take_part(guard, site.algorithm, client)
         return _wire.pack_hello(name, fedppl.__version__, site.algorithm.settings, client.layout, client.reader())
     except Exception as error:
         logger.exception("client %s cannot take part", name, extra={"client": name, "status": "refused"})
@@ -94,16 +115,59 @@ def introduce(site: Site, config: Mapping[str, Any]) -> _wire.Parcel:
 
 
 def answer_request(site: Site, config: Mapping[str, Any], memory: Memory, parcel: _wire.Parcel) -> _wire.Parcel:
-    """Run the client's part of the algorithm. Personal state is kept as the very last thing."""
-    request = _wire.unpack_request(*parcel)
+    """Run the client's part of the algorithm. Personal state is kept as the very last thing.
+
+    What cannot be read, and whatever goes wrong around the computation, is refused in one text.
+    """
+    client_id, nonce = _addressed(parcel)
+    refusal = _wire.pack_reply(Failure(client_id, nonce, REFUSED))
+    try:
+        with _held(site):
+            guard = _guard(site, config)
+            try:
+                request = _wire.unpack_request(*parcel)
+            except Exception as error:  # whatever a server sends is no reason to fail
+                _note(guard, {"event": "request", "refused": f"malformed: {type(error).__name__}: {error}"[:200]})
+                return refusal
+            return _answered(site, config, memory, request, guard)
+    except Exception:
+        logger.exception("client %s refuses a request", client_id, extra={"client": client_id, "status": "refused"})
+        return refusal
+
+
+def _addressed(parcel: _wire.Parcel) -> tuple[str, int]:
+    """Client and nonce of a request as far as they can be read."""
+    texts = parcel[1]
+    told = str(texts.get("nonce", ""))[:20]
+    return str(texts.get("client_id", ""))[:200], int(told) if told.isdecimal() else 0
+
+
+def _note(guard: Guard | None, entry: Mapping[str, Any]) -> None:
+    logger.warning("%s refused: %s", entry["event"], entry["refused"])
+    if guard is not None:
+        guard.write(guard.read(), entry)
+
+
+def _answered(
+    site: Site, config: Mapping[str, Any], memory: Memory, request: Request, guard: Guard | None
+) -> _wire.Parcel:
     name = _name_of_personal(site, config, request.run, request.client_id)
+    last = f"{request.run}-{request.client_id}.answer"
+    about = {"event": "request", "run": request.run, "round": request.round, "client": request.client_id}
     try:
         client = enrolled(site, config, request.client_id)
         _require_same_data(memory, client, request.run)
+        if guard is not None and replayed(guard, request) and (raw := memory.recall(last)) is not None:
+            guard.write(guard.read(), {**about, "repeated": True, "refused": None})
+            arrays, texts = checkpoint.unpack(raw, "last answer", last)
+            return arrays, {**texts, "nonce": str(request.nonce)}
         personal = _recall(site, memory, name, request.client_id)
-    except LocalFailure as failure:
-        return _wire.pack_reply(Failure(request.client_id, request.nonce, str(failure)))
-    after, reply = answer(site.algorithm, client, personal, request)
+    except Exception as error:
+        why = str(error) if isinstance(error, LocalFailure) else type(error).__name__
+        logger.debug("client %s cannot answer", request.client_id, exc_info=True)
+        _note(guard, {**about, "refused": f"site: {why}"})
+        return _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
+    after, reply = answer(site.algorithm, client, personal, request, guard)
     if isinstance(reply, Failure):
         logger.warning(
             "round %d, client %s failed: %s %s",
@@ -114,6 +178,8 @@ def answer_request(site: Site, config: Mapping[str, Any], memory: Memory, parcel
             extra={"round": request.round, "client": request.client_id, "status": "failed"},
         )
     answered = _wire.pack_reply(reply)
+    if guard is not None and not (isinstance(reply, Failure) and reply.reason == REFUSED):
+        memory.keep(last, checkpoint.pack((dict(answered[0]), answered[1]), last))
     if after is not None:
         memory.keep(name, checkpoint.pack(after, name))
     return answered
@@ -152,30 +218,52 @@ def _recall(site: Site, memory: Memory, name: str, client_id: str) -> Any:
 
 
 def constrain(site: Site, config: Mapping[str, Any], arrays: Message) -> _wire.Parcel:
-    """Take draws of φ (S, m) back to the constrained space."""
-    values = enrolled(site, config).constrain_shared(np.asarray(arrays["phi"], dtype=float))
-    return values, {"client_id": site.client_id(config)}
+    """Take draws of φ (S, m) back to the constrained space. No data are used for it."""
+    name = site.client_id(config)
+    try:
+        with _held(site):
+            if (guard := _guard(site, config)) is not None:
+                guard.write(guard.read(), {"event": "draws of q", "refused": None})
+            values = enrolled(site, config).constrain_shared(np.asarray(arrays["phi"], dtype=float))
+        return values, {"client_id": name}
+    except Exception:
+        logger.exception("client %s cannot read draws", name, extra={"client": name, "status": "refused"})
+        return {}, {"client_id": name, "refused": REFUSED}
 
 
 def conclude(site: Site, config: Mapping[str, Any], memory: Memory, parcel: _wire.Parcel) -> _wire.Parcel:
-    """Draw this client's own posterior and leave it in the site's folder. It does not travel."""
-    arrays, texts = parcel
-    client_id = texts["client_id"]
+    """Draw this client's own posterior and leave it in the site's folder, once a run. It does not travel.
+
+    The server is told the same whatever happens: whether the data are those of the run, and whether drawing fails,
+    depends on data, and nothing that it may ask without end may tell it.
+    """
+    name = _addressed(parcel)[0]
     try:
-        client = enrolled(site, config, client_id)
-        _require_same_data(memory, client, texts["run"])
-    except LocalFailure as failure:
-        return {}, {"client_id": client_id, "refused": str(failure)}
-    if site.folder is not None:
-        personal = _recall(site, memory, _name_of_personal(site, config, texts["run"], client_id), client_id)
-        seed, status = int(texts["seed"]), Status(texts["status"])
-        result = client_posterior(site.algorithm, client, personal, arrays, seed, site.draws, site.chains, status)
-        path = site.folder / f"{quote(client_id, safe='')}.nc"
-        partial = path.with_name(path.name + ".partial")
-        idata.write(result, partial)
-        partial.replace(path)
-        logger.info("client %s: posterior written to %s", client_id, path)
-    return {}, {"client_id": client_id}
+        with _held(site):
+            _conclude(site, config, memory, parcel)
+    except Exception:
+        logger.exception("client %s drew no posterior", name, extra={"client": name, "status": "failed"})
+    return {}, {"client_id": name}
+
+
+def _conclude(site: Site, config: Mapping[str, Any], memory: Memory, parcel: _wire.Parcel) -> None:
+    arrays, texts = parcel
+    client_id, run, seed, status = texts["client_id"], texts["run"], int(texts["seed"]), Status(texts["status"])
+    guard = _guard(site, config)
+    if site.folder is None or guard is None:
+        return
+    if not concluded(guard, run):
+        logger.warning("client %s was told before that run %s is over", client_id, run)
+        return
+    client = enrolled(site, config, client_id)
+    _require_same_data(memory, client, run)
+    personal = _recall(site, memory, _name_of_personal(site, config, run, client_id), client_id)
+    result = client_posterior(site.algorithm, client, personal, arrays, seed, site.draws, site.chains, status)
+    path = site.folder / f"{quote(client_id, safe='')}.nc"
+    partial = path.with_name(path.name + ".partial")
+    idata.write(result, partial)
+    partial.replace(path)
+    logger.info("client %s: posterior written to %s", client_id, path)
 
 
 def file_memory(folder: Path) -> Memory:

@@ -20,6 +20,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedppl.engine import flower
 from fedppl.engine._grid import GridEngine, GridSettings
+from fedppl.policy import NO_RULES
 
 _FOLDER = os.environ["FEDPPL_SIMULATION"]
 
@@ -51,6 +52,7 @@ client_app = flower.client_app(
     _load_data,
     client_id=_client_id,
     folder=_folder if _algorithm.lasting else None,
+    policy=NO_RULES,  # they are the user's own data
 )
 server_app = ServerApp()
 # Never closed here: that it breaks tells the other end that this whole process has ended, its workers with it.

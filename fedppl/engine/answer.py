@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fedppl.engine._guard import REFUSED, Guard, admit, released
 from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Message, Reply, Request
 
 __all__ = ["answer", "require_fit", "say_unused", "stream"]
@@ -49,11 +50,26 @@ def stream(seed: tuple[int, ...]) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence(seed))
 
 
-def answer(algorithm: Algorithm, client: Any, personal: Any, request: Request) -> tuple[Any, Reply | Failure]:
+def answer(
+    algorithm: Algorithm, client: Any, personal: Any, request: Request, guard: Guard | None = None
+) -> tuple[Any, Reply | Failure]:
     """Run the client's part of the algorithm; what goes wrong becomes a Failure with its reason.
 
-    Personal state is replaced only by a request that succeeded.
+    Personal state is replaced only by a request that succeeded. With a guard nothing is computed that its policy
+    refuses, and nothing leaves that could not be written down.
     """
+    if guard is None:
+        return _answered(algorithm, client, personal, request)
+    admitted = admit(guard, algorithm, client, request)
+    if admitted is None:
+        return personal, Failure(request.client_id, request.nonce, REFUSED)
+    after, reply = _answered(algorithm, client, personal, admitted)
+    if not released(guard, algorithm, request, reply):
+        return after, Failure(request.client_id, request.nonce, REFUSED)
+    return after, reply
+
+
+def _answered(algorithm: Algorithm, client: Any, personal: Any, request: Request) -> tuple[Any, Reply | Failure]:
     message: Message = {}
     info: Mapping[str, float | str]
     try:

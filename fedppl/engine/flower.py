@@ -24,8 +24,9 @@ from fedppl.engine._simulation import start
 from fedppl.engine.answer import require_fit
 from fedppl.model import FederatedModel
 from fedppl.participation import Participation
+from fedppl.policy import NO_RULES, Policy, read
 from fedppl.results import Fit
-from fedppl.settings import positive, whole
+from fedppl.settings import positive, shown, whole
 from fedppl.types import Algorithm, DeclarationError, Engine, EngineFactory
 
 __all__ = ["client_app", "grid", "server_app", "simulation"]
@@ -38,6 +39,7 @@ def client_app(
     *,
     client_id: Callable[[Mapping[str, Any]], str] | None = None,
     folder: str | Path | Callable[[Mapping[str, Any]], str | Path] | None = None,
+    policy: Policy | str | Path | Callable[[Mapping[str, Any]], Policy | str | Path] | None = None,
     draws: int = 1000,
     chains: int = 4,
 ) -> ClientApp:
@@ -55,10 +57,14 @@ def client_app(
         Function from the node config to this client's id; by default its entry ``client-id``, or nothing where
         the server knows the site by its authenticated name.
     folder
-        Where this site keeps its personal state, a salted digest of its data (other data are refused in a run that has
-        begun) and, when the run is over, its own posterior (a NetCDF file named after the client); a path, or a
-        function from the node config to one. None keeps them in memory at most, and no posterior. An algorithm
-        with a privacy budget needs it: deleting the file ``lasting-….personal`` grants the budget anew.
+        Where this site keeps its audit log and its account of all that it has released (``audit.jsonl``,
+        ``ledger.json``), its personal state, a salted digest of its data (other data are refused in a run that has
+        begun), its last answer, and, when the run is over, its own posterior (a NetCDF file named after the client); a
+        path, or a function from the node config to one. Limits count over all runs in it: deleting the files grants
+        them anew. None goes only with ``policy=fedppl.policy.NO_RULES``: nothing is logged or counted then.
+    policy
+        What this site allows: a `fedppl.Policy`, the path of a TOML file with one, or a function from the node config
+        to either. By default ``fedppl.Policy()``.
     draws, chains
         Size of that posterior.
 
@@ -76,7 +82,9 @@ def client_app(
     >>> import fedppl
     >>> from fedppl.testing import normal_means
     >>> model, clients = normal_means()
-    >>> app = fedppl.Flower.client_app(model, fedppl.EP(), lambda config: clients[config["client-id"]])
+    >>> app = fedppl.Flower.client_app(
+    ...     model, fedppl.EP(), lambda config: clients[config["client-id"]], folder=lambda config: config["folder"]
+    ... )
 
     Notes
     -----
@@ -91,6 +99,16 @@ def client_app(
         raise DeclarationError(
             f"{algorithm.name} counts what a site has released over all runs; give client_app a folder= that lasts."
         )
+    if not (policy is None or callable(policy) or isinstance(policy, Policy | str | Path)):
+        raise DeclarationError(
+            f"policy={shown(policy)} must be a fedppl.Policy, the path of a TOML file with one, or a function from the "
+            "node config to either."
+        )
+    if folder is None and policy != NO_RULES:
+        raise DeclarationError(
+            "folder=None: a policy counts requests over all runs and keeps an audit log; give client_app a folder= "
+            "that lasts, or policy=fedppl.policy.NO_RULES where the data need no protection."
+        )
     named = client_id or (lambda config: str(config.get("client-id", "")))
     token = secrets.token_hex(8)
 
@@ -99,7 +117,9 @@ def client_app(
         path = None if where is None else Path(where)
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
-        return _site.Site(token, federated_model, algorithm, load_data, named, path, draws, chains)
+        chosen = policy(context.node_config) if callable(policy) else policy
+        rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
+        return _site.Site(token, federated_model, algorithm, load_data, named, path, draws, chains, rules)
 
     # Flower copies the app to its workers: nothing here may hold data, compiled models or locks.
     app = ClientApp()
@@ -113,22 +133,30 @@ def client_app(
     def ask(message: FlowerMessage, context: Context) -> FlowerMessage:
         here = site(context)
         memory = _site.file_memory(here.folder) if here.folder else _context_memory(context)
-        parcel = _site.answer_request(here, context.node_config, memory, from_content(message.content))
+        parcel = _site.answer_request(here, context.node_config, memory, _read(message))
         return FlowerMessage(to_content(*parcel), reply_to=message)
 
     @app.query(CONSTRAIN.split(".")[1])
     def constrain(message: FlowerMessage, context: Context) -> FlowerMessage:
-        parcel = _site.constrain(site(context), context.node_config, from_content(message.content)[0])
+        parcel = _site.constrain(site(context), context.node_config, _read(message)[0])
         return FlowerMessage(to_content(*parcel), reply_to=message)
 
     @app.evaluate(CONCLUDE.split(".")[1])
     def conclude(message: FlowerMessage, context: Context) -> FlowerMessage:
         here = site(context)
         memory = _site.file_memory(here.folder) if here.folder else _context_memory(context)
-        parcel = _site.conclude(here, context.node_config, memory, from_content(message.content))
+        parcel = _site.conclude(here, context.node_config, memory, _read(message))
         return FlowerMessage(to_content(*parcel), reply_to=message)
 
     return app
+
+
+def _read(message: FlowerMessage) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """What came; nothing where it cannot be read, which the site refuses like anything else that is malformed."""
+    try:
+        return from_content(message.content)
+    except Exception:
+        return {}, {}
 
 
 def _context_memory(context: Context) -> _site.Memory:

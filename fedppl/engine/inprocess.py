@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from fedppl.engine._guard import in_memory, may_take_part
 from fedppl.engine.answer import answer
-from fedppl.settings import whole
+from fedppl.policy import Policy
+from fedppl.settings import shown, whole
 from fedppl.types import (
     Algorithm,
     DeclarationError,
@@ -31,7 +33,9 @@ __all__ = ["InProcess", "InProcessEngine"]
 class InProcessEngine:
     """Clients' models and personal states by id; see `InProcess`."""
 
-    def __init__(self, algorithm: Algorithm, models: Mapping[str, Any], workers: int) -> None:
+    def __init__(
+        self, algorithm: Algorithm, models: Mapping[str, Any], workers: int, policy: Policy | None = None
+    ) -> None:
         if not models:
             raise DeclarationError(
                 "clients=None needs an engine that finds the clients, like fedppl.Flower.grid(grid); "
@@ -43,6 +47,9 @@ class InProcessEngine:
         self._pool: ThreadPoolExecutor | None = None  # kept from round to round
         self._late: dict[str, Future[Reply | Failure]] = {}  # what clients still compute that missed a deadline
         self.personal: dict[str, Any] = {}
+        self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
+        for client_id, guard in self._guards.items():
+            may_take_part(guard, algorithm, models[client_id])
 
     def clients(self) -> tuple[str, ...]:
         """Return the ids of all clients."""
@@ -103,19 +110,23 @@ class InProcessEngine:
 
     def _one(self, request: Request) -> Reply | Failure:
         client_id = request.client_id
-        personal, reply = answer(self._algorithm, self._models[client_id], self.personal.get(client_id), request)
+        before, guard = self.personal.get(client_id), self._guards.get(client_id)
+        personal, reply = answer(self._algorithm, self._models[client_id], before, request, guard)
         if personal is not None:
             self.personal[client_id] = personal
         return reply
 
 
-def InProcess(*, workers: int | None = None) -> EngineFactory:
+def InProcess(*, workers: int | None = None, policy: Policy | None = None) -> EngineFactory:
     """Run all clients in this process.
 
     Parameters
     ----------
     workers
         Number of threads; by default one per core.
+    policy
+        A `fedppl.Policy` that every client keeps to, as at a site of its own, to try one out; its limits count in one
+        run. By default there is none: the data are yours.
 
     Returns
     -------
@@ -124,7 +135,7 @@ def InProcess(*, workers: int | None = None) -> EngineFactory:
     Raises
     ------
     DeclarationError
-        If `workers` is below one.
+        If `workers` is below one or `policy` is none; in a fit, where a client's data do not meet the policy.
 
     Examples
     --------
@@ -132,4 +143,6 @@ def InProcess(*, workers: int | None = None) -> EngineFactory:
     >>> engine = fedppl.InProcess(workers=1)
     """
     count = whole("workers", workers) if workers is not None else (os.cpu_count() or 1)
-    return lambda algorithm, clients: InProcessEngine(algorithm, clients, count)
+    if policy is not None and not isinstance(policy, Policy):
+        raise DeclarationError(f"policy={shown(policy)} must be a fedppl.Policy, such as fedppl.policy.read(path).")
+    return lambda algorithm, clients: InProcessEngine(algorithm, clients, count, policy)

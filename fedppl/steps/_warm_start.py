@@ -20,7 +20,7 @@ from fedppl.steps._diagnosis import explain
 from fedppl.steps._sites import NO_VALUE, Sites, absurd_expansion, dense, in_structure, indices, update
 from fedppl.types import Array, Expansion, Layout, LocalFailure, LocalInference, Message
 
-__all__ = ["LENGTHS", "WarmStart", "expand_along", "newton_step", "start", "step", "why_not_arrived"]
+__all__ = ["LENGTHS", "WarmStart", "along", "expand_along", "newton_step", "start", "step", "why_not_arrived"]
 
 LENGTHS = 2.0 ** np.arange(-10, 6)
 # In posterior sds: EP's importance weights are good from here, and the rest of the way is inside its first step.
@@ -58,24 +58,30 @@ def start(layout: Layout, clients: int) -> WarmStart:
     )
 
 
-def _along(point: Array, move: Array) -> Array:
+def along(point: Array, move: Array) -> Array:
     """Points (T, m) at `LENGTHS` times the step that led to the point."""
     return np.asarray(point + (LENGTHS - 1.0)[:, None] * move)
 
 
 def expand_along(
-    client: Any, local: LocalInference, point: Array, move: Array, prior_share: float
+    client: Any, local: LocalInference, point: Array, move: Array, prior_share: float, inside: Any = None
 ) -> tuple[dict[str, Array], dict[str, float | str]]:
-    """A client's reply: log f_k with its derivatives at the point, and alone along the step that led there."""
+    """A client's reply: log f_k with its derivatives at the point, and alone along the step that led there.
+
+    Where `inside`, (1 + T,) bool, is False, its site's policy keeps the client from computing: it says nothing there.
+    """
     assert local.expand is not None and local.log_factor is not None
     m = len(point)
     ray = np.zeros(len(LENGTHS))
+    kept = np.ones(1 + len(ray), dtype=bool) if inside is None else np.asarray(inside, dtype=bool)
     if np.any(move):
-        values = local.log_factor(client, _along(point, move), prior_share)
+        values = np.full(len(ray), NO_VALUE)
+        if np.any(kept[1:]):
+            values[kept[1:]] = local.log_factor(client, along(point, move)[kept[1:]], prior_share)
         ray = np.where(np.isfinite(values), values, NO_VALUE)
     nothing, why = Expansion(NO_VALUE, np.zeros(m), np.zeros((m, m)), {}), {}
     try:
-        expansion = local.expand(client, point, prior_share)
+        expansion = local.expand(client, point, prior_share) if kept[0] else nothing
     except LocalFailure as failure:
         if not np.any(move):  # nowhere to go back to
             raise
@@ -227,7 +233,7 @@ def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Mess
     if not np.any(state.move) or not np.isfinite(state.objective):
         return None
     values = np.sum([np.maximum(reply["ray"], NO_VALUE) for reply in replies.values()], axis=0)
-    values = values + gaussian.log_kernel(prior, _along(state.point, state.move))
+    values = values + gaussian.log_kernel(prior, along(state.point, state.move))
     reach = (
         1.0
         if not state.whole

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
+from fedppl._target import at_points
 from fedppl.local._descent import Descent, Objective, check_batches, checked, descend
 from fedppl.replies import sum_replies
 from fedppl.steps._point import (
@@ -121,6 +122,7 @@ def FedAvg(
         details=lambda state: {},
         estimate=lambda state: state.phi,
         settings=described(descent, weights=weights, tolerance=tolerance),
+        asks=functools.partial(at_points, name="phi"),
     )
 
 

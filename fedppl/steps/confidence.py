@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
+from fedppl._target import at_points
 from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
 from fedppl.replies import sum_replies
@@ -173,6 +174,7 @@ def Confidence(
             for name, value in settings._asdict().items()
         },
         tests_convergence=True,
+        asks=functools.partial(at_points, name="w"),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian, settings
-from fedppl._target import pack_target, unpack_target
+from fedppl._target import at_target, pack_target, unpack_target
 from fedppl.gaussian import Gaussian
 from fedppl.local._importance import skewness
 from fedppl.local.nested_laplace import NestedLaplace
@@ -127,6 +127,7 @@ def ConsensusMonteCarlo(*, local: LocalInference | None = None, draws: int = 100
         posterior=_posterior,
         settings={"local": inference.describe(), "draws": repr(int(draws))},
         tests_convergence=True,
+        asks=at_target,
     )
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from fedppl import gaussian, settings
-from fedppl._target import draw_target, pack_target, unpack_target
+from fedppl._target import at_target, draw_target, pack_target, unpack_target
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.steps import _sites, _warm_start
 from fedppl.steps._damped_step import EPInfo, EPState, damped_step, hold_back, named, targets
 from fedppl.steps._warm_start import WarmStart
-from fedppl.types import Algorithm, Layout, LocalInference, Message, Status
+from fedppl.types import Algorithm, Asked, Layout, LocalInference, Message, Status
 
 __all__ = ["EP", "EPInfo", "EPState"]
 
@@ -130,6 +130,7 @@ def EP(
             "trust": repr(trust),
         },
         tests_convergence=True,
+        asks=_asks,
     )
 
 
@@ -171,13 +172,24 @@ def _broadcast(state: EPState, client_id: str) -> Message:
     return pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.prior_share)
 
 
+def _asks(layout: Layout, message: Message) -> Asked:
+    """The point, which a client can leave out where a step led to it, and those along that step; or the target."""
+    if "point" not in message:
+        return at_target(layout, message)
+    point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
+    if not np.any(move):
+        return Asked(point[None], np.zeros((0, layout.size)))
+    return Asked(np.zeros((0, layout.size)), np.vstack([point, _warm_start.along(point, move)]))
+
+
 def _update_client(
     client: Any, personal: Any, message: Message, rng: np.random.Generator, *, local: LocalInference
 ) -> tuple[Any, Message, Mapping[str, float | str]]:
     """Expand log f_k at the point, or match moments of the tilted distribution. Clients keep no state."""
     if "point" in message and local.expand is not None:
         point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
-        reply, info = _warm_start.expand_along(client, local, point, move, float(message["prior_share"]))
+        share, inside = float(message["prior_share"]), message.get("inside")
+        reply, info = _warm_start.expand_along(client, local, point, move, share, inside)
         return personal, reply, info
     moments = local.tilted(unpack_target(client, message), rng)
     reply = {

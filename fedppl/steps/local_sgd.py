@@ -11,7 +11,7 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.local._descent import Descent, check_batches, checked, descend
 from fedppl.steps._point import client_loss, converged, described, draw_point, kept_own, tolerance_rule
-from fedppl.types import Algorithm, Array, Draws, Layout, Message, Status
+from fedppl.types import Algorithm, Array, Asked, Draws, Layout, Message, Status
 
 __all__ = ["Own", "SeparateSGD", "SeparateSGDInfo", "SeparateSGDState"]
 
@@ -105,6 +105,7 @@ def SeparateSGD(
         draw=functools.partial(_draw, descent=descent),
         details=lambda state: {},
         settings=described(descent, tolerance=tolerance),
+        asks=lambda layout, message: Asked(np.zeros((0, layout.size)), np.zeros((0, layout.size))),
     )
 
 

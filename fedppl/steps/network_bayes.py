@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedppl._target import at_points
 from fedppl.steps import _posteriors
 from fedppl.steps._network import (
     Own,
@@ -118,6 +119,7 @@ def PFedBayes(
         stay=functools.partial(_stay, settings=settings),
         settings=described(settings._asdict()),
         large=True,
+        asks=functools.partial(at_points, name="mean"),
         unused=unused_priors,
     )
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
+from fedppl._target import at_points
 from fedppl.steps._network import (
     Own,
     Training,
@@ -112,6 +113,7 @@ def IFCA(
         details=lambda state: {},
         settings=described({"clusters": int(clusters), "spread": sd, **training._asdict(), "weights": weights}),
         large=True,
+        asks=functools.partial(at_points, name="phi"),
         unused=unused_priors,
     )
 

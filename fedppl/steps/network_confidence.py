@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
+from fedppl._target import at_points
 from fedppl.replies import sum_replies
 from fedppl.steps._network import (
     Own,
@@ -170,6 +171,7 @@ def NetworkConfidence(
         stay=functools.partial(_stay, settings=settings),
         settings=described(settings._asdict()),
         large=True,
+        asks=functools.partial(at_points, name="mean"),
         unused=unused_priors,
     )
 

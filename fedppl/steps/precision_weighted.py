@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import gaussian, settings, structure
-from fedppl._target import draw_target, pack_target, unpack_target
+from fedppl._target import at_target, draw_target, pack_target, unpack_target
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.steps import _sites
@@ -98,6 +98,7 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> Algorithm:
         posterior=lambda state: state.sites.q,
         settings={"local": inference.describe()},
         tests_convergence=True,
+        asks=at_target,
     )
 
 

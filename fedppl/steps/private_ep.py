@@ -153,6 +153,7 @@ def PrivateEP(
         },
         lasting=True,
         preliminary=None,
+        noise_multiplier=float(noise_multiplier),
     )
 
 

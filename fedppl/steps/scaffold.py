@@ -22,7 +22,7 @@ from fedppl.steps._point import (
     weights_rule,
 )
 from fedppl.steps.averaging import draw, refuse
-from fedppl.types import Algorithm, Array, Layout, Message, Status
+from fedppl.types import Algorithm, Array, Asked, Layout, Message, Status
 
 __all__ = ["SCAFFOLD", "ScaffoldInfo", "ScaffoldState", "mean_control"]
 
@@ -133,6 +133,7 @@ def SCAFFOLD(
         details=lambda state: {},
         estimate=lambda state: state.phi,
         settings=described(descent, server_rate=float(server_rate), weights=weights, tolerance=tolerance),
+        asks=functools.partial(_asks, descent=descent),
     )
 
 
@@ -170,6 +171,13 @@ def _broadcast(state: ScaffoldState, client_id: str) -> Message:
         "correction": _corrections(state)[state.where[client_id]],
         "prior_share": np.array(state.prior_share),
     }
+
+
+def _asks(layout: Layout, message: Message, *, descent: Descent) -> Asked:
+    """Where the steps begin, and where the correction alone would lead them: it is the server's to choose."""
+    phi, correction = (np.asarray(message[name], dtype=float) for name in ("phi", "correction"))
+    led = phi + descent.learning_rate * descent.steps * correction * np.array([[-1.0], [0.0], [1.0]])
+    return Asked(led, np.zeros((0, layout.size)))
 
 
 def _update_client(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import settings, structure
-from fedppl._target import draw_target, pack_target, unpack_target
+from fedppl._target import at_target, draw_target, pack_target, unpack_target
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.steps import _sites, _warm_start
@@ -92,6 +92,7 @@ def Separate(*, local: LocalInference | None = None) -> Algorithm:
         details=lambda state: {},
         settings={"local": inference.describe()},
         tests_convergence=True,
+        asks=at_target,
     )
 
 

@@ -19,7 +19,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.steps import _coupled
 from fedppl.steps._at_mode import Frame, frame_of, mode_given, reported
-from fedppl.types import Algorithm, Array, DeclarationError, Layout, LocalInference, Message, Status
+from fedppl.types import Algorithm, Array, Asked, DeclarationError, Layout, LocalInference, Message, Status
 
 __all__ = ["HM1", "HM1Info", "HM1State"]
 
@@ -158,6 +158,7 @@ def HM1(
             "report": repr(tuple(report)),
         },
         tests_convergence=True,
+        asks=_asks,
     )
 
 
@@ -201,6 +202,14 @@ def _broadcast(state: HM1State, client_id: str) -> Message:
     """Where to start, the aggregated vector, and the weight of the prior: θ_k given the others."""
     k = state.where[client_id]
     return {"start": state.mean[k], "pull": state.pulls[k], "weight": np.array(state.weights[k])}
+
+
+def _asks(layout: Layout, message: Message) -> Asked:
+    """Where Newton's steps begin, and the mean given the other clients: it draws the mode that is expanded at."""
+    frame = frame_of(layout)
+    start, pull = (np.asarray(message[name], dtype=float) for name in ("start", "pull"))
+    given = pull / float(message["weight"])
+    return Asked(frame.center + np.stack([start, given]) @ frame.root.T, np.zeros((0, layout.size)))
 
 
 def _update_client(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedppl._target import at_points
 from fedppl.local._descent import Descent, Objective, check_batches, checked, descend
 from fedppl.settings import between, one_of, positive
 from fedppl.steps._at_mode import frame_of
@@ -124,6 +125,7 @@ def HM1Gradient(
         draw=_draw,
         details=_details,
         settings=described(descent, alpha=alpha, prior_step=prior_step, tolerance=tolerance),
+        asks=functools.partial(at_points, name="theta"),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
+from fedppl._target import at_points
 from fedppl.replies import sum_replies
 from fedppl.steps._network import (
     Training,
@@ -185,6 +186,7 @@ def FedSI(
         estimate=lambda state: state.mean,
         settings=described({**settings._asdict(), **tuning._asdict()}),
         large=True,
+        asks=functools.partial(at_points, name="mean"),
         unused=functools.partial(unused_priors, shared=True, tuned=tuning.which),
     )
 

@@ -1,4 +1,4 @@
-"""A clinic's app. Node config: data (path of its CSV file) and folder (where its own posterior goes)."""
+"""A clinic's app. Node config: data (path of its CSV file), policy (what it allows), folder (its log and posterior)."""
 
 from __future__ import annotations
 
@@ -15,4 +15,5 @@ app = fedppl.Flower.client_app(
     ALGORITHM,
     load_data=lambda config: load_csv(config["data"]),
     folder=lambda config: config["folder"],
+    policy=lambda config: config.get("policy"),  # without one, the default
 )

@@ -1,0 +1,131 @@
+"""A site's audit log: JSON lines, each with the digest of the one before. ``python -m fedppl.audit FILE`` checks it."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedppl.types import DataError
+
+__all__ = ["Head", "append", "head", "lines", "main"]
+
+_START = hashlib.sha256(b"fedppl audit log 1\n").hexdigest()
+
+
+class Head(NamedTuple):
+    """How many lines a log has, and the digest of the last."""
+
+    length: int = 0
+    digest: str = _START
+
+
+def append(path: str | os.PathLike[str], entry: Mapping[str, Any], after: Head | None = None) -> Head:
+    """Write one line, on the disk when this returns.
+
+    Parameters
+    ----------
+    path
+        The log; it is made where there is none. The caller holds the site's lock.
+    entry
+        What to write, as JSON has it; ``line``, ``time``, ``before`` and ``digest`` are the log's own names.
+    after
+        The head that the log has as far as the caller knows; without it the log is read.
+
+    Returns
+    -------
+    Head
+
+    Raises
+    ------
+    DataError
+        If the log is broken.
+    OSError
+        If it cannot be written.
+    """
+    before = head(path) if after is None else after
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    line = {"line": before.length + 1, "time": now, **entry, "before": before.digest}
+    assert "digest" not in line
+    line["digest"] = _digest(line)
+    with Path(path).open("ab") as file:
+        file.write(json.dumps(line).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return Head(before.length + 1, str(line["digest"]))
+
+
+def lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Give the lines one by one, and raise DataError at the first that does not follow from the one before."""
+    before = Head()
+    with Path(path).open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            try:
+                line = json.loads(raw)
+                whole = raw.endswith(b"\n") and isinstance(line, dict)
+                told = line.pop("digest", None) if whole else None
+                follows = whole and line.get("before") == before.digest and line.get("line") == number
+                broken = not follows or _digest(line) != told
+            except (ValueError, RecursionError):
+                broken = True
+            if broken:
+                raise DataError(
+                    f"{str(path)!r} is broken at line {number}: it was changed, or a line before it was taken out or "
+                    "put in, or writing it was cut short. Keep the file as it is, and find out which."
+                )
+            before = Head(number, str(told))
+            yield {**line, "digest": told}
+
+
+def head(path: str | os.PathLike[str]) -> Head:
+    """Check a log from its first line to its last; one that is not there has none."""
+    last = Head()
+    if Path(path).exists():
+        for line in lines(path):
+            last = Head(line["line"], line["digest"])
+    return last
+
+
+def _digest(line: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check a log and print a summary; 0 where it holds, 1 where it is broken."""
+    parser = argparse.ArgumentParser(prog="python -m fedppl.audit", description="Check a site's audit log.")
+    parser.add_argument("file", type=Path)
+    path = parser.parse_args(argv).file
+    events: collections.Counter[str] = collections.Counter()
+    rules: collections.Counter[str] = collections.Counter()
+    numbers: collections.Counter[str] = collections.Counter()
+    runs: set[str] = set()
+    last: dict[str, Any] = {"line": 0, "digest": _START}
+    try:
+        for last in lines(path):
+            events[last["event"]] += 1
+            if last.get("refused"):
+                rules[last["refused"].partition(":")[0]] += 1
+            numbers.update(last.get("released", {}))
+            runs |= {last["run"]} if last.get("run") else set()
+    except (OSError, DataError) as error:
+        print(f"BROKEN: {error}", file=sys.stderr)
+        return 1
+    print(f"{last['line']} lines, the chain holds; {len(runs)} runs")
+    print("events: " + (", ".join(f"{count} {name}" for name, count in sorted(events.items())) or "none"))
+    print("refused by: " + (", ".join(f"{name} ({count})" for name, count in sorted(rules.items())) or "none"))
+    print("numbers released: " + (", ".join(f"{count} {name}" for name, count in sorted(numbers.items())) or "none"))
+    if last.get("epsilon") is not None:
+        print(f"ε so far: {last['epsilon']:.4g} at δ = {last['delta']:g}")
+    print(f"last digest: {last['digest']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

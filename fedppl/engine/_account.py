@@ -1,0 +1,68 @@
+"""What clients of a site have answered, in the site's folder: `ledger.json`, and `audit.jsonl` beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from fedppl import audit, checkpoint
+from fedppl.engine._guard import Guard, Ledger, Run
+from fedppl.policy import Policy
+from fedppl.types import DataError
+
+__all__ = ["in_folder"]
+
+
+def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
+    """A guard whose account lies in a folder, under a client's own name. Its user holds the site's lock all the while.
+
+    The log comes first and the ledger after it: where a process dies in between, the log knows more, and that is no
+    fault. A ledger that knows lines which the log lacks shows that the log was cut.
+    """
+    ledgers, log = folder / "ledger.json", folder / "audit.jsonl"
+    known: list[audit.Head] = []  # checked once a request
+
+    def read_all() -> dict[str, Any]:
+        if not ledgers.exists():
+            if log.exists() and not known:
+                raise DataError(f"{str(log)!r} has no {ledgers.name} beside it: what was released is not known.")
+            return {"clients": {}, "lines": 0, "head": audit.Head().digest}
+        found: dict[str, Any] = json.loads(ledgers.read_bytes())
+        return found
+
+    def check(everything: Mapping[str, Any]) -> None:
+        count, digest, last = everything["lines"], everything["head"], audit.Head()
+        met = count == 0
+        for line in audit.lines(log) if log.exists() else ():
+            last = audit.Head(line["line"], line["digest"])
+            met = met or (last.length == count and last.digest == digest)
+        if not met:
+            raise DataError(f"{str(log)!r} lacks line {count}, which was written: it was cut, or put in place anew.")
+        known.append(last)
+
+    def read() -> Ledger:
+        everything = read_all()
+        if not known:
+            check(everything)
+        own = everything["clients"].get(name)
+        if own is None:
+            return Ledger()
+        return Ledger(**{**own, "runs": {run: Run(*one) for run, one in own["runs"].items()}})
+
+    def write(ledger: Ledger, entry: Mapping[str, Any]) -> None:
+        everything = read_all()
+        if not known:
+            check(everything)
+        known.append(audit.append(log, {"site": name, **entry}, known[-1]))
+        own = {**ledger._asdict(), "runs": {run: list(one) for run, one in ledger.runs.items()}}
+        everything = {
+            "clients": {**everything["clients"], name: own},
+            "lines": known[-1].length,
+            "head": known[-1].digest,
+        }
+        checkpoint.replace(ledgers, json.dumps(everything).encode())
+
+    return Guard(rules, nullcontext, read, write)

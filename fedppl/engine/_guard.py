@@ -1,0 +1,220 @@
+"""Holds a client's policy against every request, before anything is computed, and keeps account over all runs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl import _digest, policy, privacy
+from fedppl._observed import holdings
+from fedppl.policy import Policy, Release
+from fedppl.types import Algorithm, DeclarationError, Failure, Reply, Request
+
+__all__ = [
+    "REFUSED",
+    "Guard",
+    "Ledger",
+    "Run",
+    "admit",
+    "concluded",
+    "digest",
+    "in_memory",
+    "may_take_part",
+    "released",
+    "replayed",
+]
+
+logger = logging.getLogger(__name__)
+
+# All that a server is told of a refusal, whatever the rule.
+REFUSED = "refused by its site; the reason is in the site's own log"
+_WITHHELD = "does not take part under the policy of its site; the reason is in the site's own log"
+
+
+class Run(NamedTuple):
+    """What a client has answered in one run."""
+
+    round: int = 0  # the last that was admitted
+    digest: str = ""  # of that request
+    concluded: bool = False
+
+
+class Ledger(NamedTuple):
+    """What a client has been asked and has released, over all runs."""
+
+    requests: int = 0  # admitted, whether or not a reply left
+    unknown: int = 0  # of these, those whose ε is not known
+    spent: float = 0.0  # Σ 1 / z² over the others
+    runs: Mapping[str, Run] = MappingProxyType({})
+
+
+class Guard(NamedTuple):
+    """A policy, and where its account lies."""
+
+    policy: Policy
+    held: Callable[[], AbstractContextManager[Any]]  # nobody else reads or writes meanwhile
+    read: Callable[[], Ledger]
+    write: Callable[[Ledger, Mapping[str, Any]], None]  # the ledger, and a line for the log, which comes first
+
+
+def in_memory(rules: Policy, client_id: str) -> Guard:
+    """A guard whose account ends with the process, for clients in it; refusals go to the log of Python."""
+    lock, ledger = threading.RLock(), [Ledger()]
+
+    def write(after: Ledger, entry: Mapping[str, Any]) -> None:
+        ledger[0] = after
+        if entry.get("refused"):
+            logger.warning("client %s refuses a request by %s", client_id, entry["refused"])
+
+    return Guard(rules, lambda: lock, lambda: ledger[0], write)
+
+
+def digest(request: Request) -> str:
+    """What tells one request from another: all of it but the nonce."""
+    parts = {**request.message, "\0seed": np.array([str(part) for part in request.seed], dtype="S")}
+    parts["\0report"] = np.array(request.report)
+    return _digest.seal(parts, bytes(16))[16:].hex()
+
+
+def may_take_part(guard: Guard, algorithm: Algorithm, client: Any) -> None:
+    """Raise DeclarationError where it may not; of the data its text tells no more than that."""
+    rule = policy.refuse_algorithm(guard.policy, algorithm, client.layout)
+    entry = {"event": "introduction", "fingerprint": client.layout.fingerprint}
+    with guard.held():
+        if rule is not None:
+            guard.write(guard.read(), {**entry, "refused": rule})
+            raise DeclarationError(rule)
+        rule = policy.refuse_data(guard.policy, client.layout.size, holdings(client))
+        guard.write(guard.read(), {**entry, "refused": rule})
+        if rule is not None:
+            who = f"client {client.client_id!r}" if client.client_id else "it"
+            raise DeclarationError(f"{who} {_WITHHELD}")
+
+
+def replayed(guard: Guard, request: Request) -> bool:
+    """Whether this is the request that was answered last in its run, as where a server resumes from a checkpoint."""
+    last = guard.read().runs.get(request.run)
+    return last is not None and (last.round, last.digest) == (request.round, digest(request))
+
+
+def admit(guard: Guard, algorithm: Algorithm, client: Any, request: Request) -> Request | None:
+    """Count the request and give it back as the client may answer it, or None where a rule refuses it.
+
+    What it costs is counted here, before anything is computed: a reply that is lost was a release.
+    """
+    with guard.held():
+        ledger = guard.read()
+        entry = {"event": "request", **_asked(request)}
+        rule, request = _checked(guard.policy, ledger, algorithm, client, request)
+        if rule is not None:
+            guard.write(ledger, {**entry, "refused": rule})
+            return None
+        noise = algorithm.noise_multiplier
+        after = ledger._replace(
+            requests=ledger.requests + 1,
+            unknown=ledger.unknown + (noise is None),
+            spent=ledger.spent + (0.0 if noise is None else noise**-2),
+            runs={**ledger.runs, request.run: Run(request.round, entry["request_digest"])},
+        )
+        left_out = int(np.sum(~request.message["inside"])) if "inside" in request.message else 0
+        guard.write(after, {**entry, "refused": None, "left_out": left_out})
+        return request
+
+
+def _checked(
+    rules: Policy, ledger: Ledger, algorithm: Algorithm, client: Any, request: Request
+) -> tuple[str | None, Request]:
+    """The first rule that the request breaks, or None; and the request with what the client may leave out."""
+    last = ledger.runs.get(request.run, Run())
+    if request.round <= last.round:
+        return f"round: {request.round} comes after {last.round} of this run", request
+    if ledger.requests >= rules.requests:
+        return f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted", request
+    rule = policy.refuse_algorithm(rules, algorithm, client.layout)
+    rule = rule or policy.refuse_data(rules, client.layout.size, holdings(client))
+    rule = rule or policy.refuse_release(rules, algorithm.noise_multiplier, ledger.spent, ledger.unknown)
+    rule = rule or _not_approved(rules, request)
+    if rule is not None or algorithm.asks is None:
+        return rule, request
+    try:
+        with np.errstate(all="ignore"):  # what is not finite is refused
+            asked = algorithm.asks(client.layout, request.message)
+            rule = policy.refuse_request(rules, client.layout, asked)
+    except (ArithmeticError, KeyError, TypeError, ValueError, np.linalg.LinAlgError) as error:
+        return f"numbers: the request cannot be read ({type(error).__name__})", request
+    if rule is None and len(asked.spare):
+        allowed = policy.inside(rules, client.layout, asked.spare)
+        request = request._replace(message={**request.message, "inside": allowed})
+    return rule, request
+
+
+def _not_approved(rules: Policy, request: Request) -> str | None:
+    if rules.approval is None or callable(rules.approval):
+        return None
+    path = Path(rules.approval)
+    runs = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()} if path.exists() else set()
+    return None if request.run and request.run in runs else "approval: nobody has approved this run"
+
+
+def released(guard: Guard, algorithm: Algorithm, request: Request, reply: Reply | Failure) -> bool:
+    """Note what leaves, before it does; False where it has to stay."""
+    entry: dict[str, Any] = {"event": "reply", "run": request.run, "round": request.round, "client": request.client_id}
+    with guard.held():
+        ledger = guard.read()
+        if isinstance(reply, Failure):
+            guard.write(ledger, {**entry, "failed": reply.reason, "refused": None})
+            return True
+        ask = guard.policy.approval
+        if callable(ask):
+            about = Release(request.run, request.round, request.client_id, reply.message, reply.info, reply.reason)
+            if ask(about) is not True:
+                guard.write(ledger, {**entry, "refused": "approval: not given"})
+                return False
+        arrays = {name: int(np.size(value)) for name, value in reply.message.items()}
+        spent = {"epsilon": None if ledger.unknown else _total(guard.policy, ledger), "delta": guard.policy.delta}
+        guard.write(ledger, {**entry, "released": arrays, "diagnostics": sorted(reply.info), **spent, "refused": None})
+        return True
+
+
+def _total(rules: Policy, ledger: Ledger) -> float:
+    return privacy.epsilon_at(rules.delta, 2.0 * np.sqrt(ledger.spent))
+
+
+def concluded(guard: Guard, run: str) -> bool:
+    """Note that a run is over; False where that has been said before, or where the client has answered enough."""
+    entry = {"event": "conclusion", "run": run}
+    with guard.held():
+        ledger = guard.read()
+        last = ledger.runs.get(run)
+        rule = None
+        if last is None and ledger.requests >= guard.policy.requests:
+            rule = f"requests: {ledger.requests} answered, at most {guard.policy.requests:g} wanted"
+        if last is not None and last.concluded:
+            rule = "conclusion: this run is over"
+        if rule is None:
+            count = ledger.requests + (last is None)
+            ledger = ledger._replace(
+                requests=count, runs={**ledger.runs, run: (last or Run())._replace(concluded=True)}
+            )
+        guard.write(ledger, {**entry, "refused": rule})
+        return rule is None
+
+
+def _asked(request: Request) -> dict[str, Any]:
+    """What the log says of a request: never its numbers."""
+    return {
+        "run": request.run,
+        "round": request.round,
+        "client": request.client_id,
+        "asked": {name: int(np.size(value)) for name, value in request.message.items()},
+        "bytes": int(sum(np.asarray(value).nbytes for value in request.message.values())),
+        "report": request.report,
+        "request_digest": digest(request),
+    }

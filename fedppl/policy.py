@@ -1,0 +1,285 @@
+"""What the owner of a client's data allows: `Policy`, its file, and its rules, pure functions of what is asked."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fedppl import gaussian, privacy, settings
+from fedppl.types import Algorithm, Array, Asked, DeclarationError, Layout, Message
+
+__all__ = [
+    "NO_RULES",
+    "Holdings",
+    "Policy",
+    "Release",
+    "inside",
+    "read",
+    "refuse_algorithm",
+    "refuse_data",
+    "refuse_release",
+    "refuse_request",
+]
+
+# Directions in which a cavity says less than the prior are taken to say as much: with two clients, one of which bends
+# outwards, honest cavities say nothing in a direction. A slope of log f of `distance` per prior sd holds them.
+_VAGUEST = 1.0
+
+
+class Release(NamedTuple):
+    """What is about to leave a site, for `Policy.approval` to look at."""
+
+    run: str
+    round: int
+    client: str
+    arrays: Message
+    info: Mapping[str, float]
+    reason: str
+
+
+class Holdings(NamedTuple):
+    """What the rules on data need to know of them."""
+
+    rows: int  # of the observed variable that has the fewest
+    events: int | None  # of the rarer outcome, over binary outcomes; None where there is none
+
+
+@dataclass(frozen=True)
+class Policy:
+    r"""What a site allows, whoever runs the server.
+
+    A rule on data is decided when the site introduces itself, and the server learns one bit: whether the site takes
+    part. All others depend on the request and on what was asked before, never on data, and are refused in one
+    fixed text. Limits count over all runs.
+
+    Parameters
+    ----------
+    rows
+        Smallest number of rows: the length of the shortest observed variable.
+    parameters_per_row
+        Most shared coordinates per row.
+    events
+        Fewest outcomes of either kind where outcomes are 0 or 1; of successes and failures of binomial ones; of each
+        category that occurs.
+    declarations
+        Fingerprints of shared layouts that are allowed; None allows the one that the site's app declares. A fingerprint
+        is of names, shapes and prior of what is shared, not of the likelihood.
+    requests
+        Most requests that are answered, over all runs.
+    distance
+        How far from the prior's mean a point may lie, per coordinate, in prior sds. Points that an algorithm can leave
+        out are left out; other requests are refused.
+    cavity
+        How sharp a cavity may be against q: the largest generalised eigenvalue of their precisions.
+    epsilon
+        None, or the total ε over all runs: then only algorithms whose ε is known are answered, `distance` and `cavity`
+        are not looked at, and the release that would exceed it is refused.
+    delta
+        δ of that total.
+    approval
+        None; or a function of a `Release` that returns True where it may leave; or the path of a text file that a
+        person edits, which has a line for every run that may be answered: its name, as the audit log has it.
+
+    Raises
+    ------
+    DeclarationError
+        For values out of range.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> fedppl.Policy(rows=50).requests
+    60
+
+    Notes
+    -----
+    ``math.inf`` (``inf`` in a file) switches a limit off, 0 a smallest number.
+
+    *When this fails.* Where all coefficients are shared, replies are functions of the rows, and a server that stays
+    inside every limit can be told enough to solve for them, in about a third as many requests as there are rows:
+    ``docs/privacy.md`` has the curve. What bounds that is `epsilon` alone; a model whose coefficients are local gives
+    away less. The policy binds what the server asks, not the code that runs at the site.
+    """
+
+    rows: int = 20
+    parameters_per_row: float = 0.25
+    events: int = 5
+    declarations: tuple[str, ...] | None = None
+    requests: float = 60
+    distance: float = 10.0
+    cavity: float = 2.0
+    epsilon: float | None = None
+    delta: float = 1e-5
+    approval: Callable[[Release], bool] | str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        settings.whole("rows", self.rows, 0, "0 allows any number")
+        settings.whole("events", self.events, 0, "0 allows any number")
+        if self.requests != np.inf:
+            settings.whole("requests", self.requests, 1, "inf allows any number")
+        for name in ("parameters_per_row", "distance", "cavity"):
+            if getattr(self, name) != np.inf:
+                settings.positive(name, getattr(self, name), "inf switches the rule off")
+        if self.epsilon is not None:
+            settings.positive("epsilon", self.epsilon, "None allows algorithms without differential privacy")
+        settings.between("delta", self.delta, 0, 1, hint="take it well below 1 / number of clients")
+        if self.declarations is not None:
+            named = self.declarations
+            if not isinstance(named, list | tuple) or not named or not all(isinstance(one, str) for one in named):
+                raise DeclarationError(
+                    f"declarations={settings.shown(named)} must be a list of fingerprints, or None for the app's own."
+                )
+            object.__setattr__(self, "declarations", tuple(named))
+        asked = self.approval
+        if asked is not None and not callable(asked) and not isinstance(asked, str | os.PathLike):
+            raise DeclarationError(
+                f"approval={settings.shown(asked)} must be a function of a release, the path of a file, or None."
+            )
+
+
+NO_RULES = Policy(rows=0, parameters_per_row=np.inf, events=0, requests=np.inf, distance=np.inf, cavity=np.inf)
+"""Allows everything: for simulated data, and for data that need no protection."""
+
+
+def read(path: str | os.PathLike[str]) -> Policy:
+    """Read a policy from a TOML file, whose keys are the keywords of `Policy`; what is not there keeps its default.
+
+    Parameters
+    ----------
+    path
+        The file. The path of an approval file in it is taken from its folder.
+
+    Returns
+    -------
+    Policy
+
+    Raises
+    ------
+    DeclarationError
+        If the file cannot be read, or has a key or a value that a policy cannot have.
+    """
+    shown = repr(os.fspath(path))
+    try:
+        with Path(path).open("rb") as file:
+            found = tomllib.load(file)
+    except OSError as error:
+        raise DeclarationError(f"policy {shown} cannot be read: {error.strerror}; correct the path.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DeclarationError(f"policy {shown} is no TOML: {error}; correct that line.") from error
+    known = [field.name for field in fields(Policy)]
+    if unknown := sorted(set(found) - set(known)):
+        raise DeclarationError(f"policy {shown} has the key {unknown[0]!r}; a policy has {', '.join(known)}.")
+    if isinstance(found.get("approval"), str):
+        found["approval"] = str(Path(path).parent / found["approval"])
+    try:
+        return Policy(**found)
+    except DeclarationError as error:
+        raise DeclarationError(f"policy {shown}: {error}") from None
+
+
+def refuse_data(policy: Policy, shared: int, holdings: Holdings) -> str | None:
+    """The rule that a client's data do not meet, with figures for its own log; None where they meet all.
+
+    >>> refuse_data(Policy(), 2, Holdings(rows=12, events=None))
+    'rows: 12, at least 20 wanted'
+    """
+    if holdings.rows < policy.rows:
+        return f"rows: {holdings.rows}, at least {policy.rows} wanted"
+    if shared > policy.parameters_per_row * holdings.rows:
+        return (
+            f"parameters_per_row: {shared} shared coordinates for {holdings.rows} rows, at most "
+            f"{policy.parameters_per_row:g} a row wanted"
+        )
+    if holdings.events is not None and holdings.events < policy.events:
+        return f"events: {holdings.events} of the rarer outcome, at least {policy.events} wanted"
+    return None
+
+
+def refuse_algorithm(policy: Policy, algorithm: Algorithm, layout: Layout) -> str | None:
+    """Why a site with this policy does not run this declaration and algorithm, whatever its data; or None."""
+    if policy.declarations is not None and layout.fingerprint not in policy.declarations:
+        return f"declarations: the policy of this site does not list the fingerprint {layout.fingerprint}"
+    if policy.epsilon is not None:
+        if algorithm.noise_multiplier is None:
+            return (
+                f"epsilon: the policy of this site wants a known ε, and {algorithm.name} has none; use fedppl.PrivateEP"
+            )
+        return None
+    if algorithm.asks is None and min(policy.distance, policy.cavity) < np.inf:
+        return (
+            f"distance, cavity: {algorithm.name} does not say where its requests ask, so that they cannot be checked; "
+            "set both to inf in the policy of this site to run it all the same"
+        )
+    return None
+
+
+def refuse_request(policy: Policy, layout: Layout, asked: Asked) -> str | None:
+    """The rule that a request breaks by where it asks, with figures; None where it keeps all of them."""
+    points = np.vstack([asked.points, *(gaussian.mean(q) for q, _ in asked.targets if gaussian.is_proper(q))])
+    numbers = [points, asked.spare, *(part for pair in asked.targets for g in pair for part in g)]
+    if not all(np.all(np.isfinite(part)) for part in numbers) or points.shape[1:] != (layout.size,):
+        return "numbers: not all finite, or not of the layout's size"
+    if not all(gaussian.is_proper(q) for q, _ in asked.targets):
+        return "numbers: q is not positive definite"
+    if policy.epsilon is not None:
+        return None
+    places = np.vstack([points, *(_reach(layout, cavity) for _, cavity in asked.targets)])
+    if not np.all(inside(policy, layout, places)):
+        return f"distance: {_distances(layout, places).max():.3g} prior sds, at most {policy.distance:g} wanted"
+    if len(asked.spare) and not np.any(inside(policy, layout, asked.spare)):
+        least = _distances(layout, asked.spare).min()
+        return f"distance: {least:.3g} prior sds at the nearest point, at most {policy.distance:g} wanted"
+    for q, cavity in asked.targets:
+        _, root = gaussian.affine(q)
+        sharpest = float(np.linalg.eigvalsh(root.T @ cavity.precision @ root)[-1])
+        if sharpest > policy.cavity:
+            return f"cavity: {sharpest:.3g} times as sharp as q in a direction, at most {policy.cavity:g} wanted"
+    return None
+
+
+def inside(policy: Policy, layout: Layout, points: Array) -> Array:
+    """Which points (S, m) lie as near to the prior's mean as the policy wants, (S,) bool."""
+    if policy.epsilon is not None or policy.distance == np.inf:
+        return np.ones(len(points), dtype=bool)
+    return np.asarray(_distances(layout, points) <= policy.distance)
+
+
+def _distances(layout: Layout, points: Array) -> Array:
+    """Largest distance of a coordinate from the prior's mean, in prior sds, (S,)."""
+    away = np.abs(points - gaussian.mean(layout.prior)) / gaussian.standard_deviations(layout.prior)
+    return np.asarray(np.max(away, axis=1, initial=0.0))
+
+
+def _reach(layout: Layout, cavity: gaussian.Gaussian) -> Array:
+    """Where a cavity leads, (m,): its mean, where no direction counts as vaguer than the prior.
+
+    A cavity may be improper, as where other clients' sites bend outwards, and then has no mean. But one that is vague,
+    with a linear term, leads as far as the client's likelihood lets it.
+    """
+    mean, root = gaussian.affine(layout.prior)
+    values, axes = np.linalg.eigh(root.T @ cavity.precision @ root)
+    pull = root.T @ (cavity.linear - cavity.precision @ mean)
+    return np.asarray(mean + root @ (axes @ ((axes.T @ pull) / np.maximum(np.abs(values), _VAGUEST))))
+
+
+def refuse_release(policy: Policy, noise_multiplier: float | None, spent: float, unknown: int) -> str | None:
+    """The rule that one more release breaks after Σ 1 / z² of earlier ones, and so many whose ε is not known; or None.
+
+    A filter: the sum with this release is compared with the total, whatever the settings of the earlier ones were.
+    """
+    if policy.epsilon is None:
+        return None
+    if noise_multiplier is None or unknown:
+        return f"epsilon: of {unknown} earlier replies no ε is known" if unknown else "epsilon: none is known"
+    mu = 2.0 * np.sqrt(spent + noise_multiplier**-2)
+    if privacy.delta_at(policy.epsilon, mu) > policy.delta:
+        found = privacy.epsilon_at(policy.delta, mu)
+        return f"epsilon: {found:.4g} with this release, at most {policy.epsilon:g} wanted at δ = {policy.delta:g}"
+    return None

@@ -1,0 +1,636 @@
+"""A site's policy: its file, its rules, its account over runs, and what a server is told."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytest
+
+import fedppl
+from benchmarks._attacks import policy as attacks
+from fedppl import DeclarationError, FederatedModel, Policy, audit, gaussian, policy, privacy
+from fedppl._observed import holdings
+from fedppl.engine import _account, _site, _wire
+from fedppl.engine._guard import REFUSED, Guard, admit, in_memory, released
+from fedppl.engine._site import Memory, Site, file_memory
+from fedppl.gaussian import Gaussian
+from fedppl.policy import NO_RULES, Holdings
+from fedppl.types import Asked, LocalFailure, Reply, Request
+from tests import problems
+
+OPEN = Policy(rows=0, parameters_per_row=math.inf, events=0)
+
+# --- the file -------------------------------------------------------------------------------------------------
+
+
+def test_a_file_says_what_the_keywords_say(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(
+        'rows = 50\nrequests = inf\ndistance = 4\nepsilon = 1.5\ndeclarations = ["ab"]\napproval = "runs.txt"'
+    )
+    found = policy.read(path)
+    assert found == Policy(
+        rows=50,
+        requests=math.inf,
+        distance=4,
+        epsilon=1.5,
+        declarations=("ab",),
+        approval=str(tmp_path / "runs.txt"),
+    )
+    path.write_text("")
+    assert policy.read(path) == Policy()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("rows = -1", "rows=-1 must be a whole number, at least 0"),
+        ("rows = 2.5", "rows=2.5"),
+        ("rows = true", "rows=True"),
+        ("events = '5'", "events='5'"),
+        ("requests = 0", "requests=0 .*inf allows any"),
+        ("distance = 0", "distance=0 must be positive"),
+        ("distance = nan", "distance=nan"),
+        ("cavity = 'far'", "cavity='far'.*inf switches"),
+        ("epsilon = 0", "epsilon=0 must be positive"),
+        ("delta = 1", "delta=1 must lie between 0 and 1"),
+        ("declarations = 'ab'", "declarations='ab' must be a list"),
+        ("declarations = [1]", r"declarations=\[1\]"),
+        ("approval = 3", "approval=3 must be"),
+        ("row = 3", "key 'row'; a policy has rows,"),
+        ("rows = ", "no TOML"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(text)
+    with pytest.raises(DeclarationError, match=f"policy.toml.*{told}"):
+        policy.read(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DeclarationError, match=r"none\.toml' cannot be read"):
+        policy.read(tmp_path / "none.toml")
+
+
+# --- rules on data --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "shared", "held", "told"),
+    [
+        (Policy(), 5, Holdings(20, 5), None),
+        (Policy(), 5, Holdings(19, 5), "rows: 19"),
+        (Policy(), 6, Holdings(20, 5), "parameters_per_row: 6"),
+        (Policy(), 5, Holdings(20, 4), "events: 4"),
+        (Policy(), 5, Holdings(20, None), None),
+        (NO_RULES, 500, Holdings(1, 0), None),
+    ],
+)
+def test_rules_on_data(rules: Policy, shared: int, held: Holdings, told: str | None) -> None:
+    found = policy.refuse_data(rules, shared, held)
+    assert found is None if told is None else found is not None and found.startswith(told)
+
+
+def client_of(observe: Any, **data: Any) -> Any:
+    def build(**arrays: Any) -> pm.Model:
+        with pm.Model() as model:
+            held = {name: pm.Data(name, value) for name, value in arrays.items()}
+            observe(pm.Normal("mu", 0, 1), **held)
+        return model
+
+    # A builder's arguments are its containers.
+    names = ", ".join(data)
+    scope: dict[str, Any] = {"build": build}
+    exec(f"def builder({names}): return build({', '.join(f'{n}={n}' for n in data)})", scope)  # noqa: S102
+    return FederatedModel(scope["builder"], ["mu"]).enrol({"a": data})["a"]
+
+
+BITS = np.array([0, 1, 0, 0, 1, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("observe", "data", "expected"),
+    [
+        (lambda mu, y: pm.Normal("o", mu, 1, observed=y), {"y": np.arange(7.0)}, Holdings(7, None)),
+        (lambda mu, y: pm.Normal("o", mu, 1, observed=y), {"y": np.float64(3.0)}, Holdings(1, None)),
+        (lambda mu, y: pm.Normal("o", mu, 1, observed=pm.math.log(y)), {"y": np.arange(1.0, 8)}, Holdings(7, None)),
+        (lambda mu, y: pm.Bernoulli("o", logit_p=mu, observed=y), {"y": BITS}, Holdings(9, 2)),
+        (lambda mu, y: pm.Poisson("o", pm.math.exp(mu), observed=y), {"y": np.arange(6)}, Holdings(6, None)),
+        (
+            lambda mu, y, n: pm.Binomial("o", n, pm.math.sigmoid(mu), observed=y),
+            {"y": np.array([3, 0, 2]), "n": np.array([4, 5, 2])},
+            Holdings(3, 5),
+        ),
+        (
+            lambda mu, y: pm.Categorical("o", pm.math.softmax(pm.math.stack([mu, 0.0, 1.0, 2.0])), observed=y),
+            {"y": np.array([0, 0, 2, 2, 2, 3])},
+            Holdings(6, 1),
+        ),
+        (
+            lambda mu, y, z: (pm.Normal("o", mu, 1, observed=y), pm.Bernoulli("d", logit_p=mu, observed=z)),
+            {"y": np.arange(30.0), "z": BITS},
+            Holdings(9, 2),
+        ),
+        (
+            lambda mu, y, x: pm.Potential("o", pm.math.sum(-((y - mu) ** 2)) + pm.math.sum(x)),
+            {"y": np.arange(9.0), "x": np.arange(4.0)},
+            Holdings(4, None),
+        ),
+    ],
+    ids=["normal", "one number", "computed", "bernoulli", "counts", "binomial", "categorical", "two", "potential"],
+)
+def test_rows_and_events_are_read_off_the_model(observe: Any, data: Any, expected: Holdings) -> None:
+    assert holdings(client_of(observe, **data)) == expected
+
+
+# --- rules on requests ----------------------------------------------------------------------------------------
+
+MODEL, CLIENTS = problems.regression()
+CLIENT = MODEL.enrol(CLIENTS)["clinic 3"]
+LAYOUT = CLIENT.layout
+SD = np.array([3.0, 3.0, 2.0])  # of the prior, whose mean is 0
+NONE = np.zeros((0, 3))
+
+
+def at(point: Any) -> Asked:
+    return Asked(np.asarray(point, dtype=float)[None] * SD, NONE)
+
+
+def target(q: Gaussian, cavity: Gaussian) -> Asked:
+    return Asked(NONE, NONE, ((q, cavity),))
+
+
+def normal(mean: Any, precision: float) -> Gaussian:
+    """Around a mean in prior sds, so many times as sharp as the prior."""
+    matrix = precision * np.diag(SD**-2)
+    return Gaussian(matrix @ (np.asarray(mean, dtype=float) * SD), matrix)
+
+
+FAR = [11.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (at([0, 0, -9.9]), None),
+        (at([0, 0, -10.1]), "distance"),
+        (at([0, np.nan, 0]), "numbers"),
+        (Asked(np.zeros((1, 2)), NONE), "numbers"),
+        (target(normal([5, 0, 0], 100), normal([5, 0, 0], 90)), None),
+        (target(normal(FAR, 100), normal([0, 0, 0], 90)), "distance"),
+        (target(normal([0, 0, 0], 100), normal(FAR, 90)), "distance"),
+        (target(normal([0, 0, 0], 1), normal([1e6, 0, 0], 1e-4)), "distance"),  # vague, and leads far all the same
+        (target(normal([0, 0, 0], 100), normal([0, 0, 0], 201)), "cavity"),
+        (target(normal([0, 0, 0], 100), normal([0, 0, 0], -0.5)), None),  # improper: others' sites may bend outwards
+        (target(normal([0, 0, 0], -1), normal([0, 0, 0], 1)), "numbers"),
+        (Asked(NONE, np.array([FAR, [0, 0, 0]]) * SD), None),  # one of them is left out
+        (Asked(NONE, np.array([FAR, FAR]) * SD), "distance"),
+    ],
+)
+def test_rules_on_where_a_request_asks(asked: Asked, told: str | None) -> None:
+    rules = Policy()
+    with np.errstate(all="ignore"):
+        try:
+            found = policy.refuse_request(rules, LAYOUT, asked)
+        except ValueError:  # the guard takes it for the same
+            found = "numbers: shapes"
+    assert found is None if told is None else found is not None and found.startswith(told)
+
+
+def test_the_ledger_is_the_accountants_composition() -> None:
+    """Of mixed settings: let through while δ(ε) at 2 sqrt(Σ 1 / z²) is below, refused when it is above."""
+    rules = Policy(epsilon=2.0, delta=1e-5)
+    rng = np.random.default_rng(0)
+    spent, through, stopped = 0.0, 0, 0
+    for z in rng.choice([3.0, 8.0, 20.0], size=400):
+        rule = policy.refuse_release(rules, z, spent, 0)
+        mu = privacy.gaussian_mu([1.0], [1]) * math.sqrt(spent + z**-2)
+        assert (rule is None) == (privacy.delta_at(2.0, mu) <= 1e-5) == (privacy.epsilon_at(1e-5, mu) <= 2.0)
+        if rule is None:
+            spent, through = spent + z**-2, through + 1
+        stopped += rule is not None
+    assert through > 5 and stopped > 5
+    assert privacy.epsilon_at(1e-5, 2 * math.sqrt(spent)) <= 2.0
+
+
+def test_what_has_no_known_epsilon_spends_all_of_it() -> None:
+    assert "no ε is known" in str(policy.refuse_release(Policy(epsilon=5.0), 20.0, 0.0, 1))
+    assert policy.refuse_release(Policy(), None, 0.0, 3) is None
+
+
+# --- the guard ------------------------------------------------------------------------------------------------
+
+
+def ask(number: int = 1, run: str = "r", point: Any = (0.0, 0.0, 0.0), **keywords: Any) -> Request:
+    message = {
+        "point": np.asarray(point, dtype=float) * SD,
+        "move": np.zeros(3),
+        "prior_share": np.array(0.0),
+        **keywords,
+    }
+    return Request("clinic 3", 7, number, (1, number, 5), message, run)
+
+
+def admitted(guard: Guard, request: Request, algorithm: Any = None) -> bool:
+    return admit(guard, algorithm or fedppl.EP(), CLIENT, request) is not None
+
+
+def test_one_answer_a_round_and_rounds_increase_in_each_run() -> None:
+    guard = in_memory(OPEN, "a")
+    assert admitted(guard, ask(2))
+    assert not admitted(guard, ask(2)) and not admitted(guard, ask(1))
+    assert admitted(guard, ask(3)) and admitted(guard, ask(1, "other"))
+    assert guard.read().requests == 3
+
+
+def test_requests_count_over_runs() -> None:
+    guard = in_memory(Policy(rows=0, parameters_per_row=math.inf, requests=4), "a")
+    assert [admitted(guard, ask(1, f"run {i}")) for i in range(6)] == [True] * 4 + [False] * 2
+
+
+def test_points_on_the_way_are_left_out_where_they_are_too_far() -> None:
+    move = np.array([20.0, 0.0, 0.0])
+    found = admit(in_memory(OPEN, "a"), fedppl.EP(), CLIENT, ask(point=[1, 0, 0], move=move))
+    assert found is not None
+    inside = found.message["inside"]
+    assert inside[0] and 0 < np.sum(inside) < len(inside)
+    _, reply, _ = fedppl.EP().update_client(CLIENT, None, found.message, np.random.default_rng(0))
+    np.testing.assert_array_equal(reply["ray"] > -1e299, inside[1:])
+    _, whole, _ = fedppl.EP().update_client(CLIENT, None, ask(point=[1, 0, 0], move=move).message, None)
+    np.testing.assert_allclose(reply["ray"][inside[1:]], whole["ray"][inside[1:]], rtol=1e-9)
+
+
+def test_a_server_cannot_say_for_itself_which_points_are_inside() -> None:
+    request = ask(point=[12, 0, 0], move=np.array([30.0, 0, 0]), inside=np.ones(17, dtype=bool))
+    found = admit(in_memory(OPEN, "a"), fedppl.EP(), CLIENT, request)
+    assert found is not None and not found.message["inside"][0]
+
+
+def test_an_algorithm_that_does_not_say_where_it_asks_needs_a_policy_that_does_not_look() -> None:
+    silent = fedppl.EP()._replace(asks=None)
+    assert not admitted(in_memory(OPEN, "a"), ask(), silent)
+    open_ended = Policy(rows=0, parameters_per_row=math.inf, distance=math.inf, cavity=math.inf)
+    assert admitted(in_memory(open_ended, "a"), ask(), silent)
+
+
+@pytest.mark.parametrize("kind", ["EP", "PrivateEP"])
+def test_with_a_total_epsilon_only_known_costs_are_answered(kind: str) -> None:
+    private = fedppl.PrivateEP(clip=1.0, noise_multiplier=5.0, releases=99)
+    algorithm = private if kind == "PrivateEP" else fedppl.EP()
+    guard = in_memory(Policy(rows=0, parameters_per_row=math.inf, epsilon=3.0), "a")
+    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    message = algorithm.broadcast(state, "clinic 3")
+    count = sum(admitted(guard, ask()._replace(run=str(i), message=message), algorithm) for i in range(40))
+    allowed = max(t for t in range(1, 40) if privacy.epsilon(5.0, t, 1e-5) <= 3.0) if kind == "PrivateEP" else 0
+    assert count == allowed
+
+
+def test_a_declaration_that_is_not_listed_is_refused_by_name() -> None:
+    rules = Policy(rows=0, parameters_per_row=math.inf, declarations=("beef",))
+    assert "beef" not in str(policy.refuse_algorithm(rules, fedppl.EP(), LAYOUT))
+    assert LAYOUT.fingerprint in str(policy.refuse_algorithm(rules, fedppl.EP(), LAYOUT))
+    assert not admitted(in_memory(rules, "a"), ask())
+    listed = Policy(rows=0, parameters_per_row=math.inf, declarations=(LAYOUT.fingerprint,))
+    assert admitted(in_memory(listed, "a"), ask())
+
+
+def test_a_person_approves_runs_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "runs.txt"
+    guard = in_memory(Policy(rows=0, parameters_per_row=math.inf, approval=path), "a")
+    assert not admitted(guard, ask())
+    path.write_text("other\nr\n")
+    assert admitted(guard, ask())
+    assert not admitted(guard, ask(run="third"))
+    assert guard.read().requests == 1
+
+
+def test_a_function_sees_a_release_before_it_leaves() -> None:
+    seen: list[policy.Release] = []
+
+    def approve(release: policy.Release) -> bool:
+        seen.append(release)
+        return release.round == 1
+
+    guard = in_memory(Policy(rows=0, parameters_per_row=math.inf, approval=approve), "a")
+    reply = Reply("clinic 3", 7, LAYOUT.fingerprint, {"mean": np.ones(2)}, {"ess": 3.0})
+    assert released(guard, fedppl.EP(), ask(1), reply)
+    assert not released(guard, fedppl.EP(), ask(2), reply)
+    assert [set(one.arrays) for one in seen] == [{"mean"}] * 2
+
+
+HONEST = {
+    "regression": problems.regression,
+    "noise": problems.noise,
+    "schools": problems.schools,
+    "logistic": problems.logistic,
+    "counts": problems.counts,
+    "two clients": lambda: problems.noise(2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*:fedppl.ConvergenceWarning")
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_runs_meet_no_limit_on_where_they_ask(name: str) -> None:
+    model, clients = HONEST[name]()
+    free = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
+    engine = fedppl.InProcess(policy=OPEN)
+    kept = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1, engine=engine)
+    assert not any(record.failures for record in kept.records)
+    np.testing.assert_allclose(kept.posterior.linear, free.posterior.linear, rtol=1e-6, atol=1e-8)
+
+
+def test_a_prior_that_is_off_by_several_sds_is_left() -> None:
+    model, clients = problems.regression()
+    shifted = {name: {"X": data["X"], "y": data["y"] + 14.0} for name, data in clients.items()}  # 7 prior sds
+    fit = fedppl.fit(
+        model, shifted, fedppl.EP(), engine=fedppl.InProcess(policy=OPEN), progressbar=False, random_seed=1
+    )
+    exact = problems.regression_posterior(shifted)
+    assert fit.status.ok and gaussian.mean(exact)[2] > 6.5 * SD[2]
+    np.testing.assert_allclose(gaussian.mean(fit.posterior), gaussian.mean(exact), atol=1e-4)
+
+
+def test_in_one_process_a_client_below_the_rules_ends_the_fit_before_it_begins(caplog: Any) -> None:
+    with pytest.raises(DeclarationError, match="'clinic 0' does not take part"):
+        fedppl.fit(MODEL, CLIENTS, fedppl.EP(), engine=fedppl.InProcess(policy=Policy()), progressbar=False)
+    assert "rows: 5, at least 20 wanted" in caplog.text
+    with pytest.raises(DeclarationError, match="policy='strict' must be"):
+        fedppl.InProcess(policy="strict")
+
+
+# --- a site ---------------------------------------------------------------------------------------------------
+
+
+def site_of(folder: Path, rules: Policy = OPEN, algorithm: Any = None, model: Any = MODEL, data: Any = None) -> Site:
+    held = CLIENTS["clinic 3"] if data is None else data
+    return Site(
+        f"token {folder} {id(held)}",
+        model,
+        algorithm or fedppl.EP(),
+        lambda config: held,
+        lambda config: "clinic 3",
+        folder,
+        20,
+        2,
+        rules,
+    )
+
+
+def sent(site: Site, request: Request, memory: Memory | None = None) -> Any:
+    assert site.folder is not None
+    parcel = _site.answer_request(site, {}, memory or file_memory(site.folder), _wire.pack_request(request))
+    return _wire.unpack_reply(*parcel)
+
+
+def refused(reply: Any) -> bool:
+    return getattr(reply, "reason", "") == REFUSED and not isinstance(reply, Reply)
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    return list(audit.lines(folder / "audit.jsonl"))
+
+
+def test_every_request_stands_in_the_log_and_refusals_sound_alike(tmp_path: Path) -> None:
+    site = site_of(tmp_path, Policy(rows=0, parameters_per_row=math.inf, requests=2))
+    assert not refused(sent(site, ask(1)))
+    told = {sent(site, request).reason for request in (ask(1, point=[1, 0, 0]), ask(2, point=FAR))}
+    assert not refused(sent(site, ask(3)))
+    told.add(sent(site, ask(4)).reason)
+    assert told == {REFUSED}
+    lines = log_of(tmp_path)
+    assert [line["event"] for line in lines] == [
+        "request",
+        "reply",
+        "request",
+        "request",
+        "request",
+        "reply",
+        "request",
+    ]
+    assert [str(line["refused"]).partition(":")[0] for line in lines if line["refused"]] == [
+        "round",
+        "distance",
+        "requests",
+    ]
+    assert lines[1]["released"] == {"value": 1, "gradient": 3, "hessian": 6, "ray": 16}
+    assert lines[0]["asked"] == {"point": 3, "move": 3, "prior_share": 1} and lines[0]["bytes"] == 56
+
+
+def test_limits_outlive_the_process_and_other_names_of_the_client(tmp_path: Path) -> None:
+    rules = Policy(rows=0, parameters_per_row=math.inf, requests=3)
+    for i in range(3):
+        assert not refused(sent(site_of(tmp_path, rules)._replace(token=f"process {i}"), ask(1, f"run {i}")))
+    assert refused(sent(site_of(tmp_path, rules)._replace(token="last"), ask(1, "run 3")))
+    renamed = ask(1, "run 4")._replace(client_id="somebody else")
+    assert refused(sent(site_of(tmp_path, rules)._replace(token="renamed"), renamed))
+
+
+def test_the_same_request_again_gets_the_same_answer_and_costs_nothing(tmp_path: Path) -> None:
+    """A server that was killed after a round asks for it again: under noise, the same noised vector comes."""
+    algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=5)
+    site = site_of(tmp_path, algorithm=algorithm)
+    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    request = ask()._replace(message=algorithm.broadcast(state, "clinic 3"))
+    first, again = sent(site, request), sent(site, request._replace(nonce=8))
+    assert (first.nonce, again.nonce) == (7, 8)
+    np.testing.assert_array_equal(first.message["site"], again.message["site"])
+    guard = _account.in_folder(OPEN, tmp_path, "clinic 3")
+    assert guard.read().requests == 1 and guard.read().spent == 0.25
+    assert refused(sent(site, request._replace(seed=(2, 1, 5))))
+    assert [line.get("repeated") for line in log_of(tmp_path)] == [None, None, True, None]
+
+
+def test_parallel_requests_are_let_through_one_by_one(tmp_path: Path) -> None:
+    algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=3)
+    site = site_of(tmp_path, algorithm=algorithm)
+    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    message = algorithm.broadcast(state, "clinic 3")
+    _site.introduce(site, {})
+    answers: list[Any] = [None] * 12
+
+    def one(i: int) -> None:
+        answers[i] = sent(site, ask(1, f"run {i}")._replace(message=message))
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(isinstance(reply, Reply) for reply in answers) == 3
+    assert _account.in_folder(OPEN, tmp_path, "clinic 3").read().requests == 12
+    audit.head(tmp_path / "audit.jsonl")
+
+
+def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
+    """Three releases with little noise, and an app with much noise gets nothing more."""
+    total = (privacy.epsilon(1.5, 2) + privacy.epsilon(1.5, 3)) / 2
+    rules = Policy(rows=0, parameters_per_row=math.inf, requests=math.inf, epsilon=total)
+    loud, quiet = (fedppl.PrivateEP(clip=1.0, noise_multiplier=z, releases=500) for z in (1.5, 20.0))
+    message = loud.broadcast(loud.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0)), "clinic 3")
+    first = [sent(site_of(tmp_path, rules, loud), ask(1, f"a{i}")._replace(message=message)) for i in range(3)]
+    assert [refused(reply) for reply in first] == [False, False, True]
+    room = 0
+    while privacy.epsilon([1.5, 20.0], [2, room + 1]) <= total:
+        room += 1
+    site = site_of(tmp_path, rules, quiet)._replace(token="quiet")
+    later = [sent(site, ask(1, f"b{i}")._replace(message=message)) for i in range(room + 1)]
+    assert [refused(reply) for reply in later] == [False] * room + [True]
+    told = [line["epsilon"] for line in log_of(tmp_path) if line["event"] == "reply" and "epsilon" in line]
+    assert told[1] == pytest.approx(privacy.epsilon(1.5, 2))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "audit.jsonl").unlink(),
+        lambda folder: (folder / "ledger.json").unlink(),
+        lambda folder: (folder / "ledger.json").write_text("{"),
+        lambda folder: (folder / "audit.jsonl").write_bytes(b"".join(_first_lines(folder, 1))),
+        lambda folder: ((folder / "audit.jsonl").unlink(), (folder / "audit.jsonl").mkdir()),
+    ],
+    ids=["no log", "no ledger", "ledger damaged", "log cut", "log not writable"],
+)
+def test_without_its_log_a_site_answers_nothing(tmp_path: Path, spoil: Any) -> None:
+    site = site_of(tmp_path)
+    assert not refused(sent(site, ask(1)))
+    spoil(tmp_path)
+    assert refused(sent(site, ask(2)))
+    assert "error" in _site.introduce(site, {})[1]
+
+
+def _first_lines(folder: Path, count: int) -> list[bytes]:
+    return (folder / "audit.jsonl").read_bytes().splitlines(keepends=True)[:count]
+
+
+def test_a_log_that_knows_more_than_the_ledger_is_no_fault(tmp_path: Path) -> None:
+    """The process died between the two."""
+    site = site_of(tmp_path)
+    assert not refused(sent(site, ask(1)))
+    audit.append(tmp_path / "audit.jsonl", {"event": "request", "run": "r", "round": 2})
+    assert not refused(sent(site, ask(2)))
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        {},
+        {"client_id": "clinic 3", "nonce": "x", "round": "1", "seed": "[1]", "run": "r"},
+        {"client_id": "clinic 3", "nonce": "1", "round": "1", "seed": "[" * 100_000, "run": "r"},
+        {"client_id": "clinic 3", "nonce": "9" * 5000, "round": "1", "seed": "[1]", "run": "r"},
+    ],
+)
+def test_what_cannot_be_read_is_refused_and_logged(tmp_path: Path, texts: dict[str, str]) -> None:
+    arrays, told = _site.answer_request(site_of(tmp_path), {}, file_memory(tmp_path), ({}, texts))
+    assert not arrays and told["failure"] == REFUSED
+    assert [line["refused"].partition(":")[0] for line in log_of(tmp_path)] == ["malformed"]
+
+
+@pytest.mark.parametrize("message", [{}, {"point": np.zeros(2)}, {"point": np.array(["a"] * 3), "move": np.zeros(3)}])
+def test_a_message_that_is_none_is_refused(tmp_path: Path, message: Any) -> None:
+    assert refused(sent(site_of(tmp_path), ask()._replace(message=message)))
+
+
+def test_an_introduction_tells_one_bit_of_the_data(tmp_path: Path) -> None:
+    told = set()
+    for i, rules in enumerate((Policy(), Policy(rows=0, parameters_per_row=1e-3), Policy(rows=15, events=0))):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        told.add(_site.introduce(site_of(folder, rules), {})[1]["error"])
+        assert log_of(folder)[0]["refused"].startswith(("rows: 14", "parameters_per_row: 3"))
+        assert refused(sent(site_of(folder, rules), ask()))  # whoever does not ask first is not answered either
+    assert len(told) == 1 and "14" not in told.pop()
+
+
+# --- the end of a run -----------------------------------------------------------------------------------------
+
+
+def uniform_builder(y: Any) -> Any:
+    """y ~ U(0, width): whether a width is possible tells the largest value."""
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        width = pm.LogNormal("width", 1, 1)
+        pm.Uniform("obs", 0, width, observed=y)
+    return model
+
+
+def conclusion(site: Site, run: str, mean: float, cavity: float = 400.0) -> Any:
+    assert site.folder is not None
+    q = Gaussian(np.array([cavity * mean]), np.array([[cavity]]))
+    arrays = fedppl._target.pack_target(q, q, 0.0)
+    texts = {"client_id": "clinic 3", "run": run, "seed": "1", "status": "converged"}
+    return _site.conclude(site, {}, file_memory(site.folder), (arrays, texts))
+
+
+@pytest.mark.parametrize("asked", ["one run", "many runs"])
+def test_conclusions_tell_nothing_of_a_uniform_likelihood(tmp_path: Path, asked: str) -> None:
+    """Asked with narrow q at widths above and below the largest value, a site says the same, a hundred times."""
+    data = {"y": np.linspace(0.1, 3.7, 30)}
+    model = FederatedModel(uniform_builder, ["width"])
+    algorithm = fedppl.EP(local=fedppl.NUTS(draws=20, tune=20, chains=1), warm_start=False)
+    failed = 0
+
+    def draw(client: Any, personal: Any, message: Any, *rest: Any) -> Any:
+        nonlocal failed
+        mean = float(message["global_linear"][0] / message["global_precision"][0])
+        if client.log_site(np.array([mean]), np.zeros(0))[0] == -math.inf:
+            failed += 1
+            raise LocalFailure("no width of this size is possible")
+        raise ValueError("nor is this of use")
+
+    site = site_of(tmp_path, Policy(), algorithm._replace(draw=draw), model, data)
+    widths = np.log(np.linspace(2.0, 6.0, 100))
+    runs = ["r"] * 100 if asked == "one run" else [f"run {i}" for i in range(100)]
+    told = {json.dumps(conclusion(site, run, mean)[1]) for run, mean in zip(runs, widths, strict=True)}
+    assert told == {json.dumps({"client_id": "clinic 3"})}
+    drawn = [line for line in log_of(tmp_path) if line["event"] == "conclusion" and not line["refused"]]
+    assert len(drawn) == (1 if asked == "one run" else Policy().requests)
+    assert failed >= 1
+    assert not list(tmp_path.glob("*.nc"))
+
+
+def test_a_conclusion_says_nothing_of_data_that_changed(tmp_path: Path) -> None:
+    site = site_of(tmp_path)
+    assert not refused(sent(site, ask(1)))
+    other = {name: value + 1.0 for name, value in CLIENTS["clinic 3"].items()}
+    changed = site_of(tmp_path, data=other)
+    q = LAYOUT.prior
+    parcel = (
+        fedppl._target.pack_target(q, q, 0.0),
+        {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged"},
+    )
+    assert _site.conclude(changed, {}, file_memory(tmp_path), parcel) == ({}, {"client_id": "clinic 3"})
+    assert not list(tmp_path.glob("*.nc"))
+    assert refused(sent(changed, ask(2)))
+    assert "its data are not those" in log_of(tmp_path)[-1]["refused"]
+
+
+def test_a_run_that_goes_on_is_concluded_again_once(tmp_path: Path) -> None:
+    """As where somebody raises the number of rounds: a posterior is drawn once after each answer at most."""
+    site = site_of(tmp_path)
+    q = LAYOUT.prior
+    texts = {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged"}
+    parcel = fedppl._target.pack_target(q, q, 0.0), texts
+    for number in (1, 2):
+        assert not refused(sent(site, ask(number)))
+        for _ in range(3):
+            _site.conclude(site, {}, file_memory(tmp_path), parcel)
+    assert (tmp_path / "clinic%203.nc").exists()
+    told = [line["refused"] for line in log_of(tmp_path) if line["event"] == "conclusion"]
+    assert [rule is None for rule in told] == [True, False, False] * 2
+
+
+# --- attacks --------------------------------------------------------------------------------------------------
+
+
+def test_attacks_on_a_site_with_the_default_policy() -> None:
+    found = attacks.run(quick=True)
+    bars = {name: value for name, value in found.items() if name.endswith("_met")}
+    assert len(bars) == 5 and all(bars.values()), found
+    assert found["policy_ledger_largest_epsilon_of_2"] <= 2
