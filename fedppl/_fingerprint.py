@@ -38,8 +38,9 @@ def fingerprint(variables: Sequence[Variable], prior: Gaussian, is_gaussian: boo
     digest.update(repr(bool(is_gaussian)).encode())
     center, sd = gaussian.mean(prior), gaussian.standard_deviations(prior)
     scaled = sd[:, None] * prior.precision * sd if prior.precision.ndim == 2 else prior.precision * sd**2
-    for number in (*np.ravel(scaled), *(center / sd), *density):
-        digest.update(f"{np.round(number, 5) + 0.0:.5f} ".encode())
-    for number in sd:
-        digest.update(f"{number:.5e} ".encode())
+    for numbers in (np.ravel(scaled), center / sd, np.asarray(density, dtype=np.float64)):
+        with np.errstate(over="ignore", invalid="ignore"):  # of a density that is absurd
+            digest.update((np.round(numbers, 5) + 0.0).astype("<f8").tobytes())
+    mantissa, exponent = np.frexp(sd)
+    digest.update(np.ldexp(np.round(mantissa, 6), exponent).astype("<f8").tobytes())
     return digest.hexdigest()[:32]

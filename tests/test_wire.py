@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from benchmarks._attacks import wire
 from fedppl import FederatedModel
+from fedppl._fingerprint import fingerprint
 from fedppl.engine import _decode
 from fedppl.engine._wire import (
     Malformed,
@@ -28,8 +28,9 @@ from fedppl.engine._wire import (
     unpack_reply,
     unpack_request,
 )
+from fedppl.gaussian import Gaussian
 from fedppl.replies import why_not
-from fedppl.types import Failure, Reply, Request
+from fedppl.types import Failure, Layout, Reply, Request, Variable
 from tests import malformed, problems
 
 
@@ -263,8 +264,26 @@ def test_an_object_of_another_kind_is_no_reply(change: dict[str, Any]) -> None:
     assert why_not(honest._replace(**change), malformed.request(), malformed.layout(), malformed.SHAPES)
 
 
-def test_the_benchmarks_attacks_are_all_refused() -> None:
-    figures = wire.run(quick=True)
-    assert figures["wire_messages"] == 400 and figures["wire_taken"] == 0
-    assert figures["wire_refused_without_client_field_or_rule"] == 0
-    assert figures.get("wire_false_priors_believed", 0) == 0
+def test_an_introduction_of_as_many_coordinates_as_there_may_be_is_read_in_seconds() -> None:
+    """And one that says a matrix where none can be is refused before it is made."""
+    size = 10**6
+    variables = (Variable("w", (size,), "", None),)
+    prior = Gaussian(np.zeros(size), np.full(size, 4.0))
+    told = fingerprint(variables, prior, True, (0.0, 0.0, 0.0))
+    arrays, texts = pack_hello("a", "1", {}, Layout(variables, prior, True, told, (0.0,) * 3), malformed.reader())
+    started = time.process_time()
+    assert unpack_hello(arrays, texts).layout.fingerprint == told
+    assert time.process_time() - started < 5.0
+    with pytest.raises(Malformed, match="'prior_precision' has length 2000000, expected 1000000"):
+        unpack_hello({**arrays, "prior_precision": np.ones(2 * size)}, texts)
+
+
+def test_a_fingerprint_takes_no_notice_of_rounding() -> None:
+    """Not beside a power of two either, where the digits of a float begin anew."""
+    layout = malformed.layout(sd=2.0)
+    other = Gaussian(layout.prior.linear * (1 - 1e-13), layout.prior.precision * (1 + 1e-13))
+    assert fingerprint(layout.variables, other, True, layout.density) == layout.fingerprint
+    for changed in (malformed.layout(mean=1e-3, sd=2.0), malformed.layout(sd=2.0001)):
+        assert fingerprint(layout.variables, changed.prior, True, layout.density) != layout.fingerprint
+    assert fingerprint(layout.variables, layout.prior, False, layout.density) != layout.fingerprint
+    assert fingerprint(layout.variables, layout.prior, True, (0.0, 0.0, 0.001)) != layout.fingerprint

@@ -29,6 +29,12 @@ def run(quick: bool = False) -> dict[str, Any]:
         honest, hostile = (_in_process(name, 5_000) for name in ("honest", "hostile"))
         figures = hostile | {"peak_memory_ratio": round(hostile["rss_mb"] / honest["rss_mb"], 3)}
         figures |= _in_process("prior", 3) if _FLOWER else {}
+    figures["refusals_met"] = not figures["taken"] and not figures["refused_without_client_field_or_rule"]
+    if "peak_memory_ratio" in figures:
+        figures["memory_met"] = figures["peak_memory_ratio"] < 1.5
+    if _FLOWER:
+        shift = figures["largest_shift_by_a_false_prior_sds"]
+        figures["false_prior_met"] = not figures["false_priors_believed"] and shift < 1e-3
     return {f"wire_{name}": value for name, value in {**figures, "through_flower": _FLOWER}.items()}
 
 

@@ -18,6 +18,7 @@ from fedppl.engine._decode import name as checked_name
 from fedppl.engine._decode import text as one_text
 from fedppl.engine._decode import whole as whole_number
 from fedppl.gaussian import Gaussian
+from fedppl.prior import DENSE
 from fedppl.replies import MOST_INFOS, why_no_info
 from fedppl.types import Failure, Layout, Message, Reply, Request, SharedReader, Variable
 
@@ -41,7 +42,7 @@ Parcel = tuple[Message, dict[str, str]]  # arrays, and texts by name
 # Of the shared prior's means and sds: nobody declares others, and their squares overflow.
 _ABSURD = 1e100
 _VARIABLES = 1_000  # and as many deterministics, dims and settings
-_COORDINATES = 10**8  # of shared networks; 0.8 GB
+_COORDINATES = 10**7  # of shared networks; 16 bytes each in an introduction
 
 
 class Terms(NamedTuple):
@@ -192,14 +193,13 @@ def _prior(arrays: Message, size: int) -> tuple[Gaussian, tuple[float, ...]]:
         require(kind == np.float64 and len(shape) == 1, f"{name!r} is of type {kind} and shape {shape}, not a vector")
     linear, precision, density = (arrays[name] for name in names)
     require(len(linear) == size, f"'prior_linear' has length {len(linear)}, its variables {size} coordinates")
-    lengths = (size, size * (size + 1) // 2)  # by coordinate, as large blocks have it, or a triangle
-    require(len(precision) in lengths, f"'prior_precision' has length {len(precision)}, expected one of {lengths}")
+    expected = size * (size + 1) // 2 if size <= DENSE else size  # a triangle, or by coordinate
+    require(len(precision) == expected, f"'prior_precision' has length {len(precision)}, expected {expected}")
     require(len(density) == PROBES and not np.isnan(density).any(), f"'prior_density' is not {PROBES} numbers")
     with reading("'prior_precision'"):
         for name, value in (("prior_linear", linear), ("prior_precision", precision)):
             require(bool(np.isfinite(value).all()), f"{name!r} is not all finite")
-        triangle = len(precision) > size or size == 1
-        prior = Gaussian(linear, gaussian.unpack_triangle(precision) if triangle else precision)
+        prior = Gaussian(linear, gaussian.unpack_triangle(precision) if size <= DENSE else precision)
         require(bool(gaussian.is_proper(prior)), "'prior_precision' is not positive definite")
         mean, sd = gaussian.mean(prior), gaussian.standard_deviations(prior)
         sober = np.all(np.abs(mean) < _ABSURD) and np.all((sd > 1 / _ABSURD) & (sd < _ABSURD))
