@@ -20,6 +20,7 @@ from flwr.app import Message as FlowerMessage
 import fedppl
 from fedppl import DeclarationError, FederatedModel, gaussian
 from fedppl.engine._records import ASK, CONCLUDE, CONSTRAIN, HELLO
+from fedppl.policy import NO_RULES
 from fedppl.replies import MOST_INFOS, why_not
 from fedppl.testing import normal_means
 from fedppl.types import Failure, Reply, Status
@@ -236,7 +237,7 @@ def fit(grid: FakeGrid, model: FederatedModel, clients: Any, **keywords: Any) ->
 
 
 def nodes_of(model: FederatedModel, data: Any) -> dict[int, Node]:
-    app = fedppl.Flower.client_app(model, fedppl.EP(), lambda config: data[config["client-id"]])
+    app = fedppl.Flower.client_app(model, fedppl.EP(), lambda config: data[config["client-id"]], policy=NO_RULES)
     return {10 + i: node(app, 10 + i, **{"client-id": name}) for i, name in enumerate(data)}
 
 

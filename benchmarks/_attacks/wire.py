@@ -179,6 +179,7 @@ def _prior(count: int) -> dict[str, Any]:
     import fedppl
     from fedppl import gaussian
     from fedppl.engine._records import HELLO
+    from fedppl.policy import NO_RULES
     from fedppl.testing import normal_means
     from tests import malformed
     from tests.fake_grid import FakeGrid, node
@@ -192,7 +193,9 @@ def _prior(count: int) -> dict[str, Any]:
     names, far, believed = list(clients), 0.0, 0
     for place in (0, 1, 3)[:count]:
         for own in (True, False):
-            site = fedppl.Flower.client_app(model, fedppl.EP(), lambda config: clients[config["client-id"]])
+            site = fedppl.Flower.client_app(
+                model, fedppl.EP(), lambda config: clients[config["client-id"]], policy=NO_RULES
+            )
             nodes = {10 + i: node(site, 10 + i, **{"client-id": name}) for i, name in enumerate(names)}
 
             def lie(message: Any, to: int, place: int = place) -> Any:
