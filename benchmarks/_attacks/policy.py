@@ -127,9 +127,8 @@ def _far_probes(quick: bool) -> dict[str, Any]:
         refused = [line["refused"] for line in lines if line["event"] == "request"]
         figures[f"policy_prober_{name}_rows_of_30"] = _recovered(found, z)
         figures[f"policy_prober_{name}_first_refused"] = next(i for i, r in enumerate(refused, 1) if r)
-        figures[f"policy: prober, {name}: requests, and refusals in the log"] = (
-            f"{server.asked}, {sum(map(bool, refused))}"
-        )
+        figures[f"policy_prober_{name}_requests"] = server.asked
+        figures[f"policy_prober_{name}_refusals_in_log"] = sum(map(bool, refused))
     found, asked = _without_a_site(data, 120 if quick else 2000)
     figures["policy_prober_without_rows_of_30"] = _recovered(found, z)
     figures["policy_prober_without_requests"] = asked
