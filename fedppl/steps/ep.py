@@ -15,8 +15,9 @@ import numpy as np
 from fedppl import gaussian, settings
 from fedppl._target import draw_target, pack_target, unpack_target
 from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.steps import _sites, _warm_start
-from fedppl.steps._damped_step import EPInfo, EPState, damped_step, hold_back, named, targets
+from fedppl.steps import _moves, _sites, _trust, _warm_start
+from fedppl.steps._damped_step import damped_step, hold_back, named, targets
+from fedppl.steps._ep_state import EPInfo, EPState
 from fedppl.steps._warm_start import WarmStart
 from fedppl.types import Algorithm, Layout, LocalInference, Message, Status
 
@@ -24,6 +25,8 @@ __all__ = ["EP", "EPInfo", "EPState"]
 
 # Expansions a client: a dozen do even from a prior a million times too wide.
 _BUDGET = 25.0
+# What a client may say of its Monte Carlo error, in posterior sds: NUTS gives no moments of fewer than m + 4 draws.
+_MOST_ERROR = 0.5
 
 
 def EP(
@@ -118,7 +121,11 @@ def EP(
         update_server=functools.partial(_update_server, tolerance=tolerance, largest=damping, trust=trust),
         outcome=outcome,
         draw=functools.partial(draw_target, local=inference),
-        details=lambda state: {"last_change": (("rows",), state.last_change), "skewness": (("rows",), state.skewness)},
+        details=lambda state: {
+            "last_change": (("rows",), state.last_change),
+            "skewness": (("rows",), state.skewness),
+            "pull": (("client", "rows"), _trust.pulls(state.sites)),
+        },
         posterior=lambda state: state.sites.q,
         preliminary=lambda state: state.warm_start is not None,
         settings={
@@ -154,10 +161,15 @@ def _init_server(
         sweep_change=0.0,
         last_change=np.full(layout.size, np.nan),
         skewness=np.zeros(layout.size),
-        answered=np.zeros(len(clients), dtype=np.int64),
+        skewed_by=np.zeros(layout.size, dtype=np.int64),
+        skewness_without=np.zeros(layout.size),
+        held=np.zeros(len(clients), dtype=bool),
         held_back=np.zeros(len(clients), dtype=np.int64),
+        pull=np.full((len(clients), layout.size), np.nan),
         errors=np.zeros(len(clients)),
         noise=np.zeros(len(clients)),
+        moves=_moves.start(len(clients), layout.size),
+        falls=0,
         status=Status.RUNNING.value,
         message="",
     )
@@ -237,7 +249,7 @@ def _newton_round(
         message="" if after.arrived else _warm_start.why_not_arrived(sites, after),
         status=(Status.STALLED if over else Status.RUNNING).value,
     )
-    if bounded is not None:
+    if bounded is not None and trust is not None:
         state, info = hold_back(state, info, _sites.indices(sites, replies), bounded, trust)
     return named(state, trust), info
 
@@ -254,13 +266,13 @@ def _ep_round(
     whole = form.blocks is not None and len(form.blocks) == 1
     inside = q if whole else _sites.in_family(gaussian.mean(q), gaussian.covariance(q), form)
     # Cumulants of log factors add, so the small skewnesses of K tilted distributions make the posterior's.
-    skewness = np.sum([reply["skewness"] for reply in replies.values()], axis=0) * len(sites.where) / len(replies)
+    skewness = np.stack([reply["skewness"] for reply in replies.values()]) * len(sites.where) / len(replies)
     return damped_step(
         state,
         _sites.indices(sites, replies),
         target_linear - inside.linear,
         target_packed - _sites.in_structure(inside.precision, form),
-        mc_errors=np.array([float(reply["mc_error"]) for reply in replies.values()]),
+        mc_errors=np.minimum([float(reply["mc_error"]) for reply in replies.values()], _MOST_ERROR),
         skewness=skewness,
         tolerance=tolerance,
         largest=largest,
