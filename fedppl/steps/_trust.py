@@ -16,7 +16,7 @@ After these, all sites go to Q_k μ_0 + t (r_k − Q_k μ_0) with the prior's me
 A client whose cavity is not positive definite cannot be left out, and is not measured.
 
 Variances are not protected. But a site that takes more than half of its cavity's precision in a direction is given
-none of it there, or q would be improper by one client's word: Q ≥ ½ Q_{-k} in every direction, for every k.
+none of it there, and has no say on the mean (u_k = 0): one client's word would make q improper.
 """
 
 from __future__ import annotations
@@ -162,22 +162,35 @@ def _to_draw_in(
 
 
 def _taking(sites: Sites, linear: Array, precision: Array) -> tuple[int, Array, Array] | None:
-    """The site that takes most of its cavity's precision, if more than half, and what is left of it; or None."""
+    """The site that takes most of its cavity's precision, if more than half, and what is left of it; or None.
+
+    Where a cavity is not proper, as far from the mode, what the others' curvatures are in size stands in for it.
+    """
     cavities, proper = _cavities(sites, linear, precision)
-    known = np.flatnonzero(proper)
-    if not len(known):
-        return None
-    root = np.linalg.cholesky(cavities.precision[known])
+    base = cavities.precision
+    if not np.all(proper):
+        base = np.where(proper[:, None, None], base, sites.prior.precision + _others(_sizes(sites, precision)))
+    root = np.linalg.cholesky(base)
     inverse = np.linalg.inv(root)
-    values, vectors = np.linalg.eigh(inverse @ precision[known] @ np.swapaxes(inverse, 1, 2))
-    worst = int(np.argmin(values[:, 0]))
-    if values[worst, 0] >= -_TAKES:
+    values, vectors = np.linalg.eigh(inverse @ precision @ np.swapaxes(inverse, 1, 2))
+    k = int(np.argmin(values[:, 0]))
+    if values[k, 0] >= -_TAKES:
         return None
-    k, axes = int(known[worst]), root[worst] @ vectors[worst]
-    lifted = np.where(values[worst] < -_TAKES, -values[worst], 0.0)
+    axes = root[k] @ vectors[k]
+    lifted = np.where(values[k] < -_TAKES, -values[k], 0.0)
     back = _sites.dense(_sites.in_structure((axes * lifted) @ axes.T, sites.structure), sites.structure)
-    centre = np.linalg.solve(cavities.precision[k], cavities.linear[k])
-    return k, linear[k] + back @ centre, precision[k] + back
+    centre = np.linalg.solve(base[k], cavities.linear[k])
+    kept = precision[k] + back
+    return k, kept @ centre, kept
+
+
+def _sizes(sites: Sites, precision: Array) -> Array:
+    """Precisions with the sizes of their eigenvalues, in prior sds: (K, m, m)."""
+    root = np.linalg.cholesky(sites.prior.precision)
+    inverse = np.linalg.inv(root)
+    values, vectors = np.linalg.eigh(inverse @ precision @ inverse.T)
+    axes = root @ vectors
+    return np.asarray((axes * np.abs(values)[:, None, :]) @ np.swapaxes(axes, 1, 2))
 
 
 def _others(values: Array) -> Array:
