@@ -144,7 +144,7 @@ ATTACKS: dict[str, Attack] = {
 QUICK = ("1 sd a round, mc_error 1", "Hessian + 1e6", "far and sure")
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "regression": lambda: problems.noise(CLIENTS),
+    "regression": lambda: problems.regression(CLIENTS),
     "logistic": lambda: problems.logistic(CLIENTS),
 }
 
