@@ -45,7 +45,8 @@ def damped_step(
     delta = state.damping
     bounded = None
     # At δ = 1/K the new q is a convex combination of proper Gaussians; below it only cavities can object.
-    while delta >= 0.25 / len(sites.where):
+    # Averaging asks for less than that where clients are few.
+    while delta >= min(0.25 / len(sites.where), state.damping):
         linear, precision = sites.linear.copy(), sites.precision.copy()
         linear[rows] += delta * d_linear
         precision[rows] += delta * d_packed

@@ -15,7 +15,7 @@ from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array
 
-__all__ = ["Moves", "backed", "begin", "follow", "start"]
+__all__ = ["Moves", "anew", "backed", "begin", "follow", "of_replies", "start"]
 
 _LEAST = 0.1  # weight of a reply, as of a step: Monte Carlo error falls no further
 
@@ -45,6 +45,11 @@ def begin(moves: Moves) -> Moves:
     return Moves(np.zeros(clients, dtype=np.int64), *_empty(clients, double // 2))
 
 
+def anew(moves: Moves) -> Moves:
+    """Average from the next reply on, and remember what is known of their scatter."""
+    return moves._replace(replies=np.zeros_like(moves.replies))
+
+
 def of_replies(q: Gaussian, d_linear: Array, d_precision: Array) -> Array:
     """To first order, what changes (R, m), (R, m, m) of sites do to q's means and log sds, in sds: (R, 2 m)."""
     covariance = gaussian.covariance(q)
@@ -67,7 +72,7 @@ def follow(moves: Moves, rows: list[int], now: Array, step: Array) -> Moves:
     replies[rows] += 1
     weight = np.maximum(1.0 / replies[rows], _LEAST)
     mean[rows] += weight[:, None] * (now - mean[rows])
-    share[rows] = (1 - weight) ** 2 * share[rows] + weight**2
+    share[rows] = (1 - weight) ** 2 * share[rows] + weight**2  # 1 for the first
     left[rows] = (1 - step)[:, None] * now
     return Moves(replies, mean, share, left, scatter)
 

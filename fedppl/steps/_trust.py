@@ -157,7 +157,7 @@ def _to_draw_in(
         r[k], q[k] = 0.0, 0.0
         found = _measured(sites, r, q)
         agree = not np.any(np.isnan(found.norm))
-        left.append(max(1.0, float(_ratios(found, trust, norm).max())) if agree else np.inf)
+        left.append(float(_ratios(found, trust, norm).max()) if agree else np.inf)
     return int(candidates[int(np.argmin(left))])
 
 
@@ -202,10 +202,12 @@ def _others(values: Array) -> Array:
     return total
 
 
-def _direction(pull: Array, labels: Sequence[str]) -> str:
-    """Where a client pulls most, as in 'mu[0] by +12'."""
+def _what(pull: Array, labels: Sequence[str]) -> str:
+    """Where a client that is held back pulls most; one that takes all precision has no say, and pulls nowhere."""
+    if np.isnan(pull).any() or np.abs(pull).max() < 1e-6:
+        return "takes more precision than the others have"
     i = int(np.argmax(np.abs(pull)))
-    return f"{labels[i]} by {pull[i]:+.2g}"
+    return f"pulls {labels[i]} by {pull[i]:+.2g} sds"
 
 
 def warn(bounded: Bounded, trust: float) -> None:
@@ -213,11 +215,9 @@ def warn(bounded: Bounded, trust: float) -> None:
     names, labels = list(bounded.sites.where), bounded.sites.labels
     for k in np.flatnonzero(bounded.held):
         logger.warning(
-            "client %s held back: %s, trust=%s",
+            "client %s held back: %s (of what the others know), trust=%s",
             names[k],
-            "takes more precision than the others have"
-            if bounded.takes[k] or np.isnan(bounded.pull[k]).any()
-            else f"pulls {_direction(bounded.pull[k], labels)} sds of what the others know",
+            _what(bounded.pull[k], labels),
             trust,
             extra={"client": names[k], "status": "held back"},
         )
@@ -229,12 +229,9 @@ def said(sites: Sites, held: Array, pull: Array, trust: float | None) -> str:
     if trust is None or not len(rows):
         return ""
     names = list(sites.where)
-    shown = [
-        names[k] + ("" if np.isnan(pull[k]).any() else f" (pulls {_direction(pull[k], sites.labels)} sds)")
-        for k in rows[:5]
-    ]
+    shown = [f"{names[k]} ({_what(pull[k], sites.labels)})" for k in rows[:5]]
     more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
     return (
-        f"held back, since they pull q further than what the others know allows: {', '.join(shown)}{more}; look at "
-        f"their data, or raise trust={trust:g}"
+        f"held back, since what the others know does not allow it: {', '.join(shown)}{more}; look at their data, or "
+        f"raise trust={trust:g}"
     )

@@ -32,7 +32,13 @@ def judge(
     noisy = mc_error > tolerance
     averaging, moves, falls = state.averaging, state.moves, 0
     few = 3 * max(fresh, tolerance)
-    if noisy and change < (2 * few if averaging else few):
+    drift = moves.mean.sum(axis=0)
+    limit = max(tolerance, 3 * np.sqrt(_moves.backed(moves, state.noise)))
+    seen = averaging + 1 >= _ROUNDS and bool(np.all(moves.replies >= _REPLIES))
+    if noisy and seen and np.abs(drift).max() > 2 * limit:
+        # Not noise: q is on its way, and steps as short as those of averaging would take too long.
+        moves, averaging, damping = _moves.anew(moves), 1, 0.5 * largest
+    elif noisy and change < (2 * few if averaging else few):
         # down to noise: average the rounds, so that Monte Carlo error falls with their number
         moves = moves if averaging else _moves.begin(moves)
         averaging += 1
@@ -46,11 +52,9 @@ def judge(
     heard, sweep_change = state.heard.copy(), state.sweep_change + change
     heard[rows] = True
     swept = bool(np.all(heard))
-    drift = moves.mean.sum(axis=0)
-    limit = max(tolerance, 3 * np.sqrt(_moves.backed(moves, state.noise)))
     # One small change of a noisy sweep may be luck: with Monte Carlo error, rounds are averaged before it counts.
     quiet = swept and not noisy and sweep_change < tolerance
-    averaged = averaging >= _ROUNDS and bool(np.all(moves.replies >= _REPLIES)) and np.abs(drift).max() < limit
+    averaged = seen and np.abs(drift).max() < limit
     left = float(np.sqrt(state.noise.sum()))
     if (quiet or (swept and noisy and averaged)) and left <= _MOST_ERROR and not np.any(state.held):
         status = Status.CONVERGED
@@ -62,8 +66,8 @@ def judge(
         knob = f"raise rounds=, or {LESS_NOISE}" if noisy else "raise rounds="
         sweep = "the last sweep" if swept else f"a sweep of which {int(heard.sum())} of {count} clients are done"
         message = f"{sweep} moved q by {sweep_change:.2g} posterior sds (tolerance {tolerance:g}); {knob}"
-        if noisy and averaging >= _ROUNDS:
-            message = _noisy(state, moves.mean, drift, limit, left)
+        if noisy and averaging and bool(np.all(state.moves.replies)):
+            message = _noisy(state, state.moves.mean, drift, limit, left)
     return state._replace(
         damping=damping,
         change=change,

@@ -49,8 +49,10 @@ def EP(
         How clients compute tilted moments; by default `NestedLaplace`.
     tolerance
         Converged when a sweep over all clients moves no mean by more than `tolerance` posterior sds and no sd
-        by more than that fraction. Where replies have Monte Carlo error, four rounds are averaged first, and up to
-        three times that error is allowed.
+        by more than that fraction. Where clients report a larger Monte Carlo error, rounds are averaged until that
+        error is at most 0.2 posterior sds over the whole of q, and until the clients' moves, averaged with their
+        signs, are below three times it; the word of the client that claims most counts there only as far as its
+        replies scatter.
     damping
         Largest δ that is tried; it is halved until the global precision and every cavity are positive definite.
     warm_start
@@ -60,7 +62,8 @@ def EP(
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
     trust
-        None, or how much one client may do in one round, c posterior sds: see Notes.
+        None, or how far one client may pull the shared mean over the whole run, c sds of what the others know: see
+        Notes. Without others, for one client, it does nothing.
 
     Returns
     -------
@@ -86,17 +89,24 @@ def EP(
     Sites of rough local moments (few NUTS draws) can oscillate: the status then says so; raise `draws` or lower
     `damping`.
 
-    *With* `trust` *= c*, clients' changes are scaled down, where need be, so that the new q' of every round keeps
+    *With* `trust` *= c*, clients' sites are drawn in, where need be, so that in every round of both phases
 
-    .. math:: \Vert \mu' - \mu'_{-k} \Vert_{Q'} \le c, \qquad |\log \lambda| \le c
-              \text{ for the generalised eigenvalues } \lambda \text{ of } (Q', Q'_{-k})
+    .. math:: |\mu - \mu_{-k}|_i \le c\, \mathrm{sd}_{-k,i}, \qquad
+              \Vert \mu - \mu_{-k} \Vert_{Q_{-k}} \le \chi_m(c)
 
-    for every client k, where -k leaves out its change of this round. Whatever one client sends, its change moves the
-    shared mean by at most c sds a round, and no direction's log variance by more than c. In the warm start the clients'
-    log densities, which have no such bound, are not compared. c = 3 leaves honest clients alone but for a few rounds in
-    which little else is known. Not protected from: a client that lies in every round, which may move q by c each time
-    and keeps the run from converging (the message names it); clients that lie together, each within its bound; and a
-    client that slows the others, through damping, or overstates its Monte Carlo error, which loosens convergence.
+    for every client k and coordinate i, where -k is q without the client's whole site (its cavity) and χ_m(c) is the
+    quantile of χ with m degrees of freedom that has the two-sided tail of c sds (c for m = 1). Under the model honest
+    clients stay within that with the probability of c sds or better, however many of the rows they have. Whose site is
+    drawn in is named, with where it pulls, and while one is, nothing is called converged: look at that client's data.
+    A client that truly is an outlier is held back too, and rightly; so is one with nearly all rows, where the prior is
+    far off. ``fit.idata["fit"]["pull"]`` has every client's pull, with or without `trust`, and the largest of a round
+    stands in ``fit.idata["rounds"]``. In the warm start the clients' log densities, which nothing bounds, are not
+    compared.
+
+    Not protected from: a client that pulls by less than c; q's variances, which one client can make as small as it
+    likes (and no client takes more than half of the others' precision away, or it has no say); clients that lie
+    together; of two clients, the one whose data disagree with the prior less; and a client that keeps q from
+    converging. Below c, a client that moves q on and on is named only where rounds are averaged.
 
     References
     ----------
