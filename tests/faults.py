@@ -273,12 +273,14 @@ class Faulty(InProcessEngine):
         (round, client, fault) of all that went wrong.
     """
 
-    def __init__(self, rates: Rates, seed: int) -> None:
+    def __init__(self, rates: Rates, seed: int, wrong: float = 0.0) -> None:
         self.rates = rates
         self.seed = seed
+        self.wrong = wrong  # probability of a reply that is wrong, and that nothing in it tells
         self.active = True
         self.injected: list[tuple[int, str, str]] = []
         self.old_mail: dict[str, Any] = {}
+        self.said: dict[str, Any] = {}  # an earlier message by client
 
     def __call__(self, algorithm: Algorithm, clients: Mapping[str, Any]) -> Faulty:
         super().__init__(algorithm, clients, 1)
@@ -328,7 +330,24 @@ class Faulty(InProcessEngine):
         if drawn["altered"] and isinstance(reply, Reply):
             self._note(request, "altered")
             return alter(request, reply, rng)
+        if rng.random() < self.wrong and isinstance(reply, Reply) and phase_of(request) == "EP":
+            self._note(request, "wrong")
+            return self._mistaken(request, reply, rng)
         return reply
+
+    def _mistaken(self, request: Request, reply: Reply, rng: np.random.Generator) -> Reply:
+        """Finite and wrong: moments of some rounds ago, or a mean or a precision that is off."""
+        old = self.said.get(request.client_id, reply.message)
+        if request.client_id not in self.said or rng.random() < 0.3:
+            self.said[request.client_id] = reply.message
+        kind = int(rng.integers(3))
+        if kind == 0:
+            return reply._replace(message=old)
+        precision = np.asarray(reply.message["precision"])
+        if kind == 1:
+            sd = 1 / np.sqrt(np.diag(gaussian.unpack_triangle(precision)))
+            return with_message(reply, mean=reply.message["mean"] + rng.normal(0, 3, size=len(sd)) * sd)
+        return with_message(reply, precision=precision * 10 ** rng.uniform(-0.5, 0.5))
 
     def _note(self, request: Request, fault: str) -> None:
         self.injected.append((request.round, request.client_id, fault))
@@ -366,6 +385,7 @@ class Soaked(NamedTuple):
     ledger_gap: float  # largest over all rounds
     mean_gap: float  # against the run without faults, in its sds
     sd_gap: float  # largest |Δ log sd|
+    damping: float  # in the last round with faults
     exchanges: int
     used: int
     seconds: float
@@ -382,28 +402,43 @@ def ledger_gap(state: Any) -> float:
     return float(max(np.abs(linear).max(), np.abs(precision).max()))
 
 
-def soak(problem: Any, local: LocalInference, rounds: int, *, seed: int = 1, rates: Rates = SOAK) -> Soaked:
-    """Run EP under faults for so many rounds, those of the warm start among them, and without until it converges."""
+def soak(
+    problem: Any,
+    local: LocalInference,
+    rounds: int,
+    *,
+    seed: int = 1,
+    rates: Rates = SOAK,
+    wrong: float = 0.0,
+    calm: int = 0,
+    tolerance: float = 1e-300,
+) -> Soaked:
+    """Run EP under faults for so many rounds, those of the warm start among them, then some without any.
+
+    Compared with a run without faults until it converges. With a tolerance below rounding no run is ever converged.
+    """
     model, clients = problem
     settings: dict[str, Any] = {"rounds": 200, "progressbar": False, "random_seed": seed}
-    calm = fedppl.fit(model, clients, fedppl.EP(local=local, tolerance=1e-6), **settings)
-    assert calm.status.ok, calm.message
-    engine = Faulty(rates, seed)
-    number, gap, used, exchanges, started = 0, 0.0, 0, 0, time.perf_counter()
-    # With a tolerance below rounding no run is ever converged: all rounds are run.
-    algorithm = fedppl.EP(local=local, tolerance=1e-300)
+    peace = fedppl.fit(model, clients, fedppl.EP(local=local, tolerance=1e-6), **settings)
+    assert peace.status.ok, peace.message
+    engine = Faulty(rates, seed, wrong)
+    number, gap, used, exchanges, damping, started = 0, 0.0, 0, 0, np.nan, time.perf_counter()
+    algorithm = fedppl.EP(local=local, tolerance=tolerance)
     for step in fedppl.rounds(model, clients, algorithm, engine=engine, random_seed=seed):
         number, gap = step.number, max(gap, ledger_gap(step.state))
         used, exchanges = used + len(step.record.infos), exchanges + len(step.record.asked)
         if number == rounds:
+            engine.active, damping = False, step.info.damping
+        if number == rounds + calm:
             break
-    q, sd = step.state.sites.q, gaussian.standard_deviations(calm.posterior)
+    q, sd = step.state.sites.q, gaussian.standard_deviations(peace.posterior)
     return Soaked(
         rounds=number,
         counts=engine.counts,
         ledger_gap=gap,
-        mean_gap=float(np.max(np.abs(gaussian.mean(q) - gaussian.mean(calm.posterior)) / sd)),
+        mean_gap=float(np.max(np.abs(gaussian.mean(q) - gaussian.mean(peace.posterior)) / sd)),
         sd_gap=float(np.max(np.abs(np.log(gaussian.standard_deviations(q) / sd)))),
+        damping=damping,
         exchanges=exchanges,
         used=used,
         seconds=time.perf_counter() - started,

@@ -1,4 +1,4 @@
-"""EP(trust=c): what one client can do to q in one round, by closed forms, by brute force, and through the loop."""
+"""EP(trust=c): how far one client can pull q over a run, by closed forms, by brute force, and through the loop."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.linalg
+import scipy.stats
 from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
+from benchmarks._attacks import trust as attacks
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.steps import _trust
-from fedppl.steps._sites import Sites, dense
+from fedppl.steps import _moves, _sites, _trust
+from fedppl.steps._sites import Sites
 from fedppl.testing import normal_means
-from fedppl.types import Reply, Request
+from fedppl.types import Layout, Reply, Request, Variable
 from tests import problems
 from tests.faults import Tampering, ledger_gap, phase_of, with_message
 from tests.test_runs import assert_same_state
@@ -27,106 +28,223 @@ from tests.test_runs import assert_same_state
 CLIENT = "clinic 1"
 
 
-def brute(q: Gaussian, linear: Any, precision: Any) -> Any:
-    """Both sizes of leaving out each change, from means and generalised eigenvalues: (R, 2)."""
-    whole = Gaussian(q.linear + linear.sum(axis=0), q.precision + precision.sum(axis=0))
-    mean = np.linalg.solve(whole.precision, whole.linear)
-    sizes = []
-    for k in range(len(linear)):
-        others = np.delete(np.arange(len(linear)), k)
-        rest = Gaussian(q.linear + linear[others].sum(axis=0), q.precision + precision[others].sum(axis=0))
-        moved = mean - np.linalg.solve(rest.precision, rest.linear)
-        ratios = scipy.linalg.eigh(whole.precision, rest.precision, eigvals_only=True)
-        assert np.all(ratios > 0)
-        sizes.append((np.sqrt(moved @ whole.precision @ moved), np.abs(np.log(ratios)).max()))
-    return np.array(sizes)
+def ledger(prior: Gaussian, linear: Any, precision: Any, form: str = "full") -> Sites:
+    """Sites (K, m), (K, m, m) on a prior."""
+    count, m = np.shape(linear)
+    layout = Layout((Variable("x", (m,), "", None),), prior, True, "abc")
+    sites = _sites.empty(layout, tuple(f"client {k}" for k in range(count)), _sites.structure_of(form, layout))
+    return _sites.update(sites, np.asarray(linear, float), _sites.in_structure(np.asarray(precision), sites.structure))
 
 
-def scaled(changes: Gaussian, scales: Any) -> tuple[Any, Any]:
-    return scales[:, None] * changes.linear, scales[:, None, None] * changes.precision
+def brute(sites: Sites) -> Any:
+    """Each client's pull in cavity sds, (K, m), and in norm, (K,): q is built anew without it."""
+    precision = _sites.dense(sites.precision, sites.structure)
+    mean = np.linalg.solve(sites.q.precision, sites.q.linear)
+    along, norm = [], []
+    for k in range(len(precision)):
+        others = np.delete(np.arange(len(precision)), k)
+        q = sites.prior.precision + precision[others].sum(axis=0)
+        shift = mean - np.linalg.solve(q, sites.prior.linear + sites.linear[others].sum(axis=0))
+        along.append(shift / np.sqrt(np.diag(np.linalg.inv(q))))
+        norm.append(np.sqrt(shift @ q @ shift))
+    return np.array(along), np.array(norm)
+
+
+def assert_bounded(sites: Sites, trust: float) -> None:
+    along, norm = brute(sites)
+    assert np.all(np.abs(along) <= trust * (1 + 1e-6))
+    assert np.all(norm <= _trust.largest_norm(trust, along.shape[1]) * (1 + 1e-6))
+
+
+def standard(size: int, sd: float = 1.0) -> Gaussian:
+    return Gaussian(np.zeros(size), np.eye(size) / sd**2)
 
 
 # --- closed forms ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trust", [0.1, 3.0])
-def test_a_change_of_the_mean_alone_is_cut_to_the_bound(trust: float) -> None:
-    """q = N(0, 1/4): dr moves the mean by dr / 4, which is dr / 2 sds."""
-    q, changes = Gaussian(np.zeros(1), np.array([[4.0]])), Gaussian(np.array([[1e9]]), np.zeros((1, 1, 1)))
-    found = _trust.bound(q, changes, trust)
-    assert_allclose(found.influence, [0.5e9])
-    assert 0.97 * trust < 0.5e9 * found.scales[0] <= trust
-    assert_array_equal(found.held, [True])
+def test_a_pull_is_measured_in_the_cavity() -> None:
+    """N(0, 1) and sites of precision 3 at 0 and 12 at 5: q has precision 16 and mean 3.75, the cavities 13 and 4."""
+    sites = ledger(standard(1), [[0.0], [60.0]], [[[3.0]], [[12.0]]])
+    expected = [[(3.75 - 60 / 13) * np.sqrt(13)], [3.75 * 2.0]]
+    assert_allclose(_trust.pulls(sites), expected)
+    assert_allclose(brute(sites)[0], expected)
 
 
 @pytest.mark.parametrize("trust", [0.1, 3.0])
-def test_a_change_of_the_precision_alone_is_cut_to_the_bound(trust: float) -> None:
-    """q = N(0, 1): the log variance changes by log(1 + g)."""
-    q = Gaussian(np.zeros(1), np.eye(1))
-    for gain in (1e9, -0.999999):
-        found = _trust.bound(q, Gaussian(np.zeros((1, 1)), np.array([[[gain]]])), trust)
-        assert 0.97 * trust < abs(np.log1p(gain * found.scales[0])) <= trust
-        assert_allclose(found.influence, abs(np.log1p(gain)))
+@pytest.mark.parametrize("gain", [1e-6, 1.0, 1e9])
+def test_a_site_that_is_far_off_is_drawn_in_to_the_bound_and_keeps_its_precision(trust: float, gain: float) -> None:
+    linear, precision = np.zeros((4, 1)), np.ones((4, 1, 1))
+    linear[2], precision[2] = 1e6 * (1 + gain), gain
+    found = _trust.bound(ledger(standard(1), linear, precision), trust)
+    along, norm = brute(found.sites)
+    assert 0.99 * trust < along[2, 0] <= trust
+    assert_allclose(norm, np.abs(along[:, 0]))
+    assert_array_equal(found.held, [False, False, True, False])
+    assert_array_equal(found.sites.precision[:, 0], precision[:, 0, 0])
+    assert found.pull[2, 0] > 1e4 * trust
 
 
-def test_what_is_within_the_bound_is_left_alone(rng: np.random.Generator) -> None:
-    q, changes = Gaussian(np.zeros(2), np.eye(2)), Gaussian(rng.normal(size=(5, 2)), np.zeros((5, 2, 2)))
-    found = _trust.bound(q, changes, 10.0)
-    assert_array_equal(found.scales, 1.0)
-    assert not np.any(found.held)
+@pytest.mark.parametrize("size", [1, 2, 8, 50])
+@pytest.mark.parametrize("trust", [1.0, 3.0])
+def test_the_norm_has_the_tail_of_c_sds(size: int, trust: float) -> None:
+    limit = _trust.largest_norm(trust, size)
+    assert_allclose(scipy.stats.chi.sf(limit, size), 2 * scipy.stats.norm.sf(trust))
+    assert_allclose(_trust.largest_norm(trust, 1), trust)
+
+
+def test_many_coordinates_together_are_bounded_too() -> None:
+    """Each by 2.9 sds is less than 3, eight of them are 8.2 in norm, above 4.9."""
+    linear, precision = np.zeros((2, 8)), np.stack([np.eye(8)] * 2)
+    linear[1] = 2.9 * 3 / np.sqrt(2)  # q has precision 3, the cavity 2
+    found = _trust.bound(ledger(standard(8), linear, precision), 3.0)
+    assert_allclose(brute(ledger(standard(8), linear, precision))[0][1], 2.9)
+    assert_array_equal(found.held, [False, True])
+    assert_allclose(brute(found.sites)[1][1], 4.855, rtol=2e-3)
 
 
 # --- brute force ----------------------------------------------------------------------------------------------
 
 
-def wild(rng: np.random.Generator, count: int, size: int, largest: float) -> Gaussian:
-    """Changes of any sign and of sizes from 10⁻³ to 10^largest."""
-    B = rng.normal(size=(count, size, size))
-    scale = 10 ** rng.uniform(-3, largest, size=(2, count))
-    precision = scale[0][:, None, None] * (B + np.swapaxes(B, 1, 2))
-    return Gaussian(scale[1][:, None] * rng.normal(size=(count, size)), precision)
+def honest(rng: np.random.Generator, weights: Any, size: int, prior_sd: float = 10.0) -> Sites:
+    """Sites of clients with so much information each, about one truth from the prior."""
+    truth = rng.normal(0, prior_sd, size=size)
+    linear, precision = [], []
+    for weight in weights:
+        B = rng.normal(size=(size, size + 2))
+        Q = weight * B @ B.T
+        linear.append(Q @ truth + np.linalg.cholesky(Q) @ rng.normal(size=size))
+        precision.append(Q)
+    return ledger(standard(size, prior_sd), linear, precision)
 
 
-def proper(rng: np.random.Generator, size: int) -> Gaussian:
-    B = rng.normal(size=(size, size + 1))
-    return Gaussian(rng.normal(size=size), B @ B.T * 10 ** rng.uniform(-3, 3))
-
-
-def test_influences_are_those_of_leaving_out(rng: np.random.Generator) -> None:
-    for _ in range(50):
-        size = int(rng.integers(1, 5))
-        q = proper(rng, size)
-        changes = wild(rng, 4, size, -2.0)
-        small = Gaussian(changes.linear, changes.precision * 0.1 * np.linalg.eigvalsh(q.precision)[0])
-        assert_allclose(_trust.influences(q, small), brute(q, *small).max(axis=1), rtol=1e-6)
-
-
-@pytest.mark.parametrize("largest", [1.0, 6.0, 14.0])
+@pytest.mark.parametrize("largest", [1.0, 6.0, 13.0])
 @pytest.mark.parametrize("trust", [0.3, 3.0])
-def test_the_bound_holds_for_any_changes(largest: float, trust: float, rng: np.random.Generator) -> None:
-    """Several of them poisoned, of any sign: q stays proper and nobody does more than c."""
-    scaled_down = 0
-    for _ in range(60):
-        size, count = (int(n) for n in rng.integers(1, 7, size=2))
-        q, changes = proper(rng, size), wild(rng, count, size, largest)
-        found = _trust.bound(q, changes, trust)
-        after = scaled(changes, found.scales)
-        assert np.all((0 <= found.scales) & (found.scales <= 1))
-        assert gaussian.is_proper(Gaussian(q.linear + after[0].sum(0), q.precision + after[1].sum(0)))
-        assert np.all(brute(q, *after) <= trust * (1 + 1e-6))
-        scaled_down += bool(np.any(found.held))
-        assert np.any(found.held) == np.any(found.influence > trust)
-    assert scaled_down > 30
+def test_the_bound_holds_for_any_sites(largest: float, trust: float, rng: np.random.Generator) -> None:
+    """Several of them wild; nobody's precision is touched, and what is within the bound to begin with not at all."""
+    drawn = 0
+    for _ in range(40):
+        size, count = int(rng.integers(1, 6)), int(rng.integers(2, 9))
+        before = honest(rng, 10 ** rng.uniform(-3, 3, size=count), size)
+        wild = rng.random(count) < 0.3
+        push = 10 ** rng.uniform(0, largest, size=count) * wild
+        sites = _sites.update(before, before.linear + push[:, None] * rng.normal(size=(count, size)), before.precision)
+        found = _trust.bound(sites, trust)
+        assert_bounded(found.sites, trust)
+        assert_array_equal(found.sites.precision, sites.precision)
+        assert_array_equal(found.sites.linear[~found.held], sites.linear[~found.held])
+        drawn += bool(np.any(found.held))
+    assert drawn > 5
 
 
-@pytest.mark.parametrize("kind", ["mean", "precision", "both", "taking"])
-def test_one_wild_change_is_held_back_and_the_honest_are_not(kind: str, rng: np.random.Generator) -> None:
-    """Though beside it every honest change looks influential, too."""
-    q, changes = Gaussian(np.zeros(3), np.eye(3)), wild(rng, 20, 3, -2.0)
-    changes.precision[:] *= 0.1
-    changes.linear[7] = 1e9 * (kind != "precision")
-    changes.precision[7] = {"mean": 0.0, "precision": 1e9, "both": 1e9, "taking": -1e9}[kind] * np.eye(3)
-    assert np.flatnonzero(_trust.bound(q, changes, 1.0).held) == [7]
+@pytest.mark.parametrize("weight", [1e-6, 1.0, 1e6])
+def test_one_liar_is_held_back_and_the_honest_are_not(weight: float, rng: np.random.Generator) -> None:
+    """Though beside it honest clients look influential, too, and one of them has 90 % of the rows."""
+    for _ in range(20):
+        before = honest(rng, [180.0, *np.ones(19)], 3)
+        liar = int(rng.integers(1, 20))
+        linear, precision = before.linear.copy(), before.precision.copy()
+        precision[liar] *= weight
+        dense = _sites.dense(precision, before.structure)
+        linear[liar] = dense[liar] @ (gaussian.mean(before.q) + 10.0 ** rng.uniform(1.3, 6) / min(weight, 1))
+        found = _trust.bound(_sites.update(before, linear, precision), 3.0)
+        assert np.flatnonzero(found.held).tolist() == [liar]
+        assert_bounded(found.sites, 3.0)
+
+
+def test_who_takes_all_precision_has_no_say(rng: np.random.Generator) -> None:
+    before = honest(rng, np.ones(20), 3)
+    linear, precision = before.linear.copy(), before.precision.copy()
+    precision[7] = _sites.in_structure(-1e6 * np.eye(3), before.structure)
+    linear[7] = -1e6
+    found = _trust.bound(_sites.update(before, linear, precision), 3.0)
+    assert np.flatnonzero(found.held).tolist() == np.flatnonzero(found.takes).tolist() == [7]
+    without = _sites.update(before, before.linear * (np.arange(20) != 7)[:, None], before.precision * 1.0)
+    alone = before.precision.copy()
+    alone[7] = 0.0
+    without = _sites.update(without, without.linear, alone)
+    assert_allclose(found.sites.q.precision, without.q.precision, rtol=1e-6)
+    assert_allclose(gaussian.mean(found.sites.q), gaussian.mean(without.q), rtol=1e-6)
+
+
+def test_clients_that_all_disagree_end_within_the_bound() -> None:
+    """As the last resort all sites are drawn in alike; here each is far from all others."""
+    corners = 1e5 * np.concatenate([np.eye(4), -np.eye(4)])
+    found = _trust.bound(ledger(standard(4), corners, np.stack([np.eye(4)] * 8)), 0.5)
+    assert_bounded(found.sites, 0.5)
+    assert np.all(np.isfinite(found.sites.linear))
+
+
+def test_a_client_alone_is_left_alone() -> None:
+    sites = ledger(standard(1), [[1e6]], [[[1.0]]])
+    found = _trust.bound(sites, 0.5)
+    assert found.sites is sites and not np.any(found.held)
+
+
+@pytest.mark.parametrize(("count", "share"), [(2, 0.5), (2, 0.9), (3, 0.9), (20, 0.05), (20, 0.9)])
+@pytest.mark.parametrize("size", [1, 8])
+def test_honest_clients_are_held_back_as_seldom_as_c_says(
+    count: int, share: float, size: int, rng: np.random.Generator
+) -> None:
+    """Fewer than the tails of m coordinates and of a norm, each of 0.27 %, for every client; a plain norm would not do.
+
+    600 federations a case; Poisson noise of a bound that is expected is allowed for.
+    """
+    weights = np.full(count, (1 - share) / (count - 1))
+    weights[0] = share
+    held = plain = 0
+    for _ in range(600):
+        along, norm = brute(sites := honest(rng, 300 * weights, size))
+        held += bool(np.any(_trust.bound(sites, 3.0).held))
+        plain += bool(np.any(norm > 3.0))
+        assert bool(np.any(_trust.bound(sites, 1e6).held)) is False
+    expected = 600 * (size + 1) * 0.0027
+    assert held <= expected + 3 * np.sqrt(expected)
+    if size == 8 and share == 0.9:
+        assert plain > 60
+
+
+# --- what the server sees of noise ----------------------------------------------------------------------------
+
+
+def test_moves_are_those_of_a_replaced_site(rng: np.random.Generator) -> None:
+    """To first order: small changes against means and log sds of a q built anew."""
+    before = honest(rng, np.ones(3), 2)
+    d_linear, B = 1e-6 * rng.normal(size=(1, 2)), rng.normal(size=(2, 2))
+    d_precision = 1e-6 * (B + B.T)[None]
+    after = Gaussian(before.q.linear + d_linear[0], before.q.precision + d_precision[0])
+    sd = gaussian.standard_deviations(before.q)
+    expected = np.concatenate(
+        [
+            (gaussian.mean(after) - gaussian.mean(before.q)) / sd,
+            np.log(gaussian.standard_deviations(after) / sd),
+        ]
+    )
+    assert_allclose(_moves.of_replies(before.q, d_linear, d_precision)[0], expected, rtol=1e-3, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["noise", "drift", "fixed"])
+def test_noise_scatters_and_a_drift_does_not(kind: str, rng: np.random.Generator) -> None:
+    """A site that follows proposals T: noise about a value, one step beyond q each time, or a value from the start."""
+    moves, site, noise = _moves.begin(_moves.start(1, 1)), np.zeros(2), np.ones(1)
+    for t in range(60):
+        proposal = {"noise": rng.normal(size=2), "drift": site + 1.0, "fixed": np.ones(2)}[kind]
+        step = max(1 / (t + 2), 0.1)
+        moves = _moves.follow(moves, [0], (proposal - site)[None], np.array([step]))
+        site = site + step * (proposal - site)
+    drift, allowed = float(np.abs(moves.mean).max()), 3 * np.sqrt(_moves.backed(moves, noise))
+    if kind == "noise":
+        assert 0.5 < moves.scatter[0] < 2 and drift < allowed < 1.5
+    else:
+        assert moves.scatter[0] < 0.01 and allowed < 0.1
+        assert drift == pytest.approx(1.0) if kind == "drift" else drift > allowed or drift < 1e-2
+
+
+def test_the_word_of_one_client_buys_no_tolerance() -> None:
+    moves = _moves.begin(_moves.start(3, 1))._replace(share=np.full(3, 0.5), scatter=np.array([0.0, 0.1, 4.0]))
+    assert _moves.backed(moves, np.array([1.0, 0.01, 0.01])) == pytest.approx(0.02)
+    assert _moves.backed(moves, np.array([0.01, 0.01, 1.0])) == pytest.approx(1.02)
+    assert _moves.backed(moves, np.array([0.01, 1.0, 0.01])) == pytest.approx(0.07)
 
 
 # --- through the loop -----------------------------------------------------------------------------------------
@@ -146,15 +264,9 @@ def steps(
     return list(itertools.islice(found, rounds))
 
 
-def influence(before: Sites, after: Sites) -> Any:
-    """What leaving out any client's change of a round does, from the ledgers before and after: (K, 2)."""
-    changed = after.linear - before.linear, dense(after.precision - before.precision, after.structure)
-    return brute(before.q, *changed)
-
-
 def any_poison(rng: np.random.Generator) -> Callable[[Request, Reply], Any]:
     """Finite, accepted by `refuse`, and otherwise of any size."""
-    far, size = 10 ** rng.uniform(0, 5), 10 ** rng.uniform(-6, 6)
+    far, size = 10 ** rng.uniform(0, 5), 10 ** rng.uniform(-1, 6)
     direction = rng.normal(size=3)
     sign = rng.choice([-1.0, 1.0])
 
@@ -171,8 +283,8 @@ def any_poison(rng: np.random.Generator) -> Callable[[Request, Reply], Any]:
 
 @pytest.mark.parametrize("form", ["full", "diagonal", [["mu"], ["a"]]])
 @pytest.mark.parametrize("trust", [0.5, 3.0])
-@pytest.mark.parametrize("seed", range(5))
-def test_no_poison_does_more_than_the_bound_in_any_round(seed: int, trust: float, form: Any) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_no_poison_pulls_beyond_the_bound_after_any_round(seed: int, trust: float, form: Any) -> None:
     """Of another size and direction in every round, in the warm start and, from a start without one, in EP."""
     held = 0
     for warm_start in (True, False):
@@ -180,20 +292,14 @@ def test_no_poison_does_more_than_the_bound_in_any_round(seed: int, trust: float
         taken = steps(
             lambda q, r, rng=rng: any_poison(rng)(q, r), 6, trust=trust, structure=form, warm_start=warm_start
         )
-        before = taken[0].state.sites._replace(
-            q=taken[0].state.sites.prior,
-            linear=0 * taken[0].state.sites.linear,
-            precision=0 * taken[0].state.sites.precision,
-        )
+        assert taken[0].info.phase == ("warm start" if warm_start else "EP")
         for step in taken:
-            assert not step.failures
             after = step.state.sites
             assert gaussian.is_proper(after.q)
-            assert np.all(influence(before, after) <= trust * (1 + 1e-6))
+            assert_bounded(after, trust)
             assert ledger_gap(step.state) < 1e-9 * np.abs(after.precision).max()
-            before, held = after, held + step.info.held_back
-            assert step.info.phase == ("warm start" if warm_start else "EP")
-    assert held >= 6
+            held += step.info.held_back
+    assert held >= 4
 
 
 def liar(request: Request, reply: Reply) -> Any:
@@ -203,40 +309,65 @@ def liar(request: Request, reply: Reply) -> Any:
     return with_message(reply, mean=reply.message["mean"] + 1e5)
 
 
-def test_a_persistent_liar_moves_the_mean_by_c_a_round_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """The model is Gaussian: the others' sites are exact and stay, and q without the liar's moves is the posterior."""
-    trust, rounds = 2.0, 8
+def test_a_persistent_liar_pulls_by_c_and_is_named_with_its_direction(caplog: pytest.LogCaptureFixture) -> None:
+    """The model is Gaussian: the others' sites are exact, and the liar's cavity is that of the honest run."""
+    trust = 2.0
     with caplog.at_level(logging.WARNING, logger="fedppl"):
-        taken = steps(liar, rounds, trust=trust)
-    exact = problems.regression_posterior(problems.regression(4)[1])
-    lies = 0
-    for step in taken:
-        lies += step.info.phase == "EP"
-        moved = gaussian.mean(step.state.sites.q) - gaussian.mean(exact)
-        drift = np.sqrt(moved @ exact.precision @ moved)
-        assert drift <= lies * trust * (1 + 1e-6) + 1e-6
-        assert step.info.held_back == (step.info.phase == "EP")
-        assert step.status is fedppl.Status.RUNNING
-    assert lies == 6 and drift > 0.9 * lies * trust  # the bound is no looser than it says
-    assert step.info.influence > 1e4
-    assert dict(zip(step.state.sites.where, step.state.held_back, strict=True)) == {
-        f"clinic {k}": lies * (k == 1) for k in range(4)
-    }
-    assert_array_equal(step.state.answered, rounds)
+        taken = steps(liar, 30, trust=trust)
+    last = taken[-1]
+    along, norm = brute(last.state.sites)
+    assert np.abs(along[1]).max() > 0.9 * trust or norm[1] > 0.9 * _trust.largest_norm(trust, 3)
+    exact = gaussian.quotient(
+        problems.regression_posterior(problems.regression(4)[1]),
+        problems.regression_site(problems.regression(4)[1][CLIENT]),
+    )
+    off = gaussian.mean(last.state.sites.q) - gaussian.mean(exact)
+    assert np.all(np.abs(off) <= trust * gaussian.standard_deviations(exact) * (1 + 1e-3))
+    assert last.status is fedppl.Status.RUNNING and last.info.held_back == 1
+    assert last.info.pulled_by == CLIENT and last.info.pull > trust
+    assert_array_equal(last.state.held, [False, True, False, False])
+    assert f"{CLIENT} (pulls " in last.message and "clinic 0" not in last.message
     lines = [r.getMessage() for r in caplog.records if "held back" in r.getMessage()]
-    assert len(lines) == lies
-    assert all(line.startswith(f"client {CLIENT} held back: ") and "trust=2" in line for line in lines)
-    said = f"clients ['{CLIENT}'] were held back in most rounds: look at their data, or raise trust=2"
-    assert said in step.message
+    assert lines and all(line.startswith(f"client {CLIENT} held back: pulls ") for line in lines)
 
 
-def test_without_trust_the_same_lie_moves_the_mean_by_far_more() -> None:
-    taken = steps(liar, 3, trust=None)
-    exact = problems.regression_posterior(problems.regression(4)[1])
-    moved = gaussian.mean(taken[-1].state.sites.q) - gaussian.mean(exact)
-    assert np.sqrt(moved @ exact.precision @ moved) > 1e4
-    assert taken[-1].info.held_back == 0 and np.isnan(taken[-1].info.influence)
-    assert not np.any(taken[-1].state.answered)
+def test_without_trust_the_same_lie_moves_the_mean_by_far_more_and_shows_in_the_pulls() -> None:
+    taken = steps(liar, 30, trust=None)
+    assert np.isnan(taken[-1].info.pull) and taken[-1].info.held_back == 0
+    assert np.abs(_trust.pulls(taken[-1].state.sites)[1]).max() > 1e4
+
+
+@pytest.mark.parametrize("trust", [None, 3.0])
+@pytest.mark.parametrize("sds", [1.0, 0.3])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_client_that_claims_noise_and_goes_on_and_on_is_not_converged(
+    count: int, sds: float, trust: float | None
+) -> None:
+    """Also as the only client, and as one of two; the message says who, and in which way."""
+
+    def drift(request: Request, reply: Reply) -> Reply:
+        if phase_of(request) == "warm start":
+            return reply
+        return attacks._moved(request, reply, sds, mc_error=np.array(1.0))
+
+    model, clients = problems.regression(4)
+    some = {name: clients[name] for name in [CLIENT, "clinic 0", "clinic 2", "clinic 3"][:count]}
+    taken = steps(drift, 40, (model, some), trust=trust, tolerance=0.01)
+    assert len(taken) == 40
+    assert all(step.status is fedppl.Status.RUNNING for step in taken)
+    if trust is None:
+        assert "does not cancel" in taken[-1].message and f"client {CLIENT} +" in taken[-1].message
+    elif count > 1:
+        assert CLIENT in taken[-1].message
+
+
+def test_what_a_client_says_of_skewness_is_told_as_its_word() -> None:
+    def boast(request: Request, reply: Reply) -> Any:
+        return reply if phase_of(request) == "warm start" else with_message(reply, skewness=np.array([9e3, 0, 0]))
+
+    last = steps(boast, 30, trust=None, tolerance=0.01)[-1]
+    assert last.status is fedppl.Status.CONVERGED
+    assert f"(0.0 without client {CLIENT})" in last.message
 
 
 def test_a_client_that_lied_once_does_no_lasting_harm() -> None:
@@ -246,8 +377,9 @@ def test_a_client_that_lied_once_does_no_lasting_harm() -> None:
         lied.append(request.round)
         return any_poison(np.random.default_rng(2))(request, reply) if len(lied) in (1, 4) else reply
 
-    taken = steps(once, 40, tolerance=1e-6)
+    taken = steps(once, 40, tolerance=1e-6, trust=3.0)
     assert taken[-1].status is fedppl.Status.CONVERGED and len(lied) > 4
+    assert sum(step.info.held_back for step in taken) > 0
     assert "held back" not in taken[-1].message
     exact = problems.regression_posterior(problems.regression(4)[1])
     assert_allclose(gaussian.mean(taken[-1].state.sites.q), gaussian.mean(exact), atol=1e-4)
@@ -263,53 +395,103 @@ def test_a_log_density_steers_nothing() -> None:
         value = 1e6 * (2.0 - request.round)
         return with_message(reply, value=np.array(value), ray=reply.message["ray"] + np.linspace(value, 0.0, 16))
 
-    honest = steps(lambda q, r: r, 4, problems.regression(4))
-    assert_same_state(steps(boasting, 4)[-1].state.sites, honest[-1].state.sites)
+    plain = steps(lambda q, r: r, 4, problems.regression(4), trust=3.0)
+    assert_same_state(steps(boasting, 4, trust=3.0)[-1].state.sites, plain[-1].state.sites)
     misled = [step.info.change_mean for step in steps(boasting, 4, trust=None)]
     assert np.inf in misled
-    assert np.inf not in [step.info.change_mean for step in honest]
+    assert np.inf not in [step.info.change_mean for step in plain]
+
+
+@pytest.mark.parametrize("name", ["2.9 sds a round", "far and sure", "unsure", "Hessian + 1e6", "gradient + 1e6"])
+def test_one_of_twenty_that_lies_is_held_back_and_named_alone(name: str) -> None:
+    found = attacks.attack(problems.regression(20), attacks.ATTACKS[name], 30)
+    assert found.met and found.off <= attacks.TRUST * 1.1, found
+    assert not found.honest_named
+
+
+def test_the_quick_attacks_are_met() -> None:
+    figures = attacks.run(quick=True)
+    assert figures["trust: met"] == figures["trust: attacks"] == len(attacks.QUICK)
 
 
 # --- honest clients -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("problem", [problems.regression, problems.noise, problems.schools, problems.counts])
-@pytest.mark.parametrize("participation", [None, 0.6])
-def test_honest_clients_reach_the_same_posterior(problem: Callable[[], Any], participation: float | None) -> None:
+def unequal() -> Any:
+    """Ten clients, of which the first has 90 % of the rows."""
+    rng = np.random.default_rng(4)
+    data = {}
+    for k, rows in enumerate([450, *[5, 6] * 4, 6]):
+        X = rng.normal(size=(rows, 2))
+        beta = np.array([1.0, -2.0]) + 0.5 * rng.normal(size=2)
+        data[f"clinic {k}"] = {"X": X, "y": 0.5 + X @ beta + rng.normal(size=rows)}
+    return problems.declared(problems.regression_builder, problems.REGRESSION_SHARED), data
+
+
+HONEST: dict[str, Callable[[], Any]] = {
+    "regression": problems.regression,
+    "noise": problems.noise,
+    "schools": problems.schools,
+    "counts": problems.counts,
+    "90 % of the rows": unequal,
+    "two clients": lambda: problems.regression(2),
+    "two wards": lambda: problems.logistic(2),
+    "twenty wards": lambda: problems.logistic(20),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.parametrize("how", ["all", "some", "no warm start", "diagonal"])
+def test_honest_clients_reach_the_same_posterior(name: str, how: str) -> None:
     settings: dict[str, Any] = {"rounds": 100, "progressbar": False, "random_seed": 1}
-    without = fedppl.fit(*problem(), fedppl.EP(tolerance=1e-3), **settings)
-    held = fedppl.fit(*problem(), fedppl.EP(tolerance=1e-3, trust=3.0), participation=participation, **settings)
+    settings["participation"] = 0.6 if how == "some" else None
+    form: Any = {"structure": "diagonal"} if how == "diagonal" else {"warm_start": how != "no warm start"}
+    problem = HONEST[name]()
+    without = fedppl.fit(*problem, fedppl.EP(tolerance=1e-3, **form), **settings)
+    held = fedppl.fit(*problem, fedppl.EP(tolerance=1e-3, trust=3.0, **form), **settings)
     assert without.status is held.status is fedppl.Status.CONVERGED
     sd = gaussian.standard_deviations(without.posterior)
     assert np.all(np.abs(gaussian.mean(held.posterior) - gaussian.mean(without.posterior)) < 0.01 * sd)
     assert_allclose(gaussian.standard_deviations(held.posterior), sd, rtol=0.01)
     assert "held back" not in held.message
+    pulls = held.idata["fit"]["pull"]
+    assert pulls.dims == ("client", "rows") and 0 < np.abs(pulls.to_numpy()).max() < 3.0
 
 
-def test_a_trust_that_is_never_used_changes_no_bit() -> None:
+def test_a_trust_that_binds_nobody_changes_no_bit_of_refinement() -> None:
     model, clients = problems.regression()
     runs = [
         list(fedppl.rounds(model, clients, algorithm, rounds=6, random_seed=1, participation=4))
-        for algorithm in (fedppl.EP(warm_start=False), fedppl.EP(warm_start=False, trust=1e12))
+        for algorithm in (fedppl.EP(warm_start=False), fedppl.EP(warm_start=False, trust=3.0))
     ]
-    for none, huge in zip(*runs, strict=True):
-        assert_same_state(none.state._replace(answered=huge.state.answered), huge.state)
-        assert huge.info.held_back == 0
+    for none, some in zip(*runs, strict=True):
+        assert_same_state(none.state._replace(pull=some.state.pull), some.state)
+        assert some.info.held_back == 0 and some.info.pull < 3.0
 
 
-def test_a_client_alone_is_held_to_the_bound_and_gets_its_own_posterior() -> None:
-    """Leaving out the only client leaves the prior: it needs a few rounds more."""
+def test_an_outlier_with_few_rows_is_held_back_and_that_is_said() -> None:
+    """Ten times as far from the others as clients are from each other: the model does not hold for it."""
+    model, clients = normal_means(12)
+    odd = dict(clients)
+    name = list(clients)[3]
+    odd[name] = {"y": np.asarray(clients[name]["y"]) + 400.0}
+    fit = problems.fit_some_rounds(model, odd, fedppl.EP(trust=3.0), rounds=30, progressbar=False, random_seed=1)
+    assert fit.status is fedppl.Status.MAX_ROUNDS
+    assert f"{name} (pulls mu by +" in fit.message
+
+
+def test_for_a_client_alone_trust_does_nothing() -> None:
+    """There are no others to protect from it."""
     model, clients = normal_means(1)
-    fit = fedppl.fit(model, clients, fedppl.EP(trust=0.5), rounds=40, progressbar=False, random_seed=1)
+    fit = fedppl.fit(model, clients, fedppl.EP(trust=0.01), rounds=40, progressbar=False, random_seed=1)
     mean, variance = problems.normal_means_posterior(clients)
     assert fit.status is fedppl.Status.CONVERGED
-    assert len(fit.records) > 5
     assert_allclose(gaussian.mean(fit.posterior), mean, atol=0.01 * np.sqrt(variance))
     assert_allclose(gaussian.covariance(fit.posterior), [[variance]], rtol=0.02)
 
 
 def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
-    """Interrupted in the warm start, while it is held back, and in the refinement."""
+    """Interrupted in the warm start, while somebody is held back, and in the refinement."""
     model, clients = problems.noise(3, rows=60)
     algorithm = fedppl.EP(trust=0.3, tolerance=1e-9)
 
@@ -317,12 +499,10 @@ def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
         found = fedppl.rounds(model, clients, algorithm, random_seed=1, **settings)
         return next(step for step in found if step.number == number)
 
-    whole = until(20)
-    parts = [until(number, checkpoint=tmp_path / "run.ckpt") for number in (3, 18, 20)]
-    assert [part.info.phase for part in parts] == ["warm start", "EP", "EP"]
-    assert parts[0].state.held_back.sum() > 3
+    whole = until(14)
+    parts = [until(number, checkpoint=tmp_path / "run.ckpt") for number in (2, 12, 14)]
+    assert parts[0].state.held_back.sum() > 0
     assert_same_state(parts[-1].state, whole.state)
-    assert_array_equal(whole.state.answered, 20)
 
 
 # --- misuse ---------------------------------------------------------------------------------------------------
@@ -330,7 +510,7 @@ def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trust", [0.0, -1.0, np.inf, np.nan])
 def test_a_trust_that_is_no_positive_number_is_refused(trust: float) -> None:
-    with pytest.raises(fedppl.DeclarationError, match=r"trust=.* must be positive.*posterior sds"):
+    with pytest.raises(fedppl.DeclarationError, match=r"trust=.* must be positive.*sds"):
         fedppl.EP(trust=trust)
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from fedppl import gaussian, privacy
 from fedppl.gaussian import Gaussian
 from fedppl.steps import _sites
-from fedppl.steps._damped_step import EPState, damped_step
+from fedppl.steps._damped_step import damped_step
+from fedppl.steps._ep_state import EPState
 from fedppl.steps._sites import Sites
 from fedppl.steps._whitening import frame_of, unwhiten
 from fedppl.types import Array, Message, Status
@@ -109,7 +110,7 @@ def private_step(
         linear - sites.linear[rows],
         packed - sites.precision[rows],
         mc_errors=np.full(len(rows), mechanism.sd),
-        skewness=np.zeros(m),
+        skewness=np.zeros((len(rows), m)),
         tolerance=tolerance,
         largest=largest,
     )

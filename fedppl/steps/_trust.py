@@ -1,14 +1,22 @@
-"""How much one client may do in one round: leave-one-out influence on q, and the scales that bound it.
+"""How far one client may pull q over a whole run: its site's location is drawn in until leaving it out moves q little.
 
-With changes (dr_k, dQ_k) of the sites and scales s_k in [0, 1], the new q has Q' = Q + Σ s_k dQ_k and likewise r'.
-Leaving out client k's change of this round gives Q'_k = Q' − s_k dQ_k and r'_k. `bound` finds scales such that Q' and
-every Q'_k are positive definite and, for every k,
+With site k = (r_k, Q_k), cavity (r_{-k}, Q_{-k}) = q − site k, and means μ and μ_{-k}, what client k pulls is
+v_k = μ − μ_{-k} = Q⁻¹ u_k with u_k = r_k − Q_k μ_{-k}. `bound` returns sites of the same precisions (but see below) with
 
-    ‖mean' − mean'_k‖_{Q'} ≤ c     and     |log λ| ≤ c for every generalised eigenvalue λ of (Q', Q'_k).
+    |v_k|_i ≤ c sd_{-k,i} for every coordinate i     and     ‖v_k‖_{Q_{-k}} ≤ the χ_m quantile with c's two-sided tail.
 
-Proof. Both are evaluated for every k at the scales that are returned, and these are returned only if both hold.
-Such scales exist: at s = t (1, ..., 1) every Q'_k and mean'_k tends to Q and mean as t falls to 0, and both sizes to
-0 < c; the last resort below halves t until they hold, and ends at t = 0, where q does not move, at the latest.
+In the cavity's units, since the model itself bounds it there: given φ ~ the cavity, the law of total variance gives v_k
+the covariance Q_{-k}⁻¹ − Q⁻¹, below Q_{-k}⁻¹ however many rows the client has. In q's units who has nearly all rows
+would stand out. Its norm is then about χ_m, so that a plain c would hold back honest clients with many coordinates.
+
+Proof. Others as they are, Q_k and μ_{-k} do not depend on r_k, so that r_k = Q_k μ_{-k} + t u_k pulls t v_k: some t ≤ 1
+keeps both bounds. That changes others' cavities: all are evaluated anew until all bounds hold, for `_SWEEPS` changes.
+After these, all sites go to Q_k μ_0 + t (r_k − Q_k μ_0) with the prior's mean μ_0. The prior is Q_0 μ_0, so that
+μ − μ_0 = t Q⁻¹ Σ (r_j − Q_j μ_0), likewise μ_{-k}: every v_k is linear in t, and some t ≤ 1 keeps all bounds at once.
+A client whose cavity is not positive definite cannot be left out, and is not measured.
+
+Variances are not protected. But a site that takes more than half of its cavity's precision in a direction is given
+none of it there, and has no say on the mean (u_k = 0): one client's word would make q improper.
 """
 
 from __future__ import annotations
@@ -19,103 +27,170 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
+from fedppl.steps import _sites
+from fedppl.steps._sites import Sites
 from fedppl.types import Array
 
-__all__ = ["Bounded", "bound", "influences", "often_held", "warn"]
+__all__ = ["Bounded", "bound", "largest_norm", "pulls", "said", "warn"]
 
 logger = logging.getLogger(__name__)
 
-_SWEEPS = 200
-# Aimed at where something is scaled: a share of c below it, or the scales would only converge to where c is kept.
-_AIM = 0.98
+_SWEEPS = 300
+_AIM = 0.999  # a share of the bound: others change a little afterwards
+_ROUNDING = 1e-9
+_TAKES = 0.5  # of the cavity's precision in a direction
+_CANDIDATES = 32
 
 
 class Bounded(NamedTuple):
-    """Scales of the clients' changes, and what they were found from."""
+    """Sites within the bound, and what they were before."""
 
-    scales: Array  # (R,) in [0, 1]
-    influence: Array  # (R,) before scaling, in posterior sds and log variances; inf where there would be no posterior
-    held: NDArray[np.bool_]  # (R,) scaled below 1
-
-
-def bound(q: Gaussian, changes: Gaussian, trust: float) -> Bounded:
-    """Scale changes (R, m), (R, m, m) of sites so that none does more than `trust` to q, which is proper.
-
-    Whoever does most is scaled first, to the most that it may do beside the others: a change that is out of all
-    proportion makes honest ones look influential, and must not take them down with it.
-    """
-    scales = np.ones(len(changes.linear))
-    before: Array | None = None
-    with np.errstate(over="ignore"):  # beyond all numbers is beyond c
-        taken = _taken(q, changes)
-        for _ in range(_SWEEPS):
-            found = _leave_one_out(q, _scaled(changes, scales))
-            sizes = np.full(len(scales), np.inf) if found is None else found.sizes
-            before = sizes if before is None else before
-            if np.all(sizes <= trust):
-                return Bounded(scales, before, scales < 1)
-            if found is None or not np.all(np.isfinite(sizes)):
-                scales = _take_less(scales, taken)
-            else:
-                worst = sizes > max(trust, 0.5 * float(sizes.max()))
-                scales[worst] *= _largest_share(found, worst, _AIM * trust)
-        for _ in range(_SWEEPS):
-            scales = scales / 2
-            found = _leave_one_out(q, _scaled(changes, scales))
-            if found is not None and np.all(found.sizes <= trust):
-                break
-        else:
-            scales = np.zeros(len(scales))
-    assert before is not None
-    return Bounded(scales, before, scales < 1)
+    sites: Sites
+    pull: Array  # (K, m) before, in sds of the client's cavity; NaN where it is not proper
+    held: NDArray[np.bool_]  # (K,) sites that were changed
+    takes: NDArray[np.bool_]  # (K,) those that took more precision than may be
 
 
-def influences(q: Gaussian, changes: Gaussian) -> Array:
-    """What leaving out each change (R, m), (R, m, m) does to q x all of them: the larger of its two sizes, (R,).
+class _Pulls(NamedTuple):
+    mean: Array  # (K, m) of the cavities
+    along: Array  # (K, m) v_k in the cavity's sds
+    norm: Array  # (K,) in the cavity's precision
 
-    Inf where no posterior is left.
+
+def largest_norm(trust: float, size: int) -> float:
+    """The χ_m quantile with the two-sided tail that c has in one dimension.
 
     Examples
     --------
-    >>> one = np.ones((1, 1))
-    >>> influences(Gaussian(np.zeros(1), one), Gaussian(0 * one, one[None])).round(3)
-    array([0.693])
+    >>> round(largest_norm(3.0, 1), 9), round(largest_norm(3.0, 8), 2)
+    (3.0, 4.86)
     """
-    found = _leave_one_out(q, changes)
-    return np.full(len(changes.linear), np.inf) if found is None else found.sizes
+    # Where the tail is below all numbers the norm is not bounded by itself; its coordinates are.
+    return float(np.sqrt(special.chdtri(size, special.chdtrc(1, trust**2))))
 
 
-class _LeftOut(NamedTuple):
-    """Per change, in coordinates where Q' = I and Q'_k is diagonal."""
-
-    left: Array  # (R, m) precision of a direction without the change
-    shift: Array  # (R, m) mean' − mean'_k; without meaning where something is left with no precision
-    sizes: Array  # (R,); inf there
+def pulls(sites: Sites) -> Array:
+    """What each client pulls, μ − μ_{-k} in sds of its cavity: (K, m); NaN where that is not proper."""
+    return _measured(sites, sites.linear, _sites.dense(sites.precision, sites.structure)).along
 
 
-def _scaled(changes: Gaussian, scales: Array) -> Gaussian:
-    return Gaussian(scales[:, None] * changes.linear, scales[:, None, None] * changes.precision)
+def bound(sites: Sites, trust: float) -> Bounded:
+    """Draw sites in until no client pulls further than `trust` allows; nothing where there are no others to protect."""
+    count, m = sites.linear.shape
+    held, takes = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
+    if count == 1:
+        return Bounded(sites, np.full((1, m), np.nan), held, takes)
+    linear, precision = sites.linear.copy(), _sites.dense(sites.precision, sites.structure)
+    for _ in range(count):
+        found = _taking(sites, linear, precision)
+        if found is None:
+            break
+        k, linear[k], precision[k] = found
+        takes[k] = True
+    norm = largest_norm(trust, m)
+    before: Array | None = None
+    for _ in range(_SWEEPS):
+        found_pulls = _measured(sites, linear, precision)
+        before = found_pulls.along if before is None else before
+        ratios = _ratios(found_pulls, trust, norm)
+        if not np.any(ratios > 1 + _ROUNDING):
+            break
+        k = _to_draw_in(sites, linear, precision, ratios, trust, norm)
+        centre = precision[k] @ found_pulls.mean[k]
+        linear[k] = centre + (_AIM / ratios[k] if ratios[k] > 1 else 0.5) * (linear[k] - centre)
+        held[k] = True
+    else:
+        ratio = float(_ratios(_measured(sites, linear, precision), trust, norm).max())
+        centres = precision @ gaussian.mean(sites.prior)
+        linear = centres + min(1.0, _AIM / ratio) * (linear - centres)
+        held[:] = True
+    assert before is not None
+    if not np.any(held | takes):
+        return Bounded(sites, before, held, takes)
+    # What nobody touched stays to the last bit.
+    packed = np.where(takes[:, None], _sites.in_structure(precision, sites.structure), sites.precision)
+    return Bounded(_sites.update(sites, linear, packed), before, held | takes, takes)
 
 
-def _leave_one_out(q: Gaussian, changes: Gaussian) -> _LeftOut | None:
-    """Leave out every change in turn; None where q with all changes is not proper."""
-    whole = Gaussian(q.linear + changes.linear.sum(axis=0), q.precision + changes.precision.sum(axis=0))
-    if not gaussian.is_proper(whole):
+def _cavities(sites: Sites, linear: Array, precision: Array) -> tuple[Gaussian, NDArray[np.bool_]]:
+    """Summed without each site, not subtracted: one of 10^14 times the others would leave nothing of them."""
+    found = Gaussian(sites.prior.linear + _others(linear), sites.prior.precision + _others(precision))
+    return found, np.atleast_1d(gaussian.is_proper(found))
+
+
+def _measured(sites: Sites, linear: Array, precision: Array) -> _Pulls:
+    q = Gaussian(sites.prior.linear + linear.sum(axis=0), sites.prior.precision + precision.sum(axis=0))
+    cavities, proper = _cavities(sites, linear, precision)
+    if not gaussian.is_proper(q):
+        proper = np.zeros_like(proper)
+    safe = np.where(proper[:, None, None], cavities.precision, np.eye(linear.shape[1]))
+    covariance = np.linalg.inv(safe)
+    mean = np.linalg.solve(safe, cavities.linear[..., None])[..., 0]
+    with np.errstate(invalid="ignore", over="ignore"):
+        shift = np.where(proper[:, None], (gaussian.mean(q) if np.any(proper) else 0.0) - mean, np.nan)
+        along = shift / np.sqrt(np.einsum("kii->ki", covariance))
+        norm = np.sqrt(np.maximum(np.einsum("ki,kij,kj->k", shift, safe, shift), 0.0))
+    return _Pulls(mean, along, norm)
+
+
+def _ratios(found: _Pulls, trust: float, norm: float) -> Array:
+    """How many times its bound each client pulls, 0 where that cannot be measured: (K,)."""
+    return np.nan_to_num(np.maximum(np.abs(found.along).max(axis=1) / trust, found.norm / norm))
+
+
+def _to_draw_in(
+    sites: Sites, linear: Array, precision: Array, ratios: Array, trust: float, norm: float
+) -> int:
+    """The client without whom the others agree best; of several, the one that pulls most.
+
+    Not simply who pulls most: beside a liar an honest client with nearly all rows does, since what it is measured
+    against is little else than the liar.
+    """
+    candidates = np.argsort(-ratios, kind="stable")[:_CANDIDATES]
+    left = []
+    for k in candidates:
+        r, q = linear.copy(), precision.copy()
+        r[k], q[k] = 0.0, 0.0
+        found = _measured(sites, r, q)
+        agree = not np.any(np.isnan(found.norm))
+        left.append(float(_ratios(found, trust, norm).max()) if agree else np.inf)
+    return int(candidates[int(np.argmin(left))])
+
+
+def _taking(sites: Sites, linear: Array, precision: Array) -> tuple[int, Array, Array] | None:
+    """The site that takes most of its cavity's precision, if more than half, and what is left of it; or None.
+
+    Where a cavity is not proper, as far from the mode, what the others' curvatures are in size stands in for it.
+    """
+    cavities, proper = _cavities(sites, linear, precision)
+    base = cavities.precision
+    if not np.all(proper):
+        base = np.where(proper[:, None, None], base, sites.prior.precision + _others(_sizes(sites, precision)))
+    root = np.linalg.cholesky(base)
+    inverse = np.linalg.inv(root)
+    values, vectors = np.linalg.eigh(inverse @ precision @ np.swapaxes(inverse, 1, 2))
+    k = int(np.argmin(values[:, 0]))
+    if values[k, 0] >= -_TAKES:
         return None
-    mean, root = gaussian.affine(whole)
-    # Summed without it, not subtracted: a change of 10^14 times q would leave nothing of the others.
-    without = Gaussian(q.linear + _others(changes.linear), q.precision + _others(changes.precision))
-    proper = np.atleast_1d(gaussian.is_proper(without))
-    precision = np.where(proper[:, None, None], without.precision, whole.precision)
-    left, vectors = np.linalg.eigh(root.T @ precision @ root)
-    left = np.maximum(left, np.finfo(np.float64).tiny)  # is proper, and smaller than its rounding error
-    moved = mean - np.linalg.solve(precision, without.linear[..., None])[..., 0]
-    shift = ((moved @ np.linalg.inv(root).T)[:, None, :] @ vectors)[:, 0]
-    sizes = np.maximum(np.linalg.norm(shift, axis=1), np.abs(np.log(left)).max(axis=1))
-    return _LeftOut(left, shift, np.where(proper, sizes, np.inf))
+    axes = root[k] @ vectors[k]
+    lifted = np.where(values[k] < -_TAKES, -values[k], 0.0)
+    back = _sites.dense(_sites.in_structure((axes * lifted) @ axes.T, sites.structure), sites.structure)
+    centre = np.linalg.solve(base[k], cavities.linear[k])
+    kept = precision[k] + back
+    return k, kept @ centre, kept
+
+
+def _sizes(sites: Sites, precision: Array) -> Array:
+    """Precisions with the sizes of their eigenvalues, in prior sds: (K, m, m)."""
+    root = np.linalg.cholesky(sites.prior.precision)
+    inverse = np.linalg.inv(root)
+    values, vectors = np.linalg.eigh(inverse @ precision @ inverse.T)
+    axes = root @ vectors
+    return np.asarray((axes * np.abs(values)[:, None, :]) @ np.swapaxes(axes, 1, 2))
 
 
 def _others(values: Array) -> Array:
@@ -127,57 +202,36 @@ def _others(values: Array) -> Array:
     return total
 
 
-def _largest_share(found: _LeftOut, which: NDArray[np.bool_], limit: float) -> Array:
-    """The largest share t ≤ 1 of each change that stays within the limit, were all others left as they are.
-
-    With Q'(t) = Q'_k + t dQ_k, a direction's precision is p(t) = p(0) + t (1 − p(0)), and the shift t g / p(t) has
-    squared length Σ t² g² / p(t) in Q'(t), which grows with t; log p(t) / p(0) is monotone in t.
-    """
-    left, shift = found.left[which], found.shift[which]
-    gain = 1.0 - left
-    with np.errstate(divide="ignore"):
-        wide = np.where(gain > 0, np.expm1(limit), -np.expm1(-limit)) * left / np.abs(gain)
-    low, high = np.full(len(gain), -100.0), np.minimum(np.log(wide.min(axis=1)), 0.0)
-    for _ in range(60):
-        middle = 0.5 * (low + high)
-        t = np.exp(middle)[:, None]
-        inside = np.sum(np.square(t * shift) / (left + t * gain), axis=1) <= limit**2
-        low, high = np.where(inside, middle, low), np.where(inside, high, middle)
-    return np.asarray(np.exp(low))
+def _what(pull: Array, labels: Sequence[str]) -> str:
+    """Where a client that is held back pulls most; one that takes all precision has no say, and pulls nowhere."""
+    if np.isnan(pull).any() or np.abs(pull).max() < 1e-6:
+        return "takes more precision than the others have"
+    i = int(np.argmax(np.abs(pull)))
+    return f"pulls {labels[i]} by {pull[i]:+.2g} sds"
 
 
-def _taken(q: Gaussian, changes: Gaussian) -> Array:
-    """The largest share of q's precision in a direction that each change takes away; none is 0."""
-    _, root = gaussian.affine(q)
-    return np.asarray(np.maximum(-np.linalg.eigvalsh(root.T @ changes.precision @ root)[:, 0], 0.0))
-
-
-def _take_less(scales: Array, taken: Array) -> Array:
-    """Halve what takes most precision away, and leave nobody what would take all: something is not proper."""
-    takes = scales * taken
-    most = takes >= 0.5 * takes.max()
-    with np.errstate(divide="ignore"):
-        return np.where(most, np.minimum(scales / 2, 0.5 / taken), scales)
-
-
-def warn(names: Sequence[str], bounded: Bounded, trust: float | None) -> None:
+def warn(bounded: Bounded, trust: float) -> None:
     """One line in the log for every client that is held back."""
-    for name, scale, size, held in zip(names, bounded.scales, bounded.influence, bounded.held, strict=True):
-        if held:
-            logger.warning(
-                "client %s held back: %.2g of its change is used; leaving it out would move q by %.3g, trust=%s",
-                name,
-                scale,
-                size,
-                trust,
-                extra={"client": name, "status": "held back", "scale": float(scale)},
-            )
+    names, labels = list(bounded.sites.where), bounded.sites.labels
+    for k in np.flatnonzero(bounded.held):
+        logger.warning(
+            "client %s held back: %s (of what the others know), trust=%s",
+            names[k],
+            _what(bounded.pull[k], labels),
+            trust,
+            extra={"client": names[k], "status": "held back"},
+        )
 
 
-def often_held(names: Sequence[str], held: Array, answered: Array, trust: float | None) -> str:
-    """Name the clients that were held back in more than half of the rounds that they answered, or say nothing."""
-    often = [name for name, h, n in zip(names, held, answered, strict=True) if h >= 2 and 2 * h > n]
-    if trust is None or not often:
+def said(sites: Sites, held: Array, pull: Array, trust: float | None) -> str:
+    """Name the clients that are held back, and where they pull, or say nothing."""
+    rows = np.flatnonzero(held)
+    if trust is None or not len(rows):
         return ""
-    more = f" and {len(often) - 5} more" if len(often) > 5 else ""
-    return f"clients {often[:5]}{more} were held back in most rounds: look at their data, or raise trust={trust:g}"
+    names = list(sites.where)
+    shown = [f"{names[k]} ({_what(pull[k], sites.labels)})" for k in rows[:5]]
+    more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
+    return (
+        f"held back, since what the others know does not allow it: {', '.join(shown)}{more}; look at their data, or "
+        f"raise trust={trust:g}"
+    )

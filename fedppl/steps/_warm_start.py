@@ -104,9 +104,8 @@ def step(
     """Take in the expansions at the point and, when there is one of every client, choose the next point.
 
     The sums of log f_k decide: a point that lowered the log marginal posterior, or that another length of the step
-    would have bettered by much, is given up for the best length. With `trust`, sites change as far as `_trust` allows,
-    which keeps q proper throughout, every round moves the point, and the clients' values, which no bound holds for,
-    decide nothing.
+    would have bettered by much, is given up for the best length. With `trust`, sites are drawn in as `_trust` demands,
+    every round moves the point, and the clients' values, which no bound holds for, decide nothing.
     """
     if trust is not None:
         return _bounded_step(sites, state, replies, trust)
@@ -130,6 +129,11 @@ def step(
         values = np.array([float(reply["value"]) for reply in everyone.values()])
         objective = float(values.sum() + gaussian.log_kernel(sites.prior, x))
     better = _better_length(sites.prior, state, everyone, objective)
+    if better == LENGTHS[0] and state.chosen:
+        # A thousandth of a step that was a thousandth itself, and still below the anchor: what was said there is not
+        # what clients say now, as where a reply was wrong. They are asked there again.
+        at, still = state.anchor, np.zeros_like(x)
+        return sites, state._replace(point=at, move=still, objective=-np.inf, radius=_RADIUS, chosen=False), None
     if better is not None:
         move, radius = better * state.move, state.radius * min(better, 1.0)
         point = state.anchor + move
@@ -165,28 +169,19 @@ def _unusable(sites: Sites, replies: Mapping[str, Message]) -> dict[str, str]:
 def _bounded_step(
     sites: Sites, state: WarmStart, replies: Mapping[str, Message], trust: float
 ) -> tuple[Sites, WarmStart, _trust.Bounded | None]:
-    """Take in what came, each client's change as far as `trust` allows, and step on from there."""
+    """Take in what came, draw sites in as far as `trust` demands, and step on from there."""
     unusable = _unusable(sites, replies)
     kept = {name: reply for name, reply in replies.items() if name not in unusable}
     state = state._replace(spent=state.spent + len(replies) / len(state.heard), unusable=unusable)
     state = state._replace(reasons={**state.reasons, **unusable})
     if not kept:
         return sites, state, None
-    x, rows = state.point, indices(sites, kept)
-    wanted, packed = _natural(sites, kept, x)
-    heard = state.heard.copy()
-    heard[rows] = True
-    linear, precision = sites.linear.copy(), sites.precision.copy()
-    d_linear, d_packed = wanted - sites.linear[rows], packed - sites.precision[rows]
-    bounded = _trust.bound(sites.q, Gaussian(d_linear, dense(d_packed, sites.structure)), trust)
-    held, part = bounded.held[:, None], bounded.scales[:, None]
-    linear[rows] = np.where(held, sites.linear[rows] + part * d_linear, wanted)
-    precision[rows] = np.where(held, sites.precision[rows] + part * d_packed, packed)
-    tried = update(sites, linear, precision)
+    x, heard = state.point, state.heard.copy()
+    heard[indices(sites, kept)] = True
+    bounded = _trust.bound(_replaced(sites, kept, x), trust)
+    tried = bounded.sites
     move, cut = _trusted_step(tried.q, sites.prior, x)
-    # Sites that were kept small keep the step small: that is no sign of being there.
-    there = not cut and not np.any(bounded.held)
-    arrived, change = _arrival(tried.q, move, there, heard)
+    arrived, change = _arrival(tried.q, move, not cut, heard)
     moved = state._replace(point=x + move, move=move, anchor=x, heard=heard, change=change, arrived=arrived)
     return tried, moved, bounded
 

@@ -15,8 +15,9 @@ import numpy as np
 from fedppl import gaussian, settings
 from fedppl._target import at_target, draw_target, pack_target, unpack_target
 from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.steps import _sites, _warm_start
-from fedppl.steps._damped_step import EPInfo, EPState, damped_step, hold_back, named, targets
+from fedppl.steps import _moves, _sites, _trust, _warm_start
+from fedppl.steps._damped_step import damped_step, hold_back, named, targets
+from fedppl.steps._ep_state import EPInfo, EPState
 from fedppl.steps._warm_start import WarmStart
 from fedppl.types import Algorithm, Asked, Layout, LocalInference, Message, Status
 
@@ -24,6 +25,8 @@ __all__ = ["EP", "EPInfo", "EPState"]
 
 # Expansions a client: a dozen do even from a prior a million times too wide.
 _BUDGET = 25.0
+# What a client may say of its Monte Carlo error, in posterior sds: NUTS gives no moments of fewer than m + 4 draws.
+_MOST_ERROR = 0.5
 
 
 def EP(
@@ -46,8 +49,10 @@ def EP(
         How clients compute tilted moments; by default `NestedLaplace`.
     tolerance
         Converged when a sweep over all clients moves no mean by more than `tolerance` posterior sds and no sd
-        by more than that fraction. Where replies have Monte Carlo error, four rounds are averaged first, and up to
-        three times that error is allowed.
+        by more than that fraction. Where clients report a larger Monte Carlo error, rounds are averaged until that
+        error is at most 0.2 posterior sds over the whole of q, and until the clients' moves, averaged with their
+        signs, are below three times it; the word of the client that claims most counts there only as far as its
+        replies scatter.
     damping
         Largest δ that is tried; it is halved until the global precision and every cavity are positive definite.
     warm_start
@@ -57,7 +62,8 @@ def EP(
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
     trust
-        None, or how much one client may do in one round, c posterior sds: see Notes.
+        None, or how far one client may pull the shared mean over the whole run, c sds of what the others know: see
+        Notes. Without others, for one client, it does nothing.
 
     Returns
     -------
@@ -83,17 +89,24 @@ def EP(
     Sites of rough local moments (few NUTS draws) can oscillate: the status then says so; raise `draws` or lower
     `damping`.
 
-    *With* `trust` *= c*, clients' changes are scaled down, where need be, so that the new q' of every round keeps
+    *With* `trust` *= c*, clients' sites are drawn in, where need be, so that in every round of both phases
 
-    .. math:: \Vert \mu' - \mu'_{-k} \Vert_{Q'} \le c, \qquad |\log \lambda| \le c
-              \text{ for the generalised eigenvalues } \lambda \text{ of } (Q', Q'_{-k})
+    .. math:: |\mu - \mu_{-k}|_i \le c\, \mathrm{sd}_{-k,i}, \qquad
+              \Vert \mu - \mu_{-k} \Vert_{Q_{-k}} \le \chi_m(c)
 
-    for every client k, where -k leaves out its change of this round. Whatever one client sends, its change moves the
-    shared mean by at most c sds a round, and no direction's log variance by more than c. In the warm start the clients'
-    log densities, which have no such bound, are not compared. c = 3 leaves honest clients alone but for a few rounds in
-    which little else is known. Not protected from: a client that lies in every round, which may move q by c each time
-    and keeps the run from converging (the message names it); clients that lie together, each within its bound; and a
-    client that slows the others, through damping, or overstates its Monte Carlo error, which loosens convergence.
+    for every client k and coordinate i, where -k is q without the client's whole site (its cavity) and χ_m(c) is the
+    quantile of χ with m degrees of freedom that has the two-sided tail of c sds (c for m = 1). Under the model honest
+    clients stay within that with the probability of c sds or better, however many of the rows they have. Whose site is
+    drawn in is named, with where it pulls, and while one is, nothing is called converged: look at that client's data.
+    A client that truly is an outlier is held back too, and rightly; so is one with nearly all rows, where the prior is
+    far off. ``fit.idata["fit"]["pull"]`` has every client's pull, with or without `trust`, and the largest of a round
+    stands in ``fit.idata["rounds"]``. In the warm start the clients' log densities, which nothing bounds, are not
+    compared.
+
+    Not protected from: a client that pulls by less than c; q's variances, which one client can make as small as it
+    likes (and no client takes more than half of the others' precision away, or it has no say); clients that lie
+    together; of two clients, the one whose data disagree with the prior less; and a client that keeps q from
+    converging. Below c, a client that moves q on and on is named only where rounds are averaged.
 
     References
     ----------
@@ -118,7 +131,11 @@ def EP(
         update_server=functools.partial(_update_server, tolerance=tolerance, largest=damping, trust=trust),
         outcome=outcome,
         draw=functools.partial(draw_target, local=inference),
-        details=lambda state: {"last_change": (("rows",), state.last_change), "skewness": (("rows",), state.skewness)},
+        details=lambda state: {
+            "last_change": (("rows",), state.last_change),
+            "skewness": (("rows",), state.skewness),
+            "pull": (("client", "rows"), _trust.pulls(state.sites)),
+        },
         posterior=lambda state: state.sites.q,
         preliminary=lambda state: state.warm_start is not None,
         settings={
@@ -155,10 +172,15 @@ def _init_server(
         sweep_change=0.0,
         last_change=np.full(layout.size, np.nan),
         skewness=np.zeros(layout.size),
-        answered=np.zeros(len(clients), dtype=np.int64),
+        skewed_by=np.zeros(layout.size, dtype=np.int64),
+        skewness_without=np.zeros(layout.size),
+        held=np.zeros(len(clients), dtype=bool),
         held_back=np.zeros(len(clients), dtype=np.int64),
+        pull=np.full((len(clients), layout.size), np.nan),
         errors=np.zeros(len(clients)),
         noise=np.zeros(len(clients)),
+        moves=_moves.start(len(clients), layout.size),
+        falls=0,
         status=Status.RUNNING.value,
         message="",
     )
@@ -249,7 +271,7 @@ def _newton_round(
         message="" if after.arrived else _warm_start.why_not_arrived(sites, after),
         status=(Status.STALLED if over else Status.RUNNING).value,
     )
-    if bounded is not None:
+    if bounded is not None and trust is not None:
         state, info = hold_back(state, info, _sites.indices(sites, replies), bounded, trust)
     return named(state, trust), info
 
@@ -266,13 +288,13 @@ def _ep_round(
     whole = form.blocks is not None and len(form.blocks) == 1
     inside = q if whole else _sites.in_family(gaussian.mean(q), gaussian.covariance(q), form)
     # Cumulants of log factors add, so the small skewnesses of K tilted distributions make the posterior's.
-    skewness = np.sum([reply["skewness"] for reply in replies.values()], axis=0) * len(sites.where) / len(replies)
+    skewness = np.stack([reply["skewness"] for reply in replies.values()]) * len(sites.where) / len(replies)
     return damped_step(
         state,
         _sites.indices(sites, replies),
         target_linear - inside.linear,
         target_packed - _sites.in_structure(inside.precision, form),
-        mc_errors=np.array([float(reply["mc_error"]) for reply in replies.values()]),
+        mc_errors=np.minimum([float(reply["mc_error"]) for reply in replies.values()], _MOST_ERROR),
         skewness=skewness,
         tolerance=tolerance,
         largest=largest,

@@ -13,7 +13,7 @@ from fedppl import gaussian, privacy, settings
 from fedppl._target import pack_target, unpack_target
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.steps import _sites
-from fedppl.steps._damped_step import EPState
+from fedppl.steps._ep_state import EPState
 from fedppl.steps._private_step import (
     Mechanism,
     PrivateEPInfo,
