@@ -209,7 +209,10 @@ def run(quick: bool = False) -> dict[str, Any]:
         soaked = faults.soak(
             problems.noise(CLIENTS), fedppl.NestedLaplace(points=64), 1000, wrong=0.1, calm=10, tolerance=1e-300
         )
-        figures |= {"soak: sds off": float(f"{soaked.mean_gap:.3g}"), "soak: log sds off": float(f"{soaked.sd_gap:.3g}")}
+        figures |= {
+            "soak: sds off": float(f"{soaked.mean_gap:.3g}"),
+            "soak: log sds off": float(f"{soaked.sd_gap:.3g}"),
+        }
         figures["soak: damping at the end of faults"] = float(f"{soaked.damping:.3g}")
         met.append(soaked.mean_gap < 0.02)
     return figures | {"trust: attacks": len(met), "trust: met": int(sum(met))}

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedppl import gaussian, structure
-from fedppl.gaussian import Gaussian
 from fedppl.steps import _moves, _sites, _trust
 from fedppl.steps._ep_state import EPInfo, EPState
 from fedppl.steps._sites import Sites
@@ -96,7 +95,7 @@ def hold_back(
     _trust.warn(bounded, trust)
     held = state.held.copy()
     held[rows] = False  # what it asked for just now is what counts
-    held |= bounded.held
+    held = np.logical_or(held, bounded.held)
     size = np.nan_to_num(np.abs(bounded.pull).max(axis=1), nan=-1.0)
     most = int(np.argmax(size))
     if size[most] >= 0:

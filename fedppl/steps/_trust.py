@@ -1,7 +1,7 @@
 """How far one client may pull q over a whole run: its site's location is drawn in until leaving it out moves q little.
 
 With site k = (r_k, Q_k), cavity (r_{-k}, Q_{-k}) = q − site k, and means μ and μ_{-k}, what client k pulls is
-v_k = μ − μ_{-k} = Q⁻¹ u_k with u_k = r_k − Q_k μ_{-k}. `bound` returns sites of the same precisions (but see below) with
+v_k = μ − μ_{-k} = Q⁻¹ u_k with u_k = r_k − Q_k μ_{-k}. `bound` returns sites of the same precisions (see below) with
 
     |v_k|_i ≤ c sd_{-k,i} for every coordinate i     and     ‖v_k‖_{Q_{-k}} ≤ the χ_m quantile with c's two-sided tail.
 
@@ -129,7 +129,7 @@ def _measured(sites: Sites, linear: Array, precision: Array) -> _Pulls:
         proper = np.zeros_like(proper)
     safe = np.where(proper[:, None, None], cavities.precision, np.eye(linear.shape[1]))
     covariance = np.linalg.inv(safe)
-    mean = np.linalg.solve(safe, cavities.linear[..., None])[..., 0]
+    mean = np.asarray(np.linalg.solve(safe, cavities.linear[..., None])[..., 0], dtype=np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         shift = np.where(proper[:, None], (gaussian.mean(q) if np.any(proper) else 0.0) - mean, np.nan)
         along = shift / np.sqrt(np.einsum("kii->ki", covariance))
@@ -139,12 +139,10 @@ def _measured(sites: Sites, linear: Array, precision: Array) -> _Pulls:
 
 def _ratios(found: _Pulls, trust: float, norm: float) -> Array:
     """How many times its bound each client pulls, 0 where that cannot be measured: (K,)."""
-    return np.nan_to_num(np.maximum(np.abs(found.along).max(axis=1) / trust, found.norm / norm))
+    return np.asarray(np.nan_to_num(np.maximum(np.abs(found.along).max(axis=1) / trust, found.norm / norm)))
 
 
-def _to_draw_in(
-    sites: Sites, linear: Array, precision: Array, ratios: Array, trust: float, norm: float
-) -> int:
+def _to_draw_in(sites: Sites, linear: Array, precision: Array, ratios: Array, trust: float, norm: float) -> int:
     """The client without whom the others agree best; of several, the one that pulls most.
 
     Not simply who pulls most: beside a liar an honest client with nearly all rows does, since what it is measured
