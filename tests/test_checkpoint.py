@@ -14,7 +14,6 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import fedppl
-from benchmarks._attacks import state as attacks
 from fedppl import DataError, DeclarationError, _digest, checkpoint
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
@@ -263,15 +262,6 @@ def test_records_of_a_run_that_never_got_a_state_are_written_over(left: bytes, t
     path.with_name("run.ckpt.records").write_bytes(left)
     fedppl.fit(*normal_means(), fedppl.EP(), checkpoint=path, rounds=1, progressbar=False)
     assert [record.number for record in checkpoint.read(path)["records"]][0] == 1
-
-
-def test_kills_and_growth_in_short(tmp_path: Path) -> None:
-    """The attacks' script: crafted files under an audit hook, processes that are killed, the price of a late round."""
-    found = attacks.run(quick=True)
-    assert found["state_crafted"] > 200
-    assert found["state_crafted_read"] == found["state_code_run"] == found["state_classes_changed"] == 0
-    assert found["state_kills"] >= 3 and found["state_resumed_identical"] is True
-    assert found["state_bytes_a_round_ratio"] < 1.2
 
 
 @problems.few_rounds

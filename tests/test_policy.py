@@ -13,7 +13,6 @@ import pymc as pm
 import pytest
 
 import fedppl
-from benchmarks._attacks import policy as attacks
 from fedppl import DeclarationError, FederatedModel, Policy, audit, gaussian, policy, privacy
 from fedppl._observed import holdings
 from fedppl.engine import _account, _site, _wire
@@ -624,13 +623,3 @@ def test_a_run_that_goes_on_is_concluded_again_once(tmp_path: Path) -> None:
     assert (tmp_path / "clinic%203.nc").exists()
     told = [line["refused"] for line in log_of(tmp_path) if line["event"] == "conclusion"]
     assert [rule is None for rule in told] == [True, False, False] * 2
-
-
-# --- attacks --------------------------------------------------------------------------------------------------
-
-
-def test_attacks_on_a_site_with_the_default_policy() -> None:
-    found = attacks.run(quick=True)
-    bars = {name: value for name, value in found.items() if name.endswith("_met")}
-    assert len(bars) == 5 and all(bars.values()), found
-    assert found["policy_ledger_largest_epsilon_of_2"] <= 2

@@ -409,11 +409,6 @@ def test_one_of_twenty_that_lies_is_held_back_and_named_alone(name: str) -> None
     assert not found.honest_named
 
 
-def test_the_quick_attacks_are_met() -> None:
-    figures = attacks.run(quick=True)
-    assert figures["trust: met"] == figures["trust: attacks"] == len(attacks.QUICK)
-
-
 # --- honest clients -------------------------------------------------------------------------------------------
 
 

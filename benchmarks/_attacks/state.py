@@ -53,6 +53,13 @@ def run(quick: bool = False) -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError(f"the attacks on files ended with {done.returncode}: {done.stderr[-2000:]}")
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    figures["state_crafted_met"] = not any(
+        figures[f"state_{name}"] for name in ("crafted_read", "code_run", "classes_changed")
+    )
+    figures["state_kills_met"] = bool(figures["state_kills"] and figures["state_resumed_identical"])
+    figures["state_bytes_met"] = figures["state_bytes_a_round_ratio"] < 1.2
+    if not quick:  # sixty rounds are too few to time
+        figures["state_time_met"] = figures["state_round_time_ratio"] < 1.2
     return figures
 
 

@@ -193,7 +193,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     """All attacks on both models; the figures are flat, and `quick` takes three attacks, 30 rounds and one model."""
     logging.getLogger("fedppl").setLevel(logging.ERROR)
     figures: dict[str, Any] = {}
-    met = []
+    met: list[bool] = []
     for model in ["logistic"] if quick else MODELS:
         problem = MODELS[model]()
         for name in QUICK if quick else ATTACKS:
@@ -214,8 +214,8 @@ def run(quick: bool = False) -> dict[str, Any]:
             "soak: log sds off": float(f"{soaked.sd_gap:.3g}"),
         }
         figures["soak: damping at the end of faults"] = float(f"{soaked.damping:.3g}")
-        met.append(soaked.mean_gap < 0.02)
-    return figures | {"trust: attacks": len(met), "trust: met": int(sum(met))}
+        figures["trust_soak_met"] = bool(soaked.mean_gap < 0.02)
+    return figures | {"trust_attacks": len(met), "trust_attacks_held": sum(met), "trust_attacks_met": all(met)}
 
 
 def main() -> None:
