@@ -265,18 +265,18 @@ def test_without_a_warm_start_a_vague_prior_is_no_singular_matrix() -> None:
 def test_a_skewed_margin_is_named_with_a_remedy_and_mild_ones_are_no_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from fedppl.steps import _damped_step, _sites
+    from fedppl.steps import _sites, _verdict
 
     layout = MODEL.enrol(CLIENTS)["client 0"].layout
     sites = _sites.empty(layout, ("client 0",), _sites.structure_of("full", layout))
     state = fedppl.EP().init_server(layout, ("client 0",), np.random.default_rng(0))
-    assert _damped_step._skewed(state, 0.5) == ""
+    assert _verdict._skewed(state, 0.5) == ""
     for skewness, mild in ((-0.6, True), (1.4, False)):
         skewed = state._replace(sites=sites, skewness=np.array([skewness]))
-        text = _damped_step._skewed(skewed, 0.5)
+        text = _verdict._skewed(skewed, 0.5)
         assert f"mu {skewness}" in text and "closer to normal" in text
         assert skewed.mild is mild
-    assert not skewed._replace(skewness=np.zeros(1), held_back=np.array([1])).mild
+    assert not skewed._replace(skewness=np.zeros(1), held=np.array([True])).mild
 
 
 # --- builders that are no function of their arguments --------------------------------------------------------------

@@ -10,7 +10,7 @@ from fedppl import gaussian, structure
 from fedppl.steps import _moves, _sites, _trust
 from fedppl.steps._ep_state import EPInfo, EPState
 from fedppl.steps._sites import Sites
-from fedppl.steps._verdict import LESS_NOISE, judge
+from fedppl.steps._verdict import LESS_NOISE, Change, judge
 from fedppl.types import Array, Message
 
 __all__ = ["damped_step", "hold_back", "named", "targets"]
@@ -60,7 +60,9 @@ def damped_step(
         message = _no_step(sites, rows, d_packed, noisy=mc_error > tolerance)
         return state._replace(message=message), EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mc_error, skewed)
     sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved.q)
-    shift, stretch = np.abs(gaussian.mean(moved.q) - gaussian.mean(q)) / sd / delta, np.abs(np.log(new_sd / sd)) / delta
+    heading = np.concatenate([(gaussian.mean(moved.q) - gaussian.mean(q)) / sd, np.log(new_sd / sd)]) / delta
+    turned = bool(heading @ state.heading <= 0)
+    shift, stretch = np.split(np.abs(heading), 2)
     change_mean, change_sd = float(np.max(shift)), float(np.max(stretch))
     # A site is a weighted mean of its client's replies, each with an error of its own. What a first reply leaves of the
     # site before it counts as if it came from a reply too.
@@ -81,11 +83,13 @@ def damped_step(
         errors=errors,
         noise=noise,
         moves=moves,
+        heading=heading,
     )
     info = EPInfo("EP", change_mean, change_sd, delta, np.nan, mc_error, skewed)
     if bounded is not None and trust is not None:
         state, info = hold_back(state, info, rows, bounded, trust)
-    return named(judge(state, max(change_mean, change_sd), mc_error, fresh, rows, tolerance, largest), trust), info
+    change = Change(max(change_mean, change_sd), turned, mc_error, fresh)
+    return named(judge(state, change, rows, tolerance, largest), trust), info
 
 
 def hold_back(

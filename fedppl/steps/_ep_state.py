@@ -37,7 +37,8 @@ class EPState(NamedTuple):
     errors: Array  # (K,) Monte Carlo error of the client's last reply, in posterior sds
     noise: Array  # (K,) variance that the errors of all its replies have left in its site, in the same unit
     moves: Moves  # what the server sees itself, since averaging began
-    falls: int  # rounds in a row in which the change fell
+    heading: Array  # (2 m,) where the last round moved means and log sds, in posterior sds before damping
+    falls: int  # rounds in which the change fell since the damping was last lowered
     status: str
     message: str
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from fedppl.steps import _moves
 from fedppl.steps._ep_state import EPState
 from fedppl.types import Array, Status
 
-__all__ = ["LESS_NOISE", "judge"]
+__all__ = ["LESS_NOISE", "Change", "judge"]
 
 # Monte Carlo error of the shared means, in posterior sds after averaging, beyond which nothing is called converged.
 _MOST_ERROR = 0.2
@@ -19,18 +21,26 @@ _SKEWED = 0.5
 _ROUNDS, _REPLIES = 4, 2
 
 
-def judge(
-    state: EPState, change: float, mc_error: float, fresh: float, rows: list[int], tolerance: float, largest: float
-) -> EPState:
-    """Set the next damping, and say whether this is converged; `fresh` is this round's own Monte Carlo error.
+class Change(NamedTuple):
+    """What a round did to q."""
+
+    size: float  # largest of a mean or a log sd, in posterior sds before damping
+    turned: bool  # it did not go on in the direction of the round before
+    mc_error: float  # of all clients' last replies
+    fresh: float  # of this round's
+
+
+def judge(state: EPState, last: Change, rows: list[int], tolerance: float, largest: float) -> EPState:
+    """Set the next damping, and say whether this is converged.
 
     What clients say of their error starts the averaging, and too much of it keeps q from being called converged. How
     small the moves have to be does not hang on it: they are averaged with their signs, so that noise cancels, and
     compared with the errors of all but the client that says it has most; of that one's, what its replies show.
     """
     count = len(state.sites.where)
+    change, turned, mc_error, fresh = last
     noisy = mc_error > tolerance
-    averaging, moves, falls = state.averaging, state.moves, 0
+    averaging, moves, falls = state.averaging, state.moves, state.falls
     few = 3 * max(fresh, tolerance)
     drift = moves.mean.sum(axis=0)
     limit = max(tolerance, 3 * np.sqrt(_moves.backed(moves, state.noise)))
@@ -44,10 +54,14 @@ def judge(
         averaging += 1
         damping = max(1.0 / (averaging + 1), 0.1) * largest
     elif change > state.change:
-        averaging, damping = 0, max(state.damping / 2, 1.0 / count)
+        # Steps that are too long turn back. Where the change grows on its way, as with other clients in every round,
+        # they are not.
+        averaging = 0
+        shorten = turned or change > 2 * state.change
+        damping, falls = (max(state.damping / 2, 1.0 / count), 0) if shorten else (state.damping, falls)
     else:
         # Faster with every fall: what shortened steps, such as clients whose replies were wrong, may be over.
-        averaging, falls = 0, state.falls + 1
+        averaging, falls = 0, falls + 1
         damping = min(largest, 1.5**falls * state.damping)
     heard, sweep_change = state.heard.copy(), state.sweep_change + change
     heard[rows] = True

@@ -180,6 +180,7 @@ def _init_server(
         errors=np.zeros(len(clients)),
         noise=np.zeros(len(clients)),
         moves=_moves.start(len(clients), layout.size),
+        heading=np.zeros(2 * layout.size),
         falls=0,
         status=Status.RUNNING.value,
         message="",
