@@ -209,10 +209,11 @@ def run(quick: bool = False) -> dict[str, Any]:
                 f"{model}, {name}: honest named": found.honest_named,
             }
     if not quick:
-        soaked = faults.soak(
-            problems.regression(CLIENTS), fedppl.Laplace(), 1000, wrong=0.1, calm=10
-        )
-        figures |= {"soak: sds off": float(f"{soaked.mean_gap:.3g}"), "soak: log sds off": float(f"{soaked.sd_gap:.3g}")}
+        soaked = faults.soak(problems.regression(CLIENTS), fedppl.Laplace(), 1000, wrong=0.1, calm=10)
+        figures |= {
+            "soak: sds off": float(f"{soaked.mean_gap:.3g}"),
+            "soak: log sds off": float(f"{soaked.sd_gap:.3g}"),
+        }
         figures["soak: damping at the end of faults"] = float(f"{soaked.damping:.3g}")
         met.append(soaked.mean_gap < 0.02)
     return figures | {"trust: attacks": len(met), "trust: met": int(sum(met))}

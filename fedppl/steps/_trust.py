@@ -142,9 +142,7 @@ def _ratios(found: _Pulls, trust: float, norm: float) -> Array:
     return np.nan_to_num(np.maximum(np.abs(found.along).max(axis=1) / trust, found.norm / norm))
 
 
-def _to_draw_in(
-    sites: Sites, linear: Array, precision: Array, ratios: Array, trust: float, norm: float
-) -> int:
+def _to_draw_in(sites: Sites, linear: Array, precision: Array, ratios: Array, trust: float, norm: float) -> int:
     """The client without whom the others agree best; of several, the one that pulls most.
 
     Not simply who pulls most: beside a liar an honest client with nearly all rows does, since what it is measured
