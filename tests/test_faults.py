@@ -16,6 +16,8 @@ from numpy.testing import assert_allclose
 
 import fedppl
 from fedppl import checkpoint, gaussian
+from fedppl.steps import _verdict
+from fedppl.testing import normal_means
 from tests import problems
 from tests.faults import Faulty, Rates, ledger_gap, soak
 from tests.test_runs import assert_same_state
@@ -145,6 +147,47 @@ def test_a_soak_of_two_hundred_rounds() -> None:
 @pytest.mark.parametrize("problem", [problems.noise, problems.regression])
 def test_a_soak_of_a_thousand_rounds(problem: Callable[..., Any]) -> None:
     check_soak(problem(20), 1000)
+
+
+def judged(moves: list[tuple[float, bool]], damping: float) -> float:
+    """Damping after rounds with changes of these sizes, that turned back or not, for 20 clients without noise."""
+    model, clients = normal_means(20)
+    layout = model.enrol(clients)["client 0"].layout
+    state = fedppl.EP().init_server(layout, tuple(clients), np.random.default_rng(0))._replace(damping=damping)
+    for size, turned in moves:
+        state = _verdict.judge(state, _verdict.Change(size, turned, 0.0, 0.0), list(range(20)), 1e-9, 1.0)
+    return float(state.damping)
+
+
+def test_damping_recovers_when_faults_end(rng: np.random.Generator) -> None:
+    """Changes fall, but noisily, as where clients far off fall back on draws: no reason for short steps."""
+    assert judged([(1.0 - 0.04 * t, False) for t in range(5)], 0.05) == 1.0
+    assert judged([(float(size), False) for size in rng.uniform(0.6, 1.0, size=15)], 0.05) == 1.0
+
+
+def test_oscillating_sites_are_damped() -> None:
+    assert judged([(1.0 + 0.1 * t, True) for t in range(8)], 1.0) == 0.05
+    assert judged([(3.0**t, False) for t in range(8)], 1.0) == 0.05
+    # one good round among bad ones is no restart
+    assert judged([(1.0, True), (1.1, True), (1.0, True), (1.2, True), (1.1, True), (1.3, True)], 1.0) < 0.5
+
+
+def test_after_wrong_replies_and_ten_calm_rounds_q_is_back() -> None:
+    """Means sds off, precisions off by factors, moments of some rounds ago: nothing refuses them."""
+    found = soak(problems.regression(20), fedppl.Laplace(), 60, wrong=0.1, calm=10)
+    assert found.counts["wrong"] > 20
+    assert found.rounds == 70 and found.mean_gap < 0.02 and found.sd_gap < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [300, 1000])
+def test_a_soak_with_wrong_replies_and_ten_calm_rounds(rounds: int) -> None:
+    if rounds == 300:
+        found = soak(problems.noise(20), LOCAL, rounds, wrong=0.03, calm=10)
+    else:
+        found = soak(problems.regression(20), fedppl.Laplace(), rounds, wrong=0.1, calm=10)
+    assert found.counts["wrong"] > 0.1 * rounds
+    assert found.mean_gap < 0.02 and found.sd_gap < 0.02
 
 
 # --- the server is killed -------------------------------------------------------------------------------------

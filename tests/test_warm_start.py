@@ -205,3 +205,23 @@ def test_a_hierarchy_among_shared_variables_does_not_end_at_a_scale_of_zero() ->
     place = fit.layout.labels.index("tau_log__")
     assert abs(gaussian.mean(fit.posterior)[place] - mean) < 0.1 * sd
     assert abs(gaussian.standard_deviations(fit.posterior)[place] / sd - 1) < 0.1
+
+
+def test_a_search_that_one_wrong_value_misled_goes_on() -> None:
+    """A point that is said to be far better than any: no step from there gains, however short, and all are asked anew."""
+    rounds = []
+
+    def boast(request: Any, reply: Any) -> Any:
+        if request.client_id != "site 1" or "point" not in request.message:
+            return reply
+        rounds.append(request.round)
+        return with_message(reply, value=np.array(float(reply.message["value"]) + 1e3)) if len(rounds) == 2 else reply
+
+    model, clients = problems.noise(4)
+    honest = fedppl.fit(model, clients, fedppl.EP(tolerance=1e-3), progressbar=False, random_seed=1)
+    misled = fedppl.fit(
+        model, clients, fedppl.EP(tolerance=1e-3), engine=Tampering(boast), progressbar=False, random_seed=1
+    )
+    assert misled.status is Status.CONVERGED and len(misled.records) > len(honest.records)
+    sd = gaussian.standard_deviations(honest.posterior)
+    assert np.all(np.abs(gaussian.mean(misled.posterior) - gaussian.mean(honest.posterior)) < 0.01 * sd)

@@ -209,9 +209,7 @@ def run(quick: bool = False) -> dict[str, Any]:
                 f"{model}, {name}: honest named": found.honest_named,
             }
     if not quick:
-        soaked = faults.soak(
-            problems.regression(CLIENTS), fedppl.Laplace(), 1000, wrong=0.1, calm=10
-        )
+        soaked = faults.soak(problems.regression(CLIENTS), fedppl.Laplace(), 1000, wrong=0.1, calm=10)
         figures |= {
             "soak: sds off": float(f"{soaked.mean_gap:.3g}"),
             "soak: log sds off": float(f"{soaked.sd_gap:.3g}"),
