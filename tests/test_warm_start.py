@@ -208,7 +208,7 @@ def test_a_hierarchy_among_shared_variables_does_not_end_at_a_scale_of_zero() ->
 
 
 def test_a_search_that_one_wrong_value_misled_goes_on() -> None:
-    """A point that is said to be far better than any: no step from there gains, however short, and all are asked anew."""
+    """A point said to be far better than any: no step from there gains, however short, and all are asked anew."""
     rounds = []
 
     def boast(request: Any, reply: Any) -> Any:
