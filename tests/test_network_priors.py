@@ -237,6 +237,7 @@ def test_a_site_says_it_once_for_all_that_it_serves(caplog: pytest.LogCaptureFix
         folder=None,
         draws=10,
         chains=1,
+        policy=fedppl.policy.NO_RULES,
     )
     with caplog.at_level("WARNING", logger="fedppl"):
         for name in clients:
