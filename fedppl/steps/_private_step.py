@@ -11,7 +11,7 @@ from fedppl import gaussian, privacy
 from fedppl.gaussian import Gaussian
 from fedppl.steps import _sites
 from fedppl.steps._damped_step import damped_step
-from fedppl.steps._ep_state import EPState
+from fedppl.steps._ep_state import EPInfo, EPState
 from fedppl.steps._sites import Sites
 from fedppl.steps._whitening import frame_of, unwhiten
 from fedppl.types import Array, Message, Status
@@ -102,18 +102,20 @@ def private_step(
     fresh = mechanism.sd * float(np.sqrt(len(rows)))  # noise of this round in a mean, in posterior sds
     vectors = np.stack([np.asarray(reply["site"], dtype=float) for reply in replies.values()])
     linear, packed = unwhiten(frame_of(sites.q, sites.structure, weight), vectors)
-    ep, step = damped_step(
-        state.ep._replace(
-            damping=_damping(counts, rows, fresh / weight * float(np.sqrt(2 * m)), mechanism.releases, largest)
-        ),
-        rows,
-        linear - sites.linear[rows],
-        packed - sites.precision[rows],
-        mc_errors=np.full(len(rows), mechanism.sd),
-        skewness=np.zeros((len(rows), m)),
-        tolerance=tolerance,
-        largest=largest,
-    )
+    damping = _damping(counts, rows, fresh / weight * float(np.sqrt(2 * m)), mechanism.releases, largest)
+    if damping < _least(len(counts)):  # what could be taken in is next to nothing: q stays
+        ep, step = state.ep, EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mechanism.sd, 0.0)
+    else:
+        ep, step = damped_step(
+            state.ep._replace(damping=damping),
+            rows,
+            linear - sites.linear[rows],
+            packed - sites.precision[rows],
+            mc_errors=np.full(len(rows), mechanism.sd),
+            skewness=np.zeros((len(rows), m)),
+            tolerance=tolerance,
+            largest=largest,
+        )
     left = 1 - len(rows) / len(counts) * (1 - (1 - step.damping) ** 2)
     noise = left * state.noise + (step.damping * fresh) ** 2 * sites.q.precision
     after = PrivateEPState(ep, rounds, counts, noise, Status.RUNNING.value, "")
@@ -123,13 +125,18 @@ def private_step(
     return after._replace(status=status.value, message=message), info
 
 
+def _least(clients: int) -> float:
+    """Steps shorter than this are not taken."""
+    return 0.25 / clients
+
+
 def _damping(counts: Array, rows: list[int], precision_noise: float, releases: int, largest: float) -> float:
     """Replace sites while they grow; average them over the later half of the releases, so that noise averages out.
 
     Never so far that a round's noise takes more than half of q's precision.
     """
     late = max(float(counts[rows].mean()) - max(releases // 2, 1), 0.0)
-    averaging = max(1 / (1 + late), 0.25 / len(counts))  # shorter steps than this `damped_step` does not take
+    averaging = max(1 / (1 + late), _least(len(counts)))
     return min(largest, averaging, 0.5 / precision_noise)
 
 
