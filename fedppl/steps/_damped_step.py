@@ -44,8 +44,7 @@ def damped_step(
     delta = state.damping
     bounded = None
     # At δ = 1/K the new q is a convex combination of proper Gaussians; below it only cavities can object.
-    # Averaging asks for less than that where clients are few.
-    while delta >= min(0.25 / len(sites.where), state.damping):
+    while delta >= min(0.25 / len(sites.where), largest):
         linear, precision = sites.linear.copy(), sites.precision.copy()
         linear[rows] += delta * d_linear
         precision[rows] += delta * d_packed

@@ -1,7 +1,7 @@
 """How far one client may pull q over a whole run: its site's location is drawn in until leaving it out moves q little.
 
 With site k = (r_k, Q_k), cavity (r_{-k}, Q_{-k}) = q − site k, and means μ and μ_{-k}, what client k pulls is
-v_k = μ − μ_{-k} = Q⁻¹ u_k with u_k = r_k − Q_k μ_{-k}. `bound` returns sites of the same precisions (see below) with
+v_k = μ − μ_{-k} = Q⁻¹ u_k with u_k = r_k − Q_k μ_{-k}. `bound` returns sites of the same precisions with
 
     |v_k|_i ≤ c sd_{-k,i} for every coordinate i     and     ‖v_k‖_{Q_{-k}} ≤ the χ_m quantile with c's two-sided tail.
 
@@ -15,8 +15,9 @@ After these, all sites go to Q_k μ_0 + t (r_k − Q_k μ_0) with the prior's me
 μ − μ_0 = t Q⁻¹ Σ (r_j − Q_j μ_0), likewise μ_{-k}: every v_k is linear in t, and some t ≤ 1 keeps all bounds at once.
 A client whose cavity is not positive definite cannot be left out, and is not measured.
 
-Variances are not protected. But a site that takes more than half of its cavity's precision in a direction is given
-none of it there, and has no say on the mean (u_k = 0): one client's word would make q improper.
+Variances are not protected, and precisions stay, but for one case: a site that takes more than half of its cavity's
+precision in a direction is given none of it there, and has no say on the mean (u_k = 0), or one client's word would
+make q improper.
 """
 
 from __future__ import annotations
@@ -129,12 +130,12 @@ def _measured(sites: Sites, linear: Array, precision: Array) -> _Pulls:
         proper = np.zeros_like(proper)
     safe = np.where(proper[:, None, None], cavities.precision, np.eye(linear.shape[1]))
     covariance = np.linalg.inv(safe)
-    mean = np.asarray(np.linalg.solve(safe, cavities.linear[..., None])[..., 0], dtype=np.float64)
+    mean = np.linalg.solve(safe, cavities.linear[..., None])[..., 0]
     with np.errstate(invalid="ignore", over="ignore"):
         shift = np.where(proper[:, None], (gaussian.mean(q) if np.any(proper) else 0.0) - mean, np.nan)
         along = shift / np.sqrt(np.einsum("kii->ki", covariance))
         norm = np.sqrt(np.maximum(np.einsum("ki,kij,kj->k", shift, safe, shift), 0.0))
-    return _Pulls(mean, along, norm)
+    return _Pulls(np.asarray(mean), np.asarray(along), np.asarray(norm))
 
 
 def _ratios(found: _Pulls, trust: float, norm: float) -> Array:

@@ -52,7 +52,7 @@ def judge(state: EPState, last: Change, rows: list[int], tolerance: float, large
         # down to noise: average the rounds, so that Monte Carlo error falls with their number
         moves = moves if averaging else _moves.begin(moves)
         averaging += 1
-        damping = max(1.0 / (averaging + 1), 0.1) * largest
+        damping = max(max(1.0 / (averaging + 1), 0.1) * largest, min(0.25 / count, largest))
     elif change > state.change:
         # Steps that are too long turn back. Where the change grows on its way, as with other clients in every round,
         # they are not.
