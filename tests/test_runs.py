@@ -157,11 +157,8 @@ SEED = 7
 # Not known yet, and no number until it is.
 UNKNOWN = {"state.change", "state.warm_start.change", "state.omega.remainder", "state.bound"}
 UNKNOWN |= {"state.last_change", "said.1['last_change']", "said.1['last_change'].1"}
-UNKNOWN |= {
-    "state.pull",
-    "said.1['pull']",
-    "said.1['pull'].1",
-}  # of a client that nothing is left without, or where trust is not set
+# Where trust is not set, and of a client without whom nothing is proper.
+UNKNOWN |= {"state.pull", "said.1['pull']", "said.1['pull'].1"}
 
 
 @pytest.fixture(params=list(CASES))
