@@ -157,8 +157,7 @@ SEED = 7
 # Not known yet, and no number until it is.
 UNKNOWN = {"state.change", "state.warm_start.change", "state.omega.remainder", "state.bound"}
 UNKNOWN |= {"state.last_change", "said.1['last_change']", "said.1['last_change'].1"}
-# Where trust is not set, and of a client without whom nothing is proper.
-UNKNOWN |= {"state.pull", "said.1['pull']", "said.1['pull'].1", "state.moves.left", "state.moves.last"}
+UNKNOWN |= {"said.1['pull']", "said.1['pull'].1"}  # of a client without whom q is not proper
 
 
 @pytest.fixture(params=list(CASES))

@@ -104,7 +104,7 @@ def hold_back(
     if size[most] >= 0:
         info = info._replace(pull=float(size[most]), pulled_by=list(state.sites.where)[most])
     return (
-        state._replace(held=held, held_back=state.held_back + bounded.held, pull=bounded.pull),
+        state._replace(held=held, held_back=state.held_back + bounded.held, pull=np.nan_to_num(bounded.pull)),
         info._replace(held_back=int(bounded.held.sum())),
     )
 

@@ -33,7 +33,7 @@ class EPState(NamedTuple):
     skewness_without: Array  # (m,) what it is without that client
     held: Array  # (K,) bool: its site is not what it asked for, since trust binds
     held_back: Array  # (K,) rounds in which its site was drawn in
-    pull: Array  # (K, m) where trust is set: what it would have pulled q's mean by, in sds of its cavity
+    pull: Array  # (K, m) where trust is set: what it would have pulled means by, in sds of its cavity; 0 where unknown
     errors: Array  # (K,) Monte Carlo error of the client's last reply, in posterior sds
     noise: Array  # (K,) variance that the errors of all its replies have left in its site, in the same unit
     moves: Moves  # what the server sees itself, since averaging began

@@ -26,23 +26,21 @@ class Moves(NamedTuple):
     replies: Array  # (K,) int
     mean: Array  # (K, 2 m) weighted mean of the client's moves
     share: Array  # (K,) what the variance of one move is to be multiplied with for that of the mean
+    spoke: Array  # (K,) bool: has replied, so that the next two are known
     left: Array  # (K, 2 m) what its last reply would still have moved after the step that was taken
     scatter: Array  # (K,) mean square of what its replies differ by from one to the next, halved: their variance
 
 
 def start(clients: int, size: int) -> Moves:
     """Nothing is known."""
-    return begin(Moves(np.zeros(clients, dtype=np.int64), *_empty(clients, size)))
-
-
-def _empty(clients: int, size: int) -> tuple[Array, Array, Array, Array]:
-    return np.zeros((clients, 2 * size)), np.zeros(clients), np.full((clients, 2 * size), np.nan), np.zeros(clients)
+    none, nowhere = np.zeros(clients), np.zeros((clients, 2 * size))
+    return Moves(np.zeros(clients, dtype=np.int64), nowhere, none, np.zeros(clients, dtype=bool), nowhere, none)
 
 
 def begin(moves: Moves) -> Moves:
     """Forget what there was: averaging begins anew."""
     clients, double = moves.mean.shape
-    return Moves(np.zeros(clients, dtype=np.int64), *_empty(clients, double // 2))
+    return start(clients, double // 2)
 
 
 def anew(moves: Moves) -> Moves:
@@ -65,8 +63,9 @@ def follow(moves: Moves, rows: list[int], now: Array, step: Array) -> Moves:
     left, scatter = moves.left.copy(), moves.scatter.copy()
     # A reply minus what the one before had left to do is the difference of the two proposals.
     differ = now - left[rows]
-    known = ~np.isnan(differ[:, 0])
-    square = 0.5 * np.mean(np.square(np.where(known[:, None], differ, 0.0)), axis=1)
+    known, spoke = moves.spoke[rows], moves.spoke.copy()
+    spoke[rows] = True
+    square = 0.5 * np.mean(np.square(differ), axis=1)
     pairs = np.maximum(replies[rows], 1)
     scatter[rows] += np.where(known, (square - scatter[rows]) * np.maximum(1.0 / pairs, _LEAST), 0.0)
     replies[rows] += 1
@@ -74,7 +73,7 @@ def follow(moves: Moves, rows: list[int], now: Array, step: Array) -> Moves:
     mean[rows] += weight[:, None] * (now - mean[rows])
     share[rows] = (1 - weight) ** 2 * share[rows] + weight**2  # 1 for the first
     left[rows] = (1 - step)[:, None] * now
-    return Moves(replies, mean, share, left, scatter)
+    return Moves(replies, mean, share, spoke, left, scatter)
 
 
 def backed(moves: Moves, noise: Array) -> float:

@@ -203,7 +203,7 @@ def _others(values: Array) -> Array:
 
 def _what(pull: Array, labels: Sequence[str]) -> str:
     """Where a client that is held back pulls most; one that takes all precision has no say, and pulls nowhere."""
-    if np.isnan(pull).any() or np.abs(pull).max() < 1e-6:
+    if not np.nanmax(np.abs(pull), initial=0.0) >= 1e-6:
         return "takes more precision than the others have"
     i = int(np.argmax(np.abs(pull)))
     return f"pulls {labels[i]} by {pull[i]:+.2g} sds"

@@ -176,7 +176,7 @@ def _init_server(
         skewness_without=np.zeros(layout.size),
         held=np.zeros(len(clients), dtype=bool),
         held_back=np.zeros(len(clients), dtype=np.int64),
-        pull=np.full((len(clients), layout.size), np.nan),
+        pull=np.zeros((len(clients), layout.size)),
         errors=np.zeros(len(clients)),
         noise=np.zeros(len(clients)),
         moves=_moves.start(len(clients), layout.size),
