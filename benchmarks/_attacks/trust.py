@@ -115,6 +115,7 @@ def _ray(request: Request, reply: Reply) -> Reply:
 
 ATTACKS: dict[str, Attack] = {
     "1 sd a round, mc_error 1": Attack(_ep(lambda q, r: _moved(q, r, 1.0, mc_error=np.array(1.0)))),
+    "1 sd a round, mc_error .5": Attack(_ep(lambda q, r: _moved(q, r, 1.0, mc_error=np.array(0.5)))),
     "2.9 sds a round": Attack(_ep(lambda q, r: _moved(q, r, 2.9))),
     "Hessian + 1e6": Attack(_warm(lambda q, r: _hessian(r, 1e6))),
     "Hessian - 1e6": Attack(_warm(lambda q, r: _hessian(r, -1e6))),
@@ -142,7 +143,7 @@ ATTACKS: dict[str, Attack] = {
     ),
 }
 _BLAME = ("held back", "does not cancel", "know less than nothing")
-QUICK = ("1 sd a round, mc_error 1", "Hessian + 1e6", "far and sure")
+QUICK = ("1 sd a round, mc_error .5", "Hessian + 1e6", "far and sure")
 
 MODELS: dict[str, Callable[[], Any]] = {
     "regression": lambda: problems.regression(CLIENTS),
