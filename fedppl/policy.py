@@ -94,24 +94,25 @@ class Policy:
     Examples
     --------
     >>> import fedppl
-    >>> fedppl.Policy(rows=50).requests
-    60
+    >>> fedppl.Policy(rows=300).requests
+    20
 
     Notes
     -----
     ``math.inf`` (``inf`` in a file) switches a limit off, 0 a smallest number.
 
     *When this fails.* Where all coefficients are shared, replies are functions of the rows, and a server that stays
-    inside every limit can be told enough to solve for them, in about a third as many requests as there are rows:
-    ``docs/privacy.md`` has the curve. What bounds that is `epsilon` alone; a model whose coefficients are local gives
-    away less. The policy binds what the server asks, not the code that runs at the site.
+    inside every limit can be told enough to solve for them, from about a tenth as many requests as there are rows:
+    ``docs/privacy.md`` has the curve, and the defaults stay below it. Who lowers `rows` or raises `requests` beyond
+    that trusts the server, or sets `epsilon`, which alone bounds what is told at any size; a model whose coefficients
+    are local gives away less. The policy binds what the server asks, not the code that runs at the site.
     """
 
-    rows: int = 20
-    parameters_per_row: float = 0.25
+    rows: int = 250
+    parameters_per_row: float = 0.05
     events: int = 5
     declarations: tuple[str, ...] | None = None
-    requests: float = 60
+    requests: float = 20
     distance: float = 10.0
     cavity: float = 2.0
     epsilon: float | None = None
@@ -188,7 +189,7 @@ def refuse_data(policy: Policy, shared: int, holdings: Holdings) -> str | None:
     """The rule that a client's data do not meet, with figures for its own log; None where they meet all.
 
     >>> refuse_data(Policy(), 2, Holdings(rows=12, events=None))
-    'rows: 12, at least 20 wanted'
+    'rows: 12, at least 250 wanted'
     """
     if holdings.rows < policy.rows:
         return f"rows: {holdings.rows}, at least {policy.rows} wanted"

@@ -23,7 +23,7 @@ from fedppl.policy import NO_RULES, Holdings
 from fedppl.types import Asked, LocalFailure, Reply, Request
 from tests import problems
 
-OPEN = Policy(rows=0, parameters_per_row=math.inf, events=0)
+OPEN = Policy(rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
 
 # --- the file -------------------------------------------------------------------------------------------------
 
@@ -84,11 +84,11 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rules", "shared", "held", "told"),
     [
-        (Policy(), 5, Holdings(20, 5), None),
-        (Policy(), 5, Holdings(19, 5), "rows: 19"),
-        (Policy(), 6, Holdings(20, 5), "parameters_per_row: 6"),
-        (Policy(), 5, Holdings(20, 4), "events: 4"),
-        (Policy(), 5, Holdings(20, None), None),
+        (Policy(), 12, Holdings(250, 5), None),
+        (Policy(), 12, Holdings(249, 5), "rows: 249"),
+        (Policy(), 13, Holdings(250, 5), "parameters_per_row: 13"),
+        (Policy(), 12, Holdings(250, 4), "events: 4"),
+        (Policy(), 12, Holdings(250, None), None),
         (NO_RULES, 500, Holdings(1, 0), None),
     ],
 )
@@ -270,6 +270,9 @@ def test_a_server_cannot_say_for_itself_which_points_are_inside() -> None:
     request = ask(point=[12, 0, 0], move=np.array([30.0, 0, 0]), inside=np.ones(17, dtype=bool))
     found = admit(in_memory(OPEN, "a"), fedppl.EP(), CLIENT, request)
     assert found is not None and not found.message["inside"][0]
+    nowhere_else = ask(point=[1, 0, 0], move=np.zeros(3), inside=np.full(17, 0.5))
+    found = admit(in_memory(OPEN, "a"), fedppl.EP(), CLIENT, nowhere_else)
+    assert found is not None and "inside" not in found.message
 
 
 def test_an_algorithm_that_does_not_say_where_it_asks_needs_a_policy_that_does_not_look() -> None:
@@ -345,6 +348,15 @@ def test_honest_runs_meet_no_limit_on_where_they_ask(name: str) -> None:
     np.testing.assert_allclose(kept.posterior.linear, free.posterior.linear, rtol=1e-6, atol=1e-8)
 
 
+def test_an_honest_run_fits_into_the_default() -> None:
+    """As many rows as it wants, and no more requests than it allows."""
+    model, clients = problems.logistic(rows=Policy().rows)
+    engine = fedppl.InProcess(policy=Policy())
+    fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1, engine=engine)
+    assert fit.status.ok and len(fit.records) <= Policy().requests
+    assert not any(record.failures for record in fit.records)
+
+
 def test_a_prior_that_is_off_by_several_sds_is_left() -> None:
     model, clients = problems.regression()
     shifted = {name: {"X": data["X"], "y": data["y"] + 14.0} for name, data in clients.items()}  # 7 prior sds
@@ -359,7 +371,7 @@ def test_a_prior_that_is_off_by_several_sds_is_left() -> None:
 def test_in_one_process_a_client_below_the_rules_ends_the_fit_before_it_begins(caplog: Any) -> None:
     with pytest.raises(DeclarationError, match="'clinic 0' does not take part"):
         fedppl.fit(MODEL, CLIENTS, fedppl.EP(), engine=fedppl.InProcess(policy=Policy()), progressbar=False)
-    assert "rows: 5, at least 20 wanted" in caplog.text
+    assert "rows: 5, at least 250 wanted" in caplog.text
     with pytest.raises(DeclarationError, match="policy='strict' must be"):
         fedppl.InProcess(policy="strict")
 
@@ -583,7 +595,7 @@ def test_conclusions_tell_nothing_of_a_uniform_likelihood(tmp_path: Path, asked:
             raise LocalFailure("no width of this size is possible")
         raise ValueError("nor is this of use")
 
-    site = site_of(tmp_path, Policy(), algorithm._replace(draw=draw), model, data)
+    site = site_of(tmp_path, Policy(rows=20), algorithm._replace(draw=draw), model, data)
     widths = np.log(np.linspace(2.0, 6.0, 100))
     runs = ["r"] * 100 if asked == "one run" else [f"run {i}" for i in range(100)]
     told = {json.dumps(conclusion(site, run, mean)[1]) for run, mean in zip(runs, widths, strict=True)}
