@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator
@@ -33,6 +34,13 @@ def _key_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDPPL_KEY_FILE", str(tmp_path_factory.mktemp("owner") / "key"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites of a fake grid compute, and compile, while their replies are pulled."""
+    if importlib.util.find_spec("flwr"):
+        monkeypatch.setattr("fedppl.engine._post._PATIENCE", 120.0)
 
 
 @pytest.fixture(autouse=True)

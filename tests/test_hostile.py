@@ -19,6 +19,7 @@ from flwr.app import Message as FlowerMessage
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, gaussian
+from fedppl.engine import _post
 from fedppl.engine._records import ASK, CONCLUDE, CONSTRAIN, HELLO
 from fedppl.policy import NO_RULES
 from fedppl.replies import MOST_INFOS, why_not
@@ -105,6 +106,8 @@ class OddGrid(FakeGrid):
         super().__init__(nodes)
         self.broken: set[int] = set()  # nodes whose replies Flower fails to unpack
         self.error: Exception = RecursionError("too deep")
+        self.waits_for: set[int] = set()  # nodes whose replies Flower waits for
+        self.sent_at_last = threading.Event()
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[FlowerMessage]:
         ids = list(message_ids)
@@ -113,6 +116,10 @@ class OddGrid(FakeGrid):
         for message in found:
             if message.metadata.src_node_id in self.broken and message.metadata.message_type == ASK:
                 raise self.error
+        if any(
+            message.metadata.src_node_id in self.waits_for and message.metadata.message_type == ASK for message in found
+        ):
+            self.sent_at_last.wait(20.0)
         odd = []
         for message in found:
             if message.metadata.message_type != ASK:
@@ -160,6 +167,24 @@ def test_a_message_that_flower_cannot_unpack_costs_its_sender_alone(error: Excep
     grid.error = ConnectionError("down")  # a connection that is gone is no site's fault
     with pytest.raises(ConnectionError):
         moving.exchange(requests, 0.05)
+
+
+def test_a_message_that_is_announced_and_never_sent_costs_its_sender_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_post, "_PATIENCE", 0.1)
+    moving, grid = odd()
+    requests = {name: malformed.request(name) for name in ("bad", "good", "third")}
+    grid.waits_for, sent = {1}, threading.Event()
+    grid.sent_at_last = sent
+    first, second, third = (moving.exchange(requests, 0.3) for _ in range(3))
+    assert all(isinstance(answer, Failure) for answer in first.values())  # what came in one call is held up with it
+    assert isinstance(second["good"], Reply) and isinstance(second["third"], Reply)
+    assert isinstance(second["bad"], Failure) and isinstance(third["good"], Reply)
+    assert "announced has not come" in third["bad"].reason  # one call that waits for each such site, not one a round
+    sent.set()
+    grid.waits_for = set()
+    deadline = time.monotonic() + 5.0
+    while isinstance(moving.exchange(requests, 0.3)["bad"], Failure):
+        assert time.monotonic() < deadline
 
 
 # --- who says what the model is -------------------------------------------------------------------------------

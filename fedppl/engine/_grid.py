@@ -133,6 +133,8 @@ class GridEngine:
     def _why_not_ask(self, client_id: str, alive: set[int]) -> str | None:
         if self._roll.nodes[client_id] not in alive:
             return "its site is not connected"
+        if self._roll.nodes[client_id] in self._post.silent():
+            return "a message that its site announced has not come yet"
         return None
 
     def _drop_late(self) -> None:

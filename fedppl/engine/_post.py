@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import struct
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from flwr.app import Message as FlowerMessage
 from flwr.app import RecordDict
@@ -31,7 +34,16 @@ _UNREADABLE = (
     DecodeError,
 )
 
+_PATIENCE = 2.0  # seconds with a call for messages that does not return
+
 Letter = FlowerMessage | str  # or why it could not be unpacked
+
+
+class _Pulled(NamedTuple):
+    """Messages that were asked for in one call, and what it brought."""
+
+    asked: Sequence[str]
+    found: Sequence[FlowerMessage] | Exception
 
 
 class Post:
@@ -42,6 +54,8 @@ class Post:
         self.poll = poll
         self.grace = grace
         self._singly = False  # whether messages are pulled one at a time
+        self._pulls: dict[str, int | None] = {}  # messages in calls that have not returned; the node of a single one
+        self._came: queue.SimpleQueue[_Pulled] = queue.SimpleQueue()
 
     def nodes(self) -> dict[int, str]:
         """Nodes that are connected, with their authenticated names."""
@@ -54,31 +68,51 @@ class Post:
         # One at a time: where a node has just left, some grids leave its id out of the list and shift the others.
         return next(iter(self._grid.push_messages([message])), None) or None
 
-    def pull(self, asked: Mapping[str, int]) -> list[tuple[str, Letter]]:
+    def pull(self, asked: Mapping[str, int], *, singly: bool = False) -> list[tuple[str, Letter]]:
         """Replies that are there, one at most to each of the messages (ids, with the nodes that were asked).
 
-        Flower unpacks a message before it hands it over. One that it cannot unpack ends its call, and takes along what
-        came with it: from then on they are pulled one by one, so that nobody's reply is lost with another's.
+        Flower unpacks a message before it hands it over, and waits for one that was announced and never sent. Either
+        takes along what came with it: from then on messages are pulled one by one, so that nobody's reply is lost with
+        another's. No call is waited for longer than a moment; what it brings later is handed over later.
         """
-        if not asked:
-            return []
-        groups = [[message_id] for message_id in asked] if self._singly else [list(asked)]
+        free = [message_id for message_id in asked if message_id not in self._pulls]
+        for group in [[one] for one in free] if singly or self._singly else [free] if free else []:
+            self._pulls |= dict.fromkeys(group, asked[group[0]] if len(group) == 1 else None)
+            threading.Thread(target=self._fetch, args=(group,), daemon=True).start()
         found: dict[str, Letter] = {}
-        for group in groups:
+        end = time.monotonic() + _PATIENCE
+        while any(message_id in self._pulls for message_id in free) or not self._came.empty():
             try:
-                messages = list(self._grid.pull_messages(group))
-            except _UNREADABLE as error:
-                if len(group) > 1:
-                    self._singly = True
-                    return self.pull(asked)
-                found[group[0]] = f"its message cannot be read ({type(error).__name__})"
-                continue
-            for message in messages:
+                pulled = self._came.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                self._singly = True
+                break
+            for message_id in pulled.asked:
+                self._pulls.pop(message_id, None)
+            if isinstance(pulled.found, Exception):
+                if not isinstance(pulled.found, _UNREADABLE):
+                    raise pulled.found
+                if len(pulled.asked) == 1:
+                    found[pulled.asked[0]] = f"its message cannot be read ({type(pulled.found).__name__})"
+                    continue
+                self._singly = True
+                return [*found.items(), *self.pull({k: v for k, v in asked.items() if k not in found})]
+            for message in pulled.found:
                 message_id, sender = message.metadata.reply_to_message_id, message.metadata.src_node_id
                 # What answers nothing that was asked, or another's question, or a second time, is no reply.
                 if message_id in asked and (message.has_error() or sender == asked[message_id]):
                     found.setdefault(message_id, message)
         return list(found.items())
+
+    def silent(self) -> set[int]:
+        """Nodes that have announced a message and not sent it yet."""
+        return {node_id for node_id in self._pulls.values() if node_id is not None}
+
+    def _fetch(self, group: Sequence[str]) -> None:
+        try:
+            self._came.put(_Pulled(group, list(self._grid.pull_messages(group))))
+        except Exception as error:  # the caller's, who knows what to do with it
+            self._came.put(_Pulled(group, error))
 
     def replies(self, asked: Mapping[str, int], deadline: float) -> Iterable[tuple[str, Letter]]:
         """Yield replies as they come, until all are there or the deadline (seconds) has passed."""

@@ -93,7 +93,7 @@ class Roll:
         self._known &= alive
         for message_id in [message_id for message_id, node_id in self._greeting.items() if node_id not in alive]:
             del self._greeting[message_id]
-        for message_id, message in self._post.pull(self._greeting):
+        for message_id, message in self._post.pull(self._greeting, singly=True):
             node_id = self._greeting.pop(message_id)
             self._meet(node_id, names.get(node_id, ""), message, alive)
         for node_id, hello in list(self._rivals.items()):
