@@ -56,6 +56,8 @@ def append(path: str | os.PathLike[str], entry: Mapping[str, Any], after: Head |
     assert "digest" not in line
     line["digest"] = _digest(line)
     with Path(path).open("ab") as file:
+        if os.name == "posix":
+            os.fchmod(file.fileno(), 0o600)
         file.write(json.dumps(line).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())

@@ -127,6 +127,8 @@ def write(path: Path, content: dict[str, Any], kept: Kept | None = None, *, resu
 def _append(path: Path, added: bytes, before: Kept, resumed: bool) -> None:
     begins = before.length == 0
     with path.open("wb" if begins else "r+b") as file:
+        if os.name == "posix":
+            os.fchmod(file.fileno(), 0o600)
         length = file.seek(0, os.SEEK_END)
         if length < before.length or (length > before.length and not resumed):
             raise DeclarationError(
@@ -203,9 +205,11 @@ def _read_records(path: Path, kept: Kept, shown: str) -> list[Any]:
 
 
 def replace(path: Path, raw: bytes) -> None:
-    """Put the bytes at the path in one step."""
+    """Put the bytes at the path in one step; only its owner may read them."""
     partial = _partial(path)
     with partial.open("wb") as file:
+        if os.name == "posix":
+            os.fchmod(file.fileno(), 0o600)
         file.write(raw)
         file.flush()
         os.fsync(file.fileno())

@@ -57,7 +57,9 @@ def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.
             traffic["bytes_up"][t, k] = record.bytes_up.get(client_id, 0)
             for name, value in record.infos.get(client_id, {}).items():
                 values.setdefault(name, np.full(shape, np.nan))[t, k] = value
-    both = {"outcome": outcome, "reason": reason.astype(str), **traffic, **values}
+    own = {"outcome": outcome, "reason": reason.astype(str), **traffic}
+    # What a client calls as we call ours does not take their place.
+    both = own | {name: value for name, value in values.items() if name not in own and name not in per_round}
     return idata.dataset(
         {**per_round, **both},
         {**dict.fromkeys(per_round, ("round",)), **dict.fromkeys(both, ("round", "client"))},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -456,6 +457,28 @@ def test_the_same_request_again_gets_the_same_answer_and_costs_nothing(tmp_path:
     assert guard.read().requests == 1 and guard.read().spent == 0.25
     assert refused(sent(site, request._replace(seed=(2, 1, 5))))
     assert [line.get("repeated") for line in log_of(tmp_path)] == [None, None, True, None]
+
+
+def test_a_server_that_asks_without_end_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_account, "_ALL_OF", 4)
+    site = site_of(tmp_path, Policy(rows=0, parameters_per_row=math.inf, requests=1))
+    assert not refused(sent(site, ask(1)))
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert all(refused(sent(site, ask(1, f"made up {i}"))) for i in range(20))
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    lines = log_of(tmp_path)
+    assert [line.get("refused_or_free") for line in lines] == [None, None, 1, 2, 3, 4, 8, 16]
+    # What is cut off is seen even so.
+    (tmp_path / "audit.jsonl").write_text("".join((tmp_path / "audit.jsonl").read_text().splitlines(True)[:-1]))
+    assert refused(sent(site, ask(1, "after")))
+    assert len(log_of(tmp_path)) == len(lines) - 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
+def test_what_a_site_keeps_is_its_owners(tmp_path: Path) -> None:
+    sent(site_of(tmp_path, OPEN), ask(1))
+    files = [path for path in tmp_path.iterdir() if path.name != "site.lock"]
+    assert len(files) >= 4 and {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
 def test_parallel_requests_are_let_through_one_by_one(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, gaussian
+from fedppl.records import rounds_dataset
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure, Status
 from tests import problems
@@ -154,6 +155,18 @@ def test_skipped_clients_stand_in_rounds_with_their_reason() -> None:
     assert_array_equal(rounds["reason"], [["", "no mode"]] * 2)
     assert np.all(rounds["bytes_down"].values > 0)
     assert_array_equal(rounds["bytes_up"].values[:, 1] == 0, [True, True])
+
+
+def test_a_clients_diagnostic_takes_no_column_of_ours() -> None:
+    model, clients = normal_means(2)
+    fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
+    ours = fit.idata["rounds"]
+    loud = {name: 1e9 for name in ("outcome", "reason", "bytes_up", "seconds", "damping", "mine")}
+    infos = {client_id: {**info, **loud} for client_id, info in fit.records[0].infos.items()}
+    found = rounds_dataset((fit.records[0]._replace(infos=infos), *fit.records[1:]), tuple(clients))
+    for name in ("outcome", "reason", "bytes_up", "seconds", "damping"):
+        assert_array_equal(found[name], ours[name])
+    assert np.all(found["mine"].values[0] == 1e9)
 
 
 # --- a client's posterior -------------------------------------------------------------------------------------

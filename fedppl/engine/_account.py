@@ -15,6 +15,10 @@ from fedppl.types import DataError
 
 __all__ = ["in_folder"]
 
+# Lines of what is refused or costs nothing, after which only each that doubles their number is written: a server may
+# ask without end.
+_ALL_OF = 1000
+
 
 def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
     """A guard whose account lies in a folder, under a client's own name. Its user holds the site's lock all the while.
@@ -29,7 +33,7 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
         if not ledgers.exists():
             if log.exists() and not known:
                 raise DataError(f"{str(log)!r} has no {ledgers.name} beside it: what was released is not known.")
-            return {"clients": {}, "lines": 0, "head": audit.Head().digest}
+            return {"clients": {}, "lines": 0, "head": audit.Head().digest, "idle": 0}
         found: dict[str, Any] = json.loads(ledgers.read_bytes())
         return found
 
@@ -56,12 +60,19 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
         everything = read_all()
         if not known:
             check(everything)
-        known.append(audit.append(log, {"site": name, **entry}, known[-1]))
+        costs = entry["event"] in ("request", "reply", "conclusion") and not entry.get("repeated")
+        before = everything.get("idle", 0)
+        idle = before + (not costs or bool(entry.get("refused")))
+        if idle == before:
+            known.append(audit.append(log, {"site": name, **entry}, known[-1]))
+        elif idle <= _ALL_OF or idle & (idle - 1) == 0:
+            known.append(audit.append(log, {"site": name, **entry, "refused_or_free": idle}, known[-1]))
         own = {**ledger._asdict(), "runs": {run: list(one) for run, one in ledger.runs.items()}}
         everything = {
             "clients": {**everything["clients"], name: own},
             "lines": known[-1].length,
             "head": known[-1].digest,
+            "idle": idle,
         }
         checkpoint.replace(ledgers, json.dumps(everything).encode())
 

@@ -156,7 +156,7 @@ def _answered(
     about = {"event": "request", "run": request.run, "round": request.round, "client": request.client_id}
     try:
         client = enrolled(site, config, request.client_id)
-        _require_same_data(memory, client, request.run)
+        seal = _same_data(memory, client, request.run)
         if guard is not None and replayed(guard, request) and (raw := memory.recall(last)) is not None:
             guard.write(guard.read(), {**about, "repeated": True, "refused": None})
             arrays, texts = checkpoint.unpack(raw, "last answer", last)
@@ -178,7 +178,10 @@ def _answered(
             extra={"round": request.round, "client": request.client_id, "status": "failed"},
         )
     answered = _wire.pack_reply(reply)
-    if guard is not None and not (isinstance(reply, Failure) and reply.reason == REFUSED):
+    if isinstance(reply, Failure) and reply.reason == REFUSED:
+        return answered  # and nothing is kept: a server makes up as many names as it likes
+    _keep_seal(memory, seal)
+    if guard is not None:
         memory.keep(last, checkpoint.pack((dict(answered[0]), answered[1]), last))
     if after is not None:
         memory.keep(name, checkpoint.pack(after, name))
@@ -190,16 +193,28 @@ def _name_of_personal(site: Site, config: Mapping[str, Any], run: str, client_id
     return (f"lasting-{site.client_id(config)}" if site.algorithm.lasting else f"{run}-{client_id}") + ".personal"
 
 
-def _require_same_data(memory: Memory, client: ClientModel, run: str) -> None:
-    """Refuse data that are not those of the run's first request; a digest of those stays here."""
+class _Seal(NamedTuple):
+    """A digest of a client's data, and under which name it stays here."""
+
+    name: str
+    raw: bytes
+    is_new: bool
+
+
+def _same_data(memory: Memory, client: ClientModel, run: str) -> _Seal:
+    """Refuse data that are not those of the run's first request."""
     name = f"{run}-{client.client_id}.data"
     sealed = memory.recall(name)
-    if sealed is None:
-        memory.keep(name, _digest.seal(client.arrays))
-    elif not _digest.matches(sealed, client.arrays):
+    if sealed is not None and not _digest.matches(sealed, client.arrays):
         raise LocalFailure(
             "its data are not those that it had when this run began; begin a new run, or give the site those data"
         )
+    return _Seal(name, _digest.seal(client.arrays) if sealed is None else sealed, sealed is None)
+
+
+def _keep_seal(memory: Memory, seal: _Seal) -> None:
+    if seal.is_new:
+        memory.keep(seal.name, seal.raw)
 
 
 def _recall(site: Site, memory: Memory, name: str, client_id: str) -> Any:
@@ -256,7 +271,7 @@ def _conclude(site: Site, config: Mapping[str, Any], memory: Memory, parcel: _wi
         logger.warning("client %s was told before that run %s is over", client_id, run)
         return
     client = enrolled(site, config, client_id)
-    _require_same_data(memory, client, run)
+    _keep_seal(memory, _same_data(memory, client, run))
     personal = _recall(site, memory, _name_of_personal(site, config, run, client_id), client_id)
     result = client_posterior(site.algorithm, client, personal, arrays, seed, site.draws, site.chains, status)
     path = site.folder / f"{quote(client_id, safe='')}.nc"
