@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from fedppl.types import DataError
 
-__all__ = ["Head", "append", "head", "lines", "main"]
+__all__ = ["Head", "append", "drop_torn", "head", "lines", "main"]
 
 _START = hashlib.sha256(b"fedppl audit log 1\n").hexdigest()
 
@@ -64,6 +64,18 @@ def append(path: str | os.PathLike[str], entry: Mapping[str, Any], after: Head |
     return Head(before.length + 1, str(line["digest"]))
 
 
+def drop_torn(path: str | os.PathLike[str]) -> int:
+    """Cut off a last line without an end, which nobody finished writing; returns how many bytes it had."""
+    with Path(path).open("r+b") as file:
+        raw = file.read()
+        whole = raw.rfind(b"\n") + 1
+        if whole < len(raw):
+            file.truncate(whole)
+            file.flush()
+            os.fsync(file.fileno())
+        return len(raw) - whole
+
+
 def lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Give the lines one by one, and raise DataError at the first that does not follow from the one before."""
     before = Head()
@@ -108,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     rules: collections.Counter[str] = collections.Counter()
     numbers: collections.Counter[str] = collections.Counter()
     runs: set[str] = set()
+    spent: dict[str, Any] = {}  # the last reply of each client
     last: dict[str, Any] = {"line": 0, "digest": _START}
     try:
         for last in lines(path):
@@ -115,6 +128,8 @@ def main(argv: list[str] | None = None) -> int:
             if last.get("refused"):
                 rules[last["refused"].partition(":")[0]] += 1
             numbers.update(last.get("released", {}))
+            if last.get("epsilon") is not None:
+                spent[str(last.get("site", ""))] = last
             runs |= {last["run"]} if last.get("run") else set()
     except (OSError, DataError) as error:
         print(f"BROKEN: {error}", file=sys.stderr)
@@ -123,8 +138,8 @@ def main(argv: list[str] | None = None) -> int:
     print("events: " + (", ".join(f"{count} {name}" for name, count in sorted(events.items())) or "none"))
     print("refused by: " + (", ".join(f"{name} ({count})" for name, count in sorted(rules.items())) or "none"))
     print("numbers released: " + (", ".join(f"{count} {name}" for name, count in sorted(numbers.items())) or "none"))
-    if last.get("epsilon") is not None:
-        print(f"ε so far: {last['epsilon']:.4g} at δ = {last['delta']:g}")
+    for site, line in sorted(spent.items()):
+        print(f"ε so far{f' of {site}' * bool(site)}: {line['epsilon']:.4g} at δ = {line['delta']:g}")
     print(f"last digest: {last['digest']}")
     return 0
 

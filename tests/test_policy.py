@@ -14,14 +14,14 @@ import pymc as pm
 import pytest
 
 import fedppl
-from fedppl import DeclarationError, FederatedModel, Policy, audit, gaussian, policy, privacy
+from fedppl import DeclarationError, FederatedModel, Policy, audit, checkpoint, gaussian, policy, privacy
 from fedppl._observed import holdings
 from fedppl.engine import _account, _site, _wire
 from fedppl.engine._guard import REFUSED, Guard, admit, in_memory, released
 from fedppl.engine._site import Memory, Site, file_memory
 from fedppl.gaussian import Gaussian
 from fedppl.policy import NO_RULES, Holdings
-from fedppl.types import Asked, LocalFailure, Reply, Request
+from fedppl.types import Asked, Failure, LocalFailure, Reply, Request
 from tests import problems
 
 OPEN = Policy(rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
@@ -276,6 +276,35 @@ def test_a_server_cannot_say_for_itself_which_points_are_inside() -> None:
     assert found is not None and "inside" not in found.message
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        fedppl.EP(local=fedppl.Laplace()),
+        fedppl.EP(local=fedppl.NestedLaplace(points=16)),
+        fedppl.EP(local=fedppl.NUTS(draws=200, tune=200, chains=1)),
+        fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=2),
+    ],
+    ids=lambda algorithm: f"{algorithm.name}, {algorithm.settings['local'].split('(')[0]}",
+)
+def test_what_is_computed_is_what_the_policy_looked_at(algorithm: Any) -> None:
+    """A message that holds both a point and a target is looked at where it is computed."""
+    pair = target(normal([0.0] * 3, 1e4), normal([0.0] * 3, 0.9e4)).targets[0]
+    packed = fedppl._target.pack_target(*pair, 0.0)
+    message = {**ask(1, **packed, precision_weight=np.array(1.0)).message}
+    seen = algorithm.asks(LAYOUT, message)
+    _, reply, _ = algorithm.update_client(CLIENT, None, message, np.random.default_rng(0))
+    assert ("gradient" in reply) == bool(len(seen.points) + len(seen.spare))
+    assert ("mean" in reply or "site" in reply) == bool(seen.targets)
+    assert len(seen.points) + len(seen.spare) + len(seen.targets) > 0
+
+
+@pytest.mark.parametrize("share", [-1e7, 1.0001, np.nan, [0.1, 2.0], "a"])
+def test_a_share_of_the_prior_is_one(share: Any) -> None:
+    request = ask()
+    message = {**request.message, "prior_share": np.array(share)}
+    assert not admitted(in_memory(OPEN, "a"), request._replace(message=message))
+
+
 def test_an_algorithm_that_does_not_say_where_it_asks_needs_a_policy_that_does_not_look() -> None:
     silent = fedppl.EP()._replace(asks=None)
     assert not admitted(in_memory(OPEN, "a"), ask(), silent)
@@ -326,6 +355,20 @@ def test_a_function_sees_a_release_before_it_leaves() -> None:
     assert released(guard, fedppl.EP(), ask(1), reply)
     assert not released(guard, fedppl.EP(), ask(2), reply)
     assert [set(one.arrays) for one in seen] == [{"mean"}] * 2
+    failure = Failure("clinic 3", 7, "no mode within 20 steps")
+    assert released(guard, fedppl.EP(), ask(1), failure) and not released(guard, fedppl.EP(), ask(2), failure)
+    assert seen[-1].reason == "no mode within 20 steps" and not seen[-1].arrays
+
+
+def test_an_approval_that_fails_is_none(tmp_path: Path) -> None:
+    def approve(release: policy.Release) -> bool:
+        raise ZeroDivisionError
+
+    guard = in_memory(Policy(rows=0, parameters_per_row=math.inf, approval=approve), "a")
+    reply = Reply("clinic 3", 7, LAYOUT.fingerprint, {"mean": np.ones(2)}, {"ess": 3.0})
+    assert not released(guard, fedppl.EP(), ask(1), reply)
+    guard = in_memory(Policy(rows=0, parameters_per_row=math.inf, approval=tmp_path), "a")  # a folder
+    assert not admitted(guard, ask())
 
 
 HONEST = {
@@ -481,6 +524,69 @@ def test_what_a_site_keeps_is_its_owners(tmp_path: Path) -> None:
     assert len(files) >= 4 and {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
+def dies(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_site_that_died_over_a_request_repeats_no_older_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = site_of(tmp_path, OPEN)
+    assert not refused(sent(site, ask(1)))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("fedppl.engine.answer.released", dies)
+        sent(site, ask(2, point=[1, 0, 0]))
+    assert refused(sent(site, ask(2, point=[1, 0, 0])))
+    assert not refused(sent(site, ask(3, point=[1, 0, 0])))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_site_that_dies_while_it_keeps_an_answer_releases_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """No answer leaves whose count is not kept: `releases` bounds distinct vectors."""
+    algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=2)
+    site = site_of(tmp_path, algorithm=algorithm)
+    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    message, replace, found = algorithm.broadcast(state, "clinic 3"), checkpoint.replace, set()
+
+    def torn(path: Path, raw: bytes) -> None:
+        if path.name.endswith("lasting"):
+            if when == "after":
+                replace(path, raw)
+            dies()
+        replace(path, raw)
+
+    for number in range(1, 6):
+        request = ask(number)._replace(message=message, seed=(number, 1, 1))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(checkpoint, "replace", torn)
+            reply = sent(site, request)
+            if isinstance(reply, Failure):
+                dies()
+        reply = sent(site, request)
+        found |= {reply.message["site"].tobytes()} if isinstance(reply, Reply) else set()
+    assert len(found) == (2 if when == "after" else 0)
+
+
+def test_a_site_that_dies_over_its_log_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = site_of(tmp_path, OPEN)
+    append = audit.append
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(audit, "append", lambda *given: (append(*given), dies()))
+        sent(site, ask(1))
+    assert not refused(sent(site, ask(2)))
+    with (tmp_path / "audit.jsonl").open("ab") as file:
+        file.write(b'{"line": 99, "ti')
+    assert not refused(sent(site, ask(3)))
+    assert [line["event"] for line in log_of(tmp_path) if line["event"] not in ("request", "reply")] == [
+        "half a line was dropped"
+    ]
+    raw = (tmp_path / "audit.jsonl").read_bytes()
+    (tmp_path / "audit.jsonl").write_bytes(raw[:-9])  # of a line that was finished
+    assert refused(sent(site, ask(4)))
+
+
 def test_parallel_requests_are_let_through_one_by_one(tmp_path: Path) -> None:
     algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=3)
     site = site_of(tmp_path, algorithm=algorithm)
@@ -600,6 +706,17 @@ def conclusion(site: Site, run: str, mean: float, cavity: float = 400.0) -> Any:
     arrays = fedppl._target.pack_target(q, q, 0.0)
     texts = {"client_id": "clinic 3", "run": run, "seed": "1", "status": "converged"}
     return _site.conclude(site, {}, file_memory(site.folder), (arrays, texts))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"run": "r" * 10**6}, {"client_id": ""}, {"status": "done"}, {"seed": "-1"}, {"run": "a\nb"}]
+)
+def test_a_conclusion_that_cannot_be_read_is_logged_in_a_line(tmp_path: Path, changes: dict[str, str]) -> None:
+    texts = {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged", **changes}
+    arrays, told = _site.conclude(site_of(tmp_path), {}, file_memory(tmp_path), ({}, texts))
+    assert not arrays and set(told) == {"client_id"}
+    assert [line["refused"].partition(":")[0] for line in log_of(tmp_path)] == ["malformed"]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 10_000
 
 
 @pytest.mark.parametrize("asked", ["one run", "many runs"])

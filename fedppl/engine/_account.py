@@ -24,7 +24,8 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
     """A guard whose account lies in a folder, under a client's own name. Its user holds the site's lock all the while.
 
     The log comes first and the ledger after it: where a process dies in between, the log knows more, and that is no
-    fault. A ledger that knows lines which the log lacks shows that the log was cut.
+    fault; half a line of it is dropped, since nothing left under it. A ledger that knows lines which the log lacks
+    shows that the log was cut.
     """
     ledgers, log = folder / "ledger.json", folder / "audit.jsonl"
     known: list[audit.Head] = []  # checked once a request
@@ -40,12 +41,15 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
     def check(everything: Mapping[str, Any]) -> None:
         count, digest, last = everything["lines"], everything["head"], audit.Head()
         met = count == 0
+        torn = audit.drop_torn(log) if log.exists() else 0
         for line in audit.lines(log) if log.exists() else ():
             last = audit.Head(line["line"], line["digest"])
             met = met or (last.length == count and last.digest == digest)
         if not met:
             raise DataError(f"{str(log)!r} lacks line {count}, which was written: it was cut, or put in place anew.")
         known.append(last)
+        if torn:
+            known.append(audit.append(log, {"site": name, "event": "half a line was dropped", "bytes": torn}, last))
 
     def read() -> Ledger:
         everything = read_all()
@@ -60,6 +64,8 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
         everything = read_all()
         if not known:
             check(everything)
+        if not ledgers.exists():  # before there is a log, which without it would have been cut off from its account
+            checkpoint.replace(ledgers, json.dumps(everything).encode())
         costs = entry["event"] in ("request", "reply", "conclusion") and not entry.get("repeated")
         before = everything.get("idle", 0)
         idle = before + (not costs or bool(entry.get("refused")))

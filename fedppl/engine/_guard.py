@@ -143,6 +143,7 @@ def _checked(
     rule = rule or policy.refuse_data(rules, client.layout.size, holdings(client))
     rule = rule or policy.refuse_release(rules, algorithm.noise_multiplier, ledger.spent, ledger.unknown)
     rule = rule or _not_approved(rules, request)
+    rule = rule or _not_a_share(request)
     if rule is not None or algorithm.asks is None:
         return rule, request
     try:
@@ -157,11 +158,22 @@ def _checked(
     return rule, request
 
 
+def _not_a_share(request: Request) -> str | None:
+    """Of a prior that is not Gaussian each client has a share; another factor would lead it to where it is told."""
+    share = request.message.get("prior_share", 0.0)
+    if np.size(share) == 1 and np.issubdtype(np.asarray(share).dtype, np.number) and 0.0 <= np.max(share) <= 1.0:
+        return None
+    return "numbers: 'prior_share' is not between 0 and 1"
+
+
 def _not_approved(rules: Policy, request: Request) -> str | None:
     if rules.approval is None or callable(rules.approval):
         return None
     path = Path(rules.approval)
-    runs = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()} if path.exists() else set()
+    try:
+        runs = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()} if path.exists() else set()
+    except (OSError, UnicodeDecodeError) as error:
+        return f"approval: its file cannot be read ({type(error).__name__})"
     return None if request.run and request.run in runs else "approval: nobody has approved this run"
 
 
@@ -170,19 +182,29 @@ def released(guard: Guard, algorithm: Algorithm, request: Request, reply: Reply 
     entry: dict[str, Any] = {"event": "reply", "run": request.run, "round": request.round, "client": request.client_id}
     with guard.held():
         ledger = guard.read()
+        if rule := _not_released(guard.policy, request, reply):
+            guard.write(ledger, {**entry, "refused": rule})
+            return False
         if isinstance(reply, Failure):
             guard.write(ledger, {**entry, "failed": reply.reason, "refused": None})
             return True
-        ask = guard.policy.approval
-        if callable(ask):
-            about = Release(request.run, request.round, request.client_id, reply.message, reply.info, reply.reason)
-            if ask(about) is not True:
-                guard.write(ledger, {**entry, "refused": "approval: not given"})
-                return False
         arrays = {name: int(np.size(value)) for name, value in reply.message.items()}
         spent = {"epsilon": None if ledger.unknown else _total(guard.policy, ledger), "delta": guard.policy.delta}
         guard.write(ledger, {**entry, "released": arrays, "diagnostics": sorted(reply.info), **spent, "refused": None})
         return True
+
+
+def _not_released(rules: Policy, request: Request, reply: Reply | Failure) -> str | None:
+    """Whether who approves replies, of a failure its reason, does not approve this one."""
+    if not callable(rules.approval):
+        return None
+    message, info = (reply.message, reply.info) if isinstance(reply, Reply) else ({}, {})
+    try:
+        given = rules.approval(Release(request.run, request.round, request.client_id, message, info, reply.reason))
+    except Exception as error:  # of somebody's own code: what it did not say is no approval
+        logger.exception("client %s: approval= failed", request.client_id)
+        return f"approval: {type(error).__name__}"
+    return None if given is True else "approval: not given"
 
 
 def _total(rules: Policy, ledger: Ledger) -> float:

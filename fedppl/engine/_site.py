@@ -19,11 +19,11 @@ import fedppl
 from fedppl import _digest, checkpoint, idata
 from fedppl.at_client import client_posterior
 from fedppl.engine import _account, _wire
-from fedppl.engine._guard import REFUSED, Guard, concluded, may_take_part, replayed
+from fedppl.engine._guard import REFUSED, Guard, concluded, digest, may_take_part, replayed
 from fedppl.engine.answer import answer, require_fit, say_unused
 from fedppl.model import ClientModel, FederatedModel
 from fedppl.policy import Policy
-from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Message, Request, Status
+from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Message, Request
 
 __all__ = ["Memory", "Site", "answer_request", "conclude", "constrain", "enrolled", "file_memory", "introduce"]
 
@@ -151,23 +151,22 @@ def _note(guard: Guard | None, entry: Mapping[str, Any]) -> None:
 def _answered(
     site: Site, config: Mapping[str, Any], memory: Memory, request: Request, guard: Guard | None
 ) -> _wire.Parcel:
-    name = _name_of_personal(site, config, request.run, request.client_id)
-    last = f"{request.run}-{request.client_id}.answer"
+    name = _name_of_kept(site, config, request.run, request.client_id)
     about = {"event": "request", "run": request.run, "round": request.round, "client": request.client_id}
     try:
         client = enrolled(site, config, request.client_id)
         seal = _same_data(memory, client, request.run)
-        if guard is not None and replayed(guard, request) and (raw := memory.recall(last)) is not None:
+        kept = _recall(site, memory, name, request.client_id)
+        # A site that died over a request has admitted it and not answered: what it keeps is of another.
+        if guard is not None and replayed(guard, request) and kept.digest == digest(request):
             guard.write(guard.read(), {**about, "repeated": True, "refused": None})
-            arrays, texts = checkpoint.unpack(raw, "last answer", last)
-            return arrays, {**texts, "nonce": str(request.nonce)}
-        personal = _recall(site, memory, name, request.client_id)
+            return kept.arrays, {**kept.texts, "nonce": str(request.nonce)}
     except Exception as error:
         why = str(error) if isinstance(error, LocalFailure) else type(error).__name__
         logger.debug("client %s cannot answer", request.client_id, exc_info=True)
         _note(guard, {**about, "refused": f"site: {why}"})
         return _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
-    after, reply = answer(site.algorithm, client, personal, request, guard)
+    after, reply = answer(site.algorithm, client, kept.personal, request, guard)
     if isinstance(reply, Failure):
         logger.warning(
             "round %d, client %s failed: %s %s",
@@ -181,16 +180,26 @@ def _answered(
     if isinstance(reply, Failure) and reply.reason == REFUSED:
         return answered  # and nothing is kept: a server makes up as many names as it likes
     _keep_seal(memory, seal)
-    if guard is not None:
-        memory.keep(last, checkpoint.pack((dict(answered[0]), answered[1]), last))
-    if after is not None:
-        memory.keep(name, checkpoint.pack(after, name))
+    # In one file, hence in one step: no answer leaves, or leaves again, that personal state does not know of.
+    if guard is None and after is None:
+        return answered
+    done = _Kept(after) if guard is None else _Kept(after, digest(request), dict(answered[0]), dict(answered[1]))
+    memory.keep(name, checkpoint.pack(tuple(done), name))
     return answered
 
 
-def _name_of_personal(site: Site, config: Mapping[str, Any], run: str, client_id: str) -> str:
+class _Kept(NamedTuple):
+    """Personal state, and the answer that it comes from."""
+
+    personal: Any = None
+    digest: str = ""  # of the request
+    arrays: Message = {}
+    texts: dict[str, str] = {}
+
+
+def _name_of_kept(site: Site, config: Mapping[str, Any], run: str, client_id: str) -> str:
     """The server chooses the names of runs and clients: what must outlive a run is not kept under them."""
-    return (f"lasting-{site.client_id(config)}" if site.algorithm.lasting else f"{run}-{client_id}") + ".personal"
+    return f"{site.client_id(config)}.lasting" if site.algorithm.lasting else f"{run}-{client_id}.personal"
 
 
 class _Seal(NamedTuple):
@@ -217,19 +226,19 @@ def _keep_seal(memory: Memory, seal: _Seal) -> None:
         memory.keep(seal.name, seal.raw)
 
 
-def _recall(site: Site, memory: Memory, name: str, client_id: str) -> Any:
-    """Personal state, None where there is none yet or it cannot be read."""
+def _recall(site: Site, memory: Memory, name: str, client_id: str) -> _Kept:
+    """Personal state and the last answer, blank where there are none yet or they cannot be read."""
     raw = memory.recall(name)
     if raw is None:
-        return None
+        return _Kept()
     try:
-        return checkpoint.unpack(raw, f"personal state of client {client_id!r}", name)
+        return _Kept(*checkpoint.unpack(raw, f"personal state of client {client_id!r}", name))
     except DeclarationError as error:
         if site.algorithm.lasting:
             logger.error("client %s does not answer: %s", client_id, error)
             raise LocalFailure("its lasting state cannot be read; see the site's log") from error
         logger.warning("client %s starts with blank personal state: %s", client_id, error)
-        return None
+        return _Kept()
 
 
 def constrain(site: Site, config: Mapping[str, Any], arrays: Message) -> _wire.Parcel:
@@ -262,18 +271,21 @@ def conclude(site: Site, config: Mapping[str, Any], memory: Memory, parcel: _wir
 
 
 def _conclude(site: Site, config: Mapping[str, Any], memory: Memory, parcel: _wire.Parcel) -> None:
-    arrays, texts = parcel
-    client_id, run, seed, status = texts["client_id"], texts["run"], int(texts["seed"]), Status(texts["status"])
     guard = _guard(site, config)
     if site.folder is None or guard is None:
+        return
+    try:
+        client_id, run, seed, status = _wire.unpack_conclusion(parcel[1])
+    except _wire.Malformed as error:
+        _note(guard, {"event": "conclusion", "refused": f"malformed: {error}"[:200]})
         return
     if not concluded(guard, run):
         logger.warning("client %s was told before that run %s is over", client_id, run)
         return
     client = enrolled(site, config, client_id)
     _keep_seal(memory, _same_data(memory, client, run))
-    personal = _recall(site, memory, _name_of_personal(site, config, run, client_id), client_id)
-    result = client_posterior(site.algorithm, client, personal, arrays, seed, site.draws, site.chains, status)
+    personal = _recall(site, memory, _name_of_kept(site, config, run, client_id), client_id).personal
+    result = client_posterior(site.algorithm, client, personal, parcel[0], seed, site.draws, site.chains, status)
     path = site.folder / f"{quote(client_id, safe='')}.nc"
     partial = path.with_name(path.name + ".partial")
     idata.write(result, partial)

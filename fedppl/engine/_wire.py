@@ -20,7 +20,7 @@ from fedppl.engine._decode import whole as whole_number
 from fedppl.gaussian import Gaussian
 from fedppl.prior import DENSE
 from fedppl.replies import MOST_INFOS, why_no_info
-from fedppl.types import Failure, Layout, Message, Reply, Request, SharedReader, Variable
+from fedppl.types import Failure, Layout, Message, Reply, Request, SharedReader, Status, Variable
 
 __all__ = [
     "Hello",
@@ -31,6 +31,7 @@ __all__ = [
     "pack_hello",
     "pack_reply",
     "pack_request",
+    "unpack_conclusion",
     "unpack_hello",
     "unpack_reply",
     "unpack_request",
@@ -236,6 +237,14 @@ def unpack_request(arrays: Message, texts: Mapping[str, str]) -> Request:
         run=checked_name(one_text(texts, "run"), "'run'"),
         report=report == "1",
     )
+
+
+def unpack_conclusion(texts: Mapping[str, str]) -> tuple[str, str, int, Status]:
+    """Read which client is told that which run is over, the seed of its draws, and how the run ended."""
+    status = one_text(texts, "status", NAME_LENGTH)
+    require(status in {one.value for one in Status}, f"'status' is {line(status)!r}, expected one of a run's")
+    client_id, run = (checked_name(one_text(texts, field), f"{field!r}") for field in ("client_id", "run"))
+    return client_id, run, whole_number(texts, "seed"), Status(status)
 
 
 def pack_reply(reply: Reply | Failure) -> Parcel:

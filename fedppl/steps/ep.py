@@ -147,7 +147,7 @@ def EP(
             "trust": repr(trust),
         },
         tests_convergence=True,
-        asks=_asks,
+        asks=functools.partial(_asks, local=inference),
     )
 
 
@@ -195,9 +195,13 @@ def _broadcast(state: EPState, client_id: str) -> Message:
     return pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.prior_share)
 
 
-def _asks(layout: Layout, message: Message) -> Asked:
+def _expands(message: Message, local: LocalInference) -> bool:
+    return "point" in message and local.expand is not None
+
+
+def _asks(layout: Layout, message: Message, *, local: LocalInference) -> Asked:
     """The point, which a client can leave out where a step led to it, and those along that step; or the target."""
-    if "point" not in message:
+    if not _expands(message, local):
         return at_target(layout, message)
     point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
     if not np.any(move):
@@ -209,7 +213,7 @@ def _update_client(
     client: Any, personal: Any, message: Message, rng: np.random.Generator, *, local: LocalInference
 ) -> tuple[Any, Message, Mapping[str, float | str]]:
     """Expand log f_k at the point, or match moments of the tilted distribution. Clients keep no state."""
-    if "point" in message and local.expand is not None:
+    if _expands(message, local):
         point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
         share, inside = float(message["prior_share"]), message.get("inside")
         reply, info = _warm_start.expand_along(client, local, point, move, share, inside)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian, privacy, settings
-from fedppl._target import pack_target, unpack_target
+from fedppl._target import at_target, pack_target, unpack_target
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.steps import _sites
 from fedppl.steps._ep_state import EPState
@@ -154,6 +154,7 @@ def PrivateEP(
         lasting=True,
         preliminary=None,
         noise_multiplier=float(noise_multiplier),
+        asks=at_target,
     )
 
 
