@@ -116,10 +116,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fedppl.audit", description="Check a site's audit log.")
     parser.add_argument("file", type=Path)
     path = parser.parse_args(argv).file
+    if not path.is_file():
+        print(f"{str(path)!r} is no file", file=sys.stderr)
+        return 1
     events: collections.Counter[str] = collections.Counter()
     rules: collections.Counter[str] = collections.Counter()
     numbers: collections.Counter[str] = collections.Counter()
     runs: set[str] = set()
+    left_out = 0
     spent: dict[str, Any] = {}  # the last reply of each client
     last: dict[str, Any] = {"line": 0, "digest": _START}
     try:
@@ -128,6 +132,7 @@ def main(argv: list[str] | None = None) -> int:
             if last.get("refused"):
                 rules[last["refused"].partition(":")[0]] += 1
             numbers.update(last.get("released", {}))
+            left_out += last.get("left_out", 0)
             if last.get("epsilon") is not None:
                 spent[str(last.get("site", ""))] = last
             runs |= {last["run"]} if last.get("run") else set()
@@ -137,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{last['line']} lines, the chain holds; {len(runs)} runs")
     print("events: " + (", ".join(f"{count} {name}" for name, count in sorted(events.items())) or "none"))
     print("refused by: " + (", ".join(f"{name} ({count})" for name, count in sorted(rules.items())) or "none"))
+    if left_out:
+        print(f"points left out by distance: {left_out}")
     print("numbers released: " + (", ".join(f"{count} {name}" for name, count in sorted(numbers.items())) or "none"))
     for site, line in sorted(spent.items()):
         print(f"ε so far{f' of {site}' * bool(site)}: {line['epsilon']:.4g} at δ = {line['delta']:g}")

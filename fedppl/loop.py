@@ -23,7 +23,7 @@ from fedppl import checkpoint as checkpoints
 from fedppl import departure, fallbacks, settings
 from fedppl._run import Run, add, keep_at, save
 from fedppl.arrival import unarrived
-from fedppl.engine.answer import require_fit, say_unused, stream
+from fedppl.engine.answer import REFUSED, require_fit, say_unused, stream
 from fedppl.engine.inprocess import InProcess
 from fedppl.model import FederatedModel
 from fedppl.participation import Participation, as_participation
@@ -523,7 +523,9 @@ def _status(run: Run, limit: int, *, stopped: bool = False) -> tuple[Status, str
     if searching and (missing := {k: why for record in run.records for k, why in record.reasons.items()}):
         missed = f"at points of the search clients {sorted(missing)[:5]} had no answer: {_distinct(missing.values())}"
         lost = "; ".join(filter(None, (lost, missed)))
-    message = "; ".join(filter(None, (message, lost)))
+    # What a site does not allow no setting mends that the algorithm could name.
+    refused = REFUSED in last.failures.values()
+    message = "; ".join(filter(None, (lost, message) if refused else (message, lost)))
     if stopped and searching and status is Status.RUNNING:
         early = "the start, whose rounds do not count, was not at its end: let it go on"
         message = "; ".join(filter(None, (early, lost)))

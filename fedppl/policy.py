@@ -30,6 +30,7 @@ __all__ = [
 # Directions in which a cavity says less than the prior are taken to say as much: with two clients, one of which bends
 # outwards, honest cavities say nothing in a direction. A slope of log f of `distance` per prior sd holds them.
 _VAGUEST = 1.0
+_LOWER = "; a policy with another limit allows it, see docs/privacy.md"
 
 
 class Release(NamedTuple):
@@ -55,8 +56,8 @@ class Policy:
     r"""What a site allows, whoever runs the server.
 
     A rule on data is decided when the site introduces itself, and the server learns one bit: whether the site takes
-    part. All others depend on the request and on what was asked before, never on data, and are refused in one
-    fixed text. Limits count over all runs.
+    part. All others but a function for `approval` depend on the request and on what was asked before, not on data, and
+    are refused in one fixed text. Limits count over all runs.
 
     Parameters
     ----------
@@ -65,8 +66,8 @@ class Policy:
     parameters_per_row
         Most shared coordinates per row.
     events
-        Fewest outcomes of either kind where outcomes are 0 or 1; of successes and failures of binomial ones; of each
-        category that occurs.
+        Fewest outcomes of either kind where observed variables are 0 or 1; of successes and failures of binomial ones;
+        of each category that occurs. Outcomes that enter by ``pm.Potential`` are data like others, and not counted.
     declarations
         Fingerprints of shared layouts that are allowed; None allows the one that the site's app declares. A fingerprint
         is of names, shapes and prior of what is shared, not of the likelihood.
@@ -102,10 +103,11 @@ class Policy:
     ``math.inf`` (``inf`` in a file) switches a limit off, 0 a smallest number.
 
     *When this fails.* Where all coefficients are shared, replies are functions of the rows, and a server that stays
-    inside every limit can be told enough to solve for them, from about a tenth as many requests as there are rows:
-    ``docs/privacy.md`` has the curve, and the defaults stay below it. Who lowers `rows` or raises `requests` beyond
-    that trusts the server, or sets `epsilon`, which alone bounds what is told at any size; a model whose coefficients
-    are local gives away less. The policy binds what the server asks, not the code that runs at the site.
+    inside every limit can be told enough to solve for some of them. Covariates of few values are the worst case: a few
+    replies tell how many rows have each combination. Of continuous ones the defaults keep back all rows but those
+    farthest out, with few coefficients up to a sixteenth of them: ``docs/privacy.md`` has the curve. `epsilon` alone
+    bounds what is told, whatever the data; a model whose coefficients are local gives away less. The policy binds what
+    the server asks, not the code that runs at the site.
     """
 
     rows: int = 250
@@ -189,24 +191,27 @@ def refuse_data(policy: Policy, shared: int, holdings: Holdings) -> str | None:
     """The rule that a client's data do not meet, with figures for its own log; None where they meet all.
 
     >>> refuse_data(Policy(), 2, Holdings(rows=12, events=None))
-    'rows: 12, at least 250 wanted'
+    'rows: 12, at least 250 wanted; a policy with another limit allows it, see docs/privacy.md'
     """
     if holdings.rows < policy.rows:
-        return f"rows: {holdings.rows}, at least {policy.rows} wanted"
+        return f"rows: {holdings.rows}, at least {policy.rows} wanted{_LOWER}"
     if shared > policy.parameters_per_row * holdings.rows:
         return (
             f"parameters_per_row: {shared} shared coordinates for {holdings.rows} rows, at most "
-            f"{policy.parameters_per_row:g} a row wanted"
+            f"{policy.parameters_per_row:g} a row wanted{_LOWER}"
         )
     if holdings.events is not None and holdings.events < policy.events:
-        return f"events: {holdings.events} of the rarer outcome, at least {policy.events} wanted"
+        return f"events: {holdings.events} of the rarer outcome, at least {policy.events} wanted{_LOWER}"
     return None
 
 
 def refuse_algorithm(policy: Policy, algorithm: Algorithm, layout: Layout) -> str | None:
     """Why a site with this policy does not run this declaration and algorithm, whatever its data; or None."""
     if policy.declarations is not None and layout.fingerprint not in policy.declarations:
-        return f"declarations: the policy of this site does not list the fingerprint {layout.fingerprint}"
+        return (
+            "declarations: the policy of this site does not list the fingerprint "
+            f"{layout.fingerprint}; add it to allow this model"
+        )
     if policy.epsilon is not None:
         if algorithm.noise_multiplier is None:
             return (

@@ -24,7 +24,7 @@ import fedppl
 from fedppl import privacy
 from fedppl._target import pack_target
 from fedppl.engine import _site, _wire
-from fedppl.gaussian import Gaussian
+from fedppl.gaussian import Gaussian, unpack_triangle
 from fedppl.policy import Policy, refuse_release
 from fedppl.steps._warm_start import LENGTHS
 from fedppl.types import Reply, Request
@@ -120,19 +120,27 @@ def probe(server: Server, columns: int, most: int, *, increasing: bool = False) 
     return found
 
 
+_PROBERS = {
+    "one_round": (_SMALL, 30, False),
+    "rounds_increasing": (_SMALL, 30, True),
+    "default": (Policy(), 300, True),
+}
+
+
 def _far_probes(quick: bool) -> dict[str, Any]:
-    data, z = _data(30, 2, 1)
     figures: dict[str, Any] = {}
-    for name, increasing in (("one_round", False), ("rounds_increasing", True)):
+    for name, (rules, rows, increasing) in _PROBERS.items():
+        data, z = _data(rows, 2, 1)
         with tempfile.TemporaryDirectory() as folder:
-            server = Server(Path(folder), _SMALL, data)
+            server = Server(Path(folder), rules, data)
             found = probe(server, 2, 40, increasing=increasing)
             lines = [json.loads(line) for line in (Path(folder) / "audit.jsonl").read_text().splitlines()]
         refused = [line["refused"] for line in lines if line["event"] == "request"]
-        figures[f"policy_prober_{name}_rows_of_30"] = _recovered(found, z)
+        figures[f"policy_prober_{name}_rows_found"] = _recovered(found, z)
         figures[f"policy_prober_{name}_first_refused"] = next(i for i, r in enumerate(refused, 1) if r)
         figures[f"policy_prober_{name}_requests"] = server.asked
         figures[f"policy_prober_{name}_refusals_in_log"] = sum(map(bool, refused))
+    data, z = _data(30, 2, 1)
     found, asked = _without_a_site(data, 120 if quick else 2000)
     figures["policy_prober_without_rows_of_30"] = _recovered(found, z)
     figures["policy_prober_without_requests"] = asked
@@ -188,19 +196,53 @@ def told(z: Any, points: Any, anchors: Any, reach: float) -> tuple[Any, Any]:
     return np.array(values), np.array(slopes)
 
 
-def enough(rows: int, columns: int, requests: int, distance: float, seed: int = 0) -> int:
+def enough(rows: int, columns: int, requests: int, distance: float, seed: int = 0, within: float | None = None) -> int:
     """Rows that so many answers determine to a thousandth, whoever solves for them: the Cramér–Rao bound.
 
-    Answers are known to 13 digits, and each value of a row is N(0, 1) before.
+    Answers are known to 13 digits, and each value of a row is N(0, 1) before. Points lie `within` so many prior sds.
     """
     _, z = _data(rows, columns, seed)
-    reach = distance * _PRIOR_SD
+    reach = (distance if within is None else within) * _PRIOR_SD
     points, anchors = np.random.default_rng(seed).uniform(-reach, reach, (2, requests, columns))
     values, slopes = told(z, points, anchors, reach)
     _, sizes, axes = np.linalg.svd(slopes / (_DIGITS * np.maximum(np.abs(values), 1.0))[:, None], full_matrices=False)
     variance = 1.0 + np.sum(axes**2 * (1 / (sizes[:, None] ** 2 + 1) - 1), axis=0)
     away = np.sqrt(np.sum(np.maximum(variance, 0).reshape(rows, columns), axis=1)) / np.linalg.norm(z, axis=1)
     return int(np.sum(away < _FOUND))
+
+
+def worst(rows: int, columns: int, requests: int, distance: float, quick: bool) -> int:
+    """The largest of `enough` over data and over how far from the prior the points lie."""
+    boxes, seeds = ((distance,), (0,)) if quick else ((1.0, 2.0, 4.0, distance), (0, 1, 2))
+    return max(enough(rows, columns, requests, distance, seed, box) for seed in seeds for box in boxes)
+
+
+def count_cells(server: Server, columns: int, requests: int) -> Any:
+    """How many rows have which combination of 0 and 1 beside an intercept: Hessians are linear in these counts."""
+    rng = np.random.default_rng(0)
+    cells = np.array([[1, *map(int, f"{c:0{columns - 1}b}")] for c in range(2 ** (columns - 1))], dtype=float)
+    above = np.tril_indices(columns)
+    equations, told_ = [], []
+    for i in range(requests):
+        point = rng.uniform(-2, 2, columns)
+        reply = server.expand(point, i + 1)
+        if reply is None:
+            return None
+        s = expit(cells @ point)
+        outer = np.einsum("ca,cb->cab", cells, cells) * (s * (1 - s))[:, None, None]
+        equations.append(-outer[:, *above].T)
+        told_.append(unpack_triangle(np.asarray(reply["hessian"]))[above])
+    return np.round(np.linalg.lstsq(np.vstack(equations), np.concatenate(told_), rcond=None)[0]).astype(int)
+
+
+def _discrete(requests: int) -> bool:
+    """Whether the default policy lets a server count 250 rows of an intercept and four columns of 0 and 1."""
+    rng = np.random.default_rng(3)
+    X = np.column_stack([np.ones(250), rng.integers(0, 2, (250, 4))])
+    data = {"X": X, "y": rng.integers(0, 2, 250)}
+    counts = np.bincount((X[:, 1:] @ [8, 4, 2, 1]).astype(int), minlength=16)
+    with tempfile.TemporaryDirectory() as folder:
+        return bool(np.array_equal(count_cells(Server(Path(folder), Policy(), data), 5, requests), counts))
 
 
 def solve(
@@ -232,10 +274,13 @@ def _inside_every_limit(quick: bool) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     rules = Policy()
     distance = rules.distance
-    largest = int(rules.parameters_per_row * rules.rows)
-    by_default = [enough(rules.rows, columns, int(rules.requests), distance) for columns in (2, 5, largest)]
-    figures[f"policy_determined_of_{rules.rows}_by_default_m2_m5_m{largest}"] = ", ".join(map(str, by_default))
-    figures["policy_default_met"] = not any(by_default)
+    sizes = (2, 5) if quick else (1, 2, 3, 5, int(rules.parameters_per_row * rules.rows))
+    for requests in (10, int(rules.requests)):
+        found = [worst(rules.rows, columns, requests, distance, quick) for columns in sizes]
+        name = f"policy_determined_of_{rules.rows}_by_{requests}_m{'_m'.join(map(str, sizes))}"
+        figures[name] = ", ".join(map(str, found))
+    figures["policy_default_keeps_fifteen_sixteenths_met"] = max(found) <= rules.rows / 16
+    figures["policy_16_cells_of_250_binary_rows_counted_by_2_requests"] = _discrete(2)
     bound = ((30, 2), (30, 5)) if quick else ((30, 2), (30, 5), (100, 2), (100, 5), (200, 5), (400, 5))
     for rows, columns in bound:
         curve = [enough(rows, columns, requests, distance) for requests in (3, 10, 30, 60)]
@@ -245,7 +290,7 @@ def _inside_every_limit(quick: bool) -> dict[str, Any]:
         curve = [solve(rows, columns, requests, 5.0, 6, reach_sd=1.0) for requests in (5, 20)]
         name = f"policy_solved_of_{rows}_m{columns}_by_5_20"
         figures[name] = ", ".join(map(str, curve))
-    data, z = _data(30, 2, 1)
+    data, _ = _data(30, 2, 1)
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder), _SMALL, data)
         rng = np.random.default_rng(0)
@@ -256,7 +301,6 @@ def _inside_every_limit(quick: bool) -> dict[str, Any]:
         (Path(folder) / "x").mkdir()
         reply = server.ask(pack_target(q, Gaussian(q.linear * 0.9999, q.precision * 0.9999), 0.0))
         figures["policy_sharp_q_with_sharp_cavity_answered"] = reply is not None
-    del z
     return figures
 
 
@@ -302,10 +346,10 @@ def _mixed_settings() -> dict[str, Any]:
 def run(quick: bool = False) -> dict[str, Any]:
     """Figures of all four, and whether they are held; quick, the prober without a policy stops after 120 requests."""
     found = {**_far_probes(quick), **_inside_every_limit(quick), **_conclusions(), **_mixed_settings()}
-    probers = [f"policy_prober_{name}" for name in ("one_round", "rounds_increasing")]
+    probers = [f"policy_prober_{name}" for name in _PROBERS]
     bars = {
         "policy_prober_met": all(
-            found[f"{name}_rows_of_30"] == 0
+            found[f"{name}_rows_found"] == 0
             and found[f"{name}_first_refused"] <= 10
             and found[f"{name}_refusals_in_log"] > 0
             for name in probers

@@ -33,7 +33,10 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
     def read_all() -> dict[str, Any]:
         if not ledgers.exists():
             if log.exists() and not known:
-                raise DataError(f"{str(log)!r} has no {ledgers.name} beside it: what was released is not known.")
+                raise DataError(
+                    f"{str(log)!r} has no {ledgers.name} beside it: what was released is not known. Put it back, or "
+                    "move the log away, which grants every limit anew."
+                )
             return {"clients": {}, "lines": 0, "head": audit.Head().digest, "idle": 0}
         found: dict[str, Any] = json.loads(ledgers.read_bytes())
         return found
@@ -47,6 +50,12 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
             met = met or (last.length == count and last.digest == digest)
         if not met:
             raise DataError(f"{str(log)!r} lacks line {count}, which was written: it was cut, or put in place anew.")
+        # A line is written before the ledger knows of it, one at a time.
+        if last.length > count + 1:
+            raise DataError(
+                f"{str(ledgers)!r} knows {count} lines of {str(log)!r}, which has {last.length}: it is an earlier one. "
+                "Put the last one back."
+            )
         known.append(last)
         if torn:
             known.append(audit.append(log, {"site": name, "event": "half a line was dropped", "bytes": torn}, last))

@@ -83,8 +83,8 @@ def digest(request: Request) -> str:
     return _digest.seal(parts, bytes(16))[16:].hex()
 
 
-def may_take_part(guard: Guard, algorithm: Algorithm, client: Any) -> None:
-    """Raise DeclarationError where it may not; of the data its text tells no more than that."""
+def may_take_part(guard: Guard, algorithm: Algorithm, client: Any, *, tell: bool = False) -> None:
+    """Raise DeclarationError where it may not; of the data its text says no more, unless who reads it has them."""
     rule = policy.refuse_algorithm(guard.policy, algorithm, client.layout)
     entry = {"event": "introduction", "fingerprint": client.layout.fingerprint}
     with guard.held():
@@ -95,7 +95,7 @@ def may_take_part(guard: Guard, algorithm: Algorithm, client: Any) -> None:
         guard.write(guard.read(), {**entry, "refused": rule})
         if rule is not None:
             who = f"client {client.client_id!r}" if client.client_id else "it"
-            raise DeclarationError(f"{who} {_WITHHELD}")
+            raise DeclarationError(f"{who} does not take part: {rule}" if tell else f"{who} {_WITHHELD}")
 
 
 def replayed(guard: Guard, request: Request) -> bool:
@@ -127,6 +127,10 @@ def admit(guard: Guard, algorithm: Algorithm, client: Any, request: Request) -> 
         )
         left_out = int(np.sum(~request.message["inside"])) if "inside" in request.message else 0
         guard.write(after, {**entry, "refused": None, "left_out": left_out})
+        if left_out:
+            logger.warning(
+                "client %s leaves out %d of the points that it is asked at, by distance", request.client_id, left_out
+            )
         return request
 
 
@@ -174,7 +178,10 @@ def _not_approved(rules: Policy, request: Request) -> str | None:
         runs = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()} if path.exists() else set()
     except (OSError, UnicodeDecodeError) as error:
         return f"approval: its file cannot be read ({type(error).__name__})"
-    return None if request.run and request.run in runs else "approval: nobody has approved this run"
+    if request.run and request.run in runs:
+        return None
+    missing = "" if path.exists() else f"; {str(path)!r} is not there"
+    return f"approval: nobody has approved run {request.run!r}{missing}"
 
 
 def released(guard: Guard, algorithm: Algorithm, request: Request, reply: Reply | Failure) -> bool:
@@ -183,7 +190,7 @@ def released(guard: Guard, algorithm: Algorithm, request: Request, reply: Reply 
     with guard.held():
         ledger = guard.read()
         if rule := _not_released(guard.policy, request, reply):
-            guard.write(ledger, {**entry, "refused": rule})
+            guard.write(_given_back(ledger, algorithm), {**entry, "refused": rule})
             return False
         if isinstance(reply, Failure):
             guard.write(ledger, {**entry, "failed": reply.reason, "refused": None})
@@ -192,6 +199,16 @@ def released(guard: Guard, algorithm: Algorithm, request: Request, reply: Reply 
         spent = {"epsilon": None if ledger.unknown else _total(guard.policy, ledger), "delta": guard.policy.delta}
         guard.write(ledger, {**entry, "released": arrays, "diagnostics": sorted(reply.info), **spent, "refused": None})
         return True
+
+
+def _given_back(ledger: Ledger, algorithm: Algorithm) -> Ledger:
+    """What `admit` counted for a reply that stays here."""
+    noise = algorithm.noise_multiplier
+    return ledger._replace(
+        requests=ledger.requests - 1,
+        unknown=ledger.unknown - (noise is None),
+        spent=max(0.0, ledger.spent - (0.0 if noise is None else noise**-2)),
+    )
 
 
 def _not_released(rules: Policy, request: Request, reply: Reply | Failure) -> str | None:

@@ -11,7 +11,7 @@ import numpy as np
 from fedppl.engine._guard import REFUSED, Guard, admit, released
 from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Message, Reply, Request
 
-__all__ = ["answer", "require_fit", "say_unused", "stream"]
+__all__ = ["REFUSED", "answer", "require_fit", "say_unused", "stream"]
 
 logger = logging.getLogger(__name__)
 

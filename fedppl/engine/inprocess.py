@@ -49,7 +49,7 @@ class InProcessEngine:
         self.personal: dict[str, Any] = {}
         self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
         for client_id, guard in self._guards.items():
-            may_take_part(guard, algorithm, models[client_id])
+            may_take_part(guard, algorithm, models[client_id], tell=True)
 
     def clients(self) -> tuple[str, ...]:
         """Return the ids of all clients."""
@@ -86,7 +86,10 @@ class InProcessEngine:
             future = futures.get(client_id)
             if future is None:
                 answers[client_id] = Failure(client_id, request.nonce, "it is still busy with an earlier request")
-            elif client_id in late or future.cancelled():
+            elif future.cancelled():
+                reason = f"not asked within the deadline of {deadline} s, since others took all workers={self._workers}"
+                answers[client_id] = Failure(client_id, request.nonce, reason)
+            elif client_id in late:
                 reason = f"no reply within the deadline of {deadline} s"
                 answers[client_id] = Failure(client_id, request.nonce, reason)
             else:
