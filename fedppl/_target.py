@@ -42,9 +42,12 @@ def at_target(layout: Layout, message: Message) -> Asked:
     return Asked(np.zeros((0, layout.size)), np.zeros((0, layout.size)), ((q, cavity),))
 
 
-def at_points(layout: Layout, message: Message, name: str) -> Asked:
-    """Where a request asks that has points under a name, (m,) or (S, m)."""
-    return Asked(np.asarray(message[name], dtype=float).reshape(-1, layout.size), np.zeros((0, layout.size)))
+def at_points(layout: Layout, message: Message, name: str, *, several: bool = False) -> Asked:
+    """Where a request asks that has a point under a name, (m,), or `several`, (S, m)."""
+    points = np.asarray(message[name], dtype=float)
+    if points.shape != (*points.shape[:several], layout.size):
+        raise ValueError(f"{name!r} has shape {points.shape}")
+    return Asked(np.atleast_2d(points), np.zeros((0, layout.size)))
 
 
 def draw_target(

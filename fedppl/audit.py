@@ -85,7 +85,9 @@ def lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 line = json.loads(raw)
                 whole = raw.endswith(b"\n") and isinstance(line, dict)
                 told = line.pop("digest", None) if whole else None
-                follows = whole and line.get("before") == before.digest and line.get("line") == number
+                # Written as we write: no key twice, of which a reader sees one and an eye the other.
+                follows = whole and raw == json.dumps({**line, "digest": told}).encode() + b"\n"
+                follows = follows and line.get("before") == before.digest and line.get("line") == number
                 broken = not follows or _digest(line) != told
             except (ValueError, RecursionError):
                 broken = True
@@ -128,9 +130,9 @@ def main(argv: list[str] | None = None) -> int:
     last: dict[str, Any] = {"line": 0, "digest": _START}
     try:
         for last in lines(path):
-            events[last["event"]] += 1
+            events[ascii(last["event"])[1:-1]] += 1
             if last.get("refused"):
-                rules[last["refused"].partition(":")[0]] += 1
+                rules[ascii(last["refused"].partition(":")[0])[1:-1]] += 1
             numbers.update(last.get("released", {}))
             left_out += last.get("left_out", 0)
             if last.get("epsilon") is not None:
@@ -138,6 +140,9 @@ def main(argv: list[str] | None = None) -> int:
             runs |= {last["run"]} if last.get("run") else set()
     except (OSError, DataError) as error:
         print(f"BROKEN: {error}", file=sys.stderr)
+        return 1
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        print(f"BROKEN: line {last['line']} is none of a site's ({type(error).__name__})", file=sys.stderr)
         return 1
     print(f"{last['line']} lines, the chain holds; {len(runs)} runs")
     print("events: " + (", ".join(f"{count} {name}" for name, count in sorted(events.items())) or "none"))

@@ -6,12 +6,14 @@ says how many of the records' bytes belong to it, and their digest; bytes beyond
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
+import stat
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from fedppl import _codec, _key
 from fedppl._signed import FORMAT, MOST, decoded, pack, unpack, verified
@@ -64,7 +66,7 @@ def require_writable(checkpoint: str | os.PathLike[str]) -> None:
             )
         for file in (_partial(path), records):
             before = file.exists()
-            file.open("ab").close()
+            _open(file, os.O_APPEND).close()
             if not before:
                 file.unlink()
     except (OSError, ValueError) as error:  # a null character in a path is a ValueError
@@ -126,9 +128,7 @@ def write(path: Path, content: dict[str, Any], kept: Kept | None = None, *, resu
 
 def _append(path: Path, added: bytes, before: Kept, resumed: bool) -> None:
     begins = before.length == 0
-    with path.open("wb" if begins else "r+b") as file:
-        if os.name == "posix":
-            os.fchmod(file.fileno(), 0o600)
+    with _open(path, os.O_TRUNC if begins else 0) as file:
         length = file.seek(0, os.SEEK_END)
         if length < before.length or (length > before.length and not resumed):
             raise DeclarationError(
@@ -204,12 +204,22 @@ def _read_records(path: Path, kept: Kept, shown: str) -> list[Any]:
     return [decoded(body, f"a record of {shown}") for body in bodies]
 
 
+def _open(path: Path, how: int) -> IO[bytes]:
+    """Open a file of ours to write: its owner's alone, and no link or pipe that somebody put in its place."""
+    safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how | safe, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    if os.name == "posix":
+        os.fchmod(descriptor, 0o600)
+    return open(descriptor, "wb")
+
+
 def replace(path: Path, raw: bytes) -> None:
     """Put the bytes at the path in one step; only its owner may read them."""
     partial = _partial(path)
-    with partial.open("wb") as file:
-        if os.name == "posix":
-            os.fchmod(file.fileno(), 0o600)
+    with _open(partial, os.O_TRUNC) as file:
         file.write(raw)
         file.flush()
         os.fsync(file.fileno())

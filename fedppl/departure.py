@@ -14,6 +14,7 @@ from fedppl.fallbacks import Infos
 __all__ = ["sentence", "shortfall"]
 
 _MENTIONED = 0.05
+_MOST = 1e3
 _COUNTED = 0.3  # beyond it the orders that are left out matter as much as the one that is not
 
 
@@ -23,7 +24,9 @@ def shortfall(infos: Infos) -> float:
     >>> round(shortfall({"a": {"departure": 0.3}, "b": {"departure": 0.3}}), 3)
     0.079
     """
-    departures = [info["departure"] for info in infos.values() if "departure" in info]
+    told = [info["departure"] for info in infos.values() if "departure" in info]
+    # A client's word: none takes from the others' sum, or makes it infinite.
+    departures = np.clip(np.nan_to_num(told, nan=0.0), 0.0, _MOST)
     if len(departures) < 2:
         return 0.0
     together = float(np.sum(departures)) ** 2 * (1.0 - 1.0 / len(departures))

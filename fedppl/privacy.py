@@ -120,6 +120,8 @@ def epsilon_at(delta: float, mu: float) -> float:
     if math.isinf(mu * mu):
         return math.inf
     most = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))  # by Φ(−x) ≤ exp(−x² / 2)
+    if delta_at(most, mu) >= delta:  # so much that no difference is left
+        return most
     found = float(brentq(lambda value: delta_at(value, mu) - delta, 0.0, most, xtol=1e-12, rtol=1e-12))
     return min(found * (1 + 1e-9), most)  # on the safe side of what rounding leaves open
 

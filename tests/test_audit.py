@@ -81,3 +81,30 @@ def test_the_program_prints_a_summary(log: Path) -> None:
 def test_a_file_that_is_not_there_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit.main([str(tmp_path / "none.jsonl")]) == 1
     assert "none.jsonl" in capsys.readouterr().err
+
+
+def test_a_key_that_stands_twice_breaks_the_chain(log: Path) -> None:
+    raw = log.read_bytes().splitlines(keepends=True)
+    raw[1] = b'{"refused": "nothing left", ' + raw[1][1:]
+    log.write_bytes(b"".join(raw))
+    with pytest.raises(DataError, match="line 2"):
+        audit.head(log)
+
+
+def test_a_line_that_is_no_sites_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i, entry in enumerate(({}, {"event": 3, "refused": 4}, {"event": "reply", "released": 5})):
+        path = tmp_path / f"{i}.jsonl"
+        audit.append(path, entry)
+        assert audit.main([str(path)]) == 1 and "line 1" in capsys.readouterr().err
+    audit.append(tmp_path / "ansi.jsonl", {"event": "\x1b[2Jall is well"})
+    assert audit.main([str(tmp_path / "ansi.jsonl")]) == 0 and "\x1b" not in capsys.readouterr().out
+
+
+def test_epsilon_is_that_of_each_clients_last_reply(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, after = tmp_path / "log.jsonl", audit.Head()
+    for site, spent in (("a", 1.0), ("b", 0.5), ("a", 2.0)):
+        after = audit.append(path, {"event": "reply", "site": site, "epsilon": spent, "delta": 1e-5}, after)
+    audit.append(path, {"event": "conclusion", "site": "a"}, after)
+    assert audit.main([str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "of a: 2 " in told and "of b: 0.5 " in told

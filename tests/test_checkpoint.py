@@ -523,3 +523,18 @@ def test_another_likelihood_under_the_same_layout_is_refused(
         fedppl.fit(fedppl.FederatedModel(of_a_global, ["mu"]), clients, fedppl.EP(), **settings)
     monkeypatch.setitem(_SCALE, "sd", 1.0)
     assert len(fedppl.fit(model, clients, fedppl.EP(), **settings).records) >= len(first.records)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and pipes are POSIX's")
+@pytest.mark.parametrize("name", ["run.ckpt.partial", "run.ckpt.records"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
+def test_nothing_is_written_through_what_somebody_put_in_place(tmp_path: Path, name: str, kind: str) -> None:
+    other, place = tmp_path / "other", tmp_path / name
+    if kind == "link":
+        other.write_bytes(b"")
+    os.mkfifo(place) if kind == "pipe" else place.symlink_to(other)
+    model, clients = normal_means(2)
+    with pytest.raises(DeclarationError, match=name):
+        fedppl.fit(model, clients, fedppl.EP(), checkpoint=tmp_path / "run.ckpt", progressbar=False)
+    assert kind != "link" or other.read_bytes() == b""
+    assert kind != "dangling link" or not other.exists()

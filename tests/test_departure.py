@@ -65,3 +65,10 @@ def test_the_mean_of_few_clients_is_told_to_be_too_sure(count: int, said: bool) 
     told = fit.summary().attrs["sd_shortfall"]
     assert short / 2 < told < 2 * short + 0.01
     assert ("too small" in fit.message) is said
+
+
+def test_a_clients_word_neither_ends_a_run_nor_hides_what_others_say() -> None:
+    honest = {name: {"departure": 0.3} for name in "abc"}
+    alone = departure.shortfall(honest)
+    for told in (-1e3, 1e200, -np.inf, np.inf, np.nan):
+        assert 0.9 * alone <= departure.shortfall({**honest, "d": {"departure": told}}) <= 1.0

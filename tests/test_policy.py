@@ -298,6 +298,19 @@ def test_what_is_computed_is_what_the_policy_looked_at(algorithm: Any) -> None:
     assert len(seen.points) + len(seen.spare) + len(seen.targets) > 0
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [fedppl.FedAvg(learning_rate=0.1), fedppl.SCAFFOLD(learning_rate=0.1), fedppl.FedProx(learning_rate=0.1, mu=0.1)],
+)
+def test_a_point_with_coordinates_to_spare_is_none(algorithm: Any) -> None:
+    """What is beyond φ would be taken for local variables, and where they end would leave."""
+    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    message = algorithm.broadcast(state, "clinic 3")
+    assert admitted(in_memory(OPEN, "a"), ask()._replace(message=message), algorithm)
+    doubled = {**message, "phi": np.concatenate([message["phi"], message["phi"]])}
+    assert not admitted(in_memory(OPEN, "a"), ask()._replace(message=doubled), algorithm)
+
+
 @pytest.mark.parametrize("share", [-1e7, 1.0001, np.nan, [0.1, 2.0], "a"])
 def test_a_share_of_the_prior_is_one(share: Any) -> None:
     request = ask()
@@ -632,10 +645,16 @@ def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
         lambda folder: (folder / "audit.jsonl").unlink(),
         lambda folder: (folder / "ledger.json").unlink(),
         lambda folder: (folder / "ledger.json").write_text("{"),
+        lambda folder: (folder / "ledger.json").write_text(
+            (folder / "ledger.json").read_text().replace('"requests": 1', '"requests": NaN')
+        ),
+        lambda folder: audit.append(
+            folder / "audit.jsonl", {"event": "request"}, audit.append(folder / "audit.jsonl", {"event": "request"})
+        ),
         lambda folder: (folder / "audit.jsonl").write_bytes(b"".join(_first_lines(folder, 1))),
         lambda folder: ((folder / "audit.jsonl").unlink(), (folder / "audit.jsonl").mkdir()),
     ],
-    ids=["no log", "no ledger", "ledger damaged", "log cut", "log not writable"],
+    ids=["no log", "no ledger", "ledger damaged", "no number", "older ledger", "log cut", "log not writable"],
 )
 def test_without_its_log_a_site_answers_nothing(tmp_path: Path, spoil: Any) -> None:
     site = site_of(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -67,6 +68,9 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
         own = everything["clients"].get(name)
         if own is None:
             return Ledger()
+        counts = [own["requests"], own["unknown"], everything["lines"], own["spent"]]
+        if not all(isinstance(count, int | float) and 0 <= count < math.inf for count in counts):
+            raise DataError(f"{str(ledgers)!r} holds {counts}, which count nothing. Put back what was there.")
         return Ledger(**{**own, "runs": {run: Run(*one) for run, one in own["runs"].items()}})
 
     def write(ledger: Ledger, entry: Mapping[str, Any]) -> None:

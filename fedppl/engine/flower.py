@@ -93,6 +93,13 @@ def client_app(
     """
     if not isinstance(federated_model, FederatedModel) or not isinstance(algorithm, Algorithm):
         raise DeclarationError("client_app takes a FederatedModel and an algorithm that is built, like fedppl.EP().")
+    if not (client_id is None or callable(client_id)):
+        raise DeclarationError(
+            f"client_id={shown(client_id)} must be a function from the node config to this client's id."
+        )
+    if not (folder is None or callable(folder) or (isinstance(folder, str | Path) and str(folder))):
+        raise DeclarationError(f"folder={shown(folder)} must be a path, or a function from the node config to one.")
+    draws, chains = whole("draws", draws), whole("chains", chains)
     if not callable(load_data):
         raise DeclarationError(f"load_data is {type(load_data).__name__}; pass a function from node config to data.")
     if algorithm.lasting and folder is None:
@@ -226,9 +233,7 @@ def grid(
     *When this fails.* A site that is silent, late, down or restarted is skipped, and the round's record says so. Two
     live sites with one id: the second is refused until the first has gone.
     """
-    if isinstance(clients, bool) or not isinstance(clients, int | Sequence) or isinstance(clients, str) or not clients:
-        raise DeclarationError(f"clients={clients!r} must be the number of sites to wait for, or a list of their ids.")
-    expected = whole("clients", clients) if isinstance(clients, int) else tuple(clients)
+    expected = _expected(clients)
     for name, value in {"wait": wait, "deadline": deadline, "poll": poll, "grace": grace}.items():
         positive(name, value, "it is in seconds")
     if (model is None) != (example_data is None):
@@ -250,6 +255,18 @@ def grid(
         return GridEngine(grid, algorithm, GridSettings(expected, wait, deadline, poll, grace), own)
 
     return factory
+
+
+def _expected(clients: Any) -> int | tuple[str, ...]:
+    """The number of sites to wait for, or their ids."""
+    if isinstance(clients, int) and not isinstance(clients, bool):
+        return whole("clients", clients)
+    names = clients if isinstance(clients, list | tuple) else ()
+    if not names or not all(isinstance(name, str) and name for name in names) or len({*names}) < len(names):
+        raise DeclarationError(
+            f"clients={shown(clients)} must be the number of sites to wait for, or a list of their ids, none twice."
+        )
+    return tuple(names)
 
 
 def server_app(
@@ -297,6 +314,10 @@ def server_app(
     *When this fails.* An exception ends the Flower run as failed, which ``flwr ls`` shows (``flwr run`` exits with 0
     all the same). A server that was killed goes on from `checkpoint` in a new run.
     """
+    _expected(clients)
+    for name, value in {"wait": wait, "deadline": deadline}.items():
+        positive(name, value, "it is in seconds")
+    whole("rounds", rounds)
     app = ServerApp()
 
     @app.main()

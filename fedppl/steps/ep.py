@@ -116,7 +116,9 @@ def EP(
     tolerance = settings.between("tolerance", tolerance, 0, 1, hint="it is in posterior sds")
     damping = settings.between("damping", damping, 0, 1, "(]", "1 is the undamped step")
     if trust is not None:
-        trust = settings.positive("trust", trust, "it is in posterior sds, such as 3, or None for no bound")
+        trust = settings.between(
+            "trust", trust, 0, 1e6, "(]", "it is in posterior sds, such as 3, or None for no bound"
+        )
     settings.form("structure", structure)
     inference = settings.inference("local", local, NestedLaplace())
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None

@@ -113,7 +113,7 @@ def IFCA(
         details=lambda state: {},
         settings=described({"clusters": int(clusters), "spread": sd, **training._asdict(), "weights": weights}),
         large=True,
-        asks=functools.partial(at_points, name="phi"),
+        asks=functools.partial(at_points, name="phi", several=True),
         unused=unused_priors,
     )
 

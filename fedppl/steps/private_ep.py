@@ -123,8 +123,8 @@ def PrivateEP(
     .. [1] Dwork, Roth (2014), The algorithmic foundations of differential privacy, appendix A.
     .. [2] Vehtari et al. (2020), Expectation propagation as a way of life, JMLR 21.
     """
-    clip = settings.positive("clip", clip, "it is in posterior sds")
-    noise_multiplier = settings.positive("noise_multiplier", noise_multiplier)
+    clip = settings.between("clip", clip, 1e-50, 1e50, "[]", "it is in posterior sds")
+    noise_multiplier = settings.between("noise_multiplier", noise_multiplier, 1e-50, 1e50, "[]")
     releases = settings.whole("releases", releases)
     delta = settings.between("delta", delta, 0, 1, hint="take it well below 1 / number of clients")
     inference = settings.inference("local", local, NestedLaplace())

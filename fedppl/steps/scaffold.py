@@ -176,6 +176,8 @@ def _broadcast(state: ScaffoldState, client_id: str) -> Message:
 def _asks(layout: Layout, message: Message, *, descent: Descent) -> Asked:
     """Where the steps begin, and where the correction alone would lead them: it is the server's to choose."""
     phi, correction = (np.asarray(message[name], dtype=float) for name in ("phi", "correction"))
+    if phi.shape != (layout.size,):
+        raise ValueError(f"'phi' has shape {phi.shape}")
     led = phi + descent.learning_rate * descent.steps * correction * np.array([[-1.0], [0.0], [1.0]])
     return Asked(led, np.zeros((0, layout.size)))
 
