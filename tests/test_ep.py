@@ -377,3 +377,14 @@ def test_sites_of_a_diagonal_family_are_exact_beside_a_correlated_prior(warm_sta
     assert fit.status is Status.CONVERGED
     assert_allclose(gaussian.mean(fit.posterior), mean, atol=1e-5)
     assert_allclose(fit.posterior.precision, precision, rtol=1e-5)
+
+
+def test_a_client_whose_numbers_are_in_another_unit_is_named_where_all_converges() -> None:
+    """Plain EP follows it, and says whom."""
+    model, clients = problems.regression(7)
+    honest = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
+    assert honest.status.ok and "look at its data" not in honest.message
+    name = list(clients)[2]
+    wrong = {**clients, name: {**clients[name], "y": 100.0 + np.asarray(clients[name]["y"])}}
+    fit = fedppl.fit(model, wrong, fedppl.EP(), progressbar=False, random_seed=1)
+    assert fit.status.ok and f"client {name} pulls" in fit.message

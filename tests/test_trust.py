@@ -505,7 +505,7 @@ def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trust", [0.0, -1.0, np.inf, np.nan])
 def test_a_trust_that_is_no_positive_number_is_refused(trust: float) -> None:
-    with pytest.raises(fedppl.DeclarationError, match=r"trust=.* must be positive.*sds"):
+    with pytest.raises(fedppl.DeclarationError, match=r"trust=.* must be above 0.*sds"):
         fedppl.EP(trust=trust)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from scipy import special
 
-from fedppl.steps import _moves
+from fedppl.steps import _moves, _trust
 from fedppl.steps._ep_state import EPState
 from fedppl.types import Array, Status
 
@@ -19,6 +20,8 @@ LESS_NOISE = "raise draws= or points= of the local inference for less"
 _SKEWED = 0.5
 # Averaged for so many rounds, and with so many replies of every client, before moves that cancel count as such.
 _ROUNDS, _REPLIES = 4, 2
+# The probability that an honest run has such a pull, of any client.
+_BY_CHANCE = 1e-3
 
 
 class Change(NamedTuple):
@@ -74,7 +77,7 @@ def judge(state: EPState, last: Change, rows: list[int], tolerance: float, large
         status = Status.CONVERGED
         message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
         skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * min(mc_error, _MOST_ERROR)))
-        message = "; ".join(filter(None, (message, skewed)))
+        message = "; ".join(filter(None, (message, skewed, _far_off(state))))
     else:
         status = Status.RUNNING
         knob = f"raise rounds=, or {LESS_NOISE}" if noisy else "raise rounds="
@@ -110,6 +113,18 @@ def _noisy(state: EPState, moves: Array, drift: Array, limit: float, left: float
         f"rounds are averaged, but what the clients move {label} by does not cancel: {drift[worst]:+.2g} posterior sds "
         f"a round (at most {limit:.2g}), of which client {names[who]} {moves[who, worst]:+.2g}; raise rounds=, look at "
         f"that client's data if it stays, or {LESS_NOISE}"
+    )
+
+
+def _far_off(state: EPState) -> str:
+    """Who pulls a mean further than chance would, given what the others know; empty where nobody does."""
+    pull = np.nan_to_num(_trust.pulls(state.sites))
+    k, i = np.unravel_index(int(np.argmax(np.abs(pull))), pull.shape)
+    if abs(pull[k, i]) <= -special.ndtri(0.5 * _BY_CHANCE / pull.size):
+        return ""
+    return (
+        f"client {list(state.sites.where)[k]} pulls {state.sites.labels[i]} by {pull[k, i]:+.2g} sds of what others "
+        "know: look at its data, at the units first; EP(trust=3) holds it back"
     )
 
 
