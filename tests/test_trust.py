@@ -17,7 +17,7 @@ import fedppl
 from benchmarks._attacks import trust as attacks
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.steps import _moves, _sites, _trust
+from fedppl.steps import _damped_step, _moves, _sites, _trust
 from fedppl.steps._sites import Sites
 from fedppl.testing import normal_means
 from fedppl.types import Layout, Reply, Request, Variable
@@ -167,6 +167,48 @@ def test_who_takes_all_precision_has_no_say(rng: np.random.Generator) -> None:
     assert_allclose(gaussian.mean(found.sites.q), gaussian.mean(without.q), rtol=1e-6)
 
 
+@pytest.mark.parametrize("times", [1e8, 1e12, 1e20])
+def test_who_gives_nearly_all_precision_is_cut_to_what_leaves_the_others_readable(times: float) -> None:
+    """Others of precision 4 about 0, prior included: beyond 10^10 of that, cut; what it says of the mean stays."""
+    linear, precision = np.zeros((4, 1)), np.ones((4, 1, 1))
+    precision[2], linear[2] = times, times * 0.5
+    found = _trust.bound(ledger(standard(1), linear, precision), 3.0)
+    over = times > 1e10
+    assert np.flatnonzero(found.held).tolist() == np.flatnonzero(found.gives).tolist() == [2] * over
+    assert_allclose(found.sites.precision[2], min(times, 4e10), rtol=2e-3)
+    assert_allclose(found.sites.linear[2] / found.sites.precision[2], 0.5)
+    assert_array_equal(found.sites.precision[[0, 1, 3]], 1.0)
+
+
+def test_precision_is_cut_only_in_the_direction_that_has_too_much(rng: np.random.Generator) -> None:
+    before = honest(rng, np.ones(20), 3)
+    precision, direction = _sites.dense(before.precision, before.structure), rng.normal(size=3)
+    sharp = 1e13 * np.outer(direction, direction)
+    precision[4] += sharp
+    linear = before.linear.copy()
+    linear[4] += sharp @ gaussian.mean(before.q)
+    found = _trust.bound(_sites.update(before, linear, _sites.in_structure(precision, before.structure)), 3.0)
+    assert np.flatnonzero(found.held).tolist() == [4]
+    across = np.linalg.svd(direction[None])[2][1:]
+    sd, expected = (across @ np.linalg.inv(q.precision) @ across.T for q in (found.sites.q, before.q))
+    assert np.all(np.diag(sd) < np.diag(expected) * (1 + 1e-6))
+    assert_allclose(gaussian.mean(found.sites.q), gaussian.mean(before.q), rtol=1e-3)
+
+
+@pytest.mark.parametrize("liars", [5, 8])
+def test_where_many_lie_they_are_left_out_and_nobody_else_is_held(liars: int, rng: np.random.Generator) -> None:
+    """So far that drawing in one after the other does not end; the mean is that of the others."""
+    before = honest(rng, np.ones(20), 3)
+    linear = before.linear.copy()
+    linear[:liars] += 1e5 * rng.normal(size=(liars, 3))
+    found = _trust.bound(_sites.update(before, linear, before.precision), 3.0)
+    assert np.flatnonzero(found.held).tolist() == list(range(liars))
+    assert_bounded(found.sites, 3.0)
+    precision = _sites.dense(before.precision, before.structure)[liars:].sum(axis=0) + before.prior.precision
+    mean = np.linalg.solve(precision, before.prior.linear + before.linear[liars:].sum(axis=0))
+    assert_allclose(gaussian.mean(found.sites.q), mean, rtol=1e-8)
+
+
 def test_clients_that_all_disagree_end_within_the_bound() -> None:
     """As the last resort all sites are drawn in alike; here each is far from all others."""
     corners = 1e5 * np.concatenate([np.eye(4), -np.eye(4)])
@@ -238,6 +280,17 @@ def test_noise_scatters_and_a_drift_does_not(kind: str, rng: np.random.Generator
     else:
         assert moves.scatter[0] < 0.01 and allowed < 0.1
         assert drift == pytest.approx(1.0) if kind == "drift" else drift > allowed or drift < 1e-2
+
+
+def test_one_odd_reply_weighs_no_more_after_averaging_has_begun_anew() -> None:
+    """Six replies that agree, then one that is 10 sds off: 100 / 2 over six pairs, begun anew or not."""
+    scatter = []
+    for forget in (lambda moves: moves, _moves.anew):
+        moves = _moves.begin(_moves.start(1, 1))
+        for _ in range(6):
+            moves = _moves.follow(moves, [0], np.zeros((1, 2)), np.ones(1))
+        scatter.append(_moves.follow(forget(moves), [0], np.full((1, 2), 10.0), np.ones(1)).scatter[0])
+    assert_allclose(scatter, 50.0 / 6)
 
 
 def test_the_word_of_one_client_buys_no_tolerance() -> None:
@@ -407,6 +460,52 @@ def test_one_of_twenty_that_lies_is_held_back_and_named_alone(name: str) -> None
     found = attacks.attack(problems.regression(20), attacks.ATTACKS[name], 30)
     assert found.met and found.off <= attacks.TRUST * 1.1, found
     assert not found.honest_named
+
+
+@pytest.mark.parametrize("name", ["precision x 100 a round, .5 sds", "precision x 30 a round, 1 sd", "wild"])
+def test_a_precision_that_grows_hides_no_pull_and_puts_no_blame_on_others(name: str) -> None:
+    found = attacks.attack(problems.regression(20), attacks.ATTACKS[name], 30)
+    assert found.met and found.off <= attacks.TRUST * 1.1, found
+    assert found.liar_named and not found.honest_named
+
+
+def test_who_lies_in_every_second_round_is_named_after_the_honest_one_too() -> None:
+    found = attacks.attack(problems.logistic(20), attacks.ATTACKS["precision x 1e4 every second round"], 60)
+    assert found.met and found.off <= attacks.TRUST * 1.1, found
+
+
+@pytest.mark.parametrize(("step", "rounds"), [(1.0, 1), (0.5, 5), (0.1, 29)])
+def test_who_is_held_back_stays_so_until_it_is_replaced(step: float, rounds: int) -> None:
+    """Of a site that was drawn in, (1 − δ)^n is left after n replies: below 5 % it counts no more."""
+    last = steps(liar, 6)[-1]
+    sites, nobody = last.state.sites, np.zeros(4, dtype=bool)
+    state, info = last.state, last.info
+    within = _trust.Bounded(sites, np.zeros((4, 3)), nobody, nobody, nobody, nobody)
+    for count in range(1, rounds + 1):
+        assert state.held[1] > 0
+        state, info = _damped_step.hold_back(state, info, [0, 1], within, 1.0, step)
+        assert_allclose(state.held[1], (1 - step) ** count if count < rounds else 0.0)
+        assert np.any(state.pull[1]) == (count < rounds)
+
+
+def test_where_no_step_can_be_made_who_is_held_back_is_named_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = steps(liar, 6)[-1].state
+    worse = itertools.count()
+    monkeypatch.setattr(_damped_step._sites, "improper_cavities", lambda sites: next(worse))
+    change = np.stack([np.zeros(6), -0.1 * state.sites.q.precision[np.triu_indices(3)]])
+    after, info = _damped_step.damped_step(
+        state._replace(status="running", message=""),
+        [0, 1],
+        np.zeros((2, 3)),
+        change,
+        mc_errors=np.zeros(2),
+        skewness=np.zeros((2, 3)),
+        tolerance=0.01,
+        largest=1.0,
+        trust=1.0,
+    )
+    assert info.damping == 0 and "no damped step" in after.message
+    assert f"{CLIENT} (pulls " in after.message and "clinic 0" not in after.message
 
 
 # --- honest clients -------------------------------------------------------------------------------------------

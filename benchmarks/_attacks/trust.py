@@ -101,6 +101,29 @@ def _late(request: Request, reply: Reply, kept: dict[str, Any]) -> Reply:
     return _moved(request, reply, 2.9) if kept["lies"] else reply
 
 
+def _sharp(sds: Any, times: float, every: int = 1) -> Lie:
+    """So many sds from q with so many times the precision, in every so manieth round; else honest."""
+
+    def lie(request: Request, reply: Reply, kept: dict[str, Any]) -> Reply:
+        kept["round"] = kept.get("round", -1) + 1
+        if kept["round"] % every:
+            return reply
+        return _moved(request, reply, sds, precision=times * reply.message["precision"])
+
+    return _only("EP", lie)
+
+
+def _wild(request: Request, reply: Reply, kept: dict[str, Any]) -> Reply:
+    """Another mean and another precision in every round, and a claim of as much noise as may be."""
+    rng = kept.setdefault("rng", np.random.default_rng(0))
+    sds, times = 3.0 * rng.normal(size=reply.message["mean"].shape), 10 ** rng.uniform(-2, 3)
+    return _moved(request, reply, sds, precision=times * reply.message["precision"], mc_error=np.array(1.0))
+
+
+def _curved_and_sharp(request: Request, reply: Reply, kept: dict[str, Any]) -> Reply:
+    return _hessian(reply, -1e9) if phase_of(request) == "warm start" else _sharp(0.5, 100.0)(request, reply, kept)
+
+
 def _in_one_direction(request: Request, reply: Reply) -> Reply:
     """Along the direction that q knows least of."""
     q = q_of(request)
@@ -141,6 +164,16 @@ ATTACKS: dict[str, Attack] = {
             else _moved(q, r, 1.0, mc_error=np.array(1.0))
         )
     ),
+}
+ATTACKS |= {
+    "precision x 100 a round, .5 sds": Attack(_sharp(0.5, 100.0)),
+    "precision x 30 a round, 1 sd": Attack(_sharp(1.0, 30.0)),
+    "precision x 100 a round, no warm start": Attack(_sharp(0.5, 100.0), warm_start=False),
+    "precision x 1e10 a round, 2 sds": Attack(_sharp(-2.0, 1e10)),
+    "precision x 1e4 every second round": Attack(_sharp(2.9, 1e4, 2)),
+    "precision x 50 every third round": Attack(_sharp(2.9, 50.0, 3)),
+    "wild": Attack(_only("EP", _wild)),
+    "Hessian - 1e9, then precision x 100": Attack(_curved_and_sharp),
 }
 _BLAME = ("held back", "does not cancel", "know less than nothing")
 QUICK = ("1 sd a round, mc_error .5", "Hessian + 1e6", "far and sure")

@@ -11,9 +11,11 @@ from fedppl.steps import _moves, _sites, _trust
 from fedppl.steps._ep_state import EPInfo, EPState
 from fedppl.steps._sites import Sites
 from fedppl.steps._verdict import LESS_NOISE, Change, judge
-from fedppl.types import Array, Message
+from fedppl.types import Array, Message, Status
 
 __all__ = ["damped_step", "hold_back", "named", "targets"]
+
+_LITTLE = 0.05  # of a site: of a pull by 3 sds, that is 0.15
 
 
 def damped_step(
@@ -56,8 +58,13 @@ def damped_step(
             break
         delta /= 2
     else:
-        message = _no_step(sites, rows, d_packed, noisy=mc_error > tolerance)
-        return state._replace(message=message), EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mc_error, skewed)
+        info = EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mc_error, skewed)
+        if bounded is not None and trust is not None:
+            state, info = hold_back(state, info, [], bounded, trust, 0.0)
+        # Beside one that is held back, what others lack may be its doing.
+        least = [] if np.any(state.held) else _least_known(sites, rows, d_packed)
+        message = _no_step(least, noisy=mc_error > tolerance)
+        return named(state._replace(message=message), trust), info
     sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved.q)
     heading = np.concatenate([(gaussian.mean(moved.q) - gaussian.mean(q)) / sd, np.log(new_sd / sd)]) / delta
     turned = bool(heading @ state.heading <= 0)
@@ -86,45 +93,60 @@ def damped_step(
     )
     info = EPInfo("EP", change_mean, change_sd, delta, np.nan, mc_error, skewed)
     if bounded is not None and trust is not None:
-        state, info = hold_back(state, info, rows, bounded, trust)
+        state, info = hold_back(state, info, rows, bounded, trust, delta)
     change = Change(max(change_mean, change_sd), turned, mc_error, fresh)
-    return named(judge(state, change, rows, tolerance, largest), trust), info
+    return named(judge(state, change, rows, tolerance, largest), trust, bounded), info
 
 
 def hold_back(
-    state: EPState, info: EPInfo, rows: list[int], bounded: _trust.Bounded, trust: float
+    state: EPState, info: EPInfo, rows: list[int], bounded: _trust.Bounded, trust: float, step: float
 ) -> tuple[EPState, EPInfo]:
-    """Count, report and log the clients that are held back."""
+    """Count, report and log the clients that are held back; `step` is the share of their replies that was taken in.
+
+    Who is within its bound again stays held until what it asked for since then has replaced what was drawn in.
+    """
     _trust.warn(bounded, trust)
-    held = state.held.copy()
-    held[rows] = False  # what it asked for just now is what counts
-    held = np.logical_or(held, bounded.held)
+    left = state.held.copy()
+    left[rows] *= 1 - step
+    left[left < _LITTLE] = 0.0
+    held = np.where(bounded.held, 1.0, left)
+    pull = np.where((held > 0) & ~bounded.held, state.pull.T, np.nan_to_num(bounded.pull).T).T
     size = np.nan_to_num(np.abs(bounded.pull).max(axis=1), nan=-1.0)
     most = int(np.argmax(size))
     if size[most] >= 0:
         info = info._replace(pull=float(size[most]), pulled_by=list(state.sites.where)[most])
     return (
-        state._replace(held=held, held_back=state.held_back + bounded.held, pull=np.nan_to_num(bounded.pull)),
+        state._replace(held=held, held_back=state.held_back + bounded.held, pull=pull),
         info._replace(held_back=int(bounded.held.sum())),
     )
 
 
-def named(state: EPState, trust: float | None) -> EPState:
-    """The message with the names of the clients that are held back."""
-    who = _trust.said(state.sites, state.held, state.pull, trust)
+def named(state: EPState, trust: float | None, bounded: _trust.Bounded | None = None) -> EPState:
+    """The message with the names of the clients that are held back or, of a run that goes on, nearly so."""
+    if trust is None:
+        return state
+    rows = np.flatnonzero(state.held)
+    nearly = bounded is not None and not len(rows) and state.status != Status.CONVERGED.value
+    if bounded is not None and nearly:
+        rows = np.flatnonzero(bounded.near)
+    who = _trust.said(state.sites, rows, state.pull, trust, nearly)
     return state._replace(message="; ".join(filter(None, (state.message, who)))) if who else state
 
 
-def _no_step(sites: Sites, rows: list[int], d_packed: Array, noisy: bool) -> str:
-    """Say which clients take more precision away than there is, and what helps."""
+def _least_known(sites: Sites, rows: list[int], d_packed: Array) -> list[str]:
+    """Clients that take most precision away."""
     _, root = gaussian.affine(sites.q)
     lost = [float(np.linalg.eigvalsh(root.T @ _sites.dense(packed, sites.structure) @ root)[0]) for packed in d_packed]
     names = list(sites.where)
-    worst = [names[rows[r]] for r in np.argsort(lost, kind="stable") if lost[r] < 0.5 * min(lost)]
+    return [names[rows[r]] for r in np.argsort(lost, kind="stable") if lost[r] < 0.5 * min(lost)]
+
+
+def _no_step(least: list[str], noisy: bool) -> str:
+    """Say that there is no step, which clients take more precision away than there is, and what helps."""
+    who = f"clients {least[:5]} know less than nothing of some direction" if least else "too much precision is taken"
     return (
-        f"no damped step keeps q and all cavities positive definite: clients {worst[:5]} know less than nothing of "
-        "some direction, as where a factor is improper or nearly so. Declare priors that hold every scale, "
-        "shared and local (not Gamma(.001, .001)), "
+        f"no damped step keeps q and all cavities positive definite: {who}, as where a factor is improper or nearly "
+        "so. Declare priors that hold every scale, shared and local (not Gamma(.001, .001)), "
         + (f"or {LESS_NOISE.removesuffix(' for less')}" if noisy else "or use local=fedppl.NUTS()")
     )
 

@@ -31,7 +31,7 @@ class EPState(NamedTuple):
     skewness: Array  # (m,) that the factors give the posterior's margins, and q cannot have
     skewed_by: Array  # (m,) row of the client without whom it is least
     skewness_without: Array  # (m,) what it is without that client
-    held: Array  # (K,) bool: its site is not what it asked for, since trust binds
+    held: Array  # (K,) share of its site that is not what it asked for, since trust binds
     held_back: Array  # (K,) rounds in which its site was drawn in
     pull: Array  # (K, m) where trust is set: what it would have pulled means by, in sds of its cavity; 0 where unknown
     errors: Array  # (K,) Monte Carlo error of the client's last reply, in posterior sds

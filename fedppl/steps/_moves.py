@@ -27,6 +27,7 @@ class Moves(NamedTuple):
     mean: Array  # (K, 2 m) weighted mean of the client's moves
     share: Array  # (K,) what the variance of one move is to be multiplied with for that of the mean
     spoke: Array  # (K,) bool: has replied, so that the next two are known
+    pairs: Array  # (K,) int: replies whose difference from the one before is in the scatter
     left: Array  # (K, 2 m) what its last reply would still have moved after the step that was taken
     scatter: Array  # (K,) mean square of what its replies differ by from one to the next, halved: their variance
 
@@ -34,7 +35,8 @@ class Moves(NamedTuple):
 def start(clients: int, size: int) -> Moves:
     """Nothing is known."""
     none, nowhere = np.zeros(clients), np.zeros((clients, 2 * size))
-    return Moves(np.zeros(clients, dtype=np.int64), nowhere, none, np.zeros(clients, dtype=bool), nowhere, none)
+    nothing = np.zeros(clients, dtype=np.int64)
+    return Moves(nothing, nowhere, none, np.zeros(clients, dtype=bool), nothing, nowhere, none)
 
 
 def begin(moves: Moves) -> Moves:
@@ -66,14 +68,16 @@ def follow(moves: Moves, rows: list[int], now: Array, step: Array) -> Moves:
     known, spoke = moves.spoke[rows], moves.spoke.copy()
     spoke[rows] = True
     square = 0.5 * np.mean(np.square(differ), axis=1)
-    pairs = np.maximum(replies[rows], 1)
-    scatter[rows] += np.where(known, (square - scatter[rows]) * np.maximum(1.0 / pairs, _LEAST), 0.0)
+    pairs = moves.pairs.copy()
+    pairs[rows] += known
+    weight = np.maximum(1.0 / np.maximum(pairs[rows], 1), _LEAST)
+    scatter[rows] += np.where(known, (square - scatter[rows]) * weight, 0.0)
     replies[rows] += 1
     weight = np.maximum(1.0 / replies[rows], _LEAST)
     mean[rows] += weight[:, None] * (now - mean[rows])
     share[rows] = (1 - weight) ** 2 * share[rows] + weight**2  # 1 for the first
     left[rows] = (1 - step)[:, None] * now
-    return Moves(replies, mean, share, spoke, left, scatter)
+    return Moves(replies, mean, share, spoke, pairs, left, scatter)
 
 
 def backed(moves: Moves, noise: Array) -> float:

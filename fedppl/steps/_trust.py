@@ -11,13 +11,16 @@ would stand out. Its norm is then about χ_m, so that a plain c would hold back 
 
 Proof. Others as they are, Q_k and μ_{-k} do not depend on r_k, so that r_k = Q_k μ_{-k} + t u_k pulls t v_k: some t ≤ 1
 keeps both bounds. That changes others' cavities: all are evaluated anew until all bounds hold, for `_SWEEPS` changes.
-After these, all sites go to Q_k μ_0 + t (r_k − Q_k μ_0) with the prior's mean μ_0. The prior is Q_0 μ_0, so that
-μ − μ_0 = t Q⁻¹ Σ (r_j − Q_j μ_0), likewise μ_{-k}: every v_k is linear in t, and some t ≤ 1 keeps all bounds at once.
-A client whose cavity is not positive definite cannot be left out, and is not measured.
+Where these do not suffice, as with several that lie, clients are left out until the rest agree, and then have no say:
+r_k = Q_k m with the rest's mean m, so that μ = m. If the bounds still do not hold after as many changes, all sites go
+to Q_k μ_0 + t (r_k − Q_k μ_0) with the prior's mean μ_0. The prior is Q_0 μ_0: μ − μ_0 = t Q⁻¹ Σ (r_j − Q_j μ_0),
+likewise μ_{-k}, so that every v_k is linear in t, and some t ≤ 1 keeps all bounds at once. A client whose cavity is not
+positive definite cannot be left out, and is not measured.
 
-Variances are not protected, and precisions stay, but for one case: a site that takes more than half of its cavity's
+Variances are not protected, and precisions stay, but for two cases. A site that takes more than half of its cavity's
 precision in a direction is given none of it there, and has no say on the mean (u_k = 0), or one client's word would
-make q improper.
+make q improper. One that gives `_GIVES` times as much is cut to that, and what it says of the mean there stays: beyond,
+rounding would leave nothing of the others' sites, which are updated by differences to q.
 """
 
 from __future__ import annotations
@@ -40,10 +43,11 @@ __all__ = ["Bounded", "bound", "largest_norm", "pulls", "said", "warn"]
 
 logger = logging.getLogger(__name__)
 
-_SWEEPS = 300
+_SWEEPS = 30
+_NEAR = 0.95  # a share of the bound, too: it is measured against what others say where q is
 _AIM = 0.999  # a share of the bound: others change a little afterwards
 _ROUNDING = 1e-9
-_TAKES = 0.5  # of the cavity's precision in a direction
+_TAKES, _GIVES = 0.5, 1e10  # of the cavity's precision in a direction
 _CANDIDATES = 32
 
 
@@ -54,6 +58,18 @@ class Bounded(NamedTuple):
     pull: Array  # (K, m) before, in sds of the client's cavity; NaN where it is not proper
     held: NDArray[np.bool_]  # (K,) sites that were changed
     takes: NDArray[np.bool_]  # (K,) those that took more precision than may be
+    gives: NDArray[np.bool_]  # (K,) those that gave more
+    near: NDArray[np.bool_]  # (K,) those that pull about as far as they may, or were changed
+
+
+class _Known(NamedTuple):
+    """What pulls hang on besides the sites' locations; an identity where it is not proper."""
+
+    covariance: Array  # (m, m) of q
+    precisions: Array  # (K, m, m) of the cavities
+    covariances: Array  # (K, m, m)
+    sd: Array  # (K, m)
+    proper: NDArray[np.bool_]  # (K,) q and the cavity are
 
 
 class _Pulls(NamedTuple):
@@ -76,111 +92,157 @@ def largest_norm(trust: float, size: int) -> float:
 
 def pulls(sites: Sites) -> Array:
     """What each client pulls, μ − μ_{-k} in sds of its cavity: (K, m); NaN where that is not proper."""
-    return _measured(sites, sites.linear, _sites.dense(sites.precision, sites.structure)).along
+    return _measured(sites, sites.linear, _know(sites, _sites.dense(sites.precision, sites.structure))).along
 
 
 def bound(sites: Sites, trust: float) -> Bounded:
     """Draw sites in until no client pulls further than `trust` allows; nothing where there are no others to protect."""
     count, m = sites.linear.shape
-    held, takes = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
+    nobody = np.zeros(count, dtype=bool)
     if count == 1:
-        return Bounded(sites, np.full((1, m), np.nan), held, takes)
-    linear, precision = sites.linear.copy(), _sites.dense(sites.precision, sites.structure)
-    for _ in range(count):
-        found = _taking(sites, linear, precision)
-        if found is None:
-            break
-        k, linear[k], precision[k] = found
-        takes[k] = True
-    norm = largest_norm(trust, m)
-    before: Array | None = None
-    for _ in range(_SWEEPS):
-        found_pulls = _measured(sites, linear, precision)
-        before = found_pulls.along if before is None else before
-        ratios = _ratios(found_pulls, trust, norm)
-        if not np.any(ratios > 1 + _ROUNDING):
-            break
-        k = _to_draw_in(sites, linear, precision, ratios, trust, norm)
-        centre = precision[k] @ found_pulls.mean[k]
-        linear[k] = centre + (_AIM / ratios[k] if ratios[k] > 1 else 0.5) * (linear[k] - centre)
-        held[k] = True
-    else:
-        ratio = float(_ratios(_measured(sites, linear, precision), trust, norm).max())
+        return Bounded(sites, np.full((1, m), np.nan), nobody, nobody, nobody, nobody)
+    linear, precision, takes, gives = _of_a_size(sites)
+    known, limits = _know(sites, precision), (trust, largest_norm(trust, m))
+    before = _measured(sites, linear, known)
+    found = _drawn_in(sites, linear, precision, known, limits)
+    if found is None:
+        found = _drawn_in(sites, _left_out(sites, linear, precision, limits), precision, known, limits)
+    if found is None:
+        ratio = float(_ratios(_measured(sites, linear, known), limits).max())
         centres = precision @ gaussian.mean(sites.prior)
-        linear = centres + min(1.0, _AIM / ratio) * (linear - centres)
-        held[:] = True
-    assert before is not None
-    if not np.any(held | takes):
-        return Bounded(sites, before, held, takes)
+        found = centres + min(1.0, _AIM / ratio) * (linear - centres)
+    held, reshaped = np.any(found != linear, axis=1) | takes | gives, takes | gives
+    if not np.any(held):
+        return Bounded(sites, before.along, held, takes, gives, _ratios(before, limits) > _NEAR)
     # What nobody touched stays to the last bit.
-    packed = np.where(takes[:, None], _sites.in_structure(precision, sites.structure), sites.precision)
-    return Bounded(_sites.update(sites, linear, packed), before, held | takes, takes)
+    packed = np.where(reshaped[:, None], _sites.in_structure(precision, sites.structure), sites.precision)
+    # Beside one that was changed, what others pulled before was its doing, and what they pull now may be.
+    return Bounded(_sites.update(sites, found, packed), before.along, held, takes, gives, held)
 
 
-def _cavities(sites: Sites, linear: Array, precision: Array) -> tuple[Gaussian, NDArray[np.bool_]]:
-    """Summed without each site, not subtracted: one of 10^14 times the others would leave nothing of them."""
-    found = Gaussian(sites.prior.linear + _others(linear), sites.prior.precision + _others(precision))
-    return found, np.atleast_1d(gaussian.is_proper(found))
+def _know(sites: Sites, precision: Array) -> _Known:
+    """Cavities are summed without each site, not subtracted: one of 10^14 times the others would leave nothing."""
+    q, cavities = sites.prior.precision + precision.sum(axis=0), sites.prior.precision + _others(precision)
+    nowhere = np.zeros(cavities.shape[:2])
+    proper = np.atleast_1d(gaussian.is_proper(Gaussian(nowhere, cavities)))
+    if not gaussian.is_proper(Gaussian(nowhere[0], q)):
+        q, proper = np.eye(len(q)), np.zeros_like(proper)
+    safe = np.where(proper[:, None, None], cavities, np.eye(len(q)))
+    covariances = np.linalg.inv(safe)
+    return _Known(np.linalg.inv(q), safe, covariances, np.sqrt(np.einsum("kii->ki", covariances)), proper)
 
 
-def _measured(sites: Sites, linear: Array, precision: Array) -> _Pulls:
-    q = Gaussian(sites.prior.linear + linear.sum(axis=0), sites.prior.precision + precision.sum(axis=0))
-    cavities, proper = _cavities(sites, linear, precision)
-    if not gaussian.is_proper(q):
-        proper = np.zeros_like(proper)
-    safe = np.where(proper[:, None, None], cavities.precision, np.eye(linear.shape[1]))
-    covariance = np.linalg.inv(safe)
-    mean = np.linalg.solve(safe, cavities.linear[..., None])[..., 0]
+def _measured(sites: Sites, linear: Array, known: _Known) -> _Pulls:
+    cavities = sites.prior.linear + _others(linear)
+    mean = (known.covariances @ cavities[..., None])[..., 0]
     with np.errstate(invalid="ignore", over="ignore"):
-        shift = np.where(proper[:, None], (gaussian.mean(q) if np.any(proper) else 0.0) - mean, np.nan)
-        along = shift / np.sqrt(np.einsum("kii->ki", covariance))
-        norm = np.sqrt(np.maximum(np.einsum("ki,kij,kj->k", shift, safe, shift), 0.0))
-    return _Pulls(np.asarray(mean), np.asarray(along), np.asarray(norm))
+        q = known.covariance @ (sites.prior.linear + linear.sum(axis=0))
+        shift = np.where(known.proper[:, None], q - mean, np.nan)
+        square = np.sum(shift * (known.precisions @ shift[..., None])[..., 0], axis=1)
+        return _Pulls(mean, shift / known.sd, np.sqrt(np.maximum(square, 0.0)))
 
 
-def _ratios(found: _Pulls, trust: float, norm: float) -> Array:
+def _ratios(found: _Pulls, limits: tuple[float, float]) -> Array:
     """How many times its bound each client pulls, 0 where that cannot be measured: (K,)."""
+    trust, norm = limits
     return np.asarray(np.nan_to_num(np.maximum(np.abs(found.along).max(axis=1) / trust, found.norm / norm)))
 
 
-def _to_draw_in(sites: Sites, linear: Array, precision: Array, ratios: Array, trust: float, norm: float) -> int:
-    """The client without whom the others agree best; of several, the one that pulls most.
+def _drawn_in(
+    sites: Sites, linear: Array, precision: Array, known: _Known, limits: tuple[float, float]
+) -> Array | None:
+    """Draw in one site after the other until all bounds hold; None where `_SWEEPS` do not suffice."""
+    linear, without = linear.copy(), dict[int, _Known]()
+    for _ in range(_SWEEPS):
+        found = _measured(sites, linear, known)
+        ratios = _ratios(found, limits)
+        if not np.any(ratios > 1 + _ROUNDING):
+            return linear
+        k = _odd_one(sites, linear, precision, ratios, limits, without)
+        centre = precision[k] @ found.mean[k]
+        linear[k] = centre + (_AIM / ratios[k] if ratios[k] > 1 else 0.5) * (linear[k] - centre)
+    return None
+
+
+def _left_out(sites: Sites, linear: Array, precision: Array, limits: tuple[float, float]) -> Array:
+    """Leave out one client after the other, up to half of them, until the others agree; they have no say (u_k = 0)."""
+    kept = np.ones((len(linear), 1))
+    for _ in range(len(linear) // 2):
+        r, q = kept * linear, kept[..., None] * precision
+        ratios = _ratios(_measured(sites, r, _know(sites, q)), limits)
+        if not np.any(ratios > 1 + _ROUNDING):
+            break
+        k = _odd_one(sites, r, q, ratios, limits, {})
+        kept[k] = 0.0
+    others = Gaussian(
+        sites.prior.linear + (kept * linear).sum(axis=0),
+        sites.prior.precision + (kept[..., None] * precision).sum(axis=0),
+    )
+    if not gaussian.is_proper(others):
+        return linear
+    return np.where(kept > 0, linear, precision @ gaussian.mean(others))
+
+
+def _odd_one(
+    sites: Sites,
+    linear: Array,
+    precision: Array,
+    ratios: Array,
+    limits: tuple[float, float],
+    without: dict[int, _Known],
+) -> int:
+    """The client without whom the others agree best, by squared ratios; of several, the one that pulls most.
 
     Not simply who pulls most: beside a liar an honest client with nearly all rows does, since what it is measured
-    against is little else than the liar.
+    against is little else than the liar. Fills in `without`, which depends on precisions alone.
     """
-    candidates = np.argsort(-ratios, kind="stable")[:_CANDIDATES]
+    candidates = [int(k) for k in np.argsort(-ratios, kind="stable")[:_CANDIDATES]]
     left = []
     for k in candidates:
-        r, q = linear.copy(), precision.copy()
-        r[k], q[k] = 0.0, 0.0
-        found = _measured(sites, r, q)
-        agree = not np.any(np.isnan(found.norm))
-        left.append(float(_ratios(found, trust, norm).max()) if agree else np.inf)
-    return int(candidates[int(np.argmin(left))])
+        rest = np.arange(len(linear)) != k
+        if k not in without:
+            without[k] = _know(sites, precision * rest[:, None, None])
+        found = _measured(sites, linear * rest[:, None], without[k])
+        left.append(float(np.square(_ratios(found, limits)).sum()) if np.all(without[k].proper) else np.inf)
+    return candidates[int(np.argmin(left))]
 
 
-def _taking(sites: Sites, linear: Array, precision: Array) -> tuple[int, Array, Array] | None:
-    """The site that takes most of its cavity's precision, if more than half, and what is left of it; or None.
+def _of_a_size(sites: Sites) -> tuple[Array, Array, NDArray[np.bool_], NDArray[np.bool_]]:
+    """Naturals of sites that neither take nor give too much precision, and which had to be changed for that."""
+    linear, precision = sites.linear.copy(), _sites.dense(sites.precision, sites.structure)
+    takes, gives = np.zeros((2, len(linear)), dtype=bool)
+    for _ in range(2 * len(linear)):
+        base, centre = _bases(sites, linear, precision)
+        root = np.linalg.cholesky(base)
+        inverse = np.linalg.inv(root)
+        values, vectors = np.linalg.eigh(inverse @ precision @ np.swapaxes(inverse, 1, 2))
+        excess = np.maximum(-values[:, 0] / _TAKES, values[:, -1] / _GIVES)
+        k = int(np.argmax(excess))
+        if excess[k] <= 1 + _ROUNDING:
+            break
+        axes, taking = root[k] @ vectors[k], bool(values[k, 0] < -_TAKES)
+        kept = np.where(values[k] < -_TAKES, 0.0, np.minimum(values[k], _AIM * _GIVES))
+        back = (axes * (kept - values[k])) @ axes.T
+        # What it says of a mean stays where its precision is cut; where it takes too much, it has no say.
+        said = np.linalg.solve(axes, linear[k] - precision[k] @ centre[k])
+        said = axes @ (said * np.where(values[k] > kept, kept / values[k], 1.0)) * (not taking)
+        precision[k] += _sites.dense(_sites.in_structure(back, sites.structure), sites.structure)
+        linear[k] = precision[k] @ centre[k] + said
+        takes[k], gives[k] = takes[k] or taking, gives[k] or not taking
+    return linear, precision, takes, gives
 
-    Where a cavity is not proper, as far from the mode, what the others' curvatures are in size stands in for it.
+
+def _bases(sites: Sites, linear: Array, precision: Array) -> tuple[Array, Array]:
+    """What sites' precisions are compared with, and the means there.
+
+    Those of the cavities; where one is not proper, as far from the mode, others' curvatures in size stand in for it.
     """
-    cavities, proper = _cavities(sites, linear, precision)
-    base = cavities.precision
+    base = sites.prior.precision + _others(precision)
+    cavities = sites.prior.linear + _others(linear)
+    proper = np.atleast_1d(gaussian.is_proper(Gaussian(cavities, base)))
     if not np.all(proper):
         base = np.where(proper[:, None, None], base, sites.prior.precision + _others(_sizes(sites, precision)))
-    root = np.linalg.cholesky(base)
-    inverse = np.linalg.inv(root)
-    values, vectors = np.linalg.eigh(inverse @ precision @ np.swapaxes(inverse, 1, 2))
-    k = int(np.argmin(values[:, 0]))
-    if values[k, 0] >= -_TAKES:
-        return None
-    axes = root[k] @ vectors[k]
-    lifted = np.where(values[k] < -_TAKES, -values[k], 0.0)
-    back = _sites.dense(_sites.in_structure((axes * lifted) @ axes.T, sites.structure), sites.structure)
-    centre = np.linalg.solve(base[k], cavities.linear[k])
-    kept = precision[k] + back
-    return k, kept @ centre, kept
+    return base, np.linalg.solve(base, cavities[..., None])[..., 0]
 
 
 def _sizes(sites: Sites, precision: Array) -> Array:
@@ -202,9 +264,9 @@ def _others(values: Array) -> Array:
 
 
 def _what(pull: Array, labels: Sequence[str]) -> str:
-    """Where a client that is held back pulls most; one that takes all precision has no say, and pulls nowhere."""
+    """Where a client that is held back pulls most; if nowhere, it is for its precision."""
     if not np.nanmax(np.abs(pull), initial=0.0) >= 1e-6:
-        return "takes more precision than the others have"
+        return "gives or takes more precision than the others allow"
     i = int(np.argmax(np.abs(pull)))
     return f"pulls {labels[i]} by {pull[i]:+.2g} sds"
 
@@ -222,15 +284,12 @@ def warn(bounded: Bounded, trust: float) -> None:
         )
 
 
-def said(sites: Sites, held: Array, pull: Array, trust: float | None) -> str:
-    """Name the clients that are held back, and where they pull, or say nothing."""
-    rows = np.flatnonzero(held)
-    if trust is None or not len(rows):
+def said(sites: Sites, rows: NDArray[np.intp], pull: Array, trust: float, nearly: bool = False) -> str:
+    """Name the clients that are held back, or nearly so, and where they pull, or say nothing."""
+    if not len(rows):
         return ""
     names = list(sites.where)
     shown = [f"{names[k]} ({_what(pull[k], sites.labels)})" for k in rows[:5]]
     more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
-    return (
-        f"held back, since what the others know does not allow it: {', '.join(shown)}{more}; look at their data, or "
-        f"raise trust={trust:g}"
-    )
+    what = "nearly held back" if nearly else "held back, since what the others know does not allow it"
+    return f"{what}: {', '.join(shown)}{more}; look at their data, or raise trust={trust:g}"

@@ -176,7 +176,7 @@ def _init_server(
         skewness=np.zeros(layout.size),
         skewed_by=np.zeros(layout.size, dtype=np.int64),
         skewness_without=np.zeros(layout.size),
-        held=np.zeros(len(clients), dtype=bool),
+        held=np.zeros(len(clients)),
         held_back=np.zeros(len(clients), dtype=np.int64),
         pull=np.zeros((len(clients), layout.size)),
         errors=np.zeros(len(clients)),
@@ -279,7 +279,7 @@ def _newton_round(
         status=(Status.STALLED if over else Status.RUNNING).value,
     )
     if bounded is not None and trust is not None:
-        state, info = hold_back(state, info, _sites.indices(sites, replies), bounded, trust)
+        state, info = hold_back(state, info, _sites.indices(sites, replies), bounded, trust, 1.0)
     return named(state, trust), info
 
 
