@@ -35,7 +35,7 @@ class Moves(NamedTuple):
 def start(clients: int, size: int) -> Moves:
     """Nothing is known."""
     none, nowhere = np.zeros(clients), np.zeros((clients, 2 * size))
-    nothing = np.zeros(clients, dtype=np.int64)
+    nothing: Array = np.zeros(clients, dtype=np.int64)
     return Moves(nothing, nowhere, none, np.zeros(clients, dtype=bool), nothing, nowhere, none)
 
 

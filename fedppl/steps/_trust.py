@@ -242,7 +242,7 @@ def _bases(sites: Sites, linear: Array, precision: Array) -> tuple[Array, Array]
     proper = np.atleast_1d(gaussian.is_proper(Gaussian(cavities, base)))
     if not np.all(proper):
         base = np.where(proper[:, None, None], base, sites.prior.precision + _others(_sizes(sites, precision)))
-    return base, np.linalg.solve(base, cavities[..., None])[..., 0]
+    return base, np.asarray(np.linalg.solve(base, cavities[..., None])[..., 0])
 
 
 def _sizes(sites: Sites, precision: Array) -> Array:

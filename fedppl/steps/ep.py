@@ -103,10 +103,14 @@ def EP(
     stands in ``fit.idata["rounds"]``. In the warm start the clients' log densities, which nothing bounds, are not
     compared.
 
-    Not protected from: a client that pulls by less than c; q's variances, which one client can make as small as it
-    likes (and no client takes more than half of the others' precision away, or it has no say); clients that lie
-    together; of two clients, the one whose data disagree with the prior less; and a client that keeps q from
-    converging. Below c, a client that moves q on and on is named only where rounds are averaged.
+    Who is held back stays so until later replies have replaced what was drawn in, and while a run goes on, who pulls by
+    nearly c is named, too.
+
+    Not protected from: a client that pulls by less than c; q's variances, since what one client says of precision is
+    cut only at 10¹⁰ times that of all others and the prior (and no client takes more than half of the others' away, or
+    it has no say); clients that lie together; of two clients, the one whose data disagree with the prior less; and a
+    client that keeps q from converging. Below c, a client that moves q on and on is named only where rounds are
+    averaged.
 
     References
     ----------
