@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import pymc as pm
 
 import fedppl
 from fedppl import gaussian
@@ -165,7 +166,31 @@ ATTACKS: dict[str, Attack] = {
         )
     ),
 }
+
+
+def _sure(place: float, precision: float) -> Lie:
+    """Say in both phases, whatever the data, that all coordinates are at a place, with a precision."""
+
+    def lie(request: Request, reply: Reply, kept: dict[str, Any]) -> Reply:
+        del kept
+        if phase_of(request) == "warm start":
+            x = np.asarray(request.message["point"])
+            hessian = gaussian.pack_triangle(-precision * np.eye(len(x)))
+            return with_message(reply, gradient=precision * (place - x), hessian=hessian)
+        linear = np.asarray(request.message["cavity_linear"]) + precision * place
+        total = gaussian.unpack_triangle(request.message["cavity_precision"]) + precision * np.eye(len(linear))
+        if np.linalg.eigvalsh(total)[0] <= 0:
+            return reply
+        return with_message(reply, mean=np.linalg.solve(total, linear), precision=gaussian.pack_triangle(total))
+
+    return lie
+
+
 ATTACKS |= {
+    "sure of -20": Attack(_sure(-20.0, 1e4)),
+    "sure of -200": Attack(_sure(-200.0, 1e2)),
+    "sure of -20, no warm start": Attack(_sure(-20.0, 1e4), warm_start=False),
+    "sure of -20, half take part": Attack(_sure(-20.0, 1e4), participation=0.5),
     "precision x 100 a round, .5 sds": Attack(_sharp(0.5, 100.0)),
     "precision x 30 a round, 1 sd": Attack(_sharp(1.0, 30.0)),
     "precision x 100 a round, no warm start": Attack(_sharp(0.5, 100.0), warm_start=False),
@@ -178,7 +203,24 @@ ATTACKS |= {
 _BLAME = ("held back", "does not cancel", "know less than nothing")
 QUICK = ("1 sd a round, mc_error .5", "Hessian + 1e6", "far and sure")
 
+
+def _heavy(y: Any) -> Any:
+    """A location whose likelihood bends outwards far from the rows, as where its prior's mean is."""
+    with pm.Model() as model:
+        mu = pm.Normal("mu", 0, 10)
+        pm.StudentT("obs", nu=4, mu=mu, sigma=1, observed=pm.Data("y", y))
+    return model
+
+
+def heavy_tails(clients: int) -> Any:
+    """Rows near 8, of a t distribution with 4 degrees of freedom."""
+    rng = np.random.default_rng(0)
+    data = {f"site {k}": {"y": 8.0 + rng.standard_t(4, size=15 + k)} for k in range(clients)}
+    return fedppl.FederatedModel(_heavy, ["mu"]), data
+
+
 MODELS: dict[str, Callable[[], Any]] = {
+    "heavy tails": lambda: heavy_tails(CLIENTS),
     "regression": lambda: problems.regression(CLIENTS),
     "logistic": lambda: problems.logistic(CLIENTS),
 }

@@ -15,7 +15,8 @@ Where these do not suffice, as with several that lie, clients are left out until
 r_k = Q_k m with the rest's mean m, so that μ = m. If the bounds still do not hold after as many changes, all sites go
 to Q_k μ_0 + t (r_k − Q_k μ_0) with the prior's mean μ_0. The prior is Q_0 μ_0: μ − μ_0 = t Q⁻¹ Σ (r_j − Q_j μ_0),
 likewise μ_{-k}, so that every v_k is linear in t, and some t ≤ 1 keeps all bounds at once. A client whose cavity is not
-positive definite cannot be left out, and is not measured.
+positive definite cannot be left out, as where the others' tails are heavy and it is sure of a place in them: it is not
+measured, and nothing is called converged.
 
 Variances are not protected, and precisions stay, but for two cases. A site that takes more than half of its cavity's
 precision in a direction is given none of it there, and has no say on the mean (u_k = 0), or one client's word would
@@ -60,6 +61,7 @@ class Bounded(NamedTuple):
     takes: NDArray[np.bool_]  # (K,) those that took more precision than may be
     gives: NDArray[np.bool_]  # (K,) those that gave more
     near: NDArray[np.bool_]  # (K,) those that pull about as far as they may, or were changed
+    unknown: NDArray[np.bool_]  # (K,) those without which the others' sites are no posterior
 
 
 class _Known(NamedTuple):
@@ -100,7 +102,7 @@ def bound(sites: Sites, trust: float) -> Bounded:
     count, m = sites.linear.shape
     nobody = np.zeros(count, dtype=bool)
     if count == 1:
-        return Bounded(sites, np.full((1, m), np.nan), nobody, nobody, nobody, nobody)
+        return Bounded(sites, np.full((1, m), np.nan), nobody, nobody, nobody, nobody, nobody)
     linear, precision, takes, gives = _of_a_size(sites)
     known, limits = _know(sites, precision), (trust, largest_norm(trust, m))
     before = _measured(sites, linear, known)
@@ -111,13 +113,14 @@ def bound(sites: Sites, trust: float) -> Bounded:
         ratio = float(_ratios(_measured(sites, linear, known), limits).max())
         centres = precision @ gaussian.mean(sites.prior)
         found = centres + min(1.0, _AIM / ratio) * (linear - centres)
+    unknown = ~known.proper & np.any(known.proper)
     held, reshaped = np.any(found != linear, axis=1) | takes | gives, takes | gives
     if not np.any(held):
-        return Bounded(sites, before.along, held, takes, gives, _ratios(before, limits) > _NEAR)
+        return Bounded(sites, before.along, held, takes, gives, _ratios(before, limits) > _NEAR, unknown)
     # What nobody touched stays to the last bit.
     packed = np.where(reshaped[:, None], _sites.in_structure(precision, sites.structure), sites.precision)
     # Beside one that was changed, what others pulled before was its doing, and what they pull now may be.
-    return Bounded(_sites.update(sites, found, packed), before.along, held, takes, gives, held)
+    return Bounded(_sites.update(sites, found, packed), before.along, held, takes, gives, held, unknown)
 
 
 def _know(sites: Sites, precision: Array) -> _Known:
@@ -289,6 +292,7 @@ def said(sites: Sites, rows: NDArray[np.intp], pull: Array, trust: float, nearly
     if not len(rows):
         return ""
     names = list(sites.where)
+    rows = rows[np.argsort(-np.abs(pull[rows]).max(axis=1), kind="stable")]
     shown = [f"{names[k]} ({_what(pull[k], sites.labels)})" for k in rows[:5]]
     more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
     what = "nearly held back" if nearly else "held back, since what the others know does not allow it"
