@@ -32,6 +32,9 @@ class Record(NamedTuple):
     reasons: Mapping[str, str] = {}  # what clients could not compute whose replies were used
 
 
+_OURS = ("seconds", "released")
+
+
 def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.Dataset:
     """Diagnostics of every round, dims (round,), and of every client in it, dims (round, client)."""
     where = {client_id: k for k, client_id in enumerate(clients)}
@@ -58,10 +61,17 @@ def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.
             for name, value in record.infos.get(client_id, {}).items():
                 values.setdefault(name, np.full(shape, np.nan))[t, k] = value
     own = {"outcome": outcome, "reason": reason.astype(str), **traffic}
-    # What a client calls as we call ours does not take their place.
-    both = own | {name: value for name, value in values.items() if name not in own and name not in per_round}
+    # What most clients report by the name of a round's own column takes its place, and not what one of them does.
+    twice = values.keys() & per_round.keys()
+    most = {name for name in twice if sum(_reports(records, one, name) for one in clients) > 0.5 * len(clients)}
+    both = own | {k: v for k, v in values.items() if k not in (*own, *_OURS) and (k not in per_round or k in most)}
+    per_round = {name: value for name, value in per_round.items() if name not in both}
     return idata.dataset(
         {**per_round, **both},
         {**dict.fromkeys(per_round, ("round",)), **dict.fromkeys(both, ("round", "client"))},
         {"round": [record.number for record in records], "client": list(clients)},
     )
+
+
+def _reports(records: tuple[Record, ...], client_id: str, name: str) -> bool:
+    return any(name in record.infos.get(client_id, {}) for record in records)

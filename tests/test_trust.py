@@ -480,7 +480,7 @@ def test_who_is_held_back_stays_so_until_it_is_replaced(step: float, rounds: int
     last = steps(liar, 6)[-1]
     sites, nobody = last.state.sites, np.zeros(4, dtype=bool)
     state, info = last.state, last.info
-    within = _trust.Bounded(sites, np.zeros((4, 3)), nobody, nobody, nobody, nobody)
+    within = _trust.Bounded(sites, np.zeros((4, 3)), nobody, nobody, nobody, nobody, nobody)
     for count in range(1, rounds + 1):
         assert state.held[1] > 0
         state, info = _damped_step.hold_back(state, info, [0, 1], within, 1.0, step)
