@@ -381,7 +381,7 @@ def test_a_persistent_liar_pulls_by_c_and_is_named_with_its_direction(caplog: py
     assert_array_equal(last.state.held, [False, True, False, False])
     assert f"{CLIENT} (pulls " in last.message and "clinic 0" not in last.message
     lines = [r.getMessage() for r in caplog.records if "held back" in r.getMessage()]
-    assert lines and all(line.startswith(f"client {CLIENT} held back: pulls ") for line in lines)
+    assert lines and all(line.startswith(f"client {CLIENT} held back: it pulls ") for line in lines)
 
 
 def test_without_trust_the_same_lie_moves_the_mean_by_far_more_and_shows_in_the_pulls() -> None:
@@ -472,6 +472,27 @@ def test_a_precision_that_grows_hides_no_pull_and_puts_no_blame_on_others(name: 
 def test_who_lies_in_every_second_round_is_named_after_the_honest_one_too() -> None:
     found = attacks.attack(problems.logistic(20), attacks.ATTACKS["precision x 1e4 every second round"], 60)
     assert found.met and found.off <= attacks.TRUST * 1.1, found
+
+
+def test_a_client_in_another_unit_is_held_back_and_nobody_else() -> None:
+    """Where the others agree without it hardly better than without another, who pulls most is the one."""
+    rng = np.random.default_rng(4)
+    before = honest(rng, np.ones(6), 3)
+    for away in (4.0, 6.0, 20.0):
+        linear = before.linear.copy()
+        linear[5] += away * np.linalg.cholesky(_sites.dense(before.precision, before.structure)[5])[:, 0]
+        found = _trust.bound(_sites.update(before, linear, before.precision), 3.0)
+        assert set(np.flatnonzero(found.held)) <= {5}
+
+
+@pytest.mark.parametrize("sure", [1e2, 1e4])
+def test_nothing_is_converged_where_a_client_cannot_be_left_out(sure: float) -> None:
+    """Beside heavy tails one that is sure of a far place takes the mean along, and is named."""
+    linear, precision = np.full((4, 1), 4.0), np.full((4, 1, 1), -0.05)
+    linear[0], precision[0] = -20.0 * sure, sure
+    sites = ledger(standard(1, 10.0), list(linear), list(precision))
+    found = _trust.bound(sites, 3.0)
+    assert found.unknown.tolist() == [True, False, False, False]
 
 
 @pytest.mark.parametrize(("step", "rounds"), [(1.0, 1), (0.5, 5), (0.1, 29)])

@@ -111,7 +111,7 @@ def hold_back(
     left[left < _LITTLE] = 0.0
     # Whose pull is not known is held for this round alone: nothing was drawn in.
     held = np.maximum(np.where(bounded.held, 1.0, left), np.where(bounded.unknown, _LITTLE, 0.0))
-    pull = np.where((held > 0) & ~bounded.held, state.pull.T, np.nan_to_num(bounded.pull).T).T
+    pull = np.where((held > 0) & ~bounded.held, state.pull.T, _trust.blamed(bounded, trust).T).T
     size = np.nan_to_num(np.abs(bounded.pull).max(axis=1), nan=-1.0)
     most = int(np.argmax(size))
     if size[most] >= 0:

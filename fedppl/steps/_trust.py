@@ -40,7 +40,7 @@ from fedppl.steps import _sites
 from fedppl.steps._sites import Sites
 from fedppl.types import Array
 
-__all__ = ["Bounded", "bound", "largest_norm", "pulls", "said", "warn"]
+__all__ = ["Bounded", "blamed", "bound", "largest_norm", "pulls", "said", "warn"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ _AIM = 0.999  # a share of the bound: others change a little afterwards
 _ROUNDING = 1e-9
 _TAKES, _GIVES = 0.5, 1e10  # of the cavity's precision in a direction
 _CANDIDATES = 32
+_CLEARLY = 0.5  # of the disagreement is left: the others agree much better
 
 
 class Bounded(NamedTuple):
@@ -194,7 +195,7 @@ def _odd_one(
     limits: tuple[float, float],
     without: dict[int, _Known],
 ) -> int:
-    """The client without whom the others agree best, by squared ratios; of several, the one that pulls most.
+    """The client that pulls most; or another, without whom the others agree much better, by squared ratios.
 
     Not simply who pulls most: beside a liar an honest client with nearly all rows does, since what it is measured
     against is little else than the liar. Fills in `without`, which depends on precisions alone.
@@ -207,7 +208,9 @@ def _odd_one(
             without[k] = _know(sites, precision * rest[:, None, None])
         found = _measured(sites, linear * rest[:, None], without[k])
         left.append(float(np.square(_ratios(found, limits)).sum()) if np.all(without[k].proper) else np.inf)
-    return candidates[int(np.argmin(left))]
+    # Where those without who pulls most are no posterior, how they agree is not known, and nobody else is suspected.
+    best = int(np.argmin(left))
+    return candidates[best if np.isfinite(left[0]) and left[best] < _CLEARLY * left[0] else 0]
 
 
 def _of_a_size(sites: Sites) -> tuple[Array, Array, NDArray[np.bool_], NDArray[np.bool_]]:
@@ -274,14 +277,22 @@ def _what(pull: Array, labels: Sequence[str]) -> str:
     return f"pulls {labels[i]} by {pull[i]:+.2g} sds"
 
 
+def blamed(bounded: Bounded, trust: float) -> Array:
+    """Pulls (K, m), with 0 for who is held back for its precision and not for how it pulls."""
+    pull = np.nan_to_num(bounded.pull)
+    within = np.abs(pull).max(axis=1) <= trust
+    return np.where(((bounded.takes | bounded.gives) & within)[:, None], 0.0, pull)
+
+
 def warn(bounded: Bounded, trust: float) -> None:
-    """One line in the log for every client that is held back."""
-    names, labels = list(bounded.sites.where), bounded.sites.labels
+    """One line in the log for every client that is held back; far from the mode honest factors may bend outwards."""
+    names, labels, pull = list(bounded.sites.where), bounded.sites.labels, blamed(bounded, trust)
     for k in np.flatnonzero(bounded.held):
-        logger.warning(
-            "client %s held back: %s (of what the others know), trust=%s",
+        logger.log(
+            logging.WARNING if np.any(pull[k]) else logging.INFO,
+            "client %s held back: it %s (of what the others know), trust=%s",
             names[k],
-            _what(bounded.pull[k], labels),
+            _what(pull[k], labels),
             trust,
             extra={"client": names[k], "status": "held back"},
         )

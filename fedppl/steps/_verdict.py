@@ -82,7 +82,9 @@ def judge(state: EPState, last: Change, rows: list[int], tolerance: float, large
         status = Status.RUNNING
         knob = f"raise rounds=, or {LESS_NOISE}" if noisy else "raise rounds="
         sweep = "the last sweep" if swept else f"a sweep of which {int(heard.sum())} of {count} clients are done"
-        message = f"{sweep} moved q by {sweep_change:.2g} posterior sds (tolerance {tolerance:g}); {knob}"
+        message = f"{sweep} moved q by {sweep_change:.2g} posterior sds (tolerance {tolerance:g})"
+        if sweep_change >= tolerance or not np.any(state.held):  # else no number of rounds helps
+            message = f"{message}; {knob}"
         if noisy and averaging and bool(np.all(state.moves.replies)):
             message = _noisy(state, state.moves.mean, drift, limit, left)
     return state._replace(
