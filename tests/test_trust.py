@@ -18,7 +18,7 @@ import fedppl
 from benchmarks._attacks import trust as attacks
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.steps import _damped_step, _moves, _sites, _trust
+from fedppl.steps import _damped_step, _moves, _sites, _trust, _warm_start
 from fedppl.steps._sites import Sites
 from fedppl.testing import normal_means
 from fedppl.types import Layout, Reply, Request, Variable
@@ -514,6 +514,16 @@ def test_nothing_is_converged_where_a_client_cannot_be_left_out(sure: float) -> 
     sites = ledger(standard(1, 10.0), list(linear), list(precision))
     found = _trust.bound(sites, 3.0)
     assert found.unknown.tolist() == [True, False, False, False]
+
+
+def test_who_pulls_alone_is_named_where_q_is_no_posterior() -> None:
+    linear, precision = np.full((4, 1), 4.0), np.full((4, 1, 1), -0.05)
+    for k, slope, said in ((2, 1e4, True), (2, 40.0, False), (0, -1e5, True)):
+        pushed = linear.copy()
+        pushed[k] += slope
+        sites = ledger(standard(1, 10.0), list(pushed), list(precision))
+        told = _warm_start.pulls_alone(sites, np.array([15.0]))
+        assert (f"client {k} pulls" in told) == said and not any(f"client {j} " in told for j in {0, 1, 2, 3} - {k})
 
 
 @pytest.mark.parametrize(("step", "rounds"), [(1.0, 1), (0.5, 5), (0.1, 29)])

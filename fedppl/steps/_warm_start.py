@@ -22,6 +22,7 @@ from fedppl.types import Array, Expansion, Layout, LocalFailure, LocalInference,
 
 __all__ = ["LENGTHS", "WarmStart", "along", "expand_along", "newton_step", "start", "step", "why_not_arrived"]
 
+_ALONE = 100.0  # times the others' slope
 LENGTHS = 2.0 ** np.arange(-10, 6)
 # In posterior sds: EP's importance weights are good from here, and the rest of the way is inside its first step.
 _ARRIVED = 0.3
@@ -306,6 +307,20 @@ def _decoupled(white: Array, slope: Array, first: int) -> tuple[int, float, Arra
         left.append(int(np.argmax(share)))
     move = np.asarray(np.linalg.solve(matrix, slope), dtype=np.float64)
     return len(left), -float(move @ slope), move, matrix
+
+
+def pulls_alone(sites: Sites, x: Array) -> str:
+    """Name the client whose slope at x is far beyond the others', where q is no posterior to measure pulls in."""
+    slopes = np.abs(sites.linear - dense(sites.precision, sites.structure) @ x)
+    slopes = slopes * gaussian.standard_deviations(sites.prior)
+    k, i = np.unravel_index(int(np.argmax(slopes)), slopes.shape)
+    others = max(float(np.median(np.delete(slopes.max(axis=1), k))), 1.0)
+    if len(slopes) < 3 or slopes[k, i] <= _ALONE * others:
+        return ""
+    return (
+        f"client {list(sites.where)[k]} pulls {sites.labels[i]} alone: {slopes[k, i] / others:.2g} times as hard as "
+        "the median of the others at the last point; look at its data"
+    )
 
 
 def why_not_arrived(sites: Sites, state: WarmStart) -> str:

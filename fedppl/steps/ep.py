@@ -284,6 +284,9 @@ def _newton_round(
     )
     if bounded is not None and trust is not None:
         state, info = hold_back(state, info, _sites.indices(sites, replies), bounded, trust, 1.0)
+        if not after.arrived and np.all(np.isnan(bounded.pull)):
+            alone = _warm_start.pulls_alone(sites, before.point)
+            state = state._replace(message="; ".join(filter(None, (alone, state.message))))
     return named(state, trust), info
 
 
