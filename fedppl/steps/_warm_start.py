@@ -311,11 +311,13 @@ def _decoupled(white: Array, slope: Array, first: int) -> tuple[int, float, Arra
 
 def pulls_alone(sites: Sites, x: Array) -> str:
     """Name the client whose slope at x is far beyond the others', where q is no posterior to measure pulls in."""
+    if len(sites.where) < 3:
+        return ""
     slopes = np.abs(sites.linear - dense(sites.precision, sites.structure) @ x)
     slopes = slopes * gaussian.standard_deviations(sites.prior)
     k, i = np.unravel_index(int(np.argmax(slopes)), slopes.shape)
     others = max(float(np.median(np.delete(slopes.max(axis=1), k))), 1.0)
-    if len(slopes) < 3 or slopes[k, i] <= _ALONE * others:
+    if slopes[k, i] <= _ALONE * others:
         return ""
     return (
         f"client {list(sites.where)[k]} pulls {sites.labels[i]} alone: {slopes[k, i] / others:.2g} times as hard as "
