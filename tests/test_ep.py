@@ -388,3 +388,12 @@ def test_a_client_whose_numbers_are_in_another_unit_is_named_where_all_converges
     wrong = {**clients, name: {**clients[name], "y": 100.0 + np.asarray(clients[name]["y"])}}
     fit = fedppl.fit(model, wrong, fedppl.EP(), progressbar=False, random_seed=1)
     assert fit.status.ok and f"client {name} pulls" in fit.message
+
+
+def test_a_client_by_itself_is_not_told_to_pull_at_others() -> None:
+    """There is nobody but the prior, however far from it the rows are."""
+    model, clients = problems.regression(2)
+    name = next(iter(clients))
+    alone = {name: {**clients[name], "y": 300.0 + np.asarray(clients[name]["y"])}}
+    fit = fedppl.fit(model, alone, fedppl.EP(), progressbar=False, random_seed=1)
+    assert fit.status.ok and "look at its data" not in fit.message

@@ -649,7 +649,11 @@ def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
             (folder / "ledger.json").read_text().replace('"requests": 1', '"requests": NaN')
         ),
         lambda folder: audit.append(
-            folder / "audit.jsonl", {"event": "request"}, audit.append(folder / "audit.jsonl", {"event": "request"})
+            folder / "audit.jsonl",
+            {"event": "request"},
+            audit.append(
+                folder / "audit.jsonl", {"event": "request"}, audit.append(folder / "audit.jsonl", {"event": "request"})
+            ),
         ),
         lambda folder: (folder / "audit.jsonl").write_bytes(b"".join(_first_lines(folder, 1))),
         lambda folder: ((folder / "audit.jsonl").unlink(), (folder / "audit.jsonl").mkdir()),

@@ -56,7 +56,9 @@ def run(quick: bool = False) -> dict[str, Any]:
     figures["state_crafted_met"] = not any(
         figures[f"state_{name}"] for name in ("crafted_read", "code_run", "classes_changed")
     )
-    figures["state_kills_met"] = bool(figures["state_kills"] and figures["state_resumed_identical"])
+    figures["state_kills_met"] = bool(
+        figures["state_kills"] >= (1 if quick else 45) and figures["state_resumed_identical"]
+    )  # some processes are done before they are hit
     figures["state_bytes_met"] = figures["state_bytes_a_round_ratio"] < 1.2
     if not quick:  # sixty rounds are too few to time
         figures["state_time_met"] = figures["state_round_time_ratio"] < 1.2

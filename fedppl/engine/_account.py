@@ -51,8 +51,8 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
             met = met or (last.length == count and last.digest == digest)
         if not met:
             raise DataError(f"{str(log)!r} lacks line {count}, which was written: it was cut, or put in place anew.")
-        # A line is written before the ledger knows of it, one at a time.
-        if last.length > count + 1:
+        # A line is written before the ledger knows of it, and one more where half a line was dropped.
+        if last.length > count + 2:
             raise DataError(
                 f"{str(ledgers)!r} knows {count} lines of {str(log)!r}, which has {last.length}: it is an earlier one. "
                 "Put the last one back."

@@ -91,7 +91,9 @@ class Post:
                 self._pulls.pop(message_id, None)
             if isinstance(pulled.found, Exception):
                 if not isinstance(pulled.found, _UNREADABLE):
-                    raise pulled.found
+                    if set(pulled.asked) & set(free):
+                        raise pulled.found
+                    continue  # of a call that was given up: what it says of the connection is not of now
                 if len(pulled.asked) == 1:
                     found[pulled.asked[0]] = f"its message cannot be read ({type(pulled.found).__name__})"
                     continue

@@ -120,6 +120,8 @@ def _noisy(state: EPState, moves: Array, drift: Array, limit: float, left: float
 
 def _far_off(state: EPState) -> str:
     """Who pulls a mean further than chance would, given what the others know; empty where nobody does."""
+    if len(state.sites.where) < 2:
+        return ""
     pull = np.nan_to_num(_trust.pulls(state.sites))
     k, i = np.unravel_index(int(np.argmax(np.abs(pull))), pull.shape)
     if abs(pull[k, i]) <= -special.ndtri(0.5 * _BY_CHANCE / pull.size):
