@@ -3,47 +3,50 @@
 import importlib
 from typing import Any
 
-from fedppl import covariance, curves, data, metrics, policy, privacy
+from fedppl import data, metrics, privacy
+from fedppl.algorithms.averaging.ditto import Ditto
+from fedppl.algorithms.averaging.fedavg import FedAvg
+from fedppl.algorithms.averaging.fedprox import FedProx
+from fedppl.algorithms.averaging.scaffold import SCAFFOLD
+from fedppl.algorithms.averaging.separate_sgd import SeparateSGD
+from fedppl.algorithms.ep.ep import EP
+from fedppl.algorithms.ep.private import PrivateEP
+from fedppl.algorithms.hierarchical.confidence import Confidence
+from fedppl.algorithms.hierarchical.hm1 import HM1
+from fedppl.algorithms.hierarchical.hm1_gradient import HM1Gradient
+from fedppl.algorithms.one_shot.consensus import ConsensusMonteCarlo
+from fedppl.algorithms.one_shot.precision_weighted import PrecisionWeighted
+from fedppl.algorithms.one_shot.separate import Separate
+from fedppl.coregional import curves
+from fedppl.coregional.algorithms.ascent import LMCAscent
+from fedppl.coregional.algorithms.averaging import LMCAveraging
+from fedppl.coregional.algorithms.block_ascent import LMCBlockAscent
+from fedppl.coregional.algorithms.gradient import LMCGradient
+from fedppl.engine import policy
 from fedppl.engine.inprocess import InProcess
-from fedppl.hypotheses import contrast, hypotheses
+from fedppl.engine.policy import Policy
 from fedppl.local.advi import ADVI, MeanField
 from fedppl.local.gradient_steps import GradientSteps
 from fedppl.local.laplace import Laplace
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.nuts import NUTS
-from fedppl.loop import Round, fit, rounds
-from fedppl.model import ClientModel, FederatedModel
-from fedppl.participation import all_clients, bernoulli, fixed_size
-from fedppl.policy import Policy
-from fedppl.results import Fit
+from fedppl.model.declaration import ClientModel, FederatedModel
+from fedppl.nn.algorithms.bpfed import BPFed
+from fedppl.nn.algorithms.confidence import NetworkConfidence
+from fedppl.nn.algorithms.fedavg import NetworkAveraging
+from fedppl.nn.algorithms.fedpop import FedPop
+from fedppl.nn.algorithms.fedsi import FedSI
+from fedppl.nn.algorithms.ifca import IFCA
+from fedppl.nn.algorithms.per_fedavg import PerFedAvg
+from fedppl.nn.algorithms.pfedbayes import PFedBayes
+from fedppl.nn.algorithms.pfedme import PFedMe
+from fedppl.nn.algorithms.scaffold import NetworkSCAFFOLD
+from fedppl.numerics import covariance
+from fedppl.results.fit import Fit
+from fedppl.results.hypotheses import contrast, hypotheses
+from fedppl.run.loop import Round, fit, rounds
+from fedppl.run.participation import all_clients, bernoulli, fixed_size
 from fedppl.search import grid, grid_search, holdout, validation_loss
-from fedppl.steps.averaging import FedAvg
-from fedppl.steps.confidence import Confidence
-from fedppl.steps.consensus import ConsensusMonteCarlo
-from fedppl.steps.ditto import Ditto
-from fedppl.steps.ep import EP
-from fedppl.steps.lmc_ascent import LMCAscent
-from fedppl.steps.lmc_averaging import LMCAveraging
-from fedppl.steps.lmc_blocks import LMCBlockAscent
-from fedppl.steps.lmc_gradient import LMCGradient
-from fedppl.steps.local_sgd import SeparateSGD
-from fedppl.steps.network_averaging import NetworkAveraging
-from fedppl.steps.network_bayes import PFedBayes
-from fedppl.steps.network_clusters import IFCA
-from fedppl.steps.network_confidence import NetworkConfidence
-from fedppl.steps.network_continual import BPFed
-from fedppl.steps.network_meta import PerFedAvg
-from fedppl.steps.network_moreau import PFedMe
-from fedppl.steps.network_population import FedPop
-from fedppl.steps.network_scaffold import NetworkSCAFFOLD
-from fedppl.steps.precision_weighted import PrecisionWeighted
-from fedppl.steps.private_ep import PrivateEP
-from fedppl.steps.proximal import FedProx
-from fedppl.steps.scaffold import SCAFFOLD
-from fedppl.steps.separate import Separate
-from fedppl.steps.structural import HM1
-from fedppl.steps.structural_gradient import HM1Gradient
-from fedppl.steps.subnetwork import FedSI
 from fedppl.types import (
     Algorithm,
     ConvergenceWarning,
@@ -125,7 +128,7 @@ __all__ = [
 
 # What needs a package that not everybody has: attribute, module, package, what people call it, extra.
 _LAZY = {
-    "Flower": ("fedppl.engine.flower", "flwr", "fedppl.Flower needs Flower", "flower"),
+    "Flower": ("fedppl.flower.app", "flwr", "fedppl.Flower needs Flower", "flower"),
     "nn": ("fedppl.nn", "torch", "fedppl.nn needs torch", "torch"),
 }
 

@@ -13,16 +13,16 @@ import numpy as np
 import pandas as pd
 from scipy.special import logsumexp
 
-from fedppl._data import as_arrays
-from fedppl._pack import pack
-from fedppl.arrival import require_arrived
-from fedppl.covariance import Covariance
 from fedppl.engine.answer import stream
-from fedppl.loop import _seed, fit
-from fedppl.model import ClientModel, FederatedModel
-from fedppl.participation import Participation
-from fedppl.replies import sum_replies
-from fedppl.results import Fit
+from fedppl.model._data import as_arrays
+from fedppl.model._pack import pack
+from fedppl.model.declaration import ClientModel, FederatedModel
+from fedppl.numerics.covariance import Covariance
+from fedppl.results.arrival import require_arrived
+from fedppl.results.fit import Fit
+from fedppl.run.loop import _seed, fit
+from fedppl.run.participation import Participation
+from fedppl.run.replies import sum_replies
 from fedppl.settings import between, shown, whole
 from fedppl.types import (
     Algorithm,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pymc as pm
 
-from fedppl.model import FederatedModel
+from fedppl.model.declaration import FederatedModel
 
 __all__ = ["normal_means"]
 

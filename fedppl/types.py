@@ -266,7 +266,7 @@ class LocalInference(NamedTuple):
 
 
 class ClientView(Protocol):
-    """What an algorithm may ask of a client's compiled model; `fedppl.model.ClientModel` is one."""
+    """What an algorithm may ask of a client's compiled model; `fedppl.model.declaration.ClientModel` is one."""
 
     @property
     def client_id(self) -> str:

@@ -40,7 +40,7 @@ def _key_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sites of a fake grid compute, and compile, while their replies are pulled."""
     if importlib.util.find_spec("flwr"):
-        monkeypatch.setattr("fedppl.engine._post._PATIENCE", 120.0)
+        monkeypatch.setattr("fedppl.flower.post._PATIENCE", 120.0)
 
 
 @pytest.fixture(autouse=True)

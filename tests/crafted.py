@@ -22,10 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl import _key, _signed, checkpoint
+from fedppl.algorithms.ep._private_step import Mechanism
 from fedppl.gaussian import Gaussian
-from fedppl.records import Record
-from fedppl.steps._private_step import Mechanism
+from fedppl.results.records import Record
+from fedppl.storage import checkpoint
+from fedppl.storage import key as _key
+from fedppl.storage import signed as _signed
 from fedppl.types import Layout, Status
 
 WATCHED = (Mechanism, Status, Gaussian, Record, Layout, checkpoint.Kept)
@@ -117,7 +119,7 @@ def pickles(trace: Path) -> dict[str, bytes]:
         + dtype
         + b"C\x08AAAAAAAA\x86R.",
         "BUILD on Mechanism": b"\x80\x04"
-        + _named("fedppl.steps._private_step", "Mechanism")
+        + _named("fedppl.algorithms.ep._private_step", "Mechanism")
         + slots % (_text("sd") + b"G" + struct.pack(">d", 0.0))
         + b".",
         "BUILD on Status": b"\x80\x04" + _named("fedppl.types", "Status") + slots % (_text("ok") + b"\x88") + b".",
@@ -219,10 +221,10 @@ def _by_the_owner(trace: Path) -> Iterator[Crafted]:
         ("a builtin", "builtins", "eval", {"source": "1"}),
         ("a builtin class", "builtins", "tuple", {}),
         ("type", "builtins", "type", {}),
-        ("a dotted name", "fedppl.checkpoint", "os.system", {"command": f"touch {trace}"}),
+        ("a dotted name", "fedppl.storage.checkpoint", "os.system", {"command": f"touch {trace}"}),
         ("a dotted attribute", "fedppl.gaussian", "Gaussian.__class__", {}),
-        ("a path", "fedppl.checkpoint", "Path", {}),
-        ("a model", "fedppl.model", "FederatedModel", {}),
+        ("a path", "fedppl.storage.checkpoint", "Path", {}),
+        ("a model", "fedppl.model.declaration", "FederatedModel", {}),
         ("a dataclass", "fedppl.types", "Layout", {}),
         ("a struct sequence", "os", "stat_result", {}),
         ("a module that is not there", "this", "s", {}),
@@ -234,7 +236,7 @@ def _by_the_owner(trace: Path) -> Iterator[Crafted]:
         ("a field missing", "fedppl.gaussian", "Gaussian", {"linear": 1}),
         ("a field more", "fedppl.gaussian", "Gaussian", {"linear": 1, "precision": 2, "__class__": 3}),
         ("fields in another order", "fedppl.gaussian", "Gaussian", {"precision": 1, "linear": 2}),
-        ("a property", "fedppl.steps._private_step", "Mechanism", {"sd": 0.0}),
+        ("a property", "fedppl.algorithms.ep._private_step", "Mechanism", {"sd": 0.0}),
         ("an enumeration", "fedppl.types", "Status", {"ok": True}),
         ("an exception", "fedppl.types", "DataError", {}),
     ):

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl._fingerprint import PROBES, fingerprint, probes
-from fedppl.engine import _wire
+from fedppl.flower import wire as _wire
 from fedppl.gaussian import Gaussian
+from fedppl.model._fingerprint import PROBES, fingerprint, probes
 from fedppl.types import Layout, Reply, Request, SharedReader, Variable
 
 Raw = tuple[dict[Any, Any], dict[str, Any]]  # bytes of arrays, and texts

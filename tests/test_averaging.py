@@ -12,9 +12,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 from scipy.optimize import minimize, minimize_scalar
 
 import fedppl
-from fedppl import checkpoint, gaussian
+from fedppl import gaussian
 from fedppl.engine.answer import answer, stream
-from fedppl.replies import sum_replies
+from fedppl.run.replies import sum_replies
+from fedppl.storage import checkpoint
 from fedppl.types import Algorithm, DataError, DeclarationError, Failure, Request, Status
 from tests import pooled, problems
 

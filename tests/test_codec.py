@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fedppl import _codec
 from fedppl.gaussian import Gaussian
+from fedppl.storage import codec as _codec
 from fedppl.types import DeclarationError, Status
 
 

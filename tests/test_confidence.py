@@ -13,8 +13,8 @@ from scipy.optimize import minimize
 
 import fedppl
 from fedppl import Status
+from fedppl.algorithms.hierarchical import confidence
 from fedppl.gaussian import Gaussian
-from fedppl.steps import confidence
 from fedppl.types import DataError, DeclarationError, Target
 from models import pfedvem
 from tests import problems

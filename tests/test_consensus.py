@@ -53,7 +53,7 @@ def test_replies_are_posteriors_under_a_part_of_the_prior_and_q_is_their_sum() -
         assert_allclose(reply["linear"], exact.linear, rtol=1e-8, atol=1e-8)
         assert_allclose(gaussian.unpack_triangle(reply["precision"]), exact.precision, rtol=1e-8, atol=1e-8)
     q = algorithm.posterior(algorithm.update_server(state, replies)[0])
-    total = fedppl.replies.sum_replies(replies)
+    total = fedppl.run.replies.sum_replies(replies)
     assert_allclose(q.linear, total["linear"], rtol=1e-12, atol=1e-12)
     assert_allclose(gaussian.pack_triangle(q.precision), total["precision"], rtol=1e-12, atol=1e-12)
 

@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 from scipy.optimize import minimize
 
 from fedppl import DeclarationError, covariance
-from fedppl.covariance import Covariance
+from fedppl.numerics.covariance import Covariance
 
 STRUCTURES: dict[str, Covariance] = {
     "moving average": covariance.moving_average(),

@@ -15,10 +15,10 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import curves
-from fedppl._lmc.bound import Globals, unit_bound
-from fedppl._lmc.bound import curves as moments
-from fedppl._lmc.result import Coefficients, Fitted, predictive, selected_only, settle_new, unpack
-from fedppl._lmc.unit import best_unit, coefficient_covariance
+from fedppl.coregional.bound import Globals, unit_bound
+from fedppl.coregional.bound import curves as moments
+from fedppl.coregional.result import Coefficients, Fitted, predictive, selected_only, settle_new, unpack
+from fedppl.coregional.unit import best_unit, coefficient_covariance
 from fedppl.types import DataError, DeclarationError
 from models import fedlmc_ss
 from tests import problems

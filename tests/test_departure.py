@@ -11,8 +11,10 @@ from numpy.testing import assert_allclose
 from scipy import stats
 
 import fedppl
-from fedppl import departure, gaussian
-from fedppl.local import _importance, _stein
+from fedppl import gaussian
+from fedppl.numerics import importance as _importance
+from fedppl.numerics import stein as _stein
+from fedppl.results import departure
 
 
 def test_a_cubic_departs_by_its_coefficient() -> None:

@@ -172,7 +172,7 @@ def test_a_killed_server_goes_on_in_a_new_run(deployment: Deployment, reference:
 
 
 def _rounds(checkpoint: Path) -> int:
-    return len(fedppl.checkpoint.read(checkpoint)["records"]) if checkpoint.exists() else 0
+    return len(fedppl.storage.checkpoint.read(checkpoint)["records"]) if checkpoint.exists() else 0
 
 
 def _kill_west_in_mid_round(deployment: Deployment, results: Path, checkpoint: Path) -> int:

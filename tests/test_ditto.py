@@ -9,8 +9,8 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
+from fedppl.algorithms.averaging.ditto import Personal
 from fedppl.engine.answer import stream
-from fedppl.steps.ditto import Personal
 from fedppl.types import DeclarationError, Status
 from tests import pooled, problems
 from tests.test_averaging import fitted, path

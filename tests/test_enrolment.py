@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from fedppl.engine import _decode, _wire
-from fedppl.engine._enrolment import agreed, difference, disagreement, reading, reference, why_no_draws
+from fedppl.flower import decode as _decode
+from fedppl.flower import wire as _wire
+from fedppl.flower.enrolment import agreed, difference, disagreement, reading, reference, why_no_draws
 from tests import malformed
 
 

@@ -11,8 +11,8 @@ from numpy.testing import assert_allclose
 
 import fedppl
 from fedppl import gaussian
+from fedppl.algorithms.ep import _sites
 from fedppl.gaussian import Gaussian
-from fedppl.steps import _sites
 from fedppl.types import LocalFailure, LocalInference, Moments, Status
 from tests import problems
 

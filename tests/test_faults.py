@@ -15,8 +15,9 @@ import pytest
 from numpy.testing import assert_allclose
 
 import fedppl
-from fedppl import checkpoint, gaussian
-from fedppl.steps import _verdict
+from fedppl import gaussian
+from fedppl.algorithms.ep import _verdict
+from fedppl.storage import checkpoint
 from fedppl.testing import normal_means
 from tests import problems
 from tests.faults import Faulty, Rates, ledger_gap, soak

@@ -22,10 +22,10 @@ from flwr.app import Message as FlowerMessage
 
 import fedppl
 from fedppl import Algorithm, DeclarationError, FederatedModel, audit, gaussian
-from fedppl.engine._grid import GridEngine
-from fedppl.engine._records import ASK, HELLO, from_content, to_content
-from fedppl.model import compilations
-from fedppl.policy import NO_RULES
+from fedppl.engine.policy import NO_RULES
+from fedppl.flower.grid import GridEngine
+from fedppl.flower.records import ASK, HELLO, from_content, to_content
+from fedppl.model.declaration import compilations
 from fedppl.testing import normal_means
 from fedppl.types import Status
 from models import fedlmc_ss

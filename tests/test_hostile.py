@@ -19,10 +19,10 @@ from flwr.app import Message as FlowerMessage
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, gaussian
-from fedppl.engine import _post
-from fedppl.engine._records import ASK, CONCLUDE, CONSTRAIN, HELLO
-from fedppl.policy import NO_RULES
-from fedppl.replies import MOST_INFOS, why_not
+from fedppl.engine.policy import NO_RULES
+from fedppl.flower import post as _post
+from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, HELLO
+from fedppl.run.replies import MOST_INFOS, why_not
 from fedppl.testing import normal_means
 from fedppl.types import Failure, Reply, Status
 from tests import malformed, problems

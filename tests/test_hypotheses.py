@@ -11,7 +11,8 @@ from numpy.testing import assert_allclose
 from scipy.stats import norm
 
 import fedppl
-from fedppl import DeclarationError, contrast, hypotheses, idata
+from fedppl import DeclarationError, contrast, hypotheses
+from fedppl.results import idata
 from fedppl.testing import normal_means
 from tests import problems
 

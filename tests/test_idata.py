@@ -11,7 +11,7 @@ import pytest
 import xarray as xr
 from numpy.testing import assert_array_equal
 
-from fedppl.idata import chain_diagnostics, dataset, from_groups, posterior_dataset
+from fedppl.results.idata import chain_diagnostics, dataset, from_groups, posterior_dataset
 
 
 def test_the_container_is_arviz_own() -> None:

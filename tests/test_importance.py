@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from scipy import stats
 
 from fedppl.local import _from_q
-from fedppl.local._importance import (
+from fedppl.numerics.importance import (
     controlled_moments,
     effective_size,
     enough_points,
@@ -24,7 +24,7 @@ from fedppl.local._importance import (
     weighted_moments,
     whitened_points,
 )
-from fedppl.local._kept import kept
+from fedppl.numerics.kept import kept
 from fedppl.types import Array
 
 # --- points ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fedppl import _key, checkpoint
+from fedppl.storage import checkpoint
+from fedppl.storage import key as _key
 from fedppl.types import DeclarationError
 
 posix = pytest.mark.skipif(os.name != "posix", reason="modes and owners are POSIX's")

@@ -11,8 +11,10 @@ import pytensor.tensor as pt
 import pytest
 
 import fedppl
-from fedppl import FederatedModel, _checks, _graph
-from fedppl._kinks import find_kink, points
+from fedppl import FederatedModel
+from fedppl.model import _enrolment as _checks
+from fedppl.model import _graph
+from fedppl.model._kinks import find_kink, points
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(2, 30))

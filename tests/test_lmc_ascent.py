@@ -16,12 +16,12 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import gaussian
-from fedppl._lmc import server
-from fedppl._lmc.bound import Design, Globals, Roles, UnitState, unit_bound
-from fedppl._lmc.unit import best_unit, statistics
+from fedppl.coregional import server
+from fedppl.coregional.algorithms._ascent import progress
+from fedppl.coregional.bound import Design, Globals, Roles, UnitState, unit_bound
+from fedppl.coregional.unit import best_unit, statistics
 from fedppl.engine.answer import stream
-from fedppl.replies import sum_replies
-from fedppl.steps._lmc_ascent import progress
+from fedppl.run.replies import sum_replies
 from fedppl.types import Algorithm, DataError, DeclarationError, LocalFailure
 from tests import problems
 from tests.test_lmc_bound import (

@@ -10,8 +10,8 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
-from fedppl._lmc.adam import adam_step, flatten_unit, fresh, slopes, unflatten
-from fedppl._lmc.bound import UnitState
+from fedppl.coregional.adam import adam_step, flatten_unit, fresh, slopes, unflatten
+from fedppl.coregional.bound import UnitState
 from fedppl.engine.answer import stream
 from fedppl.types import Algorithm, DeclarationError, LocalFailure
 from tests import problems

@@ -15,12 +15,12 @@ from pytensor.graph.replace import vectorize_graph
 from scipy.special import expit, logit
 from scipy.stats import norm, qmc
 
-from fedppl._graph import PYTHON_MODE
-from fedppl._lmc import server
-from fedppl._lmc.adam import flatten, flatten_unit, slopes, unflatten, unflatten_unit
-from fedppl._lmc.bound import Globals, UnitState, curves, gradient, unit_bound
-from fedppl._lmc.unit import statistics
-from fedppl.model import ClientModel
+from fedppl.coregional import server
+from fedppl.coregional.adam import flatten, flatten_unit, slopes, unflatten, unflatten_unit
+from fedppl.coregional.bound import Globals, UnitState, curves, gradient, unit_bound
+from fedppl.coregional.unit import statistics
+from fedppl.model._graph import PYTHON_MODE
+from fedppl.model.declaration import ClientModel
 from tests import problems
 
 LATENTS, POINTS = 3, 6

@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from scipy.stats import norm
 
 import fedppl
-from fedppl._lmc.adam import slopes, unflatten, unflatten_unit
+from fedppl.coregional.adam import slopes, unflatten, unflatten_unit
 from tests import problems
 from tests.test_lmc_ascent import play, total_bound, views_of
 from tests.test_lmc_averaging import Adam

@@ -19,9 +19,9 @@ import fedppl
 from fedppl import DeclarationError, gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.local import nuts
-from fedppl.local._tilted import log_tilted
 from fedppl.local.nested_laplace import log_marginal
-from fedppl.model import ClientModel
+from fedppl.local.tilted import log_tilted
+from fedppl.model.declaration import ClientModel
 from fedppl.testing import normal_means
 from fedppl.types import Draws, LocalFailure, LocalInference, Moments, Target
 from tests import problems

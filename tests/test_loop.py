@@ -16,7 +16,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import fedppl
 from fedppl import DeclarationError, FederatedModel, gaussian, structure
 from fedppl.engine.inprocess import InProcessEngine
-from fedppl.model import compilations
+from fedppl.model.declaration import compilations
 from fedppl.testing import normal_means
 from fedppl.types import Algorithm, Failure, Reply, Request, Status
 from tests import problems
@@ -417,7 +417,7 @@ def test_who_fell_back_is_said_in_the_log_the_bar_and_the_message(
 def test_a_client_that_falls_back_later_is_a_new_warning(caplog: pytest.LogCaptureFixture) -> None:
     steps = {"site 1": 2.0}
     algorithm = fedppl.EP(local=problems.falling_back(steps), warm_start=False, tolerance=1e-12)
-    with caplog.at_level(logging.WARNING, logger="fedppl.fallbacks"):
+    with caplog.at_level(logging.WARNING, logger="fedppl.results.fallbacks"):
         for step in fedppl.rounds(*problems.noise(), algorithm, rounds=4, random_seed=1):
             if step.number == 2:
                 steps["site 0"] = 2.0

@@ -17,9 +17,9 @@ from scipy.stats import norm, poisson
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, gaussian
-from fedppl._data import one_type
-from fedppl._graph import PYTHON_MODE
-from fedppl.model import ClientModel, compilations
+from fedppl.model._data import one_type
+from fedppl.model._graph import PYTHON_MODE
+from fedppl.model.declaration import ClientModel, compilations
 from tests import problems
 
 Y = np.array([0.5, -1.0, 2.0])

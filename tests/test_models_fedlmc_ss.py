@@ -15,9 +15,9 @@ from numpy.testing import assert_allclose
 from scipy.stats import norm
 
 import fedppl
-from fedppl._graph import PYTHON_MODE
-from fedppl._lmc.bound import roles
+from fedppl.coregional.bound import roles
 from fedppl.engine.answer import require_fit
+from fedppl.model._graph import PYTHON_MODE
 from fedppl.types import Algorithm, DeclarationError, Layout
 from models import fedlmc_ss
 from tests import problems

@@ -18,9 +18,9 @@ from tests import problems
 torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
+from fedppl.nn.algorithms._common import Training  # noqa: E402
 from fedppl.nn.langevin import langevin_steps  # noqa: E402
 from fedppl.nn.personal import _kl, meta_steps, moreau_steps  # noqa: E402
-from fedppl.steps._network import Training  # noqa: E402
 
 ALL = ("0.weight", "0.bias", "2.weight", "2.bias")
 NOISE = 0.5

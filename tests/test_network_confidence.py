@@ -11,20 +11,20 @@ import pytest
 from numpy.testing import assert_allclose
 
 import fedppl
+from fedppl.algorithms.hierarchical.confidence import confidence_of
 from fedppl.engine.answer import stream
 from fedppl.gaussian import Gaussian
-from fedppl.steps.confidence import confidence_of
 from fedppl.types import DeclarationError, LocalFailure, Target
 from models import fedsi, pfedvem
 
 torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
+from fedppl.nn.algorithms._common import Training  # noqa: E402
 from fedppl.nn.head import expected_loss, features, head_slopes  # noqa: E402
 from fedppl.nn.head_steps import HeadSteps, head_posterior, train_below  # noqa: E402
-from fedppl.nn.read import log_likelihood  # noqa: E402
 from fedppl.nn.train import outcomes  # noqa: E402
-from fedppl.steps._network import Training  # noqa: E402
+from fedppl.nn.unit import log_likelihood  # noqa: E402
 
 BODY, HEAD = ("0.weight", "0.bias"), ("2.weight", "2.bias")
 

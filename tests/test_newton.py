@@ -11,18 +11,8 @@ from numba import types
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy.special import lambertw
 
-from fedppl.local._newton import (
-    DATA,
-    KERNEL,
-    NO_MODE,
-    NOT_FINITE,
-    OK,
-    VECTOR,
-    difference_hessian,
-    entry,
-    inner_mode,
-)
-from fedppl.model import ClientModel
+from fedppl.model.declaration import ClientModel
+from fedppl.numerics.newton import DATA, KERNEL, NO_MODE, NOT_FINITE, OK, VECTOR, difference_hessian, entry, inner_mode
 from tests import problems
 
 

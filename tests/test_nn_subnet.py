@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl.nn import _slopes, subnet  # noqa: E402
 from fedppl.nn.functional import pieces  # noqa: E402
-from fedppl.nn.read import NetworkUnit, read_network  # noqa: E402
+from fedppl.nn.unit import NetworkUnit, read_network  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests import problems  # noqa: E402
 

@@ -13,9 +13,9 @@ import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
 
-from fedppl import idata
-from fedppl._numba import MODE, without_notices
 from fedppl.local import nuts
+from fedppl.model._numba import MODE, without_notices
+from fedppl.results import idata
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

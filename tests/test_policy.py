@@ -14,13 +14,16 @@ import pymc as pm
 import pytest
 
 import fedppl
-from fedppl import DeclarationError, FederatedModel, Policy, audit, checkpoint, gaussian, policy, privacy
-from fedppl._observed import holdings
-from fedppl.engine import _account, _site, _wire
+from fedppl import DeclarationError, FederatedModel, Policy, audit, gaussian, policy, privacy
+from fedppl.engine import _account
 from fedppl.engine._guard import REFUSED, Guard, admit, in_memory, released
-from fedppl.engine._site import Memory, Site, file_memory
+from fedppl.engine._observed import holdings
+from fedppl.engine.policy import NO_RULES, Holdings
+from fedppl.flower import site as _site
+from fedppl.flower import wire as _wire
+from fedppl.flower.site import Memory, Site, file_memory
 from fedppl.gaussian import Gaussian
-from fedppl.policy import NO_RULES, Holdings
+from fedppl.storage import checkpoint
 from fedppl.types import Asked, Failure, LocalFailure, Reply, Request
 from tests import problems
 
@@ -289,7 +292,7 @@ def test_a_server_cannot_say_for_itself_which_points_are_inside() -> None:
 def test_what_is_computed_is_what_the_policy_looked_at(algorithm: Any) -> None:
     """A message that holds both a point and a target is looked at where it is computed."""
     pair = target(normal([0.0] * 3, 1e4), normal([0.0] * 3, 0.9e4)).targets[0]
-    packed = fedppl._target.pack_target(*pair, 0.0)
+    packed = fedppl.local.target.pack_target(*pair, 0.0)
     message = {**ask(1, **packed, precision_weight=np.array(1.0)).message}
     seen = algorithm.asks(LAYOUT, message)
     _, reply, _ = algorithm.update_client(CLIENT, None, message, np.random.default_rng(0))
@@ -726,7 +729,7 @@ def uniform_builder(y: Any) -> Any:
 def conclusion(site: Site, run: str, mean: float, cavity: float = 400.0) -> Any:
     assert site.folder is not None
     q = Gaussian(np.array([cavity * mean]), np.array([[cavity]]))
-    arrays = fedppl._target.pack_target(q, q, 0.0)
+    arrays = fedppl.local.target.pack_target(q, q, 0.0)
     texts = {"client_id": "clinic 3", "run": run, "seed": "1", "status": "converged"}
     return _site.conclude(site, {}, file_memory(site.folder), (arrays, texts))
 
@@ -776,7 +779,7 @@ def test_a_conclusion_says_nothing_of_data_that_changed(tmp_path: Path) -> None:
     changed = site_of(tmp_path, data=other)
     q = LAYOUT.prior
     parcel = (
-        fedppl._target.pack_target(q, q, 0.0),
+        fedppl.local.target.pack_target(q, q, 0.0),
         {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged"},
     )
     assert _site.conclude(changed, {}, file_memory(tmp_path), parcel) == ({}, {"client_id": "clinic 3"})
@@ -790,7 +793,7 @@ def test_a_run_that_goes_on_is_concluded_again_once(tmp_path: Path) -> None:
     site = site_of(tmp_path)
     q = LAYOUT.prior
     texts = {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged"}
-    parcel = fedppl._target.pack_target(q, q, 0.0), texts
+    parcel = fedppl.local.target.pack_target(q, q, 0.0), texts
     for number in (1, 2):
         assert not refused(sent(site, ask(number)))
         for _ in range(3):

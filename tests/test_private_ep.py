@@ -15,10 +15,10 @@ from scipy.stats import chi2, kstest, norm
 import fedppl
 from benchmarks._attacks import budget
 from fedppl import gaussian, privacy, structure
+from fedppl.algorithms.ep import _sites
+from fedppl.algorithms.ep._whitening import frame_of, length, unwhiten, whiten
+from fedppl.algorithms.ep.private import Spent
 from fedppl.gaussian import Gaussian
-from fedppl.steps import _sites
-from fedppl.steps._whitening import frame_of, length, unwhiten, whiten
-from fedppl.steps.private_ep import Spent
 from fedppl.testing import normal_means
 from fedppl.types import (
     Algorithm,

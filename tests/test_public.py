@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 import fedppl
-from fedppl import DeclarationError, FederatedModel, _public
+from fedppl import DeclarationError, FederatedModel
+from fedppl.model import _public
 from fedppl.types import SharedReader, Variable
 
 X, Y = np.array([1.0, 2.5, -3.0, 0.5]), np.array([0.5, -1.0, 2.0, 0.25])
@@ -34,14 +35,14 @@ def told(builder: Callable[..., Any], data: Any, shared: Any = ("beta", "tau")) 
         template = model._template_of("a", data)
         model._judge("a", data, template, alone=True)
     public, variables = template.public, template.variables[0]
-    x, inputs, names, outputs = fedppl._graph.constrained_graph(
+    x, inputs, names, outputs = fedppl.model._graph.constrained_graph(
         template.parts, variables, (), public.names, only_shared=True
     )
-    arrays = fedppl._checks.containers("a", template.parts, data)
+    arrays = fedppl.model._enrolment.containers("a", template.parts, data)
     size = sum(variable.size for variable in variables)
     draws = np.linspace(-1, 1, 3 * size).reshape(3, size)
-    values = fedppl._graph.batched(x, inputs, outputs)(draws, *arrays[: len(inputs)])
-    dims, coords = fedppl.model.dims_and_coords(template.parts.model)
+    values = fedppl.model._graph.batched(x, inputs, outputs)(draws, *arrays[: len(inputs)])
+    dims, coords = fedppl.model.declaration.dims_and_coords(template.parts.model)
     kept = {name: dims.get(name) for name in names}
     reader = SharedReader(lambda phi: {}, kept, {dim: coords[dim] for dim in public.labelled})
     return variables, reader, dict(zip(names, values, strict=True)), public

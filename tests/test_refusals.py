@@ -14,9 +14,9 @@ from numpy.testing import assert_array_equal
 
 import fedppl
 from fedppl import gaussian
+from fedppl.algorithms.ep import _sites
+from fedppl.algorithms.ep._warm_start import LENGTHS
 from fedppl.gaussian import Gaussian
-from fedppl.steps import _sites
-from fedppl.steps._warm_start import LENGTHS
 from fedppl.types import Layout, Reply, Request, Variable
 from tests import problems
 from tests.faults import ALTERED, KINDS, Tampering, fitting, kind_of, with_message
@@ -68,7 +68,7 @@ def test_an_altered_reply_is_as_none_and_says_why(kind: str, name: str, caplog: 
         step = last_round(kind, alteration.change)
     assert list(step.failures) == [CLIENT]
     assert re.search(alteration.reason, step.failures[CLIENT])
-    lines = [record.getMessage() for record in caplog.records if record.name == "fedppl.loop"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "fedppl.run.loop"]
     assert_same_state(step.state, without_reply(kind).state)  # which logs too, when it is computed here
     assert lines == [f"round {step.number}, client {CLIENT} skipped: {step.failures[CLIENT]}"]
     assert "\n" not in lines[0] and len(lines[0]) < 600

@@ -17,7 +17,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, gaussian
-from fedppl.records import rounds_dataset
+from fedppl.results.records import rounds_dataset
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure, Status
 from tests import problems

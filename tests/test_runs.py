@@ -20,11 +20,12 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
-from fedppl import Algorithm, FederatedModel, Round, _template, gaussian
+from fedppl import Algorithm, FederatedModel, Round, gaussian
+from fedppl.algorithms.ep._sites import dense
 from fedppl.engine.answer import stream
 from fedppl.engine.inprocess import InProcessEngine
-from fedppl.model import compilations
-from fedppl.steps._sites import dense
+from fedppl.model import _template
+from fedppl.model.declaration import compilations
 from fedppl.types import Engine, Failure, LocalFailure, Reply, Request
 from models import hm1
 from tests import problems
@@ -528,6 +529,6 @@ def test_every_algorithm_is_in_the_table() -> None:
     exported = {
         name
         for name in fedppl.__all__
-        if getattr(getattr(fedppl, name), "__module__", "").startswith("fedppl.steps.") and name != "PrivateEP"
+        if ".algorithms." in getattr(getattr(fedppl, name), "__module__", "") and name != "PrivateEP"
     }
     assert exported == {name.partition("(")[0] for name in CASES}

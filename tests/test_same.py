@@ -9,7 +9,8 @@ import pymc as pm
 import pytensor.tensor as pt
 import pytest
 
-from fedppl import FederatedModel, _same
+from fedppl import FederatedModel
+from fedppl.model import _same
 from fedppl.types import DataError, DeclarationError
 
 

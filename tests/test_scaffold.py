@@ -11,9 +11,9 @@ from scipy.optimize import root
 
 import fedppl
 from fedppl import gaussian
+from fedppl.algorithms.averaging.fedavg import FedAvg
+from fedppl.algorithms.averaging.scaffold import mean_control
 from fedppl.engine.answer import stream
-from fedppl.steps.averaging import FedAvg
-from fedppl.steps.scaffold import mean_control
 from fedppl.types import DeclarationError, Status
 from tests import pooled, problems
 from tests.test_averaging import fitted, path

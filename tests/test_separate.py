@@ -11,8 +11,8 @@ from scipy.optimize import minimize_scalar
 
 import fedppl
 from fedppl import gaussian
+from fedppl.algorithms.one_shot.separate import near_posterior
 from fedppl.gaussian import Gaussian
-from fedppl.steps.separate import near_posterior
 from fedppl.testing import normal_means
 from fedppl.types import DeclarationError, LocalFailure, Status, Target
 from tests import pooled, problems

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from fedppl.local import _stein, _student
-from fedppl.local._importance import whitened_points
+from fedppl.local import _student
+from fedppl.numerics import stein as _stein
+from fedppl.numerics.importance import whitened_points
 
 
 @pytest.mark.parametrize("size", [31, 200])

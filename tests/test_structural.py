@@ -12,9 +12,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, Status, covariance, gaussian
-from fedppl.covariance import Covariance
-from fedppl.steps import _coupled
-from fedppl.steps._at_mode import frame_of
+from fedppl.algorithms.hierarchical import _coupled
+from fedppl.algorithms.hierarchical._at_mode import frame_of
+from fedppl.numerics.covariance import Covariance
 from models import hm1
 from tests import problems
 

@@ -17,9 +17,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 import fedppl
 from benchmarks._attacks import trust as attacks
 from fedppl import gaussian
+from fedppl.algorithms.ep import _damping as _damped_step
+from fedppl.algorithms.ep import _moves, _sites, _trust, _warm_start
+from fedppl.algorithms.ep._sites import Sites
 from fedppl.gaussian import Gaussian
-from fedppl.steps import _damped_step, _moves, _sites, _trust, _warm_start
-from fedppl.steps._sites import Sites
 from fedppl.testing import normal_means
 from fedppl.types import Layout, Reply, Request, Variable
 from tests import problems

@@ -15,8 +15,8 @@ from numpy.testing import assert_allclose
 import fedppl
 from benchmarks.default_settings import columns, exact, regression
 from fedppl import gaussian
+from fedppl.algorithms.ep._warm_start import newton_step
 from fedppl.gaussian import Gaussian
-from fedppl.steps._warm_start import newton_step
 from fedppl.testing import normal_means
 from fedppl.types import Expansion, Status
 from tests import problems

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from fedppl import FederatedModel
-from fedppl._fingerprint import fingerprint
-from fedppl.engine import _decode
-from fedppl.engine._wire import (
+from fedppl.flower import decode as _decode
+from fedppl.flower.wire import (
     Malformed,
     pack_hello,
     pack_reply,
@@ -29,7 +28,8 @@ from fedppl.engine._wire import (
     unpack_request,
 )
 from fedppl.gaussian import Gaussian
-from fedppl.replies import why_not
+from fedppl.model._fingerprint import fingerprint
+from fedppl.run.replies import why_not
 from fedppl.types import Failure, Layout, Reply, Request, Variable
 from tests import malformed, problems
 

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 import fedppl
-from fedppl import _codec, checkpoint
+from fedppl.storage import checkpoint
+from fedppl.storage import codec as _codec
 from fedppl.testing import normal_means
 from fedppl.types import Algorithm, DeclarationError
 

@@ -115,8 +115,9 @@ def _reader() -> Any:
 
 def _bare(kind: str, case: Any) -> str | None:
     """The decoding alone."""
-    from fedppl.engine import _decode, _wire
-    from fedppl.replies import why_not
+    from fedppl.flower import decode as _decode
+    from fedppl.flower import wire as _wire
+    from fedppl.run.replies import why_not
     from tests import malformed
 
     try:
@@ -135,8 +136,8 @@ def _bare(kind: str, case: Any) -> str | None:
 def _through_flower() -> Any:
     """The same on the fake grid: the run goes on beside an honest site, whatever the other sends."""
     from fedppl import DeclarationError
-    from fedppl.engine._records import HELLO
-    from fedppl.replies import why_not
+    from fedppl.flower.records import HELLO
+    from fedppl.run.replies import why_not
     from fedppl.types import Reply
     from tests import malformed
     from tests.fake_grid import FakeGrid
@@ -178,8 +179,8 @@ def _prior(count: int) -> dict[str, Any]:
     """N(100, 0.01²) under an honest fingerprint, by the site that enrols first, second and last, or the first alone."""
     import fedppl
     from fedppl import gaussian
-    from fedppl.engine._records import HELLO
-    from fedppl.policy import NO_RULES
+    from fedppl.engine.policy import NO_RULES
+    from fedppl.flower.records import HELLO
     from fedppl.testing import normal_means
     from tests import malformed
     from tests.fake_grid import FakeGrid, node

@@ -9,9 +9,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from fedppl import audit, checkpoint
+from fedppl import audit
 from fedppl.engine._guard import Guard, Ledger, Run
-from fedppl.policy import Policy
+from fedppl.engine.policy import Policy
+from fedppl.storage import checkpoint
 from fedppl.types import DataError
 
 __all__ = ["in_folder"]

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl import _digest, policy, privacy
-from fedppl._observed import holdings
-from fedppl.policy import Policy, Release
+from fedppl import privacy
+from fedppl.engine import policy
+from fedppl.engine._observed import holdings
+from fedppl.engine.policy import Policy, Release
+from fedppl.storage import digest as _digest
 from fedppl.types import Algorithm, DeclarationError, Failure, Reply, Request
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedppl.engine._guard import in_memory, may_take_part
 from fedppl.engine.answer import answer
-from fedppl.policy import Policy
+from fedppl.engine.policy import Policy
 from fedppl.settings import shown, whole
 from fedppl.types import (
     Algorithm,

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.local import _stein
-from fedppl.local._importance import (
+from fedppl.numerics import stein as _stein
+from fedppl.numerics.importance import (
     controlled_moments,
     departure,
     effective_size,

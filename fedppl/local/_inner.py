@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from fedppl.local._importance import whitened_points
-from fedppl.local._marginal import _marginal_near, _origin, _third
-from fedppl.local._newton import DATA, KERNEL, MATRIX, OK, VECTOR, entry
+from fedppl.numerics.importance import whitened_points
+from fedppl.numerics.marginal import _marginal_near, _origin, _third
+from fedppl.numerics.newton import DATA, KERNEL, MATRIX, OK, VECTOR, entry
 from fedppl.types import Array
 
 __all__ = ["LeftOut", "difference_batch", "differences", "left_out"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedppl.local._marginal import inner_mode_at, site_batch
-from fedppl.model import ClientModel
+from fedppl.model.declaration import ClientModel
+from fedppl.numerics.marginal import inner_mode_at, site_batch
 from fedppl.types import Array
 
 __all__ = ["no_mode"]

@@ -13,8 +13,8 @@ from scipy import stats
 from scipy.special import gammaln, ndtri
 from scipy.stats import qmc
 
-from fedppl.local._importance import WeightedMoments, effective_size, normalise, pareto_k, weighted_moments
-from fedppl.local._kept import kept
+from fedppl.numerics.importance import WeightedMoments, effective_size, normalise, pareto_k, weighted_moments
+from fedppl.numerics.kept import kept
 from fedppl.types import Array
 
 __all__ = ["StudentSample", "sample"]

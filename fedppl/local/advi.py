@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
-from fedppl.local._importance import pareto_k, stream_of, whitened_points
-from fedppl.local._tilted import log_tilted, negative_hessian, start
+from fedppl.local.tilted import log_tilted, negative_hessian, start
+from fedppl.numerics.importance import pareto_k, stream_of, whitened_points
 from fedppl.settings import whole
 from fedppl.types import Array, Draws, LocalFailure, LocalInference, Moments, Target
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.local._tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, start
+from fedppl.local.tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, start
 from fedppl.settings import positive, whole
 from fedppl.types import Array, Draws, LocalFailure, LocalInference, Moments, Target
 

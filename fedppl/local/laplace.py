@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedppl.local._tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, start
-from fedppl.model import ClientModel
+from fedppl.local.tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, start
+from fedppl.model.declaration import ClientModel
 from fedppl.types import Array, DeclarationError, Draws, LocalFailure, LocalInference, Moments, Target
 
 __all__ = ["Laplace"]

@@ -11,7 +11,12 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.local import _from_q, _inner, _student
-from fedppl.local._importance import (
+from fedppl.local._inner import LeftOut
+from fedppl.local._no_mode import no_mode
+from fedppl.local._student import StudentSample
+from fedppl.local.nuts import NUTS
+from fedppl.model.declaration import ClientModel
+from fedppl.numerics.importance import (
     effective_size,
     fresh_points,
     has_enough_points,
@@ -22,13 +27,8 @@ from fedppl.local._importance import (
     stream_of,
     whitened_points,
 )
-from fedppl.local._inner import LeftOut
-from fedppl.local._marginal import expand_marginal, gradient_batch, inner_mode_at, marginal_batch, site_batch
-from fedppl.local._newton import OK
-from fedppl.local._no_mode import no_mode
-from fedppl.local._student import StudentSample
-from fedppl.local.nuts import NUTS
-from fedppl.model import ClientModel
+from fedppl.numerics.marginal import expand_marginal, gradient_batch, inner_mode_at, marginal_batch, site_batch
+from fedppl.numerics.newton import OK
 from fedppl.settings import between, flag, whole
 from fedppl.types import Array, DeclarationError, Draws, Expansion, LocalFailure, LocalInference, Moments, Target
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pymc as pm
 
-from fedppl.idata import chain_diagnostics
-from fedppl.local._tilted import log_tilted, start
+from fedppl.local.tilted import log_tilted, start
+from fedppl.results.idata import chain_diagnostics
 from fedppl.settings import between, one_of, whole
 from fedppl.types import Array, DeclarationError, Draws, LocalFailure, LocalInference, Moments, Target
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedppl.nn.functional import call, cast, parameter_slices, state_of
-from fedppl.nn.read import NetworkUnit
+from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array
 
 __all__ = ["Slopes", "chunks", "evaluate", "rows_of", "slopes", "tensor"]

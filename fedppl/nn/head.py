@@ -15,8 +15,8 @@ import torch
 
 from fedppl.nn._slopes import tensor
 from fedppl.nn.functional import call, state_of
-from fedppl.nn.read import NetworkUnit
 from fedppl.nn.train import mean_loss
+from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError
 
 __all__ = ["Head", "expected_loss", "features", "find_head", "head_slopes", "without_head"]

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from fedppl.nn._slopes import tensor
+from fedppl.nn.algorithms._common import Training
 from fedppl.nn.functional import call, pieces
-from fedppl.nn.read import NetworkUnit
 from fedppl.nn.train import RISE, mean_loss, outcomes
-from fedppl.steps._network import Training
+from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, LocalFailure
 
 __all__ = ["bayes_steps", "loss_at", "meta_steps", "moreau_steps"]

@@ -11,11 +11,11 @@ import xarray as xr
 from scipy.special import log_softmax, ndtr, softmax
 from scipy.stats import norm
 
-from fedppl import idata
 from fedppl.engine.answer import stream
+from fedppl.nn.algorithms._common import Own
 from fedppl.nn.subnet import output_covariance, outputs
-from fedppl.results import Fit
-from fedppl.steps._network import Own
+from fedppl.results import idata
+from fedppl.results.fit import Fit
 from fedppl.types import Array, DataError, DeclarationError
 
 __all__ = ["network", "personalise", "predict", "probabilities"]

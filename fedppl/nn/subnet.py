@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedppl.nn._slopes import Slopes, chunks, evaluate, rows_of
-from fedppl.nn.read import NetworkUnit
+from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError
 
 __all__ = ["Subnetwork", "curvature", "curvature_diagonal", "infer", "outputs", "output_covariance", "select"]

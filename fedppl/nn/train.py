@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from fedppl.nn._slopes import tensor
+from fedppl.nn.algorithms._common import Training
 from fedppl.nn.functional import cast, parameter_slices, pieces
-from fedppl.nn.read import NetworkUnit
-from fedppl.steps._network import Training
+from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, LocalFailure
 
 __all__ = ["arranged", "train"]

@@ -1,0 +1,1 @@
+"""Algorithms for any declared model, one per file."""

@@ -1,0 +1,1 @@
+"""Gradient steps at the clients, averaged by the server, and their kin."""

@@ -1,0 +1,175 @@
+"""Ditto: federated averaging for shared parameters, and beside it each client's own, held back towards them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl.algorithms.averaging._point import client_loss, described, draw_point, kept_local, kept_own, pulled
+from fedppl.algorithms.averaging.fedavg import FedAvg, stepped
+from fedppl.local.descent import Descent, checked, descend
+from fedppl.numerics.marginal import inner_mode_at
+from fedppl.numerics.newton import OK
+from fedppl.settings import between, positive, whole
+from fedppl.types import Algorithm, Array, DeclarationError, Draws, LocalFailure, Message
+
+__all__ = ["Ditto", "Personal"]
+
+
+class Personal(NamedTuple):
+    """What a client keeps to itself."""
+
+    local: Array  # (d_k,) its local variables beside φ
+    own: Array  # (m + d_k,) v_k: its own copy of the shared and of the local variables
+
+
+def Ditto(
+    *,
+    learning_rate: float,
+    lam: float,
+    steps: int = 20,
+    personal_steps: int | None = None,
+    personal_rate: float | None = None,
+    batch_size: int | None = None,
+    weights: str = "rows",
+    tolerance: float = 1e-6,
+) -> Algorithm:
+    r"""Personal parameters near the shared ones of federated averaging.
+
+    .. math:: v_k \leftarrow v_k - \eta_v \left(\nabla F_k(v_k) + \lambda (v_k - \phi)\right), \qquad
+              \phi \text{ as in FedAvg}
+
+    v_k stays at the client and never travels; φ does not depend on it. λ pulls the shared coordinates of v_k only.
+    λ = 0 leaves every client to itself (with its share, p(φ)^(1/K), of the prior), λ → ∞ gives φ to all.
+    ``fit.client(k)`` has v_k, ``fit.estimate`` has φ.
+
+    Parameters
+    ----------
+    learning_rate, steps
+        Of the steps on φ, as in `FedAvg`.
+    lam
+        λ, per unit of the mean loss over a client's rows. `fedppl.grid_search` finds one on validation data.
+    personal_steps
+        Steps on v_k a round; by default as many as on φ.
+    personal_rate
+        η_v, below 2 / (λ_max + λ); by default `learning_rate`.
+    batch_size, weights, tolerance
+        As in `FedAvg`; batches hold for both.
+
+    Returns
+    -------
+    Algorithm
+        Its fit has a point estimate (``fit.estimate``) and no posterior.
+
+    Raises
+    ------
+    DeclarationError
+        For settings out of range.
+    DataError
+        In a fit, before the first round, if the rows cannot be taken in batches.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> fedppl.Ditto(learning_rate=0.1, lam=0.5).name
+    'Ditto'
+
+    Notes
+    -----
+    A client that has no v_k, in its first round or because it lost it, starts from φ and reports ``blank``. A new
+    client takes `personal_steps` steps from φ when its posterior is asked for.
+
+    *When this fails.* The fit has converged when φ has; v_k may lag behind where a client was asked in few rounds, or
+    `personal_steps` or `personal_rate` are small. One λ for all clients is too much for large ones or too little for
+    small ones; `EP` weighs each by its data.
+
+    References
+    ----------
+    .. [1] Li et al. (2021), Ditto: fair and robust federated learning through personalization, Algorithm 1.
+    .. [2] FedLin, section 6.2.
+    """
+    lam = between("lam", lam, 0, np.inf, "[)")
+    descent = checked(learning_rate, steps, batch_size)
+    own = descent._replace(
+        learning_rate=descent.learning_rate if personal_rate is None else positive("personal_rate", personal_rate),
+        steps=descent.steps if personal_steps is None else whole("personal_steps", personal_steps),
+    )
+    if own.learning_rate * lam >= 2:
+        name = "learning_rate" if personal_rate is None else "personal_rate"
+        raise DeclarationError(f"{name}={own.learning_rate} times lam={lam} must be below 2, or steps diverge.")
+    averaging = FedAvg(
+        learning_rate=learning_rate, steps=steps, batch_size=batch_size, weights=weights, tolerance=tolerance
+    )
+    return averaging._replace(
+        name="Ditto",
+        update_client=functools.partial(_update_client, descent=descent, own=own, lam=float(lam), weights=weights),
+        outcome=averaging.broadcast,
+        draw=functools.partial(_draw, own=own, lam=float(lam)),
+        settings=described(
+            descent,
+            lam=float(lam),
+            personal_steps=own.steps,
+            personal_rate=own.learning_rate,
+            weights=weights,
+            tolerance=tolerance,
+        ),
+    )
+
+
+def _update_client(
+    client: Any,
+    personal: Any,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    descent: Descent,
+    own: Descent,
+    lam: float,
+    weights: str,
+) -> tuple[Personal, Message, Mapping[str, float]]:
+    """FedAvg's reply, and steps on v_k towards the φ of this round."""
+    objective = client_loss(client, float(message["prior_share"]))
+    kept, reply, info = stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
+    v = kept_own(client, personal)
+    if v is None:
+        v = np.concatenate([np.asarray(message["phi"], dtype=float), kept_local(client, personal)[0]])
+        info = {**info, "blank": 1.0}
+    return Personal(kept.local, _personal_steps(client, v, message, rng, own=own, lam=lam)), reply, info
+
+
+def _personal_steps(
+    client: Any, v: Array, message: Message, rng: np.random.Generator, *, own: Descent, lam: float
+) -> Array:
+    """v_k after its steps on F_k + λ/2 ‖v − φ‖²."""
+    objective = client_loss(client, float(message["prior_share"]))
+    held = pulled(objective, lam, np.asarray(message["phi"], dtype=float))
+    try:
+        return descend(client, v, held, own, rng)
+    except LocalFailure as failure:
+        raise LocalFailure(
+            f"personal gradient steps diverged; lower personal_rate={own.learning_rate:g} or lam={lam:g}"
+        ) from failure
+
+
+def _draw(
+    client: Any,
+    personal: Any,
+    message: Message,
+    draws: int,
+    chains: int,
+    rng: np.random.Generator,
+    *,
+    own: Descent,
+    lam: float,
+) -> Draws:
+    """v_k; a client that has none takes its steps from φ and the local variables that suit it best."""
+    v, m = kept_own(client, personal), client.shared_size
+    if v is None:
+        phi = np.asarray(message["phi"], dtype=float)
+        status, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.data)
+        start = np.concatenate([phi, local if status == OK else client.initial])
+        v = _personal_steps(client, start, message, rng, own=own, lam=lam)
+    return draw_point(client, v[:m], v[m:], draws, chains)

@@ -1,0 +1,203 @@
+"""Federated averaging: clients take gradient steps from the shared parameters, the server averages where they end."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.algorithms.averaging._point import (
+    Kept,
+    client_loss,
+    converged,
+    described,
+    draw_point,
+    kept_local,
+    tolerance_rule,
+    weight_of,
+    weights_rule,
+)
+from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
+from fedppl.local.target import at_points
+from fedppl.run.replies import sum_replies
+from fedppl.types import Algorithm, Array, Draws, Layout, Message, Status
+
+__all__ = ["AverageInfo", "AverageState", "FedAvg", "broadcast", "draw", "refuse", "stepped", "update_server"]
+
+
+class AverageState(NamedTuple):
+    """What the next round needs."""
+
+    phi: Array  # (m,)
+    prior_share: float  # of log p(φ) in each client's loss, 1 / K
+    status: str
+    message: str
+
+
+class AverageInfo(NamedTuple):
+    """Diagnostics of this round."""
+
+    change: float  # largest |Δφ| / (1 + |φ|)
+    local_change: float  # the same of clients' local variables, averaged over clients
+
+
+def FedAvg(
+    *,
+    learning_rate: float,
+    steps: int = 20,
+    batch_size: int | None = None,
+    weights: str = "rows",
+    tolerance: float = 1e-6,
+) -> Algorithm:
+    r"""Federated averaging of local gradient steps.
+
+    .. math:: \phi_k = \phi \text{ after } T \text{ steps } \phi \leftarrow \phi - \eta \nabla F_k(\phi), \qquad
+              \phi \leftarrow \frac{\sum_k n_k \phi_k}{\sum_k n_k}, \qquad
+              F_k = -\frac{\log p(y_k \mid \phi) + \frac1K \log p(\phi)}{n_k}
+
+    Averaged with weights n_k, the F_k are the log posterior per row: with one full-gradient step (``steps=1``) this is
+    gradient descent on it, and its fixed point the posterior's mode. Local variables take their steps along with φ,
+    and stay at the client.
+
+    Parameters
+    ----------
+    learning_rate
+        η, per unit of the *mean* loss over a client's rows; below 2 / λ_max of its curvature. `fedppl.grid_search`
+        finds one on validation data.
+    steps
+        T, local gradient steps a round.
+    batch_size
+        Rows a step; None for all of them. Batches come from shuffled data, without replacement in an epoch; the log
+        density has to be a sum over rows.
+    weights
+        "rows" (n_k) or "equal".
+    tolerance
+        Converged when no coordinate moves by more than ``tolerance * (1 + |φ|)`` in a round, and those of the clients'
+        local variables, on average over clients, do not either: φ may stand still while they are still on their way.
+
+    Returns
+    -------
+    Algorithm
+        Its fit has a point estimate (``fit.estimate``) and no posterior.
+
+    Raises
+    ------
+    DeclarationError
+        For settings out of range.
+    DataError
+        In a fit, before the first round, if the rows cannot be taken in batches.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> fedppl.FedAvg(learning_rate=0.1).name
+    'FedAvg'
+
+    Notes
+    -----
+    *When this fails.* With T > 1 and clients that differ, the fixed point is not the posterior's mode: clients drift
+    to their own modes between averages. A learning rate above 2 / λ_max diverges, and the client says so. The clients
+    differ in truth: one φ for all is then wrong for each of them; see `EP` and `HM1`.
+
+    References
+    ----------
+    .. [1] McMahan et al. (2017), Communication-efficient learning of deep networks from decentralized data.
+    .. [2] FedLin, section 6.2.
+    """
+    descent = checked(learning_rate, steps, batch_size)
+    return Algorithm(
+        name="FedAvg",
+        check=functools.partial(check_batches, batch_size=descent.batch_size),
+        init_server=_init_server,
+        broadcast=broadcast,
+        update_client=functools.partial(_update_client, descent=descent, weights=weights_rule(weights)),
+        reply_shapes=lambda state: {"weighted": state.phi.shape, "weight": (), "local_change": ()},
+        refuse=refuse,
+        update_server=functools.partial(update_server, tolerance=tolerance_rule(tolerance)),
+        outcome=lambda state, client_id: {"phi": state.phi},
+        draw=draw,
+        details=lambda state: {},
+        estimate=lambda state: state.phi,
+        settings=described(descent, weights=weights, tolerance=tolerance),
+        asks=functools.partial(at_points, name="phi"),
+    )
+
+
+def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> AverageState:
+    """Start at the mean of the prior."""
+    del rng
+    return AverageState(gaussian.mean(layout.prior), 1.0 / len(clients), Status.RUNNING.value, "")
+
+
+def broadcast(state: AverageState, client_id: str) -> Message:
+    """φ, and the client's share of its prior."""
+    del client_id
+    return {"phi": state.phi, "prior_share": np.array(state.prior_share)}
+
+
+def _update_client(
+    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, descent: Descent, weights: str
+) -> tuple[Kept, Message, Mapping[str, float]]:
+    """T steps from φ on the client's own loss."""
+    objective = client_loss(client, float(message["prior_share"]))
+    return stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
+
+
+def stepped(
+    client: Any,
+    personal: Any,
+    message: Message,
+    objective: Objective,
+    rng: np.random.Generator,
+    *,
+    descent: Descent,
+    weights: str,
+) -> tuple[Kept, Message, Mapping[str, float]]:
+    """T steps from φ; what is sent is ready to be added up."""
+    phi = np.asarray(message["phi"], dtype=float)
+    local, info = kept_local(client, personal)
+    x = descend(client, np.concatenate([phi, local]), objective, descent, rng)
+    weight = weight_of(client, weights)
+    reply = {
+        "weighted": weight * x[: len(phi)],
+        "weight": np.array(weight),
+        "local_change": np.array(weight * converged(local, x[len(phi) :], 0.0)[1]),
+    }
+    return Kept(x[len(phi) :]), reply, info
+
+
+def refuse(state: Any, reply: Message) -> str | None:
+    """A weight must be positive, and a distance not negative."""
+    del state
+    weight, moved = float(reply["weight"]), float(reply["local_change"])
+    if not weight > 0:
+        return f"'weight' is {weight:.3g}, and must be positive"
+    return None if moved >= 0 else f"'local_change' is {moved:.3g}, and must not be negative"
+
+
+def update_server(
+    state: AverageState, replies: Mapping[str, Message], *, tolerance: float
+) -> tuple[AverageState, AverageInfo]:
+    """φ is the weighted average of where the clients that replied ended."""
+    if not replies:
+        return state, AverageInfo(np.nan, np.nan)
+    total = sum_replies(replies)
+    phi = total["weighted"] / total["weight"]
+    still, change = converged(state.phi, phi, tolerance)
+    local_change = float(total["local_change"] / total["weight"])
+    done = still and local_change < tolerance
+    moved = f"φ moved by {change:.2g}, local variables by {local_change:.2g} in the last round"
+    message = "" if done else f"{moved}; raise rounds=, or change learning_rate="
+    status = Status.CONVERGED if done else Status.RUNNING
+    return state._replace(phi=phi, status=status.value, message=message), AverageInfo(change, local_change)
+
+
+def draw(client: Any, personal: Any, message: Message, draws: int, chains: int, rng: np.random.Generator) -> Draws:
+    """The client's point: φ, and its own local parameters."""
+    del rng
+    phi = np.asarray(message["phi"], dtype=float)
+    local = None if personal is None or len(personal.local) != client.local_size else personal.local
+    return draw_point(client, phi, local, draws, chains)

@@ -1,0 +1,181 @@
+"""Every client by itself, by gradient steps: the mode of its own posterior, and nothing that travels but how far."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.algorithms.averaging._point import client_loss, converged, described, draw_point, kept_own, tolerance_rule
+from fedppl.local.descent import Descent, check_batches, checked, descend
+from fedppl.types import Algorithm, Array, Asked, Draws, Layout, Message, Status
+
+__all__ = ["Own", "SeparateSGD", "SeparateSGDInfo", "SeparateSGDState"]
+
+
+class SeparateSGDState(NamedTuple):
+    """What the server knows: how far each client last moved."""
+
+    where: Mapping[str, int]  # client id to its place
+    changes: Array  # (K,) largest |Δ| / (1 + |v|), infinite for a client not heard yet
+    rounds: int
+    status: str
+    message: str
+
+
+class SeparateSGDInfo(NamedTuple):
+    """Diagnostics of this round."""
+
+    change: float  # the largest of the clients that replied
+
+
+class Own(NamedTuple):
+    """What a client keeps to itself."""
+
+    own: Array  # (m + d_k,) v_k, its shared and local variables
+
+
+def SeparateSGD(
+    *, learning_rate: float, steps: int = 600, batch_size: int | None = None, tolerance: float = 1e-6
+) -> Algorithm:
+    r"""Each client's own point by gradient steps: no pooling.
+
+    .. math:: v_k \leftarrow v_k - \eta \nabla F_k(v_k), \qquad
+              F_k = -\frac{\log p(y_k, \theta_k \mid \phi) + \log p(\phi)}{n_k}, \quad v_k = (\phi, \theta_k)
+
+    Every client has the whole declared prior, so that v_k goes to the mode of its own posterior (on the unconstrained
+    space). It starts at the prior's mean, stays at the client and goes on from round to round; what is sent is how far
+    it moved.
+
+    Parameters
+    ----------
+    learning_rate
+        η, per unit of the mean loss over a client's rows; below 2 / λ_max of its curvature.
+    steps
+        Gradient steps a round.
+    batch_size
+        As in `FedAvg`.
+    tolerance
+        Converged when, in their last rounds, no client moved by more than ``tolerance * (1 + |v|)`` in any coordinate.
+
+    Returns
+    -------
+    Algorithm
+        Its fit has neither a shared posterior nor an estimate, only clients' points.
+
+    Raises
+    ------
+    DeclarationError
+        For settings out of range.
+    DataError
+        In a fit, before the first round, if the rows cannot be taken in batches.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> fedppl.SeparateSGD(learning_rate=0.1).name
+    'SeparateSGD'
+
+    Notes
+    -----
+    A client that has no v_k, in its first round or because it lost it, starts anew and reports ``blank``. A new client
+    takes as many steps from the prior's mean as the fit had rounds of them.
+
+    *When this fails.* With batches v_k settles in a neighbourhood of the mode only, and the status stays "max_rounds".
+    A mode says nothing of its uncertainty, and is a poor summary of scale parameters: see `Separate`.
+
+    References
+    ----------
+    .. [1] FedLin, section 6.2: local SGD.
+    """
+    descent = checked(learning_rate, steps, batch_size)
+    return Algorithm(
+        name="SeparateSGD",
+        check=functools.partial(check_batches, batch_size=descent.batch_size),
+        init_server=_init_server,
+        broadcast=lambda state, client_id: {},
+        update_client=functools.partial(_update_client, descent=descent),
+        reply_shapes=lambda state: {"change": ()},
+        refuse=_refuse,
+        update_server=functools.partial(_update_server, tolerance=tolerance_rule(tolerance)),
+        outcome=lambda state, client_id: {"rounds": np.array(float(state.rounds))},
+        draw=functools.partial(_draw, descent=descent),
+        details=lambda state: {},
+        settings=described(descent, tolerance=tolerance),
+        asks=lambda layout, message: Asked(np.zeros((0, layout.size)), np.zeros((0, layout.size))),
+    )
+
+
+def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> SeparateSGDState:
+    """Nobody has answered yet."""
+    del layout, rng
+    where = {client_id: k for k, client_id in enumerate(clients)}
+    return SeparateSGDState(where, np.full(len(clients), np.inf), 0, Status.RUNNING.value, "")
+
+
+def _update_client(
+    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, descent: Descent
+) -> tuple[Own, Message, Mapping[str, float]]:
+    """Steps from where the client stands."""
+    del message
+    own = kept_own(client, personal)
+    before = _start(client) if own is None else own
+    after = descend(client, before, client_loss(client, 1.0), descent, rng)
+    _, change = converged(before, after, 0.0)
+    return Own(after), {"change": np.array(change)}, {} if own is not None else {"blank": 1.0}
+
+
+def _start(client: Any) -> Array:
+    return np.concatenate([gaussian.mean(client.layout.prior), client.initial])
+
+
+def _refuse(state: SeparateSGDState, reply: Message) -> str | None:
+    """How far a client moved is no negative number."""
+    del state
+    change = float(reply["change"])
+    return None if change >= 0 else f"'change' is {change:.3g}, and must not be negative"
+
+
+def _update_server(
+    state: SeparateSGDState, replies: Mapping[str, Message], *, tolerance: float
+) -> tuple[SeparateSGDState, SeparateSGDInfo]:
+    """Note how far the clients moved."""
+    if not replies:
+        return state, SeparateSGDInfo(np.nan)
+    changes = state.changes.copy()
+    for client_id, reply in replies.items():
+        changes[state.where[client_id]] = float(reply["change"])
+    done, largest = bool(np.all(changes < tolerance)), float(changes.max())
+    message = (
+        ""
+        if done
+        else f"a client moved by {largest:.2g} in its last round; raise rounds= or steps="
+        if np.isfinite(largest)
+        else "some clients have not replied yet; raise rounds="
+    )
+    status = Status.CONVERGED if done else Status.RUNNING
+    state = state._replace(changes=changes, rounds=state.rounds + 1, status=status.value, message=message)
+    return state, SeparateSGDInfo(max(float(reply["change"]) for reply in replies.values()))
+
+
+def _draw(
+    client: Any,
+    personal: Any,
+    message: Message,
+    draws: int,
+    chains: int,
+    rng: np.random.Generator,
+    *,
+    descent: Descent,
+) -> Draws:
+    """v_k; a client that has none takes the steps of as many rounds as there were, one at least."""
+    v, m = kept_own(client, personal), client.shared_size
+    if v is None:
+        rounds = max(1, int(message["rounds"]))
+        v = descend(
+            client, _start(client), client_loss(client, 1.0), descent._replace(steps=rounds * descent.steps), rng
+        )
+    return draw_point(client, v[:m], v[m:], draws, chains)

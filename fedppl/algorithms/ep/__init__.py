@@ -1,0 +1,1 @@
+"""Expectation propagation, and what it is made of."""

@@ -1,0 +1,167 @@
+"""One damped round of EP on the server's ledger: backtracked until everything is proper, then bounded and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from fedppl import gaussian, structure
+from fedppl.algorithms.ep import _moves, _sites, _trust
+from fedppl.algorithms.ep._sites import Sites
+from fedppl.algorithms.ep._state import EPInfo, EPState
+from fedppl.algorithms.ep._verdict import LESS_NOISE, Change, judge
+from fedppl.types import Array, Message, Status
+
+__all__ = ["damped_step", "hold_back", "named", "targets"]
+
+_LITTLE = 0.05  # of a site: of a pull by 3 sds, that is 0.15
+
+
+def damped_step(
+    state: EPState,
+    rows: list[int],
+    d_linear: Array,
+    d_packed: Array,
+    *,
+    mc_errors: Array,
+    skewness: Array,
+    tolerance: float,
+    largest: float,
+    trust: float | None = None,
+) -> tuple[EPState, EPInfo]:
+    """Add δ times the clients' changes (R, m), (R, p) to their sites; δ keeps q and every cavity proper.
+
+    `mc_errors` (R,) are those of the clients' means in posterior sds, `skewness` (R, m) what each says it adds.
+    With `trust`, sites are drawn in after that, so that the ledger keeps the bound of `_trust`.
+    """
+    sites, q = state.sites, state.sites.q
+    total = skewness.sum(axis=0)
+    by = np.argmax(np.sign(total) * skewness, axis=0)
+    skewed = float(np.abs(total).max())
+    errors = state.errors.copy()
+    errors[rows] = mc_errors
+    mc_error, fresh = float(np.linalg.norm(errors)), float(np.linalg.norm(mc_errors))
+    improper = _sites.improper_cavities(sites)
+    delta = state.damping
+    bounded = None
+    # At δ = 1/K the new q is a convex combination of proper Gaussians; below it only cavities can object.
+    while delta >= min(0.25 / len(sites.where), largest):
+        linear, precision = sites.linear.copy(), sites.precision.copy()
+        linear[rows] += delta * d_linear
+        precision[rows] += delta * d_packed
+        moved = _sites.update(sites, linear, precision)
+        if trust is not None:
+            bounded = _trust.bound(moved, trust)
+            moved = bounded.sites
+        if gaussian.is_proper(moved.q) and _sites.improper_cavities(moved) <= improper:
+            break
+        delta /= 2
+    else:
+        info = EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mc_error, skewed)
+        if bounded is not None and trust is not None:
+            state, info = hold_back(state, info, [], bounded, trust, 0.0)
+        # Beside one that is held back, what others lack may be its doing.
+        least = [] if np.any(state.held) else _least_known(sites, rows, d_packed)
+        message = _no_step(least, noisy=mc_error > tolerance)
+        return named(state._replace(message=message), trust), info
+    sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved.q)
+    heading = np.concatenate([(gaussian.mean(moved.q) - gaussian.mean(q)) / sd, np.log(new_sd / sd)]) / delta
+    turned = bool(heading @ state.heading <= 0)
+    shift, stretch = np.split(np.abs(heading), 2)
+    change_mean, change_sd = float(np.max(shift)), float(np.max(stretch))
+    # A site is a weighted mean of its client's replies, each with an error of its own. What a first reply leaves of the
+    # site before it counts as if it came from a reply too.
+    noise = state.noise.copy()
+    averaged = (1 - delta) ** 2 * noise[rows] + (delta * mc_errors) ** 2
+    noise[rows] = np.where(noise[rows] > 0, averaged, mc_errors**2)
+    moves = state.moves
+    if state.averaging:
+        now = _moves.of_replies(q, d_linear, _sites.dense(d_packed, sites.structure))
+        moves = _moves.follow(moves, rows, now, np.full(len(rows), delta))
+    state = state._replace(
+        sites=moved,
+        damping=delta,
+        last_change=np.maximum(shift, stretch),
+        skewness=total,
+        skewed_by=np.asarray(rows)[by],
+        skewness_without=total - np.take_along_axis(skewness, by[None], axis=0)[0],
+        errors=errors,
+        noise=noise,
+        moves=moves,
+        heading=heading,
+    )
+    info = EPInfo("EP", change_mean, change_sd, delta, np.nan, mc_error, skewed)
+    if bounded is not None and trust is not None:
+        state, info = hold_back(state, info, rows, bounded, trust, delta)
+    change = Change(max(change_mean, change_sd), turned, mc_error, fresh)
+    return named(judge(state, change, rows, tolerance, largest), trust, bounded), info
+
+
+def hold_back(
+    state: EPState, info: EPInfo, rows: list[int], bounded: _trust.Bounded, trust: float, step: float
+) -> tuple[EPState, EPInfo]:
+    """Count, report and log the clients that are held back; `step` is the share of their replies that was taken in.
+
+    Who is within its bound again stays held until what it asked for since then has replaced what was drawn in.
+    """
+    _trust.warn(bounded, trust)
+    left = state.held.copy()
+    left[rows] *= 1 - step
+    left[left < _LITTLE] = 0.0
+    # Whose pull is not known is held for this round alone: nothing was drawn in.
+    held = np.maximum(np.where(bounded.held, 1.0, left), np.where(bounded.unknown, _LITTLE, 0.0))
+    pull = np.where((held > 0) & ~bounded.held, state.pull.T, _trust.blamed(bounded, trust).T).T
+    size = np.nan_to_num(np.abs(bounded.pull).max(axis=1), nan=-1.0)
+    most = int(np.argmax(size))
+    if size[most] >= 0:
+        info = info._replace(pull=float(size[most]), pulled_by=list(state.sites.where)[most])
+    return (
+        state._replace(held=held, held_back=state.held_back + bounded.held, pull=pull),
+        info._replace(held_back=int(bounded.held.sum())),
+    )
+
+
+def named(state: EPState, trust: float | None, bounded: _trust.Bounded | None = None) -> EPState:
+    """The message with the names of the clients that are held back or, of a run that goes on, nearly so."""
+    if trust is None:
+        return state
+    rows = np.flatnonzero(state.held)
+    nearly = bounded is not None and not len(rows) and state.status != Status.CONVERGED.value
+    if bounded is not None and nearly:
+        rows = np.flatnonzero(bounded.near)
+    who = _trust.said(state.sites, rows, state.pull, trust, nearly)
+    return state._replace(message="; ".join(filter(None, (state.message, who)))) if who else state
+
+
+def _least_known(sites: Sites, rows: list[int], d_packed: Array) -> list[str]:
+    """Clients that take most precision away."""
+    _, root = gaussian.affine(sites.q)
+    lost = [float(np.linalg.eigvalsh(root.T @ _sites.dense(packed, sites.structure) @ root)[0]) for packed in d_packed]
+    names = list(sites.where)
+    return [names[rows[r]] for r in np.argsort(lost, kind="stable") if lost[r] < 0.5 * min(lost)]
+
+
+def _no_step(least: list[str], noisy: bool) -> str:
+    """Say that there is no step, which clients take more precision away than there is, and what helps."""
+    who = f"clients {least[:5]} know less than nothing of some direction" if least else "too much precision is taken"
+    return (
+        f"no damped step keeps q and all cavities positive definite: {who}, as where a factor is improper or nearly "
+        "so. Declare priors that hold every scale, shared and local (not Gamma(.001, .001)), "
+        + (f"or {LESS_NOISE.removesuffix(' for less')}" if noisy else "or use local=fedppl.NUTS()")
+    )
+
+
+def targets(sites: Sites, replies: Mapping[str, Message]) -> tuple[Array, Array]:
+    """Natural parameters of the clients' tilted distributions inside the family, packed."""
+    means = np.stack([reply["mean"] for reply in replies.values()])
+    precisions = gaussian.unpack_triangle(np.stack([reply["precision"] for reply in replies.values()]))
+    form = sites.structure
+    if form.blocks is not None and len(form.blocks) == 1:
+        return np.einsum("kij,kj->ki", precisions, means), structure.pack_precision(precisions, form)
+    projected = [
+        structure.project(mean, np.linalg.inv(precision), form)
+        for mean, precision in zip(means, precisions, strict=True)
+    ]
+    packed = [structure.pack_precision(g.precision, form) for g in projected]
+    return np.stack([g.linear for g in projected]), np.stack(packed)

@@ -1,0 +1,63 @@
+"""What EP knows between rounds, and what it says of one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fedppl.algorithms.ep._moves import Moves
+from fedppl.algorithms.ep._sites import Sites
+from fedppl.algorithms.ep._warm_start import WarmStart
+from fedppl.types import Array
+
+__all__ = ["EPInfo", "EPState"]
+
+_VERY_SKEWED = 1.0  # a warning; below it, a word for those who look
+
+
+class EPState(NamedTuple):
+    """What the next round needs. Invariant: sites.q = prior x Π_k site_k."""
+
+    sites: Sites
+    warm_start: WarmStart | None  # None once refinement has begun
+    prior_share: float  # 1 / K when the prior is not Gaussian: each factor's share of p / N_0
+    damping: float
+    change: float  # of the last round
+    averaging: int  # rounds averaged since the change came down to Monte Carlo error
+    heard: Array  # (K,) bool: replied in the current sweep
+    sweep_change: float  # of the current sweep over all clients
+    last_change: Array  # (m,) of the last round, in posterior sds: what a mean or a log sd moved by, before damping
+    skewness: Array  # (m,) that the factors give the posterior's margins, and q cannot have
+    skewed_by: Array  # (m,) row of the client without whom it is least
+    skewness_without: Array  # (m,) what it is without that client
+    held: Array  # (K,) share of its site that is not what it asked for, since trust binds
+    held_back: Array  # (K,) rounds in which its site was drawn in
+    pull: Array  # (K, m) where trust is set: what it would have pulled means by, in sds of its cavity; 0 where unknown
+    errors: Array  # (K,) Monte Carlo error of the client's last reply, in posterior sds
+    noise: Array  # (K,) variance that the errors of all its replies have left in its site, in the same unit
+    moves: Moves  # what the server sees itself, since averaging began
+    heading: Array  # (2 m,) where the last round moved means and log sds, in posterior sds before damping
+    falls: int  # rounds in which the change fell since the damping was last lowered
+    status: str
+    message: str
+
+    @property
+    def mild(self) -> bool:
+        """Whether what the message of a converged fit says is for information, and no warning."""
+        return bool(np.abs(self.skewness).max() < _VERY_SKEWED and not np.any(self.held))
+
+
+class EPInfo(NamedTuple):
+    """Diagnostics of this round."""
+
+    phase: str
+    change_mean: float  # largest |Δ mean| in posterior sds, before damping
+    change_sd: float  # largest |Δ log sd|, before damping
+    damping: float
+    log_posterior: float  # log marginal posterior at the point, warm start only
+    mc_error: float  # Monte Carlo error of the global mean in posterior sds
+    skewness: float  # largest |skewness| that the factors give a margin of the posterior
+    held_back: int = 0  # clients whose sites were drawn in, where trust is set
+    pull: float = np.nan  # most that one client would have pulled a mean by, in sds of its cavity
+    pulled_by: str = ""  # that client

@@ -1,0 +1,310 @@
+"""How far one client may pull q over a whole run: its site's location is drawn in until leaving it out moves q little.
+
+With site k = (r_k, Q_k), cavity (r_{-k}, Q_{-k}) = q − site k, and means μ and μ_{-k}, what client k pulls is
+v_k = μ − μ_{-k} = Q⁻¹ u_k with u_k = r_k − Q_k μ_{-k}. `bound` returns sites of the same precisions with
+
+    |v_k|_i ≤ c sd_{-k,i} for every coordinate i     and     ‖v_k‖_{Q_{-k}} ≤ the χ_m quantile with c's two-sided tail.
+
+In the cavity's units, since the model itself bounds it there: given φ ~ the cavity, the law of total variance gives v_k
+the covariance Q_{-k}⁻¹ − Q⁻¹, below Q_{-k}⁻¹ however many rows the client has. In q's units who has nearly all rows
+would stand out. Its norm is then about χ_m, so that a plain c would hold back honest clients with many coordinates.
+
+Proof. Others as they are, Q_k and μ_{-k} do not depend on r_k, so that r_k = Q_k μ_{-k} + t u_k pulls t v_k: some t ≤ 1
+keeps both bounds. That changes others' cavities: all are evaluated anew until all bounds hold, for `_SWEEPS` changes.
+Where these do not suffice, as with several that lie, clients are left out until the rest agree, and then have no say:
+r_k = Q_k m with the rest's mean m, so that μ = m. If the bounds still do not hold after as many changes, all sites go
+to Q_k μ_0 + t (r_k − Q_k μ_0) with the prior's mean μ_0. The prior is Q_0 μ_0: μ − μ_0 = t Q⁻¹ Σ (r_j − Q_j μ_0),
+likewise μ_{-k}, so that every v_k is linear in t, and some t ≤ 1 keeps all bounds at once. A client whose cavity is not
+positive definite cannot be left out, as where the others' tails are heavy and it is sure of a place in them: it is not
+measured, and nothing is called converged.
+
+Variances are not protected, and precisions stay, but for two cases. A site that takes more than half of its cavity's
+precision in a direction is given none of it there, and has no say on the mean (u_k = 0), or one client's word would
+make q improper. One that gives `_GIVES` times as much is cut to that, and what it says of the mean there stays: beyond,
+rounding would leave nothing of the others' sites, which are updated by differences to q.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+from fedppl import gaussian
+from fedppl.algorithms.ep import _sites
+from fedppl.algorithms.ep._sites import Sites
+from fedppl.gaussian import Gaussian
+from fedppl.types import Array
+
+__all__ = ["Bounded", "blamed", "bound", "largest_norm", "pulls", "said", "warn"]
+
+logger = logging.getLogger(__name__)
+
+_SWEEPS = 30
+_NEAR = 0.95  # a share of the bound, too: it is measured against what others say where q is
+_AIM = 0.999  # a share of the bound: others change a little afterwards
+_ROUNDING = 1e-9
+_TAKES, _GIVES = 0.5, 1e10  # of the cavity's precision in a direction
+_CANDIDATES = 32
+_CLEARLY = 0.5  # of the disagreement is left: the others agree much better
+
+
+class Bounded(NamedTuple):
+    """Sites within the bound, and what they were before."""
+
+    sites: Sites
+    pull: Array  # (K, m) before, in sds of the client's cavity; NaN where it is not proper
+    held: NDArray[np.bool_]  # (K,) sites that were changed
+    takes: NDArray[np.bool_]  # (K,) those that took more precision than may be
+    gives: NDArray[np.bool_]  # (K,) those that gave more
+    near: NDArray[np.bool_]  # (K,) those that pull about as far as they may, or were changed
+    unknown: NDArray[np.bool_]  # (K,) those without which the others' sites are no posterior
+
+
+class _Known(NamedTuple):
+    """What pulls hang on besides the sites' locations; an identity where it is not proper."""
+
+    covariance: Array  # (m, m) of q
+    precisions: Array  # (K, m, m) of the cavities
+    covariances: Array  # (K, m, m)
+    sd: Array  # (K, m)
+    proper: NDArray[np.bool_]  # (K,) q and the cavity are
+
+
+class _Pulls(NamedTuple):
+    mean: Array  # (K, m) of the cavities
+    along: Array  # (K, m) v_k in the cavity's sds
+    norm: Array  # (K,) in the cavity's precision
+
+
+def largest_norm(trust: float, size: int) -> float:
+    """The χ_m quantile with the two-sided tail that c has in one dimension.
+
+    Examples
+    --------
+    >>> round(largest_norm(3.0, 1), 9), round(largest_norm(3.0, 8), 2)
+    (3.0, 4.86)
+    """
+    # Where the tail is below all numbers the norm is not bounded by itself; its coordinates are.
+    return float(np.sqrt(special.chdtri(size, special.chdtrc(1, trust**2))))
+
+
+def pulls(sites: Sites) -> Array:
+    """What each client pulls, μ − μ_{-k} in sds of its cavity: (K, m); NaN where that is not proper."""
+    return _measured(sites, sites.linear, _know(sites, _sites.dense(sites.precision, sites.structure))).along
+
+
+def bound(sites: Sites, trust: float) -> Bounded:
+    """Draw sites in until no client pulls further than `trust` allows; nothing where there are no others to protect."""
+    count, m = sites.linear.shape
+    nobody = np.zeros(count, dtype=bool)
+    if count == 1:
+        return Bounded(sites, np.full((1, m), np.nan), nobody, nobody, nobody, nobody, nobody)
+    linear, precision, takes, gives = _of_a_size(sites)
+    known, limits = _know(sites, precision), (trust, largest_norm(trust, m))
+    before = _measured(sites, linear, known)
+    found = _drawn_in(sites, linear, precision, known, limits)
+    if found is None:
+        found = _drawn_in(sites, _left_out(sites, linear, precision, limits), precision, known, limits)
+    if found is None:
+        ratio = float(_ratios(_measured(sites, linear, known), limits).max())
+        centres = precision @ gaussian.mean(sites.prior)
+        found = centres + min(1.0, _AIM / ratio) * (linear - centres)
+    unknown = ~known.proper & np.any(known.proper)
+    held, reshaped = np.any(found != linear, axis=1) | takes | gives, takes | gives
+    if not np.any(held):
+        return Bounded(sites, before.along, held, takes, gives, _ratios(before, limits) > _NEAR, unknown)
+    # What nobody touched stays to the last bit.
+    packed = np.where(reshaped[:, None], _sites.in_structure(precision, sites.structure), sites.precision)
+    # Beside one that was changed, what others pulled before was its doing, and what they pull now may be.
+    return Bounded(_sites.update(sites, found, packed), before.along, held, takes, gives, held, unknown)
+
+
+def _know(sites: Sites, precision: Array) -> _Known:
+    """Cavities are summed without each site, not subtracted: one of 10^14 times the others would leave nothing."""
+    q, cavities = sites.prior.precision + precision.sum(axis=0), sites.prior.precision + _others(precision)
+    nowhere = np.zeros(cavities.shape[:2])
+    proper = np.atleast_1d(gaussian.is_proper(Gaussian(nowhere, cavities)))
+    if not gaussian.is_proper(Gaussian(nowhere[0], q)):
+        q, proper = np.eye(len(q)), np.zeros_like(proper)
+    safe = np.where(proper[:, None, None], cavities, np.eye(len(q)))
+    covariances = np.linalg.inv(safe)
+    return _Known(np.linalg.inv(q), safe, covariances, np.sqrt(np.einsum("kii->ki", covariances)), proper)
+
+
+def _measured(sites: Sites, linear: Array, known: _Known) -> _Pulls:
+    cavities = sites.prior.linear + _others(linear)
+    mean = (known.covariances @ cavities[..., None])[..., 0]
+    with np.errstate(invalid="ignore", over="ignore"):
+        q = known.covariance @ (sites.prior.linear + linear.sum(axis=0))
+        shift = np.where(known.proper[:, None], q - mean, np.nan)
+        square = np.sum(shift * (known.precisions @ shift[..., None])[..., 0], axis=1)
+        return _Pulls(mean, shift / known.sd, np.sqrt(np.maximum(square, 0.0)))
+
+
+def _ratios(found: _Pulls, limits: tuple[float, float]) -> Array:
+    """How many times its bound each client pulls, 0 where that cannot be measured: (K,)."""
+    trust, norm = limits
+    return np.asarray(np.nan_to_num(np.maximum(np.abs(found.along).max(axis=1) / trust, found.norm / norm)))
+
+
+def _drawn_in(
+    sites: Sites, linear: Array, precision: Array, known: _Known, limits: tuple[float, float]
+) -> Array | None:
+    """Draw in one site after the other until all bounds hold; None where `_SWEEPS` do not suffice."""
+    linear, without = linear.copy(), dict[int, _Known]()
+    for _ in range(_SWEEPS):
+        found = _measured(sites, linear, known)
+        ratios = _ratios(found, limits)
+        if not np.any(ratios > 1 + _ROUNDING):
+            return linear
+        k = _odd_one(sites, linear, precision, ratios, limits, without)
+        centre = precision[k] @ found.mean[k]
+        linear[k] = centre + (_AIM / ratios[k] if ratios[k] > 1 else 0.5) * (linear[k] - centre)
+    return None
+
+
+def _left_out(sites: Sites, linear: Array, precision: Array, limits: tuple[float, float]) -> Array:
+    """Leave out one client after the other, up to half of them, until the others agree; they have no say (u_k = 0)."""
+    kept = np.ones((len(linear), 1))
+    for _ in range(len(linear) // 2):
+        r, q = kept * linear, kept[..., None] * precision
+        ratios = _ratios(_measured(sites, r, _know(sites, q)), limits)
+        if not np.any(ratios > 1 + _ROUNDING):
+            break
+        k = _odd_one(sites, r, q, ratios, limits, {})
+        kept[k] = 0.0
+    others = Gaussian(
+        sites.prior.linear + (kept * linear).sum(axis=0),
+        sites.prior.precision + (kept[..., None] * precision).sum(axis=0),
+    )
+    if not gaussian.is_proper(others):
+        return linear
+    return np.where(kept > 0, linear, precision @ gaussian.mean(others))
+
+
+def _odd_one(
+    sites: Sites,
+    linear: Array,
+    precision: Array,
+    ratios: Array,
+    limits: tuple[float, float],
+    without: dict[int, _Known],
+) -> int:
+    """The client that pulls most; or another, without whom the others agree much better, by squared ratios.
+
+    Not simply who pulls most: beside a liar an honest client with nearly all rows does, since what it is measured
+    against is little else than the liar. Fills in `without`, which depends on precisions alone.
+    """
+    candidates = [int(k) for k in np.argsort(-ratios, kind="stable")[:_CANDIDATES]]
+    left = []
+    for k in candidates:
+        rest = np.arange(len(linear)) != k
+        if k not in without:
+            without[k] = _know(sites, precision * rest[:, None, None])
+        found = _measured(sites, linear * rest[:, None], without[k])
+        left.append(float(np.square(_ratios(found, limits)).sum()) if np.all(without[k].proper) else np.inf)
+    # Where those without who pulls most are no posterior, how they agree is not known, and nobody else is suspected.
+    best = int(np.argmin(left))
+    return candidates[best if np.isfinite(left[0]) and left[best] < _CLEARLY * left[0] else 0]
+
+
+def _of_a_size(sites: Sites) -> tuple[Array, Array, NDArray[np.bool_], NDArray[np.bool_]]:
+    """Naturals of sites that neither take nor give too much precision, and which had to be changed for that."""
+    linear, precision = sites.linear.copy(), _sites.dense(sites.precision, sites.structure)
+    takes, gives = np.zeros((2, len(linear)), dtype=bool)
+    for _ in range(2 * len(linear)):
+        base, centre = _bases(sites, linear, precision)
+        root = np.linalg.cholesky(base)
+        inverse = np.linalg.inv(root)
+        values, vectors = np.linalg.eigh(inverse @ precision @ np.swapaxes(inverse, 1, 2))
+        excess = np.maximum(-values[:, 0] / _TAKES, values[:, -1] / _GIVES)
+        k = int(np.argmax(excess))
+        if excess[k] <= 1 + _ROUNDING:
+            break
+        axes, taking = root[k] @ vectors[k], bool(values[k, 0] < -_TAKES)
+        kept = np.where(values[k] < -_TAKES, 0.0, np.minimum(values[k], _AIM * _GIVES))
+        back = (axes * (kept - values[k])) @ axes.T
+        # What it says of a mean stays where its precision is cut; where it takes too much, it has no say.
+        said = np.linalg.solve(axes, linear[k] - precision[k] @ centre[k])
+        said = axes @ (said * np.where(values[k] > kept, kept / values[k], 1.0)) * (not taking)
+        precision[k] += _sites.dense(_sites.in_structure(back, sites.structure), sites.structure)
+        linear[k] = precision[k] @ centre[k] + said
+        takes[k], gives[k] = takes[k] or taking, gives[k] or not taking
+    return linear, precision, takes, gives
+
+
+def _bases(sites: Sites, linear: Array, precision: Array) -> tuple[Array, Array]:
+    """What sites' precisions are compared with, and the means there.
+
+    Those of the cavities; where one is not proper, as far from the mode, others' curvatures in size stand in for it.
+    """
+    base = sites.prior.precision + _others(precision)
+    cavities = sites.prior.linear + _others(linear)
+    proper = np.atleast_1d(gaussian.is_proper(Gaussian(cavities, base)))
+    if not np.all(proper):
+        base = np.where(proper[:, None, None], base, sites.prior.precision + _others(_sizes(sites, precision)))
+    return base, np.asarray(np.linalg.solve(base, cavities[..., None])[..., 0])
+
+
+def _sizes(sites: Sites, precision: Array) -> Array:
+    """Precisions with the sizes of their eigenvalues, in prior sds: (K, m, m)."""
+    root = np.linalg.cholesky(sites.prior.precision)
+    inverse = np.linalg.inv(root)
+    values, vectors = np.linalg.eigh(inverse @ precision @ inverse.T)
+    axes = root @ vectors
+    return np.asarray((axes * np.abs(values)[:, None, :]) @ np.swapaxes(axes, 1, 2))
+
+
+def _others(values: Array) -> Array:
+    """Sum over all rows but one, for every row."""
+    upto, after = np.cumsum(values, axis=0), np.cumsum(values[::-1], axis=0)[::-1]
+    total = np.zeros_like(values)
+    total[1:] += upto[:-1]
+    total[:-1] += after[1:]
+    return total
+
+
+def _what(pull: Array, labels: Sequence[str]) -> str:
+    """Where a client that is held back pulls most; if nowhere, it is for its precision."""
+    if not np.nanmax(np.abs(pull), initial=0.0) >= 1e-6:
+        return "gives or takes more precision than the others allow"
+    i = int(np.argmax(np.abs(pull)))
+    return f"pulls {labels[i]} by {pull[i]:+.2g} sds"
+
+
+def blamed(bounded: Bounded, trust: float) -> Array:
+    """Pulls (K, m), with 0 for who is held back for its precision and not for how it pulls."""
+    pull = np.nan_to_num(bounded.pull)
+    within = np.abs(pull).max(axis=1) <= trust
+    return np.where(((bounded.takes | bounded.gives) & within)[:, None], 0.0, pull)
+
+
+def warn(bounded: Bounded, trust: float) -> None:
+    """One line in the log for every client that is held back; far from the mode honest factors may bend outwards."""
+    names, labels, pull = list(bounded.sites.where), bounded.sites.labels, blamed(bounded, trust)
+    for k in np.flatnonzero(bounded.held):
+        logger.log(
+            logging.WARNING if np.any(pull[k]) else logging.INFO,
+            "client %s held back: it %s (of what the others know), trust=%s",
+            names[k],
+            _what(pull[k], labels),
+            trust,
+            extra={"client": names[k], "status": "held back"},
+        )
+
+
+def said(sites: Sites, rows: NDArray[np.intp], pull: Array, trust: float, nearly: bool = False) -> str:
+    """Name the clients that are held back, or nearly so, and where they pull, or say nothing."""
+    if not len(rows):
+        return ""
+    names = list(sites.where)
+    rows = rows[np.argsort(-np.abs(pull[rows]).max(axis=1), kind="stable")]
+    shown = [f"{names[k]} ({_what(pull[k], sites.labels)})" for k in rows[:5]]
+    more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
+    what = "nearly held back" if nearly else "held back, since what the others know does not allow it"
+    return f"{what}: {', '.join(shown)}{more}; look at their data, or raise trust={trust:g}"

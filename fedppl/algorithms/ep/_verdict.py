@@ -1,0 +1,156 @@
+"""Whether EP has converged, the next damping, and what to say of both."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy import special
+
+from fedppl.algorithms.ep import _moves, _trust
+from fedppl.algorithms.ep._state import EPState
+from fedppl.types import Array, Status
+
+__all__ = ["LESS_NOISE", "Change", "judge"]
+
+# Monte Carlo error of the shared means, in posterior sds after averaging, beyond which nothing is called converged.
+_MOST_ERROR = 0.2
+LESS_NOISE = "raise draws= or points= of the local inference for less"
+# With this skewness, quantiles of a margin in the tails are off by a few tenths of an sd under a Gaussian.
+_SKEWED = 0.5
+# Averaged for so many rounds, and with so many replies of every client, before moves that cancel count as such.
+_ROUNDS, _REPLIES = 4, 2
+# The probability that an honest run has such a pull, of any client.
+_BY_CHANCE = 1e-3
+
+
+class Change(NamedTuple):
+    """What a round did to q."""
+
+    size: float  # largest of a mean or a log sd, in posterior sds before damping
+    turned: bool  # it did not go on in the direction of the round before
+    mc_error: float  # of all clients' last replies
+    fresh: float  # of this round's
+
+
+def judge(state: EPState, last: Change, rows: list[int], tolerance: float, largest: float) -> EPState:
+    """Set the next damping, and say whether this is converged.
+
+    What clients say of their error starts the averaging, and too much of it keeps q from being called converged. How
+    small the moves have to be does not hang on it: they are averaged with their signs, so that noise cancels, and
+    compared with the errors of all but the client that says it has most; of that one's, what its replies show.
+    """
+    count = len(state.sites.where)
+    change, turned, mc_error, fresh = last
+    noisy = mc_error > tolerance
+    averaging, moves, falls = state.averaging, state.moves, state.falls
+    few = 3 * max(fresh, tolerance)
+    drift = moves.mean.sum(axis=0)
+    limit = max(tolerance, 3 * np.sqrt(_moves.backed(moves, state.noise)))
+    seen = averaging + 1 >= _ROUNDS and bool(np.all(moves.replies >= _REPLIES))
+    if noisy and seen and np.abs(drift).max() > 2 * limit:
+        # Not noise: q is on its way, and steps as short as those of averaging would take too long.
+        moves, averaging, damping = _moves.anew(moves), 1, 0.5 * largest
+    elif noisy and change < (2 * few if averaging else few):
+        # down to noise: average the rounds, so that Monte Carlo error falls with their number
+        moves = moves if averaging else _moves.begin(moves)
+        averaging += 1
+        damping = max(max(1.0 / (averaging + 1), 0.1) * largest, min(0.25 / count, largest))
+    elif change > state.change:
+        # Steps that are too long turn back. Where the change grows on its way, as with other clients in every round,
+        # they are not.
+        averaging = 0
+        shorten = turned or change > 2 * state.change
+        damping, falls = (max(state.damping / 2, 1.0 / count), 0) if shorten else (state.damping, falls)
+    else:
+        # Faster with every fall: what shortened steps, such as clients whose replies were wrong, may be over.
+        averaging, falls = 0, falls + 1
+        damping = min(largest, 1.5**falls * state.damping)
+    heard, sweep_change = state.heard.copy(), state.sweep_change + change
+    heard[rows] = True
+    swept = bool(np.all(heard))
+    # One small change of a noisy sweep may be luck: with Monte Carlo error, rounds are averaged before it counts.
+    quiet = swept and not noisy and sweep_change < tolerance
+    averaged = seen and np.abs(drift).max() < limit
+    left = float(np.sqrt(state.noise.sum()))
+    if (quiet or (swept and noisy and averaged)) and left <= _MOST_ERROR and not np.any(state.held):
+        status = Status.CONVERGED
+        message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
+        skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * min(mc_error, _MOST_ERROR)))
+        message = "; ".join(filter(None, (message, skewed, _far_off(state))))
+    else:
+        status = Status.RUNNING
+        knob = f"raise rounds=, or {LESS_NOISE}" if noisy else "raise rounds="
+        sweep = "the last sweep" if swept else f"a sweep of which {int(heard.sum())} of {count} clients are done"
+        message = f"{sweep} moved q by {sweep_change:.2g} posterior sds (tolerance {tolerance:g})"
+        if sweep_change >= tolerance or not np.any(state.held):  # else no number of rounds helps
+            message = f"{message}; {knob}"
+        if noisy and averaging and bool(np.all(state.moves.replies)):
+            message = _noisy(state, state.moves.mean, drift, limit, left)
+    return state._replace(
+        damping=damping,
+        change=change,
+        averaging=averaging,
+        moves=moves,
+        falls=falls,
+        heard=np.zeros_like(heard) if swept else heard,
+        sweep_change=0.0 if swept else sweep_change,
+        status=status.value,
+        message=message,
+    )
+
+
+def _noisy(state: EPState, moves: Array, drift: Array, limit: float, left: float) -> str:
+    """Why rounds that are averaged are not converged: too much error, too few rounds, or moves that go one way."""
+    size, names, m = np.abs(drift), list(state.sites.where), len(state.sites.labels)
+    worst = int(np.argmax(size))
+    if size[worst] < limit:
+        return (
+            f"averaged to a Monte Carlo error of {left:.2g} posterior sds (at most {_MOST_ERROR:g} is called "
+            f"converged); raise rounds=, or {LESS_NOISE}"
+        )
+    who = int(np.argmax(np.abs(moves[:, worst])))
+    label = state.sites.labels[worst % m] if worst < m else f"the log sd of {state.sites.labels[worst % m]}"
+    return (
+        f"rounds are averaged, but what the clients move {label} by does not cancel: {drift[worst]:+.2g} posterior sds "
+        f"a round (at most {limit:.2g}), of which client {names[who]} {moves[who, worst]:+.2g}; raise rounds=, look at "
+        f"that client's data if it stays, or {LESS_NOISE}"
+    )
+
+
+def _far_off(state: EPState) -> str:
+    """Who pulls a mean further than chance would, given what the others know; empty where nobody does."""
+    if len(state.sites.where) < 2:
+        return ""
+    pull = np.nan_to_num(_trust.pulls(state.sites))
+    k, i = np.unravel_index(int(np.argmax(np.abs(pull))), pull.shape)
+    if abs(pull[k, i]) <= -special.ndtri(0.5 * _BY_CHANCE / pull.size):
+        return ""
+    return (
+        f"client {list(state.sites.where)[k]} pulls {state.sites.labels[i]} by {pull[k, i]:+.2g} sds of what others "
+        "know: look at its data, at the units first; EP(trust=3) holds it back"
+    )
+
+
+def _skewed(state: EPState, limit: float) -> str:
+    """The coordinates whose margins are too skewed for a Gaussian, and what to do; empty where there are none."""
+    size = np.abs(state.skewness)
+    worst = [int(i) for i in np.argsort(-size, kind="stable") if size[i] > limit]
+    if not worst:
+        return ""
+    names = list(state.sites.where)
+    named = ", ".join(
+        f"{state.sites.labels[i]} {state.skewness[i]:.1f}"
+        # One client's word, of several, is told as such.
+        + (
+            f" ({state.skewness_without[i]:.1f} without client {names[state.skewed_by[i]]})"
+            if len(names) > 1 and abs(state.skewness_without[i]) <= limit
+            else ""
+        )
+        for i in worst[:3]
+    )
+    more = f" and {len(worst) - 3} more" if len(worst) > 3 else ""
+    return (
+        f"skewness of about {named}{more}, which a Gaussian cannot have: rely on means more than on tails there, or "
+        "declare the variable on a scale where it is closer to normal; see fit.idata['fit']['skewness']"
+    )

@@ -1,0 +1,1 @@
+"""Clients with parameters of their own under a prior that is estimated."""

@@ -1,0 +1,338 @@
+"""HM1: clients' parameters under a matrix normal prior whose covariance over clients is estimated (FedLin, section 3).
+
+The server holds one quadratic factor per client, the joint posterior they give, and Ω; a client solves exactly for its
+own parameters, given one aggregated vector. `HM1Gradient` is the paper's Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl import gaussian, settings
+from fedppl.algorithms.hierarchical import _coupled
+from fedppl.algorithms.hierarchical._at_mode import Frame, frame_of, mode_given, reported
+from fedppl.gaussian import Gaussian
+from fedppl.local.nested_laplace import NestedLaplace
+from fedppl.local.target import draw_target, pack_target
+from fedppl.numerics.covariance import Covariance, Omega, exchangeable
+from fedppl.types import Algorithm, Array, Asked, DeclarationError, Layout, LocalInference, Message, Status
+
+__all__ = ["HM1", "HM1Info", "HM1State"]
+
+
+_REMAINDER = 0.01
+_FARTHEST = 1e6  # prior sds: no declared prior is as wrong as that
+_ALONE = 0.01  # weight of the prior in a client's first solve
+
+
+class HM1State(NamedTuple):
+    """What the next round needs. Parameters are whitened: θ = μ₀ + L η under the declared prior N(μ₀, L Lᵀ)."""
+
+    where: Mapping[str, int]  # client id to its row
+    frame: Frame  # μ₀, L
+    linear: Array  # (K, m) factors' r_k
+    precision: Array  # (K, m, m) factors' H_k
+    heard: Array  # (K,) bool
+    omega: Omega
+    mean: Array  # (K, m)
+    covariance: Array  # (K, m, m)
+    pulls: Array  # (K, m) aggregated vectors −Σ_{i≠k} η_i Ω⁻¹_ik
+    weights: Array  # (K,) Ω⁻¹_kk
+    status: str
+    message: str
+
+
+class HM1Info(NamedTuple):
+    """Diagnostics of this round."""
+
+    change_mean: float  # largest |Δ θ| in posterior sds
+    change_omega: float  # ‖Δ Ω‖ / ‖Ω‖
+
+
+def HM1(
+    *,
+    structure: Covariance | None = None,
+    local: LocalInference | None = None,
+    tolerance: float = 0.01,
+    report: Sequence[str] = (),
+) -> Algorithm:
+    r"""Borrow strength between clients whose parameters are correlated (FedLin, HM1), by exact solves.
+
+    .. math:: \Theta = (\theta_1, \ldots, \theta_K) \sim \mathcal{MN}(\mu_0 1^\top, A, \Omega), \qquad
+              y_k \sim p(y \mid \theta_k)
+
+    The shared variables of the declaration are θ_k here: every client has its own, and what is shared is their
+    distribution. Their declared prior N(μ₀, A) is that of one client; Ω (K, K), the covariance over clients, is
+    estimated. With Ω = I clients are independent, which is `Separate`. The paper has μ₀ = 0 and A = I.
+
+    A round: the server sends client k the aggregated vector :math:`-\sum_{i \neq k} \theta_i \Omega^{-1}_{ik}`; the
+    client finds the mode of θ_k given it, by Newton steps on its likelihood, local variables integrated out, and
+    replies with the quadratic expansion there. The server solves for all clients at once and takes EM steps for Ω,
+    with the moment E[ΘᵀΘ] / d that counts posterior covariances.
+
+    Parameters
+    ----------
+    structure
+        Form of Ω, from `fedppl.covariance`: by default `exchangeable`, which is never much worse than no borrowing;
+        `low_rank`, `ledoit_wolf`, `trace_constrained`, or the paper's `moving_average`. Choose by `grid_search`.
+    local
+        A local inference that offers expansions; by default `NestedLaplace`.
+    tolerance
+        Converged when a round moves no mean by more than this many posterior sds, nor Ω by more than this fraction.
+    report
+        Names of scalar local variables or deterministics, ``["sigma"]`` for example, that clients send along: their
+        values at the mode, as columns of ``fit.idata["rounds"]``. By default none leaves a client.
+
+    Returns
+    -------
+    Algorithm
+        Its fit has ``fit.idata["fit"]`` with ``theta`` and ``theta_sd`` (client, rows), and ``omega`` and
+        ``correlation`` (client, other_client): the device graph. All on the unconstrained space.
+
+    Raises
+    ------
+    DeclarationError
+        In a fit, if the prior of the shared variables is not Gaussian, or `local` offers no expansions.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> fedppl.HM1(structure=fedppl.covariance.low_rank(2)).settings["structure"]
+    'low rank(rank=2)'
+
+    Notes
+    -----
+    The server's part costs of the order of (K d)³ operations, or K d³ + (q d)³ where Ω has q factors.
+
+    Standard errors take Ω as known, and a client's likelihood for Gaussian: with 15 rows for 3 coefficients and an
+    unknown noise they were a sixth too small, with 60 rows they agree with NUTS. Draws of `Fit.client` do not take it
+    for Gaussian. An unknown noise makes a client's likelihood of θ bend outwards far from its own
+    estimate; there a fifth of the curvature that it has with the noise held is used, and diagnostic `raised` counts
+    such directions. At the end there should be none.
+
+    *When this fails.* A parameter that a client's data alone hardly identify, a variance of its effects for example,
+    has a likelihood that is far from quadratic: clients then fail, or Ω grows; leave such parameters local or share
+    them by `EP`. The prior is not invariant to the basis: what is unit variance for the coefficients of raw
+    powers is something else for orthogonal polynomials. Choose the basis, or the declared A, with care. It says nothing
+    of clients that did not take part: use `EP`.
+
+    References
+    ----------
+    .. [1] FedLin, section 3, eq. 2.
+    """
+    tolerance = settings.between("tolerance", tolerance, 0, 1, hint="it is in posterior sds")
+    if isinstance(report, str):
+        raise DeclarationError(f"report={report!r} must be a list of names: [{report!r}].")
+    if not isinstance(report, Sequence) or not all(isinstance(name, str) for name in report):
+        raise DeclarationError(f'report={settings.shown(report)} must be a list of names, such as ["sigma"].')
+    chosen = exchangeable() if structure is None else structure
+    if not isinstance(chosen, Covariance):
+        raise DeclarationError(
+            f"structure={settings.shown(chosen)} must be one that is built, like fedppl.covariance.low_rank(2)."
+        )
+    inference = settings.inference("local", local, NestedLaplace())
+    if inference.expand is None:
+        raise DeclarationError(
+            f"HM1 needs a local inference with expansions, and {inference.name} has none; use local=NestedLaplace()."
+        )
+    return Algorithm(
+        name="HM1",
+        check=functools.partial(_check, local=inference, report=tuple(report)),
+        init_server=functools.partial(_init_server, structure=chosen),
+        broadcast=_broadcast,
+        update_client=functools.partial(_update_client, local=inference, report=tuple(report)),
+        reply_shapes=_reply_shapes,
+        refuse=_refuse,
+        update_server=functools.partial(_update_server, structure=chosen, tolerance=tolerance),
+        outcome=_outcome,
+        draw=functools.partial(draw_target, local=inference),
+        details=_details,
+        settings={
+            "structure": chosen.describe(),
+            "local": inference.describe(),
+            "tolerance": repr(tolerance),
+            "report": repr(tuple(report)),
+        },
+        tests_convergence=True,
+        asks=_asks,
+    )
+
+
+def _check(client: Any, *, local: LocalInference, report: tuple[str, ...]) -> None:
+    local.check(client)
+    frame_of(client.layout)
+    if report:
+        reported(client, report, client.layout.prior.linear * 0.0, client.initial)
+
+
+def _init_server(
+    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, structure: Covariance
+) -> HM1State:
+    del rng
+    count, m = len(clients), layout.size
+    omega, mean = structure.start(count), np.zeros((count, m))
+    if int(structure.settings.get("rank", 0)) >= m:
+        raise DeclarationError(
+            f"{structure.describe()}: {m} coordinates of θ cannot tell {m} or more factors apart; use a smaller rank, "
+            "or fedppl.covariance.exchangeable()."
+        )
+    # A factor describes a likelihood best near the client's own estimate, and Ω is first estimated from such factors.
+    pulls, weights = np.zeros((count, m)), np.full(count, _ALONE)
+    return HM1State(
+        where={client_id: k for k, client_id in enumerate(clients)},
+        frame=frame_of(layout),
+        linear=np.zeros((count, m)),
+        precision=np.zeros((count, m, m)),
+        heard=np.zeros(count, dtype=bool),
+        omega=omega,
+        mean=mean,
+        covariance=np.broadcast_to(np.eye(m), (count, m, m)).copy(),
+        pulls=pulls,
+        weights=weights,
+        status=Status.RUNNING.value,
+        message="",
+    )
+
+
+def _broadcast(state: HM1State, client_id: str) -> Message:
+    """Where to start, the aggregated vector, and the weight of the prior: θ_k given the others."""
+    k = state.where[client_id]
+    return {"start": state.mean[k], "pull": state.pulls[k], "weight": np.array(state.weights[k])}
+
+
+def _asks(layout: Layout, message: Message) -> Asked:
+    """Where Newton's steps begin, and the mean given the other clients: it draws the mode that is expanded at."""
+    frame = frame_of(layout)
+    start, pull = (np.asarray(message[name], dtype=float) for name in ("start", "pull"))
+    given = pull / float(message["weight"])
+    return Asked(frame.center + np.stack([start, given]) @ frame.root.T, np.zeros((0, layout.size)))
+
+
+def _update_client(
+    client: Any,
+    personal: Any,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    local: LocalInference,
+    report: tuple[str, ...],
+) -> tuple[Any, Message, Mapping[str, float]]:
+    """Solve for θ_k given the others; what is sent is the likelihood's expansion there. Clients keep no state."""
+    del rng
+    start, pull = (np.asarray(message[name], dtype=float) for name in ("start", "pull"))
+    linear, precision, phi, info = mode_given(client, local, start, pull, float(message["weight"]))
+    if report:
+        info |= reported(client, report, phi, None)
+    return personal, {"linear": linear, "precision": gaussian.pack_triangle(precision)}, info
+
+
+def _reply_shapes(state: HM1State) -> dict[str, tuple[int, ...]]:
+    m = state.mean.shape[1]
+    return {"linear": (m,), "precision": (m * (m + 1) // 2,)}
+
+
+def _refuse(state: HM1State, reply: Message) -> str | None:
+    """A factor must be integrable against the prior, and not put its client beyond all measure."""
+    precision = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
+    values, axes = np.linalg.eigh(precision)
+    if values[0] < -1e-6 * max(1.0, abs(float(values[-1]))):
+        return f"'precision' has eigenvalue {values[0]:.3g}, and must be positive semi-definite"
+    if values[-1] > 1e14:
+        return f"'precision' is absurdly large ({values[-1]:.3g} prior precisions): scale this client's data"
+    alone = float(np.abs(axes @ ((axes.T @ reply["linear"]) / (np.maximum(values, 0.0) + 1.0))).max())
+    if alone > _FARTHEST:
+        return f"'linear' puts θ {alone:.3g} prior sds away, absurdly far: scale this client's data"
+    return None
+
+
+def _update_server(
+    state: HM1State, replies: Mapping[str, Message], *, structure: Covariance, tolerance: float
+) -> tuple[HM1State, HM1Info]:
+    """Replace the factors that came, estimate Ω, solve for all clients."""
+    if not replies:
+        return state, HM1Info(np.nan, np.nan)
+    linear, precision, heard = state.linear.copy(), state.precision.copy(), state.heard.copy()
+    for client_id, reply in replies.items():
+        k = state.where[client_id]
+        linear[k] = reply["linear"]
+        precision[k] = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
+        heard[k] = True
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):
+            omega, coupled = _coupled.estimate(linear, precision, state.omega, structure, tolerance=1e-3 * tolerance)
+    except np.linalg.LinAlgError:
+        return _stalled(state)
+    if not all(np.all(np.isfinite(value)) for value in (*coupled, omega.matrix)):
+        return _stalled(state)
+    sd = np.sqrt(np.diagonal(coupled.covariance, axis1=1, axis2=2))
+    change = float(np.max(np.abs(coupled.mean - state.mean) / sd))
+    change_omega = float(np.linalg.norm(omega.matrix - state.omega.matrix) / np.linalg.norm(omega.matrix))
+    done = bool(heard.all()) and change < tolerance and change_omega < tolerance
+    pulls, weights = _coupled.conditional_priors(omega, coupled.mean)
+    message = _overfitted(omega)
+    if not done:
+        message = f"θ moved by {change:.2g} sd and Ω by {change_omega:.2g} in the last round; raise rounds="
+    state = state._replace(
+        linear=linear,
+        precision=precision,
+        heard=heard,
+        omega=omega,
+        mean=coupled.mean,
+        covariance=coupled.covariance,
+        pulls=pulls,
+        weights=weights,
+        status=(Status.CONVERGED if done else Status.RUNNING).value,
+        message=message,
+    )
+    return state, HM1Info(change, change_omega)
+
+
+def _overfitted(omega: Omega) -> str:
+    """A word of caution where factors have taken up nearly everything: little is left to a client's own."""
+    if omega.factor.shape[1] < 2 or omega.remainder > _REMAINDER * float(np.trace(omega.matrix)) / len(omega.matrix):
+        return ""
+    return (
+        f"the factors of Ω leave clients a variance of {omega.remainder:.2g} of their own, below {_REMAINDER:.0%} of "
+        "the mean: they may have fitted noise, and standard errors be too small; compare ranks by fedppl.grid_search"
+    )
+
+
+def _stalled(state: HM1State) -> tuple[HM1State, HM1Info]:
+    """Keep what there was."""
+    message = (
+        "Ω grew beyond all measure; look at the clients' replies in `rounds`, scale the data so that parameters are of "
+        "the size of their prior, or choose a structure with fewer parameters, such as exchangeable"
+    )
+    return state._replace(status=Status.STALLED.value, message=message), HM1Info(np.inf, np.inf)
+
+
+def _outcome(state: HM1State, client_id: str) -> Message:
+    """θ_k's posterior, and the same without the client's own factor."""
+    if client_id not in state.where:
+        raise DeclarationError(
+            f"client {client_id!r} did not take part, and HM1 says nothing of such clients (FedLin, section 4); fit "
+            "again with it, or use fedppl.EP() with a hierarchical prior."
+        )
+    k = state.where[client_id]
+    marginal = gaussian.from_moments(state.mean[k], state.covariance[k])
+    cavity = gaussian.quotient(marginal, Gaussian(state.linear[k], state.precision[k]))
+    if not gaussian.is_proper(cavity):  # rounding, where the data outweigh the prior by far
+        cavity, _ = gaussian.repair(cavity, 1e-6)
+    return pack_target(state.frame.colour(marginal), state.frame.colour(cavity), 0.0)
+
+
+def _details(state: HM1State) -> dict[str, tuple[tuple[str, ...], Array]]:
+    """Θ with standard errors, Ω, and the correlations it holds."""
+    root = state.frame.root
+    sd = np.sqrt(np.diagonal(state.omega.matrix))
+    spread = np.einsum("ij,kjl,il->ki", root, state.covariance, root)
+    return {
+        "theta": (("client", "rows"), state.frame.center + state.mean @ root.T),
+        "theta_sd": (("client", "rows"), np.sqrt(spread)),
+        "omega": (("client", "other_client"), state.omega.matrix),
+        "correlation": (("client", "other_client"), state.omega.matrix / np.outer(sd, sd)),
+    }

@@ -1,0 +1,1 @@
+"""One round: each client's own posterior, alone or combined."""

@@ -1,0 +1,166 @@
+"""Every client by itself: the declared prior and its own data, and nothing that travels."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedppl import settings, structure
+from fedppl.algorithms.ep import _sites, _warm_start
+from fedppl.gaussian import Gaussian
+from fedppl.local.nested_laplace import NestedLaplace
+from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
+from fedppl.types import Algorithm, Draws, Layout, LocalFailure, LocalInference, Message, Status, Target
+
+__all__ = ["Separate", "SeparateInfo", "SeparateState", "near_posterior"]
+
+_NEWTON_STEPS = 50
+
+
+class SeparateState(NamedTuple):
+    """What the server knows: the declared prior, and who has answered."""
+
+    prior: Gaussian
+    prior_share: float
+    where: Mapping[str, int]  # client id to its place
+    heard: NDArray[np.bool_]  # (K,)
+    status: str
+    message: str
+
+
+class SeparateInfo(NamedTuple):
+    """Diagnostics of this round."""
+
+    heard: int  # clients that have answered so far
+
+
+def Separate(*, local: LocalInference | None = None) -> Algorithm:
+    r"""Each client's posterior from the declared prior and its own data: no pooling.
+
+    .. math:: p(\phi, \theta_k \mid y_k) \propto p(\phi)\, p(y_k, \theta_k \mid \phi)
+
+    In a round a client computes its moments and replies an empty message, with the diagnostics of its local inference
+    beside it. Its draws come from ``fit.client(k)``; a new client's are made in the same way.
+
+    Parameters
+    ----------
+    local
+        How clients compute; by default `NestedLaplace`.
+
+    Returns
+    -------
+    Algorithm
+        Its fit has neither a shared posterior nor an estimate, only clients' posteriors.
+
+    Raises
+    ------
+    DeclarationError
+        In a fit, where `local` is wrong for the declared model.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> fedppl.Separate().name
+    'Separate'
+
+    Notes
+    -----
+    *When this fails.* Clients with few rows learn nothing from the others, and the prior decides. It is what pooling
+    is compared with, not a way to pool.
+
+    References
+    ----------
+    .. [1] FedLin, section 6.2: individual models.
+    """
+    inference = settings.inference("local", local, NestedLaplace())
+    return Algorithm(
+        name="Separate",
+        check=inference.check,
+        init_server=_init_server,
+        broadcast=lambda state, client_id: pack_target(state.prior, state.prior, state.prior_share),
+        update_client=functools.partial(_update_client, local=inference),
+        reply_shapes=lambda state: {},
+        refuse=lambda state, reply: None,
+        update_server=_update_server,
+        outcome=lambda state, client_id: pack_target(state.prior, state.prior, state.prior_share),
+        draw=functools.partial(_draw, local=inference),
+        details=lambda state: {},
+        settings={"local": inference.describe()},
+        tests_convergence=True,
+        asks=at_target,
+    )
+
+
+def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> SeparateState:
+    """Nobody has answered yet."""
+    del rng
+    return SeparateState(
+        prior=layout.prior,
+        prior_share=0.0 if layout.prior_is_gaussian else 1.0,
+        where={client_id: k for k, client_id in enumerate(clients)},
+        heard=np.zeros(len(clients), dtype=bool),
+        status=Status.RUNNING.value,
+        message="",
+    )
+
+
+def near_posterior(target: Target, local: LocalInference) -> Target:
+    """The target with a global q near its tilted distribution: a prior is a poor proposal where data are strong.
+
+    A Laplace approximation by `EP`'s warm start for this one client; the target itself where the local inference
+    offers no expansions, and needs no proposal, or the search finds no mode.
+    """
+    client = target.client
+    if local.expand is None:
+        return target
+    layout = dataclasses.replace(client.layout, prior=target.cavity)
+    sites = _sites.empty(layout, (client.client_id,), structure.full(layout.size))
+    search = _warm_start.start(layout, 1)
+    for _ in range(_NEWTON_STEPS):
+        try:
+            reply, _ = _warm_start.expand_along(client, local, search.point, search.move, target.prior_share)
+        except LocalFailure:
+            return target
+        sites, search, _ = _warm_start.step(sites, search, {client.client_id: reply})
+        if search.arrived:
+            return target._replace(global_=sites.q)
+    return target
+
+
+def _update_client(
+    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, local: LocalInference
+) -> tuple[Any, Message, Mapping[str, float]]:
+    """Compute the client's moments, of which only the diagnostics leave it."""
+    moments = local.tilted(near_posterior(unpack_target(client, message), local), rng)
+    return personal, {}, moments.diagnostics
+
+
+def _update_server(state: SeparateState, replies: Mapping[str, Message]) -> tuple[SeparateState, SeparateInfo]:
+    """Note who has answered."""
+    heard = state.heard.copy()
+    heard[[state.where[client_id] for client_id in replies]] = True
+    done, count = bool(np.all(heard)), int(np.sum(heard))
+    message = "" if done else f"{count} of {len(heard)} clients have answered; raise rounds="
+    status = Status.CONVERGED if done else Status.RUNNING
+    return state._replace(heard=heard, status=status.value, message=message), SeparateInfo(count)
+
+
+def _draw(
+    client: Any,
+    personal: Any,
+    message: Message,
+    draws: int,
+    chains: int,
+    rng: np.random.Generator,
+    *,
+    local: LocalInference,
+) -> Draws:
+    """Draws of (φ, θ_k) from prior x local likelihood."""
+    target = near_posterior(unpack_target(client, message), local)
+    near = pack_target(target.global_, target.cavity, target.prior_share)
+    return draw_target(client, personal, near, draws, chains, rng, local=local)

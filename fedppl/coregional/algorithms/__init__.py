@@ -1,0 +1,1 @@
+"""Algorithms for linear models of coregionalisation, one per file."""

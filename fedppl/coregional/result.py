@@ -1,0 +1,217 @@
+"""How a fitted linear model of coregionalisation is read: predictions in closed form, draws, a new unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.coregional.bound import Curves, Design, Globals, Roles, curves
+from fedppl.coregional.unit import best_unit, coefficient_covariance, statistics
+from fedppl.types import Array, DeclarationError, Draws, Message
+
+__all__ = [
+    "Coefficients",
+    "SELECTED",
+    "Fitted",
+    "block_diagonal",
+    "draw",
+    "only",
+    "outcome",
+    "predictive",
+    "require_unit",
+    "sample",
+    "selected_only",
+    "settle",
+    "unpack",
+]
+
+# A function with a probability above this is selected.
+SELECTED = 0.5
+_NEW_UNIT_SWEEPS = 50
+
+
+class Fitted(NamedTuple):
+    """Shared parameters at the end of a fit, with the covariance of v over all latent functions."""
+
+    shared: Globals
+    joint: Array  # (LQ, LQ)
+    heard: bool = False  # whether the unit's own rows are in these
+
+
+class Coefficients(NamedTuple):
+    """q(w | α = 1) of one unit, with a covariance of its own."""
+
+    mean: Array  # (L,)
+    covariance: Array  # (L, L)
+    log_noise_sd: float
+
+
+def require_unit(client: Any) -> None:
+    """Raise DeclarationError where the model is no linear model of coregionalisation."""
+    _ = client.coregional
+
+
+def outcome(shared: Globals, joint: Array, *, heard: bool) -> Message:
+    """What a unit needs to know in the end; one whose rows are not in it yet, a new one for example, is not heard."""
+    return {
+        "heard": np.array(float(heard)),
+        "mean": shared.mean,
+        "joint": gaussian.pack_triangle(joint),
+        "inclusion": shared.inclusion,
+        "kernel": shared.kernel,
+        "log_slab_sd": np.array(shared.log_slab_sd),
+    }
+
+
+def unpack(message: Message) -> Fitted:
+    """Read `outcome`."""
+    mean = np.asarray(message["mean"], dtype=float)
+    joint = gaussian.unpack_triangle(np.asarray(message["joint"], dtype=float))
+    latents, points = mean.shape
+    # The mean field's covariances are inverses of the precision's blocks, and smaller than the blocks of `joint`.
+    blocks = np.linalg.inv(np.einsum("lqlp->lqp", np.linalg.inv(joint).reshape(latents, points, latents, points)))
+    shared = Globals(
+        mean,
+        blocks,
+        np.asarray(message["inclusion"], dtype=float),
+        np.asarray(message["kernel"], dtype=float),
+        float(message["log_slab_sd"]),
+    )
+    return Fitted(shared, joint, bool(message["heard"]))
+
+
+def selected_only(fitted: Fitted) -> Fitted:
+    """The model of a new unit: the selected functions for certain, the others not at all."""
+    shared = fitted.shared
+    return fitted._replace(shared=shared._replace(inclusion=np.where(shared.inclusion > SELECTED, 1.0, 0.0)))
+
+
+def only(fitted: Fitted, latents: Iterable[int]) -> Fitted:
+    """The model that uses the named latent functions for certain, and no other."""
+    if not isinstance(latents, Iterable):
+        raise DeclarationError(f"latents={latents!r} must be a list of numbers of latent functions.")
+    shared, chosen = fitted.shared, sorted(set(latents))
+    count = len(shared.inclusion)
+    if not chosen or not set(chosen) <= set(range(count)):
+        raise DeclarationError(f"latents={chosen} must be some of 0 to {count - 1}.")
+    return fitted._replace(shared=shared._replace(inclusion=np.isin(np.arange(count), chosen).astype(float)))
+
+
+def settle(unit: Any, personal: Any, fitted: Fitted) -> tuple[Coefficients, Fitted]:
+    """A unit's own parameters given the shared ones, from its own rows alone."""
+    shared = fitted.shared
+    design = unit.design(shared.kernel)
+    start = getattr(personal, "log_noise_sd", unit.noise.mean)
+    state, curve = best_unit(design, shared, unit.noise, start)
+    covariance = coefficient_covariance(design, curve, fitted.joint, shared.log_slab_sd, state.log_noise_sd)
+    return Coefficients(state.mean, covariance, state.log_noise_sd), fitted
+
+
+def settle_new(unit: Any, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients, Fitted]:
+    """Parameters of a unit that took no part, from its own rows and the shared functions (section 4.3).
+
+    `fixed` is equation 17: the shared functions as they are. Otherwise q(v) of the others is the unit's prior of v, and
+    the unit's own rows have their say: q(w), q(v) and σ in turn, each at the maximum of the unit's own bound. Nothing
+    of it leaves the unit. The coefficients, parameters in equation 17, keep their prior N(0, σ_w²) and a posterior.
+    """
+    if fixed:
+        return settle(unit, None, fitted)
+    shared, noise = fitted.shared, unit.noise.mean
+    latents, points = shared.mean.shape
+    design = unit.design(shared.kernel)
+    used = np.repeat(shared.inclusion, points)
+    prior = np.linalg.inv(fitted.joint)
+    linear, precision = prior @ shared.mean.ravel(), prior
+    for _ in range(_NEW_UNIT_SWEEPS):
+        state, _ = best_unit(design, shared, unit.noise, noise)
+        told = statistics(design, state, unit.noise)
+        precision = prior + used[:, None] * told["precision"] * used
+        solved = np.linalg.solve(precision, linear + used * told["linear"].ravel())
+        mean: Array = np.asarray(solved, dtype=float).reshape(latents, points)
+        blocks = np.linalg.inv(np.einsum("lqlp->lqp", precision.reshape(latents, points, latents, points)))
+        still = np.max(np.abs(mean - shared.mean)) < 1e-6 and abs(state.log_noise_sd - noise) < 1e-6
+        shared, noise = shared._replace(mean=mean, covariance=blocks), state.log_noise_sd
+        if still:
+            break
+    joint = np.linalg.inv(precision)
+    return settle(unit, state, Fitted(shared, (joint + joint.T) / 2, heard=True))
+
+
+def predictive(design: Design, fitted: Fitted, own: Coefficients) -> tuple[Array, Array]:
+    """Mean and variance (n,) of f at the design's inputs, by the law of total variance over w, α, v and the residual.
+
+    Covariances of coefficients and of inducing variables across latent functions are counted; the mean field leaves
+    them out, and with them most of what is unknown where the unit has no rows.
+    """
+    shared = fitted.shared
+    latents, rows, points = design.projection.shape
+    curve: Curves = curves(design, shared.mean, shared.covariance)
+    gamma = shared.inclusion
+    weight = gamma * own.mean
+    mean = weight @ curve.mean
+    square = np.outer(own.mean, own.mean) + own.covariance  # E w w' given that both are used
+    pair = np.outer(gamma, gamma)
+    np.fill_diagonal(pair, gamma)
+    product = pair * square  # E s s'
+    variance = np.zeros(rows)
+    blocks = fitted.joint.reshape(latents, points, latents, points)
+    for first in range(latents):
+        for second in range(first, latents):
+            if product[first, second] == 0.0:
+                continue
+            across = np.sum(
+                (design.projection[first] @ blocks[first, :, second, :]) * design.projection[second], axis=1
+            )
+            term = product[first, second] * (across + curve.mean[first] * curve.mean[second])
+            variance += term if first == second else 2.0 * term
+    variance += np.diag(product) @ design.conditional
+    return mean, np.maximum(variance - mean**2, 0.0)
+
+
+def sample(role: Roles, message: Message, count: int, rng: np.random.Generator) -> Array:
+    """Draws (count, m) of what is shared: q(v), q(α), and the estimates of kernels and σ_w, equal in all draws."""
+    fitted = unpack(message)
+    phi = np.zeros((count, len(role.is_binary)))
+    root = np.linalg.cholesky(fitted.joint + 1e-12 * np.eye(len(fitted.joint)))
+    phi[:, role.v] = fitted.shared.mean.ravel() + rng.normal(size=(count, len(root))) @ root.T
+    if role.included is not None:
+        phi[:, role.included] = rng.random((count, role.latents)) < fitted.shared.inclusion
+    phi[:, role.kernel] = fitted.shared.kernel
+    phi[:, role.slab] = fitted.shared.log_slab_sd
+    return phi
+
+
+def draw(client: Any, personal: Any, message: Message, draws: int, chains: int, rng: np.random.Generator) -> Draws:
+    """Draws of what is shared and of the unit's own variables from the variational posterior."""
+    unit, count = client.coregional, draws * chains
+    fitted = unpack(message)
+    if fitted.heard:
+        own, fitted = settle(unit, personal, fitted)
+    else:
+        own, fitted = settle_new(unit, selected_only(fitted), fixed=False)
+    shared = fitted.shared
+    role: Roles = unit.roles
+    phi = sample(role, outcome(shared, fitted.joint, heard=True), count, rng)
+    used = np.ones((count, role.latents)) if role.included is None else phi[:, role.included]
+    root = np.linalg.cholesky(own.covariance + 1e-12 * np.eye(role.latents))
+    w = own.mean + rng.normal(size=(count, role.latents)) @ root.T
+    unused = np.exp(shared.log_slab_sd) * rng.normal(size=w.shape)
+    values = {
+        "w": np.where(used > 0.5, w, unused),
+        "noise_sd": np.full((count, 1), own.log_noise_sd),
+        "residual": rng.normal(size=(count, len(unit.response))),
+    }
+    local = np.concatenate([values[variable.name] for variable in client.local], axis=1)
+    return Draws(phi.reshape(chains, draws, -1), local.reshape(chains, draws, -1), {})
+
+
+def block_diagonal(covariance: Array) -> Array:
+    """The covariance (LQ, LQ) of v whose latent functions are independent."""
+    latents, points, _ = covariance.shape
+    joint = np.zeros((latents, points, latents, points))
+    for place in range(latents):
+        joint[place, :, place, :] = covariance[place]
+    return joint.reshape(latents * points, latents * points)

@@ -1,0 +1,285 @@
+"""A declared linear model of coregionalisation, read from its PyMC graph: what the numerics need of one unit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytensor
+import pytensor.tensor as pt
+from pytensor.graph.replace import clone_replace
+from pytensor.graph.traversal import ancestors
+
+from fedppl.coregional.bound import Design, LogScale, Roles, density, roles
+from fedppl.model import _graph, _same
+from fedppl.model._numba import MODE
+from fedppl.model.prior import gaussian_prior
+from fedppl.types import Array, DataError, DeclarationError, Variable
+
+if TYPE_CHECKING:
+    from fedppl.model.declaration import ClientModel
+
+__all__ = ["CoregionalUnit", "read_unit"]
+
+logger = logging.getLogger(__name__)
+_lock = threading.Lock()
+_KEPT = 16
+_SPREADS = 3.0  # of the prior of log σ_m, below which outputs are constant
+_UNSEEN = 0.9  # of a latent function's variance, 1, that is left when all of v is known
+_compiled: list[tuple[tuple[Any, tuple[Any, ...], list[Any]], tuple[Callable[..., Any], Callable[..., Any]]]] = []
+_PARTS = ("projection", "conditional_variance")
+_CONTRACT = (
+    "a model of coregionalisation declares v, w, noise_sd, residual and slab_sd, and adds its tensors `projection` and "
+    "`conditional_variance` by name (models/fedlmc_ss.py in fedppl's repository, which the wheel leaves out, does so)"
+)
+
+
+class CoregionalUnit:
+    """One unit's side of a linear model of coregionalisation: the design of its rows and the priors it needs.
+
+    Attributes
+    ----------
+    roles
+        Where each kind of shared parameter lies in φ.
+    noise
+        Prior of log σ_m.
+    response
+        y (n,).
+    """
+
+    def __init__(self, client: ClientModel) -> None:
+        self._client = client
+        self._functions = _functions(client)
+        self.roles: Roles = roles(client.layout)
+        self.noise: LogScale = self._functions["noise"]
+        self.response: Array = np.asarray(client.arrays[self._functions["observed"]], dtype=float)
+
+    def design(self, kernel: Array, rows: Any = None) -> Design:
+        """Projection (L, b, Q), conditional variance (L, b) and responses (b,) of all rows, or of some."""
+        response = self.response if rows is None else self.response[rows]
+        scale = len(self.response) / max(len(response), 1)
+        projection, conditional = self._functions["forward"](self._phi(kernel), *self._inputs(rows))
+        return Design(projection, conditional, response, scale)
+
+    def at(self, kernel: Array, inputs: Mapping[str, Any]) -> Design:
+        """The design at new inputs by name, without responses."""
+        names, observed = self._functions["names"], self._functions["observed"]
+        wanted = [name for name in names if name != observed]
+        if not isinstance(inputs, Mapping):
+            raise DataError(f'new inputs are {type(inputs).__name__}; pass a mapping from name to array: {{"X": ...}}.')
+        if set(inputs) - {observed} != set(wanted):
+            raise DataError(f"new inputs {sorted(inputs)} must be {wanted}, the model's containers beside its output.")
+        values: dict[str, Any] = {}
+        for name in wanted:
+            old, new = self._client.arrays[name], np.asarray(inputs[name])
+            if not (np.issubdtype(new.dtype, np.number) or new.dtype == bool):
+                raise DataError(f"new inputs {name!r} have dtype {new.dtype}; pass numbers.")
+            if new.ndim != np.ndim(old) or new.shape[1:] != np.shape(old)[1:]:
+                raise DataError(
+                    f"new inputs {name!r} have shape {new.shape}, the unit's have {np.shape(old)}; give them the "
+                    "same columns."
+                )
+            if not np.all(np.isfinite(new)):
+                raise DataError(f"new inputs {name!r} hold missing or infinite values; drop or impute them.")
+            values[name] = new.astype(self._functions["dtypes"][name])
+        values[observed] = np.zeros(len(values[wanted[0]]))
+        projection, conditional = self._functions["forward"](self._phi(kernel), *(values[name] for name in names))
+        return Design(projection, conditional, values[observed], 1.0)
+
+    def kernel_gradient(self, kernel: Array, projection: Array, conditional: Array, rows: Any = None) -> Array:
+        """Pull gradients with respect to the design's two arrays back to the kernel's parameters, (p,)."""
+        phi = self._phi(kernel)
+        # Copies in one memory layout: for another one the function would be compiled again.
+        cotangents = np.array(projection, order="C"), np.array(conditional, order="C")
+        pulled = self._functions["backward"](phi, *cotangents, *self._inputs(rows))
+        return np.asarray(np.asarray(pulled)[self.roles.kernel])
+
+    def _phi(self, kernel: Array) -> Array:
+        phi = np.zeros(self._client.shared_size)
+        phi[self.roles.kernel] = kernel
+        return phi
+
+    def _inputs(self, rows: Any) -> tuple[Any, ...]:
+        held = self._client.inputs[: len(self._functions["names"])]
+        return held if rows is None else tuple(value[rows] for value in held)
+
+
+def read_unit(client: ClientModel) -> CoregionalUnit:
+    """What the numerics see of a client, after its density was held against the model's; once per client."""
+    unit = CoregionalUnit(client)
+    known = client.template.functions
+    if "lmc checked" not in known:  # a template's clients differ in their data alone
+        _require_same_density(client, unit)
+        known["lmc checked"] = True
+    _require_scale(client, unit)
+    _require_coverage(client, unit)
+    return unit
+
+
+def _functions(client: ClientModel) -> dict[str, Any]:
+    """Compiled functions of the template, shared by its clients."""
+    kept = client.template.functions
+    with _lock:
+        if "lmc" not in kept:
+            kept["lmc"] = _compile(client)
+    functions: dict[str, Any] = kept["lmc"]
+    return functions
+
+
+def _compile(client: ClientModel) -> dict[str, Any]:
+    parts = client.template.parts
+    model, variables = parts.model, client.layout.variables
+    missing = [name for name in _PARTS if name not in model.named_vars]
+    if missing:
+        raise DeclarationError(f"client {client.client_id!r}: the model has no {missing[0]!r}; {_CONTRACT}.")
+    if len(model.observed_RVs) != 1:
+        raise DeclarationError(
+            f"client {client.client_id!r}: the model observes {len(model.observed_RVs)} variables, not one."
+        )
+    observed = model.rvs_to_values[model.observed_RVs[0]].name
+    names = [variable.name for variable in parts.data]
+    if observed not in names:
+        raise DeclarationError(f"client {client.client_id!r}: the output is not observed through a pm.Data container.")
+    forward, backward = _design_functions(parts, variables)
+    return {
+        "names": names,
+        "dtypes": {v.name: v.type.dtype for v in parts.data},
+        "observed": observed,
+        "noise": _log_scale(client, "noise_sd"),
+        "forward": forward,
+        "backward": backward,
+    }
+
+
+def _design_functions(
+    parts: _graph.Parts, variables: tuple[Variable, ...]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The design and the way back through it, as functions of φ and the data; a builder made anew finds them again."""
+    model = parts.model
+    x = pt.vector("phi")
+    replace, inputs = _graph._inputs_for(parts)
+    values, _, _ = _graph.flat_values(parts._replace(local=()), x, variables, ())
+    outputs = model.replace_rvs_by_values([model[name] for name in _PARTS])
+    projection, conditional = clone_replace(outputs, {**replace, **values})
+    for (known_x, known_inputs, known), functions in _compiled:
+        same_types = [v.type for v in known_inputs] == [v.type for v in inputs]
+        if same_types and _same.same_computations(
+            known, [projection, conditional], [known_x, *known_inputs], [x, *inputs]
+        ):
+            return functions
+    cotangents = pt.dtensor3("projection_cotangent"), pt.dmatrix("conditional_cotangent")
+    cost = pt.sum(cotangents[0] * projection) + pt.sum(cotangents[1] * conditional)
+    forward = _locked(pytensor.function([x, *inputs], [projection, conditional], mode=MODE, on_unused_input="ignore"))
+    gradient = pt.grad(cost, x, disconnected_inputs="ignore")
+    backward = _locked(pytensor.function([x, *cotangents, *inputs], gradient, mode=MODE, on_unused_input="ignore"))
+    _compiled.append(((x, inputs, [projection, conditional]), (forward, backward)))
+    del _compiled[:-_KEPT]
+    return forward, backward
+
+
+def _locked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTensor keeps intermediate values in the function, so threads take turns."""
+    lock = threading.Lock()
+
+    def call(*values: Any) -> Any:
+        with lock:
+            return function(*values)
+
+    return call
+
+
+def _log_scale(client: ClientModel, name: str) -> LogScale:
+    """Prior N(m, s²) of the log of a local scale parameter."""
+    parts = client.template.parts
+    found = [(variable, rv) for variable, rv in zip(client.local, parts.local, strict=True) if variable.name == name]
+    if not found or found[0][0].shape != () or found[0][0].transform != "log":
+        raise DeclarationError(
+            f"client {client.client_id!r}: {name!r} must be a local scalar on the log scale, such as "
+            f'pm.LogNormal("{name}", ...); {_CONTRACT}.'
+        )
+    value = parts.model.rvs_to_values[found[0][1]]
+    places = {other.name for other in parts.model.value_vars}
+    point = pt.vector("point")
+    (logp,) = clone_replace([parts.model.logp(vars=[found[0][1]], sum=True)], {value: point[0]})
+    if any(above.owner is None and above.name in places for above in ancestors([logp]) if above is not point):
+        raise DeclarationError(f"client {client.client_id!r}: the prior of {name!r} depends on another variable.")
+    gradient = _graph.python_function([point], pt.grad(logp, point))
+    prior = gaussian_prior(lambda z: np.asarray(gradient(z)), np.zeros(1))
+    if prior is None:
+        raise DeclarationError(
+            f"client {client.client_id!r}: the prior of {name!r} is not LogNormal; its mode has a closed form then."
+        )
+    return LogScale(float(prior.linear[0] / prior.precision[0, 0]), float(prior.precision[0, 0]))
+
+
+def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
+    """Hold the declared log density against the one that the algorithm is for, at two random points."""
+    rng = np.random.default_rng(0)
+    places = {variable.name: variable.size for variable in client.local}
+    if set(places) != {"w", "noise_sd", "residual"} or places["w"] != unit.roles.latents:
+        raise DeclarationError(
+            f"client {client.client_id!r}: local variables are {places}; {_CONTRACT}, one w for each latent function."
+        )
+    prior_mean = client.layout.prior.linear / np.diag(client.layout.prior.precision)
+    for _ in range(2):
+        phi = np.where(unit.roles.is_binary, rng.integers(0, 2, client.shared_size), prior_mean)
+        phi += np.where(unit.roles.is_binary, 0.0, 0.3 * rng.normal(size=client.shared_size))
+        local = {name: 0.5 * rng.normal(size=size) for name, size in places.items()}
+        theta = np.concatenate([local[variable.name] for variable in client.local])
+        declared = client.log_density(phi, theta)
+        design = unit.design(phi[unit.roles.kernel])
+        ours = density(design, unit.roles, phi, local["w"], float(local["noise_sd"][0]), local["residual"], unit.noise)
+        if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)):
+            raise DeclarationError(
+                f"client {client.client_id!r}: the declared log density is {declared:.8g} where a linear model of "
+                f"coregionalisation has {ours:.8g}; {_CONTRACT}, with y ~ Normal(Σ w included projection v + "
+                "residual √Σ (w included)² conditional_variance, noise_sd). For other models use fedppl.EP()."
+            )
+
+
+def _require_scale(client: ClientModel, unit: CoregionalUnit) -> None:
+    """Refuse outputs of another scale than the priors', and constant ones.
+
+    A unit without any noise, a dead sensor, has a bound beyond all others' if it uses no latent function at all, and
+    the selection would drop every function for its sake.
+    """
+    y, noise, slab = unit.response, unit.noise, unit.roles.slab_prior
+    least = float(np.exp(noise.mean - _SPREADS / np.sqrt(noise.precision)))
+    most = float(np.exp(slab.mean + 5.0 / np.sqrt(slab.precision)))
+    remedy = "bring outputs to mean 0 and unit scale by constants that all units agree on"
+    if len(y) > 2 and np.std(y) < least:
+        raise DataError(
+            f"client {client.client_id!r}: the {len(y)} outputs vary by sd {np.std(y):.3g}, where the prior of "
+            f"noise_sd leaves nothing below {least:.3g}. Leave a unit of constant outputs out (a dead sensor?), or "
+            f"{remedy}, or declare a smaller noise_sd."
+        )
+    size = float(np.sqrt(np.mean(y**2))) if len(y) else 0.0
+    if size > most:
+        raise DataError(
+            f"client {client.client_id!r}: the outputs' root mean square is {size:.3g}, and latent functions reach "
+            f"{most:.3g} by their prior; {remedy}."
+        )
+
+
+def _require_coverage(client: ClientModel, unit: CoregionalUnit) -> None:
+    """Refuse a unit most of whose rows no inducing point can see, and warn of one with some."""
+    open_variance = unit.design(unit.roles.kernel_mean).conditional.min(axis=0)
+    rows, unseen = len(open_variance), int(np.sum(open_variance > _UNSEEN))
+    if unseen > rows / 2:
+        raise DataError(
+            f"client {client.client_id!r}: {unseen} of {rows} rows lie where the inducing points say next to "
+            "nothing of the latent functions: less than a tenth of their variance at the prior's median length-scale. "
+            "Spread inducing= over the range of the inputs, closer than a length-scale, or state the length-scale in "
+            "units of the inputs."
+        )
+    if unseen > rows / 10:
+        logger.warning(
+            "client %s: %d of %d rows lie where the inducing points say next to nothing; noise takes what they miss. "
+            "Spread inducing= over the range of the inputs",
+            client.client_id,
+            unseen,
+            rows,
+        )

@@ -1,0 +1,230 @@
+"""Flower's side of the engine port: pushes requests to sites, polls for replies, knows which node is which client.
+
+Whatever a site sends, it ends no run: what cannot be read is refused, and says whose it is and by which rule.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from flwr.serverapp import Grid
+
+from fedppl.flower import enrolment as _enrolment
+from fedppl.flower import wire as _wire
+from fedppl.flower.decode import Malformed, line, reading, require
+from fedppl.flower.post import Letter, Post, content_of, trouble
+from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, from_content, texts_of
+from fedppl.flower.roll import Own, Roll
+from fedppl.run.replies import MOST_INFOS
+from fedppl.types import Algorithm, Failure, Layout, Message, Reply, Request, SharedReader, Status
+
+__all__ = ["GridEngine", "GridSettings", "Own"]
+
+logger = logging.getLogger(__name__)
+
+# Sites that read draws of φ for a server that cannot: so many that a minority of all sites is one of these too.
+_READERS = 9
+_REASON = 500  # characters of a site's own words in an error of ours
+
+
+class GridSettings(NamedTuple):
+    """How many sites to wait for, how long, and how often to look."""
+
+    clients: int | tuple[str, ...]
+    wait: float
+    deadline: float
+    poll: float
+    # How far a message outlives the deadline, so that the reply of the last moment is not cut off on its way.
+    grace: float = 2.0
+
+
+class _Busy(NamedTuple):
+    """A message that was not answered in time, its node, and when it expires."""
+
+    message_id: str
+    node_id: int
+    expiry: float
+
+
+class GridEngine:
+    """Clients at sites, by logical id; see `fedppl.Flower.grid`."""
+
+    def __init__(self, grid: Grid, algorithm: Algorithm, settings: GridSettings, own: Own | None = None) -> None:
+        self._settings = settings
+        self._own = own
+        self._post = Post(grid, settings.poll, settings.grace)
+        self._roll = Roll(self._post, algorithm, settings.clients, settings.wait, own)
+        self._busy: dict[str, _Busy] = {}  # by client
+        self._diagnostics: dict[str, set[str]] = {}  # names that each client has told
+        self._roll.enrol()
+
+    def clients(self) -> tuple[str, ...]:
+        """Return the ids of the enrolled clients, sorted."""
+        return tuple(sorted(self._roll.hellos))
+
+    def layout(self) -> Layout:
+        """Return the server's own layout, or the one that a majority of the sites told."""
+        return self._own.layout if self._own else self._roll.hellos[min(self._roll.hellos)].layout
+
+    def reader(self) -> SharedReader:
+        """Draws of φ are read by the server's own declaration, or as most of the sites read them."""
+        if self._own:
+            return self._own.reader
+        dims, coords = _enrolment.reading(self._roll.hellos)
+        return SharedReader(lambda phi: self._constrain(phi, dims, coords), dims, coords)
+
+    def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Reply | Failure]:
+        """Send each request to its site; those without a reply at the deadline (seconds) are failures."""
+        limit = deadline or self._settings.deadline
+        alive = self._roll.welcome()
+        self._drop_late()
+        answers: dict[str, Reply | Failure] = {}
+        waiting: dict[str, Request] = {}
+        for client_id, request in requests.items():
+            reason = self._why_not_ask(client_id, alive)
+            message_id = None
+            if not reason:
+                message_id = self._post.push(self._roll.nodes[client_id], ASK, _wire.pack_request(request), limit)
+            if message_id is None:
+                answers[client_id] = Failure(client_id, request.nonce, reason or "its request could not be sent")
+            else:
+                waiting[message_id] = request
+                expiry = time.monotonic() + limit + self._settings.grace
+                self._busy[client_id] = _Busy(message_id, self._roll.nodes[client_id], expiry)
+        nodes = {message_id: self._roll.nodes[request.client_id] for message_id, request in waiting.items()}
+        for message_id, reply in self._post.replies(nodes, limit):
+            request = waiting.pop(message_id)
+            self._busy.pop(request.client_id, None)
+            answers[request.client_id] = self._read(reply, request)
+        for request in waiting.values():
+            reason = f"no reply within the deadline of {limit:g} s"
+            answers[request.client_id] = Failure(request.client_id, request.nonce, reason)
+        return answers
+
+    def conclude(self, outcome: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
+        """Send every site q and its cavity, so that it can draw its own posterior; returns who refused, and why."""
+        alive, sent, refused = self._roll.welcome(), {}, {}
+        for client_id in self.clients():
+            if self._why_not_ask(client_id, alive):
+                continue
+            texts = {"client_id": client_id, "run": run, "seed": str(seed), "status": status.value}
+            parcel = (outcome(client_id), texts)
+            if message_id := self._post.push(self._roll.nodes[client_id], CONCLUDE, parcel, self._settings.deadline):
+                sent[message_id] = client_id
+        nodes = {message_id: self._roll.nodes[client_id] for message_id, client_id in sent.items()}
+        for message_id, reply in self._post.replies(nodes, self._settings.deadline):
+            client_id = sent.pop(message_id)
+            if told := trouble(reply):
+                logger.warning("client %s could not draw its posterior: %s", client_id, told)
+            elif reason := _refusal(reply):
+                refused[client_id] = reason
+                logger.warning("client %s does not draw its posterior: %s", client_id, reason)
+        for client_id in sent.values():
+            logger.warning("client %s did not say whether it drew its posterior", client_id)
+        return refused
+
+    def close(self) -> None:
+        """Flower ends the run when the server app returns."""
+
+    def _why_not_ask(self, client_id: str, alive: set[int]) -> str | None:
+        if self._roll.nodes[client_id] not in alive:
+            return "its site is not connected"
+        if self._roll.nodes[client_id] in self._post.silent():
+            return "a message that its site announced has not come yet"
+        return None
+
+    def _drop_late(self) -> None:
+        """Throw away replies to requests of earlier rounds, until those requests have expired.
+
+        Then no client has more than one request outstanding when it is asked again.
+        """
+        while self._busy:
+            now, nodes = time.monotonic(), self._roll.nodes
+            # What an earlier node of a client was asked for will not come.
+            self._busy = {k: one for k, one in self._busy.items() if one.expiry > now and nodes[k] == one.node_id}
+            late = {one.message_id: client_id for client_id, one in self._busy.items()}
+            for message_id, message in self._post.pull({one.message_id: one.node_id for one in self._busy.values()}):
+                client_id = late[message_id]
+                what = "its request has expired" if trouble(message) else "a late reply was dropped"
+                logger.info("client %s: %s", client_id, what, extra={"client": client_id, "status": "late"})
+                del self._busy[client_id]
+            if self._busy:
+                time.sleep(self._settings.poll)
+
+    def _read(self, message: Letter, request: Request) -> Reply | Failure:
+        """A site's reply, or what went wrong with it."""
+        client_id = request.client_id
+        if told := trouble(message):
+            return Failure(client_id, request.nonce, told)
+        try:
+            with reading("it"):
+                content = content_of(message)
+                shapes = {} if "failure" in texts_of(content) else request.shapes
+                reply = _wire.unpack_reply(*from_content(content, shapes, "reply"))
+            if isinstance(reply, Reply):
+                names = self._diagnostics.get(client_id, set()) | set(reply.info)
+                require(len(names) <= MOST_INFOS, f"'info' has {len(names)} names over the run, expected {MOST_INFOS}")
+                self._diagnostics[client_id] = names
+            return reply
+        except Malformed as error:
+            return Failure(client_id, request.nonce, f"its reply cannot be read: {line(error, _REASON)}")
+
+    def _constrain(
+        self, phi: Any, dims: Mapping[str, tuple[str, ...] | None], coords: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Ask sites to read the draws, chosen by chance, and take what a strict majority of them says."""
+        alive, able = self._roll.welcome(), []
+        reasons: list[str] = []
+        for client_id in self.clients():
+            if reason := self._why_not_ask(client_id, alive):
+                reasons.append(f"{client_id}: {reason}")
+            else:
+                able.append(client_id)
+        asked = secrets.SystemRandom().sample(able, min(_READERS, len(able)))
+        sent: dict[str, str] = {}
+        for client_id in asked:
+            parcel = ({"phi": np.asarray(phi)}, {"client_id": client_id})
+            if message_id := self._post.push(self._roll.nodes[client_id], CONSTRAIN, parcel, self._settings.deadline):
+                sent[message_id] = client_id
+        nodes = {message_id: self._roll.nodes[client_id] for message_id, client_id in sent.items()}
+        shared = [variable.name for variable in self.layout().variables]
+        answers: dict[str, Message] = {}
+        for message_id, reply in self._post.replies(nodes, self._settings.deadline):
+            client_id = sent.pop(message_id)
+            why = trouble(reply)
+            try:
+                if not why:
+                    with reading("it"):
+                        values = from_content(content_of(reply))[0]
+                        why = _enrolment.why_no_draws(values, len(phi), shared, dims, coords)
+            except Malformed as error:
+                why = f"its draws cannot be read: {line(error, _REASON)}"
+            if why:
+                reasons.append(f"{client_id}: {why}")
+            else:
+                answers[client_id] = values
+        reasons += [f"{client_id}: no reply within the deadline" for client_id in sent.values()]
+        found, others = _enrolment.agreed(answers, len(asked))
+        reasons += [f"{name} is read otherwise at {', '.join(who[:5])}" for name, who in others.items()]
+        for reason in reasons:
+            logger.warning("draws of the shared parameters: %s", reason, extra={"status": "refused"})
+        if missing := [name for name in shared if name not in found]:
+            raise RuntimeError(
+                f"draws of the shared parameters cannot be read: more than half of the {len(asked)} sites asked have "
+                f"to agree on {missing}; {'; '.join(reasons) or 'none could be asked'}. fit.posterior stands; give "
+                "Flower.grid example_data=, and the server reads draws by itself."
+            )
+        return found
+
+
+def _refusal(message: Letter) -> str:
+    """Why a site does not draw its posterior, on one line; empty where it does."""
+    try:
+        return line(texts_of(content_of(message)).get("refused", ""), _REASON)
+    except Malformed as error:
+        return f"its word on that cannot be read: {line(error, _REASON)}"

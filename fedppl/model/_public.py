@@ -1,0 +1,223 @@
+"""What of a client's model may leave it: deterministics, and labels of dims, that hold nothing of its data.
+
+One client's build is all that a site has, so nothing here compares clients. The builder is called again with other
+data of the same kind: a number that changes with them came from data. What a builder takes from elsewhere (a global
+table, a file) does not change, so that a constant array is trusted only if its pattern says all that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from pytensor.graph.basic import Constant
+from pytensor.graph.traversal import ancestors
+
+from fedppl.model import _graph, _same
+from fedppl.types import Variable
+
+__all__ = ["Public", "altered", "attempt", "prior_of_data", "read_public", "rebuilt"]
+
+Arrays = Mapping[str, Any]
+Built = tuple[_graph.Parts, ...] | None  # models on altered data; None where the builder fails on some of them
+
+
+class Public(NamedTuple):
+    """Names of deterministics that may stand in the shared result, of those that may not, and dims likewise."""
+
+    names: tuple[str, ...]
+    withheld: tuple[str, ...]
+    labelled: tuple[str, ...]
+    unlabelled: tuple[str, ...]
+
+
+def altered(arrays: Arrays) -> Iterator[list[dict[str, Any]]]:
+    """Other data of the same kind, in steps; a step is a list of data sets that move one array each.
+
+    Integers keep to the values that they have, for they may be indices, and rows are repeated and not left out.
+    """
+    yield [{name: _more_rows(value) for name, value in arrays.items()}]
+    for way in (_lower, _higher):
+        yield [{**arrays, name: way(np.asarray(value))} for name, value in arrays.items()]
+
+
+def _more_rows(value: Any) -> Any:
+    return value if np.ndim(value) == 0 else np.concatenate([value, value[: (len(value) + 1) // 2]])
+
+
+def _lower(value: Any) -> Any:
+    """Reals move apart and down past zero, integers go to their smallest."""
+    if _is_whole(value):
+        return _all_equal(value, np.min(value))
+    return -1.3 * value - _steps(value)
+
+
+def _higher(value: Any) -> Any:
+    """Reals move apart and up, integers go to their largest."""
+    if _is_whole(value):
+        return _all_equal(value, np.max(value))
+    return value + _steps(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return value.dtype.kind != "f" or bool(np.all(value == np.floor(value)))
+
+
+def _all_equal(value: Any, of: Any) -> Any:
+    same = np.full_like(value, of)
+    if not np.array_equal(same, value) or value.dtype == bool:
+        return same if value.dtype != bool or not np.array_equal(same, value) else ~value
+    return value + 1
+
+
+def _steps(value: Any) -> Any:
+    """Positive numbers of the size of the largest value, no two alike."""
+    finite = np.abs(value[np.isfinite(value)])
+    size = float(np.max(finite, initial=0.0)) or 1.0
+    return size * (0.2 + 0.6 * np.random.default_rng(0).random(np.shape(value))).astype(value.dtype)
+
+
+def rebuilt(build: Callable[[Arrays], _graph.Parts], arrays: Arrays) -> Built:
+    """Models on altered data; arrays move together where the builder allows it, else one at a time."""
+    found = []
+    for step in altered(arrays):
+        together = {name: one[name] for name, one in zip(arrays, step, strict=True)} if len(step) > 1 else step[0]
+        for tried in ([together], step):
+            built = [parts for one in tried if (parts := attempt(build, one)) is not None]
+            if len(built) == len(tried):
+                found += built
+                break
+        else:
+            return None
+    return tuple(found)
+
+
+def attempt(build: Callable[[Arrays], _graph.Parts], arrays: Arrays) -> _graph.Parts | None:
+    """Build a model on a copy of other data; None where the builder fails on them."""
+    try:
+        return build({name: np.array(value) for name, value in arrays.items()})
+    except Exception:  # whatever the builder does with data that nobody has: then nothing is known
+        return None
+
+
+def prior_of_data(parts: _graph.Parts, shared: tuple[Variable, ...], built: Built) -> bool:
+    """Whether the shared prior is another one on altered data."""
+    for other in built or ():
+        try:
+            if not _same.same_prior(parts, shared, other, shared):
+                return True
+        except (TypeError, ValueError):  # shapes that follow data: another layout, to which other clients are held
+            continue
+    return False
+
+
+def read_public(parts: _graph.Parts, shared: tuple[Variable, ...], rebuild: Callable[[], Built]) -> Public:
+    """Decide; `rebuild` is called only where a decision needs it."""
+    model = parts.model
+    candidates = {v.name: v for v in _graph.computed_from_shared(parts)}
+    plain = [name for name, v in candidates.items() if _holds_no_array(model, v)]
+    dims = _dims_of(model, [*(v.name for v in shared), *plain])
+    if not plain and not dims:
+        return Public((), tuple(candidates), (), ())
+    built = rebuild()
+    outputs = _outputs(parts, shared, plain)
+    names = [name for name in plain if outputs and built is not None and _unchanged(name, outputs, built, shared)]
+    dims = _dims_of(model, [*(v.name for v in shared), *names])
+    labelled = [
+        dim
+        for dim in dims
+        if _counts(model.coords[dim])
+        or (built is not None and all(_same_labels(model.coords[dim], o.model.coords.get(dim)) for o in built))
+    ]
+    return Public(
+        tuple(names),
+        tuple(name for name in candidates if name not in names),
+        tuple(labelled),
+        tuple(dim for dim in dims if dim not in labelled),
+    )
+
+
+def _dims_of(model: Any, names: Iterable[str]) -> list[str]:
+    dims = {dim: None for name in names for dim in model.named_vars_to_dims.get(name) or ()}
+    return [dim for dim in dims if model.coords.get(dim) is not None]
+
+
+def _counts(labels: Any) -> bool:
+    """Whether labels are 0, 1, 2, ...: no more than their number."""
+    return list(labels) == list(range(len(labels)))
+
+
+def _same_labels(ours: Any, theirs: Any) -> bool:
+    return theirs is not None and len(ours) == len(theirs) and list(ours) == list(theirs)
+
+
+Outputs = tuple[Any, dict[str, Any]]
+
+
+def _outputs(parts: _graph.Parts, shared: tuple[Variable, ...], names: list[str]) -> Outputs | None:
+    try:
+        x, _, found, outputs = _graph.constrained_graph(parts, shared, (), names, only_shared=True)
+    except (TypeError, ValueError):
+        return None
+    return x, dict(zip(found, outputs, strict=True))
+
+
+def _unchanged(name: str, ours: Outputs, built: tuple[_graph.Parts, ...], shared: tuple[Variable, ...]) -> bool:
+    for parts in built:
+        theirs = _outputs(parts, shared, [name])
+        if theirs is None or name not in theirs[1]:
+            return False
+        if not _same.same_computations([ours[1][name]], [theirs[1][name]], [ours[0]], [theirs[0]]):
+            return False
+    return True
+
+
+def _holds_no_array(model: Any, deterministic: Any) -> bool:
+    """Whether nothing stands in the graph but φ, numbers, and arrays that their pattern tells."""
+    (output,) = model.replace_rvs_by_values([deterministic])
+    known = {*model.rvs_to_values.values(), *model.dim_lengths.values()}
+    return _plain_graph([output], known)
+
+
+def _plain_graph(outputs: list[Any], known: set[Any]) -> bool:
+    for variable in ancestors(outputs):
+        node = variable.owner
+        if node is None:
+            if variable not in known and not (isinstance(variable, Constant) and _is_plain(variable.data)):
+                return False
+            continue
+        if not type(node.op).__module__.startswith(("pytensor.", "pymc.")) or hasattr(node.op, "fn"):
+            return False  # what an Op of somebody else holds is not known
+        inner = getattr(node.op, "fgraph", None)
+        if inner is not None and not _plain_graph(list(inner.outputs), {*inner.inputs}):
+            return False
+    return True
+
+
+def _is_plain(data: Any) -> bool:
+    """Whether a constant is a single number, or an array that says no more than its size and two numbers."""
+    if data is None or isinstance(data, slice | str):
+        return True
+    array = np.asarray(data)
+    if array.dtype.kind not in "biuf":
+        return False
+    if array.size <= 1 or np.all(array == array.flat[0]):
+        return True
+    if array.ndim != 1 or array.dtype == bool:
+        return False
+    steps = np.diff(array)
+    if len(array) < 4:  # two or three numbers are always nearly a sequence
+        return bool(np.all(steps == 1) and array[0] in (0, 1)) or _is_triangular(array)
+    return bool(np.allclose(steps, steps[0], rtol=1e-9, atol=0.0)) or _is_triangular(array)
+
+
+def _is_triangular(array: Any) -> bool:
+    """Rows or columns of a packed triangle, or where its diagonal lies, as PyMC's Cholesky factors have them."""
+    for n in range(2, len(array) + 1):
+        triangles = (*np.tril_indices(n), *np.triu_indices(n), np.arange(1, n + 1).cumsum() - 1)
+        if any(np.array_equal(array, one) for one in triangles):
+            return True
+        if n * (n + 1) // 2 > len(array) and n > len(array):
+            break
+    return False

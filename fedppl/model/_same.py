@@ -1,0 +1,118 @@
+"""Whether two builds of a model compute the same: by their graphs, and where those differ in form, by their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from pytensor.compile.builders import OpFromGraph
+from pytensor.graph.basic import Constant, equal_computations
+from pytensor.graph.replace import clone_replace
+from pytensor.graph.traversal import ancestors
+
+from fedppl.model import _graph
+from fedppl.types import Array, Variable
+
+__all__ = [
+    "same_computations",
+    "same_constants",
+    "same_graph",
+    "same_outputs",
+    "same_prior",
+    "same_types",
+    "same_values",
+]
+
+_POINTS = 3
+
+
+def _inlined(outputs: Sequence[Any]) -> list[Any]:
+    """The same graphs with what PyTensor made of several operations (`pt.diag`, `kron`) taken apart."""
+    found = list(outputs)
+    while True:
+        nodes = [v.owner for v in ancestors(found) if v.owner is not None and isinstance(v.owner.op, OpFromGraph)]
+        if not nodes:
+            return found
+        op, inputs = nodes[0].op, nodes[0].inputs
+        graph = op.fgraph.unfreeze() if hasattr(op.fgraph, "unfreeze") else op.fgraph
+        inner = clone_replace(graph.outputs, dict(zip(graph.inputs, inputs, strict=True)))
+        found = clone_replace(found, dict(zip(nodes[0].outputs, inner, strict=True)))
+
+
+def same_computations(a: Sequence[Any], b: Sequence[Any], in_a: Sequence[Any], in_b: Sequence[Any]) -> bool:
+    """Whether graphs a of inputs in_a compute what graphs b of inputs in_b do.
+
+    PyTensor before 3 takes no two operations that are graphs themselves for equal: those are compared by their inside.
+    """
+    if equal_computations(list(a), list(b), in_xs=list(in_a), in_ys=list(in_b)):
+        return True
+    ops = [v.owner.op for v in ancestors([*a, *b]) if v.owner is not None and isinstance(v.owner.op, OpFromGraph)]
+    unequal = any(not hasattr(op.fgraph, "unfreeze") for op in ops)
+    return unequal and bool(equal_computations(_inlined(a), _inlined(b), in_xs=list(in_a), in_ys=list(in_b)))
+
+
+def same_graph(a: _graph.SiteGraph, b: _graph.SiteGraph) -> bool:
+    """Whether two site graphs compute the same function of their inputs."""
+    return same_types(a, b) and same_computations([a.logp], [b.logp], [a.x, *a.inputs], [b.x, *b.inputs])
+
+
+def same_types(a: _graph.SiteGraph, b: _graph.SiteGraph) -> bool:
+    """Whether two site graphs take the same inputs."""
+    return [v.type for v in a.inputs] == [v.type for v in b.inputs] and a.free_shapes == b.free_shapes
+
+
+def same_prior(a: _graph.Parts, shared_a: Sequence[Variable], b: _graph.Parts, shared_b: Sequence[Variable]) -> bool:
+    """Whether two builds give the shared variables one prior, to the last constant."""
+    (phi_a, logp_a), (phi_b, logp_b) = _graph.prior_graph(a, shared_a), _graph.prior_graph(b, shared_b)
+    return same_computations([logp_a], [logp_b], [phi_a], [phi_b])
+
+
+def same_outputs(
+    a: _graph.Parts,
+    variables_a: tuple[Sequence[Variable], Sequence[Variable]],
+    b: _graph.Parts,
+    variables_b: tuple[Sequence[Variable], Sequence[Variable]],
+) -> bool:
+    """Whether two builds compute the same constrained variables and deterministics of their data containers."""
+    public = [v.name for v in _graph.computed_from_shared(a)]
+    for only_shared in (True, False):
+        x_a, inputs_a, names_a, outputs_a = _graph.constrained_graph(a, *variables_a, public, only_shared=only_shared)
+        x_b, inputs_b, names_b, outputs_b = _graph.constrained_graph(b, *variables_b, public, only_shared=only_shared)
+        if names_a != names_b or not same_computations(outputs_a, outputs_b, [x_a, *inputs_a], [x_b, *inputs_b]):
+            return False
+    return True
+
+
+def same_constants(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two graphs hold the same numbers, but for the small integers that shapes and axes are computed with."""
+    ours, theirs = ({_number(v) for v in ancestors(_inlined(graph)) if isinstance(v, Constant)} for graph in (a, b))
+    return (ours ^ theirs) <= {None}
+
+
+def _number(constant: Any) -> tuple[str, tuple[int, ...], bytes] | None:
+    value = np.asarray(constant.data)
+    if value.dtype.kind not in "biufc" or (value.ndim == 0 and value.dtype.kind in "biu" and -2 <= value <= 2):
+        return None
+    return value.dtype.kind, value.shape, value.tobytes()
+
+
+def same_values(a: Callable[..., Any], b: Callable[..., Any], examples: Sequence[tuple[int, tuple[Any, ...]]]) -> bool:
+    """Whether two log densities of x agree at random points, for each number of coordinates and inputs.
+
+    For graphs of one function in several forms: the shapes that PyTensor infers come in an order that changes from
+    build to build (a covariance matrix over a client's rows).
+    """
+    rng = np.random.default_rng(0)
+    seen = False
+    for size, inputs in examples:
+        for _ in range(_POINTS):
+            x: Array = rng.normal(size=size)
+            try:
+                ours, theirs = float(a(x, *inputs)), float(b(x, *inputs))
+            except (ValueError, TypeError, IndexError, AssertionError, ArithmeticError, np.linalg.LinAlgError):
+                continue
+            if not np.isclose(ours, theirs, rtol=1e-9, atol=1e-9, equal_nan=True):
+                return False
+            seen = seen or bool(np.isfinite(ours))
+    return seen

@@ -1,0 +1,1 @@
+"""Algorithms for networks, one per file."""

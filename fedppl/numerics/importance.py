@@ -1,0 +1,236 @@
+"""Importance sampling from a Gaussian: whitened points, weighted moments, and how far to trust them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import ndtri
+from scipy.stats import qmc
+
+from fedppl.numerics.kept import kept
+from fedppl.types import Array
+
+__all__ = [
+    "WeightedMoments",
+    "controlled_moments",
+    "departure",
+    "effective_size",
+    "enough_points",
+    "fresh_points",
+    "has_enough_points",
+    "normalise",
+    "pareto_k",
+    "resample",
+    "skewness",
+    "stream_of",
+    "weighted_moments",
+    "whitened_points",
+]
+
+
+def stream_of(client_id: str) -> int:
+    """One of 256 streams of points for a client, so that errors of clients do not add up, yet points are kept."""
+    return hashlib.blake2b(client_id.encode(), digest_size=1).digest()[0]
+
+
+def fresh_points(size: int, points: int, stream: int) -> Array:
+    """Antithetic scrambled Sobol normals (points, size): sample mean exactly 0, sample covariance exactly I.
+
+    With constant weights they return the proposal's own moments without error, so that the Monte Carlo error of
+    a site that is already right is nil. Each `stream` is another scramble.
+    """
+    half = max((points + 1) // 2, size + 1)
+    exponent = int(np.ceil(np.log2(half)))
+    # The first points of a power of two of them; whitening makes up for the balance that the rest would bring.
+    uniform = qmc.Sobol(size, seed=np.random.default_rng(stream)).random_base2(exponent)[:half]
+    z = ndtri(np.clip(uniform, 1e-12, 1 - 1e-12))
+    z = np.concatenate([z, -z])
+    factor = np.linalg.cholesky(z.T @ z / len(z))
+    whitened: Array = np.ascontiguousarray(np.linalg.solve(factor, z.T).T)
+    return whitened
+
+
+# A client asks for the same ones in every round.
+whitened_points = kept(most_bytes=2**28)(fresh_points)
+
+
+def normalise(log_weights: Array) -> Array:
+    """Self-normalised weights; log weights of −inf get none."""
+    weights: Array = np.exp(log_weights - np.max(log_weights))
+    return np.asarray(weights / weights.sum())
+
+
+def effective_size(weights: Array) -> float:
+    """1 / Σ w², between 1 and the number of points."""
+    return float(1.0 / np.sum(weights**2))
+
+
+def pareto_k(log_weights: Array) -> float:
+    """Tail shape of importance weights: below 0.5 good, above 0.7 their moments cannot be trusted.
+
+    Generalised Pareto shape of the upper tail by the empirical-Bayes estimate of Zhang and Stephens (2009),
+    with the weak prior towards 0.5 of Vehtari et al. (2024). Constant weights give −inf.
+    """
+    finite = log_weights[np.isfinite(log_weights)]
+    count = len(finite)
+    tail = int(min(0.2 * count, 3 * np.sqrt(count)))
+    if tail < 5:
+        return np.inf
+    ordered = np.sort(finite)
+    if ordered[-1] - ordered[0] < 1e-10:
+        return -np.inf
+    excess = np.exp(ordered[-tail:] - ordered[-1]) - np.exp(ordered[-tail - 1] - ordered[-1])
+    if excess[-1] <= 0:
+        return -np.inf
+    guesses = 30 + int(np.sqrt(tail))
+    quartile = max(excess[int(tail / 4 + 0.5) - 1], 1e-300)
+    b = 1 - np.sqrt(guesses / (np.arange(1, guesses + 1) - 0.5))
+    b = b / (3 * quartile) + 1 / excess[-1]
+    k = np.mean(np.log1p(-b[:, None] * excess), axis=1)
+    log_likelihood = tail * (np.log(-b / k) - k - 1)
+    weights = np.exp(log_likelihood - log_likelihood.max())
+    shape = np.mean(np.log1p(-(weights @ b / weights.sum()) * excess))
+    return float((tail * shape + 5.0) / (tail + 10.0))
+
+
+def enough_points(size: int, points: int) -> int:
+    """Raise the number of points to what `controlled_moments` needs."""
+    return max(points, 2 * (1 + size + size * (size + 1) // 2))
+
+
+def has_enough_points(size: int) -> bool:
+    """Whether a quadratic in `size` coordinates can be had from 1024 values; from more, gradients are cheaper."""
+    return enough_points(size, 0) <= 1024
+
+
+@kept(most_bytes=2**27)
+def _design(size: int, points: int, stream: int) -> Array:
+    """Terms of a quadratic in z at the whitened points."""
+    z = whitened_points(size, points, stream)
+    rows, columns = np.triu_indices(size)
+    return np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
+
+
+@kept(most_bytes=2**27)
+def _inverse_gram(size: int, points: int, stream: int) -> Array:
+    """(DᵀD)⁻¹ of the design D: of whitened points it is well-conditioned, and far smaller than D's pseudo-inverse."""
+    design = _design(size, points, stream)
+    return np.asarray(np.linalg.inv(design.T @ design))
+
+
+def _quadratic(log_weights: Array, key: tuple[int, int, int]) -> tuple[Array, Array]:
+    """Coefficients and values of the quadratic fitted to the log weights."""
+    design = _design(*key)
+    coefficients = _inverse_gram(*key) @ (log_weights @ design)
+    return coefficients, design @ coefficients
+
+
+# Beyond this sd of what a quadratic leaves of the log weights, their moments have an error to speak of.
+_LARGE_REMAINDER = 0.5
+
+
+def controlled_moments(
+    z: Array, log_weights: Array, weights: Array, key: tuple[int, int, int]
+) -> tuple[WeightedMoments, float, float]:
+    """Moments under a standard normal times weights, with the quadratic part of the log weights done exactly.
+
+    A quadratic g is fitted to the log weights. Normal x e^g has exact moments; only the difference that the
+    remainder makes is estimated at the points, with the estimate under e^g itself as control variate. Near a
+    converged site both parts are small, so that the error of a client is far below 1 / sqrt(points).
+
+    Returns the moments, the sd of the remainder, which the error is in proportion to, and the error of the mean in sds,
+    0 where the remainder is small.
+    """
+    plain = weighted_moments(z, weights)
+    if not np.all(np.isfinite(log_weights)):
+        remainder = float(np.std(log_weights[np.isfinite(log_weights)]))
+        return plain, remainder, _error(z, weights, plain)
+    coefficients, fitted = _quadratic(log_weights, key)
+    remainder = float(np.std(log_weights - fitted))
+    m = z.shape[1]
+    rows, columns = np.triu_indices(m)
+    quadratic = np.zeros((m, m))
+    quadratic[rows, columns] = coefficients[1 + m :]
+    precision = np.eye(m) - (quadratic + quadratic.T)
+    if not _exceeds(precision, 0.05):
+        return plain, remainder, _error(z, weights, plain)
+    covariance = np.linalg.inv(precision)
+    mean = covariance @ coefficients[1 : 1 + m]
+    by_quadratic = normalise(fitted)
+    control = weighted_moments(z, by_quadratic)
+    controlled = covariance + plain.covariance - control.covariance
+    if not _exceeds(controlled, 0.05):
+        return plain, remainder, _error(z, weights, plain)
+    moments = WeightedMoments(mean + plain.mean - control.mean, (controlled + controlled.T) / 2)
+    if remainder < _LARGE_REMAINDER:
+        return moments, remainder, 0.0
+    return moments, remainder, _error(z, weights, plain, by_quadratic, control)
+
+
+def _error(
+    z: Array,
+    weights: Array,
+    found: WeightedMoments,
+    control_weights: Array | None = None,
+    control: WeightedMoments | None = None,
+) -> float:
+    """Largest standard error of a mean, in sds, of independent points; less a control variate's where there is one."""
+    parts = weights[:, None] * (z - found.mean)
+    if control_weights is not None and control is not None:
+        parts = parts - control_weights[:, None] * (z - control.mean)
+    variance = np.maximum(np.diag(found.covariance), 1e-300)
+    return float(np.sqrt(np.max(np.sum(parts**2, axis=0) / variance)))
+
+
+def departure(z: Array, log_weights: Array, key: tuple[int, int, int], root: Array) -> float:
+    """How far the log weights depart from a quadratic along the coordinate of root z where they do so most.
+
+    With ρ the remainder and u a unit vector, E[(uᵀ∇ρ)²] = ½ E[ρ² ((uᵀz)² − 1)] for a cubic: to second order in ρ that
+    is the share by which the variance along u exceeds that of the Gaussian. Returned is its square root, which adds
+    up over clients whose factors depart alike.
+    """
+    if not np.all(np.isfinite(log_weights)):
+        return float("inf")
+    rest = log_weights - _quadratic(log_weights, key)[1]
+    along = z @ (root / np.linalg.norm(root, axis=1)[:, None]).T
+    excess = 0.5 * np.mean(rest[:, None] ** 2 * (along**2 - 1.0), axis=0)
+    return float(np.sqrt(max(float(excess.max()), 0.0)))
+
+
+def _exceeds(matrix: Array, floor: float) -> bool:
+    """Whether every eigenvalue is above the floor."""
+    try:
+        np.linalg.cholesky(matrix - floor * np.eye(len(matrix)))
+    except np.linalg.LinAlgError:
+        return False
+    return True
+
+
+class WeightedMoments(NamedTuple):
+    """Moments of a weighted sample."""
+
+    mean: Array  # (m,)
+    covariance: Array  # (m, m)
+
+
+def weighted_moments(points: Array, weights: Array) -> WeightedMoments:
+    """Mean and covariance of points (S, m) under weights (S,)."""
+    mean = weights @ points
+    centred = points - mean
+    covariance = (centred * weights[:, None]).T @ centred
+    return WeightedMoments(mean, (covariance + covariance.T) / 2)
+
+
+def skewness(points: Array, weights: Array) -> Array:
+    """Skewness of every coordinate of points (S, m) under weights (S,), (m,)."""
+    centred = points - weights @ points
+    return np.asarray(weights @ centred**3 / np.maximum(weights @ centred**2, 1e-200) ** 1.5)
+
+
+def resample(weights: Array, draws: int, rng: np.random.Generator) -> Array:
+    """Indices of `draws` systematic draws, in random order."""
+    positions = (np.arange(draws) + rng.uniform()) / draws
+    indices = np.minimum(np.searchsorted(np.cumsum(weights), positions), len(weights) - 1)
+    return np.asarray(rng.permutation(indices))

@@ -1,0 +1,81 @@
+"""A client's own posterior: θ_k drawn where the data are, with predictions, as an ArviZ object."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from fedppl.engine.answer import stream
+from fedppl.model.declaration import ClientModel, dims_and_coords
+from fedppl.results import idata
+from fedppl.results.predict import predictions
+from fedppl.types import Algorithm, Message, Status
+
+__all__ = ["client_posterior"]
+
+logger = logging.getLogger(__name__)
+
+
+def client_posterior(
+    algorithm: Algorithm,
+    model: ClientModel,
+    personal: Any,
+    message: Message,
+    seed: int,
+    draws: int,
+    chains: int,
+    status: Status,
+    predict: Mapping[str, Any] | None = None,
+) -> Any:
+    """Draw (φ, θ_k) from what the algorithm tells the client, and predictions for new inputs if there are any."""
+    client_id = model.client_id
+    sample = algorithm.draw(model, personal, message, draws, chains, stream((seed, 2, *client_id.encode())))
+    k = sample.diagnostics.get("pareto_k", -np.inf)
+    if k > 0.7:
+        logger.warning("client %s: Pareto k %.2f of the draws of θ; use local=fedppl.NUTS()", client_id, k)
+    theta = sample.local.reshape(chains * draws, -1)
+    phi = sample.shared.reshape(chains * draws, -1)
+    pymc_model = model.pymc_model()
+    dims, coords = dims_and_coords(pymc_model)
+    everything = {
+        name: value.reshape(chains, draws, *value.shape[1:])
+        for name, value in (model.constrain(phi, theta) | model.constrain_shared(phi)).items()
+    }
+    attrs: dict[str, Any] = {f"fedppl_{name}": value for name, value in sample.diagnostics.items()}
+    attrs |= {"client": client_id, "status": status.value, "converged": int(status.ok)}
+    posterior = idata.posterior_dataset(everything, dims, coords, attrs)
+    groups = {"posterior": posterior, **_data_groups(pymc_model, model, dims, coords)}
+    if predict is not None:
+        groups["predictions"], groups["predictions_constant_data"] = predictions(
+            model, posterior, predict, seed, coords
+        )
+    return idata.from_groups(groups)
+
+
+def _data_groups(
+    pymc_model: Any, model: ClientModel, dims: Mapping[str, tuple[str, ...] | None], coords: Mapping[str, Any]
+) -> dict[str, xr.Dataset]:
+    """Observed and constant data, which stay in the client's own result."""
+    observed = {}
+    for rv in pymc_model.observed_RVs:
+        value = pymc_model.rvs_to_values[rv]
+        observed[rv.name] = np.asarray(value.get_value() if hasattr(value, "get_value") else value.eval())
+    held = {v.name for v in map(pymc_model.rvs_to_values.get, pymc_model.observed_RVs)}
+    constant = {name: np.asarray(value) for name, value in model.arrays.items() if name not in held}
+    return {
+        "observed_data": _plain(observed, dims, coords),
+        "constant_data": _plain(constant, dims, coords),
+    }
+
+
+def _plain(
+    values: Mapping[str, Any], dims: Mapping[str, tuple[str, ...] | None], coords: Mapping[str, Any]
+) -> xr.Dataset:
+    names = {k: dims.get(k) or tuple(f"{k}_dim_{i}" for i in range(np.ndim(v))) for k, v in values.items()}
+    lengths = {dim: np.shape(v)[i] for k, v in values.items() for i, dim in enumerate(names[k])}
+    own = {dim: coords[dim] if len(coords.get(dim, ())) == n else np.arange(n) for dim, n in lengths.items()}
+    return idata.dataset(values, names, own)

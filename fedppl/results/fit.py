@@ -1,0 +1,364 @@
+"""What a fit returns: the shared posterior, clients' posteriors, predictions, and a record of every round."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from fedppl import gaussian
+from fedppl.engine.answer import stream
+from fedppl.gaussian import Gaussian
+from fedppl.model.declaration import ClientModel, FederatedModel
+from fedppl.results import idata, summary
+from fedppl.results.arrival import require_arrived, unarrived
+from fedppl.results.at_client import client_posterior
+from fedppl.results.records import Record, rounds_dataset
+from fedppl.settings import whole
+from fedppl.types import Algorithm, Array, DeclarationError, Layout, SharedReader, Status
+
+__all__ = ["Fit", "Record"]
+
+# For who looks at the posterior group with tools that were made for MCMC.
+_SAMPLING = (
+    "independent draws of the approximation: r_hat and ess describe the draws, not how good it is; see fit.summary()"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """Result of `fedppl.fit`.
+
+    Attributes
+    ----------
+    algorithm
+        The algorithm that ran.
+    state
+        The server's last state.
+    layout
+        The shared parameters.
+    declaration
+        The FederatedModel that was fitted.
+    client_ids
+        All clients that could be asked.
+    clients
+        Compiled models of the clients in this process. Their data never left them; posteriors of θ_k are drawn
+        there. Empty where the clients are sites of their own.
+    reader
+        How draws of φ are read.
+    records
+        One Record a round.
+    status, message
+        Whether it converged, and if not, which setting to change.
+    personal
+        What clients in this process keep to themselves: Ditto's personal parameters, for example.
+    seed
+        Seed of the run.
+    seconds
+        Wall time of all rounds.
+    """
+
+    algorithm: Algorithm
+    state: Any
+    layout: Layout
+    declaration: FederatedModel
+    client_ids: tuple[str, ...]
+    clients: Mapping[str, ClientModel]
+    reader: SharedReader
+    records: tuple[Record, ...]
+    status: Status
+    message: str
+    personal: Mapping[str, Any]
+    seed: int
+    seconds: float
+
+    def __repr__(self) -> str:
+        """One line; the state of a network or of curves would fill pages."""
+        return (
+            f"Fit({self.algorithm.name}, {self.status.value}, {len(self.records)} rounds, {len(self.client_ids)} "
+            f"clients, {self.layout.size} shared coordinates)"
+        )
+
+    @property
+    def posterior(self) -> Gaussian:
+        """q(φ) on the unconstrained space, in natural parameters.
+
+        Raises
+        ------
+        NotConvergedError
+            Where the fit was broken off before there was one.
+        """
+        if self.algorithm.posterior is None:
+            raise DeclarationError(
+                f"{self.algorithm.name} has no posterior of parameters that all clients share: see "
+                + ("fit.estimate, " if self.algorithm.estimate else "")
+                + ('fit.idata["fit"] and ' if self.algorithm.details(self.state) else "")
+                + "fit.client(...). For a posterior use fedppl.EP()."
+            )
+        require_arrived(self, "fit.posterior")
+        return self.algorithm.posterior(self.state)
+
+    @property
+    def estimate(self) -> dict[str, Array]:
+        """The shared variables and their deterministics at one point: the estimate, or the mean of the draws of q."""
+        if self.algorithm.estimate is not None:
+            require_arrived(self, "fit.estimate")
+            return self._point()
+        if self.algorithm.posterior is None and self.algorithm.sample is None:
+            raise DeclarationError(
+                f"{self.algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
+            )
+        require_arrived(self, "fit.estimate")
+        posterior = self.idata["posterior"]
+        return {str(name): values.mean(("chain", "draw")).values for name, values in posterior.data_vars.items()}
+
+    @functools.cached_property
+    def idata(self) -> Any:
+        """ArviZ object with groups posterior (4 x 1000 draws of φ), fit and rounds."""
+        return self.shared()
+
+    def summary(
+        self, var_names: Sequence[str] | str | None = None, *, ci_prob: float = 0.94, round_to: int | None = None
+    ) -> pd.DataFrame:
+        """Table of the shared variables with the algorithm's own diagnostics: the one to look at after a fit.
+
+        Draws of q are independent, so that their R̂ and ESS are perfect whatever q is worth. What tells is here instead.
+
+        Parameters
+        ----------
+        var_names
+            Variables, deterministics among them; by default all.
+        ci_prob
+            Probability of the equal-tailed interval.
+        round_to
+            Decimals; None keeps all.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row for every entry: ``mean``, ``sd``, the bounds of the interval, and what the algorithm knows of the
+            coordinate on the unconstrained space; for `EP` ``last_change``, what the last round moved its mean or log
+            sd by, in posterior sds, and ``skewness``, which a Gaussian q cannot have. Where the algorithm estimates
+            a point, ``mean`` is that. ``attrs`` has the ``status`` and its ``message``, the share of the clients that
+            ``answered`` when they were last asked, and what clients fell back to (``fallbacks``).
+
+        Raises
+        ------
+        DeclarationError
+            If the clients share nothing in this algorithm, or a name is unknown.
+        NotConvergedError
+            Where the fit was broken off before there was a posterior.
+
+        Examples
+        --------
+        >>> import fedppl
+        >>> from fedppl.testing import normal_means
+        >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+        >>> list(fit.summary().columns)
+        ['mean', 'sd', 'eti_3%', 'eti_97%', 'last_change', 'skewness']
+        >>> fit.summary().attrs["status"], fit.summary().attrs["answered"]
+        ('converged', 1.0)
+        """
+        return summary.summary(self, var_names, ci_prob, round_to)
+
+    def shared(
+        self, *, unconverged: bool = False, draws: int = 1000, chains: int = 4, random_seed: int | None = None
+    ) -> Any:
+        """Posterior of the shared parameters as an ArviZ object.
+
+        Parameters
+        ----------
+        unconverged
+            Whether to draw even where the fit was broken off before q arrived: such draws can be very far off, and are
+            labelled so in ``attrs``.
+        draws, chains
+            Independent draws of q(φ).
+        random_seed
+            Seed; by default the fit's.
+
+        Returns
+        -------
+        arviz.InferenceData or xarray.DataTree
+            Groups ``posterior`` (constrained space), ``fit`` (mean_vector and covariance_matrix of q on the
+            unconstrained space, and what else the algorithm's state knows) and ``rounds``. Where the algorithm
+            estimates a point, there is a group ``point_estimate`` instead of ``posterior``. Where the fit was broken
+            off before there was either, neither is there, unless `unconverged` asks for it.
+        """
+        _check_draws(draws, chains)
+        reason = unarrived(self)
+        rounds = rounds_dataset(self.records, self.client_ids)
+        if reason and not unconverged:
+            return idata.from_groups({"rounds": rounds, "fit": self._fit_dataset(None)})
+        q = None if self.algorithm.posterior is None else self.algorithm.posterior(self.state)
+        if q is not None and not gaussian.is_proper(q):
+            q, report = gaussian.repair(q, 1e-6)
+            reason += f" and was repaired (smallest eigenvalue {report.smallest_before:.3g})"
+        attrs = {
+            "status": self.status.value,
+            "message": self.message,
+            "algorithm": self.algorithm.name,
+            "converged": int(self.status.ok),
+            **({"warning": f"not a posterior: {reason}"} if reason else {}),
+        }
+        rng, phi, groups = stream((self._seed(random_seed), 1)), None, {}
+        if self.algorithm.sample is not None:
+            phi = self.algorithm.sample(self.state, draws * chains, rng)
+        elif q is not None:
+            phi = gaussian.draw(q, rng, draws * chains)
+        if phi is not None:
+            groups = {"posterior": self._shared_dataset(phi.reshape(chains, draws, -1), attrs)}
+        elif self.algorithm.estimate is not None:
+            groups = {"point_estimate": self._point_dataset(attrs)}
+        return idata.from_groups({**groups, "rounds": rounds, "fit": self._fit_dataset(q)})
+
+    def client(
+        self,
+        client_id: str,
+        *,
+        predict: Mapping[str, Any] | None = None,
+        draws: int = 1000,
+        chains: int = 4,
+        random_seed: int | None = None,
+    ) -> Any:
+        """Posterior of one client's θ_k, drawn at the client from cavity x local likelihood (FedLin eq. 8).
+
+        Parameters
+        ----------
+        client_id
+            Which client.
+        predict
+            New inputs by name, for example ``{"X": X_new}``, to draw predictions for.
+        draws, chains
+            Number of draws.
+        random_seed
+            Seed; by default the fit's.
+
+        Returns
+        -------
+        arviz.InferenceData or xarray.DataTree
+            Groups ``posterior`` (local and shared variables), ``sample_stats`` attributes with diagnostics,
+            ``observed_data``, ``constant_data``, and ``predictions`` if asked for.
+        """
+        if client_id not in self.client_ids:
+            raise DeclarationError(
+                f"client {client_id!r} did not take part; clients are {list(self.client_ids)[:10]}. For data of a "
+                "client that did not, use fit.new_client(data)."
+            )
+        if client_id not in self.clients:
+            raise DeclarationError(
+                f"client {client_id!r} is a site of its own and its data are not here: its posterior is drawn there. "
+                "Give the site's client_app a folder=, and find it in that folder when the run is over."
+            )
+        return self._at_client(self.clients[client_id], client_id, predict, draws, chains, random_seed)
+
+    def predict(
+        self,
+        client_id: str,
+        new_data: Mapping[str, Any],
+        *,
+        draws: int = 1000,
+        chains: int = 4,
+        random_seed: int | None = None,
+    ) -> Any:
+        """Predictive draws on a client's new inputs: `client` with ``predict=new_data``."""
+        return self.client(client_id, predict=new_data, draws=draws, chains=chains, random_seed=random_seed)
+
+    def new_client(
+        self,
+        data: Mapping[str, Any],
+        *,
+        predict: Mapping[str, Any] | None = None,
+        draws: int = 1000,
+        chains: int = 4,
+        random_seed: int | None = None,
+        name: str = "new client",
+    ) -> Any:
+        """Posterior of θ at a client that never took part, from q(φ) and its own data alone.
+
+        Parameters
+        ----------
+        data
+            The new client's data, by the builder's argument names.
+        predict, draws, chains, random_seed
+            As in `client`.
+        name
+            What to call it in results and errors.
+
+        Returns
+        -------
+        arviz.InferenceData or xarray.DataTree
+        """
+        model = self.declaration.enrol({name: data})[name]
+        if model.layout.fingerprint != self.layout.fingerprint:
+            raise DeclarationError(
+                f"{name!r} has shared layout {model.layout.variables}, the fit has {self.layout.variables}; "
+                "give the new client the same columns."
+            )
+        return self._at_client(model, name, predict, draws, chains, random_seed)
+
+    def _seed(self, random_seed: int | None) -> int:
+        return self.seed if random_seed is None else whole("random_seed", random_seed, 0)
+
+    def _at_client(
+        self,
+        model: ClientModel,
+        client_id: str,
+        predict: Mapping[str, Any] | None,
+        draws: int,
+        chains: int,
+        random_seed: int | None,
+    ) -> Any:
+        _check_draws(draws, chains)
+        if predict is not None and not isinstance(predict, Mapping):
+            raise DeclarationError(
+                f'new data are {type(predict).__name__}; pass a mapping from name to array: {{"X": ...}}.'
+            )
+        require_arrived(self, f"the posterior of client {client_id!r}")
+        seed = self._seed(random_seed)
+        message, personal = self.algorithm.outcome(self.state, client_id), self.personal.get(client_id)
+        return client_posterior(self.algorithm, model, personal, message, seed, draws, chains, self.status, predict)
+
+    def _point(self) -> dict[str, Array]:
+        assert self.algorithm.estimate is not None
+        values = self.reader.constrain(self.algorithm.estimate(self.state)[None])
+        return {name: value[0] for name, value in values.items()}
+
+    def _shared_dataset(self, phi: Array, attrs: Mapping[str, Any]) -> xr.Dataset:
+        chains, draws = phi.shape[:2]
+        values = self.reader.constrain(phi.reshape(chains * draws, -1))
+        shaped = {name: value.reshape(chains, draws, *value.shape[1:]) for name, value in values.items()}
+        return idata.posterior_dataset(shaped, self.reader.dims, self.reader.coords, {**attrs, "sampling": _SAMPLING})
+
+    def _point_dataset(self, attrs: Mapping[str, Any]) -> xr.Dataset:
+        values = self._point()
+        dims = {
+            name: self.reader.dims.get(name) or tuple(f"{name}_dim_{axis}" for axis in range(np.ndim(value)))
+            for name, value in values.items()
+        }
+        return idata.dataset(values, dims, self.reader.coords, attrs)
+
+    def _fit_dataset(self, q: Gaussian | None) -> xr.Dataset:
+        labels, clients = np.array(self.layout.labels), np.array(self.client_ids)
+        known: dict[str, tuple[tuple[str, ...], Array]] = {}
+        if q is not None:
+            known["mean_vector"] = ("rows",), gaussian.mean(q)
+            known["covariance_matrix"] = ("rows", "columns"), gaussian.covariance(q)
+        elif self.algorithm.estimate is not None:
+            known["mean_vector"] = ("rows",), self.algorithm.estimate(self.state)
+        known.update(self.algorithm.details(self.state))
+        return idata.dataset(
+            {name: values for name, (_, values) in known.items()},
+            {name: dims for name, (dims, _) in known.items()},
+            {**self.reader.coords, "rows": labels, "columns": labels, "client": clients, "other_client": clients},
+            {"space": "unconstrained", "status": self.status.value, "message": self.message},
+        )
+
+
+def _check_draws(draws: int, chains: int) -> None:
+    whole("draws", draws)
+    whole("chains", chains)

@@ -1,0 +1,184 @@
+"""Contrasts and simple tests on posterior draws: does an interval exclude zero, in which direction, by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from fedppl.results.arrival import require_arrived
+from fedppl.settings import between, shown
+from fedppl.types import DeclarationError
+
+__all__ = ["contrast", "hypotheses"]
+
+
+def contrast(first: Any, second: Any, var_name: str, *, coords: Mapping[str, Any] | None = None) -> xr.DataArray:
+    r"""Draws of the difference of one variable between two results, or between two entries of one.
+
+    .. math:: \Delta^{(s)} = x_1^{(s)} - x_2^{(s)}
+
+    Parameters
+    ----------
+    first, second
+        ArviZ objects with a posterior, such as ``fit.client("a")`` and ``fit.client("b")``.
+    var_name
+        The variable.
+    coords
+        Labels that pick an entry, for example ``{"predictor": "age"}``.
+
+    Returns
+    -------
+    xarray.DataArray
+        Dims (chain, draw, ...), to be summarised by `hypotheses`.
+
+    Raises
+    ------
+    DeclarationError
+        If a variable or label is absent, or the numbers of draws differ.
+
+    Examples
+    --------
+    >>> import arviz, numpy as np, xarray as xr
+    >>> from fedppl import idata
+    >>> a = idata.from_groups({"posterior": xr.Dataset({"theta": (("chain", "draw"), np.ones((1, 3)))})})
+    >>> contrast(a, a, "theta").values
+    array([[0., 0., 0.]])
+
+    Notes
+    -----
+    *When this fails.* Draws of two clients are independent here, while their posteriors share φ; with few
+    clients and weak data the interval of a difference is a little too wide or narrow.
+    """
+    a, b = (_pick(result, var_name, coords) for result in (first, second))
+    if a.shape != b.shape:
+        raise DeclarationError(f"{var_name!r} has shapes {a.shape} and {b.shape}; draw equally many from both clients.")
+    difference: xr.DataArray = a - b.values
+    return difference.rename(f"{var_name} difference")
+
+
+def _pick(result: Any, var_name: str, coords: Mapping[str, Any] | None) -> xr.DataArray:
+    posterior = _posterior(result)
+    if var_name not in posterior:
+        raise DeclarationError(f"{var_name!r} is not in the posterior; variables are {list(posterior.data_vars)}.")
+    array: xr.DataArray = posterior[var_name]
+    if coords is not None and not isinstance(coords, Mapping):
+        raise DeclarationError(
+            f'coords={coords!r} must be a mapping from dim to label, such as {{"predictor": "age"}}.'
+        )
+    try:
+        return array.sel(dict(coords or {}))
+    except (KeyError, ValueError) as error:
+        raise DeclarationError(f"{var_name!r} has no entry {dict(coords or {})}: {error}") from error
+
+
+def _posterior(result: Any) -> Any:
+    """The posterior of a fit or of an ArviZ object."""
+    is_fit = hasattr(result, "idata") and hasattr(result, "status")
+    if is_fit and result.algorithm.posterior is not None:
+        require_arrived(result, "hypotheses of a fit")
+    found = result.idata if is_fit else result
+    try:
+        return found["posterior"]
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        what = "the fit is by an algorithm that ends in a point and" if found is not result else type(result).__name__
+        raise DeclarationError(
+            f"{what} has no posterior; pass a fit with one, fit.idata, fit.client(id), or draws as contrast gives them."
+        ) from error
+
+
+def _region(rope: Any) -> tuple[float, float]:
+    """Low and high end of the region of practical equivalence."""
+    pair = tuple(rope) if isinstance(rope, tuple | list | np.ndarray) and np.ndim(rope) == 1 else ()
+    if len(pair) != 2 or not all(isinstance(end, int | float | np.integer | np.floating) for end in pair):
+        raise DeclarationError(f"rope={shown(rope)} must be a pair (low, high), such as (-0.1, 0.1).")
+    low, high = map(float, pair)
+    if not low < high:
+        raise DeclarationError(f"rope={rope} must be (low, high) with low < high.")
+    return low, high
+
+
+def hypotheses(
+    draws: Any,
+    *,
+    var_names: Sequence[str] | None = None,
+    ci_prob: float = 0.9,
+    rope: tuple[float, float] | None = None,
+    null: float = 0.0,
+) -> pd.DataFrame:
+    r"""Test every entry of a posterior against a null value.
+
+    .. math:: \text{pd} = \max\{P(x > x_0), P(x < x_0)\}
+
+    Parameters
+    ----------
+    draws
+        A fit, of which the shared posterior is taken, an ArviZ object with a posterior, or a DataArray of draws such
+        as `contrast` gives.
+    var_names
+        Variables; by default all of the posterior.
+    ci_prob
+        Probability of the equal-tailed interval.
+    rope
+        Region of practical equivalence (low, high); adds its posterior probability.
+    null
+        Value tested.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row an entry: mean, sd, ci_low, ci_high, excludes_null, probability_of_direction, in_rope.
+
+    Raises
+    ------
+    DeclarationError
+        For an interval probability outside (0, 1), an empty region, or an unknown variable.
+
+    Examples
+    --------
+    >>> import numpy as np, xarray as xr
+    >>> draws = xr.DataArray(np.linspace(1, 2, 100)[None], dims=("chain", "draw"), name="effect")
+    >>> bool(hypotheses(draws)["excludes_null"]["effect"])
+    True
+    """
+    ci_prob = between("ci_prob", ci_prob, 0, 1)
+    null = between("null", null, -np.inf, np.inf)
+    rope = None if rope is None else _region(rope)
+    if isinstance(var_names, str):
+        var_names = [var_names]
+    if isinstance(draws, xr.DataArray):
+        if not {"chain", "draw"} <= set(draws.dims):
+            raise DeclarationError(f"draws has dims {draws.dims}; it needs chain and draw, as contrast gives.")
+        arrays: dict[Hashable, xr.DataArray] = {draws.name or "x": draws}
+    else:
+        posterior = _posterior(draws)
+        names = list(var_names) if var_names is not None else [str(name) for name in posterior.data_vars]
+        arrays = {name: _pick(draws, str(name), None) for name in names}
+    rows = {}
+    for name, array in arrays.items():
+        stacked = array.stack(sample=("chain", "draw")).transpose("sample", ...)
+        entries = [dim for dim in stacked.dims if dim != "sample"]
+        for index in np.ndindex(*(stacked.sizes[dim] for dim in entries)):
+            labels = [str(stacked[dim].values[i]) for dim, i in zip(entries, index, strict=True)]
+            x = stacked.values[(slice(None), *index)]
+            rows[f"{name}[{', '.join(labels)}]" if labels else str(name)] = _row(x, ci_prob, rope, null)
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def _row(x: Any, ci_prob: float, rope: tuple[float, float] | None, null: float) -> dict[str, Any]:
+    low, high = np.quantile(x, [(1 - ci_prob) / 2, (1 + ci_prob) / 2])
+    above = float(np.mean(x > null))
+    row = {
+        "mean": float(np.mean(x)),
+        "sd": float(np.std(x, ddof=1)),
+        "ci_low": float(low),
+        "ci_high": float(high),
+        "excludes_null": bool(low > null or high < null),
+        "probability_of_direction": max(above, float(np.mean(x < null))),
+    }
+    if rope is not None:
+        row["in_rope"] = float(np.mean((x > rope[0]) & (x < rope[1])))
+    return row

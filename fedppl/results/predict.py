@@ -1,0 +1,117 @@
+"""Predictive draws on new inputs, by PyMC, at the client."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import xarray as xr
+from pytensor.graph.traversal import ancestors
+
+from fedppl.model import _graph
+from fedppl.model._enrolment import held_exactly, mismatch
+from fedppl.model._indices import read_indices, require_not_negative
+from fedppl.model.declaration import ClientModel
+from fedppl.results import idata
+from fedppl.types import DataError
+
+__all__ = ["predictions"]
+
+
+def predictions(
+    client: ClientModel,
+    posterior: xr.Dataset,
+    new_data: Mapping[str, Any],
+    seed: int,
+    coords: Mapping[str, Any],
+) -> tuple[xr.Dataset, xr.Dataset]:
+    """Draw the observed variables at new inputs for every posterior draw; returns (predictions, inputs).
+
+    Outcomes that `new_data` leaves out are filled with zeros of the new length: nothing reads them. Inputs with a
+    row per observation may not be left out.
+    """
+    model = client.pymc_model()
+    containers = {variable.name: variable for variable in model.data_vars}
+    if not containers:
+        raise DataError(
+            f"client {client.client_id!r}: the builder has no pm.Data container, so inputs cannot be exchanged for new "
+            "ones. Put the data into pm.Data."
+        )
+    unknown = sorted(set(new_data) - set(containers))
+    if unknown or not new_data:
+        raise DataError(f"new data {sorted(new_data)} must name containers of the model: {sorted(containers)}.")
+    values = {}
+    for name, value in new_data.items():
+        if np.ma.is_masked(value):
+            raise DataError(f"new data {name!r} have masked values; drop or impute them.")
+        old, new = client.arrays[name], np.asarray(value)
+        if new.ndim != old.ndim or new.shape[1:] != old.shape[1:]:
+            raise DataError(
+                f"new data {name!r} has shape {new.shape}, but the client's has {old.shape}; give it the same columns."
+            )
+        if not (np.issubdtype(new.dtype, np.number) or new.dtype == bool):
+            raise DataError(f"new data {name!r} has dtype {new.dtype}, which is not numeric; encode it as numbers.")
+        if not np.all(np.isfinite(new)):
+            raise DataError(f"new data {name!r} holds missing or infinite values; drop or impute them.")
+        values[name] = held_exactly(f"new data {name!r}", new, containers[name].type.dtype)
+    rows_before = {len(client.arrays[name]) for name in values if np.ndim(client.arrays[name])}
+    rows_after = {len(value) for value in values.values() if np.ndim(value)}
+    if len(rows_after) == 1 and len(rows_before) == 1:
+        before, after = rows_before.pop(), rows_after.pop()
+        reads = {rv: _graph.values_read([rv]) for rv in model.observed_RVs}
+        for name, variable in containers.items():
+            old = client.arrays[name]
+            if name in values or not np.ndim(old) or len(old) != before:
+                continue
+            readers = [repr(rv.name) for rv, read in reads.items() if variable in read]
+            if not readers:
+                values[name] = np.zeros((after, *old.shape[1:]), dtype=variable.type.dtype)
+            elif after != before:
+                raise DataError(
+                    f"new data {sorted(new_data)} leave out {name!r}, which has a row per observation and which the "
+                    f"distribution of {', '.join(readers)} reads; give its {after} new rows too."
+                )
+    renewed = {
+        dim: np.arange(len(value))
+        for name, value in values.items()
+        for dim in (model.named_vars_to_dims.get(name) or ())[:1]
+        if model.coords.get(dim) is not None and len(model.coords[dim]) != len(value)
+    }
+    names = [variable.name for variable in model.observed_RVs]
+    with model:
+        pm.set_data(values, coords=renewed)
+        try:
+            require_not_negative(client.client_id, read_indices(model), values, ())
+            drawn = pm.sample_posterior_predictive(
+                idata.from_groups({"posterior": posterior}),
+                var_names=names,
+                predictions=True,
+                random_seed=seed % 2**32,
+                progressbar=False,
+                **_anew(model, posterior, [containers[name] for name in values]),
+                compile_kwargs={"mode": _graph.PYTHON_MODE},
+            )["predictions"]
+        except (IndexError, ValueError, AssertionError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise mismatch(client.client_id, {name: values[name] for name in new_data}, error) from error
+    dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
+    all_coords = {**coords, **renewed}
+    arrays = {name: np.asarray(drawn[name]) for name in names}
+    inputs = {name: values[name] for name in new_data}
+    input_dims = {k: dims.get(k) or tuple(f"{k}_dim_{i}" for i in range(v.ndim)) for k, v in inputs.items()}
+    return (
+        idata.posterior_dataset(arrays, dims, all_coords, {"client": client.client_id}),
+        idata.dataset(inputs, input_dims, {}),
+    )
+
+
+def _anew(model: Any, posterior: Any, changed: Sequence[Any]) -> dict[str, list[str]]:
+    """Variables that belong to rows, as a residual does, are drawn anew for new rows; PyMC 6 has to be told."""
+    if "sample_vars" not in inspect.signature(pm.sample_posterior_predictive).parameters:
+        return {}
+    names = [rv.name for rv in model.free_RVs if rv.name in posterior and set(changed) & set(ancestors([rv]))]
+    return {"sample_vars": names} if names else {}

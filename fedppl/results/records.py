@@ -1,0 +1,77 @@
+"""The record of every round, and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import xarray as xr
+
+from fedppl.results import idata
+from fedppl.types import Array, Status
+
+__all__ = ["Record", "rounds_dataset"]
+
+
+class Record(NamedTuple):
+    """What happened in one round."""
+
+    number: int
+    asked: tuple[str, ...]
+    failures: Mapping[str, str]
+    infos: Mapping[str, Mapping[str, float]]
+    info: Mapping[str, float | str]
+    bytes_down: Mapping[str, int]
+    bytes_up: Mapping[str, int]
+    released: str  # names and sizes of what a client's reply held
+    seconds: float
+    status: Status
+    silent: tuple[str, ...] = ()  # asked, but for no reply
+    preliminary: bool = False  # of a start with a budget of its own
+    reasons: Mapping[str, str] = {}  # what clients could not compute whose replies were used
+
+
+_OURS = ("seconds", "released")
+
+
+def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.Dataset:
+    """Diagnostics of every round, dims (round,), and of every client in it, dims (round, client)."""
+    where = {client_id: k for k, client_id in enumerate(clients)}
+    shape = (len(records), len(clients))
+    outcome = np.full(shape, "not asked", dtype="U9")
+    reason = np.full(shape, "", dtype=object)
+    traffic = {name: np.zeros(shape, dtype=np.int64) for name in ("bytes_down", "bytes_up")}
+    values: dict[str, Array] = {}
+    per_round: dict[str, Any] = {
+        "seconds": np.array([record.seconds for record in records]),
+        "released": np.array([record.released for record in records], dtype=str),
+    }
+    for name in {name for record in records for name in record.info}:
+        column = [record.info.get(name, np.nan) for record in records]
+        per_round[name] = np.array(column, dtype=str if any(isinstance(v, str) for v in column) else float)
+    for t, record in enumerate(records):
+        for client_id in record.asked:
+            k = where[client_id]
+            silent = client_id in record.silent
+            outcome[t, k] = "skipped" if client_id in record.failures else "silent" if silent else "used"
+            reason[t, k] = record.failures.get(client_id, record.reasons.get(client_id, ""))
+            traffic["bytes_down"][t, k] = record.bytes_down[client_id]
+            traffic["bytes_up"][t, k] = record.bytes_up.get(client_id, 0)
+            for name, value in record.infos.get(client_id, {}).items():
+                values.setdefault(name, np.full(shape, np.nan))[t, k] = value
+    own = {"outcome": outcome, "reason": reason.astype(str), **traffic}
+    # What most clients report by the name of a round's own column takes its place, and not what one of them does.
+    twice = values.keys() & per_round.keys()
+    most = {name for name in twice if sum(_reports(records, one, name) for one in clients) > 0.5 * len(clients)}
+    both = own | {k: v for k, v in values.items() if k not in (*own, *_OURS) and (k not in per_round or k in most)}
+    per_round = {name: value for name, value in per_round.items() if name not in both}
+    return idata.dataset(
+        {**per_round, **both},
+        {**dict.fromkeys(per_round, ("round",)), **dict.fromkeys(both, ("round", "client"))},
+        {"round": [record.number for record in records], "client": list(clients)},
+    )
+
+
+def _reports(records: tuple[Record, ...], client_id: str, name: str) -> bool:
+    return any(name in record.infos.get(client_id, {}) for record in records)

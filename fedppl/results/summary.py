@@ -1,0 +1,95 @@
+"""The table to look at after a fit: what was found, with the algorithm's own diagnostics beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from fedppl.results.arrival import require_arrived
+from fedppl.results.departure import shortfall
+from fedppl.results.fallbacks import fallen, last_infos
+from fedppl.settings import between
+from fedppl.types import Array, DeclarationError
+
+if TYPE_CHECKING:
+    from fedppl.results.fit import Fit
+
+__all__ = ["summary"]
+
+
+def summary(fit: Fit, var_names: Sequence[str] | str | None, ci_prob: float, round_to: int | None) -> pd.DataFrame:
+    """See `Fit.summary`."""
+    algorithm = fit.algorithm
+    if algorithm.posterior is None and algorithm.sample is None and algorithm.estimate is None:
+        raise DeclarationError(
+            f"{algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
+        )
+    ci_prob = between("ci_prob", ci_prob, 0, 1)
+    require_arrived(fit, "fit.summary()")
+    drawn = algorithm.posterior is not None or algorithm.sample is not None
+    found = fit.idata["posterior" if drawn else "point_estimate"]
+    names = [str(name) for name in found.data_vars]
+    chosen = names if var_names is None else [var_names] if isinstance(var_names, str) else list(var_names)
+    if unknown := [name for name in chosen if name not in names]:
+        raise DeclarationError(f"var_names={unknown} are not among the shared variables {names}.")
+    known = {name: values for name, (dims, values) in algorithm.details(fit.state).items() if dims == ("rows",)}
+    parts = [_rows(found[name], drawn, ci_prob, _of_variable(fit, name, known)) for name in chosen]
+    table = pd.concat(parts) if parts else pd.DataFrame()
+    table.attrs = _about(fit)
+    return table if round_to is None else table.round(round_to)
+
+
+def _rows(values: xr.DataArray, drawn: bool, ci_prob: float, known: dict[str, Array]) -> pd.DataFrame:
+    """One row an entry of a variable."""
+    dims = [dim for dim in values.dims if dim not in ("chain", "draw")]
+    shape = tuple(values.sizes[dim] for dim in dims)
+    labels = [[str(label) for label in values[dim].values] for dim in dims]
+    index = [
+        f"{values.name}[{', '.join(labels[axis][i] for axis, i in enumerate(entry))}]" if entry else str(values.name)
+        for entry in np.ndindex(*shape)
+    ]
+    if not drawn:
+        columns = {"mean": np.ravel(values.values)}
+    else:
+        draws = values.transpose("chain", "draw", *dims).values.reshape(-1, len(index)).astype(float)
+        tails = (1 - ci_prob) / 2, (1 + ci_prob) / 2
+        low, high = np.quantile(draws, tails, axis=0)
+        columns = {"mean": draws.mean(axis=0), "sd": draws.std(axis=0, ddof=1)}
+        columns |= {f"eti_{100 * tail:.5g}%": bound for tail, bound in zip(tails, (low, high), strict=True)}
+    columns |= {name: _by_entry(of, len(index)) for name, of in known.items()}
+    return pd.DataFrame(columns, index=index)
+
+
+def _of_variable(fit: Fit, name: str, known: dict[str, Array]) -> dict[str, Array]:
+    """Diagnostics of the coordinates of one variable; nothing is known of what is computed from others."""
+    where = fit.layout.slices.get(name, slice(0))
+    return {key: np.asarray(values, dtype=float)[where] for key, values in known.items()}
+
+
+def _by_entry(values: Array, entries: int) -> Array:
+    """A value an entry; the largest of all where a variable has more entries than coordinates, as a simplex has."""
+    if len(values) == entries:
+        return values
+    return np.full(entries, values[np.argmax(np.abs(values))] if len(values) else np.nan)
+
+
+def _about(fit: Fit) -> dict[str, Any]:
+    """How far the fit came, and who took part in it."""
+    answered = dict.fromkeys(fit.client_ids, False)  # to the last request that wanted a reply
+    for record in fit.records:
+        answered |= {client_id: client_id in record.bytes_up for client_id in set(record.asked) - set(record.silent)}
+    infos = last_infos(record.infos for record in fit.records)
+    return {
+        "algorithm": fit.algorithm.name,
+        "status": fit.status.value,
+        "message": fit.message,
+        "rounds": len(fit.records),
+        "last_round": dict(fit.records[-1].info) if fit.records else {},
+        "answered": float(np.mean(list(answered.values()))),
+        "fallbacks": fallen(infos),
+        "sd_shortfall": shortfall(infos),
+    }

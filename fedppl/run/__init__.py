@@ -1,0 +1,1 @@
+"""The round loop, and what it records, saves and resumes."""

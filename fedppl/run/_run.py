@@ -1,0 +1,149 @@
+"""A run in progress: what it holds, how it is saved after a round, and how it goes on from what was saved."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedppl.engine.answer import stream
+from fedppl.model.declaration import ClientModel
+from fedppl.results import fallbacks
+from fedppl.results.records import Record
+from fedppl.run.participation import Participation, as_participation
+from fedppl.storage import checkpoint as checkpoints
+from fedppl.storage import digest as _digest
+from fedppl.types import Algorithm, DataError, DeclarationError, Engine, Layout
+
+__all__ = ["Run", "add", "keep_at", "save"]
+
+logger = logging.getLogger("fedppl.run.loop")
+
+
+class Run:
+    """A run in progress; the only mutable thing in a fit."""
+
+    def __init__(self, algorithm: Algorithm, engine: Engine, models: Mapping[str, ClientModel], seed: int) -> None:
+        self.algorithm = algorithm
+        self.engine = engine
+        self.models = dict(models)
+        self.seed = seed
+        self.layout: Layout = engine.layout()
+        self.clients = engine.clients()
+        self.state = algorithm.init_server(self.layout, self.clients, stream((seed, 0, 0)))
+        self.name = secrets.token_hex(8)
+        self.records: list[Record] = []
+        self.counted = 0  # records that count towards ``rounds=``
+        self.infos: dict[str, Mapping[str, float]] = {}  # the last of every client
+        self.resumed = 0  # rounds that were done before
+        self.limit: int | None = None
+        self.participation: Participation = as_participation(None)
+        self.reporting: Participation = as_participation(None)
+        self.checkpoint: Path | None = None
+        self.kept: checkpoints.Kept | None = None  # records that the checkpoint has
+        self.settings: dict[str, str] = dict(algorithm.settings)
+        self.seals: dict[str, bytes] = {}  # of the data of clients in this process, where there is a checkpoint
+        self.deadline: float | None = None
+        self.said: set[tuple[str, str]] = set()  # clients and reasons that are in the log already
+
+
+def add(run: Run, done: Record) -> None:
+    """Add a round; what the next one asks of all before it is kept up to date, not looked up."""
+    run.records.append(done)
+    run.counted += not done.preliminary
+    run.infos |= done.infos
+
+
+def keep_at(run: Run, checkpoint: Path, *, seed_given: bool) -> None:
+    """Save the run there from now on, and go on from what is there."""
+    run.checkpoint = checkpoint
+    run.seals = {k: _digest.seal(client.arrays) + _sealed_model(client) for k, client in run.models.items()}
+    if checkpoint.exists():
+        _resume(run, checkpoint, seed_given)
+    checkpoints.pack({**_content(run), "records": []})  # what cannot be written is refused before the first round
+
+
+def save(run: Run) -> None:
+    """Write the run as it is after a round, if it is to be saved."""
+    if run.checkpoint is None:
+        return
+    done = len(run.records)
+    try:
+        run.kept = checkpoints.write(run.checkpoint, _content(run), run.kept, resumed=run.resumed == done - 1)
+    except OSError as error:
+        kept = f"it holds round {done - 1}, and the same call goes on from there. " if done > 1 else ""
+        raise OSError(
+            f"checkpoint {str(run.checkpoint)!r} cannot be written after round {done}: {error.strerror or error}; "
+            f"{kept}Make room, or choose another path."
+        ) from error
+
+
+def _content(run: Run) -> dict[str, Any]:
+    return {
+        "fingerprint": run.layout.fingerprint,
+        "algorithm": run.algorithm.name,
+        "settings": run.settings,
+        "clients": run.clients,
+        "data": run.seals,
+        "seed": run.seed,
+        "name": run.name,
+        "state": run.state,
+        "records": run.records,
+        "personal": getattr(run.engine, "personal", {}),
+    }
+
+
+def _sealed_model(client: ClientModel) -> bytes:
+    return _digest.seal({"": client.trace()})
+
+
+def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
+    content, kept = checkpoints.load(checkpoint)
+    if not all(isinstance(done, Record) for done in content["records"]):
+        raise DeclarationError(f"checkpoint {str(checkpoint)!r} holds something else; choose another path.")
+    expected: dict[str, Any] = {
+        "fingerprint": run.layout.fingerprint,
+        "algorithm": run.algorithm.name,
+        "settings": run.settings,
+        "clients": run.clients,
+    }
+    if seed_given:
+        expected["seed"] = run.seed
+    for name, value in expected.items():
+        if content[name] != value:
+            found = content[name]
+            if isinstance(value, dict) and isinstance(found, dict):
+                found, value = (
+                    {k: v for k, v in a.items() if b.get(k) != v} for a, b in ((found, value), (value, found))
+                )
+            raise DeclarationError(
+                f"checkpoint {str(checkpoint)!r} is of another run: its {name} is {found}, this run's is "
+                f"{value}. Choose another path, or delete the file to start again."
+            )
+    sealed: dict[str, bytes] = content["data"]
+    known = {client_id: model for client_id, model in run.models.items() if client_id in sealed}
+    others = [k for k, model in known.items() if not _digest.matches(sealed[k][: _digest.LENGTH], model.arrays)]
+    if others:
+        raise DataError(
+            f"the data of {'client' if len(others) == 1 else 'clients'} {fallbacks.listed(map(repr, others))} are not "
+            f"those that checkpoint {str(checkpoint)!r} was written with. Give the same data, or choose another "
+            "path, or delete the file to start again."
+        )
+    for client_id, client in known.items():
+        if not _digest.matches(sealed[client_id][_digest.LENGTH :], {"": client.trace()}):
+            raise DeclarationError(
+                f"checkpoint {str(checkpoint)!r} is of another run: client {client_id!r} has the same data, and "
+                "the model another density of them: the builder, or what it reads, has changed. Choose another path or "
+                "delete the file to start again."
+            )
+    run.seals = {**run.seals, **sealed}
+    run.seed, run.name = content["seed"], content["name"]
+    run.state, run.kept = content["state"], kept
+    for done in content["records"]:
+        add(run, done)
+    run.resumed = len(run.records)
+    if hasattr(run.engine, "personal"):
+        run.engine.personal.update(content["personal"])
+    logger.info("resumed after round %d from %s", len(run.records), checkpoint)

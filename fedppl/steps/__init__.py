@@ -1,1 +1,0 @@
-"""Algorithms, one per file."""
