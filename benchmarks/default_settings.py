@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fedppl
 from examples import quickstart
 from fedppl import gaussian
+from fedppl.contracts import Target
 from fedppl.local.tilted import log_tilted
-from fedppl.types import Target
 
 WARM = 3  # fits of other data before the first one that is timed
 

@@ -20,9 +20,9 @@ import numpy as np
 
 import fedppl
 from fedppl import gaussian
+from fedppl.contracts import Algorithm, Reply, Request
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.testing import normal_means
-from fedppl.types import Algorithm, Reply, Request
 
 
 class Timed(InProcessEngine):

@@ -17,6 +17,7 @@ from fedppl.algorithms.hierarchical.hm1_gradient import HM1Gradient
 from fedppl.algorithms.one_shot.consensus import ConsensusMonteCarlo
 from fedppl.algorithms.one_shot.precision_weighted import PrecisionWeighted
 from fedppl.algorithms.one_shot.separate import Separate
+from fedppl.contracts import Algorithm, LocalInference
 from fedppl.coregional import curves
 from fedppl.coregional.algorithms.ascent import LMCAscent
 from fedppl.coregional.algorithms.averaging import LMCAveraging
@@ -47,15 +48,7 @@ from fedppl.results.hypotheses import contrast, hypotheses
 from fedppl.run.loop import Round, fit, rounds
 from fedppl.run.participation import all_clients, bernoulli, fixed_size
 from fedppl.search import grid, grid_search, holdout, validation_loss
-from fedppl.types import (
-    Algorithm,
-    ConvergenceWarning,
-    DataError,
-    DeclarationError,
-    LocalInference,
-    NotConvergedError,
-    Status,
-)
+from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
 
 __version__ = "0.1.0"
 

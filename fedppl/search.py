@@ -13,11 +13,12 @@ import numpy as np
 import pandas as pd
 from scipy.special import logsumexp
 
-from fedppl.engine.answer import stream
+from fedppl.contracts import AnyAlgorithm, EngineFactory, LocalInference
 from fedppl.model._data import as_arrays
 from fedppl.model._pack import pack
 from fedppl.model.declaration import ClientModel, FederatedModel
 from fedppl.numerics.covariance import Covariance
+from fedppl.numerics.streams import stream
 from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit
 from fedppl.run.loop import _seed, fit
@@ -25,13 +26,10 @@ from fedppl.run.participation import Participation
 from fedppl.run.replies import sum_replies
 from fedppl.settings import between, shown, whole
 from fedppl.types import (
-    Algorithm,
     ConvergenceWarning,
     DataError,
     DeclarationError,
-    EngineFactory,
     LocalFailure,
-    LocalInference,
     Message,
     NotConvergedError,
     Status,
@@ -77,7 +75,7 @@ class Search:
     table: pd.DataFrame
     best: str
     fit: Fit
-    algorithm: Algorithm
+    algorithm: AnyAlgorithm
 
 
 def holdout(
@@ -153,7 +151,7 @@ def holdout(
     return training, validation
 
 
-def grid(build: Callable[..., Algorithm], **values: Sequence[Any]) -> dict[str, Algorithm]:
+def grid(build: Callable[..., AnyAlgorithm], **values: Sequence[Any]) -> dict[str, AnyAlgorithm]:
     """Every combination of settings, by name.
 
     Parameters
@@ -192,7 +190,7 @@ def grid(build: Callable[..., Algorithm], **values: Sequence[Any]) -> dict[str, 
     for name, choices in values.items():
         if isinstance(choices, str) or not isinstance(choices, Sequence | np.ndarray) or len(choices) == 0:
             raise DeclarationError(f"{name}={choices!r} is no list of values; pass one or more, as in {name}=[...].")
-    candidates: dict[str, Algorithm] = {}
+    candidates: dict[str, AnyAlgorithm] = {}
     for combination in itertools.product(*values.values()):
         settings = {
             name: value.item() if isinstance(value, np.generic) else value
@@ -282,7 +280,7 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
 def grid_search(
     model: FederatedModel,
     clients: Clients,
-    algorithms: Mapping[str, Algorithm],
+    algorithms: Mapping[str, AnyAlgorithm],
     validation: Clients,
     *,
     loss: Loss | None = None,
@@ -386,7 +384,7 @@ def grid_search(
     if best is None:
         reasons = "; ".join(f"{name}: {row[-1]}" for name, row in table.items())
         raise DeclarationError(f"no candidate is of use: {reasons}. Widen the grid.")
-    if best[2].algorithm.tests_convergence and not best[2].status.ok:
+    if best[2].algorithm.result.tests_convergence and not best[2].status.ok:
         told = f"the best candidate, {best[1]!r}, ended with status {best[2].status.value}: {best[2].message}"
         warnings.warn(ConvergenceWarning(told, best[2]), stacklevel=2)
     frame = pd.DataFrame.from_dict(table, orient="index", columns=["loss", "status", "rounds", "seconds", "message"])
@@ -432,8 +430,8 @@ def _client_loss(
         return float(value), held.rows
     none = _without_rows(client, held)
     rng = stream((fit.seed, 2, *client_id.encode()))
-    message = fit.algorithm.outcome(fit.state, client_id)
-    sample = fit.algorithm.draw(client, fit.personal.get(client_id), message, draws, 1, rng)
+    message = fit.algorithm.result.final_message(fit.state, client_id)
+    sample = fit.algorithm.result.draw(client, fit.personal.get(client_id), message, draws, 1, rng)
     points = np.concatenate([sample.shared[0], sample.local[0]], axis=1)
     if sample.diagnostics.get("point_estimate"):
         points = points[:1]

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.types import DeclarationError, LocalInference
+from fedppl.contracts import LocalInference
+from fedppl.types import DeclarationError
 
 __all__ = [
     "between",

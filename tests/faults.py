@@ -15,9 +15,9 @@ import numpy as np
 
 import fedppl
 from fedppl import gaussian, structure
+from fedppl.contracts import Algorithm, Failure, LocalInference, Reply, Request
 from fedppl.engine.answer import answer
 from fedppl.engine.inprocess import InProcessEngine
-from fedppl.types import Algorithm, Failure, LocalInference, Reply, Request
 
 # Fields of a reply by phase.
 FIELDS = {"warm start": ("value", "gradient", "hessian", "ray"), "EP": ("mean", "precision", "skewness", "mc_error")}

@@ -16,8 +16,9 @@ from scipy.special import logsumexp
 
 import fedppl
 from fedppl import FederatedModel
+from fedppl.contracts import LocalInference, Target
 from fedppl.gaussian import Gaussian
-from fedppl.types import LocalFailure, LocalInference, Target
+from fedppl.types import LocalFailure
 from models import fedlmc_ss, fedsi
 
 Clients = dict[str, dict[str, Any]]

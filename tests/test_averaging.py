@@ -13,10 +13,12 @@ from scipy.optimize import minimize, minimize_scalar
 
 import fedppl
 from fedppl import gaussian
-from fedppl.engine.answer import answer, stream
+from fedppl.contracts import Algorithm, Failure, Request
+from fedppl.engine.answer import answer
+from fedppl.numerics.streams import stream
 from fedppl.run.replies import sum_replies
 from fedppl.storage import checkpoint
-from fedppl.types import Algorithm, DataError, DeclarationError, Failure, Request, Status
+from fedppl.types import DataError, DeclarationError, Status
 from tests import pooled, problems
 
 

@@ -14,8 +14,9 @@ from scipy.optimize import minimize
 import fedppl
 from fedppl import Status
 from fedppl.algorithms.hierarchical import confidence
+from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
-from fedppl.types import DataError, DeclarationError, Target
+from fedppl.types import DataError, DeclarationError
 from models import pfedvem
 from tests import problems
 

@@ -21,15 +21,16 @@ from numpy.testing import assert_allclose, assert_array_equal
 import fedppl
 from fedppl import gaussian
 from fedppl.algorithms.ep import _sites
-from fedppl.engine.answer import answer, stream
+from fedppl.contracts import Algorithm, Failure, LocalInference, Reply, Request, Target
+from fedppl.engine.answer import answer
 from fedppl.gaussian import Gaussian
 from fedppl.model._graph import python_function
 from fedppl.model.declaration import ClientModel
-from fedppl.model.prior import SharedPrior
 from fedppl.numerics.newton import difference_hessian
+from fedppl.numerics.prior import SharedPrior
+from fedppl.numerics.streams import stream
 from fedppl.run.replies import sum_replies
 from fedppl.storage import checkpoint
-from fedppl.types import Algorithm, Failure, LocalInference, Reply, Request, Target
 from tests import problems
 from tests.test_runs import arrays, assert_same_state, coregional, told, trends
 

@@ -10,9 +10,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl import gaussian
-from fedppl.engine.answer import stream
+from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
-from fedppl.types import DeclarationError, LocalFailure, Status, Target
+from fedppl.numerics.streams import stream
+from fedppl.types import DeclarationError, LocalFailure, Status
 from tests import pooled, problems
 from tests.test_averaging import fitted
 

@@ -14,7 +14,7 @@ from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.local.descent import Descent, Objective, _batches, check_batches, descend
 from fedppl.model.declaration import ClientModel
-from fedppl.model.prior import SharedPrior
+from fedppl.numerics.prior import SharedPrior
 from fedppl.types import DataError, LocalFailure
 from tests import pooled, problems
 

@@ -10,8 +10,9 @@ import pymc as pm
 import pytest
 
 import fedppl
+from fedppl.contracts import Moments, Target
 from fedppl.testing import normal_means
-from fedppl.types import LocalFailure, Moments, Status, Target
+from fedppl.types import LocalFailure, Status
 from tests import problems
 
 

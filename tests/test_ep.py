@@ -12,8 +12,9 @@ from numpy.testing import assert_allclose
 import fedppl
 from fedppl import gaussian
 from fedppl.algorithms.ep import _sites
+from fedppl.contracts import LocalInference, Moments
 from fedppl.gaussian import Gaussian
-from fedppl.types import LocalFailure, LocalInference, Moments, Status
+from fedppl.types import LocalFailure, Status
 from tests import problems
 
 

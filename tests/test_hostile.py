@@ -19,12 +19,13 @@ from flwr.app import Message as FlowerMessage
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, gaussian
+from fedppl.contracts import Failure, Reply
 from fedppl.engine.policy import NO_RULES
 from fedppl.flower import post as _post
 from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, HELLO
 from fedppl.run.replies import MOST_INFOS, why_not
 from fedppl.testing import normal_means
-from fedppl.types import Failure, Reply, Status
+from fedppl.types import Status
 from tests import malformed, problems
 from tests.fake_grid import FakeGrid, Node, node
 from tests.hostile import SETTINGS, content, engine, plain, site

@@ -11,11 +11,13 @@ import pytest
 
 import fedppl
 from fedppl import DeclarationError
-from fedppl.engine.answer import answer, stream
+from fedppl.contracts import Algorithm, Draws, Failure, Reply, Request, Target
+from fedppl.engine.answer import answer
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.gaussian import Gaussian
+from fedppl.numerics.streams import stream
 from fedppl.testing import normal_means
-from fedppl.types import Algorithm, Draws, Failure, Layout, LocalFailure, Reply, Request, Status, Target
+from fedppl.types import Layout, LocalFailure, Status
 from tests import problems
 
 LAYOUT = Layout((), Gaussian(np.zeros(1), np.eye(1)), True, "print")

@@ -16,13 +16,14 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import gaussian
+from fedppl.contracts import Algorithm
 from fedppl.coregional import server
 from fedppl.coregional.algorithms._ascent import progress
 from fedppl.coregional.bound import Design, Globals, Roles, UnitState, unit_bound
 from fedppl.coregional.unit import best_unit, statistics
-from fedppl.engine.answer import stream
+from fedppl.numerics.streams import stream
 from fedppl.run.replies import sum_replies
-from fedppl.types import Algorithm, DataError, DeclarationError, LocalFailure
+from fedppl.types import DataError, DeclarationError, LocalFailure
 from tests import problems
 from tests.test_lmc_bound import (
     GRID,

@@ -10,10 +10,11 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
+from fedppl.contracts import Algorithm
 from fedppl.coregional.adam import adam_step, flatten_unit, fresh, slopes, unflatten
 from fedppl.coregional.bound import UnitState
-from fedppl.engine.answer import stream
-from fedppl.types import Algorithm, DeclarationError, LocalFailure
+from fedppl.numerics.streams import stream
+from fedppl.types import DeclarationError, LocalFailure
 from tests import problems
 from tests.test_lmc_ascent import play, total_bound, views_of
 from tests.test_lmc_bound import LATENTS, POINTS

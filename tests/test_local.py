@@ -17,13 +17,14 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import DeclarationError, gaussian
+from fedppl.contracts import Draws, LocalInference, Moments, Target
 from fedppl.gaussian import Gaussian
 from fedppl.local import nuts
 from fedppl.local.nested_laplace import log_marginal
 from fedppl.local.tilted import log_tilted
 from fedppl.model.declaration import ClientModel
 from fedppl.testing import normal_means
-from fedppl.types import Draws, LocalFailure, LocalInference, Moments, Target
+from fedppl.types import LocalFailure
 from tests import problems
 
 Array = Any

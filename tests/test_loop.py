@@ -15,10 +15,11 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, gaussian, structure
+from fedppl.contracts import Algorithm, Failure, Reply, Request
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.model.declaration import compilations
 from fedppl.testing import normal_means
-from fedppl.types import Algorithm, Failure, Reply, Request, Status
+from fedppl.types import Status
 from tests import problems
 
 QUICK = fedppl.NUTS(draws=60, tune=60, chains=1, rhat_limit=2.0, nuts_sampler="pymc")

@@ -15,10 +15,11 @@ from numpy.testing import assert_allclose
 from scipy.stats import norm
 
 import fedppl
+from fedppl.contracts import Algorithm
 from fedppl.coregional.bound import roles
 from fedppl.engine.answer import require_fit
 from fedppl.model._graph import PYTHON_MODE
-from fedppl.types import Algorithm, DeclarationError, Layout
+from fedppl.types import DeclarationError, Layout
 from models import fedlmc_ss
 from tests import problems
 

@@ -13,10 +13,10 @@ torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
-from fedppl.engine.answer import stream  # noqa: E402
 from fedppl.nn import train  # noqa: E402
 from fedppl.nn.algorithms._common import Training  # noqa: E402
 from fedppl.nn.predict import probabilities  # noqa: E402
+from fedppl.numerics.streams import stream  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests import problems  # noqa: E402
 

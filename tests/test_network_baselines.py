@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
-from fedppl.engine.answer import stream
+from fedppl.numerics.streams import stream
 from fedppl.types import DeclarationError, LocalFailure
 from models import fedsi
 from tests import problems

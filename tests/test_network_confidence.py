@@ -12,9 +12,10 @@ from numpy.testing import assert_allclose
 
 import fedppl
 from fedppl.algorithms.hierarchical.confidence import confidence_of
-from fedppl.engine.answer import stream
+from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
-from fedppl.types import DeclarationError, LocalFailure, Target
+from fedppl.numerics.streams import stream
+from fedppl.types import DeclarationError, LocalFailure
 from models import fedsi, pfedvem
 
 torch = pytest.importorskip("torch")

@@ -15,6 +15,7 @@ import pytest
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, Policy, audit, gaussian, policy, privacy
+from fedppl.contracts import Asked, Failure, Reply, Request
 from fedppl.engine import _account
 from fedppl.engine._guard import REFUSED, Guard, admit, in_memory, released
 from fedppl.engine._observed import holdings
@@ -24,7 +25,7 @@ from fedppl.flower import wire as _wire
 from fedppl.flower.site import Memory, Site, file_memory
 from fedppl.gaussian import Gaussian
 from fedppl.storage import checkpoint
-from fedppl.types import Asked, Failure, LocalFailure, Reply, Request
+from fedppl.types import LocalFailure
 from tests import problems
 
 OPEN = Policy(rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)

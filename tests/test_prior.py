@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 
 from fedppl import DeclarationError, gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.model.prior import SharedPrior, gaussian_prior, moment_match
+from fedppl.numerics.prior import SharedPrior, gaussian_prior, moment_match
 
 MEAN = np.array([0.4, -2.0, 30.0])
 COVARIANCE = np.array([[2.0, 0.3, 0.0], [0.3, 0.5, -0.2], [0.0, -0.2, 1.0]])

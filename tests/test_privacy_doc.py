@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import fedppl
+from fedppl.contracts import Failure, Reply
 from fedppl.engine.inprocess import InProcessEngine
-from fedppl.types import Failure, LocalFailure, Reply
+from fedppl.types import LocalFailure
 from models import fedlmc_ss, hm1
 from tests import problems
 

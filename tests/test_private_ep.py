@@ -18,19 +18,10 @@ from fedppl import gaussian, privacy, structure
 from fedppl.algorithms.ep import _sites
 from fedppl.algorithms.ep._whitening import frame_of, length, unwhiten, whiten
 from fedppl.algorithms.ep.private import Spent
+from fedppl.contracts import Algorithm, LocalInference, Moments, Request
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
-from fedppl.types import (
-    Algorithm,
-    DeclarationError,
-    Layout,
-    LocalFailure,
-    LocalInference,
-    Moments,
-    Request,
-    Status,
-    Variable,
-)
+from fedppl.types import DeclarationError, Layout, LocalFailure, Status, Variable
 from tests import problems
 
 FORMS = {

@@ -17,8 +17,9 @@ from numpy.testing import assert_array_equal
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel
+from fedppl.contracts import SharedReader
 from fedppl.model import _public
-from fedppl.types import SharedReader, Variable
+from fedppl.types import Variable
 
 X, Y = np.array([1.0, 2.5, -3.0, 0.5]), np.array([0.5, -1.0, 2.0, 0.25])
 GROUP = np.array([0, 2, 2, 1])

@@ -16,8 +16,9 @@ import fedppl
 from fedppl import gaussian
 from fedppl.algorithms.ep import _sites
 from fedppl.algorithms.ep._warm_start import LENGTHS
+from fedppl.contracts import Reply, Request
 from fedppl.gaussian import Gaussian
-from fedppl.types import Layout, Reply, Request, Variable
+from fedppl.types import Layout, Variable
 from tests import problems
 from tests.faults import ALTERED, KINDS, Tampering, fitting, kind_of, with_message
 from tests.test_runs import arrays, assert_same_state

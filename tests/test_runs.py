@@ -22,11 +22,12 @@ from numpy.testing import assert_allclose, assert_array_equal
 import fedppl
 from fedppl import Algorithm, FederatedModel, Round, gaussian
 from fedppl.algorithms.ep._sites import dense
-from fedppl.engine.answer import stream
+from fedppl.contracts import Engine, Failure, Reply, Request
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.model import _template
 from fedppl.model.declaration import compilations
-from fedppl.types import Engine, Failure, LocalFailure, Reply, Request
+from fedppl.numerics.streams import stream
+from fedppl.types import LocalFailure
 from models import hm1
 from tests import problems
 

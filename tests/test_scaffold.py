@@ -13,7 +13,7 @@ import fedppl
 from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import FedAvg
 from fedppl.algorithms.averaging.scaffold import mean_control
-from fedppl.engine.answer import stream
+from fedppl.numerics.streams import stream
 from fedppl.types import DeclarationError, Status
 from tests import pooled, problems
 from tests.test_averaging import fitted, path

@@ -12,9 +12,10 @@ from scipy.optimize import minimize_scalar
 import fedppl
 from fedppl import gaussian
 from fedppl.algorithms.one_shot.separate import near_posterior
+from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
-from fedppl.types import DeclarationError, LocalFailure, Status, Target
+from fedppl.types import DeclarationError, LocalFailure, Status
 from tests import pooled, problems
 from tests.test_averaging import fitted
 

@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
-from fedppl.engine.answer import stream  # noqa: E402
 from fedppl.nn.subnet import curvature_diagonal, select  # noqa: E402
+from fedppl.numerics.streams import stream  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests import problems  # noqa: E402
 

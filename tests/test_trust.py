@@ -20,9 +20,10 @@ from fedppl import gaussian
 from fedppl.algorithms.ep import _damping as _damped_step
 from fedppl.algorithms.ep import _moves, _sites, _trust, _warm_start
 from fedppl.algorithms.ep._sites import Sites
+from fedppl.contracts import Reply, Request
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
-from fedppl.types import Layout, Reply, Request, Variable
+from fedppl.types import Layout, Variable
 from tests import problems
 from tests.faults import Tampering, ledger_gap, phase_of, with_message
 from tests.test_runs import assert_same_state

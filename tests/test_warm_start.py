@@ -16,9 +16,10 @@ import fedppl
 from benchmarks.default_settings import columns, exact, regression
 from fedppl import gaussian
 from fedppl.algorithms.ep._warm_start import newton_step
+from fedppl.contracts import Expansion
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
-from fedppl.types import Expansion, Status
+from fedppl.types import Status
 from tests import problems
 from tests.faults import Tampering, with_message
 from tests.test_runs import assert_same_state

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from fedppl import FederatedModel
+from fedppl.contracts import Failure, Reply, Request
 from fedppl.flower import decode as _decode
 from fedppl.flower.wire import (
     Malformed,
@@ -30,7 +31,7 @@ from fedppl.flower.wire import (
 from fedppl.gaussian import Gaussian
 from fedppl.model._fingerprint import fingerprint
 from fedppl.run.replies import why_not
-from fedppl.types import Failure, Layout, Reply, Request, Variable
+from fedppl.types import Layout, Variable
 from tests import malformed, problems
 
 

@@ -12,9 +12,10 @@ from scipy.stats import beta
 
 import fedppl
 from fedppl import privacy
+from fedppl.contracts import LocalInference, Moments
 from fedppl.gaussian import Gaussian
 from fedppl.local.target import pack_target
-from fedppl.types import Array, Layout, LocalInference, Moments, Variable
+from fedppl.types import Array, Layout, Variable
 
 _LAYOUT = Layout((Variable("mu", (1,), "", None),), Gaussian(np.zeros(1), np.eye(1)), True, "")
 

@@ -23,12 +23,12 @@ from scipy.special import expit
 import fedppl
 from fedppl import privacy
 from fedppl.algorithms.ep._warm_start import LENGTHS
+from fedppl.contracts import Reply, Request
 from fedppl.engine.policy import Policy, refuse_release
 from fedppl.flower import site as _site
 from fedppl.flower import wire as _wire
 from fedppl.gaussian import Gaussian, unpack_triangle
 from fedppl.local.target import pack_target
-from fedppl.types import Reply, Request
 
 _PRIOR_SD = 2.5
 _FOUND = 1e-3  # of a row's norm

@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 
 import fedppl
+from fedppl.contracts import Algorithm
 from fedppl.storage import checkpoint
 from fedppl.storage import codec as _codec
 from fedppl.testing import normal_means
-from fedppl.types import Algorithm, DeclarationError
+from fedppl.types import DeclarationError
 
 __all__ = ["run"]
 

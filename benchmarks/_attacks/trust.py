@@ -22,7 +22,7 @@ import pymc as pm
 
 import fedppl
 from fedppl import gaussian
-from fedppl.types import Reply, Request
+from fedppl.contracts import Reply, Request
 from tests import faults, problems
 from tests.faults import Tampering, phase_of, with_message
 

@@ -136,9 +136,9 @@ def _bare(kind: str, case: Any) -> str | None:
 def _through_flower() -> Any:
     """The same on the fake grid: the run goes on beside an honest site, whatever the other sends."""
     from fedppl import DeclarationError
+    from fedppl.contracts import Reply
     from fedppl.flower.records import HELLO
     from fedppl.run.replies import why_not
-    from fedppl.types import Reply
     from tests import malformed
     from tests.fake_grid import FakeGrid
     from tests.hostile import SETTINGS, engine, plain, site

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
+from fedppl.contracts import Draws
 from fedppl.coregional.bound import Curves, Design, Globals, Roles, curves
 from fedppl.coregional.unit import best_unit, coefficient_covariance, statistics
-from fedppl.types import Array, DeclarationError, Draws, Message
+from fedppl.types import Array, DeclarationError, Message
 
 __all__ = [
     "Coefficients",

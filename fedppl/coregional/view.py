@@ -16,7 +16,7 @@ from pytensor.graph.traversal import ancestors
 from fedppl.coregional.bound import Design, LogScale, Roles, density, roles
 from fedppl.model import _graph, _same
 from fedppl.model._numba import MODE
-from fedppl.model.prior import gaussian_prior
+from fedppl.numerics.prior import gaussian_prior
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
 if TYPE_CHECKING:

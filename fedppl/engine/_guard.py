@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import privacy
+from fedppl.contracts import AnyAlgorithm, Failure, Reply, Request
 from fedppl.engine import policy
 from fedppl.engine._observed import holdings
 from fedppl.engine.policy import Policy, Release
 from fedppl.storage import digest as _digest
-from fedppl.types import Algorithm, DeclarationError, Failure, Reply, Request
+from fedppl.types import DeclarationError
 
 __all__ = [
     "REFUSED",
@@ -85,7 +86,7 @@ def digest(request: Request) -> str:
     return _digest.seal(parts, bytes(16))[16:].hex()
 
 
-def may_take_part(guard: Guard, algorithm: Algorithm, client: Any, *, tell: bool = False) -> None:
+def may_take_part(guard: Guard, algorithm: AnyAlgorithm, client: Any, *, tell: bool = False) -> None:
     """Raise DeclarationError where it may not; of the data its text says no more, unless who reads it has them."""
     rule = policy.refuse_algorithm(guard.policy, algorithm, client.layout)
     entry = {"event": "introduction", "fingerprint": client.layout.fingerprint}
@@ -106,7 +107,7 @@ def replayed(guard: Guard, request: Request) -> bool:
     return last is not None and (last.round, last.digest) == (request.round, digest(request))
 
 
-def admit(guard: Guard, algorithm: Algorithm, client: Any, request: Request) -> Request | None:
+def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) -> Request | None:
     """Count the request and give it back as the client may answer it, or None where a rule refuses it.
 
     What it costs is counted here, before anything is computed: a reply that is lost was a release.
@@ -120,7 +121,7 @@ def admit(guard: Guard, algorithm: Algorithm, client: Any, request: Request) -> 
         if rule is not None:
             guard.write(ledger, {**entry, "refused": rule})
             return None
-        noise = algorithm.noise_multiplier
+        noise = algorithm.disclosure.noise_multiplier
         after = ledger._replace(
             requests=ledger.requests + 1,
             unknown=ledger.unknown + (noise is None),
@@ -137,7 +138,7 @@ def admit(guard: Guard, algorithm: Algorithm, client: Any, request: Request) -> 
 
 
 def _checked(
-    rules: Policy, ledger: Ledger, algorithm: Algorithm, client: Any, request: Request
+    rules: Policy, ledger: Ledger, algorithm: AnyAlgorithm, client: Any, request: Request
 ) -> tuple[str | None, Request]:
     """The first rule that the request breaks, or None; and the request with what the client may leave out."""
     last = ledger.runs.get(request.run, Run())
@@ -147,14 +148,14 @@ def _checked(
         return f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted", request
     rule = policy.refuse_algorithm(rules, algorithm, client.layout)
     rule = rule or policy.refuse_data(rules, client.layout.size, holdings(client))
-    rule = rule or policy.refuse_release(rules, algorithm.noise_multiplier, ledger.spent, ledger.unknown)
+    rule = rule or policy.refuse_release(rules, algorithm.disclosure.noise_multiplier, ledger.spent, ledger.unknown)
     rule = rule or _not_approved(rules, request)
     rule = rule or _not_a_share(request)
-    if rule is not None or algorithm.asks is None:
+    if rule is not None or algorithm.disclosure.asks is None:
         return rule, request
     try:
         with np.errstate(all="ignore"):  # what is not finite is refused
-            asked = algorithm.asks(client.layout, request.message)
+            asked = algorithm.disclosure.asks(client.layout, request.message)
             rule = policy.refuse_request(rules, client.layout, asked)
     except (ArithmeticError, KeyError, TypeError, ValueError, np.linalg.LinAlgError) as error:
         return f"numbers: the request cannot be read ({type(error).__name__})", request
@@ -186,7 +187,7 @@ def _not_approved(rules: Policy, request: Request) -> str | None:
     return f"approval: nobody has approved run {request.run!r}{missing}"
 
 
-def released(guard: Guard, algorithm: Algorithm, request: Request, reply: Reply | Failure) -> bool:
+def released(guard: Guard, algorithm: AnyAlgorithm, request: Request, reply: Reply | Failure) -> bool:
     """Note what leaves, before it does; False where it has to stay."""
     entry: dict[str, Any] = {"event": "reply", "run": request.run, "round": request.round, "client": request.client_id}
     with guard.held():
@@ -203,9 +204,9 @@ def released(guard: Guard, algorithm: Algorithm, request: Request, reply: Reply 
         return True
 
 
-def _given_back(ledger: Ledger, algorithm: Algorithm) -> Ledger:
+def _given_back(ledger: Ledger, algorithm: AnyAlgorithm) -> Ledger:
     """What `admit` counted for a reply that stays here."""
-    noise = algorithm.noise_multiplier
+    noise = algorithm.disclosure.noise_multiplier
     return ledger._replace(
         requests=ledger.requests - 1,
         unknown=ledger.unknown - (noise is None),

@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from fedppl.contracts import AnyAlgorithm, ClientUpdate, ClientView, Failure, Reply, Request
 from fedppl.engine._guard import REFUSED, Guard, admit, released
-from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Message, Reply, Request
+from fedppl.numerics.streams import stream
+from fedppl.types import DeclarationError, LocalFailure
 
-__all__ = ["REFUSED", "answer", "require_fit", "say_unused", "stream"]
+__all__ = ["REFUSED", "answer", "require_fit", "say_unused"]
 
 logger = logging.getLogger(__name__)
 
 
-def require_fit(algorithm: Algorithm, client: Any) -> None:
+def require_fit(algorithm: AnyAlgorithm, client: ClientView) -> None:
     """Raise DeclarationError before any round when the algorithm cannot use the client's model."""
-    if client.layout.binary and not algorithm.binary:
+    if client.layout.binary and not algorithm.needs.indicators:
         raise DeclarationError(
             f"shared variables {list(client.layout.binary)} are discrete, and {algorithm.name} needs continuous "
-            "parameters. Sum them out of the likelihood (for example with pm.Mixture), or use fedppl.LMCAscent() if "
-            "the model is one of coregionalisation."
+            "parameters. Sum them out of the likelihood (for example with pm.Mixture), or use an algorithm for "
+            "models with indicators that select."
         )
-    if client.layout.prior.precision.ndim == 1 and not algorithm.large:
+    if client.layout.prior.precision.ndim == 1 and not algorithm.needs.diagonal_prior:
         raise DeclarationError(
             f"the model shares {client.layout.size} coordinates, and {algorithm.name} keeps matrices of them. Share "
-            "fewer, or use fedppl.FedSI() or fedppl.NetworkAveraging() if they are the weights of a network."
+            "fewer, or use an algorithm for networks if they are weights of one."
         )
-    algorithm.check(client)
+    algorithm.needs.check(client)
 
 
-def say_unused(algorithm: Algorithm, client: Any) -> None:
+def say_unused(algorithm: AnyAlgorithm, client: ClientView) -> None:
     """Log the names of variables whose declared prior sd changes nothing."""
-    names = algorithm.unused(client) if algorithm.unused is not None else ()
+    names = algorithm.needs.unused_priors(client)
     if names:
         more = f" and {len(names) - 6} others" if len(names) > 6 else ""
         logger.warning(
@@ -45,13 +46,8 @@ def say_unused(algorithm: Algorithm, client: Any) -> None:
         )
 
 
-def stream(seed: tuple[int, ...]) -> np.random.Generator:
-    """Random stream of a (seed, round, client) triple."""
-    return np.random.default_rng(np.random.SeedSequence(seed))
-
-
 def answer(
-    algorithm: Algorithm, client: Any, personal: Any, request: Request, guard: Guard | None = None
+    algorithm: AnyAlgorithm, client: ClientView, personal: Any, request: Request, guard: Guard | None = None
 ) -> tuple[Any, Reply | Failure]:
     """Run the client's part of the algorithm; what goes wrong becomes a Failure with its reason.
 
@@ -69,16 +65,16 @@ def answer(
     return after, reply
 
 
-def _answered(algorithm: Algorithm, client: Any, personal: Any, request: Request) -> tuple[Any, Reply | Failure]:
-    message: Message = {}
-    info: Mapping[str, float | str]
+def _answered(
+    algorithm: AnyAlgorithm, client: ClientView, personal: Any, request: Request
+) -> tuple[Any, Reply | Failure]:
+    update: ClientUpdate[Any] = ClientUpdate(personal, {})
     try:
         if request.report:
-            after, message, info = algorithm.update_client(client, personal, request.message, stream(request.seed))
-        elif algorithm.stay is not None:
-            after, info = algorithm.stay(client, personal, request.message, stream(request.seed))
-        else:
-            after, info = personal, {}
+            update = algorithm.update_client(client, personal, request.message, stream(request.seed))
+        elif algorithm.unreported is not None:
+            after, told = algorithm.unreported(client, personal, request.message, stream(request.seed))
+            update = ClientUpdate(after, {}, told)
     except LocalFailure as failure:
         return personal, Failure(request.client_id, request.nonce, str(failure))
     except Exception as error:  # one client's trouble, whatever it is, must not end the others' run
@@ -86,6 +82,7 @@ def _answered(algorithm: Algorithm, client: Any, personal: Any, request: Request
         level = logging.DEBUG if numerical else logging.ERROR  # the rest is a mistake in somebody's code
         logger.log(level, "client %s failed", request.client_id, exc_info=True, extra={"client": request.client_id})
         return personal, Failure(request.client_id, request.nonce, type(error).__name__, private=str(error))
-    kept = {key: float(value) for key, value in info.items() if key != "reason"}
-    reason = str(info.get("reason", ""))
-    return after, Reply(request.client_id, request.nonce, client.layout.fingerprint, message, kept, reason)
+    numbers = {key: float(value) for key, value in update.info.items() if key != "reason"}
+    reason = str(update.info.get("reason", ""))
+    reply = Reply(request.client_id, request.nonce, client.layout.fingerprint, update.reply, numbers, reason)
+    return update.personal, reply

@@ -10,22 +10,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from fedppl.contracts import AnyAlgorithm, EngineFactory, Failure, Reply, Request, SharedReader
 from fedppl.engine._guard import in_memory, may_take_part
 from fedppl.engine.answer import answer
 from fedppl.engine.policy import Policy
 from fedppl.settings import shown, whole
-from fedppl.types import (
-    Algorithm,
-    DeclarationError,
-    EngineFactory,
-    Failure,
-    Layout,
-    Message,
-    Reply,
-    Request,
-    SharedReader,
-    Status,
-)
+from fedppl.types import DeclarationError, Layout, Message, Status
 
 __all__ = ["InProcess", "InProcessEngine"]
 
@@ -34,7 +24,7 @@ class InProcessEngine:
     """Clients' models and personal states by id; see `InProcess`."""
 
     def __init__(
-        self, algorithm: Algorithm, models: Mapping[str, Any], workers: int, policy: Policy | None = None
+        self, algorithm: AnyAlgorithm, models: Mapping[str, Any], workers: int, policy: Policy | None = None
     ) -> None:
         if not models:
             raise DeclarationError(
@@ -46,7 +36,7 @@ class InProcessEngine:
         self._workers = workers
         self._pool: ThreadPoolExecutor | None = None  # kept from round to round
         self._late: dict[str, Future[Reply | Failure]] = {}  # what clients still compute that missed a deadline
-        self.personal: dict[str, Any] = {}
+        self._personal: dict[str, Any] = {}
         self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
         for client_id, guard in self._guards.items():
             may_take_part(guard, algorithm, models[client_id], tell=True)
@@ -101,9 +91,17 @@ class InProcessEngine:
         reader: SharedReader = next(iter(self._models.values())).reader()
         return reader
 
-    def conclude(self, outcome: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
+    def conclude(self, final_message: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
         """Nothing to tell: `Fit.client` draws here when it is asked."""
         return {}
+
+    def personal(self) -> Mapping[str, Any]:
+        """Return what the clients keep to themselves."""
+        return dict(self._personal)
+
+    def restore(self, personal: Mapping[str, Any]) -> None:
+        """Give the clients what they kept."""
+        self._personal.update(personal)
 
     def close(self) -> None:
         """Let the threads go; one that hangs is left to itself."""
@@ -113,10 +111,10 @@ class InProcessEngine:
 
     def _one(self, request: Request) -> Reply | Failure:
         client_id = request.client_id
-        before, guard = self.personal.get(client_id), self._guards.get(client_id)
+        before, guard = self._personal.get(client_id), self._guards.get(client_id)
         personal, reply = answer(self._algorithm, self._models[client_id], before, request, guard)
         if personal is not None:
-            self.personal[client_id] = personal
+            self._personal[client_id] = personal
         return reply
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import gaussian, privacy, settings
-from fedppl.types import Algorithm, Array, Asked, DeclarationError, Layout, Message
+from fedppl.contracts import AnyAlgorithm, Asked
+from fedppl.types import Array, DeclarationError, Layout, Message
 
 __all__ = [
     "NO_RULES",
@@ -205,7 +206,7 @@ def refuse_data(policy: Policy, shared: int, holdings: Holdings) -> str | None:
     return None
 
 
-def refuse_algorithm(policy: Policy, algorithm: Algorithm, layout: Layout) -> str | None:
+def refuse_algorithm(policy: Policy, algorithm: AnyAlgorithm, layout: Layout) -> str | None:
     """Why a site with this policy does not run this declaration and algorithm, whatever its data; or None."""
     if policy.declarations is not None and layout.fingerprint not in policy.declarations:
         return (
@@ -213,12 +214,12 @@ def refuse_algorithm(policy: Policy, algorithm: Algorithm, layout: Layout) -> st
             f"{layout.fingerprint}; add it to allow this model"
         )
     if policy.epsilon is not None:
-        if algorithm.noise_multiplier is None:
+        if algorithm.disclosure.noise_multiplier is None:
             return (
                 f"epsilon: the policy of this site wants a known ε, and {algorithm.name} has none; use fedppl.PrivateEP"
             )
         return None
-    if algorithm.asks is None and min(policy.distance, policy.cavity) < np.inf:
+    if algorithm.disclosure.asks is None and min(policy.distance, policy.cavity) < np.inf:
         return (
             f"distance, cavity: {algorithm.name} does not say where its requests ask, so that they cannot be checked; "
             "set both to inf in the policy of this site to run it all the same"

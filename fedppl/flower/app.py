@@ -16,6 +16,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from fedppl.contracts import Algorithm, AnyAlgorithm, Engine, EngineFactory
 from fedppl.engine.answer import require_fit
 from fedppl.engine.policy import NO_RULES, Policy, read
 from fedppl.flower import site as _site
@@ -27,14 +28,14 @@ from fedppl.results.fit import Fit
 from fedppl.run import loop
 from fedppl.run.participation import Participation
 from fedppl.settings import positive, shown, whole
-from fedppl.types import Algorithm, DeclarationError, Engine, EngineFactory
+from fedppl.types import DeclarationError
 
 __all__ = ["client_app", "grid", "server_app", "simulation"]
 
 
 def client_app(
     federated_model: FederatedModel,
-    algorithm: Algorithm,
+    algorithm: AnyAlgorithm,
     load_data: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     *,
     client_id: Callable[[Mapping[str, Any]], str] | None = None,
@@ -102,7 +103,7 @@ def client_app(
     draws, chains = whole("draws", draws), whole("chains", chains)
     if not callable(load_data):
         raise DeclarationError(f"load_data is {type(load_data).__name__}; pass a function from node config to data.")
-    if algorithm.lasting and folder is None:
+    if algorithm.persistent and folder is None:
         raise DeclarationError(
             f"{algorithm.name} counts what a site has released over all runs; give client_app a folder= that lasts."
         )
@@ -244,7 +245,7 @@ def grid(
             "and a mapping from its builder's names to arrays."
         )
 
-    def factory(algorithm: Algorithm, models: Mapping[str, Any]) -> Engine:
+    def factory(algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> Engine:
         if models:
             raise DeclarationError("the data are at the sites: pass clients=None, and the sites' load_data finds them.")
         own = None
@@ -271,7 +272,7 @@ def _expected(clients: Any) -> int | tuple[str, ...]:
 
 def server_app(
     federated_model: FederatedModel,
-    algorithm: Algorithm,
+    algorithm: AnyAlgorithm,
     *,
     clients: int | Sequence[str],
     example_data: Mapping[str, Any] | None = None,
@@ -392,7 +393,7 @@ def simulation(*, workers: int | None = None, deadline: float = 600.0, start_tim
     for name, value in {"deadline": deadline, "start_timeout": start_timeout}.items():
         positive(name, value, "it is in seconds")
 
-    def factory(algorithm: Algorithm, models: Mapping[str, Any]) -> Engine:
+    def factory(algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> Engine:
         if not models:
             raise DeclarationError("a simulation needs the data of all clients; pass clients={id: data}.")
         return start(algorithm, models, count, deadline, start_timeout)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.serverapp import Grid
 
+from fedppl.contracts import AnyAlgorithm, Failure, Reply, Request, SharedReader
 from fedppl.flower import enrolment as _enrolment
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed, line, reading, require
@@ -21,7 +22,7 @@ from fedppl.flower.post import Letter, Post, content_of, trouble
 from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, from_content, texts_of
 from fedppl.flower.roll import Own, Roll
 from fedppl.run.replies import MOST_INFOS
-from fedppl.types import Algorithm, Failure, Layout, Message, Reply, Request, SharedReader, Status
+from fedppl.types import Layout, Message, Status
 
 __all__ = ["GridEngine", "GridSettings", "Own"]
 
@@ -54,7 +55,7 @@ class _Busy(NamedTuple):
 class GridEngine:
     """Clients at sites, by logical id; see `fedppl.Flower.grid`."""
 
-    def __init__(self, grid: Grid, algorithm: Algorithm, settings: GridSettings, own: Own | None = None) -> None:
+    def __init__(self, grid: Grid, algorithm: AnyAlgorithm, settings: GridSettings, own: Own | None = None) -> None:
         self._settings = settings
         self._own = own
         self._post = Post(grid, settings.poll, settings.grace)
@@ -106,14 +107,14 @@ class GridEngine:
             answers[request.client_id] = Failure(request.client_id, request.nonce, reason)
         return answers
 
-    def conclude(self, outcome: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
+    def conclude(self, final_message: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
         """Send every site q and its cavity, so that it can draw its own posterior; returns who refused, and why."""
         alive, sent, refused = self._roll.welcome(), {}, {}
         for client_id in self.clients():
             if self._why_not_ask(client_id, alive):
                 continue
             texts = {"client_id": client_id, "run": run, "seed": str(seed), "status": status.value}
-            parcel = (outcome(client_id), texts)
+            parcel = (final_message(client_id), texts)
             if message_id := self._post.push(self._roll.nodes[client_id], CONCLUDE, parcel, self._settings.deadline):
                 sent[message_id] = client_id
         nodes = {message_id: self._roll.nodes[client_id] for message_id, client_id in sent.items()}
@@ -127,6 +128,13 @@ class GridEngine:
         for client_id in sent.values():
             logger.warning("client %s did not say whether it drew its posterior", client_id)
         return refused
+
+    def personal(self) -> Mapping[str, Any]:
+        """Return nothing: what clients keep stays where they are."""
+        return {}
+
+    def restore(self, personal: Mapping[str, Any]) -> None:
+        """Do nothing: clients have what they kept."""
 
     def close(self) -> None:
         """Flower ends the run when the server app returns."""

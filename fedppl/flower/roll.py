@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import fedppl
+from fedppl.contracts import AnyAlgorithm, SharedReader
 from fedppl.flower import enrolment as _enrolment
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import line, name, reading
 from fedppl.flower.decode import text as one_text
 from fedppl.flower.post import Letter, Post, content_of, trouble
 from fedppl.flower.records import HELLO, from_content, texts_of
-from fedppl.types import Algorithm, DeclarationError, Layout, SharedReader
+from fedppl.types import DeclarationError, Layout
 
 __all__ = ["Own", "Roll"]
 
@@ -38,7 +39,7 @@ class Roll:
     """Enrolled clients by logical id, and their nodes."""
 
     def __init__(
-        self, post: Post, algorithm: Algorithm, expected: int | tuple[str, ...], wait: float, own: Own | None
+        self, post: Post, algorithm: AnyAlgorithm, expected: int | tuple[str, ...], wait: float, own: Own | None
     ) -> None:
         self._post = post
         self._expected = expected

@@ -26,7 +26,8 @@ from typing import Any
 
 import cloudpickle
 
-from fedppl.types import Algorithm, Failure, Layout, Message, Reply, Request, SharedReader, Status
+from fedppl.contracts import AnyAlgorithm, Failure, Reply, Request, SharedReader
+from fedppl.types import Layout, Message, Status
 
 __all__ = ["SimulationEngine", "start"]
 
@@ -87,9 +88,16 @@ class SimulationEngine:
             raise RuntimeError("Flower's simulation has ended; its log says why") from error
         return answers
 
-    def conclude(self, outcome: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
+    def conclude(self, final_message: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
         """Nothing to tell: `Fit.client` draws here when it is asked."""
         return {}
+
+    def personal(self) -> Mapping[str, Any]:
+        """Return nothing: what clients keep stays where they are."""
+        return {}
+
+    def restore(self, personal: Mapping[str, Any]) -> None:
+        """Do nothing: clients have what they kept."""
 
     def close(self) -> None:
         """End the simulation and everything that was started for it."""
@@ -99,7 +107,7 @@ class SimulationEngine:
 
 
 def start(
-    algorithm: Algorithm, models: Mapping[str, Any], workers: int, deadline: float, timeout: float
+    algorithm: AnyAlgorithm, models: Mapping[str, Any], workers: int, deadline: float, timeout: float
 ) -> SimulationEngine:
     """Start a SuperLink and a run of the relay app, and connect to it."""
     folder = Path(tempfile.mkdtemp(prefix="fedppl-simulation-"))
@@ -118,7 +126,7 @@ def start(
 
 def _launch(
     folder: Path,
-    algorithm: Algorithm,
+    algorithm: AnyAlgorithm,
     models: Mapping[str, Any],
     workers: int,
     timeout: float,

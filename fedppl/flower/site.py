@@ -16,6 +16,7 @@ import numpy as np
 from filelock import FileLock
 
 import fedppl
+from fedppl.contracts import AnyAlgorithm, Failure, Request
 from fedppl.engine import _account
 from fedppl.engine._guard import REFUSED, Guard, concluded, digest, may_take_part, replayed
 from fedppl.engine.answer import answer, require_fit, say_unused
@@ -26,7 +27,7 @@ from fedppl.results import idata
 from fedppl.results.at_client import client_posterior
 from fedppl.storage import checkpoint
 from fedppl.storage import digest as _digest
-from fedppl.types import Algorithm, DeclarationError, Failure, LocalFailure, Message, Request
+from fedppl.types import DeclarationError, LocalFailure, Message
 
 __all__ = ["Memory", "Site", "answer_request", "conclude", "constrain", "enrolled", "file_memory", "introduce"]
 
@@ -41,7 +42,7 @@ class Site(NamedTuple):
 
     token: str  # tells one site app from another in the same process
     model: FederatedModel
-    algorithm: Algorithm
+    algorithm: AnyAlgorithm
     load_data: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     client_id: Callable[[Mapping[str, Any]], str]
     folder: Path | None
@@ -202,7 +203,7 @@ class _Kept(NamedTuple):
 
 def _name_of_kept(site: Site, config: Mapping[str, Any], run: str, client_id: str) -> str:
     """The server chooses the names of runs and clients: what must outlive a run is not kept under them."""
-    return f"{site.client_id(config)}.lasting" if site.algorithm.lasting else f"{run}-{client_id}.personal"
+    return f"{site.client_id(config)}.persistent" if site.algorithm.persistent else f"{run}-{client_id}.personal"
 
 
 class _Seal(NamedTuple):
@@ -237,7 +238,7 @@ def _recall(site: Site, memory: Memory, name: str, client_id: str) -> _Kept:
     try:
         return _Kept(*checkpoint.unpack(raw, f"personal state of client {client_id!r}", name))
     except DeclarationError as error:
-        if site.algorithm.lasting:
+        if site.algorithm.persistent:
             logger.error("client %s does not answer: %s", client_id, error)
             raise LocalFailure("its lasting state cannot be read; see the site's log") from error
         logger.warning("client %s starts with blank personal state: %s", client_id, error)

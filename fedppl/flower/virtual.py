@@ -51,7 +51,7 @@ client_app = flower.client_app(
     _algorithm,
     _load_data,
     client_id=_client_id,
-    folder=_folder if _algorithm.lasting else None,
+    folder=_folder if _algorithm.persistent else None,
     policy=NO_RULES,  # they are the user's own data
 )
 server_app = ServerApp()

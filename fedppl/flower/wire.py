@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
+from fedppl.contracts import Failure, Reply, Request, SharedReader
 from fedppl.flower.decode import LABELS_LENGTH, LINE_LENGTH, NAME_LENGTH, Malformed, line, parsed, reading, require
 from fedppl.flower.decode import name as checked_name
 from fedppl.flower.decode import text as one_text
 from fedppl.flower.decode import whole as whole_number
 from fedppl.gaussian import Gaussian
 from fedppl.model._fingerprint import PROBES, fingerprint
-from fedppl.model.prior import DENSE
+from fedppl.numerics.prior import DENSE
 from fedppl.run.replies import MOST_INFOS, why_no_info
-from fedppl.types import Failure, Layout, Message, Reply, Request, SharedReader, Status, Variable
+from fedppl.types import Layout, Message, Status, Variable
 
 __all__ = [
     "Hello",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedppl.contracts import Moments
 from fedppl.numerics import stein as _stein
 from fedppl.numerics.importance import (
     controlled_moments,
@@ -22,7 +23,7 @@ from fedppl.numerics.importance import (
     skewness,
     whitened_points,
 )
-from fedppl.types import Array, Moments
+from fedppl.types import Array
 
 __all__ = ["Factor", "moments", "trusted"]
 

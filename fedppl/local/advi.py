@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
+from fedppl.contracts import Draws, LocalInference, Moments, Target
 from fedppl.local.tilted import log_tilted, negative_hessian, start
 from fedppl.numerics.importance import pareto_k, stream_of, whitened_points
 from fedppl.settings import whole
-from fedppl.types import Array, Draws, LocalFailure, LocalInference, Moments, Target
+from fedppl.types import Array, LocalFailure
 
 __all__ = ["ADVI", "MeanField"]
 

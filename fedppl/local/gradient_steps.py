@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedppl.contracts import Draws, LocalInference, Moments, Target
 from fedppl.local.tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, start
 from fedppl.settings import positive, whole
-from fedppl.types import Array, Draws, LocalFailure, LocalInference, Moments, Target
+from fedppl.types import Array, LocalFailure
 
 __all__ = ["GradientSteps"]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedppl.contracts import Draws, LocalInference, Moments, Target
 from fedppl.local.tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, start
 from fedppl.model.declaration import ClientModel
-from fedppl.types import Array, DeclarationError, Draws, LocalFailure, LocalInference, Moments, Target
+from fedppl.types import Array, DeclarationError, LocalFailure
 
 __all__ = ["Laplace"]
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import gaussian
+from fedppl.contracts import Draws, Expansion, LocalInference, Moments, Target
 from fedppl.local import _from_q, _inner, _student
 from fedppl.local._inner import LeftOut
 from fedppl.local._no_mode import no_mode
@@ -30,7 +31,7 @@ from fedppl.numerics.importance import (
 from fedppl.numerics.marginal import expand_marginal, gradient_batch, inner_mode_at, marginal_batch, site_batch
 from fedppl.numerics.newton import OK
 from fedppl.settings import between, flag, whole
-from fedppl.types import Array, DeclarationError, Draws, Expansion, LocalFailure, LocalInference, Moments, Target
+from fedppl.types import Array, DeclarationError, LocalFailure
 
 __all__ = ["NestedLaplace", "log_marginal"]
 

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pymc as pm
 
+from fedppl.contracts import Draws, LocalInference, Moments, Target
 from fedppl.local.tilted import log_tilted, start
 from fedppl.results.idata import chain_diagnostics
 from fedppl.settings import between, one_of, whole
-from fedppl.types import Array, DeclarationError, Draws, LocalFailure, LocalInference, Moments, Target
+from fedppl.types import Array, DeclarationError, LocalFailure
 
 __all__ = ["NUTS"]
 

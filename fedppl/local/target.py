@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from fedppl import gaussian
+from fedppl.contracts import Asked, Draws, LocalInference, Target
 from fedppl.gaussian import Gaussian
-from fedppl.types import Asked, Draws, Layout, LocalInference, Message, Target
+from fedppl.types import Layout, Message
 
 __all__ = ["at_points", "at_target", "draw_target", "pack_target", "unpack_target"]
 

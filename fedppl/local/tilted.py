@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from fedppl.contracts import Draws, Moments, Target
 from fedppl.numerics.newton import difference_hessian
-from fedppl.types import Array, Draws, Moments, Target
+from fedppl.types import Array
 
 __all__ = ["gaussian_draws", "gaussian_moments", "log_tilted", "negative_hessian", "start"]
 

@@ -22,8 +22,8 @@ from fedppl.model._fingerprint import fingerprint, probes
 from fedppl.model._numba import MODE, without_notices
 from fedppl.model._pack import unpacking_kernel
 from fedppl.model._public import Public
-from fedppl.model.prior import SharedPrior, gaussian_prior, moment_match
 from fedppl.numerics.newton import density_batch
+from fedppl.numerics.prior import SharedPrior, gaussian_prior, moment_match
 from fedppl.types import Array, DeclarationError, Layout, Variable
 
 __all__ = ["Template", "compilations", "shared_layout"]

@@ -12,11 +12,12 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from fedppl import gaussian
+from fedppl.contracts import SharedReader
 from fedppl.coregional.view import CoregionalUnit, read_unit
 from fedppl.model import _graph, _public, _rows, _same
 from fedppl.model._data import as_arrays, fits_integers, group_by_columns, needs_same_keys, one_type
@@ -37,8 +38,8 @@ from fedppl.model._kinks import find_kink, points
 from fedppl.model._pack import pack
 from fedppl.model._reach import ignores_data
 from fedppl.model._template import Template, compilations, shared_layout
-from fedppl.model.prior import SharedPrior
-from fedppl.types import Array, DataError, DeclarationError, Layout, SharedReader, Variable, coordinate_labels
+from fedppl.numerics.prior import SharedPrior
+from fedppl.types import Array, DataError, DeclarationError, Layout, Variable, coordinate_labels
 
 if TYPE_CHECKING:
     from fedppl.nn.view import NetworkClient
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 __all__ = ["ClientModel", "FederatedModel", "compilations", "dims_and_coords"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _KINKS_SOUGHT = 3  # clients of one template
 
@@ -221,6 +224,17 @@ class ClientModel:
         names = {*self.declaration.shared, *public.names}
         kept = {name: of for name, of in dims.items() if name in names}
         return SharedReader(self.constrain_shared, kept, {dim: coords[dim] for dim in public.labelled})
+
+    def view(self, read: Callable[[ClientModel], T]) -> T:
+        """What a family's reader makes of this client's model: read once, and kept."""
+        if read not in self._views:
+            self._views[read] = read(self)
+        found: T = self._views[read]
+        return found
+
+    @functools.cached_property
+    def _views(self) -> dict[Any, Any]:
+        return {}
 
     @functools.cached_property
     def coregional(self) -> CoregionalUnit:

@@ -11,9 +11,9 @@ import xarray as xr
 from scipy.special import log_softmax, ndtr, softmax
 from scipy.stats import norm
 
-from fedppl.engine.answer import stream
 from fedppl.nn.algorithms._common import Own
 from fedppl.nn.subnet import output_covariance, outputs
+from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.fit import Fit
 from fedppl.types import Array, DataError, DeclarationError

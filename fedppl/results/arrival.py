@@ -2,30 +2,69 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from fedppl import gaussian
-from fedppl.types import NotConvergedError
+from fedppl.contracts import AnyAlgorithm, Posterior, SharedReader
+from fedppl.results.records import Record
+from fedppl.types import Layout, NotConvergedError, Status
 
-if TYPE_CHECKING:
-    from fedppl.results.fit import Fit
-
-__all__ = ["require_arrived", "unarrived"]
+__all__ = ["Ended", "require_arrived", "unarrived"]
 
 
-def unarrived(fit: Fit) -> str:
+class Ended(Protocol):
+    """What is read of a fit here; `fedppl.results.fit.Fit` is one."""
+
+    @property
+    def algorithm(self) -> AnyAlgorithm:
+        """The algorithm that ran."""
+
+    @property
+    def state(self) -> Any:
+        """The server's last state."""
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """One Record a round."""
+
+    @property
+    def client_ids(self) -> tuple[str, ...]:
+        """All clients that could be asked."""
+
+    @property
+    def layout(self) -> Layout:
+        """The shared parameters."""
+
+    @property
+    def reader(self) -> SharedReader:
+        """How draws of φ are read."""
+
+    @property
+    def status(self) -> Status:
+        """Whether it converged."""
+
+    @property
+    def message(self) -> str:
+        """Which setting to change."""
+
+    @property
+    def idata(self) -> Any:
+        """The ArviZ object."""
+
+
+def unarrived(fit: Ended) -> str:
     """Why there is nothing to report yet, or an empty text."""
-    algorithm = fit.algorithm
+    result = fit.algorithm.result
     if not any(record.bytes_up for record in fit.records):
         return "no client has replied"
-    if algorithm.preliminary is not None and algorithm.preliminary(fit.state):
+    if result.preliminary(fit.state):
         return "the search for it has not arrived"
-    if algorithm.posterior is not None and not gaussian.is_proper(algorithm.posterior(fit.state)):
+    if isinstance(result.shared, Posterior) and not gaussian.is_proper(result.shared.gaussian(fit.state)):
         return "q is not positive definite"
     return ""
 
 
-def require_arrived(fit: Fit, what: str) -> None:
+def require_arrived(fit: Ended, what: str) -> None:
     """Raise NotConvergedError, with the remedy, where there is nothing to report yet."""
     if reason := unarrived(fit):
         raise NotConvergedError(

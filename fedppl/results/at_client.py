@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from fedppl.engine.answer import stream
+from fedppl.contracts import AnyAlgorithm
 from fedppl.model.declaration import ClientModel, dims_and_coords
+from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.predict import predictions
-from fedppl.types import Algorithm, Message, Status
+from fedppl.types import Message, Status
 
 __all__ = ["client_posterior"]
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def client_posterior(
-    algorithm: Algorithm,
+    algorithm: AnyAlgorithm,
     model: ClientModel,
     personal: Any,
     message: Message,
@@ -33,7 +34,7 @@ def client_posterior(
 ) -> Any:
     """Draw (φ, θ_k) from what the algorithm tells the client, and predictions for new inputs if there are any."""
     client_id = model.client_id
-    sample = algorithm.draw(model, personal, message, draws, chains, stream((seed, 2, *client_id.encode())))
+    sample = algorithm.result.draw(model, personal, message, draws, chains, stream((seed, 2, *client_id.encode())))
     k = sample.diagnostics.get("pareto_k", -np.inf)
     if k > 0.7:
         logger.warning("client %s: Pareto k %.2f of the draws of θ; use local=fedppl.NUTS()", client_id, k)

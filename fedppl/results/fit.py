@@ -12,15 +12,16 @@ import pandas as pd
 import xarray as xr
 
 from fedppl import gaussian
-from fedppl.engine.answer import stream
+from fedppl.contracts import AnyAlgorithm, Point, Posterior, Sampler, SharedReader
 from fedppl.gaussian import Gaussian
 from fedppl.model.declaration import ClientModel, FederatedModel
+from fedppl.numerics.streams import stream
 from fedppl.results import idata, summary
 from fedppl.results.arrival import require_arrived, unarrived
 from fedppl.results.at_client import client_posterior
 from fedppl.results.records import Record, rounds_dataset
 from fedppl.settings import whole
-from fedppl.types import Algorithm, Array, DeclarationError, Layout, SharedReader, Status
+from fedppl.types import Array, DeclarationError, Layout, Status
 
 __all__ = ["Fit", "Record"]
 
@@ -63,7 +64,7 @@ class Fit:
         Wall time of all rounds.
     """
 
-    algorithm: Algorithm
+    algorithm: AnyAlgorithm
     state: Any
     layout: Layout
     declaration: FederatedModel
@@ -93,27 +94,28 @@ class Fit:
         NotConvergedError
             Where the fit was broken off before there was one.
         """
-        if self.algorithm.posterior is None:
+        shared = self.algorithm.result.shared
+        if not isinstance(shared, Posterior):
             raise DeclarationError(
                 f"{self.algorithm.name} has no posterior of parameters that all clients share: see "
-                + ("fit.estimate, " if self.algorithm.estimate else "")
-                + ('fit.idata["fit"] and ' if self.algorithm.details(self.state) else "")
+                + ("fit.estimate, " if isinstance(shared, Point) else "")
+                + ('fit.idata["fit"] and ' if self.algorithm.result.details(self.state) else "")
                 + "fit.client(...). For a posterior use fedppl.EP()."
             )
         require_arrived(self, "fit.posterior")
-        return self.algorithm.posterior(self.state)
+        return shared.gaussian(self.state)
 
     @property
     def estimate(self) -> dict[str, Array]:
         """The shared variables and their deterministics at one point: the estimate, or the mean of the draws of q."""
-        if self.algorithm.estimate is not None:
-            require_arrived(self, "fit.estimate")
-            return self._point()
-        if self.algorithm.posterior is None and self.algorithm.sample is None:
+        shared = self.algorithm.result.shared
+        if shared is None:
             raise DeclarationError(
                 f"{self.algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
             )
         require_arrived(self, "fit.estimate")
+        if isinstance(shared, Point):
+            return self._point(shared)
         posterior = self.idata["posterior"]
         return {str(name): values.mean(("chain", "draw")).values for name, values in posterior.data_vars.items()}
 
@@ -194,7 +196,8 @@ class Fit:
         rounds = rounds_dataset(self.records, self.client_ids)
         if reason and not unconverged:
             return idata.from_groups({"rounds": rounds, "fit": self._fit_dataset(None)})
-        q = None if self.algorithm.posterior is None else self.algorithm.posterior(self.state)
+        shared = self.algorithm.result.shared
+        q = shared.gaussian(self.state) if isinstance(shared, Posterior) else None
         if q is not None and not gaussian.is_proper(q):
             q, report = gaussian.repair(q, 1e-6)
             reason += f" and was repaired (smallest eigenvalue {report.smallest_before:.3g})"
@@ -206,14 +209,14 @@ class Fit:
             **({"warning": f"not a posterior: {reason}"} if reason else {}),
         }
         rng, phi, groups = stream((self._seed(random_seed), 1)), None, {}
-        if self.algorithm.sample is not None:
-            phi = self.algorithm.sample(self.state, draws * chains, rng)
+        if isinstance(shared, Sampler):
+            phi = shared.draw(self.state, draws * chains, rng)
         elif q is not None:
             phi = gaussian.draw(q, rng, draws * chains)
         if phi is not None:
             groups = {"posterior": self._shared_dataset(phi.reshape(chains, draws, -1), attrs)}
-        elif self.algorithm.estimate is not None:
-            groups = {"point_estimate": self._point_dataset(attrs)}
+        elif isinstance(shared, Point):
+            groups = {"point_estimate": self._point_dataset(shared, attrs)}
         return idata.from_groups({**groups, "rounds": rounds, "fit": self._fit_dataset(q)})
 
     def client(
@@ -320,12 +323,11 @@ class Fit:
             )
         require_arrived(self, f"the posterior of client {client_id!r}")
         seed = self._seed(random_seed)
-        message, personal = self.algorithm.outcome(self.state, client_id), self.personal.get(client_id)
+        message, personal = self.algorithm.result.final_message(self.state, client_id), self.personal.get(client_id)
         return client_posterior(self.algorithm, model, personal, message, seed, draws, chains, self.status, predict)
 
-    def _point(self) -> dict[str, Array]:
-        assert self.algorithm.estimate is not None
-        values = self.reader.constrain(self.algorithm.estimate(self.state)[None])
+    def _point(self, shared: Point[Any]) -> dict[str, Array]:
+        values = self.reader.constrain(shared.estimate(self.state)[None])
         return {name: value[0] for name, value in values.items()}
 
     def _shared_dataset(self, phi: Array, attrs: Mapping[str, Any]) -> xr.Dataset:
@@ -334,8 +336,8 @@ class Fit:
         shaped = {name: value.reshape(chains, draws, *value.shape[1:]) for name, value in values.items()}
         return idata.posterior_dataset(shaped, self.reader.dims, self.reader.coords, {**attrs, "sampling": _SAMPLING})
 
-    def _point_dataset(self, attrs: Mapping[str, Any]) -> xr.Dataset:
-        values = self._point()
+    def _point_dataset(self, shared: Point[Any], attrs: Mapping[str, Any]) -> xr.Dataset:
+        values = self._point(shared)
         dims = {
             name: self.reader.dims.get(name) or tuple(f"{name}_dim_{axis}" for axis in range(np.ndim(value)))
             for name, value in values.items()
@@ -344,13 +346,14 @@ class Fit:
 
     def _fit_dataset(self, q: Gaussian | None) -> xr.Dataset:
         labels, clients = np.array(self.layout.labels), np.array(self.client_ids)
+        result = self.algorithm.result
         known: dict[str, tuple[tuple[str, ...], Array]] = {}
         if q is not None:
             known["mean_vector"] = ("rows",), gaussian.mean(q)
             known["covariance_matrix"] = ("rows", "columns"), gaussian.covariance(q)
-        elif self.algorithm.estimate is not None:
-            known["mean_vector"] = ("rows",), self.algorithm.estimate(self.state)
-        known.update(self.algorithm.details(self.state))
+        elif isinstance(result.shared, Point):
+            known["mean_vector"] = ("rows",), result.shared.estimate(self.state)
+        known.update(result.details(self.state))
         return idata.dataset(
             {name: values for name, (_, values) in known.items()},
             {name: dims for name, (dims, _) in known.items()},

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from fedppl.contracts import Posterior
 from fedppl.results.arrival import require_arrived
 from fedppl.settings import between, shown
 from fedppl.types import DeclarationError
@@ -78,7 +79,7 @@ def _pick(result: Any, var_name: str, coords: Mapping[str, Any] | None) -> xr.Da
 def _posterior(result: Any) -> Any:
     """The posterior of a fit or of an ArviZ object."""
     is_fit = hasattr(result, "idata") and hasattr(result, "status")
-    if is_fit and result.algorithm.posterior is not None:
+    if is_fit and isinstance(result.algorithm.result.shared, Posterior):
         require_arrived(result, "hypotheses of a fit")
     found = result.idata if is_fit else result
     try:

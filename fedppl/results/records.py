@@ -30,6 +30,8 @@ class Record(NamedTuple):
     silent: tuple[str, ...] = ()  # asked, but for no reply
     preliminary: bool = False  # of a start with a budget of its own
     reasons: Mapping[str, str] = {}  # what clients could not compute whose replies were used
+    message: str = ""  # what the algorithm said of how it stands
+    mild: bool = False  # whether that was a remark
 
 
 _OURS = ("seconds", "released")

@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from fedppl.results.arrival import require_arrived
+from fedppl.contracts import Point
+from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.departure import shortfall
 from fedppl.results.fallbacks import fallen, last_infos
 from fedppl.settings import between
 from fedppl.types import Array, DeclarationError
 
-if TYPE_CHECKING:
-    from fedppl.results.fit import Fit
-
 __all__ = ["summary"]
 
 
-def summary(fit: Fit, var_names: Sequence[str] | str | None, ci_prob: float, round_to: int | None) -> pd.DataFrame:
+def summary(fit: Ended, var_names: Sequence[str] | str | None, ci_prob: float, round_to: int | None) -> pd.DataFrame:
     """See `Fit.summary`."""
-    algorithm = fit.algorithm
-    if algorithm.posterior is None and algorithm.sample is None and algorithm.estimate is None:
+    result = fit.algorithm.result
+    if result.shared is None:
         raise DeclarationError(
-            f"{algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
+            f"{fit.algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
         )
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     require_arrived(fit, "fit.summary()")
-    drawn = algorithm.posterior is not None or algorithm.sample is not None
+    drawn = not isinstance(result.shared, Point)
     found = fit.idata["posterior" if drawn else "point_estimate"]
     names = [str(name) for name in found.data_vars]
     chosen = names if var_names is None else [var_names] if isinstance(var_names, str) else list(var_names)
     if unknown := [name for name in chosen if name not in names]:
         raise DeclarationError(f"var_names={unknown} are not among the shared variables {names}.")
-    known = {name: values for name, (dims, values) in algorithm.details(fit.state).items() if dims == ("rows",)}
+    known = {name: values for name, (dims, values) in result.details(fit.state).items() if dims == ("rows",)}
     parts = [_rows(found[name], drawn, ci_prob, _of_variable(fit, name, known)) for name in chosen]
     table = pd.concat(parts) if parts else pd.DataFrame()
     table.attrs = _about(fit)
@@ -64,7 +62,7 @@ def _rows(values: xr.DataArray, drawn: bool, ci_prob: float, known: dict[str, Ar
     return pd.DataFrame(columns, index=index)
 
 
-def _of_variable(fit: Fit, name: str, known: dict[str, Array]) -> dict[str, Array]:
+def _of_variable(fit: Ended, name: str, known: dict[str, Array]) -> dict[str, Array]:
     """Diagnostics of the coordinates of one variable; nothing is known of what is computed from others."""
     where = fit.layout.slices.get(name, slice(0))
     return {key: np.asarray(values, dtype=float)[where] for key, values in known.items()}
@@ -77,7 +75,7 @@ def _by_entry(values: Array, entries: int) -> Array:
     return np.full(entries, values[np.argmax(np.abs(values))] if len(values) else np.nan)
 
 
-def _about(fit: Fit) -> dict[str, Any]:
+def _about(fit: Ended) -> dict[str, Any]:
     """How far the fit came, and who took part in it."""
     answered = dict.fromkeys(fit.client_ids, False)  # to the last request that wanted a reply
     for record in fit.records:

@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedppl.engine.answer import stream
+from fedppl.contracts import AnyAlgorithm, Engine
 from fedppl.model.declaration import ClientModel
+from fedppl.numerics.streams import stream
 from fedppl.results import fallbacks
 from fedppl.results.records import Record
 from fedppl.run.participation import Participation, as_participation
 from fedppl.storage import checkpoint as checkpoints
 from fedppl.storage import digest as _digest
-from fedppl.types import Algorithm, DataError, DeclarationError, Engine, Layout
+from fedppl.types import DataError, DeclarationError, Layout
 
 __all__ = ["Run", "add", "keep_at", "save"]
 
@@ -25,14 +26,19 @@ logger = logging.getLogger("fedppl.run.loop")
 class Run:
     """A run in progress; the only mutable thing in a fit."""
 
-    def __init__(self, algorithm: Algorithm, engine: Engine, models: Mapping[str, ClientModel], seed: int) -> None:
+    @property
+    def message(self) -> str:
+        """What the algorithm said last of how it stands."""
+        return self.records[-1].message if self.records else ""
+
+    def __init__(self, algorithm: AnyAlgorithm, engine: Engine, models: Mapping[str, ClientModel], seed: int) -> None:
         self.algorithm = algorithm
         self.engine = engine
         self.models = dict(models)
         self.seed = seed
         self.layout: Layout = engine.layout()
         self.clients = engine.clients()
-        self.state = algorithm.init_server(self.layout, self.clients, stream((seed, 0, 0)))
+        self.state = algorithm.init(self.layout, self.clients, stream((seed, 0, 0)))
         self.name = secrets.token_hex(8)
         self.records: list[Record] = []
         self.counted = 0  # records that count towards ``rounds=``
@@ -91,7 +97,7 @@ def _content(run: Run) -> dict[str, Any]:
         "name": run.name,
         "state": run.state,
         "records": run.records,
-        "personal": getattr(run.engine, "personal", {}),
+        "personal": run.engine.personal(),
     }
 
 
@@ -144,6 +150,5 @@ def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
     for done in content["records"]:
         add(run, done)
     run.resumed = len(run.records)
-    if hasattr(run.engine, "personal"):
-        run.engine.personal.update(content["personal"])
+    run.engine.restore(content["personal"])
     logger.info("resumed after round %d from %s", len(run.records), checkpoint)

@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import settings
-from fedppl.engine.answer import REFUSED, require_fit, say_unused, stream
+from fedppl.contracts import Algorithm, AnyAlgorithm, EngineFactory, Reply, Request
+from fedppl.engine.answer import REFUSED, require_fit, say_unused
 from fedppl.engine.inprocess import InProcess
 from fedppl.model.declaration import FederatedModel
+from fedppl.numerics.streams import stream
 from fedppl.results import departure, fallbacks
 from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
@@ -30,19 +32,9 @@ from fedppl.results.records import Record
 from fedppl.run._run import Run, add, keep_at, save
 from fedppl.run.participation import Participation, as_participation
 from fedppl.run.progress import Progress
-from fedppl.run.replies import n_bytes, one_line, released, why_not
+from fedppl.run.replies import n_bytes, one_line, received, released, why_not
 from fedppl.storage import checkpoint as checkpoints
-from fedppl.types import (
-    Algorithm,
-    ConvergenceWarning,
-    DataError,
-    DeclarationError,
-    EngineFactory,
-    Message,
-    Reply,
-    Request,
-    Status,
-)
+from fedppl.types import ConvergenceWarning, DataError, DeclarationError, Message, Status
 
 __all__ = ["Round", "fit", "rounds"]
 
@@ -71,7 +63,7 @@ class Round(NamedTuple):
 def rounds(
     model: FederatedModel,
     clients: Mapping[str, Mapping[str, Any]] | None,
-    algorithm: Algorithm,
+    algorithm: AnyAlgorithm,
     *,
     rounds: int | None = None,
     engine: EngineFactory | None = None,
@@ -148,7 +140,7 @@ def rounds(
 def fit(
     model: FederatedModel,
     clients: Mapping[str, Mapping[str, Any]] | None,
-    algorithm: Algorithm,
+    algorithm: AnyAlgorithm,
     *,
     rounds: int = 20,
     engine: EngineFactory | None = None,
@@ -218,9 +210,9 @@ def fit(
         status, message = _status(run, rounds, stopped=stopped)
         told = f"fit ended with status {status.value}" + (f": {message}" if message else "")
         # What is said as a warning below, or was said in its round, is not said twice.
-        caveat = bool(run.state.message) and not getattr(run.state, "mild", False)
+        caveat = bool(run.message) and not run.records[-1].mild
         caveat = caveat or departure.shortfall(run.infos) > _SHORT
-        loud = caveat if status.ok else not algorithm.tests_convergence
+        loud = caveat if status.ok else not algorithm.result.tests_convergence
         logger.log(logging.WARNING if loud else logging.INFO, told, extra={"status": status.value})
         result = Fit(
             algorithm=algorithm,
@@ -233,12 +225,15 @@ def fit(
             records=tuple(run.records),
             status=status,
             message=message,
-            personal=_in_order(getattr(run.engine, "personal", {}), run.clients),
+            personal=_in_order(run.engine.personal(), run.clients),
             seed=run.seed,
             seconds=time.perf_counter() - started,
         )
         if not (reason := unarrived(result)):
-            refused = run.engine.conclude(functools.partial(algorithm.outcome, run.state), run.name, run.seed, status)
+            final = functools.partial(algorithm.result.final_message, run.state)
+            refused = run.engine.conclude(
+                functools.partial(algorithm.result.final_message, run.state), run.name, run.seed, status
+            )
             if refused and run.records[-1].number == run.resumed:  # a finished run, that nobody was asked in
                 told_by = "; ".join(f"client {client_id!r}: {why}" for client_id, why in refused.items())
                 raise DataError(f"checkpoint {str(run.checkpoint)!r} cannot be used, {told_by}.")
@@ -251,7 +246,7 @@ def fit(
                 logger.error("fit.idata is not there: %s", error, extra={"status": status.value})
     finally:
         run.engine.close()
-    if algorithm.tests_convergence and not status.ok:
+    if algorithm.result.tests_convergence and not status.ok:
         warnings.warn(ConvergenceWarning(told, result), stacklevel=2)
     return result
 
@@ -269,7 +264,7 @@ def _says_stop(answer: Any, number: int) -> bool:
 def _start(
     model: FederatedModel,
     clients: Mapping[str, Mapping[str, Any]] | None,
-    algorithm: Algorithm,
+    algorithm: AnyAlgorithm,
     limit: int | None,
     engine: EngineFactory | None,
     participation: Participation | int | float | None,
@@ -361,7 +356,7 @@ def _run(run: Run) -> Iterator[Round]:
 
 
 def _one_round(run: Run) -> Round:
-    preliminary = run.algorithm.preliminary is not None and run.algorithm.preliminary(run.state)
+    preliminary = run.algorithm.result.preliminary(run.state)
     number = len(run.records) + 1
     # Sorted, so that the same clients are asked whatever order an engine finds them in.
     chosen = set(run.participation(tuple(sorted(run.clients)), stream((run.seed, number, 0))))
@@ -373,7 +368,7 @@ def _one_round(run: Run) -> Round:
     told = set(run.reporting(tuple(sorted(asked)), stream((run.seed, number, 1))))
     if told - set(asked) or not told:
         raise DeclarationError(f"reporting chose {sorted(told)} in round {number}; choose from {list(asked)}.")
-    shapes = run.algorithm.reply_shapes(run.state)
+    shapes = run.algorithm.replies.shapes(run.state)
     requests = {
         client_id: Request(
             client_id,
@@ -398,7 +393,7 @@ def _one_round(run: Run) -> Round:
         reply = answers.get(client_id)
         reason = why_not(reply, request, run.layout, shapes if request.report else {})
         if reason is None and isinstance(reply, Reply) and request.report:
-            reason = run.algorithm.refuse(run.state, reply.message)
+            reason = run.algorithm.replies.reject(run.state, reply.message)
         if reason is None and isinstance(reply, Reply):
             infos[client_id] = reply.info
             if reply.reason:
@@ -409,40 +404,42 @@ def _one_round(run: Run) -> Round:
             failures[client_id] = str(reason)
     _log(number, failures, run.said)
     fallbacks.log(number, infos, fallbacks.fallen(run.infos))
-    run.state, info = run.algorithm.update_server(run.state, replies)
-    status, message = Status(run.state.status), run.state.message
+    together = run.algorithm.replies.summed(run.state)
+    run.state, report = run.algorithm.update_server(run.state, received(replies, summed=together))
     record = Record(
         number=number,
         asked=tuple(asked),
         failures=failures,
         infos=infos,
-        info={k: v for k, v in info._asdict().items() if isinstance(v, int | float | str)},
+        info={k: v for k, v in report.info._asdict().items() if isinstance(v, int | float | str)},
         bytes_down={client_id: n_bytes(request.message) for client_id, request in requests.items()},
         bytes_up={client_id: n_bytes(message) for client_id, message in replies.items()},
         released=released(replies, infos),
         seconds=seconds,
-        status=status,
+        status=report.status,
         silent=tuple(client_id for client_id in asked if client_id not in told),
         preliminary=preliminary,
         reasons=reasons,
+        message=run.message if report.message is None else report.message,
+        mild=report.mild,
     )
     add(run, record)
     logger.info(
         "round %d: %s, %d of %d replies",
         number,
-        status.value,
+        report.status.value,
         len(replies),
         len(told),
         extra={
             "round": number,
-            "status": status.value,
+            "status": report.status.value,
             "replies": len(replies),
             "asked": len(asked),
             "reporting": len(told),
         },
     )
     save(run)
-    return Round(number, run.state, info, status, message, record)
+    return Round(number, run.state, report.info, record.status, record.message, record)
 
 
 def _in_order(values: Mapping[str, Any], clients: tuple[str, ...]) -> dict[str, Any]:
@@ -489,8 +486,8 @@ def _last_reasons(records: Sequence[Record], clients: Iterable[str]) -> list[str
 
 
 def _status(run: Run, limit: int, *, stopped: bool = False) -> tuple[Status, str]:
-    """Say how the run ended, with the knob to turn; who never replied, and who fell back."""
-    status, message = Status(run.state.status), str(run.state.message)
+    """Say how the run ended, with the setting to change; who never replied, and who fell back."""
+    status, message = run.records[-1].status if run.records else Status.RUNNING, run.message
     infos = run.infos
     fallen = "; ".join(
         filter(
@@ -520,7 +517,7 @@ def _status(run: Run, limit: int, *, stopped: bool = False) -> tuple[Status, str
     if silent - never:
         why = _distinct(_last_reasons(run.records, silent - never))
         message = f"clients {sorted(silent - never)[:5]} never sent a usable reply: {why}; {message}"
-    searching = run.algorithm.preliminary is not None and run.algorithm.preliminary(run.state)
+    searching = run.algorithm.result.preliminary(run.state)
     if searching and (missing := {k: why for record in run.records for k, why in record.reasons.items()}):
         missed = f"at points of the search clients {sorted(missing)[:5]} had no answer: {_distinct(missing.values())}"
         lost = "; ".join(filter(None, (lost, missed)))

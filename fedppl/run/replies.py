@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl.types import Failure, Layout, Message, Reply, Request
+from fedppl.contracts import Failure, Received, Reply, Request
+from fedppl.types import Layout, Message
 
-__all__ = ["MOST_INFOS", "n_bytes", "one_line", "released", "sum_replies", "why_no_info", "why_not"]
+__all__ = ["MOST_INFOS", "n_bytes", "received", "one_line", "released", "sum_replies", "why_no_info", "why_not"]
 
 
 # Of a reason that came from elsewhere, so that nobody can flood a log or forge its lines.
@@ -102,6 +103,15 @@ def released(replies: Mapping[str, Message], infos: Mapping[str, Mapping[str, fl
     names = sorted({name for info in infos.values() for name in info})
     diagnostics = f"diagnostics {', '.join(names)}" if names else ""
     return "; ".join(part for part in (arrays, diagnostics) if part)
+
+
+def received(replies: Mapping[str, Message], *, summed: bool) -> Received:
+    """What the server is given of a round: every reply, or the sum of all.
+
+    >>> received({"a": {"weight": np.array(2.0)}}, summed=True).each
+    {}
+    """
+    return Received({}, sum_replies(replies), len(replies)) if summed else Received(dict(replies), {}, len(replies))
 
 
 def sum_replies(replies: Mapping[str, Message]) -> dict[str, NDArray[np.float64]]:

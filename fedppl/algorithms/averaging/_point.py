@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedppl.contracts import Draws
 from fedppl.local.descent import Objective
 from fedppl.numerics.marginal import inner_mode_at
 from fedppl.numerics.newton import OK
 from fedppl.settings import between, flag, one_of, plain
-from fedppl.types import Array, Draws, LocalFailure
+from fedppl.types import Array, LocalFailure
 
 __all__ = [
     "Kept",

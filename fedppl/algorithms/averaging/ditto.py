@@ -10,11 +10,12 @@ import numpy as np
 
 from fedppl.algorithms.averaging._point import client_loss, described, draw_point, kept_local, kept_own, pulled
 from fedppl.algorithms.averaging.fedavg import FedAvg, stepped
+from fedppl.contracts import Algorithm, Draws
 from fedppl.local.descent import Descent, checked, descend
 from fedppl.numerics.marginal import inner_mode_at
 from fedppl.numerics.newton import OK
 from fedppl.settings import between, positive, whole
-from fedppl.types import Algorithm, Array, DeclarationError, Draws, LocalFailure, Message
+from fedppl.types import Array, DeclarationError, LocalFailure, Message
 
 __all__ = ["Ditto", "Personal"]
 

@@ -20,10 +20,11 @@ from fedppl.algorithms.averaging._point import (
     weight_of,
     weights_rule,
 )
+from fedppl.contracts import Algorithm, Draws
 from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points
 from fedppl.run.replies import sum_replies
-from fedppl.types import Algorithm, Array, Draws, Layout, Message, Status
+from fedppl.types import Array, Layout, Message, Status
 
 __all__ = ["AverageInfo", "AverageState", "FedAvg", "broadcast", "draw", "refuse", "stepped", "update_server"]
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from fedppl.algorithms.averaging._point import Kept, client_loss, described, pulled
 from fedppl.algorithms.averaging.fedavg import FedAvg, stepped
+from fedppl.contracts import Algorithm
 from fedppl.local.descent import Descent, checked
 from fedppl.settings import between
-from fedppl.types import Algorithm, DeclarationError, Message
+from fedppl.types import DeclarationError, Message
 
 __all__ = ["FedProx"]
 

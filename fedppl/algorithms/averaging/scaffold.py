@@ -20,9 +20,10 @@ from fedppl.algorithms.averaging._point import (
     weights_rule,
 )
 from fedppl.algorithms.averaging.fedavg import draw, refuse
+from fedppl.contracts import Algorithm, Asked
 from fedppl.local.descent import Descent, check_batches, checked, descend
 from fedppl.settings import positive
-from fedppl.types import Algorithm, Array, Asked, Layout, Message, Status
+from fedppl.types import Array, Layout, Message, Status
 
 __all__ = ["SCAFFOLD", "ScaffoldInfo", "ScaffoldState", "mean_control"]
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._point import client_loss, converged, described, draw_point, kept_own, tolerance_rule
+from fedppl.contracts import Algorithm, Asked, Draws
 from fedppl.local.descent import Descent, check_batches, checked, descend
-from fedppl.types import Algorithm, Array, Asked, Draws, Layout, Message, Status
+from fedppl.types import Array, Layout, Message, Status
 
 __all__ = ["Own", "SeparateSGD", "SeparateSGDInfo", "SeparateSGDState"]
 

@@ -17,8 +17,9 @@ from fedppl import gaussian
 from fedppl.algorithms.ep import _trust
 from fedppl.algorithms.ep._diagnosis import explain
 from fedppl.algorithms.ep._sites import NO_VALUE, Sites, absurd_expansion, dense, in_structure, indices, update
+from fedppl.contracts import Expansion, LocalInference
 from fedppl.gaussian import Gaussian
-from fedppl.types import Array, Expansion, Layout, LocalFailure, LocalInference, Message
+from fedppl.types import Array, Layout, LocalFailure, Message
 
 __all__ = ["LENGTHS", "WarmStart", "along", "expand_along", "newton_step", "start", "step", "why_not_arrived"]
 

@@ -17,9 +17,10 @@ from fedppl.algorithms.ep import _moves, _sites, _trust, _warm_start
 from fedppl.algorithms.ep._damping import damped_step, hold_back, named, targets
 from fedppl.algorithms.ep._state import EPInfo, EPState
 from fedppl.algorithms.ep._warm_start import WarmStart
+from fedppl.contracts import Algorithm, Asked, LocalInference
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
-from fedppl.types import Algorithm, Asked, Layout, LocalInference, Message, Status
+from fedppl.types import Layout, Message, Status
 
 __all__ = ["EP", "EPInfo", "EPState"]
 

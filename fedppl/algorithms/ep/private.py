@@ -23,9 +23,10 @@ from fedppl.algorithms.ep._private_step import (
 from fedppl.algorithms.ep._state import EPState
 from fedppl.algorithms.ep._whitening import Frame, frame_of, length, whiten
 from fedppl.algorithms.ep.ep import EP
+from fedppl.contracts import Algorithm, LocalInference, Target
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, pack_target, unpack_target
-from fedppl.types import Algorithm, Array, Layout, LocalFailure, LocalInference, Message, Status, Target
+from fedppl.types import Array, Layout, LocalFailure, Message, Status
 
 __all__ = ["PrivateEP", "PrivateEPInfo", "PrivateEPState", "Spent"]
 

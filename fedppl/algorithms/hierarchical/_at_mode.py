@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
+from fedppl.contracts import LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.marginal import inner_mode_at
 from fedppl.numerics.newton import OK, difference_hessian
-from fedppl.types import Array, DeclarationError, Layout, LocalFailure, LocalInference
+from fedppl.types import Array, DeclarationError, Layout, LocalFailure
 
 __all__ = ["Frame", "frame_of", "mode_given", "reported"]
 

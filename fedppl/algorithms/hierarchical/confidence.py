@@ -11,23 +11,13 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.algorithms.averaging._point import flag_rule, tolerance_rule
 from fedppl.algorithms.one_shot.separate import near_posterior
+from fedppl.contracts import Algorithm, Draws, LocalInference, Moments, Target
 from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
 from fedppl.local.target import at_points
 from fedppl.run.replies import sum_replies
 from fedppl.settings import between, inference, positive
-from fedppl.types import (
-    Algorithm,
-    Array,
-    DeclarationError,
-    Draws,
-    Layout,
-    LocalInference,
-    Message,
-    Moments,
-    Status,
-    Target,
-)
+from fedppl.types import Array, DeclarationError, Layout, Message, Status
 
 __all__ = ["TERMS", "Confidence", "ConfidenceInfo", "ConfidenceState", "Personal", "confidence_of", "ledger_sums"]
 

@@ -15,11 +15,12 @@ import numpy as np
 from fedppl import gaussian, settings
 from fedppl.algorithms.hierarchical import _coupled
 from fedppl.algorithms.hierarchical._at_mode import Frame, frame_of, mode_given, reported
+from fedppl.contracts import Algorithm, Asked, LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import draw_target, pack_target
 from fedppl.numerics.covariance import Covariance, Omega, exchangeable
-from fedppl.types import Algorithm, Array, Asked, DeclarationError, Layout, LocalInference, Message, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Status
 
 __all__ = ["HM1", "HM1Info", "HM1State"]
 

@@ -13,10 +13,11 @@ import numpy as np
 
 from fedppl.algorithms.averaging._point import Kept, described, draw_point, kept_local
 from fedppl.algorithms.hierarchical._at_mode import frame_of
+from fedppl.contracts import Algorithm, Draws
 from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points
 from fedppl.settings import between, one_of, positive
-from fedppl.types import Algorithm, Array, DeclarationError, Draws, Layout, Message, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Status
 
 __all__ = ["HM1Gradient", "HM1GradientInfo", "HM1GradientState"]
 

@@ -10,22 +10,13 @@ import numpy as np
 
 from fedppl import gaussian, settings
 from fedppl.algorithms.one_shot.separate import near_posterior
+from fedppl.contracts import Algorithm, Draws, LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, pack_target, unpack_target
 from fedppl.numerics.importance import skewness
 from fedppl.run.replies import sum_replies
-from fedppl.types import (
-    Algorithm,
-    Array,
-    DeclarationError,
-    Draws,
-    Layout,
-    LocalFailure,
-    LocalInference,
-    Message,
-    Status,
-)
+from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Status
 
 __all__ = ["ConsensusInfo", "ConsensusMonteCarlo", "ConsensusState", "Subposterior"]
 

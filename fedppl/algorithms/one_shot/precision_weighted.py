@@ -13,10 +13,11 @@ from fedppl import gaussian, settings, structure
 from fedppl.algorithms.ep import _sites
 from fedppl.algorithms.ep._sites import Sites
 from fedppl.algorithms.one_shot.separate import near_posterior
+from fedppl.contracts import Algorithm, LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
-from fedppl.types import Algorithm, Layout, LocalInference, Message, Status
+from fedppl.types import Layout, Message, Status
 
 __all__ = ["PrecisionWeighted", "PrecisionWeightedInfo", "PrecisionWeightedState"]
 

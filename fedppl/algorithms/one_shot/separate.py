@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from fedppl import settings, structure
 from fedppl.algorithms.ep import _sites, _warm_start
+from fedppl.contracts import Algorithm, Draws, LocalInference, Target
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
-from fedppl.types import Algorithm, Draws, Layout, LocalFailure, LocalInference, Message, Status, Target
+from fedppl.types import Layout, LocalFailure, Message, Status
 
 __all__ = ["Separate", "SeparateInfo", "SeparateState", "near_posterior"]
 

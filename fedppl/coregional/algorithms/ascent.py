@@ -10,6 +10,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._point import described
+from fedppl.contracts import Algorithm
 from fedppl.coregional import server
 from fedppl.coregional.algorithms._ascent import (
     Settings,
@@ -28,7 +29,7 @@ from fedppl.coregional.bound import Globals, Roles, UnitState, roles
 from fedppl.coregional.result import draw, outcome, require_unit, sample
 from fedppl.coregional.unit import statistics
 from fedppl.run.replies import sum_replies
-from fedppl.types import Algorithm, Array, Layout, Message, Status
+from fedppl.types import Array, Layout, Message, Status
 
 __all__ = ["LMCAscent", "LMCAscentInfo", "LMCAscentState"]
 

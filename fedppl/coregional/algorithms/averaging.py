@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.algorithms.averaging._point import described, tolerance_rule
+from fedppl.contracts import Algorithm
 from fedppl.coregional import server
 from fedppl.coregional.adam import adam_step, flatten, flatten_unit, fresh, slopes, unflatten, unflatten_unit
 from fedppl.coregional.bound import Globals, Roles, UnitState, roles, unit_bound
@@ -17,7 +18,7 @@ from fedppl.coregional.result import block_diagonal, draw, outcome, require_unit
 from fedppl.coregional.unit import best_unit, own_fit, random_unit
 from fedppl.run.replies import sum_replies
 from fedppl.settings import one_of, positive, shown, whole
-from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Status
 
 __all__ = ["LMCAveraging", "LMCAveragingInfo", "LMCAveragingState"]
 

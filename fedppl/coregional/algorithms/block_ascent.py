@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.algorithms.averaging._point import described
+from fedppl.contracts import Algorithm
 from fedppl.coregional import server
 from fedppl.coregional.algorithms._ascent import (
     Settings,
@@ -34,7 +35,7 @@ from fedppl.coregional.blocks import (
 from fedppl.coregional.bound import Globals, Roles, UnitState, roles
 from fedppl.coregional.result import block_diagonal, draw, outcome, require_unit, sample
 from fedppl.run.replies import sum_replies
-from fedppl.types import Algorithm, Layout, Message, Status
+from fedppl.types import Layout, Message, Status
 
 __all__ = ["LMCBlockAscent", "LMCBlockAscentInfo", "LMCBlockAscentState"]
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.algorithms.averaging._point import described
+from fedppl.contracts import Algorithm
 from fedppl.coregional.adam import Adam, adam_step, flatten_unit, fresh, slopes, unflatten, unflatten_unit
 from fedppl.coregional.algorithms.averaging import (
     asked,
@@ -25,7 +26,7 @@ from fedppl.coregional.algorithms.averaging import (
 from fedppl.coregional.bound import Roles, roles, unit_bound
 from fedppl.coregional.result import draw, require_unit, sample
 from fedppl.run.replies import sum_replies
-from fedppl.types import Algorithm, Array, Layout, Message, Status
+from fedppl.types import Array, Layout, Message, Status
 
 __all__ = ["LMCGradient", "LMCGradientInfo", "LMCGradientState"]
 

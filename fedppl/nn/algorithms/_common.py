@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedppl.contracts import Draws
 from fedppl.settings import plain
-from fedppl.types import Array, DeclarationError, Draws, Layout, Message
+from fedppl.types import Array, DeclarationError, Layout, Message
 
 __all__ = [
     "Own",

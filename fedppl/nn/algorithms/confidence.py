@@ -18,6 +18,7 @@ from fedppl.algorithms.hierarchical.confidence import (
     strength_rule,
     terms_rule,
 )
+from fedppl.contracts import Algorithm
 from fedppl.local.target import at_points
 from fedppl.nn.algorithms._common import (
     Own,
@@ -31,7 +32,7 @@ from fedppl.nn.algorithms._common import (
     unused_priors,
 )
 from fedppl.run.replies import sum_replies
-from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Status
 
 __all__ = ["HeadKept", "NetworkConfidence", "NetworkConfidenceInfo", "NetworkConfidenceState"]
 

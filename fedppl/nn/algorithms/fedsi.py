@@ -10,6 +10,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._point import Kept, flag_rule
+from fedppl.contracts import Algorithm
 from fedppl.local.target import at_points
 from fedppl.nn.algorithms._common import (
     Training,
@@ -23,7 +24,7 @@ from fedppl.nn.algorithms._common import (
     unused_priors,
 )
 from fedppl.run.replies import sum_replies
-from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Status
 
 __all__ = ["FedSI", "SubnetworkInfo", "SubnetworkState"]
 

@@ -11,6 +11,7 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.algorithms.averaging._point import Kept, weight_of, weights_rule
 from fedppl.algorithms.hierarchical.confidence import spread_rule
+from fedppl.contracts import Algorithm
 from fedppl.local.target import at_points
 from fedppl.nn.algorithms._common import (
     Own,
@@ -21,7 +22,7 @@ from fedppl.nn.algorithms._common import (
     training_rule,
     unused_priors,
 )
-from fedppl.types import Algorithm, Array, DeclarationError, Layout, Message, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Status
 
 __all__ = ["IFCA", "IFCAInfo", "IFCAState"]
 

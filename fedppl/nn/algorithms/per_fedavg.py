@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from fedppl.algorithms.averaging._point import Kept, weight_of
+from fedppl.contracts import Algorithm
 from fedppl.nn.algorithms._common import Training, check_all_shared, described, training_rule
 from fedppl.nn.algorithms.fedavg import NetworkAveraging
-from fedppl.types import Algorithm, Message
+from fedppl.types import Message
 
 __all__ = ["PerFedAvg"]
 

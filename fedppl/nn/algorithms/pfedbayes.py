@@ -10,6 +10,7 @@ import numpy as np
 
 from fedppl.algorithms.averaging._point import weight_of, weights_rule
 from fedppl.algorithms.hierarchical.confidence import spread_rule
+from fedppl.contracts import Algorithm
 from fedppl.local.target import at_points
 from fedppl.nn.algorithms import _posteriors
 from fedppl.nn.algorithms._common import (
@@ -22,7 +23,7 @@ from fedppl.nn.algorithms._common import (
     training_rule,
     unused_priors,
 )
-from fedppl.types import Algorithm, Array, DeclarationError, Message
+from fedppl.types import Array, DeclarationError, Message
 
 __all__ = ["PFedBayes", "Posterior"]
 

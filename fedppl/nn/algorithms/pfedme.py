@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.algorithms.averaging._point import weight_of
+from fedppl.contracts import Algorithm
 from fedppl.nn.algorithms._common import Own, Training, check_all_shared, described, drawn_from, training_rule
 from fedppl.nn.algorithms.fedavg import NetworkAveraging
-from fedppl.types import Algorithm, Array, DeclarationError, Message
+from fedppl.types import Array, DeclarationError, Message
 
 __all__ = ["PFedMe", "Personal"]
 

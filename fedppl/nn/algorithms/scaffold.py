@@ -10,6 +10,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._point import Kept, weight_of, weights_rule
+from fedppl.contracts import Algorithm
 from fedppl.nn.algorithms._common import (
     Training,
     check_all_shared,
@@ -21,7 +22,7 @@ from fedppl.nn.algorithms._common import (
     tuning_rule,
     unused_priors,
 )
-from fedppl.types import Algorithm, Array, Layout, Message, Status
+from fedppl.types import Array, Layout, Message, Status
 
 __all__ = ["NetworkSCAFFOLD", "NetworkScaffoldInfo", "NetworkScaffoldState"]
 

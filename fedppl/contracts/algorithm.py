@@ -1,0 +1,343 @@
+"""What an algorithm is: four pure functions, which replies they take, and how to read the server's state; typed.
+
+The state S of a server and the personal state P of a client belong to the algorithm; nobody else looks in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from fedppl.contracts.client import CheckFn, ClientView, Draws
+from fedppl.gaussian import Gaussian
+from fedppl.types import Array, Layout, Message, Status
+
+__all__ = [
+    "Algorithm",
+    "Asked",
+    "ClientUpdate",
+    "Details",
+    "Disclosure",
+    "Needs",
+    "Point",
+    "Posterior",
+    "Received",
+    "Replies",
+    "Report",
+    "Result",
+    "Sampler",
+    "always",
+]
+
+S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)
+S_contra = TypeVar("S_contra", contravariant=True)
+P = TypeVar("P")
+P_contra = TypeVar("P_contra", contravariant=True)
+Rng = np.random.Generator
+Details = Mapping[str, tuple[tuple[str, ...], Array]]
+
+
+class ClientUpdate(NamedTuple, Generic[P]):
+    """What a client keeps, sends and says after a round.
+
+    `info` is numbers by name, and may have a text under ``reason``, where something could not be computed and the reply
+    is of use all the same.
+    """
+
+    personal: P | None
+    reply: Message
+    info: Mapping[str, float | str] = {}
+
+
+class Received(NamedTuple):
+    """What the server has of a round: each client's reply, or where sums do, their sum alone."""
+
+    each: Mapping[str, Message]  # by client id; empty where there is only the sum
+    total: Message  # every array summed over the clients, in a fixed order; empty where each is given
+    clients: int  # how many replied
+
+
+class Report(NamedTuple):
+    """What the server says of a round."""
+
+    info: NamedTuple  # diagnostics; numbers and texts go into the table of rounds
+    status: Status = Status.RUNNING
+    message: str | None = None  # which setting to change, should the run end here; None leaves what was said before
+    mild: bool = False  # whether a message beside "converged" is a remark rather than a caveat
+
+
+class InitFn(Protocol[S_co]):
+    """The server's state before any round."""
+
+    def __call__(self, layout: Layout, client_ids: tuple[str, ...], rng: Rng, /) -> S_co:
+        """Start."""
+
+
+class BroadcastFn(Protocol[S_contra]):
+    """The message to one client."""
+
+    def __call__(self, state: S_contra, client_id: str, /) -> Message:
+        """Write the message."""
+
+
+class ClientFn(Protocol[P]):
+    """A client's part of a round."""
+
+    def __call__(self, client: ClientView, personal: P | None, message: Message, rng: Rng, /) -> ClientUpdate[P]:
+        """Compute what is kept and what is sent."""
+
+
+class ServerFn(Protocol[S]):
+    """The server's part of a round, with replies of any subset of the clients."""
+
+    def __call__(self, state: S, received: Received, /) -> tuple[S, Report]:
+        """Compute the next state, and say how it stands."""
+
+
+class UnreportedFn(Protocol[P]):
+    """A client's part of a round that asks it for no reply."""
+
+    def __call__(
+        self, client: ClientView, personal: P | None, message: Message, rng: Rng, /
+    ) -> tuple[P | None, Mapping[str, float]]:
+        """Compute what is kept."""
+
+
+class ShapesFn(Protocol[S_contra]):
+    """Names and shapes of the arrays in the replies that are expected next."""
+
+    def __call__(self, state: S_contra, /) -> Mapping[str, tuple[int, ...]]:
+        """List them."""
+
+
+class RejectFn(Protocol[S_contra]):
+    """Why a reply of the right shapes cannot be used, or None."""
+
+    def __call__(self, state: S_contra, reply: Message, /) -> str | None:
+        """Look at one reply."""
+
+
+class DrawFn(Protocol[P_contra]):
+    """Draws of (φ, θ_k) at a client, old or new, from the final message."""
+
+    def __call__(
+        self, client: ClientView, personal: P_contra | None, message: Message, draws: int, chains: int, rng: Rng, /
+    ) -> Draws:
+        """Draw."""
+
+
+def _never(state: Any) -> bool:
+    return False
+
+
+def always(state: Any) -> bool:
+    """For `Replies.summed`, of algorithms that need sums over clients and nothing else."""
+    return True
+
+
+def _nothing(state: Any) -> Details:
+    return {}
+
+
+def _usable(state: Any, reply: Message) -> None:
+    return None
+
+
+class Replies(NamedTuple, Generic[S]):
+    """Which replies the server expects next, and which it takes.
+
+    Attributes
+    ----------
+    shapes
+        Names and shapes of the arrays; other replies are rejected.
+    reject
+        Why a reply of the right shapes cannot be used, or None.
+    summed
+        Whether this phase uses sums over clients alone, so that a secure sum can stand in the engine.
+    """
+
+    shapes: ShapesFn[S]
+    reject: RejectFn[S] = _usable
+    summed: Callable[[S], bool] = _never
+
+
+class Posterior(NamedTuple, Generic[S]):
+    """q(φ) on the unconstrained space is a Gaussian."""
+
+    gaussian: Callable[[S], Gaussian]
+
+
+class Point(NamedTuple, Generic[S]):
+    """The shared parameters are estimated by one point, (m,)."""
+
+    estimate: Callable[[S], Array]
+
+
+class Sampler(NamedTuple, Generic[S]):
+    """The posterior of φ is no Gaussian, and draws of it are ``draw(state, count, rng) -> (count, m)``."""
+
+    draw: Callable[[S, int, Rng], Array]
+
+
+class Result(NamedTuple, Generic[S, P]):
+    """How to read a server's state.
+
+    Attributes
+    ----------
+    final_message
+        What a client, old or new, needs to know in the end.
+    draw
+        Draws at the client, from `final_message`. Where estimates are points, all draws are equal.
+    shared
+        What there is of the parameters that all clients share; None where they share none.
+    details
+        What else the state knows, ``{name: (dims, array)}``. The dim ``rows`` runs over the coordinates of φ,
+        ``columns`` too, ``client`` and ``other_client`` over the clients; dims of the model's own shared variables may
+        stand there too.
+    preliminary
+        Whether the next round belongs to a start that has a budget of its own, and does not count towards ``rounds=``.
+        Until then there is no result.
+    tests_convergence
+        Whether a fit is meant to end as converged, and warns where it does not. Methods that run a given number of
+        rounds of gradient steps are not, even where they stop once nothing moves.
+    family
+        What the tools of one family of models read beside all this; the core does not.
+    """
+
+    final_message: BroadcastFn[S]
+    draw: DrawFn[P]
+    shared: Posterior[S] | Point[S] | Sampler[S] | None = None
+    details: Callable[[S], Details] = _nothing
+    preliminary: Callable[[S], bool] = _never
+    tests_convergence: bool = False
+    family: object = None
+
+
+def _fits(client: ClientView) -> None:
+    return None
+
+
+def _all_used(client: ClientView) -> tuple[str, ...]:
+    return ()
+
+
+class Needs(NamedTuple):
+    """What an algorithm needs of a client's model.
+
+    Attributes
+    ----------
+    check
+        Raises DeclarationError before any round when a client's model does not fit.
+    kernel
+        Whether it follows the compiled log density; others bring gradients of their own, and nothing is compiled.
+    indicators
+        Whether it takes shared variables that are 0/1 indicators.
+    diagonal_prior
+        Whether it takes shared blocks so large that their prior is kept by coordinate, as networks have them.
+    unused_priors
+        Names of the variables whose declared prior sd changes nothing. Said once at the start.
+    """
+
+    check: CheckFn = _fits
+    kernel: bool = True
+    indicators: bool = False
+    diagonal_prior: bool = False
+    unused_priors: Callable[[Any], tuple[str, ...]] = _all_used
+
+
+class Asked(NamedTuple):
+    """Where a request has a client compute, as a node's policy sees it: all that it says is in the request.
+
+    Attributes
+    ----------
+    points
+        Points φ at which something is computed, (S, m).
+    spare
+        Points (T, m) that the client can leave out: ``update_client`` finds in the message, under ``inside``, which of
+        them it may compute, (T,) bool. An algorithm that has none leaves this empty.
+    targets
+        Pairs of q and a cavity, from whose tilted distribution moments or draws leave.
+    """
+
+    points: Array
+    spare: Array
+    targets: tuple[tuple[Gaussian, Gaussian], ...] = ()
+
+
+class AsksFn(Protocol):
+    """Where a request has a client compute."""
+
+    def __call__(self, layout: Layout, message: Message, /) -> Asked:
+        """Read the request."""
+
+
+class Disclosure(NamedTuple):
+    """What the policy of a node's owner is told of an algorithm.
+
+    Attributes
+    ----------
+    asks
+        Where a request has a client compute. Without it a node whose policy bounds that does not take part.
+    noise_multiplier
+        Of algorithms under differential privacy: the noise of every reply over the bound on its norm. None where a
+        reply's ε is not known.
+    """
+
+    asks: AsksFn | None = None
+    noise_multiplier: float | None = None
+
+
+class Algorithm(NamedTuple, Generic[S, P]):
+    """A federated algorithm: four pure functions, what replies they need, and how to read the state.
+
+    Attributes
+    ----------
+    name
+        How results and logs call it.
+    settings
+        The keywords it was built with, each in one line of text.
+    init
+        ``init(layout, client_ids, rng) -> state``.
+    broadcast
+        ``broadcast(state, client_id) -> message``.
+    update_client
+        ``update_client(client, personal, message, rng) -> ClientUpdate``.
+    update_server
+        ``update_server(state, received) -> (state, Report)``.
+    replies
+        Which replies are expected, and which are rejected.
+    result
+        How to read the state.
+    needs
+        What a client's model has to be.
+    disclosure
+        What the policy of a node's owner is told.
+    unreported
+        What a client does in a round that asks it for no reply; nothing, where it is None.
+    persistent
+        Whether personal state outlives a run, as a privacy budget does: a node then keeps it in its folder, under
+        its own name, and does not answer where it cannot be read.
+    """
+
+    name: str
+    settings: Mapping[str, str]
+    init: InitFn[S]
+    broadcast: BroadcastFn[S]
+    update_client: ClientFn[P]
+    update_server: ServerFn[S]
+    replies: Replies[S]
+    result: Result[S, P]
+    needs: Needs = Needs()
+    disclosure: Disclosure = Disclosure()
+    unreported: UnreportedFn[P] | None = None
+    persistent: bool = False
+
+    def __repr__(self) -> str:
+        """Name and settings; functions say nothing to a reader."""
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.settings.items())})"
+
+
+AnyAlgorithm = Algorithm[Any, Any]  # for those who look into neither state

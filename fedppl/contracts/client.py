@@ -1,0 +1,198 @@
+"""What algorithms may ask of a client, and what a local inference is: a tuple of pure functions, typed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from fedppl.gaussian import Gaussian
+from fedppl.numerics.prior import SharedPrior
+from fedppl.types import Array, Layout, Variable
+
+__all__ = ["CheckFn", "ClientView", "Draws", "Expansion", "LocalInference", "Moments", "Target"]
+
+T = TypeVar("T")
+Rng = np.random.Generator
+
+
+class ClientView(Protocol):
+    """What algorithms and local inferences may ask of a client; `fedppl.ClientModel` is one.
+
+    Its log site factor is log p(y_k, θ | φ), with x = (φ, θ) flat and unconstrained.
+    """
+
+    @property
+    def client_id(self) -> str:
+        """The client's logical id."""
+
+    @property
+    def layout(self) -> Layout:
+        """The shared layout."""
+
+    @property
+    def local(self) -> tuple[Variable, ...]:
+        """Local variables θ_k, in the order of the flat vector."""
+
+    @property
+    def local_labels(self) -> tuple[str, ...]:
+        """One label per local coordinate."""
+
+    @property
+    def shared_size(self) -> int:
+        """Number of shared coordinates, m."""
+
+    @property
+    def local_size(self) -> int:
+        """Number of local coordinates, d_k."""
+
+    @property
+    def initial(self) -> Array:
+        """Starting value of θ, (d_k,)."""
+
+    @property
+    def rows(self) -> int:
+        """Number of observations, n_k."""
+
+    @property
+    def prior(self) -> SharedPrior:
+        """The shared prior, which is not part of the site factor."""
+
+    @property
+    def kernel(self) -> Callable[..., Any]:
+        """Jitted function ``kernel(x, *data) -> [log density, gradient]``."""
+
+    @property
+    def data(self) -> tuple[Any, Any, Any]:
+        """The client's arrays, packed for the kernel."""
+
+    @property
+    def kink(self) -> str | None:
+        """What makes the log density kink or jump, or None."""
+
+    def log_site(self, phi: Array, theta: Array) -> tuple[float, Array, Array]:
+        """The log site factor and its gradients with respect to φ, (m,), and θ, (d_k,)."""
+
+    def batch(self, rows: Any) -> tuple[Any, Any, Any]:
+        """Packed data of some of the observations."""
+
+    def batches(self, rows: Any) -> tuple[Any, Any, Any]:
+        """Packed data of many batches of observations, rows (T, b)."""
+
+    def constrain(self, phi: Array, theta: Array) -> dict[str, Array]:
+        """Local variables on the constrained space from draws (S, m), (S, d_k)."""
+
+    def view(self, read: Callable[[Any], T]) -> T:
+        """What a family's reader makes of this client's model: read once, and kept."""
+
+
+class Moments(NamedTuple):
+    """Mean and covariance of a client's tilted distribution over φ, with what is known of their quality."""
+
+    mean: Array  # (m,)
+    covariance: Array  # (m, m)
+    precision: Array  # (m, m), not always the inverse of `covariance`: from draws, that would be too large
+    skewness: Array  # (m,) of each coordinate's margin
+    diagnostics: Mapping[str, float]
+
+
+class Expansion(NamedTuple):
+    """Quadratic expansion of log f_k at a point: value, gradient and Hessian."""
+
+    value: float
+    gradient: Array  # (m,)
+    hessian: Array  # (m, m)
+    diagnostics: Mapping[str, float]
+
+
+class Draws(NamedTuple):
+    """Draws of one client's tilted distribution on the unconstrained space."""
+
+    shared: Array  # (chain, draw, m)
+    local: Array  # (chain, draw, d_k)
+    diagnostics: Mapping[str, float]
+
+
+class Target(NamedTuple):
+    """One client's tilted distribution f_k(φ) q_{-k}(φ) [p(φ) / N_0(φ)]^share, and the global q beside it."""
+
+    client: ClientView
+    global_: Gaussian
+    cavity: Gaussian
+    prior_share: float
+
+
+class CheckFn(Protocol):
+    """Raises DeclarationError where a client's model cannot be used."""
+
+    def __call__(self, client: Any, /) -> None:
+        """Check the model."""
+
+
+class ExpandFn(Protocol):
+    """The quadratic expansion of log f_k at a point (m,)."""
+
+    def __call__(self, client: Any, point: Array, prior_share: float, /) -> Expansion:
+        """Expand."""
+
+
+class LogFactorFn(Protocol):
+    """log f_k at points (S, m): (S,), −inf where there is none."""
+
+    def __call__(self, client: Any, points: Array, prior_share: float, /) -> Array:
+        """Evaluate."""
+
+
+class TiltedFn(Protocol):
+    """Moments of φ under the tilted distribution."""
+
+    def __call__(self, target: Target, rng: Rng, /) -> Moments:
+        """Compute moments."""
+
+
+class TiltedDrawFn(Protocol):
+    """Draws of (φ, θ_k) under the tilted distribution, eq. 8 of FedLin."""
+
+    def __call__(self, target: Target, draws: int, chains: int, rng: Rng, /) -> Draws:
+        """Draw."""
+
+
+class LocalInference(NamedTuple):
+    """One way for a client to turn its data and a cavity into moments.
+
+    All functions are pure: they take the client's view of its model, and a generator where they draw.
+
+    Attributes
+    ----------
+    name
+        How results and errors call it.
+    check
+        Raises DeclarationError when this way is wrong for the declared model.
+    expand
+        The quadratic expansion of log f_k at a point, or None where there is none (then EP has no warm start).
+    log_factor
+        log f_k at points; with `expand` or not at all.
+    tilted
+        Moments of φ under the tilted distribution.
+    draw
+        Draws of (φ, θ_k) under the tilted distribution.
+    settings
+        The keywords it was built with: a run is resumed, and a node enrolled, only with equal settings.
+    """
+
+    name: str
+    check: CheckFn
+    expand: ExpandFn | None
+    tilted: TiltedFn
+    draw: TiltedDrawFn
+    settings: Mapping[str, Any] = {}
+    log_factor: LogFactorFn | None = None
+
+    def __repr__(self) -> str:
+        """Name and settings; functions say nothing to a reader."""
+        return self.describe()
+
+    def describe(self) -> str:
+        """Name and settings on one line."""
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"

@@ -1,0 +1,93 @@
+"""What the loop and an engine are to each other: requests, replies, and what moves them. NumPy only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from fedppl.contracts.algorithm import AnyAlgorithm
+from fedppl.types import Array, Layout, Message, Status
+
+__all__ = ["Engine", "EngineFactory", "Failure", "Reply", "Request", "SharedReader"]
+
+
+class Request(NamedTuple):
+    """What the loop sends to one client. A reply counts only if it carries the same nonce."""
+
+    client_id: str
+    nonce: int
+    round: int
+    seed: tuple[int, ...]
+    message: Message
+    run: str = ""  # names the run: personal state of another one is not used
+    report: bool = True  # whether a reply is wanted; otherwise the client updates what it keeps, and says so
+    shapes: Mapping[str, tuple[int, ...]] | None = None  # of the reply's arrays; stays at the server
+
+
+class Reply(NamedTuple):
+    """What one client sends back."""
+
+    client_id: str
+    nonce: int
+    fingerprint: str
+    message: Message
+    info: Mapping[str, float]
+    reason: str = ""  # of what could not be computed, where the rest is of use all the same; travels as a Failure's
+
+
+class Failure(NamedTuple):
+    """A request that brought no usable reply, and why."""
+
+    client_id: str
+    nonce: int
+    reason: str  # may travel: names no data
+    private: str = ""  # for the client's own log: an exception's text may quote its data
+
+
+class SharedReader(NamedTuple):
+    """How to read draws of φ: the way back to the constrained space, with the dims and coords of the model."""
+
+    constrain: Callable[[Array], Mapping[str, Array]]  # (S, m) to arrays (S, ...) by variable
+    dims: Mapping[str, tuple[str, ...] | None]
+    coords: Mapping[str, Sequence[Any]]
+
+
+class Engine(Protocol):
+    """Moves messages and knows no statistics."""
+
+    def clients(self) -> tuple[str, ...]:
+        """Return the ids of the clients that can be asked."""
+
+    def layout(self) -> Layout:
+        """Return the shared layout that all clients agreed on."""
+
+    def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Reply | Failure]:
+        """Send each request and return what came back until the deadline (seconds)."""
+
+    def reader(self) -> SharedReader:
+        """Return how draws of φ are read; where the models are at sites, a site is asked."""
+
+    def conclude(self, final_message: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
+        """Tell every client what it needs to draw its own posterior: q and its cavity, and how the run ended.
+
+        Returns who refused, and why. Clients in this process are asked for theirs when somebody wants to see them.
+        """
+
+    def personal(self) -> Mapping[str, Any]:
+        """Return what clients in this process keep to themselves, by id; nothing where clients are elsewhere."""
+
+    def restore(self, personal: Mapping[str, Any]) -> None:
+        """Give clients in this process what they kept in a run that goes on."""
+
+    def close(self) -> None:
+        """Let go of whatever the engine started."""
+
+
+class EngineFactory(Protocol):
+    """Starts an engine over clients' models; `fedppl.InProcess()` is one.
+
+    Without models (``clients={}``) the engine has to find the clients, as Flower's does.
+    """
+
+    def __call__(self, algorithm: AnyAlgorithm, clients: Mapping[str, Any], /) -> Engine:
+        """Start the engine."""
