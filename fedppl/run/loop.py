@@ -231,9 +231,7 @@ def fit(
         )
         if not (reason := unarrived(result)):
             final = functools.partial(algorithm.result.final_message, run.state)
-            refused = run.engine.conclude(
-                functools.partial(algorithm.result.final_message, run.state), run.name, run.seed, status
-            )
+            refused = run.engine.conclude(final, run.name, run.seed, status)
             if refused and run.records[-1].number == run.resumed:  # a finished run, that nobody was asked in
                 told_by = "; ".join(f"client {client_id!r}: {why}" for client_id, why in refused.items())
                 raise DataError(f"checkpoint {str(run.checkpoint)!r} cannot be used, {told_by}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +19,25 @@ from fedppl.algorithms.averaging._point import (
     weight_of,
     weights_rule,
 )
-from fedppl.contracts import Algorithm, Draws
+from fedppl.contracts import (
+    Algorithm,
+    ClientUpdate,
+    ClientView,
+    Disclosure,
+    Draws,
+    Needs,
+    Point,
+    Received,
+    Replies,
+    Report,
+    Result,
+    always,
+)
 from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points
-from fedppl.run.replies import sum_replies
 from fedppl.types import Array, Layout, Message, Status
 
-__all__ = ["AverageInfo", "AverageState", "FedAvg", "broadcast", "draw", "refuse", "stepped", "update_server"]
+__all__ = ["AverageInfo", "AverageState", "FedAvg", "broadcast", "draw", "reject", "stepped", "update_server"]
 
 
 class AverageState(NamedTuple):
@@ -34,8 +45,6 @@ class AverageState(NamedTuple):
 
     phi: Array  # (m,)
     prior_share: float  # of log p(φ) in each client's loss, 1 / K
-    status: str
-    message: str
 
 
 class AverageInfo(NamedTuple):
@@ -52,7 +61,7 @@ def FedAvg(
     batch_size: int | None = None,
     weights: str = "rows",
     tolerance: float = 1e-6,
-) -> Algorithm:
+) -> Algorithm[AverageState, Kept]:
     r"""Federated averaging of local gradient steps.
 
     .. math:: \phi_k = \phi \text{ after } T \text{ steps } \phi \leftarrow \phi - \eta \nabla F_k(\phi), \qquad
@@ -111,26 +120,22 @@ def FedAvg(
     descent = checked(learning_rate, steps, batch_size)
     return Algorithm(
         name="FedAvg",
-        check=functools.partial(check_batches, batch_size=descent.batch_size),
-        init_server=_init_server,
+        settings=described(descent, weights=weights, tolerance=tolerance),
+        init=init,
         broadcast=broadcast,
         update_client=functools.partial(_update_client, descent=descent, weights=weights_rule(weights)),
-        reply_shapes=lambda state: {"weighted": state.phi.shape, "weight": (), "local_change": ()},
-        refuse=refuse,
         update_server=functools.partial(update_server, tolerance=tolerance_rule(tolerance)),
-        outcome=lambda state, client_id: {"phi": state.phi},
-        draw=draw,
-        details=lambda state: {},
-        estimate=lambda state: state.phi,
-        settings=described(descent, weights=weights, tolerance=tolerance),
-        asks=functools.partial(at_points, name="phi"),
+        replies=REPLIES,
+        result=Result(lambda state, client_id: {"phi": state.phi}, draw, POINT),
+        needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
+        disclosure=AT_PHI,
     )
 
 
-def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> AverageState:
+def init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> AverageState:
     """Start at the mean of the prior."""
     del rng
-    return AverageState(gaussian.mean(layout.prior), 1.0 / len(clients), Status.RUNNING.value, "")
+    return AverageState(gaussian.mean(layout.prior), 1.0 / len(clients))
 
 
 def broadcast(state: AverageState, client_id: str) -> Message:
@@ -140,23 +145,29 @@ def broadcast(state: AverageState, client_id: str) -> Message:
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, descent: Descent, weights: str
-) -> tuple[Kept, Message, Mapping[str, float]]:
+    client: ClientView,
+    personal: Kept | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    descent: Descent,
+    weights: str,
+) -> ClientUpdate[Kept]:
     """T steps from φ on the client's own loss."""
     objective = client_loss(client, float(message["prior_share"]))
     return stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
 
 
 def stepped(
-    client: Any,
-    personal: Any,
+    client: ClientView,
+    personal: Kept | None,
     message: Message,
     objective: Objective,
     rng: np.random.Generator,
     *,
     descent: Descent,
     weights: str,
-) -> tuple[Kept, Message, Mapping[str, float]]:
+) -> ClientUpdate[Kept]:
     """T steps from φ; what is sent is ready to be added up."""
     phi = np.asarray(message["phi"], dtype=float)
     local, info = kept_local(client, personal)
@@ -167,10 +178,10 @@ def stepped(
         "weight": np.array(weight),
         "local_change": np.array(weight * converged(local, x[len(phi) :], 0.0)[1]),
     }
-    return Kept(x[len(phi) :]), reply, info
+    return ClientUpdate(Kept(x[len(phi) :]), reply, info)
 
 
-def refuse(state: Any, reply: Message) -> str | None:
+def reject(state: Any, reply: Message) -> str | None:
     """A weight must be positive, and a distance not negative."""
     del state
     weight, moved = float(reply["weight"]), float(reply["local_change"])
@@ -179,13 +190,11 @@ def refuse(state: Any, reply: Message) -> str | None:
     return None if moved >= 0 else f"'local_change' is {moved:.3g}, and must not be negative"
 
 
-def update_server(
-    state: AverageState, replies: Mapping[str, Message], *, tolerance: float
-) -> tuple[AverageState, AverageInfo]:
+def update_server(state: AverageState, received: Received, *, tolerance: float) -> tuple[AverageState, Report]:
     """φ is the weighted average of where the clients that replied ended."""
-    if not replies:
-        return state, AverageInfo(np.nan, np.nan)
-    total = sum_replies(replies)
+    if not received.clients:
+        return state, Report(AverageInfo(np.nan, np.nan))
+    total = received.total
     phi = total["weighted"] / total["weight"]
     still, change = converged(state.phi, phi, tolerance)
     local_change = float(total["local_change"] / total["weight"])
@@ -193,12 +202,22 @@ def update_server(
     moved = f"φ moved by {change:.2g}, local variables by {local_change:.2g} in the last round"
     message = "" if done else f"{moved}; raise rounds=, or change learning_rate="
     status = Status.CONVERGED if done else Status.RUNNING
-    return state._replace(phi=phi, status=status.value, message=message), AverageInfo(change, local_change)
+    return state._replace(phi=phi), Report(AverageInfo(change, local_change), status, message)
 
 
-def draw(client: Any, personal: Any, message: Message, draws: int, chains: int, rng: np.random.Generator) -> Draws:
+def draw(
+    client: ClientView, personal: Kept | None, message: Message, draws: int, chains: int, rng: np.random.Generator
+) -> Draws:
     """The client's point: φ, and its own local parameters."""
     del rng
     phi = np.asarray(message["phi"], dtype=float)
     local = None if personal is None or len(personal.local) != client.local_size else personal.local
     return draw_point(client, phi, local, draws, chains)
+
+
+# What FedAvg and its variants have in common beside the functions above.
+REPLIES = Replies[AverageState](
+    lambda state: {"weighted": state.phi.shape, "weight": (), "local_change": ()}, reject, always
+)
+POINT = Point[AverageState](lambda state: state.phi)
+AT_PHI = Disclosure(functools.partial(at_points, name="phi"))

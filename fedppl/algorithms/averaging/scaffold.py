@@ -19,7 +19,7 @@ from fedppl.algorithms.averaging._point import (
     weight_of,
     weights_rule,
 )
-from fedppl.algorithms.averaging.fedavg import draw, refuse
+from fedppl.algorithms.averaging.fedavg import draw, reject
 from fedppl.contracts import Algorithm, Asked
 from fedppl.local.descent import Descent, check_batches, checked, descend
 from fedppl.settings import positive
@@ -127,7 +127,7 @@ def SCAFFOLD(
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, descent=descent, weights=weights_rule(weights)),
         reply_shapes=lambda state: {"phi": state.phi.shape, "weight": (), "local_change": ()},
-        refuse=refuse,
+        refuse=reject,
         update_server=functools.partial(_update_server, descent=descent, rate=float(server_rate), tolerance=rule),
         outcome=lambda state, client_id: {"phi": state.phi},
         draw=draw,
