@@ -31,7 +31,8 @@ from fedppl.local.gradient_steps import GradientSteps
 from fedppl.local.laplace import Laplace
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.nuts import NUTS
-from fedppl.model.declaration import ClientModel, FederatedModel
+from fedppl.model.client import ClientModel
+from fedppl.model.declaration import FederatedModel
 from fedppl.nn.algorithms.bpfed import BPFed
 from fedppl.nn.algorithms.confidence import NetworkConfidence
 from fedppl.nn.algorithms.fedavg import NetworkAveraging

@@ -16,7 +16,8 @@ from scipy.special import logsumexp
 from fedppl.contracts import AnyAlgorithm, EngineFactory, LocalInference
 from fedppl.model._data import as_arrays
 from fedppl.model._pack import pack
-from fedppl.model.declaration import ClientModel, FederatedModel
+from fedppl.model.client import ClientModel
+from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.covariance import Covariance
 from fedppl.numerics.streams import stream
 from fedppl.results.arrival import require_arrived
@@ -422,7 +423,7 @@ def _client_loss(
             f"client {client_id!r}: validation data have keys {sorted(held_out)}, training data "
             f"{sorted(client.arrays)}; hold out rows of all that have rows, and repeat the rest."
         )
-    held = client.with_data(client_id, **held_out)
+    held = fit.declaration.with_data(client, client_id, held_out, kernel=fit.algorithm.needs.kernel)
     if loss is not None:
         value: Any = loss(fit.client(client_id, draws=draws, chains=1)["posterior"], held_out)
         if np.ndim(value) != 0:

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.local.descent import Descent, Objective, _batches, check_batches, descend
-from fedppl.model.declaration import ClientModel
+from fedppl.model.client import ClientModel
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import DataError, LocalFailure
 from tests import pooled, problems

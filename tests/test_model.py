@@ -19,7 +19,8 @@ import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, gaussian
 from fedppl.model._data import one_type
 from fedppl.model._graph import PYTHON_MODE
-from fedppl.model.declaration import ClientModel, compilations
+from fedppl.model._template import compilations
+from fedppl.model.client import ClientModel
 from tests import problems
 
 Y = np.array([0.5, -1.0, 2.0])

@@ -250,7 +250,7 @@ def grid(
             raise DeclarationError("the data are at the sites: pass clients=None, and the sites' load_data finds them.")
         own = None
         if model is not None:
-            client = model.enrol({"example_data": example_data or {}})["example_data"]
+            client = model.enrol({"example_data": example_data or {}}, kernel=algorithm.needs.kernel)["example_data"]
             require_fit(algorithm, client)
             own = Own(client.layout, client.reader())
         return GridEngine(grid, algorithm, GridSettings(expected, wait, deadline, poll, grace), own)

@@ -22,7 +22,8 @@ from fedppl.engine._guard import REFUSED, Guard, concluded, digest, may_take_par
 from fedppl.engine.answer import answer, require_fit, say_unused
 from fedppl.engine.policy import Policy
 from fedppl.flower import wire as _wire
-from fedppl.model.declaration import ClientModel, FederatedModel
+from fedppl.model.client import ClientModel
+from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
 from fedppl.results.at_client import client_posterior
 from fedppl.storage import checkpoint
@@ -77,7 +78,7 @@ def enrolled(site: Site, config: Mapping[str, Any], called: str | None = None) -
             columns = (site.token, *sorted((k, np.asarray(v).dtype.str, np.shape(v)[1:]) for k, v in data.items()))
             # Where one process serves many (virtual) clients, the second shows that their models are the same.
             pair = {**_first.setdefault(columns, {name: data}), name: data}
-            client = declaration.enrol(pair)[name]
+            client = declaration.enrol(pair, kernel=site.algorithm.needs.kernel)[name]
             require_fit(site.algorithm, client)
             if not any(token == site.token for token, _ in _models):
                 say_unused(site.algorithm, client)

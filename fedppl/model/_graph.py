@@ -101,15 +101,13 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
     local_rvs = tuple(rv for rv in model.free_RVs if rv not in shared_rvs)
     for rv in model.free_RVs:
         if _is_discrete(rv) and not (rv in shared_rvs and _is_binary(rv)):
-            if _is_binary(rv) and {"projection", "conditional_variance"} <= set(model.named_vars):
-                raise DeclarationError(
-                    f"{rv.name!r} is not in shared={list(shared)}: the units of a model of coregionalisation share the "
-                    f"selection. Add {rv.name!r} to shared=, or declare the model without it."
-                )
+            indicator = f" Some algorithms take 0/1 indicators that all clients share: {rv.name!r} is not in shared="
+            indicator += f"{list(shared)}. Add {rv.name!r} to shared= for one of these."
             raise DeclarationError(
                 f"{'shared' if rv in shared_rvs else 'local'} variable {rv.name!r} is discrete ({rv.type.dtype}); "
                 "moments and gradients need continuous parameters. Sum it out of the likelihood "
                 "(for example with pm.Mixture) or replace it by a continuous variable."
+                + (indicator if _is_binary(rv) else "")
             )
     data = tuple(model.data_vars)
     read = [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]

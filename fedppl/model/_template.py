@@ -98,12 +98,6 @@ class Template:
         return found
 
     @property
-    def has_own_gradients(self) -> bool:
-        """Whether algorithms for this model bring gradients of their own: coregionalisation, and networks of torch."""
-        named = {"projection", "conditional_variance"} <= set(self.parts.model.named_vars)
-        return named or _graph.network_node(self.graph.logp) is not None
-
-    @property
     def public(self) -> Public:
         """What of this model may leave a client."""
         found: Public = self.functions["public"]

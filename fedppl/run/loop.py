@@ -297,7 +297,7 @@ def _start(
     if deadline is not None:
         settings.positive("deadline", deadline, "it is in seconds; None waits for ever")
     seed = _seed(random_seed)
-    models = {} if clients is None else model.enrol(clients)
+    models = {} if clients is None else model.enrol(clients, kernel=algorithm.needs.kernel)
     for client in models.values():
         require_fit(algorithm, client)
     if models:
