@@ -47,7 +47,10 @@ from fedppl.results.fit import Fit
 from fedppl.results.hypotheses import contrast, hypotheses
 from fedppl.run.loop import Round, fit, rounds
 from fedppl.run.participation import all_clients, bernoulli, fixed_size
-from fedppl.search import grid, grid_search, holdout, validation_loss
+from fedppl.search.candidates import grid
+from fedppl.search.grid_search import grid_search
+from fedppl.search.loss import validation_loss
+from fedppl.search.split import holdout
 from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
 
 __version__ = "0.1.0"
