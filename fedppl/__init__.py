@@ -135,10 +135,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'fedppl' has no attribute {name!r}")
     module, package, who, extra = _LAZY[name]
     try:
-        return importlib.import_module(module)
+        globals()[name] = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != package:
             raise
         raise ModuleNotFoundError(
             f"{who}, which is not installed: pip install 'fedppl[{extra}]'", name=package
         ) from error
+    return globals()[name]
