@@ -161,8 +161,10 @@ def _public(function: Any) -> str:
     root = sys.modules.get("fedppl")
     if package != "fedppl" or root is None:
         return name
-    spaces = [space for space in (*root.__all__, *vars(root)) if getattr(vars(root).get(space), name, None) is function]
-    return f"fedppl.{spaces[0]}.{name}" if spaces and name not in root.__all__ else f"fedppl.{name}"
+    if vars(root).get(name) is function:
+        return f"fedppl.{name}"
+    spaces = (space for space in (*root.__all__, *vars(root)) if getattr(vars(root).get(space), name, None) is function)
+    return ".".join(filter(None, ("fedppl", next(spaces, ""), name)))
 
 
 def _number(value: Any) -> float | None:
