@@ -22,7 +22,7 @@ from fedppl.types import Array, DataError, DeclarationError, Layout
 
 __all__ = ["Run", "add", "keep_at", "save"]
 
-logger = logging.getLogger("fedppl.run.loop")
+logger = logging.getLogger(__name__)
 
 
 class Run:
