@@ -115,8 +115,9 @@ def test_no_crafted_file_runs_code_or_changes_a_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("BUILD on Mechanism, format 3", "has format 3, .*reads format 4; delete it to start again"),
+        ("BUILD on Mechanism, format 3", "has format 3, .*reads format 5; delete it to start again"),
         ("format 2", "has format 2, .*finish it with the version that wrote it"),
+        ("format 4", "has format 4, and this version of fedppl reads format 5"),
         ("npz with a pickle", "not a fedppl checkpoint; choose another path"),
         ("cut at 40", "truncated or damaged; restore it"),
         ("a bit of its arrays", "truncated or damaged"),
@@ -258,7 +259,7 @@ def test_a_kill_at_any_moment_of_writing_changes_nothing(tmp_path: Path, rng: np
 
 
 @problems.few_rounds
-@pytest.mark.parametrize("left", [b"", b"fedppl rec", b"fedppl records 4\nrest"])
+@pytest.mark.parametrize("left", [b"", b"fedppl rec", b"fedppl records 5\nrest"])
 def test_records_of_a_run_that_never_got_a_state_are_written_over(left: bytes, tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     path.with_name("run.ckpt.records").write_bytes(left)
