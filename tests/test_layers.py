@@ -57,7 +57,7 @@ def imports(module: str) -> frozenset[str]:
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in modules() else node.module for name in inner}
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
-            found |= {told.value for told in node.args if isinstance(told, ast.Constant)}
+            found |= {str(told.value) for told in node.args if isinstance(told, ast.Constant)}
     return frozenset(found - {module})
 
 

@@ -23,8 +23,9 @@ from fedppl.model._enrolment import (
 )
 from fedppl.model._pack import pack
 from fedppl.model._reach import ignores_data
+from fedppl.model._shared_prior import shared_layout
 from fedppl.model._start import require_same_layout, require_start
-from fedppl.model._template import Template, shared_layout
+from fedppl.model._template import Template
 from fedppl.model.client import ClientModel
 from fedppl.types import DataError, DeclarationError
 
