@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedppl.model.client import ClientModel
+from fedppl.model.declaration import ClientModel
 from fedppl.numerics.marginal import inner_mode_at, site_batch
 from fedppl.types import Array
 

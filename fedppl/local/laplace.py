@@ -6,7 +6,7 @@ import numpy as np
 
 from fedppl.contracts import Draws, LocalInference, Moments, Target
 from fedppl.local.tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, start
-from fedppl.model.client import ClientModel
+from fedppl.model.declaration import ClientModel
 from fedppl.types import Array, DeclarationError, LocalFailure
 
 __all__ = ["Laplace"]

@@ -16,7 +16,7 @@ from fedppl.local._inner import LeftOut
 from fedppl.local._no_mode import no_mode
 from fedppl.local._student import StudentSample
 from fedppl.local.nuts import NUTS
-from fedppl.model.client import ClientModel
+from fedppl.model.declaration import ClientModel
 from fedppl.numerics.importance import (
     effective_size,
     fresh_points,
