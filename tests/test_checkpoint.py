@@ -15,6 +15,7 @@ from numpy.testing import assert_array_equal
 
 import fedppl
 from fedppl import DataError, DeclarationError
+from fedppl.contracts import Replies, Result
 from fedppl.gaussian import Gaussian
 from fedppl.storage import checkpoint
 from fedppl.storage import digest as _digest
@@ -374,25 +375,25 @@ class OwnState(NamedTuple):
 
     inner: Any
     extra: Any
-    status: str
-    message: str
 
 
 def of_ones_own(extra: Any) -> Any:
     """EP with something more in its state."""
     ep = fedppl.EP(warm_start=False)
 
-    def update(state: Any, replies: Any) -> Any:
-        inner, info = ep.update_server(state.inner, replies)
-        return OwnState(inner, state.extra, inner.status, inner.message), info
+    def update(state: Any, received: Any) -> Any:
+        inner, report = ep.update_server(state.inner, received)
+        return OwnState(inner, state.extra), report
 
     return ep._replace(
         name="own",
-        init_server=lambda *arguments: OwnState(ep.init_server(*arguments), extra, "running", ""),
+        init=lambda *arguments: OwnState(ep.init(*arguments), extra),
         broadcast=lambda state, client_id: ep.broadcast(state.inner, client_id),
-        reply_shapes=lambda state: ep.reply_shapes(state.inner),
-        refuse=lambda state, message: ep.refuse(state.inner, message),
-        preliminary=None,
+        replies=Replies(
+            shapes=lambda state: ep.replies.shapes(state.inner),
+            reject=lambda state, reply: ep.replies.reject(state.inner, reply),
+        ),
+        result=Result(ep.result.final_message, ep.result.draw),
         update_server=update,
     )
 

@@ -15,7 +15,7 @@ import pytest
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, Policy, audit, gaussian, policy, privacy
-from fedppl.contracts import Asked, Failure, Reply, Request
+from fedppl.contracts import Asked, Disclosure, Failure, Reply, Request
 from fedppl.engine import _account
 from fedppl.engine._guard import REFUSED, Guard, admit, in_memory, released
 from fedppl.engine._observed import holdings
@@ -309,7 +309,7 @@ def test_what_is_computed_is_what_the_policy_looked_at(algorithm: Any) -> None:
 )
 def test_a_point_with_coordinates_to_spare_is_none(algorithm: Any) -> None:
     """What is beyond φ would be taken for local variables, and where they end would leave."""
-    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
     message = algorithm.broadcast(state, "clinic 3")
     assert admitted(in_memory(OPEN, "a"), ask()._replace(message=message), algorithm)
     doubled = {**message, "phi": np.concatenate([message["phi"], message["phi"]])}
@@ -324,7 +324,7 @@ def test_a_share_of_the_prior_is_one(share: Any) -> None:
 
 
 def test_an_algorithm_that_does_not_say_where_it_asks_needs_a_policy_that_does_not_look() -> None:
-    silent = fedppl.EP()._replace(asks=None)
+    silent = fedppl.EP()._replace(disclosure=Disclosure())
     assert not admitted(in_memory(OPEN, "a"), ask(), silent)
     open_ended = Policy(rows=0, parameters_per_row=math.inf, distance=math.inf, cavity=math.inf)
     assert admitted(in_memory(open_ended, "a"), ask(), silent)
@@ -335,7 +335,7 @@ def test_with_a_total_epsilon_only_known_costs_are_answered(kind: str) -> None:
     private = fedppl.PrivateEP(clip=1.0, noise_multiplier=5.0, releases=99)
     algorithm = private if kind == "PrivateEP" else fedppl.EP()
     guard = in_memory(Policy(rows=0, parameters_per_row=math.inf, epsilon=3.0), "a")
-    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
     message = algorithm.broadcast(state, "clinic 3")
     count = sum(admitted(guard, ask()._replace(run=str(i), message=message), algorithm) for i in range(40))
     allowed = max(t for t in range(1, 40) if privacy.epsilon(5.0, t, 1e-5) <= 3.0) if kind == "PrivateEP" else 0
@@ -509,7 +509,7 @@ def test_the_same_request_again_gets_the_same_answer_and_costs_nothing(tmp_path:
     """A server that was killed after a round asks for it again: under noise, the same noised vector comes."""
     algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=5)
     site = site_of(tmp_path, algorithm=algorithm)
-    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
     request = ask()._replace(message=algorithm.broadcast(state, "clinic 3"))
     first, again = sent(site, request), sent(site, request._replace(nonce=8))
     assert (first.nonce, again.nonce) == (7, 8)
@@ -565,7 +565,7 @@ def test_a_site_that_dies_while_it_keeps_an_answer_releases_it_once(
     """No answer leaves whose count is not kept: `releases` bounds distinct vectors."""
     algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=2)
     site = site_of(tmp_path, algorithm=algorithm)
-    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
     message, replace, found = algorithm.broadcast(state, "clinic 3"), checkpoint.replace, set()
 
     def torn(path: Path, raw: bytes) -> None:
@@ -608,7 +608,7 @@ def test_a_site_that_dies_over_its_log_goes_on(tmp_path: Path, monkeypatch: pyte
 def test_parallel_requests_are_let_through_one_by_one(tmp_path: Path) -> None:
     algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=3)
     site = site_of(tmp_path, algorithm=algorithm)
-    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
     message = algorithm.broadcast(state, "clinic 3")
     _node.introduce(site, {})
     answers: list[Any] = [None] * 12
@@ -631,7 +631,7 @@ def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
     total = (privacy.epsilon(1.5, 2) + privacy.epsilon(1.5, 3)) / 2
     rules = Policy(rows=0, parameters_per_row=math.inf, requests=math.inf, epsilon=total)
     loud, quiet = (fedppl.PrivateEP(clip=1.0, noise_multiplier=z, releases=500) for z in (1.5, 20.0))
-    message = loud.broadcast(loud.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0)), "clinic 3")
+    message = loud.broadcast(loud.init(LAYOUT, ("clinic 3",), np.random.default_rng(0)), "clinic 3")
     first = [sent(site_of(tmp_path, rules, loud), ask(1, f"a{i}")._replace(message=message)) for i in range(3)]
     assert [refused(reply) for reply in first] == [False, False, True]
     room = 0
@@ -763,7 +763,9 @@ def test_conclusions_tell_nothing_of_a_uniform_likelihood(tmp_path: Path, asked:
             raise LocalFailure("no width of this size is possible")
         raise ValueError("nor is this of use")
 
-    site = site_of(tmp_path, Policy(rows=20), algorithm._replace(draw=draw), model, data)
+    site = site_of(
+        tmp_path, Policy(rows=20), algorithm._replace(result=algorithm.result._replace(draw=draw)), model, data
+    )
     widths = np.log(np.linspace(2.0, 6.0, 100))
     runs = ["r"] * 100 if asked == "one run" else [f"run {i}" for i in range(100)]
     told = {json.dumps(conclusion(site, run, mean)[1]) for run, mean in zip(runs, widths, strict=True)}
