@@ -47,11 +47,11 @@ def reliability(probability: Array, label: Array, *, bins: int = 15) -> Reliabil
     Parameters
     ----------
     probability
-        (n, C), rows adding up to 1.
+        Class probabilities, (n, C), rows adding up to 1.
     label
         Classes 0 to C - 1, (n,).
     bins
-        B.
+        Number of bins, B.
 
     Returns
     -------

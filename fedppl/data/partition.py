@@ -42,7 +42,7 @@ def label_skew(
     clients, each
         Number of clients, and of labels that each holds.
     cuts
-        "same": all labels are cut at the same fractions, so that a client with a large slice of one label tends to
+        How labels are cut. "same": all at the same fractions, so that a client with a large slice of one label tends to
         have large slices of all. "independent": each label by itself.
     random_seed
         Seed.
@@ -94,7 +94,7 @@ def concept_drift(
     Parameters
     ----------
     classes, subclasses
-        Of every row, (n,); a subclass belongs to one class.
+        Class and subclass of every row, (n,); a subclass belongs to one class.
     clients
         Number of clients, at least as many as the class with the most subclasses has.
     cuts, random_seed

@@ -39,7 +39,7 @@ def fingerprint(variables: Sequence[Variable], prior: Gaussian, is_gaussian: boo
     center, sd = gaussian.mean(prior), gaussian.standard_deviations(prior)
     scaled = sd[:, None] * prior.precision * sd if prior.precision.ndim == 2 else prior.precision * sd**2
     for numbers in (np.ravel(scaled), center / sd, np.asarray(density, dtype=np.float64)):
-        with np.errstate(over="ignore", invalid="ignore"):  # of a density that is absurd
+        with np.errstate(over="ignore", invalid="ignore"):  # of an implausible density
             digest.update((np.round(numbers, 5) + 0.0).astype("<f8").tobytes())
     mantissa, exponent = np.frexp(sd)
     digest.update(np.ldexp(np.round(mantissa, 6), exponent).astype("<f8").tobytes())
