@@ -24,7 +24,7 @@ from fedppl.nn._slopes import Slopes, chunks, evaluate, rows_of
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError
 
-__all__ = ["Subnetwork", "curvature", "curvature_diagonal", "infer", "outputs", "output_covariance", "select"]
+__all__ = ["Subnetwork", "curvature", "curvature_diagonal", "infer", "inferred", "outputs", "output_covariance", "select"]
 
 
 class Subnetwork(NamedTuple):
@@ -157,6 +157,27 @@ def infer(
     matrix.diagonal().add_(torch.from_numpy(1.0 / variance).to(dtype))
     covariance = torch.cholesky_inverse(torch.linalg.cholesky(matrix))
     return Subnetwork(w, index, covariance.double().numpy())
+
+
+def inferred(
+    unit: NetworkUnit,
+    w: Array,
+    variance: Array,
+    count: int,
+    *,
+    rule: str,
+    diagonal: bool,
+    dtype: torch.dtype = torch.float32,
+) -> Subnetwork:
+    """Choose `count` of the shared weights, whose prior variances (m,) are given, and infer their posterior at w.
+
+    With `diagonal`, all shared weights, with the diagonal of the curvature alone.
+    """
+    shared = unit.shared_at
+    if diagonal:
+        return infer(unit, w, shared, variance, dtype=dtype, diagonal=True)
+    chosen = select(variance, curvature_diagonal(unit, w, shared, dtype=dtype), count, rule=rule)
+    return infer(unit, w, shared[chosen], variance[chosen], dtype=dtype)
 
 
 def outputs(unit: NetworkUnit, w: Array, X: Array) -> Array:
