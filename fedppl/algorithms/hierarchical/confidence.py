@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging._point import flag_rule, tolerance_rule
+from fedppl.algorithms.averaging._point import tolerance_rule
 from fedppl.algorithms.one_shot.separate import near_posterior
 from fedppl.contracts import Algorithm, Draws, LocalInference, Moments, Target
 from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
 from fedppl.local.target import at_points
 from fedppl.run.replies import sum_replies
-from fedppl.settings import between, inference, positive
+from fedppl.settings import between, flag, inference, positive
 from fedppl.types import Array, DeclarationError, Layout, Message, Status
 
 __all__ = ["TERMS", "Confidence", "ConfidenceInfo", "ConfidenceState", "Personal", "confidence_of", "ledger_sums"]
@@ -141,8 +141,8 @@ def Confidence(
         terms_rule(terms),
         spread_rule(spread),
         strength_rule(strength),
-        flag_rule("prior", prior),
-        flag_rule("remember", remember),
+        flag("prior", prior),
+        flag("remember", remember),
         tolerance_rule(tolerance),
     )
     return Algorithm(
