@@ -7,12 +7,11 @@ unconstrained vectors, compiled once and shared by clients of every size.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -40,9 +39,6 @@ from fedppl.model._reach import ignores_data
 from fedppl.model._template import Template, compilations, shared_layout
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array, DataError, DeclarationError, Layout, Variable, coordinate_labels
-
-if TYPE_CHECKING:
-    from fedppl.nn.view import NetworkClient
 
 __all__ = ["ClientModel", "FederatedModel", "compilations", "dims_and_coords"]
 
@@ -240,20 +236,6 @@ class ClientModel:
     def coregional(self) -> CoregionalUnit:
         """The client as a unit of a linear model of coregionalisation, or DeclarationError where it is none."""
         return read_unit(self)
-
-    @functools.cached_property
-    def network(self) -> NetworkClient:
-        """The client's network and rows in torch, or DeclarationError where the model has none."""
-        try:
-            client = importlib.import_module("fedppl.nn.view")
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "torch":
-                raise
-            raise ModuleNotFoundError(
-                "networks need torch, which is not installed: pip install 'fedppl[torch]'", name="torch"
-            ) from error
-        found: NetworkClient = client.network_client(self)
-        return found
 
     def pymc_model(self) -> Any:
         """Build this client's PyMC model anew, with its own data, coords and dims."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fedppl.nn._slopes import tensor
-from fedppl.nn.functional import call
+from fedppl.nn.functional import Places, call
 from fedppl.nn.head import Head, expected_loss, head_slopes, without_head
 from fedppl.nn.train import (
     RISE,
@@ -113,7 +113,7 @@ def train_below(
     unit: NetworkUnit,
     head: Head,
     w: Array,
-    below: Array,
+    below: Places,
     q: tuple[Array, Array],
     settings: Training,
     draws: int,

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedppl.nn._slopes import tensor
-from fedppl.nn.functional import cast, parameter_slices, pieces
+from fedppl.nn.functional import Places, cast, parameter_slices, pieces
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, LocalFailure
 
@@ -42,7 +41,7 @@ class Training(NamedTuple):
 def train(
     unit: NetworkUnit,
     w: Array,
-    free: Array,
+    free: Places,
     settings: Training,
     rng: np.random.Generator,
     *,
@@ -128,7 +127,7 @@ class Leaves:
         All its parameters and buffers by name, for `call`.
     """
 
-    def __init__(self, unit: NetworkUnit, w: Array, free: NDArray[np.int64], dtype: torch.dtype) -> None:
+    def __init__(self, unit: NetworkUnit, w: Array, free: Places, dtype: torch.dtype) -> None:
         self._slices = parameter_slices(unit.net)
         chosen = np.zeros(len(w), dtype=bool)
         chosen[free] = True
@@ -183,7 +182,7 @@ _Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None
 def _pulls(
     leaves: Leaves,
     w: Array,
-    free: NDArray[np.int64],
+    free: Places,
     prior: tuple[Array, Array] | None,
     linear: Array | None,
     rows: int,

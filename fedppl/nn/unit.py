@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fedppl.model._enrolment import held_exactly
-from fedppl.nn.functional import call, cast, own_copy, state_of
+from fedppl.nn.functional import Places, call, cast, own_copy, state_of
 from fedppl.types import Array, DataError
 
 __all__ = ["Declared", "Likelihood", "NetworkUnit", "log_likelihood"]
@@ -28,8 +28,8 @@ class Declared(NamedTuple):
 
     net: torch.nn.Module
     names: tuple[str, ...]  # torch's, of all parameters, in the order of the flat vector w (d,)
-    shared_at: Array  # where φ lies in w, (m,)
-    local_at: Array  # where θ lies in w, (d_k,)
+    shared_at: Places  # where φ lies in w, (m,)
+    local_at: Places  # where θ lies in w, (d_k,)
     likelihood: Likelihood
     labels: tuple[str, ...]  # names of the containers that classes come from
     shared_kinds: Mapping[str, str]  # distribution of each shared variable, as PyTensor names it, by its name
@@ -76,12 +76,12 @@ class NetworkUnit:
         return self.declared.names
 
     @property
-    def shared_at(self) -> Array:
+    def shared_at(self) -> Places:
         """Where coordinates of φ lie in w, (m,)."""
         return self.declared.shared_at
 
     @property
-    def local_at(self) -> Array:
+    def local_at(self) -> Places:
         """Where coordinates of θ lie in w, (d_k,)."""
         return self.declared.local_at
 

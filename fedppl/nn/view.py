@@ -17,7 +17,7 @@ from pytensor.graph.traversal import ancestors
 from fedppl.contracts import ClientView
 from fedppl.model import _graph
 from fedppl.model.declaration import ClientModel
-from fedppl.nn.functional import call, cast, parameter_slices, state_of
+from fedppl.nn.functional import Places, call, cast, parameter_slices, state_of
 from fedppl.nn.head import Head, find_head
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.unit import Declared, Likelihood, NetworkUnit, log_likelihood
@@ -54,7 +54,7 @@ class Network:
         """All weights (d,) from the shared ones (m,), with local ones where all clients start."""
         return self.unit.weights(np.asarray(phi, dtype=float), self.start)
 
-    def places(self, which: str | tuple[str, ...]) -> Array:
+    def places(self, which: str | tuple[str, ...]) -> Places:
         """Positions in w of "shared", "local" or "all" weights, or of those named as in torch.
 
         Raises
@@ -167,7 +167,7 @@ def _declared(client: ClientModel) -> Declared:
             f"{who}: free variables are {[v.name for v in variables]}, weights {list(slices)}; {_CONTRACT}."
         )
 
-    def places(chosen: Sequence[Variable]) -> Array:
+    def places(chosen: Sequence[Variable]) -> Places:
         return np.concatenate([np.zeros(0, int), *(slices[v.name].start + np.arange(v.size) for v in chosen)])
 
     replace, inputs = _graph._inputs_for(parts)

@@ -1,4 +1,4 @@
-"""What servers of networks share: they start at the declared prior's mean, average weights, and say how far these moved."""
+"""What servers of networks share: a start at the declared mean, weighted averages, and how far the weights moved."""
 
 from __future__ import annotations
 
