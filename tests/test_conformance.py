@@ -281,7 +281,7 @@ ALGORITHMS = {
     "LMCAveraging, batches": Row(lambda: fedppl.LMCAveraging(steps=3, batch_size=8), ELSEWHERE, problem=coregional),
     "LMCGradient": Row(fedppl.LMCGradient, ELSEWHERE, problem=coregional),
     "NetworkAveraging": Row(
-        lambda: fedppl.nn.FedAvg(phases=(("local", 1), ("shared", 1))),
+        lambda: fedppl.NetworkAveraging(phases=(("local", 1), ("shared", 1))),
         ELSEWHERE,
         sums=True,
         problem=classification,
@@ -289,33 +289,33 @@ ALGORITHMS = {
     "Confidence": Row(lambda: fedppl.Confidence(local=fedppl.Laplace()), ELSEWHERE, sums=True),
     "Confidence, remembered": Row(lambda: fedppl.Confidence(strength=2.0, remember=True), ELSEWHERE),
     "NetworkAveraging, proximal": Row(
-        lambda: fedppl.nn.FedAvg(phases=(("all", 1),), proximal=1.0, momentum=0.9),
+        lambda: fedppl.NetworkAveraging(phases=(("all", 1),), proximal=1.0, momentum=0.9),
         ELSEWHERE,
         sums=True,
         problem=all_shared,
     ),
-    "NetworkSCAFFOLD": Row(lambda: fedppl.nn.SCAFFOLD(epochs=1), ELSEWHERE, problem=all_shared),
-    "IFCA": Row(lambda: fedppl.nn.IFCA(epochs=1), ELSEWHERE, problem=all_shared),
-    "PerFedAvg": Row(lambda: fedppl.nn.PerFedAvg(epochs=1), ELSEWHERE, sums=True, problem=all_shared),
-    "PFedMe": Row(lambda: fedppl.nn.PFedMe(epochs=1), ELSEWHERE, sums=True, problem=all_shared),
-    "PFedBayes": Row(lambda: fedppl.nn.PFedBayes(epochs=1), ELSEWHERE, sums=True, problem=all_shared),
-    "BPFed": Row(lambda: fedppl.nn.BPFed(epochs=1), ELSEWHERE, sums=True, problem=classification),
+    "NetworkSCAFFOLD": Row(lambda: fedppl.NetworkSCAFFOLD(epochs=1), ELSEWHERE, problem=all_shared),
+    "IFCA": Row(lambda: fedppl.IFCA(epochs=1), ELSEWHERE, problem=all_shared),
+    "PerFedAvg": Row(lambda: fedppl.PerFedAvg(epochs=1), ELSEWHERE, sums=True, problem=all_shared),
+    "PFedMe": Row(lambda: fedppl.PFedMe(epochs=1), ELSEWHERE, sums=True, problem=all_shared),
+    "PFedBayes": Row(lambda: fedppl.PFedBayes(epochs=1), ELSEWHERE, sums=True, problem=all_shared),
+    "BPFed": Row(lambda: fedppl.BPFed(epochs=1), ELSEWHERE, sums=True, problem=classification),
     "FedPop": Row(
-        lambda: fedppl.nn.FedPop(head=("2.weight", "2.bias"), epochs=1), ELSEWHERE, sums=True, problem=all_shared
+        lambda: fedppl.FedPop(head=("2.weight", "2.bias"), epochs=1), ELSEWHERE, sums=True, problem=all_shared
     ),
     "NetworkConfidence": Row(
-        lambda: fedppl.nn.Confidence(head=("2.weight", "2.bias"), epochs=1),
+        lambda: fedppl.NetworkConfidence(head=("2.weight", "2.bias"), epochs=1),
         ELSEWHERE,
         sums=True,
         problem=all_shared,
     ),
     "NetworkConfidence, remembered": Row(
-        lambda: fedppl.nn.Confidence(head=("2.weight", "2.bias"), epochs=1, remember=True),
+        lambda: fedppl.NetworkConfidence(head=("2.weight", "2.bias"), epochs=1, remember=True),
         ELSEWHERE,
         problem=all_shared,
     ),
-    "FedSI": Row(lambda: fedppl.nn.FedSI(ratio=0.3, epochs=1), ELSEWHERE, sums=True, problem=classification),
-    "FedSI-Fac": Row(lambda: fedppl.nn.FedSI(diagonal=True, epochs=1), ELSEWHERE, sums=True, problem=classification),
+    "FedSI": Row(lambda: fedppl.FedSI(ratio=0.3, epochs=1), ELSEWHERE, sums=True, problem=classification),
+    "FedSI-Fac": Row(lambda: fedppl.FedSI(diagonal=True, epochs=1), ELSEWHERE, sums=True, problem=classification),
 }
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 

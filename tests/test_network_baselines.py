@@ -28,6 +28,11 @@ ALL = ("0.weight", "0.bias", "2.weight", "2.bias")
 NOISE = 0.5
 
 
+def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
+    """State and report after these replies."""
+    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
+
+
 @functools.cache
 def line() -> tuple[fedppl.FederatedModel, problems.Clients]:
     """A linear network with a normal likelihood: a client's mean loss is ½ wᵀ A w − bᵀ w, see `quadratic`."""
@@ -112,7 +117,7 @@ def test_control_variates_sum_to_nothing_and_are_mean_gradients() -> None:
     replies = {
         k: algorithm.update_client(c, None, algorithm.broadcast(before, k), stream((1,)))[1] for k, c in models.items()
     }
-    after, _ = algorithm.update_server(before, summed(replies))
+    after, _ = updated(algorithm, before, replies)
     for k, (name, data) in enumerate(clients.items()):
         A, b = quadratic(data)
         assert_allclose(after.controls[k], A @ before.phi - b, rtol=1e-3, atol=1e-4, err_msg=name)
@@ -162,10 +167,10 @@ def test_a_cluster_that_nobody_chooses_stays() -> None:
     model, clients = networks()
     state = algorithm.init(model.enrol(clients)["device 0"].layout, tuple(clients), stream((0,)))
     reply = {"phi": np.ones(31), "weight": np.array([3.0, 0.0])}
-    after, info = algorithm.update_server(state, summed({"device 0": reply}))
+    after, report = updated(algorithm, state, {"device 0": reply})
     assert_array_equal(after.phi[1], state.phi[1])
     assert_array_equal(after.phi[0], np.ones(31))
-    assert info.used == 1
+    assert report.info.used == 1
     assert algorithm.replies.reject(state, {**reply, "weight": np.array([1.0, 1.0])}) is not None
 
 
@@ -264,7 +269,7 @@ def test_an_overwhelming_prior_holds_the_posterior_and_shared_means_are_averaged
     assert_allclose(reply["mean"] / reply["weight"], state.mean, atol=2e-4)
     assert_allclose(kept.sd, 0.05, rtol=5e-3)
     other = {"mean": 3.0 * np.ones_like(state.mean), "sd": 3.0 * np.full_like(state.mean, 0.2), "weight": np.array(3.0)}
-    after, _ = algorithm.update_server(state, summed({"device 0": reply, "device 1": other}))
+    after, _ = updated(algorithm, state, {"device 0": reply, "device 1": other})
     total = float(reply["weight"]) + 3.0
     assert_allclose(after.mean, (reply["mean"] + 3.0) / total, rtol=1e-12)
     assert_allclose(after.sd, (reply["sd"] + 0.6) / total, rtol=1e-12)
@@ -338,7 +343,7 @@ def test_the_population_is_the_mean_of_its_heads_and_layers_below_go_by_rows() -
     replies = {
         k: algorithm.update_client(c, None, algorithm.broadcast(state, k), stream((1,)))[1] for k, c in models.items()
     }
-    after, _ = algorithm.update_server(state, summed(replies))
+    after, _ = updated(algorithm, state, replies)
     assert_allclose(after.phi[state.head], np.mean([r["heads"] for r in replies.values()], axis=0), rtol=1e-12)
     rows = sum(float(r["rows"]) for r in replies.values())
     below = np.setdiff1d(np.arange(len(after.phi)), state.head)
@@ -367,7 +372,7 @@ def test_fedpop_learns_and_heads_move_without_reporting() -> None:
         (lambda: nn.FedAvg(phases=1), "phases=1 must be pairs"),
         (lambda: nn.FedAvg(tune=True), "tune=True must be"),
         (lambda: nn.FedSI(diagonal="x"), "diagonal='x' must be True or False"),
-        (lambda: nn.FedSI(prior_variance=np.inf), "prior_variance=inf must be finite"),
+        (lambda: nn.FedSI(prior_variance=np.inf), "prior_variance=inf must be positive and finite"),
         (lambda: nn.SCAFFOLD(learning_rate=0.0), "learning_rate=0.0 must be"),
         (lambda: nn.IFCA(clusters=0), "clusters=0 must be"),
         (lambda: nn.IFCA(spread=0.0), "spread=0.0 must be"),
@@ -404,12 +409,12 @@ def test_frozen_layers_are_refused_and_a_softmax_is_told(caplog: pytest.LogCaptu
 
 
 def test_a_fit_without_one_network_says_so() -> None:
-    with pytest.raises(DeclarationError, match="the fit is of IFCA, which has no one network"):
+    with pytest.raises(DeclarationError, match="the fit is of nn.IFCA, which has no one network"):
         nn.network(fit(nn.IFCA(epochs=1), 1, networks()))
 
 
 WHOLE = {
-    "NetworkSCAFFOLD": nn.SCAFFOLD,
+    "SCAFFOLD": nn.SCAFFOLD,
     "IFCA": nn.IFCA,
     "PerFedAvg": nn.PerFedAvg,
     "PFedMe": nn.PFedMe,
@@ -432,7 +437,7 @@ def test_steps_that_run_away_say_what_to_lower(name: str) -> None:
     settings = several.get(name, {"learning_rate": 1e8})
     algorithm = WHOLE[name](**settings)
     state = algorithm.init(client.layout, ("site 0",), stream((0,)))
-    if name == "NetworkSCAFFOLD":
+    if name == "SCAFFOLD":
         settings = {"learning_rate": 1e30}
         algorithm = WHOLE[name](**settings)
     with pytest.raises(LocalFailure, match="lower (learning_rate|inner_rate|head_rate)="):

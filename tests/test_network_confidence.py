@@ -11,7 +11,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import fedppl
-from fedppl.algorithms.hierarchical.confidence import confidence_of
+from fedppl.algorithms.hierarchical._confidences import confidence_of
 from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import stream
@@ -24,11 +24,16 @@ torch = pytest.importorskip("torch")
 from fedppl import nn  # noqa: E402
 from fedppl.nn.head import expected_loss, features, head_slopes  # noqa: E402
 from fedppl.nn.head_steps import HeadSteps, head_posterior, train_below  # noqa: E402
-from fedppl.nn.train import Training, outcomes  # noqa: E402
+from fedppl.nn.train import Training, outcomes, train  # noqa: E402
 from fedppl.nn.unit import log_likelihood  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 
 BODY, HEAD = ("0.weight", "0.bias"), ("2.weight", "2.bias")
+
+
+def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
+    """State and report after these replies."""
+    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
 
 
 def problem(*, shared: tuple[str, ...] = (*BODY, *HEAD), clients: int = 3) -> Any:
@@ -112,7 +117,7 @@ def test_layers_below_are_trained_and_the_head_is_not() -> None:
     assert_allclose(after[head.places], w[head.places])
     assert np.all(after[below] != w[below])
     # A head without doubt is a head: the same steps by the code that trains networks.
-    other = network.trained(w, below, Training(0.1, 20, 10, 0.9), np.random.default_rng(0))
+    other = train(network.unit, w, below, Training(0.1, 20, 10, 0.9), np.random.default_rng(0))
     X = torch.from_numpy(clients["device 1"]["X"]).float()
     before, ours, theirs = (network.unit.loaded(x)(X) for x in (w, after, other))
     y = torch.from_numpy(clients["device 1"]["y"])
@@ -136,7 +141,7 @@ def test_heads_go_by_confidence_and_the_rest_by_rows_whatever_the_order(shared: 
         centre = network.unit.weights(state.phi, network.start)[network.head(HEAD).places]
         assert_allclose(float(replies[name]["weight"]), confidence_of(kept[name].mean, kept[name].sd ** 2, centre))
         assert info["blank"] == 1.0
-    after, _ = algorithm.update_server(state, summed(replies))
+    after, _ = updated(algorithm, state, replies)
     unit = models["device 0"].view(network_of).unit
     head = models["device 0"].view(network_of).head(HEAD)
     w = unit.weights(after.phi, np.zeros(0))
@@ -235,15 +240,15 @@ def test_a_head_must_be_the_last_layer_and_everything_shared(head: Any, shared: 
         fedppl.fit(model, clients, nn.Confidence(head=head), progressbar=False)
 
 
-@pytest.mark.parametrize("knob", ["learning_rate", "head_rate"])
-def test_steps_that_run_away_fail_and_say_what_to_lower(knob: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("setting", ["learning_rate", "head_rate"])
+def test_steps_that_run_away_fail_and_say_what_to_lower(setting: str, rng: np.random.Generator) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.1), [*BODY, *HEAD])
     X = rng.normal(size=(30, 3))
     client = model.enrol({"a": {"X": X, "y": X[:, :1]}})["a"]
-    algorithm = nn.Confidence(head=HEAD, **{knob: 1e20})
+    algorithm = nn.Confidence(head=HEAD, **{setting: 1e20})
     state = algorithm.init(client.layout, ("a",), stream((0,)))
-    with pytest.raises(LocalFailure, match=f"lower {knob}="):
+    with pytest.raises(LocalFailure, match=f"lower {setting}="):
         algorithm.update_client(client, None, algorithm.broadcast(state, "a"), stream((1,)))
 
 

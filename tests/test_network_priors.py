@@ -16,9 +16,9 @@ torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
-from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.flower import site as _site  # noqa: E402
-from fedppl.numerics.streams import stream
+from fedppl.nn.view import network_of  # noqa: E402
+from fedppl.numerics.streams import stream  # noqa: E402
 from fedppl.run.replies import received  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests import problems  # noqa: E402
@@ -30,6 +30,11 @@ PRIORS: dict[str, Callable[..., Any]] = {
     "t": lambda name, start: pm.StudentT(name, nu=4, mu=start, sigma=1.0, shape=start.shape),
     "multivariate_normal": lambda name, start: pm.MvNormal(name, start, 0.5 + 0.5 * np.eye(start.shape[-1])),
 }
+
+
+def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
+    """State and report after these replies."""
+    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
 
 
 def declared(kind: str, net: Any, X: Any, y: Any) -> Any:
@@ -65,18 +70,18 @@ ALGORITHMS: dict[str, tuple[tuple[str, ...], Callable[[], fedppl.Algorithm]]] = 
     "FedSI, half a head": (BODY, lambda: nn.FedSI(ratio=0.5, epochs=2, tune=("2.bias",), **TUNED)),
     "FedSI, no head": (BODY, lambda: nn.FedSI(ratio=0.5, epochs=2, tune=None)),
     "FedSI, all shared": (ALL, lambda: nn.FedSI(ratio=0.5, epochs=2, tune=None)),
-    "NetworkAveraging": (ALL, lambda: nn.FedAvg(phases=(("all", 2),))),
-    "NetworkAveraging, FedProx": (ALL, lambda: nn.FedAvg(phases=(("all", 2),), proximal=1.0)),
-    "NetworkAveraging, FedBABU": (BODY, lambda: nn.FedAvg(phases=(("shared", 2),), tune="local")),
-    "NetworkAveraging, FedPer": (BODY, lambda: nn.FedAvg(phases=(("all", 2),))),
-    "NetworkSCAFFOLD": (ALL, lambda: nn.SCAFFOLD(epochs=2)),
+    "FedAvg": (ALL, lambda: nn.FedAvg(phases=(("all", 2),))),
+    "FedAvg, FedProx": (ALL, lambda: nn.FedAvg(phases=(("all", 2),), proximal=1.0)),
+    "FedAvg, FedBABU": (BODY, lambda: nn.FedAvg(phases=(("shared", 2),), tune="local")),
+    "FedAvg, FedPer": (BODY, lambda: nn.FedAvg(phases=(("all", 2),))),
+    "SCAFFOLD": (ALL, lambda: nn.SCAFFOLD(epochs=2)),
     "IFCA": (ALL, lambda: nn.IFCA(epochs=2)),
     "PerFedAvg": (ALL, lambda: nn.PerFedAvg(epochs=2)),
     "PFedMe": (ALL, lambda: nn.PFedMe(epochs=2)),
     "PFedBayes": (ALL, lambda: nn.PFedBayes(epochs=2)),
     "BPFed": (BODY, lambda: nn.BPFed(epochs=2)),
     "FedPop": (ALL, lambda: nn.FedPop(head=HEAD, epochs=2, draw_epochs=4)),
-    "NetworkConfidence": (ALL, lambda: nn.Confidence(head=HEAD, epochs=2, head_steps=3)),
+    "Confidence": (ALL, lambda: nn.Confidence(head=HEAD, epochs=2, head_steps=3)),
 }
 
 
@@ -183,10 +188,12 @@ def outcome_of(name: str, wider: tuple[str, ...]) -> np.ndarray:
         for k, client in clients.items():
             message = algorithm.broadcast(state, k)
             kept[k], replies[k], _ = algorithm.update_client(client, kept.get(k), message, stream((number, len(k))))
-        state, _ = algorithm.update_server(state, summed(replies))
+        state, _ = updated(algorithm, state, replies)
     found = []
     for k, client in clients.items():
-        own = algorithm.result.family.personalise(client, kept[k], algorithm.result.final_message(state, k), stream((2,)))
+        own = algorithm.result.family.personalise(
+            client, kept[k], algorithm.result.final_message(state, k), stream((2,))
+        )
         variance = np.zeros(len(own.weights))
         if own.subnetwork is not None:
             covariance = own.subnetwork.covariance
@@ -200,8 +207,7 @@ def test_algorithms_name_the_sds_that_change_nothing(name: str) -> None:
     """Ten-fold sds of the shared weights, and of each local variable: what changes is what the algorithm leaves out."""
     shared, build = ALGORITHMS[name]
     algorithm = build()
-    assert algorithm.unused is not None
-    unused = algorithm.unused(clients_of(shared, ())["device 0"])
+    unused = algorithm.needs.unused_priors(clients_of(shared, ())["device 0"])
     plain, changed = outcome_of(name, ()), []
     for wider in (shared, *((each,) for each in ALL if each not in shared)):
         if np.abs(outcome_of(name, wider) - plain).max() > 1e-4:
@@ -215,13 +221,13 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "declared prior sds" in record.getMessage()]
 
 
-@pytest.mark.parametrize("name", ["NetworkAveraging, FedBABU", "FedSI, no head", "FedSI"])
+@pytest.mark.parametrize("name", ["FedAvg, FedBABU", "FedSI, no head", "FedSI"])
 def test_a_fit_says_once_which_sds_it_does_not_use(name: str, caplog: pytest.LogCaptureFixture) -> None:
     shared, build = ALGORITHMS[name]
     model, clients = problems.classification(shared=shared)
     with caplog.at_level("WARNING", logger="fedppl"):
         fit = fedppl.fit(model, clients, build(), rounds=2, progressbar=False, random_seed=1)
-    names = {"NetworkAveraging, FedBABU": ALL, "FedSI, no head": HEAD, "FedSI": ()}[name]
+    names = {"FedAvg, FedBABU": ALL, "FedSI, no head": HEAD, "FedSI": ()}[name]
     lines = said(caplog)
     assert len(lines) == bool(names)
     for line in lines:
@@ -262,7 +268,9 @@ def own_of(message: dict[str, Any], sigma: float) -> tuple[Any, Any]:
     algorithm = nn.FedSI(ratio=0.5)
     state = algorithm.init(client.layout, ("device 0",), stream((0,)))
     sent = {**algorithm.result.final_message(state, "device 0"), **message}
-    return client, algorithm.result.family.personalise(client, None, {k: v for k, v in sent.items() if v is not None}, stream((1,)))
+    return client, algorithm.result.family.personalise(
+        client, None, {k: v for k, v in sent.items() if v is not None}, stream((1,))
+    )
 
 
 def test_a_step_of_fine_tuning_is_the_gradient_of_the_declared_log_posterior() -> None:
@@ -285,7 +293,11 @@ def test_a_step_of_fine_tuning_is_the_gradient_of_the_declared_log_posterior() -
     found = 20 * (after - before)[unit.local_at] / 0.01
     assert_allclose(found, slopes, rtol=1e-3, atol=1e-3 * np.abs(slopes).max())
     without = {k: v for k, v in message.items() if k != "variance"}
-    other = 20 * (algorithm.result.family.personalise(client, kept, without, stream((1,))).weights - before)[unit.local_at] / 0.01
+    other = (
+        20
+        * (algorithm.result.family.personalise(client, kept, without, stream((1,))).weights - before)[unit.local_at]
+        / 0.01
+    )
     assert np.abs(other - slopes).max() > 1.0  # the gradient of the loss alone is another
 
 
@@ -317,7 +329,9 @@ def test_the_head_of_a_linear_network_is_the_ridge_regression_around_its_start()
     own, unit = nn.personalise(fit, "a"), fit.clients["a"].view(network_of).unit
     weight, bias = fit.state.mean[:4].reshape(2, 2), fit.state.mean[4:]
     Z = X @ weight.T + bias
-    wanted = np.linalg.solve(Z.T @ Z / 0.25 + np.eye(2) / 0.04, Z.T @ data["y"][:, 0] / 0.25 + unit.declared.local_mean / 0.04)
+    wanted = np.linalg.solve(
+        Z.T @ Z / 0.25 + np.eye(2) / 0.04, Z.T @ data["y"][:, 0] / 0.25 + unit.declared.local_mean / 0.04
+    )
     assert_allclose(own.weights[unit.local_at], wanted, atol=1e-3)
     ordinary = np.linalg.lstsq(Z, data["y"][:, 0], rcond=None)[0]
     assert np.abs(ordinary - wanted).max() > 0.05

@@ -71,17 +71,17 @@ def test_bytes_of_the_others_are_those_of_the_ledger(message: str, algorithm: fe
 
 
 NETWORKS = {
-    "nn.FedAvg": fedppl.nn.FedAvg(phases=(("all", 1),)),
-    "nn.BPFed": fedppl.nn.BPFed(epochs=1),
-    "nn.FedSI": fedppl.nn.FedSI(epochs=1),
+    "NetworkAveraging": fedppl.NetworkAveraging(phases=(("all", 1),)),
+    "BPFed": fedppl.BPFed(epochs=1),
+    "FedSI": fedppl.FedSI(epochs=1),
 }
 WHOLE = {
-    "nn.Confidence": (fedppl.nn.Confidence(head=("2.weight", "2.bias"), epochs=1),),
-    "nn.SCAFFOLD": (fedppl.nn.SCAFFOLD(epochs=1),),
-    "nn.IFCA, two clusters": (fedppl.nn.IFCA(clusters=2, epochs=1),),
-    "nn.PerFedAvg, nn.PFedMe": (fedppl.nn.PerFedAvg(epochs=1), fedppl.nn.PFedMe(epochs=1)),
-    "nn.PFedBayes": (fedppl.nn.PFedBayes(epochs=1),),
-    "nn.FedPop": (fedppl.nn.FedPop(head=("2.weight", "2.bias"), epochs=1),),
+    "NetworkConfidence": (fedppl.NetworkConfidence(head=("2.weight", "2.bias"), epochs=1),),
+    "NetworkSCAFFOLD": (fedppl.NetworkSCAFFOLD(epochs=1),),
+    "IFCA, two clusters": (fedppl.IFCA(clusters=2, epochs=1),),
+    "PerFedAvg, PFedMe": (fedppl.PerFedAvg(epochs=1), fedppl.PFedMe(epochs=1)),
+    "PFedBayes": (fedppl.PFedBayes(epochs=1),),
+    "FedPop": (fedppl.FedPop(head=("2.weight", "2.bias"), epochs=1),),
 }
 
 

@@ -133,28 +133,26 @@ CASES = {
     "LMCAveraging": Case(lambda: fedppl.LMCAveraging(steps=3), coregional),
     "LMCAveraging(batches)": Case(lambda: fedppl.LMCAveraging(steps=3, batch_size=8), coregional),
     "LMCGradient": Case(fedppl.LMCGradient, coregional),
-    "NetworkAveraging": Case(lambda: fedppl.nn.FedAvg(phases=(("local", 1), ("shared", 1))), classification),
+    "NetworkAveraging": Case(lambda: fedppl.NetworkAveraging(phases=(("local", 1), ("shared", 1))), classification),
     "Confidence": Case(lambda: fedppl.Confidence(local=fedppl.Laplace()), regression),
     "Confidence(remember)": Case(
         lambda: fedppl.Confidence(strength=2.0, remember=True), regression, ledger=("ledger",)
     ),
-    "NetworkSCAFFOLD": Case(
-        lambda: fedppl.nn.SCAFFOLD(epochs=1), all_shared, ledger=("controls.each", "controls.weights")
-    ),
-    "IFCA": Case(lambda: fedppl.nn.IFCA(epochs=1), all_shared),
-    "PerFedAvg": Case(lambda: fedppl.nn.PerFedAvg(epochs=1), all_shared),
-    "PFedMe": Case(lambda: fedppl.nn.PFedMe(epochs=1), all_shared),
-    "PFedBayes": Case(lambda: fedppl.nn.PFedBayes(epochs=1), all_shared),
-    "BPFed": Case(lambda: fedppl.nn.BPFed(epochs=1), classification),
-    "FedPop": Case(lambda: fedppl.nn.FedPop(head=HEAD, epochs=1), all_shared),
-    "NetworkConfidence": Case(lambda: fedppl.nn.Confidence(head=HEAD, epochs=1), all_shared),
+    "NetworkSCAFFOLD": Case(lambda: fedppl.NetworkSCAFFOLD(epochs=1), all_shared, ledger=("controls", "weights")),
+    "IFCA": Case(lambda: fedppl.IFCA(epochs=1), all_shared),
+    "PerFedAvg": Case(lambda: fedppl.PerFedAvg(epochs=1), all_shared),
+    "PFedMe": Case(lambda: fedppl.PFedMe(epochs=1), all_shared),
+    "PFedBayes": Case(lambda: fedppl.PFedBayes(epochs=1), all_shared),
+    "BPFed": Case(lambda: fedppl.BPFed(epochs=1), classification),
+    "FedPop": Case(lambda: fedppl.FedPop(head=HEAD, epochs=1), all_shared),
+    "NetworkConfidence": Case(lambda: fedppl.NetworkConfidence(head=HEAD, epochs=1), all_shared),
     "NetworkConfidence(remember)": Case(
-        lambda: fedppl.nn.Confidence(head=HEAD, epochs=1, remember=True, smoothing=0.5),
+        lambda: fedppl.NetworkConfidence(head=HEAD, epochs=1, remember=True, smoothing=0.5),
         all_shared,
         ledger=("ledger",),
     ),
-    "FedSI": Case(lambda: fedppl.nn.FedSI(ratio=0.3, epochs=2), classification),
-    "FedSI(diagonal)": Case(lambda: fedppl.nn.FedSI(diagonal=True, epochs=2, average="sd"), classification),
+    "FedSI": Case(lambda: fedppl.FedSI(ratio=0.3, epochs=2), classification),
+    "FedSI(diagonal)": Case(lambda: fedppl.FedSI(diagonal=True, epochs=2, average="sd"), classification),
 }
 ROUNDS = 5
 SEED = 7

@@ -15,10 +15,15 @@ import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.nn.subnet import curvature_diagonal, select  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
-from fedppl.numerics.streams import stream
+from fedppl.numerics.streams import stream  # noqa: E402
 from fedppl.run.replies import received  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests import problems  # noqa: E402
+
+
+def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
+    """State and report after these replies."""
+    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
 
 
 def fitted(algorithm: fedppl.Algorithm, rounds: int = 3, **settings: Any) -> fedppl.Fit:
@@ -78,7 +83,7 @@ def test_heads_stay_where_all_clients_start_until_the_rounds_are_over() -> None:
     start = fit.clients["device 0"].initial
     for client in fit.clients.values():
         assert_array_equal(client.initial, start)
-        assert fit.personal[client.client_id].local.size == 0  # nothing is kept
+        assert client.client_id not in fit.personal  # nothing is kept
         own = nn.personalise(fit, client.client_id)
         assert_array_equal(own.weights[client.view(network_of).unit.shared_at], fit.state.mean)
         assert np.all(own.weights[client.view(network_of).unit.local_at] != start)
@@ -98,13 +103,13 @@ def test_the_server_averages_and_gives_alpha_to_what_nobody_inferred(average: st
         name: {"mean": mean, "spread": spread, "clients": np.array(1.0)}
         for name, mean, spread in zip(clients, means, sent, strict=False)
     }
-    after, info = algorithm.update_server(state, summed(replies))
+    after, report = updated(algorithm, state, replies)
     assert_allclose(after.mean, means.mean(axis=0))
     wanted = spreads.mean(axis=0) if average == "variance" else np.sqrt(spreads).mean(axis=0) ** 2
     assert_allclose(after.variance[5:], wanted[5:])
     assert_array_equal(after.variance[:5], 0.3)
-    assert info.stochastic == 11 / 16
-    assert algorithm.update_server(state, summed({}))[0] == state
+    assert report.info.stochastic == 11 / 16
+    assert updated(algorithm, state, {})[0] == state
 
 
 def test_the_factorised_variant_has_variances_of_all_weights() -> None:
@@ -155,13 +160,13 @@ def test_a_novel_client_is_one_of_the_clients_with_its_data() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ratio": 0.0}, "ratio=0.0 must be positive and at most 1"),
-        ({"ratio": 1.5}, "ratio=1.5 must be positive and at most 1"),
+        ({"ratio": 0.0}, "ratio=0.0 must be above 0 and at most 1"),
+        ({"ratio": 1.5}, "ratio=1.5 must be above 0 and at most 1"),
         ({"alpha": -1.0}, "alpha=-1.0 must be positive"),
-        ({"alpha": np.inf}, "alpha=inf must be finite"),
+        ({"alpha": np.inf}, "alpha=inf must be positive and finite"),
         ({"alpha": "1"}, "alpha='1' must be positive"),
-        ({"rule": "best"}, "rule='best' must be one of"),
-        ({"average": "median"}, "average='median' must be one of"),
+        ({"rule": "best"}, "rule='best' must be"),
+        ({"average": "median"}, "average='median' must be"),
         ({"learning_rate": 0}, "learning_rate=0 must be positive and finite"),
         ({"epochs": 0}, "epochs=0 must be a whole number"),
         ({"batch_size": 2.5}, "batch_size=2.5 must be a whole number"),
@@ -205,9 +210,9 @@ def test_a_learning_rate_that_diverges_skips_the_client_and_says_so() -> None:
 def test_too_many_draws_of_a_large_network_are_refused_before_they_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fedppl.nn.algorithms import _common as _network
+    from fedppl.nn.algorithms import _personalise
 
-    monkeypatch.setattr(_network, "_MOST", 1000)
+    monkeypatch.setattr(_personalise, "_MOST", 1000)
     with pytest.raises(fedppl.DeclarationError, match="4000 draws of 31 weights are 0.0 GB. Pass draws="):
         common().client("device 0")
 

@@ -10,7 +10,14 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._server import not_positive
-from fedppl.algorithms.hierarchical.confidence import TERMS, confidence_of, ledger_sums, terms_rule
+from fedppl.algorithms.hierarchical._confidences import (
+    TERMS,
+    confidence_of,
+    ledger_sums,
+    spread_rule,
+    strength_rule,
+    terms_rule,
+)
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report
 from fedppl.nn.algorithms._common import training_rule
 from fedppl.nn.algorithms._heads import Here, head_in, head_rule, here, joined, last_layer, parted, totals
@@ -144,8 +151,8 @@ def Confidence(
         head_rule(head),
         training_rule(learning_rate, epochs, batch_size, momentum=momentum),
         HeadSteps(positive("head_rate", head_rate), whole("head_steps", head_steps), whole("draws", draws)),
-        positive("spread", spread),
-        between("strength", strength, 0, np.inf, "[)"),
+        spread_rule(spread),
+        strength_rule(strength),
         terms_rule(terms),
         flag("remember", remember),
         between("smoothing", smoothing, 0, 1, "[)"),
@@ -243,9 +250,7 @@ def _update_server(
     if not received.clients:
         return state, Report(ConfidenceInfo(np.nan, np.nan))
     total = totals(received)
-    ledger, weighted, weight = state.ledger, total["weighted"], float(total["weight"])
-    if settings.remember:
-        ledger, weighted, weight, _ = ledger_sums(ledger, state.where, received.each)
+    ledger, weighted, weight, _ = ledger_sums(state.ledger, state.where, received)
     phi = joined(total, state.head, weighted / weight)
     smooth = settings.smoothing * state.smooth + (1.0 - settings.smoothing) * phi
     change, message = moved(state.phi, phi)
