@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.algorithms.averaging._point import client_loss, described, draw_point, kept_local, kept_own, pulled
-from fedppl.algorithms.averaging.fedavg import FedAvg, stepped
-from fedppl.contracts import Algorithm, Draws
-from fedppl.local.descent import Descent, checked, descend
+from fedppl.algorithms.averaging._point import (
+    client_loss,
+    draw_point,
+    kept_local,
+    kept_own,
+    pulled,
+    tolerance_rule,
+    weights_rule,
+)
+from fedppl.algorithms.averaging.fedavg import (
+    AT_PHI,
+    POINT,
+    REPLIES,
+    AverageState,
+    broadcast,
+    init,
+    stepped,
+    update_server,
+)
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Needs, Result
+from fedppl.local.descent import Descent, check_batches, checked, descend
 from fedppl.numerics.marginal import inner_mode_at
 from fedppl.numerics.newton import OK
-from fedppl.settings import between, positive, whole
+from fedppl.settings import between, described, positive, whole
 from fedppl.types import Array, DeclarationError, LocalFailure, Message
 
-__all__ = ["Ditto", "Personal"]
+__all__ = ["Ditto", "DittoClientState"]
 
 
-class Personal(NamedTuple):
+class DittoClientState(NamedTuple):
     """What a client keeps to itself."""
 
     local: Array  # (d_k,) its local variables beside φ
@@ -37,7 +53,7 @@ def Ditto(
     batch_size: int | None = None,
     weights: str = "rows",
     tolerance: float = 1e-6,
-) -> Algorithm:
+) -> Algorithm[AverageState, DittoClientState]:
     r"""Personal parameters near the shared ones of federated averaging.
 
     .. math:: v_k \leftarrow v_k - \eta_v \left(\nabla F_k(v_k) + \lambda (v_k - \phi)\right), \qquad
@@ -101,28 +117,31 @@ def Ditto(
     if own.learning_rate * lam >= 2:
         name = "learning_rate" if personal_rate is None else "personal_rate"
         raise DeclarationError(f"{name}={own.learning_rate} times lam={lam} must be below 2, or steps diverge.")
-    averaging = FedAvg(
-        learning_rate=learning_rate, steps=steps, batch_size=batch_size, weights=weights, tolerance=tolerance
-    )
-    return averaging._replace(
+    weights = weights_rule(weights)
+    return Algorithm(
         name="Ditto",
-        update_client=functools.partial(_update_client, descent=descent, own=own, lam=float(lam), weights=weights),
-        outcome=averaging.broadcast,
-        draw=functools.partial(_draw, own=own, lam=float(lam)),
         settings=described(
             descent,
-            lam=float(lam),
+            lam=lam,
             personal_steps=own.steps,
             personal_rate=own.learning_rate,
             weights=weights,
             tolerance=tolerance,
         ),
+        init=init,
+        broadcast=broadcast,
+        update_client=functools.partial(_update_client, descent=descent, own=own, lam=lam, weights=weights),
+        update_server=functools.partial(update_server, tolerance=tolerance_rule(tolerance)),
+        replies=REPLIES,
+        result=Result(broadcast, functools.partial(_draw, own=own, lam=lam), POINT),
+        needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
+        disclosure=AT_PHI,
     )
 
 
 def _update_client(
-    client: Any,
-    personal: Any,
+    client: ClientView,
+    personal: DittoClientState | None,
     message: Message,
     rng: np.random.Generator,
     *,
@@ -130,19 +149,20 @@ def _update_client(
     own: Descent,
     lam: float,
     weights: str,
-) -> tuple[Personal, Message, Mapping[str, float]]:
+) -> ClientUpdate[DittoClientState]:
     """FedAvg's reply, and steps on v_k towards the φ of this round."""
     objective = client_loss(client, float(message["prior_share"]))
-    kept, reply, info = stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
+    local, reply, info = stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
     v = kept_own(client, personal)
     if v is None:
         v = np.concatenate([np.asarray(message["phi"], dtype=float), kept_local(client, personal)[0]])
         info = {**info, "blank": 1.0}
-    return Personal(kept.local, _personal_steps(client, v, message, rng, own=own, lam=lam)), reply, info
+    v = _personal_steps(client, v, message, rng, own=own, lam=lam)
+    return ClientUpdate(DittoClientState(local, v), reply, info)
 
 
 def _personal_steps(
-    client: Any, v: Array, message: Message, rng: np.random.Generator, *, own: Descent, lam: float
+    client: ClientView, v: Array, message: Message, rng: np.random.Generator, *, own: Descent, lam: float
 ) -> Array:
     """v_k after its steps on F_k + λ/2 ‖v − φ‖²."""
     objective = client_loss(client, float(message["prior_share"]))
@@ -156,8 +176,8 @@ def _personal_steps(
 
 
 def _draw(
-    client: Any,
-    personal: Any,
+    client: ClientView,
+    personal: DittoClientState | None,
     message: Message,
     draws: int,
     chains: int,

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._point import (
-    Kept,
+    LocalClientState,
+    WithLocal,
     client_loss,
-    converged,
-    described,
     draw_point,
+    fitting_local,
     kept_local,
     tolerance_rule,
     weight_of,
     weights_rule,
 )
+from fedppl.algorithms.averaging._server import average, negative, not_positive, relative_change, weighted
 from fedppl.contracts import (
     Algorithm,
     ClientUpdate,
@@ -35,9 +37,24 @@ from fedppl.contracts import (
 )
 from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points
+from fedppl.settings import described
 from fedppl.types import Array, Layout, Message, Status
 
-__all__ = ["AverageInfo", "AverageState", "FedAvg", "broadcast", "draw", "reject", "stepped", "update_server"]
+__all__ = [
+    "AT_PHI",
+    "POINT",
+    "REPLIES",
+    "AverageInfo",
+    "AverageState",
+    "FedAvg",
+    "broadcast",
+    "draw",
+    "final_message",
+    "init",
+    "reject",
+    "stepped",
+    "update_server",
+]
 
 
 class AverageState(NamedTuple):
@@ -61,7 +78,7 @@ def FedAvg(
     batch_size: int | None = None,
     weights: str = "rows",
     tolerance: float = 1e-6,
-) -> Algorithm[AverageState, Kept]:
+) -> Algorithm[AverageState, LocalClientState]:
     r"""Federated averaging of local gradient steps.
 
     .. math:: \phi_k = \phi \text{ after } T \text{ steps } \phi \leftarrow \phi - \eta \nabla F_k(\phi), \qquad
@@ -126,7 +143,7 @@ def FedAvg(
         update_client=functools.partial(_update_client, descent=descent, weights=weights_rule(weights)),
         update_server=functools.partial(update_server, tolerance=tolerance_rule(tolerance)),
         replies=REPLIES,
-        result=Result(lambda state, client_id: {"phi": state.phi}, draw, POINT),
+        result=Result(final_message, draw, POINT),
         needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
         disclosure=AT_PHI,
     )
@@ -146,73 +163,76 @@ def broadcast(state: AverageState, client_id: str) -> Message:
 
 def _update_client(
     client: ClientView,
-    personal: Kept | None,
+    personal: LocalClientState | None,
     message: Message,
     rng: np.random.Generator,
     *,
     descent: Descent,
     weights: str,
-) -> ClientUpdate[Kept]:
+) -> ClientUpdate[LocalClientState]:
     """T steps from φ on the client's own loss."""
     objective = client_loss(client, float(message["prior_share"]))
-    return stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
+    local, reply, info = stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
+    return ClientUpdate(LocalClientState(local), reply, info)
 
 
 def stepped(
     client: ClientView,
-    personal: Kept | None,
+    personal: WithLocal | None,
     message: Message,
     objective: Objective,
     rng: np.random.Generator,
     *,
     descent: Descent,
     weights: str,
-) -> ClientUpdate[Kept]:
-    """T steps from φ; what is sent is ready to be added up."""
+) -> tuple[Array, Message, Mapping[str, float]]:
+    """Local variables after T steps from φ, a reply that is ready to be added up, and diagnostics."""
     phi = np.asarray(message["phi"], dtype=float)
     local, info = kept_local(client, personal)
     x = descend(client, np.concatenate([phi, local]), objective, descent, rng)
     weight = weight_of(client, weights)
-    reply = {
-        "weighted": weight * x[: len(phi)],
-        "weight": np.array(weight),
-        "local_change": np.array(weight * converged(local, x[len(phi) :], 0.0)[1]),
-    }
-    return ClientUpdate(Kept(x[len(phi) :]), reply, info)
+    moved = np.array(weight * relative_change(local, x[len(phi) :]))
+    reply = {**weighted(x[: len(phi)], weight), "local_change": moved}
+    return x[len(phi) :], reply, info
 
 
 def reject(state: Any, reply: Message) -> str | None:
     """A weight must be positive, and a distance not negative."""
     del state
-    weight, moved = float(reply["weight"]), float(reply["local_change"])
-    if not weight > 0:
-        return f"'weight' is {weight:.3g}, and must be positive"
-    return None if moved >= 0 else f"'local_change' is {moved:.3g}, and must not be negative"
+    return not_positive(reply, weight=0) or negative(reply, "local_change")
 
 
 def update_server(state: AverageState, received: Received, *, tolerance: float) -> tuple[AverageState, Report]:
     """φ is the weighted average of where the clients that replied ended."""
     if not received.clients:
         return state, Report(AverageInfo(np.nan, np.nan))
-    total = received.total
-    phi = total["weighted"] / total["weight"]
-    still, change = converged(state.phi, phi, tolerance)
-    local_change = float(total["local_change"] / total["weight"])
-    done = still and local_change < tolerance
+    total, phi = received.total, average(received.total)
+    change, local_change = relative_change(state.phi, phi), float(total["local_change"] / total["weight"])
+    done = change < tolerance and local_change < tolerance
     moved = f"φ moved by {change:.2g}, local variables by {local_change:.2g} in the last round"
     message = "" if done else f"{moved}; raise rounds=, or change learning_rate="
     status = Status.CONVERGED if done else Status.RUNNING
     return state._replace(phi=phi), Report(AverageInfo(change, local_change), status, message)
 
 
+def final_message(state: AverageState, client_id: str) -> Message:
+    """φ."""
+    del client_id
+    return {"phi": state.phi}
+
+
 def draw(
-    client: ClientView, personal: Kept | None, message: Message, draws: int, chains: int, rng: np.random.Generator
+    client: ClientView,
+    personal: WithLocal | None,
+    message: Message,
+    draws: int,
+    chains: int,
+    rng: np.random.Generator,
 ) -> Draws:
     """The client's point: φ, and its own local parameters."""
     del rng
     phi = np.asarray(message["phi"], dtype=float)
-    local = None if personal is None or len(personal.local) != client.local_size else personal.local
-    return draw_point(client, phi, local, draws, chains)
+    return draw_point(client, phi, fitting_local(client, personal), draws, chains)
 
 
 # What FedAvg and its variants have in common beside the functions above.

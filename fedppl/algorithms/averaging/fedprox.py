@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from fedppl.algorithms.averaging._point import Kept, client_loss, described, pulled
-from fedppl.algorithms.averaging.fedavg import FedAvg, stepped
-from fedppl.contracts import Algorithm
-from fedppl.local.descent import Descent, checked
-from fedppl.settings import between
+from fedppl.algorithms.averaging._point import LocalClientState, client_loss, pulled, tolerance_rule, weights_rule
+from fedppl.algorithms.averaging.fedavg import (
+    AT_PHI,
+    POINT,
+    REPLIES,
+    AverageState,
+    broadcast,
+    draw,
+    final_message,
+    init,
+    stepped,
+    update_server,
+)
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Needs, Result
+from fedppl.local.descent import Descent, check_batches, checked
+from fedppl.settings import between, described
 from fedppl.types import DeclarationError, Message
 
 __all__ = ["FedProx"]
@@ -26,7 +35,7 @@ def FedProx(
     batch_size: int | None = None,
     weights: str = "rows",
     tolerance: float = 1e-6,
-) -> Algorithm:
+) -> Algorithm[AverageState, LocalClientState]:
     r"""Federated averaging with a proximal term in each client's loss.
 
     .. math:: \phi_k = T \text{ gradient steps from } \phi \text{ on } F_k(\cdot) + \frac{\mu}{2} \Vert \cdot - \phi
@@ -75,20 +84,33 @@ def FedProx(
     descent = checked(learning_rate, steps, batch_size)
     if descent.learning_rate * mu >= 2:
         raise DeclarationError(f"learning_rate={learning_rate} times mu={mu} must be below 2, or steps diverge.")
-    averaging = FedAvg(
-        learning_rate=learning_rate, steps=steps, batch_size=batch_size, weights=weights, tolerance=tolerance
-    )
-    return averaging._replace(
+    weights = weights_rule(weights)
+    return Algorithm(
         name="FedProx",
-        update_client=functools.partial(_update_client, descent=descent, weights=weights, mu=float(mu)),
-        settings=described(descent, mu=float(mu), weights=weights, tolerance=tolerance),
+        settings=described(descent, mu=mu, weights=weights, tolerance=tolerance),
+        init=init,
+        broadcast=broadcast,
+        update_client=functools.partial(_update_client, descent=descent, weights=weights, mu=mu),
+        update_server=functools.partial(update_server, tolerance=tolerance_rule(tolerance)),
+        replies=REPLIES,
+        result=Result(final_message, draw, POINT),
+        needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
+        disclosure=AT_PHI,
     )
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, descent: Descent, weights: str, mu: float
-) -> tuple[Kept, Message, Mapping[str, float]]:
+    client: ClientView,
+    personal: LocalClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    descent: Descent,
+    weights: str,
+    mu: float,
+) -> ClientUpdate[LocalClientState]:
     """T steps from φ on the client's own loss and the proximal term."""
     objective = client_loss(client, float(message["prior_share"]))
     held = pulled(objective, mu, np.asarray(message["phi"], dtype=float))
-    return stepped(client, personal, message, held, rng, descent=descent, weights=weights)
+    local, reply, info = stepped(client, personal, message, held, rng, descent=descent, weights=weights)
+    return ClientUpdate(LocalClientState(local), reply, info)
