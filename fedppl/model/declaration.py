@@ -18,7 +18,6 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import SharedReader
-from fedppl.coregional.view import CoregionalUnit, read_unit
 from fedppl.model import _graph, _public, _rows, _same
 from fedppl.model._data import as_arrays, fits_integers, group_by_columns, needs_same_keys, one_type
 from fedppl.model._enrolment import (
@@ -235,11 +234,6 @@ class ClientModel:
     @functools.cached_property
     def _views(self) -> dict[Any, Any]:
         return {}
-
-    @functools.cached_property
-    def coregional(self) -> CoregionalUnit:
-        """The client as a unit of a linear model of coregionalisation, or DeclarationError where it is none."""
-        return read_unit(self)
 
     @functools.cached_property
     def network(self) -> NetworkClient:
