@@ -6,6 +6,7 @@ What breaks a rule is a DeclarationError that names the keyword, the value, the 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -155,9 +156,15 @@ def shown(value: Any) -> str:
 
 
 def _public(function: Any) -> str:
-    package, _, module = function.__module__.partition(".")
-    family = {"covariance": "covariance.", "engine.flower": "Flower."}.get(module, "")
-    return f"fedppl.{family}{function.__name__}" if package == "fedppl" else str(function.__name__)
+    """A function as users call it: at the root, or in a namespace that the root has."""
+    name, package = function.__name__, function.__module__.partition(".")[0]
+    if package != "fedppl":
+        return str(name)
+    root = vars(sys.modules[package])
+    loaded = {**root, **{space: sys.modules.get(module) for space, (module, *_) in root["_LAZY"].items()}}
+    spaces = [space for space in (*root["__all__"], *root["_LAZY"]) if inspect.ismodule(loaded[space])]
+    found = (f"{space}.{name}" for space in spaces if vars(loaded[space]).get(name) is function)
+    return f"fedppl.{next(found, name)}"
 
 
 def _number(value: Any) -> float | None:
