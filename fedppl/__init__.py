@@ -19,10 +19,6 @@ from fedppl.algorithms.one_shot.precision_weighted import PrecisionWeighted
 from fedppl.algorithms.one_shot.separate import Separate
 from fedppl.contracts import Algorithm, LocalInference
 from fedppl.coregional import curves
-from fedppl.coregional.algorithms.ascent import LMCAscent
-from fedppl.coregional.algorithms.averaging import LMCAveraging
-from fedppl.coregional.algorithms.block_ascent import LMCBlockAscent
-from fedppl.coregional.algorithms.gradient import LMCGradient
 from fedppl.engine import policy
 from fedppl.engine.inprocess import InProcess
 from fedppl.engine.policy import Policy
@@ -67,10 +63,6 @@ __all__ = [
     "Fit",
     "GradientSteps",
     "InProcess",
-    "LMCAscent",
-    "LMCAveraging",
-    "LMCBlockAscent",
-    "LMCGradient",
     "Laplace",
     "LocalInference",
     "MeanField",

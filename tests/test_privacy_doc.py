@@ -98,10 +98,10 @@ def test_bytes_of_networks_are_those_of_the_ledger(name: str, algorithm: fedppl.
 
 
 CURVES = {
-    "LMCAscent": fedppl.LMCAscent(),
-    "LMCBlockAscent": fedppl.LMCBlockAscent(),
-    "LMCAveraging": fedppl.LMCAveraging(steps=2),
-    "LMCGradient": fedppl.LMCGradient(),
+    "curves.Ascent": fedppl.curves.Ascent(),
+    "curves.BlockAscent": fedppl.curves.BlockAscent(),
+    "curves.Averaging": fedppl.curves.Averaging(steps=2),
+    "curves.Gradient": fedppl.curves.Gradient(),
 }
 
 

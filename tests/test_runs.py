@@ -127,12 +127,12 @@ CASES = {
         trends,
     ),
     # Coefficients are drawn in the first round and first put to use in the second.
-    "LMCAscent": Case(lambda: fedppl.LMCAscent(warmup=2), coregional, idle=(2,)),
-    "LMCAscent(batches)": Case(lambda: fedppl.LMCAscent(warmup=2, batch_size=8), coregional, idle=(2,)),
-    "LMCBlockAscent": Case(lambda: fedppl.LMCBlockAscent(warmup=1), coregional, idle=(2, 3)),
-    "LMCAveraging": Case(lambda: fedppl.LMCAveraging(steps=3), coregional),
-    "LMCAveraging(batches)": Case(lambda: fedppl.LMCAveraging(steps=3, batch_size=8), coregional),
-    "LMCGradient": Case(fedppl.LMCGradient, coregional),
+    "LMCAscent": Case(lambda: fedppl.curves.Ascent(warmup=2), coregional, idle=(2,)),
+    "LMCAscent(batches)": Case(lambda: fedppl.curves.Ascent(warmup=2, batch_size=8), coregional, idle=(2,)),
+    "LMCBlockAscent": Case(lambda: fedppl.curves.BlockAscent(warmup=1), coregional, idle=(2, 3)),
+    "LMCAveraging": Case(lambda: fedppl.curves.Averaging(steps=3), coregional),
+    "LMCAveraging(batches)": Case(lambda: fedppl.curves.Averaging(steps=3, batch_size=8), coregional),
+    "LMCGradient": Case(fedppl.curves.Gradient, coregional),
     "NetworkAveraging": Case(lambda: fedppl.NetworkAveraging(phases=(("local", 1), ("shared", 1))), classification),
     "Confidence": Case(lambda: fedppl.Confidence(local=fedppl.Laplace()), regression),
     "Confidence(remember)": Case(
