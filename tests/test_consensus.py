@@ -12,6 +12,7 @@ import fedppl
 from fedppl import gaussian
 from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
+from fedppl.numerics.scatter import precision_from_draws
 from fedppl.numerics.streams import stream
 from fedppl.types import DeclarationError, LocalFailure, Status
 from tests import pooled, problems
@@ -181,7 +182,7 @@ def test_draws_are_averaged_one_by_one_by_the_clients_precisions() -> None:
         exact = subposterior(clients[client_id], 4)
         sd = gaussian.standard_deviations(exact)
         assert_allclose((phi.mean(axis=0) - gaussian.mean(exact)) / sd, 0, atol=4 / np.sqrt(200))
-        assert_allclose(W, gaussian.precision_from_draws(phi), rtol=1e-7)
+        assert_allclose(W, precision_from_draws(phi), rtol=1e-7)
         top, bottom = top + phi @ W, bottom + W
     after, _ = algorithm.update_server(state, replies)
     assert_allclose(after.draws, np.linalg.solve(bottom, top.T).T, rtol=1e-9, atol=1e-9)
