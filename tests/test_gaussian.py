@@ -18,8 +18,6 @@ from fedppl import gaussian as ga
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.scatter import precision_from_draws
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 Array = NDArray[np.float64]
 few = settings(max_examples=20, derandomize=True, deadline=None, database=None)
 seeds = st.integers(0, 2**32 - 1)
