@@ -226,7 +226,7 @@ def _update_server(state: ConsensusState, received: Received) -> tuple[Consensus
 
 
 def _posterior(state: ConsensusState) -> Gaussian:
-    """The combined draws' mean and the covariance of their average, with the prior's part of clients that have not replied."""
+    """The combined draws' mean and the covariance of their average; for clients that are missing, the prior's part."""
     said = Gaussian(state.weighted.mean(axis=0), gaussian.unpack_triangle(state.weight))
     return gaussian.product(gaussian.power(state.prior, max(0.0, 1.0 - state.included / len(state.clients))), said)
 
