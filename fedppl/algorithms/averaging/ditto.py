@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedppl.algorithms.averaging import fedavg
 from fedppl.algorithms.averaging._point import (
     client_loss,
     draw_point,
@@ -16,22 +17,12 @@ from fedppl.algorithms.averaging._point import (
     tolerance_rule,
     weights_rule,
 )
-from fedppl.algorithms.averaging.fedavg import (
-    AT_PHI,
-    POINT,
-    REPLIES,
-    AverageState,
-    broadcast,
-    init,
-    stepped,
-    update_server,
-)
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Needs, Result
 from fedppl.local.descent import Descent, check_batches, checked, descend
 from fedppl.numerics.marginal import inner_mode_at
 from fedppl.numerics.newton import OK
 from fedppl.settings import between, described, positive, whole
-from fedppl.types import Array, DeclarationError, LocalFailure, Message
+from fedppl.types import Array, DeclarationError, LocalFailure, Message, Rng
 
 __all__ = ["Ditto", "DittoClientState"]
 
@@ -53,7 +44,7 @@ def Ditto(
     batch_size: int | None = None,
     weights: str = "rows",
     tolerance: float = 1e-6,
-) -> Algorithm[AverageState, DittoClientState]:
+) -> Algorithm[fedavg.AverageState, DittoClientState]:
     r"""Personal parameters near the shared ones of federated averaging.
 
     .. math:: v_k \leftarrow v_k - \eta_v \left(\nabla F_k(v_k) + \lambda (v_k - \phi)\right), \qquad
@@ -66,13 +57,14 @@ def Ditto(
     Parameters
     ----------
     learning_rate, steps
-        Of the steps on φ, as in `FedAvg`.
+        Learning rate and number of the steps on φ, as in `FedAvg`.
     lam
-        λ, per unit of the mean loss over a client's rows. `fedppl.grid_search` finds one on validation data.
+        Strength λ of the pull towards φ, in units of the mean loss over a client's rows. `fedppl.grid_search` finds one
+        on validation data.
     personal_steps
-        Steps on v_k a round; by default as many as on φ.
+        Number of steps on v_k a round; by default as many as on φ.
     personal_rate
-        η_v, below 2 / (λ_max + λ); by default `learning_rate`.
+        Learning rate η_v of the steps on v_k, below 2 / (λ_max + λ); by default `learning_rate`.
     batch_size, weights, tolerance
         As in `FedAvg`; batches hold for both.
 
@@ -128,14 +120,14 @@ def Ditto(
             weights=weights,
             tolerance=tolerance,
         ),
-        init=init,
-        broadcast=broadcast,
+        init=fedavg.init,
+        broadcast=fedavg.broadcast,
         update_client=functools.partial(_update_client, descent=descent, own=own, lam=lam, weights=weights),
-        update_server=functools.partial(update_server, tolerance=tolerance_rule(tolerance)),
-        replies=REPLIES,
-        result=Result(broadcast, functools.partial(_draw, own=own, lam=lam), POINT),
+        update_server=functools.partial(fedavg.update_server, tolerance=tolerance_rule(tolerance)),
+        replies=fedavg.REPLIES,
+        result=Result(fedavg.broadcast, functools.partial(_draw, own=own, lam=lam), fedavg.POINT),
         needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
-        disclosure=AT_PHI,
+        disclosure=fedavg.AT_PHI,
     )
 
 
@@ -143,7 +135,7 @@ def _update_client(
     client: ClientView,
     personal: DittoClientState | None,
     message: Message,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     descent: Descent,
     own: Descent,
@@ -152,7 +144,7 @@ def _update_client(
 ) -> ClientUpdate[DittoClientState]:
     """FedAvg's reply, and steps on v_k towards the φ of this round."""
     objective = client_loss(client, float(message["prior_share"]))
-    local, reply, info = stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
+    local, reply, info = fedavg.stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
     v = kept_own(client, personal)
     if v is None:
         v = np.concatenate([np.asarray(message["phi"], dtype=float), kept_local(client, personal)[0]])
@@ -161,9 +153,7 @@ def _update_client(
     return ClientUpdate(DittoClientState(local, v), reply, info)
 
 
-def _personal_steps(
-    client: ClientView, v: Array, message: Message, rng: np.random.Generator, *, own: Descent, lam: float
-) -> Array:
+def _personal_steps(client: ClientView, v: Array, message: Message, rng: Rng, *, own: Descent, lam: float) -> Array:
     """v_k after its steps on F_k + λ/2 ‖v − φ‖²."""
     objective = client_loss(client, float(message["prior_share"]))
     held = pulled(objective, lam, np.asarray(message["phi"], dtype=float))
@@ -181,7 +171,7 @@ def _draw(
     message: Message,
     draws: int,
     chains: int,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     own: Descent,
     lam: float,

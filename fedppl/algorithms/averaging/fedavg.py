@@ -38,7 +38,7 @@ from fedppl.contracts import (
 from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points
 from fedppl.settings import described
-from fedppl.types import Array, Layout, Message, Status
+from fedppl.types import Array, Layout, Message, Rng, Status
 
 __all__ = [
     "AT_PHI",
@@ -92,18 +92,18 @@ def FedAvg(
     Parameters
     ----------
     learning_rate
-        η, per unit of the *mean* loss over a client's rows; below 2 / λ_max of its curvature. `fedppl.grid_search`
+        Learning rate η for the *mean* loss over a client's rows, below 2 / λ_max of its curvature. `fedppl.grid_search`
         finds one on validation data.
     steps
-        T, local gradient steps a round.
+        Number T of local gradient steps a round.
     batch_size
-        Rows a step; None for all of them. Batches come from shuffled data, without replacement in an epoch; the log
-        density has to be a sum over rows.
+        Number of rows a step; None for all of them. Batches come from shuffled data, without replacement in an epoch;
+        the log density has to be a sum over rows.
     weights
-        "rows" (n_k) or "equal".
+        Clients' weights in the average: "rows" (n_k) or "equal".
     tolerance
-        Converged when no coordinate moves by more than ``tolerance * (1 + |φ|)`` in a round, and those of the clients'
-        local variables, on average over clients, do not either: φ may stand still while they are still on their way.
+        Bound on the change of a coordinate in a round, relative to ``1 + |φ|``, below which a fit has converged. The
+        clients' local variables, on average over clients, are held to it too: φ may stand still while they still move.
 
     Returns
     -------
@@ -149,7 +149,7 @@ def FedAvg(
     )
 
 
-def init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> AverageState:
+def init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> AverageState:
     """Start at the mean of the prior."""
     del rng
     return AverageState(gaussian.mean(layout.prior), 1.0 / len(clients))
@@ -162,13 +162,7 @@ def broadcast(state: AverageState, client_id: str) -> Message:
 
 
 def _update_client(
-    client: ClientView,
-    personal: LocalClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    descent: Descent,
-    weights: str,
+    client: ClientView, personal: LocalClientState | None, message: Message, rng: Rng, *, descent: Descent, weights: str
 ) -> ClientUpdate[LocalClientState]:
     """T steps from φ on the client's own loss."""
     objective = client_loss(client, float(message["prior_share"]))
@@ -181,7 +175,7 @@ def stepped(
     personal: WithLocal | None,
     message: Message,
     objective: Objective,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     descent: Descent,
     weights: str,
@@ -221,14 +215,7 @@ def final_message(state: AverageState, client_id: str) -> Message:
     return {"phi": state.phi}
 
 
-def draw(
-    client: ClientView,
-    personal: WithLocal | None,
-    message: Message,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
-) -> Draws:
+def draw(client: ClientView, personal: WithLocal | None, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
     """The client's point: φ, and its own local parameters."""
     del rng
     phi = np.asarray(message["phi"], dtype=float)

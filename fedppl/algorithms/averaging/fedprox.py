@@ -6,23 +6,12 @@ import functools
 
 import numpy as np
 
+from fedppl.algorithms.averaging import fedavg
 from fedppl.algorithms.averaging._point import LocalClientState, client_loss, pulled, tolerance_rule, weights_rule
-from fedppl.algorithms.averaging.fedavg import (
-    AT_PHI,
-    POINT,
-    REPLIES,
-    AverageState,
-    broadcast,
-    draw,
-    final_message,
-    init,
-    stepped,
-    update_server,
-)
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Needs, Result
 from fedppl.local.descent import Descent, check_batches, checked
 from fedppl.settings import between, described
-from fedppl.types import DeclarationError, Message
+from fedppl.types import DeclarationError, Message, Rng
 
 __all__ = ["FedProx"]
 
@@ -35,7 +24,7 @@ def FedProx(
     batch_size: int | None = None,
     weights: str = "rows",
     tolerance: float = 1e-6,
-) -> Algorithm[AverageState, LocalClientState]:
+) -> Algorithm[fedavg.AverageState, LocalClientState]:
     r"""Federated averaging with a proximal term in each client's loss.
 
     .. math:: \phi_k = T \text{ gradient steps from } \phi \text{ on } F_k(\cdot) + \frac{\mu}{2} \Vert \cdot - \phi
@@ -47,9 +36,9 @@ def FedProx(
     Parameters
     ----------
     learning_rate
-        η, per unit of the mean loss; below 2 / (λ_max + μ).
+        Learning rate η for the mean loss, below 2 / (λ_max + μ).
     mu
-        μ, per unit of the mean loss. 0 is `FedAvg`.
+        Strength μ of the proximal term, in units of the mean loss. 0 is `FedAvg`.
     steps, batch_size, weights, tolerance
         As in `FedAvg`.
 
@@ -88,14 +77,14 @@ def FedProx(
     return Algorithm(
         name="FedProx",
         settings=described(descent, mu=mu, weights=weights, tolerance=tolerance),
-        init=init,
-        broadcast=broadcast,
+        init=fedavg.init,
+        broadcast=fedavg.broadcast,
         update_client=functools.partial(_update_client, descent=descent, weights=weights, mu=mu),
-        update_server=functools.partial(update_server, tolerance=tolerance_rule(tolerance)),
-        replies=REPLIES,
-        result=Result(final_message, draw, POINT),
+        update_server=functools.partial(fedavg.update_server, tolerance=tolerance_rule(tolerance)),
+        replies=fedavg.REPLIES,
+        result=Result(fedavg.final_message, fedavg.draw, fedavg.POINT),
         needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
-        disclosure=AT_PHI,
+        disclosure=fedavg.AT_PHI,
     )
 
 
@@ -103,7 +92,7 @@ def _update_client(
     client: ClientView,
     personal: LocalClientState | None,
     message: Message,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     descent: Descent,
     weights: str,
@@ -112,5 +101,5 @@ def _update_client(
     """T steps from φ on the client's own loss and the proximal term."""
     objective = client_loss(client, float(message["prior_share"]))
     held = pulled(objective, mu, np.asarray(message["phi"], dtype=float))
-    local, reply, info = stepped(client, personal, message, held, rng, descent=descent, weights=weights)
+    local, reply, info = fedavg.stepped(client, personal, message, held, rng, descent=descent, weights=weights)
     return ClientUpdate(LocalClientState(local), reply, info)

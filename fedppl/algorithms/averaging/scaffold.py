@@ -35,7 +35,7 @@ from fedppl.contracts import (
 )
 from fedppl.local.descent import Descent, check_batches, checked, descend
 from fedppl.settings import described, positive
-from fedppl.types import Array, Layout, Message, Status
+from fedppl.types import Array, Layout, Message, Rng, Status
 
 __all__ = ["SCAFFOLD", "ScaffoldInfo", "ScaffoldState"]
 
@@ -84,18 +84,18 @@ def SCAFFOLD(
     Parameters
     ----------
     learning_rate
-        η, per unit of the mean loss over a client's rows; below 2 / λ_max of its curvature.
+        Learning rate η for the mean loss over a client's rows, below 2 / λ_max of its curvature.
     steps
-        T, local gradient steps a round.
+        Number T of local gradient steps a round.
     server_rate
-        η_g.
+        Learning rate η_g of the server.
     batch_size
         As in `FedAvg`.
     weights
-        w_k: "rows" (n_k) or "equal", as in the paper.
+        Clients' weights w_k: "rows" (n_k) or "equal", as in the paper.
     tolerance
-        Converged when every client has been asked and none ended further than ``tolerance * (1 + |φ|)`` from where it
-        began, in any coordinate, local ones among them, when it was last asked.
+        Bound on how far a client ends from where it began, in any coordinate, local ones among them, relative to
+        ``1 + |φ|``. A fit has converged when every client was asked and none went further when it was last asked.
 
     Returns
     -------
@@ -143,7 +143,7 @@ def SCAFFOLD(
     )
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> ScaffoldState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> ScaffoldState:
     """Start at the mean of the prior, without a reply."""
     del rng
     count = len(clients)
@@ -175,13 +175,7 @@ def _asks(layout: Layout, message: Message, *, descent: Descent) -> Asked:
 
 
 def _update_client(
-    client: ClientView,
-    personal: LocalClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    descent: Descent,
-    weights: str,
+    client: ClientView, personal: LocalClientState | None, message: Message, rng: Rng, *, descent: Descent, weights: str
 ) -> ClientUpdate[LocalClientState]:
     """T corrected steps from φ."""
     phi, added = (np.asarray(message[name], dtype=float) for name in ("phi", "correction"))

@@ -26,7 +26,7 @@ from fedppl.contracts import (
 )
 from fedppl.local.descent import Descent, check_batches, checked, descend
 from fedppl.settings import described
-from fedppl.types import Array, Layout, Message, Status
+from fedppl.types import Array, Layout, Message, Rng, Status
 
 __all__ = ["SeparateSGD", "SeparateSGDClientState", "SeparateSGDInfo", "SeparateSGDState"]
 
@@ -66,13 +66,13 @@ def SeparateSGD(
     Parameters
     ----------
     learning_rate
-        η, per unit of the mean loss over a client's rows; below 2 / λ_max of its curvature.
+        Learning rate η for the mean loss over a client's rows, below 2 / λ_max of its curvature.
     steps
-        Gradient steps a round.
+        Number of gradient steps a round.
     batch_size
         As in `FedAvg`.
     tolerance
-        Converged when, in their last rounds, no client moved by more than ``tolerance * (1 + |v|)`` in any coordinate.
+        Bound on a client's last change in any coordinate, relative to ``1 + |v|``, below which a fit has converged.
 
     Returns
     -------
@@ -122,7 +122,7 @@ def SeparateSGD(
     )
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> SeparateSGDState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SeparateSGDState:
     """Nobody has replied yet."""
     del layout, rng
     where = {client_id: k for k, client_id in enumerate(clients)}
@@ -130,12 +130,7 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) ->
 
 
 def _update_client(
-    client: ClientView,
-    personal: SeparateSGDClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    descent: Descent,
+    client: ClientView, personal: SeparateSGDClientState | None, message: Message, rng: Rng, *, descent: Descent
 ) -> ClientUpdate[SeparateSGDClientState]:
     """Steps from where the client stands."""
     del message
@@ -176,7 +171,7 @@ def _draw(
     message: Message,
     draws: int,
     chains: int,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     descent: Descent,
 ) -> Draws:

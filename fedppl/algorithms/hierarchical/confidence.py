@@ -40,7 +40,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
 from fedppl.local.target import at_points
 from fedppl.settings import described, flag, inference
-from fedppl.types import Array, DeclarationError, Layout, Message, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
 __all__ = ["Confidence", "ConfidenceClientState", "ConfidenceInfo", "ConfidenceState"]
 
@@ -104,22 +104,23 @@ def Confidence(
     Parameters
     ----------
     local
-        The E-step; by default `MeanField`, the published family. `Laplace`, `ADVI` and `NUTS` keep correlations.
+        Local inference of the E-step; by default `MeanField`, the published family. `Laplace`, `ADVI` and `NUTS` keep
+        correlations.
     terms
-        What makes up τ_j: "uncertainty" (tr Σ_j), "deviation" (‖μ_j − w‖²), or both. One alone is an ablation.
+        Terms of τ_j: "uncertainty" (tr Σ_j), "deviation" (‖μ_j − w‖²), or both. One alone is an ablation.
     spread
-        ρ_j = τ_j^(-1/2) where clients start, on the unconstrained space.
+        Standard deviation ρ_j = τ_j^(-1/2) with which clients start, on the unconstrained space.
     strength
-        ν, which holds τ_j near spread^-2 as much as ν coordinates would: τ_j = (d + ν) / (tr Σ_j + ‖μ_j − w‖² +
+        Number ν of coordinates whose weight holds τ_j near spread^-2: τ_j = (d + ν) / (tr Σ_j + ‖μ_j − w‖² +
         ν spread²), the mode under an inverse-gamma prior of ρ_j². 0, as published, leaves it free.
     prior
         Whether the declared prior of the shared variables is the prior of w. By default w has a flat one, as published.
     remember
-        Keep every client's last reply at the server, so that w is the sum over all of them and not only over those
-        that replied in the round. The server then reads single replies, not only their sums.
+        Whether the server keeps every client's last reply, so that w is the sum over all of them and not only over
+        those that replied in the round. It then reads single replies, not only their sums.
     tolerance
-        Converged when w moves by less than this times the clients' spread and the mean confidence by less than this
-        part of itself, with every client heard.
+        Bound on the change of w in a round, in units of the clients' spread, and on the relative change of the mean
+        confidence. A fit has converged when both are met and every client counts in w.
 
     Returns
     -------
@@ -196,9 +197,7 @@ def _check(client: ClientView, *, settings: _Settings) -> None:
         )
 
 
-def _init(
-    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: _Settings
-) -> ConfidenceState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, settings: _Settings) -> ConfidenceState:
     """Start at the declared prior's mean."""
     del rng
     return ConfidenceState(
@@ -231,7 +230,7 @@ def _target(
 
 
 def _step(
-    client: ClientView, personal: ConfidenceClientState | None, w: Array, rng: np.random.Generator, settings: _Settings
+    client: ClientView, personal: ConfidenceClientState | None, w: Array, rng: Rng, settings: _Settings
 ) -> tuple[ConfidenceClientState, Moments]:
     """The M-step on τ_j at this w, then the E-step."""
     known = _fitting(personal, w)
@@ -250,12 +249,7 @@ def _confidence(q: ConfidenceClientState, w: Array, settings: _Settings) -> floa
 
 
 def _update_client(
-    client: ClientView,
-    personal: ConfidenceClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
+    client: ClientView, personal: ConfidenceClientState | None, message: Message, rng: Rng, *, settings: _Settings
 ) -> ClientUpdate[ConfidenceClientState]:
     """Find q_j, and say how sure it is."""
     w = np.asarray(message["w"], dtype=float)
@@ -268,12 +262,7 @@ def _update_client(
 
 
 def _update_unreported(
-    client: ClientView,
-    personal: ConfidenceClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
+    client: ClientView, personal: ConfidenceClientState | None, message: Message, rng: Rng, *, settings: _Settings
 ) -> tuple[ConfidenceClientState, Mapping[str, float]]:
     """Find q_j, and tell nobody."""
     q, moments = _step(client, personal, np.asarray(message["w"], dtype=float), rng, settings)
@@ -313,7 +302,7 @@ def _draw(
     message: Message,
     draws: int,
     chains: int,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     settings: _Settings,
 ) -> Draws:
@@ -324,7 +313,7 @@ def _draw(
     return settings.local.draw(target, draws, chains, rng)
 
 
-def _settled(client: ClientView, w: Array, rng: np.random.Generator, settings: _Settings) -> ConfidenceClientState:
+def _settled(client: ClientView, w: Array, rng: Rng, settings: _Settings) -> ConfidenceClientState:
     """q_j of a client that has none, found by steps until τ_j is still."""
     q, _ = _step(client, None, w, rng, settings)
     before, now = settings.spread**-2, _confidence(q, w, settings)

@@ -33,7 +33,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import draw_target, pack_target
 from fedppl.numerics.covariance import Covariance, Omega, exchangeable
-from fedppl.types import Array, DeclarationError, Layout, Message, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
 __all__ = ["HM1", "HM1Info", "HM1State"]
 
@@ -94,7 +94,8 @@ def HM1(
     local
         A local inference that offers expansions; by default `NestedLaplace`.
     tolerance
-        Converged when a round moves no mean by more than this many posterior sds, nor Ω by more than this fraction.
+        Bound on the change of a mean in a round, in posterior sds, and on the relative change of Ω, below which a fit
+        has converged.
     report
         Names of scalar local variables or deterministics, ``["sigma"]`` for example, that clients send along: their
         values at the mode, as columns of ``fit.idata["rounds"]``. By default none leaves a client.
@@ -176,7 +177,7 @@ def _check(client: ClientView, *, local: LocalInference, report: tuple[str, ...]
         reported(client, report, client.layout.prior.linear * 0.0, client.initial)
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, structure: Covariance) -> HM1State:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, structure: Covariance) -> HM1State:
     """Θ = μ₀, and clients' factors empty."""
     del rng
     count, m = len(clients), layout.size
@@ -217,13 +218,7 @@ def _asks(layout: Layout, message: Message) -> Asked:
 
 
 def _update_client(
-    client: ClientView,
-    personal: None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    local: LocalInference,
-    report: tuple[str, ...],
+    client: ClientView, personal: None, message: Message, rng: Rng, *, local: LocalInference, report: tuple[str, ...]
 ) -> ClientUpdate[None]:
     """Solve for θ_k given the others; what is sent is the likelihood's expansion there. Clients keep no state."""
     del personal, rng

@@ -30,7 +30,7 @@ from fedppl.contracts import (
 from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points
 from fedppl.settings import between, described, one_of, positive
-from fedppl.types import Array, DeclarationError, Layout, Message, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
 __all__ = ["HM1Gradient", "HM1GradientInfo", "HM1GradientState"]
 
@@ -76,21 +76,21 @@ def HM1Gradient(
     Parameters
     ----------
     learning_rate
-        η, per unit of the *summed* −2 log p with ``prior_step="explicit"``, of the mean over a client's rows with
+        Learning rate η for the *summed* −2 log p with ``prior_step="explicit"``, for the mean over a client's rows with
         "proximal". Local variables of the declaration take the same steps and stay at the client.
     steps
-        T, local gradient steps a round.
+        Number T of local gradient steps a round.
     batch_size
-        Rows a step, their gradients summed as the paper has it; None for all of them.
+        Number of rows a step, their gradients summed as the paper has it; None for all of them.
     alpha
         Weight of the newest moment in Ω; the paper's default is 0.1.
     prior_step
-        "explicit", as written, or "proximal": the server takes
+        Form of the shrinkage step: "explicit", as written, or "proximal": the server takes
         :math:`\Theta \leftarrow \Theta\, (\Omega + 2S)^{-1} \Omega` after the data steps, with S diagonal,
         :math:`S_{kk} = T \eta / n_k`. It is stable for any Ω, also a singular one, and weighs the prior once per data
         step and row.
     tolerance
-        Converged when no parameter moves by more than this in a round.
+        Bound on the change of a parameter in a round, below which a fit has converged.
 
     Returns
     -------
@@ -157,7 +157,7 @@ def _start(layout: Layout) -> tuple[Array, float]:
     return frame.center, variance
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> HM1GradientState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> HM1GradientState:
     """Θ = μ₀ and Ω = s² I."""
     del rng
     count = len(clients)
@@ -178,7 +178,7 @@ def _update_client(
     client: ClientView,
     personal: LocalClientState | None,
     message: Message,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     descent: Descent,
     explicit: bool,
@@ -228,12 +228,7 @@ def _final_message(state: HM1GradientState, client_id: str) -> Message:
 
 
 def _draw(
-    client: ClientView,
-    personal: LocalClientState | None,
-    message: Message,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
+    client: ClientView, personal: LocalClientState | None, message: Message, draws: int, chains: int, rng: Rng
 ) -> Draws:
     """The client's point."""
     del rng
