@@ -21,7 +21,7 @@ from fedppl.storage import checkpoint
 from fedppl.testing import normal_means
 from tests import problems
 from tests.faults import Faulty, Rates, ledger_gap, soak
-from tests.test_runs import assert_same_state
+from tests.support.states import assert_same_state
 
 LOCAL = fedppl.NestedLaplace(points=64)
 STALE = r"reply to request \d+, but the latest is \d+"
