@@ -167,7 +167,7 @@ def nuts(sampler: str) -> dict[str, Any]:
 
 
 SITES = ("sites.linear", "sites.precision")
-CONTROLS = ("controls", "weights")
+CONTROLS = ("controls.each", "controls.weights")
 ep = functools.partial(Case, "EP", ledger=SITES, rounds=6)
 descent: dict[str, Any] = {"learning_rate": 0.05, "steps": 4}
 batches = {**descent, "batch_size": 4}

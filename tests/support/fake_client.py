@@ -50,7 +50,7 @@ def kernel() -> Callable[..., Any]:
                 found[4 + j] += rest * X[i, j]
         return found
 
-    compiled: Callable[..., Any] = numba.njit(PACKED, nogil=True)(density)
+    compiled: Callable[..., Any] = numba.njit(PACKED, nogil=True, cache=True)(density)
     return compiled
 
 
