@@ -5,6 +5,7 @@ Every fault is drawn from a stream of (seed, round, client), so that a run with 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import zlib
 from collections import Counter
@@ -306,13 +307,12 @@ class Faulty(InProcessEngine):
         if drawn["raises"]:
             self._note(request, "raises")
             broken = self._algorithm._replace(update_client=_raising)
-            return answer(broken, self._models[client_id], self.personal.get(client_id), request)[1]
+            return answer(broken, self._models[client_id], self._personal.get(client_id), request)[1]
         reply: Any = self._one(request)
         if drawn["wiped"]:
             self._note(request, "wiped")
-            self.personal.pop(client_id, None)
-            model = self._models[client_id]
-            self._models[client_id] = model.declaration.enrol({client_id: model.arrays})[client_id]
+            self._personal.pop(client_id, None)
+            self._models[client_id] = dataclasses.replace(self._models[client_id])  # nothing it kept is left
             return old
         if old is not None:
             self._note(request, "stale")

@@ -21,8 +21,12 @@ def of_file(path: Path) -> set[str]:
     """Markers of a file of tests."""
     if ROOT / "tests" / "unit" in path.parents:
         return set()
-    names = _imported(path)
-    return {marker for marker, brings in BRINGS.items() if any(_within(name, brings) for name in names)}
+    return {marker for marker, packages in BRINGS.items() if brings(path, *packages)}
+
+
+def brings(path: Path, *packages: str) -> bool:
+    """Whether a file of tests imports any of these packages, or a helper that does."""
+    return any(_within(name, packages) for name in _imported(path))
 
 
 def of_docstring(path: Path, text: str) -> set[str]:
