@@ -21,7 +21,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.types import Layout, Variable
 from tests import problems
 from tests.faults import ALTERED, KINDS, Tampering, fitting, kind_of, with_message
-from tests.test_runs import arrays, assert_same_state
+from tests.support.states import arrays, assert_same_state
 
 CLIENT = "site 1"
 CASES = [(kind, name) for kind in KINDS for name in fitting(kind)]

@@ -26,7 +26,7 @@ from fedppl.testing import normal_means
 from fedppl.types import Layout, Variable
 from tests import problems
 from tests.faults import Tampering, ledger_gap, phase_of, with_message
-from tests.test_runs import assert_same_state
+from tests.support.states import assert_same_state
 
 CLIENT = "clinic 1"
 

@@ -22,7 +22,7 @@ from fedppl.testing import normal_means
 from fedppl.types import Status
 from tests import problems
 from tests.faults import Tampering, with_message
-from tests.test_runs import assert_same_state
+from tests.support.states import assert_same_state
 
 
 def at(x: np.ndarray, gradient: np.ndarray, hessian: np.ndarray) -> Gaussian:
