@@ -1,8 +1,12 @@
-"""Keep doctests away from what cannot be imported here."""
+"""Keep doctests away from what cannot be imported here; mark tests by what they import."""
 
 from __future__ import annotations
 
 import importlib.util
+
+import pytest
+
+from tests.support import markers
 
 # Loaded by Flower alone, in a process whose environment says what to do.
 collect_ignore = ["fedppl/flower/virtual.py", "tests/deployed"]
@@ -11,3 +15,14 @@ if importlib.util.find_spec("torch") is None:
 if importlib.util.find_spec("flwr") is None:
     edges = ("app", "grid", "post", "records", "roll")
     collect_ignore += ["tests/fake_grid.py", *(f"fedppl/flower/{name}.py" for name in edges)]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test by what its file imports."""
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):
+            found = markers.of_docstring(item.path, "\n".join(one.source for one in item.dtest.examples))
+        else:
+            found = markers.of_file(item.path)
+        for marker in found:
+            item.add_marker(marker)

@@ -219,9 +219,9 @@ def algorithm_of(name: str, rate: float, head: tuple[str, ...], options: argpars
     if not name.startswith("FedSI"):
         return fedsi.METHODS[name].algorithm(rate, head)
     if name == "FedSI-Fac":
-        return fedppl.FedSI(learning_rate=rate, diagonal=True, prior_variance=options.diagonal_variance)
+        return fedppl.nn.FedSI(learning_rate=rate, diagonal=True, prior_variance=options.diagonal_variance)
     settings = {"alpha": options.alpha, "prior_variance": options.variance, "ratio": RATIO[options.dataset]}
-    return fedppl.FedSI(learning_rate=rate, **settings)
+    return fedppl.nn.FedSI(learning_rate=rate, **settings)
 
 
 def scores(problem: Problem, own: dict[str, Any], fits: dict[str, fedppl.Fit], link: str) -> dict[str, float]:

@@ -169,7 +169,7 @@ def by_round(model: fedppl.FederatedModel, clients: Any, algorithm: Any, theta: 
     errors = []
     engine = fedppl.InProcess(workers=1)
     for step in fedppl.rounds(model, clients, algorithm, rounds=ROUNDS, engine=engine, random_seed=0):
-        found = algorithm.details(step.state)["theta"][1]
+        found = algorithm.result.details(step.state)["theta"][1]
         errors.append(float(np.linalg.norm(found - theta) / np.sqrt(len(theta))))
     return found, errors
 

@@ -57,13 +57,13 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "IGP": Method(fedppl.LMCAscent, 150, False, latents=1),
-    "LMC": Method(fedppl.LMCGradient, 1000, False),
-    "LMC-SS": Method(fedppl.LMCGradient, 1000, True),
-    "FedLMC-avg": Method(fedppl.LMCAveraging, 300, False),
-    "FedLMC-SS-avg": Method(fedppl.LMCAveraging, 300, True),
-    "FedLMC": Method(fedppl.LMCAscent, 150, False),
-    "FedLMC-SS": Method(fedppl.LMCAscent, 150, True),
+    "IGP": Method(fedppl.curves.Ascent, 150, False, latents=1),
+    "LMC": Method(fedppl.curves.Gradient, 1000, False),
+    "LMC-SS": Method(fedppl.curves.Gradient, 1000, True),
+    "FedLMC-avg": Method(fedppl.curves.Averaging, 300, False),
+    "FedLMC-SS-avg": Method(fedppl.curves.Averaging, 300, True),
+    "FedLMC": Method(fedppl.curves.Ascent, 150, False),
+    "FedLMC-SS": Method(fedppl.curves.Ascent, 150, True),
 }
 # Table I: MSE and its sd over ten runs, selected functions and their sd.
 PAPER = {
@@ -236,7 +236,7 @@ def timing() -> tuple[dict[int, float], float]:
         y = features(x) @ rng.normal(size=(6, UNITS)) + NOISE * rng.normal(size=(size, UNITS))
         clients = {f"unit {k}": {"X": x, "y": y[:, k]} for k in range(UNITS)}
         settings: dict[str, Any] = {"rounds": 12, "engine": fedppl.InProcess(workers=1), "progressbar": False}
-        fit = fedppl.fit(declaration(LATENTS, True), clients, fedppl.LMCAscent(warmup=2), **settings, random_seed=0)
+        fit = fedppl.fit(declaration(LATENTS, True), clients, fedppl.curves.Ascent(warmup=2), **settings, random_seed=0)
         found[size] = min(record.seconds for record in fit.records[5:])  # with kernels that have a start, and selection
     slope = np.polyfit(np.log(list(found)), np.log(list(found.values())), 1)[0]
     return found, float(slope)

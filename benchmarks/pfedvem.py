@@ -316,7 +316,7 @@ def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
             nonlocal before, averaged
             found["seconds"] += time.process_time() - before
             if setting.method.shared:
-                phi = setting.algorithm.estimate(step.state)
+                phi = setting.algorithm.result.shared.estimate(step.state)
                 averaged = phi if averaged is None else KEPT * averaged + (1 - KEPT) * phi
                 for column, weights in (("GM", phi), ("GM averaged", averaged)):
                     found[column][str(step.number)] = accuracy_of(setting, weights, setting.everyone)

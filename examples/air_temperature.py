@@ -258,10 +258,10 @@ def one_task(task: Task) -> Result:
     latents = 3 if options.quick else LATENTS
     units = {name: rows(station, scale) for name, station in task.clients.items()}
     new = rows(task.known, scale)
-    kinds = {"": (fedppl.LMCAscent(kernel_rate=0.1), options.rounds)}
+    kinds = {"": (fedppl.curves.Ascent(kernel_rate=0.1), options.rounds)}
     if options.averaging:
         third = max(options.averaging // 3, 1)
-        kinds[", averaging"] = (fedppl.LMCAveraging(milestones=(third, 2 * third)), options.averaging)
+        kinds[", averaging"] = (fedppl.curves.Averaging(milestones=(third, 2 * third)), options.averaging)
     alone, bound, seconds = fit(task, {task.new: rows(task.known, own)}, 1, False, *kinds[""])
     table = {"IGP": Row(*score(task, alone, task.new, own), 1, bound, seconds)}
     bands: dict[str, Any] = {}

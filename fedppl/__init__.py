@@ -19,10 +19,6 @@ from fedppl.algorithms.one_shot.precision_weighted import PrecisionWeighted
 from fedppl.algorithms.one_shot.separate import Separate
 from fedppl.contracts import Algorithm, LocalInference
 from fedppl.coregional import curves
-from fedppl.coregional.algorithms.ascent import LMCAscent
-from fedppl.coregional.algorithms.averaging import LMCAveraging
-from fedppl.coregional.algorithms.block_ascent import LMCBlockAscent
-from fedppl.coregional.algorithms.gradient import LMCGradient
 from fedppl.engine import policy
 from fedppl.engine.inprocess import InProcess
 from fedppl.engine.policy import Policy
@@ -33,16 +29,6 @@ from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.nuts import NUTS
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
-from fedppl.nn.algorithms.bpfed import BPFed
-from fedppl.nn.algorithms.confidence import NetworkConfidence
-from fedppl.nn.algorithms.fedavg import NetworkAveraging
-from fedppl.nn.algorithms.fedpop import FedPop
-from fedppl.nn.algorithms.fedsi import FedSI
-from fedppl.nn.algorithms.ifca import IFCA
-from fedppl.nn.algorithms.per_fedavg import PerFedAvg
-from fedppl.nn.algorithms.pfedbayes import PFedBayes
-from fedppl.nn.algorithms.pfedme import PFedMe
-from fedppl.nn.algorithms.scaffold import NetworkSCAFFOLD
 from fedppl.numerics import covariance
 from fedppl.results.fit import Fit
 from fedppl.results.hypotheses import contrast, hypotheses
@@ -58,10 +44,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ADVI",
-    "BPFed",
     "EP",
     "HM1",
-    "IFCA",
     "HM1Gradient",
     "NUTS",
     "SCAFFOLD",
@@ -74,28 +58,16 @@ __all__ = [
     "DeclarationError",
     "Ditto",
     "FedAvg",
-    "FedPop",
     "FedProx",
-    "FedSI",
     "FederatedModel",
     "Fit",
     "GradientSteps",
     "InProcess",
-    "LMCAscent",
-    "LMCAveraging",
-    "LMCBlockAscent",
-    "LMCGradient",
     "Laplace",
     "LocalInference",
     "MeanField",
     "NestedLaplace",
-    "NetworkAveraging",
-    "NetworkConfidence",
-    "NetworkSCAFFOLD",
     "NotConvergedError",
-    "PFedBayes",
-    "PFedMe",
-    "PerFedAvg",
     "Policy",
     "PrecisionWeighted",
     "PrivateEP",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from fedppl.types import DeclarationError
 
 __all__ = [
     "between",
+    "described",
     "flag",
     "form",
     "inference",
@@ -123,6 +124,16 @@ def not_called(value: Any) -> str:
 def plain(value: Any) -> Any:
     """A scalar of NumPy as Python's own, so that equal settings are written alike."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def described(settings: Mapping[str, Any] | NamedTuple, **more: Any) -> dict[str, str]:
+    """Settings of an algorithm, each in one line of text.
+
+    >>> described({"steps": 20}, weights="rows")
+    {'steps': '20', 'weights': "'rows'"}
+    """
+    first = settings if isinstance(settings, Mapping) else settings._asdict()
+    return {name: repr(plain(value)) for name, value in {**first, **more}.items()}
 
 
 def named(value: Any) -> str:

@@ -24,12 +24,14 @@ __all__ = [
     "LocalFailure",
     "Message",
     "NotConvergedError",
+    "Rng",
     "Status",
     "Variable",
 ]
 
 Array = NDArray[np.float64]
 Message = Mapping[str, NDArray[Any]]
+Rng = np.random.Generator
 
 
 class DeclarationError(ValueError):

@@ -5,7 +5,7 @@ that are set once for all units by ``functools.partial``::
 
     builder = functools.partial(fedlmc_ss.unit, inducing=np.linspace(-5, 5, 20), latents=10)
     model = fedppl.FederatedModel(builder, fedlmc_ss.SHARED)
-    fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=200)
+    fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=200)
 
 **A unit** (section 4.1) is a sum of L latent functions that all units share, with coefficients of its own,
 

@@ -5,8 +5,8 @@ the head's local. `linearised` is the generalised linear model in the weights of
 
     θ_S ~ N(h_S, diag g_S),   logits = f(x; h) + J_S (θ_S − h_S),   y ~ Categorical(softmax(logits)),
 
-whose Laplace approximation at h is the posterior that `fedppl.FedSI` computes in torch (eqs. 7, 12 and 17). Tests hold
-the one against the other. `METHODS` is the comparison of its paper, as far as it averages networks.
+whose Laplace approximation at h is the posterior that `fedppl.nn.FedSI` computes in torch (eqs. 7, 12 and 17). Tests
+hold the one against the other. `METHODS` is the comparison of its paper, as far as it averages networks.
 """
 
 from __future__ import annotations
@@ -140,26 +140,26 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "Local": Method("all", lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate), alone=True),
-    "FedAvg": Method("all", lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate)),
-    "FedAvg-FT": Method("all", lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate, tune=head)),
+    "Local": Method("all", lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate), alone=True),
+    "FedAvg": Method("all", lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate)),
+    "FedAvg-FT": Method("all", lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate, tune=head)),
     "FedBABU": Method(
         "representation",
-        lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate, phases=(("shared", 10),), tune="local"),
+        lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate, phases=(("shared", 10),), tune="local"),
     ),
-    "FedPer": Method("representation", lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate)),
+    "FedPer": Method("representation", lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate)),
     "FedRep": Method(
         "representation",
-        lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate, phases=(("local", 10), ("shared", 1))),
+        lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate, phases=(("local", 10), ("shared", 1))),
     ),
-    "LG-FedAvg": Method("head", lambda rate, head: fedppl.NetworkAveraging(learning_rate=rate)),
-    "BPFed": Method("representation", lambda rate, head: fedppl.BPFed(learning_rate=rate, epochs=10, zeta=0.1)),
+    "LG-FedAvg": Method("head", lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate)),
+    "BPFed": Method("representation", lambda rate, head: fedppl.nn.BPFed(learning_rate=rate, epochs=10, zeta=0.1)),
     "FedPop": Method(
         "all",
-        lambda rate, head: fedppl.FedPop(head=head, learning_rate=rate, momentum=None, epochs=10),
+        lambda rate, head: fedppl.nn.FedPop(head=head, learning_rate=rate, momentum=None, epochs=10),
     ),
-    "FedSI-Fac": Method("representation", lambda rate, head: fedppl.FedSI(learning_rate=rate, diagonal=True)),
-    "FedSI": Method("representation", lambda rate, head: fedppl.FedSI(learning_rate=rate)),
+    "FedSI-Fac": Method("representation", lambda rate, head: fedppl.nn.FedSI(learning_rate=rate, diagonal=True)),
+    "FedSI": Method("representation", lambda rate, head: fedppl.nn.FedSI(learning_rate=rate)),
 }
 
 

@@ -6,7 +6,7 @@ the last layer of a network on its features, a Bayesian model by itself,
 
     v_j ~ N(w, ρ_j² I),   logits = V_j z(x; θ) + c_j,   y ~ Categorical(softmax(logits)),
 
-that `fedppl.NetworkConfidence` fits in torch while it averages θ; tests hold the one against the other. `METHODS` is
+that `fedppl.nn.Confidence` fits in torch while it averages θ; tests hold the one against the other. `METHODS` is
 the comparison of the paper; docs/pfedvem.md says how their settings were chosen.
 """
 
@@ -63,7 +63,7 @@ def hierarchical(X: Any, y: Any, *, scale: float = 2.5, spread: float = 1.0) -> 
 def head(Z: Any, y: Any, *, outputs: int) -> pm.Model:
     """A network's last layer on features Z (n, h), one vector ``"v"`` (C h + C,) as torch has it; share ``"v"``.
 
-    No algorithm calls it. It is the declaration of what `fedppl.NetworkConfidence` fits in torch: tests hold the one
+    No algorithm calls it. It is the declaration of what `fedppl.nn.Confidence` fits in torch: tests hold the one
     against `fedppl.MeanField` on the other.
     """
     width = np.shape(Z)[1]
@@ -90,31 +90,30 @@ _TUNED: dict[str, Any] = {**_SGD, "tune": "all", "tune_rate": 0.01, "tune_epochs
 _ALL, _HEAD_FIRST = (("all", 5),), (("local", 5), ("shared", 5))
 
 
-def _with(build: Callable[..., fedppl.Algorithm], **settings: Any) -> Callable[..., fedppl.Algorithm]:
-    """An algorithm that has no use for the head's names."""
-    return lambda head, **others: build(**{**settings, **others})
+def _with(name: str, **settings: Any) -> Callable[..., fedppl.Algorithm]:
+    """An algorithm of `fedppl.nn` that has no use for the head's names; torch is loaded when it is called."""
+    return lambda head, **others: getattr(fedppl.nn, name)(**{**settings, **others})
 
 
-def _headed(build: Callable[..., fedppl.Algorithm], **settings: Any) -> Callable[..., fedppl.Algorithm]:
-    """An algorithm that wants them."""
-    return lambda head, **others: build(head=head, **{**settings, **others})
+def _headed(**settings: Any) -> Callable[..., fedppl.Algorithm]:
+    """The one that takes them."""
+    return lambda head, **others: fedppl.nn.Confidence(head=head, **{**settings, **others})
 
 
-_averaging, _confidence = fedppl.NetworkAveraging, fedppl.NetworkConfidence
 METHODS = {
-    "Local": Method("all", _with(_averaging, phases=(("all", 20),), **_SGD), True, False, alone=True),
-    "FedAvg": Method("all", _with(_averaging, phases=_ALL, **_SGD), False, True),
-    "FedProx": Method("all", _with(_averaging, phases=_ALL, proximal=1.0, **_SGD), False, True),
-    "SCAFFOLD": Method("all", _with(fedppl.NetworkSCAFFOLD, learning_rate=0.01), False, True),
-    "FedPer": Method("representation", _with(_averaging, phases=_ALL, **_TUNED), True, False),
-    "FedRep": Method("representation", _with(_averaging, phases=_HEAD_FIRST, **_TUNED), True, False),
-    "IFCA": Method("all", _with(fedppl.IFCA, spread=0.1), True, False),
-    "PerFedAvg": Method("all", _with(fedppl.PerFedAvg, learning_rate=0.01, inner_rate=0.01), True, False),
-    "pFedMe": Method("all", _with(fedppl.PFedMe, lam=1.0, learning_rate=0.5, inner_rate=0.01), True, True),
-    "pFedBayes": Method("all", _with(fedppl.PFedBayes, zeta=1.0, spread=0.01), True, True),
-    "pFedVEM": Method("all", _headed(_confidence), True, True),
-    "uncertainty only": Method("all", _headed(_confidence, terms=("uncertainty",)), True, True),
-    "deviation only": Method("all", _headed(_confidence, terms=("deviation",)), True, True),
-    "pFedVEM, ledger": Method("all", _headed(_confidence, remember=True), True, True),
-    "pFedVEM, steadied": Method("all", _headed(_confidence, remember=True, smoothing=0.9), True, True),
+    "Local": Method("all", _with("FedAvg", phases=(("all", 20),), **_SGD), True, False, alone=True),
+    "FedAvg": Method("all", _with("FedAvg", phases=_ALL, **_SGD), False, True),
+    "FedProx": Method("all", _with("FedAvg", phases=_ALL, proximal=1.0, **_SGD), False, True),
+    "SCAFFOLD": Method("all", _with("SCAFFOLD", learning_rate=0.01), False, True),
+    "FedPer": Method("representation", _with("FedAvg", phases=_ALL, **_TUNED), True, False),
+    "FedRep": Method("representation", _with("FedAvg", phases=_HEAD_FIRST, **_TUNED), True, False),
+    "IFCA": Method("all", _with("IFCA", spread=0.1), True, False),
+    "PerFedAvg": Method("all", _with("PerFedAvg", learning_rate=0.01, inner_rate=0.01), True, False),
+    "pFedMe": Method("all", _with("PFedMe", lam=1.0, learning_rate=0.5, inner_rate=0.01), True, True),
+    "pFedBayes": Method("all", _with("PFedBayes", zeta=1.0, spread=0.01), True, True),
+    "pFedVEM": Method("all", _headed(), True, True),
+    "uncertainty only": Method("all", _headed(terms=("uncertainty",)), True, True),
+    "deviation only": Method("all", _headed(terms=("deviation",)), True, True),
+    "pFedVEM, ledger": Method("all", _headed(remember=True), True, True),
+    "pFedVEM, steadied": Method("all", _headed(remember=True, smoothing=0.9), True, True),
 }

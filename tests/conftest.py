@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support import markers
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runslow", action="store_true", help="run tests marked slow")
@@ -37,9 +39,9 @@ def _key_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sites of a fake grid compute, and compile, while their replies are pulled."""
-    if importlib.util.find_spec("flwr"):
+    if importlib.util.find_spec("flwr") and markers.brings(request.path, "flwr"):
         monkeypatch.setattr("fedppl.flower.post._PATIENCE", 120.0)
 
 

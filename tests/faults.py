@@ -307,11 +307,11 @@ class Faulty(InProcessEngine):
         if drawn["raises"]:
             self._note(request, "raises")
             broken = self._algorithm._replace(update_client=_raising)
-            return answer(broken, self._models[client_id], self.personal.get(client_id), request)[1]
+            return answer(broken, self._models[client_id], self._personal.get(client_id), request)[1]
         reply: Any = self._one(request)
         if drawn["wiped"]:
             self._note(request, "wiped")
-            self.personal.pop(client_id, None)
+            self._personal.pop(client_id, None)
             model = self._models[client_id]
             self._models[client_id] = FederatedModel(*model.declared).enrol({client_id: model.arrays})[client_id]
             return old

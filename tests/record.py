@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import tempfile
@@ -16,11 +17,80 @@ from typing import Any
 import numpy as np
 
 import fedppl
-from tests import test_conformance, test_runs
+from tests import cases, problems, test_conformance
+from tests.cases import CASES
 
 ROUNDS = 6
 _KEPT = 3  # entries of an array that are written as they are, beside its sum and its norm
 _LIMIT = 1e-12
+
+
+def four(**shared: Any) -> Callable[[], Any]:
+    """Networks of four clients."""
+    return lambda: problems.classification(4, **shared)
+
+
+REGRESSION, PART = problems.regression, four()
+WHOLE = four(shared=("0.weight", "0.bias", *cases.HEAD))
+# Further fits: row of the table, settings where they are not the row's own, and the problem. Where a row's fit has a
+# known end, "ending" stands for the settings of that fit.
+FURTHER: dict[str, tuple[str, Any, Callable[[], Any]]] = {
+    "EP": ("EP(NestedLaplace)", "ending", REGRESSION),
+    "EP, cold": ("EP(cold)", "ending", REGRESSION),
+    "EP, diagonal": ("EP(diagonal)", "ending", REGRESSION),
+    "EP, blocks": ("EP(blocks)", "ending", REGRESSION),
+    "EP with ADVI": ("EP(ADVI)", "ending", REGRESSION),
+    "EP with NUTS": ("EP(NUTS, pymc)", "ending", REGRESSION),
+    "FedAvg": ("FedAvg", "ending", REGRESSION),
+    "FedAvg, many steps": ("FedAvg", {"learning_rate": 0.05, "batch_size": 4}, REGRESSION),
+    "FedProx": ("FedProx", "ending", REGRESSION),
+    "SCAFFOLD": ("SCAFFOLD", "ending", REGRESSION),
+    "Ditto": ("Ditto", "ending", REGRESSION),
+    "Separate": ("Separate", "ending", REGRESSION),
+    "SeparateSGD": ("SeparateSGD", "ending", REGRESSION),
+    "PrecisionWeighted": ("PrecisionWeighted", "ending", REGRESSION),
+    "ConsensusMonteCarlo": ("ConsensusMonteCarlo", "ending", REGRESSION),
+    "HM1": ("HM1", "ending", REGRESSION),
+    "HM1Gradient": ("HM1Gradient", None, cases.trends),
+    "LMCAscent": ("LMCAscent", {"warmup": 1}, cases.coregional),
+    "LMCAscent, batches": ("LMCAscent", {"warmup": 1, "batch_size": 8}, cases.coregional),
+    "LMCBlockAscent": ("LMCBlockAscent", None, cases.coregional),
+    "LMCAveraging": ("LMCAveraging", None, cases.coregional),
+    "LMCAveraging, batches": ("LMCAveraging(batches)", None, cases.coregional),
+    "LMCGradient": ("LMCGradient", None, cases.coregional),
+    "Confidence": ("Confidence", None, REGRESSION),
+    "Confidence, remembered": ("Confidence(remember)", None, REGRESSION),
+    "NetworkAveraging": ("NetworkAveraging", None, PART),
+    "NetworkAveraging, proximal": (
+        "NetworkAveraging",
+        {"phases": (("all", 1),), "proximal": 1.0, "momentum": 0.9},
+        WHOLE,
+    ),
+    "NetworkSCAFFOLD": ("NetworkSCAFFOLD", None, WHOLE),
+    "IFCA": ("IFCA", None, WHOLE),
+    "PerFedAvg": ("PerFedAvg", None, WHOLE),
+    "PFedMe": ("PFedMe", None, WHOLE),
+    "PFedBayes": ("PFedBayes", None, WHOLE),
+    "BPFed": ("BPFed", None, PART),
+    "FedPop": ("FedPop", None, WHOLE),
+    "NetworkConfidence": ("NetworkConfidence", None, WHOLE),
+    "NetworkConfidence, remembered": (
+        "NetworkConfidence(remember)",
+        {"head": cases.HEAD, "epochs": 1, "remember": True},
+        WHOLE,
+    ),
+    "FedSI": ("FedSI", {"ratio": 0.3, "epochs": 1}, PART),
+    "FedSI-Fac": ("FedSI", {"diagonal": True, "epochs": 1}, PART),
+}
+
+
+def further(name: str) -> Any:
+    """Build the algorithm of a further fit."""
+    row, settings, _ = FURTHER[name]
+    case = CASES[row]
+    if settings == "ending":
+        return case.build_ending()
+    return case.build() if settings is None else cases.build(case.algorithm, settings)
 
 
 def numbers(value: Any) -> list[float]:
@@ -99,19 +169,19 @@ def of_way(way: Any, target: Any) -> dict[str, list[float]]:
 def record() -> dict[str, dict[str, list[float]]]:
     """Everything, by case."""
     found: dict[str, dict[str, list[float]]] = {}
-    for name, (way, _) in test_conformance.WAYS.items():
-        found[f"local/{name}/regression"] = of_way(way, test_conformance.target())
-        found[f"local/{name}/noise"] = of_way(way, test_conformance.noise_case()[0])
-    for name, row in test_conformance.ALGORITHMS.items():
-        found[f"algorithm/{name}"] = of_fit(row.build, row.problem)
-    for name, case in test_runs.CASES.items():
+    for name, way in cases.WAYS.items():
+        found[f"local/{name}/regression"] = of_way(way.local, test_conformance.target())
+        found[f"local/{name}/noise"] = of_way(way.local, test_conformance.noise_case()[0])
+    for name, (_, _, problem) in FURTHER.items():
+        found[f"algorithm/{name}"] = of_fit(functools.partial(further, name), problem)
+    for name, case in CASES.items():
         found[f"run/{name}"] = of_fit(case.build, case.problem)
     return found
 
 
 def differences(before: Mapping[str, Mapping[str, list[float]]], after: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Where two records differ by more than 1e-12 of the larger entries."""
-    told = [f"{case}: only in one" for case in sorted(before.keys() ^ after.keys())]
+    """Where two records differ by more than 1e-12 of the larger entries; cases that are new do not count."""
+    told = [f"{case}: not there any more" for case in sorted(before.keys() - after.keys())]
     for case in before.keys() & after.keys():
         one, other = before[case], after[case]
         told += [f"{case}: {name} only in one" for name in sorted(one.keys() ^ other.keys())]

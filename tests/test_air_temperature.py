@@ -161,7 +161,7 @@ def test_a_quick_fit_follows_the_others_where_the_new_station_is_silent() -> Non
         one = task("--quick", missing=missing)
         scale = air_temperature.agreed(one.clients)
         units = {name: air_temperature.rows(station, scale) for name, station in one.clients.items()}
-        fit, _, _ = air_temperature.fit(one, units, 2, True, fedppl.LMCAscent(kernel_rate=0.1), 30)
+        fit, _, _ = air_temperature.fit(one, units, 2, True, fedppl.curves.Ascent(kernel_rate=0.1), 30)
         new = air_temperature.rows(one.known, scale)
         found.append(air_temperature.forecast(fit, new, one.missing.days, scale))
         if missing is None:

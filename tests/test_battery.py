@@ -154,7 +154,7 @@ def test_a_quick_fit_learns_the_fall_from_the_others_and_sees_nothing_of_it() ->
     for one in (before, after):
         scale = battery.agreed(one.clients)
         units = {name: battery.rows(cell, scale) for name, cell in one.clients.items()}
-        fit, _, _ = battery.fit(one, units, 2, True, fedppl.LMCAscent(kernel_rate=0.2), 60)
+        fit, _, _ = battery.fit(one, units, 2, True, fedppl.curves.Ascent(kernel_rate=0.2), 60)
         found.append(battery.forecast(fit, target, before.target.cycles, scale))
     np.testing.assert_array_equal(found[0], found[1])
     late = before.target.cycles > battery.MIDLIFE

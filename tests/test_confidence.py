@@ -13,9 +13,10 @@ from scipy.optimize import minimize
 
 import fedppl
 from fedppl import Status
-from fedppl.algorithms.hierarchical import confidence
+from fedppl.algorithms.hierarchical._confidences import confidence_of, terms_rule
 from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
+from fedppl.run.replies import received
 from fedppl.types import DataError, DeclarationError
 from models import pfedvem
 from tests import problems
@@ -109,18 +110,17 @@ def test_w_and_confidences_arrive_at_the_fixed_point_of_equations_8_and_9() -> N
 def test_the_bound_never_falls_over_a_round_with_all_clients() -> None:
     clients, before, algorithm = clients_of(), -np.inf, fedppl.Confidence(tolerance=1e-9)
     models, state = MODEL.enrol(clients), None
-    state = algorithm.init_server(models["client 0"].layout, tuple(clients), np.random.default_rng(0))
+    state = algorithm.init(models["client 0"].layout, tuple(clients), np.random.default_rng(0))
     personal: dict[str, Any] = dict.fromkeys(clients)
     for _ in range(15):
         replies, q = {}, {}
         for name in clients:
             message = algorithm.broadcast(state, name)
-            personal[name], replies[name], _ = algorithm.update_client(
-                models[name], personal[name], message, np.random.default_rng(0)
-            )
+            update = algorithm.update_client(models[name], personal[name], message, np.random.default_rng(0))
+            personal[name], replies[name] = update.personal, update.reply
             q[name] = (personal[name].mean, personal[name].variance)
-        state, _ = algorithm.update_server(state, replies)
-        tau = {k: confidence.confidence_of(*q[k], state.w) for k in q}
+        state, _ = algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
+        tau = {k: confidence_of(*q[k], state.w) for k in q}
         now = bound(clients, q, state.w, tau)
         assert now >= before - 1e-7  # L-BFGS ends within rounding of the optimum
         before = now
@@ -131,7 +131,7 @@ def test_full_covariances_give_a_higher_bound_on_the_evidence() -> None:
     fit = fitted(local=fedppl.Laplace(), run={"rounds": 60})
     for name, data in clients_of().items():
         q = fit.personal[name]
-        tau = confidence.confidence_of(q.mean, q.variance, fit.state.w)
+        tau = confidence_of(q.mean, q.variance, fit.state.w)
         A = data["X"].T @ data["X"] / NOISE**2 + tau * np.eye(SIZE)
         assert_allclose(q.variance, np.diag(np.linalg.inv(A)), rtol=1e-3)
 
@@ -163,7 +163,7 @@ def test_the_default_e_step_settles_where_its_line_search_once_stuck() -> None:
     fit = fedppl.fit(model, clients, fedppl.Confidence(strength=8), rounds=60, progressbar=False, random_seed=1)
     assert fit.status is Status.CONVERGED
     q, w = fit.personal["h0"], fit.state.w
-    tau = confidence.confidence_of(q.mean, q.variance, w, held=(8.0, 1.0))
+    tau = confidence_of(q.mean, q.variance, w, held=(8.0, 1.0))
     points, weights = np.polynomial.hermite_e.hermegauss(60)
 
     def bound_of(parameters: np.ndarray) -> float:
@@ -190,7 +190,7 @@ def test_ablations_are_the_same_code_with_one_term(terms: Any) -> None:
     fit = fitted(terms=terms, run={"rounds": 5})
     for name, q in fit.personal.items():
         parts = {"uncertainty": np.sum(q.variance), "deviation": None}
-        found = confidence.confidence_of(q.mean, q.variance, fit.state.w, confidence.terms_rule(terms))
+        found = confidence_of(q.mean, q.variance, fit.state.w, terms_rule(terms))
         wanted = parts["uncertainty"] if terms == ("uncertainty",) else np.sum((q.mean - fit.state.w) ** 2)
         assert_allclose(found, SIZE / wanted, err_msg=name)
 
@@ -204,7 +204,7 @@ def test_the_message_is_one_number_more_than_the_parameters() -> None:
 def test_a_declared_prior_holds_w() -> None:
     """N(0, 10²) hardly matters; with its precision in the sum, w solves (Λ + Στ) w = Στμ."""
     fit = fitted(prior=True, local=fedppl.Laplace())
-    taus = {k: confidence.confidence_of(q.mean, q.variance, fit.state.w) for k, q in fit.personal.items()}
+    taus = {k: confidence_of(q.mean, q.variance, fit.state.w) for k, q in fit.personal.items()}
     weighted = sum(tau * fit.personal[k].mean for k, tau in taus.items())
     assert_allclose(fit.state.w, weighted / (sum(taus.values()) + 0.01), atol=1e-4)
 

@@ -19,6 +19,7 @@ from fedppl.coregional.bound import Globals, unit_bound
 from fedppl.coregional.bound import curves as moments
 from fedppl.coregional.result import Coefficients, Fitted, predictive, selected_only, settle_new, unpack
 from fedppl.coregional.unit import best_unit, coefficient_covariance
+from fedppl.coregional.view import unit_of
 from fedppl.types import DataError, DeclarationError
 from models import fedlmc_ss
 from tests import problems
@@ -28,10 +29,10 @@ NEW = np.array([-0.2, 0.05, 0.4, 0.77, 1.3])
 
 
 @functools.cache
-def fitted(rounds: int = 8, algorithm: str = "LMCAscent") -> fedppl.Fit:
+def fitted(rounds: int = 8, algorithm: str = "Ascent") -> fedppl.Fit:
     """Undecided on purpose: a few rounds of selection."""
-    settings: dict[str, Any] = {"warmup": 4} if algorithm == "LMCAscent" else {}
-    build = getattr(fedppl, algorithm)(**settings)
+    settings: dict[str, Any] = {"warmup": 4} if algorithm == "Ascent" else {}
+    build = getattr(curves, algorithm)(**settings)
     return problems.fit_some_rounds(*problems.coregional(), build, rounds=rounds, progressbar=False, random_seed=2)
 
 
@@ -62,7 +63,7 @@ def test_the_law_of_total_variance_is_that_of_draws(gamma: list[float]) -> None:
     mean_v = rng.normal(size=(LATENTS, POINTS))
     shared = Globals(mean_v, blocks, np.array(gamma), np.log([0.2, 0.3, 0.5]), 0.1)
     own = Coefficients(rng.normal(size=LATENTS), 0.5 * root_w @ root_w.T + 0.1 * np.eye(LATENTS), -1.0)
-    design = units()["8 rows"].coregional.at(shared.kernel, {"X": NEW})
+    design = units()["8 rows"].view(unit_of).at(shared.kernel, {"X": NEW})
     mean, variance = predictive(design, Fitted(shared, joint), own)
 
     v = rng.multivariate_normal(mean_v.ravel(), joint, size=count).reshape(count, LATENTS, POINTS)
@@ -77,7 +78,7 @@ def test_the_covariance_of_coefficients_is_that_of_a_regression_on_curves_that_a
     rng, count = np.random.default_rng(4), 40_000
     root = rng.normal(size=(LATENTS * POINTS,) * 2) / np.sqrt(LATENTS * POINTS)
     joint, mean = 0.5 * root @ root.T, rng.normal(size=(LATENTS, POINTS))
-    design = units()["8 rows"].coregional.design(np.log([0.2, 0.3, 0.5]))
+    design = units()["8 rows"].view(unit_of).design(np.log([0.2, 0.3, 0.5]))
     blocks = np.einsum("lqlp->lqp", joint.reshape(LATENTS, POINTS, LATENTS, POINTS))
     found = coefficient_covariance(design, moments(design, mean, blocks), joint, 0.3, -0.7)
     v = rng.multivariate_normal(mean.ravel(), joint, size=count).reshape(count, LATENTS, POINTS)
@@ -97,7 +98,7 @@ def function_draws(posterior: Any, inputs: Any, rng: np.random.Generator) -> Any
     return f + np.sqrt(weight**2 @ conditional) * rng.normal(size=f.shape)
 
 
-@pytest.mark.parametrize("algorithm", ["LMCAscent", "LMCAveraging", "LMCGradient"])
+@pytest.mark.parametrize("algorithm", ["Ascent", "Averaging", "Gradient"])
 def test_predictions_are_the_moments_of_a_clients_draws(algorithm: str) -> None:
     fit = fitted(algorithm=algorithm)
     drawn = fit.client("unit 1", draws=5000, chains=2, random_seed=4)["posterior"]
@@ -128,7 +129,7 @@ def test_a_client_that_was_never_heard_is_read_as_a_new_unit() -> None:
     fit = fedppl.fit(
         model,
         clients,
-        fedppl.LMCAscent(warmup=4),
+        fedppl.curves.Ascent(warmup=4),
         rounds=8,
         participation=lambda ids, rng: tuple(k for k in ids if k != "unit 1"),
         progressbar=False,
@@ -156,9 +157,9 @@ def test_fixed_functions_are_those_of_the_fit() -> None:
 
 def test_a_new_units_own_rows_have_their_say_as_data_beside_a_prior() -> None:
     """q(v) of the others is the prior: the mean it ends at is highest for the unit's likelihood with that prior."""
-    message = fitted().algorithm.outcome(fitted().state, "new unit")
+    message = fitted().algorithm.result.final_message(fitted().state, "new unit")
     before = selected_only(unpack(message))
-    view = problems.coregional()[0].enrol({"new unit": newcomer()})["new unit"].coregional
+    view = problems.coregional()[0].enrol({"new unit": newcomer()})["new unit"].view(unit_of)
     own, after = settle_new(view, before, fixed=False)
     design, precision = view.design(before.shared.kernel), np.linalg.inv(before.joint)
     state, _ = best_unit(design, after.shared, view.noise, own.log_noise_sd, 500)
@@ -292,7 +293,7 @@ def test_everything_works_without_selection() -> None:
     builder = functools.partial(fedlmc_ss.unit, inducing=np.linspace(0, 1, 6), latents=2, inclusion=None)
     model = fedppl.FederatedModel(builder, fedlmc_ss.SHARED_WITHOUT_SELECTION)
     clients = problems.coregional()[1]
-    for algorithm in (fedppl.LMCAscent(), fedppl.LMCAveraging(), fedppl.LMCGradient()):
+    for algorithm in (fedppl.curves.Ascent(), fedppl.curves.Averaging(), fedppl.curves.Gradient()):
         fit = fedppl.fit(model, clients, algorithm, rounds=6, progressbar=False, random_seed=2)
         assert_array_equal(curves.selection(fit)["inclusion_probability"], 1.0)
         found = curves.predict(fit, "unit 1", {"X": NEW})

@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
-from fedppl.algorithms.averaging.ditto import Personal
+from fedppl.algorithms.averaging.ditto import DittoClientState
 from fedppl.numerics.streams import stream
 from fedppl.types import DeclarationError, Status
 from tests import pooled, problems
@@ -62,7 +62,8 @@ def test_a_round_of_personal_steps_follows_its_closed_form() -> None:
         for (client_id, client), (A, b, _) in zip(models.items(), pooled.losses(clients), strict=True):
             start = v.get(client_id, phi)
             v[client_id] = pooled.after_steps(A + 0.6 * np.eye(2), b + 0.6 * phi, start, 0.08, 3)
-            personal[client_id], _, _ = algorithm.update_client(client, personal[client_id], message, stream((1,)))
+            update = algorithm.update_client(client, personal[client_id], message, stream((1,)))
+            personal[client_id] = update.personal
             assert_allclose(personal[client_id].own, v[client_id], atol=1e-10)
         phi = step.state.phi
 
@@ -91,18 +92,19 @@ def test_nothing_personal_is_in_a_message() -> None:
     message = {"phi": np.array([0.1, 0.2, 0.3]), "prior_share": np.array(0.25)}
     local = np.array([0.5, -0.5])
     answers = [
-        algorithm.update_client(client, Personal(local, own), message, stream((1,)))
+        algorithm.update_client(client, DittoClientState(local, own), message, stream((1,)))
         for own in (np.zeros(5), np.full(5, 3.0))
     ]
     theirs = fedppl.FedAvg(learning_rate=0.05).update_client(
-        client, Personal(local, np.zeros(5)), message, stream((1,))
+        client, DittoClientState(local, np.zeros(5)), message, stream((1,))
     )
-    for _, reply, info in answers:
-        assert info == theirs[2] == {}
-        assert reply.keys() == theirs[1].keys()
-        for name in reply:
-            assert_array_equal(reply[name], theirs[1][name])
-    assert np.max(np.abs(answers[0][0].own - answers[1][0].own)) > 0.1
+    for update in answers:
+        assert update.info == theirs.info == {}
+        assert update.reply.keys() == theirs.reply.keys()
+        for name in update.reply:
+            assert_array_equal(update.reply[name], theirs.reply[name])
+    kept = [update.personal for update in answers]
+    assert np.max(np.abs(kept[0].own - kept[1].own)) > 0.1
 
 
 def test_a_blank_client_starts_from_phi_and_says_so() -> None:
@@ -113,7 +115,7 @@ def test_a_blank_client_starts_from_phi_and_says_so() -> None:
     message = {"phi": np.array([0.4, -0.3]), "prior_share": np.array(0.25)}
     A, b = (d["X"].T @ d["X"] + 0.25 * pooled.PRIOR) / 10, d["X"].T @ d["y"] / 10
     exact = pooled.after_steps(A + 0.7 * np.eye(2), b + 0.7 * message["phi"], message["phi"], 0.03, 2)
-    for nothing in (None, Personal(np.zeros(0), np.zeros(7))):  # of another model, say
+    for nothing in (None, DittoClientState(np.zeros(0), np.zeros(7))):  # of another model, say
         personal, _, info = algorithm.update_client(client, nothing, message, stream((1,)))
         assert info == {"blank": 1.0}
         assert_allclose(personal.own, exact, atol=1e-12)

@@ -17,11 +17,12 @@ from numpy.testing import assert_allclose
 import fedppl
 from fedppl import gaussian
 from fedppl.algorithms.ep import _verdict
+from fedppl.algorithms.ep._state import Taken
 from fedppl.storage import checkpoint
-from fedppl.testing import normal_means
 from tests import problems
 from tests.faults import Faulty, Rates, ledger_gap, soak
-from tests.test_runs import assert_same_state
+from tests.support.fake_client import UNIT, layout_of
+from tests.support.states import assert_same_state
 
 LOCAL = fedppl.NestedLaplace(points=64)
 STALE = r"reply to request \d+, but the latest is \d+"
@@ -99,9 +100,9 @@ def counting(base: fedppl.Algorithm) -> fedppl.Algorithm:
     """EP whose clients keep a personal count of the requests they answered, and report it."""
 
     def update_client(client: Any, personal: Any, message: Any, rng: Any) -> Any:
-        _, reply, info = base.update_client(client, None, message, rng)
+        update = base.update_client(client, None, message, rng)
         count = (personal or 0.0) + 1.0
-        return count, reply, {**info, "answered": count}
+        return update._replace(personal=count, info={**update.info, "answered": count})
 
     return base._replace(update_client=update_client)
 
@@ -130,18 +131,20 @@ def test_a_client_that_lost_its_personal_state_begins_anew_and_harms_no_one(calm
 
 def check_soak(problem: Any, rounds: int) -> None:
     found = soak(problem, LOCAL, rounds)
+    rounds_of_20 = rounds * len(problem[1]) / 20
     assert found.rounds == rounds
     assert found.ledger_gap < 1e-10
     assert found.mean_gap < 0.02 and found.sd_gap < 0.02
-    # of 20 clients: 0.3 of requests lost, of the rest 0.03 wiped, 0.3 of replies lost, and some stale or altered
+    # 0.3 of requests lost, of the rest 0.03 wiped, 0.3 of replies lost, and some stale or altered
     assert 0.35 < found.used / found.exchanges < 0.5
     for fault, least in (("request_lost", 5.0), ("reply_lost", 3.0), ("duplicated", 0.3), ("altered", 0.3)):
-        assert found.counts[fault] > least * rounds, fault
-    assert found.counts["wiped"] > 0.3 * rounds and found.counts["stale"] > 0.1 * rounds
+        assert found.counts[fault] > least * rounds_of_20, fault
+    assert found.counts["wiped"] > 0.3 * rounds_of_20 and found.counts["stale"] > 0.1 * rounds_of_20
 
 
-def test_a_soak_of_two_hundred_rounds() -> None:
-    check_soak(problems.noise(20), 200)
+def test_a_soak() -> None:
+    """As benchmarks/fault_soak.py has it for a thousand rounds of twenty clients, on a part of that."""
+    check_soak(problems.noise(8), 80)
 
 
 @pytest.mark.slow
@@ -152,12 +155,12 @@ def test_a_soak_of_a_thousand_rounds(problem: Callable[..., Any]) -> None:
 
 def judged(moves: list[tuple[float, bool]], damping: float) -> float:
     """Damping after rounds with changes of these sizes, that turned back or not, for 20 clients without noise."""
-    model, clients = normal_means(20)
-    layout = model.enrol(clients)["client 0"].layout
-    state = fedppl.EP().init_server(layout, tuple(clients), np.random.default_rng(0))._replace(damping=damping)
+    clients = tuple(f"client {k}" for k in range(20))
+    state = fedppl.EP().init(layout_of(UNIT), clients, np.random.default_rng(0))
+    taken: Any = Taken(state._replace(damping=damping), None)  # type: ignore[arg-type]
     for size, turned in moves:
-        state = _verdict.judge(state, _verdict.Change(size, turned, 0.0, 0.0), list(range(20)), 1e-9, 1.0)
-    return float(state.damping)
+        taken = _verdict.judge(taken, _verdict.Change(size, turned, 0.0, 0.0), list(range(20)), 1e-9, 1.0)
+    return float(taken.state.damping)
 
 
 def test_damping_recovers_when_faults_end(rng: np.random.Generator) -> None:
@@ -175,9 +178,9 @@ def test_oscillating_sites_are_damped() -> None:
 
 def test_after_wrong_replies_and_ten_calm_rounds_q_is_back() -> None:
     """Means sds off, precisions off by factors, moments of some rounds ago: nothing refuses them."""
-    found = soak(problems.regression(20), fedppl.Laplace(), 60, wrong=0.1, calm=10)
-    assert found.counts["wrong"] > 20
-    assert found.rounds == 70 and found.mean_gap < 0.02 and found.sd_gap < 0.02
+    found = soak(problems.regression(12), fedppl.Laplace(), 50, wrong=0.1, calm=10)
+    assert found.counts["wrong"] > 10
+    assert found.rounds == 60 and found.mean_gap < 0.02 and found.sd_gap < 0.02
 
 
 @pytest.mark.slow

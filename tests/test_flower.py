@@ -89,7 +89,7 @@ def test_equal_seeds_give_the_embedded_engines_numbers(problem: Callable[[], Any
 def test_curves_are_shared_by_sites_that_keep_their_coefficients(tmp_path: Path) -> None:
     """With 0/1 indicators among the shared variables, which a site reads back for the server."""
     model, units = fedlmc_ss.two_curves()
-    algorithm = fedppl.LMCAscent(warmup=2)
+    algorithm = fedppl.curves.Ascent(warmup=2)
     here = fedppl.fit(model, units, algorithm, rounds=6, progressbar=False, random_seed=1)
     folder = {"folder": lambda config: tmp_path / config["client-id"], "draws": 50, "chains": 2}
     there = fit(FakeGrid(nodes_of(model, units, algorithm=algorithm, **folder)), model, 2, algorithm, rounds=6)

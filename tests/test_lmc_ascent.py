@@ -16,13 +16,15 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import gaussian
-from fedppl.contracts import Algorithm
+from fedppl.contracts import AnyAlgorithm, Report
 from fedppl.coregional import server
-from fedppl.coregional.algorithms._ascent import progress
-from fedppl.coregional.bound import Design, Globals, Roles, UnitState, unit_bound
+from fedppl.coregional.algorithms._ascent import judged
+from fedppl.coregional.bound import Design, Globals, UnitClientState, unit_bound
+from fedppl.coregional.roles import Roles
 from fedppl.coregional.unit import best_unit, statistics
+from fedppl.coregional.view import unit_of
 from fedppl.numerics.streams import stream
-from fedppl.run.replies import sum_replies
+from fedppl.run.replies import received, sum_replies
 from fedppl.types import DataError, DeclarationError, LocalFailure
 from tests import problems
 from tests.test_lmc_bound import (
@@ -44,15 +46,20 @@ class Played(NamedTuple):
     """The state before any round and after each, what the units keep, and what they replied."""
 
     states: list[Any]
-    personal: list[dict[str, UnitState]]
+    personal: list[dict[str, UnitClientState]]
     replies: list[dict[str, Any]]
 
 
-def play(algorithm: Algorithm, clients: Any, rounds: int, seed: int = 1) -> Played:
+def served(algorithm: AnyAlgorithm, state: Any, replies: dict[str, Any]) -> tuple[Any, Report]:
+    """The server's part, with sums alone where they do."""
+    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
+
+
+def play(algorithm: AnyAlgorithm, clients: Any, rounds: int, seed: int = 1) -> Played:
     """Rounds by hand, all units in each."""
     models = problems.coregional()[0].enrol(clients)
     layout, ids = next(iter(models.values())).layout, tuple(models)
-    played = Played([algorithm.init_server(layout, ids, stream((seed,)))], [{}], [{}])
+    played = Played([algorithm.init(layout, ids, stream((seed,)))], [{}], [{}])
     for number in range(1, rounds + 1):
         personal, replies = {}, {}
         for k, client_id in enumerate(ids):
@@ -62,17 +69,17 @@ def play(algorithm: Algorithm, clients: Any, rounds: int, seed: int = 1) -> Play
                 algorithm.broadcast(played.states[-1], client_id),
                 stream((seed, number, k)),
             )
-        played.states.append(algorithm.update_server(played.states[-1], replies)[0])
+        played.states.append(served(algorithm, played.states[-1], replies)[0])
         played.personal.append(personal)
         played.replies.append(replies)
     return played
 
 
 def views_of(clients: Any) -> list[Any]:
-    return [client.coregional for client in problems.coregional()[0].enrol(clients).values()]
+    return [client.view(unit_of) for client in problems.coregional()[0].enrol(clients).values()]
 
 
-def total_bound(views: Sequence[Any], shared: Globals, own: Sequence[UnitState] | None, log_odds: Any) -> float:
+def total_bound(views: Sequence[Any], shared: Globals, own: Sequence[UnitClientState] | None, log_odds: Any) -> float:
     """Σ V_m; with the best that each unit has, where `own` is None."""
     designs = [view.design(shared.kernel) for view in views]
     rows = sum(len(view.response) for view in views)
@@ -87,13 +94,13 @@ def totals_of(at: Parameters) -> dict[str, Any]:
     """Sums of statistics of the small units, as the server has them."""
     totals: dict[str, Any] = {}
     for client, own in zip(units().values(), at.units, strict=True):
-        view = client.coregional
+        view = client.view(unit_of)
         for key, value in statistics(view.design(at.shared.kernel), own, view.noise).items():
             totals[key] = totals.get(key, 0.0) + value
     return totals
 
 
-ROLES: Callable[[], Roles] = lambda: next(iter(units().values())).coregional.roles  # noqa: E731
+ROLES: Callable[[], Roles] = lambda: next(iter(units().values())).view(unit_of).roles  # noqa: E731
 AT = {"random": RANDOM, "little noise": RANDOM._replace(units=[u._replace(log_noise_sd=-1.0) for u in RANDOM.units])}
 every_point = pytest.mark.parametrize("name", AT)
 
@@ -180,7 +187,7 @@ def test_the_slab_is_at_the_maximum_of_the_bound_with_its_prior(name: str) -> No
 @every_point
 def test_sizes_are_traded_for_the_best_bound(name: str) -> None:
     """v by c and every w by 1 / c: at the units' own parameters, not only in the sums, no other c is better."""
-    at, views = AT[name], [client.coregional for client in units().values()]
+    at, views = AT[name], [client.view(unit_of) for client in units().values()]
 
     def sized(factor: Any) -> Parameters:
         shared = at.shared._replace(
@@ -211,11 +218,11 @@ def test_a_units_own_parameters_are_at_its_bounds_maximum(gamma: list[float] | N
     """Coefficients, their variances and the noise; no sweep lowers the bound."""
     shared = RANDOM.shared if gamma is None else RANDOM.shared._replace(inclusion=np.array(gamma))
     for client, start in zip(units().values(), RANDOM.units, strict=True):
-        view = client.coregional
+        view = client.view(unit_of)
         design = view.design(shared.kernel)
 
         def value(x: Any, design: Design = design, view: Any = view) -> float:
-            own = UnitState(x[:LATENTS], np.exp(x[LATENTS:-1]), float(x[-1]))
+            own = UnitClientState(x[:LATENTS], np.exp(x[LATENTS:-1]), float(x[-1]))
             return unit_bound(design, shared, own, view.noise, view.roles.log_odds, 0.3)
 
         flat = [np.concatenate([u.mean, np.log(u.variance), [u.log_noise_sd]]) for u in [start]]
@@ -230,7 +237,7 @@ def test_a_units_own_parameters_are_at_its_bounds_maximum(gamma: list[float] | N
 
 def test_rows_that_are_none_add_nothing() -> None:
     """A unit without rows goes back to the prior, and its statistics of v are zero."""
-    view, shared = units()["5 rows"].coregional, RANDOM.shared
+    view, shared = units()["5 rows"].view(unit_of), RANDOM.shared
     design = Design(np.zeros((LATENTS, 0, POINTS)), np.zeros((LATENTS, 0)), np.zeros(0), 1.0)
     own, _ = best_unit(design, shared, view.noise, 0.7)
     assert_allclose(own.mean, 0.0)
@@ -264,7 +271,7 @@ def test_no_round_lowers_the_bound_while_the_kernels_are_fixed(seed: int) -> Non
     """With the prior of σ_w, which is estimated: at the server after each round, and at the units in between."""
     clients, prior = noisy(seed), ROLES().slab_prior
     views = views_of(clients)
-    played = play(fedppl.LMCAscent(kernel_rate=0, warmup=WARMUP, initial_kernel="prior"), clients, 30, seed)
+    played = play(fedppl.curves.Ascent(kernel_rate=0, warmup=WARMUP, initial_kernel="prior"), clients, 30, seed)
     for log_odds, states in phases(played.states):
         path: list[float] = []
         for number, state in states:
@@ -281,7 +288,7 @@ def test_no_round_lowers_the_bound_while_the_kernels_are_fixed(seed: int) -> Non
 @pytest.mark.parametrize("seed", [0, 6, 19])
 def test_the_bound_that_is_reported_does_not_fall(seed: int) -> None:
     """As the docstring has it, in each phase."""
-    algorithm = fedppl.LMCAscent(kernel_rate=0, warmup=WARMUP, initial_kernel="prior")
+    algorithm = fedppl.curves.Ascent(kernel_rate=0, warmup=WARMUP, initial_kernel="prior")
     for _, states in phases(play(algorithm, noisy(seed), 30, seed).states):
         assert np.min(np.diff([state.bound for _, state in states])) > -1e-9
 
@@ -306,7 +313,7 @@ def log_scale(square: float, count: float, prior: Any) -> float:
 class Central:
     """The same updates in one place, on all rows at once: no statistics, no messages; every update from the bound."""
 
-    def __init__(self, clients: Any, own: Sequence[UnitState], kernel: Any) -> None:
+    def __init__(self, clients: Any, own: Sequence[UnitClientState], kernel: Any) -> None:
         self.clients = clients
         self.y = np.concatenate([data["y"] for data in clients.values()])
         self.unit = np.repeat(np.arange(len(clients)), [len(data["y"]) for data in clients.values()])
@@ -410,7 +417,7 @@ class Central:
         self.kernel = self.kernel + rate * first / (np.sqrt(second) + 1e-8)
 
     def bound(self, *, select: bool) -> float:
-        own = [UnitState(*u) for u in zip(self.mu, self.tau2, self.log_noise, strict=True)]
+        own = [UnitClientState(*u) for u in zip(self.mu, self.tau2, self.log_noise, strict=True)]
         shared = Globals(self.m, self.S, self.gamma, self.kernel, self.log_slab)
         # While all functions are in use there is no divergence of the selection, which at γ = 1 is L log 2.
         return dense_bound(self.clients, Parameters(shared, own)) + (0.0 if select else LATENTS * np.log(2))
@@ -420,7 +427,7 @@ class Central:
 def test_the_federated_ascent_is_the_central_one(kernel_rate: float) -> None:
     """To 1e-6 in the bound over 30 rounds, and in all that is shared; selection begins on the way."""
     clients = problems.coregional()[1]
-    played = play(fedppl.LMCAscent(kernel_rate=kernel_rate, warmup=WARMUP, initial_kernel="prior"), clients, 30)
+    played = play(fedppl.curves.Ascent(kernel_rate=kernel_rate, warmup=WARMUP, initial_kernel="prior"), clients, 30)
     central = Central(clients, list(played.personal[1].values()), np.full(LATENTS, np.log(0.3)))
     for number, state in enumerate(played.states[1:], start=1):
         if number > 1:
@@ -443,8 +450,8 @@ def test_batches_end_near_the_ascent_on_all_rows() -> None:
     """The bound of all rows at what was found, each unit at its best: a few nats off, of the many that were gained."""
     clients = problems.coregional()[1]
     views, log_odds = views_of(clients), ROLES().log_odds
-    whole = play(fedppl.LMCAscent(warmup=WARMUP), clients, 40).states
-    batches = play(fedppl.LMCAscent(warmup=WARMUP, batch_size=10, kernel_rate=0.02), clients, 250).states[-1]
+    whole = play(fedppl.curves.Ascent(warmup=WARMUP), clients, 40).states
+    batches = play(fedppl.curves.Ascent(warmup=WARMUP, batch_size=10, kernel_rate=0.02), clients, 250).states[-1]
     best, start = (total_bound(views, state.shared, None, log_odds) for state in (whole[-1], whole[1]))
     found = total_bound(views, batches.shared, None, log_odds)
     assert best - start > 50
@@ -465,9 +472,9 @@ def assert_finite(fit: fedppl.Fit) -> None:
         assert np.all(found["sd"] > 0)
 
 
-def fitted(clients: Any, rounds: int = 12, algorithm: Algorithm | None = None, **settings: Any) -> fedppl.Fit:
+def fitted(clients: Any, rounds: int = 12, algorithm: AnyAlgorithm | None = None, **settings: Any) -> fedppl.Fit:
     model = problems.coregional()[0]
-    algorithm = algorithm or fedppl.LMCAscent(warmup=4)
+    algorithm = algorithm or fedppl.curves.Ascent(warmup=4)
     settings = {"random_seed": 3} | settings
     return problems.fit_some_rounds(model, clients, algorithm, rounds=rounds, progressbar=False, **settings)
 
@@ -479,7 +486,7 @@ def test_a_late_joiner_counts_in_full_from_its_first_reply() -> None:
     def late(ids: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
         return tuple(ids) if next(numbers) > 5 else tuple(k for k in ids if k != "unit 1")
 
-    algorithm = fedppl.LMCAscent(warmup=2)
+    algorithm = fedppl.curves.Ascent(warmup=2)
     fit = fitted(problems.coregional()[1], 40, algorithm, participation=late)
     assert_finite(fit)
     assert [("unit 1" in record.infos) for record in fit.records[:7]] == [False] * 5 + [True] * 2
@@ -494,7 +501,7 @@ def test_a_late_joiner_counts_in_full_from_its_first_reply() -> None:
 def test_one_unit_a_round_finds_more_than_one_curve(seed: int) -> None:
     """The sums wait for every unit's random start: from one unit's alone, all latent functions are one curve."""
     clients = problems.coregional()[1]
-    algorithm = fedppl.LMCAscent(warmup=20)
+    algorithm = fedppl.curves.Ascent(warmup=20)
     starts: list[set[str]] = []
     for step in fedppl.rounds(problems.coregional()[0], clients, algorithm, participation=1, random_seed=seed):
         starts.append(set(step.record.infos))
@@ -522,29 +529,29 @@ def test_some_units_a_round_end_near_the_ascent_with_all() -> None:
 def test_the_bound_of_those_heard_is_scaled_to_all() -> None:
     """Two units with the same rows and the same coefficients, of which one replies: the sums are those of both."""
     data = problems.coregional()[1]["unit 1"]
-    model, algorithm = problems.coregional()[0], fedppl.LMCAscent(warmup=0, initial_kernel="prior")
+    model, algorithm = problems.coregional()[0], fedppl.curves.Ascent(warmup=0, initial_kernel="prior")
     models = model.enrol({"a": data, "b": data})
-    state = algorithm.init_server(models["a"].layout, tuple(models), stream((1,)))
+    state = algorithm.init(models["a"].layout, tuple(models), stream((1,)))
     personal = None
     for _ in range(3):
         personal, reply, _ = algorithm.update_client(
             models["a"], personal, algorithm.broadcast(state, "a"), stream((1,))
         )
-        state, _ = algorithm.update_server(state, {"a": reply, "b": reply})
+        state, _ = served(algorithm, state, {"a": reply, "b": reply})
     _, reply, _ = algorithm.update_client(models["a"], personal, algorithm.broadcast(state, "a"), stream((1,)))
-    both, _ = algorithm.update_server(state, {"a": reply, "b": reply})
+    both, _ = served(algorithm, state, {"a": reply, "b": reply})
     # The first noisy round counts in part: here the sums before are those of units that have not moved.
     before = sum_replies({"a": reply, "b": reply})
     del before["kernel_gradient"]
     before["precision"] = gaussian.unpack_triangle(before["precision"])
-    one, _ = algorithm.update_server(state._replace(totals=before), {"a": reply})
+    one, _ = served(algorithm, state._replace(totals=before), {"a": reply})
     for key, value in one.totals.items():
         assert_allclose(value, both.totals[key], rtol=1e-9, err_msg=key)
     assert_allclose(one.bound, both.bound, rtol=1e-9)
 
 
 def test_a_unit_that_fails_in_some_rounds_is_skipped_in_those() -> None:
-    algorithm, calls = fedppl.LMCAscent(warmup=4), itertools.count(1)
+    algorithm, calls = fedppl.curves.Ascent(warmup=4), itertools.count(1)
 
     def update_client(client: Any, *arguments: Any) -> Any:
         if client.client_id == "unit 2" and next(calls) in (1, 2, 5, 6):
@@ -560,7 +567,7 @@ def test_a_unit_that_fails_in_some_rounds_is_skipped_in_those() -> None:
 def test_lost_personal_state_is_found_again_from_the_curves() -> None:
     """A unit keeps its noise only for a start: without it the reply is the same, and it says so."""
     clients = problems.coregional()[1]
-    algorithm = fedppl.LMCAscent(warmup=4)
+    algorithm = fedppl.curves.Ascent(warmup=4)
     played = play(algorithm, clients, 10)
     client = problems.coregional()[0].enrol(clients)["unit 2"]
     message = algorithm.broadcast(played.states[-1], "unit 2")
@@ -626,19 +633,11 @@ def test_shorter_steps_end_the_kernels_going_back_and_forth() -> None:
 
 
 def test_a_fit_that_ends_without_any_latent_function_says_so() -> None:
-    fit = fitted(problems.coregional()[1])
-    state = fit.state._replace(quiet=4, bound=1.0)
-    for inclusion, what in (
-        (np.zeros(3), "no latent function is selected: bring outputs"),
-        (np.array([0.0, 1, 0]), ""),
-    ):
-        chosen = state._replace(shared=state.shared._replace(inclusion=inclusion))
-        after = progress(chosen, 1.0, 0.0, 1e-4, begun=True)
-        assert (
-            after["status"] == "converged"
-            and after["message"].startswith(what)
-            and bool(after["message"]) == bool(what)
-        )
+    for inclusion, what in (([0.0, 0, 0], "no latent function is selected: bring outputs"), ([0.0, 1, 0], "")):
+        shared = RANDOM.shared._replace(inclusion=np.array(inclusion))
+        quiet, report = judged(1.0, 1.0, 4, shared, 0.0, 1e-4, begun=True, everyone=True)
+        assert (quiet, report.status) == (5, fedppl.Status.CONVERGED)
+        assert str(report.message).startswith(what) and bool(report.message) == bool(what)
 
 
 def test_rows_that_no_inducing_point_sees_are_refused_before_any_round() -> None:
@@ -668,7 +667,7 @@ def test_equal_seeds_give_equal_fits_and_others_do_not() -> None:
     one, again = (fitted(problems.coregional()[1]) for _ in range(2))
     for ours, theirs in zip(one.state.shared, again.state.shared, strict=True):
         assert_array_equal(ours, theirs)
-    other = play(fedppl.LMCAscent(warmup=4), problems.coregional()[1], 12, seed=8).states[-1]
+    other = play(fedppl.curves.Ascent(warmup=4), problems.coregional()[1], 12, seed=8).states[-1]
     assert np.any(other.shared.mean != one.state.shared.mean)
 
 
@@ -678,11 +677,11 @@ def test_equal_seeds_give_equal_fits_and_others_do_not() -> None:
 def replies_of(coefficients: Sequence[Any], inputs: Any = X, outputs: Any = None) -> list[dict[str, Any]]:
     """Statistics of units with known coefficients and equal kernels, as the server reads them."""
     client = problems.coregional()[0].enrol({"a": {"X": inputs, "y": inputs if outputs is None else outputs}})["a"]
-    design = client.coregional.design(np.full(LATENTS, np.log(0.3)))
+    design = client.view(unit_of).design(np.full(LATENTS, np.log(0.3)))
     replies = []
     for k, w in enumerate(coefficients):
-        own = UnitState(np.asarray(w), np.full(LATENTS, 1e-4), -1.0 + 0.1 * k)
-        replies.append(statistics(design, own, client.coregional.noise))
+        own = UnitClientState(np.asarray(w), np.full(LATENTS, 1e-4), -1.0 + 0.1 * k)
+        replies.append(statistics(design, own, client.view(unit_of).noise))
     return replies
 
 
@@ -716,10 +715,10 @@ def test_the_sum_does_not_tell_which_of_two_units_is_which() -> None:
 
     The linear terms stay the same where outputs swap with them.
     """
-    view = units()["5 rows"].coregional
+    view = units()["5 rows"].view(unit_of)
     design = view.design(np.full(LATENTS, np.log(0.3)))
     outputs = [design.response, np.cos(3 * design.response)]
-    own = [UnitState(w, np.full(LATENTS, 1e-2), -1.0) for w in COEFFICIENTS[:2]]
+    own = [UnitClientState(w, np.full(LATENTS, 1e-2), -1.0) for w in COEFFICIENTS[:2]]
     there, back = (
         [statistics(design._replace(response=outputs[k]), own[k], view.noise) for k in order]
         for order in ((0, 1), (1, 0))
@@ -730,7 +729,7 @@ def test_the_sum_does_not_tell_which_of_two_units_is_which() -> None:
 
 
 def test_replies_hold_no_more_than_what_is_documented() -> None:
-    played = play(fedppl.LMCAscent(initial_kernel="prior"), problems.coregional()[1], 1)
+    played = play(fedppl.curves.Ascent(initial_kernel="prior"), problems.coregional()[1], 1)
     for reply in played.replies[1].values():
         sizes = {key: np.size(value) for key, value in reply.items()}
         total = LATENTS * POINTS
@@ -767,7 +766,7 @@ def test_replies_hold_no_more_than_what_is_documented() -> None:
 )
 def test_settings_out_of_range_are_refused_by_their_value(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(DeclarationError, match=re.escape(message)):
-        fedppl.LMCAscent(**settings)
+        fedppl.curves.Ascent(**settings)
 
 
 @pytest.mark.parametrize(
@@ -775,9 +774,9 @@ def test_settings_out_of_range_are_refused_by_their_value(settings: dict[str, An
     [("second", -1.0, "'second' holds -1"), ("units", -1.0, "'units' holds -1"), ("precision", -50.0, "'precision'")],
 )
 def test_statistics_that_no_data_give_are_refused(name: str, value: float, message: str) -> None:
-    played = play(fedppl.LMCAscent(initial_kernel="prior"), problems.coregional()[1], 2)
-    algorithm, reply = fedppl.LMCAscent(), played.replies[2]["unit 0"]
-    assert algorithm.refuse(played.states[1], reply) is None
+    played = play(fedppl.curves.Ascent(initial_kernel="prior"), problems.coregional()[1], 2)
+    algorithm, reply = fedppl.curves.Ascent(), played.replies[2]["unit 0"]
+    assert algorithm.replies.reject(played.states[1], reply) is None
     changed = np.array(reply[name], dtype=float)
     changed.flat[0] = value
-    assert message in str(algorithm.refuse(played.states[1], {**reply, name: changed}))
+    assert message in str(algorithm.replies.reject(played.states[1], {**reply, name: changed}))

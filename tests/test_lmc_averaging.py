@@ -10,9 +10,9 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
-from fedppl.contracts import Algorithm
+from fedppl.contracts import AnyAlgorithm
 from fedppl.coregional.adam import adam_step, flatten_unit, fresh, slopes, unflatten
-from fedppl.coregional.bound import UnitState
+from fedppl.coregional.bound import UnitClientState
 from fedppl.numerics.streams import stream
 from fedppl.types import DeclarationError, LocalFailure
 from tests import problems
@@ -56,7 +56,7 @@ def steps_of(view: Any, x: Any, own: Any, share: float, steps: int, rate: float)
 def test_with_one_unit_it_is_adam_with_new_moments_every_round() -> None:
     clients = {"unit 1": problems.coregional()[1]["unit 1"]}
     (view,) = views_of(clients)
-    played = play(fedppl.LMCAveraging(steps=4, learning_rate=0.03), clients, 6)
+    played = play(fedppl.curves.Averaging(steps=4, learning_rate=0.03), clients, 6)
     x, own = played.states[1].x, flatten_unit(played.personal[1]["unit 1"])
     for state, personal in zip(played.states[2:], played.personal[2:], strict=True):
         x, own = steps_of(view, x, own, 1.0, 4, 0.03)
@@ -69,7 +69,7 @@ def test_the_server_averages_by_rows_and_units_keep_their_own() -> None:
     clients = problems.coregional()[1]
     rows = np.array([len(data["y"]) for data in clients.values()])
     assert len(set(rows)) == 3
-    played = play(fedppl.LMCAveraging(steps=3, learning_rate=0.02), clients, 3)
+    played = play(fedppl.curves.Averaging(steps=3, learning_rate=0.02), clients, 3)
     for number in (1, 2):
         ends = [
             steps_of(view, played.states[number].x, flatten_unit(kept), n / rows.sum(), 3, 0.02)
@@ -90,18 +90,18 @@ def test_the_kernels_start_at_the_median_of_the_units_own_by_rows() -> None:
         {k: v[:10] for k, v in clients["unit 0"].items()},
         {k: v[:9] for k, v in clients["unit 1"].items()},
     )
-    played = play(fedppl.LMCAveraging(), clients, 1)
+    played = play(fedppl.curves.Averaging(), clients, 1)
     kernels = {name: reply["kernel"] for name, reply in played.replies[1].items()}
     assert np.ptp([kernel[0] for kernel in kernels.values()]) > 0.01
     role = played.states[1].roles
     assert_allclose(unflatten(played.states[1].x, role).kernel, kernels["unit 2"])
-    alone = play(fedppl.LMCAveraging(initial_kernel="prior"), clients, 1).states[1]
+    alone = play(fedppl.curves.Averaging(initial_kernel="prior"), clients, 1).states[1]
     assert_allclose(unflatten(alone.x, role).kernel, np.log(0.3))
 
 
 def test_the_bound_that_is_told_is_that_of_what_the_units_were_sent() -> None:
     clients = problems.coregional()[1]
-    played = play(fedppl.LMCAveraging(steps=3), clients, 3)
+    played = play(fedppl.curves.Averaging(steps=3), clients, 3)
     role = played.states[1].roles
     for number in (1, 2):
         shared = unflatten(played.states[number].x, role)
@@ -116,7 +116,7 @@ def test_the_bound_rises(batch_size: int | None) -> None:
     fit = fedppl.fit(
         problems.coregional()[0],
         clients,
-        fedppl.LMCAveraging(steps=10, batch_size=batch_size),
+        fedppl.curves.Averaging(steps=10, batch_size=batch_size),
         rounds=80,
         progressbar=False,
         random_seed=4,
@@ -125,7 +125,7 @@ def test_the_bound_rises(batch_size: int | None) -> None:
     assert np.all(np.isfinite(bounds))
     assert bounds[-1] > bounds[0] + 100
     assert np.mean(bounds[-10:]) > np.mean(bounds[10:20]) + 10
-    own = [UnitState(*kept) for kept in fit.personal.values()]
+    own = [UnitClientState(*kept) for kept in fit.personal.values()]
     role = fit.state.roles
     assert total_bound(views_of(clients), unflatten(fit.state.x, role), own, role.log_odds) > bounds[0] + 100
 
@@ -133,7 +133,7 @@ def test_the_bound_rises(batch_size: int | None) -> None:
 def test_a_unit_that_forgot_starts_from_the_curves() -> None:
     """It says so, and does better than with random coefficients; in the first rounds there is nothing to go by."""
     clients = problems.coregional()[1]
-    algorithm = fedppl.LMCAveraging(steps=5)
+    algorithm = fedppl.curves.Averaging(steps=5)
     played = play(algorithm, clients, 30)
     client = problems.coregional()[0].enrol(clients)["unit 2"]
     message = algorithm.broadcast(played.states[-1], "unit 2")
@@ -152,7 +152,7 @@ def test_a_late_joiner_is_counted_when_it_is_heard() -> None:
     fit = fedppl.fit(
         problems.coregional()[0],
         clients,
-        fedppl.LMCAveraging(steps=3),
+        fedppl.curves.Averaging(steps=3),
         rounds=10,
         participation=lambda ids, rng: tuple(ids) if next(calls) >= 5 else tuple(k for k in ids if k != "unit 1"),
         progressbar=False,
@@ -165,8 +165,8 @@ def test_a_late_joiner_is_counted_when_it_is_heard() -> None:
 
 def test_a_learning_rate_that_is_far_too_large_fails_at_the_unit_and_says_so() -> None:
     clients = problems.coregional()[1]
-    algorithm = fedppl.LMCAveraging(learning_rate=1e3, steps=20)
-    played = play(fedppl.LMCAveraging(), clients, 1)
+    algorithm = fedppl.curves.Averaging(learning_rate=1e3, steps=20)
+    played = play(fedppl.curves.Averaging(), clients, 1)
     client = problems.coregional()[0].enrol(clients)["unit 0"]
     message = algorithm.broadcast(played.states[1], "unit 0")
     with np.errstate(all="ignore"), pytest.raises(LocalFailure, match="no finite gradient; lower learning_rate="):
@@ -174,7 +174,7 @@ def test_a_learning_rate_that_is_far_too_large_fails_at_the_unit_and_says_so() -
 
 
 def test_what_is_sent_are_all_shared_parameters() -> None:
-    played = play(fedppl.LMCAveraging(), problems.coregional()[1], 2)
+    played = play(fedppl.curves.Averaging(), problems.coregional()[1], 2)
     assert {key: np.shape(value) for key, value in played.replies[2]["unit 0"].items()} == {
         "x": (LATENTS * (POINTS + POINTS * (POINTS + 1) // 2 + 2) + 1,),
         "rows": (),
@@ -182,7 +182,7 @@ def test_what_is_sent_are_all_shared_parameters() -> None:
     }
 
 
-@pytest.mark.parametrize("build", [fedppl.LMCAveraging, fedppl.LMCGradient])
+@pytest.mark.parametrize("build", [fedppl.curves.Averaging, fedppl.curves.Gradient])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -208,13 +208,13 @@ def test_settings_out_of_range_are_refused_by_their_value(build: Any, settings: 
 @pytest.mark.parametrize("steps", [0, 2.5, True])
 def test_steps_are_a_whole_number(steps: Any) -> None:
     with pytest.raises(DeclarationError, match=f"steps={steps}"):
-        fedppl.LMCAveraging(steps=steps)
+        fedppl.curves.Averaging(steps=steps)
 
 
-@pytest.mark.parametrize("build", [fedppl.LMCAveraging, fedppl.LMCGradient])
+@pytest.mark.parametrize("build", [fedppl.curves.Averaging, fedppl.curves.Gradient])
 def test_a_negative_number_of_rows_is_refused(build: Any) -> None:
-    algorithm: Algorithm = build()
+    algorithm: AnyAlgorithm = build()
     played = play(algorithm, problems.coregional()[1], 2)
     reply = played.replies[2]["unit 0"]
-    assert algorithm.refuse(played.states[1], reply) is None
-    assert "'rows' is -3" in str(algorithm.refuse(played.states[1], {**reply, "rows": np.array(-3.0)}))
+    assert algorithm.replies.reject(played.states[1], reply) is None
+    assert "'rows' holds -3" in str(algorithm.replies.reject(played.states[1], {**reply, "rows": np.array(-3.0)}))

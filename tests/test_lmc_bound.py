@@ -17,8 +17,9 @@ from scipy.stats import norm, qmc
 
 from fedppl.coregional import server
 from fedppl.coregional.adam import flatten, flatten_unit, slopes, unflatten, unflatten_unit
-from fedppl.coregional.bound import Globals, UnitState, curves, gradient, unit_bound
+from fedppl.coregional.bound import Globals, UnitClientState, curves, gradient, unit_bound
 from fedppl.coregional.unit import statistics
+from fedppl.coregional.view import unit_of
 from fedppl.model._graph import PYTHON_MODE
 from fedppl.model.client import ClientModel
 from tests import problems
@@ -43,7 +44,7 @@ class Parameters(NamedTuple):
     """All that the bound is a function of."""
 
     shared: Globals
-    units: list[UnitState]
+    units: list[UnitClientState]
 
 
 def parameters(seed: int, gamma: Any, log_noise_sd: float, spread: float = 1.0) -> Parameters:
@@ -59,7 +60,7 @@ def parameters(seed: int, gamma: Any, log_noise_sd: float, spread: float = 1.0) 
         0.2 * rng.normal(),
     )
     own = [
-        UnitState(
+        UnitClientState(
             spread * rng.normal(size=LATENTS),
             np.exp(rng.normal(size=LATENTS) - 1.0),
             log_noise_sd + 0.2 * rng.normal(),
@@ -92,7 +93,7 @@ def bounds(at: Parameters) -> list[float]:
     """V_m of each unit, r_m = n_m / Σ n."""
     return [
         unit_bound(view.design(at.shared.kernel), at.shared, own, view.noise, view.roles.log_odds, share)
-        for view, own, share in zip((c.coregional for c in units().values()), at.units, shares(), strict=True)
+        for view, own, share in zip((c.view(unit_of) for c in units().values()), at.units, shares(), strict=True)
     ]
 
 
@@ -247,7 +248,7 @@ def test_the_servers_bound_from_sums_of_statistics_is_the_units(name: str) -> No
     """At any q(v), q(α) and σ_w, not only at those that the units were sent."""
     at, totals = EVERYWHERE[name], dict[str, Any]()
     for client, own in zip(units().values(), at.units, strict=True):
-        view = client.coregional
+        view = client.view(unit_of)
         for key, value in statistics(view.design(at.shared.kernel), own, view.noise).items():
             totals[key] = totals.get(key, 0.0) + value
     log_odds = view.roles.log_odds
@@ -261,7 +262,7 @@ def test_the_servers_bound_from_sums_of_statistics_is_the_units(name: str) -> No
 def test_without_selection_nothing_is_paid_for_it() -> None:
     """π = 1 and γ = 1: log odds are infinite, and the bound is that at γ → 1 under an even prior, plus L log 2."""
     at = parameters(6, np.ones(LATENTS), 0.0)
-    view, own = next(iter(units().values())).coregional, at.units[0]
+    view, own = next(iter(units().values())).view(unit_of), at.units[0]
     design = view.design(at.shared.kernel)
     without = unit_bound(design, at.shared, own, view.noise, np.full(LATENTS, np.inf), 0.3)
     even = unit_bound(design, at.shared, own, view.noise, np.zeros(LATENTS), 0.3)
@@ -270,7 +271,7 @@ def test_without_selection_nothing_is_paid_for_it() -> None:
 
 def test_batches_are_right_on_average() -> None:
     """Three batches that make up all rows: the mean of their bounds, and of their statistics, is that of all rows."""
-    at, view = RANDOM, units()["12 rows"].coregional
+    at, view = RANDOM, units()["12 rows"].view(unit_of)
     own, kernel = at.units[2], at.shared.kernel
     batches = np.random.default_rng(4).permutation(12).reshape(3, 4)
     designs = [view.design(kernel, np.sort(rows)) for rows in batches]
@@ -295,7 +296,7 @@ def difference(function: Callable[[Any], float], x: Any, step: float = 1e-5) -> 
 @every_point
 def test_gradients_are_those_of_finite_differences(name: str, rows: list[int] | None) -> None:
     """Every coordinate of the shared vector and of the unit's own, with their share of the priors of ℓ and σ_w."""
-    at, view, share = EVERYWHERE[name], units()["12 rows"].coregional, 0.37
+    at, view, share = EVERYWHERE[name], units()["12 rows"].view(unit_of), 0.37
     role = view.roles
     ell = norm(role.kernel_mean, 1 / np.sqrt(np.diag(role.kernel_precision)))
     slab = norm(role.slab_prior.mean, role.slab_prior.precision**-0.5)
@@ -316,7 +317,7 @@ def test_gradients_are_those_of_finite_differences(name: str, rows: list[int] | 
 
 def test_the_gradient_of_selection_and_kernels_by_hand() -> None:
     """`gradient` as the ascent calls it, with no share of the divergences: of the likelihood and the slab alone."""
-    at, view = RANDOM, units()["8 rows"].coregional
+    at, view = RANDOM, units()["8 rows"].view(unit_of)
     own, gamma = at.units[1], at.shared.inclusion
 
     def value(shared: Globals) -> float:
@@ -332,7 +333,7 @@ def test_the_gradient_of_selection_and_kernels_by_hand() -> None:
 
 @every_point
 def test_flat_coordinates_lead_there_and_back(name: str) -> None:
-    at, role = EVERYWHERE[name], units()["5 rows"].coregional.roles
+    at, role = EVERYWHERE[name], units()["5 rows"].view(unit_of).roles
     x = flatten(at.shared)
     assert x.shape == (LATENTS * (POINTS + POINTS * (POINTS + 1) // 2 + 2) + 1,)
     for ours, theirs in zip(unflatten(x, role), at.shared, strict=True):
@@ -343,17 +344,17 @@ def test_flat_coordinates_lead_there_and_back(name: str) -> None:
 
 
 def test_certain_indicators_have_finite_coordinates() -> None:
-    at, role = parameters(7, [0.0, 1.0, 0.5], 0.0), units()["5 rows"].coregional.roles
+    at, role = parameters(7, [0.0, 1.0, 0.5], 0.0), units()["5 rows"].view(unit_of).roles
     x = flatten(at.shared)
     assert np.all(np.isfinite(x))
     assert_allclose(unflatten(x, role).inclusion, [0.0, 1.0, 0.5], atol=1e-12)
-    view, own = units()["5 rows"].coregional, flatten_unit(at.units[0])
+    view, own = units()["5 rows"].view(unit_of), flatten_unit(at.units[0])
     assert all(np.all(np.isfinite(slope)) for slope in slopes(view, x, own, 0.3))
 
 
 def test_curves_have_the_moments_of_their_draws() -> None:
     """Latent functions B v + √k r with v ~ N(m, S): means and variances within 4 standard errors."""
-    at, view, rng = RANDOM.shared, units()["8 rows"].coregional, np.random.default_rng(8)
+    at, view, rng = RANDOM.shared, units()["8 rows"].view(unit_of), np.random.default_rng(8)
     design, count = view.design(at.kernel), 40_000
     root = np.linalg.cholesky(at.covariance)
     v = at.mean + np.einsum("lqp,slp->slq", root, rng.normal(size=(count, LATENTS, POINTS)))

@@ -12,7 +12,7 @@ from scipy.stats import norm
 import fedppl
 from fedppl.coregional.adam import slopes, unflatten, unflatten_unit
 from tests import problems
-from tests.test_lmc_ascent import play, total_bound, views_of
+from tests.test_lmc_ascent import play, served, total_bound, views_of
 from tests.test_lmc_averaging import Adam
 from tests.test_lmc_bound import Parameters, dense_bound, difference
 
@@ -27,7 +27,7 @@ def central_value(clients: Any, role: Any, x: Any, own: Any) -> float:
 def test_the_sum_of_replies_is_the_gradient_of_the_central_bound() -> None:
     """By central differences of the loops; each unit brings r_m of what is counted once."""
     clients = problems.coregional()[1]
-    played = play(fedppl.LMCGradient(initial_kernel="prior"), clients, 3)
+    played = play(fedppl.curves.Gradient(initial_kernel="prior"), clients, 3)
     state, own = played.states[2], [kept.own for kept in played.personal[2].values()]
     found = sum(reply["slope"] for reply in played.replies[3].values())
     # Every fifth coordinate: loops are slow.
@@ -48,7 +48,7 @@ def test_rounds_with_all_units_are_steps_of_one_adam_on_the_whole_bound(rates: d
     """Shared and own parameters of all units in one vector; Adam works coordinate by coordinate."""
     clients = problems.coregional()[1]
     views, rows = views_of(clients), np.array([len(data["y"]) for data in clients.values()])
-    algorithm = fedppl.LMCGradient(**rates)
+    algorithm = fedppl.curves.Gradient(**rates)
     played = play(algorithm, clients, 8)
     told = [float(algorithm.broadcast(state, "unit 0")["rate"]) for state in played.states[1:-1]]
     assert (told[0], told[-1]) == (0.04, 0.01 if "milestones" in rates else 0.04)
@@ -67,7 +67,7 @@ def test_rounds_with_all_units_are_steps_of_one_adam_on_the_whole_bound(rates: d
 
 def test_the_bound_that_is_told_is_that_of_what_the_units_were_sent() -> None:
     clients = problems.coregional()[1]
-    played = play(fedppl.LMCGradient(), clients, 4)
+    played = play(fedppl.curves.Gradient(), clients, 4)
     role = played.states[1].roles
     for number in (1, 2, 3):
         own = [unflatten_unit(kept.own) for kept in played.personal[number].values()]
@@ -78,13 +78,13 @@ def test_the_bound_that_is_told_is_that_of_what_the_units_were_sent() -> None:
 def test_a_sum_of_some_units_is_scaled_up_to_all() -> None:
     """One of three equal units replies: the step is that with all of them."""
     data = problems.coregional()[1]["unit 1"]
-    algorithm = fedppl.LMCGradient()
+    algorithm = fedppl.curves.Gradient()
     played = play(algorithm, {"a": data, "b": data, "c": data}, 3)
     reply = played.replies[3]["a"]
-    one, info = algorithm.update_server(played.states[2], {"a": reply})
-    all_, other = algorithm.update_server(played.states[2], {"a": reply, "b": reply, "c": reply})
+    one, report = served(algorithm, played.states[2], {"a": reply})
+    all_, other = served(algorithm, played.states[2], {"a": reply, "b": reply, "c": reply})
     assert_allclose(one.x, all_.x, rtol=1e-12)
-    assert_allclose(info.bound, other.bound, rtol=1e-12)
+    assert_allclose(report.info.bound, other.info.bound, rtol=1e-12)
 
 
 @problems.few_rounds
@@ -92,7 +92,7 @@ def test_a_sum_of_some_units_is_scaled_up_to_all() -> None:
 def test_the_bound_rises(batch_size: int | None) -> None:
     fit = fedppl.fit(
         *problems.coregional(),
-        fedppl.LMCGradient(batch_size=batch_size),
+        fedppl.curves.Gradient(batch_size=batch_size),
         rounds=250,
         progressbar=False,
         random_seed=4,
@@ -101,13 +101,15 @@ def test_the_bound_rises(batch_size: int | None) -> None:
     assert bounds[-1] > bounds[0] + 1000
     smooth = bounds.reshape(-1)[: 8 * 30].reshape(8, 30).mean(axis=1)
     assert np.all(np.diff(smooth) > 0)
-    ascent = fedppl.fit(*problems.coregional(), fedppl.LMCAscent(warmup=5), rounds=40, progressbar=False, random_seed=4)
+    ascent = fedppl.fit(
+        *problems.coregional(), fedppl.curves.Ascent(warmup=5), rounds=40, progressbar=False, random_seed=4
+    )
     assert np.max(bounds) < ascent.state.bound + 1.0  # it is the same bound that rises
 
 
 def test_a_unit_that_forgot_starts_from_the_curves_and_says_so() -> None:
     clients = problems.coregional()[1]
-    algorithm = fedppl.LMCGradient()
+    algorithm = fedppl.curves.Gradient()
     played = play(algorithm, clients, 5)
     client = problems.coregional()[0].enrol(clients)["unit 2"]
     message = algorithm.broadcast(played.states[-1], "unit 2")
@@ -120,7 +122,7 @@ def test_a_unit_that_forgot_starts_from_the_curves_and_says_so() -> None:
 
 
 def test_replies_hold_the_gradient_of_what_is_shared_and_no_more() -> None:
-    played = play(fedppl.LMCGradient(), problems.coregional()[1], 2)
+    played = play(fedppl.curves.Gradient(), problems.coregional()[1], 2)
     for reply in played.replies[2].values():
         assert {key: np.shape(value) for key, value in reply.items()} == {
             "slope": played.states[1].x.shape,

@@ -156,7 +156,7 @@ def test_what_misses_a_bar() -> None:
 def test_a_small_problem_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"UNITS": 2, "NEW": 1, "X": np.linspace(-5, 5, 20), "LATENTS": 2, "INDUCING": 6}.items():
         monkeypatch.setattr(simulation, name, value)
-    small = {f"FedLMC{name}": simulation.Method(fedppl.LMCAscent, 5, name == "-SS", 2) for name in ("", "-SS")}
+    small = {f"FedLMC{name}": simulation.Method(fedppl.curves.Ascent, 5, name == "-SS", 2) for name in ("", "-SS")}
     monkeypatch.setattr(simulation, "METHODS", small)
     records = simulation.one_run(0, list(small), None, True)
     assert [(r["table"], r["method"]) for r in records] == [

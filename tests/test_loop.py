@@ -15,7 +15,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, gaussian, structure
-from fedppl.contracts import Algorithm, Failure, Reply, Request
+from fedppl.contracts import Algorithm, Failure, Received, Reply, Request
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.model._template import compilations
 from fedppl.testing import normal_means
@@ -155,14 +155,14 @@ def test_what_a_silent_client_keeps_is_kept() -> None:
     """With a part for silent clients, personal state moves on in every round, and the server sees one reply."""
     seen: list[int] = []
 
-    def stay(client: Any, personal: Any, message: Any, rng: np.random.Generator) -> tuple[Any, dict[str, float]]:
+    def unreported(client: Any, personal: Any, message: Any, rng: np.random.Generator) -> tuple[Any, dict[str, float]]:
         return (personal or 0) + 1, {"stayed": 1.0}
 
-    def count(state: Any, replies: Any) -> Any:
-        seen.append(len(replies))
-        return fedppl.EP().update_server(state, replies)
+    def count(state: Any, received: Received) -> Any:
+        seen.append(received.clients)
+        return fedppl.EP().update_server(state, received)
 
-    algorithm = fedppl.EP()._replace(stay=stay, update_server=count)
+    algorithm = fedppl.EP()._replace(unreported=unreported, update_server=count)
     stop = {"callback": lambda step: step.number == 2, "reporting": lambda clients, rng: clients[1:2]}
     found = fit(normal_means(3), algorithm, **stop)
     assert seen == [1, 1]

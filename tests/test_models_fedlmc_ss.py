@@ -16,7 +16,7 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl.contracts import Algorithm
-from fedppl.coregional.bound import roles
+from fedppl.coregional.roles import roles
 from fedppl.engine.answer import require_fit
 from fedppl.model._graph import PYTHON_MODE
 from fedppl.types import DeclarationError, Layout
@@ -265,13 +265,13 @@ def test_models_that_are_not_of_coregionalisation_are_refused(wrong: dict[str, A
     clients = {"a": {"X": np.linspace(0, 2, 5), "y": np.linspace(-1, 1, 5)}}
     client = fedppl.FederatedModel(build, fedlmc_ss.SHARED).enrol(clients)["a"]
     if message is None:
-        require_fit(fedppl.LMCAscent(), client)
+        require_fit(fedppl.curves.Ascent(), client)
         return
     with pytest.raises(DeclarationError, match=message):
-        require_fit(fedppl.LMCAscent(), client)
+        require_fit(fedppl.curves.Ascent(), client)
 
 
-@pytest.mark.parametrize("algorithm", [fedppl.LMCAscent, fedppl.LMCAveraging, fedppl.LMCGradient])
+@pytest.mark.parametrize("algorithm", [fedppl.curves.Ascent, fedppl.curves.Averaging, fedppl.curves.Gradient])
 def test_a_model_without_latent_functions_is_refused_with_what_is_missing(algorithm: Any) -> None:
     model, clients = problems.regression(3)
     with pytest.raises(DeclarationError, match="the model has no 'projection'; a model of coregionalisation declares"):
@@ -303,7 +303,9 @@ def test_shared_variables_are_known_by_their_names_shapes_and_priors() -> None:
 )
 def test_algorithms_for_continuous_parameters_refuse_indicators(algorithm: Algorithm) -> None:
     model, clients = problems.coregional()
-    with pytest.raises(DeclarationError, match=r"\['included'\] are discrete, .* or use fedppl.LMCAscent\(\)"):
+    with pytest.raises(
+        DeclarationError, match=r"\['included'\] are discrete, .* or use an algorithm for models with indicators"
+    ):
         fedppl.fit(model, clients, algorithm, progressbar=False)
 
 
@@ -358,6 +360,6 @@ def test_whole_numbers_are_inputs_and_outputs_like_others() -> None:
     real = {"X": days.astype(float), "y": level.astype(float)}
     found = []
     for units in ({"a": {"X": days, "y": level}, "b": real}, {"a": real, "b": real}):
-        fit = fedppl.fit(model, units, fedppl.LMCAscent(warmup=2), rounds=5, progressbar=False, random_seed=0)
+        fit = fedppl.fit(model, units, fedppl.curves.Ascent(warmup=2), rounds=5, progressbar=False, random_seed=0)
         found.append(fedppl.curves.predict(fit, "a", {"X": [0.5, 3]})["mean"].values)
     assert_allclose(found[0], found[1])

@@ -11,6 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl.numerics.streams import stream
+from fedppl.run.replies import received
 from fedppl.types import DeclarationError, LocalFailure
 from models import fedsi
 from tests import problems
@@ -18,12 +19,18 @@ from tests import problems
 torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
-from fedppl.nn.algorithms._common import Training  # noqa: E402
 from fedppl.nn.langevin import langevin_steps  # noqa: E402
 from fedppl.nn.personal import _kl, meta_steps, moreau_steps  # noqa: E402
+from fedppl.nn.train import Training  # noqa: E402
+from fedppl.nn.view import network_of  # noqa: E402
 
 ALL = ("0.weight", "0.bias", "2.weight", "2.bias")
 NOISE = 0.5
+
+
+def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
+    """State and report after these replies."""
+    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
 
 
 @functools.cache
@@ -68,11 +75,11 @@ def networks(clients: int = 3) -> Any:
 
 def test_without_a_proximal_term_fedprox_is_fedavg_and_with_a_large_one_nothing_moves() -> None:
     settings: dict[str, Any] = {"learning_rate": 0.01, "momentum": 0.9}
-    plain = fit(fedppl.NetworkAveraging(**settings), 3, networks())
-    none = fit(fedppl.NetworkAveraging(**settings, proximal=0.0), 3, networks())
+    plain = fit(nn.FedAvg(**settings), 3, networks())
+    none = fit(nn.FedAvg(**settings, proximal=0.0), 3, networks())
     assert_array_equal(plain.state.phi, none.state.phi)
     moved = [
-        np.abs(fit(fedppl.NetworkAveraging(**settings, proximal=mu), 1, networks()).state.phi - held).max()
+        np.abs(fit(nn.FedAvg(**settings, proximal=mu), 1, networks()).state.phi - held).max()
         for mu, held in ((0.0, networks_start()), (10.0, networks_start()))
     ]
     assert moved[1] < 0.5 * moved[0]
@@ -86,8 +93,8 @@ def test_the_fixed_point_of_one_client_with_a_proximal_term_is_in_closed_form() 
     """(A + μ I) w = b + μ φ after steps to convergence from φ."""
     model, clients = line()
     client = model.enrol({"site 1": clients["site 1"]})["site 1"]
-    algorithm = fedppl.NetworkAveraging(learning_rate=0.05, momentum=0.0, phases=(("all", 4000),), proximal=2.0)
-    state = algorithm.init_server(client.layout, ("site 1",), stream((0,)))
+    algorithm = nn.FedAvg(learning_rate=0.05, momentum=0.0, phases=(("all", 4000),), proximal=2.0)
+    state = algorithm.init(client.layout, ("site 1",), stream((0,)))
     _, reply, _ = algorithm.update_client(client, None, algorithm.broadcast(state, "site 1"), stream((1,)))
     A, b = quadratic(clients["site 1"])
     wanted = np.linalg.solve(A + 2.0 * np.eye(3), b + 2.0 * state.phi)
@@ -98,19 +105,19 @@ def test_the_fixed_point_of_one_client_with_a_proximal_term_is_in_closed_form() 
 
 
 def test_control_variates_sum_to_nothing_and_are_mean_gradients() -> None:
-    found = fit(fedppl.NetworkSCAFFOLD(learning_rate=0.02, epochs=2, batch_size=10), 6, participation=2)
+    found = fit(nn.SCAFFOLD(learning_rate=0.02, epochs=2, batch_size=10), 6, participation=2)
     state = found.state
     mean = state.weights @ state.controls / state.weights.sum()
     assert_allclose(state.weights @ (mean - state.controls), 0.0, atol=1e-8)
     # One step on all rows in the first round: c_k is the gradient at φ.
     model, clients = line()
-    algorithm = fedppl.NetworkSCAFFOLD(learning_rate=0.02, epochs=1, batch_size=100)
+    algorithm = nn.SCAFFOLD(learning_rate=0.02, epochs=1, batch_size=100)
     models = model.enrol(clients)
-    before = algorithm.init_server(models["site 0"].layout, tuple(clients), stream((0,)))
+    before = algorithm.init(models["site 0"].layout, tuple(clients), stream((0,)))
     replies = {
         k: algorithm.update_client(c, None, algorithm.broadcast(before, k), stream((1,)))[1] for k, c in models.items()
     }
-    after, _ = algorithm.update_server(before, replies)
+    after, _ = updated(algorithm, before, replies)
     for k, (name, data) in enumerate(clients.items()):
         A, b = quadratic(data)
         assert_allclose(after.controls[k], A @ before.phi - b, rtol=1e-3, atol=1e-4, err_msg=name)
@@ -120,8 +127,8 @@ def test_scaffold_ends_at_the_optimum_where_averaging_does_not() -> None:
     A, b = pooled()
     best = np.linalg.solve(A, b)
     steps: dict[str, Any] = {"learning_rate": 0.05, "batch_size": 100}
-    ours = fit(fedppl.NetworkSCAFFOLD(epochs=10, **steps), 150).state.phi
-    theirs = fit(fedppl.NetworkAveraging(momentum=0.0, phases=(("all", 10),), **steps), 150).state.phi
+    ours = fit(nn.SCAFFOLD(epochs=10, **steps), 150).state.phi
+    theirs = fit(nn.FedAvg(momentum=0.0, phases=(("all", 10),), **steps), 150).state.phi
     assert_allclose(ours, best, atol=2e-4)
     assert np.abs(theirs - best).max() > 5e-3
 
@@ -131,8 +138,8 @@ def test_scaffold_ends_at_the_optimum_where_averaging_does_not() -> None:
 
 def test_one_cluster_is_federated_averaging() -> None:
     steps: dict[str, Any] = {"learning_rate": 0.05, "momentum": 0.9}
-    one = fit(fedppl.IFCA(clusters=1, epochs=2, **steps), 4, networks())
-    plain = fit(fedppl.NetworkAveraging(phases=(("all", 2),), **steps), 4, networks())
+    one = fit(nn.IFCA(clusters=1, epochs=2, **steps), 4, networks())
+    plain = fit(nn.FedAvg(phases=(("all", 2),), **steps), 4, networks())
     assert_allclose(one.state.phi[0], plain.state.phi, rtol=1e-12)
 
 
@@ -142,13 +149,13 @@ def test_clients_that_disagree_about_labels_part() -> None:
     mixed = {
         k: {**data, "y": data["y"] if i % 2 else (data["y"] + 1) % 3} for i, (k, data) in enumerate(clients.items())
     }
-    two = fit(fedppl.IFCA(spread=1.0, learning_rate=0.1), 25, (model, mixed))
+    two = fit(nn.IFCA(spread=1.0, learning_rate=0.1), 25, (model, mixed))
     chosen = two.idata["rounds"]["cluster"].values[-1]
     assert set(chosen[::2]).isdisjoint(chosen[1::2])
     right = [
         np.mean(nn.predict(two, k, {"X": d["X"]})["probability"].values.argmax(1) == d["y"]) for k, d in mixed.items()
     ]
-    one = fit(fedppl.IFCA(clusters=1, learning_rate=0.1), 25, (model, mixed))
+    one = fit(nn.IFCA(clusters=1, learning_rate=0.1), 25, (model, mixed))
     wrong = [
         np.mean(nn.predict(one, k, {"X": d["X"]})["probability"].values.argmax(1) == d["y"]) for k, d in mixed.items()
     ]
@@ -156,15 +163,15 @@ def test_clients_that_disagree_about_labels_part() -> None:
 
 
 def test_a_cluster_that_nobody_chooses_stays() -> None:
-    algorithm = fedppl.IFCA(clusters=2)
+    algorithm = nn.IFCA(clusters=2)
     model, clients = networks()
-    state = algorithm.init_server(model.enrol(clients)["device 0"].layout, tuple(clients), stream((0,)))
+    state = algorithm.init(model.enrol(clients)["device 0"].layout, tuple(clients), stream((0,)))
     reply = {"phi": np.ones(31), "weight": np.array([3.0, 0.0])}
-    after, info = algorithm.update_server(state, {"device 0": reply})
+    after, report = updated(algorithm, state, {"device 0": reply})
     assert_array_equal(after.phi[1], state.phi[1])
     assert_array_equal(after.phi[0], np.ones(31))
-    assert info.used == 1
-    assert algorithm.refuse(state, {**reply, "weight": np.array([1.0, 1.0])}) is not None
+    assert report.info.used == 1
+    assert algorithm.replies.reject(state, {**reply, "weight": np.array([1.0, 1.0])}) is not None
 
 
 # --- Per-FedAvg ------------------------------------------------------------------------------------------------
@@ -172,15 +179,15 @@ def test_a_cluster_that_nobody_chooses_stays() -> None:
 
 def test_without_a_step_inside_per_fedavg_is_gradient_descent() -> None:
     steps: dict[str, Any] = {"learning_rate": 0.05, "batch_size": 100}
-    meta = fit(fedppl.PerFedAvg(inner_rate=1e-9, epochs=3, **steps), 2).state.phi
-    plain = fit(fedppl.NetworkAveraging(momentum=0.0, phases=(("all", 3),), **steps), 2).state.phi
+    meta = fit(nn.PerFedAvg(inner_rate=1e-9, epochs=3, **steps), 2).state.phi
+    plain = fit(nn.FedAvg(momentum=0.0, phases=(("all", 3),), **steps), 2).state.phi
     assert_allclose(meta, plain, atol=1e-5)
 
 
 def test_a_step_of_per_fedavg_is_that_of_the_meta_loss() -> None:
     """∇F = (I − α A) ∇f(w − α ∇f(w)) on a quadratic, whose Hessian differences give exactly."""
     model, clients = line()
-    unit = model.enrol(clients)["site 2"].network.unit
+    unit = model.enrol(clients)["site 2"].view(network_of).unit
     w, alpha, beta = unit.held, 0.1, 0.05
     A, b = quadratic(clients["site 2"])
     inside = w - alpha * (A @ w - b)
@@ -196,7 +203,7 @@ def test_a_step_of_per_fedavg_is_that_of_the_meta_loss() -> None:
 def test_a_step_of_pfedme_is_that_of_the_envelope(lam: float) -> None:
     """∇ = λ (w − θ(w)) with θ(w) = (A + λ I)⁻¹ (b + λ w); with λ → ∞ that is the loss's own, so that φ is FedAvg's."""
     model, clients = line()
-    unit = model.enrol(clients)["site 1"].network.unit
+    unit = model.enrol(clients)["site 1"].view(network_of).unit
     w, (A, b) = unit.held, quadratic(clients["site 1"])
     theta = np.linalg.solve(A + lam * np.eye(3), b + lam * w)
     steps, rate = Training(0.1 / lam, 1, 100), 0.05
@@ -209,7 +216,7 @@ def test_a_step_of_pfedme_is_that_of_the_envelope(lam: float) -> None:
 
 def test_pfedme_predicts_by_the_personal_network() -> None:
     model, clients = networks()
-    algorithm = fedppl.PFedMe(lam=1.0, learning_rate=0.2, inner_rate=0.1)
+    algorithm = nn.PFedMe(lam=1.0, learning_rate=0.2, inner_rate=0.1)
     found = fit(algorithm, 15, (model, clients))
     for name, data in clients.items():
         own = nn.personalise(found, name)
@@ -223,8 +230,8 @@ def test_pfedme_predicts_by_the_personal_network() -> None:
 def test_the_global_part_moves_to_where_the_clients_posterior_is() -> None:
     model, clients = networks()
     client = model.enrol(clients)["device 0"]
-    algorithm = fedppl.PFedBayes(zeta=1.0, spread=0.1, learning_rate=5e-3, epochs=20)
-    state = algorithm.init_server(client.layout, ("device 0",), stream((0,)))
+    algorithm = nn.PFedBayes(zeta=1.0, spread=0.1, learning_rate=5e-3, epochs=20)
+    state = algorithm.init(client.layout, ("device 0",), stream((0,)))
     q, reply, info = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
     mean, sd = reply["mean"] / reply["weight"], reply["sd"] / reply["weight"]
     assert np.linalg.norm(q.mean - mean) < 0.2 * np.linalg.norm(q.mean - state.mean)
@@ -240,7 +247,7 @@ def test_the_divergence_of_posteriors_is_that_of_normals() -> None:
 
 def test_pfedbayes_learns_and_says_how_sure_it_is() -> None:
     model, clients = networks()
-    found = fit(fedppl.PFedBayes(zeta=0.1, spread=0.05, learning_rate=0.02), 15, (model, clients))
+    found = fit(nn.PFedBayes(zeta=0.1, spread=0.05, learning_rate=0.02), 15, (model, clients))
     for name, data in clients.items():
         predicted = nn.predict(found, name, {"X": data["X"]})
         assert np.mean(predicted["probability"].values.argmax(1) == data["y"]) >= 0.85
@@ -254,15 +261,15 @@ def test_pfedbayes_learns_and_says_how_sure_it_is() -> None:
 def test_an_overwhelming_prior_holds_the_posterior_and_shared_means_are_averaged_by_rows() -> None:
     """With ζ → ∞ the KL term is all there is, and q_k stays p_k; the server's average is by hand."""
     model, clients = problems.classification(3)
-    algorithm = fedppl.BPFed(zeta=1e9, learning_rate=1e-5)
+    algorithm = nn.BPFed(zeta=1e9, learning_rate=1e-5)
     client = model.enrol(clients)["device 0"]
-    state = algorithm.init_server(client.layout, tuple(clients), stream((0,)))
+    state = algorithm.init(client.layout, tuple(clients), stream((0,)))
     kept, reply, _ = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
     # Adam's steps are about as long as its rate whatever the slope: it wanders no farther than some of them.
     assert_allclose(reply["mean"] / reply["weight"], state.mean, atol=2e-4)
     assert_allclose(kept.sd, 0.05, rtol=5e-3)
     other = {"mean": 3.0 * np.ones_like(state.mean), "sd": 3.0 * np.full_like(state.mean, 0.2), "weight": np.array(3.0)}
-    after, _ = algorithm.update_server(state, {"device 0": reply, "device 1": other})
+    after, _ = updated(algorithm, state, {"device 0": reply, "device 1": other})
     total = float(reply["weight"]) + 3.0
     assert_allclose(after.mean, (reply["mean"] + 3.0) / total, rtol=1e-12)
     assert_allclose(after.sd, (reply["sd"] + 0.6) / total, rtol=1e-12)
@@ -272,8 +279,8 @@ def test_the_last_posterior_is_the_next_prior_of_local_weights() -> None:
     """A client that comes back with a far tighter q_k of its head keeps near it; a new one starts from the spread."""
     model, clients = problems.classification(3)
     client = model.enrol(clients)["device 1"]
-    algorithm = fedppl.BPFed(zeta=1.0, spread=0.1, learning_rate=1e-2, epochs=10)
-    message = algorithm.broadcast(algorithm.init_server(client.layout, ("device 1",), stream((0,))), "device 1")
+    algorithm = nn.BPFed(zeta=1.0, spread=0.1, learning_rate=1e-2, epochs=10)
+    message = algorithm.broadcast(algorithm.init(client.layout, ("device 1",), stream((0,))), "device 1")
     first, _, info = algorithm.update_client(client, None, message, stream((1,)))
     assert info == {"blank": 1.0}
     tight = first._replace(sd=np.full_like(first.sd, 1e-3))
@@ -285,7 +292,7 @@ def test_the_last_posterior_is_the_next_prior_of_local_weights() -> None:
 
 def test_bpfed_learns_and_sds_fall_with_rounds() -> None:
     model, clients = problems.classification(3)
-    found = fit(fedppl.BPFed(zeta=0.1, learning_rate=0.02), 15, (model, clients))
+    found = fit(nn.BPFed(zeta=0.1, learning_rate=0.02), 15, (model, clients))
     for name, data in clients.items():
         predicted = nn.predict(found, name, {"X": data["X"]})
         assert np.mean(predicted["probability"].values.argmax(1) == data["y"]) >= 0.85
@@ -306,7 +313,7 @@ def test_the_chain_has_the_moments_of_its_steps(rate: float, spread: float) -> N
     model, clients = line()
     client, data = model.enrol(clients)["site 1"], clients["site 1"]
     (A, b), n = quadratic(data), len(data["X"])
-    beta, network = np.array([0.3, -0.2, 0.1]), client.network
+    beta, network = np.array([0.3, -0.2, 0.1]), client.view(network_of)
     head = network.head(("weight", "bias"))
     _, chain = langevin_steps(
         network.unit, head, network.unit.held, np.arange(0), beta, (beta, spread), Training(0.1, 8_000, n), rate,
@@ -330,13 +337,13 @@ def test_the_chain_has_the_moments_of_its_steps(rate: float, spread: float) -> N
 
 def test_the_population_is_the_mean_of_its_heads_and_layers_below_go_by_rows() -> None:
     model, clients = networks()
-    algorithm = fedppl.FedPop(head=ALL[2:])
+    algorithm = nn.FedPop(head=ALL[2:])
     models = model.enrol(clients)
-    state = algorithm.init_server(models["device 0"].layout, tuple(clients), stream((0,)))
+    state = algorithm.init(models["device 0"].layout, tuple(clients), stream((0,)))
     replies = {
         k: algorithm.update_client(c, None, algorithm.broadcast(state, k), stream((1,)))[1] for k, c in models.items()
     }
-    after, _ = algorithm.update_server(state, replies)
+    after, _ = updated(algorithm, state, replies)
     assert_allclose(after.phi[state.head], np.mean([r["heads"] for r in replies.values()], axis=0), rtol=1e-12)
     rows = sum(float(r["rows"]) for r in replies.values())
     below = np.setdiff1d(np.arange(len(after.phi)), state.head)
@@ -345,7 +352,7 @@ def test_the_population_is_the_mean_of_its_heads_and_layers_below_go_by_rows() -
 
 def test_fedpop_learns_and_heads_move_without_reporting() -> None:
     model, clients = networks()
-    algorithm = fedppl.FedPop(head=ALL[2:], learning_rate=0.05, head_rate=0.05)
+    algorithm = nn.FedPop(head=ALL[2:], learning_rate=0.05, head_rate=0.05)
     found = fit(algorithm, 15, (model, clients), reporting=0.4)
     assert set(found.personal) == set(clients)
     for name, data in clients.items():
@@ -360,26 +367,26 @@ def test_fedpop_learns_and_heads_move_without_reporting() -> None:
 @pytest.mark.parametrize(
     ("build", "match"),
     [
-        (lambda: fedppl.NetworkAveraging(proximal=-1.0), "proximal=-1.0 must be"),
-        (lambda: fedppl.NetworkAveraging(momentum=2.0), "momentum=2.0 must be"),
-        (lambda: fedppl.NetworkAveraging(phases=1), "phases=1 must be pairs"),
-        (lambda: fedppl.NetworkAveraging(tune=True), "tune=True must be"),
-        (lambda: fedppl.FedSI(diagonal="x"), "diagonal='x' must be True or False"),
-        (lambda: fedppl.FedSI(prior_variance=np.inf), "prior_variance=inf must be finite"),
-        (lambda: fedppl.NetworkSCAFFOLD(learning_rate=0.0), "learning_rate=0.0 must be"),
-        (lambda: fedppl.IFCA(clusters=0), "clusters=0 must be"),
-        (lambda: fedppl.IFCA(spread=0.0), "spread=0.0 must be"),
-        (lambda: fedppl.PerFedAvg(inner_rate=-1.0), "inner_rate=-1.0 must be"),
-        (lambda: fedppl.PFedMe(lam=0.0), "lam=0.0 must be"),
-        (lambda: fedppl.PFedMe(lam=10.0, learning_rate=0.2), "must be at most 1"),
-        (lambda: fedppl.PFedMe(inner_steps=0), "inner_steps=0 must be"),
-        (lambda: fedppl.PFedBayes(zeta=0.0), "zeta=0.0 must be"),
-        (lambda: fedppl.PFedBayes(draws=0), "draws=0 must be"),
-        (lambda: fedppl.BPFed(zeta=np.nan), "zeta=nan must be"),
-        (lambda: fedppl.BPFed(spread=0.0), "spread=0.0 must be"),
-        (lambda: fedppl.FedPop(head="2.weight"), "head='2.weight' must be a tuple"),
-        (lambda: fedppl.FedPop(head=ALL[2:], head_rate=0.0), "head_rate=0.0 must be"),
-        (lambda: fedppl.FedPop(head=ALL[2:], draw_epochs=0), "draw_epochs=0 must be"),
+        (lambda: nn.FedAvg(proximal=-1.0), "proximal=-1.0 must be"),
+        (lambda: nn.FedAvg(momentum=2.0), "momentum=2.0 must be"),
+        (lambda: nn.FedAvg(phases=1), "phases=1 must be pairs"),
+        (lambda: nn.FedAvg(tune=True), "tune=True must be"),
+        (lambda: nn.FedSI(diagonal="x"), "diagonal='x' must be True or False"),
+        (lambda: nn.FedSI(prior_variance=np.inf), "prior_variance=inf must be positive and finite"),
+        (lambda: nn.SCAFFOLD(learning_rate=0.0), "learning_rate=0.0 must be"),
+        (lambda: nn.IFCA(clusters=0), "clusters=0 must be"),
+        (lambda: nn.IFCA(spread=0.0), "spread=0.0 must be"),
+        (lambda: nn.PerFedAvg(inner_rate=-1.0), "inner_rate=-1.0 must be"),
+        (lambda: nn.PFedMe(lam=0.0), "lam=0.0 must be"),
+        (lambda: nn.PFedMe(lam=10.0, learning_rate=0.2), "must be at most 1"),
+        (lambda: nn.PFedMe(inner_steps=0), "inner_steps=0 must be"),
+        (lambda: nn.PFedBayes(zeta=0.0), "zeta=0.0 must be"),
+        (lambda: nn.PFedBayes(draws=0), "draws=0 must be"),
+        (lambda: nn.BPFed(zeta=np.nan), "zeta=nan must be"),
+        (lambda: nn.BPFed(spread=0.0), "spread=0.0 must be"),
+        (lambda: nn.FedPop(head="2.weight"), "head='2.weight' must be a tuple"),
+        (lambda: nn.FedPop(head=ALL[2:], head_rate=0.0), "head_rate=0.0 must be"),
+        (lambda: nn.FedPop(head=ALL[2:], draw_epochs=0), "draw_epochs=0 must be"),
     ],
 )
 def test_settings_out_of_range_are_named(build: Any, match: str) -> None:
@@ -392,27 +399,27 @@ def test_frozen_layers_are_refused_and_a_softmax_is_told(caplog: pytest.LogCaptu
     data = problems.classification()[1]
     model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["0.weight", "0.bias"])
     with caplog.at_level("WARNING", logger="fedppl"):
-        fedppl.fit(model, data, fedppl.NetworkAveraging(), rounds=1, progressbar=False)
+        fedppl.fit(model, data, nn.FedAvg(), rounds=1, progressbar=False)
     assert "leave the softmax out" in caplog.text
     frozen = torch.nn.Linear(3, 3)
     frozen.bias.requires_grad_(False)
     model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=frozen), ["weight"])
     with pytest.raises(DeclarationError, match=r"parameters \['bias'\] are frozen"):
-        fedppl.fit(model, data, fedppl.NetworkAveraging(), progressbar=False)
+        fedppl.fit(model, data, nn.FedAvg(), progressbar=False)
 
 
 def test_a_fit_without_one_network_says_so() -> None:
-    with pytest.raises(DeclarationError, match="the fit is of IFCA, which has no one network"):
-        nn.network(fit(fedppl.IFCA(epochs=1), 1, networks()))
+    with pytest.raises(DeclarationError, match="the fit is of nn.IFCA, which has no one network"):
+        nn.network(fit(nn.IFCA(epochs=1), 1, networks()))
 
 
 WHOLE = {
-    "NetworkSCAFFOLD": fedppl.NetworkSCAFFOLD,
-    "IFCA": fedppl.IFCA,
-    "PerFedAvg": fedppl.PerFedAvg,
-    "PFedMe": fedppl.PFedMe,
-    "PFedBayes": fedppl.PFedBayes,
-    "FedPop": functools.partial(fedppl.FedPop, head=("weight", "bias")),
+    "SCAFFOLD": nn.SCAFFOLD,
+    "IFCA": nn.IFCA,
+    "PerFedAvg": nn.PerFedAvg,
+    "PFedMe": nn.PFedMe,
+    "PFedBayes": nn.PFedBayes,
+    "FedPop": functools.partial(nn.FedPop, head=("weight", "bias")),
 }
 
 
@@ -429,8 +436,8 @@ def test_steps_that_run_away_say_what_to_lower(name: str) -> None:
     several = {"PFedMe": {"inner_rate": 1e8, "lam": 1e-6}, "FedPop": {"head_rate": 1e8, "spread": 1e8}}
     settings = several.get(name, {"learning_rate": 1e8})
     algorithm = WHOLE[name](**settings)
-    state = algorithm.init_server(client.layout, ("site 0",), stream((0,)))
-    if name == "NetworkSCAFFOLD":
+    state = algorithm.init(client.layout, ("site 0",), stream((0,)))
+    if name == "SCAFFOLD":
         settings = {"learning_rate": 1e30}
         algorithm = WHOLE[name](**settings)
     with pytest.raises(LocalFailure, match="lower (learning_rate|inner_rate|head_rate)="):

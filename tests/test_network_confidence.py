@@ -11,23 +11,29 @@ import pytest
 from numpy.testing import assert_allclose
 
 import fedppl
-from fedppl.algorithms.hierarchical.confidence import confidence_of
+from fedppl.algorithms.hierarchical._confidences import confidence_of
 from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import stream
+from fedppl.run.replies import received
 from fedppl.types import DeclarationError, LocalFailure
 from models import fedsi, pfedvem
 
 torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
-from fedppl.nn.algorithms._common import Training  # noqa: E402
 from fedppl.nn.head import expected_loss, features, head_slopes  # noqa: E402
 from fedppl.nn.head_steps import HeadSteps, head_posterior, train_below  # noqa: E402
-from fedppl.nn.train import outcomes  # noqa: E402
+from fedppl.nn.train import Training, outcomes, train  # noqa: E402
 from fedppl.nn.unit import log_likelihood  # noqa: E402
+from fedppl.nn.view import network_of  # noqa: E402
 
 BODY, HEAD = ("0.weight", "0.bias"), ("2.weight", "2.bias")
+
+
+def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
+    """State and report after these replies."""
+    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
 
 
 def problem(*, shared: tuple[str, ...] = (*BODY, *HEAD), clients: int = 3) -> Any:
@@ -38,13 +44,13 @@ def problem(*, shared: tuple[str, ...] = (*BODY, *HEAD), clients: int = 3) -> An
 def fitted(**settings: Any) -> fedppl.Fit:
     model, clients = problem()
     run = {"rounds": 5, "progressbar": False, "random_seed": 2, **settings.pop("run", {})}
-    return fedppl.fit(model, clients, fedppl.NetworkConfidence(head=HEAD, **settings), **run)
+    return fedppl.fit(model, clients, nn.Confidence(head=HEAD, **settings), **run)
 
 
 def test_the_e_step_is_the_mean_field_posterior_of_the_declared_head() -> None:
     """Against `MeanField` on `models.pfedvem.head`. Adam with K draws wanders by about its rate, here 0.002."""
     model, clients = problem()
-    network = model.enrol(clients)["device 0"].network
+    network = model.enrol(clients)["device 0"].view(network_of)
     head, w = network.head(HEAD), network.unit.held
     z, centre, tau = features(network.unit, head, w), np.full(15, 0.1), 4.0
     start = (centre, np.full(15, 0.3))
@@ -69,7 +75,7 @@ def test_slopes_of_the_head_are_those_of_its_loss(normal: bool, bias: bool) -> N
     names = [name for name, _ in net.named_parameters()]
     rows = {"X": generator.normal(size=(9, 3)), "y": generator.normal(size=(9, 2)) if normal else np.arange(9) % 2}
     build = functools.partial(fedsi.regressor, noise_sd=0.3) if normal else fedsi.classifier
-    unit = fedppl.FederatedModel(functools.partial(build, net=net), names).enrol({"a": rows})["a"].network
+    unit = fedppl.FederatedModel(functools.partial(build, net=net), names).enrol({"a": rows})["a"].view(network_of)
     head = unit.head(tuple(names[2:]))
     z = features(unit.unit, head, unit.unit.held, dtype=torch.float64)
     v = torch.from_numpy(generator.normal(size=(6, len(head.places)))).requires_grad_()
@@ -98,12 +104,12 @@ def test_a_head_whose_weights_are_used_elsewhere_is_refused() -> None:
     names = ("body.weight", "body.bias", "head.weight", "head.bias")
     model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=Tied()), names)
     with pytest.raises(DeclarationError, match="layer 'head' cannot be taken off the network"):
-        fedppl.fit(model, problem()[1], fedppl.NetworkConfidence(head=names[2:]), progressbar=False)
+        fedppl.fit(model, problem()[1], nn.Confidence(head=names[2:]), progressbar=False)
 
 
 def test_layers_below_are_trained_and_the_head_is_not() -> None:
     model, clients = problem()
-    network = model.enrol(clients)["device 1"].network
+    network = model.enrol(clients)["device 1"].view(network_of)
     head, w = network.head(HEAD), network.unit.held
     below = np.setdiff1d(np.arange(len(w)), head.places)
     q = (w[head.places], np.zeros(15))
@@ -111,7 +117,7 @@ def test_layers_below_are_trained_and_the_head_is_not() -> None:
     assert_allclose(after[head.places], w[head.places])
     assert np.all(after[below] != w[below])
     # A head without doubt is a head: the same steps by the code that trains networks.
-    other = network.trained(w, below, Training(0.1, 20, 10, 0.9), np.random.default_rng(0))
+    other = train(network.unit, w, below, Training(0.1, 20, 10, 0.9), np.random.default_rng(0))
     X = torch.from_numpy(clients["device 1"]["X"]).float()
     before, ours, theirs = (network.unit.loaded(x)(X) for x in (w, after, other))
     y = torch.from_numpy(clients["device 1"]["y"])
@@ -123,21 +129,21 @@ def test_layers_below_are_trained_and_the_head_is_not() -> None:
 @pytest.mark.parametrize("shared", [(*BODY, *HEAD), ("2.bias", "0.weight", "2.weight", "0.bias")])
 def test_heads_go_by_confidence_and_the_rest_by_rows_whatever_the_order(shared: tuple[str, ...]) -> None:
     model, clients = problem(shared=shared)
-    algorithm = fedppl.NetworkConfidence(head=HEAD)
+    algorithm = nn.Confidence(head=HEAD)
     models = model.enrol(clients)
-    state = algorithm.init_server(models["device 0"].layout, tuple(clients), stream((0,)))
+    state = algorithm.init(models["device 0"].layout, tuple(clients), stream((0,)))
     replies, kept = {}, {}
     for name, client in models.items():
         kept[name], replies[name], info = algorithm.update_client(
             client, None, algorithm.broadcast(state, name), stream((1,))
         )
-        network = client.network
+        network = client.view(network_of)
         centre = network.unit.weights(state.phi, network.start)[network.head(HEAD).places]
         assert_allclose(float(replies[name]["weight"]), confidence_of(kept[name].mean, kept[name].sd ** 2, centre))
         assert info["blank"] == 1.0
-    after, _ = algorithm.update_server(state, replies)
-    unit = models["device 0"].network.unit
-    head = models["device 0"].network.head(HEAD)
+    after, _ = updated(algorithm, state, replies)
+    unit = models["device 0"].view(network_of).unit
+    head = models["device 0"].view(network_of).head(HEAD)
     w = unit.weights(after.phi, np.zeros(0))
     taus = np.array([float(replies[name]["weight"]) for name in clients])
     wanted = taus @ np.array([kept[name].mean for name in clients]) / taus.sum()
@@ -147,7 +153,7 @@ def test_heads_go_by_confidence_and_the_rest_by_rows_whatever_the_order(shared: 
 
 def test_a_message_is_one_number_longer_than_in_averaging() -> None:
     model, clients = problem()
-    plain = fedppl.fit(model, clients, fedppl.NetworkAveraging(), rounds=1, progressbar=False)
+    plain = fedppl.fit(model, clients, nn.FedAvg(), rounds=1, progressbar=False)
     ours = fitted(run={"rounds": 1})
     assert {b + 8 for b in plain.records[0].bytes_up.values()} == set(ours.records[0].bytes_up.values())
     assert plain.records[0].bytes_down == ours.records[0].bytes_down
@@ -186,8 +192,8 @@ def test_the_head_of_a_draw_is_uncertain_and_the_rest_is_a_point() -> None:
 def test_averages_over_rounds_are_the_estimate_and_nothing_else() -> None:
     plain, smooth = fitted(), fitted(smoothing=0.5)
     assert_allclose(plain.state.phi, smooth.state.phi)
-    algorithm = fedppl.NetworkConfidence(head=HEAD)
-    wanted = algorithm.init_server(plain.layout, ("a",), stream((0,))).phi
+    algorithm = nn.Confidence(head=HEAD)
+    wanted = algorithm.init(plain.layout, ("a",), stream((0,))).phi
     for step in fedppl.rounds(*problem(), algorithm, rounds=5, random_seed=2):
         wanted = 0.5 * wanted + 0.5 * step.state.phi
     assert_allclose(smooth.state.smooth, wanted)
@@ -216,7 +222,7 @@ def test_a_ledger_remembers_the_heads_of_clients_that_did_not_report() -> None:
 )
 def test_settings_out_of_range_are_named(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(DeclarationError, match=match):
-        fedppl.NetworkConfidence(**settings)
+        nn.Confidence(**settings)
 
 
 @pytest.mark.parametrize(
@@ -231,18 +237,18 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], match: str) -
 def test_a_head_must_be_the_last_layer_and_everything_shared(head: Any, shared: Any, match: str) -> None:
     model, clients = problem(shared=shared)
     with pytest.raises(DeclarationError, match=match):
-        fedppl.fit(model, clients, fedppl.NetworkConfidence(head=head), progressbar=False)
+        fedppl.fit(model, clients, nn.Confidence(head=head), progressbar=False)
 
 
-@pytest.mark.parametrize("knob", ["learning_rate", "head_rate"])
-def test_steps_that_run_away_fail_and_say_what_to_lower(knob: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("setting", ["learning_rate", "head_rate"])
+def test_steps_that_run_away_fail_and_say_what_to_lower(setting: str, rng: np.random.Generator) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.1), [*BODY, *HEAD])
     X = rng.normal(size=(30, 3))
     client = model.enrol({"a": {"X": X, "y": X[:, :1]}})["a"]
-    algorithm = fedppl.NetworkConfidence(head=HEAD, **{knob: 1e20})
-    state = algorithm.init_server(client.layout, ("a",), stream((0,)))
-    with pytest.raises(LocalFailure, match=f"lower {knob}="):
+    algorithm = nn.Confidence(head=HEAD, **{setting: 1e20})
+    state = algorithm.init(client.layout, ("a",), stream((0,)))
+    with pytest.raises(LocalFailure, match=f"lower {setting}="):
         algorithm.update_client(client, None, algorithm.broadcast(state, "a"), stream((1,)))
 
 
@@ -250,6 +256,6 @@ def test_a_linear_head_alone_is_a_network_too() -> None:
     """Nothing below the head: only the head's part is left."""
     net = torch.nn.Linear(3, 3)
     model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["weight", "bias"])
-    algorithm = fedppl.NetworkConfidence(head=("weight", "bias"))
+    algorithm = nn.Confidence(head=("weight", "bias"))
     fit = fedppl.fit(model, problem()[1], algorithm, rounds=2, progressbar=False, random_seed=0)
     assert fit.records[-1].bytes_up["device 0"] == 8 * (12 + 2)

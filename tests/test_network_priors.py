@@ -17,7 +17,9 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.flower import node as _node  # noqa: E402
+from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
+from fedppl.run.replies import received  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests import problems  # noqa: E402
 
@@ -28,6 +30,11 @@ PRIORS: dict[str, Callable[..., Any]] = {
     "t": lambda name, start: pm.StudentT(name, nu=4, mu=start, sigma=1.0, shape=start.shape),
     "multivariate_normal": lambda name, start: pm.MvNormal(name, start, 0.5 + 0.5 * np.eye(start.shape[-1])),
 }
+
+
+def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
+    """State and report after these replies."""
+    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
 
 
 def declared(kind: str, net: Any, X: Any, y: Any) -> Any:
@@ -58,23 +65,23 @@ def enrolled(kind: str, shared: tuple[str, ...]) -> Any:
 TUNED: dict[str, Any] = {"tune_rate": 0.05, "tune_epochs": 20}
 # Every algorithm for networks: what it shares, and how it is built.
 ALGORITHMS: dict[str, tuple[tuple[str, ...], Callable[[], fedppl.Algorithm]]] = {
-    "FedSI": (BODY, lambda: fedppl.FedSI(ratio=0.5, epochs=2, **TUNED)),
-    "FedSI, diagonal": (BODY, lambda: fedppl.FedSI(diagonal=True, epochs=2, **TUNED)),
-    "FedSI, half a head": (BODY, lambda: fedppl.FedSI(ratio=0.5, epochs=2, tune=("2.bias",), **TUNED)),
-    "FedSI, no head": (BODY, lambda: fedppl.FedSI(ratio=0.5, epochs=2, tune=None)),
-    "FedSI, all shared": (ALL, lambda: fedppl.FedSI(ratio=0.5, epochs=2, tune=None)),
-    "NetworkAveraging": (ALL, lambda: fedppl.NetworkAveraging(phases=(("all", 2),))),
-    "NetworkAveraging, FedProx": (ALL, lambda: fedppl.NetworkAveraging(phases=(("all", 2),), proximal=1.0)),
-    "NetworkAveraging, FedBABU": (BODY, lambda: fedppl.NetworkAveraging(phases=(("shared", 2),), tune="local")),
-    "NetworkAveraging, FedPer": (BODY, lambda: fedppl.NetworkAveraging(phases=(("all", 2),))),
-    "NetworkSCAFFOLD": (ALL, lambda: fedppl.NetworkSCAFFOLD(epochs=2)),
-    "IFCA": (ALL, lambda: fedppl.IFCA(epochs=2)),
-    "PerFedAvg": (ALL, lambda: fedppl.PerFedAvg(epochs=2)),
-    "PFedMe": (ALL, lambda: fedppl.PFedMe(epochs=2)),
-    "PFedBayes": (ALL, lambda: fedppl.PFedBayes(epochs=2)),
-    "BPFed": (BODY, lambda: fedppl.BPFed(epochs=2)),
-    "FedPop": (ALL, lambda: fedppl.FedPop(head=HEAD, epochs=2, draw_epochs=4)),
-    "NetworkConfidence": (ALL, lambda: fedppl.NetworkConfidence(head=HEAD, epochs=2, head_steps=3)),
+    "FedSI": (BODY, lambda: nn.FedSI(ratio=0.5, epochs=2, **TUNED)),
+    "FedSI, diagonal": (BODY, lambda: nn.FedSI(diagonal=True, epochs=2, **TUNED)),
+    "FedSI, half a head": (BODY, lambda: nn.FedSI(ratio=0.5, epochs=2, tune=("2.bias",), **TUNED)),
+    "FedSI, no head": (BODY, lambda: nn.FedSI(ratio=0.5, epochs=2, tune=None)),
+    "FedSI, all shared": (ALL, lambda: nn.FedSI(ratio=0.5, epochs=2, tune=None)),
+    "FedAvg": (ALL, lambda: nn.FedAvg(phases=(("all", 2),))),
+    "FedAvg, FedProx": (ALL, lambda: nn.FedAvg(phases=(("all", 2),), proximal=1.0)),
+    "FedAvg, FedBABU": (BODY, lambda: nn.FedAvg(phases=(("shared", 2),), tune="local")),
+    "FedAvg, FedPer": (BODY, lambda: nn.FedAvg(phases=(("all", 2),))),
+    "SCAFFOLD": (ALL, lambda: nn.SCAFFOLD(epochs=2)),
+    "IFCA": (ALL, lambda: nn.IFCA(epochs=2)),
+    "PerFedAvg": (ALL, lambda: nn.PerFedAvg(epochs=2)),
+    "PFedMe": (ALL, lambda: nn.PFedMe(epochs=2)),
+    "PFedBayes": (ALL, lambda: nn.PFedBayes(epochs=2)),
+    "BPFed": (BODY, lambda: nn.BPFed(epochs=2)),
+    "FedPop": (ALL, lambda: nn.FedPop(head=HEAD, epochs=2, draw_epochs=4)),
+    "Confidence": (ALL, lambda: nn.Confidence(head=HEAD, epochs=2, head_steps=3)),
 }
 
 
@@ -87,7 +94,7 @@ def test_shared_priors_that_would_be_replaced_are_refused(name: str, kind: str) 
     shared, build = ALGORITHMS[name]
     algorithm = build()
     with pytest.raises(fedppl.DeclarationError) as refusal:
-        algorithm.check(enrolled(kind, shared))
+        algorithm.needs.check(enrolled(kind, shared))
     for part in (f"'0.bias' ({kind})", algorithm.name, "pm.Normal with constant parameters"):
         assert part in str(refusal.value)
     assert "0.weight" not in str(refusal.value)
@@ -97,7 +104,7 @@ def test_the_refusal_comes_before_any_round() -> None:
     model, clients = problem("laplace", BODY)
     seen: list[Any] = []
     with pytest.raises(fedppl.DeclarationError, match="'0.bias'.*FedSI"):
-        fedppl.fit(model, clients, fedppl.FedSI(), progressbar=False, callback=seen.append)
+        fedppl.fit(model, clients, nn.FedSI(), progressbar=False, callback=seen.append)
     assert not seen
 
 
@@ -109,7 +116,7 @@ def test_correlations_across_variables_are_refused_by_their_names() -> None:
     precision[0, 15] = precision[15, 0] = 0.3
     layout = dataclasses.replace(client.layout, prior=prior._replace(precision=precision))
     with pytest.raises(fedppl.DeclarationError, match="'0.weight' .normal., '0.bias' .normal. is not"):
-        fedppl.FedSI().check(dataclasses.replace(client, layout=layout))
+        nn.FedSI().needs.check(dataclasses.replace(client, layout=layout))
 
 
 def test_diagonal_covariances_are_independent_normals() -> None:
@@ -119,8 +126,8 @@ def test_diagonal_covariances_are_independent_normals() -> None:
         patch.setitem(PRIORS, "multivariate_normal", diagonal["multivariate_normal"])
         model, clients = problem("multivariate_normal", BODY)
         client = model.enrol(clients)["device 0"]
-    fedppl.FedSI().check(client)
-    state = fedppl.FedSI().init_server(client.layout, ("device 0",), stream((0,)))
+    nn.FedSI().needs.check(client)
+    state = nn.FedSI().init(client.layout, ("device 0",), stream((0,)))
     assert_allclose(state.variance[-4:], [1.0, 2.0, 3.0, 4.0])
 
 
@@ -157,7 +164,7 @@ def test_scales_that_differ_between_clients_are_refused(kind: str) -> None:
     }
     model = fedppl.FederatedModel(build, BODY)
     with pytest.raises(fedppl.DeclarationError, match="(outcome|2.bias)' is no constant"):
-        fedppl.fit(model, clients, fedppl.FedSI(tune=None), progressbar=False)
+        fedppl.fit(model, clients, nn.FedSI(tune=None), progressbar=False)
 
 
 # --- sds that change nothing -----------------------------------------------------------------------------------
@@ -175,16 +182,18 @@ def outcome_of(name: str, wider: tuple[str, ...]) -> np.ndarray:
     """Own weights of every client after two rounds, and their variances."""
     shared, build = ALGORITHMS[name]
     clients, algorithm, kept = clients_of(shared, wider), build(), {}
-    state = algorithm.init_server(next(iter(clients.values())).layout, tuple(clients), stream((0,)))
+    state = algorithm.init(next(iter(clients.values())).layout, tuple(clients), stream((0,)))
     for number in range(2):
         replies = {}
         for k, client in clients.items():
             message = algorithm.broadcast(state, k)
             kept[k], replies[k], _ = algorithm.update_client(client, kept.get(k), message, stream((number, len(k))))
-        state, _ = algorithm.update_server(state, replies)
+        state, _ = updated(algorithm, state, replies)
     found = []
     for k, client in clients.items():
-        own = algorithm.personalise(client, kept[k], algorithm.outcome(state, k), stream((2,)))
+        own = algorithm.result.family.personalise(
+            client, kept[k], algorithm.result.final_message(state, k), stream((2,))
+        )
         variance = np.zeros(len(own.weights))
         if own.subnetwork is not None:
             covariance = own.subnetwork.covariance
@@ -198,8 +207,7 @@ def test_algorithms_name_the_sds_that_change_nothing(name: str) -> None:
     """Ten-fold sds of the shared weights, and of each local variable: what changes is what the algorithm leaves out."""
     shared, build = ALGORITHMS[name]
     algorithm = build()
-    assert algorithm.unused is not None
-    unused = algorithm.unused(clients_of(shared, ())["device 0"])
+    unused = algorithm.needs.unused_priors(clients_of(shared, ())["device 0"])
     plain, changed = outcome_of(name, ()), []
     for wider in (shared, *((each,) for each in ALL if each not in shared)):
         if np.abs(outcome_of(name, wider) - plain).max() > 1e-4:
@@ -213,13 +221,13 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "declared prior sds" in record.getMessage()]
 
 
-@pytest.mark.parametrize("name", ["NetworkAveraging, FedBABU", "FedSI, no head", "FedSI"])
+@pytest.mark.parametrize("name", ["FedAvg, FedBABU", "FedSI, no head", "FedSI"])
 def test_a_fit_says_once_which_sds_it_does_not_use(name: str, caplog: pytest.LogCaptureFixture) -> None:
     shared, build = ALGORITHMS[name]
     model, clients = problems.classification(shared=shared)
     with caplog.at_level("WARNING", logger="fedppl"):
         fit = fedppl.fit(model, clients, build(), rounds=2, progressbar=False, random_seed=1)
-    names = {"NetworkAveraging, FedBABU": ALL, "FedSI, no head": HEAD, "FedSI": ()}[name]
+    names = {"FedAvg, FedBABU": ALL, "FedSI, no head": HEAD, "FedSI": ()}[name]
     lines = said(caplog)
     assert len(lines) == bool(names)
     for line in lines:
@@ -231,7 +239,7 @@ def test_a_site_says_it_once_for_all_that_it_serves(caplog: pytest.LogCaptureFix
     site = _node.Node(
         token="priors",
         model=model,
-        algorithm=fedppl.NetworkAveraging(),
+        algorithm=nn.FedAvg(),
         load_data=lambda config: clients[str(config["id"])],
         client_id=lambda config: str(config["id"]),
         folder=None,
@@ -257,23 +265,25 @@ def alone(sigma: float) -> Any:
 def own_of(message: dict[str, Any], sigma: float) -> tuple[Any, Any]:
     """A client and its network after fine-tuning by FedSI's rule from this message."""
     client = alone(sigma)
-    algorithm = fedppl.FedSI(ratio=0.5)
-    state = algorithm.init_server(client.layout, ("device 0",), stream((0,)))
-    sent = {**algorithm.outcome(state, "device 0"), **message}
-    return client, algorithm.personalise(client, None, {k: v for k, v in sent.items() if v is not None}, stream((1,)))
+    algorithm = nn.FedSI(ratio=0.5)
+    state = algorithm.init(client.layout, ("device 0",), stream((0,)))
+    sent = {**algorithm.result.final_message(state, "device 0"), **message}
+    return client, algorithm.result.family.personalise(
+        client, None, {k: v for k, v in sent.items() if v is not None}, stream((1,))
+    )
 
 
 def test_a_step_of_fine_tuning_is_the_gradient_of_the_declared_log_posterior() -> None:
     """One gradient step on all rows, from a head that is not the prior's mean, against PyMC's own gradient."""
     rng, net, client = np.random.default_rng(5), problems.network(), alone(0.3)
-    algorithm = fedppl.FedSI(ratio=0.5)
-    state = algorithm.init_server(client.layout, ("device 0",), stream((0,)))
+    algorithm = nn.FedSI(ratio=0.5)
+    state = algorithm.init(client.layout, ("device 0",), stream((0,)))
     head = client.initial + 0.5 * rng.normal(size=client.local_size)
-    message = {**algorithm.outcome(state, "device 0"), "tuning": np.array([0.01, 1, 20, 0.0])}
-    unit = client.network.unit
+    message = {**algorithm.result.final_message(state, "device 0"), "tuning": np.array([0.01, 1, 20, 0.0])}
+    unit = client.view(network_of).unit
     before = unit.weights(state.mean, head)
     kept = type("Kept", (), {"local": head})()
-    after = algorithm.personalise(client, kept, message, stream((1,))).weights
+    after = algorithm.result.family.personalise(client, kept, message, stream((1,))).weights
     model = fedsi.classifier(**client.arrays, net=net, sigma=0.3)
     point, at = {}, 0
     for name, value in net.named_parameters():
@@ -283,7 +293,11 @@ def test_a_step_of_fine_tuning_is_the_gradient_of_the_declared_log_posterior() -
     found = 20 * (after - before)[unit.local_at] / 0.01
     assert_allclose(found, slopes, rtol=1e-3, atol=1e-3 * np.abs(slopes).max())
     without = {k: v for k, v in message.items() if k != "variance"}
-    other = 20 * (algorithm.personalise(client, kept, without, stream((1,))).weights - before)[unit.local_at] / 0.01
+    other = (
+        20
+        * (algorithm.result.family.personalise(client, kept, without, stream((1,))).weights - before)[unit.local_at]
+        / 0.01
+    )
     assert np.abs(other - slopes).max() > 1.0  # the gradient of the loss alone is another
 
 
@@ -292,7 +306,7 @@ def test_a_narrow_prior_holds_the_head_and_a_wide_one_lets_it_go() -> None:
     moved = []
     for sigma in (1e-3, 0.3, 1e6):
         client, own = own_of(steps, sigma)
-        moved.append(np.abs(own.weights[client.network.unit.local_at] - client.initial).max())
+        moved.append(np.abs(own.weights[client.view(network_of).unit.local_at] - client.initial).max())
     assert moved[0] < 5e-3 and moved[0] < moved[1] < moved[2]
     free = own_of({**steps, "variance": None}, 0.3)[1].weights  # the loss alone
     assert_allclose(own_of(steps, 1e6)[1].weights, free, atol=1e-6)
@@ -310,12 +324,14 @@ def test_the_head_of_a_linear_network_is_the_ridge_regression_around_its_start()
         fedsi.regressor, net=net, noise_sd=0.5, sigma={n: 0.2 for n, _ in net.named_parameters()}
     )
     model = fedppl.FederatedModel(builder, ["0.weight", "0.bias"])
-    algorithm = fedppl.FedSI(ratio=1.0, epochs=1, tune_rate=0.01, tune_epochs=1500)
+    algorithm = nn.FedSI(ratio=1.0, epochs=1, tune_rate=0.01, tune_epochs=1500)
     fit = fedppl.fit(model, {"a": data}, algorithm, rounds=1, progressbar=False, random_seed=0)
-    own, unit = nn.personalise(fit, "a"), fit.clients["a"].network.unit
+    own, unit = nn.personalise(fit, "a"), fit.clients["a"].view(network_of).unit
     weight, bias = fit.state.mean[:4].reshape(2, 2), fit.state.mean[4:]
     Z = X @ weight.T + bias
-    wanted = np.linalg.solve(Z.T @ Z / 0.25 + np.eye(2) / 0.04, Z.T @ data["y"][:, 0] / 0.25 + unit.local_mean / 0.04)
+    wanted = np.linalg.solve(
+        Z.T @ Z / 0.25 + np.eye(2) / 0.04, Z.T @ data["y"][:, 0] / 0.25 + unit.declared.local_mean / 0.04
+    )
     assert_allclose(own.weights[unit.local_at], wanted, atol=1e-3)
     ordinary = np.linalg.lstsq(Z, data["y"][:, 0], rcond=None)[0]
     assert np.abs(ordinary - wanted).max() > 0.05
@@ -329,7 +345,7 @@ def test_the_inference_prior_of_the_diagonal_variant_acts() -> None:
     model, clients = problems.classification()
     fits = {
         width: fedppl.fit(
-            model, clients, fedppl.FedSI(diagonal=True, epochs=2, **width_of(width)), rounds=3, progressbar=False,
+            model, clients, nn.FedSI(diagonal=True, epochs=2, **width_of(width)), rounds=3, progressbar=False,
             random_seed=1,
         )
         for width in (None, 0.01, 0.5, 100.0)
@@ -340,7 +356,7 @@ def test_the_inference_prior_of_the_diagonal_variant_acts() -> None:
     found = {width: nn.personalise(fit, "device 0").subnetwork for width, fit in fits.items()}
     g = fits[None].state.variance
     weights = found[0.01].weights
-    unit = fits[None].clients["device 0"].network.unit
+    unit = fits[None].clients["device 0"].view(network_of).unit
     curvature = nn.subnet.curvature_diagonal(unit, weights, unit.shared_at)
     for width, q in found.items():
         assert_array_equal(q.weights, weights)
@@ -353,5 +369,5 @@ def width_of(width: float | None) -> dict[str, Any]:
 
 
 def test_the_default_of_a_subnetwork_is_the_wide_one() -> None:
-    assert fedppl.FedSI().settings["prior_variance"] == "3.0"
-    assert fedppl.FedSI(diagonal=True).settings["prior_variance"] == "0.03"
+    assert nn.FedSI().settings["prior_variance"] == "3.0"
+    assert nn.FedSI(diagonal=True).settings["prior_variance"] == "0.03"

@@ -14,7 +14,8 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl.nn import _slopes, subnet  # noqa: E402
 from fedppl.nn.functional import pieces  # noqa: E402
-from fedppl.nn.unit import NetworkUnit, read_network  # noqa: E402
+from fedppl.nn.unit import NetworkUnit  # noqa: E402
+from fedppl.nn.view import network_of  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests import problems  # noqa: E402
 
@@ -108,7 +109,7 @@ def unit(kind: str) -> NetworkUnit:
         builder, y = functools.partial(fedsi.classifier, net=net), rng.integers(0, 3, size=20)
     names = [name for name, _ in net.named_parameters()]
     model = fedppl.FederatedModel(builder, shared=names[:-2])
-    return read_network(model.enrol({"a": {"X": X, "y": y}})["a"])
+    return network_of(model.enrol({"a": {"X": X, "y": y}})["a"]).unit
 
 
 def jacobian(unit: NetworkUnit, w: Any, X: Any) -> tuple[Any, Any]:
@@ -203,7 +204,7 @@ def test_on_a_linear_network_with_a_normal_likelihood_the_posterior_is_exact(rng
     X = rng.normal(size=(30, 2))
     builder = functools.partial(fedsi.regressor, net=net, noise_sd=0.5)
     model = fedppl.FederatedModel(builder, shared=["weight", "bias"])
-    own = read_network(model.enrol({"a": {"X": X, "y": rng.normal(size=(30, 1))}})["a"])
+    own = network_of(model.enrol({"a": {"X": X, "y": rng.normal(size=(30, 1))}})["a"]).unit
     q = subnet.infer(own, rng.normal(size=3), np.arange(3), np.full(3, 2.0))
     D = np.column_stack([X, np.ones(30)])
     assert_allclose(q.covariance, np.linalg.inv(D.T @ D / 0.25 + np.eye(3) / 2), rtol=1e-9)
@@ -301,4 +302,4 @@ def test_models_that_are_no_networks_are_refused(change: str, message: str) -> N
     model = fedppl.FederatedModel(builder, shared=["0.weight", "0.bias"])
     client = model.enrol({"a": {"X": np.eye(3), "y": np.array([0, 1, 2])}})["a"]
     with pytest.raises(fedppl.DeclarationError, match=message.replace("'y'", "'y_'")):
-        read_network(client)
+        network_of(client)

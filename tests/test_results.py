@@ -17,6 +17,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, gaussian
+from fedppl.contracts import Posterior
 from fedppl.results.records import rounds_dataset
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure, Status
@@ -220,7 +221,9 @@ def test_other_local_inferences_draw_the_same_posterior(name: str) -> None:
     local = {"NUTS": fedppl.NUTS(nuts_sampler="pymc"), "Laplace": fedppl.Laplace(), "ADVI": fedppl.ADVI()}[name]
     fit, (_, clients) = means_fit(), normal_means(4)
     posterior = dataset(
-        dataclasses.replace(fit, algorithm=fit.algorithm._replace(draw=fedppl.EP(local=local).draw)).client("client 0"),
+        dataclasses.replace(fit, algorithm=fit.algorithm._replace(result=fedppl.EP(local=local).result)).client(
+            "client 0"
+        ),
         "posterior",
     )
     others = {k: v for k, v in clients.items() if k != "client 0"}
@@ -470,7 +473,9 @@ UNARRIVED: dict[str, Any] = {
         status=Status.MAX_ROUNDS,
         message="raise rounds=",
         algorithm=regression_fit().algorithm._replace(
-            posterior=lambda state: gaussian.Gaussian(np.ones(3), -np.eye(3)),
+            result=regression_fit().algorithm.result._replace(
+                shared=Posterior(lambda state: gaussian.Gaussian(np.ones(3), -np.eye(3)))
+            ),
         ),
     ),
 }
@@ -508,7 +513,8 @@ def test_draws_of_what_never_arrived_are_labelled(case: str) -> None:
 
 
 def test_a_point_that_nobody_replied_to_is_no_estimate() -> None:
-    algorithm = fedppl.FedAvg(learning_rate=0.1)._replace(refuse=lambda state, reply: "no")
+    algorithm = fedppl.FedAvg(learning_rate=0.1)
+    algorithm = algorithm._replace(replies=algorithm.replies._replace(reject=lambda state, reply: "no"))
     fit = fedppl.fit(*problems.regression(), algorithm, rounds=2, progressbar=False)
     assert fit.status is Status.STALLED and "point_estimate" not in groups(fit.idata)
     with pytest.raises(fedppl.NotConvergedError, match="no client has replied"):

@@ -11,19 +11,20 @@ from scipy.optimize import root
 
 import fedppl
 from fedppl import gaussian
+from fedppl.algorithms.averaging._controls import Controls, correction, ends_of, entered
 from fedppl.algorithms.averaging.fedavg import FedAvg
-from fedppl.algorithms.averaging.scaffold import mean_control
 from fedppl.numerics.streams import stream
+from fedppl.run.replies import received
 from fedppl.types import DeclarationError, Status
 from tests import pooled, problems
 from tests.test_averaging import fitted, path
 
 
 def assert_balanced(state: Any) -> None:
-    """Σ w_k (c − c_k) = 0 over the clients heard, and nothing is held for the others."""
-    corrections = mean_control(state) - state.controls
-    assert_allclose(state.weights @ corrections, 0, atol=1e-12)
-    assert_array_equal(state.controls[state.weights == 0], 0)
+    """Σ w_k (c − c_k) = 0 over the clients that replied, and nothing is held for the others."""
+    each, weights, mean = state.controls
+    assert_allclose(weights @ (mean - each), 0, atol=1e-12)
+    assert_array_equal(each[weights == 0], 0)
 
 
 # --- the minimiser --------------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ def test_the_fixed_point_is_the_minimiser_though_clients_differ(weights: str, pa
     assert np.max(np.abs(drifted.estimate["mu"] - exact)) > 0.05
     # c_k is the client's gradient there, A_k φ − b_k
     for k, (A, b, _) in enumerate(pooled.losses(clients)):
-        assert_allclose(fit.state.controls[k], A @ exact - b, atol=1e-5)
+        assert_allclose(fit.state.controls.each[k], A @ exact - b, atol=1e-5)
 
 
 def test_a_logistic_regression_ends_at_its_mode() -> None:
@@ -105,34 +106,56 @@ def test_rounds_follow_the_papers_algorithm() -> None:
 # --- the ledger -----------------------------------------------------------------------------------------------
 
 
+def test_a_ledger_entry_is_the_formula_and_a_correction_costs_one_row() -> None:
+    """c_k ← c_k − c + (φ − y_k) / (T η) for those who replied, with their own T or one for all; c is the mean."""
+    rng, K, m = np.random.default_rng(2), 5, 3
+    each, weights = rng.normal(size=(K, m)), np.array([1.0, 2.0, 0.0, 3.0, 0.0])
+    each[weights == 0] = 0.0
+    before = Controls(each, weights, weights @ each / 6.0)
+    where = {name: k for k, name in enumerate("abcde")}
+    phi, new = rng.normal(size=m), {name: rng.normal(size=m) for name in "ace"}
+    replies = {name: {"phi": end, "weight": np.array(4.0)} for name, end in new.items()}
+    ends = ends_of(received(dict(reversed(replies.items())), summed=False), where)
+    for length in (0.5, np.array([0.5, 0.5, 0.5])):
+        after = entered(before, ends, phi, length)
+        for k, name in enumerate("abcde"):
+            held = each[k] - before.mean if weights[k] else 0.0
+            expected = (phi - new[name]) / 0.5 + held if name in new else each[k]
+            assert_allclose(after.each[k], expected, rtol=1e-12, atol=1e-12)
+        assert_array_equal(after.weights, [4, 2, 4, 3, 4])
+        assert_allclose(after.mean, after.weights @ after.each / 17, rtol=1e-12)
+    for k in range(K):
+        assert_array_equal(correction(before, k), before.mean - each[k] if weights[k] else np.zeros(m))
+
+
 def test_the_ledger_is_in_balance_in_every_round_of_some_clients() -> None:
     model, clients = pooled.linear()
     algorithm = fedppl.SCAFFOLD(learning_rate=0.05, batch_size=3)
     seen = set()
     for step in fedppl.rounds(model, clients, algorithm, rounds=15, participation=0.4, random_seed=3):
         assert_balanced(step.state)
-        seen.add(int(np.sum(step.state.weights > 0)))
+        seen.add(int(np.sum(step.state.controls.weights > 0)))
     assert len(seen) > 1
-    # rows, once heard
-    assert_array_equal(step.state.weights, [len(d["y"]) for d in clients.values()])
+    # rows, once they replied
+    assert_array_equal(step.state.controls.weights, [len(d["y"]) for d in clients.values()])
 
 
 def test_controls_are_mean_gradients_along_the_path() -> None:
     model, clients = pooled.linear()
     models, algorithm = model.enrol(clients), fedppl.SCAFFOLD(learning_rate=0.05, steps=4)
-    state = algorithm.init_server(models["plot 0"].layout, tuple(models), stream((1,)))
+    state = algorithm.init(models["plot 0"].layout, tuple(models), stream((1,)))
     for number in range(3):
         messages = {client_id: algorithm.broadcast(state, client_id) for client_id in models}
-        replies = {k: algorithm.update_client(models[k], None, messages[k], stream((number,)))[1] for k in models}
-        after, _ = algorithm.update_server(state, replies)
+        replies = {k: algorithm.update_client(models[k], None, messages[k], stream((number,))).reply for k in models}
+        after, _ = algorithm.update_server(state, received(replies, summed=False))
         for (k, message), (A, b, _) in zip(messages.items(), pooled.losses(clients), strict=True):
             y, gradients = state.phi, []
             for _ in range(4):
                 gradients.append(A @ y - b)
                 y = y - 0.05 * (gradients[-1] + message["correction"])
-            assert_allclose(after.controls[after.where[k]], np.mean(gradients, axis=0), atol=1e-12)
+            assert_allclose(after.controls.each[after.where[k]], np.mean(gradients, axis=0), atol=1e-12)
         state = after
-    assert np.max(np.abs(state.controls)) > 0.1
+    assert np.max(np.abs(state.controls.each)) > 0.1
 
 
 def test_lost_replies_and_wiped_clients_change_nothing_but_the_path() -> None:
@@ -140,7 +163,7 @@ def test_lost_replies_and_wiped_clients_change_nothing_but_the_path() -> None:
     model, clients = pooled.linear()
     models, algorithm = model.enrol(clients), fedppl.SCAFFOLD(learning_rate=0.05, tolerance=1e-9)
     lost_on_the_way = np.random.default_rng(5)
-    state = algorithm.init_server(models["plot 0"].layout, tuple(models), stream((1,)))
+    state = algorithm.init(models["plot 0"].layout, tuple(models), stream((1,)))
     personal: dict[str, Any] = dict.fromkeys(models)
     for number in range(1500):
         replies = {}
@@ -154,24 +177,24 @@ def test_lost_replies_and_wiped_clients_change_nothing_but_the_path() -> None:
             if lost_on_the_way.uniform() < 0.3:
                 personal[client_id] = None
             replies[client_id] = reply
-        state, _ = algorithm.update_server(state, replies)
+        state, report = algorithm.update_server(state, received(replies, summed=False))
         assert_balanced(state)
-        if state.status == Status.CONVERGED.value:
+        if report.status is Status.CONVERGED:
             break
-    assert state.status == Status.CONVERGED.value
+    assert report.status is Status.CONVERGED
     assert_allclose(state.phi, pooled.mode(clients), atol=1e-7)
 
 
 def test_a_client_asked_for_the_first_time_takes_plain_steps() -> None:
     model, clients = pooled.linear()
     models, algorithm = model.enrol(clients), fedppl.SCAFFOLD(learning_rate=0.05)
-    state = algorithm.init_server(models["plot 0"].layout, tuple(models), stream((1,)))
+    state = algorithm.init(models["plot 0"].layout, tuple(models), stream((1,)))
     for number, client_id in enumerate(("plot 0", "plot 1")):
         reply = algorithm.update_client(
             models[client_id], None, algorithm.broadcast(state, client_id), stream((number,))
-        )[1]
-        state, _ = algorithm.update_server(state, {client_id: reply})
-    assert np.max(np.abs(mean_control(state))) > 0.1
+        ).reply
+        state, _ = algorithm.update_server(state, received({client_id: reply}, summed=False))
+    assert np.max(np.abs(state.controls.mean)) > 0.1
     assert_array_equal(algorithm.broadcast(state, "plot 2")["correction"], np.zeros(2))
     assert np.max(np.abs(algorithm.broadcast(state, "plot 1")["correction"])) > 0.01
 

@@ -172,14 +172,14 @@ def unusable(kind: str) -> Any:
             raise LocalFailure("out of paper")
         return algorithm.update_client(client, personal, *arguments)
 
-    def stall(state: Any, replies: Any) -> Any:
-        after, info = algorithm.update_server(state, replies)
-        return after._replace(status=Status.STALLED.value, message="stands still"), info
+    def stall(state: Any, received: Any) -> Any:
+        after, report = algorithm.update_server(state, received)
+        return after, report._replace(status=Status.STALLED, message="stands still")
 
     def no_draws(*arguments: Any) -> Any:
         raise LocalFailure("no mode")
 
-    changed = {"stalled": {"update_server": stall}, "no draws": {"draw": no_draws}}
+    changed = {"stalled": {"update_server": stall}, "no draws": {"result": algorithm.result._replace(draw=no_draws)}}
     return algorithm._replace(**changed.get(kind, {"update_client": failing}))
 
 

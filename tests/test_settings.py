@@ -19,7 +19,7 @@ NOTHING = inspect.Parameter.empty
 # The rules of PrivateEP's keywords are tested beside it.
 BUILDERS = [
     build
-    for where in (fedppl, covariance)
+    for where in (fedppl, fedppl.curves, covariance)
     for name in where.__all__
     if inspect.isfunction(build := getattr(where, name)) and name not in ("PrivateEP", "grid", "holdout", "hypotheses")
     if name[0].isupper() or where is covariance
@@ -39,7 +39,7 @@ def needed(build: Callable[..., Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("build", "keyword"), KEYWORDS)
 def test_every_keyword_refuses_what_can_be_no_setting(build: Callable[..., Any], keyword: inspect.Parameter) -> None:
     for value in (object(), "nonsense", float("nan"), -1):
-        if build is fedppl.LMCGradient and keyword.name == "milestones":
+        if build is fedppl.curves.Gradient and keyword.name == "milestones":
             continue  # not read where there is one learning rate
         with pytest.raises(DeclarationError, match=keyword.name):
             build(**{**needed(build), keyword.name: value})

@@ -15,6 +15,7 @@ from fedppl import DeclarationError, FederatedModel, Status, covariance, gaussia
 from fedppl.algorithms.hierarchical import _coupled
 from fedppl.algorithms.hierarchical._at_mode import frame_of
 from fedppl.numerics.covariance import Covariance
+from fedppl.run.replies import received
 from models import hm1
 from tests import problems
 
@@ -277,7 +278,7 @@ def test_a_silent_client_keeps_its_factor_and_the_others_go_on() -> None:
     for before, after in zip(steps, steps[1:], strict=False):
         silent = [before.state.where[k] for k in data if k not in after.record.asked]
         assert_array_equal(before.state.linear[silent], after.state.linear[silent])
-    assert steps[-1].state.heard.all()
+    assert steps[-1].state.has_replied.all()
     mean, joint = exact(data, some_omega(), 0.7)
     assert_allclose(steps[-1].state.mean, mean, atol=1e-6 * np.sqrt(joint.max()))
 
@@ -286,10 +287,10 @@ def test_replies_hold_the_factor_and_requests_one_vector_and_its_weight() -> Non
     data, _ = clients()
     algorithm = fedppl.HM1()
     enrolled = declared(noise_sd=0.7).enrol(data)
-    state = algorithm.init_server(enrolled["device 0"].layout, tuple(data), np.random.default_rng(0))
+    state = algorithm.init(enrolled["device 0"].layout, tuple(data), np.random.default_rng(0))
     message = algorithm.broadcast(state, "device 0")
     assert {name: np.shape(value) for name, value in message.items()} == {"start": (D,), "pull": (D,), "weight": ()}
-    _, reply, _ = algorithm.update_client(enrolled["device 0"], None, message, np.random.default_rng(0))
+    reply = algorithm.update_client(enrolled["device 0"], None, message, np.random.default_rng(0)).reply
     X, y = data["device 0"]["X"], data["device 0"]["y"]
     assert_allclose(gaussian.unpack_triangle(reply["precision"]), X.T @ X / 0.49, rtol=1e-6, atol=1e-6)
     assert_allclose(reply["linear"], X.T @ y / 0.49, rtol=1e-6)
@@ -302,16 +303,18 @@ def bad(reply: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     return {**reply, name: np.asarray(value, dtype=float)}
 
 
-def test_factors_that_are_none_are_refused() -> None:
+def test_factors_that_are_none_are_rejected() -> None:
     data, _ = clients()
     algorithm = fedppl.HM1()
-    state = algorithm.init_server(declared(noise_sd=0.7).enrol(data)["device 0"].layout, tuple(data), None)  # type: ignore[arg-type]
+    state = algorithm.init(declared(noise_sd=0.7).enrol(data)["device 0"].layout, tuple(data), None)  # type: ignore[arg-type]
     good = {"linear": np.zeros(D), "precision": gaussian.pack_triangle(np.eye(D))}
-    assert algorithm.refuse(state, good) is None
-    indefinite = algorithm.refuse(state, bad(good, "precision", gaussian.pack_triangle(np.diag([1.0, 1.0, -1.0]))))
+    assert algorithm.replies.reject(state, good) is None
+    indefinite = algorithm.replies.reject(
+        state, bad(good, "precision", gaussian.pack_triangle(np.diag([1.0, 1.0, -1.0])))
+    )
     assert "positive semi-definite" in str(indefinite)
-    assert "absurdly" in str(algorithm.refuse(state, bad(good, "precision", 1e16 * good["precision"])))
-    assert "absurdly" in str(algorithm.refuse(state, bad(good, "linear", [1e19, 0, 0])))
+    assert "implausibly" in str(algorithm.replies.reject(state, bad(good, "precision", 1e16 * good["precision"])))
+    assert "implausibly" in str(algorithm.replies.reject(state, bad(good, "linear", [1e19, 0, 0])))
 
 
 @problems.few_rounds
@@ -321,14 +324,14 @@ def test_a_pull_without_curvature_stalls_the_run_and_leaves_the_state() -> None:
     algorithm = fedppl.HM1(structure=covariance.low_rank(1))
     state = fit(data, algorithm, rounds=1).state
     pull = {"linear": np.full(D, 9e5), "precision": np.zeros(D * (D + 1) // 2)}
-    assert algorithm.refuse(state, pull) is None
+    assert algorithm.replies.reject(state, pull) is None
     for _ in range(40):
         before = state
-        state, _ = algorithm.update_server(state, {"device 0": pull})
-        if state.status == "stalled":
+        state, report = algorithm.update_server(state, received({"device 0": pull}, summed=False))
+        if report.status is Status.STALLED:
             break
-    assert state.status == "stalled"
-    assert "beyond all measure" in state.message
+    assert report.status is Status.STALLED
+    assert "grew without bound" in str(report.message)
     for ours, theirs in ((state.mean, before.mean), (state.omega.matrix, before.omega.matrix)):
         assert_array_equal(ours, theirs)
         assert np.all(np.isfinite(ours))
@@ -338,7 +341,7 @@ def test_a_pull_without_curvature_stalls_the_run_and_leaves_the_state() -> None:
 def test_no_replies_change_nothing() -> None:
     data, _ = clients()
     state = fit(data, fedppl.HM1(), rounds=1).state
-    after, _ = fedppl.HM1().update_server(state, {})
+    after, _ = fedppl.HM1().update_server(state, received({}, summed=False))
     assert after is state
 
 
@@ -446,7 +449,7 @@ def test_the_proximal_step_is_the_papers_formula_and_stable_for_a_singular_omega
     state = state._replace(omega=factor @ factor.T)  # of rank 2
     theta = np.random.default_rng(1).normal(size=(K, D))
     replies = {k: {"theta": theta[i], "step": np.array(0.1 * 5 / 12)} for i, k in enumerate(data)}
-    after, _ = algorithm.update_server(state, replies)
+    after, _ = algorithm.update_server(state, received(replies, summed=False))
     s = 0.1 * 5 / 12
     assert_allclose(after.theta, state.omega @ np.linalg.inv(state.omega + 2 * s * np.eye(K)) @ theta, rtol=1e-9)
 
@@ -473,12 +476,12 @@ def test_a_shrinkage_that_diverges_stalls_and_says_so() -> None:
         replies = {}
         for client_id, client in enrolled.items():
             message = algorithm.broadcast(state, client_id)
-            replies[client_id] = algorithm.update_client(client, None, message, np.random.default_rng(0))[1]
-        state, _ = algorithm.update_server(state, replies)
-        if state.status == "stalled":
+            replies[client_id] = algorithm.update_client(client, None, message, np.random.default_rng(0)).reply
+        state, report = algorithm.update_server(state, received(replies, summed=False))
+        if report.status is Status.STALLED:
             break
-    assert state.status == "stalled"
-    assert "prior_step='proximal'" in state.message
+    assert report.status is Status.STALLED
+    assert "prior_step='proximal'" in str(report.message)
     assert_array_equal(state.theta, last.theta)
 
 

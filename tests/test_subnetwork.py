@@ -14,9 +14,16 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.nn.subnet import curvature_diagonal, select  # noqa: E402
+from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
+from fedppl.run.replies import received  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests import problems  # noqa: E402
+
+
+def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
+    """State and report after these replies."""
+    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
 
 
 def fitted(algorithm: fedppl.Algorithm, rounds: int = 3, **settings: Any) -> fedppl.Fit:
@@ -26,7 +33,7 @@ def fitted(algorithm: fedppl.Algorithm, rounds: int = 3, **settings: Any) -> fed
 
 @functools.cache
 def common() -> fedppl.Fit:
-    return fitted(fedppl.FedSI(ratio=0.5, learning_rate=0.05, tune_rate=0.05, tune_epochs=30), rounds=4)
+    return fitted(nn.FedSI(ratio=0.5, learning_rate=0.05, tune_rate=0.05, tune_epochs=30), rounds=4)
 
 
 @functools.cache
@@ -45,9 +52,9 @@ def test_one_client_with_all_weights_of_a_linear_network_sends_the_exact_posteri
     net, data = line()
     builder = functools.partial(fedsi.regressor, net=net, noise_sd=0.5, sigma=2.0)
     model = fedppl.FederatedModel(builder, shared=["0.weight", "0.bias"])
-    algorithm = fedppl.FedSI(ratio=1.0, learning_rate=0.02, epochs=800, batch_size=50, tune=None)
+    algorithm = nn.FedSI(ratio=1.0, learning_rate=0.02, epochs=800, batch_size=50, tune=None)
     client = model.enrol({"a": data})["a"]
-    state = algorithm.init_server(client.layout, ("a",), stream((0,)))
+    state = algorithm.init(client.layout, ("a",), stream((0,)))
     _, reply, info = algorithm.update_client(client, None, algorithm.broadcast(state, "a"), stream((1,)))
     D = np.column_stack([data["X"], np.ones(50)])
     precision = D.T @ D / 0.25 + np.eye(3) / 4
@@ -60,11 +67,11 @@ def test_one_client_with_all_weights_of_a_linear_network_sends_the_exact_posteri
 def test_weights_outside_the_subnetwork_are_degenerate() -> None:
     model, clients = problems.classification()
     client = model.enrol(clients)["device 0"]
-    algorithm = fedppl.FedSI(ratio=0.25, epochs=2)
-    state = algorithm.init_server(client.layout, tuple(clients), stream((0,)))
+    algorithm = nn.FedSI(ratio=0.25, epochs=2)
+    state = algorithm.init(client.layout, tuple(clients), stream((0,)))
     _, reply, _ = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
     assert np.sum(reply["spread"] > 0) == 4 and len(reply["spread"]) == 16
-    unit = client.network.unit
+    unit = client.view(network_of).unit
     w = unit.weights(reply["mean"], client.initial)
     chosen = select(np.ones(16), curvature_diagonal(unit, w, unit.shared_at), 4)
     assert_array_equal(np.flatnonzero(reply["spread"]), chosen)
@@ -76,18 +83,18 @@ def test_heads_stay_where_all_clients_start_until_the_rounds_are_over() -> None:
     start = fit.clients["device 0"].initial
     for client in fit.clients.values():
         assert_array_equal(client.initial, start)
-        assert fit.personal[client.client_id].local.size == 0  # nothing is kept
+        assert client.client_id not in fit.personal  # nothing is kept
         own = nn.personalise(fit, client.client_id)
-        assert_array_equal(own.weights[client.network.unit.shared_at], fit.state.mean)
-        assert np.all(own.weights[client.network.unit.local_at] != start)
+        assert_array_equal(own.weights[client.view(network_of).unit.shared_at], fit.state.mean)
+        assert np.all(own.weights[client.view(network_of).unit.local_at] != start)
 
 
 @pytest.mark.parametrize("average", ["variance", "sd"])
 def test_the_server_averages_and_gives_alpha_to_what_nobody_inferred(average: str) -> None:
     model, clients = problems.classification()
-    algorithm = fedppl.FedSI(alpha=0.3, average=average)
+    algorithm = nn.FedSI(alpha=0.3, average=average)
     layout = model.enrol(clients)["device 0"].layout
-    state = algorithm.init_server(layout, tuple(clients), stream((0,)))
+    state = algorithm.init(layout, tuple(clients), stream((0,)))
     rng = np.random.default_rng(2)
     means, spreads = rng.normal(size=(2, 16)), rng.uniform(0.1, 1, size=(2, 16))
     spreads[:, :5], spreads[0, 5:8] = 0, 0
@@ -96,17 +103,17 @@ def test_the_server_averages_and_gives_alpha_to_what_nobody_inferred(average: st
         name: {"mean": mean, "spread": spread, "clients": np.array(1.0)}
         for name, mean, spread in zip(clients, means, sent, strict=False)
     }
-    after, info = algorithm.update_server(state, replies)
+    after, report = updated(algorithm, state, replies)
     assert_allclose(after.mean, means.mean(axis=0))
     wanted = spreads.mean(axis=0) if average == "variance" else np.sqrt(spreads).mean(axis=0) ** 2
     assert_allclose(after.variance[5:], wanted[5:])
     assert_array_equal(after.variance[:5], 0.3)
-    assert info.stochastic == 11 / 16
-    assert algorithm.update_server(state, {})[0] == state
+    assert report.info.stochastic == 11 / 16
+    assert updated(algorithm, state, {})[0] == state
 
 
 def test_the_factorised_variant_has_variances_of_all_weights() -> None:
-    fit = fitted(fedppl.FedSI(diagonal=True, epochs=2), rounds=1)
+    fit = fitted(nn.FedSI(diagonal=True, epochs=2), rounds=1)
     assert fit.records[-1].info["stochastic"] == 1.0
     own = nn.personalise(fit, "device 0")
     assert own.subnetwork.covariance.shape == (16,)
@@ -129,7 +136,7 @@ def test_draws_at_a_client_are_of_the_subnetworks_posterior() -> None:
     fit = common()
     posterior = fit.client("device 1", draws=2000, chains=2)["posterior"]
     own = nn.personalise(fit, "device 1")
-    unit = fit.clients["device 1"].network.unit
+    unit = fit.clients["device 1"].view(network_of).unit
     flat = np.concatenate(
         [posterior[name].values.reshape(4000, -1) for name in ("0.weight", "0.bias", "2.weight", "2.bias")], axis=1
     )
@@ -153,13 +160,13 @@ def test_a_novel_client_is_one_of_the_clients_with_its_data() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ratio": 0.0}, "ratio=0.0 must be positive and at most 1"),
-        ({"ratio": 1.5}, "ratio=1.5 must be positive and at most 1"),
+        ({"ratio": 0.0}, "ratio=0.0 must be above 0 and at most 1"),
+        ({"ratio": 1.5}, "ratio=1.5 must be above 0 and at most 1"),
         ({"alpha": -1.0}, "alpha=-1.0 must be positive"),
-        ({"alpha": np.inf}, "alpha=inf must be finite"),
+        ({"alpha": np.inf}, "alpha=inf must be positive and finite"),
         ({"alpha": "1"}, "alpha='1' must be positive"),
-        ({"rule": "best"}, "rule='best' must be one of"),
-        ({"average": "median"}, "average='median' must be one of"),
+        ({"rule": "best"}, "rule='best' must be"),
+        ({"average": "median"}, "average='median' must be"),
         ({"learning_rate": 0}, "learning_rate=0 must be positive and finite"),
         ({"epochs": 0}, "epochs=0 must be a whole number"),
         ({"batch_size": 2.5}, "batch_size=2.5 must be a whole number"),
@@ -170,18 +177,18 @@ def test_a_novel_client_is_one_of_the_clients_with_its_data() -> None:
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(fedppl.DeclarationError, match=message):
-        fedppl.FedSI(**settings)
+        nn.FedSI(**settings)
 
 
 def test_names_that_the_network_does_not_have_are_refused_before_any_round() -> None:
     with pytest.raises(fedppl.DeclarationError, match=r"\['3.weight'\] are no parameters of the network; it has"):
-        fitted(fedppl.FedSI(tune=("3.weight",)))
+        fitted(nn.FedSI(tune=("3.weight",)))
 
 
 def test_models_without_a_network_are_refused_before_any_round() -> None:
     model, clients = problems.regression(2)
     with pytest.raises(fedppl.DeclarationError, match="no network stands above .* a network's client declares weights"):
-        fedppl.fit(model, clients, fedppl.FedSI(), progressbar=False)
+        fedppl.fit(model, clients, nn.FedSI(), progressbar=False)
 
 
 @pytest.mark.parametrize(
@@ -189,13 +196,13 @@ def test_models_without_a_network_are_refused_before_any_round() -> None:
 )
 def test_replies_that_no_client_computes_are_refused(reply: dict[str, Any], message: str) -> None:
     good = {"mean": np.zeros(16), "spread": np.ones(16), "clients": np.array(1.0)}
-    algorithm = fedppl.FedSI()
-    assert algorithm.refuse(None, good) is None
-    assert message in str(algorithm.refuse(None, {**good, **reply}))
+    algorithm = nn.FedSI()
+    assert algorithm.replies.reject(None, good) is None
+    assert message in str(algorithm.replies.reject(None, {**good, **reply}))
 
 
 def test_a_learning_rate_that_diverges_skips_the_client_and_says_so() -> None:
-    fit = fitted(fedppl.FedSI(learning_rate=1e30, epochs=3), rounds=1)
+    fit = fitted(nn.FedSI(learning_rate=1e30, epochs=3), rounds=1)
     assert fit.status is fedppl.Status.STALLED
     assert "lower learning_rate=" in fit.message
 
@@ -203,9 +210,9 @@ def test_a_learning_rate_that_diverges_skips_the_client_and_says_so() -> None:
 def test_too_many_draws_of_a_large_network_are_refused_before_they_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fedppl.nn.algorithms import _common as _network
+    from fedppl.nn.algorithms import _personalise
 
-    monkeypatch.setattr(_network, "_MOST", 1000)
+    monkeypatch.setattr(_personalise, "_MOST", 1000)
     with pytest.raises(fedppl.DeclarationError, match="4000 draws of 31 weights are 0.0 GB. Pass draws="):
         common().client("device 0")
 
@@ -220,5 +227,5 @@ def test_algorithms_with_matrices_refuse_shared_blocks_beyond_two_thousand() -> 
     for algorithm in (fedppl.EP(), fedppl.FedAvg(learning_rate=0.1)):
         with pytest.raises(fedppl.DeclarationError, match="the model shares 3500 coordinates, and .* keeps matrices"):
             fedppl.fit(model, clients, algorithm, progressbar=False)
-    fit = fedppl.fit(model, clients, fedppl.FedSI(epochs=1), rounds=1, progressbar=False, random_seed=0)
+    fit = fedppl.fit(model, clients, nn.FedSI(epochs=1), rounds=1, progressbar=False, random_seed=0)
     assert fit.idata["fit"]["variance"].shape == (3500,)

@@ -15,14 +15,14 @@ from numpy.testing import assert_allclose
 import fedppl
 from benchmarks.default_settings import columns, exact, regression
 from fedppl import gaussian
-from fedppl.algorithms.ep._warm_start import newton_step
+from fedppl.algorithms.ep._newton import newton_step
 from fedppl.contracts import Expansion
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
 from fedppl.types import Status
 from tests import problems
 from tests.faults import Tampering, with_message
-from tests.test_runs import assert_same_state
+from tests.support.states import assert_same_state
 
 
 def at(x: np.ndarray, gradient: np.ndarray, hessian: np.ndarray) -> Gaussian:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import expit, logit
 
-from fedppl.coregional.bound import Globals, Roles, UnitState, gradient
+from fedppl.coregional.bound import Globals, Unit, UnitClientState, gradient
+from fedppl.coregional.roles import Roles
 from fedppl.types import Array, LocalFailure
 
 __all__ = ["Adam", "adam_step", "flatten", "flatten_unit", "fresh", "slopes", "unflatten", "unflatten_unit"]
@@ -64,29 +66,25 @@ def unflatten(x: Array, role: Roles) -> Globals:
     return Globals(mean.reshape(latents, points), root @ np.swapaxes(root, 1, 2), gamma, kernel, float(slab[0]))
 
 
-def flatten_unit(unit: UnitState) -> Array:
+def flatten_unit(unit: UnitClientState) -> Array:
     """μ, log τ and log σ_m."""
     return np.concatenate([unit.mean, 0.5 * np.log(unit.variance), [unit.log_noise_sd]])
 
 
-def unflatten_unit(x: Array) -> UnitState:
+def unflatten_unit(x: Array) -> UnitClientState:
     """The inverse of `flatten_unit`."""
     latents = (len(x) - 1) // 2
-    return UnitState(x[:latents], np.exp(2 * x[latents:-1]), float(x[-1]))
+    return UnitClientState(x[:latents], np.exp(2 * x[latents:-1]), float(x[-1]))
 
 
-def slopes(view: Any, x: Array, own: Array, share: float, rows: Any = None) -> tuple[Array, Array]:
+def slopes(unit: Unit, x: Array, own: Array, share: float, rows: Any = None) -> tuple[Array, Array]:
     """Gradient of V_m, with its share of the priors of what is shared, in the coordinates of the two vectors."""
-    role: Roles = view.roles
-    shared, unit = unflatten(x, role), unflatten_unit(own)
-
-    def pull(projection: Array, conditional: Array) -> Array:
-        pulled: Array = view.kernel_gradient(shared.kernel, projection, conditional, rows)
-        return pulled
-
-    design = view.design(shared.kernel, rows)
+    role = unit.roles
+    shared, state = unflatten(x, role), unflatten_unit(own)
+    pull = functools.partial(unit.kernel_gradient, shared.kernel, rows=rows)
+    design = unit.design(shared.kernel, rows)
     try:
-        slope = gradient(design, shared, unit, view.noise, role.log_odds, share, pull)
+        slope = gradient(design, shared, state, unit.noise, role.log_odds, share, pull)
     except np.linalg.LinAlgError as error:
         raise LocalFailure(_LOST) from error
     lower = np.tril_indices(role.points)

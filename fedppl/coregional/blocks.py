@@ -8,16 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.coregional.bound import (
-    Curves,
-    Design,
-    Globals,
-    LogScale,
-    UnitState,
-    divergence_of_inducing,
-    divergence_of_selection,
-)
-from fedppl.coregional.server import slab_cost
+from fedppl.coregional.bound import Curves, Design, Globals, UnitClientState
+from fedppl.coregional.roles import LogScale
+from fedppl.coregional.server import bound_from, terms_from
 from fedppl.coregional.unit import scalars
 from fedppl.types import Array
 
@@ -33,7 +26,7 @@ class Search(NamedTuple):
 
 
 def block_statistics(
-    design: Design, curve: Curves, shared: Globals, unit: UnitState, direction: Array, noise: LogScale
+    design: Design, curve: Curves, shared: Globals, unit: UnitClientState, direction: Array, noise: LogScale
 ) -> dict[str, Array]:
     """What the server needs of a unit at the means and the direction it sent; sums over units are enough.
 
@@ -65,27 +58,12 @@ def block_statistics(
 def block_selection_terms(totals: Mapping[str, Array], shared: Globals) -> tuple[Array, Array]:
     """c (L,) and M (L, L) of the bound in γ, as `selection_terms`, at the means that were sent."""
     gram = gaussian.unpack_triangle(totals["gram"])
-    own = gaussian.unpack_triangle(totals["precision"])
-    gain = (
-        np.sum(shared.mean * totals["linear"], axis=1)
-        - 0.5 * (np.diag(gram) + np.sum(own * shared.covariance, axis=(1, 2)))
-        - totals["penalty"]
-        - slab_cost(totals, shared.log_slab_sd)
-    )
-    return gain, gram - np.diag(np.diag(gram))
+    return terms_from(gram, gaussian.unpack_triangle(totals["precision"]), totals, shared)
 
 
 def block_bound(totals: Mapping[str, Array], shared: Globals, log_odds: Array) -> float:
     """Σ_m V_m at what was sent, or with another q(α) or σ_w."""
-    gain, gram = block_selection_terms(totals, shared)
-    gamma = shared.inclusion
-    return float(
-        totals["constant"]
-        + gamma @ gain
-        - 0.5 * gamma @ gram @ gamma
-        - divergence_of_selection(gamma, log_odds)
-        - divergence_of_inducing(shared.mean, shared.covariance)
-    )
+    return bound_from(block_selection_terms(totals, shared), totals, shared, log_odds)
 
 
 def resized(shared: Globals, search: Search, factor: Array) -> tuple[Globals, Search]:

@@ -13,41 +13,29 @@ divergence once a unit; the indicators are shared, so here it is counted once in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from scipy.special import expit, xlogy
 
-from fedppl.types import Array, DeclarationError, Layout
+from fedppl.coregional.roles import LogScale, Roles
+from fedppl.types import Array
 
 __all__ = [
     "Curves",
     "Design",
     "Globals",
-    "LogScale",
-    "Roles",
-    "UnitState",
+    "Unit",
+    "UnitClientState",
     "curves",
     "density",
     "divergence_of_inducing",
     "divergence_of_selection",
     "expected_log_likelihood",
     "gradient",
-    "roles",
     "slab_divergence",
     "unit_bound",
 ]
-
-
-class LogScale(NamedTuple):
-    """Prior N(mean, 1 / precision) of the log of a scale."""
-
-    mean: float
-    precision: float
-
-    def log_density(self, log_scale: float) -> float:
-        """log p(log σ)."""
-        return float(0.5 * np.log(self.precision / (2 * np.pi)) - 0.5 * self.precision * (log_scale - self.mean) ** 2)
 
 
 class Design(NamedTuple):
@@ -57,6 +45,20 @@ class Design(NamedTuple):
     conditional: Array  # (L, n) variance of a latent function given all of v
     response: Array  # (n,)
     scale: float  # rows of the unit for each one here: more than 1 in a mini-batch
+
+
+class Unit(Protocol):
+    """What the numerics see of one unit; `fedppl.coregional.view.CoregionalUnit` is one."""
+
+    roles: Roles
+    noise: LogScale
+    response: Array
+
+    def design(self, kernel: Array, rows: Any = None) -> Design:
+        """The design of all rows, or of some."""
+
+    def kernel_gradient(self, kernel: Array, projection: Array, conditional: Array, rows: Any = None) -> Array:
+        """Pull gradients with respect to the design's two arrays back to the kernel's parameters, (p,)."""
 
 
 class Globals(NamedTuple):
@@ -69,7 +71,7 @@ class Globals(NamedTuple):
     log_slab_sd: float
 
 
-class UnitState(NamedTuple):
+class UnitClientState(NamedTuple):
     """ψ_m, which stays at the unit: q(w_m | α = 1) and the estimate of σ_m."""
 
     mean: Array  # (L,) μ
@@ -77,89 +79,11 @@ class UnitState(NamedTuple):
     log_noise_sd: float
 
 
-class Roles(NamedTuple):
-    """Where each kind of shared parameter lies in φ, and its prior."""
-
-    latents: int
-    points: int  # Q
-    v: Any  # (L Q,) places
-    included: Any  # (L,) places, or None: every latent function is used
-    slab: int
-    kernel: Any  # (p,) places of the kernels' parameters
-    is_binary: Any  # (m,)
-    log_odds: Array  # (L,) of the prior inclusion; infinite without selection
-    kernel_mean: Array  # (p,)
-    kernel_precision: Array  # (p, p)
-    slab_prior: LogScale
-
-
 class Curves(NamedTuple):
     """First two moments of the latent functions at a unit's rows."""
 
     mean: Array  # (L, n) a
     variance: Array  # (L, n) s
-
-
-def roles(layout: Layout) -> Roles:
-    """Sort the shared parameters by their names; everything that is not v, included or slab_sd is a kernel's."""
-    variables, places = {variable.name: variable for variable in layout.variables}, layout.slices
-    for name, rule in {"v": "(latent, inducing)", "slab_sd": "()"}.items():
-        if name not in variables:
-            raise DeclarationError(
-                f"the shared variables {list(variables)} have no {name!r} of shape {rule}; a linear model of "
-                "coregionalisation shares v, slab_sd, its kernels' parameters and, for the selection, included: for "
-                'example shared=["v", "included", "lengthscale", "slab_sd"].'
-            )
-    v, slab, included = variables["v"], variables["slab_sd"], variables.get("included")
-    if len(v.shape) != 2 or slab.shape != () or slab.transform != "log":
-        raise DeclarationError(
-            f"v has shape {v.shape} and slab_sd shape {slab.shape} and transform {slab.transform!r}; they must be "
-            '(latent, inducing), () and "log".'
-        )
-    if included is not None and (included.shape != v.shape[:1] or not included.binary):
-        raise DeclarationError(
-            f"included has shape {included.shape}; it must be Bernoulli, one for each of {v.shape[0]}."
-        )
-    if not layout.prior_is_gaussian:
-        raise DeclarationError(
-            "the prior of the shared parameters is not Gaussian on the unconstrained space; give v a standard Normal, "
-            "and LogNormal priors to slab_sd and to what the kernels need."
-        )
-    precision, linear = layout.prior.precision, layout.prior.linear
-    white = np.zeros_like(precision[places["v"]])
-    white[:, places["v"]] = np.eye(v.size)
-    if not np.allclose(precision[places["v"]], white, atol=1e-8) or not np.allclose(linear[places["v"]], 0, atol=1e-8):
-        raise DeclarationError(
-            'the prior of v is not standard Normal; declare v = pm.Normal("v", 0, 1, dims=("latent", "inducing")) and '
-            "put scales into the projection and the coefficients."
-        )
-    taken = np.zeros(layout.size, dtype=bool)
-    is_binary = np.zeros(layout.size, dtype=bool)
-    for name in ("v", "slab_sd", *(("included",) if included is not None else ())):
-        taken[places[name]] = True
-    kernel = np.flatnonzero(~taken)
-    log_odds = np.full(v.shape[0], np.inf)
-    if included is not None:
-        is_binary[places["included"]] = True
-        chance = linear[places["included"]] / np.diag(precision)[places["included"]]
-        log_odds = np.log(chance / (1.0 - chance))
-    slab_place = places["slab_sd"].start
-    kernel_precision = precision[np.ix_(kernel, kernel)]
-    return Roles(
-        latents=v.shape[0],
-        points=v.shape[1],
-        v=np.arange(places["v"].start, places["v"].stop),
-        included=None if included is None else np.arange(places["included"].start, places["included"].stop),
-        slab=slab_place,
-        kernel=kernel,
-        is_binary=is_binary,
-        log_odds=log_odds,
-        kernel_mean=np.asarray(np.linalg.solve(kernel_precision, linear[kernel]), dtype=float),
-        kernel_precision=kernel_precision,
-        slab_prior=LogScale(
-            float(linear[slab_place] / precision[slab_place, slab_place]), float(precision[slab_place, slab_place])
-        ),
-    )
 
 
 def density(
@@ -186,7 +110,7 @@ def curves(design: Design, mean: Array, covariance: Array) -> Curves:
     return Curves((projection @ mean[:, :, None])[:, :, 0], design.conditional + spread)
 
 
-def squared_residual(design: Design, curve: Curves, inclusion: Array, unit: UnitState) -> float:
+def squared_residual(design: Design, curve: Curves, inclusion: Array, unit: UnitClientState) -> float:
     """E Σ (y − f)² over the rows at hand."""
     weight = inclusion * unit.mean
     second = inclusion * (unit.mean**2 + unit.variance)
@@ -195,7 +119,7 @@ def squared_residual(design: Design, curve: Curves, inclusion: Array, unit: Unit
     return float(error @ error + second @ (square + curve.variance.sum(axis=1)) - weight**2 @ square)
 
 
-def expected_log_likelihood(design: Design, curve: Curves, inclusion: Array, unit: UnitState) -> float:
+def expected_log_likelihood(design: Design, curve: Curves, inclusion: Array, unit: UnitClientState) -> float:
     """E log p(y | f) of the unit, scaled up from the rows at hand."""
     count = len(design.response)
     square = squared_residual(design, curve, inclusion, unit)
@@ -203,7 +127,7 @@ def expected_log_likelihood(design: Design, curve: Curves, inclusion: Array, uni
     return float(design.scale * value)
 
 
-def slab_divergence(unit: UnitState, log_slab_sd: float) -> Array:
+def slab_divergence(unit: UnitClientState, log_slab_sd: float) -> Array:
     """KL(N(μ_l, τ_l²) ‖ N(0, σ_w²)) of each coefficient, (L,)."""
     second = (unit.mean**2 + unit.variance) * np.exp(-2 * log_slab_sd)
     return np.asarray(0.5 * (second - 1.0 - np.log(unit.variance)) + log_slab_sd)
@@ -228,7 +152,7 @@ def divergence_of_inducing(mean: Array, covariance: Array) -> float:
 
 
 def unit_bound(
-    design: Design, shared: Globals, unit: UnitState, noise: LogScale, log_odds: Array, share: float
+    design: Design, shared: Globals, unit: UnitClientState, noise: LogScale, log_odds: Array, share: float
 ) -> float:
     """V_m of equation 16, with r_m = share; the prior of log σ_m is counted, those of what is shared are not."""
     curve = curves(design, shared.mean, shared.covariance)
@@ -257,7 +181,7 @@ class Gradient(NamedTuple):
 def gradient(
     design: Design,
     shared: Globals,
-    unit: UnitState,
+    unit: UnitClientState,
     noise: LogScale,
     log_odds: Array,
     share: float,

@@ -1,7 +1,6 @@
 """What a fitted linear model of coregionalisation says: predictions in closed form, selection, coefficients, curves.
 
-For fits of `fedppl.LMCAscent`, `fedppl.LMCBlockAscent`, `fedppl.LMCAveraging` and `fedppl.LMCGradient`. Everything is
-labelled xarray.
+And the algorithms that fit one: `Ascent`, `BlockAscent`, `Averaging` and `Gradient`. All returned is labelled xarray.
 """
 
 from __future__ import annotations
@@ -13,7 +12,12 @@ import numpy as np
 import xarray as xr
 from scipy.stats import norm
 
-from fedppl.coregional.bound import curves
+from fedppl.contracts import Sampler
+from fedppl.coregional.algorithms.ascent import Ascent
+from fedppl.coregional.algorithms.averaging import Averaging
+from fedppl.coregional.algorithms.block_ascent import BlockAscent
+from fedppl.coregional.algorithms.gradient import Gradient
+from fedppl.coregional.bound import UnitClientState, curves
 from fedppl.coregional.result import (
     SELECTED,
     Coefficients,
@@ -21,15 +25,15 @@ from fedppl.coregional.result import (
     only,
     predictive,
     selected_only,
-    settle,
-    settle_new,
+    settled,
     unpack,
 )
+from fedppl.coregional.view import CoregionalUnit, unit_of
 from fedppl.results.fit import Fit
 from fedppl.settings import between
 from fedppl.types import DataError, DeclarationError
 
-__all__ = ["coefficients", "latent_curves", "predict", "selection"]
+__all__ = ["Ascent", "Averaging", "BlockAscent", "Gradient", "coefficients", "latent_curves", "predict", "selection"]
 
 
 def predict(
@@ -63,7 +67,7 @@ def predict(
     inputs
         New inputs by name, for example ``{"X": x_new}``.
     probability
-        Of the central interval.
+        Probability of the central interval.
     latents
         Latent functions to use, by number; by default all of them for a client, the selected ones for a new unit.
     fixed
@@ -85,7 +89,7 @@ def predict(
     >>> import fedppl
     >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=40, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=40, progressbar=False, random_seed=1)
     >>> sorted(fedppl.curves.predict(fit, "a", {"X": [0.0, 0.5]}))
     ['function_sd', 'lower', 'mean', 'sd', 'upper']
 
@@ -130,12 +134,12 @@ def selection(fit: Fit) -> xr.Dataset:
     >>> import fedppl
     >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=40, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=40, progressbar=False, random_seed=1)
     >>> fedppl.curves.selection(fit)["selected"].dims
     ('latent',)
     """
-    fitted = unpack(_outcome(fit, fit.client_ids[0]))
-    phi = fit.algorithm.sample(fit.state, 1, np.random.default_rng(0)) if fit.algorithm.sample else np.zeros((1, 0))
+    fitted, shared = unpack(_final_message(fit, fit.client_ids[0])), fit.algorithm.result.shared
+    phi = shared.draw(fit.state, 1, np.random.default_rng(0)) if isinstance(shared, Sampler) else np.zeros((1, 0))
     known = {name: value[0] for name, value in fit.reader.constrain(phi).items() if name not in ("v", "included")}
     gamma = fitted.shared.inclusion
     table = xr.Dataset(
@@ -156,7 +160,7 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     fit
         A fit of a linear model of coregionalisation.
     clients
-        Whose; by default of all clients in this process. A site's own never leave it.
+        Ids of the clients; by default all clients in this process. A site's own coefficients never leave it.
 
     Returns
     -------
@@ -168,23 +172,23 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     >>> import fedppl
     >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=40, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=40, progressbar=False, random_seed=1)
     >>> fedppl.curves.coefficients(fit)["mean"].dims
     ('client', 'latent')
     """
     names = list(fit.clients if clients is None else clients)
-    settled = [_settled(fit, name) for name in names]
-    if not settled:
+    found = [_settled(fit, name) for name in names]
+    if not found:
         raise DeclarationError("there is no client in this process; its coefficients stay at its site.")
-    mean = np.stack([own.mean for _, own, _ in settled])
-    sd = np.stack([np.sqrt(np.diag(own.covariance)) for _, own, _ in settled])
-    gamma = settled[0][2].shared.inclusion
+    mean = np.stack([own.mean for _, own, _ in found])
+    sd = np.stack([np.sqrt(np.diag(own.covariance)) for _, own, _ in found])
+    gamma = found[0][2].shared.inclusion
     return xr.Dataset(
         {
             "mean": (("client", "latent"), mean),
             "sd": (("client", "latent"), sd),
             "expected": (("client", "latent"), gamma * mean),
-            "noise_sd": ("client", np.exp([own.log_noise_sd for _, own, _ in settled])),
+            "noise_sd": ("client", np.exp([own.log_noise_sd for _, own, _ in found])),
         },
         coords={"client": names, "latent": np.arange(mean.shape[1])},
     )
@@ -210,14 +214,14 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     >>> import fedppl
     >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.LMCAscent(), rounds=40, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=40, progressbar=False, random_seed=1)
     >>> fedppl.curves.latent_curves(fit, {"X": [0.0, 0.5]})["mean"].dims
     ('latent', 'row')
     """
     if not fit.clients:
         raise DeclarationError("there is no client in this process whose model could evaluate the kernels.")
-    shared = unpack(_outcome(fit, fit.client_ids[0])).shared
-    design = next(iter(fit.clients.values())).coregional.at(shared.kernel, inputs)
+    shared = unpack(_final_message(fit, fit.client_ids[0])).shared
+    design = next(iter(fit.clients.values())).view(unit_of).at(shared.kernel, inputs)
     mean, variance = curves(design, shared.mean, shared.covariance)
     return xr.Dataset(
         {
@@ -229,38 +233,39 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     )
 
 
-def _outcome(fit: Fit, client_id: str) -> Mapping[str, Any]:
-    message = fit.algorithm.outcome(fit.state, client_id)
+def _final_message(fit: Fit, client_id: str) -> Mapping[str, Any]:
+    message = fit.algorithm.result.final_message(fit.state, client_id)
     if "joint" not in message or "inclusion" not in message:
         raise DeclarationError(
-            f"{fit.algorithm.name} does not fit a linear model of coregionalisation; use fedppl.LMCAscent()."
+            f"{fit.algorithm.name} does not fit a linear model of coregionalisation; use fedppl.curves.Ascent()."
         )
     return message
 
 
 def _settled(
     fit: Fit, unit: str | Mapping[str, Any], latents: Iterable[int] | None = None, *, fixed: bool = False
-) -> tuple[Any, Coefficients, Fitted]:
+) -> tuple[CoregionalUnit, Coefficients, Fitted]:
     """A unit's view of its model, its own parameters, and the shared ones as it uses them."""
     if isinstance(unit, str):
-        fitted = unpack(_outcome(fit, unit))
+        fitted = unpack(_final_message(fit, unit))
         if unit not in fit.clients:
             raise DeclarationError(
                 f"client {unit!r} is not in this process; its clients are {list(fit.clients)[:10]}. At a site of its "
                 "own, its predictions are made there; for a new unit pass its data."
             )
-        view, personal = fit.clients[unit].coregional, fit.personal.get(unit)
+        view, personal = fit.clients[unit].view(unit_of), fit.personal.get(unit)
     elif isinstance(unit, Mapping):
-        fitted, personal = unpack(_outcome(fit, "new unit")), None
+        fitted, personal = unpack(_final_message(fit, "new unit")), None
         client = fit.declaration.enrol({"new unit": unit}, kernel=False)["new unit"]
         if client.layout.fingerprint != fit.layout.fingerprint:
             raise DataError("the new unit's shared variables differ from the fit's; give it the same columns.")
-        view = client.coregional
+        view = client.view(unit_of)
     else:
         raise DeclarationError(f"unit is {type(unit).__name__}; pass a client's id, or the data of a new unit by name.")
     if latents is not None:
         fitted = only(fitted, latents)
-    elif not fitted.heard:
+    elif not fitted.has_replied:
         fitted = selected_only(fitted)
-    own, fitted = settle(view, personal, fitted) if fitted.heard else settle_new(view, fitted, fixed=fixed)
+    start = personal.log_noise_sd if isinstance(personal, UnitClientState) else None
+    own, fitted = settled(view, fitted, start, fixed=fixed)
     return view, own, fitted

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.contracts import Draws
-from fedppl.coregional.bound import Curves, Design, Globals, Roles, curves
+from fedppl.contracts import ClientView, Draws
+from fedppl.coregional.bound import Curves, Design, Globals, Unit, UnitClientState, curves
+from fedppl.coregional.roles import Roles
 from fedppl.coregional.unit import best_unit, coefficient_covariance, statistics
+from fedppl.coregional.view import unit_of
 from fedppl.types import Array, DeclarationError, Message
 
 __all__ = [
@@ -19,13 +21,13 @@ __all__ = [
     "Fitted",
     "block_diagonal",
     "draw",
+    "final_message",
     "only",
-    "outcome",
     "predictive",
-    "require_unit",
     "sample",
     "selected_only",
-    "settle",
+    "settle_new",
+    "settled",
     "unpack",
 ]
 
@@ -39,7 +41,7 @@ class Fitted(NamedTuple):
 
     shared: Globals
     joint: Array  # (LQ, LQ)
-    heard: bool = False  # whether the unit's own rows are in these
+    has_replied: bool = False  # whether the unit's own rows are in these
 
 
 class Coefficients(NamedTuple):
@@ -50,15 +52,10 @@ class Coefficients(NamedTuple):
     log_noise_sd: float
 
 
-def require_unit(client: Any) -> None:
-    """Raise DeclarationError where the model is no linear model of coregionalisation."""
-    _ = client.coregional
-
-
-def outcome(shared: Globals, joint: Array, *, heard: bool) -> Message:
-    """What a unit needs to know in the end; one whose rows are not in it yet, a new one for example, is not heard."""
+def final_message(shared: Globals, joint: Array, *, has_replied: bool) -> Message:
+    """What a unit needs to know in the end; one that has not replied, a new one for example, is fitted anew."""
     return {
-        "heard": np.array(float(heard)),
+        "has_replied": np.array(float(has_replied)),
         "mean": shared.mean,
         "joint": gaussian.pack_triangle(joint),
         "inclusion": shared.inclusion,
@@ -68,7 +65,7 @@ def outcome(shared: Globals, joint: Array, *, heard: bool) -> Message:
 
 
 def unpack(message: Message) -> Fitted:
-    """Read `outcome`."""
+    """Read `final_message`."""
     mean = np.asarray(message["mean"], dtype=float)
     joint = gaussian.unpack_triangle(np.asarray(message["joint"], dtype=float))
     latents, points = mean.shape
@@ -81,7 +78,7 @@ def unpack(message: Message) -> Fitted:
         np.asarray(message["kernel"], dtype=float),
         float(message["log_slab_sd"]),
     )
-    return Fitted(shared, joint, bool(message["heard"]))
+    return Fitted(shared, joint, bool(message["has_replied"]))
 
 
 def selected_only(fitted: Fitted) -> Fitted:
@@ -101,17 +98,25 @@ def only(fitted: Fitted, latents: Iterable[int]) -> Fitted:
     return fitted._replace(shared=shared._replace(inclusion=np.isin(np.arange(count), chosen).astype(float)))
 
 
-def settle(unit: Any, personal: Any, fitted: Fitted) -> tuple[Coefficients, Fitted]:
-    """A unit's own parameters given the shared ones, from its own rows alone."""
+def settled(
+    unit: Unit, fitted: Fitted, log_noise_sd: float | None, *, fixed: bool = False
+) -> tuple[Coefficients, Fitted]:
+    """A unit's own parameters from its own rows alone, and the shared ones as it uses them."""
+    if not fitted.has_replied:
+        return settle_new(unit, fitted, fixed=fixed)
+    return _settle(unit, fitted, unit.noise.mean if log_noise_sd is None else log_noise_sd), fitted
+
+
+def _settle(unit: Unit, fitted: Fitted, log_noise_sd: float) -> Coefficients:
+    """A unit's own parameters given the shared ones, starting from this noise."""
     shared = fitted.shared
     design = unit.design(shared.kernel)
-    start = getattr(personal, "log_noise_sd", unit.noise.mean)
-    state, curve = best_unit(design, shared, unit.noise, start)
+    state, curve = best_unit(design, shared, unit.noise, log_noise_sd)
     covariance = coefficient_covariance(design, curve, fitted.joint, shared.log_slab_sd, state.log_noise_sd)
-    return Coefficients(state.mean, covariance, state.log_noise_sd), fitted
+    return Coefficients(state.mean, covariance, state.log_noise_sd)
 
 
-def settle_new(unit: Any, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients, Fitted]:
+def settle_new(unit: Unit, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients, Fitted]:
     """Parameters of a unit that took no part, from its own rows and the shared functions (section 4.3).
 
     `fixed` is equation 17: the shared functions as they are. Otherwise q(v) of the others is the unit's prior of v, and
@@ -119,7 +124,7 @@ def settle_new(unit: Any, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients,
     of it leaves the unit. The coefficients, parameters in equation 17, keep their prior N(0, σ_w²) and a posterior.
     """
     if fixed:
-        return settle(unit, None, fitted)
+        return _settle(unit, fitted, unit.noise.mean), fitted
     shared, noise = fitted.shared, unit.noise.mean
     latents, points = shared.mean.shape
     design = unit.design(shared.kernel)
@@ -138,7 +143,8 @@ def settle_new(unit: Any, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients,
         if still:
             break
     joint = np.linalg.inv(precision)
-    return settle(unit, state, Fitted(shared, (joint + joint.T) / 2, heard=True))
+    fitted = Fitted(shared, (joint + joint.T) / 2, has_replied=True)
+    return _settle(unit, fitted, noise), fitted
 
 
 def predictive(design: Design, fitted: Fitted, own: Coefficients) -> tuple[Array, Array]:
@@ -185,17 +191,22 @@ def sample(role: Roles, message: Message, count: int, rng: np.random.Generator) 
     return phi
 
 
-def draw(client: Any, personal: Any, message: Message, draws: int, chains: int, rng: np.random.Generator) -> Draws:
+def draw(
+    client: ClientView,
+    personal: UnitClientState | None,
+    message: Message,
+    draws: int,
+    chains: int,
+    rng: np.random.Generator,
+) -> Draws:
     """Draws of what is shared and of the unit's own variables from the variational posterior."""
-    unit, count = client.coregional, draws * chains
+    unit, count = client.view(unit_of), draws * chains
     fitted = unpack(message)
-    if fitted.heard:
-        own, fitted = settle(unit, personal, fitted)
-    else:
-        own, fitted = settle_new(unit, selected_only(fitted), fixed=False)
+    fitted = fitted if fitted.has_replied else selected_only(fitted)
+    own, fitted = settled(unit, fitted, None if personal is None else personal.log_noise_sd)
     shared = fitted.shared
-    role: Roles = unit.roles
-    phi = sample(role, outcome(shared, fitted.joint, heard=True), count, rng)
+    role = unit.roles
+    phi = sample(role, final_message(shared, fitted.joint, has_replied=True), count, rng)
     used = np.ones((count, role.latents)) if role.included is None else phi[:, role.included]
     root = np.linalg.cholesky(own.covariance + 1e-12 * np.eye(role.latents))
     w = own.mean + rng.normal(size=(count, role.latents)) @ root.T

@@ -7,17 +7,34 @@ from collections.abc import Mapping
 import numpy as np
 from scipy.special import expit
 
-from fedppl.coregional.bound import Globals, LogScale, divergence_of_inducing, divergence_of_selection
+from fedppl.coregional.bound import Globals, divergence_of_inducing, divergence_of_selection
+from fedppl.coregional.roles import LogScale, Roles
 from fedppl.coregional.unit import scale_mode
 from fedppl.types import Array
 
-__all__ = ["bound", "inducing", "joint_covariance", "median", "rescale", "selection", "size_factor", "slab"]
+__all__ = [
+    "bound",
+    "bound_from",
+    "inducing",
+    "joint_covariance",
+    "maximise",
+    "median",
+    "rescale",
+    "selection",
+    "size_factor",
+    "slab",
+    "terms_from",
+]
 
 
 def bound(totals: Mapping[str, Array], shared: Globals, log_odds: Array) -> float:
     """Σ_m V_m at any q(v), q(α) and σ_w, from the units' statistics; the units' own parameters are in those."""
-    gain, gram = selection_terms(totals, shared)
-    gamma = shared.inclusion
+    return bound_from(selection_terms(totals, shared), totals, shared, log_odds)
+
+
+def bound_from(terms: tuple[Array, Array], totals: Mapping[str, Array], shared: Globals, log_odds: Array) -> float:
+    """Σ_m V_m from what `selection_terms` gives."""
+    (gain, gram), gamma = terms, shared.inclusion
     return float(
         totals["constant"]
         + gamma @ gain
@@ -32,7 +49,11 @@ def selection_terms(totals: Mapping[str, Array], shared: Globals) -> tuple[Array
     latents, points = shared.mean.shape
     blocks = totals["precision"].reshape(latents, points, latents, points)
     gram = np.einsum("lq,lqkp,kp->lk", shared.mean, blocks, shared.mean, optimize=True)
-    own = np.einsum("lqlp->lqp", blocks)
+    return terms_from(gram, np.einsum("lqlp->lqp", blocks), totals, shared)
+
+
+def terms_from(gram: Array, own: Array, totals: Mapping[str, Array], shared: Globals) -> tuple[Array, Array]:
+    """The same from the forms m_l' P_lk m_k (L, L) and the blocks P_ll (L, Q, Q)."""
     gain = (
         np.sum(shared.mean * totals["linear"], axis=1)
         - 0.5 * (np.diag(gram) + np.sum(own * shared.covariance, axis=(1, 2)))
@@ -124,6 +145,20 @@ def joint_covariance(totals: Mapping[str, Array], inclusion: Array) -> Array:
 def slab(totals: Mapping[str, Array], inclusion: Array, prior: LogScale) -> float:
     """The log σ_w that maximises the bound with its prior."""
     return scale_mode(float(totals["units"] * inclusion.sum()), float(inclusion @ totals["second"]), prior)
+
+
+def maximise(
+    totals: Mapping[str, Array], shared: Globals, role: Roles, *, sweeps: int, select: bool
+) -> tuple[Mapping[str, Array], Globals]:
+    """Selection, inducing variables, sizes and σ_w in turn, each at the bound's maximum given the others."""
+    for _ in range(sweeps):
+        if select and np.all(np.isfinite(role.log_odds)):
+            gamma = selection(*selection_terms(totals, shared), shared.inclusion, role.log_odds)
+            shared = shared._replace(inclusion=gamma)
+        mean, covariance = inducing(totals, shared.inclusion)
+        totals, shared = rescale(totals, shared._replace(mean=mean, covariance=covariance))
+        shared = shared._replace(log_slab_sd=slab(totals, shared.inclusion, role.slab_prior))
+    return totals, shared
 
 
 def median(values: Array, weights: Array) -> Array:

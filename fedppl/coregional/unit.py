@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
 
-from fedppl.coregional.bound import Curves, Design, Globals, LogScale, UnitState, curves, squared_residual
+from fedppl.coregional.bound import Curves, Design, Globals, Unit, UnitClientState, curves, squared_residual
+from fedppl.coregional.roles import LogScale
 from fedppl.types import Array
 
 __all__ = [
@@ -57,14 +58,14 @@ def coefficients(
 
 def best_unit(
     design: Design, shared: Globals, noise: LogScale, log_noise_sd: float, sweeps: int = 20
-) -> tuple[UnitState, Curves]:
+) -> tuple[UnitClientState, Curves]:
     """ψ_m given the shared parameters: coefficients and noise in turn, each at its own maximum."""
     curve = curves(design, shared.mean, shared.covariance)
-    unit = UnitState(np.zeros(0), np.zeros(0), log_noise_sd)
+    unit = UnitClientState(np.zeros(0), np.zeros(0), log_noise_sd)
     for _ in range(sweeps):
         before = unit.log_noise_sd
         mean, variance = coefficients(design, curve, shared.inclusion, shared.log_slab_sd, before)
-        unit = UnitState(mean, variance, before)
+        unit = UnitClientState(mean, variance, before)
         square = squared_residual(design, curve, shared.inclusion, unit)
         after = scale_mode(design.scale * len(design.response), design.scale * square, noise)
         unit = unit._replace(log_noise_sd=after)
@@ -90,12 +91,12 @@ def coefficient_covariance(
     return np.linalg.inv(rate * second + np.exp(-2 * log_slab_sd) * np.eye(latents))
 
 
-def random_unit(latents: int, log_noise_sd: float, rng: np.random.Generator) -> UnitState:
+def random_unit(latents: int, log_noise_sd: float, rng: np.random.Generator) -> UnitClientState:
     """Coefficients to start from, which break the symmetry between latent functions."""
-    return UnitState(rng.normal(size=latents), np.full(latents, 1e-2), log_noise_sd)
+    return UnitClientState(rng.normal(size=latents), np.full(latents, 1e-2), log_noise_sd)
 
 
-def statistics(design: Design, unit: UnitState, noise: LogScale) -> dict[str, Array]:
+def statistics(design: Design, unit: UnitClientState, noise: LogScale) -> dict[str, Array]:
     """What the server needs of a unit to maximise the bound over q(v), q(α) and σ_w: its sum over units is enough.
 
     ``precision`` (LQ, LQ) and ``linear`` (L, Q) are of v, without the factors γ; ``penalty`` (L,) is what a used
@@ -112,7 +113,7 @@ def statistics(design: Design, unit: UnitState, noise: LogScale) -> dict[str, Ar
     return {"precision": precision, "linear": linear, **scalars(design, unit, noise)}
 
 
-def scalars(design: Design, unit: UnitState, noise: LogScale) -> dict[str, Array]:
+def scalars(design: Design, unit: UnitClientState, noise: LogScale) -> dict[str, Array]:
     """The part of a unit's statistics that has no Q: numbers for each latent function, and for the unit."""
     count = design.scale * len(design.response)
     rate = design.scale * np.exp(-2 * unit.log_noise_sd)
@@ -139,7 +140,7 @@ class OwnFit(NamedTuple):
     log_evidence: float
 
 
-def own_fit(unit: Any, kernel_prior: tuple[Array, Array], slab_prior: LogScale) -> OwnFit:
+def own_fit(unit: Unit, kernel_prior: tuple[Array, Array], slab_prior: LogScale) -> OwnFit:
     """Fit a sparse Gaussian process to one unit's own rows, nothing exchanged: Titsias' bound, at its highest mode.
 
     The bound is maximised from three length-scales, since a curve that is noise alone is a mode as well.
@@ -168,7 +169,9 @@ def own_fit(unit: Any, kernel_prior: tuple[Array, Array], slab_prior: LogScale) 
     return best
 
 
-def _negative_evidence(x: Array, unit: Any, mean: Array, precision: Array, slab_prior: LogScale) -> tuple[float, Array]:
+def _negative_evidence(
+    x: Array, unit: Unit, mean: Array, precision: Array, slab_prior: LogScale
+) -> tuple[float, Array]:
     """Minus Titsias' bound with the priors of what is estimated, summed over the kernels, and its gradient."""
     latents, size = unit.roles.latents, len(mean)
     kernel, log_sd, log_noise = x[:size], x[size:-latents], x[-latents:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytensor
@@ -13,16 +13,15 @@ import pytensor.tensor as pt
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 
-from fedppl.coregional.bound import Design, LogScale, Roles, density, roles
+from fedppl.coregional.bound import Design, density
+from fedppl.coregional.roles import LogScale, Roles, roles
 from fedppl.model import _graph, _same
 from fedppl.model._numba import MODE
+from fedppl.model.client import ClientModel
 from fedppl.numerics.prior import gaussian_prior
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
-if TYPE_CHECKING:
-    from fedppl.model.declaration import ClientModel
-
-__all__ = ["CoregionalUnit", "read_unit"]
+__all__ = ["CoregionalUnit", "unit_of"]
 
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -107,13 +106,13 @@ class CoregionalUnit:
         return held if rows is None else tuple(value[rows] for value in held)
 
 
-def read_unit(client: ClientModel) -> CoregionalUnit:
+def unit_of(client: ClientModel) -> CoregionalUnit:
     """What the numerics see of a client, after its density was held against the model's; once per client."""
     unit = CoregionalUnit(client)
     known = client.template.functions
-    if "lmc checked" not in known:  # a template's clients differ in their data alone
+    if "coregional checked" not in known:  # a template's clients differ in their data alone
         _require_same_density(client, unit)
-        known["lmc checked"] = True
+        known["coregional checked"] = True
     _require_scale(client, unit)
     _require_coverage(client, unit)
     return unit
@@ -123,9 +122,9 @@ def _functions(client: ClientModel) -> dict[str, Any]:
     """Compiled functions of the template, shared by its clients."""
     kept = client.template.functions
     with _lock:
-        if "lmc" not in kept:
-            kept["lmc"] = _compile(client)
-    functions: dict[str, Any] = kept["lmc"]
+        if "coregional" not in kept:
+            kept["coregional"] = _compile(client)
+    functions: dict[str, Any] = kept["coregional"]
     return functions
 
 

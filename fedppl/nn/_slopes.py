@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedppl.nn.functional import call, cast, parameter_slices, state_of
+from fedppl.nn.functional import Places, call, cast, parameter_slices, state_of
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array
 
@@ -53,7 +53,7 @@ def evaluate(unit: NetworkUnit, w: Array, X: Array, dtype: torch.dtype = torch.f
 
 
 def chunks(
-    unit: NetworkUnit, w: Array, index: Array, dtype: torch.dtype, *, X: Array | None = None
+    unit: NetworkUnit, w: Array, index: Places, dtype: torch.dtype, *, X: Array | None = None
 ) -> Iterator[Slopes]:
     """Derivatives at the client's rows, in the basis of √Λ; or those of the outputs themselves at other inputs."""
     inputs = unit.X if X is None else X
@@ -153,7 +153,7 @@ def _factor(unit: NetworkUnit, output: torch.Tensor) -> torch.Tensor:
     return torch.diag_embed(root) - p[:, :, None] * root[:, None, :]
 
 
-def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: torch.Tensor, index: Array) -> _Plan:
+def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: torch.Tensor, index: Places) -> _Plan:
     """Factor what derivatives at a few rows say can be factored: a weight may also be used outside its layer's call."""
     plan = _plan(unit, state, x, index, ())
     outside = []
@@ -172,7 +172,7 @@ def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: torch.Tensor, ind
     return _plan(unit, state, x, index, tuple(outside)) if outside else plan
 
 
-def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Array, outside: tuple[str, ...]) -> _Plan:
+def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Places, outside: tuple[str, ...]) -> _Plan:
     """Weights of linear layers that are called once, on a matrix, are factored."""
     calls: dict[str, list[int]] = {}
     linear = {name: layer for name, layer in unit.net.named_modules() if type(layer) is torch.nn.Linear}

@@ -7,11 +7,16 @@ import threading
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedppl.types import DeclarationError
 
-__all__ = ["call", "cast", "own_copy", "parameter_slices", "pieces", "require_pure", "size_of", "state_of"]
+__all__ = ["Places", "call", "cast", "own_copy", "parameter_slices", "pieces", "require_pure", "size_of", "state_of"]
+
+
+Places = NDArray[np.integer[Any]]  # positions in a flat vector of weights
 
 
 class _Threads(threading.local):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fedppl.nn._slopes import tensor
-from fedppl.nn.functional import call, state_of
+from fedppl.nn.functional import Places, call, state_of
 from fedppl.nn.train import mean_loss
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError
@@ -28,13 +28,13 @@ class Head(NamedTuple):
     """The last layer: a linear one."""
 
     layer: str
-    places: Array  # of its weights in w, (d,)
+    places: Places  # of its weights in w, (d,)
     matrix: slice  # of V, raveled, in these
     offset: slice  # of c; empty where it has none
     outputs: int
 
 
-def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Array, w: Array) -> Head:
+def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Array) -> Head:
     """The layer that has these parameters.
 
     Raises

@@ -9,10 +9,19 @@ import numpy as np
 import torch
 
 from fedppl.nn._slopes import tensor
-from fedppl.nn.algorithms._common import Training
-from fedppl.nn.functional import call
+from fedppl.nn.functional import Places, call
 from fedppl.nn.head import Head, expected_loss, head_slopes, without_head
-from fedppl.nn.train import RISE, Leaves, arranged, mean_loss, optimizer_of, outcomes, require_bounded, take_step
+from fedppl.nn.train import (
+    RISE,
+    Leaves,
+    Training,
+    arranged,
+    mean_loss,
+    optimizer_of,
+    outcomes,
+    require_bounded,
+    take_step,
+)
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, LocalFailure
 
@@ -104,7 +113,7 @@ def train_below(
     unit: NetworkUnit,
     head: Head,
     w: Array,
-    below: Array,
+    below: Places,
     q: tuple[Array, Array],
     settings: Training,
     draws: int,

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from fedppl.nn._slopes import tensor
-from fedppl.nn.algorithms._common import Training
-from fedppl.nn.functional import call, state_of
+from fedppl.nn.functional import Places, call, state_of
 from fedppl.nn.head import Head, expected_loss, features, without_head
-from fedppl.nn.train import RISE, Leaves, arranged, mean_loss, optimizer_of, outcomes, require_bounded
+from fedppl.nn.train import RISE, Leaves, Training, arranged, mean_loss, optimizer_of, outcomes, require_bounded
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, LocalFailure
 
@@ -30,7 +29,7 @@ def langevin_steps(
     unit: NetworkUnit,
     head: Head,
     w: Array,
-    below: Array,
+    below: Places,
     start: Array,
     prior: tuple[Array, float],
     settings: Training,

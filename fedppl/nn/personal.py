@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from fedppl.nn._slopes import tensor
-from fedppl.nn.algorithms._common import Training
 from fedppl.nn.functional import call, pieces
-from fedppl.nn.train import RISE, mean_loss, outcomes
+from fedppl.nn.train import RISE, Training, mean_loss, outcomes
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, LocalFailure
 
@@ -43,9 +42,9 @@ def _draw(rows: int, size: int, rng: np.random.Generator) -> torch.Tensor:
     return torch.from_numpy(rng.choice(rows, min(rows, size), replace=False))
 
 
-def _checked(unit: NetworkUnit, w: Array, before: float, knob: str) -> Array:
+def _checked(unit: NetworkUnit, w: Array, before: float, setting: str) -> Array:
     if not np.all(np.isfinite(w)) or not loss_at(unit, w) <= before + RISE:
-        raise LocalFailure(f"training raised the loss instead of lowering it; lower {knob}=")
+        raise LocalFailure(f"training raised the loss instead of lowering it; lower {setting}=")
     return w
 
 

@@ -11,11 +11,13 @@ import xarray as xr
 from scipy.special import log_softmax, ndtr, softmax
 from scipy.stats import norm
 
-from fedppl.nn.algorithms._common import Own
+from fedppl.contracts import Point
 from fedppl.nn.subnet import output_covariance, outputs
+from fedppl.nn.view import NetworkResult, Own, network_of
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.fit import Fit
+from fedppl.settings import between, one_of, whole
 from fedppl.types import Array, DataError, DeclarationError
 
 __all__ = ["network", "personalise", "predict", "probabilities"]
@@ -29,11 +31,11 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     Parameters
     ----------
     fit
-        A fit of networks, by ``fedppl.FedSI()``, ``fedppl.NetworkAveraging()`` or others that share weights of them.
+        A fit of networks, by ``fedppl.nn.FedSI()``, ``fedppl.nn.FedAvg()`` or others that share weights of them.
     client
         A client's id; or data of a new client, which nothing but the shared weights connects with the fit.
     random_seed
-        Shuffles the rows; by default the fit's seed.
+        Seed of the order of the rows; by default the fit's.
 
     Returns
     -------
@@ -61,12 +63,12 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
         )
         if model.layout.fingerprint != fit.layout.fingerprint:
             raise DeclarationError("the new client shares other variables than the fit; give it the same columns.")
-    if fit.algorithm.personalise is None:
-        raise DeclarationError(f"the fit is of {fit.algorithm.name}, which fits no networks; see fedppl.FedSI.")
-    message = fit.algorithm.outcome(fit.state, name)
+    family = fit.algorithm.result.family
+    if not isinstance(family, NetworkResult):
+        raise DeclarationError(f"the fit is of {fit.algorithm.name}, which fits no networks; see fedppl.nn.FedSI.")
+    message = fit.algorithm.result.final_message(fit.state, name)
     seed = fit.seed if random_seed is None else random_seed
-    found: Own = fit.algorithm.personalise(model, personal, message, stream((seed, 2, *name.encode())))
-    return found
+    return family.personalise(model, personal, message, stream((seed, 2, *name.encode())))
 
 
 def network(fit: Fit) -> torch.nn.Module:
@@ -90,15 +92,16 @@ def network(fit: Fit) -> torch.nn.Module:
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit of a network.")
-    if fit.algorithm.estimate is None or fit.algorithm.personalise is None:
+    shared = fit.algorithm.result.shared
+    if not isinstance(shared, Point) or not isinstance(fit.algorithm.result.family, NetworkResult):
         raise DeclarationError(
             f"the fit is of {fit.algorithm.name}, which has no one network of all clients; fedppl.nn.personalise gives "
             "a client's own, where there are networks."
         )
     if not fit.clients:
         raise DeclarationError("the fit's clients are sites of their own; load fit.estimate into your network.")
-    client = next(iter(fit.clients.values())).network
-    return client.unit.loaded(client.unit.weights(fit.algorithm.estimate(fit.state), client.start))
+    own = next(iter(fit.clients.values())).view(network_of)
+    return own.unit.loaded(own.at(shared.estimate(fit.state)))
 
 
 def predict(
@@ -130,11 +133,11 @@ def predict(
         which may change the most probable class; "monte carlo", the mean of softmax over draws of the linearised
         outputs; "probit", eq. 9 of FedSI as printed, normalised, which saturates; "map", the weights' point alone.
     draws
-        For "monte carlo".
+        Number of draws for "monte carlo".
     probability
-        Of the intervals, for a normal likelihood.
+        Probability of the intervals, for a normal likelihood.
     random_seed
-        By default the fit's.
+        Seed of draws and of fine-tuning; by default the fit's.
 
     Returns
     -------
@@ -154,14 +157,10 @@ def predict(
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit first, then the client and inputs.")
-    if link not in _LINKS:
-        raise DeclarationError(f"link={link!r} must be one of {_LINKS}.")
-    if not isinstance(probability, int | float | np.number) or not 0 < probability < 1:
-        raise DeclarationError(f"probability={probability!r} must lie between 0 and 1.")
-    if isinstance(draws, bool) or not isinstance(draws, int | np.integer) or draws < 1:
-        raise DeclarationError(f"draws={draws!r} must be a whole number, at least 1.")
+    one_of("link", link, _LINKS)
+    probability, draws = between("probability", probability, 0, 1), whole("draws", draws)
     found = client if isinstance(client, Own) else personalise(fit, client, random_seed=random_seed)
-    unit = found.client.network.unit
+    unit = found.client.view(network_of).unit
     X = unit.at(inputs)
     logits = outputs(unit, found.weights, X)
     if not np.all(np.isfinite(logits)):

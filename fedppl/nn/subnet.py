@@ -21,17 +21,27 @@ import torch
 from numpy.typing import NDArray
 
 from fedppl.nn._slopes import Slopes, chunks, evaluate, rows_of
+from fedppl.nn.functional import Places
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError
 
-__all__ = ["Subnetwork", "curvature", "curvature_diagonal", "infer", "outputs", "output_covariance", "select"]
+__all__ = [
+    "Subnetwork",
+    "curvature",
+    "curvature_diagonal",
+    "infer",
+    "inferred",
+    "outputs",
+    "output_covariance",
+    "select",
+]
 
 
 class Subnetwork(NamedTuple):
     """q(w): normal in the weights of a subnetwork, and a point in all others."""
 
     weights: Array  # ŵ, (d,)
-    places: Array  # of S in w, (s,)
+    places: Places  # of S in w, (s,)
     covariance: Array  # of w_S, (s, s), or (s,) where its weights are independent
 
     def deviations(self, count: int, rng: np.random.Generator) -> Array:
@@ -42,7 +52,7 @@ class Subnetwork(NamedTuple):
         return np.asarray(noise @ np.linalg.cholesky(self.covariance).T)
 
 
-def curvature_diagonal(unit: NetworkUnit, w: Array, index: Array, *, dtype: torch.dtype = torch.float64) -> Array:
+def curvature_diagonal(unit: NetworkUnit, w: Array, index: Places, *, dtype: torch.dtype = torch.float64) -> Array:
     """Diagonal of Jᵀ Λ J at the weights `index` (s,), summed in float64."""
     found = np.zeros(len(index))
     for part in chunks(unit, w, index, dtype):
@@ -96,7 +106,7 @@ def select(variance: Array, curvature: Array, count: int, *, rule: str = "live")
     return np.sort(order[:count])
 
 
-def curvature(unit: NetworkUnit, w: Array, index: Array, *, dtype: torch.dtype = torch.float64) -> Array:
+def curvature(unit: NetworkUnit, w: Array, index: Places, *, dtype: torch.dtype = torch.float64) -> Array:
     """JᵀΛJ of the weights `index` (s,), (s, s)."""
     matrix, order = torch.zeros(len(index), len(index), dtype=dtype), np.arange(len(index))
     for part in chunks(unit, w, index, dtype):
@@ -135,7 +145,7 @@ def _add_pairs(matrix: torch.Tensor, part: Slopes, order: NDArray[np.int64]) -> 
 def infer(
     unit: NetworkUnit,
     w: Array,
-    index: Array,
+    index: Places,
     variance: Array,
     *,
     dtype: torch.dtype = torch.float64,
@@ -157,6 +167,27 @@ def infer(
     matrix.diagonal().add_(torch.from_numpy(1.0 / variance).to(dtype))
     covariance = torch.cholesky_inverse(torch.linalg.cholesky(matrix))
     return Subnetwork(w, index, covariance.double().numpy())
+
+
+def inferred(
+    unit: NetworkUnit,
+    w: Array,
+    variance: Array,
+    count: int,
+    *,
+    rule: str,
+    diagonal: bool,
+    dtype: torch.dtype = torch.float32,
+) -> Subnetwork:
+    """Choose `count` of the shared weights, whose prior variances (m,) are given, and infer their posterior at w.
+
+    With `diagonal`, all shared weights, with the diagonal of the curvature alone.
+    """
+    shared = unit.shared_at
+    if diagonal:
+        return infer(unit, w, shared, variance, dtype=dtype, diagonal=True)
+    chosen = select(variance, curvature_diagonal(unit, w, shared, dtype=dtype), count, rule=rule)
+    return infer(unit, w, shared[chosen], variance[chosen], dtype=dtype)
 
 
 def outputs(unit: NetworkUnit, w: Array, X: Array) -> Array:

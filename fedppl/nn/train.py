@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedppl.nn._slopes import tensor
-from fedppl.nn.algorithms._common import Training
-from fedppl.nn.functional import cast, parameter_slices, pieces
+from fedppl.nn.functional import Places, cast, parameter_slices, pieces
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, LocalFailure
 
-__all__ = ["arranged", "train"]
+__all__ = [
+    "Leaves",
+    "Training",
+    "arranged",
+    "mean_loss",
+    "optimizer_of",
+    "outcomes",
+    "require_bounded",
+    "take_step",
+    "train",
+]
 
 # Training that raises the mean loss of a row by more than this many nats has diverged.
 RISE = 1.0
 
 
+class Training(NamedTuple):
+    """Steps at a client."""
+
+    learning_rate: float
+    epochs: int
+    batch_size: int
+    momentum: float | None = None  # of gradient steps; None for Adam
+
+
 def train(
     unit: NetworkUnit,
     w: Array,
-    free: Array,
-    prior: tuple[Array, Array] | None,
+    free: Places,
     settings: Training,
     rng: np.random.Generator,
     *,
+    prior: tuple[Array, Array] | None = None,
     linear: Array | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Array:
@@ -40,19 +58,19 @@ def train(
     unit
         The client.
     w
-        Where to start, (d,).
+        Weights at the start, (d,).
     free
         Positions of the weights that move.
-    prior
-        Means m and precisions p of those, each as long as `free`; None leaves them without a prior.
     settings
         Steps, batches.
     rng
-        Shuffles the rows of every epoch.
+        Generator that shuffles the rows of every epoch.
+    prior
+        Means m and precisions p of those, each as long as `free`; None leaves them without a prior.
     linear
         b, as long as `free`: a correction of the gradient.
     dtype
-        In which to compute.
+        Type of the computations.
 
     Returns
     -------
@@ -109,7 +127,7 @@ class Leaves:
         All its parameters and buffers by name, for `call`.
     """
 
-    def __init__(self, unit: NetworkUnit, w: Array, free: NDArray[np.int64], dtype: torch.dtype) -> None:
+    def __init__(self, unit: NetworkUnit, w: Array, free: Places, dtype: torch.dtype) -> None:
         self._slices = parameter_slices(unit.net)
         chosen = np.zeros(len(w), dtype=bool)
         chosen[free] = True
@@ -164,7 +182,7 @@ _Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None
 def _pulls(
     leaves: Leaves,
     w: Array,
-    free: NDArray[np.int64],
+    free: Places,
     prior: tuple[Array, Array] | None,
     linear: Array | None,
     rows: int,

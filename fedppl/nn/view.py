@@ -1,31 +1,42 @@
-"""What algorithms ask of a client with a network: training, and a subnetwork's posterior."""
+"""A client's network, read from its declared PyMC model: ``client.view(network_of)``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+from pytensor.graph.basic import Constant
+from pytensor.graph.replace import clone_replace
+from pytensor.graph.traversal import ancestors
 
-from fedppl.nn.algorithms._common import Training
-from fedppl.nn.functional import parameter_slices
-from fedppl.nn.head import Head, features, find_head
-from fedppl.nn.head_steps import HeadSteps, head_posterior, train_below
-from fedppl.nn.langevin import Chain, langevin_steps
-from fedppl.nn.personal import bayes_steps, loss_at, meta_steps, moreau_steps
-from fedppl.nn.subnet import Subnetwork, curvature_diagonal, infer, select
-from fedppl.nn.train import train
-from fedppl.nn.unit import NetworkUnit, read_network
-from fedppl.types import Array, DeclarationError
+from fedppl.contracts import ClientView
+from fedppl.model import _graph
+from fedppl.model.client import ClientModel
+from fedppl.nn.functional import Places, call, cast, parameter_slices, state_of
+from fedppl.nn.head import Head, find_head
+from fedppl.nn.subnet import Subnetwork
+from fedppl.nn.unit import Declared, Likelihood, NetworkUnit, log_likelihood
+from fedppl.types import Array, DeclarationError, Message, Variable
 
-if TYPE_CHECKING:
-    from fedppl.model.declaration import ClientModel
+__all__ = ["Network", "NetworkResult", "Own", "network_of"]
 
-__all__ = ["NetworkClient", "network_client"]
+logger = logging.getLogger(__name__)
+_lock = threading.Lock()
+_CONTRACT = (
+    "a network's client declares weights = fedppl.nn.parameters(net), output = fedppl.nn.module(net, weights, X), "
+    "and one outcome, pm.Categorical(logit_p=output) or pm.Normal(output, constant)"
+)
+P_contra = TypeVar("P_contra", contravariant=True)
 
 
-class NetworkClient:
-    """A client's network: arrays in, arrays out.
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A client's network.
 
     Attributes
     ----------
@@ -35,11 +46,15 @@ class NetworkClient:
         θ (d_k,) where all clients start: PyMC's initial point, the mean of the prior unless it has an `initval`.
     """
 
-    def __init__(self, unit: NetworkUnit, start: Array) -> None:
-        self.unit, self.start = unit, start
-        self._heads: dict[tuple[str, ...], Head] = {}
+    unit: NetworkUnit
+    start: Array
+    _heads: dict[tuple[str, ...], Head] = field(default_factory=dict, init=False, repr=False)
 
-    def places(self, which: str | tuple[str, ...]) -> Array:
+    def at(self, phi: Any) -> Array:
+        """All weights (d,) from the shared ones (m,), with local ones where all clients start."""
+        return self.unit.weights(np.asarray(phi, dtype=float), self.start)
+
+    def places(self, which: str | tuple[str, ...]) -> Places:
         """Positions in w of "shared", "local" or "all" weights, or of those named as in torch.
 
         Raises
@@ -47,9 +62,9 @@ class NetworkClient:
         DeclarationError
             For a name that the network does not have, or where there are no such weights.
         """
-        unit = self.unit
+        unit, everything = self.unit, np.arange(self.unit.size)
         if isinstance(which, str):
-            groups = {"shared": unit.shared_at, "local": unit.local_at, "all": np.arange(unit.size)}
+            groups = {"shared": unit.shared_at, "local": unit.local_at, "all": everything}
             if which not in groups:
                 raise DeclarationError(
                     f'{which!r} must be "shared", "local", "all" or a tuple of names: {list(unit.names)}.'
@@ -59,7 +74,6 @@ class NetworkClient:
             unknown = sorted(set(which) - set(unit.names))
             if unknown:
                 raise DeclarationError(f"{unknown} are no parameters of the network; it has {list(unit.names)}.")
-            everything = np.arange(unit.size)
             parts = [everything[where] for name, where in parameter_slices(unit.net).items() if name in which]
             found = np.concatenate([everything[:0], *parts])
         if not len(found):
@@ -68,19 +82,6 @@ class NetworkClient:
             )
         return np.asarray(found, dtype=np.int64)
 
-    def trained(
-        self,
-        w: Array,
-        free: Array,
-        settings: Training,
-        rng: np.random.Generator,
-        *,
-        prior: tuple[Array, Array] | None = None,
-        linear: Array | None = None,
-    ) -> Array:
-        """Weights after training those at `free`, with means and precisions `prior`; see `fedppl.nn.train`."""
-        return train(self.unit, w, free, prior, settings, rng, linear=linear)
-
     def head(self, names: tuple[str, ...]) -> Head:
         """The last layer, which has these parameters and no others; checked once a network."""
         known = self._heads.get(names)
@@ -88,101 +89,172 @@ class NetworkClient:
             known = self._heads[names] = find_head(self.unit, names, self.places(names), self.unit.held)
         return known
 
-    def head_posterior(
-        self,
-        head: Head,
-        w: Array,
-        start: tuple[Array, Array],
-        centre: Array,
-        confidence: float,
-        steps: tuple[float, int, int],
-        rng: np.random.Generator,
-    ) -> tuple[Array, Array]:
-        """Mean and sd of the head's posterior on the features of w; see `fedppl.nn.head_steps`."""
-        z = features(self.unit, head, w)
-        return head_posterior(self.unit, head, z, start, centre, confidence, HeadSteps(*steps), rng)
 
-    def train_below(
-        self,
-        head: Head,
-        w: Array,
-        below: Array,
-        q: tuple[Array, Array],
-        settings: Training,
-        draws: int,
-        rng: np.random.Generator,
-    ) -> Array:
-        """Weights after training those at `below` under draws of the head; see `fedppl.nn.head_steps`."""
-        return train_below(self.unit, head, w, below, q, settings, draws, rng)
+class Own(NamedTuple):
+    """A client's own network."""
 
-    def loss(self, w: Array) -> float:
-        """Mean negative log likelihood of the client's rows."""
-        return loss_at(self.unit, w)
-
-    def meta_steps(self, w: Array, settings: Training, inner_rate: float, rng: np.random.Generator) -> Array:
-        """Steps of Per-FedAvg; see `fedppl.nn.personal`."""
-        return meta_steps(self.unit, w, settings, inner_rate, rng)
-
-    def moreau_steps(
-        self, w: Array, settings: Training, lam: float, inner: tuple[float, int], rng: np.random.Generator
-    ) -> tuple[Array, Array]:
-        """Steps of pFedMe: w and θ; see `fedppl.nn.personal`."""
-        return moreau_steps(self.unit, w, settings, lam, inner, rng)
-
-    def bayes_steps(
-        self,
-        mean: Array,
-        sd: Array,
-        settings: Training,
-        zeta: float,
-        draws: int,
-        rng: np.random.Generator,
-        *,
-        start: tuple[Array, Array] | None = None,
-        follow: bool = True,
-    ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """Steps of pFedBayes and BPFed: q and p; see `fedppl.nn.personal`."""
-        return bayes_steps(self.unit, mean, sd, settings, zeta, draws, rng, start=start, follow=follow)
-
-    def langevin_steps(
-        self,
-        head: Head,
-        w: Array,
-        below: Array,
-        start: Array,
-        prior: tuple[Array, float],
-        settings: Training,
-        head_rate: float,
-        rng: np.random.Generator,
-    ) -> tuple[Array, Chain]:
-        """Steps of FedPop: all weights and the head's chain; see `fedppl.nn.langevin`."""
-        return langevin_steps(self.unit, head, w, below, start, prior, settings, head_rate, rng)
-
-    def independent(self, w: Array, places: Array, variance: Array) -> Subnetwork:
-        """Independent normal weights at `places`, and points elsewhere."""
-        return Subnetwork(w, places, variance)
-
-    def subnetwork(
-        self, w: Array, variance: Array, count: int, *, rule: str, diagonal: bool, dtype: str = "float32"
-    ) -> Subnetwork:
-        """Choose `count` of the shared weights, whose prior variances (m,) are given, and infer their posterior at w.
-
-        With `diagonal`, all shared weights, with the diagonal of the curvature alone.
-        """
-        kind, shared = getattr(torch, dtype), self.unit.shared_at
-        if diagonal:
-            return infer(self.unit, w, shared, variance, dtype=kind, diagonal=True)
-        bent = curvature_diagonal(self.unit, w, shared, dtype=kind)
-        chosen = select(variance, bent, count, rule=rule)
-        return infer(self.unit, w, shared[chosen], variance[chosen], dtype=kind)
+    client: ClientView
+    weights: Array  # (d,)
+    subnetwork: Subnetwork | None  # its posterior, or None where weights are a point
 
 
-def network_client(client: ClientModel) -> NetworkClient:
-    """Read a client's declared network.
+class PersonaliseFn(Protocol[P_contra]):
+    """A client's own network when the rounds are over, from the final message."""
+
+    def __call__(
+        self, client: ClientView, personal: P_contra | None, message: Message, rng: np.random.Generator, /
+    ) -> Own:
+        """Find it."""
+
+
+class NetworkResult(NamedTuple):
+    """What networks' predictions read of an algorithm: its ``Result.family``."""
+
+    personalise: PersonaliseFn[Any]
+
+
+def network_of(client: ClientModel) -> Network:
+    """Read a client's declared network; its density is held against torch's once per template.
 
     Raises
     ------
     DeclarationError
         Where the model is no network's.
     """
-    return NetworkClient(read_network(client), client.initial)
+    known = client.template.functions
+    with _lock:
+        if "network" not in known:
+            known["network"] = _declared(client)
+    unit = NetworkUnit(client.client_id, known["network"], client.arrays, client.inputs)
+    if "network checked" not in known:
+        _require_same_density(client, unit)
+        _warn_of_softmax(unit)
+        known["network checked"] = True
+    return Network(unit, client.initial)
+
+
+def _warn_of_softmax(unit: NetworkUnit) -> None:
+    """Probabilities where logits should be flatten everything that is predicted, and nothing else shows it."""
+    if unit.likelihood.family != "categorical":
+        return
+    with torch.no_grad():
+        state = state_of(unit.net, torch.from_numpy(unit.held))
+        output = call(unit.net, state, cast(torch.from_numpy(unit.X[:3]), torch.float64))
+    if bool(torch.all(output >= 0)) and bool(torch.allclose(output.sum(1), torch.ones(len(output)).double())):
+        logger.warning(
+            "the network's outputs are positive and sum to 1, as if it ended in a softmax, and the declared likelihood "
+            "takes them for logits; leave the softmax out"
+        )
+
+
+def _declared(client: ClientModel) -> Declared:
+    parts = client.template.parts
+    model, who = parts.model, f"client {client.client_id!r}"
+    if len(model.observed_RVs) != 1:
+        raise DeclarationError(
+            f"{who}: {len(model.observed_RVs)} observed variables, and a network's has one; {_CONTRACT}."
+        )
+    observed = model.observed_RVs[0]
+    node = _network_node(observed)
+    if node is None:
+        raise DeclarationError(f"{who}: no network stands above {observed.name!r}; {_CONTRACT}.")
+    slices = parameter_slices(node.op.net)
+    variables = (*client.layout.variables, *client.local)
+    if {v.name for v in variables} != set(slices) or any(
+        v.size != slices[v.name].stop - slices[v.name].start for v in variables
+    ):
+        raise DeclarationError(
+            f"{who}: free variables are {[v.name for v in variables]}, weights {list(slices)}; {_CONTRACT}."
+        )
+
+    def places(chosen: Sequence[Variable]) -> Places:
+        return np.concatenate([np.zeros(0, int), *(slices[v.name].start + np.arange(v.size) for v in chosen)])
+
+    replace, inputs = _graph._inputs_for(parts)
+    value = model.rvs_to_values[observed]
+    X_in, y_in = clone_replace([node.inputs[1], value], replace)
+    used, above = set(ancestors([X_in])), set(ancestors([value]))
+    needed = [(v, i) for v, i in zip(parts.data, inputs, strict=False) if i in used]
+    likelihood = _likelihood(who, observed)
+    mean, precision = _local_prior(who, parts.local)
+    return Declared(
+        net=node.op.net,
+        names=tuple(slices),
+        shared_at=places(client.layout.variables),
+        local_at=places(client.local),
+        likelihood=likelihood,
+        labels=tuple(v.name for v in parts.data if likelihood.family == "categorical" and v in above),
+        shared_kinds={rv.name: _kind(rv) for rv in parts.shared},
+        local_mean=mean,
+        local_precision=precision,
+        rows=_graph.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, y_in]),
+        inputs=_graph.python_function([i for _, i in needed], X_in),
+        containers={v.name: v.type.dtype for v, _ in needed},
+    )
+
+
+def _network_node(output: Any) -> Any:
+    """The node that evaluates a network of torch, above this output; None where there is none."""
+    nodes = (variable.owner for variable in ancestors([output]) if variable.owner is not None)
+    return next((node for node in nodes if hasattr(node.op, "net")), None)
+
+
+def _kind(rv: Any) -> str:
+    """PyTensor's name of a distribution: "normal", "laplace"."""
+    return getattr(rv.owner.op, "name", None) or type(rv.owner.op).__name__
+
+
+def _likelihood(who: str, observed: Any) -> Likelihood:
+    kind = _kind(observed)
+    parameters = observed.owner.op.dist_params(observed.owner)
+    if kind == "categorical":
+        return Likelihood("categorical", np.nan)
+    if kind == "normal":
+        values = np.unique(_constant(parameters[1], f"{who}: the sd of {observed.name!r}"))
+        if len(values) == 1:
+            return Likelihood("normal", float(values[0]))
+    raise DeclarationError(f"{who}: the outcome {observed.name!r} is {kind}; {_CONTRACT}.")
+
+
+def _constant(value: Any, what: str) -> Array:
+    """The value of a parameter that is equal at all clients: it hangs on no variable, and on no data."""
+    if any(v.owner is None and not isinstance(v, Constant) for v in ancestors([value])):
+        raise DeclarationError(f"{what} is no constant; {_CONTRACT}.")
+    return np.asarray(value.eval(), dtype=float)
+
+
+def _local_prior(who: str, local: Any) -> tuple[Array, Array]:
+    """Means and precisions of independent normal priors of local weights, (d_k,) each."""
+    means, precisions = [np.zeros(0)], [np.zeros(0)]
+    for rv in local:
+        if _kind(rv) != "normal":
+            raise DeclarationError(f"{who}: the prior of {rv.name!r} is not normal ({_kind(rv)}); {_CONTRACT}.")
+        what = f"{who}: a parameter of the prior of {rv.name!r}"
+        mu, sd = (_constant(value, what) for value in rv.owner.op.dist_params(rv.owner))
+        shape = tuple(rv.type.shape)
+        means.append(np.broadcast_to(mu, shape).ravel())
+        precisions.append(np.broadcast_to(sd, shape).ravel() ** -2.0)
+    return np.concatenate(means), np.concatenate(precisions)
+
+
+def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:
+    """Hold the declared log density against torch's, at two random points."""
+    rng = np.random.default_rng(0)
+    prior = client.layout.prior
+    precision = prior.precision if prior.precision.ndim == 1 else np.diag(prior.precision)
+    start = prior.linear / precision
+    for _ in range(2):
+        phi = start + 0.1 * rng.normal(size=len(start))
+        theta = client.initial + 0.1 * rng.normal(size=client.local_size)
+        declared = client.log_density(phi, theta)
+        apart = theta - unit.declared.local_mean
+        local = -0.5 * np.sum(apart**2 * unit.declared.local_precision) + 0.5 * np.sum(
+            np.log(unit.declared.local_precision / (2 * np.pi))
+        )
+        ours = log_likelihood(unit, unit.weights(phi, theta)) + float(local)
+        if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)):
+            raise DeclarationError(
+                f"client {client.client_id!r}: the declared log density is {declared:.8g} where a network with "
+                f"independent normal weights has {ours:.8g}; {_CONTRACT}. For other models use "
+                "fedppl.EP(local=fedppl.NUTS())."
+            )

@@ -69,8 +69,8 @@ def moving_average(alpha: float = 0.1) -> Covariance:
     Parameters
     ----------
     alpha
-        Weight of a round. What is left of the identity after C rounds, :math:`(1 - \alpha)^C`, is all that keeps Ω
-        away from singularity.
+        Weight of a round's moment. What is left of the identity after C rounds, :math:`(1 - \alpha)^C`, is all that
+        keeps Ω away from singularity.
 
     Returns
     -------
@@ -108,10 +108,10 @@ def trace_constrained(trace: float | None = None, floor: float = 1e-3) -> Covari
     Parameters
     ----------
     trace
-        t. None keeps the scale of the parameters, t = tr M; the paper writes 1, which shrinks K clients of unit
-        variance K-fold.
+        Trace t of Ω. None keeps the scale of the parameters, t = tr M; the paper writes 1, which shrinks K clients of
+        unit variance K-fold.
     floor
-        f, what every eigenvalue has at least, in units of the mean variance.
+        Least eigenvalue f, in units of the mean variance.
 
     Returns
     -------
@@ -185,7 +185,7 @@ def low_rank(rank: int) -> Covariance:
     Parameters
     ----------
     rank
-        q, below the number of clients and below the number of coordinates d.
+        Number q of factors, below the number of clients and below the number of coordinates d.
 
     Returns
     -------

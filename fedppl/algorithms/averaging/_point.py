@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from fedppl.contracts import Draws
+from fedppl.contracts import ClientView, Draws
 from fedppl.local.descent import Objective
 from fedppl.numerics.marginal import inner_mode_at
 from fedppl.numerics.newton import OK
-from fedppl.settings import between, flag, one_of, plain
+from fedppl.settings import between, described, flag, one_of
 from fedppl.types import Array, LocalFailure
 
 __all__ = [
     "Kept",
+    "LocalClientState",
+    "WithLocal",
     "client_loss",
-    "converged",
     "described",
     "draw_point",
+    "fitting_local",
     "flag_rule",
     "kept_local",
     "kept_own",
@@ -29,13 +31,33 @@ __all__ = [
 ]
 
 
-class Kept(NamedTuple):
+class LocalClientState(NamedTuple):
     """What a client keeps to itself beside shared parameters that travel: its local ones."""
 
     local: Array  # (d_k,)
 
 
-def client_loss(client: Any, prior_share: float) -> Objective:
+Kept = LocalClientState  # until the networks' algorithms have the new name
+flag_rule = flag  # the same
+
+
+class WithLocal(Protocol):
+    """State of a client with its local variables."""
+
+    @property
+    def local(self) -> Array:
+        """Local variables, (d_k,)."""
+
+
+class WithOwn(Protocol):
+    """State of a client with its own copy of all variables."""
+
+    @property
+    def own(self) -> Array:
+        """Shared and local variables, (m + d_k,)."""
+
+
+def client_loss(client: ClientView, prior_share: float) -> Objective:
     """F_k(φ, θ) = −[log p(y_k, θ | φ) + share · log p(φ)] / n_k: averaged over clients by n_k, the log posterior."""
     scale = 1.0 / client.rows
     prior = client.layout.prior
@@ -51,23 +73,22 @@ def pulled(objective: Objective, strength: float, centre: Array) -> Objective:
     )
 
 
-def kept_local(client: Any, personal: Any) -> tuple[Array, dict[str, float]]:
-    """Local parameters to go on from, and a word on it when a client with local parameters starts blank."""
-    if personal is not None and len(personal.local) == client.local_size:
-        return personal.local, {}
-    return client.initial, ({"blank": 1.0} if client.local_size else {})
+def fitting_local(client: ClientView, personal: WithLocal | None) -> Array | None:
+    """A client's local variables, where it has some that fit its model."""
+    return None if personal is None or len(personal.local) != client.local_size else personal.local
 
 
-def kept_own(client: Any, personal: Any) -> Array | None:
+def kept_local(client: ClientView, personal: WithLocal | None) -> tuple[Array, dict[str, float]]:
+    """Local variables to go on from, and a word on it when a client with local variables starts blank."""
+    local = fitting_local(client, personal)
+    return (client.initial, {"blank": 1.0} if client.local_size else {}) if local is None else (local, {})
+
+
+def kept_own(client: ClientView, personal: WithOwn | None) -> Array | None:
     """A client's own point (φ, θ_k) to go on from, where it has one that fits its model."""
     if personal is None or len(personal.own) != client.shared_size + client.local_size:
         return None
     return np.asarray(personal.own)
-
-
-def described(settings: NamedTuple, **more: Any) -> dict[str, str]:
-    """Settings of an algorithm, each in one line of text."""
-    return {name: repr(plain(value)) for name, value in {**settings._asdict(), **more}.items()}
 
 
 def weights_rule(weights: str) -> str:
@@ -80,23 +101,12 @@ def tolerance_rule(tolerance: float) -> float:
     return between("tolerance", tolerance, 0, 1)
 
 
-def flag_rule(name: str, value: Any) -> bool:
-    """Check a keyword that is True or False."""
-    return flag(name, value)
-
-
-def weight_of(client: Any, weights: str) -> float:
+def weight_of(client: ClientView, weights: str) -> float:
     """n_k, or 1."""
     return float(client.rows) if weights == "rows" else 1.0
 
 
-def converged(before: Array, after: Array, tolerance: float) -> tuple[bool, float]:
-    """Whether no coordinate moved by more than tolerance · (1 + |φ|), and the largest such ratio."""
-    change = float(np.max(np.abs(after - before) / (1.0 + np.abs(after)), initial=0.0))
-    return change < tolerance, change
-
-
-def draw_point(client: Any, phi: Array, local: Array | None, draws: int, chains: int) -> Draws:
+def draw_point(client: ClientView, phi: Array, local: Array | None, draws: int, chains: int) -> Draws:
     """Equal draws of one point; where θ is not known, it is taken to the mode of p(θ | y, φ)."""
     if local is None:
         status, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.data)

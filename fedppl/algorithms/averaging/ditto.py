@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.algorithms.averaging._point import client_loss, described, draw_point, kept_local, kept_own, pulled
-from fedppl.algorithms.averaging.fedavg import FedAvg, stepped
-from fedppl.contracts import Algorithm, Draws
-from fedppl.local.descent import Descent, checked, descend
+from fedppl.algorithms.averaging import fedavg
+from fedppl.algorithms.averaging._point import (
+    client_loss,
+    draw_point,
+    kept_local,
+    kept_own,
+    pulled,
+    tolerance_rule,
+    weights_rule,
+)
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Needs, Result
+from fedppl.local.descent import Descent, check_batches, checked, descend
 from fedppl.numerics.marginal import inner_mode_at
 from fedppl.numerics.newton import OK
-from fedppl.settings import between, positive, whole
-from fedppl.types import Array, DeclarationError, LocalFailure, Message
+from fedppl.settings import between, described, positive, whole
+from fedppl.types import Array, DeclarationError, LocalFailure, Message, Rng
 
-__all__ = ["Ditto", "Personal"]
+__all__ = ["Ditto", "DittoClientState"]
 
 
-class Personal(NamedTuple):
+class DittoClientState(NamedTuple):
     """What a client keeps to itself."""
 
     local: Array  # (d_k,) its local variables beside φ
@@ -37,7 +44,7 @@ def Ditto(
     batch_size: int | None = None,
     weights: str = "rows",
     tolerance: float = 1e-6,
-) -> Algorithm:
+) -> Algorithm[fedavg.AverageState, DittoClientState]:
     r"""Personal parameters near the shared ones of federated averaging.
 
     .. math:: v_k \leftarrow v_k - \eta_v \left(\nabla F_k(v_k) + \lambda (v_k - \phi)\right), \qquad
@@ -50,13 +57,14 @@ def Ditto(
     Parameters
     ----------
     learning_rate, steps
-        Of the steps on φ, as in `FedAvg`.
+        Learning rate and number of the steps on φ, as in `FedAvg`.
     lam
-        λ, per unit of the mean loss over a client's rows. `fedppl.grid_search` finds one on validation data.
+        Strength λ of the pull towards φ, in units of the mean loss over a client's rows. `fedppl.grid_search` finds one
+        on validation data.
     personal_steps
-        Steps on v_k a round; by default as many as on φ.
+        Number of steps on v_k a round; by default as many as on φ.
     personal_rate
-        η_v, below 2 / (λ_max + λ); by default `learning_rate`.
+        Learning rate η_v of the steps on v_k, below 2 / (λ_max + λ); by default `learning_rate`.
     batch_size, weights, tolerance
         As in `FedAvg`; batches hold for both.
 
@@ -101,49 +109,51 @@ def Ditto(
     if own.learning_rate * lam >= 2:
         name = "learning_rate" if personal_rate is None else "personal_rate"
         raise DeclarationError(f"{name}={own.learning_rate} times lam={lam} must be below 2, or steps diverge.")
-    averaging = FedAvg(
-        learning_rate=learning_rate, steps=steps, batch_size=batch_size, weights=weights, tolerance=tolerance
-    )
-    return averaging._replace(
+    weights = weights_rule(weights)
+    return Algorithm(
         name="Ditto",
-        update_client=functools.partial(_update_client, descent=descent, own=own, lam=float(lam), weights=weights),
-        outcome=averaging.broadcast,
-        draw=functools.partial(_draw, own=own, lam=float(lam)),
         settings=described(
             descent,
-            lam=float(lam),
+            lam=lam,
             personal_steps=own.steps,
             personal_rate=own.learning_rate,
             weights=weights,
             tolerance=tolerance,
         ),
+        init=fedavg.init,
+        broadcast=fedavg.broadcast,
+        update_client=functools.partial(_update_client, descent=descent, own=own, lam=lam, weights=weights),
+        update_server=functools.partial(fedavg.update_server, tolerance=tolerance_rule(tolerance)),
+        replies=fedavg.REPLIES,
+        result=Result(fedavg.broadcast, functools.partial(_draw, own=own, lam=lam), fedavg.POINT),
+        needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
+        disclosure=fedavg.AT_PHI,
     )
 
 
 def _update_client(
-    client: Any,
-    personal: Any,
+    client: ClientView,
+    personal: DittoClientState | None,
     message: Message,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     descent: Descent,
     own: Descent,
     lam: float,
     weights: str,
-) -> tuple[Personal, Message, Mapping[str, float]]:
+) -> ClientUpdate[DittoClientState]:
     """FedAvg's reply, and steps on v_k towards the φ of this round."""
     objective = client_loss(client, float(message["prior_share"]))
-    kept, reply, info = stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
+    local, reply, info = fedavg.stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
     v = kept_own(client, personal)
     if v is None:
         v = np.concatenate([np.asarray(message["phi"], dtype=float), kept_local(client, personal)[0]])
         info = {**info, "blank": 1.0}
-    return Personal(kept.local, _personal_steps(client, v, message, rng, own=own, lam=lam)), reply, info
+    v = _personal_steps(client, v, message, rng, own=own, lam=lam)
+    return ClientUpdate(DittoClientState(local, v), reply, info)
 
 
-def _personal_steps(
-    client: Any, v: Array, message: Message, rng: np.random.Generator, *, own: Descent, lam: float
-) -> Array:
+def _personal_steps(client: ClientView, v: Array, message: Message, rng: Rng, *, own: Descent, lam: float) -> Array:
     """v_k after its steps on F_k + λ/2 ‖v − φ‖²."""
     objective = client_loss(client, float(message["prior_share"]))
     held = pulled(objective, lam, np.asarray(message["phi"], dtype=float))
@@ -156,12 +166,12 @@ def _personal_steps(
 
 
 def _draw(
-    client: Any,
-    personal: Any,
+    client: ClientView,
+    personal: DittoClientState | None,
     message: Message,
     draws: int,
     chains: int,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     own: Descent,
     lam: float,

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._point import (
-    Kept,
+    LocalClientState,
+    WithLocal,
     client_loss,
-    converged,
-    described,
     draw_point,
+    fitting_local,
     kept_local,
     tolerance_rule,
     weight_of,
     weights_rule,
 )
+from fedppl.algorithms.averaging._server import average, negative, not_positive, relative_change, weighted
 from fedppl.contracts import (
     Algorithm,
     ClientUpdate,
@@ -35,9 +37,24 @@ from fedppl.contracts import (
 )
 from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points
-from fedppl.types import Array, Layout, Message, Status
+from fedppl.settings import described
+from fedppl.types import Array, Layout, Message, Rng, Status
 
-__all__ = ["AverageInfo", "AverageState", "FedAvg", "broadcast", "draw", "reject", "stepped", "update_server"]
+__all__ = [
+    "AT_PHI",
+    "POINT",
+    "REPLIES",
+    "AverageInfo",
+    "AverageState",
+    "FedAvg",
+    "broadcast",
+    "draw",
+    "final_message",
+    "init",
+    "reject",
+    "stepped",
+    "update_server",
+]
 
 
 class AverageState(NamedTuple):
@@ -61,7 +78,7 @@ def FedAvg(
     batch_size: int | None = None,
     weights: str = "rows",
     tolerance: float = 1e-6,
-) -> Algorithm[AverageState, Kept]:
+) -> Algorithm[AverageState, LocalClientState]:
     r"""Federated averaging of local gradient steps.
 
     .. math:: \phi_k = \phi \text{ after } T \text{ steps } \phi \leftarrow \phi - \eta \nabla F_k(\phi), \qquad
@@ -75,18 +92,18 @@ def FedAvg(
     Parameters
     ----------
     learning_rate
-        η, per unit of the *mean* loss over a client's rows; below 2 / λ_max of its curvature. `fedppl.grid_search`
+        Learning rate η for the *mean* loss over a client's rows, below 2 / λ_max of its curvature. `fedppl.grid_search`
         finds one on validation data.
     steps
-        T, local gradient steps a round.
+        Number T of local gradient steps a round.
     batch_size
-        Rows a step; None for all of them. Batches come from shuffled data, without replacement in an epoch; the log
-        density has to be a sum over rows.
+        Number of rows a step; None for all of them. Batches come from shuffled data, without replacement in an epoch;
+        the log density has to be a sum over rows.
     weights
-        "rows" (n_k) or "equal".
+        Clients' weights in the average: "rows" (n_k) or "equal".
     tolerance
-        Converged when no coordinate moves by more than ``tolerance * (1 + |φ|)`` in a round, and those of the clients'
-        local variables, on average over clients, do not either: φ may stand still while they are still on their way.
+        Bound on the change of a coordinate in a round, relative to ``1 + |φ|``, below which a fit has converged. The
+        clients' local variables, on average over clients, are held to it too: φ may stand still while they still move.
 
     Returns
     -------
@@ -126,13 +143,13 @@ def FedAvg(
         update_client=functools.partial(_update_client, descent=descent, weights=weights_rule(weights)),
         update_server=functools.partial(update_server, tolerance=tolerance_rule(tolerance)),
         replies=REPLIES,
-        result=Result(lambda state, client_id: {"phi": state.phi}, draw, POINT),
+        result=Result(final_message, draw, POINT),
         needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
         disclosure=AT_PHI,
     )
 
 
-def init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> AverageState:
+def init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> AverageState:
     """Start at the mean of the prior."""
     del rng
     return AverageState(gaussian.mean(layout.prior), 1.0 / len(clients))
@@ -145,74 +162,64 @@ def broadcast(state: AverageState, client_id: str) -> Message:
 
 
 def _update_client(
-    client: ClientView,
-    personal: Kept | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    descent: Descent,
-    weights: str,
-) -> ClientUpdate[Kept]:
+    client: ClientView, personal: LocalClientState | None, message: Message, rng: Rng, *, descent: Descent, weights: str
+) -> ClientUpdate[LocalClientState]:
     """T steps from φ on the client's own loss."""
     objective = client_loss(client, float(message["prior_share"]))
-    return stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
+    local, reply, info = stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
+    return ClientUpdate(LocalClientState(local), reply, info)
 
 
 def stepped(
     client: ClientView,
-    personal: Kept | None,
+    personal: WithLocal | None,
     message: Message,
     objective: Objective,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     descent: Descent,
     weights: str,
-) -> ClientUpdate[Kept]:
-    """T steps from φ; what is sent is ready to be added up."""
+) -> tuple[Array, Message, Mapping[str, float]]:
+    """Local variables after T steps from φ, a reply that is ready to be added up, and diagnostics."""
     phi = np.asarray(message["phi"], dtype=float)
     local, info = kept_local(client, personal)
     x = descend(client, np.concatenate([phi, local]), objective, descent, rng)
     weight = weight_of(client, weights)
-    reply = {
-        "weighted": weight * x[: len(phi)],
-        "weight": np.array(weight),
-        "local_change": np.array(weight * converged(local, x[len(phi) :], 0.0)[1]),
-    }
-    return ClientUpdate(Kept(x[len(phi) :]), reply, info)
+    moved = np.array(weight * relative_change(local, x[len(phi) :]))
+    reply = {**weighted(x[: len(phi)], weight), "local_change": moved}
+    return x[len(phi) :], reply, info
 
 
 def reject(state: Any, reply: Message) -> str | None:
     """A weight must be positive, and a distance not negative."""
     del state
-    weight, moved = float(reply["weight"]), float(reply["local_change"])
-    if not weight > 0:
-        return f"'weight' is {weight:.3g}, and must be positive"
-    return None if moved >= 0 else f"'local_change' is {moved:.3g}, and must not be negative"
+    return not_positive(reply, weight=0) or negative(reply, "local_change")
 
 
 def update_server(state: AverageState, received: Received, *, tolerance: float) -> tuple[AverageState, Report]:
     """φ is the weighted average of where the clients that replied ended."""
     if not received.clients:
         return state, Report(AverageInfo(np.nan, np.nan))
-    total = received.total
-    phi = total["weighted"] / total["weight"]
-    still, change = converged(state.phi, phi, tolerance)
-    local_change = float(total["local_change"] / total["weight"])
-    done = still and local_change < tolerance
+    total, phi = received.total, average(received.total)
+    change, local_change = relative_change(state.phi, phi), float(total["local_change"] / total["weight"])
+    done = change < tolerance and local_change < tolerance
     moved = f"φ moved by {change:.2g}, local variables by {local_change:.2g} in the last round"
     message = "" if done else f"{moved}; raise rounds=, or change learning_rate="
     status = Status.CONVERGED if done else Status.RUNNING
     return state._replace(phi=phi), Report(AverageInfo(change, local_change), status, message)
 
 
-def draw(
-    client: ClientView, personal: Kept | None, message: Message, draws: int, chains: int, rng: np.random.Generator
-) -> Draws:
+def final_message(state: AverageState, client_id: str) -> Message:
+    """φ."""
+    del client_id
+    return {"phi": state.phi}
+
+
+def draw(client: ClientView, personal: WithLocal | None, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
     """The client's point: φ, and its own local parameters."""
     del rng
     phi = np.asarray(message["phi"], dtype=float)
-    local = None if personal is None or len(personal.local) != client.local_size else personal.local
-    return draw_point(client, phi, local, draws, chains)
+    return draw_point(client, phi, fitting_local(client, personal), draws, chains)
 
 
 # What FedAvg and its variants have in common beside the functions above.

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from fedppl.algorithms.averaging._point import Kept, client_loss, described, pulled
-from fedppl.algorithms.averaging.fedavg import FedAvg, stepped
-from fedppl.contracts import Algorithm
-from fedppl.local.descent import Descent, checked
-from fedppl.settings import between
-from fedppl.types import DeclarationError, Message
+from fedppl.algorithms.averaging import fedavg
+from fedppl.algorithms.averaging._point import LocalClientState, client_loss, pulled, tolerance_rule, weights_rule
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Needs, Result
+from fedppl.local.descent import Descent, check_batches, checked
+from fedppl.settings import between, described
+from fedppl.types import DeclarationError, Message, Rng
 
 __all__ = ["FedProx"]
 
@@ -26,7 +24,7 @@ def FedProx(
     batch_size: int | None = None,
     weights: str = "rows",
     tolerance: float = 1e-6,
-) -> Algorithm:
+) -> Algorithm[fedavg.AverageState, LocalClientState]:
     r"""Federated averaging with a proximal term in each client's loss.
 
     .. math:: \phi_k = T \text{ gradient steps from } \phi \text{ on } F_k(\cdot) + \frac{\mu}{2} \Vert \cdot - \phi
@@ -38,9 +36,9 @@ def FedProx(
     Parameters
     ----------
     learning_rate
-        η, per unit of the mean loss; below 2 / (λ_max + μ).
+        Learning rate η for the mean loss, below 2 / (λ_max + μ).
     mu
-        μ, per unit of the mean loss. 0 is `FedAvg`.
+        Strength μ of the proximal term, in units of the mean loss. 0 is `FedAvg`.
     steps, batch_size, weights, tolerance
         As in `FedAvg`.
 
@@ -75,20 +73,33 @@ def FedProx(
     descent = checked(learning_rate, steps, batch_size)
     if descent.learning_rate * mu >= 2:
         raise DeclarationError(f"learning_rate={learning_rate} times mu={mu} must be below 2, or steps diverge.")
-    averaging = FedAvg(
-        learning_rate=learning_rate, steps=steps, batch_size=batch_size, weights=weights, tolerance=tolerance
-    )
-    return averaging._replace(
+    weights = weights_rule(weights)
+    return Algorithm(
         name="FedProx",
-        update_client=functools.partial(_update_client, descent=descent, weights=weights, mu=float(mu)),
-        settings=described(descent, mu=float(mu), weights=weights, tolerance=tolerance),
+        settings=described(descent, mu=mu, weights=weights, tolerance=tolerance),
+        init=fedavg.init,
+        broadcast=fedavg.broadcast,
+        update_client=functools.partial(_update_client, descent=descent, weights=weights, mu=mu),
+        update_server=functools.partial(fedavg.update_server, tolerance=tolerance_rule(tolerance)),
+        replies=fedavg.REPLIES,
+        result=Result(fedavg.final_message, fedavg.draw, fedavg.POINT),
+        needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
+        disclosure=fedavg.AT_PHI,
     )
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, descent: Descent, weights: str, mu: float
-) -> tuple[Kept, Message, Mapping[str, float]]:
+    client: ClientView,
+    personal: LocalClientState | None,
+    message: Message,
+    rng: Rng,
+    *,
+    descent: Descent,
+    weights: str,
+    mu: float,
+) -> ClientUpdate[LocalClientState]:
     """T steps from φ on the client's own loss and the proximal term."""
     objective = client_loss(client, float(message["prior_share"]))
     held = pulled(objective, mu, np.asarray(message["phi"], dtype=float))
-    return stepped(client, personal, message, held, rng, descent=descent, weights=weights)
+    local, reply, info = fedavg.stepped(client, personal, message, held, rng, descent=descent, weights=weights)
+    return ClientUpdate(LocalClientState(local), reply, info)

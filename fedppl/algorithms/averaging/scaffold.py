@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
+from fedppl.algorithms.averaging._controls import Controls, correction, ends_of, entered, no_controls
 from fedppl.algorithms.averaging._point import (
-    Kept,
+    LocalClientState,
     client_loss,
-    converged,
-    described,
     kept_local,
     tolerance_rule,
     weight_of,
     weights_rule,
 )
+from fedppl.algorithms.averaging._server import relative_change
 from fedppl.algorithms.averaging.fedavg import draw, reject
-from fedppl.contracts import Algorithm, Asked
+from fedppl.contracts import (
+    Algorithm,
+    Asked,
+    ClientUpdate,
+    ClientView,
+    Disclosure,
+    Needs,
+    Point,
+    Received,
+    Replies,
+    Report,
+    Result,
+)
 from fedppl.local.descent import Descent, check_batches, checked, descend
-from fedppl.settings import positive
-from fedppl.types import Array, Layout, Message, Status
+from fedppl.settings import described, positive
+from fedppl.types import Array, Layout, Message, Rng, Status
 
-__all__ = ["SCAFFOLD", "ScaffoldInfo", "ScaffoldState", "mean_control"]
+__all__ = ["SCAFFOLD", "ScaffoldInfo", "ScaffoldState"]
 
 
 class ScaffoldState(NamedTuple):
@@ -33,12 +45,9 @@ class ScaffoldState(NamedTuple):
 
     phi: Array  # (m,)
     where: Mapping[str, int]  # client id to its row
-    controls: Array  # (K, m) c_k
-    weights: Array  # (K,) w_k, 0 for a client not heard yet
+    controls: Controls
     drifts: Array  # (K,) how far a client last went from φ and its local variables, |Δ| / (1 + |value|)
     prior_share: float  # of log p(φ) in each client's loss, 1 / K
-    status: str
-    message: str
 
 
 class ScaffoldInfo(NamedTuple):
@@ -56,7 +65,7 @@ def SCAFFOLD(
     batch_size: int | None = None,
     weights: str = "rows",
     tolerance: float = 1e-6,
-) -> Algorithm:
+) -> Algorithm[ScaffoldState, LocalClientState]:
     r"""Stochastic controlled averaging: federated averaging without the clients' drift.
 
     .. math:: y_k \leftarrow y_k - \eta (\nabla F_k(y_k) + c - c_k) \text{, T times from } \phi, \qquad
@@ -75,18 +84,18 @@ def SCAFFOLD(
     Parameters
     ----------
     learning_rate
-        η, per unit of the mean loss over a client's rows; below 2 / λ_max of its curvature.
+        Learning rate η for the mean loss over a client's rows, below 2 / λ_max of its curvature.
     steps
-        T, local gradient steps a round.
+        Number T of local gradient steps a round.
     server_rate
-        η_g.
+        Learning rate η_g of the server.
     batch_size
         As in `FedAvg`.
     weights
-        w_k: "rows" (n_k) or "equal", as in the paper.
+        Clients' weights w_k: "rows" (n_k) or "equal", as in the paper.
     tolerance
-        Converged when every client has been asked and none ended further than ``tolerance * (1 + |φ|)`` from where it
-        began, in any coordinate, local ones among them, when it was last asked.
+        Bound on how far a client ends from where it began, in any coordinate, local ones among them, relative to
+        ``1 + |φ|``. A fit has converged when every client was asked and none went further when it was last asked.
 
     Returns
     -------
@@ -122,116 +131,86 @@ def SCAFFOLD(
     rule = tolerance_rule(tolerance)
     return Algorithm(
         name="SCAFFOLD",
-        check=functools.partial(check_batches, batch_size=descent.batch_size),
-        init_server=_init_server,
+        settings=described(descent, server_rate=server_rate, weights=weights, tolerance=tolerance),
+        init=_init,
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, descent=descent, weights=weights_rule(weights)),
-        reply_shapes=lambda state: {"phi": state.phi.shape, "weight": (), "local_change": ()},
-        refuse=reject,
-        update_server=functools.partial(_update_server, descent=descent, rate=float(server_rate), tolerance=rule),
-        outcome=lambda state, client_id: {"phi": state.phi},
-        draw=draw,
-        details=lambda state: {},
-        estimate=lambda state: state.phi,
-        settings=described(descent, server_rate=float(server_rate), weights=weights, tolerance=tolerance),
-        asks=functools.partial(_asks, descent=descent),
+        update_server=functools.partial(_update_server, descent=descent, rate=server_rate, tolerance=rule),
+        replies=Replies(lambda state: {"phi": state.phi.shape, "weight": (), "local_change": ()}, reject),
+        result=Result(lambda state, client_id: {"phi": state.phi}, draw, Point(lambda state: state.phi)),
+        needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
+        disclosure=Disclosure(functools.partial(_asks, descent=descent)),
     )
 
 
-def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> ScaffoldState:
-    """Start at the mean of the prior, with nobody heard."""
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> ScaffoldState:
+    """Start at the mean of the prior, without a reply."""
     del rng
     count = len(clients)
     return ScaffoldState(
         phi=gaussian.mean(layout.prior),
         where={client_id: k for k, client_id in enumerate(clients)},
-        controls=np.zeros((count, layout.size)),
-        weights=np.zeros(count),
+        controls=no_controls(count, layout.size),
         drifts=np.full(count, np.inf),
         prior_share=1.0 / count,
-        status=Status.RUNNING.value,
-        message="",
     )
-
-
-def mean_control(state: ScaffoldState) -> Array:
-    """c (m,): the weighted mean of the ledger, computed anew each time, so that it cannot be anything else."""
-    total = state.weights.sum()
-    return np.asarray(state.weights @ state.controls / total) if total > 0 else np.zeros(len(state.phi))
-
-
-def _corrections(state: ScaffoldState) -> Array:
-    """c − c_k (K, m), zero for clients not heard yet."""
-    return np.where(state.weights[:, None] > 0, mean_control(state) - state.controls, 0.0)
 
 
 def _broadcast(state: ScaffoldState, client_id: str) -> Message:
     """φ, and what the client adds to its gradient."""
     return {
         "phi": state.phi,
-        "correction": _corrections(state)[state.where[client_id]],
+        "correction": correction(state.controls, state.where[client_id]),
         "prior_share": np.array(state.prior_share),
     }
 
 
 def _asks(layout: Layout, message: Message, *, descent: Descent) -> Asked:
     """Where the steps begin, and where the correction alone would lead them: it is the server's to choose."""
-    phi, correction = (np.asarray(message[name], dtype=float) for name in ("phi", "correction"))
+    phi, added = (np.asarray(message[name], dtype=float) for name in ("phi", "correction"))
     if phi.shape != (layout.size,):
         raise ValueError(f"'phi' has shape {phi.shape}")
-    led = phi + descent.learning_rate * descent.steps * correction * np.array([[-1.0], [0.0], [1.0]])
+    led = phi + descent.learning_rate * descent.steps * added * np.array([[-1.0], [0.0], [1.0]])
     return Asked(led, np.zeros((0, layout.size)))
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, descent: Descent, weights: str
-) -> tuple[Kept, Message, Mapping[str, float]]:
+    client: ClientView, personal: LocalClientState | None, message: Message, rng: Rng, *, descent: Descent, weights: str
+) -> ClientUpdate[LocalClientState]:
     """T corrected steps from φ."""
-    phi, correction = (np.asarray(message[name], dtype=float) for name in ("phi", "correction"))
+    phi, added = (np.asarray(message[name], dtype=float) for name in ("phi", "correction"))
     local, info = kept_local(client, personal)
     objective = client_loss(client, float(message["prior_share"]))
-    objective = objective._replace(linear=objective.linear - correction)
+    objective = objective._replace(linear=objective.linear - added)
     x = descend(client, np.concatenate([phi, local]), objective, descent, rng)
     reply = {
         "phi": x[: len(phi)],
         "weight": np.array(weight_of(client, weights)),
-        "local_change": np.array(converged(local, x[len(phi) :], 0.0)[1]),
+        "local_change": np.array(relative_change(local, x[len(phi) :])),
     }
-    return Kept(x[len(phi) :]), reply, info
+    return ClientUpdate(LocalClientState(x[len(phi) :]), reply, info)
 
 
 def _update_server(
-    state: ScaffoldState, replies: Mapping[str, Message], *, descent: Descent, rate: float, tolerance: float
-) -> tuple[ScaffoldState, ScaffoldInfo]:
+    state: ScaffoldState, received: Received, *, descent: Descent, rate: float, tolerance: float
+) -> tuple[ScaffoldState, Report]:
     """Move φ by the clients' mean step, and write their mean gradients into the ledger."""
-    if not replies:
-        return state, ScaffoldInfo(np.nan, np.nan)
-    names = sorted(replies)
-    rows = [state.where[client_id] for client_id in names]
-    ends = np.stack([np.asarray(replies[client_id]["phi"], dtype=float) for client_id in names])
-    weights, controls, drifts = state.weights.copy(), state.controls.copy(), state.drifts.copy()
-    weights[rows] = [float(replies[client_id]["weight"]) for client_id in names]
-    controls[rows] = (state.phi - ends) / (descent.steps * descent.learning_rate) - _corrections(state)[rows]
-    drifts[rows] = [
-        max(converged(state.phi, end, tolerance)[1], float(replies[client_id]["local_change"]))
-        for client_id, end in zip(names, ends, strict=True)
-    ]
-    phi = state.phi + rate * (weights[rows] @ (ends - state.phi)) / weights[rows].sum()
-    _, change = converged(state.phi, phi, tolerance)
-    done, drift = bool(np.all(drifts < tolerance)), float(drifts[rows].max())
+    if not received.clients:
+        return state, Report(ScaffoldInfo(np.nan, np.nan))
+    ends, drifts = ends_of(received, state.where), state.drifts.copy()
+    controls = entered(state.controls, ends, state.phi, descent.steps * descent.learning_rate)
+    for client_id, reply in received.each.items():
+        moved = relative_change(state.phi, np.asarray(reply["phi"], dtype=float))
+        drifts[state.where[client_id]] = max(moved, float(reply["local_change"]))
+    phi = state.phi + rate * (ends.weights @ (ends.phi - state.phi)) / ends.weights.sum()
+    done = bool(np.all(drifts < tolerance))
     message = (
         ""
         if done
         else f"clients moved by up to {drifts.max():.2g} in a round; raise rounds=, or change learning_rate="
-        if np.all(weights > 0)
+        if np.all(controls.weights > 0)
         else "some clients have not replied yet; raise rounds="
     )
-    state = state._replace(
-        phi=phi,
-        controls=controls,
-        weights=weights,
-        drifts=drifts,
-        status=(Status.CONVERGED if done else Status.RUNNING).value,
-        message=message,
-    )
-    return state, ScaffoldInfo(change, drift)
+    status = Status.CONVERGED if done else Status.RUNNING
+    info = ScaffoldInfo(relative_change(state.phi, phi), float(drifts[ends.rows].max()))
+    return state._replace(phi=phi, controls=controls, drifts=drifts), Report(info, status, message)

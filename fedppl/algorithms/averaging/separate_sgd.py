@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging._point import client_loss, converged, described, draw_point, kept_own, tolerance_rule
-from fedppl.contracts import Algorithm, Asked, Draws
+from fedppl.algorithms.averaging._point import client_loss, draw_point, kept_own, tolerance_rule
+from fedppl.algorithms.averaging._server import negative, relative_change
+from fedppl.contracts import (
+    Algorithm,
+    Asked,
+    ClientUpdate,
+    ClientView,
+    Disclosure,
+    Draws,
+    Needs,
+    Received,
+    Replies,
+    Report,
+    Result,
+)
 from fedppl.local.descent import Descent, check_batches, checked, descend
-from fedppl.types import Array, Layout, Message, Status
+from fedppl.settings import described
+from fedppl.types import Array, Layout, Message, Rng, Status
 
-__all__ = ["Own", "SeparateSGD", "SeparateSGDInfo", "SeparateSGDState"]
+__all__ = ["SeparateSGD", "SeparateSGDClientState", "SeparateSGDInfo", "SeparateSGDState"]
 
 
 class SeparateSGDState(NamedTuple):
     """What the server knows: how far each client last moved."""
 
     where: Mapping[str, int]  # client id to its place
-    changes: Array  # (K,) largest |Δ| / (1 + |v|), infinite for a client not heard yet
+    changes: Array  # (K,) largest |Δ| / (1 + |v|), infinite for a client that has not replied yet
     rounds: int
-    status: str
-    message: str
 
 
 class SeparateSGDInfo(NamedTuple):
@@ -33,7 +45,7 @@ class SeparateSGDInfo(NamedTuple):
     change: float  # the largest of the clients that replied
 
 
-class Own(NamedTuple):
+class SeparateSGDClientState(NamedTuple):
     """What a client keeps to itself."""
 
     own: Array  # (m + d_k,) v_k, its shared and local variables
@@ -41,7 +53,7 @@ class Own(NamedTuple):
 
 def SeparateSGD(
     *, learning_rate: float, steps: int = 600, batch_size: int | None = None, tolerance: float = 1e-6
-) -> Algorithm:
+) -> Algorithm[SeparateSGDState, SeparateSGDClientState]:
     r"""Each client's own point by gradient steps: no pooling.
 
     .. math:: v_k \leftarrow v_k - \eta \nabla F_k(v_k), \qquad
@@ -54,13 +66,13 @@ def SeparateSGD(
     Parameters
     ----------
     learning_rate
-        η, per unit of the mean loss over a client's rows; below 2 / λ_max of its curvature.
+        Learning rate η for the mean loss over a client's rows, below 2 / λ_max of its curvature.
     steps
-        Gradient steps a round.
+        Number of gradient steps a round.
     batch_size
         As in `FedAvg`.
     tolerance
-        Converged when, in their last rounds, no client moved by more than ``tolerance * (1 + |v|)`` in any coordinate.
+        Bound on a client's last change in any coordinate, relative to ``1 + |v|``, below which a fit has converged.
 
     Returns
     -------
@@ -95,59 +107,50 @@ def SeparateSGD(
     descent = checked(learning_rate, steps, batch_size)
     return Algorithm(
         name="SeparateSGD",
-        check=functools.partial(check_batches, batch_size=descent.batch_size),
-        init_server=_init_server,
+        settings=described(descent, tolerance=tolerance),
+        init=_init,
         broadcast=lambda state, client_id: {},
         update_client=functools.partial(_update_client, descent=descent),
-        reply_shapes=lambda state: {"change": ()},
-        refuse=_refuse,
         update_server=functools.partial(_update_server, tolerance=tolerance_rule(tolerance)),
-        outcome=lambda state, client_id: {"rounds": np.array(float(state.rounds))},
-        draw=functools.partial(_draw, descent=descent),
-        details=lambda state: {},
-        settings=described(descent, tolerance=tolerance),
-        asks=lambda layout, message: Asked(np.zeros((0, layout.size)), np.zeros((0, layout.size))),
+        replies=Replies(lambda state: {"change": ()}, lambda state, reply: negative(reply, "change")),
+        result=Result(
+            lambda state, client_id: {"rounds": np.array(float(state.rounds))},
+            functools.partial(_draw, descent=descent),
+        ),
+        needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
+        disclosure=Disclosure(lambda layout, message: Asked(np.zeros((0, layout.size)), np.zeros((0, layout.size)))),
     )
 
 
-def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> SeparateSGDState:
-    """Nobody has answered yet."""
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SeparateSGDState:
+    """Nobody has replied yet."""
     del layout, rng
     where = {client_id: k for k, client_id in enumerate(clients)}
-    return SeparateSGDState(where, np.full(len(clients), np.inf), 0, Status.RUNNING.value, "")
+    return SeparateSGDState(where, np.full(len(clients), np.inf), 0)
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, descent: Descent
-) -> tuple[Own, Message, Mapping[str, float]]:
+    client: ClientView, personal: SeparateSGDClientState | None, message: Message, rng: Rng, *, descent: Descent
+) -> ClientUpdate[SeparateSGDClientState]:
     """Steps from where the client stands."""
     del message
     own = kept_own(client, personal)
     before = _start(client) if own is None else own
     after = descend(client, before, client_loss(client, 1.0), descent, rng)
-    _, change = converged(before, after, 0.0)
-    return Own(after), {"change": np.array(change)}, {} if own is not None else {"blank": 1.0}
+    reply = {"change": np.array(relative_change(before, after))}
+    return ClientUpdate(SeparateSGDClientState(after), reply, {} if own is not None else {"blank": 1.0})
 
 
-def _start(client: Any) -> Array:
+def _start(client: ClientView) -> Array:
     return np.concatenate([gaussian.mean(client.layout.prior), client.initial])
 
 
-def _refuse(state: SeparateSGDState, reply: Message) -> str | None:
-    """How far a client moved is no negative number."""
-    del state
-    change = float(reply["change"])
-    return None if change >= 0 else f"'change' is {change:.3g}, and must not be negative"
-
-
-def _update_server(
-    state: SeparateSGDState, replies: Mapping[str, Message], *, tolerance: float
-) -> tuple[SeparateSGDState, SeparateSGDInfo]:
+def _update_server(state: SeparateSGDState, received: Received, *, tolerance: float) -> tuple[SeparateSGDState, Report]:
     """Note how far the clients moved."""
-    if not replies:
-        return state, SeparateSGDInfo(np.nan)
+    if not received.clients:
+        return state, Report(SeparateSGDInfo(np.nan))
     changes = state.changes.copy()
-    for client_id, reply in replies.items():
+    for client_id, reply in received.each.items():
         changes[state.where[client_id]] = float(reply["change"])
     done, largest = bool(np.all(changes < tolerance)), float(changes.max())
     message = (
@@ -157,18 +160,18 @@ def _update_server(
         if np.isfinite(largest)
         else "some clients have not replied yet; raise rounds="
     )
+    info = SeparateSGDInfo(max(float(reply["change"]) for reply in received.each.values()))
     status = Status.CONVERGED if done else Status.RUNNING
-    state = state._replace(changes=changes, rounds=state.rounds + 1, status=status.value, message=message)
-    return state, SeparateSGDInfo(max(float(reply["change"]) for reply in replies.values()))
+    return state._replace(changes=changes, rounds=state.rounds + 1), Report(info, status, message)
 
 
 def _draw(
-    client: Any,
-    personal: Any,
+    client: ClientView,
+    personal: SeparateSGDClientState | None,
     message: Message,
     draws: int,
     chains: int,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     descent: Descent,
 ) -> Draws:

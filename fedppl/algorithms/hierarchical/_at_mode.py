@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.contracts import LocalInference
+from fedppl.contracts import ClientView, Expansion, LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.marginal import inner_mode_at
 from fedppl.numerics.newton import OK, difference_hessian
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure
 
-__all__ = ["Frame", "frame_of", "mode_given", "reported"]
-
+__all__ = ["Frame", "frame_of", "mode_given", "reported", "row_of"]
 
 _LEAST = 0.2  # at modes this is met: a factor's curvature there is near that with the local variables held
 
@@ -44,8 +44,18 @@ def frame_of(layout: Layout) -> Frame:
     return Frame(gaussian.mean(layout.prior), root)
 
 
+def row_of(where: Mapping[str, int], client_id: str) -> int:
+    """The place of a client that took part; no other one has parameters."""
+    if client_id not in where:
+        raise DeclarationError(
+            f"client {client_id!r} did not take part, and HM1 says nothing of such clients (FedLin, section 4); fit "
+            "again with it, or use fedppl.EP() with a hierarchical prior."
+        )
+    return where[client_id]
+
+
 def mode_given(
-    client: Any, local: LocalInference, start: Array, pull: Array, weight: float, *, limit: int = 50
+    client: ClientView, local: LocalInference, start: Array, pull: Array, weight: float, *, limit: int = 50
 ) -> tuple[Array, Array, Array, dict[str, float]]:
     """Mode of log f_k(μ₀ + L η) + pullᵀη − ½ weight ‖η‖² by damped Newton.
 
@@ -90,7 +100,7 @@ def mode_given(
     return gradient + precision @ eta, precision, phi, info
 
 
-def _curvature_given_local(client: Any, phi: Array) -> Array:
+def _curvature_given_local(client: ClientView, phi: Array) -> Array:
     """−∂² log p(y, θ | φ) / ∂φ² at φ and the mode of the local variables θ there, which stay where they are."""
     x = np.concatenate([phi, _local_mode(client, phi)])
     m = len(phi)
@@ -114,7 +124,7 @@ def _no_less_than(curvature: Array, reference: Array) -> tuple[Array, int]:
     return (precision + precision.T) / 2, int(np.sum(relative < _LEAST))
 
 
-def _local_mode(client: Any, phi: Array) -> Array:
+def _local_mode(client: ClientView, phi: Array) -> Array:
     """Mode of p(θ | y, φ)."""
     status, theta = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.data)
     if status != OK:
@@ -122,7 +132,7 @@ def _local_mode(client: Any, phi: Array) -> Array:
     return np.asarray(theta)
 
 
-def _attempt(client: Any, local: LocalInference, phi: Array) -> Any:
+def _attempt(client: ClientView, local: LocalInference, phi: Array) -> Expansion | None:
     """The expansion, or None where there is none: a shorter step is tried then."""
     assert local.expand is not None
     try:
@@ -132,7 +142,7 @@ def _attempt(client: Any, local: LocalInference, phi: Array) -> Any:
     return expansion if np.isfinite(expansion.value) and np.all(np.isfinite(expansion.hessian)) else None
 
 
-def reported(client: Any, names: tuple[str, ...], phi: Array, theta: Array | None) -> dict[str, float]:
+def reported(client: ClientView, names: tuple[str, ...], phi: Array, theta: Array | None) -> dict[str, float]:
     """Scalar local variables and deterministics by name, at φ and at the mode of θ there."""
     at = _local_mode(client, phi) if theta is None else theta
     values = client.constrain(phi[None], at[None])

@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging._point import flag_rule, tolerance_rule
+from fedppl.algorithms.averaging._point import tolerance_rule
+from fedppl.algorithms.averaging._server import reject_weight, weighted
+from fedppl.algorithms.hierarchical._confidences import (
+    TERMS,
+    confidence_of,
+    ledger_sums,
+    spread_rule,
+    strength_rule,
+    terms_rule,
+)
 from fedppl.algorithms.one_shot.separate import near_posterior
-from fedppl.contracts import Algorithm, Draws, LocalInference, Moments, Target
+from fedppl.contracts import (
+    Algorithm,
+    ClientUpdate,
+    ClientView,
+    Disclosure,
+    Draws,
+    LocalInference,
+    Moments,
+    Needs,
+    Point,
+    Received,
+    Replies,
+    Report,
+    Result,
+    Target,
+)
 from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
 from fedppl.local.target import at_points
-from fedppl.run.replies import sum_replies
-from fedppl.settings import between, inference, positive
-from fedppl.types import Array, DeclarationError, Layout, Message, Status
+from fedppl.settings import described, flag, inference
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
-__all__ = ["TERMS", "Confidence", "ConfidenceInfo", "ConfidenceState", "Personal", "confidence_of", "ledger_sums"]
+__all__ = ["Confidence", "ConfidenceClientState", "ConfidenceInfo", "ConfidenceState"]
 
-TERMS = ("uncertainty", "deviation")
 _NEW_CLIENT_STEPS = 100
 
 
@@ -33,8 +55,6 @@ class ConfidenceState(NamedTuple):
     where: Mapping[str, int]  # client id to its place
     ledger: Array  # (K, d + 1): every client's last τ μ and τ; (0, d + 1) where nothing is remembered
     confidence: float  # mean τ of the clients that are summed
-    status: str
-    message: str
 
 
 class ConfidenceInfo(NamedTuple):
@@ -44,7 +64,7 @@ class ConfidenceInfo(NamedTuple):
     confidence: float  # mean τ
 
 
-class Personal(NamedTuple):
+class ConfidenceClientState(NamedTuple):
     """What a client keeps to itself: q_j."""
 
     mean: Array  # μ_j, (d,)
@@ -70,7 +90,7 @@ def Confidence(
     prior: bool = False,
     remember: bool = False,
     tolerance: float = 1e-5,
-) -> Algorithm:
+) -> Algorithm[ConfidenceState, ConfidenceClientState]:
     r"""Personal parameters around a latent centre, each client weighed by its confidence.
 
     .. math:: w_j \sim N(w, \tau_j^{-1} I), \qquad
@@ -84,22 +104,23 @@ def Confidence(
     Parameters
     ----------
     local
-        The E-step; by default `MeanField`, the published family. `Laplace`, `ADVI` and `NUTS` keep correlations.
+        Local inference of the E-step; by default `MeanField`, the published family. `Laplace`, `ADVI` and `NUTS` keep
+        correlations.
     terms
-        What makes up τ_j: "uncertainty" (tr Σ_j), "deviation" (‖μ_j − w‖²), or both. One alone is an ablation.
+        Terms of τ_j: "uncertainty" (tr Σ_j), "deviation" (‖μ_j − w‖²), or both. One alone is an ablation.
     spread
-        ρ_j = τ_j^(-1/2) where clients start, on the unconstrained space.
+        Standard deviation ρ_j = τ_j^(-1/2) with which clients start, on the unconstrained space.
     strength
-        ν, which holds τ_j near spread^-2 as much as ν coordinates would: τ_j = (d + ν) / (tr Σ_j + ‖μ_j − w‖² +
+        Number ν of coordinates whose weight holds τ_j near spread^-2: τ_j = (d + ν) / (tr Σ_j + ‖μ_j − w‖² +
         ν spread²), the mode under an inverse-gamma prior of ρ_j². 0, as published, leaves it free.
     prior
         Whether the declared prior of the shared variables is the prior of w. By default w has a flat one, as published.
     remember
-        Keep every client's last reply at the server, so that w is the sum over all of them and not only over those
-        that replied in the round. The server then reads single replies, not only their sums.
+        Whether the server keeps every client's last reply, so that w is the sum over all of them and not only over
+        those that replied in the round. It then reads single replies, not only their sums.
     tolerance
-        Converged when w moves by less than this times the clients' spread and the mean confidence by less than this
-        part of itself, with every client heard.
+        Bound on the change of w in a round, in units of the clients' spread, and on the relative change of the mean
+        confidence. A fit has converged when both are met and every client counts in w.
 
     Returns
     -------
@@ -141,52 +162,33 @@ def Confidence(
         terms_rule(terms),
         spread_rule(spread),
         strength_rule(strength),
-        flag_rule("prior", prior),
-        flag_rule("remember", remember),
+        flag("prior", prior),
+        flag("remember", remember),
         tolerance_rule(tolerance),
     )
     return Algorithm(
         name="Confidence",
-        check=functools.partial(_check, settings=settings),
-        init_server=functools.partial(_init_server, settings=settings),
-        broadcast=lambda state, client_id: {"w": state.w},
+        settings=described(settings),
+        init=functools.partial(_init, settings=settings),
+        broadcast=_broadcast,
         update_client=functools.partial(_update_client, settings=settings),
-        reply_shapes=lambda state: {"weighted": state.w.shape, "weight": ()},
-        refuse=refuse_weight,
         update_server=functools.partial(_update_server, settings=settings),
-        outcome=lambda state, client_id: {"w": state.w},
-        draw=functools.partial(_draw, settings=settings),
-        details=lambda state: {},
-        estimate=lambda state: state.w,
-        stay=functools.partial(_stay, settings=settings),
-        settings={
-            name: value.describe() if isinstance(value, LocalInference) else repr(value)
-            for name, value in settings._asdict().items()
-        },
-        tests_convergence=True,
-        asks=functools.partial(at_points, name="w"),
+        replies=Replies(
+            lambda state: {"weighted": state.w.shape, "weight": ()}, reject_weight, lambda state: not len(state.ledger)
+        ),
+        result=Result(
+            _broadcast,
+            functools.partial(_draw, settings=settings),
+            Point(lambda state: state.w),
+            tests_convergence=True,
+        ),
+        needs=Needs(functools.partial(_check, settings=settings)),
+        disclosure=Disclosure(functools.partial(at_points, name="w")),
+        unreported=functools.partial(_update_unreported, settings=settings),
     )
 
 
-def terms_rule(terms: Any) -> tuple[str, ...]:
-    """Check the keyword `terms`."""
-    given = (terms,) if isinstance(terms, str) else tuple(terms) if isinstance(terms, tuple | list) else ()
-    if not given or set(given) - set(TERMS) or len(set(given)) < len(given):
-        raise DeclarationError(f"terms={terms!r} must be one or both of {TERMS}.")
-    return given
-
-
-def spread_rule(spread: Any) -> float:
-    """Check the keyword `spread`."""
-    return positive("spread", spread)
-
-
-def strength_rule(strength: Any) -> float:
-    """Check the keyword `strength`."""
-    return between("strength", strength, 0, np.inf, "[)")
-
-
-def _check(client: Any, *, settings: _Settings) -> None:
+def _check(client: ClientView, *, settings: _Settings) -> None:
     settings.local.check(client)
     if settings.prior and not client.layout.prior_is_gaussian:
         raise DeclarationError(
@@ -195,24 +197,7 @@ def _check(client: Any, *, settings: _Settings) -> None:
         )
 
 
-def confidence_of(
-    mean: Array, variance: Array, w: Array, terms: tuple[str, ...] = TERMS, held: tuple[float, float] = (0.0, 1.0)
-) -> float:
-    """τ_j (eq. 8), or of one of its terms alone; `held` are strength ν and spread of what it is held near.
-
-    >>> confidence_of(np.array([1.0, 2.0]), np.array([0.5, 0.5]), np.array([0.0, 2.0]))
-    1.0
-    """
-    total = float(np.sum(variance)) if "uncertainty" in terms else 0.0
-    if "deviation" in terms:
-        total += float(np.sum((mean - w) ** 2))
-    strength, spread = held
-    return (len(w) + strength) / max(total + strength * spread**2, np.finfo(float).tiny ** 0.5)
-
-
-def _init_server(
-    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: _Settings
-) -> ConfidenceState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, settings: _Settings) -> ConfidenceState:
     """Start at the declared prior's mean."""
     del rng
     return ConfidenceState(
@@ -221,16 +206,22 @@ def _init_server(
         {client_id: k for k, client_id in enumerate(clients)},
         np.zeros((len(clients) if settings.remember else 0, layout.size + 1)),
         settings.spread**-2,
-        Status.RUNNING.value,
-        "raise rounds=",
     )
+
+
+def _broadcast(state: ConfidenceState, client_id: str) -> Message:
+    """w."""
+    del client_id
+    return {"w": state.w}
 
 
 def _rule(settings: _Settings) -> tuple[tuple[str, ...], tuple[float, float]]:
     return settings.terms, (settings.strength, settings.spread)
 
 
-def _target(client: Any, w: Array, confidence: float, known: Any, local: LocalInference) -> Target:
+def _target(
+    client: ClientView, w: Array, confidence: float, known: ConfidenceClientState | None, local: LocalInference
+) -> Target:
     """N(w, I / τ) times the client's likelihood, near which q_j already is where it is known."""
     centre = Gaussian(confidence * w, confidence * np.eye(len(w)))
     if known is None:
@@ -239,70 +230,59 @@ def _target(client: Any, w: Array, confidence: float, known: Any, local: LocalIn
 
 
 def _step(
-    client: Any, personal: Any, w: Array, rng: np.random.Generator, settings: _Settings
-) -> tuple[Personal, Moments]:
+    client: ClientView, personal: ConfidenceClientState | None, w: Array, rng: Rng, settings: _Settings
+) -> tuple[ConfidenceClientState, Moments]:
     """The M-step on τ_j at this w, then the E-step."""
-    known = personal is not None and len(personal.mean) == len(w)
-    confidence = confidence_of(personal.mean, personal.variance, w, *_rule(settings)) if known else settings.spread**-2
-    moments = settings.local.tilted(_target(client, w, confidence, personal if known else None, settings.local), rng)
-    return Personal(moments.mean, np.diag(moments.covariance).copy()), moments
+    known = _fitting(personal, w)
+    confidence = settings.spread**-2 if known is None else _confidence(known, w, settings)
+    moments = settings.local.tilted(_target(client, w, confidence, known, settings.local), rng)
+    return ConfidenceClientState(moments.mean, np.diag(moments.covariance).copy()), moments
+
+
+def _fitting(personal: ConfidenceClientState | None, w: Array) -> ConfidenceClientState | None:
+    """q_j, where it fits the model."""
+    return personal if personal is not None and len(personal.mean) == len(w) else None
+
+
+def _confidence(q: ConfidenceClientState, w: Array, settings: _Settings) -> float:
+    return confidence_of(q.mean, q.variance, w, settings.terms, (settings.strength, settings.spread))
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings
-) -> tuple[Personal, Message, Mapping[str, float]]:
+    client: ClientView, personal: ConfidenceClientState | None, message: Message, rng: Rng, *, settings: _Settings
+) -> ClientUpdate[ConfidenceClientState]:
     """Find q_j, and say how sure it is."""
     w = np.asarray(message["w"], dtype=float)
     q, moments = _step(client, personal, w, rng, settings)
-    confidence = confidence_of(q.mean, q.variance, w, *_rule(settings))
+    confidence = _confidence(q, w, settings)
     info = {**moments.diagnostics, "confidence": confidence}
     if personal is None:
         info["blank"] = 1.0
-    return q, {"weighted": confidence * q.mean, "weight": np.array(confidence)}, info
+    return ClientUpdate(q, weighted(q.mean, confidence), info)
 
 
-def _stay(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings
-) -> tuple[Personal, Mapping[str, float]]:
+def _update_unreported(
+    client: ClientView, personal: ConfidenceClientState | None, message: Message, rng: Rng, *, settings: _Settings
+) -> tuple[ConfidenceClientState, Mapping[str, float]]:
     """Find q_j, and tell nobody."""
     q, moments = _step(client, personal, np.asarray(message["w"], dtype=float), rng, settings)
     return q, moments.diagnostics
 
 
-def refuse_weight(state: Any, reply: Message) -> str | None:
-    """A confidence is positive."""
-    del state
-    weight = float(reply["weight"])
-    return None if weight > 0 else f"'weight' is {weight:.3g}, and must be positive"
-
-
-def ledger_sums(
-    ledger: Array, where: Mapping[str, int], replies: Mapping[str, Message]
-) -> tuple[Array, Array, float, int]:
-    """Ledger, Σ τ μ, Σ τ and the number of clients in them: of the replies, or of everything that is remembered."""
-    if not len(ledger):
-        total = sum_replies(replies)
-        return ledger, total["weighted"], float(total["weight"]), len(replies)
-    after = ledger.copy()
-    for client_id, reply in replies.items():
-        after[where[client_id]] = [*reply["weighted"], float(reply["weight"])]
-    return after, after[:, :-1].sum(axis=0), float(after[:, -1].sum()), int(np.sum(after[:, -1] > 0))
-
-
 def _update_server(
-    state: ConfidenceState, replies: Mapping[str, Message], *, settings: _Settings
-) -> tuple[ConfidenceState, ConfidenceInfo]:
+    state: ConfidenceState, received: Received, *, settings: _Settings
+) -> tuple[ConfidenceState, Report]:
     """Eq. 9, with the declared prior of w if it is asked for."""
-    if not replies:
-        return state, ConfidenceInfo(np.nan, state.confidence)
-    ledger, weighted, weight, heard = ledger_sums(state.ledger, state.where, replies)
-    w: Array = np.asarray(weighted / weight)
+    if not received.clients:
+        return state, Report(ConfidenceInfo(np.nan, state.confidence))
+    ledger, total, weight, summed = ledger_sums(state.ledger, state.where, received)
+    w: Array = np.asarray(total / weight)
     if settings.prior:
-        w = np.asarray(np.linalg.solve(state.prior.precision + weight * np.eye(len(w)), state.prior.linear + weighted))
-    mean = weight / heard
+        w = np.asarray(np.linalg.solve(state.prior.precision + weight * np.eye(len(w)), state.prior.linear + total))
+    mean = weight / summed
     change = float(np.sqrt(np.mean((w - state.w) ** 2) * mean))
     steady = abs(mean - state.confidence) <= settings.tolerance * mean and change <= settings.tolerance
-    done = heard == len(state.where) and steady
+    done = summed == len(state.where) and steady
     message = (
         ""
         if done
@@ -312,30 +292,34 @@ def _update_server(
         )
     )
     status = Status.CONVERGED if done else Status.RUNNING
-    after = state._replace(w=w, ledger=ledger, confidence=mean, status=status.value, message=message)
-    return after, ConfidenceInfo(change, mean)
+    after = state._replace(w=w, ledger=ledger, confidence=mean)
+    return after, Report(ConfidenceInfo(change, mean), status, message)
 
 
 def _draw(
-    client: Any,
-    personal: Any,
+    client: ClientView,
+    personal: ConfidenceClientState | None,
     message: Message,
     draws: int,
     chains: int,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     settings: _Settings,
 ) -> Draws:
     """Draws of w_j and θ_j at the final w; a new client goes on until its own τ is still."""
     w = np.asarray(message["w"], dtype=float)
-    if personal is None or len(personal.mean) != len(w):
-        before = settings.spread**-2
-        for _ in range(_NEW_CLIENT_STEPS):
-            personal, _ = _step(client, personal, w, rng, settings)
-            now = confidence_of(personal.mean, personal.variance, w, *_rule(settings))
-            if abs(np.log(now / before)) < settings.tolerance:
-                break
-            before = now
-    confidence = confidence_of(personal.mean, personal.variance, w, *_rule(settings))
-    target = _target(client, w, confidence, personal, settings.local)
+    q = _fitting(personal, w) or _settled(client, w, rng, settings)
+    target = _target(client, w, _confidence(q, w, settings), q, settings.local)
     return settings.local.draw(target, draws, chains, rng)
+
+
+def _settled(client: ClientView, w: Array, rng: Rng, settings: _Settings) -> ConfidenceClientState:
+    """q_j of a client that has none, found by steps until τ_j is still."""
+    q, _ = _step(client, None, w, rng, settings)
+    before, now = settings.spread**-2, _confidence(q, w, settings)
+    for _ in range(_NEW_CLIENT_STEPS - 1):
+        if abs(np.log(now / before)) < settings.tolerance:
+            break
+        q, _ = _step(client, q, w, rng, settings)
+        before, now = now, _confidence(q, w, settings)
+    return q

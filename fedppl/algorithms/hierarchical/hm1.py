@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian, settings
 from fedppl.algorithms.hierarchical import _coupled
-from fedppl.algorithms.hierarchical._at_mode import Frame, frame_of, mode_given, reported
-from fedppl.contracts import Algorithm, Asked, LocalInference
+from fedppl.algorithms.hierarchical._at_mode import Frame, frame_of, mode_given, reported, row_of
+from fedppl.contracts import (
+    Algorithm,
+    Asked,
+    ClientUpdate,
+    ClientView,
+    Details,
+    Disclosure,
+    LocalInference,
+    Needs,
+    Received,
+    Replies,
+    Report,
+    Result,
+)
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import draw_target, pack_target
 from fedppl.numerics.covariance import Covariance, Omega, exchangeable
-from fedppl.types import Array, DeclarationError, Layout, Message, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
 __all__ = ["HM1", "HM1Info", "HM1State"]
 
@@ -37,14 +50,12 @@ class HM1State(NamedTuple):
     frame: Frame  # μ₀, L
     linear: Array  # (K, m) factors' r_k
     precision: Array  # (K, m, m) factors' H_k
-    heard: Array  # (K,) bool
+    has_replied: Array  # (K,) bool
     omega: Omega
     mean: Array  # (K, m)
     covariance: Array  # (K, m, m)
     pulls: Array  # (K, m) aggregated vectors −Σ_{i≠k} η_i Ω⁻¹_ik
     weights: Array  # (K,) Ω⁻¹_kk
-    status: str
-    message: str
 
 
 class HM1Info(NamedTuple):
@@ -60,7 +71,7 @@ def HM1(
     local: LocalInference | None = None,
     tolerance: float = 0.01,
     report: Sequence[str] = (),
-) -> Algorithm:
+) -> Algorithm[HM1State, None]:
     r"""Borrow strength between clients whose parameters are correlated (FedLin, HM1), by exact solves.
 
     .. math:: \Theta = (\theta_1, \ldots, \theta_K) \sim \mathcal{MN}(\mu_0 1^\top, A, \Omega), \qquad
@@ -83,7 +94,8 @@ def HM1(
     local
         A local inference that offers expansions; by default `NestedLaplace`.
     tolerance
-        Converged when a round moves no mean by more than this many posterior sds, nor Ω by more than this fraction.
+        Bound on the change of a mean in a round, in posterior sds, and on the relative change of Ω, below which a fit
+        has converged.
     report
         Names of scalar local variables or deterministics, ``["sigma"]`` for example, that clients send along: their
         values at the mode, as columns of ``fit.idata["rounds"]``. By default none leaves a client.
@@ -142,37 +154,31 @@ def HM1(
         )
     return Algorithm(
         name="HM1",
-        check=functools.partial(_check, local=inference, report=tuple(report)),
-        init_server=functools.partial(_init_server, structure=chosen),
+        settings=settings.described(
+            {"structure": chosen, "local": inference, "tolerance": tolerance, "report": tuple(report)}
+        ),
+        init=functools.partial(_init, structure=chosen),
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, local=inference, report=tuple(report)),
-        reply_shapes=_reply_shapes,
-        refuse=_refuse,
         update_server=functools.partial(_update_server, structure=chosen, tolerance=tolerance),
-        outcome=_outcome,
-        draw=functools.partial(draw_target, local=inference),
-        details=_details,
-        settings={
-            "structure": chosen.describe(),
-            "local": inference.describe(),
-            "tolerance": repr(tolerance),
-            "report": repr(tuple(report)),
-        },
-        tests_convergence=True,
-        asks=_asks,
+        replies=Replies(_shapes, _reject),
+        result=Result(
+            _final_message, functools.partial(draw_target, local=inference), details=_details, tests_convergence=True
+        ),
+        needs=Needs(functools.partial(_check, local=inference, report=tuple(report))),
+        disclosure=Disclosure(_asks),
     )
 
 
-def _check(client: Any, *, local: LocalInference, report: tuple[str, ...]) -> None:
+def _check(client: ClientView, *, local: LocalInference, report: tuple[str, ...]) -> None:
     local.check(client)
     frame_of(client.layout)
     if report:
         reported(client, report, client.layout.prior.linear * 0.0, client.initial)
 
 
-def _init_server(
-    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, structure: Covariance
-) -> HM1State:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, structure: Covariance) -> HM1State:
+    """Θ = μ₀, and clients' factors empty."""
     del rng
     count, m = len(clients), layout.size
     omega, mean = structure.start(count), np.zeros((count, m))
@@ -182,20 +188,18 @@ def _init_server(
             "or fedppl.covariance.exchangeable()."
         )
     # A factor describes a likelihood best near the client's own estimate, and Ω is first estimated from such factors.
-    pulls, weights = np.zeros((count, m)), np.full(count, _ALONE)
+    weights = np.full(count, _ALONE)
     return HM1State(
         where={client_id: k for k, client_id in enumerate(clients)},
         frame=frame_of(layout),
         linear=np.zeros((count, m)),
         precision=np.zeros((count, m, m)),
-        heard=np.zeros(count, dtype=bool),
+        has_replied=np.zeros(count, dtype=bool),
         omega=omega,
         mean=mean,
         covariance=np.broadcast_to(np.eye(m), (count, m, m)).copy(),
-        pulls=pulls,
+        pulls=np.zeros((count, m)),
         weights=weights,
-        status=Status.RUNNING.value,
-        message="",
     )
 
 
@@ -214,65 +218,60 @@ def _asks(layout: Layout, message: Message) -> Asked:
 
 
 def _update_client(
-    client: Any,
-    personal: Any,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    local: LocalInference,
-    report: tuple[str, ...],
-) -> tuple[Any, Message, Mapping[str, float]]:
+    client: ClientView, personal: None, message: Message, rng: Rng, *, local: LocalInference, report: tuple[str, ...]
+) -> ClientUpdate[None]:
     """Solve for θ_k given the others; what is sent is the likelihood's expansion there. Clients keep no state."""
-    del rng
+    del personal, rng
     start, pull = (np.asarray(message[name], dtype=float) for name in ("start", "pull"))
     linear, precision, phi, info = mode_given(client, local, start, pull, float(message["weight"]))
     if report:
         info |= reported(client, report, phi, None)
-    return personal, {"linear": linear, "precision": gaussian.pack_triangle(precision)}, info
+    return ClientUpdate(None, {"linear": linear, "precision": gaussian.pack_triangle(precision)}, info)
 
 
-def _reply_shapes(state: HM1State) -> dict[str, tuple[int, ...]]:
+def _shapes(state: HM1State) -> Mapping[str, tuple[int, ...]]:
     m = state.mean.shape[1]
     return {"linear": (m,), "precision": (m * (m + 1) // 2,)}
 
 
-def _refuse(state: HM1State, reply: Message) -> str | None:
-    """A factor must be integrable against the prior, and not put its client beyond all measure."""
+def _reject(state: HM1State, reply: Message) -> str | None:
+    """A factor must be integrable against the prior, and not put its client implausibly far from it."""
+    del state
     precision = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
     values, axes = np.linalg.eigh(precision)
     if values[0] < -1e-6 * max(1.0, abs(float(values[-1]))):
         return f"'precision' has eigenvalue {values[0]:.3g}, and must be positive semi-definite"
     if values[-1] > 1e14:
-        return f"'precision' is absurdly large ({values[-1]:.3g} prior precisions): scale this client's data"
+        return f"'precision' is implausibly large ({values[-1]:.3g} prior precisions): scale this client's data"
     alone = float(np.abs(axes @ ((axes.T @ reply["linear"]) / (np.maximum(values, 0.0) + 1.0))).max())
     if alone > _FARTHEST:
-        return f"'linear' puts θ {alone:.3g} prior sds away, absurdly far: scale this client's data"
+        return f"'linear' puts θ {alone:.3g} prior sds away, implausibly far: scale this client's data"
     return None
 
 
 def _update_server(
-    state: HM1State, replies: Mapping[str, Message], *, structure: Covariance, tolerance: float
-) -> tuple[HM1State, HM1Info]:
+    state: HM1State, received: Received, *, structure: Covariance, tolerance: float
+) -> tuple[HM1State, Report]:
     """Replace the factors that came, estimate Ω, solve for all clients."""
-    if not replies:
-        return state, HM1Info(np.nan, np.nan)
-    linear, precision, heard = state.linear.copy(), state.precision.copy(), state.heard.copy()
-    for client_id, reply in replies.items():
+    if not received.clients:
+        return state, Report(HM1Info(np.nan, np.nan))
+    linear, precision, has_replied = state.linear.copy(), state.precision.copy(), state.has_replied.copy()
+    for client_id, reply in received.each.items():
         k = state.where[client_id]
         linear[k] = reply["linear"]
         precision[k] = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
-        heard[k] = True
+        has_replied[k] = True
     try:
         with np.errstate(over="ignore", invalid="ignore"):
             omega, coupled = _coupled.estimate(linear, precision, state.omega, structure, tolerance=1e-3 * tolerance)
     except np.linalg.LinAlgError:
-        return _stalled(state)
+        return state, _STALLED
     if not all(np.all(np.isfinite(value)) for value in (*coupled, omega.matrix)):
-        return _stalled(state)
+        return state, _STALLED
     sd = np.sqrt(np.diagonal(coupled.covariance, axis1=1, axis2=2))
     change = float(np.max(np.abs(coupled.mean - state.mean) / sd))
     change_omega = float(np.linalg.norm(omega.matrix - state.omega.matrix) / np.linalg.norm(omega.matrix))
-    done = bool(heard.all()) and change < tolerance and change_omega < tolerance
+    done = bool(has_replied.all()) and change < tolerance and change_omega < tolerance
     pulls, weights = _coupled.conditional_priors(omega, coupled.mean)
     message = _overfitted(omega)
     if not done:
@@ -280,16 +279,15 @@ def _update_server(
     state = state._replace(
         linear=linear,
         precision=precision,
-        heard=heard,
+        has_replied=has_replied,
         omega=omega,
         mean=coupled.mean,
         covariance=coupled.covariance,
         pulls=pulls,
         weights=weights,
-        status=(Status.CONVERGED if done else Status.RUNNING).value,
-        message=message,
     )
-    return state, HM1Info(change, change_omega)
+    status = Status.CONVERGED if done else Status.RUNNING
+    return state, Report(HM1Info(change, change_omega), status, message)
 
 
 def _overfitted(omega: Omega) -> str:
@@ -302,23 +300,17 @@ def _overfitted(omega: Omega) -> str:
     )
 
 
-def _stalled(state: HM1State) -> tuple[HM1State, HM1Info]:
-    """Keep what there was."""
-    message = (
-        "Ω grew beyond all measure; look at the clients' replies in `rounds`, scale the data so that parameters are of "
-        "the size of their prior, or choose a structure with fewer parameters, such as exchangeable"
-    )
-    return state._replace(status=Status.STALLED.value, message=message), HM1Info(np.inf, np.inf)
+_STALLED = Report(
+    HM1Info(np.inf, np.inf),
+    Status.STALLED,
+    "Ω grew without bound; look at the clients' replies in `rounds`, scale the data so that parameters are of the size "
+    "of their prior, or choose a structure with fewer parameters, such as exchangeable",
+)
 
 
-def _outcome(state: HM1State, client_id: str) -> Message:
+def _final_message(state: HM1State, client_id: str) -> Message:
     """θ_k's posterior, and the same without the client's own factor."""
-    if client_id not in state.where:
-        raise DeclarationError(
-            f"client {client_id!r} did not take part, and HM1 says nothing of such clients (FedLin, section 4); fit "
-            "again with it, or use fedppl.EP() with a hierarchical prior."
-        )
-    k = state.where[client_id]
+    k = row_of(state.where, client_id)
     marginal = gaussian.from_moments(state.mean[k], state.covariance[k])
     cavity = gaussian.quotient(marginal, Gaussian(state.linear[k], state.precision[k]))
     if not gaussian.is_proper(cavity):  # rounding, where the data outweigh the prior by far
@@ -326,7 +318,7 @@ def _outcome(state: HM1State, client_id: str) -> Message:
     return pack_target(state.frame.colour(marginal), state.frame.colour(cavity), 0.0)
 
 
-def _details(state: HM1State) -> dict[str, tuple[tuple[str, ...], Array]]:
+def _details(state: HM1State) -> Details:
     """Θ with standard errors, Ω, and the correlations it holds."""
     root = state.frame.root
     sd = np.sqrt(np.diagonal(state.omega.matrix))

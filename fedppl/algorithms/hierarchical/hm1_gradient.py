@@ -7,17 +7,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.algorithms.averaging._point import Kept, described, draw_point, kept_local
-from fedppl.algorithms.hierarchical._at_mode import frame_of
-from fedppl.contracts import Algorithm, Draws
+from fedppl.algorithms.averaging._point import LocalClientState, draw_point, fitting_local, kept_local
+from fedppl.algorithms.averaging._server import not_positive
+from fedppl.algorithms.hierarchical._at_mode import frame_of, row_of
+from fedppl.contracts import (
+    Algorithm,
+    ClientUpdate,
+    ClientView,
+    Details,
+    Disclosure,
+    Draws,
+    Needs,
+    Received,
+    Replies,
+    Report,
+    Result,
+)
 from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points
-from fedppl.settings import between, one_of, positive
-from fedppl.types import Array, DeclarationError, Layout, Message, Status
+from fedppl.settings import between, described, one_of, positive
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
 __all__ = ["HM1Gradient", "HM1GradientInfo", "HM1GradientState"]
 
@@ -32,8 +45,6 @@ class HM1GradientState(NamedTuple):
     theta: Array  # (K, m)
     omega: Array  # (K, K)
     pulls: Array  # (K, m) aggregated vectors Σ_i (θ_i − μ₀) Ω⁻¹_ik of the explicit step
-    status: str
-    message: str
 
 
 class HM1GradientInfo(NamedTuple):
@@ -51,7 +62,7 @@ def HM1Gradient(
     alpha: float = 0.1,
     prior_step: str = "explicit",
     tolerance: float = 1e-6,
-) -> Algorithm:
+) -> Algorithm[HM1GradientState, LocalClientState]:
     r"""HM1 by gradient steps (FedLin, Algorithm 1).
 
     .. math:: \theta_k &\leftarrow \theta_k + 2\eta\, \partial \log p(y_k^b \mid \theta_k), \quad T \text{ times} \\
@@ -65,21 +76,21 @@ def HM1Gradient(
     Parameters
     ----------
     learning_rate
-        η, per unit of the *summed* −2 log p with ``prior_step="explicit"``, of the mean over a client's rows with
+        Learning rate η for the *summed* −2 log p with ``prior_step="explicit"``, for the mean over a client's rows with
         "proximal". Local variables of the declaration take the same steps and stay at the client.
     steps
-        T, local gradient steps a round.
+        Number T of local gradient steps a round.
     batch_size
-        Rows a step, their gradients summed as the paper has it; None for all of them.
+        Number of rows a step, their gradients summed as the paper has it; None for all of them.
     alpha
         Weight of the newest moment in Ω; the paper's default is 0.1.
     prior_step
-        "explicit", as written, or "proximal": the server takes
+        Form of the shrinkage step: "explicit", as written, or "proximal": the server takes
         :math:`\Theta \leftarrow \Theta\, (\Omega + 2S)^{-1} \Omega` after the data steps, with S diagonal,
         :math:`S_{kk} = T \eta / n_k`. It is stable for any Ω, also a singular one, and weighs the prior once per data
         step and row.
     tolerance
-        Converged when no parameter moves by more than this in a round.
+        Bound on the change of a parameter in a round, below which a fit has converged.
 
     Returns
     -------
@@ -115,28 +126,27 @@ def HM1Gradient(
     explicit = prior_step == "explicit"
     return Algorithm(
         name="HM1 by gradient steps",
-        check=functools.partial(_check, descent=descent),
-        init_server=_init_server,
+        settings=described(descent, alpha=alpha, prior_step=prior_step, tolerance=tolerance),
+        init=_init,
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, descent=descent, explicit=explicit),
-        reply_shapes=lambda state: {"theta": state.center.shape, "step": ()},
-        refuse=_refuse,
         update_server=functools.partial(_update_server, alpha=alpha, explicit=explicit, tolerance=tolerance),
-        outcome=_outcome,
-        draw=_draw,
-        details=_details,
-        settings=described(descent, alpha=alpha, prior_step=prior_step, tolerance=tolerance),
-        asks=functools.partial(at_points, name="theta"),
+        replies=Replies(
+            lambda state: {"theta": state.center.shape, "step": ()}, lambda state, reply: not_positive(reply, step=0)
+        ),
+        result=Result(_final_message, _draw, details=_details),
+        needs=Needs(functools.partial(_check, descent=descent)),
+        disclosure=Disclosure(functools.partial(at_points, name="theta")),
     )
 
 
-def _check(client: Any, *, descent: Descent) -> None:
+def _check(client: ClientView, *, descent: Descent) -> None:
     _start(client.layout)
     check_batches(client, descent.batch_size)
 
 
 def _start(layout: Layout) -> tuple[Array, float]:
-    """Read μ₀ and s² off the declared prior N(μ₀, s² I), or refuse another one."""
+    """Read μ₀ and s² off the declared prior N(μ₀, s² I), or reject another one."""
     frame = frame_of(layout)
     variance = float(frame.root[0, 0] ** 2)
     if not np.allclose(frame.root, frame.root[0, 0] * np.eye(layout.size), rtol=1e-9, atol=1e-12):
@@ -147,7 +157,7 @@ def _start(layout: Layout) -> tuple[Array, float]:
     return frame.center, variance
 
 
-def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> HM1GradientState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> HM1GradientState:
     """Θ = μ₀ and Ω = s² I."""
     del rng
     count = len(clients)
@@ -155,7 +165,7 @@ def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Genera
     where = {client_id: k for k, client_id in enumerate(clients)}
     theta = np.tile(center, (count, 1))
     omega = variance * np.eye(count)
-    return HM1GradientState(where, center, theta, omega, np.zeros_like(theta), Status.RUNNING.value, "")
+    return HM1GradientState(where, center, theta, omega, np.zeros_like(theta))
 
 
 def _broadcast(state: HM1GradientState, client_id: str) -> Message:
@@ -165,42 +175,42 @@ def _broadcast(state: HM1GradientState, client_id: str) -> Message:
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, descent: Descent, explicit: bool
-) -> tuple[Kept, Message, Mapping[str, float]]:
+    client: ClientView,
+    personal: LocalClientState | None,
+    message: Message,
+    rng: Rng,
+    *,
+    descent: Descent,
+    explicit: bool,
+) -> ClientUpdate[LocalClientState]:
     """T data steps, then the shrinkage."""
     theta, pull = (np.asarray(message[name], dtype=float) for name in ("theta", "pull"))
     local, info = kept_local(client, personal)
-    m, rows = len(theta), int(client.rows)
+    m, rows = len(theta), client.rows
     share = min(descent.batch_size or rows, rows) / rows  # a batch's gradient comes weighted by its inverse
     scale = 2.0 * share if explicit else 2.0 / rows
     objective = Objective(scale, np.zeros((m, m)), np.zeros(m))
     x = descend(client, np.concatenate([theta, local]), objective, descent, rng)
     moved = x[:m] - 2.0 * descent.learning_rate * pull
     step = descent.learning_rate * descent.steps / rows  # S_kk
-    return Kept(x[m:]), {"theta": moved, "step": np.array(step)}, info
-
-
-def _refuse(state: HM1GradientState, reply: Message) -> str | None:
-    del state
-    step = float(reply["step"])
-    return None if step > 0 else f"'step' is {step:.3g}, and must be positive"
+    return ClientUpdate(LocalClientState(x[m:]), {"theta": moved, "step": np.array(step)}, info)
 
 
 def _update_server(
-    state: HM1GradientState, replies: Mapping[str, Message], *, alpha: float, explicit: bool, tolerance: float
-) -> tuple[HM1GradientState, HM1GradientInfo]:
+    state: HM1GradientState, received: Received, *, alpha: float, explicit: bool, tolerance: float
+) -> tuple[HM1GradientState, Report]:
     """Put the columns in place, shrink them all at once if that is the server's part, and average Ω."""
-    if not replies:
-        return state, HM1GradientInfo(np.nan, np.nan)
+    if not received.clients:
+        return state, Report(HM1GradientInfo(np.nan, np.nan))
     eta, steps = state.theta - state.center, np.zeros(len(state.where))  # no data steps at clients without a reply
-    for client_id, reply in replies.items():
+    for client_id, reply in received.each.items():
         k = state.where[client_id]
         eta[k], steps[k] = reply["theta"] - state.center, float(reply["step"])
     if not explicit:
         eta = state.omega @ np.linalg.solve(state.omega + 2.0 * np.diag(steps), eta)
     if not np.all(np.isfinite(eta)) or float(np.abs(eta).max()) > _DIVERGED:
         message = "the shrinkage step diverged; lower learning_rate= or alpha=, or use prior_step='proximal', or HM1"
-        return state._replace(status=Status.STALLED.value, message=message), HM1GradientInfo(np.inf, np.nan)
+        return state, Report(HM1GradientInfo(np.inf, np.nan), Status.STALLED, message)
     omega = (1.0 - alpha) * state.omega + alpha * eta @ eta.T / eta.shape[1]
     theta = state.center + eta
     pulls = np.linalg.solve(omega, eta) if explicit else np.zeros_like(eta)
@@ -208,29 +218,24 @@ def _update_server(
     done = change < tolerance
     message = "" if done else f"θ moved by {change:.2g} in the last round; raise rounds="
     status = Status.CONVERGED if done else Status.RUNNING
-    after = state._replace(theta=theta, omega=omega, pulls=pulls, status=status.value, message=message)
-    return after, HM1GradientInfo(change, float(np.linalg.eigvalsh(omega)[0]))
+    info = HM1GradientInfo(change, float(np.linalg.eigvalsh(omega)[0]))
+    return state._replace(theta=theta, omega=omega, pulls=pulls), Report(info, status, message)
 
 
-def _outcome(state: HM1GradientState, client_id: str) -> Message:
-    if client_id not in state.where:
-        raise DeclarationError(
-            f"client {client_id!r} did not take part, and HM1 says nothing of such clients (FedLin, section 4); fit "
-            "again with it, or use fedppl.EP() with a hierarchical prior."
-        )
-    return {"theta": state.theta[state.where[client_id]]}
+def _final_message(state: HM1GradientState, client_id: str) -> Message:
+    """θ_k."""
+    return {"theta": state.theta[row_of(state.where, client_id)]}
 
 
-def _draw(client: Any, personal: Any, message: Message, draws: int, chains: int, rng: np.random.Generator) -> Draws:
+def _draw(
+    client: ClientView, personal: LocalClientState | None, message: Message, draws: int, chains: int, rng: Rng
+) -> Draws:
     """The client's point."""
     del rng
-    local = None if personal is None or len(personal.local) != client.local_size else personal.local
-    return draw_point(client, np.asarray(message["theta"], dtype=float), local, draws, chains)
+    theta = np.asarray(message["theta"], dtype=float)
+    return draw_point(client, theta, fitting_local(client, personal), draws, chains)
 
 
-def _details(state: HM1GradientState) -> dict[str, tuple[tuple[str, ...], Array]]:
+def _details(state: HM1GradientState) -> Details:
     """Θ and Ω."""
-    return {
-        "theta": (("client", "rows"), state.theta),
-        "omega": (("client", "other_client"), state.omega),
-    }
+    return {"theta": (("client", "rows"), state.theta), "omega": (("client", "other_client"), state.omega)}

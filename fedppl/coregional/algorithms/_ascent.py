@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl import gaussian
-from fedppl.coregional import server
-from fedppl.coregional.bound import Curves, Design, Globals, Roles, UnitState, curves, gradient
-from fedppl.coregional.unit import best_unit, own_fit, random_unit
-from fedppl.settings import between, one_of, whole
+from fedppl.contracts import ClientUpdate, ClientView, Received, Report
+from fedppl.coregional.adam import Adam, adam_step
+from fedppl.coregional.algorithms._common import (
+    STARTED,
+    batch,
+    batch_size_rule,
+    first_answer,
+    initial_kernel_rule,
+    median_kernel,
+)
+from fedppl.coregional.bound import Curves, Design, Globals, UnitClientState, curves, gradient
+from fedppl.coregional.roles import LogScale, Roles
+from fedppl.coregional.unit import best_unit, random_unit
+from fedppl.coregional.view import unit_of
+from fedppl.settings import between, whole
 from fedppl.types import Array, Message, Status
 
 __all__ = [
     "Answer",
+    "AscentInfo",
     "Settings",
+    "Share",
     "checked",
-    "is_heard",
+    "info",
+    "judged",
     "kernel_start",
     "kernel_step",
     "noisy_rate",
-    "own_kernel",
-    "own_update",
     "prior_globals",
-    "progress",
     "read_globals",
     "sent",
+    "share_of",
+    "update_client",
 ]
-
 
 _NOTHING = (
     "bring outputs to mean 0 and unit scale by constants that all units agree on, and give length-scales and "
@@ -38,8 +51,17 @@ _NOTHING = (
 )
 
 
+class AscentInfo(NamedTuple):
+    """Diagnostics of a round of an ascent."""
+
+    bound: float  # Σ V_m + log p(σ_w), scaled up where not all units replied; NaN in the first round
+    selected: int  # latent functions with γ > 0.5
+    undecided: int  # with γ between 0.01 and 0.99
+    kernel_change: float  # largest change of a kernel parameter on the unconstrained space
+
+
 class Settings(NamedTuple):
-    """What `LMCAscent` and `LMCBlockAscent` are built with."""
+    """What the ascents are built with."""
 
     kernel_rate: float
     warmup: int
@@ -50,25 +72,24 @@ class Settings(NamedTuple):
     initial_kernel: str
 
 
-def checked(
-    kernel_rate: float,
-    warmup: int,
-    sweeps: int,
-    batch_size: int | None,
-    forgetting: float,
-    tolerance: float,
-    initial_kernel: str,
-) -> Settings:
+def checked(given: Settings) -> Settings:
     """Settings in range."""
     return Settings(
-        between("kernel_rate", kernel_rate, 0, 1, "[)", "0 fixes the kernels"),
-        whole("warmup", warmup, 0),
-        whole("sweeps", sweeps),
-        None if batch_size is None else whole("batch_size", batch_size, hint="None takes all rows"),
-        between("forgetting", forgetting, 0.5, 1, "(]", "or the sums do not settle"),
-        between("tolerance", tolerance, 0, 1),
-        one_of("initial_kernel", initial_kernel, ("median", "prior")),
+        between("kernel_rate", given.kernel_rate, 0, 1, "[)", "0 fixes the kernels"),
+        whole("warmup", given.warmup, 0),
+        whole("sweeps", given.sweeps),
+        batch_size_rule(given.batch_size),
+        between("forgetting", given.forgetting, 0.5, 1, "(]", "or the sums do not settle"),
+        between("tolerance", given.tolerance, 0, 1),
+        initial_kernel_rule(given.initial_kernel),
     )
+
+
+def info(bound: float, shared: Globals, kernel_change: float) -> AscentInfo:
+    """Diagnostics from the bound and what is shared."""
+    gamma = shared.inclusion
+    undecided = int(np.sum(np.abs(gamma - 0.5) < 0.49))
+    return AscentInfo(float(bound), int(np.sum(gamma > 0.5)), undecided, kernel_change)
 
 
 def prior_globals(role: Roles) -> Globals:
@@ -83,17 +104,12 @@ def prior_globals(role: Roles) -> Globals:
     )
 
 
-def is_heard(state: Any, client_id: str) -> bool:
-    """Whether a unit's statistics are in what is shared."""
-    return client_id in state.where and bool(state.heard[state.where[client_id]])
-
-
-def noisy_rate(state: Any, settings: Settings) -> float:
+def noisy_rate(stochastic: int, settings: Settings) -> float:
     """How much of a noisy estimate counts in this round."""
-    return float((1.0 + state.stochastic) ** -settings.forgetting)
+    return float((1.0 + stochastic) ** -settings.forgetting)
 
 
-def sent(shared: Globals, stage: float, rate: float) -> Message:
+def sent(shared: Globals, stage: float, rate: float) -> dict[str, Array]:
     """What every unit is sent, and what is asked: its own kernel (0), a first answer (1), statistics (2)."""
     return {
         "mean": shared.mean,
@@ -109,43 +125,45 @@ def sent(shared: Globals, stage: float, rate: float) -> Message:
 class Answer(NamedTuple):
     """A unit's own maximum, and where it lies."""
 
-    state: UnitState
+    state: UnitClientState
     design: Design
     curve: Curves
     shared: Globals
-    kernel_gradient: Array  # (p,) of V_m
-    info: Mapping[str, float]
+    noise: LogScale  # prior of log σ_m
 
 
-def own_kernel(view: Any, rng: np.random.Generator) -> tuple[UnitState, Message, Mapping[str, float]]:
-    """The first answer: the kernel of the unit's own Gaussian process, and coefficients to start from."""
-    role, rows = view.roles, float(len(view.response))
-    own = own_fit(view, (role.kernel_mean, role.kernel_precision), role.slab_prior)
-    start = random_unit(role.latents, float(np.median(own.log_noise_sd)), rng)
-    return start, {"kernel": own.kernel, "rows": np.array(rows)}, {"rows": rows}
-
-
-def own_update(view: Any, personal: Any, message: Message, rng: np.random.Generator, batch_size: int | None) -> Answer:
-    """ψ_m at its maximum given what was sent; before there are curves, random coefficients."""
-    shared, count = read_globals(message), len(view.response)
-    rows = None
-    if batch_size is not None and batch_size < count:
-        rows = np.sort(rng.choice(count, batch_size, replace=False))
-    design = view.design(shared.kernel, rows)
-    info = {"rows": float(count)}
+def update_client(
+    client: ClientView,
+    personal: UnitClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    batch_size: int | None,
+    tell: Callable[[Answer, Message], dict[str, Array]],
+) -> ClientUpdate[UnitClientState]:
+    """ψ_m at its maximum given what was sent; before there are curves, random coefficients. `tell` says the rest."""
+    unit = client.view(unit_of)
+    count = len(unit.response)
+    known = {"rows": float(count)}
+    if float(message["stage"]) == 0:
+        return ClientUpdate(*first_answer(unit, rng), known)
+    shared, rows = read_globals(message), batch(count, batch_size, rng)
+    design = unit.design(shared.kernel, rows)
     if float(message["stage"]) == 1:
-        state = personal if personal is not None else random_unit(view.roles.latents, view.noise.mean, rng)
+        state = personal if personal is not None else random_unit(unit.roles.latents, unit.noise.mean, rng)
         curve = curves(design, shared.mean, shared.covariance)
     else:
         if personal is None:
-            info["blank"] = 1.0
-        start = view.noise.mean if personal is None else personal.log_noise_sd
-        state, curve = best_unit(design, shared, view.noise, start)
+            known["blank"] = 1.0
+        start = unit.noise.mean if personal is None else personal.log_noise_sd
+        state, curve = best_unit(design, shared, unit.noise, start)
         if rows is not None and personal is not None:
             state = _part_of_the_way(personal, state, float(message["rate"]))
-    pull = functools.partial(view.kernel_gradient, shared.kernel, rows=rows)
-    slope = gradient(design, shared, state, view.noise, view.roles.log_odds, 0.0, pull).kernel
-    return Answer(state, design, curve, shared, slope, {**info, "noise_sd": float(np.exp(state.log_noise_sd))})
+    pull = functools.partial(unit.kernel_gradient, shared.kernel, rows=rows)
+    slope = gradient(design, shared, state, unit.noise, unit.roles.log_odds, 0.0, pull).kernel
+    reply = tell(Answer(state, design, curve, shared, unit.noise), message)
+    known["noise_sd"] = float(np.exp(state.log_noise_sd))
+    return ClientUpdate(state, {**reply, "kernel_gradient": slope}, known)
 
 
 def read_globals(message: Message) -> Globals:
@@ -157,50 +175,70 @@ def read_globals(message: Message) -> Globals:
     return Globals(mean, covariance, inclusion, kernel, float(message["log_slab_sd"]))
 
 
-def _part_of_the_way(before: UnitState, after: UnitState, rate: float) -> UnitState:
+def _part_of_the_way(before: UnitClientState, after: UnitClientState, rate: float) -> UnitClientState:
     """A natural-gradient step of q(w_m), and of log σ_m, towards what a mini-batch alone would have."""
     precision = (1 - rate) / before.variance + rate / after.variance
     linear = (1 - rate) * before.mean / before.variance + rate * after.mean / after.variance
     log_noise_sd = (1 - rate) * before.log_noise_sd + rate * after.log_noise_sd
-    return UnitState(linear / precision, 1.0 / precision, log_noise_sd)
+    return UnitClientState(linear / precision, 1.0 / precision, log_noise_sd)
 
 
-def kernel_start(state: Any, replies: Mapping[str, Message]) -> tuple[Any, float]:
-    """The median of the units' own kernels is where the kernels start."""
-    names = sorted(replies)
-    own = np.stack([np.asarray(replies[name]["kernel"], dtype=float) for name in names])
-    rows = np.array([float(replies[name]["rows"]) for name in names])
-    kernel = server.median(own, rows)
-    change = float(np.max(np.abs(kernel - state.shared.kernel), initial=0.0))
-    shared = state.shared._replace(kernel=kernel)
-    return state._replace(shared=shared, message="kernels have a start; raise rounds="), change
+def kernel_start(shared: Globals, received: Received, bound: float) -> tuple[Globals, Report]:
+    """The shared parameters with kernels at the median of the units' own."""
+    kernel = median_kernel(received.each)
+    change = float(np.max(np.abs(kernel - shared.kernel), initial=0.0))
+    return shared._replace(kernel=kernel), Report(info(bound, shared, change), message=STARTED)
 
 
-def kernel_step(state: Any, slope: Array, rate: float) -> tuple[Array, Array]:
-    """One Adam step uphill, with the prior of the kernels' parameters."""
-    role, kernel = state.roles, state.shared.kernel
+class Share(NamedTuple):
+    """Who replied so far, and how much of the sums this round's replies are."""
+
+    has_replied: NDArray[np.bool_]  # (K,)
+    share: float  # of the units that ever replied
+    noisy: bool  # some units, or mini-batches
+    rate: float  # by which the round counts
+
+
+def share_of(
+    received: Received, where: Mapping[str, int], has_replied: NDArray[np.bool_], stochastic: int, settings: Settings
+) -> Share:
+    """What a round's replies are of all; sums alone come only once every unit has replied."""
+    has_replied = has_replied.copy()
+    has_replied[[where[client_id] for client_id in received.each]] = True
+    share = received.clients / has_replied.sum()
+    noisy = bool(share < 1) or settings.batch_size is not None
+    return Share(has_replied, share, noisy, min(share, noisy_rate(stochastic, settings)) if noisy else 1.0)
+
+
+def kernel_step(
+    role: Roles, kernel: Array, moments: Array, slope: Array, rate: float, rounds: int
+) -> tuple[Array, Array, float]:
+    """One Adam step uphill with the prior of the kernels' parameters, Adam's moments, and the largest change."""
     slope = slope - role.kernel_precision @ (kernel - role.kernel_mean)
-    first, second = 0.9 * state.adam[0] + 0.1 * slope, 0.999 * state.adam[1] + 0.001 * slope**2
-    count = max(state.number - 1, 1)
-    step = (first / (1 - 0.9**count)) / (np.sqrt(second / (1 - 0.999**count)) + 1e-8)
-    return kernel + rate * step, np.stack([first, second])
+    after, (first, second, _) = adam_step(kernel, slope, Adam(moments[0], moments[1], rounds - 1), rate)
+    return after, np.stack([first, second]), float(np.max(np.abs(after - kernel), initial=0.0))
 
 
-def progress(state: Any, bound: float, change: float, tolerance: float, *, begun: bool) -> dict[str, Any]:
-    """Whether bound, kernels and selection have come to rest, as the fields of the state that say so."""
-    decided = bool(np.all(np.abs(state.shared.inclusion - 0.5) > 0.49))
-    still = abs(bound - state.bound) < tolerance * (1.0 + abs(bound)) and change < 1e-2
-    quiet = state.quiet + 1 if still and decided and begun else 0
-    done = quiet >= 5 and bool(np.all(state.heard))
+def judged(
+    bound: float,
+    before: float,
+    quiet: int,
+    shared: Globals,
+    change: float,
+    tolerance: float,
+    *,
+    begun: bool,
+    everyone: bool,
+) -> tuple[int, Report]:
+    """Rounds in a row in which bound, kernels and selection were at rest, and what is said of this one."""
+    decided = bool(np.all(np.abs(shared.inclusion - 0.5) > 0.49))
+    still = abs(bound - before) < tolerance * (1.0 + abs(bound)) and change < 1e-2
+    quiet = quiet + 1 if still and decided and begun else 0
+    status = Status.RUNNING
     message = (
         f"the bound moves still ({bound:.6g}, kernels by {change:.2g} a round); raise rounds= or lower kernel_rate="
     )
-    if done:
-        nothing = state.shared.inclusion.max(initial=0.0) <= 0.5
+    if quiet >= 5 and everyone:
+        status, nothing = Status.CONVERGED, shared.inclusion.max(initial=0.0) <= 0.5
         message = f"no latent function is selected: {_NOTHING}" if nothing else ""
-    return {
-        "bound": bound,
-        "quiet": quiet,
-        "status": (Status.CONVERGED if done else Status.RUNNING).value,
-        "message": message,
-    }
+    return quiet, Report(info(bound, shared, change), status, message)

@@ -4,44 +4,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._point import described
-from fedppl.contracts import Algorithm
+from fedppl.contracts import Algorithm, Received, Replies, Report
 from fedppl.coregional import server
-from fedppl.coregional.algorithms._ascent import (
-    Settings,
-    checked,
-    is_heard,
-    kernel_start,
-    kernel_step,
-    noisy_rate,
-    own_kernel,
-    own_update,
-    prior_globals,
-    progress,
-    sent,
-)
-from fedppl.coregional.bound import Globals, Roles, UnitState, roles
-from fedppl.coregional.result import draw, outcome, require_unit, sample
+from fedppl.coregional.algorithms import _ascent, _common
+from fedppl.coregional.algorithms._ascent import Answer, Settings
+from fedppl.coregional.bound import Globals, UnitClientState
+from fedppl.coregional.result import draw
+from fedppl.coregional.roles import Roles, roles
 from fedppl.coregional.unit import statistics
-from fedppl.run.replies import sum_replies
-from fedppl.types import Array, Layout, Message, Status
+from fedppl.types import Array, Layout, Message
 
-__all__ = ["LMCAscent", "LMCAscentInfo", "LMCAscentState"]
+__all__ = ["Ascent", "AscentState"]
+
+_SHORTER, _SHORTEST = 0.7, 0.01
 
 
-class LMCAscentState(NamedTuple):
+class AscentState(NamedTuple):
     """What the next round needs."""
 
     roles: Roles
     shared: Globals
     totals: Mapping[str, Array]  # sums of the units' statistics; empty before the first
     where: Mapping[str, int]  # client id to its row
-    heard: Array  # (K,) units that ever sent statistics
+    has_replied: NDArray[np.bool_]  # (K,) whether a unit ever sent statistics
     collecting: bool  # whether sums are still of the random coefficients that units start from
     number: int  # rounds with replies
     age: int  # of those, rounds since there are curves
@@ -50,23 +42,9 @@ class LMCAscentState(NamedTuple):
     pace: float  # of the kernels' steps: shorter after every round that lowered the bound
     bound: float
     quiet: int  # rounds in a row without a change worth telling
-    status: str
-    message: str
 
 
-_SHORTER, _SHORTEST = 0.7, 0.01
-
-
-class LMCAscentInfo(NamedTuple):
-    """Diagnostics of this round."""
-
-    bound: float  # Σ V_m + log p(σ_w), scaled up where not all units replied; NaN in the first round
-    selected: int  # latent functions with γ > 0.5
-    undecided: int  # with γ between 0.01 and 0.99
-    kernel_change: float  # largest change of a kernel parameter on the unconstrained space
-
-
-def LMCAscent(
+def Ascent(
     *,
     kernel_rate: float = 0.05,
     warmup: int = 10,
@@ -75,7 +53,7 @@ def LMCAscent(
     forgetting: float = 0.6,
     initial_kernel: str = "median",
     tolerance: float = 1e-4,
-) -> Algorithm:
+) -> Algorithm[AscentState, UnitClientState]:
     r"""Coordinate ascent on the bound of FedLMC-SS, with sums of the units' statistics.
 
     .. math:: Q = I + \sum_m \frac{E[s_m s_m^\top] \otimes B_m^\top B_m}{\sigma_m^2}, \quad
@@ -91,23 +69,23 @@ def LMCAscent(
     Parameters
     ----------
     kernel_rate
-        Adam's step for the kernels' parameters on the log scale, shorter by 0.7 after every round that lowered the
-        bound; 0 fixes them.
+        Adam learning rate for the kernels' parameters on the log scale, shorter by 0.7 after every round that lowered
+        the bound; 0 fixes them.
     warmup
-        Rounds before the selection begins; until then every γ is 1.
+        Number of rounds before the selection begins; until then every γ is 1.
     sweeps
-        Times a round that the server maximises over q(α), q(v) and σ_w in turn.
+        Number of times a round that the server maximises over q(α), q(v) and σ_w in turn.
     batch_size
-        Rows of a unit's mini-batch, drawn anew each round (stochastic natural gradients); by default all rows.
+        Number of rows of a unit's mini-batch, drawn anew each round (stochastic natural gradients); by default all.
     forgetting
-        Where sums are noisy, because some units did not reply or rows are drawn, the t-th of such rounds counts by
-        (1 + t)^(-forgetting); between 0.5 and 1.
+        Exponent between 0.5 and 1: where sums are noisy, because some units did not reply or rows are drawn, the t-th
+        of such rounds counts by (1 + t)^(-forgetting).
     initial_kernel
-        "median": every unit first fits a Gaussian process to its own rows, and the server starts from the median of
-        their kernel parameters, weighted by rows. "prior": start from the prior's median.
+        Where the kernels' parameters start. "median": every unit first fits a Gaussian process to its own rows, and the
+        server takes the median of their kernel parameters, weighted by rows. "prior": the prior's median.
     tolerance
-        Converged when the bound per unit has moved by less than this share of itself, five rounds running, with no γ
-        undecided and the kernels moving by less than 1e-2.
+        Share of itself by which the bound may move in a round that counts as converged; five such rounds in a row end
+        the fit, with no γ undecided and the kernels moving by less than 1e-2.
 
     Returns
     -------
@@ -122,7 +100,7 @@ def LMCAscent(
     Examples
     --------
     >>> import fedppl
-    >>> fedppl.LMCAscent(warmup=5).settings["warmup"]
+    >>> fedppl.curves.Ascent(warmup=5).settings["warmup"]
     '5'
 
     Notes
@@ -139,96 +117,146 @@ def LMCAscent(
     .. [2] Titsias and Lázaro-Gredilla (2011), Spike and slab variational inference, NeurIPS, section 3.
     .. [3] Hoffman et al. (2013), Stochastic variational inference, JMLR 14, eqs. 24 to 26.
     """
-    settings = checked(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel)
+    settings = _ascent.checked(Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel))
     return Algorithm(
-        name="LMCAscent",
-        check=require_unit,
-        init_server=functools.partial(_init_server, settings=settings),
-        broadcast=functools.partial(_broadcast, settings=settings),
-        update_client=functools.partial(_update_client, settings=settings),
-        reply_shapes=_reply_shapes,
-        refuse=_refuse,
-        update_server=functools.partial(_update_server, settings=settings),
-        outcome=lambda state, client_id: _outcome(state, heard=is_heard(state, client_id)),
-        draw=draw,
-        details=_details,
-        sample=lambda state, count, rng: sample(state.roles, _outcome(state, heard=True), count, rng),
+        name="curves.Ascent",
         settings=described(settings),
-        binary=True,
-        tests_convergence=True,
+        init=functools.partial(_init, settings=settings),
+        broadcast=functools.partial(_broadcast, settings=settings),
+        update_client=functools.partial(_ascent.update_client, batch_size=settings.batch_size, tell=_statistics),
+        update_server=functools.partial(_update_server, settings=settings),
+        replies=Replies(_shapes, _reject, lambda state: bool(np.all(state.has_replied))),
+        result=_common.read(
+            lambda state: state.shared, _joint, lambda state: state.has_replied, draw, tests_convergence=True
+        ),
+        needs=_common.NEEDS,
     )
 
 
-def _init_server(
-    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: Settings
-) -> LMCAscentState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: Settings) -> AscentState:
     """Start from the prior, with every latent function in use."""
     del rng
     role = roles(layout)
-    ask = settings.initial_kernel == "median"
-    return LMCAscentState(
+    return AscentState(
         roles=role,
-        shared=prior_globals(role),
+        shared=_ascent.prior_globals(role),
         totals={},
         where={client_id: k for k, client_id in enumerate(clients)},
-        heard=np.zeros(len(clients), dtype=bool),
+        has_replied=np.zeros(len(clients), dtype=bool),
         collecting=True,
-        number=0 if ask else 1,
+        number=0 if settings.initial_kernel == "median" else 1,
         age=0,
         stochastic=0,
         adam=np.zeros((2, len(role.kernel))),
         pace=1.0,
         bound=np.nan,
         quiet=0,
-        status=Status.RUNNING.value,
-        message="no round yet",
     )
 
 
-def _broadcast(state: LMCAscentState, client_id: str, *, settings: Settings) -> Message:
+def _broadcast(state: AscentState, client_id: str, *, settings: Settings) -> Message:
     """The shared parameters."""
+    del client_id
     stage = 0.0 if state.number == 0 else 1.0 if state.collecting else 2.0
-    return sent(state.shared, stage, noisy_rate(state, settings))
+    return _ascent.sent(state.shared, stage, _ascent.noisy_rate(state.stochastic, settings))
 
 
-def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: Settings
-) -> tuple[UnitState, Message, Mapping[str, float]]:
-    """Maximise over the unit's own parameters, and tell the statistics that remain."""
-    if float(message["stage"]) == 0:
-        return own_kernel(client.coregional, rng)
-    answer = own_update(client.coregional, personal, message, rng, settings.batch_size)
-    reply = statistics(answer.design, answer.state, client.coregional.noise)
-    reply["precision"] = gaussian.pack_triangle(reply["precision"])
-    return answer.state, {**reply, "kernel_gradient": answer.kernel_gradient}, answer.info
+def _statistics(answer: Answer, message: Message) -> dict[str, Array]:
+    """The statistics that remain when a unit has maximised over its own parameters."""
+    del message
+    reply = statistics(answer.design, answer.state, answer.noise)
+    return {**reply, "precision": gaussian.pack_triangle(reply["precision"])}
 
 
-def _reply_shapes(state: LMCAscentState) -> Mapping[str, tuple[int, ...]]:
-    latents, points, size = state.roles.latents, state.roles.points, len(state.roles.kernel)
+def _update_server(state: AscentState, received: Received, *, settings: Settings) -> tuple[AscentState, Report]:
+    """Add up what came, and maximise over what is shared."""
+    if not received.clients:
+        return state, Report(_ascent.info(state.bound, state.shared, np.nan))
+    first, state = state.number == 0, state._replace(number=state.number + 1)
+    if first:
+        shared, report = _ascent.kernel_start(state.shared, received, state.bound)
+        return state._replace(shared=shared), report
+    if state.collecting:
+        return _collect(state, received, settings)
+    has_replied, share, noisy, rate = _ascent.share_of(
+        received, state.where, state.has_replied, state.stochastic, settings
+    )
+    sums = _unpacked(_common.total(received))
+    slope = sums.pop("kernel_gradient") / share
+    totals = {name: (1 - rate) * state.totals[name] + rate * value / share for name, value in sums.items()}
+    state = state._replace(has_replied=has_replied, stochastic=state.stochastic + noisy)
+    return _raise_bound(state, totals, slope, settings)
+
+
+def _unpacked(sums: Message) -> dict[str, Array]:
+    return {**sums, "precision": gaussian.unpack_triangle(sums["precision"])}
+
+
+def _collect(state: AscentState, received: Received, settings: Settings) -> tuple[AscentState, Report]:
+    """Add up random starts, one of each unit, until all are in or the warm-up is over.
+
+    From the start of one unit alone all latent functions would take the shape of one curve.
+    """
+    new = {name: reply for name, reply in received.each.items() if not state.has_replied[state.where[name]]}
+    has_replied = state.has_replied.copy()
+    has_replied[[state.where[name] for name in new]] = True
+    totals = dict(state.totals)
+    if new:
+        sums = _unpacked(_common.total(Received(new, {}, len(new))))
+        totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
+    done = bool(np.all(has_replied)) or state.number - 1 > settings.warmup
+    state = state._replace(has_replied=has_replied, totals=totals, collecting=not done)
+    if not done:
+        message = "not all units have replied yet; raise rounds="
+        return state, Report(_ascent.info(state.bound, state.shared, np.nan), message=message)
+    slope = totals.pop("kernel_gradient")
+    return _raise_bound(state, totals, slope, settings)
+
+
+def _raise_bound(
+    state: AscentState, totals: Mapping[str, Array], slope: Array, settings: Settings
+) -> tuple[AscentState, Report]:
+    """Maximise over what is shared, and take a step of the kernels."""
+    role, before, age = state.roles, state.bound, state.age + 1
+    begun = age > settings.warmup
+    best, shared = server.maximise(totals, state.shared, role, sweeps=settings.sweeps, select=begun)
+    bound = server.bound(best, shared, role.log_odds if begun else np.full(role.latents, np.inf))
+    bound += role.slab_prior.log_density(shared.log_slab_sd)
+    # Steps of one length go back and forth across the maximum for ever. Noise, and the selection's start, lower it too.
+    fell = bound < before - 1e-9 * (1.0 + abs(bound))
+    lowered = fell and age > settings.warmup + 1 and not state.stochastic
+    pace = max(state.pace * (_SHORTER if lowered else 1.0), _SHORTEST)
+    rate = settings.kernel_rate * pace
+    kernel, adam, change = _ascent.kernel_step(role, shared.kernel, state.adam, slope, rate, max(state.number - 1, 1))
+    shared = shared._replace(kernel=kernel)
+    everyone = bool(np.all(state.has_replied))
+    quiet, report = _ascent.judged(
+        bound, before, state.quiet, shared, change, settings.tolerance, begun=begun, everyone=everyone
+    )
+    state = state._replace(shared=shared, totals=best, age=age, adam=adam, pace=pace, bound=bound, quiet=quiet)
+    return state, report
+
+
+def _shapes(state: AscentState) -> Mapping[str, tuple[int, ...]]:
+    latents, points = state.roles.latents, state.roles.points
     if state.number == 0:
-        return {"kernel": (size,), "rows": ()}
-    total = latents * points
+        return _common.first_shapes(state.roles)
+    size = latents * points
     return {
-        "precision": (total * (total + 1) // 2,),
+        "precision": (size * (size + 1) // 2,),
         "linear": (latents, points),
-        "penalty": (latents,),
-        "second": (latents,),
-        "log_variance": (latents,),
-        "constant": (),
-        "units": (),
-        "kernel_gradient": (size,),
+        **dict.fromkeys(("penalty", "second", "log_variance"), (latents,)),
+        **dict.fromkeys(("constant", "units"), ()),
+        "kernel_gradient": state.roles.kernel.shape,
     }
 
 
-def _refuse(state: LMCAscentState, message: Message) -> str | None:
+def _reject(state: AscentState, reply: Message) -> str | None:
     """Sums of squares and counts are never negative, nor is a sum of squared designs."""
-    names = ("rows",) if state.number == 0 else ("penalty", "second", "units")
-    for name in names:
-        if np.any(np.asarray(message[name]) < 0):
-            return f"{name!r} holds {np.min(message[name]):.3g}, which no data give"
-    if state.number == 0:
-        return None
-    precision = gaussian.unpack_triangle(np.asarray(message["precision"], dtype=float))
+    reason = _common.reject_negative(reply, *(("penalty", "second", "units") if state.number else ("rows",)))
+    if reason or state.number == 0:
+        return reason
+    precision = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
     level = 1e-9 * (1.0 + float(np.max(np.abs(np.diag(precision)))))
     try:
         np.linalg.cholesky(precision + level * np.eye(len(precision)))
@@ -237,103 +265,8 @@ def _refuse(state: LMCAscentState, message: Message) -> str | None:
     return None
 
 
-def _update_server(
-    state: LMCAscentState, replies: Mapping[str, Message], *, settings: Settings
-) -> tuple[LMCAscentState, LMCAscentInfo]:
-    """Add up what came, and maximise over what is shared."""
-    if not replies:
-        return state, _info(state, np.nan)
-    state = state._replace(number=state.number + 1)
-    if "rows" in next(iter(replies.values())):
-        state, change = kernel_start(state, replies)
-        return state, _info(state, change)
-    if state.collecting:
-        return _collect(state, replies, settings)
-    heard = state.heard.copy()
-    heard[[state.where[client_id] for client_id in replies]] = True
-    state, sums = state._replace(heard=heard), _sums(replies)
-    share = len(replies) / heard.sum()
-    noisy = share < 1 or settings.batch_size is not None
-    slope = sums.pop("kernel_gradient") / share
-    rate = min(share, noisy_rate(state, settings)) if noisy else 1.0
-    totals = {name: (1 - rate) * state.totals[name] + rate * value / share for name, value in sums.items()}
-    state = state._replace(stochastic=state.stochastic + noisy)
-    return _raise_bound(state, totals, slope, settings)
-
-
-def _sums(replies: Mapping[str, Message]) -> dict[str, Array]:
-    sums = sum_replies(replies)
-    return {**sums, "precision": gaussian.unpack_triangle(sums["precision"])}
-
-
-def _collect(
-    state: LMCAscentState, replies: Mapping[str, Message], settings: Settings
-) -> tuple[LMCAscentState, LMCAscentInfo]:
-    """Add up random starts, one of each unit, until all are in or the warm-up is over.
-
-    From the start of one unit alone all latent functions would take the shape of one curve.
-    """
-    new = {name: reply for name, reply in replies.items() if not state.heard[state.where[name]]}
-    heard = state.heard.copy()
-    heard[[state.where[name] for name in new]] = True
-    totals = dict(state.totals)
-    if new:
-        totals = {name: totals.get(name, 0.0) + value for name, value in _sums(new).items()}
-    done = bool(np.all(heard)) or state.number - 1 > settings.warmup
-    state = state._replace(heard=heard, totals=totals, collecting=not done)
-    if not done:
-        return state._replace(message="not all units have replied yet; raise rounds="), _info(state, np.nan)
-    slope = totals.pop("kernel_gradient")
-    return _raise_bound(state, totals, slope, settings)
-
-
-def _raise_bound(
-    state: LMCAscentState, totals: Mapping[str, Array], slope: Array, settings: Settings
-) -> tuple[LMCAscentState, LMCAscentInfo]:
-    """Maximise over what is shared, and take a step of the kernels."""
-    state = state._replace(age=state.age + 1)
-    begun = state.age > settings.warmup
-    best, shared = _maximise(totals, state.shared, state.roles, sweeps=settings.sweeps, select=begun)
-    bound = server.bound(best, shared, state.roles.log_odds if begun else np.full(state.roles.latents, np.inf))
-    bound += state.roles.slab_prior.log_density(shared.log_slab_sd)
-    # Steps of one length go back and forth across the maximum for ever. Noise, and the selection's start, lower it too.
-    fell = bound < state.bound - 1e-9 * (1.0 + abs(bound))
-    lowered = fell and state.age > settings.warmup + 1 and not state.stochastic
-    state = state._replace(pace=max(state.pace * (_SHORTER if lowered else 1.0), _SHORTEST))
-    kernel, adam = kernel_step(state, slope, settings.kernel_rate * state.pace)
-    change = float(np.max(np.abs(kernel - shared.kernel), initial=0.0))
-    state = state._replace(shared=shared._replace(kernel=kernel), totals=best, adam=adam)
-    state = state._replace(**progress(state, bound, change, settings.tolerance, begun=begun))
-    return state, _info(state, change)
-
-
-def _maximise(
-    totals: Mapping[str, Array], shared: Globals, role: Roles, *, sweeps: int, select: bool
-) -> tuple[Mapping[str, Array], Globals]:
-    """Selection, inducing variables, sizes and σ_w in turn, each at the bound's maximum given the others."""
-    for _ in range(sweeps):
-        if select and np.all(np.isfinite(role.log_odds)):
-            gamma = server.selection(*server.selection_terms(totals, shared), shared.inclusion, role.log_odds)
-            shared = shared._replace(inclusion=gamma)
-        mean, covariance = server.inducing(totals, shared.inclusion)
-        totals, shared = server.rescale(totals, shared._replace(mean=mean, covariance=covariance))
-        shared = shared._replace(log_slab_sd=server.slab(totals, shared.inclusion, role.slab_prior))
-    return totals, shared
-
-
-def _outcome(state: LMCAscentState, *, heard: bool) -> Message:
-    """What a unit needs to know in the end, the covariance of v over all latent functions among it."""
-    joint = np.eye(state.roles.latents * state.roles.points)
-    if state.totals:
-        joint = server.joint_covariance(state.totals, state.shared.inclusion)
-    return outcome(state.shared, joint, heard=heard)
-
-
-def _details(state: LMCAscentState) -> Mapping[str, tuple[tuple[str, ...], Array]]:
-    return {"inclusion_probability": (("latent",), state.shared.inclusion)}
-
-
-def _info(state: LMCAscentState, change: float) -> LMCAscentInfo:
-    gamma = state.shared.inclusion
-    undecided = int(np.sum(np.abs(gamma - 0.5) < 0.49))
-    return LMCAscentInfo(float(state.bound), int(np.sum(gamma > 0.5)), undecided, change)
+def _joint(state: AscentState) -> Array:
+    """Covariance of v over all latent functions."""
+    if not state.totals:
+        return np.eye(state.roles.latents * state.roles.points)
+    return server.joint_covariance(state.totals, state.shared.inclusion)

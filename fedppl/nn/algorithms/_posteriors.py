@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.run.replies import sum_replies
-from fedppl.types import Array, Layout, Message, Status
+from fedppl.algorithms.averaging._point import weight_of, weights_rule
+from fedppl.algorithms.averaging._server import not_positive
+from fedppl.contracts import ClientView, Details, Point, Received, Replies, Report, always
+from fedppl.nn.algorithms._common import training_rule
+from fedppl.nn.algorithms._server import NetworkInfo, reported
+from fedppl.nn.subnet import Subnetwork
+from fedppl.nn.train import Training
+from fedppl.nn.view import Own, network_of
+from fedppl.settings import positive, whole
+from fedppl.types import Array, Layout, Message
 
-__all__ = ["PosteriorInfo", "PosteriorState", "average", "broadcast", "init_server", "refuse", "reply", "reply_shapes"]
+__all__ = [
+    "ESTIMATE",
+    "REPLIES",
+    "Normal",
+    "PosteriorSettings",
+    "PosteriorState",
+    "broadcast",
+    "checked",
+    "details",
+    "init",
+    "own_normal",
+    "reply_of",
+    "update_server",
+]
+
+Normal = tuple[Array, Array]  # means and sds of independent weights
 
 
 class PosteriorState(NamedTuple):
@@ -19,21 +41,36 @@ class PosteriorState(NamedTuple):
 
     mean: Array  # (m,)
     sd: Array  # (m,)
-    status: str
-    message: str
 
 
-class PosteriorInfo(NamedTuple):
-    """Diagnostics of this round."""
+class PosteriorSettings(NamedTuple):
+    """How a client finds its posterior."""
 
-    change: float  # root mean square of the means' change
+    training: Training
+    zeta: float
+    draws: int
+    spread: float
+    weights: str
 
 
-def init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, spread: float) -> PosteriorState:
+def checked(
+    learning_rate: float, epochs: int, batch_size: int, zeta: float, draws: int, spread: float, weights: str
+) -> PosteriorSettings:
+    """Settings in range, or an error that says which is not."""
+    return PosteriorSettings(
+        training_rule(learning_rate, epochs, batch_size),
+        positive("zeta", zeta),
+        whole("draws", draws),
+        positive("spread", spread),
+        weights_rule(weights),
+    )
+
+
+def init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, spread: float) -> PosteriorState:
     """The declared weights, hardly uncertain."""
     del clients, rng
     mean = gaussian.mean(layout.prior)
-    return PosteriorState(mean, np.full(len(mean), spread), Status.RUNNING.value, "raise rounds=")
+    return PosteriorState(mean, np.full(len(mean), spread))
 
 
 def broadcast(state: PosteriorState, client_id: str) -> Message:
@@ -42,31 +79,42 @@ def broadcast(state: PosteriorState, client_id: str) -> Message:
     return {"mean": state.mean, "sd": state.sd}
 
 
-def reply(mean: Array, sd: Array, weight: float) -> Message:
-    """Terms of the weighted means."""
-    return {"mean": weight * mean, "sd": weight * sd, "weight": np.array(weight)}
+def reply_of(client: ClientView, found: Normal, settings: PosteriorSettings) -> Message:
+    """Terms of the weighted means, from what was found of all weights."""
+    weight, shared = weight_of(client, settings.weights), client.view(network_of).unit.shared_at
+    return {"mean": weight * found[0][shared], "sd": weight * found[1][shared], "weight": np.array(weight)}
 
 
-def reply_shapes(state: PosteriorState) -> dict[str, tuple[int, ...]]:
-    """Of `reply`."""
-    return {"mean": state.mean.shape, "sd": state.sd.shape, "weight": ()}
+def own_normal(client: ClientView, q: Normal) -> Own:
+    """A client's own network with this posterior of all weights."""
+    mean, sd = q
+    return Own(client, mean, Subnetwork(mean, np.arange(len(mean)), sd**2))
 
 
-def refuse(state: PosteriorState, reply: Message) -> str | None:
+def update_server(state: PosteriorState, received: Received) -> tuple[PosteriorState, Report]:
+    """Average means and sds."""
+    if not received.clients:
+        return state, Report(NetworkInfo(np.nan))
+    total = received.total
+    mean, sd = total["mean"] / total["weight"], total["sd"] / total["weight"]
+    return PosteriorState(mean, sd), reported(state.mean, mean)
+
+
+def _reject(state: PosteriorState, reply: Message) -> str | None:
     """Weights and sds are positive."""
     del state
-    if not float(reply["weight"]) > 0:
-        return f"'weight' is {float(reply['weight']):.3g}, and must be positive"
     least = float(np.min(reply["sd"]))
-    return None if least > 0 else f"'sd' is {least:.3g} somewhere, and must be positive"
+    return not_positive(reply, weight=0) or (
+        None if least > 0 else f"'sd' is {least:.3g} somewhere, and must be positive"
+    )
 
 
-def average(state: PosteriorState, replies: Mapping[str, Message]) -> tuple[PosteriorState, PosteriorInfo]:
-    """Average means and sds."""
-    if not replies:
-        return state, PosteriorInfo(np.nan)
-    total = sum_replies(replies)
-    mean, sd = total["mean"] / total["weight"], total["sd"] / total["weight"]
-    change = float(np.sqrt(np.mean((mean - state.mean) ** 2)))
-    message = f"weights moved by {change:.2g} (root mean square) in the last round; raise rounds="
-    return state._replace(mean=mean, sd=sd, message=message), PosteriorInfo(change)
+def details(state: PosteriorState) -> Details:
+    """The shared sds."""
+    return {"sd": (("rows",), state.sd)}
+
+
+REPLIES = Replies[PosteriorState](
+    lambda state: {"mean": state.mean.shape, "sd": state.mean.shape, "weight": ()}, _reject, always
+)
+ESTIMATE = Point[PosteriorState](lambda state: state.mean)

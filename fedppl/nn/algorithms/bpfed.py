@@ -4,43 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.algorithms.averaging._point import weight_of, weights_rule
-from fedppl.algorithms.hierarchical.confidence import spread_rule
-from fedppl.contracts import Algorithm
-from fedppl.local.target import at_points
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView
 from fedppl.nn.algorithms import _posteriors
-from fedppl.nn.algorithms._common import (
-    Own,
-    Training,
-    check_network,
-    described,
-    drawn_from,
-    steps_rule,
-    training_rule,
-    unused_priors,
-)
-from fedppl.types import Array, DeclarationError, Message
+from fedppl.nn.algorithms._common import check_network, needs
+from fedppl.nn.algorithms._personalise import network_result
+from fedppl.nn.algorithms._posteriors import Normal, PosteriorSettings, PosteriorState, own_normal, reply_of
+from fedppl.nn.algorithms._server import AT_MEAN
+from fedppl.nn.personal import bayes_steps
+from fedppl.nn.view import Own, network_of
+from fedppl.settings import described
+from fedppl.types import Array, Message
 
-__all__ = ["BPFed", "LocalPosterior"]
+__all__ = ["BPFed", "LocalNormalClientState"]
 
 
-class LocalPosterior(NamedTuple):
+class LocalNormalClientState(NamedTuple):
     """What a client keeps to itself: q_k of its local weights."""
 
     mean: Array  # (d_k,)
     sd: Array  # (d_k,)
-
-
-class _Settings(NamedTuple):
-    training: Training
-    zeta: float
-    draws: int
-    spread: float
-    weights: str
 
 
 def BPFed(
@@ -52,7 +38,7 @@ def BPFed(
     batch_size: int = 50,
     draws: int = 1,
     weights: str = "rows",
-) -> Algorithm:
+) -> Algorithm[PosteriorState, LocalNormalClientState]:
     r"""Bayesian networks whose shared and local weights both have posteriors, learnt continually.
 
     .. math:: q_k = \arg\min_q \, -E_q \log p(y_k \mid w) + \zeta\, \mathrm{KL}(q \,\|\, p_k), \qquad
@@ -64,13 +50,13 @@ def BPFed(
     Parameters
     ----------
     zeta
-        ζ, what holds q_k near p_k.
+        ζ, strength with which q_k is held near p_k.
     spread
         Standard deviation of all weights at the start.
     learning_rate, epochs, batch_size
-        Of Adam, per unit of the loss over n_k.
+        Adam's learning rate for the loss over n_k, passes over the rows, and rows a step.
     draws
-        Of the weights for each step.
+        Number of draws of the weights in each step.
     weights
         "rows" or "equal".
 
@@ -86,9 +72,9 @@ def BPFed(
 
     Examples
     --------
-    >>> import fedppl
-    >>> fedppl.BPFed().name
-    'BPFed'
+    >>> from fedppl import nn
+    >>> nn.BPFed().name
+    'nn.BPFed'
 
     Notes
     -----
@@ -100,72 +86,84 @@ def BPFed(
     .. [1] Chen, Liu, Cao and Zhang (2023), Bayesian personalized federated learning with shared and personalized
        uncertainty representations.
     """
-    if isinstance(zeta, bool) or not isinstance(zeta, int | float | np.number) or not 0 < zeta < np.inf:
-        raise DeclarationError(f"zeta={zeta!r} must be positive and finite.")
-    training = training_rule(learning_rate, epochs, batch_size)
-    count = steps_rule(1.0, 1, draws)[2]
-    settings = _Settings(training, float(zeta), count, spread_rule(spread), weights_rule(weights))
+    settings = _posteriors.checked(learning_rate, epochs, batch_size, zeta, draws, spread, weights)
     return Algorithm(
-        name="BPFed",
-        check=lambda client: check_network(client, "BPFed", "shared"),
-        init_server=functools.partial(_posteriors.init_server, spread=settings.spread),
+        name="nn.BPFed",
+        settings=described(settings),
+        init=functools.partial(_posteriors.init, spread=settings.spread),
         broadcast=_posteriors.broadcast,
         update_client=functools.partial(_update_client, settings=settings),
-        reply_shapes=_posteriors.reply_shapes,
-        refuse=_posteriors.refuse,
-        update_server=_posteriors.average,
-        outcome=_posteriors.broadcast,
-        draw=drawn_from(functools.partial(_own, settings=settings)),
-        personalise=functools.partial(_own, settings=settings),
-        details=lambda state: {"sd": (("rows",), state.sd)},
-        estimate=lambda state: state.mean,
-        stay=functools.partial(_stay, settings=settings),
-        settings=described(settings._asdict()),
-        large=True,
-        asks=functools.partial(at_points, name="mean"),
-        unused=unused_priors,
+        update_server=_posteriors.update_server,
+        replies=_posteriors.REPLIES,
+        result=network_result(
+            _posteriors.broadcast,
+            functools.partial(_own, settings=settings),
+            _posteriors.ESTIMATE,
+            _posteriors.details,
+        ),
+        needs=needs(lambda client: check_network(client, "nn.BPFed", "shared")),
+        disclosure=AT_MEAN,
+        unreported=functools.partial(_update_unreported, settings=settings),
     )
 
 
 def _posterior(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, settings: _Settings
-) -> tuple[Array, Array]:
+    client: ClientView,
+    personal: LocalNormalClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    settings: PosteriorSettings,
+) -> Normal:
     """Mean and sd of q_k over all weights, in torch's order."""
-    network = client.network
-    unit = network.unit
-    known = personal is not None and len(personal.mean) == client.local_size
-    own = personal if known else LocalPosterior(network.start, np.full(client.local_size, settings.spread))
+    network = client.view(network_of)
+    local: Normal = network.start, np.full(client.local_size, settings.spread)
+    if personal is not None and len(personal.mean) == client.local_size:
+        local = personal
     mean, sd = (
-        unit.weights(np.asarray(message[name], dtype=float), part)
-        for name, part in zip(("mean", "sd"), own, strict=True)
+        network.unit.weights(np.asarray(message[name], dtype=float), part)
+        for name, part in zip(("mean", "sd"), local, strict=True)
     )
-    q, _ = network.bayes_steps(mean, sd, settings.training, settings.zeta, settings.draws, rng, follow=False)
-    return q[0], q[1]
+    return bayes_steps(network.unit, mean, sd, settings.training, settings.zeta, settings.draws, rng, follow=False)[0]
 
 
-def _kept(client: Any, mean: Array, sd: Array) -> LocalPosterior:
-    return LocalPosterior(*(values[client.network.unit.local_at] for values in (mean, sd)))
+def _kept(client: ClientView, q: Normal) -> LocalNormalClientState:
+    local = client.view(network_of).unit.local_at
+    return LocalNormalClientState(q[0][local], q[1][local])
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings
-) -> tuple[LocalPosterior, Message, Mapping[str, float]]:
+    client: ClientView,
+    personal: LocalNormalClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: PosteriorSettings,
+) -> ClientUpdate[LocalNormalClientState]:
     """q_k; its shared part travels."""
-    mean, sd = _posterior(client, personal, message, rng, settings)
-    weight, shared = weight_of(client, settings.weights), client.network.unit.shared_at
-    reply = _posteriors.reply(mean[shared], sd[shared], weight)
-    blank = {"blank": 1.0} if personal is None and client.local_size else {}
-    return _kept(client, mean, sd), reply, blank
+    q = _posterior(client, personal, message, rng, settings)
+    info = {"blank": 1.0} if personal is None and client.local_size else {}
+    return ClientUpdate(_kept(client, q), reply_of(client, q, settings), info)
 
 
-def _stay(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings
-) -> tuple[LocalPosterior, Mapping[str, float]]:
+def _update_unreported(
+    client: ClientView,
+    personal: LocalNormalClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: PosteriorSettings,
+) -> tuple[LocalNormalClientState, Mapping[str, float]]:
     """q_k of the local weights around this round's shared ones."""
-    return _kept(client, *_posterior(client, personal, message, rng, settings)), {}
+    return _kept(client, _posterior(client, personal, message, rng, settings)), {}
 
 
-def _own(client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings) -> Own:
+def _own(
+    client: ClientView,
+    personal: LocalNormalClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: PosteriorSettings,
+) -> Own:
     """q_k after one more round for the client alone."""
-    mean, sd = _posterior(client, personal, message, rng, settings)
-    return Own(client, mean, client.network.independent(mean, np.arange(len(mean)), sd**2))
+    return own_normal(client, _posterior(client, personal, message, rng, settings))

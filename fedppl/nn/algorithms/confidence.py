@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging._point import flag_rule
-from fedppl.algorithms.hierarchical.confidence import (
+from fedppl.algorithms.averaging._server import not_positive
+from fedppl.algorithms.hierarchical._confidences import (
     TERMS,
     confidence_of,
     ledger_sums,
@@ -18,45 +18,41 @@ from fedppl.algorithms.hierarchical.confidence import (
     strength_rule,
     terms_rule,
 )
-from fedppl.contracts import Algorithm
-from fedppl.local.target import at_points
-from fedppl.nn.algorithms._common import (
-    Own,
-    Training,
-    check_head,
-    described,
-    drawn_from,
-    head_rule,
-    steps_rule,
-    training_rule,
-    unused_priors,
-)
-from fedppl.run.replies import sum_replies
-from fedppl.types import Array, DeclarationError, Layout, Message, Status
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report
+from fedppl.nn.algorithms._common import training_rule
+from fedppl.nn.algorithms._heads import Here, head_in, head_rule, here, joined, last_layer, parted, totals
+from fedppl.nn.algorithms._personalise import network_result
+from fedppl.nn.algorithms._server import AT_MEAN, moved
+from fedppl.nn.functional import Places
+from fedppl.nn.head import features
+from fedppl.nn.head_steps import HeadSteps, head_posterior, train_below
+from fedppl.nn.subnet import Subnetwork
+from fedppl.nn.train import Training
+from fedppl.nn.view import Own
+from fedppl.settings import between, described, flag, positive, whole
+from fedppl.types import Array, Layout, Message
 
-__all__ = ["HeadKept", "NetworkConfidence", "NetworkConfidenceInfo", "NetworkConfidenceState"]
+__all__ = ["Confidence", "ConfidenceInfo", "ConfidenceState", "HeadClientState"]
 
 
-class NetworkConfidenceState(NamedTuple):
+class ConfidenceState(NamedTuple):
     """What the next round needs."""
 
     phi: Array  # θ and w, as the model shares them, (m,)
-    head: Array  # where w lies in φ, (d,)
+    head: Places  # where w lies in φ, (d,)
     where: Mapping[str, int]  # client id to its place
     ledger: Array  # (K, d + 1): every client's last τ μ and τ; (0, d + 1) where nothing is remembered
     smooth: Array  # average of φ over rounds, (m,)
-    status: str
-    message: str
 
 
-class NetworkConfidenceInfo(NamedTuple):
+class ConfidenceInfo(NamedTuple):
     """Diagnostics of this round."""
 
     change: float  # root mean square of the change of all weights
     confidence: float  # mean τ of the clients that replied
 
 
-class HeadKept(NamedTuple):
+class HeadClientState(NamedTuple):
     """What a client keeps to itself: its head's posterior."""
 
     mean: Array  # μ_j, (d,)
@@ -66,7 +62,7 @@ class HeadKept(NamedTuple):
 class _Settings(NamedTuple):
     head: tuple[str, ...]
     training: Training
-    head_steps: tuple[float, int, int]  # rate, steps, draws
+    head_steps: HeadSteps
     spread: float
     strength: float
     terms: tuple[str, ...]
@@ -74,7 +70,7 @@ class _Settings(NamedTuple):
     smoothing: float
 
 
-def NetworkConfidence(
+def Confidence(
     *,
     head: tuple[str, ...],
     learning_rate: float = 1e-2,
@@ -89,7 +85,7 @@ def NetworkConfidence(
     terms: tuple[str, ...] = TERMS,
     remember: bool = False,
     smoothing: float = 0.0,
-) -> Algorithm:
+) -> Algorithm[ConfidenceState, HeadClientState]:
     r"""Bayesian heads around a latent head, weighed by confidence, on layers that are averaged.
 
     .. math:: w \leftarrow \frac{\sum_j \tau_j \mu_j}{\sum_j \tau_j}, \qquad
@@ -108,16 +104,17 @@ def NetworkConfidence(
     head
         Torch's names of the last layer's parameters, for example ``("2.weight", "2.bias")``.
     learning_rate, momentum, epochs, batch_size
-        Of gradient steps on the layers below, per unit of the mean loss; ``momentum=None`` for Adam.
+        Learning rate for the mean loss, momentum, passes over the rows and batches of gradient steps on the layers
+        below; ``momentum=None`` for Adam.
     head_rate, head_steps, draws
-        Of Adam on the bound divided by n_j, on all rows in each step, with so many draws.
+        Adam's learning rate for the bound divided by n_j, number of steps, each on all rows, and draws in each.
     spread
         ρ_j where clients start, and the standard deviation of their first q_j.
     strength, terms, remember
-        As in `Confidence`.
+        The settings of these names of `fedppl.Confidence`.
     smoothing
-        Between 0 and 1: the estimate is an average over rounds with these weights, 1 − smoothing for the last. Rounds
-        go on from what is not averaged. Under partial participation it steadies the global model.
+        Weight, between 0 and 1, of earlier rounds in the estimate, an average over rounds; 1 − smoothing is that of
+        the last. Rounds go on from what is not averaged. Under partial participation it steadies the global model.
 
     Returns
     -------
@@ -133,9 +130,9 @@ def NetworkConfidence(
 
     Examples
     --------
-    >>> import fedppl
-    >>> fedppl.NetworkConfidence(head=("2.weight", "2.bias")).name
-    'NetworkConfidence'
+    >>> from fedppl import nn
+    >>> nn.Confidence(head=("2.weight", "2.bias")).name
+    'nn.Confidence'
 
     Notes
     -----
@@ -143,173 +140,145 @@ def NetworkConfidence(
     that was declared has its head.
 
     *When this fails.* The loss is divided by n_j: much larger rates diverge. There is no rule for convergence; a fit
-    runs for as many rounds as it is given and says "max_rounds". Too many `head_steps` bring on what `Confidence` warns
-    of: w rests on few clients.
+    runs for as many rounds as it is given and says "max_rounds". Too many `head_steps` bring on what
+    `fedppl.Confidence` warns of: w rests on few clients.
 
     References
     ----------
     .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, Algorithm 1.
     """
-    if isinstance(smoothing, bool) or not isinstance(smoothing, int | float | np.number) or not 0 <= smoothing < 1:
-        raise DeclarationError(f"smoothing={smoothing!r} must be at least 0 and below 1.")
     settings = _Settings(
         head_rule(head),
         training_rule(learning_rate, epochs, batch_size, momentum=momentum),
-        steps_rule(head_rate, head_steps, draws),
+        HeadSteps(positive("head_rate", head_rate), whole("head_steps", head_steps), whole("draws", draws)),
         spread_rule(spread),
         strength_rule(strength),
         terms_rule(terms),
-        flag_rule("remember", remember),
-        float(smoothing),
+        flag("remember", remember),
+        between("smoothing", smoothing, 0, 1, "[)"),
     )
     return Algorithm(
-        name="NetworkConfidence",
-        check=lambda client: check_head(client, "NetworkConfidence", settings.head),
-        init_server=functools.partial(_init_server, settings=settings),
-        broadcast=lambda state, client_id: {"mean": state.phi},
+        name="nn.Confidence",
+        settings=described(settings),
+        init=functools.partial(_init, settings=settings),
+        broadcast=_broadcast,
         update_client=functools.partial(_update_client, settings=settings),
-        reply_shapes=_reply_shapes,
-        refuse=_refuse,
         update_server=functools.partial(_update_server, settings=settings),
-        outcome=lambda state, client_id: {"mean": state.phi},
-        draw=drawn_from(functools.partial(_own, settings=settings)),
-        personalise=functools.partial(_own, settings=settings),
-        details=lambda state: {},
-        estimate=lambda state: state.smooth,
-        stay=functools.partial(_stay, settings=settings),
-        settings=described(settings._asdict()),
-        large=True,
-        asks=functools.partial(at_points, name="mean"),
-        unused=unused_priors,
+        replies=Replies(_shapes, _reject, lambda state: not settings.remember),
+        result=network_result(
+            _broadcast, functools.partial(_own, settings=settings), Point[ConfidenceState](lambda state: state.smooth)
+        ),
+        needs=last_layer("nn.Confidence", settings.head),
+        disclosure=AT_MEAN,
+        unreported=functools.partial(_update_unreported, settings=settings),
     )
 
 
-def _init_server(
+def _init(
     layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: _Settings
-) -> NetworkConfidenceState:
+) -> ConfidenceState:
     """Start at the mean of the declared prior."""
     del rng
-    head = np.concatenate([np.arange(where.start, where.stop) for name, where in _head_slices(layout, settings.head)])
-    phi = gaussian.mean(layout.prior)
-    return NetworkConfidenceState(
-        phi,
-        head,
-        {client_id: k for k, client_id in enumerate(clients)},
-        np.zeros((len(clients) if settings.remember else 0, len(head) + 1)),
-        phi,
-        Status.RUNNING.value,
-        "raise rounds=",
-    )
+    head, phi = head_in(layout, settings.head), gaussian.mean(layout.prior)
+    where = {client_id: k for k, client_id in enumerate(clients)}
+    ledger = np.zeros((len(clients) if settings.remember else 0, len(head) + 1))
+    return ConfidenceState(phi, head, where, ledger, phi)
 
 
-def _head_slices(layout: Layout, head: tuple[str, ...]) -> list[tuple[str, slice]]:
-    return [(name, where) for name, where in layout.slices.items() if name in head]
+def _broadcast(state: ConfidenceState, client_id: str) -> Message:
+    """The shared weights."""
+    del client_id
+    return {"mean": state.phi}
 
 
-def _reply_shapes(state: NetworkConfidenceState) -> dict[str, tuple[int, ...]]:
+def _find_head(
+    at: Here, personal: HeadClientState | None, rng: np.random.Generator, settings: _Settings
+) -> tuple[HeadClientState, float]:
+    """The M-step on τ_j at the new w, then steps on q_j; and the confidence of what came out."""
+    rule = settings.terms, (settings.strength, settings.spread)
+    if personal is not None and len(personal.mean) == len(at.centre):
+        start: tuple[Array, Array] = personal
+        confidence = confidence_of(personal.mean, personal.sd**2, at.centre, *rule)
+    else:
+        start, confidence = (at.centre, np.full(len(at.centre), settings.spread)), settings.spread**-2
+    z = features(at.unit, at.head, at.w)
+    mean, sd = head_posterior(at.unit, at.head, z, start, at.centre, confidence, settings.head_steps, rng)
+    return HeadClientState(mean, sd), confidence_of(mean, sd**2, at.centre, *rule)
+
+
+def _train(at: Here, q: HeadClientState, rng: np.random.Generator, settings: _Settings) -> Array:
+    """All weights, with q's mean for the head and the layers below after their steps."""
+    w = at.w.copy()
+    w[at.head.places] = q.mean
+    if not len(at.below):
+        return w
+    return train_below(at.unit, at.head, w, at.below, q, settings.training, settings.head_steps.draws, rng)
+
+
+def _update_client(
+    client: ClientView,
+    personal: HeadClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: _Settings,
+) -> ClientUpdate[HeadClientState]:
+    """Head first, then the layers below it."""
+    at = here(client, message, settings.head)
+    q, confidence = _find_head(at, personal, rng, settings)
+    reply, head = parted(at, _train(at, q, rng, settings))
+    info = {"confidence": confidence, **({"blank": 1.0} if personal is None else {})}
+    return ClientUpdate(q, {**reply, "weighted": confidence * head, "weight": np.array(confidence)}, info)
+
+
+def _update_unreported(
+    client: ClientView,
+    personal: HeadClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: _Settings,
+) -> tuple[HeadClientState, Mapping[str, float]]:
+    """The head alone: layers below are the server's again in the next round."""
+    return _find_head(here(client, message, settings.head), personal, rng, settings)[0], {}
+
+
+def _update_server(
+    state: ConfidenceState, received: Received, *, settings: _Settings
+) -> tuple[ConfidenceState, Report]:
+    """Average the layers below by rows, and heads by confidence."""
+    if not received.clients:
+        return state, Report(ConfidenceInfo(np.nan, np.nan))
+    total = totals(received)
+    ledger, weighted, weight, _ = ledger_sums(state.ledger, state.where, received)
+    phi = joined(total, state.head, weighted / weight)
+    smooth = settings.smoothing * state.smooth + (1.0 - settings.smoothing) * phi
+    change, message = moved(state.phi, phi)
+    info = ConfidenceInfo(change, float(total["weight"]) / received.clients)
+    return state._replace(phi=phi, ledger=ledger, smooth=smooth), Report(info, message=message)
+
+
+def _shapes(state: ConfidenceState) -> dict[str, tuple[int, ...]]:
     d = len(state.head)
     return {"below": (len(state.phi) - d,), "rows": (), "weighted": (d,), "weight": ()}
 
 
-class _Here(NamedTuple):
-    """A client's view of a broadcast."""
-
-    network: Any
-    head: Any
-    w: Array  # all weights, in torch's order, (m,)
-    centre: Array  # latent head, in torch's order, (d,)
-    below: Any  # where θ lies in w
-
-
-def _here(client: Any, message: Message, settings: _Settings) -> _Here:
-    network = client.network
-    head = network.head(settings.head)
-    w = network.unit.weights(np.asarray(message["mean"], dtype=float), network.start)
-    below = np.ones(len(w), dtype=bool)
-    below[head.places] = False
-    return _Here(network, head, w, w[head.places], np.flatnonzero(below))
-
-
-def _find_head(here: _Here, personal: Any, rng: np.random.Generator, settings: _Settings) -> tuple[HeadKept, float]:
-    """The M-step on τ_j at the new w, then steps on q_j; and the confidence of what came out."""
-    known = personal is not None and len(personal.mean) == len(here.centre)
-    rule = settings.terms, (settings.strength, settings.spread)
-    if known:
-        start = personal.mean, personal.sd
-        confidence = confidence_of(personal.mean, personal.sd**2, here.centre, *rule)
-    else:
-        start, confidence = (here.centre, np.full(len(here.centre), settings.spread)), settings.spread**-2
-    mean, sd = here.network.head_posterior(here.head, here.w, start, here.centre, confidence, settings.head_steps, rng)
-    return HeadKept(mean, sd), confidence_of(mean, sd**2, here.centre, *rule)
-
-
-def _train(here: _Here, q: HeadKept, rng: np.random.Generator, settings: _Settings) -> Array:
-    """All weights, with q's mean for the head and the layers below after their steps."""
-    w = here.w.copy()
-    w[here.head.places] = q.mean
-    if not len(here.below):
-        return w
-    draws = settings.head_steps[2]
-    trained: Array = here.network.train_below(here.head, w, here.below, q, settings.training, draws, rng)
-    return trained
-
-
-def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings
-) -> tuple[HeadKept, Message, Mapping[str, float]]:
-    """Head first, then the layers below it."""
-    here = _here(client, message, settings)
-    q, confidence = _find_head(here, personal, rng, settings)
-    trained, unit = _train(here, q, rng, settings), here.network.unit
-    rows = float(len(unit.X))
-    is_head = np.isin(unit.shared_at, here.head.places)
-    phi = trained[unit.shared_at]
-    reply = {
-        "below": rows * phi[~is_head],
-        "rows": np.array(rows),
-        "weighted": confidence * phi[is_head],
-        "weight": np.array(confidence),
-    }
-    return q, reply, {"confidence": confidence, **({"blank": 1.0} if personal is None else {})}
-
-
-def _stay(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings
-) -> tuple[HeadKept, Mapping[str, float]]:
-    """The head alone: layers below are the server's again in the next round."""
-    return _find_head(_here(client, message, settings), personal, rng, settings)[0], {}
-
-
-def _refuse(state: NetworkConfidenceState, reply: Message) -> str | None:
+def _reject(state: ConfidenceState, reply: Message) -> str | None:
     """Weights are positive."""
     del state
-    for name in ("rows", "weight"):
-        if not float(reply[name]) > 0:
-            return f"{name!r} is {float(reply[name]):.3g}, and must be positive"
-    return None
+    return not_positive(reply, rows=0, weight=0)
 
 
-def _update_server(
-    state: NetworkConfidenceState, replies: Mapping[str, Message], *, settings: _Settings
-) -> tuple[NetworkConfidenceState, NetworkConfidenceInfo]:
-    """Average the layers below by rows, and heads by confidence."""
-    if not replies:
-        return state, NetworkConfidenceInfo(np.nan, np.nan)
-    total = sum_replies(replies)
-    ledger, weighted, weight, _ = ledger_sums(state.ledger, state.where, replies)
-    phi = np.empty_like(state.phi)
-    below = np.setdiff1d(np.arange(len(phi)), state.head)
-    phi[below], phi[state.head] = total["below"] / total["rows"], weighted / weight
-    smooth = settings.smoothing * state.smooth + (1.0 - settings.smoothing) * phi
-    change = float(np.sqrt(np.mean((phi - state.phi) ** 2)))
-    message = f"weights moved by {change:.2g} (root mean square) in the last round; raise rounds="
-    after = state._replace(phi=phi, ledger=ledger, smooth=smooth, message=message)
-    return after, NetworkConfidenceInfo(change, float(total["weight"]) / len(replies))
-
-
-def _own(client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings) -> Own:
+def _own(
+    client: ClientView,
+    personal: HeadClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: _Settings,
+) -> Own:
     """One more round for the client alone, and nothing sent: q_j around the final w, and layers trained below it."""
-    here = _here(client, message, settings)
-    q, _ = _find_head(here, personal, rng, settings)
-    w = _train(here, q, rng, settings)
-    return Own(client, w, here.network.independent(w, here.head.places, q.sd**2))
+    at = here(client, message, settings.head)
+    q, _ = _find_head(at, personal, rng, settings)
+    w = _train(at, q, rng, settings)
+    return Own(client, w, Subnetwork(w, at.head.places, q.sd**2))

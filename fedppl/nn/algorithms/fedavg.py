@@ -4,54 +4,40 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fedppl import gaussian
-from fedppl.algorithms.averaging._point import Kept, weight_of, weights_rule
-from fedppl.contracts import Algorithm
-from fedppl.local.target import at_points
+from fedppl.algorithms.averaging._point import LocalClientState, kept_local, weight_of, weights_rule
+from fedppl.algorithms.averaging._server import weighted
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView
 from fedppl.nn.algorithms._common import (
-    Training,
     Tuning,
     check_network,
-    described,
-    draw,
-    outcome,
-    own,
+    needs,
     training_rule,
     tuning_rule,
-    unused_priors,
 )
-from fedppl.run.replies import sum_replies
-from fedppl.types import Array, DeclarationError, Layout, Message, Status
+from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
+from fedppl.nn.algorithms._server import AT_MEAN, ESTIMATE, REPLIES, NetworkState, broadcast, init, update_server
+from fedppl.nn.functional import Places
+from fedppl.nn.train import Training, train
+from fedppl.nn.unit import NetworkUnit
+from fedppl.nn.view import network_of
+from fedppl.settings import between, described
+from fedppl.types import Array, DeclarationError, Message
 
-__all__ = ["NetworkAveraging", "NetworkInfo", "NetworkState"]
-
-
-class NetworkState(NamedTuple):
-    """What the next round needs."""
-
-    phi: Array  # (m,)
-    status: str
-    message: str
-
-
-class NetworkInfo(NamedTuple):
-    """Diagnostics of this round."""
-
-    change: float  # root mean square of Δφ
+__all__ = ["FedAvg"]
 
 
 class _Settings(NamedTuple):
-    phases: tuple[tuple[Any, Training], ...]
+    phases: tuple[tuple[str | tuple[str, ...], Training], ...]
     proximal: float
     tuning: Tuning
     weights: str
 
 
-def NetworkAveraging(
+def FedAvg(
     *,
     learning_rate: float = 1e-3,
     momentum: float | None = None,
@@ -62,7 +48,7 @@ def NetworkAveraging(
     tune: str | tuple[str, ...] | None = None,
     tune_rate: float = 1e-3,
     tune_epochs: int = 10,
-) -> Algorithm:
+) -> Algorithm[NetworkState, LocalClientState]:
     r"""Average the shared weights of networks that clients train.
 
     .. math:: \phi \leftarrow \frac{\sum_k n_k \phi_k}{\sum_k n_k}
@@ -87,11 +73,12 @@ def NetworkAveraging(
     Parameters
     ----------
     learning_rate
-        Per unit of the mean loss of a batch.
+        Learning rate for the mean loss of a batch.
     momentum
-        Of gradient steps; by default steps are Adam's.
+        Momentum of gradient steps; by default steps are Adam's.
     proximal
-        μ of FedProx: adds μ/2 ‖φ' − φ‖² to a client's mean loss, φ being what the server sent. It holds shared weights.
+        μ of FedProx, which adds μ/2 ‖φ' − φ‖² to a client's mean loss, φ being what the server sent. It holds shared
+        weights.
     phases
         Which weights to train and for how many epochs, one after another: "shared", "local", "all" or torch's names.
     batch_size
@@ -102,7 +89,7 @@ def NetworkAveraging(
         Weights that a client fine-tunes when the rounds are over, on its own rows: "local", "all", torch's names, or
         None.
     tune_rate, tune_epochs
-        For that, in steps of the same kind.
+        Learning rate and epochs of the fine-tuning, in steps of the same kind.
 
     Returns
     -------
@@ -116,9 +103,9 @@ def NetworkAveraging(
 
     Examples
     --------
-    >>> import fedppl
-    >>> fedppl.NetworkAveraging(phases=(("shared", 10),), tune="local").name
-    'NetworkAveraging'
+    >>> from fedppl import nn
+    >>> nn.FedAvg(phases=(("shared", 10),), tune="local").name
+    'nn.FedAvg'
 
     Notes
     -----
@@ -145,96 +132,70 @@ def NetworkAveraging(
             )
             for which, epochs in phases
         ),
-        proximal_rule(proximal),
-        tuning_rule(tune, tune_rate, tune_epochs, batch_size, momentum),
+        between("proximal", proximal, 0, np.inf, "[)"),
+        tuning_rule(tune, tune_rate, tune_epochs, batch_size, momentum=momentum),
         weights_rule(weights),
     )
-    trained = [which for which, _ in settings.phases]
+    tuning = settings.tuning
+    trained = [*(which for which, _ in settings.phases), tuning.which]
     return Algorithm(
-        name="NetworkAveraging",
-        check=lambda client: check_network(client, "NetworkAveraging", *trained, settings.tuning.which),
-        init_server=_init_server,
-        broadcast=lambda state, client_id: {"mean": state.phi},
+        name="nn.FedAvg",
+        settings=described({"learning_rate": learning_rate, "batch_size": batch_size}, **settings._asdict()),
+        init=init,
+        broadcast=broadcast,
         update_client=functools.partial(_update_client, settings=settings),
-        reply_shapes=lambda state: {"weighted": state.phi.shape, "weight": ()},
-        refuse=_refuse,
-        update_server=_update_server,
-        outcome=lambda state, client_id: outcome(state.phi, settings.tuning),
-        draw=functools.partial(draw, which=settings.tuning.which),
-        personalise=functools.partial(own, which=settings.tuning.which),
-        details=lambda state: {},
-        estimate=lambda state: state.phi,
-        stay=functools.partial(_stay, settings=settings),
-        settings=described({"learning_rate": learning_rate, "batch_size": batch_size, **settings._asdict()}),
-        large=True,
-        asks=functools.partial(at_points, name="mean"),
-        unused=unused_priors,
+        update_server=update_server,
+        replies=REPLIES,
+        result=network_result(
+            lambda state, client_id: tuning_message(state.phi, tuning),
+            functools.partial(tuned, which=tuning.which),
+            ESTIMATE,
+        ),
+        needs=needs(lambda client: check_network(client, "nn.FedAvg", *trained)),
+        disclosure=AT_MEAN,
+        unreported=functools.partial(_update_unreported, settings=settings),
     )
-
-
-def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> NetworkState:
-    """Start at the mean of the declared prior."""
-    del clients, rng
-    return NetworkState(gaussian.mean(layout.prior), Status.RUNNING.value, "raise rounds=")
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings
-) -> tuple[Kept, Message, Mapping[str, float]]:
+    client: ClientView,
+    personal: LocalClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: _Settings,
+) -> ClientUpdate[LocalClientState]:
     """Train in phases, and keep the local weights."""
-    network = client.network
-    blank = personal is None or len(personal.local) != client.local_size
-    w = network.unit.weights(np.asarray(message["mean"]), network.start if blank else personal.local)
+    network, (local, info) = client.view(network_of), kept_local(client, personal)
+    unit, phi = network.unit, np.asarray(message["mean"])
+    w = unit.weights(phi, local)
     for which, training in settings.phases:
         free = network.places(which)
-        w = network.trained(w, free, training, rng, prior=_pull(client, free, message, settings.proximal))
-    weight = weight_of(client, settings.weights)
-    reply = {"weighted": weight * w[network.unit.shared_at], "weight": np.array(weight)}
-    return Kept(w[network.unit.local_at]), reply, ({"blank": 1.0} if blank and client.local_size else {})
+        w = train(unit, w, free, training, rng, prior=_pull(unit, free, phi, settings.proximal))
+    reply = weighted(w[unit.shared_at], weight_of(client, settings.weights))
+    return ClientUpdate(LocalClientState(w[unit.local_at]), reply, info)
 
 
-def proximal_rule(proximal: Any) -> float:
-    """Check the keyword `proximal`."""
-    number = isinstance(proximal, float | int | np.number) and not isinstance(proximal, bool)
-    if not number or not 0 <= proximal < np.inf:
-        raise DeclarationError(f"proximal={proximal!r} must be finite and not negative.")
-    return float(proximal)
-
-
-def _pull(client: Any, free: Array, message: Message, proximal: float) -> tuple[Array, Array] | None:
+def _pull(unit: NetworkUnit, free: Places, phi: Array, proximal: float) -> tuple[Array, Array] | None:
     """Means and precisions that hold the shared weights among `free` where they were sent."""
     if not proximal:
         return None
-    unit = client.network.unit
     centre, precision = np.zeros(unit.size), np.zeros(unit.size)
-    centre[unit.shared_at] = np.asarray(message["mean"])
+    centre[unit.shared_at] = phi
     precision[unit.shared_at] = proximal * len(unit.X)  # the prior counts once for all rows
     return centre[free], precision[free]
 
 
-def _stay(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings
-) -> tuple[Any, Mapping[str, float]]:
+def _update_unreported(
+    client: ClientView,
+    personal: LocalClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: _Settings,
+) -> tuple[LocalClientState | None, Mapping[str, float]]:
     """Train local weights, where there are any: nothing else outlives the round."""
     if not client.local_size:
         return personal, {}
-    kept, _, info = _update_client(client, personal, message, rng, settings=settings)
-    return kept, info
-
-
-def _refuse(state: NetworkState, reply: Message) -> str | None:
-    """A weight must be positive."""
-    del state
-    weight = float(reply["weight"])
-    return None if weight > 0 else f"'weight' is {weight:.3g}, and must be positive"
-
-
-def _update_server(state: NetworkState, replies: Mapping[str, Message]) -> tuple[NetworkState, NetworkInfo]:
-    """φ is the weighted average of the clients' that replied."""
-    if not replies:
-        return state, NetworkInfo(np.nan)
-    total = sum_replies(replies)
-    phi = total["weighted"] / total["weight"]
-    change = float(np.sqrt(np.mean((phi - state.phi) ** 2)))
-    message = f"weights moved by {change:.2g} (root mean square) in the last round; raise rounds="
-    return state._replace(phi=phi, message=message), NetworkInfo(change)
+    update = _update_client(client, personal, message, rng, settings=settings)
+    return update.personal, kept_local(client, personal)[1]

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging._point import Kept, weight_of, weights_rule
-from fedppl.algorithms.hierarchical.confidence import spread_rule
-from fedppl.contracts import Algorithm
+from fedppl.algorithms.averaging._point import weight_of, weights_rule
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Disclosure, Received, Replies, Report
 from fedppl.local.target import at_points
-from fedppl.nn.algorithms._common import (
-    Own,
-    Training,
-    check_all_shared,
-    described,
-    drawn_from,
-    training_rule,
-    unused_priors,
-)
-from fedppl.types import Array, DeclarationError, Layout, Message, Status
+from fedppl.nn.algorithms._common import training_rule, whole_network
+from fedppl.nn.algorithms._personalise import network_result
+from fedppl.nn.algorithms._server import moved
+from fedppl.nn.personal import loss_at
+from fedppl.nn.train import Training, train
+from fedppl.nn.view import Own, network_of
+from fedppl.settings import described, positive, whole
+from fedppl.types import Array, Layout, Message
 
 __all__ = ["IFCA", "IFCAInfo", "IFCAState"]
 
@@ -31,8 +27,6 @@ class IFCAState(NamedTuple):
     """What the next round needs."""
 
     phi: Array  # (C, m)
-    status: str
-    message: str
 
 
 class IFCAInfo(NamedTuple):
@@ -51,7 +45,7 @@ def IFCA(
     epochs: int = 5,
     batch_size: int = 50,
     weights: str = "rows",
-) -> Algorithm:
+) -> Algorithm[IFCAState, None]:
     r"""Iterative federated clustering: each client trains the network with the lowest loss on its rows.
 
     .. math:: c_k = \arg\min_c f_k(\phi_c), \qquad
@@ -62,9 +56,10 @@ def IFCA(
     clusters
         Number of networks. One is federated averaging.
     spread
-        The first starts at the declared weights, the others at random ones around them with this sd.
+        Standard deviation of the random weights at which all networks but the first start, around the declared ones.
     learning_rate, momentum, epochs, batch_size
-        Of a client's steps; ``momentum=None`` for Adam.
+        Learning rate for the mean loss, momentum, passes over the rows and batches of a client's steps;
+        ``momentum=None`` for Adam.
     weights
         "rows" or "equal".
 
@@ -80,9 +75,9 @@ def IFCA(
 
     Examples
     --------
-    >>> import fedppl
-    >>> fedppl.IFCA(clusters=3).name
-    'IFCA'
+    >>> from fedppl import nn
+    >>> nn.IFCA(clusters=3).name
+    'nn.IFCA'
 
     Notes
     -----
@@ -95,64 +90,74 @@ def IFCA(
     ----------
     .. [1] Ghosh et al. (2020), An efficient framework for clustered federated learning.
     """
-    if isinstance(clusters, bool) or not isinstance(clusters, int | np.integer) or clusters < 1:
-        raise DeclarationError(f"clusters={clusters!r} must be a whole number, at least 1.")
+    clusters, spread = whole("clusters", clusters), positive("spread", spread)
     training = training_rule(learning_rate, epochs, batch_size, momentum=momentum)
-    sd, rule = spread_rule(spread), weights_rule(weights)
     return Algorithm(
-        name="IFCA",
-        check=lambda client: check_all_shared(client, "IFCA"),
-        init_server=functools.partial(_init_server, clusters=int(clusters), spread=sd),
-        broadcast=lambda state, client_id: {"phi": state.phi},
-        update_client=functools.partial(_update_client, training=training, weights=rule),
-        reply_shapes=lambda state: {"phi": state.phi.shape[1:], "weight": state.phi.shape[:1]},
-        refuse=_refuse,
+        name="nn.IFCA",
+        settings=described({"clusters": clusters, "spread": spread}, **training._asdict(), weights=weights),
+        init=functools.partial(_init, clusters=clusters, spread=spread),
+        broadcast=_broadcast,
+        update_client=functools.partial(_update_client, training=training, weights=weights_rule(weights)),
         update_server=_update_server,
-        outcome=lambda state, client_id: {"phi": state.phi},
-        draw=drawn_from(_own),
-        personalise=_own,
-        details=lambda state: {},
-        settings=described({"clusters": int(clusters), "spread": sd, **training._asdict(), "weights": weights}),
-        large=True,
-        asks=functools.partial(at_points, name="phi", several=True),
-        unused=unused_priors,
+        replies=Replies(lambda state: {"phi": state.phi.shape[1:], "weight": state.phi.shape[:1]}, _reject),
+        result=network_result(_broadcast, _own),
+        needs=whole_network("nn.IFCA"),
+        disclosure=Disclosure(functools.partial(at_points, name="phi", several=True)),
     )
 
 
-def _init_server(
+def _init(
     layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, clusters: int, spread: float
 ) -> IFCAState:
     """The declared weights, and others around them."""
     del clients
     start = gaussian.mean(layout.prior)
     others = start + spread * rng.normal(size=(clusters - 1, len(start)))
-    return IFCAState(np.vstack([start[None], others]), Status.RUNNING.value, "raise rounds=")
+    return IFCAState(np.vstack([start[None], others]))
 
 
-def _best(client: Any, message: Message) -> tuple[int, Array]:
+def _broadcast(state: IFCAState, client_id: str) -> Message:
+    """All networks."""
+    del client_id
+    return {"phi": state.phi}
+
+
+def _best(client: ClientView, message: Message) -> tuple[int, Array]:
     """The cluster with the lowest loss, and its weights."""
-    network = client.network
-    found = [network.unit.weights(phi, network.start) for phi in np.asarray(message["phi"], dtype=float)]
-    losses = [network.loss(w) for w in found]
-    chosen = int(np.argmin(losses))
+    network = client.view(network_of)
+    found = [network.at(phi) for phi in np.asarray(message["phi"])]
+    chosen = int(np.argmin([loss_at(network.unit, w) for w in found]))
     return chosen, found[chosen]
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, training: Training, weights: str
-) -> tuple[Kept, Message, Mapping[str, float]]:
+    client: ClientView, personal: None, message: Message, rng: np.random.Generator, *, training: Training, weights: str
+) -> ClientUpdate[None]:
     """Choose, train, and say which."""
     del personal
-    network = client.network
-    chosen, w = _best(client, message)
-    w = network.trained(w, np.arange(network.unit.size), training, rng)
+    unit, (chosen, w) = client.view(network_of).unit, _best(client, message)
+    w = train(unit, w, np.arange(unit.size), training, rng)
     weight = np.zeros(len(message["phi"]))
     weight[chosen] = weight_of(client, weights)
-    reply = {"phi": w[network.unit.shared_at], "weight": weight}
-    return Kept(np.zeros(0)), reply, {"cluster": float(chosen)}
+    return ClientUpdate(None, {"phi": w[unit.shared_at], "weight": weight}, {"cluster": float(chosen)})
 
 
-def _refuse(state: IFCAState, reply: Message) -> str | None:
+def _update_server(state: IFCAState, received: Received) -> tuple[IFCAState, Report]:
+    """Average within clusters; one that nobody chose stays as it is."""
+    if not received.clients:
+        return state, Report(IFCAInfo(np.nan, 0))
+    replies = [received.each[client_id] for client_id in sorted(received.each)]
+    weights, ends = (
+        np.stack([np.asarray(reply[name], dtype=float) for reply in replies]) for name in ("weight", "phi")
+    )
+    total = weights.sum(axis=0)
+    averages = weights.T @ ends / np.where(total > 0, total, 1.0)[:, None]
+    phi = np.where(total[:, None] > 0, averages, state.phi)
+    change, message = moved(state.phi, phi)
+    return IFCAState(phi), Report(IFCAInfo(change, int(np.sum(total > 0))), message=message)
+
+
+def _reject(state: IFCAState, reply: Message) -> str | None:
     """One weight is positive, the others are 0."""
     del state
     weight = np.asarray(reply["weight"])
@@ -161,22 +166,7 @@ def _refuse(state: IFCAState, reply: Message) -> str | None:
     return None
 
 
-def _update_server(state: IFCAState, replies: Mapping[str, Message]) -> tuple[IFCAState, IFCAInfo]:
-    """Average within clusters; one that nobody chose stays as it is."""
-    if not replies:
-        return state, IFCAInfo(np.nan, 0)
-    names = sorted(replies)
-    weights = np.stack([np.asarray(replies[name]["weight"], dtype=float) for name in names])
-    ends = np.stack([np.asarray(replies[name]["phi"], dtype=float) for name in names])
-    total = weights.sum(axis=0)
-    averages = weights.T @ ends / np.where(total > 0, total, 1.0)[:, None]
-    phi = np.where(total[:, None] > 0, averages, state.phi)
-    change = float(np.sqrt(np.mean((phi - state.phi) ** 2)))
-    message = f"weights moved by {change:.2g} (root mean square) in the last round; raise rounds="
-    return state._replace(phi=phi, message=message), IFCAInfo(change, int(np.sum(total > 0)))
-
-
-def _own(client: Any, personal: Any, message: Message, rng: np.random.Generator) -> Own:
+def _own(client: ClientView, personal: None, message: Message, rng: np.random.Generator) -> Own:
     """The network that suits the client's rows best."""
     del personal, rng
     return Own(client, _best(client, message)[1], None)

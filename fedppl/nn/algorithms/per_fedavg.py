@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from fedppl.algorithms.averaging._point import Kept, weight_of
-from fedppl.contracts import Algorithm
-from fedppl.nn.algorithms._common import Training, check_all_shared, described, training_rule
-from fedppl.nn.algorithms.fedavg import NetworkAveraging
+from fedppl.algorithms.averaging._point import weight_of, weights_rule
+from fedppl.algorithms.averaging._server import weighted
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView
+from fedppl.nn.algorithms._common import training_rule, tuning_rule, whole_network
+from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
+from fedppl.nn.algorithms._server import AT_MEAN, ESTIMATE, REPLIES, NetworkState, broadcast, init, update_server
+from fedppl.nn.personal import meta_steps
+from fedppl.nn.train import Training
+from fedppl.nn.view import network_of
+from fedppl.settings import described, positive
 from fedppl.types import Message
 
 __all__ = ["PerFedAvg"]
@@ -25,7 +29,7 @@ def PerFedAvg(
     batch_size: int = 50,
     weights: str = "rows",
     tune_epochs: int = 1,
-) -> Algorithm:
+) -> Algorithm[NetworkState, None]:
     r"""Personalised federated averaging, Hessian-free: descend the loss after one gradient step.
 
     .. math:: F_k(w) = f_k(w - \alpha \nabla f_k(w)), \qquad \phi \leftarrow \frac{\sum_k n_k w_k}{\sum_k n_k}
@@ -33,9 +37,9 @@ def PerFedAvg(
     Parameters
     ----------
     learning_rate
-        β, of steps on F_k.
+        β, learning rate of steps on F_k.
     inner_rate
-        α, of the step inside, and of the steps that make the network a client's own in the end.
+        α, learning rate of the step inside, and of the steps that make the network a client's own in the end.
     epochs, batch_size
         Passes over the rows; each step takes three batches.
     weights
@@ -55,9 +59,9 @@ def PerFedAvg(
 
     Examples
     --------
-    >>> import fedppl
-    >>> fedppl.PerFedAvg().name
-    'PerFedAvg'
+    >>> from fedppl import nn
+    >>> nn.PerFedAvg().name
+    'nn.PerFedAvg'
 
     Notes
     -----
@@ -72,35 +76,36 @@ def PerFedAvg(
     .. [1] Fallah et al. (2020), Personalized federated learning with theoretical guarantees, Per-FedAvg (HF).
     """
     training = training_rule(learning_rate, epochs, batch_size, momentum=0.0)
-    inner = training_rule(inner_rate, 1, 1, "inner_").learning_rate
-    averaging = NetworkAveraging(
-        momentum=0.0, batch_size=batch_size, weights=weights, tune="all", tune_rate=inner, tune_epochs=tune_epochs
-    )
-    return averaging._replace(
-        name="PerFedAvg",
-        check=lambda client: check_all_shared(client, "PerFedAvg"),
-        update_client=functools.partial(_update_client, training=training, inner=inner, weights=weights),
-        stay=None,
-        settings=described(
-            {**training._asdict(), "inner_rate": inner, "weights": weights, "tune_epochs": int(tune_epochs)}
+    inner, rule = positive("inner_rate", inner_rate), weights_rule(weights)
+    tuning = tuning_rule("all", inner, tune_epochs, batch_size, momentum=0.0)
+    return Algorithm(
+        name="nn.PerFedAvg",
+        settings=described(training, inner_rate=inner, weights=weights, tune_epochs=tuning.training.epochs),
+        init=init,
+        broadcast=broadcast,
+        update_client=functools.partial(_update_client, training=training, inner=inner, weights=rule),
+        update_server=update_server,
+        replies=REPLIES,
+        result=network_result(
+            lambda state, client_id: tuning_message(state.phi, tuning), functools.partial(tuned, which="all"), ESTIMATE
         ),
+        needs=whole_network("nn.PerFedAvg"),
+        disclosure=AT_MEAN,
     )
 
 
 def _update_client(
-    client: Any,
-    personal: Any,
+    client: ClientView,
+    personal: None,
     message: Message,
     rng: np.random.Generator,
     *,
     training: Training,
     inner: float,
     weights: str,
-) -> tuple[Kept, Message, Mapping[str, float]]:
+) -> ClientUpdate[None]:
     """Steps on F_k from φ."""
     del personal
-    network = client.network
-    w = network.unit.weights(np.asarray(message["mean"], dtype=float), network.start)
-    w = network.meta_steps(w, training, inner, rng)
-    weight = weight_of(client, weights)
-    return Kept(np.zeros(0)), {"weighted": weight * w[network.unit.shared_at], "weight": np.array(weight)}, {}
+    network = client.view(network_of)
+    w = meta_steps(network.unit, network.at(message["mean"]), training, inner, rng)
+    return ClientUpdate(None, weighted(w[network.unit.shared_at], weight_of(client, weights)))

@@ -4,43 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.algorithms.averaging._point import weight_of, weights_rule
-from fedppl.algorithms.hierarchical.confidence import spread_rule
-from fedppl.contracts import Algorithm
-from fedppl.local.target import at_points
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView
 from fedppl.nn.algorithms import _posteriors
-from fedppl.nn.algorithms._common import (
-    Own,
-    Training,
-    check_all_shared,
-    described,
-    drawn_from,
-    steps_rule,
-    training_rule,
-    unused_priors,
-)
-from fedppl.types import Array, DeclarationError, Message
+from fedppl.nn.algorithms._common import whole_network
+from fedppl.nn.algorithms._personalise import network_result
+from fedppl.nn.algorithms._posteriors import Normal, PosteriorSettings, PosteriorState, own_normal, reply_of
+from fedppl.nn.algorithms._server import AT_MEAN
+from fedppl.nn.personal import bayes_steps
+from fedppl.nn.view import Own, network_of
+from fedppl.settings import described
+from fedppl.types import Array, Message
 
-__all__ = ["PFedBayes", "Posterior"]
+__all__ = ["NormalClientState", "PFedBayes"]
 
 
-class Posterior(NamedTuple):
+class NormalClientState(NamedTuple):
     """What a client keeps to itself: q_k."""
 
     mean: Array  # (m,)
     sd: Array  # (m,)
-
-
-class _Settings(NamedTuple):
-    training: Training
-    zeta: float
-    draws: int
-    spread: float
-    weights: str
 
 
 def PFedBayes(
@@ -52,7 +38,7 @@ def PFedBayes(
     batch_size: int = 50,
     draws: int = 1,
     weights: str = "rows",
-) -> Algorithm:
+) -> Algorithm[PosteriorState, NormalClientState]:
     r"""Bayesian networks at clients around a global Bayesian network.
 
     .. math:: q_k = \arg\min_q \, -E_q \log p(y_k \mid w) + \zeta\, \mathrm{KL}(q \,\|\, p), \qquad
@@ -63,13 +49,13 @@ def PFedBayes(
     Parameters
     ----------
     zeta
-        ζ, what holds q_k near p.
+        ζ, strength with which q_k is held near p.
     spread
         Standard deviation of all weights at the start.
     learning_rate, epochs, batch_size
-        Of Adam, per unit of the loss over n_k.
+        Adam's learning rate for the loss over n_k, passes over the rows, and rows a step.
     draws
-        Of the weights for each step.
+        Number of draws of the weights in each step.
     weights
         "rows" or "equal".
 
@@ -85,9 +71,9 @@ def PFedBayes(
 
     Examples
     --------
-    >>> import fedppl
-    >>> fedppl.PFedBayes().name
-    'PFedBayes'
+    >>> from fedppl import nn
+    >>> nn.PFedBayes().name
+    'nn.PFedBayes'
 
     Notes
     -----
@@ -98,65 +84,74 @@ def PFedBayes(
     ----------
     .. [1] Zhang et al. (2022), Personalized federated learning via variational Bayesian inference, Algorithm 1.
     """
-    if isinstance(zeta, bool) or not isinstance(zeta, int | float | np.number) or not 0 < zeta < np.inf:
-        raise DeclarationError(f"zeta={zeta!r} must be positive and finite.")
-    training = training_rule(learning_rate, epochs, batch_size)
-    count = steps_rule(1.0, 1, draws)[2]
-    settings = _Settings(training, float(zeta), count, spread_rule(spread), weights_rule(weights))
+    settings = _posteriors.checked(learning_rate, epochs, batch_size, zeta, draws, spread, weights)
     return Algorithm(
-        name="PFedBayes",
-        check=lambda client: check_all_shared(client, "PFedBayes"),
-        init_server=functools.partial(_posteriors.init_server, spread=settings.spread),
+        name="nn.PFedBayes",
+        settings=described(settings),
+        init=functools.partial(_posteriors.init, spread=settings.spread),
         broadcast=_posteriors.broadcast,
         update_client=functools.partial(_update_client, settings=settings),
-        reply_shapes=_posteriors.reply_shapes,
-        refuse=_posteriors.refuse,
-        update_server=_posteriors.average,
-        outcome=_posteriors.broadcast,
-        draw=drawn_from(functools.partial(_own, settings=settings)),
-        personalise=functools.partial(_own, settings=settings),
-        details=lambda state: {"sd": (("rows",), state.sd)},
-        estimate=lambda state: state.mean,
-        stay=functools.partial(_stay, settings=settings),
-        settings=described(settings._asdict()),
-        large=True,
-        asks=functools.partial(at_points, name="mean"),
-        unused=unused_priors,
+        update_server=_posteriors.update_server,
+        replies=_posteriors.REPLIES,
+        result=network_result(
+            _posteriors.broadcast,
+            functools.partial(_own, settings=settings),
+            _posteriors.ESTIMATE,
+            _posteriors.details,
+        ),
+        needs=whole_network("nn.PFedBayes"),
+        disclosure=AT_MEAN,
+        unreported=functools.partial(_update_unreported, settings=settings),
     )
 
 
 def _steps(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, settings: _Settings
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    client: ClientView,
+    personal: NormalClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    settings: PosteriorSettings,
+) -> tuple[Normal, Normal]:
     """q_k and p_k, in torch's order."""
-    network = client.network
-    mean, sd = (network.unit.weights(np.asarray(message[name], dtype=float), network.start) for name in ("mean", "sd"))
-    known = personal is not None and len(personal.mean) == len(mean)
-    start = (personal.mean, personal.sd) if known else None
-    found: tuple[tuple[Array, Array], tuple[Array, Array]] = network.bayes_steps(
-        mean, sd, settings.training, settings.zeta, settings.draws, rng, start=start
-    )
-    return found
+    network = client.view(network_of)
+    mean, sd = network.at(message["mean"]), network.at(message["sd"])
+    start = personal if personal is not None and len(personal.mean) == len(mean) else None
+    return bayes_steps(network.unit, mean, sd, settings.training, settings.zeta, settings.draws, rng, start=start)
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings
-) -> tuple[Posterior, Message, Mapping[str, float]]:
+    client: ClientView,
+    personal: NormalClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: PosteriorSettings,
+) -> ClientUpdate[NormalClientState]:
     """Steps of q_k and of p_k; p_k travels."""
     q, p = _steps(client, personal, message, rng, settings)
-    weight, shared = weight_of(client, settings.weights), client.network.unit.shared_at
-    reply = _posteriors.reply(p[0][shared], p[1][shared], weight)
-    return Posterior(*q), reply, ({"blank": 1.0} if personal is None else {})
+    info = {"blank": 1.0} if personal is None else {}
+    return ClientUpdate(NormalClientState(*q), reply_of(client, p, settings), info)
 
 
-def _stay(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings
-) -> tuple[Posterior, Mapping[str, float]]:
+def _update_unreported(
+    client: ClientView,
+    personal: NormalClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: PosteriorSettings,
+) -> tuple[NormalClientState, Mapping[str, float]]:
     """q_k around the p of this round."""
-    return Posterior(*_steps(client, personal, message, rng, settings)[0]), {}
+    return NormalClientState(*_steps(client, personal, message, rng, settings)[0]), {}
 
 
-def _own(client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings) -> Own:
+def _own(
+    client: ClientView,
+    personal: NormalClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: PosteriorSettings,
+) -> Own:
     """q_k after one more round for the client alone."""
-    mean, sd = _steps(client, personal, message, rng, settings)[0]
-    return Own(client, mean, client.network.independent(mean, np.arange(len(mean)), sd**2))
+    return own_normal(client, _steps(client, personal, message, rng, settings)[0])

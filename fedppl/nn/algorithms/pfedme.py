@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.algorithms.averaging._point import weight_of
-from fedppl.contracts import Algorithm
-from fedppl.nn.algorithms._common import Own, Training, check_all_shared, described, drawn_from, training_rule
-from fedppl.nn.algorithms.fedavg import NetworkAveraging
+from fedppl.algorithms.averaging._point import weight_of, weights_rule
+from fedppl.algorithms.averaging._server import weighted
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView
+from fedppl.nn.algorithms._common import training_rule, whole_network
+from fedppl.nn.algorithms._personalise import network_result
+from fedppl.nn.algorithms._server import AT_MEAN, ESTIMATE, REPLIES, NetworkState, broadcast, init, update_server
+from fedppl.nn.personal import moreau_steps
+from fedppl.nn.train import Training
+from fedppl.nn.view import Own, network_of
+from fedppl.settings import described, positive, whole
 from fedppl.types import Array, DeclarationError, Message
 
-__all__ = ["PFedMe", "Personal"]
+__all__ = ["MoreauClientState", "PFedMe"]
 
 
-class Personal(NamedTuple):
+class MoreauClientState(NamedTuple):
     """What a client keeps to itself."""
 
     own: Array  # θ_k, (m,)
@@ -39,7 +44,7 @@ def PFedMe(
     inner_rate: float = 1e-2,
     inner_steps: int = 5,
     weights: str = "rows",
-) -> Algorithm:
+) -> Algorithm[NetworkState, MoreauClientState]:
     r"""Personalised networks by Moreau envelopes.
 
     .. math:: \theta_k(w) = \arg\min_\theta f_k(\theta) + \tfrac\lambda2 \lVert \theta - w \rVert^2, \qquad
@@ -48,14 +53,14 @@ def PFedMe(
     Parameters
     ----------
     lam
-        λ, per unit of the mean loss.
+        λ, strength of the quadratic beside the mean loss.
     learning_rate
-        η; below 1 / λ.
+        η, below 1 / λ.
     epochs, batch_size
         Passes over the rows; every batch has its own θ_k.
     inner_rate, inner_steps
-        Of the steps to θ_k: one on the loss, then the proximal map of the quadratic, so that large rates end at
-        w − ∇f / λ.
+        Learning rate and number of the steps to θ_k: each one on the loss, then the proximal map of the quadratic, so
+        that large rates end at w − ∇f / λ.
     weights
         "rows" or "equal".
 
@@ -71,9 +76,9 @@ def PFedMe(
 
     Examples
     --------
-    >>> import fedppl
-    >>> fedppl.PFedMe().name
-    'PFedMe'
+    >>> from fedppl import nn
+    >>> nn.PFedMe().name
+    'nn.PFedMe'
 
     Notes
     -----
@@ -87,52 +92,55 @@ def PFedMe(
     .. [1] Dinh, Tran and Nguyen (2020), Personalized federated learning with Moreau envelopes.
     """
     training = training_rule(learning_rate, epochs, batch_size, momentum=0.0)
-    if isinstance(lam, bool) or not isinstance(lam, int | float | np.number) or not 0 < lam < np.inf:
-        raise DeclarationError(f"lam={lam!r} must be positive and finite.")
+    lam = positive("lam", lam)
     if training.learning_rate * lam > 1:
         raise DeclarationError(f"learning_rate={learning_rate} times lam={lam} must be at most 1, or w steps beyond θ.")
-    inner = training_rule(inner_rate, 1, 1, "inner_").learning_rate
-    if isinstance(inner_steps, bool) or not isinstance(inner_steps, int | np.integer) or inner_steps < 1:
-        raise DeclarationError(f"inner_steps={inner_steps!r} must be a whole number, at least 1.")
-    settings = _Settings(training, float(lam), (inner, int(inner_steps)), weights)
-    averaging = NetworkAveraging(momentum=0.0, batch_size=batch_size, weights=weights)
-    return averaging._replace(
-        name="PFedMe",
-        check=lambda client: check_all_shared(client, "PFedMe"),
+    inner = positive("inner_rate", inner_rate), whole("inner_steps", inner_steps)
+    settings = _Settings(training, lam, inner, weights_rule(weights))
+    return Algorithm(
+        name="nn.PFedMe",
+        settings=described(settings),
+        init=init,
+        broadcast=broadcast,
         update_client=functools.partial(_update_client, settings=settings),
-        personalise=functools.partial(_own, settings=settings),
-        draw=drawn_from(functools.partial(_own, settings=settings)),
-        stay=_stay,
-        settings=described(settings._asdict()),
+        update_server=update_server,
+        replies=REPLIES,
+        result=network_result(broadcast, functools.partial(_own, settings=settings), ESTIMATE),
+        needs=whole_network("nn.PFedMe"),
+        disclosure=AT_MEAN,
     )
 
 
-def _steps(client: Any, message: Message, rng: np.random.Generator, settings: _Settings) -> tuple[Array, Array]:
+def _steps(client: ClientView, message: Message, rng: np.random.Generator, settings: _Settings) -> tuple[Array, Array]:
     """w_k and θ_k, in torch's order."""
-    network = client.network
-    w = network.unit.weights(np.asarray(message["mean"], dtype=float), network.start)
-    found: tuple[Array, Array] = network.moreau_steps(w, settings.training, settings.lam, settings.inner, rng)
-    return found
+    network = client.view(network_of)
+    w = network.at(message["mean"])
+    return moreau_steps(network.unit, w, settings.training, settings.lam, settings.inner, rng)
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings
-) -> tuple[Personal, Message, Mapping[str, float]]:
+    client: ClientView,
+    personal: MoreauClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: _Settings,
+) -> ClientUpdate[MoreauClientState]:
     """Steps of w_k from φ; θ_k stays."""
     del personal
     w, theta = _steps(client, message, rng, settings)
-    weight = weight_of(client, settings.weights)
-    reply = {"weighted": weight * w[client.network.unit.shared_at], "weight": np.array(weight)}
-    return Personal(theta), reply, {}
+    shared = client.view(network_of).unit.shared_at
+    return ClientUpdate(MoreauClientState(theta), weighted(w[shared], weight_of(client, settings.weights)))
 
 
-def _stay(client: Any, personal: Any, message: Message, rng: np.random.Generator) -> tuple[Any, Mapping[str, float]]:
-    """Nothing: θ_k is found from φ whenever it is asked for."""
-    del client, message, rng
-    return personal, {}
-
-
-def _own(client: Any, personal: Any, message: Message, rng: np.random.Generator, *, settings: _Settings) -> Own:
-    """θ_k around the last φ."""
+def _own(
+    client: ClientView,
+    personal: MoreauClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    settings: _Settings,
+) -> Own:
+    """θ_k around the last φ, found anew: it is not what the client keeps."""
     del personal
     return Own(client, _steps(client, message, rng, settings)[1], None)

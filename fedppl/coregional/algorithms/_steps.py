@@ -1,0 +1,231 @@
+"""What the algorithms that take Adam steps on everything share: settings, where they start, when to stop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedppl.contracts import Received
+from fedppl.coregional.adam import flatten, unflatten
+from fedppl.coregional.algorithms._common import (
+    batch_size_rule,
+    first_shapes,
+    initial_kernel_rule,
+    median_kernel,
+    reject_negative,
+)
+from fedppl.coregional.bound import Globals, Unit, UnitClientState
+from fedppl.coregional.result import block_diagonal
+from fedppl.coregional.roles import Roles
+from fedppl.coregional.unit import best_unit, random_unit
+from fedppl.settings import between, positive, shown, whole
+from fedppl.types import Array, DeclarationError, Message, Status
+
+__all__ = [
+    "Settings",
+    "StepsInfo",
+    "asked",
+    "checked",
+    "has_replied",
+    "info",
+    "joint",
+    "judged",
+    "kernel_start",
+    "learning_rate",
+    "reject",
+    "rows_told",
+    "shapes",
+    "shared_of",
+    "start",
+    "summed",
+    "task",
+    "unit_state",
+]
+
+
+class StepsInfo(NamedTuple):
+    """Diagnostics of a round of steps."""
+
+    bound: float  # Σ V_m at what the units were sent, before their steps; NaN in the first round
+    selected: int  # latent functions with γ > 0.5
+
+
+class Settings(NamedTuple):
+    """What these algorithms are built with."""
+
+    learning_rate: tuple[float, ...]
+    milestones: tuple[int, ...]
+    steps: int
+    batch_size: int | None
+    tolerance: float
+    initial_kernel: str
+
+
+class _State(Protocol):
+    """What the states of the servers have in common."""
+
+    @property
+    def roles(self) -> Roles: ...
+
+    @property
+    def x(self) -> Array: ...
+
+    @property
+    def where(self) -> Mapping[str, int]: ...
+
+    @property
+    def rows(self) -> Array: ...
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def bound(self) -> float: ...
+
+    @property
+    def quiet(self) -> int: ...
+
+
+def checked(
+    rate: float | Sequence[float],
+    milestones: Sequence[int],
+    steps: int,
+    batch_size: int | None,
+    initial_kernel: str,
+    tolerance: float,
+) -> Settings:
+    """Settings in range."""
+    rates = _each(positive, "learning_rate", rate, "positive and finite, one or a tuple of them")
+    places = _each(whole, "milestones", milestones, "rounds, from 1 on") if len(rates) > 1 else ()
+    if len(places) != len(rates) - 1 or any(b <= a for a, b in itertools.pairwise((0, *places))):
+        raise DeclarationError(
+            f"milestones={places} must be increasing rounds, one less than the {len(rates)} learning rates."
+        )
+    return Settings(
+        rates,
+        places,
+        whole("steps", steps),
+        batch_size_rule(batch_size),
+        between("tolerance", tolerance, 0, 1),
+        initial_kernel_rule(initial_kernel),
+    )
+
+
+def _each(rule: Callable[[str, Any], Any], name: str, value: Any, words: str) -> tuple[Any, ...]:
+    """A value, or each of several, by its rule; errors show all."""
+    try:
+        return tuple(rule(name, one) for one in (value if isinstance(value, tuple | list) and value else (value,)))
+    except DeclarationError:
+        raise DeclarationError(f"{name}={shown(value)} must be {words}.") from None
+
+
+def start(role: Roles) -> Array:
+    """The prior, with the chance of each latent function at π: shared parameters before the first round."""
+    odds = np.where(np.isfinite(role.log_odds), role.log_odds, 0.0)
+    shared = Globals(
+        np.zeros((role.latents, role.points)),
+        np.broadcast_to(np.eye(role.points), (role.latents, role.points, role.points)),
+        1.0 / (1.0 + np.exp(-odds)),
+        role.kernel_mean,
+        role.slab_prior.mean,
+    )
+    return flatten(shared)
+
+
+def learning_rate(number: int, settings: Settings) -> float:
+    """The rate of the round after this many."""
+    return settings.learning_rate[sum(number + 1 >= place for place in settings.milestones)]
+
+
+def asked(state: _State, client_id: str, *, settings: Settings) -> Message:
+    """Shared parameters, Σ n_k of the units heard so far, which makes r_m, and the learning rate."""
+    del client_id
+    return {
+        "x": state.x,
+        "rows": np.array(state.rows.sum()),
+        "stage": np.array(float(min(state.number, 2))),
+        "rate": np.array(learning_rate(state.number, settings)),
+    }
+
+
+class Task(NamedTuple):
+    """What a unit is asked."""
+
+    x: Array
+    shared: Globals
+    share: float  # r_m, of what is counted once
+
+
+def task(unit: Unit, message: Message) -> Task:
+    """Read a message."""
+    x, count = np.asarray(message["x"], dtype=float), len(unit.response)
+    return Task(x, unflatten(x, unit.roles), count / max(float(message["rows"]), count, 1.0))
+
+
+def unit_state(unit: Unit, shared: Globals, stage: float, rng: np.random.Generator) -> UnitClientState:
+    """Where a unit without memory starts: from the shared parameters, or from random ones in the first rounds."""
+    if stage < 2:
+        return random_unit(unit.roles.latents, unit.noise.mean, rng)
+    return best_unit(unit.design(shared.kernel), shared, unit.noise, unit.noise.mean)[0]
+
+
+def rows_told(state: _State, received: Received) -> Array:
+    """Sizes of the units (K,), with those of this round's replies; sums alone come only once all are known."""
+    rows = state.rows.copy()
+    for client_id, reply in received.each.items():
+        rows[state.where[client_id]] = float(reply["rows"])
+    return rows
+
+
+def kernel_start(state: _State, received: Received) -> Array:
+    """Shared parameters whose kernels are the median of the units' own."""
+    return flatten(unflatten(state.x, state.roles)._replace(kernel=median_kernel(received.each)))
+
+
+def judged(bound: float, state: _State, rows: Array, tolerance: float) -> tuple[int, Status, str]:
+    """Rounds in a row that the bound has stood still, the status, and what to do about it."""
+    still = abs(bound - state.bound) < tolerance * (1.0 + abs(bound))
+    quiet = state.quiet + 1 if still else 0
+    if quiet >= 5 and np.all(rows > 0):
+        return quiet, Status.CONVERGED, ""
+    return quiet, Status.RUNNING, f"the bound moves still ({bound:.6g}); raise rounds=, or change learning_rate="
+
+
+def shapes(state: _State, name: str) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of the replies; those after the first hold an array like the shared parameters under a name."""
+    return {name: state.x.shape, "rows": (), "bound": ()} if state.number else first_shapes(state.roles)
+
+
+def reject(state: _State, reply: Message) -> str | None:
+    """A unit has no negative number of rows."""
+    del state
+    return reject_negative(reply, "rows")
+
+
+def summed(state: _State) -> bool:
+    """Sums are enough once the size of every unit is known."""
+    return bool(np.all(state.rows > 0))
+
+
+def shared_of(state: _State) -> Globals:
+    """The shared parameters."""
+    return unflatten(state.x, state.roles)
+
+
+def joint(state: _State) -> Array:
+    """Covariance of v, whose latent functions are independent."""
+    return block_diagonal(shared_of(state).covariance)
+
+
+def has_replied(state: _State) -> NDArray[np.bool_]:
+    """Whether a unit ever replied, (K,)."""
+    return state.rows > 0
+
+
+def info(bound: float, state: _State) -> StepsInfo:
+    """Diagnostics from the bound and what is shared."""
+    return StepsInfo(bound, int(np.sum(shared_of(state).inclusion > 0.5)))

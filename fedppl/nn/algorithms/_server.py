@@ -1,0 +1,77 @@
+"""What servers of networks share: a start at the declared mean, weighted averages, and how far the weights moved."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.algorithms.averaging._server import average, reject_weight, root_mean_square_change
+from fedppl.contracts import Disclosure, Point, Received, Replies, Report, always
+from fedppl.local.target import at_points
+from fedppl.types import Array, Layout, Message
+
+__all__ = [
+    "AT_MEAN",
+    "ESTIMATE",
+    "REPLIES",
+    "NetworkInfo",
+    "NetworkState",
+    "broadcast",
+    "init",
+    "moved",
+    "reported",
+    "update_server",
+]
+
+
+class NetworkState(NamedTuple):
+    """What the next round needs."""
+
+    phi: Array  # (m,)
+
+
+class NetworkInfo(NamedTuple):
+    """Diagnostics of this round."""
+
+    change: float  # root mean square of the change of the shared weights
+
+
+def init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> NetworkState:
+    """Start at the mean of the declared prior."""
+    del clients, rng
+    return NetworkState(gaussian.mean(layout.prior))
+
+
+def broadcast(state: NetworkState, client_id: str) -> Message:
+    """The shared weights."""
+    del client_id
+    return {"mean": state.phi}
+
+
+def moved(before: Array, after: Array) -> tuple[float, str]:
+    """How far the weights moved, and what to say of it."""
+    change = root_mean_square_change(before, after)
+    return change, f"weights moved by {change:.2g} (root mean square) in the last round; raise rounds="
+
+
+def reported(before: Array, after: Array) -> Report:
+    """The same as a report."""
+    change, message = moved(before, after)
+    return Report(NetworkInfo(change), message=message)
+
+
+def update_server(state: NetworkState, received: Received) -> tuple[NetworkState, Report]:
+    """φ is the weighted average of the clients' that replied."""
+    if not received.clients:
+        return state, Report(NetworkInfo(np.nan))
+    phi = average(received.total)
+    return NetworkState(phi), reported(state.phi, phi)
+
+
+# What FedAvg and its variants have in common beside the functions above.
+REPLIES = Replies[NetworkState](lambda state: {"weighted": state.phi.shape, "weight": ()}, reject_weight, always)
+ESTIMATE = Point[NetworkState](lambda state: state.phi)
+AT_MEAN = Disclosure(functools.partial(at_points, name="mean"))

@@ -1,0 +1,63 @@
+"""Which markers a test has, from its folder and from what its file imports: nobody has to remember them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# What brings models that are compiled, networks of torch, and scripts that are run.
+BRINGS = {
+    "compiled": ("pymc", "models", "fedppl.testing", "examples", "benchmarks"),
+    "torch": ("torch", "fedppl.nn", "models.fedsi", "models.pfedvem"),
+    "examples": ("examples", "benchmarks"),
+}
+IN_DOCSTRINGS = {"compiled": ("fedppl.fit(", "normal_means(", "pm.Model(", "grid_search(", ".enrol(", "fedppl.rounds(")}
+
+
+def of_file(path: Path) -> set[str]:
+    """Markers of a file of tests."""
+    if ROOT / "tests" / "unit" in path.parents:
+        return set()
+    return {marker for marker, packages in BRINGS.items() if brings(path, *packages)}
+
+
+def brings(path: Path, *packages: str) -> bool:
+    """Whether a file of tests imports any of these packages, or a helper that does."""
+    return any(_within(name, packages) for name in _imported(path))
+
+
+def of_docstring(path: Path, text: str) -> set[str]:
+    """Markers of an example in a docstring."""
+    found = {marker for marker, words in IN_DOCSTRINGS.items() if any(word in text for word in words)}
+    return found | (of_file(path) & {"torch"})
+
+
+def _within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+@functools.cache
+def _imported(path: Path) -> frozenset[str]:
+    """All that a file imports, and what the helpers of tests that it imports bring along."""
+    found = set()
+    for name in _imports(ast.parse(path.read_text(encoding="utf-8"))):
+        found.add(name)
+        helper = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+        # problems.classification brings torch to those who ask for it, not to all who know its file
+        if name.startswith("tests.") and helper.is_file() and helper != path:
+            found |= {one for one in _imported(helper) if not _within(one, BRINGS["torch"])}
+    return frozenset(found)
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "importorskip":
+            yield from (str(one.value) for one in node.args if isinstance(one, ast.Constant))
