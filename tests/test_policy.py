@@ -296,7 +296,7 @@ def test_what_is_computed_is_what_the_policy_looked_at(algorithm: Any) -> None:
     pair = target(normal([0.0] * 3, 1e4), normal([0.0] * 3, 0.9e4)).targets[0]
     packed = fedppl.local.target.pack_target(*pair, 0.0)
     message = {**ask(1, **packed, precision_weight=np.array(1.0)).message}
-    seen = algorithm.asks(LAYOUT, message)
+    seen = algorithm.disclosure.asks(LAYOUT, message)
     _, reply, _ = algorithm.update_client(CLIENT, None, message, np.random.default_rng(0))
     assert ("gradient" in reply) == bool(len(seen.points) + len(seen.spare))
     assert ("mean" in reply or "site" in reply) == bool(seen.targets)
@@ -569,7 +569,7 @@ def test_a_site_that_dies_while_it_keeps_an_answer_releases_it_once(
     message, replace, found = algorithm.broadcast(state, "clinic 3"), checkpoint.replace, set()
 
     def torn(path: Path, raw: bytes) -> None:
-        if path.name.endswith("lasting"):
+        if path.name.endswith("persistent"):
             if when == "after":
                 replace(path, raw)
             dies()
