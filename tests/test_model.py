@@ -558,6 +558,27 @@ def test_builders_with_one_site_factor_keep_their_own_prior_names_and_determinis
         assert client.constrain(np.zeros((1, 1)), np.ones((1, 1)))["scaled"] == factor
 
 
+def test_without_the_kernel_nothing_is_compiled_and_the_start_is_checked_all_the_same() -> None:
+    def build(y: Any) -> Any:
+        with pm.Model() as model:
+            theta = pm.Normal("theta", pm.Normal("mu", 0, 10), 0.31)  # no other test's density
+            pm.Poisson("obs", pm.math.exp(theta), observed=pm.Data("y", y))
+        return model
+
+    model, compiled = FederatedModel(build, ["mu"]), compilations()
+    clients = {"a": {"y": [1, 2, 3]}, "b": {"y": [4, 5]}}
+    enrolled = model.enrol(clients, kernel=False)
+    copy = model.with_data(enrolled["a"], "copy", clients["b"], kernel=False)
+    for wrong in ({"a": {"y": [1, -2]}}, {**clients, "c": {"y": [-1]}}):
+        with pytest.raises(DataError, match="log density at the starting point is -inf"):
+            model.enrol(wrong, kernel=False)
+    assert compilations() == compiled
+    point = np.array([0.3]), np.array([0.1])
+    assert copy.log_site(*point)[0] == pytest.approx(enrolled["b"].log_density(*point), rel=1e-12)
+    model.enrol(clients)
+    assert compilations() == compiled + 1
+
+
 def test_with_data_shares_the_compiled_functions_and_nothing_else() -> None:
     model, clients = problems.regression(2)
     first, second = model.enrol(clients).values()

@@ -34,7 +34,6 @@ __all__ = [
     "indexes_by_data",
     "initial_values",
     "lengths",
-    "network_node",
     "observed_through",
     "open_lengths",
     "prior_graph",
@@ -375,11 +374,3 @@ def indexes_by_data(graph: SiteGraph) -> bool:
         if node is not None and "Subtensor" in type(node.op).__name__ and indices & set(ancestors(node.inputs[1:])):
             return True
     return False
-
-
-def network_node(output: Any) -> Any:
-    """The node that evaluates a network of torch, above this output; None where there is none."""
-    for variable in ancestors([output]):
-        if variable.owner is not None and hasattr(variable.owner.op, "net"):
-            return variable.owner
-    return None
