@@ -69,8 +69,8 @@ def EP(
         Largest move of a mean in posterior sds, and of an sd as a fraction, over a sweep of all clients with which
         the fit has converged. Where clients report a larger Monte Carlo error, rounds are averaged until that
         error is at most 0.2 posterior sds over the whole of q, and until the clients' moves, averaged with their
-        signs, are below three times it; the word of the client that claims most counts there only as far as its
-        replies scatter.
+        signs, are below three times it; of the client with the largest error, only what its replies scatter by counts
+        there.
     damping
         Largest δ; halved in a round until the global precision and every cavity are positive definite.
     warm_start
