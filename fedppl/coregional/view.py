@@ -17,7 +17,7 @@ from fedppl.coregional.bound import Design, density
 from fedppl.coregional.roles import LogScale, Roles, roles
 from fedppl.model import _graph, _same
 from fedppl.model._numba import MODE
-from fedppl.model.declaration import ClientModel
+from fedppl.model.client import ClientModel
 from fedppl.numerics.prior import gaussian_prior
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
