@@ -342,10 +342,42 @@ def transforms(*, seed: int = 13) -> tuple[FederatedModel, Clients]:
 
 # --- coregionalised Gaussian processes that select their latent functions ---------------------------------------
 
+
+class Remembering(FederatedModel):
+    """Enrols equal data once: to build and compare PyMC models takes longer than most fits of curves. No kernel."""
+
+    @functools.cached_property
+    def _known(self) -> dict[Any, Any]:
+        return {}
+
+    def enrol(self, clients: Mapping[str, Mapping[str, Any]], *, kernel: bool = True) -> dict[str, Any]:
+        """Return the clients that were enrolled before, where all of these were."""
+        try:
+            keys = {k: (k, *map(_content, sorted(data.items()))) for k, data in clients.items()}
+        except (TypeError, AttributeError):  # what cannot be read is for the declaration to refuse
+            return super().enrol(clients, kernel=kernel)
+        if not all(key in self._known for key in keys.values()):
+            found = super().enrol(clients, kernel=False)
+            self._known.update({keys[client_id]: found[client_id] for client_id in keys})
+        return {client_id: self._known[key] for client_id, key in keys.items()}
+
+
+def _content(item: tuple[str, Any]) -> tuple[str, tuple[int, ...], bytes]:
+    values = np.asarray(item[1])
+    if values.dtype != np.float64:
+        raise TypeError("of whole numbers the type depends on what the other clients have")
+    return item[0], values.shape, values.tobytes()
+
+
 # One builder for all tests: what it compiles takes half a minute.
 coregional_builder = functools.partial(
     fedlmc_ss.unit, inducing=np.linspace(0, 1, 6), latents=3, lengthscale=0.3, lengthscale_spread=0.5
 )
+
+
+@functools.cache
+def _coregional_model() -> FederatedModel:
+    return Remembering(coregional_builder, fedlmc_ss.SHARED)
 
 
 def coregional(units: int = 3, *, seed: int = 17) -> tuple[FederatedModel, Clients]:
@@ -356,7 +388,7 @@ def coregional(units: int = 3, *, seed: int = 17) -> tuple[FederatedModel, Clien
         heights = rng.normal(size=2)
         y = heights[0] * np.sin(5 * x) + heights[1] * np.cos(8 * x) + 0.1 * rng.normal(size=len(x))
         data[f"unit {k}"] = {"X": x, "y": y}
-    return declared(coregional_builder, fedlmc_ss.SHARED), data
+    return _coregional_model(), data
 
 
 # --- builders that want care, and clients that fail -----------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -332,16 +333,20 @@ def test_what_cannot_be_predicted_is_refused(
         curves.predict(fitted(), unit, inputs, **settings)
 
 
-@problems.few_rounds
 def test_a_fit_of_another_kind_has_no_curves() -> None:
-    fit = fedppl.fit(*problems.regression(3), fedppl.EP(), rounds=1, progressbar=False, random_seed=1)
+    """Such as one whose clients are told a point, in the end."""
+    fit = fitted()
+    result = fit.algorithm.result._replace(final_message=lambda state, client_id: {"phi": np.zeros(3)})
+    fit = dataclasses.replace(fit, algorithm=fit.algorithm._replace(name="FedAvg", result=result))
     for read in (
-        lambda: curves.predict(fit, "clinic 0", {"X": NEW}),
+        lambda: curves.predict(fit, "unit 0", {"X": NEW}),
         lambda: curves.selection(fit),
         lambda: curves.coefficients(fit),
         lambda: curves.latent_curves(fit, {"X": NEW}),
     ):
-        with pytest.raises(DeclarationError, match="EP does not fit a linear model of coregionalisation; use fedppl"):
+        with pytest.raises(
+            DeclarationError, match="FedAvg does not fit a linear model of coregionalisation; use fedppl"
+        ):
             read()
 
 

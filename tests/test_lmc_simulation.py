@@ -167,6 +167,7 @@ def test_a_small_problem_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ("II", "FedLMC-all"),
         ("II", "FedLMC-selected"),
         ("II", "FedLMC-SS-selected"),
+        ("II", "FedLMC-SS-fixed"),
     ]
     assert all(np.isfinite(r[name]) for r in records for name in (*simulation.READINGS, *simulation.COVERAGE))
     assert records[1]["selected"] == 2 and records[2]["selected"] <= 2
