@@ -220,7 +220,7 @@ CASES: dict[str, Case] = {
         "PrecisionWeighted", {}, regression, rounds=1, ledger=(*SITES, "has_replied"), ending=posterior()
     ),
     "ConsensusMonteCarlo": Case(
-        "ConsensusMonteCarlo", {"draws": 100}, regression, rounds=1, summed=True, ending=posterior({"draws": 400})
+        "ConsensusMonteCarlo", {"draws": 100}, regression, rounds=1, ending=posterior({"draws": 400})
     ),
     "HM1": Case(
         "HM1",

@@ -45,10 +45,10 @@ def _enrolled_once() -> Iterator[None]:
     known: dict[Any, Any] = {}
     enrol = FederatedModel.enrol
 
-    def again(model: FederatedModel, clients: Any) -> Any:
-        key = (id(model), *((client_id, id(data)) for client_id, data in sorted(clients.items())))
+    def again(model: FederatedModel, clients: Any, **options: Any) -> Any:
+        key = (id(model), *options.items(), *((client_id, id(data)) for client_id, data in sorted(clients.items())))
         if key not in known:
-            known[key] = model, clients, enrol(model, clients)
+            known[key] = model, clients, enrol(model, clients, **options)
         return {client_id: known[key][2][client_id] for client_id in clients}
 
     with pytest.MonkeyPatch.context() as patch:

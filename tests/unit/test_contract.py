@@ -66,7 +66,7 @@ def test_rounds_by_hand_end_at_the_posterior(name: str) -> None:
     """Natural parameters add: prior and sites of closed form."""
     models, case = fake_client.clients(3), cases.CASES[name]
     algorithm = case.build_ending()
-    played = contract.play(algorithm, models, 30)
+    played = contract.play(algorithm, models, 50)
     exact = next(iter(models.values())).prior.gaussian
     for client in models.values():
         X, y = client.arrays["X"], client.arrays["y"]
