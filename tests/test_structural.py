@@ -359,6 +359,7 @@ def test_new_clients_are_refused_with_the_remedy() -> None:
     [
         ({"tolerance": 0.0}, "tolerance"),
         ({"structure": "low rank"}, "structure"),
+        ({"structure": covariance.exchangeable}, "structure=fedppl.covariance.exchangeable must be one that is built"),
         ({"report": "sigma"}, "list of names"),
         ({"local": fedppl.NUTS()}, "expansions"),
     ],

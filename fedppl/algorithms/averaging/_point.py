@@ -10,18 +10,15 @@ from fedppl.contracts import ClientView, Draws
 from fedppl.local.descent import Objective
 from fedppl.numerics.marginal import inner_mode_at
 from fedppl.numerics.newton import OK
-from fedppl.settings import between, described, flag, one_of
+from fedppl.settings import between, one_of
 from fedppl.types import Array, LocalFailure
 
 __all__ = [
-    "Kept",
     "LocalClientState",
     "WithLocal",
     "client_loss",
-    "described",
     "draw_point",
     "fitting_local",
-    "flag_rule",
     "kept_local",
     "kept_own",
     "pulled",
@@ -35,10 +32,6 @@ class LocalClientState(NamedTuple):
     """What a client keeps to itself beside shared parameters that travel: its local ones."""
 
     local: Array  # (d_k,)
-
-
-Kept = LocalClientState  # until the networks' algorithms have the new name
-flag_rule = flag  # the same
 
 
 class WithLocal(Protocol):

@@ -111,7 +111,7 @@ def Confidence(
     spread
         Standard deviation ρ_j = τ_j^(-1/2) with which clients start, on the unconstrained space.
     strength
-        Number ν of coordinates whose weight holds τ_j near spread^-2: τ_j = (d + ν) / (tr Σ_j + ‖μ_j − w‖² +
+        Strength ν of the pull of τ_j towards spread^-2, counted in coordinates: τ_j = (d + ν) / (tr Σ_j + ‖μ_j − w‖² +
         ν spread²), the mode under an inverse-gamma prior of ρ_j². 0, as published, leaves it free.
     prior
         Whether the declared prior of the shared variables is the prior of w. By default w has a flat one, as published.

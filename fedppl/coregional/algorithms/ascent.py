@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging._point import described
 from fedppl.contracts import Algorithm, Received, Replies, Report
 from fedppl.coregional import server
 from fedppl.coregional.algorithms import _ascent, _common
@@ -19,6 +18,7 @@ from fedppl.coregional.bound import Globals, UnitClientState
 from fedppl.coregional.result import draw
 from fedppl.coregional.roles import Roles, roles
 from fedppl.coregional.unit import statistics
+from fedppl.settings import described
 from fedppl.types import Array, Layout, Message
 
 __all__ = ["Ascent", "AscentState"]

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl.algorithms.averaging._point import described
 from fedppl.contracts import Algorithm, Received, Replies, Report
 from fedppl.coregional import server
 from fedppl.coregional.algorithms import _ascent, _common
@@ -25,6 +24,7 @@ from fedppl.coregional.blocks import (
 from fedppl.coregional.bound import Globals, UnitClientState
 from fedppl.coregional.result import block_diagonal, draw
 from fedppl.coregional.roles import Roles, roles
+from fedppl.settings import described
 from fedppl.types import Array, Layout, Message
 
 __all__ = ["BlockAscent", "BlockAscentState"]

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.algorithms.averaging._point import described
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Received, Replies, Report
 from fedppl.coregional.adam import Adam, adam_step, flatten_unit, fresh, slopes, unflatten_unit
 from fedppl.coregional.algorithms import _common, _steps
@@ -16,6 +15,7 @@ from fedppl.coregional.bound import UnitClientState, unit_bound
 from fedppl.coregional.result import draw
 from fedppl.coregional.roles import Roles, roles
 from fedppl.coregional.view import unit_of
+from fedppl.settings import described
 from fedppl.types import Array, Layout, Message
 
 __all__ = ["Gradient", "GradientState"]
