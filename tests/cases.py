@@ -20,7 +20,7 @@ import fedppl
 from fedppl import FederatedModel
 from fedppl.contracts import AnyAlgorithm, LocalInference
 from models import hm1
-from tests import problems
+from tests.support import problems
 
 Problem = Callable[[], tuple[FederatedModel, problems.Clients]]
 

@@ -11,7 +11,7 @@ from scipy.io import savemat
 import fedppl
 from examples import air_temperature
 from examples.air_temperature import Row, Station, Task
-from tests import problems
+from tests.support import problems
 
 ROOT = Path(__file__).parents[1]
 

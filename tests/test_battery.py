@@ -11,7 +11,7 @@ from scipy.io import savemat
 import fedppl
 from examples import battery
 from examples.battery import Cell, Row, Scale, Task
-from tests import problems
+from tests.support import problems
 
 ROOT = Path(__file__).parents[1]
 

@@ -25,9 +25,9 @@ from fedppl.model._graph import python_function
 from fedppl.model.client import ClientModel
 from fedppl.numerics.newton import difference_hessian
 from fedppl.numerics.prior import SharedPrior
-from tests import cases, problems
+from tests import cases
 from tests.cases import CASES, EXACT, MONTE_CARLO, WAYS, Ends, ending_in
-from tests.support import contract
+from tests.support import contract, problems
 
 # --- local inferences -----------------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from fedppl import gaussian
 from fedppl.algorithms.ep import _verdict
 from fedppl.algorithms.ep._state import Taken
 from fedppl.storage import checkpoint
-from tests import problems
-from tests.faults import Faulty, Rates, ledger_gap, soak
+from tests.support import problems
 from tests.support.fake_client import UNIT, layout_of
+from tests.support.faults import Faulty, Rates, ledger_gap, soak
 from tests.support.states import assert_same_state
 
 LOCAL = fedppl.NestedLaplace(points=64)

@@ -22,7 +22,7 @@ from fedppl.model._graph import PYTHON_MODE
 from fedppl.model._template import compilations
 from fedppl.model.client import ClientModel
 from fedppl.testing import normal_means
-from tests import problems
+from tests.support import problems
 
 Y = np.array([0.5, -1.0, 2.0])
 

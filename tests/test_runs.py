@@ -25,8 +25,8 @@ from fedppl.model import _template
 from fedppl.model._template import compilations
 from fedppl.numerics.streams import stream
 from fedppl.types import LocalFailure
-from tests import problems
 from tests.cases import CASES, noise, regression, rows
+from tests.support import problems
 from tests.support.contract import rows_of
 from tests.support.promises import Promises
 from tests.support.states import arrays, assert_ledger_holds, assert_near, assert_same, assert_same_state, changed, told

@@ -11,7 +11,7 @@ import pytest
 import fedppl
 from examples import turbofan
 from examples.turbofan import Engine, Result, Row, Split
-from tests import problems
+from tests.support import problems
 
 ROOT = Path(__file__).parents[1]
 
