@@ -1,7 +1,7 @@
 """What is left of a run when messages are lost, doubled and spoilt and clients are wiped.
 
-EP on the hierarchical regression of tests/problems.py (Example 4.1 of FedLin with three shared coordinates), clients
-answering through an engine that injects faults: each request and each reply is lost with probability 0.3, a reply is
+EP on the hierarchical regression of tests/support/problems.py (Example 4.1 of FedLin, three shared coordinates),
+answered through an engine that injects faults: each request and each reply is lost with probability 0.3, a reply is
 doubled (the copy answers the next request too) or altered (NaN, wrong shapes and names, absurd sizes, ...) with 0.05
 each, and a client loses its state, its model and its reply with 0.03. The largest entry of q − prior − Σ sites over
 all rounds says whether the ledger held; the last q is set against a run without faults.
@@ -20,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fedppl
-from tests import problems
-from tests.faults import SOAK, soak
+from tests.support import problems
+from tests.support.faults import SOAK, soak
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import fedppl
 from fedppl import FederatedModel
 from fedppl.contracts import AnyAlgorithm, LocalInference
 from models import hm1
-from tests import problems
+from tests.support import problems
 
 Problem = Callable[[], tuple[FederatedModel, problems.Clients]]
 
@@ -142,7 +142,7 @@ class Case(NamedTuple):
     rounds: int = 5
     ledger: tuple[str, ...] = ()  # arrays of the state with a row per client, which nothing but its replies changes
     idle: tuple[int, ...] = ()  # rounds in which clients keep what they have to themselves
-    summed: bool = False  # whether sums over clients are all that the server needs
+    summed: bool | None = False  # whether sums over clients are all that the server needs; None: in some phase
     ending: Ending | None = None
 
     def build(self) -> AnyAlgorithm:
@@ -220,7 +220,7 @@ CASES: dict[str, Case] = {
         "PrecisionWeighted", {}, regression, rounds=1, ledger=(*SITES, "has_replied"), ending=posterior()
     ),
     "ConsensusMonteCarlo": Case(
-        "ConsensusMonteCarlo", {"draws": 100}, regression, rounds=1, summed=True, ending=posterior({"draws": 400})
+        "ConsensusMonteCarlo", {"draws": 100}, regression, rounds=1, ending=posterior({"draws": 400})
     ),
     "HM1": Case(
         "HM1",
@@ -244,12 +244,12 @@ CASES: dict[str, Case] = {
     "Confidence": Case("Confidence", {"local": fedppl.Laplace()}, regression, summed=True),
     "Confidence(remember)": Case("Confidence", {"strength": 2.0, "remember": True}, regression, ledger=("ledger",)),
     # Coefficients are drawn in the first round and first put to use in the second.
-    "LMCAscent": Case("curves.Ascent", {"warmup": 2}, coregional, idle=(2,)),
-    "LMCAscent(batches)": Case("curves.Ascent", {"warmup": 2, "batch_size": 8}, coregional, idle=(2,)),
-    "LMCBlockAscent": Case("curves.BlockAscent", {"warmup": 1}, coregional, idle=(2, 3)),
-    "LMCAveraging": Case("curves.Averaging", {"steps": 3}, coregional),
-    "LMCAveraging(batches)": Case("curves.Averaging", {"steps": 3, "batch_size": 8}, coregional),
-    "LMCGradient": Case("curves.Gradient", {}, coregional),
+    "LMCAscent": Case("curves.Ascent", {"warmup": 2}, coregional, idle=(2,), summed=None),
+    "LMCAscent(batches)": Case("curves.Ascent", {"warmup": 2, "batch_size": 8}, coregional, idle=(2,), summed=None),
+    "LMCBlockAscent": Case("curves.BlockAscent", {"warmup": 1}, coregional, idle=(2, 3), summed=None),
+    "LMCAveraging": Case("curves.Averaging", {"steps": 3}, coregional, summed=None),
+    "LMCAveraging(batches)": Case("curves.Averaging", {"steps": 3, "batch_size": 8}, coregional, summed=None),
+    "LMCGradient": Case("curves.Gradient", {}, coregional, summed=None),
     "NetworkAveraging": Case("nn.FedAvg", {"phases": (("local", 1), ("shared", 1))}, classification, summed=True),
     "NetworkSCAFFOLD": Case("nn.SCAFFOLD", {"epochs": 1}, all_shared, ledger=CONTROLS),
     "IFCA": Case("nn.IFCA", {"epochs": 1}, all_shared),

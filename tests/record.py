@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 import fedppl
-from tests import cases, problems, test_conformance
+from tests import cases, test_conformance
 from tests.cases import CASES
+from tests.support import problems
 
 ROUNDS = 6
 _KEPT = 3  # entries of an array that are written as they are, beside its sum and its norm

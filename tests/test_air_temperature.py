@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +11,7 @@ from scipy.io import savemat
 import fedppl
 from examples import air_temperature
 from examples.air_temperature import Row, Station, Task
-from tests import problems
+from tests.support import problems
 
 ROOT = Path(__file__).parents[1]
 
@@ -126,11 +122,6 @@ def test_options_out_of_range_are_refused(options: tuple[str, ...], capsys: pyte
     assert options[0] in capsys.readouterr().err
 
 
-def test_absent_data_end_in_a_message_that_names_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="--data or FEDPPL_DATA"):
-        air_temperature.find_data(tmp_path)
-
-
 @pytest.fixture
 def weather(data_dir: Path) -> Path:
     if not (data_dir / "south_coast_air_temp").is_dir():
@@ -168,23 +159,3 @@ def test_a_quick_fit_follows_the_others_where_the_new_station_is_silent() -> Non
             truth = one.missing.celsius
             assert np.sqrt(np.mean((found[0][1] - truth) ** 2)) < 1.0  # the noise of a row is 0.3, the course's sd 2.8
     np.testing.assert_array_equal(found[0], found[1])
-
-
-@pytest.mark.slow
-def test_a_quick_run(weather: Path, tmp_path: Path) -> None:
-    options = ("--quick", "--averaging", "3", "--data", str(weather), "--figure", str(tmp_path / "stations.png"))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "air_temperature.py"), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    last = json.loads(done.stdout.splitlines()[-1])
-    assert {"days", "seeds", "quick", "stations", "seconds"} <= set(last)
-    table = last["stations"]["Cambermet"]
-    assert {"IGP", "FedLMC-SS", "FedLMC-selected", "FedLMC-all", "FedLMC-SS, averaging"} <= set(table)
-    assert all(np.isfinite(list(row.values())).all() for row in table.values())
-    assert table["FedLMC-SS"]["mse"] < 5 and table["FedLMC-selected"]["functions"] == table["FedLMC-SS"]["functions"]
-    assert (tmp_path / "stations.png").stat().st_size > 10_000

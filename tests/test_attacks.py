@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import attacks
-from tests import problems
+from tests.support import problems
 
 
 @problems.few_rounds

@@ -14,7 +14,7 @@ import fedppl
 from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm
 from fedppl.types import DataError, DeclarationError, Status
-from tests import pooled, problems
+from tests.support import pooled, problems
 
 
 def fitted(model: Any, clients: Any, algorithm: AnyAlgorithm, **settings: Any) -> fedppl.Fit:
@@ -288,7 +288,7 @@ def test_flower_gives_the_embedded_engines_numbers(algorithm: AnyAlgorithm) -> N
     """Over Flower's records, empty messages among them, by way of the grid in this process."""
     pytest.importorskip("flwr")
     from tests import test_flower
-    from tests.fake_grid import FakeGrid
+    from tests.support.fake_grid import FakeGrid
 
     model, clients = problems.regression()
     here = fitted(model, clients, algorithm, rounds=3)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +11,7 @@ from scipy.io import savemat
 import fedppl
 from examples import battery
 from examples.battery import Cell, Row, Scale, Task
-from tests import problems
+from tests.support import problems
 
 ROOT = Path(__file__).parents[1]
 
@@ -122,11 +118,6 @@ def test_options_out_of_range_are_refused(options: tuple[str, ...], capsys: pyte
     assert options[0] in capsys.readouterr().err
 
 
-def test_absent_data_end_in_a_message_that_names_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="--data or FEDPPL_DATA"):
-        battery.find_data(tmp_path)
-
-
 @pytest.fixture
 def batteries(data_dir: Path) -> Path:
     if not (data_dir / "sanyo48_battery").is_dir():
@@ -160,23 +151,3 @@ def test_a_quick_fit_learns_the_fall_from_the_others_and_sees_nothing_of_it() ->
     late = before.target.cycles > battery.MIDLIFE
     error = np.sqrt(np.mean((found[0][1] - before.target.capacity)[late] ** 2))
     assert error < 0.05  # the fall is by 0.9 Ah and more
-
-
-@pytest.mark.slow
-def test_a_quick_run(batteries: Path, tmp_path: Path) -> None:
-    options = ("--quick", "--central", "--data", str(batteries), "--figure", str(tmp_path / "cells.png"))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "battery.py"), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    last = json.loads(done.stdout.splitlines()[-1])
-    assert {"repeats", "seed", "quick", "target", "new", "below_igp", "seconds"} <= set(last)
-    errors = last["target"]["mse"]
-    assert {"IGP", battery.MAIN, "FedLMC, ascent", "FedLMC-SS, averaging", "LMC-SS, central"} <= set(errors)
-    assert errors[battery.MAIN] < errors["IGP"] / 10
-    assert last["new"]["functions"][battery.MAIN_NEW] == last["target"]["functions"][battery.MAIN]
-    assert (tmp_path / "cells.png").stat().st_size > 10_000

@@ -21,8 +21,8 @@ from fedppl.storage import checkpoint
 from fedppl.storage import digest as _digest
 from fedppl.testing import normal_means
 from fedppl.types import Status
-from tests import crafted, problems
-from tests.crafted import CONTENT
+from tests.support import crafted, problems
+from tests.support.crafted import CONTENT
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.run.replies import received
 from fedppl.types import DataError, DeclarationError
 from models import pfedvem
-from tests import problems
+from tests.support import problems
 
 NOISE, SIZE = 0.7, 40
 

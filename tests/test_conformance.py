@@ -25,9 +25,9 @@ from fedppl.model._graph import python_function
 from fedppl.model.client import ClientModel
 from fedppl.numerics.newton import difference_hessian
 from fedppl.numerics.prior import SharedPrior
-from tests import cases, problems
+from tests import cases
 from tests.cases import CASES, EXACT, MONTE_CARLO, WAYS, Ends, ending_in
-from tests.support import contract
+from tests.support import contract, problems
 
 # --- local inferences -----------------------------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ def test_what_tests_for_convergence_is_what_does_not_take_a_given_number_of_grad
     built = [(case.algorithm, case.build().result) for case in CASES.values()]
     found = {name for name, result in built if result.tests_convergence}
     one_shot = {"Separate", "PrecisionWeighted", "ConsensusMonteCarlo"}
-    assert found == {"EP", "HM1", "LMCAscent", "LMCBlockAscent", "Confidence"} | one_shot
+    assert found == {"EP", "HM1", "curves.Ascent", "curves.BlockAscent", "Confidence"} | one_shot
     assert all(result.tests_convergence for _, result in built if isinstance(result.shared, Posterior))
 
 

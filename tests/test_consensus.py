@@ -16,7 +16,7 @@ from fedppl.numerics.scatter import precision_from_draws
 from fedppl.numerics.streams import stream
 from fedppl.run.replies import received
 from fedppl.types import DeclarationError, LocalFailure, Status
-from tests import pooled, problems
+from tests.support import pooled, problems
 from tests.test_averaging import fitted
 
 ONE_SHOT = {"weighted": fedppl.PrecisionWeighted, "consensus": fedppl.ConsensusMonteCarlo}

@@ -23,7 +23,7 @@ from fedppl.coregional.unit import best_unit, coefficient_covariance
 from fedppl.coregional.view import unit_of
 from fedppl.types import DataError, DeclarationError
 from models import fedlmc_ss
-from tests import problems
+from tests.support import problems
 from tests.test_lmc_bound import LATENTS, POINTS, dense_matrices, difference, units
 
 NEW = np.array([-0.2, 0.05, 0.4, 0.77, 1.3])

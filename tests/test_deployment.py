@@ -24,7 +24,7 @@ pytest.importorskip("flwr")
 import fedppl
 from fedppl import audit, gaussian
 from fedppl.gaussian import Gaussian
-from tests import problems
+from tests.support import problems
 
 # In one worker: both tests use the same SuperLink, and ports are taken one after the other.
 pytestmark = [pytest.mark.flower, pytest.mark.xdist_group("deployment")]

@@ -16,7 +16,7 @@ from fedppl.local.descent import Descent, Objective, _batches, check_batches, de
 from fedppl.model.client import ClientModel
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import DataError, LocalFailure
-from tests import pooled, problems
+from tests.support import pooled, problems
 
 
 def rng(seed: int = 1) -> np.random.Generator:

@@ -13,7 +13,7 @@ import fedppl
 from fedppl.contracts import Moments, Target
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure, Status
-from tests import problems
+from tests.support import problems
 
 
 def fitted(builder: Any, shared: list[str], data: dict[str, Any], **settings: Any) -> fedppl.Fit:

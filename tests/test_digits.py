@@ -184,14 +184,6 @@ def run(*command: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_short_run_of_the_example(tmp_path: Path) -> None:
-    last = run("examples/digits.py", "--rounds", "3", "--figure", str(tmp_path / "digits.png"))
-    rows = last["rows"]
-    assert rows["FedSI, rate 0.01"]["accuracy"] > 0.9 > 0.2 > rows["FedSI, rate 0.01"]["ECE"]
-    assert (tmp_path / "digits.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
 def test_a_short_run_of_the_benchmark(data_dir: Path) -> None:
     if not (data_dir / "mnist").is_dir() or not (data_dir / "fashion_mnist").is_dir():
         pytest.skip("MNIST or Fashion-MNIST not found: put them into the folder that FEDPPL_DATA names")

@@ -12,7 +12,7 @@ import fedppl
 from fedppl.algorithms.averaging.ditto import DittoClientState
 from fedppl.numerics.streams import stream
 from fedppl.types import DeclarationError, Status
-from tests import pooled, problems
+from tests.support import pooled, problems
 from tests.test_averaging import fitted, path
 
 

@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from fedppl.flower import decode as _decode
 from fedppl.flower import hello as _hello
 from fedppl.flower.enrolment import agreed, difference, disagreement, reading, reference, why_no_draws
-from tests import malformed
+from tests.support import malformed
 
 
 def hello(client_id: str, labels: tuple[str, ...] = ("dose", "age"), **prior: Any) -> _hello.Hello:

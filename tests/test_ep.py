@@ -15,7 +15,7 @@ from fedppl.algorithms.ep import _sites
 from fedppl.contracts import LocalInference, Moments
 from fedppl.gaussian import Gaussian
 from fedppl.types import LocalFailure, Status
-from tests import problems
+from tests.support import problems
 
 
 def fitted(model: Any, clients: Any, algorithm: Any = None, **settings: Any) -> fedppl.Fit:

@@ -19,9 +19,9 @@ from fedppl import gaussian
 from fedppl.algorithms.ep import _verdict
 from fedppl.algorithms.ep._state import Taken
 from fedppl.storage import checkpoint
-from tests import problems
-from tests.faults import Faulty, Rates, ledger_gap, soak
+from tests.support import problems
 from tests.support.fake_client import UNIT, layout_of
+from tests.support.faults import Faulty, Rates, ledger_gap, soak
 from tests.support.states import assert_same_state
 
 LOCAL = fedppl.NestedLaplace(points=64)
@@ -137,9 +137,9 @@ def check_soak(problem: Any, rounds: int) -> None:
     assert found.mean_gap < 0.02 and found.sd_gap < 0.02
     # 0.3 of requests lost, of the rest 0.03 wiped, 0.3 of replies lost, and some stale or altered
     assert 0.35 < found.used / found.exchanges < 0.5
-    for fault, least in (("request_lost", 5.0), ("reply_lost", 3.0), ("duplicated", 0.3), ("altered", 0.3)):
+    for fault, least in (("request_lost", 5.0), ("reply_lost", 3.0), ("duplicated", 0.2), ("altered", 0.2)):
         assert found.counts[fault] > least * rounds_of_20, fault
-    assert found.counts["wiped"] > 0.3 * rounds_of_20 and found.counts["stale"] > 0.1 * rounds_of_20
+    assert found.counts["wiped"] > 0.2 * rounds_of_20 and found.counts["stale"] > 0.1 * rounds_of_20
 
 
 def test_a_soak() -> None:

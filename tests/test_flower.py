@@ -30,8 +30,8 @@ from fedppl.model._template import compilations
 from fedppl.testing import normal_means
 from fedppl.types import Status
 from models import fedlmc_ss
-from tests import problems
-from tests.fake_grid import FakeGrid, Node, arrays_of, node
+from tests.support import problems
+from tests.support.fake_grid import FakeGrid, Node, arrays_of, node
 
 
 def site_app(

@@ -26,9 +26,9 @@ from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, HELLO
 from fedppl.run.replies import MOST_INFOS, why_not
 from fedppl.testing import normal_means
 from fedppl.types import Status
-from tests import malformed, problems
-from tests.fake_grid import FakeGrid, Node, node
-from tests.hostile import SETTINGS, content, engine, plain, site
+from tests.support import malformed, problems
+from tests.support.fake_grid import FakeGrid, Node, node
+from tests.support.hostile import SETTINGS, content, engine, plain, site
 
 # --- whatever is sent -----------------------------------------------------------------------------------------
 

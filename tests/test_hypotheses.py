@@ -14,7 +14,7 @@ import fedppl
 from fedppl import DeclarationError, contrast, hypotheses
 from fedppl.results import idata
 from fedppl.testing import normal_means
-from tests import problems
+from tests.support import problems
 
 
 def posterior(**variables: Any) -> Any:

@@ -30,7 +30,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import stream
 from fedppl.testing import normal_means
 from fedppl.types import Layout, LocalFailure, Status
-from tests import problems
+from tests.support import problems
 
 LAYOUT = Layout((), Gaussian(np.zeros(1), np.eye(1)), True, "print")
 

@@ -27,7 +27,7 @@ from fedppl.coregional.view import unit_of
 from fedppl.numerics.streams import stream
 from fedppl.run.replies import received, sum_replies
 from fedppl.types import DataError, DeclarationError, LocalFailure
-from tests import problems
+from tests.support import problems
 from tests.test_lmc_bound import (
     GRID,
     LATENTS,

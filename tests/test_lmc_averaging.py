@@ -15,7 +15,7 @@ from fedppl.coregional.adam import adam_step, flatten_unit, fresh, slopes, unfla
 from fedppl.coregional.bound import UnitClientState
 from fedppl.numerics.streams import stream
 from fedppl.types import DeclarationError, LocalFailure
-from tests import problems
+from tests.support import problems
 from tests.test_lmc_ascent import play, total_bound, views_of
 from tests.test_lmc_bound import LATENTS, POINTS
 

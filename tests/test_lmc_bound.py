@@ -22,7 +22,7 @@ from fedppl.coregional.unit import statistics
 from fedppl.coregional.view import unit_of
 from fedppl.model._graph import PYTHON_MODE
 from fedppl.model.client import ClientModel
-from tests import problems
+from tests.support import problems
 
 LATENTS, POINTS = 3, 6
 SIZES = (5, 8, 12)

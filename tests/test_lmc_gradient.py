@@ -11,7 +11,7 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl.coregional.adam import slopes, unflatten, unflatten_unit
-from tests import problems
+from tests.support import problems
 from tests.test_lmc_ascent import play, served, total_bound, views_of
 from tests.test_lmc_averaging import Adam
 from tests.test_lmc_bound import Parameters, dense_bound, difference

@@ -25,7 +25,7 @@ from fedppl.local.tilted import log_tilted
 from fedppl.model.client import ClientModel
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure
-from tests import problems
+from tests.support import problems
 
 Array = Any
 

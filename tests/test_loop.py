@@ -20,7 +20,7 @@ from fedppl.engine.inprocess import InProcessEngine
 from fedppl.model._template import compilations
 from fedppl.testing import normal_means
 from fedppl.types import Status
-from tests import problems
+from tests.support import problems
 
 QUICK = fedppl.NUTS(draws=60, tune=60, chains=1, rhat_limit=2.0, nuts_sampler="pymc")
 

@@ -14,7 +14,7 @@ import pytest
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel
 from fedppl.testing import normal_means
-from tests import problems
+from tests.support import problems
 
 Y = np.array([0.5, 1.5, 1.0])
 G = np.array([0, 1, 2])

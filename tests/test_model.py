@@ -21,7 +21,8 @@ from fedppl.model._data import one_type
 from fedppl.model._graph import PYTHON_MODE
 from fedppl.model._template import compilations
 from fedppl.model.client import ClientModel
-from tests import problems
+from fedppl.testing import normal_means
+from tests.support import problems
 
 Y = np.array([0.5, -1.0, 2.0])
 
@@ -1065,3 +1066,10 @@ def test_kinks_are_seen_and_smooth_models_are_not_accused() -> None:
         model, clients = problem()
         client = next(iter(model.enrol(clients).values()))
         assert client.has_kink == (name == "lasso"), name
+
+
+def test_a_declaration_and_a_clients_model_are_shown_in_a_line_without_data() -> None:
+    model, clients = normal_means(1)
+    assert repr(model) == "FederatedModel(_unit, shared=['mu'])"
+    text = repr(model.enrol(clients)["client 0"])
+    assert "y: (20,)" in text and len(text) < 200

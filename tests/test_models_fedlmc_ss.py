@@ -21,7 +21,7 @@ from fedppl.engine.answer import require_fit
 from fedppl.model._graph import PYTHON_MODE
 from fedppl.types import DeclarationError, Layout
 from models import fedlmc_ss
-from tests import problems
+from tests.support import problems
 
 GRID = np.linspace(0, 2, 5)
 X = np.array([-0.4, 0.1, 0.5, 0.9, 1.6, 2.7])

@@ -15,7 +15,7 @@ from scipy import integrate, special, stats
 
 import fedppl
 from models import hm2
-from tests import problems
+from tests.support import problems
 
 NAMES = ("age", "dose", "weight")
 

@@ -19,7 +19,7 @@ from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
 from fedppl.run.replies import received  # noqa: E402
 from models import fedsi  # noqa: E402
-from tests import problems  # noqa: E402
+from tests.support import problems  # noqa: E402
 
 ALL = ("0.weight", "0.bias", "2.weight", "2.bias")
 BODY, HEAD = ALL[:2], ALL[2:]

@@ -14,7 +14,7 @@ from fedppl.numerics.streams import stream
 from fedppl.run.replies import received
 from fedppl.types import DeclarationError, LocalFailure
 from models import fedsi
-from tests import problems
+from tests.support import problems
 
 torch = pytest.importorskip("torch")
 

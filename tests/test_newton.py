@@ -13,7 +13,7 @@ from scipy.special import lambertw
 
 from fedppl.model.client import ClientModel
 from fedppl.numerics.newton import DATA, KERNEL, NO_MODE, NOT_FINITE, OK, VECTOR, difference_hessian, entry, inner_mode
-from tests import problems
+from tests.support import problems
 
 
 class Found(NamedTuple):

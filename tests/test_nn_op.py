@@ -19,7 +19,7 @@ import fedppl  # noqa: E402
 from fedppl import gaussian, nn  # noqa: E402
 from fedppl.model._graph import PYTHON_MODE  # noqa: E402
 from models import fedsi  # noqa: E402
-from tests import problems  # noqa: E402
+from tests.support import problems  # noqa: E402
 
 
 def evaluated(w: Any, X: Any) -> Any:

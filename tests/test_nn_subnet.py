@@ -17,7 +17,7 @@ from fedppl.nn.functional import pieces  # noqa: E402
 from fedppl.nn.unit import NetworkUnit  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from models import fedsi  # noqa: E402
-from tests import problems  # noqa: E402
+from tests.support import problems  # noqa: E402
 
 
 class Convolution(torch.nn.Module):  # type: ignore[misc]

@@ -27,7 +27,7 @@ from fedppl.flower.node import Node
 from fedppl.gaussian import Gaussian
 from fedppl.storage import checkpoint
 from fedppl.types import LocalFailure
-from tests import problems
+from tests.support import problems
 
 OPEN = Policy(rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
 

@@ -13,8 +13,9 @@ import fedppl
 from fedppl.contracts import Failure, Reply
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.types import LocalFailure
-from tests import cases, problems
+from tests import cases
 from tests.cases import CASES, rows
+from tests.support import problems
 
 PAGE = (Path(__file__).parents[1] / "docs" / "privacy.md").read_text(encoding="utf-8")
 

@@ -23,7 +23,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.run.replies import received
 from fedppl.testing import normal_means
 from fedppl.types import DeclarationError, Layout, LocalFailure, Status, Variable
-from tests import problems
+from tests.support import problems
 
 FORMS = {
     "full": structure.full(3),

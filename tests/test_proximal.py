@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl.types import DeclarationError, Status
-from tests import pooled, problems
+from tests.support import pooled, problems
 from tests.test_averaging import fitted, path
 
 

@@ -19,8 +19,8 @@ from fedppl.algorithms.ep._warm_start import LENGTHS
 from fedppl.contracts import Reply, Request
 from fedppl.gaussian import Gaussian
 from fedppl.types import Layout, Variable
-from tests import problems
-from tests.faults import ALTERED, KINDS, Tampering, fitting, kind_of, with_message
+from tests.support import problems
+from tests.support.faults import ALTERED, KINDS, Tampering, fitting, kind_of, with_message
 from tests.support.states import arrays, assert_same_state
 
 CLIENT = "site 1"

@@ -21,7 +21,7 @@ from fedppl.contracts import Posterior
 from fedppl.results.records import rounds_dataset
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure, Status
-from tests import problems
+from tests.support import problems
 
 
 def groups(result: Any) -> set[str]:

@@ -16,7 +16,7 @@ from fedppl.algorithms.averaging.fedavg import FedAvg
 from fedppl.numerics.streams import stream
 from fedppl.run.replies import received
 from fedppl.types import DeclarationError, Status
-from tests import pooled, problems
+from tests.support import pooled, problems
 from tests.test_averaging import fitted, path
 
 

@@ -19,7 +19,7 @@ from fedppl import DataError, DeclarationError, gaussian
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure, Status
 from models import hm2
-from tests import problems
+from tests.support import problems
 
 DRAWS = 4000
 FAST = functools.partial(fedppl.FedAvg, learning_rate=0.1, steps=5)

@@ -16,7 +16,7 @@ from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
 from fedppl.types import DeclarationError, LocalFailure, Status
-from tests import pooled, problems
+from tests.support import pooled, problems
 from tests.test_averaging import fitted
 
 DRAWS = 4000

@@ -21,7 +21,7 @@ import fedppl
 from fedppl import gaussian
 from fedppl.testing import normal_means
 from fedppl.types import Status
-from tests import problems
+from tests.support import problems
 
 # One worker runs them all, one after the other: they share the machine's processes.
 pytestmark = [pytest.mark.flower, pytest.mark.xdist_group("simulation")]
@@ -69,7 +69,7 @@ def _flower_processes() -> list[str]:
 _KILLED = """
 import os, sys
 import fedppl
-from tests import problems
+from tests.support import problems
 
 def stop(step):
     if step.number == 3:

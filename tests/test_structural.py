@@ -17,7 +17,7 @@ from fedppl.algorithms.hierarchical._at_mode import frame_of
 from fedppl.numerics.covariance import Covariance
 from fedppl.run.replies import received
 from models import hm1
-from tests import problems
+from tests.support import problems
 
 K, D = 5, 3
 

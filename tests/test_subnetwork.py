@@ -18,7 +18,7 @@ from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
 from fedppl.run.replies import received  # noqa: E402
 from models import fedsi  # noqa: E402
-from tests import problems  # noqa: E402
+from tests.support import problems  # noqa: E402
 
 
 def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:

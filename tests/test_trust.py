@@ -24,8 +24,8 @@ from fedppl.contracts import Reply, Request
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
 from fedppl.types import Layout, Variable
-from tests import problems
-from tests.faults import Tampering, ledger_gap, phase_of, with_message
+from tests.support import problems
+from tests.support.faults import Tampering, ledger_gap, phase_of, with_message
 from tests.support.states import assert_same_state
 
 CLIENT = "clinic 1"

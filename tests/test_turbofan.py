@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +11,7 @@ import pytest
 import fedppl
 from examples import turbofan
 from examples.turbofan import Engine, Result, Row, Split
-from tests import problems
+from tests.support import problems
 
 ROOT = Path(__file__).parents[1]
 
@@ -138,11 +134,6 @@ def test_the_figure_shows_engines_from_the_shortest_life_to_the_longest() -> Non
     assert len(set(turbofan.shown(splits))) == 4
 
 
-def test_absent_data_end_in_a_message_that_names_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="--data or FEDPPL_DATA"):
-        turbofan.find_data(tmp_path)
-
-
 @pytest.fixture
 def turbofan_data(data_dir: Path) -> Path:
     if not (data_dir / "cmapss_fd001").is_dir():
@@ -155,26 +146,3 @@ def test_the_real_file_has_100_engines(turbofan_data: Path) -> None:
     lives = [len(engine.values) for engine in engines.values()]
     assert (len(lives), min(lives), max(lives), sum(lives)) == (100, 128, 362, 20631)
     assert all(np.array_equal(engine.cycles, np.arange(1, len(engine.values) + 1)) for engine in engines.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", ["zscore", "minmax"])
-def test_a_quick_run(turbofan_data: Path, tmp_path: Path, scale: str) -> None:
-    options = ("--quick", "--scale", scale, "--data", str(turbofan_data), "--figure", str(tmp_path / "engines.png"))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "turbofan.py"), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    last = json.loads(done.stdout.splitlines()[-1])
-    assert {"scale", "seed", "quick", "sensors", "engines", "seconds"} <= set(last)
-    assert (last["engines"], last["scale"], list(last["sensors"])) == (10, scale, ["2"])
-    figures = last["sensors"]["2"]
-    assert {turbofan.MAIN, "EP-HM2", *turbofan.BASELINES} <= set(figures["a_rmse"])
-    # Cubic least squares extrapolates badly, with ten engines as with a hundred; HM1 does not.
-    assert figures["a_rmse"][turbofan.MAIN] < figures["a_rmse"]["Separate, degree 3"]
-    assert all(0.3 < share < 1 for share in figures["coverage"].values())
-    assert "the paper's Table 4" in done.stdout and (tmp_path / "engines.png").stat().st_size > 10_000

@@ -20,8 +20,8 @@ from fedppl.contracts import Expansion
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
 from fedppl.types import Status
-from tests import problems
-from tests.faults import Tampering, with_message
+from tests.support import problems
+from tests.support.faults import Tampering, with_message
 from tests.support.states import assert_same_state
 
 

@@ -26,7 +26,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.model._fingerprint import fingerprint
 from fedppl.run.replies import why_not
 from fedppl.types import Layout, Variable
-from tests import malformed, problems
+from tests.support import malformed, problems
 
 
 def wide_builder(y: Any) -> Any:

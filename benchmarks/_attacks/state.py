@@ -69,7 +69,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 def crafted_files(folder: Path) -> dict[str, Any]:
     """How many crafted files were read, ran code or changed a class."""
-    from tests import crafted
+    from tests.support import crafted
 
     path, trace, heard, listening = folder / "evil.ckpt", folder / "trace", list[str](), False
 

@@ -23,8 +23,8 @@ import pymc as pm
 import fedppl
 from fedppl import gaussian
 from fedppl.contracts import Reply, Request
-from tests import faults, problems
-from tests.faults import Tampering, phase_of, with_message
+from tests.support import faults, problems
+from tests.support.faults import Tampering, phase_of, with_message
 
 __all__ = ["ATTACKS", "Attack", "Outcome", "attack", "run"]
 

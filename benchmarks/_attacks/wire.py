@@ -60,7 +60,7 @@ def _told(what: str, count: int) -> None:
 
 def _honest(count: int) -> dict[str, Any]:
     """Two sites enrol and answer as often as the hostile one is asked."""
-    from tests import malformed
+    from tests.support import malformed
 
     read = _reader()
     cases = {kind: malformed.Case("", "", *make()) for kind, make in _parcels().items()}
@@ -72,7 +72,7 @@ def _honest(count: int) -> dict[str, Any]:
 
 def _hostile(count: int) -> dict[str, Any]:
     """Malformed introductions and replies in turns: how many are refused, and by a text that says why."""
-    from tests import malformed
+    from tests.support import malformed
 
     read, rng = _reader(), np.random.default_rng(1)
     sources = {"introduction": malformed.introductions, "reply": malformed.replies}
@@ -97,13 +97,13 @@ def _hostile(count: int) -> dict[str, Any]:
 def _settings() -> dict[str, str]:
     if not _FLOWER:
         return {}
-    from tests.hostile import SETTINGS
+    from tests.support.hostile import SETTINGS
 
     return dict(SETTINGS)
 
 
 def _parcels() -> dict[str, Any]:
-    from tests import malformed
+    from tests.support import malformed
 
     return {"introduction": lambda: malformed.hello("bad", _settings()), "reply": malformed.reply}
 
@@ -118,7 +118,7 @@ def _bare(kind: str, case: Any) -> str | None:
     from fedppl.flower import decode as _decode
     from fedppl.flower import wire as _wire
     from fedppl.run.replies import why_not
-    from tests import malformed
+    from tests.support import malformed
 
     try:
         texts = _decode.texts(case.texts)
@@ -139,9 +139,9 @@ def _through_flower() -> Any:
     from fedppl.contracts import Reply
     from fedppl.flower.records import HELLO
     from fedppl.run.replies import why_not
-    from tests import malformed
-    from tests.fake_grid import FakeGrid
-    from tests.hostile import SETTINGS, engine, plain, site
+    from tests.support import malformed
+    from tests.support.fake_grid import FakeGrid
+    from tests.support.hostile import SETTINGS, engine, plain, site
 
     now = malformed.Case("", "", *malformed.reply())
 
@@ -182,8 +182,8 @@ def _prior(count: int) -> dict[str, Any]:
     from fedppl.engine.policy import NO_RULES
     from fedppl.flower.records import HELLO
     from fedppl.testing import normal_means
-    from tests import malformed
-    from tests.fake_grid import FakeGrid, node
+    from tests.support import malformed
+    from tests.support.fake_grid import FakeGrid, node
 
     def absurd(reply: Any) -> Any:
         arrays = reply.content.array_records["arrays"]

@@ -11,8 +11,8 @@ from flwr.app import Message as FlowerMessage
 import fedppl
 from fedppl.flower.grid import GridEngine, GridSettings, Own
 from fedppl.flower.records import HELLO
-from tests import malformed
-from tests.fake_grid import FakeGrid, Node, node
+from tests.support import malformed
+from tests.support.fake_grid import FakeGrid, Node, node
 
 
 def content(raw: malformed.Raw) -> RecordDict:

@@ -9,8 +9,8 @@ import pymc as pm
 from scipy.special import expit
 
 from fedppl import FederatedModel
-from tests import problems
-from tests.problems import Clients
+from tests.support import problems
+from tests.support.problems import Clients
 
 PRIOR = np.eye(2) / 9  # precision of μ ~ N(0, 3²)
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import fedppl
-import fedppl.testing
 from fedppl import DeclarationError, covariance, settings
 
 NEEDED = {"learning_rate": 0.01, "lam": 0.1, "mu": 0.1, "head": ("a",), "rank": 1}
@@ -114,10 +113,3 @@ def test_what_is_built_is_shown_in_a_line_without_addresses(build: Callable[...,
         text = repr(build(**needed(build)))
         assert len(text) < 400 and " at 0x" not in text and "\n" not in text
     assert "structure='diagonal'" in repr(fedppl.EP(structure="diagonal"))
-
-
-def test_a_declaration_and_a_clients_model_are_shown_in_a_line_without_data() -> None:
-    model, clients = fedppl.testing.normal_means(1)
-    assert repr(model) == "FederatedModel(_unit, shared=['mu'])"
-    text = repr(model.enrol(clients)["client 0"])
-    assert "y: (20,)" in text and len(text) < 200
