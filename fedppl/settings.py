@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl.contracts import LocalInference
 from fedppl.types import DeclarationError
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "described",
     "flag",
     "form",
-    "inference",
     "named",
     "not_called",
     "one_of",
@@ -30,8 +28,6 @@ __all__ = [
     "takes",
     "whole",
 ]
-
-_INFERENCES = ("NestedLaplace", "NUTS", "ADVI", "MeanField", "Laplace", "GradientSteps")
 
 
 def between(name: str, value: Any, low: float, high: float, ends: str = "()", hint: str = "") -> float:
@@ -82,22 +78,6 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise DeclarationError(f"{name}={shown(value)} must be True or False.")
     return bool(value)
-
-
-def inference(name: str, value: Any, default: LocalInference) -> LocalInference:
-    """A local inference that is built; None is the default."""
-    if value is None:
-        return default
-    if isinstance(value, LocalInference):
-        return value
-    spelt = str(value).replace("_", "").replace(" ", "").casefold() if isinstance(value, str) else ""
-    meant = next((known for known in _INFERENCES if known.casefold() == spelt), None)
-    if meant is not None:
-        raise DeclarationError(f"{name}={value!r} is text; pass fedppl.{meant}(), with brackets and its settings.")
-    raise DeclarationError(
-        f"{name}={shown(value)} is no local inference"
-        + (not_called(value) or "; pass one that is built, such as fedppl.NestedLaplace() or fedppl.NUTS().")
-    )
 
 
 def form(name: str, value: Any) -> None:

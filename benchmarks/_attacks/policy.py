@@ -25,7 +25,8 @@ from fedppl import privacy
 from fedppl.algorithms.ep._warm_start import LENGTHS
 from fedppl.contracts import Reply, Request
 from fedppl.engine.policy import Policy, refuse_release
-from fedppl.flower import site as _site
+from fedppl.flower import memory as _memory
+from fedppl.flower import node as _node
 from fedppl.flower import wire as _wire
 from fedppl.gaussian import Gaussian, unpack_triangle
 from fedppl.local.target import pack_target
@@ -56,7 +57,7 @@ class Server:
         model = fedppl.FederatedModel(logistic, ["beta"])
         self.algorithm = algorithm or fedppl.EP()
         token = f"attack {folder}"
-        self.site = _site.Site(
+        self.site = _node.Node(
             token, model, self.algorithm, lambda config: data, lambda config: "a", folder, 50, 2, rules
         )
         self.asked = self.refused = 0
@@ -65,7 +66,7 @@ class Server:
         """Send a request of one nonce; None where it is refused."""
         assert self.site.folder is not None
         request = Request("a", 7, number, (1,), message, run)
-        parcel = _site.answer_request(self.site, {}, _site.file_memory(self.site.folder), _wire.pack_request(request))
+        parcel = _node.answer_request(self.site, {}, _memory.file_memory(self.site.folder), _wire.pack_request(request))
         reply = _wire.unpack_reply(*parcel)
         self.asked += 1
         self.refused += not isinstance(reply, Reply)
@@ -314,9 +315,9 @@ def _conclusions() -> dict[str, Any]:
         for i in range(100):
             narrow = Gaussian(q.linear + i, q.precision * (1 + i))
             texts = {"client_id": "a", "run": "run", "seed": str(i), "status": "converged"}
-            memory = _site.file_memory(Path(folder))
+            memory = _memory.file_memory(Path(folder))
             answers.add(
-                json.dumps(_site.conclude(server.site, {}, memory, (pack_target(narrow, narrow, 0.0), texts))[1])
+                json.dumps(_node.conclude(server.site, {}, memory, (pack_target(narrow, narrow, 0.0), texts))[1])
             )
         lines = [json.loads(line) for line in (Path(folder) / "audit.jsonl").read_text().splitlines()]
         drawn = sum(line["event"] == "conclusion" and line["refused"] is None for line in lines)

@@ -31,6 +31,7 @@ from fedppl.contracts import (
     Report,
     Result,
 )
+from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
 from fedppl.types import Layout, Message
@@ -177,7 +178,7 @@ def checked(
     tolerance = settings.between("tolerance", tolerance, 0, 1, hint="it is in posterior sds")
     damping = settings.between("damping", damping, 0, 1, "(]", "1 is the undamped step")
     settings.form("structure", structure)
-    return Matching(settings.inference("local", local, NestedLaplace()), tolerance, damping, structure)
+    return Matching(local_inference("local", local, NestedLaplace()), tolerance, damping, structure)
 
 
 def init(

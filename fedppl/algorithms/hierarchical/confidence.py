@@ -38,8 +38,9 @@ from fedppl.contracts import (
 )
 from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
+from fedppl.local.chosen import local_inference
 from fedppl.local.target import at_points
-from fedppl.settings import described, flag, inference
+from fedppl.settings import described, flag
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
 __all__ = ["Confidence", "ConfidenceClientState", "ConfidenceInfo", "ConfidenceState"]
@@ -158,7 +159,7 @@ def Confidence(
     .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, Algorithm 1, eqs. 5 to 9.
     """
     settings = _Settings(
-        inference("local", local, MeanField()),
+        local_inference("local", local, MeanField()),
         terms_rule(terms),
         spread_rule(spread),
         strength_rule(strength),

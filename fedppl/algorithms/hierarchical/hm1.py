@@ -147,7 +147,7 @@ def HM1(
         raise DeclarationError(
             f"structure={settings.shown(chosen)} must be one that is built, like fedppl.covariance.low_rank(2)."
         )
-    inference = settings.inference("local", local, NestedLaplace())
+    inference = local_inference("local", local, NestedLaplace())
     if inference.expand is None:
         raise DeclarationError(
             f"HM1 needs a local inference with expansions, and {inference.name} has none; use local=NestedLaplace()."

@@ -25,6 +25,7 @@ from fedppl.contracts import (
     Result,
 )
 from fedppl.gaussian import Gaussian
+from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, pack_target, unpack_target
 from fedppl.numerics.importance import skewness
@@ -115,7 +116,7 @@ def ConsensusMonteCarlo(
     .. [1] Scott et al. (2016), Bayes and big data: the consensus Monte Carlo algorithm, section 3, eqs. 2 to 5.
     """
     draws = settings.whole("draws", draws, 4, "better 1000")
-    inference = settings.inference("local", local, NestedLaplace())
+    inference = local_inference("local", local, NestedLaplace())
     return Algorithm(
         name="ConsensusMonteCarlo",
         settings={"local": inference.describe(), "draws": repr(draws)},

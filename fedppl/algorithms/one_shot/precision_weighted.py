@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl import gaussian, settings, structure
+from fedppl import gaussian, structure
 from fedppl.algorithms.ep import _sites
 from fedppl.algorithms.ep._sites import Sites
 from fedppl.algorithms.one_shot.separate import near_posterior
@@ -26,6 +26,7 @@ from fedppl.contracts import (
     Result,
 )
 from fedppl.gaussian import Gaussian
+from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
 from fedppl.types import Layout, Message, Status
@@ -92,7 +93,7 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> Algorithm[Preci
     .. [1] Neiswanger, Wang and Xing (2014), Asymptotically exact, embarrassingly parallel MCMC, section 3.1.
     .. [2] FedLin, section 6.2.
     """
-    inference = settings.inference("local", local, NestedLaplace())
+    inference = local_inference("local", local, NestedLaplace())
     return Algorithm(
         name="PrecisionWeighted",
         settings={"local": inference.describe()},

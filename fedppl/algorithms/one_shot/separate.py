@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl import settings, structure
+from fedppl import structure
 from fedppl.algorithms.ep import _sites, _warm_start
 from fedppl.contracts import (
     Algorithm,
@@ -27,6 +27,7 @@ from fedppl.contracts import (
     Target,
 )
 from fedppl.gaussian import Gaussian
+from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
 from fedppl.types import Layout, LocalFailure, Message, Status
@@ -89,7 +90,7 @@ def Separate(*, local: LocalInference | None = None) -> Algorithm[SeparateState,
     ----------
     .. [1] FedLin, section 6.2: individual models.
     """
-    inference = settings.inference("local", local, NestedLaplace())
+    inference = local_inference("local", local, NestedLaplace())
     return Algorithm(
         name="Separate",
         settings={"local": inference.describe()},
