@@ -1,6 +1,6 @@
 """Gaussians in natural parameters: linear r = Σ⁻¹μ (..., m) and precision Q = Σ⁻¹ (..., m, m), or (..., m) diagonal.
 
-Multiplying densities adds (r, Q), so messages are added, subtracted and damped here without an inverse, and a single
+Multiplying densities adds (r, Q), so messages are added and subtracted here without an inverse, and a single
 factor may be improper (Q not positive definite). Functions that need a proper Gaussian raise ``ValueError``, and so
 does every function whose arguments do not fit each other. A density sees only the symmetric part of Q; that part is
 what every function reads and returns. Leading dimensions are a batch, and batches broadcast.
@@ -9,9 +9,9 @@ what every function reads and returns. Leading dimensions are a batch, and batch
 >>> q = product(prior, site)
 >>> mean(q), covariance(q), standard_deviations(q)
 (array([0.5]), array([[0.25]]), array([0.5]))
->>> cavity, half, step = quotient(q, site), power(site, 0.5), damp(prior, q, 0.25)
->>> cavity.precision, half.precision, step.precision
-(array([[1.]]), array([[1.5]]), array([[1.75]]))
+>>> cavity, half = quotient(q, site), power(site, 0.5)
+>>> cavity.precision, half.precision
+(array([[1.]]), array([[1.5]]))
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from scipy.linalg.lapack import dpotrf, dtrtri
 
 __all__ = [
-    "Gaussian", "Repair", "affine", "covariance", "damp", "draw", "from_moments", "is_proper", "kl", "log_density",
-    "log_kernel", "mean", "pack_triangle", "power", "precision_from_draws", "product", "quotient", "repair",
+    "Gaussian", "Repair", "affine", "covariance", "draw", "from_moments", "is_proper", "kl", "log_density",
+    "log_kernel", "mean", "pack_triangle", "power", "product", "quotient", "repair",
     "standard_deviations", "unpack_triangle",
 ]  # fmt: skip
 
@@ -169,12 +169,6 @@ def power(a: Gaussian, exponent: float | Array) -> Gaussian:
     a = _checked(a)
     factor = np.asarray(exponent, dtype=np.float64)[..., None]
     return Gaussian(factor * a.linear, (factor if _is_diagonal(a) else factor[..., None]) * a.precision)
-
-
-def damp(old: Gaussian, new: Gaussian, delta: float | Array) -> Gaussian:
-    """Step from old towards new: old + δ (new − old), for r and Q alike; proper if both are and δ is in [0, 1]."""
-    old, new = _aligned(old, new)
-    return product(old, power(quotient(new, old), delta))
 
 
 def _centre(g: Gaussian, root: Array) -> Array:
@@ -341,43 +335,6 @@ def unpack_triangle(vector: Array) -> Array:
             "for a whole m >= 1; check that nothing was cut off or appended"
         )
     return values.take(_triangle(size)[1], axis=-1)
-
-
-def precision_from_draws(draws: Array) -> Array:
-    """Estimate a precision from draws (n, m) by (n − m − 2) S⁻¹ with the scatter S = Σ (xᵢ − x̄)(xᵢ − x̄)ᵀ.
-
-    Unbiased for independent Gaussian draws, since S is Wishart with n − 1 degrees of freedom. Correlated draws (MCMC)
-    count for fewer than n, the estimate is then too large: thin them first. Raises ``ValueError`` if n <= m + 2, or if
-    the draws are not finite, constant in a coordinate or collinear.
-
-    >>> precision_from_draws(np.array([[-1.0], [0.0], [0.0], [1.0]]))
-    array([[0.5]])
-    """
-    values = np.asarray(draws, dtype=np.float64)
-    if values.ndim != 2 or values.shape[1] == 0:
-        raise ValueError(f"draws of shape {values.shape} must be a matrix (n, m): pass one row per draw")
-    if not np.isfinite(values).all():
-        row, column = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
-        raise ValueError(f"draws[{row}, {column}] is {values[row, column]} and must be finite: drop diverged draws")
-    n, size = values.shape
-    if n <= size + 2:
-        raise ValueError(
-            f"{n} draws of {size} coordinates give no unbiased precision: the draws must exceed m + 2 = "
-            f"{size + 2}; draw more or use a diagonal structure"
-        )
-    # Starting from the first draw makes a constant coordinate exactly zero instead of rounding noise.
-    centred = values - values[0]
-    centred = centred - centred.mean(axis=0)
-    spread = np.sqrt(np.square(centred).sum(axis=0))
-    if not spread.all():
-        raise ValueError(f"coordinate {int(np.argmin(spread))} of the draws has scatter 0 and must vary: drop it")
-    _, singular, right = np.linalg.svd(centred / spread, full_matrices=False)  # S itself would square the condition
-    if singular[-1] <= n * _EPS * singular[0]:
-        raise ValueError(
-            f"the draws are collinear (singular values {singular[0]:.6g} to {singular[-1]:.6g}) and must "
-            f"span {size} dimensions: drop coordinates that are functions of others"
-        )
-    return np.asarray((n - size - 2) * _outer((right / singular[:, None] / spread).T))
 
 
 def repair(g: Gaussian, floor: float) -> tuple[Gaussian, Repair]:

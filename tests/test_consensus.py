@@ -10,9 +10,11 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl import gaussian
-from fedppl.contracts import Target
+from fedppl.contracts import AnyAlgorithm, Posterior, Received, Target
 from fedppl.gaussian import Gaussian
+from fedppl.numerics.scatter import precision_from_draws
 from fedppl.numerics.streams import stream
+from fedppl.run.replies import received
 from fedppl.types import DeclarationError, LocalFailure, Status
 from tests import pooled, problems
 from tests.test_averaging import fitted
@@ -30,6 +32,17 @@ def subposterior(d: Any, clients: int) -> Gaussian:
     return gaussian.product(problems.regression_site(d), gaussian.power(problems.REGRESSION_PRIOR, 1 / clients))
 
 
+def each(replies: Any) -> Received:
+    """What a server has of a round."""
+    return received(replies, summed=False)
+
+
+def posterior(algorithm: AnyAlgorithm, state: Any) -> Gaussian:
+    shared = algorithm.result.shared
+    assert isinstance(shared, Posterior)
+    return shared.gaussian(state)
+
+
 # --- PrecisionWeighted ----------------------------------------------------------------------------------------
 
 
@@ -45,7 +58,7 @@ def test_the_product_of_gaussian_posteriors_is_the_posterior() -> None:
 def test_replies_are_posteriors_under_a_part_of_the_prior_and_q_is_their_sum() -> None:
     model, clients = problems.regression()
     models, algorithm = model.enrol(clients), fedppl.PrecisionWeighted()
-    state = algorithm.init_server(models["clinic 0"].layout, tuple(models), stream((1,)))
+    state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
     replies = {}
     for client_id, client in models.items():
         message = algorithm.broadcast(state, client_id)
@@ -53,8 +66,8 @@ def test_replies_are_posteriors_under_a_part_of_the_prior_and_q_is_their_sum() -
         exact = subposterior(clients[client_id], 4)
         assert_allclose(reply["linear"], exact.linear, rtol=1e-8, atol=1e-8)
         assert_allclose(gaussian.unpack_triangle(reply["precision"]), exact.precision, rtol=1e-8, atol=1e-8)
-    q = algorithm.posterior(algorithm.update_server(state, replies)[0])
-    total = fedppl.run.replies.sum_replies(replies)
+    q = posterior(algorithm, algorithm.update_server(state, each(replies))[0])
+    total = received(replies, summed=True).total
     assert_allclose(q.linear, total["linear"], rtol=1e-12, atol=1e-12)
     assert_allclose(gaussian.pack_triangle(q.precision), total["precision"], rtol=1e-12, atol=1e-12)
 
@@ -88,14 +101,15 @@ def test_clients_count_once_and_q_is_the_posterior_of_the_data_heard() -> None:
 def test_a_second_reply_changes_nothing_even_if_it_differs() -> None:
     model, clients = problems.regression()
     models, algorithm = model.enrol(clients), fedppl.PrecisionWeighted()
-    state = algorithm.init_server(models["clinic 0"].layout, tuple(models), stream((1,)))
+    state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
     reply = {"linear": np.ones(3), "precision": gaussian.pack_triangle(np.eye(3))}
-    once, _ = algorithm.update_server(state, {"clinic 1": reply})
-    twice, _ = algorithm.update_server(once, {"clinic 1": {**reply, "linear": np.full(3, 9.0)}})
+    once, _ = algorithm.update_server(state, each({"clinic 1": reply}))
+    twice, _ = algorithm.update_server(once, each({"clinic 1": {**reply, "linear": np.full(3, 9.0)}}))
     assert twice is once
     assert_array_equal(once.sites.q.linear, problems.REGRESSION_PRIOR.linear + np.ones(3))
     # nor beside one that is new
-    both, _ = algorithm.update_server(once, {"clinic 1": {**reply, "linear": np.full(3, 9.0)}, "clinic 2": reply})
+    again = {"clinic 1": {**reply, "linear": np.full(3, 9.0)}, "clinic 2": reply}
+    both, _ = algorithm.update_server(once, each(again))
     assert_array_equal(both.sites.q.linear, problems.REGRESSION_PRIOR.linear + 2 * np.ones(3))
 
 
@@ -105,7 +119,7 @@ def test_cavity_and_site_of_every_client_make_q() -> None:
     model, clients = problems.regression()
     fit = fitted(model, clients, fedppl.PrecisionWeighted(), rounds=1, participation=lambda ids, rng: ids[:3])
     for client_id in clients:
-        message = fit.algorithm.outcome(fit.state, client_id)
+        message = fit.algorithm.result.final_message(fit.state, client_id)
         cavity = gaussian.unpack_triangle(message["cavity_precision"])
         exact = exact_of(clients, {"clinic 0", "clinic 1", "clinic 2"} - {client_id})
         assert_allclose(cavity, exact.precision, rtol=1e-8, atol=1e-8)
@@ -134,7 +148,7 @@ def test_a_prior_that_is_not_gaussian_is_shared_out() -> None:
 def test_replies_that_are_no_distribution_are_refused(name: str, matrix: Any) -> None:
     model, clients = problems.regression()
     layout, algorithm = next(iter(model.enrol(clients).values())).layout, ONE_SHOT[name]()
-    state = algorithm.init_server(layout, tuple(clients), stream((1,)))
+    state = algorithm.init(layout, tuple(clients), stream((1,)))
 
     def reply(matrix: Any) -> Any:
         packed = gaussian.pack_triangle(matrix)
@@ -142,8 +156,8 @@ def test_replies_that_are_no_distribution_are_refused(name: str, matrix: Any) ->
             return {"linear": np.ones(3), "precision": packed}
         return {"weighted": np.ones((1000, 3)), "weight": packed, "count": np.array(1.0)}
 
-    assert "not positive definite" in str(algorithm.refuse(state, reply(matrix)))
-    assert algorithm.refuse(state, reply(np.eye(3))) is None
+    assert "not positive definite" in str(algorithm.replies.reject(state, reply(matrix)))
+    assert algorithm.replies.reject(state, reply(np.eye(3))) is None
 
 
 # --- ConsensusMonteCarlo --------------------------------------------------------------------------------------
@@ -171,7 +185,7 @@ def test_draws_are_averaged_one_by_one_by_the_clients_precisions() -> None:
     """φ_s = (Σ W_k)⁻¹ Σ W_k φ_ks from the clients' own draws, read off their replies."""
     model, clients = problems.regression()
     models, algorithm = model.enrol(clients), fedppl.ConsensusMonteCarlo(draws=200)
-    state = algorithm.init_server(models["clinic 0"].layout, tuple(models), stream((1,)))
+    state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
     replies, top, bottom = {}, np.zeros((200, 3)), np.zeros((3, 3))
     for k, (client_id, client) in enumerate(models.items()):
         _, reply, _ = algorithm.update_client(client, None, algorithm.broadcast(state, client_id), stream((k,)))
@@ -181,9 +195,9 @@ def test_draws_are_averaged_one_by_one_by_the_clients_precisions() -> None:
         exact = subposterior(clients[client_id], 4)
         sd = gaussian.standard_deviations(exact)
         assert_allclose((phi.mean(axis=0) - gaussian.mean(exact)) / sd, 0, atol=4 / np.sqrt(200))
-        assert_allclose(W, gaussian.precision_from_draws(phi), rtol=1e-7)
+        assert_allclose(W, precision_from_draws(phi), rtol=1e-7)
         top, bottom = top + phi @ W, bottom + W
-    after, _ = algorithm.update_server(state, replies)
+    after, _ = algorithm.update_server(state, each(replies))
     assert_allclose(after.draws, np.linalg.solve(bottom, top.T).T, rtol=1e-9, atol=1e-9)
 
 
@@ -191,33 +205,50 @@ def test_a_client_sends_the_same_draws_again_and_they_count_once() -> None:
     model, clients = problems.regression()
     models, algorithm = model.enrol(clients), fedppl.ConsensusMonteCarlo(draws=100)
     client = models["clinic 1"]
-    state = algorithm.init_server(client.layout, tuple(models), stream((1,)))
+    state = algorithm.init(client.layout, tuple(models), stream((1,)))
     message = algorithm.broadcast(state, "clinic 1")
     personal, first, _ = algorithm.update_client(client, None, message, stream((1,)))
     _, second, _ = algorithm.update_client(client, personal, message, stream((2,)))
     assert_array_equal(first["weighted"], second["weighted"])
-    once, _ = algorithm.update_server(state, {"clinic 1": first})
-    assert algorithm.update_server(once, {"clinic 1": second})[0] is once
-    assert (once.included, once.heard) == (1.0, ("clinic 1",))
-    assert "1 of 4 clients" in once.message
+    once, report = algorithm.update_server(state, each({"clinic 1": first}))
+    assert algorithm.update_server(once, each({"clinic 1": second}))[0] is once
+    assert (once.included, once.replied) == (1.0, ("clinic 1",))
+    assert "1 of 4 clients" in report.message
     # one that lost its draws sends others, which come too late
     _, third, _ = algorithm.update_client(client, None, message, stream((2,)))
     assert np.max(np.abs(first["weighted"] - third["weighted"])) > 0
-    assert algorithm.update_server(once, {"clinic 1": third})[0] is once
+    assert algorithm.update_server(once, each({"clinic 1": third}))[0] is once
+
+
+def test_replies_that_were_summed_on_the_way_count_as_many() -> None:
+    model, clients = problems.regression()
+    models, algorithm = model.enrol(clients), fedppl.ConsensusMonteCarlo(draws=50)
+    state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
+    replies = {
+        client_id: algorithm.update_client(client, None, algorithm.broadcast(state, client_id), stream((k,))).reply
+        for k, (client_id, client) in enumerate(models.items())
+    }
+    one_by_one, _ = algorithm.update_server(state, each(replies))
+    first, *others = replies
+    total = received({client_id: replies[client_id] for client_id in others}, summed=True).total
+    assert algorithm.replies.reject(state, total) is None
+    summed, report = algorithm.update_server(state, each({first: replies[first], "relay": total}))
+    assert_allclose(summed.draws, one_by_one.draws, rtol=1e-12, atol=1e-12)
+    assert (summed.included, report.status) == (4.0, Status.CONVERGED)
 
 
 def test_before_and_while_clients_are_missing_the_prior_stands_in() -> None:
     model, clients = problems.regression()
     models, algorithm = model.enrol(clients), fedppl.ConsensusMonteCarlo(draws=4000)
-    state = algorithm.init_server(models["clinic 0"].layout, tuple(models), stream((1,)))
+    state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
     assert state.draws.shape == (0, 3)
-    assert_array_equal(algorithm.details(state)["skewness"][1], np.zeros(3))
-    assert_allclose(algorithm.posterior(state).precision, problems.REGRESSION_PRIOR.precision)
+    assert_array_equal(algorithm.result.details(state)["skewness"][1], np.zeros(3))
+    assert_allclose(posterior(algorithm, state).precision, problems.REGRESSION_PRIOR.precision)
     for k, client_id in enumerate(["clinic 3", "clinic 1"]):
         reply = algorithm.update_client(models[client_id], None, algorithm.broadcast(state, client_id), stream((k,)))[1]
-        state, _ = algorithm.update_server(state, {client_id: reply})
+        state, _ = algorithm.update_server(state, each({client_id: reply}))
     exact = exact_of(clients, ["clinic 3", "clinic 1"])
-    sd, q = gaussian.standard_deviations(exact), algorithm.posterior(state)
+    sd, q = gaussian.standard_deviations(exact), posterior(algorithm, state)
     assert_allclose((gaussian.mean(q) - gaussian.mean(exact)) / sd, 0, atol=4 / np.sqrt(4000))
     assert_allclose(gaussian.standard_deviations(q), sd, rtol=4 / np.sqrt(8000))
 
@@ -228,9 +259,9 @@ def test_a_clients_own_posterior_is_that_of_all_data() -> None:
     fit = fitted(model, clients, fedppl.ConsensusMonteCarlo(draws=4000))
     client, others = fit.clients["clinic 2"], exact_of(clients, ["clinic 0", "clinic 1", "clinic 3"])
     mean, covariance = problems.regression_joint(clients["clinic 2"], others)
-    sd, message = np.sqrt(np.diag(covariance)), fit.algorithm.outcome(fit.state, "clinic 2")
+    sd, message = np.sqrt(np.diag(covariance)), fit.algorithm.result.final_message(fit.state, "clinic 2")
     for personal in (fit.personal["clinic 2"], None):
-        drawn = fit.algorithm.draw(client, personal, message, 4000, 1, stream((2,)))
+        drawn = fit.algorithm.result.draw(client, personal, message, 4000, 1, stream((2,)))
         found = np.concatenate([drawn.shared[0], drawn.local[0]], axis=1)
         assert_allclose((found.mean(axis=0) - mean) / sd, 0, atol=4 * np.sqrt(3 / 4000))
         assert_allclose(found.std(axis=0), sd, rtol=4 * np.sqrt(3 / 8000))

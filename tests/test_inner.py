@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import FederatedModel, gaussian
-from fedppl.local import _inner, nested_laplace
+from fedppl.local import _inner, _marginal
 from fedppl.types import Array
 
 
@@ -56,8 +56,8 @@ def test_nine_nodes_leave_little_of_laplaces_error(successes: int) -> None:
     y = np.arange(3) < successes
     client = FederatedModel(intercepts, ["mu", "tau"]).enrol({"a": {"y": y.astype(int)}})["a"]
     phi = around([0.3, 0.5], 0.3)
-    laplace = nested_laplace.log_marginal(client, phi)
-    known = nested_laplace._difference(client, phi, phi.mean(axis=0))  # about where `log_marginal` expands
+    laplace = _marginal.values(client, phi, phi.mean(axis=0), 0.0)
+    known = _marginal.difference(client, phi, phi.mean(axis=0))  # about the same point
     assert known is not None and known[1] == 1.0
     left = known[0]
     truth = exact(phi, successes, 3)
@@ -74,8 +74,7 @@ def test_independent_coordinates_leave_the_sum_of_what_each_leaves(size: int, no
     clients = one.enrol({str(i): {"y": y[:, i]} for i in range(size)})
     phi = around([0.3, 0.2], 0.2)
     together, *parts = (
-        nested_laplace._difference(client, phi, phi[0])
-        for client in (all_.enrol({"a": {"y": y}})["a"], *clients.values())
+        _marginal.difference(client, phi, phi[0]) for client in (all_.enrol({"a": {"y": y}})["a"], *clients.values())
     )
     assert together is not None and together[1] == 1.0
     together, expected = together[0], np.sum([part[0] for part in parts if part is not None], axis=0)
@@ -92,10 +91,10 @@ def test_nothing_is_left_out_where_theta_is_gaussian() -> None:
         return model
 
     client = FederatedModel(normal, ["mu", "tau"]).enrol({"a": {"y": np.array([0.3, 1.2])}})["a"]
-    assert nested_laplace._is_exact(client)
-    assert nested_laplace._left_out(client, np.zeros(2), np.eye(2)) == (None, 1.0)
+    assert _marginal.is_exact(client)
+    assert _marginal.left_out(client, np.zeros(2), np.eye(2)) == (None, 1.0)
     binary = FederatedModel(intercepts, ["mu", "tau"]).enrol({"a": {"y": np.array([0, 1])}})["a"]
-    assert not nested_laplace._is_exact(binary)
+    assert not _marginal.is_exact(binary)
 
 
 def test_a_quadratic_difference_comes_back() -> None:
@@ -165,7 +164,7 @@ def test_a_prior_that_pins_theta_is_no_proof_of_a_gaussian() -> None:
         return model
 
     client = FederatedModel(pinned, ["mu", "tau"]).enrol({"a": {"y": np.array([0, 1, 1])}})["a"]
-    assert not nested_laplace._is_exact(client)
+    assert not _marginal.is_exact(client)
 
 
 def test_a_fit_says_whose_integrals_are_not_known() -> None:

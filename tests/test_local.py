@@ -20,7 +20,7 @@ from fedppl import DeclarationError, gaussian
 from fedppl.contracts import Draws, LocalInference, Moments, Target
 from fedppl.gaussian import Gaussian
 from fedppl.local import nuts
-from fedppl.local.nested_laplace import log_marginal
+from fedppl.local._marginal import values
 from fedppl.local.tilted import log_tilted
 from fedppl.model.declaration import ClientModel
 from fedppl.testing import normal_means
@@ -334,6 +334,11 @@ def test_kinks_are_for_ways_without_curvature() -> None:
 # --- nested Laplace: log f_k and its expansion ------------------------------------------------------------------------
 
 
+def log_marginal(client: ClientModel, phi: Array) -> Array:
+    """log f_k at the rows of phi (S, m), by way of their mean."""
+    return values(client, phi, phi.mean(axis=0), 0.0)
+
+
 def quadrature(log_integrand: Callable[[float], float], centre: float, half_width: float) -> float:
     """Log of an integral by adaptive quadrature, scaled by the integrand at the centre."""
     scale = log_integrand(centre)
@@ -414,10 +419,10 @@ def test_log_marginal_of_poisson_counts_is_off_by_the_laplace_error() -> None:
 def test_log_marginal_where_there_is_no_density_is_minus_infinity() -> None:
     # τ = exp(−801) = 0 at one of the points; the one between, their mean, is not hurt by it
     client, point = noise_client(), np.array([[1.0, -0.5, -1.0]])
-    values = log_marginal(client, point + [[0, 0, 0], [0, 0, -800], [0, 0, 800]])
-    assert values[0] == log_marginal(client, point)[0]
-    assert values[1] == -np.inf
-    assert np.isfinite(values[2])
+    found = log_marginal(client, point + [[0, 0, 0], [0, 0, -800], [0, 0, 800]])
+    assert found[0] == log_marginal(client, point)[0]
+    assert found[1] == -np.inf
+    assert np.isfinite(found[2])
 
 
 def test_log_marginal_hardly_depends_on_the_points_it_is_asked_at_together(rng: np.random.Generator) -> None:
@@ -474,10 +479,10 @@ def test_expansion_agrees_with_differences_of_log_marginal() -> None:
                 for b in (-1, 1):
                     steps.append(h * (a * np.eye(3)[i] + b * np.eye(3)[j]))
     found_there = log_marginal(client, phi + np.array(steps))
-    values = {tuple(np.round(s / h)): v for s, v in zip(steps, found_there, strict=True)}
+    around = {tuple(np.round(s / h)): v for s, v in zip(steps, found_there, strict=True)}
 
     def at(*s: float) -> float:
-        return values[tuple(np.asarray(s, dtype=float))]
+        return around[tuple(np.asarray(s, dtype=float))]
 
     gradient, hessian = np.zeros(3), np.zeros((3, 3))
     for i in range(3):

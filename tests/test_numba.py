@@ -13,7 +13,7 @@ import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
 
-from fedppl.local import nuts
+from fedppl.local import _chains
 from fedppl.model._numba import MODE, without_notices
 from fedppl.results import idata
 
@@ -70,5 +70,5 @@ def test_sampling_and_diagnostics_touch_no_warning_filter(monkeypatch: pytest.Mo
     idata.chain_diagnostics(np.zeros((2, 10, 1)))
     nutpie = pytest.importorskip("nutpie")
     monkeypatch.setattr(nutpie, "sample", spy(nutpie.sample))
-    nuts._nutpie(lambda x: (-0.5 * float(x @ x), -x), np.zeros(2), 20, 20, 1, 0.9, np.random.default_rng(1))
+    _chains.by_nutpie(lambda x: (-0.5 * float(x @ x), -x), np.zeros(2), 20, 20, 1, 0.9, np.random.default_rng(1))
     assert seen == [before, before]

@@ -17,9 +17,10 @@ from benchmarks._attacks import budget
 from fedppl import gaussian, privacy, structure
 from fedppl.algorithms.ep import _sites
 from fedppl.algorithms.ep._whitening import frame_of, length, unwhiten, whiten
-from fedppl.algorithms.ep.private import Spent
-from fedppl.contracts import Algorithm, LocalInference, Moments, Request
+from fedppl.algorithms.ep.private import PrivateEPClientState
+from fedppl.contracts import AnyAlgorithm, LocalInference, Moments, Received, Request
 from fedppl.gaussian import Gaussian
+from fedppl.run.replies import received
 from fedppl.testing import normal_means
 from fedppl.types import DeclarationError, Layout, LocalFailure, Status, Variable
 from tests import problems
@@ -31,7 +32,7 @@ FORMS = {
 }
 
 
-def private(**settings: Any) -> Algorithm:
+def private(**settings: Any) -> AnyAlgorithm:
     """PrivateEP with settings of small tests."""
     return fedppl.PrivateEP(**({"clip": 0.5, "noise_multiplier": 1.0, "releases": 4} | settings))
 
@@ -82,9 +83,9 @@ def posterior(clients: dict[str, SimpleNamespace]) -> Gaussian:
     )
 
 
-def drive(algorithm: Algorithm, clients: dict[str, SimpleNamespace], rounds: int, share: float = 1.0) -> Any:
+def drive(algorithm: AnyAlgorithm, clients: dict[str, SimpleNamespace], rounds: int, share: float = 1.0) -> Any:
     """The loop without a loop; with a share below 1, some clients are not asked."""
-    state = algorithm.init_server(next(iter(clients.values())).layout, tuple(clients), np.random.default_rng(0))
+    state = algorithm.init(next(iter(clients.values())).layout, tuple(clients), np.random.default_rng(0))
     personal: dict[str, Any] = {}
     chance = np.random.default_rng(17)
     for _ in range(rounds):
@@ -94,13 +95,13 @@ def drive(algorithm: Algorithm, clients: dict[str, SimpleNamespace], rounds: int
                 message = algorithm.broadcast(state, name)
                 rng = np.random.default_rng(3)
                 personal[name], replies[name], _ = algorithm.update_client(client, personal.get(name), message, rng)
-        state, info = algorithm.update_server(state, replies)
-    return state, info
+        state, report = algorithm.update_server(state, received(replies, summed=False))
+    return state, report
 
 
-def asked(algorithm: Algorithm, client: Any, personal: Any = None, seed: int = 0) -> Any:
+def asked(algorithm: AnyAlgorithm, client: Any, personal: Any = None, seed: int = 0) -> Any:
     """One request of the first round."""
-    state = algorithm.init_server(client.layout, (client.client_id,), np.random.default_rng(0))
+    state = algorithm.init(client.layout, (client.client_id,), np.random.default_rng(0))
     message = algorithm.broadcast(state, client.client_id)
     return algorithm.update_client(client, personal, message, np.random.default_rng(seed))
 
@@ -294,7 +295,7 @@ def test_a_failure_is_released_as_the_old_site_with_noise(name: str) -> None:
     """In the first round there is none, so that noise alone is released; later the server knows it without asking."""
     healthy = asked(private(local=exact()), one())
     personal, reply, info = asked(private(local=FAILING[name]), one())
-    assert personal == healthy[0] == Spent(1)
+    assert personal == healthy[0] == PrivateEPClientState(1)
     assert set(reply) == set(healthy[1]) == {"site"}
     assert reply["site"].shape == healthy[1]["site"].shape == (5,)
     assert reply["site"].dtype == healthy[1]["site"].dtype == np.float64
@@ -359,7 +360,7 @@ def test_equal_seeds_do_not_give_equal_noise() -> None:
 def test_a_server_that_lies_about_q_gets_no_release() -> None:
     """What is refused is seen before the data are looked at."""
     client, algorithm = one(), private(local=raises(AssertionError))
-    state = algorithm.init_server(client.layout, (client.client_id,), np.random.default_rng(0))
+    state = algorithm.init(client.layout, (client.client_id,), np.random.default_rng(0))
     message = dict(algorithm.broadcast(state, client.client_id))
     for name, value in (
         ("global_precision", -message["global_precision"]),
@@ -375,7 +376,7 @@ def test_a_client_stops_when_its_releases_are_used_up() -> None:
     algorithm, client, personal = private(local=exact(), releases=3), one(), None
     for count in (1, 2, 3):
         personal, _, _ = asked(algorithm, client, personal)
-        assert personal == Spent(count)
+        assert personal == PrivateEPClientState(count)
     with pytest.raises(LocalFailure, match="releases=3"):
         asked(algorithm, client, personal)
 
@@ -385,12 +386,12 @@ def test_a_client_stops_when_its_releases_are_used_up() -> None:
 
 def test_an_absurd_norm_is_refused_and_an_honest_one_is_not() -> None:
     algorithm, client = private(local=exact(), clip=0.5, noise_multiplier=2.0), one()
-    state = algorithm.init_server(client.layout, (client.client_id,), np.random.default_rng(0))
-    assert algorithm.reply_shapes(state) == {"site": (5,)}
-    assert algorithm.refuse(state, asked(algorithm, client)[1]) is None
+    state = algorithm.init(client.layout, (client.client_id,), np.random.default_rng(0))
+    assert algorithm.replies.shapes(state) == {"site": (5,)}
+    assert algorithm.replies.reject(state, asked(algorithm, client)[1]) is None
     limit = 0.5 + 12 * 1.0 * np.sqrt(5)
-    assert algorithm.refuse(state, {"site": np.array([0.999 * limit, 0, 0, 0, 0])}) is None
-    reason = algorithm.refuse(state, {"site": np.array([1.001 * limit, 0, 0, 0, 0])})
+    assert algorithm.replies.reject(state, {"site": np.array([0.999 * limit, 0, 0, 0, 0])}) is None
+    reason = algorithm.replies.reject(state, {"site": np.array([1.001 * limit, 0, 0, 0, 0])})
     assert reason is not None
     assert "'site' has norm" in reason
 
@@ -403,12 +404,12 @@ def test_the_predicted_noise_is_the_error_of_the_mean() -> None:
         clients = factors(20, 2, rng)
         algorithm = private(local=exact(), clip=1.2, noise_multiplier=0.1, releases=6, _normals=rng.standard_normal)
         state, _ = drive(algorithm, clients, 6)
-        q, widened = state.sites.q, algorithm.posterior(state)
+        q, widened = state.sites.q, algorithm.result.shared.gaussian(state)
         error = gaussian.mean(q) - gaussian.mean(posterior(clients))
         added = gaussian.covariance(widened) - gaussian.covariance(q)
         total += error @ np.linalg.solve(added, error)
         np.testing.assert_allclose(gaussian.mean(widened), gaussian.mean(q), rtol=1e-8)
-        np.testing.assert_allclose(np.sqrt(np.diag(added)), algorithm.details(state)["noise_sd"][1], rtol=1e-6)
+        np.testing.assert_allclose(np.sqrt(np.diag(added)), algorithm.result.details(state)["noise_sd"][1], rtol=1e-6)
     assert chi2.ppf(1e-3, 80) < total < chi2.isf(1e-3, 80)
 
 
@@ -417,7 +418,7 @@ def test_averaging_takes_noise_out() -> None:
     clients = factors(40, 2, np.random.default_rng(2))
     algorithm = private(local=exact(), clip=1.2, noise_multiplier=0.1, releases=20)
     _, last = drive(algorithm, clients, 20)
-    assert last.noise == pytest.approx(0.12 * np.sqrt(40 / 11), rel=0.2)
+    assert last.info.noise == pytest.approx(0.12 * np.sqrt(40 / 11), rel=0.2)
 
 
 def test_clients_that_are_not_asked_keep_their_sites_and_the_noise_is_still_predicted() -> None:
@@ -429,7 +430,7 @@ def test_clients_that_are_not_asked_keep_their_sites_and_the_noise_is_still_pred
         state, _ = drive(algorithm, clients, 9, share=0.7)
         error = gaussian.mean(state.sites.q) - gaussian.mean(posterior(clients))
         total += error @ np.linalg.solve(
-            gaussian.covariance(algorithm.posterior(state)) - gaussian.covariance(state.sites.q), error
+            gaussian.covariance(algorithm.result.shared.gaussian(state)) - gaussian.covariance(state.sites.q), error
         )
     assert chi2.ppf(1e-3, 40) < total < chi2.isf(1e-3, 40)
 
@@ -437,10 +438,10 @@ def test_clients_that_are_not_asked_keep_their_sites_and_the_noise_is_still_pred
 def test_too_much_noise_is_said_and_not_called_converged() -> None:
     clients = factors(2, 2, np.random.default_rng(4))
     algorithm = private(local=exact(), clip=1.0, noise_multiplier=50.0, releases=3)
-    state, info = drive(algorithm, clients, 3)
-    assert Status(state.status) is Status.STALLED
-    assert "too much noise" in state.message
-    assert info.damping == 0
+    _, last = drive(algorithm, clients, 3)
+    assert last.status is Status.STALLED
+    assert "too much noise" in last.message
+    assert last.info.damping == 0
 
 
 def test_noise_that_hides_whether_q_arrived_is_not_called_converged() -> None:
@@ -451,21 +452,22 @@ def test_noise_that_hides_whether_q_arrived_is_not_called_converged() -> None:
     for client in clients.values():
         client.layout = wide
     algorithm = private(local=exact(), clip=1.0, noise_multiplier=3.0, releases=3, _normals=rng.standard_normal)
-    state, info = drive(algorithm, clients, 3)
+    state, last = drive(algorithm, clients, 3)
     assert np.all(gaussian.standard_deviations(state.sites.q) > 10 * gaussian.standard_deviations(posterior(clients)))
-    assert info.noise > 1
-    assert Status(state.status) is Status.STALLED
-    assert "hides whether q arrived" in state.message
+    assert last.info.noise > 1
+    assert last.status is Status.STALLED
+    assert "hides whether q arrived" in last.message
 
 
 def test_a_round_without_replies_counts_and_changes_nothing_else() -> None:
     clients = factors(3, 2, np.random.default_rng(5))
     algorithm = private(local=exact(), clip=2.0, noise_multiplier=0.01)
     state, _ = drive(algorithm, clients, 1)
-    after, info = algorithm.update_server(state, {})
+    after, report = algorithm.update_server(state, received({}, summed=False))
     assert after.rounds == 2
     assert after.sites is state.sites
-    assert info.epsilon == privacy.epsilon(0.01, 2)
+    assert report.info.epsilon == privacy.epsilon(0.01, 2)
+    assert report.message is None
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------
@@ -556,8 +558,9 @@ def test_no_client_releases_more_than_it_may_when_replies_are_lost() -> None:
         released[client.client_id] += 1
         return result
 
-    def lossy(state: Any, replies: Any) -> Any:
-        return algorithm.update_server(state, {k: v for k, v in replies.items() if k != "client 0" or state.rounds})
+    def lossy(state: Any, all_: Received) -> Any:
+        kept = {k: v for k, v in all_.each.items() if k != "client 0" or state.rounds}
+        return algorithm.update_server(state, received(kept, summed=False))
 
     steps = list(
         fedppl.rounds(
@@ -585,9 +588,9 @@ def test_a_request_without_noise_in_its_stream_is_answered_by_the_engine_too() -
     from fedppl.engine.answer import answer
 
     algorithm, client = private(local=exact()), one()
-    state = algorithm.init_server(client.layout, (client.client_id,), np.random.default_rng(0))
+    state = algorithm.init(client.layout, (client.client_id,), np.random.default_rng(0))
     request = Request(client.client_id, 1, 1, (0, 1, 2), algorithm.broadcast(state, client.client_id))
     personal, reply = answer(algorithm, client, None, request)
     again, other = answer(algorithm, client, personal, request)
-    assert again == Spent(2)
+    assert again == PrivateEPClientState(2)
     assert np.all(reply.message["site"] != other.message["site"])  # type: ignore[union-attr]

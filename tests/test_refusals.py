@@ -136,9 +136,9 @@ def test_a_million_rows_under_a_vague_prior_are_no_reason_to_refuse(prior_sd: fl
     sites = _sites.empty(layout(prior_sd), ("a", "b"), _sites.structure_of("full", layout(prior_sd)))
     far, packed = np.full(2, 10 * prior_sd), np.array([0.99e8, 0.0, 0.99e8])
     expansion = {"value": np.array(-0.5e8 * far @ far), "gradient": 0.99e8 * far, "hessian": -packed}
-    assert _sites.absurd_expansion(sites, expansion) is None
+    assert _sites.implausible_expansion(sites, expansion) is None
     tilted = {"mean": far, "precision": packed, "skewness": np.zeros(2), "mc_error": np.array(0.9)}
-    assert _sites.absurd_moments(sites, tilted) is None
+    assert _sites.implausible_moments(sites, tilted) is None
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
@@ -147,13 +147,13 @@ def test_units_do_not_matter(scale: float) -> None:
     sites = _sites.empty(layout(scale), ("a",), _sites.structure_of("full", layout(scale)))
     tilted = {"mean": np.ones(2) * scale, "precision": np.array([2.0, 0.5, 2.0]) / scale**2}
     rest = {"skewness": np.zeros(2), "mc_error": np.array(0.0)}
-    assert _sites.absurd_moments(sites, {**tilted, **rest}) is None
+    assert _sites.implausible_moments(sites, {**tilted, **rest}) is None
     wild = {**tilted, "precision": tilted["precision"] * 1e15, **rest}
-    assert "'precision' is 2.5e+15 times q's" in str(_sites.absurd_moments(sites, wild))
+    assert "'precision' is 2.5e+15 times q's" in str(_sites.implausible_moments(sites, wild))
     expansion = {"value": np.array(1.0), "gradient": np.ones(2) / scale, "hessian": tilted["precision"]}
-    assert _sites.absurd_expansion(sites, expansion) is None
+    assert _sites.implausible_expansion(sites, expansion) is None
     steep = {**expansion, "gradient": np.ones(2) / scale * 1e20}
-    assert "'gradient'" in str(_sites.absurd_expansion(sites, steep))
+    assert "'gradient'" in str(_sites.implausible_expansion(sites, steep))
 
 
 def test_the_largest_that_passes_leaves_the_ledger_usable() -> None:
@@ -163,7 +163,7 @@ def test_the_largest_that_passes_leaves_the_ledger_usable() -> None:
     q = _sites.update(sites, *known)
     packed = 0.99e14 * np.array([5.0, 1.0, 5.0])
     rest = {"skewness": np.zeros(2), "mc_error": np.array(0.0)}
-    assert _sites.absurd_moments(q, {"mean": np.array([0.3, -0.7]), "precision": packed, **rest}) is None
+    assert _sites.implausible_moments(q, {"mean": np.array([0.3, -0.7]), "precision": packed, **rest}) is None
     linear, precision = known[0].copy(), known[1].copy()
     precision[1] += packed - _sites.in_structure(q.q.precision, q.structure)
     assert np.allclose(_sites.cavity(_sites.update(q, linear, precision), "b").precision, q.q.precision, rtol=0.05)

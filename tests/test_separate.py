@@ -131,7 +131,7 @@ def test_a_client_that_fails_is_asked_again() -> None:
     assert fit.status is Status.MAX_ROUNDS
     assert [list(record.failures) for record in fit.records] == [["clinic 2"]] * 2
     assert "clinic 2" in fit.message
-    assert_array_equal(fit.state.heard, [True, True, False, True])
+    assert_array_equal(fit.state.has_replied, [True, True, False, True])
 
 
 def test_a_kink_is_refused() -> None:
@@ -201,8 +201,8 @@ def test_all_clients_have_to_stand_still() -> None:
     assert steps[-1].info.change < 1e-6
     assert steps[-1].status is Status.RUNNING
     assert "not replied yet" in steps[-1].message
-    assert algorithm.refuse(steps[-1].state, {"change": np.array(-1.0)}) is not None
-    assert algorithm.refuse(steps[-1].state, {"change": np.array(0.0)}) is None
+    assert algorithm.replies.reject(steps[-1].state, {"change": np.array(-1.0)}) is not None
+    assert algorithm.replies.reject(steps[-1].state, {"change": np.array(0.0)}) is None
 
 
 def test_sgd_draws_are_one_point() -> None:

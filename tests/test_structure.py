@@ -14,8 +14,6 @@ from fedppl import structure as sr
 from fedppl.gaussian import Gaussian
 from fedppl.structure import Structure
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 Array = NDArray[np.float64]
 few = settings(max_examples=20, derandomize=True, deadline=None, database=None)
 seeds = st.integers(0, 2**32 - 1)

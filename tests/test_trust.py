@@ -17,9 +17,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 import fedppl
 from benchmarks._attacks import trust as attacks
 from fedppl import gaussian
-from fedppl.algorithms.ep import _damping as _damped_step
-from fedppl.algorithms.ep import _moves, _sites, _trust, _warm_start
+from fedppl.algorithms.ep import _damping, _diagnosis, _moves, _sites, _trust
 from fedppl.algorithms.ep._sites import Sites
+from fedppl.algorithms.ep._state import Taken
 from fedppl.contracts import Reply, Request
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means
@@ -321,7 +321,7 @@ def steps(
 
 
 def any_poison(rng: np.random.Generator) -> Callable[[Request, Reply], Any]:
-    """Finite, accepted by `refuse`, and otherwise of any size."""
+    """Finite, not rejected, and otherwise of any size."""
     far, size = 10 ** rng.uniform(0, 5), 10 ** rng.uniform(-1, 6)
     direction = rng.normal(size=3)
     sign = rng.choice([-1.0, 1.0])
@@ -524,7 +524,7 @@ def test_who_pulls_alone_is_named_where_q_is_no_posterior() -> None:
         pushed = linear.copy()
         pushed[k] += slope
         sites = ledger(standard(1, 10.0), list(pushed), list(precision))
-        told = _warm_start.pulls_alone(sites, np.array([15.0]))
+        told = _diagnosis.pulls_alone(sites, np.array([15.0]))
         assert (f"client {k} pulls" in told) == said and not any(f"client {j} " in told for j in {0, 1, 2, 3} - {k})
 
 
@@ -533,22 +533,22 @@ def test_who_is_held_back_stays_so_until_it_is_replaced(step: float, rounds: int
     """Of a site that was drawn in, (1 − δ)^n is left after n replies: below 5 % it counts no more."""
     last = steps(liar, 6)[-1]
     sites, nobody = last.state.sites, np.zeros(4, dtype=bool)
-    state, info = last.state, last.info
+    taken = Taken(last.state, last.info)
     within = _trust.Bounded(sites, np.zeros((4, 3)), nobody, nobody, nobody, nobody, nobody)
     for count in range(1, rounds + 1):
-        assert state.held[1] > 0
-        state, info = _damped_step.hold_back(state, info, [0, 1], within, 1.0, step)
-        assert_allclose(state.held[1], (1 - step) ** count if count < rounds else 0.0)
-        assert np.any(state.pull[1]) == (count < rounds)
+        assert taken.state.held[1] > 0
+        taken = _damping.hold_back(taken, [0, 1], within, 1.0, step)
+        assert_allclose(taken.state.held[1], (1 - step) ** count if count < rounds else 0.0)
+        assert np.any(taken.state.pull[1]) == (count < rounds)
 
 
 def test_where_no_step_can_be_made_who_is_held_back_is_named_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     state = steps(liar, 6, trust=3.0)[-1].state
     worse = itertools.count()
-    monkeypatch.setattr(_damped_step._sites, "improper_cavities", lambda sites: next(worse))
+    monkeypatch.setattr(_damping._sites, "improper_cavities", lambda sites: next(worse))
     change = np.stack([np.zeros(6), -0.1 * state.sites.q.precision[np.triu_indices(3)]])
-    after, info = _damped_step.damped_step(
-        state._replace(status="running", message=""),
+    taken = _damping.damped_step(
+        state,
         [0, 1],
         np.zeros((2, 3)),
         change,
@@ -558,9 +558,10 @@ def test_where_no_step_can_be_made_who_is_held_back_is_named_and_nobody_else(mon
         largest=1.0,
         trust=3.0,
     )
-    assert info.damping == 0 and "no damped step" in after.message
-    assert f"{CLIENT} (pulls " in after.message
-    assert not any(f"clinic {k}" in after.message for k in (0, 2, 3))
+    assert taken.message is not None
+    assert taken.info.damping == 0 and "no damped step" in taken.message
+    assert f"{CLIENT} (pulls " in taken.message
+    assert not any(f"clinic {k}" in taken.message for k in (0, 2, 3))
 
 
 # --- honest clients -------------------------------------------------------------------------------------------

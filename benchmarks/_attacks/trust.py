@@ -251,7 +251,7 @@ def attack(problem: Any, how: Attack, rounds: int, *, trust: float | None = TRUS
 
     honest = _fit(problem, how, None, rounds)
     fit = _fit(problem, how, trust, rounds, Tampering(change))
-    cavity = honest.algorithm.outcome(honest.state, liar)
+    cavity = honest.algorithm.result.final_message(honest.state, liar)
     sd = np.sqrt(np.diag(np.linalg.inv(gaussian.unpack_triangle(cavity["cavity_precision"]))))
     q = fit.state.sites.q  # of a run that ended in the warm start there may be no posterior
     gap = gaussian.mean(q) - gaussian.mean(honest.state.sites.q) if gaussian.is_proper(q) else np.inf

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.contracts import Moments
-from fedppl.numerics import stein as _stein
+from fedppl.numerics import stein
 from fedppl.numerics.importance import (
     controlled_moments,
     departure,
@@ -79,11 +79,11 @@ def _from_values(factor: Factor, mean: Array, root: Array, points: int, stream: 
 def _from_gradients(factor: Factor, mean: Array, root: Array, points: int, stream: int) -> Moments | None:
     found = None
     for multiple, largest in _GRADIENT_REMAINDERS:
-        z = whitened_points(factor.size, multiple * _stein.points_for(factor.size, points), stream)
+        z = whitened_points(factor.size, multiple * stein.points_for(factor.size, points), stream)
         log_weights, gradients = factor.gradients(mean + z @ root.T)
         if not np.all(np.isfinite(log_weights)) or not np.all(np.isfinite(gradients)):
             return None
-        found = _stein.stein_moments(z, log_weights, gradients @ root)
+        found = stein.stein_moments(z, log_weights, gradients @ root)
         if found is None or found.remainder <= largest:
             break
     if found is None:
@@ -95,10 +95,10 @@ def _from_gradients(factor: Factor, mean: Array, root: Array, points: int, strea
         "pareto_k": found.pareto_k,
         "remainder": found.remainder,
         "mc_error": found.error,
-        "departure": _stein.departure(found.off, root),
+        "departure": stein.departure(found.off, root),
         "mode_failures": 0.0,
     }
-    skewed = _stein.skewness(z, found.off, root)
+    skewed = stein.skewness(z, found.off, root)
     return _coloured(found.moments.mean, found.moments.covariance, mean, root, skewed, quality)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedppl.model.declaration import ClientModel
+from fedppl.contracts import ClientView
 from fedppl.numerics.marginal import inner_mode_at, site_batch
 from fedppl.types import Array
 
@@ -16,7 +16,7 @@ _BEYOND = 1e12
 _SHRUNK = -4.0
 
 
-def no_mode(client: ClientModel, phi: Array) -> str:
+def no_mode(client: ClientView, phi: Array) -> str:
     """Why the inner search found no mode at φ (m,), with a remedy; names variables and no numbers of the client's."""
     _, theta = inner_mode_at(client.kernel, phi, client.initial, client.data)
     value = site_batch(client.kernel, np.concatenate([phi, theta])[None], client.data)[0]

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import minimize
 
 from fedppl.contracts import Draws, LocalInference, Moments, Target
-from fedppl.local.tilted import log_tilted, negative_hessian, start
+from fedppl.local.tilted import log_tilted, moments_of, negative_hessian, start
 from fedppl.numerics.importance import pareto_k, stream_of, whitened_points
 from fedppl.settings import whole
 from fedppl.types import Array, LocalFailure
@@ -31,7 +31,7 @@ def ADVI(*, points: int = 256, max_iterations: int = 2000) -> LocalInference:
     points
         Number of points S, raised to at least twice the dimension.
     max_iterations
-        Limit on L-BFGS iterations.
+        Largest number of L-BFGS iterations.
 
     Returns
     -------
@@ -65,7 +65,7 @@ def MeanField(*, points: int = 64, max_iterations: int = 2000) -> LocalInference
     points
         Number of fixed points of the objective.
     max_iterations
-        Limit on L-BFGS iterations.
+        Largest number of L-BFGS iterations.
 
     Returns
     -------
@@ -208,9 +208,7 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     del rng
     m = target.client.shared_size
     mean, factor, k = _fit(target, settings)
-    covariance = factor[:m] @ factor[:m].T
-    precision = np.linalg.inv(covariance)
-    return Moments(mean[:m], covariance, (precision + precision.T) / 2, np.zeros(m), {"ess": np.inf, "pareto_k": k})
+    return moments_of(mean[:m], factor[:m] @ factor[:m].T, np.zeros(m), {"ess": np.inf, "pareto_k": k})
 
 
 def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, settings: _Settings) -> Draws:

@@ -16,6 +16,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from fedppl import gaussian
+from fedppl.contracts import ClientView
 from fedppl.numerics.newton import DATA, INTEGERS, KERNEL, MATRIX, VECTOR, entry, jit
 from fedppl.settings import positive, whole
 from fedppl.types import Array, DataError, LocalFailure
@@ -52,7 +53,7 @@ def checked(learning_rate: float, steps: int, batch_size: int | None) -> Descent
     return Descent(positive("learning_rate", learning_rate), whole("steps", steps), rows)
 
 
-def check_batches(client: Any, batch_size: int | None) -> None:
+def check_batches(client: ClientView, batch_size: int | None) -> None:
     """Refuse batches where the log density is no sum over rows: gradients of batches would be biased.
 
     Raises
@@ -122,7 +123,7 @@ def _batch_steps(
     return x
 
 
-def descend(client: Any, x: Array, objective: Objective, descent: Descent, rng: np.random.Generator) -> Array:
+def descend(client: ClientView, x: Array, objective: Objective, descent: Descent, rng: np.random.Generator) -> Array:
     """Return x = (φ, θ) after T steps of the client's objective.
 
     Raises
@@ -169,7 +170,7 @@ def _batches(rows: int, descent: Descent, rng: np.random.Generator) -> Iterator[
         used += size
 
 
-def _loss(client: Any, objective: Objective, x: Array) -> float:
+def _loss(client: ClientView, objective: Objective, x: Array) -> float:
     """The client's objective at x = (φ, θ)."""
     phi = x[: len(objective.linear)]
     value = -objective.scale * float(client.kernel(np.ascontiguousarray(x), *client.data)[0])

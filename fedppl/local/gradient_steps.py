@@ -31,7 +31,7 @@ def GradientSteps(*, steps: int = 100, learning_rate: float = 1e-3) -> LocalInfe
     steps
         Number of steps T.
     learning_rate
-        η, per unit of the *summed* log density.
+        Step size η for the *summed* log density.
 
     Returns
     -------

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedppl.contracts import Draws, LocalInference, Moments, Target
-from fedppl.local.tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, start
-from fedppl.model.declaration import ClientModel
-from fedppl.types import Array, DeclarationError, LocalFailure
+from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
+from fedppl.local.tilted import (
+    gaussian_draws,
+    gaussian_moments,
+    log_tilted,
+    negative_hessian,
+    require_smooth,
+    start,
+)
+from fedppl.types import Array, LocalFailure
 
 __all__ = ["Laplace"]
 
@@ -41,12 +47,8 @@ def Laplace() -> LocalInference:
     return LocalInference("Laplace", check=_check, expand=None, tilted=tilted, draw=draw)
 
 
-def _check(client: ClientModel) -> None:
-    if client.kink:
-        raise DeclarationError(
-            f"the log density has a kink or a jump in a parameter ({client.kink}), as a Laplace (lasso) prior has; it "
-            "may have no curvature at its mode. Use EP(local=fedppl.NUTS()) for this model."
-        )
+def _check(client: ClientView) -> None:
+    require_smooth(client, "may have no curvature at its mode")
 
 
 def joint_gaussian(target: Target) -> tuple[Array, Array]:

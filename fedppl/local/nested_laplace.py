@@ -4,47 +4,31 @@ from __future__ import annotations
 
 import functools
 import time
-import weakref
 from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.contracts import Draws, Expansion, LocalInference, Moments, Target
-from fedppl.local import _from_q, _inner, _student
-from fedppl.local._inner import LeftOut
+from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
+from fedppl.local import _from_q, _marginal, _student
 from fedppl.local._no_mode import no_mode
 from fedppl.local._student import StudentSample
 from fedppl.local.nuts import NUTS
-from fedppl.model.declaration import ClientModel
-from fedppl.numerics.importance import (
-    effective_size,
-    fresh_points,
-    has_enough_points,
-    normalise,
-    pareto_k,
-    resample,
-    skewness,
-    stream_of,
-    whitened_points,
-)
-from fedppl.numerics.marginal import expand_marginal, gradient_batch, inner_mode_at, marginal_batch, site_batch
-from fedppl.numerics.newton import OK
+from fedppl.local.tilted import moments_of, require_smooth
+from fedppl.numerics.importance import effective_size, fresh_points, normalise, pareto_k, resample, skewness, stream_of
+from fedppl.numerics.marginal import site_batch
 from fedppl.settings import between, flag, whole
-from fedppl.types import Array, DeclarationError, LocalFailure
+from fedppl.types import Array, LocalFailure
 
-__all__ = ["NestedLaplace", "log_marginal"]
+__all__ = ["NestedLaplace"]
+
+_AT_ONCE = 2**24  # numbers in the factors that are held at a time
 
 
 class _Settings(NamedTuple):
     points: int
     pareto_limit: float
     fallback: bool
-
-
-_ROUNDING = 1e-7
-_exact: weakref.WeakKeyDictionary[ClientModel, bool] = weakref.WeakKeyDictionary()
-_starts: weakref.WeakKeyDictionary[ClientModel, Array] = weakref.WeakKeyDictionary()
 
 
 def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool = True) -> LocalInference:
@@ -62,14 +46,14 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
     Parameters
     ----------
     points
-        Number of points, raised to twice the number of coefficients of a quadratic in φ, which is what the
-        control variate needs, while that is at most 1024 (30 coordinates), and beyond it to four times m + 1, with
+        Number of importance points. Raised to twice the number of coefficients of a quadratic in φ, which is what
+        the control variate needs, while that is at most 1024 (30 coordinates); beyond it to four times m + 1, with
         gradients there. Four or sixteen times as many are used where the log weights are far from a quadratic.
     pareto_limit
-        Pareto k above which weights that vary (relative ESS below 0.9) are not trusted.
+        Largest Pareto k of weights that vary (relative ESS below 0.9) with which they are trusted.
     fallback
-        Where they are not trusted, use a multivariate t that is fitted to the tilted distribution, then NUTS, and
-        report it as diagnostic `fallback` (1, 2). If False the client is skipped instead.
+        Whether a multivariate t that is fitted to the tilted distribution, then NUTS, stand in where weights are not
+        trusted; diagnostic `fallback` (1, 2) says which. If False the client is skipped instead.
 
     Returns
     -------
@@ -104,96 +88,16 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
     return LocalInference(
         name="nested Laplace",
         check=_check,
-        expand=expand,
+        expand=_marginal.expand,
         tilted=functools.partial(tilted, settings=settings),
         draw=functools.partial(draw, settings=settings),
         settings=settings._asdict(),
-        log_factor=log_factor,
+        log_factor=_marginal.log_factor,
     )
 
 
-def _check(client: ClientModel) -> None:
-    if client.kink:
-        raise DeclarationError(
-            f"the log density has a kink or a jump in a parameter ({client.kink}), as a Laplace (lasso) prior has; it "
-            "makes Laplace approximations wrong by up to several posterior sd. Use EP(local=fedppl.NUTS()) for this "
-            "model."
-        )
-
-
-def log_marginal(client: ClientModel, phi: Array) -> Array:
-    """log f_k at each row of phi (S, m), (S,); −inf where no mode was found."""
-    values, _, _ = _batch(client, phi, phi.mean(axis=0), factors=False)
-    return values
-
-
-def log_factor(client: ClientModel, points: Array, prior_share: float) -> Array:
-    """log f_k (and its share of a non-Gaussian prior) at points (S, m), by way of the first of them, (S,)."""
-    try:
-        return _values(client, points, points[0], prior_share)
-    except LocalFailure:
-        return np.full(len(points), -np.inf)
-
-
-def _batch(client: ClientModel, draws: Array, center: Array, *, factors: bool) -> tuple[Array, Array, Array]:
-    d = client.local_size
-    modes = np.zeros((len(draws), d))
-    held = np.zeros((len(draws) if factors else 0, d, d))
-    status, values, _ = marginal_batch(
-        client.kernel, np.ascontiguousarray(draws), center, _start(client), client.data, modes, held
-    )
-    if status != OK:
-        raise LocalFailure(no_mode(client, center))
-    return values, modes, held
-
-
-def _start(client: ClientModel) -> Array:
-    """Where inner searches begin: the mode of θ at the prior mean of φ, found once per client.
-
-    It depends on the client's model and data alone, never on earlier rounds, so that clients stay stateless.
-    """
-    if client not in _starts:
-        status, mode = inner_mode_at(client.kernel, gaussian.mean(client.prior.gaussian), client.initial, client.data)
-        _starts[client] = mode if status == OK else client.initial
-    return _starts[client]
-
-
-def _prior_scale(client: ClientModel) -> Array:
-    return np.minimum(gaussian.standard_deviations(client.prior.gaussian), 1.0)
-
-
-def expand(client: ClientModel, point: Array, prior_share: float) -> Expansion:
-    """Quadratic expansion of log f_k (and of its share of a non-Gaussian prior) at a point."""
-    status, value, gradient, hessian, _ = expand_marginal(
-        client.kernel, point, _start(client), _prior_scale(client), client.data
-    )
-    if status != OK:
-        raise LocalFailure(no_mode(client, point))
-    if prior_share and not client.prior.is_gaussian:
-        value += prior_share * float(client.prior.log_ratio(point[None])[0])
-        gradient = gradient + prior_share * client.prior.log_ratio_gradient(point)
-        hessian = hessian + prior_share * client.prior.log_ratio_hessian(point)
-    return Expansion(value, gradient, hessian, {})
-
-
-def _values(client: ClientModel, draws: Array, center: Array, prior_share: float) -> Array:
-    """log f_k (and its share of a non-Gaussian prior) at each row of draws (S, m), (S,)."""
-    values, _, _ = _batch(client, draws, center, factors=False)
-    return values + prior_share * client.prior.log_ratio(draws) if prior_share else values
-
-
-def _gradients(client: ClientModel, draws: Array, center: Array, prior_share: float) -> tuple[Array, Array]:
-    """log f_k (and its share of a non-Gaussian prior) and its gradient at each row of draws, (S,) and (S, m)."""
-    gradients = np.zeros_like(draws)
-    status, values = gradient_batch(
-        client.kernel, np.ascontiguousarray(draws), center, _start(client), client.data, gradients
-    )
-    if status != OK:
-        raise LocalFailure(no_mode(client, center))
-    if prior_share:
-        values = values + prior_share * client.prior.log_ratio(draws)
-        gradients = gradients + prior_share * client.prior.log_ratio_gradients(draws)
-    return values, gradients
+def _check(client: ClientView) -> None:
+    require_smooth(client, "makes Laplace approximations wrong by up to several posterior sd")
 
 
 def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> Moments:
@@ -201,14 +105,14 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     client, global_, cavity, share = target
     mean, root = gaussian.affine(global_)
     site = gaussian.quotient(global_, cavity)
-    left_out = _left_out(client, mean, root)
+    left_out = _marginal.left_out(client, mean, root)
 
     def values(draws: Array) -> Array:
-        found = _values(client, draws, mean, share) - gaussian.log_kernel(site, draws)
+        found = _marginal.values(client, draws, mean, share) - gaussian.log_kernel(site, draws)
         return found if left_out.difference is None else found + left_out.difference(draws)
 
     def gradients(draws: Array) -> tuple[Array, Array]:
-        log_factor, slopes = _gradients(client, draws, mean, share)
+        log_factor, slopes = _marginal.gradients(client, draws, mean, share)
         return log_factor - gaussian.log_kernel(site, draws), slopes - site.linear + draws @ site.precision
 
     factor = _from_q.Factor(client.shared_size, values, gradients)
@@ -232,36 +136,8 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     found, step = (_student_moments(sample), 1.0) if sample is not None else (NUTS().tilted(target, rng), 2.0)
     cost = {"fallback": step, "fallback_seconds": time.perf_counter() - started}
     if sample is not None:  # of Laplace's approximation over θ, where NUTS has none
-        cost["inner_trust"] = float(not client.local_size or _is_exact(client))
+        cost["inner_trust"] = float(not client.local_size or client.view(_marginal.is_exact))
     return found._replace(diagnostics={**found.diagnostics, **why, **cost})
-
-
-def _difference(client: ClientModel, points: Array, center: Array) -> tuple[Array, float] | None:
-    """What Laplace over θ leaves out of log f_k at points (S, m), and how far to trust it; None where it is unknown."""
-    batch = functools.partial(
-        _inner.difference_batch, client.kernel, np.ascontiguousarray(points), center, _start(client), client.data
-    )
-    return _inner.differences(batch, client.local_size, stream_of(client.client_id))
-
-
-def _is_exact(client: ClientModel) -> bool:
-    """Whether θ is Gaussian given φ, as far as points of the prior tell, near and far: from model and data alone."""
-    if client not in _exact:
-        center, near = gaussian.mean(client.prior.gaussian), _prior_scale(client)
-        far = np.minimum(gaussian.standard_deviations(client.prior.gaussian), 10.0)
-        z = whitened_points(client.shared_size, 2 * (client.shared_size + 1), 0)
-        found = [_difference(client, center + z * scale, center) for scale in (near, far)]
-        _exact[client] = all(one is not None and float(np.abs(one[0]).max()) < _ROUNDING for one in found)
-    return _exact[client]
-
-
-def _left_out(client: ClientModel, mean: Array, root: Array) -> LeftOut:
-    """What Laplace over θ leaves out of log f_k about q."""
-    if not client.local_size or _is_exact(client):
-        return LeftOut(None, 1.0)
-    if not has_enough_points(client.shared_size):
-        return LeftOut(None, 0.0)
-    return _inner.left_out(lambda points: _difference(client, points, mean), mean, root, stream_of(client.client_id))
 
 
 def _student_sample(target: Target, settings: _Settings) -> StudentSample | None:
@@ -272,26 +148,20 @@ def _student_sample(target: Target, settings: _Settings) -> StudentSample | None
 
     def log_density(draws: Array) -> Array:
         with np.errstate(over="ignore", invalid="ignore"):  # far out, infinite is the right answer
-            return _values(client, draws, center, share) + gaussian.log_kernel(cavity, draws)
+            return _marginal.values(client, draws, center, share) + gaussian.log_kernel(cavity, draws)
 
     return _student.sample(log_density, center, covariance, stream_of(client.client_id), settings.pareto_limit)
 
 
 def _student_moments(sample: StudentSample) -> Moments:
     weights = normalise(sample.log_weights)
-    precision = np.linalg.inv(sample.moments.covariance)
-    return Moments(
-        sample.moments.mean,
-        sample.moments.covariance,
-        (precision + precision.T) / 2,
-        skewness(sample.points, weights),
-        {
-            "ess": sample.ess,
-            "relative_ess": sample.ess / len(weights),
-            "pareto_k": sample.pareto_k,
-            "mc_error": sample.error,
-        },
-    )
+    quality = {
+        "ess": sample.ess,
+        "relative_ess": sample.ess / len(weights),
+        "pareto_k": sample.pareto_k,
+        "mc_error": sample.error,
+    }
+    return moments_of(*sample.moments, skewness(sample.points, weights), quality)
 
 
 def _tilted_mode(target: Target) -> tuple[Array, Array] | None:
@@ -302,7 +172,7 @@ def _tilted_mode(target: Target) -> tuple[Array, Array] | None:
     phi, radius = gaussian.mean(global_), 1.0
     for _ in range(30):
         try:
-            expansion = expand(client, phi, share)
+            expansion = _marginal.expand(client, phi, share)
         except LocalFailure:
             return None
         precision = cavity.precision - expansion.hessian
@@ -347,11 +217,8 @@ def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, s
     )
 
 
-_AT_ONCE = 2**24  # numbers in the factors that are held at a time
-
-
 def _with_local(
-    client: ClientModel, phi: Array, center: Array, outside: Array, rng: np.random.Generator
+    client: ClientView, phi: Array, center: Array, outside: Array, rng: np.random.Generator
 ) -> tuple[Array, Array, Array]:
     """Points φ with a draw of θ for each, and log weights of the pairs: p(y, θ | φ) / g(θ | φ) x what is outside."""
     d = client.local_size
@@ -359,7 +226,7 @@ def _with_local(
     kept: list[tuple[Array, Array, Array]] = []
     for first in range(0, len(phi), chunk):
         some = phi[first : first + chunk]
-        _, modes, factors = _batch(client, some, center, factors=True)
+        _, modes, factors = _marginal.modes(client, some, center, factors=True)
         found = np.array([np.all(np.diag(f) > 0) for f in factors]) if d else np.ones(len(some), dtype=bool)
         some, modes, factors = some[found], modes[found], factors[found]
         noise = rng.normal(size=(len(some), d))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.contracts import Asked, Draws, LocalInference, Target
+from fedppl.contracts import Asked, ClientView, Draws, LocalInference, Target
 from fedppl.gaussian import Gaussian
 from fedppl.types import Layout, Message
 
@@ -25,22 +23,20 @@ def pack_target(q: Gaussian, cavity: Gaussian, prior_share: float) -> Message:
     }
 
 
-def unpack_target(client: Any, message: Message) -> Target:
+def unpack_target(client: ClientView, message: Message) -> Target:
     """The tilted distribution of this client that the message describes."""
-    q, cavity = (
-        Gaussian(
-            np.asarray(message[f"{name}_linear"], dtype=float),
-            gaussian.unpack_triangle(np.asarray(message[f"{name}_precision"], dtype=float)),
-        )
-        for name in ("global", "cavity")
-    )
-    return Target(client, q, cavity, float(message["prior_share"]))
+    return Target(client, _gaussian(message, "global"), _gaussian(message, "cavity"), float(message["prior_share"]))
+
+
+def _gaussian(message: Message, name: str) -> Gaussian:
+    linear, packed = (np.asarray(message[f"{name}_{part}"], dtype=float) for part in ("linear", "precision"))
+    return Gaussian(linear, gaussian.unpack_triangle(packed))
 
 
 def at_target(layout: Layout, message: Message) -> Asked:
     """Where a request asks that has a target: around the mean of q, given the cavity."""
-    q, cavity = unpack_target(None, message)[1:3]
-    return Asked(np.zeros((0, layout.size)), np.zeros((0, layout.size)), ((q, cavity),))
+    pair = _gaussian(message, "global"), _gaussian(message, "cavity")
+    return Asked(np.zeros((0, layout.size)), np.zeros((0, layout.size)), (pair,))
 
 
 def at_points(layout: Layout, message: Message, name: str, *, several: bool = False) -> Asked:
@@ -52,8 +48,8 @@ def at_points(layout: Layout, message: Message, name: str, *, several: bool = Fa
 
 
 def draw_target(
-    client: Any,
-    personal: Any,
+    client: ClientView,
+    personal: object,
     message: Message,
     draws: int,
     chains: int,

@@ -6,11 +6,28 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from fedppl.contracts import Draws, Moments, Target
+from fedppl.contracts import ClientView, Draws, Moments, Target
 from fedppl.numerics.newton import difference_hessian
-from fedppl.types import Array
+from fedppl.types import Array, DeclarationError
 
-__all__ = ["gaussian_draws", "gaussian_moments", "log_tilted", "negative_hessian", "start"]
+__all__ = [
+    "gaussian_draws",
+    "gaussian_moments",
+    "log_tilted",
+    "moments_of",
+    "negative_hessian",
+    "require_smooth",
+    "start",
+]
+
+
+def require_smooth(client: ClientView, why: str) -> None:
+    """Raise DeclarationError where the log density has a kink, which `why` says what it does to."""
+    if client.kink:
+        raise DeclarationError(
+            f"the log density has a kink or a jump in a parameter ({client.kink}), as a Laplace (lasso) prior has; it "
+            f"{why}. Use EP(local=fedppl.NUTS()) for this model."
+        )
 
 
 def log_tilted(target: Target) -> Callable[[Array], tuple[float, Array]]:
@@ -22,6 +39,7 @@ def log_tilted(target: Target) -> Callable[[Array], tuple[float, Array]]:
     share = 0.0 if prior.is_gaussian else float(target.prior_share)
     prior_kernel, nothing = None, (np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
     if share:
+        assert prior.kernel is not None  # of every prior that is not Gaussian
         prior_kernel = prior.kernel()
         linear, precision = linear - share * prior.gaussian.linear, precision - share * prior.gaussian.precision
 
@@ -54,11 +72,16 @@ def negative_hessian(target: Target, x: Array, scale: Array) -> Array:
     return A
 
 
+def moments_of(mean: Array, covariance: Array, skewness: Array, diagnostics: Mapping[str, float]) -> Moments:
+    """Moments whose precision is the inverse of the covariance."""
+    precision = np.linalg.inv(covariance)
+    return Moments(mean, (covariance + covariance.T) / 2, (precision + precision.T) / 2, skewness, diagnostics)
+
+
 def gaussian_moments(x: Array, A: Array, m: int, diagnostics: Mapping[str, float]) -> Moments:
     """Moments of the first m coordinates of N(x, A⁻¹)."""
-    covariance = np.linalg.inv(A)[:m, :m]
-    precision = np.linalg.inv(covariance)
-    return Moments(x[:m], (covariance + covariance.T) / 2, (precision + precision.T) / 2, np.zeros(m), diagnostics)
+    covariance = np.asarray(np.linalg.inv(A), dtype=np.float64)
+    return moments_of(x[:m], covariance[:m, :m], np.zeros(m), diagnostics)
 
 
 def gaussian_draws(

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedppl import gaussian, structure
-from fedppl.algorithms.ep import _moves, _sites, _trust
+from fedppl.algorithms.ep import _blame, _moves, _sites, _trust
 from fedppl.algorithms.ep._sites import Sites
-from fedppl.algorithms.ep._state import EPInfo, EPState
-from fedppl.algorithms.ep._verdict import LESS_NOISE, Change, judge
+from fedppl.algorithms.ep._state import EPInfo, EPState, Taken
+from fedppl.algorithms.ep._verdict import LESS_NOISE, Change, judge, shortest_step
 from fedppl.types import Array, Message, Status
 
 __all__ = ["damped_step", "hold_back", "named", "targets"]
@@ -29,7 +29,7 @@ def damped_step(
     tolerance: float,
     largest: float,
     trust: float | None = None,
-) -> tuple[EPState, EPInfo]:
+) -> Taken:
     """Add δ times the clients' changes (R, m), (R, p) to their sites; δ keeps q and every cavity proper.
 
     `mc_errors` (R,) are those of the clients' means in posterior sds, `skewness` (R, m) what each says it adds.
@@ -46,7 +46,7 @@ def damped_step(
     delta = state.damping
     bounded = None
     # At δ = 1/K the new q is a convex combination of proper Gaussians; below it only cavities can object.
-    while delta >= min(0.25 / len(sites.where), largest):
+    while delta >= min(shortest_step(len(sites.where)), largest):
         linear, precision = sites.linear.copy(), sites.precision.copy()
         linear[rows] += delta * d_linear
         precision[rows] += delta * d_packed
@@ -58,13 +58,12 @@ def damped_step(
             break
         delta /= 2
     else:
-        info = EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mc_error, skewed)
+        taken = Taken(state, EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mc_error, skewed))
         if bounded is not None and trust is not None:
-            state, info = hold_back(state, info, [], bounded, trust, 0.0)
+            taken = hold_back(taken, [], bounded, trust, 0.0)
         # Beside one that is held back, what others lack may be its doing.
-        least = [] if np.any(state.held) else _least_known(sites, rows, d_packed)
-        message = _no_step(least, noisy=mc_error > tolerance)
-        return named(state._replace(message=message), trust), info
+        least = [] if np.any(taken.state.held) else _least_known(sites, rows, d_packed)
+        return named(taken._replace(message=_no_step(least, noisy=mc_error > tolerance)), trust)
     sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved.q)
     heading = np.concatenate([(gaussian.mean(moved.q) - gaussian.mean(q)) / sd, np.log(new_sd / sd)]) / delta
     turned = bool(heading @ state.heading <= 0)
@@ -91,47 +90,46 @@ def damped_step(
         moves=moves,
         heading=heading,
     )
-    info = EPInfo("EP", change_mean, change_sd, delta, np.nan, mc_error, skewed)
+    taken = Taken(state, EPInfo("EP", change_mean, change_sd, delta, np.nan, mc_error, skewed))
     if bounded is not None and trust is not None:
-        state, info = hold_back(state, info, rows, bounded, trust, delta)
+        taken = hold_back(taken, rows, bounded, trust, delta)
     change = Change(max(change_mean, change_sd), turned, mc_error, fresh)
-    return named(judge(state, change, rows, tolerance, largest), trust, bounded), info
+    return named(judge(taken, change, rows, tolerance, largest), trust, bounded)
 
 
-def hold_back(
-    state: EPState, info: EPInfo, rows: list[int], bounded: _trust.Bounded, trust: float, step: float
-) -> tuple[EPState, EPInfo]:
+def hold_back(taken: Taken, rows: list[int], bounded: _trust.Bounded, trust: float, step: float) -> Taken:
     """Count, report and log the clients that are held back; `step` is the share of their replies that was taken in.
 
     Who is within its bound again stays held until what it asked for since then has replaced what was drawn in.
     """
-    _trust.warn(bounded, trust)
+    _blame.warn(bounded, trust)
+    state, info = taken.state, taken.info
     left = state.held.copy()
     left[rows] *= 1 - step
     left[left < _LITTLE] = 0.0
     # Whose pull is not known is held for this round alone: nothing was drawn in.
     held = np.maximum(np.where(bounded.held, 1.0, left), np.where(bounded.unknown, _LITTLE, 0.0))
-    pull = np.where((held > 0) & ~bounded.held, state.pull.T, _trust.blamed(bounded, trust).T).T
+    pull = np.where((held > 0) & ~bounded.held, state.pull.T, _blame.blamed(bounded, trust).T).T
     size = np.nan_to_num(np.abs(bounded.pull).max(axis=1), nan=-1.0)
     most = int(np.argmax(size))
     if size[most] >= 0:
         info = info._replace(pull=float(size[most]), pulled_by=list(state.sites.where)[most])
-    return (
-        state._replace(held=held, held_back=state.held_back + bounded.held, pull=pull),
-        info._replace(held_back=int(bounded.held.sum())),
+    return taken._replace(
+        state=state._replace(held=held, held_back=state.held_back + bounded.held, pull=pull),
+        info=info._replace(held_back=int(bounded.held.sum())),
     )
 
 
-def named(state: EPState, trust: float | None, bounded: _trust.Bounded | None = None) -> EPState:
+def named(taken: Taken, trust: float | None, bounded: _trust.Bounded | None = None) -> Taken:
     """The message with the names of the clients that are held back or, of a run that goes on, nearly so."""
     if trust is None:
-        return state
-    rows = np.flatnonzero(state.held)
-    nearly = bounded is not None and not len(rows) and state.status != Status.CONVERGED.value
+        return taken
+    state, rows = taken.state, np.flatnonzero(taken.state.held)
+    nearly = bounded is not None and not len(rows) and taken.status is not Status.CONVERGED
     if bounded is not None and nearly:
         rows = np.flatnonzero(bounded.near)
-    who = _trust.said(state.sites, rows, state.pull, trust, nearly)
-    return state._replace(message="; ".join(filter(None, (state.message, who)))) if who else state
+    who = _blame.said(state.sites, rows, state.pull, trust, nearly)
+    return taken._replace(message="; ".join(filter(None, (taken.message, who)))) if who else taken
 
 
 def _least_known(sites: Sites, rows: list[int], d_packed: Array) -> list[str]:

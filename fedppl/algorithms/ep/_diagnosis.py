@@ -6,10 +6,12 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.algorithms.ep._sites import Sites, dense
+from fedppl.algorithms.ep._warm_start import WarmStart
 from fedppl.types import Array
 
-__all__ = ["explain"]
+__all__ = ["pulls_alone", "why_not_arrived"]
 
+_ALONE = 100.0  # times the others' slope
 # A prior this wide on a log scale spans e^±30: hardly a prior, and the search begins in the middle of it.
 _FLAT = 30.0
 # Slopes, in sds of the curvature there, below which a point is level: Newton's search arrives at the same number.
@@ -21,7 +23,37 @@ _PINNED, _PINNED_BEYOND = 1e12, 1e6
 _LOG = "_log__"
 
 
-def explain(sites: Sites, point: Array, unusable: dict[str, str], earlier: dict[str, str]) -> str:
+def why_not_arrived(sites: Sites, state: WarmStart) -> str:
+    """Say that the search has not arrived, where it stands, and what helps."""
+    silent = [client_id for client_id, k in sites.where.items() if not state.has_replied[k]]
+    if silent:
+        return f"the warm start needs every client once, and clients {silent[:5]} have not answered"
+    absent = [client_id for client_id in sites.where if state.pending and client_id not in state.pending]
+    cause = (
+        f"it waits for an expansion of every client at its point, and clients {absent[:5]} have sent none yet"
+        if absent
+        else _cause(sites, state.anchor, dict(state.unusable), dict(state.reasons))
+    )
+    return f"the warm start has not reached the mode of the marginal posterior: {cause}"
+
+
+def pulls_alone(sites: Sites, x: Array) -> str:
+    """Name the client whose slope at x is far beyond the others', where q is no posterior to measure pulls in."""
+    if len(sites.where) < 3:
+        return ""
+    slopes = np.abs(sites.linear - dense(sites.precision, sites.structure) @ x)
+    slopes = slopes * gaussian.standard_deviations(sites.prior)
+    k, i = np.unravel_index(int(np.argmax(slopes)), slopes.shape)
+    others = max(float(np.median(np.delete(slopes.max(axis=1), k))), 1.0)
+    if slopes[k, i] <= _ALONE * others:
+        return ""
+    return (
+        f"client {list(sites.where)[k]} pulls {sites.labels[i]} alone: {slopes[k, i] / others:.2g} times as hard as "
+        "the median of the others at the last point; look at its data"
+    )
+
+
+def _cause(sites: Sites, point: Array, unusable: dict[str, str], earlier: dict[str, str]) -> str:
     """The likeliest cause, with a remedy, where `sites` are expansions at the point (m,) and nothing led on from there.
 
     `unusable` holds the clients whose last expansion could not be used, with the reason; an empty one where the

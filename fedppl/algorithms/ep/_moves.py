@@ -15,9 +15,9 @@ from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array
 
-__all__ = ["Moves", "anew", "backed", "begin", "follow", "of_replies", "start"]
+__all__ = ["LEAST", "Moves", "anew", "backed", "begin", "follow", "of_replies", "start"]
 
-_LEAST = 0.1  # weight of a reply, as of a step: Monte Carlo error falls no further
+LEAST = 0.1  # weight of a reply, as of a step: Monte Carlo error falls no further
 
 
 class Moves(NamedTuple):
@@ -70,10 +70,10 @@ def follow(moves: Moves, rows: list[int], now: Array, step: Array) -> Moves:
     square = 0.5 * np.mean(np.square(differ), axis=1)
     pairs = moves.pairs.copy()
     pairs[rows] += known
-    weight = np.maximum(1.0 / np.maximum(pairs[rows], 1), _LEAST)
+    weight = np.maximum(1.0 / np.maximum(pairs[rows], 1), LEAST)
     scatter[rows] += np.where(known, (square - scatter[rows]) * weight, 0.0)
     replies[rows] += 1
-    weight = np.maximum(1.0 / replies[rows], _LEAST)
+    weight = np.maximum(1.0 / replies[rows], LEAST)
     mean[rows] += weight[:, None] * (now - mean[rows])
     share[rows] = (1 - weight) ** 2 * share[rows] + weight**2  # 1 for the first
     left[rows] = (1 - step)[:, None] * now

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -11,10 +10,12 @@ from fedppl import gaussian, privacy
 from fedppl.algorithms.ep import _sites
 from fedppl.algorithms.ep._damping import damped_step
 from fedppl.algorithms.ep._sites import Sites
-from fedppl.algorithms.ep._state import EPInfo, EPState
+from fedppl.algorithms.ep._state import EPInfo, EPState, Taken
+from fedppl.algorithms.ep._verdict import shortest_step
 from fedppl.algorithms.ep._whitening import frame_of, unwhiten
+from fedppl.contracts import Received, Report
 from fedppl.gaussian import Gaussian
-from fedppl.types import Array, Message, Status
+from fedppl.types import Array, Status
 
 __all__ = ["Mechanism", "PrivateEPInfo", "PrivateEPState", "noise_sd", "precision_weight", "private_step", "widened"]
 
@@ -26,8 +27,6 @@ class PrivateEPState(NamedTuple):
     rounds: int  # each client has released at most once in each
     replies: Array  # (K,) how many arrived
     noise: Array  # (m, m) covariance that the clients' noise gives q's linear, about its mean
-    status: str
-    message: str
 
     @property
     def sites(self) -> Sites:
@@ -89,24 +88,24 @@ def widened(g: Gaussian, state: PrivateEPState) -> Gaussian:
 
 
 def private_step(
-    state: PrivateEPState, replies: Mapping[str, Message], *, mechanism: Mechanism, tolerance: float, largest: float
-) -> tuple[PrivateEPState, PrivateEPInfo]:
+    state: PrivateEPState, received: Received, *, mechanism: Mechanism, tolerance: float, largest: float
+) -> tuple[PrivateEPState, Report]:
     """Replace or average the sites of the clients that replied, and keep count of noise and privacy."""
-    sites, rounds, counts = state.sites, state.rounds + 1, state.replies.copy()
+    replies, sites, rounds, counts = received.each, state.sites, state.rounds + 1, state.replies.copy()
     spent = privacy.epsilon(mechanism.noise_multiplier, min(rounds, mechanism.releases), mechanism.delta)
     if not replies:
         info = PrivateEPInfo("private EP", 0.0, 0.0, state.ep.damping, _relative(state), spent)
-        return state._replace(rounds=rounds), info
+        return state._replace(rounds=rounds), Report(info)
     rows, m, weight = _sites.indices(sites, replies), sites.structure.size, precision_weight(sites, mechanism)
     counts[rows] += 1
     fresh = mechanism.sd * float(np.sqrt(len(rows)))  # noise of this round in a mean, in posterior sds
     vectors = np.stack([np.asarray(reply["site"], dtype=float) for reply in replies.values()])
     linear, packed = unwhiten(frame_of(sites.q, sites.structure, weight), vectors)
     damping = _damping(counts, rows, fresh / weight * float(np.sqrt(2 * m)), mechanism.releases, largest)
-    if damping < _least(len(counts)):  # what could be taken in is next to nothing: q stays
-        ep, step = state.ep, EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mechanism.sd, 0.0)
-    else:
-        ep, step = damped_step(
+    # Where what could be taken in is next to nothing, q stays.
+    taken = Taken(state.ep, EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mechanism.sd, 0.0))
+    if damping >= shortest_step(len(counts)):
+        taken = damped_step(
             state.ep._replace(damping=damping),
             rows,
             linear - sites.linear[rows],
@@ -116,18 +115,13 @@ def private_step(
             tolerance=tolerance,
             largest=largest,
         )
+    step = taken.info
     left = 1 - len(rows) / len(counts) * (1 - (1 - step.damping) ** 2)
     noise = left * state.noise + (step.damping * fresh) ** 2 * sites.q.precision
-    after = PrivateEPState(ep, rounds, counts, noise, Status.RUNNING.value, "")
+    after = PrivateEPState(taken.state, rounds, counts, noise)
     info = PrivateEPInfo("private EP", step.change_mean, step.change_sd, step.damping, _relative(after), spent)
     arrived = info.change_mean <= max(tolerance, 3 * fresh) and info.change_sd <= max(tolerance, 1.5 * fresh / weight)
-    status, message = _judge(after, info, arrived, mechanism)
-    return after._replace(status=status.value, message=message), info
-
-
-def _least(clients: int) -> float:
-    """Steps shorter than this are not taken."""
-    return 0.25 / clients
+    return after, Report(info, *_judge(after, info, arrived, mechanism))
 
 
 def _damping(counts: Array, rows: list[int], precision_noise: float, releases: int, largest: float) -> float:
@@ -136,7 +130,7 @@ def _damping(counts: Array, rows: list[int], precision_noise: float, releases: i
     Never so far that a round's noise takes more than half of q's precision.
     """
     late = max(float(counts[rows].mean()) - max(releases // 2, 1), 0.0)
-    averaging = max(1 / (1 + late), _least(len(counts)))
+    averaging = max(1 / (1 + late), shortest_step(len(counts)))
     return min(largest, averaging, 0.5 / precision_noise)
 
 

@@ -15,13 +15,14 @@ from fedppl.types import Array, DeclarationError, Layout, Message
 __all__ = [
     "NO_VALUE",
     "Sites",
-    "absurd_expansion",
-    "absurd_moments",
-    "absurd_values",
     "cavity",
     "dense",
     "empty",
+    "implausible_expansion",
+    "implausible_moments",
+    "implausible_values",
     "improper_cavities",
+    "in_family",
     "in_structure",
     "indices",
     "structure_of",
@@ -148,7 +149,7 @@ def improper_cavities(sites: Sites) -> int:
     return int(np.sum(~np.asarray(gaussian.is_proper(Gaussian(sites.q.linear - sites.linear, cavities)))))
 
 
-def absurd_moments(sites: Sites, reply: Message) -> str | None:
+def implausible_moments(sites: Sites, reply: Message) -> str | None:
     """Why tilted moments that are finite and of the right shapes are none the ledger can hold, or None."""
     m_q, root = gaussian.affine(sites.q)
     mean, skewness = (np.asarray(reply[name], dtype=float) for name in ("mean", "skewness"))
@@ -175,7 +176,7 @@ def absurd_moments(sites: Sites, reply: Message) -> str | None:
     return None
 
 
-def absurd_expansion(sites: Sites, reply: Message) -> str | None:
+def implausible_expansion(sites: Sites, reply: Message) -> str | None:
     """Why a finite expansion is none the ledger can hold, or None; any sign of curvature may be right."""
     _, root = gaussian.affine(sites.prior)
     spread = np.sqrt(np.diag(gaussian.covariance(sites.prior)))
@@ -216,7 +217,7 @@ def _pole(label: str) -> str:
     )
 
 
-def absurd_values(reply: Message) -> str | None:
+def implausible_values(reply: Message) -> str | None:
     """Why values of log f_k cannot be: as small as they like, never larger than any density is."""
     for name in ("value", "ray"):
         if float(np.max(reply[name])) > _LARGEST_VALUE:

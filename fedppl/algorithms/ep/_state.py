@@ -9,9 +9,10 @@ import numpy as np
 from fedppl.algorithms.ep._moves import Moves
 from fedppl.algorithms.ep._sites import Sites
 from fedppl.algorithms.ep._warm_start import WarmStart
-from fedppl.types import Array
+from fedppl.contracts import Report
+from fedppl.types import Array, Status
 
-__all__ = ["EPInfo", "EPState"]
+__all__ = ["EPInfo", "EPState", "Taken", "reported"]
 
 _VERY_SKEWED = 1.0  # a warning; below it, a word for those who look
 
@@ -25,7 +26,7 @@ class EPState(NamedTuple):
     damping: float
     change: float  # of the last round
     averaging: int  # rounds averaged since the change came down to Monte Carlo error
-    heard: Array  # (K,) bool: replied in the current sweep
+    has_replied: Array  # (K,) bool: in the current sweep
     sweep_change: float  # of the current sweep over all clients
     last_change: Array  # (m,) of the last round, in posterior sds: what a mean or a log sd moved by, before damping
     skewness: Array  # (m,) that the factors give the posterior's margins, and q cannot have
@@ -39,13 +40,6 @@ class EPState(NamedTuple):
     moves: Moves  # what the server sees itself, since averaging began
     heading: Array  # (2 m,) where the last round moved means and log sds, in posterior sds before damping
     falls: int  # rounds in which the change fell since the damping was last lowered
-    status: str
-    message: str
-
-    @property
-    def mild(self) -> bool:
-        """Whether what the message of a converged fit says is for information, and no warning."""
-        return bool(np.abs(self.skewness).max() < _VERY_SKEWED and not np.any(self.held))
 
 
 class EPInfo(NamedTuple):
@@ -61,3 +55,19 @@ class EPInfo(NamedTuple):
     held_back: int = 0  # clients whose sites were drawn in, where trust is set
     pull: float = np.nan  # most that one client would have pulled a mean by, in sds of its cavity
     pulled_by: str = ""  # that client
+
+
+class Taken(NamedTuple):
+    """A round that the server has taken in: the state after it, and how that stands."""
+
+    state: EPState
+    info: EPInfo
+    status: Status = Status.RUNNING
+    message: str | None = None
+
+
+def reported(taken: Taken) -> tuple[EPState, Report]:
+    """The state and the report; what is said of a converged fit is mild where little is skewed and nobody held back."""
+    state = taken.state
+    mild = bool(np.abs(state.skewness).max() < _VERY_SKEWED and not np.any(state.held))
+    return state, Report(taken.info, taken.status, taken.message, mild)

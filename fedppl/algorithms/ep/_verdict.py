@@ -8,13 +8,13 @@ import numpy as np
 from scipy import special
 
 from fedppl.algorithms.ep import _moves, _trust
-from fedppl.algorithms.ep._state import EPState
+from fedppl.algorithms.ep._state import EPState, Taken
 from fedppl.types import Array, Status
 
-__all__ = ["LESS_NOISE", "Change", "judge"]
+__all__ = ["LESS_NOISE", "Change", "judge", "shortest_step"]
 
 # Monte Carlo error of the shared means, in posterior sds after averaging, beyond which nothing is called converged.
-_MOST_ERROR = 0.2
+_MOST_ERROR_LEFT = 0.2
 LESS_NOISE = "raise draws= or points= of the local inference for less"
 # With this skewness, quantiles of a margin in the tails are off by a few tenths of an sd under a Gaussian.
 _SKEWED = 0.5
@@ -33,13 +33,19 @@ class Change(NamedTuple):
     fresh: float  # of this round's
 
 
-def judge(state: EPState, last: Change, rows: list[int], tolerance: float, largest: float) -> EPState:
+def shortest_step(clients: int) -> float:
+    """The least damping that is tried: a quarter of 1 / K, with which q is a convex combination of proper Gaussians."""
+    return 0.25 / clients
+
+
+def judge(taken: Taken, last: Change, rows: list[int], tolerance: float, largest: float) -> Taken:
     """Set the next damping, and say whether this is converged.
 
     What clients say of their error starts the averaging, and too much of it keeps q from being called converged. How
     small the moves have to be does not hang on it: they are averaged with their signs, so that noise cancels, and
     compared with the errors of all but the client that says it has most; of that one's, what its replies show.
     """
+    state = taken.state
     count = len(state.sites.where)
     change, turned, mc_error, fresh = last
     noisy = mc_error > tolerance
@@ -55,7 +61,7 @@ def judge(state: EPState, last: Change, rows: list[int], tolerance: float, large
         # down to noise: average the rounds, so that Monte Carlo error falls with their number
         moves = moves if averaging else _moves.begin(moves)
         averaging += 1
-        damping = max(max(1.0 / (averaging + 1), 0.1) * largest, min(0.25 / count, largest))
+        damping = max(max(1.0 / (averaging + 1), _moves.LEAST) * largest, min(shortest_step(count), largest))
     elif change > state.change:
         # Steps that are too long turn back. Where the change grows on its way, as with other clients in every round,
         # they are not.
@@ -66,38 +72,37 @@ def judge(state: EPState, last: Change, rows: list[int], tolerance: float, large
         # Faster with every fall: what shortened steps, such as clients whose replies were wrong, may be over.
         averaging, falls = 0, falls + 1
         damping = min(largest, 1.5**falls * state.damping)
-    heard, sweep_change = state.heard.copy(), state.sweep_change + change
-    heard[rows] = True
-    swept = bool(np.all(heard))
+    has_replied, sweep_change = state.has_replied.copy(), state.sweep_change + change
+    has_replied[rows] = True
+    swept = bool(np.all(has_replied))
     # One small change of a noisy sweep may be luck: with Monte Carlo error, rounds are averaged before it counts.
     quiet = swept and not noisy and sweep_change < tolerance
     averaged = seen and np.abs(drift).max() < limit
     left = float(np.sqrt(state.noise.sum()))
-    if (quiet or (swept and noisy and averaged)) and left <= _MOST_ERROR and not np.any(state.held):
+    if (quiet or (swept and noisy and averaged)) and left <= _MOST_ERROR_LEFT and not np.any(state.held):
         status = Status.CONVERGED
         message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
-        skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * min(mc_error, _MOST_ERROR)))
+        skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * min(mc_error, _MOST_ERROR_LEFT)))
         message = "; ".join(filter(None, (message, skewed, _far_off(state))))
     else:
         status = Status.RUNNING
-        knob = f"raise rounds=, or {LESS_NOISE}" if noisy else "raise rounds="
-        sweep = "the last sweep" if swept else f"a sweep of which {int(heard.sum())} of {count} clients are done"
+        remedy = f"raise rounds=, or {LESS_NOISE}" if noisy else "raise rounds="
+        sweep = "the last sweep" if swept else f"a sweep of which {int(has_replied.sum())} of {count} clients are done"
         message = f"{sweep} moved q by {sweep_change:.2g} posterior sds (tolerance {tolerance:g})"
         if sweep_change >= tolerance or not np.any(state.held):  # else no number of rounds helps
-            message = f"{message}; {knob}"
+            message = f"{message}; {remedy}"
         if noisy and averaging and bool(np.all(state.moves.replies)):
             message = _noisy(state, state.moves.mean, drift, limit, left)
-    return state._replace(
+    state = state._replace(
         damping=damping,
         change=change,
         averaging=averaging,
         moves=moves,
         falls=falls,
-        heard=np.zeros_like(heard) if swept else heard,
+        has_replied=np.zeros_like(has_replied) if swept else has_replied,
         sweep_change=0.0 if swept else sweep_change,
-        status=status.value,
-        message=message,
     )
+    return taken._replace(state=state, status=status, message=message)
 
 
 def _noisy(state: EPState, moves: Array, drift: Array, limit: float, left: float) -> str:
@@ -106,7 +111,7 @@ def _noisy(state: EPState, moves: Array, drift: Array, limit: float, left: float
     worst = int(np.argmax(size))
     if size[worst] < limit:
         return (
-            f"averaged to a Monte Carlo error of {left:.2g} posterior sds (at most {_MOST_ERROR:g} is called "
+            f"averaged to a Monte Carlo error of {left:.2g} posterior sds (at most {_MOST_ERROR_LEFT:g} is called "
             f"converged); raise rounds=, or {LESS_NOISE}"
         )
     who = int(np.argmax(np.abs(moves[:, worst])))

@@ -12,18 +12,18 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl import gaussian
 from fedppl.algorithms.ep import _trust
-from fedppl.algorithms.ep._diagnosis import explain
-from fedppl.algorithms.ep._sites import NO_VALUE, Sites, absurd_expansion, dense, in_structure, indices, update
-from fedppl.contracts import Expansion, LocalInference
+from fedppl.algorithms.ep._newton import bounded_step, newton_step
+from fedppl.algorithms.ep._sites import NO_VALUE, Sites, dense, implausible_expansion, in_structure, indices, update
+from fedppl.contracts import ClientView, Expansion, LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array, Layout, LocalFailure, Message
 
-__all__ = ["LENGTHS", "WarmStart", "along", "expand_along", "newton_step", "start", "step", "why_not_arrived"]
+__all__ = ["LENGTHS", "WarmStart", "along", "expand_along", "start", "step"]
 
-_ALONE = 100.0  # times the others' slope
 LENGTHS = 2.0 ** np.arange(-10, 6)
 # In posterior sds: EP's importance weights are good from here, and the rest of the way is inside its first step.
 _ARRIVED = 0.3
@@ -38,7 +38,7 @@ class WarmStart(NamedTuple):
     point: Array  # (m,) where clients expand next
     move: Array  # (m,) the step from the anchor to the point, zero in the first round
     anchor: Array  # (m,) where the sites were expanded
-    heard: Array  # (K,) bool: has sent an expansion
+    has_replied: Array  # (K,) bool: with an expansion
     objective: float  # log marginal posterior at the anchor, −inf if not all clients were expanded there
     change: float  # of the last step, in posterior sds
     radius: float  # longest step that is believed, in prior sds of a coordinate
@@ -54,9 +54,9 @@ class WarmStart(NamedTuple):
 def start(layout: Layout, clients: int) -> WarmStart:
     """Begin at the prior mean."""
     mean = gaussian.mean(layout.prior)
-    heard = np.zeros(clients, dtype=bool)
+    has_replied = np.zeros(clients, dtype=bool)
     return WarmStart(
-        mean, np.zeros_like(mean), mean, heard, -np.inf, np.inf, _RADIUS, False, 0.0, {}, {}, {}, False, False
+        mean, np.zeros_like(mean), mean, has_replied, -np.inf, np.inf, _RADIUS, False, 0.0, {}, {}, {}, False, False
     )
 
 
@@ -66,7 +66,12 @@ def along(point: Array, move: Array) -> Array:
 
 
 def expand_along(
-    client: Any, local: LocalInference, point: Array, move: Array, prior_share: float, inside: Any = None
+    client: ClientView,
+    local: LocalInference,
+    point: Array,
+    move: Array,
+    prior_share: float,
+    inside: NDArray[Any] | None = None,
 ) -> tuple[dict[str, Array], dict[str, float | str]]:
     """A client's reply: log f_k with its derivatives at the point, and alone along the step that led there.
 
@@ -112,13 +117,13 @@ def step(
     if trust is not None:
         return _bounded_step(sites, state, replies, trust)
     new = sum(client_id not in state.pending for client_id in replies)
-    heard = state.heard.copy()
-    heard[indices(sites, replies)] = True
+    has_replied = state.has_replied.copy()
+    has_replied[indices(sites, replies)] = True
     pending = {**state.pending, **replies}
     # Answers from a point where a client has answered already cost it as much, and bring nothing.
-    spent = state.spent + (new + 0.5 * (len(replies) - new)) / len(heard)
-    state = state._replace(pending=pending, heard=heard, spent=spent)
-    if len(pending) < len(heard):
+    spent = state.spent + (new + 0.5 * (len(replies) - new)) / len(has_replied)
+    state = state._replace(pending=pending, has_replied=has_replied, spent=spent)
+    if len(pending) < len(has_replied):
         unusable = _unusable(sites, replies)
         came = {name: reply for name, reply in replies.items() if name not in unusable}
         return _replaced(sites, came, state.point) if came else sites, state, None
@@ -142,7 +147,7 @@ def step(
         return sites, state._replace(point=point, move=move, change=np.inf, radius=radius, chosen=True), None
     tried = _replaced(sites, everyone, x)
     move, whole, cut = newton_step(tried.q, sites.prior, x, state.radius)
-    arrived, change = _arrival(tried.q, move, whole and not cut, heard)
+    arrived, change = _arrival(tried.q, move, whole and not cut, has_replied)
     grown = min(2 * state.radius, _WIDEST if whole else max(_RADIUS, state.radius)) if cut else state.radius
     moved = state._replace(
         point=x + move,
@@ -160,7 +165,7 @@ def step(
 
 def _unusable(sites: Sites, replies: Mapping[str, Message]) -> dict[str, str]:
     """Clients whose expansion cannot be used, and why."""
-    reasons = {name: absurd_expansion(sites, reply) for name, reply in replies.items()}
+    reasons = {name: implausible_expansion(sites, reply) for name, reply in replies.items()}
     return {
         name: "" if float(replies[name]["value"]) == NO_VALUE else reason
         for name, reason in reasons.items()
@@ -174,17 +179,17 @@ def _bounded_step(
     """Take in what came, draw sites in as far as `trust` demands, and step on from there."""
     unusable = _unusable(sites, replies)
     kept = {name: reply for name, reply in replies.items() if name not in unusable}
-    state = state._replace(spent=state.spent + len(replies) / len(state.heard), unusable=unusable)
+    state = state._replace(spent=state.spent + len(replies) / len(state.has_replied), unusable=unusable)
     state = state._replace(reasons={**state.reasons, **unusable})
     if not kept:
         return sites, state, None
-    x, heard = state.point, state.heard.copy()
-    heard[indices(sites, kept)] = True
+    x, has_replied = state.point, state.has_replied.copy()
+    has_replied[indices(sites, kept)] = True
     bounded = _trust.bound(_replaced(sites, kept, x), trust)
     tried = bounded.sites
-    move, cut = _trusted_step(tried.q, sites.prior, x)
-    arrived, change = _arrival(tried.q, move, not cut, heard)
-    moved = state._replace(point=x + move, move=move, anchor=x, heard=heard, change=change, arrived=arrived)
+    move, cut = bounded_step(tried.q, sites.prior, x, _RADIUS)
+    arrived, change = _arrival(tried.q, move, not cut, has_replied)
+    moved = state._replace(point=x + move, move=move, anchor=x, has_replied=has_replied, change=change, arrived=arrived)
     return tried, moved, bounded
 
 
@@ -204,25 +209,12 @@ def _replaced(sites: Sites, replies: Mapping[str, Message], x: Array) -> Sites:
     return update(sites, linear, precision)
 
 
-def _arrival(q: Gaussian, move: Array, there: bool, heard: Array) -> tuple[bool, float]:
-    """Whether a step that nothing cut is short against q and all were heard; its length in posterior sds."""
+def _arrival(q: Gaussian, move: Array, there: bool, has_replied: Array) -> tuple[bool, float]:
+    """Whether a step that nothing cut is short against q and everyone has replied; its length in posterior sds."""
     if not gaussian.is_proper(q):
         return False, np.inf
     change = float(np.max(np.abs(move) / gaussian.standard_deviations(q)))
-    return there and change < _ARRIVED and bool(np.all(heard)), change
-
-
-def _trusted_step(q: Gaussian, prior: Gaussian, x: Array) -> tuple[Array, bool]:
-    """Newton step on |eigenvalues| in prior units, no axis longer than `_RADIUS` sds, and whether it was cut.
-
-    For steps that no objective watches: it climbs whatever the curvature.
-    """
-    inverse = np.linalg.inv(np.linalg.cholesky(prior.precision))
-    values, vectors = np.linalg.eigh(inverse @ q.precision @ inverse.T)
-    gradient = inverse @ (q.linear - q.precision @ x)
-    move = (vectors.T @ gradient) / np.maximum(np.abs(values), 1.0)
-    clipped = np.clip(move, -_RADIUS, _RADIUS)
-    return inverse.T @ (vectors @ clipped), bool(np.any(clipped != move)) or bool(values[0] <= 0)
+    return there and change < _ARRIVED and bool(np.all(has_replied)), change
 
 
 def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Message], objective: float) -> float | None:
@@ -250,91 +242,3 @@ def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Mess
     values[taken] = -np.inf  # nor is it looked for where it was found wanting
     best = int(np.argmax(values))
     return float(LENGTHS[best] if values[best] >= state.objective - slack else LENGTHS[0])
-
-
-def newton_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[Array, bool, bool]:
-    """Newton step from x towards the mode of q; whether q's precision served as it is; whether the step was cut.
-
-    Where the precision is not positive definite, couplings are left out until it is: those of one coordinate, the one
-    that leaves the largest gain. A scale that is far off couples with every mean it scales; by itself each knows its
-    way. Along no principal axis of the precision is the step longer than `radius` prior sds.
-    """
-    gradient = q.linear - q.precision @ x
-    scale = np.sqrt(np.maximum(np.abs(np.diag(q.precision)), np.diag(prior.precision)))
-    white, slope = q.precision / np.outer(scale, scale), gradient / scale
-    whole = _smallest(white) > _SINGULAR
-    if whole:
-        move = np.linalg.solve(white, slope)
-    else:
-        options = [_decoupled(white, slope, first) for first in _suspects(white)]
-        _, _, move, white = min(options, key=lambda option: option[:2])
-    root = np.linalg.inv(np.linalg.cholesky(prior.precision))
-    _, axes = np.linalg.eigh(root @ (white * np.outer(scale, scale)) @ root.T)
-    axes = axes.T @ np.linalg.inv(root.T)  # rows: principal axes of the precision, in prior sds
-    along = axes @ (move / scale)
-    kept = np.clip(along, -radius, radius)
-    return np.linalg.solve(axes, kept), whole, bool(np.any(kept != along))
-
-
-_SINGULAR = 1e-13
-
-
-def _smallest(matrix: Array) -> float:
-    values = np.linalg.eigvalsh(matrix)
-    return float(values[0] / max(values[-1], 1e-300))
-
-
-def _suspects(white: Array, most: int = 20) -> list[int]:
-    """Coordinates that the direction of most negative curvature lies in."""
-    _, vectors = np.linalg.eigh(white)
-    return [int(j) for j in np.argsort(-np.abs(vectors[:, 0]), kind="stable")[:most]]
-
-
-def _decoupled(white: Array, slope: Array, first: int) -> tuple[int, float, Array, Array]:
-    """Leave out one coordinate's couplings, then others' while need be: (how many, −gain, step, matrix)."""
-    matrix, left = white.copy(), [first]
-    while True:
-        j = left[-1]
-        own = max(abs(float(white[j, j])), 1e-3)
-        matrix[j], matrix[:, j] = 0.0, 0.0
-        matrix[j, j] = own
-        if _smallest(matrix) > _SINGULAR:
-            break
-        _, vectors = np.linalg.eigh(matrix)
-        share = np.abs(vectors[:, 0])
-        share[left] = 0.0
-        if not np.any(share > 0):
-            break
-        left.append(int(np.argmax(share)))
-    move = np.asarray(np.linalg.solve(matrix, slope), dtype=np.float64)
-    return len(left), -float(move @ slope), move, matrix
-
-
-def pulls_alone(sites: Sites, x: Array) -> str:
-    """Name the client whose slope at x is far beyond the others', where q is no posterior to measure pulls in."""
-    if len(sites.where) < 3:
-        return ""
-    slopes = np.abs(sites.linear - dense(sites.precision, sites.structure) @ x)
-    slopes = slopes * gaussian.standard_deviations(sites.prior)
-    k, i = np.unravel_index(int(np.argmax(slopes)), slopes.shape)
-    others = max(float(np.median(np.delete(slopes.max(axis=1), k))), 1.0)
-    if slopes[k, i] <= _ALONE * others:
-        return ""
-    return (
-        f"client {list(sites.where)[k]} pulls {sites.labels[i]} alone: {slopes[k, i] / others:.2g} times as hard as "
-        "the median of the others at the last point; look at its data"
-    )
-
-
-def why_not_arrived(sites: Sites, state: WarmStart) -> str:
-    """Say that the search has not arrived, where it stands, and what helps."""
-    silent = [client_id for client_id, k in sites.where.items() if not state.heard[k]]
-    if silent:
-        return f"the warm start needs every client once, and clients {silent[:5]} have not answered"
-    absent = [client_id for client_id in sites.where if state.pending and client_id not in state.pending]
-    cause = (
-        f"it waits for an expansion of every client at its point, and clients {absent[:5]} have sent none yet"
-        if absent
-        else explain(sites, state.anchor, dict(state.unusable), dict(state.reasons))
-    )
-    return f"the warm start has not reached the mode of the marginal posterior: {cause}"

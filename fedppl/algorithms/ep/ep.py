@@ -7,27 +7,44 @@ the sites. Refinement (EP): each client matches moments of its tilted distributi
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian, settings
 from fedppl.algorithms.ep import _moves, _sites, _trust, _warm_start
-from fedppl.algorithms.ep._damping import damped_step, hold_back, named, targets
-from fedppl.algorithms.ep._state import EPInfo, EPState
-from fedppl.algorithms.ep._warm_start import WarmStart
-from fedppl.contracts import Algorithm, Asked, LocalInference
+from fedppl.algorithms.ep._rounds import ep_round, newton_round
+from fedppl.algorithms.ep._state import EPInfo, EPState, reported
+from fedppl.contracts import (
+    Algorithm,
+    Asked,
+    ClientUpdate,
+    ClientView,
+    Details,
+    Disclosure,
+    LocalInference,
+    Needs,
+    Posterior,
+    Received,
+    Replies,
+    Report,
+    Result,
+)
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
-from fedppl.types import Layout, Message, Status
+from fedppl.types import Layout, Message
 
-__all__ = ["EP", "EPInfo", "EPState"]
+__all__ = ["EP", "EPInfo", "EPState", "Matching", "broadcast", "checked", "final_message", "init"]
 
-# Expansions a client: a dozen do even from a prior a million times too wide.
-_BUDGET = 25.0
-# What a client may say of its Monte Carlo error, in posterior sds: NUTS gives no moments of fewer than m + 4 draws.
-_MOST_ERROR = 0.5
+
+class Matching(NamedTuple):
+    """How moments are matched, at the clients and at the server."""
+
+    local: LocalInference
+    tolerance: float
+    damping: float  # the largest that is tried
+    structure: str | Sequence[Sequence[str]]
 
 
 def EP(
@@ -38,7 +55,7 @@ def EP(
     warm_start: bool = True,
     structure: str | Sequence[Sequence[str]] = "full",
     trust: float | None = None,
-) -> Algorithm:
+) -> Algorithm[EPState, None]:
     r"""Federated expectation propagation with server-held sites (FedLin, Algorithms 2 and 3).
 
     .. math:: q(\phi) = p(\phi) \prod_k q_k(\phi), \qquad
@@ -47,24 +64,24 @@ def EP(
     Parameters
     ----------
     local
-        How clients compute tilted moments; by default `NestedLaplace`.
+        Local inference that gives tilted moments; by default `NestedLaplace`.
     tolerance
-        Converged when a sweep over all clients moves no mean by more than `tolerance` posterior sds and no sd
-        by more than that fraction. Where clients report a larger Monte Carlo error, rounds are averaged until that
+        Largest move of a mean in posterior sds, and of an sd as a fraction, over a sweep of all clients with which
+        the fit has converged. Where clients report a larger Monte Carlo error, rounds are averaged until that
         error is at most 0.2 posterior sds over the whole of q, and until the clients' moves, averaged with their
         signs, are below three times it; the word of the client that claims most counts there only as far as its
         replies scatter.
     damping
-        Largest δ that is tried; it is halved until the global precision and every cavity are positive definite.
+        Largest δ; halved in a round until the global precision and every cavity are positive definite.
     warm_start
-        Start with federated Newton rounds where the local inference offers expansions. They have a budget of their
-        own, 25 expansions a client, and do not count towards ``rounds=``. A point is left when every client has
+        Whether federated Newton rounds come first, where the local inference offers expansions. They have a budget of
+        their own, 25 expansions a client, and do not count towards ``rounds=``. A point is left when every client has
         answered there: where few are asked in a round, that takes many rounds.
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
     trust
-        None, or how far one client may pull the shared mean over the whole run, c sds of what the others know: see
-        Notes. Without others, for one client, it does nothing.
+        Bound c on how far one client may pull the shared mean over the whole run, in sds of what the others know (see
+        Notes), or None. Without others, for one client, it does nothing.
 
     Returns
     -------
@@ -118,64 +135,64 @@ def EP(
     .. [1] FedLin, section 4.2, eqs. 3 to 8 and Algorithms 2 and 3.
     .. [2] Vehtari et al. (2020), Expectation propagation as a way of life, JMLR 21.
     """
-    tolerance = settings.between("tolerance", tolerance, 0, 1, hint="it is in posterior sds")
-    damping = settings.between("damping", damping, 0, 1, "(]", "1 is the undamped step")
+    matching = checked(local, tolerance, damping, structure)
+    inference = matching.local
     if trust is not None:
         trust = settings.between(
             "trust", trust, 0, 1e6, "(]", "it is in posterior sds, such as 3, or None for no bound"
         )
-    settings.form("structure", structure)
-    inference = settings.inference("local", local, NestedLaplace())
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None
     return Algorithm(
         name="EP",
-        check=inference.check,
-        init_server=functools.partial(_init_server, form=structure, damping=damping, warm=warm),
-        broadcast=_broadcast,
-        update_client=functools.partial(_update_client, local=inference),
-        reply_shapes=_reply_shapes,
-        refuse=_refuse,
-        update_server=functools.partial(_update_server, tolerance=tolerance, largest=damping, trust=trust),
-        outcome=outcome,
-        draw=functools.partial(draw_target, local=inference),
-        details=lambda state: {
-            "last_change": (("rows",), state.last_change),
-            "skewness": (("rows",), state.skewness),
-            "pull": (("client", "rows"), _trust.pulls(state.sites)),
-        },
-        posterior=lambda state: state.sites.q,
-        preliminary=lambda state: state.warm_start is not None,
         settings={
             "local": inference.describe(),
-            "tolerance": repr(tolerance),
-            "damping": repr(damping),
+            "tolerance": repr(matching.tolerance),
+            "damping": repr(matching.damping),
             "warm_start": repr(warm),
             "structure": repr(structure),
             "trust": repr(trust),
         },
-        tests_convergence=True,
-        asks=functools.partial(_asks, local=inference),
+        init=functools.partial(init, matching=matching, warm=warm),
+        broadcast=broadcast,
+        update_client=functools.partial(_update_client, local=inference),
+        update_server=functools.partial(_update_server, matching=matching, trust=trust),
+        replies=Replies(_shapes, _reject),
+        result=Result(
+            final_message,
+            functools.partial(draw_target, local=inference),
+            Posterior(lambda state: state.sites.q),
+            _details,
+            preliminary=lambda state: state.warm_start is not None,
+            tests_convergence=True,
+        ),
+        needs=Needs(inference.check),
+        disclosure=Disclosure(functools.partial(_asks, local=inference)),
     )
 
 
-def _init_server(
-    layout: Layout,
-    clients: tuple[str, ...],
-    rng: np.random.Generator,
-    *,
-    form: str | Sequence[Sequence[str]],
-    damping: float,
-    warm: bool,
+def checked(
+    local: LocalInference | None, tolerance: float, damping: float, structure: str | Sequence[Sequence[str]]
+) -> Matching:
+    """Settings in range, or an error that says which is not."""
+    tolerance = settings.between("tolerance", tolerance, 0, 1, hint="it is in posterior sds")
+    damping = settings.between("damping", damping, 0, 1, "(]", "1 is the undamped step")
+    settings.form("structure", structure)
+    return Matching(settings.inference("local", local, NestedLaplace()), tolerance, damping, structure)
+
+
+def init(
+    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, matching: Matching, warm: bool
 ) -> EPState:
+    """Sites that say nothing."""
     del rng
     return EPState(
-        sites=_sites.empty(layout, clients, _sites.structure_of(form, layout)),
+        sites=_sites.empty(layout, clients, _sites.structure_of(matching.structure, layout)),
         warm_start=_warm_start.start(layout, len(clients)) if warm else None,
         prior_share=0.0 if layout.prior_is_gaussian else 1.0 / len(clients),
-        damping=damping,
+        damping=matching.damping,
         change=np.inf,
         averaging=0,
-        heard=np.zeros(len(clients), dtype=bool),
+        has_replied=np.zeros(len(clients), dtype=bool),
         sweep_change=0.0,
         last_change=np.full(layout.size, np.nan),
         skewness=np.zeros(layout.size),
@@ -189,17 +206,74 @@ def _init_server(
         moves=_moves.start(len(clients), layout.size),
         heading=np.zeros(2 * layout.size),
         falls=0,
-        status=Status.RUNNING.value,
-        message="",
     )
 
 
-def _broadcast(state: EPState, client_id: str) -> Message:
+def broadcast(state: EPState, client_id: str) -> Message:
     """The point to expand at, or q and the client's cavity."""
     if state.warm_start is not None:
         search = state.warm_start
         return {"point": search.point, "move": search.move, "prior_share": np.array(state.prior_share)}
     return pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.prior_share)
+
+
+def _update_client(
+    client: ClientView, personal: None, message: Message, rng: np.random.Generator, *, local: LocalInference
+) -> ClientUpdate[None]:
+    """Expand log f_k at the point, or match moments of the tilted distribution. Clients keep no state."""
+    if _expands(message, local):
+        point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
+        share, inside = float(message["prior_share"]), message.get("inside")
+        return ClientUpdate(None, *_warm_start.expand_along(client, local, point, move, share, inside))
+    moments = local.tilted(unpack_target(client, message), rng)
+    reply = {
+        "mean": moments.mean,
+        "precision": gaussian.pack_triangle(moments.precision),
+        "skewness": moments.skewness,
+        "mc_error": np.array(moments.diagnostics.get("mc_error", 0.0)),
+    }
+    return ClientUpdate(None, reply, moments.diagnostics)
+
+
+def _update_server(
+    state: EPState, received: Received, *, matching: Matching, trust: float | None
+) -> tuple[EPState, Report]:
+    """Take in expansions while the warm start lasts, then moments."""
+    if state.warm_start is not None:
+        return reported(newton_round(state, state.warm_start, received.each, trust))
+    return reported(ep_round(state, received.each, matching.tolerance, matching.damping, trust))
+
+
+def _shapes(state: EPState) -> dict[str, tuple[int, ...]]:
+    """An expansion with values along the step, or moments."""
+    m = state.sites.structure.size
+    triangle = (m * (m + 1) // 2,)
+    if state.warm_start is not None:
+        return {"value": (), "gradient": (m,), "hessian": triangle, "ray": _warm_start.LENGTHS.shape}
+    return {"mean": (m,), "precision": triangle, "skewness": (m,), "mc_error": ()}
+
+
+def _reject(state: EPState, reply: Message) -> str | None:
+    """Moments must be those of a distribution, an expansion may have any curvature; neither beyond all measure."""
+    if state.warm_start is None:
+        return _sites.implausible_moments(state.sites, reply)
+    # A step may lead anywhere: an expansion there that is beyond measure only says that it was too long.
+    stepped = bool(np.any(state.warm_start.move))
+    return _sites.implausible_values(reply) if stepped else _sites.implausible_expansion(state.sites, reply)
+
+
+def final_message(state: EPState, client_id: str) -> Message:
+    """q and everything in it but this client's site; for a client that had no part in it, q twice."""
+    sites = state.sites
+    return pack_target(sites.q, _sites.cavity(sites, client_id), state.prior_share if client_id in sites.where else 0.0)
+
+
+def _details(state: EPState) -> Details:
+    return {
+        "last_change": (("rows",), state.last_change),
+        "skewness": (("rows",), state.skewness),
+        "pull": (("client", "rows"), _trust.pulls(state.sites)),
+    }
 
 
 def _expands(message: Message, local: LocalInference) -> bool:
@@ -214,104 +288,3 @@ def _asks(layout: Layout, message: Message, *, local: LocalInference) -> Asked:
     if not np.any(move):
         return Asked(point[None], np.zeros((0, layout.size)))
     return Asked(np.zeros((0, layout.size)), np.vstack([point, _warm_start.along(point, move)]))
-
-
-def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, local: LocalInference
-) -> tuple[Any, Message, Mapping[str, float | str]]:
-    """Expand log f_k at the point, or match moments of the tilted distribution. Clients keep no state."""
-    if _expands(message, local):
-        point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
-        share, inside = float(message["prior_share"]), message.get("inside")
-        reply, info = _warm_start.expand_along(client, local, point, move, share, inside)
-        return personal, reply, info
-    moments = local.tilted(unpack_target(client, message), rng)
-    reply = {
-        "mean": moments.mean,
-        "precision": gaussian.pack_triangle(moments.precision),
-        "skewness": moments.skewness,
-        "mc_error": np.array(moments.diagnostics.get("mc_error", 0.0)),
-    }
-    return personal, reply, moments.diagnostics
-
-
-def outcome(state: EPState, client_id: str) -> Message:
-    """q and everything in it but this client's site; for a client that had no part in it, q twice."""
-    q = state.sites.q
-    if client_id not in state.sites.where:
-        return pack_target(q, q, 0.0)
-    return pack_target(q, _sites.cavity(state.sites, client_id), state.prior_share)
-
-
-def _reply_shapes(state: EPState) -> dict[str, tuple[int, ...]]:
-    m = state.sites.structure.size
-    triangle = (m * (m + 1) // 2,)
-    if state.warm_start is not None:
-        return {"value": (), "gradient": (m,), "hessian": triangle, "ray": _warm_start.LENGTHS.shape}
-    return {"mean": (m,), "precision": triangle, "skewness": (m,), "mc_error": ()}
-
-
-def _refuse(state: EPState, reply: Message) -> str | None:
-    """Moments must be those of a distribution, an expansion may have any curvature; neither beyond all measure."""
-    if state.warm_start is None:
-        return _sites.absurd_moments(state.sites, reply)
-    # A step may lead anywhere: an expansion there that is beyond measure only says that it was too long.
-    stepped = bool(np.any(state.warm_start.move))
-    return _sites.absurd_values(reply) if stepped else _sites.absurd_expansion(state.sites, reply)
-
-
-def _update_server(
-    state: EPState, replies: Mapping[str, Message], *, tolerance: float, largest: float, trust: float | None
-) -> tuple[EPState, EPInfo]:
-    if state.warm_start is not None:
-        return _newton_round(state, state.warm_start, replies, trust)
-    return _ep_round(state, replies, tolerance, largest, trust)
-
-
-def _newton_round(
-    state: EPState, before: WarmStart, replies: Mapping[str, Message], trust: float | None
-) -> tuple[EPState, EPInfo]:
-    """One round of the warm start; on arrival, sites and q stay and refinement begins."""
-    sites, after, bounded = state.sites, before._replace(spent=before.spent + 1.0), None
-    if replies:
-        sites, after, bounded = _warm_start.step(sites, before, replies, trust)
-    info = EPInfo("warm start", after.change, np.inf, 1.0, after.objective, 0.0, np.nan)
-    over = not after.arrived and after.spent >= _BUDGET
-    state = state._replace(
-        sites=sites,
-        warm_start=None if after.arrived else after,
-        message="" if after.arrived else _warm_start.why_not_arrived(sites, after),
-        status=(Status.STALLED if over else Status.RUNNING).value,
-    )
-    if bounded is not None and trust is not None:
-        state, info = hold_back(state, info, _sites.indices(sites, replies), bounded, trust, 1.0)
-        if not after.arrived and np.all(np.isnan(bounded.pull)):
-            alone = _warm_start.pulls_alone(sites, before.point)
-            state = state._replace(message="; ".join(filter(None, (alone, state.message))))
-    return named(state, trust), info
-
-
-def _ep_round(
-    state: EPState, replies: Mapping[str, Message], tolerance: float, largest: float, trust: float | None
-) -> tuple[EPState, EPInfo]:
-    """Moment matching: the clients' tilted natural parameters against q's."""
-    if not replies:
-        return state, EPInfo("EP", 0.0, 0.0, state.damping, np.nan, 0.0, np.nan)
-    sites, q, form = state.sites, state.sites.q, state.sites.structure
-    target_linear, target_packed = targets(sites, replies)
-    # A prior with correlations puts q outside a smaller family: moments are matched with what the family holds of it.
-    whole = form.blocks is not None and len(form.blocks) == 1
-    inside = q if whole else _sites.in_family(gaussian.mean(q), gaussian.covariance(q), form)
-    # Cumulants of log factors add, so the small skewnesses of K tilted distributions make the posterior's.
-    skewness = np.stack([reply["skewness"] for reply in replies.values()]) * len(sites.where) / len(replies)
-    return damped_step(
-        state,
-        _sites.indices(sites, replies),
-        target_linear - inside.linear,
-        target_packed - _sites.in_structure(inside.precision, form),
-        mc_errors=np.minimum([float(reply["mc_error"]) for reply in replies.values()], _MOST_ERROR),
-        skewness=skewness,
-        tolerance=tolerance,
-        largest=largest,
-        trust=trust,
-    )

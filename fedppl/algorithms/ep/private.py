@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian, privacy, settings
-from fedppl.algorithms.ep import _sites
+from fedppl.algorithms.ep import _sites, ep
 from fedppl.algorithms.ep._private_step import (
     Mechanism,
     PrivateEPInfo,
@@ -20,20 +20,28 @@ from fedppl.algorithms.ep._private_step import (
     private_step,
     widened,
 )
-from fedppl.algorithms.ep._state import EPState
 from fedppl.algorithms.ep._whitening import Frame, frame_of, length, whiten
-from fedppl.algorithms.ep.ep import EP
-from fedppl.contracts import Algorithm, LocalInference, Target
-from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.local.target import at_target, pack_target, unpack_target
-from fedppl.types import Array, Layout, LocalFailure, Message, Status
+from fedppl.contracts import (
+    Algorithm,
+    ClientUpdate,
+    ClientView,
+    Disclosure,
+    LocalInference,
+    Needs,
+    Posterior,
+    Replies,
+    Result,
+    Target,
+)
+from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
+from fedppl.types import Array, Layout, LocalFailure, Message
 
-__all__ = ["PrivateEP", "PrivateEPInfo", "PrivateEPState", "Spent"]
+__all__ = ["PrivateEP", "PrivateEPClientState", "PrivateEPInfo", "PrivateEPState"]
 
 logger = logging.getLogger(__name__)
 
 
-class Spent(NamedTuple):
+class PrivateEPClientState(NamedTuple):
     """A client's personal state: how often it has released something."""
 
     releases: int
@@ -50,7 +58,7 @@ def PrivateEP(
     damping: float = 1.0,
     structure: str | Sequence[Sequence[str]] = "full",
     _normals: Callable[[int], Array] = privacy.system_normals,
-) -> Algorithm:
+) -> Algorithm[PrivateEPState, PrivateEPClientState]:
     r"""Federated EP whose clients release nothing but their sites, clipped and with Gaussian noise.
 
     .. math:: s_k = \min\!\left(1, \frac{C}{\lVert v_k \rVert}\right) v_k + \mathcal N(0, z^2 C^2 I), \qquad
@@ -63,18 +71,20 @@ def PrivateEP(
     Parameters
     ----------
     clip
-        C, in posterior sds. With K clients and m shared parameters a site ends with a norm of about √(2m / K); a few
-        times that is right. Less makes q too wide, more only adds noise: z C √K posterior sds a round.
+        Bound C on the norm of a site, in posterior sds. With K clients and m shared parameters a site ends with a norm
+        of about √(2m / K); a few times that is right. Less makes q too wide, more only adds noise: z C √K posterior
+        sds a round.
     noise_multiplier
-        z; choose it so that ``fedppl.privacy.epsilon(noise_multiplier, releases, delta)`` is what you may spend.
+        Sd z of the noise over C; choose it so that ``fedppl.privacy.epsilon(noise_multiplier, releases, delta)`` is
+        what you may spend.
     releases
-        How often a client replies in a run at most; then it refuses. A run wants as many rounds, if all take part.
+        Largest number of replies of a client in a run; beyond it refuses. A run wants as many rounds, if all take part.
     delta
-        δ of the guarantee.
+        Probability δ of the guarantee.
     local
-        How clients compute tilted moments; by default `NestedLaplace`.
+        Local inference that gives tilted moments; by default `NestedLaplace`.
     tolerance, damping, structure
-        As in `EP`. A diagonal or block structure releases fewer numbers, and so adds less noise.
+        Settings of `EP`. A diagonal or block structure releases fewer numbers, and so adds less noise.
 
     Returns
     -------
@@ -119,54 +129,62 @@ def PrivateEP(
     noise_multiplier = settings.between("noise_multiplier", noise_multiplier, 1e-50, 1e50, "[]")
     releases = settings.whole("releases", releases)
     delta = settings.between("delta", delta, 0, 1, hint="take it well below 1 / number of clients")
-    inference = settings.inference("local", local, NestedLaplace())
-    inner = EP(local=inference, tolerance=tolerance, damping=damping, warm_start=False, structure=structure)
-    mechanism = Mechanism(clip, noise_multiplier, releases, delta)
+    matching = ep.checked(local, tolerance, damping, structure)
+    inference, mechanism = matching.local, Mechanism(clip, noise_multiplier, releases, delta)
     client = functools.partial(
         _update_client, local=inference, mechanism=mechanism, structure=structure, normals=_normals
     )
-    return inner._replace(
+    return Algorithm(
         name="PrivateEP",
-        init_server=functools.partial(_init_server, inner=inner),
-        broadcast=functools.partial(_broadcast, inner=inner, mechanism=mechanism),
-        update_client=client,
-        reply_shapes=lambda state: {"site": (length(state.sites.structure),)},
-        refuse=functools.partial(_refuse, mechanism=mechanism),
-        update_server=functools.partial(private_step, mechanism=mechanism, tolerance=tolerance, largest=damping),
-        outcome=_outcome,
-        details=lambda state: {
-            "last_change": (("rows",), state.ep.last_change),
-            "noise_sd": (("rows",), noise_sd(state)),
-        },
-        posterior=lambda state: widened(state.sites.q, state),
         settings={
-            **{name: inner.settings[name] for name in ("local", "tolerance", "damping", "structure")},
+            "local": inference.describe(),
+            "tolerance": repr(matching.tolerance),
+            "damping": repr(matching.damping),
+            "structure": repr(structure),
             **{name: repr(value) for name, value in mechanism._asdict().items()},
         },
-        lasting=True,
-        preliminary=None,
-        noise_multiplier=float(noise_multiplier),
-        asks=at_target,
+        init=functools.partial(_init, matching=matching),
+        broadcast=functools.partial(_broadcast, mechanism=mechanism),
+        update_client=client,
+        update_server=functools.partial(
+            private_step, mechanism=mechanism, tolerance=matching.tolerance, largest=matching.damping
+        ),
+        replies=Replies(
+            lambda state: {"site": (length(state.sites.structure),)}, functools.partial(_reject, mechanism=mechanism)
+        ),
+        result=Result(
+            _final_message,
+            functools.partial(draw_target, local=inference),
+            Posterior(lambda state: widened(state.sites.q, state)),
+            lambda state: {
+                "last_change": (("rows",), state.ep.last_change),
+                "noise_sd": (("rows",), noise_sd(state)),
+            },
+            tests_convergence=True,
+        ),
+        needs=Needs(inference.check),
+        disclosure=Disclosure(at_target, noise_multiplier),
+        persistent=True,
     )
 
 
-def _init_server(
-    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, inner: Algorithm
+def _init(
+    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, matching: ep.Matching
 ) -> PrivateEPState:
-    count = len(clients)
-    ep: EPState = inner.init_server(layout, clients, rng)
-    return PrivateEPState(ep, 0, np.zeros(count), np.zeros((layout.size, layout.size)), Status.RUNNING.value, "")
+    """Sites that say nothing, and no noise yet."""
+    start = ep.init(layout, clients, rng, matching=matching, warm=False)
+    return PrivateEPState(start, 0, np.zeros(len(clients)), np.zeros((layout.size, layout.size)))
 
 
-def _broadcast(state: PrivateEPState, client_id: str, *, inner: Algorithm, mechanism: Mechanism) -> Message:
+def _broadcast(state: PrivateEPState, client_id: str, *, mechanism: Mechanism) -> Message:
     """EP's message, and how much more a site's precision counts than its linear when it is clipped."""
     weight = precision_weight(state.sites, mechanism)
-    return {**inner.broadcast(state.ep, client_id), "precision_weight": np.array(weight)}
+    return {**ep.broadcast(state.ep, client_id), "precision_weight": np.array(weight)}
 
 
 def _update_client(
-    client: Any,
-    personal: Any,
+    client: ClientView,
+    personal: PrivateEPClientState | None,
     message: Message,
     rng: np.random.Generator,
     *,
@@ -174,9 +192,9 @@ def _update_client(
     mechanism: Mechanism,
     structure: str | Sequence[Sequence[str]],
     normals: Callable[[int], Array],
-) -> tuple[Spent, Message, Mapping[str, float]]:
+) -> ClientUpdate[PrivateEPClientState]:
     """Release one noised vector, whatever the data are."""
-    spent = 0 if personal is None else int(personal.releases)
+    spent = 0 if personal is None else personal.releases
     if spent >= mechanism.releases:
         raise LocalFailure(
             f"all releases={mechanism.releases} of this client are used up; a larger number would cost more privacy"
@@ -187,15 +205,14 @@ def _update_client(
     if not (gaussian.is_proper(target.global_) and 0 < weight < np.inf):  # the server's fault: saying so tells nothing
         raise LocalFailure("the q that came is not positive definite, or its 'precision_weight' is not positive")
     site = privacy.clipped(_site(target, frame_of(target.global_, form, weight), local, rng), mechanism.clip)
-    return Spent(spent + 1), {"site": site + mechanism.sd * normals(len(site))}, {}
+    return ClientUpdate(PrivateEPClientState(spent + 1), {"site": site + mechanism.sd * normals(len(site))})
 
 
-def _outcome(state: PrivateEPState, client_id: str) -> Message:
+def _final_message(state: PrivateEPState, client_id: str) -> Message:
     """As in EP, widened by the noise."""
-    q = widened(state.sites.q, state)
-    if client_id not in state.sites.where:
-        return pack_target(q, q, 0.0)
-    return pack_target(q, widened(_sites.cavity(state.sites, client_id), state), state.ep.prior_share)
+    sites, share = state.sites, state.ep.prior_share
+    q, cavity = (widened(g, state) for g in (sites.q, _sites.cavity(sites, client_id)))
+    return pack_target(q, cavity, share if client_id in sites.where else 0.0)
 
 
 def _site(target: Target, frame: Frame, local: LocalInference, rng: np.random.Generator) -> Array:
@@ -212,7 +229,7 @@ def _site(target: Target, frame: Frame, local: LocalInference, rng: np.random.Ge
         return old
 
 
-def _refuse(state: PrivateEPState, reply: Message, *, mechanism: Mechanism) -> str | None:
+def _reject(state: PrivateEPState, reply: Message, *, mechanism: Mechanism) -> str | None:
     """A clipped vector with noise has a bounded norm, but for less than one time in 10²⁰."""
     norm = float(np.linalg.norm(reply["site"]))
     limit = mechanism.clip + 12 * mechanism.sd * np.sqrt(length(state.sites.structure))

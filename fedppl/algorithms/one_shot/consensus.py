@@ -4,39 +4,50 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian, settings
 from fedppl.algorithms.one_shot.separate import near_posterior
-from fedppl.contracts import Algorithm, Draws, LocalInference
+from fedppl.contracts import (
+    Algorithm,
+    ClientUpdate,
+    ClientView,
+    Disclosure,
+    Draws,
+    LocalInference,
+    Needs,
+    Posterior,
+    Received,
+    Replies,
+    Report,
+    Result,
+)
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, pack_target, unpack_target
 from fedppl.numerics.importance import skewness
-from fedppl.run.replies import sum_replies
+from fedppl.numerics.scatter import precision_from_draws
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Status
 
-__all__ = ["ConsensusInfo", "ConsensusMonteCarlo", "ConsensusState", "Subposterior"]
+__all__ = ["ConsensusClientState", "ConsensusInfo", "ConsensusMonteCarlo", "ConsensusState"]
 
 
 class ConsensusState(NamedTuple):
-    """What the server knows: sums over the clients heard."""
+    """What the server knows: sums over the clients that have replied."""
 
     prior: Gaussian
     prior_share: float
     clients: tuple[str, ...]
-    heard: tuple[str, ...]  # whose replies are in the sums
+    replied: tuple[str, ...]  # whose replies are in the sums
     included: float  # clients in the sums
     weighted: Array  # (S, m) Σ W_k φ_ks
     weight: Array  # packed Σ W_k
-    status: str
-    message: str
 
     @property
     def draws(self) -> Array:
-        """The combined draws (S, m) on the unconstrained space; none while nobody has been heard."""
+        """The combined draws (S, m) on the unconstrained space; none while nobody has replied."""
         if not self.included:
             return np.zeros((0, self.weighted.shape[1]))
         return np.asarray(np.linalg.solve(gaussian.unpack_triangle(self.weight), self.weighted.T).T)
@@ -48,14 +59,16 @@ class ConsensusInfo(NamedTuple):
     heard: float  # clients in the sums so far
 
 
-class Subposterior(NamedTuple):
+class ConsensusClientState(NamedTuple):
     """What a client keeps to itself: what it has sent, to send the same when it is asked again."""
 
     weighted: Array  # (S, m)
     weight: Array  # packed W_k
 
 
-def ConsensusMonteCarlo(*, local: LocalInference | None = None, draws: int = 1000) -> Algorithm:
+def ConsensusMonteCarlo(
+    *, local: LocalInference | None = None, draws: int = 1000
+) -> Algorithm[ConsensusState, ConsensusClientState]:
     r"""Average the clients' draws, weighted by their precisions.
 
     .. math:: \phi_s = \Big(\sum_k W_k\Big)^{-1} \sum_k W_k\, \phi_{k,s}, \qquad
@@ -69,9 +82,9 @@ def ConsensusMonteCarlo(*, local: LocalInference | None = None, draws: int = 100
     Parameters
     ----------
     local
-        How clients draw; by default `NestedLaplace`.
+        Local inference that draws; by default `NestedLaplace`.
     draws
-        S, of every client; more than the number of shared coordinates plus two.
+        Number S of draws of every client, above the number of shared coordinates plus two.
 
     Returns
     -------
@@ -105,24 +118,27 @@ def ConsensusMonteCarlo(*, local: LocalInference | None = None, draws: int = 100
     inference = settings.inference("local", local, NestedLaplace())
     return Algorithm(
         name="ConsensusMonteCarlo",
-        check=inference.check,
-        init_server=functools.partial(_init_server, draws=int(draws)),
+        settings={"local": inference.describe(), "draws": repr(draws)},
+        init=functools.partial(_init, draws=draws),
         broadcast=_broadcast,
-        update_client=functools.partial(_update_client, local=inference, draws=int(draws)),
-        reply_shapes=lambda state: {"weighted": state.weighted.shape, "weight": state.weight.shape, "count": ()},
-        refuse=_refuse,
+        update_client=functools.partial(_update_client, local=inference, draws=draws),
         update_server=_update_server,
-        outcome=_outcome,
-        draw=functools.partial(_draw, local=inference, wanted=int(draws)),
-        details=lambda state: {"skewness": (("rows",), _skewness(state.draws))},
-        posterior=_posterior,
-        settings={"local": inference.describe(), "draws": repr(int(draws))},
-        tests_convergence=True,
-        asks=at_target,
+        replies=Replies(
+            lambda state: {"weighted": state.weighted.shape, "weight": state.weight.shape, "count": ()}, _reject
+        ),
+        result=Result(
+            _final_message,
+            functools.partial(_draw, local=inference, wanted=draws),
+            Posterior(_posterior),
+            lambda state: {"skewness": (("rows",), _skewness(state.draws))},
+            tests_convergence=True,
+        ),
+        needs=Needs(inference.check),
+        disclosure=Disclosure(at_target),
     )
 
 
-def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, draws: int) -> ConsensusState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, draws: int) -> ConsensusState:
     """Nothing but the prior."""
     del rng
     m = layout.size
@@ -132,12 +148,10 @@ def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Genera
         prior=layout.prior,
         prior_share=0.0 if layout.prior_is_gaussian else 1.0 / len(clients),
         clients=clients,
-        heard=(),
+        replied=(),
         included=0.0,
         weighted=np.zeros((draws, m)),
         weight=np.zeros(m * (m + 1) // 2),
-        status=Status.RUNNING.value,
-        message="",
     )
 
 
@@ -153,28 +167,35 @@ def _broadcast(state: ConsensusState, client_id: str) -> Message:
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, local: LocalInference, draws: int
-) -> tuple[Subposterior, Message, Mapping[str, float]]:
+    client: ClientView,
+    personal: ConsensusClientState | None,
+    message: Message,
+    rng: np.random.Generator,
+    *,
+    local: LocalInference,
+    draws: int,
+) -> ClientUpdate[ConsensusClientState]:
     """Weighted draws of the client's posterior under its part of the prior, ready to be added up."""
     info: Mapping[str, float] = {}
     if personal is None or personal.weighted.shape != (draws, client.shared_size):
         personal, info = _drawn(client, message, rng, local=local, draws=draws)
-    return personal, {"weighted": personal.weighted, "weight": personal.weight, "count": np.array(1.0)}, info
+    reply = {"weighted": personal.weighted, "weight": personal.weight, "count": np.array(1.0)}
+    return ClientUpdate(personal, reply, info)
 
 
 def _drawn(
-    client: Any, message: Message, rng: np.random.Generator, *, local: LocalInference, draws: int
-) -> tuple[Subposterior, Mapping[str, float]]:
+    client: ClientView, message: Message, rng: np.random.Generator, *, local: LocalInference, draws: int
+) -> tuple[ConsensusClientState, Mapping[str, float]]:
     """Draws, their precision, and what the local inference says of them."""
     sample = local.draw(near_posterior(unpack_target(client, message), local), draws, 1, rng)
     try:
-        weight = gaussian.precision_from_draws(sample.shared[0])
+        weight = precision_from_draws(sample.shared[0])
     except ValueError as error:
         raise LocalFailure("its draws are constant, collinear or not finite; raise draws=") from error
-    return Subposterior(sample.shared[0] @ weight, gaussian.pack_triangle(weight)), sample.diagnostics
+    return ConsensusClientState(sample.shared[0] @ weight, gaussian.pack_triangle(weight)), sample.diagnostics
 
 
-def _refuse(state: ConsensusState, reply: Message) -> str | None:
+def _reject(state: ConsensusState, reply: Message) -> str | None:
     """A weight is a positive definite matrix, and somebody's."""
     weight = Gaussian(np.zeros(state.weighted.shape[1]), gaussian.unpack_triangle(np.asarray(reply["weight"], float)))
     if not gaussian.is_proper(weight):
@@ -183,27 +204,29 @@ def _refuse(state: ConsensusState, reply: Message) -> str | None:
     return None if count >= 1 else f"'count' is {count:.3g}, and must be at least 1"
 
 
-def _update_server(state: ConsensusState, replies: Mapping[str, Message]) -> tuple[ConsensusState, ConsensusInfo]:
-    """Add up what was not heard before."""
-    new = {name: reply for name, reply in replies.items() if name not in state.heard}
+def _update_server(state: ConsensusState, received: Received) -> tuple[ConsensusState, Report]:
+    """Add up replies of those who have not replied before; in the order of their ids, for equal digits."""
+    new = [name for name in sorted(received.each) if name not in state.replied]
     if not new:
-        return state, ConsensusInfo(state.included)
-    total, expected = sum_replies(new), len(state.clients)
-    count = state.included + float(total["count"])
-    done = count >= expected
-    state = state._replace(
-        heard=tuple(sorted((*state.heard, *new))),
-        included=count,
-        weighted=state.weighted + total["weighted"],
-        weight=state.weight + total["weight"],
-        status=(Status.CONVERGED if done else Status.RUNNING).value,
-        message="" if done else f"the draws are of {count:g} of {expected} clients; raise rounds=",
+        return state, Report(ConsensusInfo(state.included))
+    count, weighted, weight = (
+        np.sum([received.each[client_id][name] for client_id in new], axis=0)
+        for name in ("count", "weighted", "weight")
     )
-    return state, ConsensusInfo(count)
+    included, expected = state.included + float(count), len(state.clients)
+    done = included >= expected
+    state = state._replace(
+        replied=tuple(sorted((*state.replied, *new))),
+        included=included,
+        weighted=state.weighted + weighted,
+        weight=state.weight + weight,
+    )
+    message = "" if done else f"the draws are of {included:g} of {expected} clients; raise rounds="
+    return state, Report(ConsensusInfo(included), Status.CONVERGED if done else Status.RUNNING, message)
 
 
 def _posterior(state: ConsensusState) -> Gaussian:
-    """The combined draws' mean and the covariance of their average, with the prior's part of clients not heard."""
+    """The combined draws' mean and the covariance of their average; for clients that are missing, the prior's part."""
     said = Gaussian(state.weighted.mean(axis=0), gaussian.unpack_triangle(state.weight))
     return gaussian.product(gaussian.power(state.prior, max(0.0, 1.0 - state.included / len(state.clients))), said)
 
@@ -213,16 +236,16 @@ def _skewness(draws: Array) -> Array:
     return skewness(draws, np.full(count, 1.0 / count)) if count else np.zeros(draws.shape[1])
 
 
-def _outcome(state: ConsensusState, client_id: str) -> Message:
+def _final_message(state: ConsensusState, client_id: str) -> Message:
     """q, the client's part of the prior, and whether its draws are in q."""
     q, known = _posterior(state), client_id in state.clients
-    took_part = np.array(1.0 if client_id in state.heard else 0.0)
+    took_part = np.array(1.0 if client_id in state.replied else 0.0)
     return {**pack_target(q, _part(state), state.prior_share if known else 0.0), "took_part": took_part}
 
 
 def _draw(
-    client: Any,
-    personal: Any,
+    client: ClientView,
+    personal: ConsensusClientState | None,
     message: Message,
     draws: int,
     chains: int,

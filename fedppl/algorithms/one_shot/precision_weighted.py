@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,19 @@ from fedppl import gaussian, settings, structure
 from fedppl.algorithms.ep import _sites
 from fedppl.algorithms.ep._sites import Sites
 from fedppl.algorithms.one_shot.separate import near_posterior
-from fedppl.contracts import Algorithm, LocalInference
+from fedppl.contracts import (
+    Algorithm,
+    ClientUpdate,
+    ClientView,
+    Disclosure,
+    LocalInference,
+    Needs,
+    Posterior,
+    Received,
+    Replies,
+    Report,
+    Result,
+)
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
@@ -25,11 +36,9 @@ __all__ = ["PrecisionWeighted", "PrecisionWeightedInfo", "PrecisionWeightedState
 class PrecisionWeightedState(NamedTuple):
     """What the server knows: the ledger of what clients said of φ, and who has said something."""
 
-    sites: Sites  # client's reply / p(φ)^(1/K); zero for a client not heard yet
-    heard: NDArray[np.bool_]  # (K,)
+    sites: Sites  # client's reply / p(φ)^(1/K); zero for a client that has not replied yet
+    has_replied: NDArray[np.bool_]  # (K,)
     prior_share: float
-    status: str
-    message: str
 
 
 class PrecisionWeightedInfo(NamedTuple):
@@ -38,7 +47,7 @@ class PrecisionWeightedInfo(NamedTuple):
     heard: int  # clients that have answered so far
 
 
-def PrecisionWeighted(*, local: LocalInference | None = None) -> Algorithm:
+def PrecisionWeighted(*, local: LocalInference | None = None) -> Algorithm[PrecisionWeightedState, None]:
     r"""Product of the clients' Gaussian posteriors in one round.
 
     .. math:: Q_k = \Sigma_k^{-1}, \quad r_k = \Sigma_k^{-1} \mu_k, \qquad
@@ -51,7 +60,7 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> Algorithm:
     Parameters
     ----------
     local
-        How clients compute moments; by default `NestedLaplace`.
+        Local inference that gives moments; by default `NestedLaplace`.
 
     Returns
     -------
@@ -86,38 +95,36 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> Algorithm:
     inference = settings.inference("local", local, NestedLaplace())
     return Algorithm(
         name="PrecisionWeighted",
-        check=inference.check,
-        init_server=_init_server,
+        settings={"local": inference.describe()},
+        init=_init,
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, local=inference),
-        reply_shapes=_reply_shapes,
-        refuse=_refuse,
         update_server=_update_server,
-        outcome=_outcome,
-        draw=functools.partial(draw_target, local=inference),
-        details=lambda state: {},
-        posterior=lambda state: state.sites.q,
-        settings={"local": inference.describe()},
-        tests_convergence=True,
-        asks=at_target,
+        replies=Replies(_shapes, _reject),
+        result=Result(
+            _final_message,
+            functools.partial(draw_target, local=inference),
+            Posterior(lambda state: state.sites.q),
+            tests_convergence=True,
+        ),
+        needs=Needs(inference.check),
+        disclosure=Disclosure(at_target),
     )
 
 
-def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> PrecisionWeightedState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> PrecisionWeightedState:
     """Nothing but the prior."""
     del rng
     return PrecisionWeightedState(
         sites=_sites.empty(layout, clients, structure.full(layout.size)),
-        heard=np.zeros(len(clients), dtype=bool),
+        has_replied=np.zeros(len(clients), dtype=bool),
         prior_share=0.0 if layout.prior_is_gaussian else 1.0 / len(clients),
-        status=Status.RUNNING.value,
-        message="",
     )
 
 
 def _part(state: PrecisionWeightedState) -> Gaussian:
     """p(φ)^(1/K), or its Gaussian part."""
-    return gaussian.power(state.sites.prior, 1.0 / len(state.heard))
+    return gaussian.power(state.sites.prior, 1.0 / len(state.has_replied))
 
 
 def _broadcast(state: PrecisionWeightedState, client_id: str) -> Message:
@@ -127,15 +134,15 @@ def _broadcast(state: PrecisionWeightedState, client_id: str) -> Message:
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, local: LocalInference
-) -> tuple[Any, Message, Mapping[str, float]]:
+    client: ClientView, personal: None, message: Message, rng: np.random.Generator, *, local: LocalInference
+) -> ClientUpdate[None]:
     """Natural parameters of the client's posterior under its part of the prior. Clients keep no state."""
     moments = local.tilted(near_posterior(unpack_target(client, message), local), rng)
     reply = {"linear": moments.precision @ moments.mean, "precision": gaussian.pack_triangle(moments.precision)}
-    return personal, reply, moments.diagnostics
+    return ClientUpdate(None, reply, moments.diagnostics)
 
 
-def _reply_shapes(state: PrecisionWeightedState) -> dict[str, tuple[int, ...]]:
+def _shapes(state: PrecisionWeightedState) -> dict[str, tuple[int, ...]]:
     m = state.sites.structure.size
     return {"linear": (m,), "precision": (m * (m + 1) // 2,)}
 
@@ -145,7 +152,7 @@ def _natural(reply: Message) -> Gaussian:
     return Gaussian(np.asarray(reply["linear"], dtype=float), precision)
 
 
-def _refuse(state: PrecisionWeightedState, reply: Message) -> str | None:
+def _reject(state: PrecisionWeightedState, reply: Message) -> str | None:
     """A posterior has a positive definite precision."""
     del state
     said = _natural(reply)
@@ -155,30 +162,26 @@ def _refuse(state: PrecisionWeightedState, reply: Message) -> str | None:
     return f"'precision' is not positive definite (smallest eigenvalue {smallest:.3g})"
 
 
-def _update_server(
-    state: PrecisionWeightedState, replies: Mapping[str, Message]
-) -> tuple[PrecisionWeightedState, PrecisionWeightedInfo]:
-    """Add what clients say that were not heard before."""
-    sites, heard, part = state.sites, state.heard.copy(), _part(state)
+def _update_server(state: PrecisionWeightedState, received: Received) -> tuple[PrecisionWeightedState, Report]:
+    """Add what clients say that have not replied before."""
+    sites, has_replied, part = state.sites, state.has_replied.copy(), _part(state)
     linear, precision = sites.linear.copy(), sites.precision.copy()
-    for client_id, reply in replies.items():
+    for client_id, reply in received.each.items():
         k = sites.where[client_id]
-        if not heard[k]:
+        if not has_replied[k]:
             said = gaussian.quotient(_natural(reply), part)
             linear[k], precision[k] = said.linear, _sites.in_structure(said.precision, sites.structure)
-            heard[k] = True
-    if np.array_equal(heard, state.heard):
-        return state, PrecisionWeightedInfo(int(np.sum(heard)))
-    done, count = bool(np.all(heard)), int(np.sum(heard))
-    message = "" if done else f"q has the data of {count} of {len(heard)} clients; raise rounds="
+            has_replied[k] = True
+    done, count = bool(np.all(has_replied)), int(np.sum(has_replied))
+    if np.array_equal(has_replied, state.has_replied):
+        return state, Report(PrecisionWeightedInfo(count))
+    message = "" if done else f"q has the data of {count} of {len(has_replied)} clients; raise rounds="
     status = Status.CONVERGED if done else Status.RUNNING
-    sites = _sites.update(sites, linear, precision)
-    return state._replace(sites=sites, heard=heard, status=status.value, message=message), PrecisionWeightedInfo(count)
+    state = state._replace(sites=_sites.update(sites, linear, precision), has_replied=has_replied)
+    return state, Report(PrecisionWeightedInfo(count), status, message)
 
 
-def _outcome(state: PrecisionWeightedState, client_id: str) -> Message:
+def _final_message(state: PrecisionWeightedState, client_id: str) -> Message:
     """q and everything in it but this client's part; for a client that had none in it, q twice."""
-    q = state.sites.q
-    if client_id not in state.sites.where:
-        return pack_target(q, q, 0.0)
-    return pack_target(q, _sites.cavity(state.sites, client_id), state.prior_share)
+    sites = state.sites
+    return pack_target(sites.q, _sites.cavity(sites, client_id), state.prior_share if client_id in sites.where else 0.0)

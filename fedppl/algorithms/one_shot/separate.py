@@ -5,14 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import settings, structure
 from fedppl.algorithms.ep import _sites, _warm_start
-from fedppl.contracts import Algorithm, Draws, LocalInference, Target
+from fedppl.contracts import (
+    Algorithm,
+    ClientUpdate,
+    ClientView,
+    Disclosure,
+    Draws,
+    LocalInference,
+    Needs,
+    Received,
+    Replies,
+    Report,
+    Result,
+    Target,
+)
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
@@ -29,9 +42,7 @@ class SeparateState(NamedTuple):
     prior: Gaussian
     prior_share: float
     where: Mapping[str, int]  # client id to its place
-    heard: NDArray[np.bool_]  # (K,)
-    status: str
-    message: str
+    has_replied: NDArray[np.bool_]  # (K,)
 
 
 class SeparateInfo(NamedTuple):
@@ -40,7 +51,7 @@ class SeparateInfo(NamedTuple):
     heard: int  # clients that have answered so far
 
 
-def Separate(*, local: LocalInference | None = None) -> Algorithm:
+def Separate(*, local: LocalInference | None = None) -> Algorithm[SeparateState, None]:
     r"""Each client's posterior from the declared prior and its own data: no pooling.
 
     .. math:: p(\phi, \theta_k \mid y_k) \propto p(\phi)\, p(y_k, \theta_k \mid \phi)
@@ -51,7 +62,7 @@ def Separate(*, local: LocalInference | None = None) -> Algorithm:
     Parameters
     ----------
     local
-        How clients compute; by default `NestedLaplace`.
+        Local inference at the clients; by default `NestedLaplace`.
 
     Returns
     -------
@@ -81,33 +92,33 @@ def Separate(*, local: LocalInference | None = None) -> Algorithm:
     inference = settings.inference("local", local, NestedLaplace())
     return Algorithm(
         name="Separate",
-        check=inference.check,
-        init_server=_init_server,
-        broadcast=lambda state, client_id: pack_target(state.prior, state.prior, state.prior_share),
-        update_client=functools.partial(_update_client, local=inference),
-        reply_shapes=lambda state: {},
-        refuse=lambda state, reply: None,
-        update_server=_update_server,
-        outcome=lambda state, client_id: pack_target(state.prior, state.prior, state.prior_share),
-        draw=functools.partial(_draw, local=inference),
-        details=lambda state: {},
         settings={"local": inference.describe()},
-        tests_convergence=True,
-        asks=at_target,
+        init=_init,
+        broadcast=_broadcast,
+        update_client=functools.partial(_update_client, local=inference),
+        update_server=_update_server,
+        replies=Replies(lambda state: {}),
+        result=Result(_broadcast, functools.partial(_draw, local=inference), tests_convergence=True),
+        needs=Needs(inference.check),
+        disclosure=Disclosure(at_target),
     )
 
 
-def _init_server(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> SeparateState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> SeparateState:
     """Nobody has answered yet."""
     del rng
     return SeparateState(
         prior=layout.prior,
         prior_share=0.0 if layout.prior_is_gaussian else 1.0,
         where={client_id: k for k, client_id in enumerate(clients)},
-        heard=np.zeros(len(clients), dtype=bool),
-        status=Status.RUNNING.value,
-        message="",
+        has_replied=np.zeros(len(clients), dtype=bool),
     )
+
+
+def _broadcast(state: SeparateState, client_id: str) -> Message:
+    """The declared prior, before and after."""
+    del client_id
+    return pack_target(state.prior, state.prior, state.prior_share)
 
 
 def near_posterior(target: Target, local: LocalInference) -> Target:
@@ -134,26 +145,26 @@ def near_posterior(target: Target, local: LocalInference) -> Target:
 
 
 def _update_client(
-    client: Any, personal: Any, message: Message, rng: np.random.Generator, *, local: LocalInference
-) -> tuple[Any, Message, Mapping[str, float]]:
+    client: ClientView, personal: None, message: Message, rng: np.random.Generator, *, local: LocalInference
+) -> ClientUpdate[None]:
     """Compute the client's moments, of which only the diagnostics leave it."""
     moments = local.tilted(near_posterior(unpack_target(client, message), local), rng)
-    return personal, {}, moments.diagnostics
+    return ClientUpdate(None, {}, moments.diagnostics)
 
 
-def _update_server(state: SeparateState, replies: Mapping[str, Message]) -> tuple[SeparateState, SeparateInfo]:
+def _update_server(state: SeparateState, received: Received) -> tuple[SeparateState, Report]:
     """Note who has answered."""
-    heard = state.heard.copy()
-    heard[[state.where[client_id] for client_id in replies]] = True
-    done, count = bool(np.all(heard)), int(np.sum(heard))
-    message = "" if done else f"{count} of {len(heard)} clients have answered; raise rounds="
+    has_replied = state.has_replied.copy()
+    has_replied[[state.where[client_id] for client_id in received.each]] = True
+    done, count = bool(np.all(has_replied)), int(np.sum(has_replied))
+    message = "" if done else f"{count} of {len(has_replied)} clients have answered; raise rounds="
     status = Status.CONVERGED if done else Status.RUNNING
-    return state._replace(heard=heard, status=status.value, message=message), SeparateInfo(count)
+    return state._replace(has_replied=has_replied), Report(SeparateInfo(count), status, message)
 
 
 def _draw(
-    client: Any,
-    personal: Any,
+    client: ClientView,
+    personal: None,
     message: Message,
     draws: int,
     chains: int,

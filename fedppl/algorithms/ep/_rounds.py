@@ -1,0 +1,69 @@
+"""EP's two kinds of rounds at the server: an expansion at a point taken in, and moments matched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.algorithms.ep import _sites, _warm_start
+from fedppl.algorithms.ep._damping import damped_step, hold_back, named, targets
+from fedppl.algorithms.ep._diagnosis import pulls_alone, why_not_arrived
+from fedppl.algorithms.ep._state import EPInfo, EPState, Taken
+from fedppl.algorithms.ep._warm_start import WarmStart
+from fedppl.types import Message, Status
+
+__all__ = ["ep_round", "newton_round"]
+
+# Expansions a client: a dozen do even from a prior a million times too wide.
+_BUDGET = 25.0
+# What a client may say of its Monte Carlo error, in posterior sds: NUTS gives no moments of fewer than m + 4 draws.
+_MOST_CLAIMED = 0.5
+
+
+def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Message], trust: float | None) -> Taken:
+    """One round of the warm start; on arrival, sites and q stay and refinement begins."""
+    sites, after, bounded = state.sites, before._replace(spent=before.spent + 1.0), None
+    if replies:
+        sites, after, bounded = _warm_start.step(sites, before, replies, trust)
+    info = EPInfo("warm start", after.change, np.inf, 1.0, after.objective, 0.0, np.nan)
+    over = not after.arrived and after.spent >= _BUDGET
+    taken = Taken(
+        state._replace(sites=sites, warm_start=None if after.arrived else after),
+        info,
+        Status.STALLED if over else Status.RUNNING,
+        "" if after.arrived else why_not_arrived(sites, after),
+    )
+    if bounded is not None and trust is not None:
+        taken = hold_back(taken, _sites.indices(sites, replies), bounded, trust, 1.0)
+        if not after.arrived and np.all(np.isnan(bounded.pull)):
+            alone = pulls_alone(sites, before.point)
+            taken = taken._replace(message="; ".join(filter(None, (alone, taken.message))))
+    return named(taken, trust)
+
+
+def ep_round(
+    state: EPState, replies: Mapping[str, Message], tolerance: float, largest: float, trust: float | None
+) -> Taken:
+    """Moment matching: the clients' tilted natural parameters against q's."""
+    if not replies:
+        return Taken(state, EPInfo("EP", 0.0, 0.0, state.damping, np.nan, 0.0, np.nan))
+    sites, q, form = state.sites, state.sites.q, state.sites.structure
+    target_linear, target_packed = targets(sites, replies)
+    # A prior with correlations puts q outside a smaller family: moments are matched with what the family holds of it.
+    whole = form.blocks is not None and len(form.blocks) == 1
+    inside = q if whole else _sites.in_family(gaussian.mean(q), gaussian.covariance(q), form)
+    # Cumulants of log factors add, so the small skewnesses of K tilted distributions make the posterior's.
+    skewness = np.stack([reply["skewness"] for reply in replies.values()]) * len(sites.where) / len(replies)
+    return damped_step(
+        state,
+        _sites.indices(sites, replies),
+        target_linear - inside.linear,
+        target_packed - _sites.in_structure(inside.precision, form),
+        mc_errors=np.minimum([float(reply["mc_error"]) for reply in replies.values()], _MOST_CLAIMED),
+        skewness=skewness,
+        tolerance=tolerance,
+        largest=largest,
+        trust=trust,
+    )
