@@ -31,13 +31,17 @@ from fedppl.local.gradient_steps import GradientSteps
 from fedppl.local.laplace import Laplace
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.nuts import NUTS
-from fedppl.model.declaration import ClientModel, FederatedModel
+from fedppl.model.client import ClientModel
+from fedppl.model.declaration import FederatedModel
 from fedppl.numerics import covariance
 from fedppl.results.fit import Fit
 from fedppl.results.hypotheses import contrast, hypotheses
 from fedppl.run.loop import Round, fit, rounds
 from fedppl.run.participation import all_clients, bernoulli, fixed_size
-from fedppl.search import grid, grid_search, holdout, validation_loss
+from fedppl.search.candidates import grid
+from fedppl.search.grid_search import grid_search
+from fedppl.search.loss import validation_loss
+from fedppl.search.split import holdout
 from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
 
 __version__ = "0.1.0"
@@ -112,10 +116,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'fedppl' has no attribute {name!r}")
     module, package, who, extra = _LAZY[name]
     try:
-        return importlib.import_module(module)
+        globals()[name] = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != package:
             raise
         raise ModuleNotFoundError(
             f"{who}, which is not installed: pip install 'fedppl[{extra}]'", name=package
         ) from error
+    return globals()[name]

@@ -6,6 +6,7 @@ What breaks a rule is a DeclarationError that names the keyword, the value, the 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -166,9 +167,15 @@ def shown(value: Any) -> str:
 
 
 def _public(function: Any) -> str:
-    package, _, module = function.__module__.partition(".")
-    family = {"covariance": "covariance.", "engine.flower": "Flower."}.get(module, "")
-    return f"fedppl.{family}{function.__name__}" if package == "fedppl" else str(function.__name__)
+    name = str(function.__name__)
+    package = function.__module__.partition(".")[0]
+    root = sys.modules.get("fedppl")
+    if package != "fedppl" or root is None:
+        return name
+    if vars(root).get(name) is function:
+        return f"fedppl.{name}"
+    spaces = (space for space in (*root.__all__, *vars(root)) if getattr(vars(root).get(space), name, None) is function)
+    return ".".join(filter(None, ("fedppl", next(spaces, ""), name)))
 
 
 def _number(value: Any) -> float | None:

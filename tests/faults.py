@@ -18,6 +18,7 @@ from fedppl import gaussian, structure
 from fedppl.contracts import Algorithm, Failure, LocalInference, Reply, Request
 from fedppl.engine.answer import answer
 from fedppl.engine.inprocess import InProcessEngine
+from fedppl.model.declaration import FederatedModel
 
 # Fields of a reply by phase.
 FIELDS = {"warm start": ("value", "gradient", "hessian", "ray"), "EP": ("mean", "precision", "skewness", "mc_error")}
@@ -312,7 +313,7 @@ class Faulty(InProcessEngine):
             self._note(request, "wiped")
             self.personal.pop(client_id, None)
             model = self._models[client_id]
-            self._models[client_id] = model.declaration.enrol({client_id: model.arrays})[client_id]
+            self._models[client_id] = FederatedModel(*model.declared).enrol({client_id: model.arrays})[client_id]
             return old
         if old is not None:
             self._note(request, "stale")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.contracts import Reply, Request, SharedReader
+from fedppl.flower import hello as _hello
 from fedppl.flower import wire as _wire
 from fedppl.gaussian import Gaussian
 from fedppl.model._fingerprint import PROBES, fingerprint, probes
@@ -60,7 +61,7 @@ def hello(client_id: str = "bad", settings: Mapping[str, str] | None = None, **c
     """An honest introduction."""
     import fedppl
 
-    parcel = _wire.pack_hello(
+    parcel = _hello.pack_hello(
         client_id, fedppl.__version__, settings or {}, changes.get("layout", layout()), changes.get("reader", reader())
     )
     return raw(parcel)

@@ -15,6 +15,7 @@ from numpy.testing import assert_array_equal
 
 import fedppl
 from fedppl import DataError, DeclarationError
+from fedppl.contracts import Replies, Result
 from fedppl.gaussian import Gaussian
 from fedppl.storage import checkpoint
 from fedppl.storage import digest as _digest
@@ -115,8 +116,9 @@ def test_no_crafted_file_runs_code_or_changes_a_class(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("BUILD on Mechanism, format 3", "has format 3, .*reads format 4; delete it to start again"),
+        ("BUILD on Mechanism, format 3", "has format 3, .*reads format 5; delete it to start again"),
         ("format 2", "has format 2, .*finish it with the version that wrote it"),
+        ("format 4", "has format 4, and this version of fedppl reads format 5"),
         ("npz with a pickle", "not a fedppl checkpoint; choose another path"),
         ("cut at 40", "truncated or damaged; restore it"),
         ("a bit of its arrays", "truncated or damaged"),
@@ -258,7 +260,7 @@ def test_a_kill_at_any_moment_of_writing_changes_nothing(tmp_path: Path, rng: np
 
 
 @problems.few_rounds
-@pytest.mark.parametrize("left", [b"", b"fedppl rec", b"fedppl records 4\nrest"])
+@pytest.mark.parametrize("left", [b"", b"fedppl rec", b"fedppl records 5\nrest"])
 def test_records_of_a_run_that_never_got_a_state_are_written_over(left: bytes, tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     path.with_name("run.ckpt.records").write_bytes(left)
@@ -373,25 +375,25 @@ class OwnState(NamedTuple):
 
     inner: Any
     extra: Any
-    status: str
-    message: str
 
 
 def of_ones_own(extra: Any) -> Any:
     """EP with something more in its state."""
     ep = fedppl.EP(warm_start=False)
 
-    def update(state: Any, replies: Any) -> Any:
-        inner, info = ep.update_server(state.inner, replies)
-        return OwnState(inner, state.extra, inner.status, inner.message), info
+    def update(state: Any, received: Any) -> Any:
+        inner, report = ep.update_server(state.inner, received)
+        return OwnState(inner, state.extra), report
 
     return ep._replace(
         name="own",
-        init_server=lambda *arguments: OwnState(ep.init_server(*arguments), extra, "running", ""),
+        init=lambda *arguments: OwnState(ep.init(*arguments), extra),
         broadcast=lambda state, client_id: ep.broadcast(state.inner, client_id),
-        reply_shapes=lambda state: ep.reply_shapes(state.inner),
-        refuse=lambda state, message: ep.refuse(state.inner, message),
-        preliminary=None,
+        replies=Replies(
+            shapes=lambda state: ep.replies.shapes(state.inner),
+            reject=lambda state, reply: ep.replies.reject(state.inner, reply),
+        ),
+        result=Result(ep.result.final_message, ep.result.draw),
         update_server=update,
     )
 

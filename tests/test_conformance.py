@@ -25,7 +25,7 @@ from fedppl.contracts import Algorithm, Failure, LocalInference, Reply, Request,
 from fedppl.engine.answer import answer
 from fedppl.gaussian import Gaussian
 from fedppl.model._graph import python_function
-from fedppl.model.declaration import ClientModel
+from fedppl.model.client import ClientModel
 from fedppl.numerics.newton import difference_hessian
 from fedppl.numerics.prior import SharedPrior
 from fedppl.numerics.streams import stream

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.local.descent import Descent, Objective, _batches, check_batches, descend
-from fedppl.model.declaration import ClientModel
+from fedppl.model.client import ClientModel
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import DataError, LocalFailure
 from tests import pooled, problems
@@ -185,7 +185,7 @@ def test_a_batch_of_all_rows_is_no_batch(size: int) -> None:
 def test_a_batch_is_a_client_with_those_rows(name: str) -> None:
     client, d = client_of(problems.ALL[name], which=0)
     chosen = np.array([4, 0, 3])
-    other = client.with_data("fewer", **{key: value[chosen] for key, value in d.items()})
+    other = problems.ALL[name]()[0].with_data(client, "fewer", {key: value[chosen] for key, value in d.items()})
     x = 0.2 * rng(3).normal(size=client.shared_size + client.local_size)
     assert_array_equal(client.kernel(x, *client.batch(chosen)), client.kernel(x, *other.data))
 

@@ -9,16 +9,16 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from fedppl.flower import decode as _decode
-from fedppl.flower import wire as _wire
+from fedppl.flower import hello as _hello
 from fedppl.flower.enrolment import agreed, difference, disagreement, reading, reference, why_no_draws
 from tests import malformed
 
 
-def hello(client_id: str, labels: tuple[str, ...] = ("dose", "age"), **prior: Any) -> _wire.Hello:
+def hello(client_id: str, labels: tuple[str, ...] = ("dose", "age"), **prior: Any) -> _hello.Hello:
     arrays, texts = malformed.hello(
         client_id, layout=malformed.layout(**prior), reader=malformed.reader(labels), settings={"damping": "1.0"}
     )
-    return _wire.unpack_hello(_decode.arrays(arrays), texts)
+    return _hello.unpack_hello(_decode.arrays(arrays), texts)
 
 
 def test_a_reference_needs_more_than_half_of_the_clients_that_are_expected() -> None:

@@ -25,7 +25,7 @@ from fedppl import Algorithm, DeclarationError, FederatedModel, audit, gaussian
 from fedppl.engine.policy import NO_RULES
 from fedppl.flower.grid import GridEngine
 from fedppl.flower.records import ASK, HELLO, from_content, to_content
-from fedppl.model.declaration import compilations
+from fedppl.model._template import compilations
 from fedppl.testing import normal_means
 from fedppl.types import Status
 from models import fedlmc_ss
@@ -400,9 +400,9 @@ def counting() -> Algorithm:
     inner = fedppl.EP(tolerance=1e-12)
 
     def update_client(client: Any, personal: Any, message: Any, rng: Any) -> Any:
-        _, reply, info = inner.update_client(client, None, message, rng)
+        update = inner.update_client(client, None, message, rng)
         count = 1 if personal is None else personal + 1
-        return count, reply, {**info, "count": float(count)}
+        return update._replace(personal=count, info={**update.info, "count": float(count)})
 
     return inner._replace(update_client=update_client)
 
@@ -485,7 +485,7 @@ def test_a_privacy_budget_outlives_runs_and_a_damaged_one_is_not_started_again(t
     assert not second.records[0].failures
     assert all("releases=3 of this client are used up" in reason for reason in second.records[1].failures.values())
     assert set(second.records[1].failures) == set(clients)
-    (path,) = (tmp_path / "client 0").glob("*.lasting")
+    (path,) = (tmp_path / "client 0").glob("*.persistent")
     path.write_bytes(path.read_bytes()[:-3])
     third = fit(grid, model, 2, algorithm, rounds=1)
     assert third.records[0].failures["client 0"] == "refused by its site; the reason is in the site's own log"

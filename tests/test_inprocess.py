@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import fedppl
 from fedppl import DeclarationError
-from fedppl.contracts import Algorithm, Draws, Failure, Reply, Request, Target
+from fedppl.contracts import (
+    Algorithm,
+    AnyAlgorithm,
+    ClientUpdate,
+    Draws,
+    Failure,
+    Replies,
+    Reply,
+    Report,
+    Request,
+    Result,
+    Target,
+)
 from fedppl.engine.answer import answer
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.gaussian import Gaussian
@@ -37,21 +49,25 @@ def count_up(client: Any, personal: Any, message: Any, rng: np.random.Generator)
     """Personal state counts requests; the reply is a draw plus the message."""
     if client.act is not None:
         client.act(personal)
-    return (personal or 0) + 1, {"x": message["x"] + rng.normal()}, {"ess": 3}
+    return ClientUpdate((personal or 0) + 1, {"x": message["x"] + rng.normal()}, {"ess": 3})
 
 
-ALGORITHM = Algorithm(
+class Counted(NamedTuple):
+    """There is nothing to say of a round."""
+
+
+ALGORITHM: AnyAlgorithm = Algorithm(
     name="count",
-    check=lambda client: None,
-    init_server=lambda layout, clients, rng: None,
+    settings={},
+    init=lambda layout, clients, rng: None,
     broadcast=lambda state, client_id: {"x": np.zeros(1)},
     update_client=count_up,
-    reply_shapes=lambda state: {"x": (1,)},
-    refuse=lambda state, message: None,
-    update_server=lambda state, replies: (state, None),
-    outcome=lambda state, client_id: {},
-    draw=lambda client, personal, message, draws, chains, rng: Draws(*np.zeros((2, chains, draws, 1)), {}),
-    details=lambda state: {},
+    update_server=lambda state, received: (state, Report(Counted())),
+    replies=Replies(shapes=lambda state: {"x": (1,)}),
+    result=Result(
+        final_message=lambda state, client_id: {},
+        draw=lambda client, personal, message, draws, chains, rng: Draws(*np.zeros((2, chains, draws, 1)), {}),
+    ),
 )
 
 
@@ -120,7 +136,7 @@ def test_every_request_is_answered_and_personal_state_grows(workers: int) -> Non
     first = run.exchange(requests("a", "b", "c"), None)
     run.exchange(requests("b", nonce=2), None)
     assert set(first) == {"a", "b", "c"} and all(isinstance(r, Reply) for r in first.values())
-    assert run.personal == {"a": 1, "b": 2, "c": 1}
+    assert run.personal() == {"a": 1, "b": 2, "c": 1}
 
 
 def test_workers_run_side_by_side() -> None:

@@ -14,6 +14,7 @@ import fedppl
 from fedppl import FederatedModel
 from fedppl.model import _enrolment as _checks
 from fedppl.model import _graph
+from fedppl.model._declared import Declared, template_of
 from fedppl.model._kinks import find_kink, points
 
 RNG = np.random.default_rng(0)
@@ -125,7 +126,7 @@ def kink_of(body: Body, y: Any) -> str | None:
         return model
 
     data = {"x": X, "y": y}
-    template = FederatedModel(build, ["mu"])._template_of("a", data)
+    template = template_of(Declared(build, ("mu",)), "a", data)
     graph = template.graph
     arrays = _checks.containers("a", template.parts, data)
     initial = template.start(*arrays)

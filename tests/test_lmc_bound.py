@@ -20,7 +20,7 @@ from fedppl.coregional.adam import flatten, flatten_unit, slopes, unflatten, unf
 from fedppl.coregional.bound import Globals, UnitState, curves, gradient, unit_bound
 from fedppl.coregional.unit import statistics
 from fedppl.model._graph import PYTHON_MODE
-from fedppl.model.declaration import ClientModel
+from fedppl.model.client import ClientModel
 from tests import problems
 
 LATENTS, POINTS = 3, 6

@@ -22,7 +22,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.local import nuts
 from fedppl.local._marginal import values
 from fedppl.local.tilted import log_tilted
-from fedppl.model.declaration import ClientModel
+from fedppl.model.client import ClientModel
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure
 from tests import problems

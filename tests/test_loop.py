@@ -17,7 +17,7 @@ import fedppl
 from fedppl import DeclarationError, FederatedModel, gaussian, structure
 from fedppl.contracts import Algorithm, Failure, Reply, Request
 from fedppl.engine.inprocess import InProcessEngine
-from fedppl.model.declaration import compilations
+from fedppl.model._template import compilations
 from fedppl.testing import normal_means
 from fedppl.types import Status
 from tests import problems

@@ -19,7 +19,8 @@ import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, gaussian
 from fedppl.model._data import one_type
 from fedppl.model._graph import PYTHON_MODE
-from fedppl.model.declaration import ClientModel, compilations
+from fedppl.model._template import compilations
+from fedppl.model.client import ClientModel
 from tests import problems
 
 Y = np.array([0.5, -1.0, 2.0])
@@ -31,7 +32,7 @@ def refusal(
     """Text of the one error that ends the fit, when nothing is left behind: no checkpoint, nothing compiled."""
     compiled, path = compilations(), folder / "run.ckpt"
     with pytest.raises(kind) as caught:
-        fedppl.fit(model, clients, fedppl.EP(), checkpoint=path, progressbar=False, rounds=1)
+        fedppl.fit(model, clients, fedppl.FedAvg(learning_rate=0.1), checkpoint=path, progressbar=False, rounds=1)
     assert not list(folder.iterdir())
     if before_compiling:
         assert compilations() == compiled
@@ -318,9 +319,10 @@ def test_counts_that_are_not_whole_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_later_client_whose_reals_the_container_cannot_hold_is_refused() -> None:
-    client = FederatedModel(indexed_builder, ["mu"]).enrol({"a": {"group": [0, 1, 2], "y": Y}})["a"]
+    model = FederatedModel(indexed_builder, ["mu"])
+    client = model.enrol({"a": {"group": [0, 1, 2], "y": Y}})["a"]
     with pytest.raises(DataError) as caught:
-        client.with_data("b", group=[0.0, 1.5, 2.0], y=Y)
+        model.with_data(client, "b", {"group": [0.0, 1.5, 2.0], "y": Y})
     for fragment in ("client 'b'", "'group' holds 1.5 at index (1,)", "int32", "one type at all clients"):
         assert fragment in str(caught.value)
 
@@ -409,7 +411,7 @@ def test_data_outside_containers_warn_and_are_compiled_per_client(builder: Any, 
     point = np.array([0.2]), np.array([-0.4])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        copy = enrolled["a"].with_data("copy", **clients["b"])
+        copy = model.with_data(enrolled["a"], "copy", clients["b"])
     assert copy.log_site(*point)[0] == enrolled["b"].log_site(*point)[0] != enrolled["a"].log_site(*point)[0]
 
 
@@ -435,7 +437,7 @@ def test_a_deterministic_with_a_baked_in_constant_is_each_clients_own() -> None:
 def reference_log_site(client: ClientModel, phi: Any, theta: Any) -> tuple[float, Any]:
     """PyMC's own log density and gradient of the client's model, less the shared prior's."""
     model = client.pymc_model()
-    shared = [model[name] for name in client.declaration.shared]
+    shared = [model[name] for name in client.declared.shared]
     ordered_rvs = [*shared, *(rv for rv in model.free_RVs if rv not in shared)]
     values = [model.rvs_to_values[rv] for rv in ordered_rvs]
     point, start = {}, 0
@@ -560,7 +562,7 @@ def test_with_data_shares_the_compiled_functions_and_nothing_else() -> None:
     model, clients = problems.regression(2)
     first, second = model.enrol(clients).values()
     compiled = compilations()
-    copy = first.with_data("copy", **clients["clinic 1"])
+    copy = model.with_data(first, "copy", clients["clinic 1"])
     assert compilations() == compiled
     assert copy.client_id == "copy" and copy.kernel is first.kernel and copy.layout is first.layout
     point = np.array([0.1, 0.2, 0.3]), np.array([1.0, -1.0])
@@ -573,7 +575,7 @@ def test_with_data_shares_the_compiled_functions_and_nothing_else() -> None:
         ({"X": np.ones(3), "y": np.ones(3)}, "'X' has 1 dimensions (3,), but the model's container has 2; reshape"),
     ):
         with pytest.raises(DataError) as caught:
-            first.with_data("copy", **arrays)
+            model.with_data(first, "copy", arrays)
         assert "client 'copy'" in str(caught.value) and fragment in str(caught.value)
 
 
@@ -622,7 +624,7 @@ ROWS = {f"c{n}": {"y": np.linspace(-1, 1, n)} for n in (4, 6, 9, 3, 5)}
 def test_coords_of_a_clients_own_length_are_no_other_graph(builder: Any) -> None:
     model, compiled = FederatedModel(builder, ["mu"]), compilations()
     enrolled = model.enrol(ROWS)
-    new = enrolled["c4"].with_data("new", y=np.linspace(-1, 1, 7))
+    new = model.with_data(enrolled["c4"], "new", {"y": np.linspace(-1, 1, 7)})
     assert compilations() - compiled <= 1  # a graph that another test compiled is found again
     assert len({id(client.kernel) for client in (*enrolled.values(), new)}) == 1
     for client in (*enrolled.values(), new):
@@ -682,9 +684,10 @@ def test_a_single_client_says_not_which_lengths_are_its_rows() -> None:
             pm.Normal("obs", X @ beta + error, 1, observed=y)
         return model
 
-    alone = FederatedModel(build, ["mu"]).enrol({"a": {"X": np.eye(3), "y": np.zeros(3)}})["a"]
+    model = FederatedModel(build, ["mu"])
+    alone = model.enrol({"a": {"X": np.eye(3), "y": np.zeros(3)}})["a"]
     assert [variable.shape for variable in alone.local] == [(3,), (3,)]
-    new = alone.with_data("new", X=np.ones((5, 3)), y=np.zeros(5))
+    new = model.with_data(alone, "new", {"X": np.ones((5, 3)), "y": np.zeros(5)})
     assert [variable.shape for variable in new.local] == [(3,), (5,)]
     assert new.log_site(np.zeros(1), np.zeros(8))[0] == pytest.approx(
         norm.logpdf(np.zeros(5)).sum() + 3 * norm.logpdf(0, 0, 0.5) + 5 * norm.logpdf(0, 0, 0.1), rel=10 * CONSTANTS

@@ -106,9 +106,9 @@ def test_the_fixed_point_of_one_client_with_a_proximal_term_is_in_closed_form() 
 
 def test_control_variates_sum_to_nothing_and_are_mean_gradients() -> None:
     found = fit(nn.SCAFFOLD(learning_rate=0.02, epochs=2, batch_size=10), 6, participation=2)
-    state = found.state
-    mean = state.weights @ state.controls / state.weights.sum()
-    assert_allclose(state.weights @ (mean - state.controls), 0.0, atol=1e-8)
+    ledger = found.state.controls
+    assert_allclose(ledger.mean, ledger.weights @ ledger.each / ledger.weights.sum(), rtol=1e-12)
+    assert_allclose(ledger.weights @ (ledger.mean - ledger.each), 0.0, atol=1e-8)
     # One step on all rows in the first round: c_k is the gradient at φ.
     model, clients = line()
     algorithm = nn.SCAFFOLD(learning_rate=0.02, epochs=1, batch_size=100)
@@ -120,7 +120,7 @@ def test_control_variates_sum_to_nothing_and_are_mean_gradients() -> None:
     after, _ = updated(algorithm, before, replies)
     for k, (name, data) in enumerate(clients.items()):
         A, b = quadratic(data)
-        assert_allclose(after.controls[k], A @ before.phi - b, rtol=1e-3, atol=1e-4, err_msg=name)
+        assert_allclose(after.controls.each[k], A @ before.phi - b, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 def test_scaffold_ends_at_the_optimum_where_averaging_does_not() -> None:

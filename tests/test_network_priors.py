@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
-from fedppl.flower import site as _site  # noqa: E402
+from fedppl.flower import node as _node  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
 from fedppl.run.replies import received  # noqa: E402
@@ -236,7 +236,7 @@ def test_a_fit_says_once_which_sds_it_does_not_use(name: str, caplog: pytest.Log
 
 def test_a_site_says_it_once_for_all_that_it_serves(caplog: pytest.LogCaptureFixture) -> None:
     model, clients = problems.classification()
-    site = _site.Site(
+    site = _node.Node(
         token="priors",
         model=model,
         algorithm=nn.FedAvg(),
@@ -249,7 +249,7 @@ def test_a_site_says_it_once_for_all_that_it_serves(caplog: pytest.LogCaptureFix
     )
     with caplog.at_level("WARNING", logger="fedppl"):
         for name in clients:
-            _site.enrolled(site, {"id": name})
+            _node.enrolled(site, {"id": name})
     assert len(said(caplog)) == 1
 
 

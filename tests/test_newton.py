@@ -11,7 +11,7 @@ from numba import types
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy.special import lambertw
 
-from fedppl.model.declaration import ClientModel
+from fedppl.model.client import ClientModel
 from fedppl.numerics.newton import DATA, KERNEL, NO_MODE, NOT_FINITE, OK, VECTOR, difference_hessian, entry, inner_mode
 from tests import problems
 

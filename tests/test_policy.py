@@ -15,14 +15,15 @@ import pytest
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, Policy, audit, gaussian, policy, privacy
-from fedppl.contracts import Asked, Failure, Reply, Request
+from fedppl.contracts import Asked, Disclosure, Failure, Reply, Request
 from fedppl.engine import _account
 from fedppl.engine._guard import REFUSED, Guard, admit, in_memory, released
 from fedppl.engine._observed import holdings
 from fedppl.engine.policy import NO_RULES, Holdings
-from fedppl.flower import site as _site
+from fedppl.flower import node as _node
 from fedppl.flower import wire as _wire
-from fedppl.flower.site import Memory, Site, file_memory
+from fedppl.flower.memory import Memory, file_memory
+from fedppl.flower.node import Node
 from fedppl.gaussian import Gaussian
 from fedppl.storage import checkpoint
 from fedppl.types import LocalFailure
@@ -308,7 +309,7 @@ def test_what_is_computed_is_what_the_policy_looked_at(algorithm: Any) -> None:
 )
 def test_a_point_with_coordinates_to_spare_is_none(algorithm: Any) -> None:
     """What is beyond φ would be taken for local variables, and where they end would leave."""
-    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
     message = algorithm.broadcast(state, "clinic 3")
     assert admitted(in_memory(OPEN, "a"), ask()._replace(message=message), algorithm)
     doubled = {**message, "phi": np.concatenate([message["phi"], message["phi"]])}
@@ -323,7 +324,7 @@ def test_a_share_of_the_prior_is_one(share: Any) -> None:
 
 
 def test_an_algorithm_that_does_not_say_where_it_asks_needs_a_policy_that_does_not_look() -> None:
-    silent = fedppl.EP()._replace(asks=None)
+    silent = fedppl.EP()._replace(disclosure=Disclosure())
     assert not admitted(in_memory(OPEN, "a"), ask(), silent)
     open_ended = Policy(rows=0, parameters_per_row=math.inf, distance=math.inf, cavity=math.inf)
     assert admitted(in_memory(open_ended, "a"), ask(), silent)
@@ -334,7 +335,7 @@ def test_with_a_total_epsilon_only_known_costs_are_answered(kind: str) -> None:
     private = fedppl.PrivateEP(clip=1.0, noise_multiplier=5.0, releases=99)
     algorithm = private if kind == "PrivateEP" else fedppl.EP()
     guard = in_memory(Policy(rows=0, parameters_per_row=math.inf, epsilon=3.0), "a")
-    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
     message = algorithm.broadcast(state, "clinic 3")
     count = sum(admitted(guard, ask()._replace(run=str(i), message=message), algorithm) for i in range(40))
     allowed = max(t for t in range(1, 40) if privacy.epsilon(5.0, t, 1e-5) <= 3.0) if kind == "PrivateEP" else 0
@@ -440,9 +441,9 @@ def test_in_one_process_a_client_below_the_rules_ends_the_fit_before_it_begins(c
 # --- a site ---------------------------------------------------------------------------------------------------
 
 
-def site_of(folder: Path, rules: Policy = OPEN, algorithm: Any = None, model: Any = MODEL, data: Any = None) -> Site:
+def site_of(folder: Path, rules: Policy = OPEN, algorithm: Any = None, model: Any = MODEL, data: Any = None) -> Node:
     held = CLIENTS["clinic 3"] if data is None else data
-    return Site(
+    return Node(
         f"token {folder} {id(held)}",
         model,
         algorithm or fedppl.EP(),
@@ -455,9 +456,9 @@ def site_of(folder: Path, rules: Policy = OPEN, algorithm: Any = None, model: An
     )
 
 
-def sent(site: Site, request: Request, memory: Memory | None = None) -> Any:
+def sent(site: Node, request: Request, memory: Memory | None = None) -> Any:
     assert site.folder is not None
-    parcel = _site.answer_request(site, {}, memory or file_memory(site.folder), _wire.pack_request(request))
+    parcel = _node.answer_request(site, {}, memory or file_memory(site.folder), _wire.pack_request(request))
     return _wire.unpack_reply(*parcel)
 
 
@@ -508,7 +509,7 @@ def test_the_same_request_again_gets_the_same_answer_and_costs_nothing(tmp_path:
     """A server that was killed after a round asks for it again: under noise, the same noised vector comes."""
     algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=5)
     site = site_of(tmp_path, algorithm=algorithm)
-    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
     request = ask()._replace(message=algorithm.broadcast(state, "clinic 3"))
     first, again = sent(site, request), sent(site, request._replace(nonce=8))
     assert (first.nonce, again.nonce) == (7, 8)
@@ -564,7 +565,7 @@ def test_a_site_that_dies_while_it_keeps_an_answer_releases_it_once(
     """No answer leaves whose count is not kept: `releases` bounds distinct vectors."""
     algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=2)
     site = site_of(tmp_path, algorithm=algorithm)
-    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
     message, replace, found = algorithm.broadcast(state, "clinic 3"), checkpoint.replace, set()
 
     def torn(path: Path, raw: bytes) -> None:
@@ -607,9 +608,9 @@ def test_a_site_that_dies_over_its_log_goes_on(tmp_path: Path, monkeypatch: pyte
 def test_parallel_requests_are_let_through_one_by_one(tmp_path: Path) -> None:
     algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=3)
     site = site_of(tmp_path, algorithm=algorithm)
-    state = algorithm.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0))
+    state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
     message = algorithm.broadcast(state, "clinic 3")
-    _site.introduce(site, {})
+    _node.introduce(site, {})
     answers: list[Any] = [None] * 12
 
     def one(i: int) -> None:
@@ -630,7 +631,7 @@ def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
     total = (privacy.epsilon(1.5, 2) + privacy.epsilon(1.5, 3)) / 2
     rules = Policy(rows=0, parameters_per_row=math.inf, requests=math.inf, epsilon=total)
     loud, quiet = (fedppl.PrivateEP(clip=1.0, noise_multiplier=z, releases=500) for z in (1.5, 20.0))
-    message = loud.broadcast(loud.init_server(LAYOUT, ("clinic 3",), np.random.default_rng(0)), "clinic 3")
+    message = loud.broadcast(loud.init(LAYOUT, ("clinic 3",), np.random.default_rng(0)), "clinic 3")
     first = [sent(site_of(tmp_path, rules, loud), ask(1, f"a{i}")._replace(message=message)) for i in range(3)]
     assert [refused(reply) for reply in first] == [False, False, True]
     room = 0
@@ -669,7 +670,7 @@ def test_without_its_log_a_site_answers_nothing(tmp_path: Path, spoil: Any) -> N
     assert not refused(sent(site, ask(1)))
     spoil(tmp_path)
     assert refused(sent(site, ask(2)))
-    assert "error" in _site.introduce(site, {})[1]
+    assert "error" in _node.introduce(site, {})[1]
 
 
 def _first_lines(folder: Path, count: int) -> list[bytes]:
@@ -694,7 +695,7 @@ def test_a_log_that_knows_more_than_the_ledger_is_no_fault(tmp_path: Path) -> No
     ],
 )
 def test_what_cannot_be_read_is_refused_and_logged(tmp_path: Path, texts: dict[str, str]) -> None:
-    arrays, told = _site.answer_request(site_of(tmp_path), {}, file_memory(tmp_path), ({}, texts))
+    arrays, told = _node.answer_request(site_of(tmp_path), {}, file_memory(tmp_path), ({}, texts))
     assert not arrays and told["failure"] == REFUSED
     assert [line["refused"].partition(":")[0] for line in log_of(tmp_path)] == ["malformed"]
 
@@ -709,7 +710,7 @@ def test_an_introduction_tells_one_bit_of_the_data(tmp_path: Path) -> None:
     for i, rules in enumerate((Policy(), Policy(rows=0, parameters_per_row=1e-3), Policy(rows=15, events=0))):
         folder = tmp_path / str(i)
         folder.mkdir()
-        told.add(_site.introduce(site_of(folder, rules), {})[1]["error"])
+        told.add(_node.introduce(site_of(folder, rules), {})[1]["error"])
         assert log_of(folder)[0]["refused"].startswith(("rows: 14", "parameters_per_row: 3"))
         assert refused(sent(site_of(folder, rules), ask()))  # whoever does not ask first is not answered either
     assert len(told) == 1 and "14" not in told.pop()
@@ -727,12 +728,12 @@ def uniform_builder(y: Any) -> Any:
     return model
 
 
-def conclusion(site: Site, run: str, mean: float, cavity: float = 400.0) -> Any:
+def conclusion(site: Node, run: str, mean: float, cavity: float = 400.0) -> Any:
     assert site.folder is not None
     q = Gaussian(np.array([cavity * mean]), np.array([[cavity]]))
     arrays = fedppl.local.target.pack_target(q, q, 0.0)
     texts = {"client_id": "clinic 3", "run": run, "seed": "1", "status": "converged"}
-    return _site.conclude(site, {}, file_memory(site.folder), (arrays, texts))
+    return _node.conclude(site, {}, file_memory(site.folder), (arrays, texts))
 
 
 @pytest.mark.parametrize(
@@ -740,7 +741,7 @@ def conclusion(site: Site, run: str, mean: float, cavity: float = 400.0) -> Any:
 )
 def test_a_conclusion_that_cannot_be_read_is_logged_in_a_line(tmp_path: Path, changes: dict[str, str]) -> None:
     texts = {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged", **changes}
-    arrays, told = _site.conclude(site_of(tmp_path), {}, file_memory(tmp_path), ({}, texts))
+    arrays, told = _node.conclude(site_of(tmp_path), {}, file_memory(tmp_path), ({}, texts))
     assert not arrays and set(told) == {"client_id"}
     assert [line["refused"].partition(":")[0] for line in log_of(tmp_path)] == ["malformed"]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 10_000
@@ -762,7 +763,9 @@ def test_conclusions_tell_nothing_of_a_uniform_likelihood(tmp_path: Path, asked:
             raise LocalFailure("no width of this size is possible")
         raise ValueError("nor is this of use")
 
-    site = site_of(tmp_path, Policy(rows=20), algorithm._replace(draw=draw), model, data)
+    site = site_of(
+        tmp_path, Policy(rows=20), algorithm._replace(result=algorithm.result._replace(draw=draw)), model, data
+    )
     widths = np.log(np.linspace(2.0, 6.0, 100))
     runs = ["r"] * 100 if asked == "one run" else [f"run {i}" for i in range(100)]
     told = {json.dumps(conclusion(site, run, mean)[1]) for run, mean in zip(runs, widths, strict=True)}
@@ -783,7 +786,7 @@ def test_a_conclusion_says_nothing_of_data_that_changed(tmp_path: Path) -> None:
         fedppl.local.target.pack_target(q, q, 0.0),
         {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged"},
     )
-    assert _site.conclude(changed, {}, file_memory(tmp_path), parcel) == ({}, {"client_id": "clinic 3"})
+    assert _node.conclude(changed, {}, file_memory(tmp_path), parcel) == ({}, {"client_id": "clinic 3"})
     assert not list(tmp_path.glob("*.nc"))
     assert refused(sent(changed, ask(2)))
     assert "its data are not those" in log_of(tmp_path)[-1]["refused"]
@@ -798,7 +801,7 @@ def test_a_run_that_goes_on_is_concluded_again_once(tmp_path: Path) -> None:
     for number in (1, 2):
         assert not refused(sent(site, ask(number)))
         for _ in range(3):
-            _site.conclude(site, {}, file_memory(tmp_path), parcel)
+            _node.conclude(site, {}, file_memory(tmp_path), parcel)
     assert (tmp_path / "clinic%203.nc").exists()
     told = [line["refused"] for line in log_of(tmp_path) if line["event"] == "conclusion"]
     assert [rule is None for rule in told] == [True, False, False] * 2

@@ -18,7 +18,9 @@ from numpy.testing import assert_array_equal
 import fedppl
 from fedppl import DeclarationError, FederatedModel
 from fedppl.contracts import SharedReader
-from fedppl.model import _public
+from fedppl.model import _group, _public
+from fedppl.model._declared import template_of
+from fedppl.model.client import dims_and_coords
 from fedppl.types import Variable
 
 X, Y = np.array([1.0, 2.5, -3.0, 0.5]), np.array([0.5, -1.0, 2.0, 0.25])
@@ -33,8 +35,8 @@ def told(builder: Callable[..., Any], data: Any, shared: Any = ("beta", "tau")) 
     model = FederatedModel(builder, shared)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="left out of the shared result")
-        template = model._template_of("a", data)
-        model._judge("a", data, template, alone=True)
+        template = template_of(model.declared, "a", data)
+        _group._judge(model.declared, "a", data, template, alone=True)
     public, variables = template.public, template.variables[0]
     x, inputs, names, outputs = fedppl.model._graph.constrained_graph(
         template.parts, variables, (), public.names, only_shared=True
@@ -43,7 +45,7 @@ def told(builder: Callable[..., Any], data: Any, shared: Any = ("beta", "tau")) 
     size = sum(variable.size for variable in variables)
     draws = np.linspace(-1, 1, 3 * size).reshape(3, size)
     values = fedppl.model._graph.batched(x, inputs, outputs)(draws, *arrays[: len(inputs)])
-    dims, coords = fedppl.model.declaration.dims_and_coords(template.parts.model)
+    dims, coords = dims_and_coords(template.parts.model)
     kept = {name: dims.get(name) for name in names}
     reader = SharedReader(lambda phi: {}, kept, {dim: coords[dim] for dim in public.labelled})
     return variables, reader, dict(zip(names, values, strict=True)), public

@@ -25,7 +25,7 @@ from fedppl.algorithms.ep._sites import dense
 from fedppl.contracts import Engine, Failure, Reply, Request
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.model import _template
-from fedppl.model.declaration import compilations
+from fedppl.model._template import compilations
 from fedppl.numerics.streams import stream
 from fedppl.types import LocalFailure
 from models import hm1

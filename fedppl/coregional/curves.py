@@ -252,7 +252,7 @@ def _settled(
         view, personal = fit.clients[unit].coregional, fit.personal.get(unit)
     elif isinstance(unit, Mapping):
         fitted, personal = unpack(_outcome(fit, "new unit")), None
-        client = fit.declaration.enrol({"new unit": unit})["new unit"]
+        client = fit.declaration.enrol({"new unit": unit}, kernel=False)["new unit"]
         if client.layout.fingerprint != fit.layout.fingerprint:
             raise DataError("the new unit's shared variables differ from the fit's; give it the same columns.")
         view = client.coregional

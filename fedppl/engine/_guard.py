@@ -18,7 +18,7 @@ from fedppl.engine import policy
 from fedppl.engine._observed import holdings
 from fedppl.engine.policy import Policy, Release
 from fedppl.storage import digest as _digest
-from fedppl.types import DeclarationError
+from fedppl.types import DeclarationError, Layout
 
 __all__ = [
     "REFUSED",
@@ -26,10 +26,11 @@ __all__ = [
     "Ledger",
     "Run",
     "admit",
+    "admit_algorithm",
     "concluded",
     "digest",
     "in_memory",
-    "may_take_part",
+    "refuse_data",
     "released",
     "replayed",
 ]
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 # All that a server is told of a refusal, whatever the rule.
 REFUSED = "refused by its site; the reason is in the site's own log"
-_WITHHELD = "does not take part under the policy of its site; the reason is in the site's own log"
 
 
 class Run(NamedTuple):
@@ -86,19 +86,25 @@ def digest(request: Request) -> str:
     return _digest.seal(parts, bytes(16))[16:].hex()
 
 
-def may_take_part(guard: Guard, algorithm: AnyAlgorithm, client: Any, *, tell: bool = False) -> None:
-    """Raise DeclarationError where it may not; of the data its text says no more, unless who reads it has them."""
-    rule = policy.refuse_algorithm(guard.policy, algorithm, client.layout)
-    entry = {"event": "introduction", "fingerprint": client.layout.fingerprint}
+def admit_algorithm(guard: Guard, algorithm: AnyAlgorithm, layout: Layout) -> None:
+    """Raise DeclarationError where a rule refuses the algorithm or the declaration; the rule tells nothing of data."""
+    rule = policy.refuse_algorithm(guard.policy, algorithm, layout)
+    if rule is not None:
+        with guard.held():
+            guard.write(guard.read(), {**_introduction(layout), "refused": rule})
+        raise DeclarationError(rule)
+
+
+def refuse_data(guard: Guard, client: Any) -> str | None:
+    """The rule by which the client's data stay out, or None; for those who have the data, whom else it would tell."""
     with guard.held():
-        if rule is not None:
-            guard.write(guard.read(), {**entry, "refused": rule})
-            raise DeclarationError(rule)
         rule = policy.refuse_data(guard.policy, client.layout.size, holdings(client))
-        guard.write(guard.read(), {**entry, "refused": rule})
-        if rule is not None:
-            who = f"client {client.client_id!r}" if client.client_id else "it"
-            raise DeclarationError(f"{who} does not take part: {rule}" if tell else f"{who} {_WITHHELD}")
+        guard.write(guard.read(), {**_introduction(client.layout), "refused": rule})
+        return rule
+
+
+def _introduction(layout: Layout) -> dict[str, Any]:
+    return {"event": "introduction", "fingerprint": layout.fingerprint}
 
 
 def replayed(guard: Guard, request: Request) -> bool:

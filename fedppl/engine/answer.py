@@ -28,7 +28,7 @@ def require_fit(algorithm: AnyAlgorithm, client: ClientView) -> None:
     if client.layout.prior.precision.ndim == 1 and not algorithm.needs.diagonal_prior:
         raise DeclarationError(
             f"the model shares {client.layout.size} coordinates, and {algorithm.name} keeps matrices of them. Share "
-            "fewer, or use an algorithm for networks if they are weights of one."
+            "fewer, or use an algorithm that keeps their prior by coordinate."
         )
     algorithm.needs.check(client)
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from fedppl.contracts import AnyAlgorithm, EngineFactory, Failure, Reply, Request, SharedReader
-from fedppl.engine._guard import in_memory, may_take_part
+from fedppl.engine._guard import admit_algorithm, in_memory, refuse_data
 from fedppl.engine.answer import answer
 from fedppl.engine.policy import Policy
 from fedppl.settings import shown, whole
@@ -39,7 +39,9 @@ class InProcessEngine:
         self._personal: dict[str, Any] = {}
         self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
         for client_id, guard in self._guards.items():
-            may_take_part(guard, algorithm, models[client_id], tell=True)
+            admit_algorithm(guard, algorithm, models[client_id].layout)
+            if rule := refuse_data(guard, models[client_id]):
+                raise DeclarationError(f"client {client_id!r} does not take part: {rule}")
 
     def clients(self) -> tuple[str, ...]:
         """Return the ids of all clients."""

@@ -1,6 +1,6 @@
 """Bytes and texts from elsewhere, read behind limits that are checked before anything is parsed or allocated.
 
-Whatever is wrong becomes `Malformed`, whose text names the field and the rule. NumPy and the standard library only.
+Whatever is wrong becomes `Malformed`, whose text names the field and the rule. NumPy only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Malformed", "arrays", "line", "name", "parsed", "reading", "require", "text", "texts", "whole"]
+from fedppl.run.replies import one_line
+
+__all__ = ["Malformed", "arrays", "brief", "name", "parsed", "reading", "require", "text", "texts", "whole"]
 
 ARRAYS_BYTES = 2**30  # where nobody knows what to expect: two dense priors of the largest networks that were tried
 ARRAYS = 1_000  # shared variables and deterministics that a reader of draws may tell
@@ -65,19 +67,16 @@ def reading(what: str) -> Iterator[None]:
         raise Malformed(f"{what} cannot be read ({type(error).__name__})") from None
 
 
-def line(told: Any, longest: int = SHOWN) -> str:
-    """A foreign text in one line that is printable and not too long."""
-    cut = str(told)[: 4 * longest]
-    printable = "".join(c if c.isprintable() else " " for c in cut)
-    words = " ".join(printable.split())
-    return words if len(words) <= longest else words[: longest - 1] + "…"
+def brief(told: object) -> str:
+    """A foreign text in one short line that is printable."""
+    return one_line(told, SHOWN)
 
 
 def name(told: Any, field: str, longest: int = NAME_LENGTH) -> str:
     """A name: a printable text that is not empty."""
     require(type(told) is str, f"{field} is of type {type(told).__name__}, expected a text")
     require(0 < len(told) <= longest, f"{field} has {len(told)} characters, expected 1 to {longest}")
-    require(told.isprintable(), f"{field} {line(told)!r} has characters that cannot be printed")
+    require(told.isprintable(), f"{field} {brief(told)!r} has characters that cannot be printed")
     return str(told)
 
 
@@ -106,7 +105,7 @@ def text(told: Mapping[str, str], field: str, longest: int = LINE_LENGTH, defaul
 def whole(told: Mapping[str, str], field: str) -> int:
     """A whole number that is not negative, written in digits."""
     value = text(told, field, INTEGER_DIGITS)
-    require(value.isascii() and value.isdigit(), f"{field!r} is {line(value)!r}, expected a whole number in digits")
+    require(value.isascii() and value.isdigit(), f"{field!r} is {brief(value)!r}, expected a whole number in digits")
     return int(value)
 
 
@@ -123,7 +122,7 @@ def parsed(told: Mapping[str, str], field: str, longest: int = JSON_LENGTH, *, f
         return special(digits) if math.isinf(float(digits)) else float(digits)
 
     def special(word: str) -> float:
-        require(not finite, f"{field!r} holds {line(word)}, expected finite numbers")
+        require(not finite, f"{field!r} holds {brief(word)}, expected finite numbers")
         return float(word)
 
     with reading(repr(field)):
@@ -196,5 +195,5 @@ def _array(data: bytes, dtype: str, shape: tuple[int, ...], start: int) -> Any:
 
 
 def _listed(names: Any) -> str:
-    shown = sorted(line(one, 30) for one in list(names)[:12])
+    shown = sorted(one_line(one, 30) for one in list(names)[:12])
     return f"{shown}" + (f" and {len(names) - 12} others" if len(names) > 12 else "")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.flower.decode import line
-from fedppl.flower.wire import Hello, Terms
+from fedppl.flower.decode import brief
+from fedppl.flower.hello import Hello, Terms
 from fedppl.types import Layout, Message
 
 __all__ = [
@@ -35,7 +35,7 @@ def other_terms(ours: Terms, theirs: Terms) -> str | None:
     """What two sides do not run alike, or None."""
     at = _at(ours.client_id)
     if theirs.version != ours.version:
-        return f"it runs fedppl {line(theirs.version)}, {at} runs {ours.version}; install one version everywhere"
+        return f"it runs fedppl {brief(theirs.version)}, {at} runs {ours.version}; install one version everywhere"
     if other := _changed(ours.settings, theirs.settings):
         return f"its algorithm has {other}"
     if ours.variables is None or theirs.variables is None:
@@ -70,7 +70,7 @@ def _at(client_id: str) -> str:
 
 def _changed(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    told = [f"{line(name)} {line(theirs.get(name))} instead of {line(ours.get(name))}" for name in names[:5]]
+    told = [f"{brief(name)} {brief(theirs.get(name))} instead of {brief(ours.get(name))}" for name in names[:5]]
     return "; ".join(told)
 
 
@@ -105,7 +105,7 @@ def _other_labels(ours: Hello, theirs: Hello, at: str) -> str | None:
         if mine != other:
             shorter = min(len(mine), len(other))
             k = next((i for i in range(shorter) if mine[i] != other[i]), shorter)
-            found, there = (repr(line(values[k])) if k < len(values) else "none" for values in (other, mine))
+            found, there = (repr(brief(values[k])) if k < len(values) else "none" for values in (other, mine))
             return (
                 f"its dim {dim!r} has label {found} in place {k}, at {at} it is {there} ({len(other)} labels, there "
                 f"{len(mine)}): give the columns of the data one order, and coords one order, everywhere"
@@ -225,7 +225,7 @@ def agreed(answers: Mapping[str, Message], asked: int) -> tuple[dict[str, Any], 
 
 
 def _close(a: Any, b: Any) -> bool:
-    """Equal to rounding. Symmetric: an absurd value must not set the scale by which it is compared."""
+    """Equal to rounding. Symmetric: an implausible value must not set the scale by which it is compared."""
     if a.shape != b.shape or a.dtype.kind != b.dtype.kind:
         return False
     if a.dtype.kind != "f":

@@ -17,11 +17,11 @@ from flwr.serverapp import Grid
 from fedppl.contracts import AnyAlgorithm, Failure, Reply, Request, SharedReader
 from fedppl.flower import enrolment as _enrolment
 from fedppl.flower import wire as _wire
-from fedppl.flower.decode import Malformed, line, reading, require
+from fedppl.flower.decode import Malformed, reading, require
 from fedppl.flower.post import Letter, Post, content_of, trouble
 from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, from_content, texts_of
 from fedppl.flower.roll import Own, Roll
-from fedppl.run.replies import MOST_INFOS
+from fedppl.run.replies import MOST_INFOS, one_line
 from fedppl.types import Layout, Message, Status
 
 __all__ = ["GridEngine", "GridSettings", "Own"]
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 # Sites that read draws of φ for a server that cannot: so many that a minority of all sites is one of these too.
 _READERS = 9
-_REASON = 500  # characters of a site's own words in an error of ours
 
 
 class GridSettings(NamedTuple):
@@ -180,7 +179,7 @@ class GridEngine:
                 self._diagnostics[client_id] = names
             return reply
         except Malformed as error:
-            return Failure(client_id, request.nonce, f"its reply cannot be read: {line(error, _REASON)}")
+            return Failure(client_id, request.nonce, f"its reply cannot be read: {one_line(error)}")
 
     def _constrain(
         self, phi: Any, dims: Mapping[str, tuple[str, ...] | None], coords: Mapping[str, Any]
@@ -211,7 +210,7 @@ class GridEngine:
                         values = from_content(content_of(reply))[0]
                         why = _enrolment.why_no_draws(values, len(phi), shared, dims, coords)
             except Malformed as error:
-                why = f"its draws cannot be read: {line(error, _REASON)}"
+                why = f"its draws cannot be read: {one_line(error)}"
             if why:
                 reasons.append(f"{client_id}: {why}")
             else:
@@ -233,6 +232,6 @@ class GridEngine:
 def _refusal(message: Letter) -> str:
     """Why a site does not draw its posterior, on one line; empty where it does."""
     try:
-        return line(texts_of(content_of(message)).get("refused", ""), _REASON)
+        return one_line(texts_of(content_of(message)).get("refused", ""))
     except Malformed as error:
-        return f"its word on that cannot be read: {line(error, _REASON)}"
+        return f"its word on that cannot be read: {one_line(error)}"

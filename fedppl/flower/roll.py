@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import NamedTuple
 
-import fedppl
 from fedppl.contracts import AnyAlgorithm, SharedReader
 from fedppl.flower import enrolment as _enrolment
-from fedppl.flower import wire as _wire
-from fedppl.flower.decode import line, name, reading
+from fedppl.flower import hello as _hello
+from fedppl.flower.decode import Malformed, name, reading
 from fedppl.flower.decode import text as one_text
 from fedppl.flower.post import Letter, Post, content_of, trouble
 from fedppl.flower.records import HELLO, from_content, texts_of
+from fedppl.run.replies import one_line
 from fedppl.types import DeclarationError, Layout
 
 __all__ = ["Own", "Roll"]
@@ -25,7 +26,6 @@ logger = logging.getLogger(__name__)
 _CALLS_AT_ONCE = 64
 # A site that was refused is called again after so many looks: it may have been corrected.
 _LOOKS = 120
-_REASON = 500  # characters of a site's own words in an error of ours
 
 
 class Own(NamedTuple):
@@ -44,19 +44,19 @@ class Roll:
         self._post = post
         self._expected = expected
         self._wait = wait
-        self._server = _wire.Terms(_enrolment.SERVER, fedppl.__version__, algorithm.settings, None)
+        self._server = _hello.Terms(_enrolment.SERVER, version("fedppl"), algorithm.settings, None)
         # What every site is held against: the server's declaration, or what a majority says.
-        self._reference: _wire.Hello | None = None
+        self._reference: _hello.Hello | None = None
         if own is not None:
-            told = _wire.labels(own.reader.coords)
-            self._reference = _wire.Hello(*self._server[:3], own.layout, own.reader.dims, told)
-        self.hellos: dict[str, _wire.Hello] = {}  # enrolled clients
+            told = _hello.labels(own.reader.coords)
+            self._reference = _hello.Hello(*self._server[:3], own.layout, own.reader.dims, told)
+        self.hellos: dict[str, _hello.Hello] = {}  # enrolled clients
         self.nodes: dict[str, int] = {}  # client id to node id
-        self._pending: dict[int, _wire.Hello] = {}  # nodes that wait for a reference
+        self._pending: dict[int, _hello.Hello] = {}  # nodes that wait for a reference
         self._greeting: dict[str, int] = {}  # message id of a call not answered yet, to its node
         self._known: set[int] = set()  # nodes that were called
         self._again: dict[int, float] = {}  # refused nodes, and when to call them again
-        self._rivals: dict[int, _wire.Hello] = {}  # live nodes that claim the id of another live node
+        self._rivals: dict[int, _hello.Hello] = {}  # live nodes that claim the id of another live node
         self._refused: dict[str, str] = {}
         self._listed: tuple[float, dict[int, str]] | None = None  # when, and node ids with their names
 
@@ -106,7 +106,7 @@ class Roll:
 
     def _meet(self, node_id: int, told_name: str, message: Letter, alive: set[int]) -> None:
         """Take in what a node says of itself, or refuse it and say why."""
-        whose = line(told_name, 200) or f"node {node_id}"
+        whose = one_line(told_name, 200) or f"node {node_id}"
         self._pending.pop(node_id, None)
         self._again[node_id] = time.monotonic() + _LOOKS * self._post.poll
         if told := trouble(message):
@@ -122,16 +122,16 @@ class Roll:
                 if told_name and told and told != told_name:
                     return self._refuse(told, f"its authenticated name is {told_name!r}; drop or correct its client-id")
                 if "error" in texts:
-                    return self._refuse(whose, line(texts["error"], _REASON))
+                    return self._refuse(whose, one_line(texts["error"]))
                 if isinstance(self._expected, tuple) and whose not in self._expected:
                     del self._again[node_id]
                     return self._refuse(whose, f"it is not among the expected clients {list(self._expected)}")
                 if reason := self._other_terms(texts):
                     return self._refuse(whose, reason)
                 arrays, _ = from_content(content_of(message), self._shapes_of_hello(), "it")
-                hello = _wire.unpack_hello(arrays, {**texts, "client_id": whose})
-        except _wire.Malformed as error:
-            return self._refuse(whose, f"its introduction cannot be read: {line(error, _REASON)}")
+                hello = _hello.unpack_hello(arrays, {**texts, "client_id": whose})
+        except Malformed as error:
+            return self._refuse(whose, f"its introduction cannot be read: {one_line(error)}")
         self._pending[node_id] = hello
         if self._reference is None:
             number = self._expected if isinstance(self._expected, int) else len(self._expected)
@@ -152,9 +152,8 @@ class Roll:
     def _other_terms(self, texts: Mapping[str, str]) -> str | None:
         """What a site does not run as the server does; the version first, which decides how the rest is written."""
         ours = self._reference.terms if self._reference else self._server
-        version = one_text(texts, "version", 200)
-        bare = ours._replace(version=version, variables=None)
-        return _enrolment.other_terms(ours, bare) or _enrolment.other_terms(ours, _wire.unpack_terms(texts))
+        bare = ours._replace(version=one_text(texts, "version", 200), variables=None)
+        return _enrolment.other_terms(ours, bare) or _enrolment.other_terms(ours, _hello.unpack_terms(texts))
 
     def _shapes_of_hello(self) -> Mapping[str, tuple[int, ...]] | None:
         """Sizes of an introduction's arrays, where the server knows what to expect."""
@@ -164,7 +163,7 @@ class Roll:
         precision = size * (size + 1) // 2 if layout.prior.precision.ndim == 2 else size
         return {"prior_linear": (size,), "prior_precision": (precision,), "prior_density": (len(layout.density),)}
 
-    def _admit(self, node_id: int, hello: _wire.Hello, alive: set[int]) -> None:
+    def _admit(self, node_id: int, hello: _hello.Hello, alive: set[int]) -> None:
         """Enrol a node that says what the reference says, or refuse it."""
         assert self._reference is not None
         client_id = hello.client_id
@@ -181,7 +180,7 @@ class Roll:
             )
         return self._bind(node_id, hello)
 
-    def _bind(self, node_id: int, hello: _wire.Hello) -> None:
+    def _bind(self, node_id: int, hello: _hello.Hello) -> None:
         back = hello.client_id in self.nodes
         self.nodes[hello.client_id] = node_id
         self.hellos.setdefault(hello.client_id, hello)

@@ -27,6 +27,7 @@ from typing import Any
 import cloudpickle
 
 from fedppl.contracts import AnyAlgorithm, Failure, Reply, Request, SharedReader
+from fedppl.model.declaration import FederatedModel
 from fedppl.types import Layout, Message, Status
 
 __all__ = ["SimulationEngine", "start"]
@@ -134,7 +135,7 @@ def _launch(
     connections: list[Connection],
 ) -> Connection:
     end = time.monotonic() + timeout
-    declaration = next(iter(models.values())).declaration
+    declaration = FederatedModel(*next(iter(models.values())).declared)
     data = {client_id: dict(model.arrays) for client_id, model in models.items()}
     (folder / "payload").write_bytes(cloudpickle.dumps((declaration, algorithm, data)))
     key = secrets.token_bytes(32)

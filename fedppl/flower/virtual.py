@@ -19,7 +19,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedppl.engine.policy import NO_RULES
-from fedppl.flower import app as flower
+from fedppl.flower import client_app as _client_app
 from fedppl.flower.grid import GridEngine, GridSettings
 
 _FOLDER = os.environ["FEDPPL_SIMULATION"]
@@ -46,7 +46,7 @@ def _folder(config: Mapping[str, Any], folder: str = _FOLDER) -> str:
 
 
 _declaration, _algorithm, _ = _payload(_FOLDER)
-client_app = flower.client_app(
+client_app = _client_app.client_app(
     _declaration,
     _algorithm,
     _load_data,

@@ -34,7 +34,6 @@ __all__ = [
     "indexes_by_data",
     "initial_values",
     "lengths",
-    "network_node",
     "observed_through",
     "open_lengths",
     "prior_graph",
@@ -101,15 +100,13 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
     local_rvs = tuple(rv for rv in model.free_RVs if rv not in shared_rvs)
     for rv in model.free_RVs:
         if _is_discrete(rv) and not (rv in shared_rvs and _is_binary(rv)):
-            if _is_binary(rv) and {"projection", "conditional_variance"} <= set(model.named_vars):
-                raise DeclarationError(
-                    f"{rv.name!r} is not in shared={list(shared)}: the units of a model of coregionalisation share the "
-                    f"selection. Add {rv.name!r} to shared=, or declare the model without it."
-                )
+            indicator = f" Some algorithms take 0/1 indicators that all clients share: {rv.name!r} is not in shared="
+            indicator += f"{list(shared)}. Add {rv.name!r} to shared= for one of these."
             raise DeclarationError(
                 f"{'shared' if rv in shared_rvs else 'local'} variable {rv.name!r} is discrete ({rv.type.dtype}); "
                 "moments and gradients need continuous parameters. Sum it out of the likelihood "
                 "(for example with pm.Mixture) or replace it by a continuous variable."
+                + (indicator if _is_binary(rv) else "")
             )
     data = tuple(model.data_vars)
     read = [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
@@ -377,11 +374,3 @@ def indexes_by_data(graph: SiteGraph) -> bool:
         if node is not None and "Subtensor" in type(node.op).__name__ and indices & set(ancestors(node.inputs[1:])):
             return True
     return False
-
-
-def network_node(output: Any) -> Any:
-    """The node that evaluates a network of torch, above this output; None where there is none."""
-    for variable in ancestors([output]):
-        if variable.owner is not None and hasattr(variable.owner.op, "net"):
-            return variable.owner
-    return None

@@ -56,7 +56,11 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
             )
         model, name, personal = fit.clients[client], client, fit.personal.get(client)
     else:
-        model, name, personal = fit.declaration.enrol({"new client": client})["new client"], "new client", None
+        model, name, personal = (
+            fit.declaration.enrol({"new client": client}, kernel=False)["new client"],
+            "new client",
+            None,
+        )
         if model.layout.fingerprint != fit.layout.fingerprint:
             raise DeclarationError("the new client shares other variables than the fit; give it the same columns.")
     family = fit.algorithm.result.family

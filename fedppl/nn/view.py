@@ -16,11 +16,11 @@ from pytensor.graph.traversal import ancestors
 
 from fedppl.contracts import ClientView
 from fedppl.model import _graph
-from fedppl.model.declaration import ClientModel
+from fedppl.model.client import ClientModel
 from fedppl.nn.functional import Places, call, cast, parameter_slices, state_of
 from fedppl.nn.head import Head, find_head
 from fedppl.nn.subnet import Subnetwork
-from fedppl.nn.unit import Declared, Likelihood, NetworkUnit, log_likelihood
+from fedppl.nn.unit import DeclaredNetwork, Likelihood, NetworkUnit, log_likelihood
 from fedppl.types import Array, DeclarationError, Message, Variable
 
 __all__ = ["Network", "NetworkResult", "Own", "network_of"]
@@ -147,7 +147,7 @@ def _warn_of_softmax(unit: NetworkUnit) -> None:
         )
 
 
-def _declared(client: ClientModel) -> Declared:
+def _declared(client: ClientModel) -> DeclaredNetwork:
     parts = client.template.parts
     model, who = parts.model, f"client {client.client_id!r}"
     if len(model.observed_RVs) != 1:
@@ -177,7 +177,7 @@ def _declared(client: ClientModel) -> Declared:
     needed = [(v, i) for v, i in zip(parts.data, inputs, strict=False) if i in used]
     likelihood = _likelihood(who, observed)
     mean, precision = _local_prior(who, parts.local)
-    return Declared(
+    return DeclaredNetwork(
         net=node.op.net,
         names=tuple(slices),
         shared_at=places(client.layout.variables),

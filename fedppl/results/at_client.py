@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from fedppl.contracts import AnyAlgorithm
-from fedppl.model.declaration import ClientModel, dims_and_coords
+from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.predict import predictions

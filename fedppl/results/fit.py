@@ -14,7 +14,8 @@ import xarray as xr
 from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, Point, Posterior, Sampler, SharedReader
 from fedppl.gaussian import Gaussian
-from fedppl.model.declaration import ClientModel, FederatedModel
+from fedppl.model.client import ClientModel
+from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.streams import stream
 from fedppl.results import idata, summary
 from fedppl.results.arrival import require_arrived, unarrived
@@ -79,7 +80,7 @@ class Fit:
     seconds: float
 
     def __repr__(self) -> str:
-        """One line; the state of a network or of curves would fill pages."""
+        """One line; some states would fill pages."""
         return (
             f"Fit({self.algorithm.name}, {self.status.value}, {len(self.records)} rounds, {len(self.client_ids)} "
             f"clients, {self.layout.size} shared coordinates)"
@@ -296,7 +297,7 @@ class Fit:
         -------
         arviz.InferenceData or xarray.DataTree
         """
-        model = self.declaration.enrol({name: data})[name]
+        model = self.declaration.enrol({name: data}, kernel=self.algorithm.needs.kernel)[name]
         if model.layout.fingerprint != self.layout.fingerprint:
             raise DeclarationError(
                 f"{name!r} has shared layout {model.layout.variables}, the fit has {self.layout.variables}; "

@@ -14,7 +14,7 @@ from pytensor.graph.traversal import ancestors
 from fedppl.model import _graph
 from fedppl.model._enrolment import held_exactly, mismatch
 from fedppl.model._indices import read_indices, require_not_negative
-from fedppl.model.declaration import ClientModel
+from fedppl.model.client import ClientModel
 from fedppl.results import idata
 from fedppl.types import DataError
 

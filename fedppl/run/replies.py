@@ -34,11 +34,11 @@ def why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, t
     return one_line(reason)
 
 
-def one_line(text: str) -> str:
+def one_line(told: object, longest: int = _LONGEST) -> str:
     """A text from elsewhere, in one line that is printable and not too long."""
-    cut = text[: 4 * _LONGEST]
+    cut = str(told)[: 4 * longest]
     line = " ".join("".join(c if c.isprintable() else " " for c in cut).split())
-    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
+    return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def _why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> str | None:

@@ -14,7 +14,7 @@ from fedppl.types import DeclarationError
 
 __all__ = ["FORMAT", "MOST", "decoded", "pack", "unpack", "verified"]
 
-FORMAT = 4
+FORMAT = 5
 MOST = 2**34  # bytes of a file
 _KIND = b"fedppl checkpoint "
 _MAGIC = _KIND + b"%d\n" % FORMAT

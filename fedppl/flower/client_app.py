@@ -1,0 +1,173 @@
+"""A site's Flower app."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ConfigRecord, Context
+from flwr.app import Message as FlowerMessage
+from flwr.clientapp import ClientApp
+
+from fedppl.contracts import Algorithm, AnyAlgorithm
+from fedppl.engine.policy import NO_RULES, Policy, read
+from fedppl.flower import node as _node
+from fedppl.flower.memory import Memory, file_memory
+from fedppl.flower.node import Node
+from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, HELLO, from_content, to_content
+from fedppl.model.declaration import FederatedModel
+from fedppl.settings import shown, whole
+from fedppl.types import DeclarationError
+
+__all__ = ["client_app"]
+
+
+def client_app(
+    federated_model: FederatedModel,
+    algorithm: AnyAlgorithm,
+    load_data: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    *,
+    client_id: Callable[[Mapping[str, Any]], str] | None = None,
+    folder: str | Path | Callable[[Mapping[str, Any]], str | Path] | None = None,
+    policy: Policy | str | Path | Callable[[Mapping[str, Any]], Policy | str | Path] | None = None,
+    draws: int = 1000,
+    chains: int = 4,
+) -> ClientApp:
+    """Make a site's Flower app: it answers with moments, never with rows.
+
+    Parameters
+    ----------
+    federated_model
+        The declaration, the same at every site and at the server.
+    algorithm
+        The algorithm, with the same settings at every site and at the server.
+    load_data
+        Your function from the site's node config to its data, name to array. It runs at the site.
+    client_id
+        Function from the node config to this client's id; by default its entry ``client-id``, or nothing where
+        the server knows the site by its authenticated name.
+    folder
+        Where this site keeps its audit log and its account of all that it has released (``audit.jsonl``,
+        ``ledger.json``), its personal state, a salted digest of its data (other data are refused in a run that has
+        begun), its last answer, and, when the run is over, its own posterior (a NetCDF file named after the client); a
+        path, or a function from the node config to one. Limits count over all runs in it: deleting the files grants
+        them anew. None goes only with ``policy=fedppl.policy.NO_RULES``: nothing is logged or counted then.
+    policy
+        What this site allows: a `fedppl.Policy`, the path of a TOML file with one, or a function from the node config
+        to either. By default ``fedppl.Policy()``.
+    draws, chains
+        Size of that posterior.
+
+    Returns
+    -------
+    flwr.clientapp.ClientApp
+
+    Raises
+    ------
+    DeclarationError
+        If the arguments are not what they should be.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> model, clients = normal_means()
+    >>> app = fedppl.Flower.client_app(
+    ...     model, fedppl.EP(), lambda config: clients[config["client-id"]], folder=lambda config: config["folder"]
+    ... )
+
+    Notes
+    -----
+    *When this fails.* A site whose data do not fit, or that runs other code than the server, is refused when it
+    enrols. The text of an exception stays in the site's log, since it may quote data; the server learns its type.
+    """
+    if not isinstance(federated_model, FederatedModel) or not isinstance(algorithm, Algorithm):
+        raise DeclarationError("client_app takes a FederatedModel and an algorithm that is built, like fedppl.EP().")
+    if not (client_id is None or callable(client_id)):
+        raise DeclarationError(
+            f"client_id={shown(client_id)} must be a function from the node config to this client's id."
+        )
+    if not (folder is None or callable(folder) or (isinstance(folder, str | Path) and str(folder))):
+        raise DeclarationError(f"folder={shown(folder)} must be a path, or a function from the node config to one.")
+    draws, chains = whole("draws", draws), whole("chains", chains)
+    if not callable(load_data):
+        raise DeclarationError(f"load_data is {type(load_data).__name__}; pass a function from node config to data.")
+    if algorithm.persistent and folder is None:
+        raise DeclarationError(
+            f"{algorithm.name} counts what a site has released over all runs; give client_app a folder= that lasts."
+        )
+    if not (policy is None or callable(policy) or isinstance(policy, Policy | str | Path)):
+        raise DeclarationError(
+            f"policy={shown(policy)} must be a fedppl.Policy, the path of a TOML file with one, or a function from the "
+            "node config to either."
+        )
+    if folder is None and policy != NO_RULES:
+        raise DeclarationError(
+            "folder=None: a policy counts requests over all runs and keeps an audit log; give client_app a folder= "
+            "that lasts, or policy=fedppl.policy.NO_RULES where the data need no protection."
+        )
+    named = client_id or (lambda config: str(config.get("client-id", "")))
+    token = secrets.token_hex(8)
+
+    def node(context: Context) -> Node:
+        where = folder(context.node_config) if callable(folder) else folder
+        path = None if where is None else Path(where)
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+        chosen = policy(context.node_config) if callable(policy) else policy
+        rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
+        return Node(token, federated_model, algorithm, load_data, named, path, draws, chains, rules)
+
+    # Flower copies the app to its workers: nothing here may hold data, compiled models or locks.
+    app = ClientApp()
+
+    @app.query(HELLO.split(".")[1])
+    def hello(message: FlowerMessage, context: Context) -> FlowerMessage:
+        parcel = _node.introduce(node(context), context.node_config)
+        return FlowerMessage(to_content(*parcel), reply_to=message)
+
+    @app.train(ASK.split(".")[1])
+    def ask(message: FlowerMessage, context: Context) -> FlowerMessage:
+        here = node(context)
+        memory = file_memory(here.folder) if here.folder else _context_memory(context)
+        parcel = _node.answer_request(here, context.node_config, memory, _read(message))
+        return FlowerMessage(to_content(*parcel), reply_to=message)
+
+    @app.query(CONSTRAIN.split(".")[1])
+    def constrain(message: FlowerMessage, context: Context) -> FlowerMessage:
+        parcel = _node.constrain(node(context), context.node_config, _read(message)[0])
+        return FlowerMessage(to_content(*parcel), reply_to=message)
+
+    @app.evaluate(CONCLUDE.split(".")[1])
+    def conclude(message: FlowerMessage, context: Context) -> FlowerMessage:
+        here = node(context)
+        memory = file_memory(here.folder) if here.folder else _context_memory(context)
+        parcel = _node.conclude(here, context.node_config, memory, _read(message))
+        return FlowerMessage(to_content(*parcel), reply_to=message)
+
+    return app
+
+
+def _read(message: FlowerMessage) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """What came; nothing where it cannot be read, which the site refuses like anything else that is malformed."""
+    try:
+        return from_content(message.content)
+    except Exception:
+        return {}, {}
+
+
+def _context_memory(context: Context) -> Memory:
+    """One personal state and one digest in the node's context: a cache, gone when the node restarts."""
+
+    def recall(name: str) -> bytes | None:
+        record = context.state.config_records.get("fedppl")
+        return None if record is None or name not in record else bytes(record[name])  # type: ignore[arg-type]
+
+    def keep(name: str, raw: bytes) -> None:
+        before: Mapping[str, Any] = context.state.config_records.get("fedppl") or {}
+        others = {other: value for other, value in before.items() if Path(other).suffix != Path(name).suffix}
+        context.state["fedppl"] = ConfigRecord({**others, name: raw})
+
+    return Memory(recall, keep)

@@ -1,0 +1,243 @@
+"""Engines by way of Flower, and the server's Flower app, which runs one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory
+from fedppl.engine.answer import require_fit
+from fedppl.flower.grid import GridEngine, GridSettings, Own
+from fedppl.flower.simulation import start
+from fedppl.model.declaration import FederatedModel
+from fedppl.results.fit import Fit
+from fedppl.run import loop
+from fedppl.run.participation import Participation
+from fedppl.settings import positive, shown, whole
+from fedppl.types import DeclarationError
+
+__all__ = ["grid", "server_app", "simulation"]
+
+
+def grid(
+    grid: Grid,
+    *,
+    clients: int | Sequence[str],
+    model: FederatedModel | None = None,
+    example_data: Mapping[str, Any] | None = None,
+    wait: float = 600.0,
+    deadline: float = 120.0,
+    poll: float = 0.25,
+    grace: float = 2.0,
+) -> EngineFactory:
+    """Run on the sites of a Flower grid, inside a ServerApp: ``fedppl.fit(model, None, ..., engine=...)``.
+
+    Parameters
+    ----------
+    grid
+        What Flower hands to the server app.
+    clients
+        Number of sites to wait for, or their ids. No other sites take part.
+    model, example_data
+        The declaration, and made-up data of the form that the clients' have, name to array. From them the server knows
+        itself what is shared, with which prior, and how draws of it are read, and refuses a site that says otherwise.
+        Without, it believes what more than half of the `clients` say alike, and a single client whatever it says.
+    wait
+        Seconds to wait for them to enrol.
+    deadline
+        Seconds to wait for replies in a round where `fit` sets no deadline.
+    poll
+        Seconds between two looks.
+    grace
+        Seconds that a request outlives the deadline. A client that missed it is not asked again before that.
+
+    Returns
+    -------
+    EngineFactory
+
+    Raises
+    ------
+    DeclarationError
+        For settings out of range; at the start of a run, when sites are missing or do not agree.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> def main(grid, context):
+    ...     fit = fedppl.fit(model, None, fedppl.EP(), engine=fedppl.Flower.grid(grid, clients=3))
+
+    Notes
+    -----
+    *When this fails.* A site that is silent, late, down or restarted is skipped, and the round's record says so. Two
+    live sites with one id: the second is refused until the first has gone.
+    """
+    expected = _expected(clients)
+    for name, value in {"wait": wait, "deadline": deadline, "poll": poll, "grace": grace}.items():
+        positive(name, value, "it is in seconds")
+    if (model is None) != (example_data is None):
+        raise DeclarationError("model= and example_data= belong together: pass both, or neither.")
+    if model is not None and not (isinstance(model, FederatedModel) and isinstance(example_data, Mapping)):
+        raise DeclarationError(
+            f"model is {type(model).__name__} and example_data is {type(example_data).__name__}; pass a FederatedModel "
+            "and a mapping from its builder's names to arrays."
+        )
+
+    def factory(algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> Engine:
+        if models:
+            raise DeclarationError("the data are at the sites: pass clients=None, and the sites' load_data finds them.")
+        own = None
+        if model is not None:
+            client = model.enrol({"example_data": example_data or {}}, kernel=algorithm.needs.kernel)["example_data"]
+            require_fit(algorithm, client)
+            own = Own(client.layout, client.reader())
+        return GridEngine(grid, algorithm, GridSettings(expected, wait, deadline, poll, grace), own)
+
+    return factory
+
+
+def _expected(clients: Any) -> int | tuple[str, ...]:
+    """The number of sites to wait for, or their ids."""
+    if isinstance(clients, int) and not isinstance(clients, bool):
+        return whole("clients", clients)
+    names = clients if isinstance(clients, list | tuple) else ()
+    if not names or not all(isinstance(name, str) and name for name in names) or len({*names}) < len(names):
+        raise DeclarationError(
+            f"clients={shown(clients)} must be the number of sites to wait for, or a list of their ids, none twice."
+        )
+    return tuple(names)
+
+
+def server_app(
+    federated_model: FederatedModel,
+    algorithm: AnyAlgorithm,
+    *,
+    clients: int | Sequence[str],
+    example_data: Mapping[str, Any] | None = None,
+    rounds: int = 20,
+    participation: Participation | int | float | None = None,
+    checkpoint: str | Path | None = None,
+    deadline: float = 120.0,
+    wait: float = 600.0,
+    random_seed: int | None = None,
+    on_fit: Callable[[Fit, Context], None] | None = None,
+    callback: Callable[[loop.Round], bool | None] | None = None,
+) -> ServerApp:
+    """Make the server's Flower app. It never sees data.
+
+    Parameters
+    ----------
+    federated_model, algorithm
+        As at the sites. Without `example_data` the server uses no more of the declaration than the names that are
+        shared, and learns shapes and the prior from the sites.
+    clients, example_data, wait
+        As in `grid`.
+    rounds, participation, checkpoint, deadline, random_seed, callback
+        As in `fedppl.fit`. Entries of the run config with these names win, so that ``flwr run --run-config`` can
+        set them; an empty checkpoint is none.
+    on_fit
+        Called with the Fit and Flower's context when the run is over.
+
+    Returns
+    -------
+    flwr.serverapp.ServerApp
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> app = fedppl.Flower.server_app(normal_means()[0], fedppl.EP(), clients=3, random_seed=1)
+
+    Notes
+    -----
+    *When this fails.* An exception ends the Flower run as failed, which ``flwr ls`` shows (``flwr run`` exits with 0
+    all the same). A server that was killed goes on from `checkpoint` in a new run.
+    """
+    _expected(clients)
+    for name, value in {"wait": wait, "deadline": deadline}.items():
+        positive(name, value, "it is in seconds")
+    whole("rounds", rounds)
+    app = ServerApp()
+
+    @app.main()
+    def main(flower_grid: Grid, context: Context) -> None:
+        chosen: dict[str, Any] = {
+            "rounds": rounds,
+            "participation": participation,
+            "checkpoint": checkpoint,
+            "deadline": deadline,
+            "random_seed": random_seed,
+        }
+        chosen |= {name: context.run_config[name] for name in chosen if name in context.run_config}
+        expected = context.run_config.get("clients", clients)
+        engine = grid(
+            flower_grid,
+            clients=expected,  # type: ignore[arg-type]
+            model=None if example_data is None else federated_model,
+            example_data=example_data,
+            wait=float(context.run_config.get("wait", wait)),
+        )
+        fit = loop.fit(
+            federated_model,
+            None,
+            algorithm,
+            engine=engine,
+            callback=callback,
+            progressbar=False,
+            **{**chosen, "checkpoint": chosen["checkpoint"] or None},
+        )
+        if on_fit is not None:
+            on_fit(fit, context)
+
+    return app
+
+
+def simulation(*, workers: int | None = None, deadline: float = 600.0, start_timeout: float = 180.0) -> EngineFactory:
+    """Run virtual clients on Flower's simulation runtime, on this machine: ``fedppl.fit(..., engine=...)``.
+
+    A SuperLink of its own is started for the run, asked through Flower's command line, and stopped at the end.
+
+    Parameters
+    ----------
+    workers
+        Number of processes that compute, each with its own compiled models; by default one per core.
+    deadline
+        Seconds to wait for replies in a round where `fit` sets no deadline.
+    start_timeout
+        Seconds that Flower may take to start.
+
+    Returns
+    -------
+    EngineFactory
+
+    Raises
+    ------
+    DeclarationError
+        For settings out of range.
+    RuntimeError
+        When Flower does not start, with the end of its log.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> engine = fedppl.Flower.simulation(workers=2)
+
+    Notes
+    -----
+    *When this fails.* It tests what the wire does to a run, not how fast sites are: `InProcess` is far faster. The
+    builder has to be picklable by cloudpickle. Personal state is lost when the run is resumed.
+    """
+    count = whole("workers", workers) if workers is not None else (os.cpu_count() or 1)
+    for name, value in {"deadline": deadline, "start_timeout": start_timeout}.items():
+        positive(name, value, "it is in seconds")
+
+    def factory(algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> Engine:
+        if not models:
+            raise DeclarationError("a simulation needs the data of all clients; pass clients={id: data}.")
+        return start(algorithm, models, count, deadline, start_timeout)
+
+    return factory

@@ -1,0 +1,92 @@
+"""What rests at a node between two requests: personal state, the last answer, and digests of the data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from fedppl.contracts import AnyAlgorithm
+from fedppl.model.client import ClientModel
+from fedppl.storage import checkpoint, digest
+from fedppl.types import DeclarationError, LocalFailure, Message
+
+__all__ = ["Kept", "Memory", "Seal", "file_memory", "keep_seal", "name_of_kept", "recalled", "same_data"]
+
+logger = logging.getLogger(__name__)
+
+
+class Memory(NamedTuple):
+    """Where personal state and the digest of the data rest between two requests: bytes under a name."""
+
+    recall: Callable[[str], bytes | None]
+    keep: Callable[[str, bytes], None]
+
+
+def file_memory(folder: Path) -> Memory:
+    """Bytes mirrored to files, each replaced in one step."""
+
+    def recall(name: str) -> bytes | None:
+        path = folder / quote(name, safe="")
+        return path.read_bytes() if path.exists() else None
+
+    def keep(name: str, raw: bytes) -> None:
+        checkpoint.replace(folder / quote(name, safe=""), raw)
+
+    return Memory(recall, keep)
+
+
+class Kept(NamedTuple):
+    """Personal state, and the answer that it comes from."""
+
+    personal: Any = None
+    digest: str = ""  # of the request
+    arrays: Message = {}
+    texts: dict[str, str] = {}
+
+
+def name_of_kept(algorithm: AnyAlgorithm, own_id: str, run: str, client_id: str) -> str:
+    """The server chooses the names of runs and clients: what must outlive a run is not kept under them."""
+    return f"{own_id}.persistent" if algorithm.persistent else f"{run}-{client_id}.personal"
+
+
+class Seal(NamedTuple):
+    """A digest of a client's data, and under which name it stays here."""
+
+    name: str
+    raw: bytes
+    is_new: bool
+
+
+def same_data(memory: Memory, client: ClientModel, run: str) -> Seal:
+    """Refuse data that are not those of the run's first request."""
+    name = f"{run}-{client.client_id}.data"
+    sealed = memory.recall(name)
+    if sealed is not None and not digest.matches(sealed, client.arrays):
+        raise LocalFailure(
+            "its data are not those that it had when this run began; begin a new run, or give the site those data"
+        )
+    return Seal(name, digest.seal(client.arrays) if sealed is None else sealed, sealed is None)
+
+
+def keep_seal(memory: Memory, seal: Seal) -> None:
+    """Keep the digest where there was none."""
+    if seal.is_new:
+        memory.keep(seal.name, seal.raw)
+
+
+def recalled(algorithm: AnyAlgorithm, memory: Memory, name: str, client_id: str) -> Kept:
+    """Personal state and the last answer, blank where there are none yet or they cannot be read."""
+    raw = memory.recall(name)
+    if raw is None:
+        return Kept()
+    try:
+        return Kept(*checkpoint.unpack(raw, f"personal state of client {client_id!r}", name))
+    except DeclarationError as error:
+        if algorithm.persistent:
+            logger.error("client %s does not answer: %s", client_id, error)
+            raise LocalFailure("its lasting state cannot be read; see the site's log") from error
+        logger.warning("client %s starts with blank personal state: %s", client_id, error)
+        return Kept()

@@ -1,0 +1,109 @@
+"""What is declared, from the user's builder to templates: models of clients, built and taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl.model import _graph
+from fedppl.model._enrolment import containers, mismatch, require_arguments
+from fedppl.model._template import Template
+from fedppl.types import Array, DataError, DeclarationError, Variable
+
+__all__ = ["Declared", "built", "lengths_of", "opened", "parts_of", "shapes", "template_of"]
+
+
+class Declared(NamedTuple):
+    """The user's builder, and the names of the free variables that all clients share."""
+
+    builder: Callable[..., Any]
+    shared: tuple[str, ...]
+
+
+def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]) -> Any:
+    """Call the builder on one client's data; its errors name the client."""
+    require_arguments(client_id, builder, arrays)
+    try:
+        return builder(**arrays)
+    except DeclarationError as error:  # the builder's own word on its settings
+        raise DeclarationError(f"client {client_id!r}: {error}") from error
+    except Exception as error:
+        shapes = {name: np.shape(value) for name, value in arrays.items()}
+        remedy = "Check this client's data against the builder's arguments."
+        reals = [name for name, value in arrays.items() if np.asarray(value).dtype.kind == "f"]
+        if isinstance(error, TypeError) and "integers" in str(error) and reals:
+            remedy = f"Of reals there are {', '.join(map(repr, reals))}: give as integers what is an index."
+        raise DataError(
+            f"client {client_id!r}: the builder failed on data of shapes {shapes}: {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. {remedy}"
+        ) from error
+
+
+def parts_of(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> _graph.Parts:
+    """Build a client's model and sort it; its containers have to be named like the data."""
+    model = built(declared.builder, client_id, arrays)
+    try:
+        parts = _graph.dissect(model, declared.shared)
+    except DeclarationError as error:
+        raise DeclarationError(f"client {client_id!r}: {error}") from None
+    names = {variable.name for variable in parts.data}
+    if names and names != set(arrays):
+        extra, absent = sorted(set(arrays) - names), sorted(names - set(arrays))
+        raise DataError(
+            f"client {client_id!r}: data keys {sorted(arrays)} do not match the model's pm.Data containers "
+            f"{sorted(names)}"
+            + (f"; {extra} match no container" if extra else "")
+            + (f"; {absent} have no data" if absent else "")
+            + ". Name each container like the builder's argument it holds."
+        )
+    return parts
+
+
+def template_of(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> Template:
+    """Build a client's model alone."""
+    parts = parts_of(declared, client_id, arrays)
+    return opened(client_id, arrays, parts, _graph.open_lengths(parts))
+
+
+def opened(
+    client_id: str, arrays: Mapping[str, Any], parts: _graph.Parts, lengths: Mapping[str, int | None]
+) -> Template:
+    """Template of a model in which these lengths are a client's own."""
+    parts = parts._replace(open=lengths)
+    start = _graph.initial_values(parts)
+    held = containers(client_id, parts, arrays)
+    try:
+        initial = start(*held, *_graph.alone(parts))
+    except (ValueError, TypeError, IndexError, AssertionError) as error:
+        raise mismatch(client_id, arrays, error) from error
+    shared, local = (_graph.variables(parts, initial, local=which) for which in (False, True))
+    graph = _graph.site_graph(parts, shared, local)
+    return Template(parts, (shared, local), graph, start, (*held, *_graph.alone(parts), *shapes(graph, local)))
+
+
+def lengths_of(
+    declared: Declared, client_id: str, template: Template, arrays: Mapping[str, Any]
+) -> tuple[Template, tuple[Any, ...]]:
+    """The template in which this client's lengths are open, and those lengths that no container has."""
+    if template.may_hold_rows(arrays):
+        model = parts_of(declared, client_id, arrays).model
+        lengths = _graph.open_lengths(template.parts, model)
+        if lengths != template.parts.open:
+            known = template.functions.setdefault("opened", {})
+            key = tuple(lengths.items())
+            if key not in known:
+                built_on = {v.name: v.get_value() for v in template.parts.data}
+                known[key] = opened(client_id, built_on, template.parts, lengths)
+                known[key].functions["public"] = template.public
+            template = known[key]
+        return template, _graph.alone(template.parts, model)
+    if None not in template.parts.open.values():
+        return template, ()
+    return template, _graph.alone(template.parts, parts_of(declared, client_id, arrays).model)
+
+
+def shapes(graph: _graph.SiteGraph, local: tuple[Variable, ...]) -> tuple[Array, ...]:
+    """Shapes of the local variables that the graph takes for inputs."""
+    return tuple(np.asarray(local[i].shape, dtype=np.int64) for i in graph.free_shapes)

@@ -1,0 +1,220 @@
+"""What a local inference sees of a declaration: pure functions of flat unconstrained vectors, at one client's data.
+
+They are compiled once, and shared by clients of every size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.contracts import SharedReader
+from fedppl.model import _graph, _rows
+from fedppl.model._declared import Declared, built, parts_of
+from fedppl.model._kinks import find_kink, points
+from fedppl.model._pack import pack
+from fedppl.model._template import Template
+from fedppl.numerics.prior import SharedPrior
+from fedppl.types import Array, DeclarationError, Layout, Variable, coordinate_labels
+
+__all__ = ["ClientModel", "dims_and_coords"]
+
+T = TypeVar("T")
+
+_KINKS_SOUGHT = 3  # clients of one template
+
+
+@dataclass(frozen=True, eq=False)
+class ClientModel:
+    """One client's log site factor log p(y_k, θ | φ), its gradient, and what is needed to read results.
+
+    Attributes
+    ----------
+    client_id
+        Logical id.
+    layout
+        Shared parameters φ, equal at all clients.
+    local
+        Local variables θ_k, in the order of the flat vector.
+    kernel
+        Jitted function ``kernel(x, *data) -> [log density, gradient]`` with x = (φ, θ).
+    data
+        The client's arrays, packed: reals, integers, and where each array lies.
+    inputs
+        The same arrays, one by one.
+    prior
+        The shared prior, which is *not* part of the site factor.
+    initial
+        Unconstrained starting value of θ, (d_k,).
+    arrays
+        The client's data by name.
+    declared
+        Builder and names of the shared variables.
+    template
+        What is compiled, shared with other clients.
+    """
+
+    client_id: str
+    layout: Layout
+    local: tuple[Variable, ...]
+    data: tuple[Any, Any, Any]
+    inputs: tuple[Any, ...]
+    prior: SharedPrior
+    initial: Array
+    arrays: Mapping[str, Any]
+    declared: Declared
+    template: Template
+
+    def __repr__(self) -> str:
+        """One line, without the client's data."""
+        shapes = ", ".join(f"{name}: {np.shape(array)}" for name, array in self.arrays.items())
+        return (
+            f"ClientModel({self.client_id!r}, data {{{shapes}}}, {self.shared_size} shared and {self.local_size} local "
+            "coordinates)"
+        )
+
+    @property
+    def kernel(self) -> Callable[..., Any]:
+        """Compiled x, packed data -> [log density, gradient], shared by all clients of one template."""
+        return _no_kernel if self.layout.binary else self.template.kernel
+
+    @property
+    def shared_size(self) -> int:
+        """Number of shared coordinates, m."""
+        return self.layout.size
+
+    @property
+    def local_size(self) -> int:
+        """Number of local coordinates, d_k."""
+        return len(self.initial)
+
+    @property
+    def local_labels(self) -> tuple[str, ...]:
+        """One label per local coordinate."""
+        return coordinate_labels(self.local)
+
+    @functools.cached_property
+    def kink(self) -> str | None:
+        """What makes the log density kink or jump in θ or φ (the absolute value in a Laplace prior does), or None.
+
+        Looked for with the data of a template's first clients only: what one of them has, all have.
+        """
+        functions = self.template.functions
+        if functions.get("kink") is None and functions.setdefault("kinks sought", 0) < _KINKS_SOUGHT:
+            functions["kinks sought"] += 1
+            functions["kink"] = find_kink(self.template.graph, self.inputs, self._value_and_gradient, self._reach)
+        found: str | None = functions.get("kink")
+        return found
+
+    @property
+    def has_kink(self) -> bool:
+        """Whether the log density has a kink or jump in θ or φ."""
+        return self.kink is not None
+
+    def _value_and_gradient(self, x: Array) -> Array:
+        value, by_phi, by_theta = self.log_site(x[: self.shared_size], x[self.shared_size :])
+        return np.concatenate([[value], by_phi, by_theta])
+
+    def _reach(self) -> Array:
+        start = np.concatenate([self.template.functions["shared start"], self.initial])
+        return points(parts_of(self.declared, self.client_id, self.arrays), start)
+
+    def log_site(self, phi: Array, theta: Array) -> tuple[float, Array, Array]:
+        """log p(y_k, θ | φ) and its gradients with respect to φ, (m,), and θ, (d_k,); NaN where φ has indicators."""
+        if self.layout.binary:
+            nan = np.full(self.shared_size + self.local_size, np.nan)
+            return self.log_density(phi, theta), nan[: self.shared_size], nan[self.shared_size :]
+        output = self.kernel(np.concatenate([phi, theta]), *self.data)
+        return float(output[0]), output[1 : 1 + self.shared_size], output[1 + self.shared_size :]
+
+    def log_density(self, phi: Array, theta: Array) -> float:
+        """log p(y_k, θ | φ) alone, interpreted: slow to call, and nothing is compiled for it."""
+        return float(self.template.density(np.concatenate([phi, theta]), *self.inputs))
+
+    def trace(self) -> Array:
+        """log p(y_k, θ | φ) beside the start, to six digits: another model has others. Empty where φ has indicators."""
+        if self.layout.binary:
+            return np.zeros(0)
+        sd = gaussian.standard_deviations(self.layout.prior)
+        aside = 0.1 * np.cos(np.arange(self.shared_size + self.local_size))
+        aside[: self.shared_size] *= sd
+        start = np.concatenate([self.template.functions["shared start"], self.initial])
+        values = [self._value_and_gradient(start + times * aside)[0] for times in (1.0, -2.0)]
+        return np.array([float(f"{value:.5e}") for value in values])
+
+    @property
+    def rows(self) -> int:
+        """Number of observations, n_k: the length of the arrays that are observed."""
+        return _rows.count(self.template.parts, self.arrays)
+
+    def batch(self, rows: Any) -> tuple[Any, Any, Any]:
+        """Packed data of some of the observations, for the kernel; none at all where `rows` is empty."""
+        packed: tuple[Any, Any, Any] = pack(_rows.take(self.client_id, self.template, self.arrays, self.inputs, rows))
+        return packed
+
+    def batches(self, rows: Any) -> tuple[Any, Any, Any]:
+        """Packed data of many batches of observations at once, rows (T, b): T places instead of one."""
+        return _rows.batches(self.client_id, self.template, self.arrays, self.inputs, rows)
+
+    def constrain_shared(self, phi: Array) -> dict[str, Array]:
+        """Shared variables and their deterministics on the constrained space from draws (S, m)."""
+        return self._constrain(np.atleast_2d(phi), only_shared=True)
+
+    def constrain(self, phi: Array, theta: Array) -> dict[str, Array]:
+        """Local variables, and deterministics that stay here, on the constrained space from draws (S, m), (S, d_k)."""
+        return self._constrain(np.concatenate([np.atleast_2d(phi), np.atleast_2d(theta)], axis=1), only_shared=False)
+
+    def _constrain(self, draws: Array, *, only_shared: bool) -> dict[str, Array]:
+        key = f"constrain {only_shared}"
+        functions = self.template.functions
+        if key not in functions:
+            x, inputs, names, outputs = _graph.constrained_graph(
+                self.template.parts,
+                self.layout.variables,
+                self.local,
+                self.template.public.names,
+                only_shared=only_shared,
+            )
+            functions[key] = names, _graph.batched(x, inputs, outputs), len(inputs)
+        names, function, n_inputs = functions[key]
+        values = function(draws, *self.inputs[:n_inputs])
+        return dict(zip(names, values, strict=True))
+
+    def reader(self) -> SharedReader:
+        """How draws of φ are read; nothing of the local variables comes along."""
+        dims, coords = dims_and_coords(self.pymc_model())
+        public = self.template.public
+        names = {*self.declared.shared, *public.names}
+        kept = {name: of for name, of in dims.items() if name in names}
+        return SharedReader(self.constrain_shared, kept, {dim: coords[dim] for dim in public.labelled})
+
+    def view(self, read: Callable[[ClientModel], T]) -> T:
+        """What a family's reader makes of this client's model: read once, and kept."""
+        if read not in self._views:
+            self._views[read] = read(self)
+        found: T = self._views[read]
+        return found
+
+    @functools.cached_property
+    def _views(self) -> dict[Any, Any]:
+        return {}
+
+    def pymc_model(self) -> Any:
+        """Build this client's PyMC model anew, with its own data, coords and dims."""
+        return built(self.declared.builder, self.client_id, self.arrays)
+
+
+def _no_kernel(*arguments: Any) -> Any:
+    """In the place of a compiled density where indicators are shared: no algorithm walks along its gradient."""
+    raise DeclarationError("a log density with 0/1 indicators has no gradient to follow.")
+
+
+def dims_and_coords(pymc_model: Any) -> tuple[dict[str, tuple[str, ...] | None], dict[str, list[Any]]]:
+    """Dims of every variable and coords of every dim of a PyMC model."""
+    dims: dict[str, tuple[str, ...] | None] = {k: tuple(v) for k, v in pymc_model.named_vars_to_dims.items()}
+    return dims, {name: list(values) for name, values in pymc_model.coords.items() if values is not None}

@@ -1,0 +1,74 @@
+"""How a run ended: its status, with the setting to change, who never replied, and who fell back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fedppl.engine.answer import REFUSED
+from fedppl.results import departure, fallbacks
+from fedppl.results.records import Record
+from fedppl.run._round import without_numbers
+from fedppl.run._run import Run
+from fedppl.types import Status
+
+__all__ = ["ending"]
+
+
+def _distinct(reasons: Iterable[str]) -> str:
+    """At most three reasons that differ in more than their numbers."""
+    return "; ".join(list({without_numbers(reason): reason for reason in sorted(reasons)}.values())[:3])
+
+
+def _last_reasons(records: Sequence[Record], clients: Iterable[str]) -> list[str]:
+    """The last reason of each of these clients for not having sent what was asked for."""
+    last = {client_id: reason for record in records for client_id, reason in record.failures.items()}
+    return [last[client_id] for client_id in clients if client_id in last]
+
+
+def ending(run: Run, limit: int, *, stopped: bool = False) -> tuple[Status, str]:
+    """Say how the run ended, with the setting to change; who never replied, and who fell back."""
+    status, message = run.records[-1].status if run.records else Status.RUNNING, run.message
+    infos = run.infos
+    fallen = "; ".join(
+        filter(
+            None,
+            (
+                fallbacks.sentence(infos, len(run.clients)),
+                fallbacks.earlier((r.infos for r in run.records), sum(r.seconds for r in run.records)),
+            ),
+        )
+    )
+    if status is Status.CONVERGED:
+        told = (message, departure.sentence(infos), fallbacks.unchecked(infos), fallen)
+        return status, "; ".join(filter(None, told))
+    silent = set(run.clients) - {client_id for record in run.records for client_id in record.infos}
+    if len(silent) == len(run.clients):
+        reasons = _distinct(reason for record in run.records for reason in record.failures.values())
+        return Status.STALLED, f"no client ever sent a usable reply: {reasons}"
+    last = run.records[-1]
+    lost = ""
+    # What the algorithm was not told; where rounds ran out, failing clients may be why.
+    if last.failures and (status is Status.RUNNING or not message or not last.bytes_up):
+        lost = f"{len(last.failures)} of {len(last.asked)} clients sent no usable reply in the last round"
+        lost = f"{lost}: {_distinct(last.failures.values())}"
+    never = silent - {client_id for record in run.records for client_id in record.asked}
+    if never:
+        message = f"clients {sorted(never)[:5]} were never asked, see participation=; {message}"
+    if silent - never:
+        why = _distinct(_last_reasons(run.records, silent - never))
+        message = f"clients {sorted(silent - never)[:5]} never sent a usable reply: {why}; {message}"
+    searching = run.algorithm.result.preliminary(run.state)
+    if searching and (missing := {k: why for record in run.records for k, why in record.reasons.items()}):
+        missed = f"at points of the search clients {sorted(missing)[:5]} had no answer: {_distinct(missing.values())}"
+        lost = "; ".join(filter(None, (lost, missed)))
+    # What a site does not allow no setting mends that the algorithm could name.
+    refused = REFUSED in last.failures.values()
+    message = "; ".join(filter(None, (lost, message) if refused else (message, lost)))
+    if stopped and searching and status is Status.RUNNING:
+        early = "the start, whose rounds do not count, was not at its end: let it go on"
+        message = "; ".join(filter(None, (early, lost)))
+    if status is Status.RUNNING:
+        by = " by the callback" if stopped else ""
+        status = Status.MAX_ROUNDS
+        message = f"stopped{by} after {run.counted} of {limit} rounds: {message or 'raise rounds='}"
+    return status, "; ".join(filter(None, (message, fallen)))

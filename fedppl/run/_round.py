@@ -1,0 +1,158 @@
+"""One round: ask, wait, check, update, record; who was skipped is said in the log."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from fedppl.contracts import Reply, Request
+from fedppl.numerics.streams import stream
+from fedppl.results import fallbacks
+from fedppl.results.records import Record
+from fedppl.run._run import Run, add, save
+from fedppl.run.replies import n_bytes, one_line, received, released, why_not
+from fedppl.types import DeclarationError, Message, Status
+
+__all__ = ["Round", "one_round", "without_numbers"]
+
+logger = logging.getLogger(__name__)
+
+
+class Round(NamedTuple):
+    """One round: its number, the server's state and diagnostics, and what each asked client did."""
+
+    number: int
+    state: Any
+    info: Any
+    status: Status
+    message: str
+    record: Record
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Reason by client id for every client whose old site was kept."""
+        return dict(self.record.failures)
+
+
+def _client_key(client_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(client_id.encode(), digest_size=8).digest(), "little")
+
+
+def one_round(run: Run) -> Round:
+    preliminary = run.algorithm.result.preliminary(run.state)
+    number = len(run.records) + 1
+    # Sorted, so that the same clients are asked whatever order an engine finds them in.
+    chosen = set(run.participation(tuple(sorted(run.clients)), stream((run.seed, number, 0))))
+    asked = tuple(client_id for client_id in run.clients if client_id in chosen)
+    if chosen - set(run.clients) or not asked:
+        raise DeclarationError(
+            f"participation chose {sorted(chosen)} in round {number}; choose from {list(run.clients)}."
+        )
+    told = set(run.reporting(tuple(sorted(asked)), stream((run.seed, number, 1))))
+    if told - set(asked) or not told:
+        raise DeclarationError(f"reporting chose {sorted(told)} in round {number}; choose from {list(asked)}.")
+    shapes = run.algorithm.replies.shapes(run.state)
+    requests = {
+        client_id: Request(
+            client_id,
+            nonce=secrets.randbits(63),
+            round=number,
+            seed=(run.seed, number, _client_key(client_id)),
+            message=run.algorithm.broadcast(run.state, client_id),
+            run=run.name,
+            report=client_id in told,
+            shapes=shapes if client_id in told else {},
+        )
+        for client_id in asked
+    }
+    started = time.perf_counter()
+    answers = run.engine.exchange(requests, run.deadline)
+    seconds = time.perf_counter() - started
+    replies: dict[str, Message] = {}
+    infos: dict[str, Mapping[str, float]] = {}
+    failures: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    for client_id, request in requests.items():
+        reply = answers.get(client_id)
+        reason = why_not(reply, request, run.layout, shapes if request.report else {})
+        if reason is None and isinstance(reply, Reply) and request.report:
+            reason = run.algorithm.replies.reject(run.state, reply.message)
+        if reason is None and isinstance(reply, Reply):
+            infos[client_id] = reply.info
+            if reply.reason:
+                reasons[client_id] = one_line(reply.reason)
+            if request.report:
+                replies[client_id] = reply.message
+        else:
+            failures[client_id] = str(reason)
+    _log(number, failures, run.said)
+    fallbacks.log(number, infos, fallbacks.fallen(run.infos))
+    together = run.algorithm.replies.summed(run.state)
+    run.state, report = run.algorithm.update_server(run.state, received(replies, summed=together))
+    record = Record(
+        number=number,
+        asked=tuple(asked),
+        failures=failures,
+        infos=infos,
+        info={k: v for k, v in report.info._asdict().items() if isinstance(v, int | float | str)},
+        bytes_down={client_id: n_bytes(request.message) for client_id, request in requests.items()},
+        bytes_up={client_id: n_bytes(message) for client_id, message in replies.items()},
+        released=released(replies, infos),
+        seconds=seconds,
+        status=report.status,
+        silent=tuple(client_id for client_id in asked if client_id not in told),
+        preliminary=preliminary,
+        reasons=reasons,
+        message=run.message if report.message is None else report.message,
+        mild=report.mild,
+    )
+    add(run, record)
+    logger.info(
+        "round %d: %s, %d of %d replies",
+        number,
+        report.status.value,
+        len(replies),
+        len(told),
+        extra={
+            "round": number,
+            "status": report.status.value,
+            "replies": len(replies),
+            "asked": len(asked),
+            "reporting": len(told),
+        },
+    )
+    save(run)
+    return Round(number, run.state, report.info, record.status, record.message, record)
+
+
+def _log(number: int, failures: Mapping[str, str], said: set[tuple[str, str]]) -> None:
+    """Say who was skipped and why; clients that share a reason share a line where they are many.
+
+    What was said of a client in an earlier round, numbers aside, is no warning any more.
+    """
+    by_reason: dict[str, list[str]] = {}
+    for client_id, reason in failures.items():
+        by_reason.setdefault(reason, []).append(client_id)
+    for reason, together in by_reason.items():
+        few = len(together) <= 5
+        for clients in [[client_id] for client_id in together] if few else [together]:
+            names = clients[0] if few else f"{', '.join(clients[:3])} and {len(clients) - 3} others"
+            keys = {(client_id, without_numbers(reason)) for client_id in clients}
+            logger.log(
+                logging.DEBUG if keys <= said else logging.WARNING,
+                "round %d, client %s skipped: %s",
+                number,
+                names,
+                reason,
+                extra={"round": number, "client": names, "status": "skipped", "reason": reason},
+            )
+            said |= keys
+
+
+def without_numbers(reason: str) -> str:
+    return re.sub(r"\d[\d.]*(e[+-]?\d+)?", "#", reason)

@@ -1,0 +1,96 @@
+"""What is checked before a run begins, and a run that is ready to begin or to go on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedppl import settings
+from fedppl.contracts import Algorithm, AnyAlgorithm, EngineFactory
+from fedppl.engine.answer import require_fit, say_unused
+from fedppl.engine.inprocess import InProcess
+from fedppl.model.declaration import FederatedModel
+from fedppl.run._run import Run, keep_at
+from fedppl.run.participation import Participation, as_participation
+from fedppl.storage import checkpoint as checkpoints
+from fedppl.types import DeclarationError
+
+__all__ = ["seed_of", "start"]
+
+
+def start(
+    model: FederatedModel,
+    clients: Mapping[str, Mapping[str, Any]] | None,
+    algorithm: AnyAlgorithm,
+    limit: int | None,
+    engine: EngineFactory | None,
+    participation: Participation | int | float | None,
+    reporting: Participation | int | float | None,
+    checkpoint: str | Path | None,
+    deadline: float | None,
+    random_seed: int | np.random.Generator | None,
+) -> Run:
+    """Check everything that can be checked before work begins, and resume if there is something to resume."""
+    if not isinstance(model, FederatedModel):
+        raise DeclarationError(
+            f"model is {type(model).__name__}; wrap the builder: FederatedModel(builder, shared=[...])."
+        )
+    if not isinstance(algorithm, Algorithm):
+        raise DeclarationError(
+            f"algorithm={settings.shown(algorithm)} is no algorithm"
+            + (settings.not_called(algorithm) or "; pass one that is built, like fedppl.EP().")
+        )
+    if limit is not None:
+        settings.whole("rounds", limit)
+    if engine is not None and (not callable(engine) or settings.not_called(engine)):
+        raise DeclarationError(
+            f"engine={settings.shown(engine)} is no engine"
+            + (settings.not_called(engine) or "; pass one that is built, like fedppl.InProcess().")
+        )
+    if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
+        raise DeclarationError(f"checkpoint={settings.shown(checkpoint)} must be the path of a file.")
+    if checkpoint is not None:
+        checkpoints.require_writable(checkpoint)
+    count = len(clients) if isinstance(clients, Mapping) else None
+    as_participation(participation, clients=count), as_participation(reporting, "reporting", count)
+    if deadline is not None:
+        settings.positive("deadline", deadline, "it is in seconds; None waits for ever")
+    seed = seed_of(random_seed)
+    models = {} if clients is None else model.enrol(clients, kernel=algorithm.needs.kernel)
+    for client in models.values():
+        require_fit(algorithm, client)
+    if models:
+        say_unused(algorithm, next(iter(models.values())))
+    moving = (engine or InProcess())(algorithm, models)
+    try:
+        run = Run(algorithm, moving, models, seed)
+        if (found := tuple(variable.name for variable in run.layout.variables)) != model.shared:
+            raise DeclarationError(
+                f"the sites share {list(found)}, this model shares {list(model.shared)}; run the same declaration at "
+                "the sites and at the server."
+            )
+        run.limit, run.deadline = limit, deadline
+        run.participation = as_participation(participation, clients=len(run.clients))
+        run.reporting = as_participation(reporting, "reporting", len(run.clients))
+        asking = {"participation": participation, "reporting": reporting}
+        run.settings |= {name: settings.named(value) for name, value in asking.items()}
+        if checkpoint is not None:
+            keep_at(run, Path(checkpoint), seed_given=random_seed is not None)
+    except BaseException:
+        moving.close()
+        raise
+    return run
+
+
+def seed_of(random_seed: int | np.random.Generator | None) -> int:
+    if random_seed is None:
+        return int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
+    if isinstance(random_seed, np.random.Generator):
+        return int(random_seed.integers(2**63))
+    if isinstance(random_seed, int | np.integer) and not isinstance(random_seed, bool) and random_seed >= 0:
+        return int(random_seed)
+    raise DeclarationError(f"random_seed={random_seed!r} must be a non-negative int, a Generator or None.")

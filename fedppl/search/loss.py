@@ -1,0 +1,165 @@
+"""Validation loss of a fit on rows that clients held out: rows never travel, sums of losses do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.special import logsumexp
+
+from fedppl.model._data import as_arrays
+from fedppl.model._pack import pack
+from fedppl.model.client import ClientModel
+from fedppl.numerics.streams import stream
+from fedppl.results.arrival import require_arrived
+from fedppl.results.fit import Fit
+from fedppl.run.replies import sum_replies
+from fedppl.settings import whole
+from fedppl.types import (
+    DataError,
+    DeclarationError,
+    Message,
+)
+
+__all__ = ["Clients", "Loss", "ValidationLoss", "validation_loss"]
+
+Clients = Mapping[str, Mapping[str, Any]]
+Loss = Callable[[Any, Mapping[str, Any]], float]
+
+
+class ValidationLoss(NamedTuple):
+    """Sum of the clients' validation losses, and over how many rows."""
+
+    total: float
+    rows: int
+
+    @property
+    def mean(self) -> float:
+        """Loss per row."""
+        return self.total / self.rows
+
+
+def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, draws: int = 200) -> ValidationLoss:
+    r"""Loss of a fit on rows that the clients held out, summed over clients.
+
+    .. math:: -\sum_k \log \frac1S \sum_{s=1}^S p(y_k^\text{val} \mid \theta_k^{(s)}, \phi^{(s)})
+
+    with draws of (φ, θ_k) made at client k from its training rows, as `Fit.client` makes them. Where the algorithm
+    estimates points there is one. Each client computes its own term; only the sum over clients is seen outside.
+
+    Parameters
+    ----------
+    fit
+        Of clients in this process.
+    validation
+        Client id to held-out data, with the keys of the training data; some or all of the fit's clients.
+    loss
+        Another loss: ``loss(posterior, data)`` gets ``fit.client(id)["posterior"]`` and the client's held-out arrays,
+        and returns a *sum* over their rows.
+    draws
+        S.
+
+    Returns
+    -------
+    ValidationLoss
+        Total and number of rows.
+
+    Raises
+    ------
+    DeclarationError, DataError
+        If the clients are sites of their own, ids or keys are not the fit's, or the density of held-out rows cannot be
+        told from that of the local variables.
+    NotConvergedError
+        Where the fit was broken off before there was a posterior.
+    LocalFailure
+        If a client cannot draw.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> model, clients = normal_means()
+    >>> training, validation = fedppl.holdout(clients, random_seed=1)
+    >>> fit = fedppl.fit(model, training, fedppl.EP(), progressbar=False, random_seed=1)
+    >>> found = fedppl.validation_loss(fit, validation)
+    >>> found.rows, 1.0 < found.mean < 2.0
+    (12, True)
+
+    Notes
+    -----
+    *When this fails.* With many held-out rows at a client the average is one over few of the draws, and too large a
+    loss: raise `draws`. A loss of one client's rows is not private; only among the sum of many is it hidden. Clients
+    that an engine ran elsewhere keep their personal states there, and here their draws do without.
+    """
+    if not validation or not isinstance(validation, Mapping):
+        raise DataError("no validation data: pass a mapping from client id to that client's held-out data.")
+    draws = whole("draws", draws)
+    if not fit.clients:
+        raise DeclarationError(
+            "the fit's clients are sites of their own and their data are not here, so nor is their validation loss; "
+            "search on clients in this process, or compare what the sites report of their own held-out rows."
+        )
+    require_arrived(fit, "fedppl.validation_loss")
+    losses: dict[str, Message] = {}
+    for client_id, data in ((str(k), v) for k, v in validation.items()):
+        if client_id not in fit.clients:
+            raise DeclarationError(
+                f"validation has client {client_id!r}, which did not take part; clients are "
+                f"{list(fit.client_ids)[:10]}."
+            )
+        value, rows = _client_loss(fit, fit.clients[client_id], data, loss, draws)
+        losses[client_id] = {"total": np.array(value), "rows": np.array(float(rows))}
+    total = sum_replies(losses)
+    return ValidationLoss(float(total["total"]), int(total["rows"]))
+
+
+def _client_loss(
+    fit: Fit, client: ClientModel, data: Mapping[str, Any], loss: Loss | None, draws: int
+) -> tuple[float, int]:
+    """One client's sum of losses over its held-out rows, and their number: what the client would send."""
+    client_id = client.client_id
+    held_out = as_arrays(client_id, data)
+    if set(held_out) != set(client.arrays):
+        raise DataError(
+            f"client {client_id!r}: validation data have keys {sorted(held_out)}, training data "
+            f"{sorted(client.arrays)}; hold out rows of all that have rows, and repeat the rest."
+        )
+    held = fit.declaration.with_data(client, client_id, held_out, kernel=fit.algorithm.needs.kernel)
+    if loss is not None:
+        value: Any = loss(fit.client(client_id, draws=draws, chains=1)["posterior"], held_out)
+        if np.ndim(value) != 0:
+            raise DeclarationError(f"loss returned an array of shape {np.shape(value)}; return the sum over rows.")
+        return float(value), held.rows
+    none = _without_rows(client, held)
+    rng = stream((fit.seed, 2, *client_id.encode()))
+    message = fit.algorithm.result.final_message(fit.state, client_id)
+    sample = fit.algorithm.result.draw(client, fit.personal.get(client_id), message, draws, 1, rng)
+    points = np.concatenate([sample.shared[0], sample.local[0]], axis=1)
+    if sample.diagnostics.get("point_estimate"):
+        points = points[:1]
+    log_density = [float(held.kernel(x, *held.data)[0]) - float(held.kernel(x, *none)[0]) for x in points]
+    return float(np.log(len(log_density)) - logsumexp(log_density)), held.rows
+
+
+def _without_rows(client: ClientModel, held: ClientModel) -> tuple[Any, Any, Any]:
+    """The held-out data without their rows, at which the log density is that of the local variables alone."""
+    parts = held.template.parts
+    # Two parts of a client have different numbers of rows, and tell better than one which arrays have them.
+    by_row = {
+        name
+        for name, array in held.arrays.items()
+        if (np.shape(array)[:1], np.shape(client.arrays[name])[:1]) == ((held.rows,), (client.rows,))
+    }
+    observed = {parts.model.rvs_to_values[rv].name for rv in parts.model.observed_RVs} & set(held.arrays)
+    free = held.inputs[len(parts.data) :]
+    grows = held.local != client.local or (held.rows == client.rows and any(held.rows in shape for shape in free))
+    if grows or not by_row or not observed <= by_row or not parts.data:
+        raise DeclarationError(
+            f"client {client.client_id!r}: the density of held-out rows cannot be told from that of its local "
+            "variables; that needs pm.Data containers, observed arrays of one length, and no local variable with an "
+            "entry per row. Pass a loss=."
+        )
+    values = zip(parts.data, held.inputs, strict=False)
+    packed: tuple[Any, Any, Any] = pack((*(v[:0] if data.name in by_row else v for data, v in values), *free))
+    return packed

@@ -1,0 +1,80 @@
+"""Federated Newton: the smallest algorithm that keeps every promise. Copy it to begin a new one."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from fedppl import contracts, gaussian, settings
+from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Received, Report
+from fedppl.gaussian import Gaussian
+from fedppl.local.nested_laplace import NestedLaplace
+from fedppl.local.target import draw_target, pack_target
+from fedppl.types import Layout, Message, Status
+
+
+class NewtonState(NamedTuple):  # all that the next round needs; never changed in place
+    prior: Gaussian
+    sites: dict[str, Gaussian]  # of each client, the quadratic that it sent last; nothing until then
+    prior_share: float  # of p / N_0 in each client's factor, where the prior is not Gaussian
+
+
+class NewtonInfo(NamedTuple):  # diagnostics of this round, for the table of rounds
+    change: float  # largest move of a mean, in posterior sds
+
+
+def Newton(*, tolerance: float = 1e-8) -> contracts.Algorithm[NewtonState, None]:
+    """q = N_0 x Π exp(quadratic of log f_k at the mean of q), until its mean moves by less than `tolerance` sds."""
+    tolerance, local = settings.between("tolerance", tolerance, 0, 1), NestedLaplace()
+    draw = functools.partial(draw_target, local=local)
+    return contracts.Algorithm(
+        name="Newton",
+        settings={"tolerance": repr(tolerance)},
+        init=_init,
+        broadcast=lambda state, _: {"point": gaussian.mean(_q(state)), "share": np.array(state.prior_share)},
+        update_client=functools.partial(_update_client, local=local),
+        update_server=functools.partial(_update_server, tolerance=tolerance),
+        replies=contracts.Replies(lambda s: {k: v.shape for k, v in s.prior._asdict().items()}, _reject),
+        result=contracts.Result(_final_message, draw, contracts.Posterior(_q), tests_convergence=True),
+        needs=contracts.Needs(local.check),
+    )
+
+
+def _init(layout: Layout, client_ids: tuple[str, ...], rng: np.random.Generator) -> NewtonState:
+    nothing = Gaussian(np.zeros(layout.size), np.zeros((layout.size, layout.size)))
+    share = 0.0 if layout.prior_is_gaussian else 1.0 / len(client_ids)
+    return NewtonState(layout.prior, dict.fromkeys(client_ids, nothing), share)
+
+
+def _q(state: NewtonState) -> Gaussian:
+    return functools.reduce(gaussian.product, state.sites.values(), state.prior)
+
+
+def _update_client(
+    client: ClientView, personal: None, message: Message, rng: np.random.Generator, *, local: LocalInference
+) -> ClientUpdate[None]:
+    point = np.asarray(message["point"], dtype=float)
+    found = local.expand(client, point, float(message["share"]))
+    return ClientUpdate(None, {"linear": found.gradient - found.hessian @ point, "precision": -found.hessian})
+
+
+def _reject(state: NewtonState, reply: Message) -> str | None:
+    after = state.prior.precision + reply["precision"]
+    return None if np.all(np.linalg.eigvalsh(after + after.T) > 0) else "'precision' leaves no posterior"
+
+
+def _update_server(state: NewtonState, received: Received, *, tolerance: float) -> tuple[NewtonState, Report]:
+    sites = {**state.sites, **{k: Gaussian(r["linear"], r["precision"]) for k, r in received.each.items()}}
+    q, after = _q(state), state._replace(sites=sites)
+    change = float(np.max(np.abs(gaussian.mean(_q(after)) - gaussian.mean(q)) / gaussian.standard_deviations(q)))
+    done = change < tolerance and received.clients == len(sites)
+    message = "" if done else f"q moved by {change:.2g} sds; raise rounds="
+    return after, Report(NewtonInfo(change), Status.CONVERGED if done else Status.RUNNING, message)
+
+
+def _final_message(state: NewtonState, client_id: str) -> Message:
+    q = _q(state)
+    cavity = gaussian.quotient(q, state.sites[client_id]) if client_id in state.sites else q
+    return pack_target(q, cavity, state.prior_share)
