@@ -278,14 +278,9 @@ def test_layouts_in_memory_do_not_change_the_numbers(last: bool, view: bool, mom
         net = Pictures(last, view)
     names = [name for name, _ in net.named_parameters()]
     rows = {"X": np.moveaxis(X, 1, 3) if last else X, "y": y}
-    client = (
-        fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
-        .enrol({"a": rows})["a"]
-        .view(network_of)
-    )
-    found = train(
-        client.unit, client.unit.held, np.arange(client.unit.size), Training(0.05, 6, 12, momentum), rng,
-    )  # fmt: skip
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
+    unit = model.enrol({"a": rows})["a"].view(network_of).unit
+    found = train(unit, unit.held, np.arange(unit.size), Training(0.05, 6, 12, momentum), rng)
     steps = {"lr": 0.05, "fused": False, "foreach": False}
     parameters = list(net.parameters())
     plain = (

@@ -32,6 +32,11 @@ PRIORS: dict[str, Callable[..., Any]] = {
 }
 
 
+def personalised(algorithm: fedppl.Algorithm, client: Any, personal: Any, message: Any, rng: Any) -> Any:
+    """The client's own network."""
+    return algorithm.result.family.personalise(client, personal, message, rng)
+
+
 def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
     """State and report after these replies."""
     return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
@@ -191,9 +196,7 @@ def outcome_of(name: str, wider: tuple[str, ...]) -> np.ndarray:
         state, _ = updated(algorithm, state, replies)
     found = []
     for k, client in clients.items():
-        own = algorithm.result.family.personalise(
-            client, kept[k], algorithm.result.final_message(state, k), stream((2,))
-        )
+        own = personalised(algorithm, client, kept[k], algorithm.result.final_message(state, k), stream((2,)))
         variance = np.zeros(len(own.weights))
         if own.subnetwork is not None:
             covariance = own.subnetwork.covariance
@@ -268,9 +271,7 @@ def own_of(message: dict[str, Any], sigma: float) -> tuple[Any, Any]:
     algorithm = nn.FedSI(ratio=0.5)
     state = algorithm.init(client.layout, ("device 0",), stream((0,)))
     sent = {**algorithm.result.final_message(state, "device 0"), **message}
-    return client, algorithm.result.family.personalise(
-        client, None, {k: v for k, v in sent.items() if v is not None}, stream((1,))
-    )
+    return client, personalised(algorithm, client, None, {k: v for k, v in sent.items() if v is not None}, stream((1,)))
 
 
 def test_a_step_of_fine_tuning_is_the_gradient_of_the_declared_log_posterior() -> None:
@@ -283,7 +284,7 @@ def test_a_step_of_fine_tuning_is_the_gradient_of_the_declared_log_posterior() -
     unit = client.view(network_of).unit
     before = unit.weights(state.mean, head)
     kept = type("Kept", (), {"local": head})()
-    after = algorithm.result.family.personalise(client, kept, message, stream((1,))).weights
+    after = personalised(algorithm, client, kept, message, stream((1,))).weights
     model = fedsi.classifier(**client.arrays, net=net, sigma=0.3)
     point, at = {}, 0
     for name, value in net.named_parameters():
@@ -293,11 +294,7 @@ def test_a_step_of_fine_tuning_is_the_gradient_of_the_declared_log_posterior() -
     found = 20 * (after - before)[unit.local_at] / 0.01
     assert_allclose(found, slopes, rtol=1e-3, atol=1e-3 * np.abs(slopes).max())
     without = {k: v for k, v in message.items() if k != "variance"}
-    other = (
-        20
-        * (algorithm.result.family.personalise(client, kept, without, stream((1,))).weights - before)[unit.local_at]
-        / 0.01
-    )
+    other = 20 * (personalised(algorithm, client, kept, without, stream((1,))).weights - before)[unit.local_at] / 0.01
     assert np.abs(other - slopes).max() > 1.0  # the gradient of the loss alone is another
 
 
@@ -328,10 +325,8 @@ def test_the_head_of_a_linear_network_is_the_ridge_regression_around_its_start()
     fit = fedppl.fit(model, {"a": data}, algorithm, rounds=1, progressbar=False, random_seed=0)
     own, unit = nn.personalise(fit, "a"), fit.clients["a"].view(network_of).unit
     weight, bias = fit.state.mean[:4].reshape(2, 2), fit.state.mean[4:]
-    Z = X @ weight.T + bias
-    wanted = np.linalg.solve(
-        Z.T @ Z / 0.25 + np.eye(2) / 0.04, Z.T @ data["y"][:, 0] / 0.25 + unit.declared.local_mean / 0.04
-    )
+    Z, start = X @ weight.T + bias, unit.declared.local_mean
+    wanted = np.linalg.solve(Z.T @ Z / 0.25 + np.eye(2) / 0.04, Z.T @ data["y"][:, 0] / 0.25 + start / 0.04)
     assert_allclose(own.weights[unit.local_at], wanted, atol=1e-3)
     ordinary = np.linalg.lstsq(Z, data["y"][:, 0], rcond=None)[0]
     assert np.abs(ordinary - wanted).max() > 0.05
