@@ -64,7 +64,7 @@ def problem(kind: str, shared: tuple[str, ...], hidden: int = 4) -> tuple[fedppl
 @functools.cache
 def enrolled(kind: str, shared: tuple[str, ...]) -> Any:
     model, clients = problem(kind, shared)
-    return model.enrol(clients)["device 0"]
+    return model.enrol(clients, kernel=False)["device 0"]
 
 
 TUNED: dict[str, Any] = {"tune_rate": 0.05, "tune_epochs": 20}
@@ -130,7 +130,7 @@ def test_diagonal_covariances_are_independent_normals() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRIORS, "multivariate_normal", diagonal["multivariate_normal"])
         model, clients = problem("multivariate_normal", BODY)
-        client = model.enrol(clients)["device 0"]
+        client = model.enrol(clients, kernel=False)["device 0"]
     nn.FedSI().needs.check(client)
     state = nn.FedSI().init(client.layout, ("device 0",), stream((0,)))
     assert_allclose(state.variance[-4:], [1.0, 2.0, 3.0, 4.0])
@@ -141,7 +141,7 @@ def test_large_blocks_are_refused_by_name_too(kind: str) -> None:
     """Beyond two thousand coordinates there is no moment match, and enrolment refuses."""
     model, clients = problem(kind, BODY, hidden=600)
     with pytest.raises(fedppl.DeclarationError, match=r"2400 coordinates; .* that of \['0.bias'\] is not.* pm.Normal"):
-        model.enrol(clients)
+        model.enrol(clients, kernel=False)
 
 
 @pytest.mark.parametrize("kind", ["noise", "head"])
@@ -180,7 +180,7 @@ def clients_of(shared: tuple[str, ...], wider: tuple[str, ...]) -> Any:
     """Two clients of the classifier, with ten-fold sds of some variables."""
     sigma = {each: 10.0 if each in wider else 1.0 for each in ALL}
     builder = functools.partial(fedsi.classifier, net=problems.network(), sigma=sigma)
-    return fedppl.FederatedModel(builder, shared).enrol(problems.classification(2)[1])
+    return fedppl.FederatedModel(builder, shared).enrol(problems.classification(2)[1], kernel=False)
 
 
 def outcome_of(name: str, wider: tuple[str, ...]) -> np.ndarray:
@@ -262,7 +262,7 @@ def test_a_site_says_it_once_for_all_that_it_serves(caplog: pytest.LogCaptureFix
 @functools.cache
 def alone(sigma: float) -> Any:
     builder = functools.partial(fedsi.classifier, net=problems.network(), sigma=sigma)
-    return fedppl.FederatedModel(builder, BODY).enrol(problems.classification(1)[1])["device 0"]
+    return fedppl.FederatedModel(builder, BODY).enrol(problems.classification(1)[1], kernel=False)["device 0"]
 
 
 def own_of(message: dict[str, Any], sigma: float) -> tuple[Any, Any]:
