@@ -344,9 +344,9 @@ def test_a_new_client_without_a_head_of_its_own_is_told(caplog: pytest.LogCaptur
     assert not caplog.text
 
 
-def test_training_that_raises_the_loss_is_a_failure_with_its_knob(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_that_raises_the_loss_is_a_failure_that_names_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     """By more than a nat a row; here any change counts."""
-    monkeypatch.setattr(train, "RISE", -10.0)
+    monkeypatch.setattr("fedppl.nn.train.RISE", -10.0)
     fit = fitted(BODY, nn.FedAvg(), rounds=1)
     assert fit.status is fedppl.Status.STALLED
     assert "training raised the loss" in fit.message and "lower learning_rate=" in fit.message

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.random import Generator
 from pytensor.graph.basic import Constant
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
@@ -101,9 +102,7 @@ class Own(NamedTuple):
 class PersonaliseFn(Protocol[P_contra]):
     """A client's own network when the rounds are over, from the final message."""
 
-    def __call__(
-        self, client: ClientView, personal: P_contra | None, message: Message, rng: np.random.Generator, /
-    ) -> Own:
+    def __call__(self, client: ClientView, personal: P_contra | None, message: Message, rng: Generator, /) -> Own:
         """Find it."""
 
 

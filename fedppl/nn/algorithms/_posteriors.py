@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._point import weight_of, weights_rule
@@ -22,7 +23,7 @@ __all__ = [
     "ESTIMATE",
     "REPLIES",
     "Normal",
-    "PosteriorSettings",
+    "Settings",
     "PosteriorState",
     "broadcast",
     "checked",
@@ -43,7 +44,7 @@ class PosteriorState(NamedTuple):
     sd: Array  # (m,)
 
 
-class PosteriorSettings(NamedTuple):
+class Settings(NamedTuple):
     """How a client finds its posterior."""
 
     training: Training
@@ -55,9 +56,9 @@ class PosteriorSettings(NamedTuple):
 
 def checked(
     learning_rate: float, epochs: int, batch_size: int, zeta: float, draws: int, spread: float, weights: str
-) -> PosteriorSettings:
+) -> Settings:
     """Settings in range, or an error that says which is not."""
-    return PosteriorSettings(
+    return Settings(
         training_rule(learning_rate, epochs, batch_size),
         positive("zeta", zeta),
         whole("draws", draws),
@@ -66,7 +67,7 @@ def checked(
     )
 
 
-def init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, spread: float) -> PosteriorState:
+def init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, spread: float) -> PosteriorState:
     """The declared weights, hardly uncertain."""
     del clients, rng
     mean = gaussian.mean(layout.prior)
@@ -79,7 +80,7 @@ def broadcast(state: PosteriorState, client_id: str) -> Message:
     return {"mean": state.mean, "sd": state.sd}
 
 
-def reply_of(client: ClientView, found: Normal, settings: PosteriorSettings) -> Message:
+def reply_of(client: ClientView, found: Normal, settings: Settings) -> Message:
     """Terms of the weighted means, from what was found of all weights."""
     weight, shared = weight_of(client, settings.weights), client.view(network_of).unit.shared_at
     return {"mean": weight * found[0][shared], "sd": weight * found[1][shared], "weight": np.array(weight)}
