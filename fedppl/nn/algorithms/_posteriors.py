@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.random import Generator
@@ -10,30 +10,31 @@ from numpy.random import Generator
 from fedppl import gaussian
 from fedppl.algorithms.averaging._point import weight_of, weights_rule
 from fedppl.algorithms.averaging._server import not_positive
-from fedppl.contracts import ClientView, Details, Point, Received, Replies, Report, always
+from fedppl.contracts import ClientView, Details, Point, Received, Replies, Report, Result, always
 from fedppl.nn.algorithms._common import training_rule
+from fedppl.nn.algorithms._personalise import network_result
 from fedppl.nn.algorithms._server import NetworkInfo, reported
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import Training
-from fedppl.nn.view import Own, network_of
+from fedppl.nn.view import Own, PersonaliseFn, network_of
 from fedppl.settings import positive, whole
 from fedppl.types import Array, Layout, Message
 
 __all__ = [
-    "ESTIMATE",
     "REPLIES",
     "Normal",
     "Settings",
     "PosteriorState",
     "broadcast",
     "checked",
-    "details",
     "init",
     "own_normal",
     "reply_of",
+    "result",
     "update_server",
 ]
 
+P = TypeVar("P")
 Normal = tuple[Array, Array]  # means and sds of independent weights
 
 
@@ -110,12 +111,15 @@ def _reject(state: PosteriorState, reply: Message) -> str | None:
     )
 
 
-def details(state: PosteriorState) -> Details:
-    """The shared sds."""
+def _details(state: PosteriorState) -> Details:
     return {"sd": (("rows",), state.sd)}
+
+
+def result(personalise: PersonaliseFn[P]) -> Result[PosteriorState, P]:
+    """How to read the state: the shared means are the estimate, the sds a detail."""
+    return network_result(broadcast, personalise, Point[PosteriorState](lambda state: state.mean), _details)
 
 
 REPLIES = Replies[PosteriorState](
     lambda state: {"mean": state.mean.shape, "sd": state.mean.shape, "weight": ()}, _reject, always
 )
-ESTIMATE = Point[PosteriorState](lambda state: state.mean)

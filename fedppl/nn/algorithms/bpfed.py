@@ -12,7 +12,6 @@ from numpy.random import Generator
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView
 from fedppl.nn.algorithms import _posteriors
 from fedppl.nn.algorithms._common import check_network, needs
-from fedppl.nn.algorithms._personalise import network_result
 from fedppl.nn.algorithms._posteriors import Normal, PosteriorState, Settings, own_normal, reply_of
 from fedppl.nn.algorithms._server import AT_MEAN
 from fedppl.nn.personal import bayes_steps
@@ -96,12 +95,7 @@ def BPFed(
         update_client=functools.partial(_update_client, settings=settings),
         update_server=_posteriors.update_server,
         replies=_posteriors.REPLIES,
-        result=network_result(
-            _posteriors.broadcast,
-            functools.partial(_own, settings=settings),
-            _posteriors.ESTIMATE,
-            _posteriors.details,
-        ),
+        result=_posteriors.result(functools.partial(_own, settings=settings)),
         needs=needs(lambda client: check_network(client, "nn.BPFed", "shared")),
         disclosure=AT_MEAN,
         unreported=functools.partial(_update_unreported, settings=settings),

@@ -11,7 +11,6 @@ from numpy.random import Generator
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView
 from fedppl.nn.algorithms import _posteriors
 from fedppl.nn.algorithms._common import whole_network
-from fedppl.nn.algorithms._personalise import network_result
 from fedppl.nn.algorithms._posteriors import Normal, PosteriorState, Settings, own_normal, reply_of
 from fedppl.nn.algorithms._server import AT_MEAN
 from fedppl.nn.personal import bayes_steps
@@ -93,12 +92,7 @@ def PFedBayes(
         update_client=functools.partial(_update_client, settings=settings),
         update_server=_posteriors.update_server,
         replies=_posteriors.REPLIES,
-        result=network_result(
-            _posteriors.broadcast,
-            functools.partial(_own, settings=settings),
-            _posteriors.ESTIMATE,
-            _posteriors.details,
-        ),
+        result=_posteriors.result(functools.partial(_own, settings=settings)),
         needs=whole_network("nn.PFedBayes"),
         disclosure=AT_MEAN,
         unreported=functools.partial(_update_unreported, settings=settings),
