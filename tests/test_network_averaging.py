@@ -39,7 +39,7 @@ def fitted(shared: tuple[str, ...], algorithm: fedppl.Algorithm, rounds: int = 2
 
 def one_round(shared: tuple[str, ...], algorithm: fedppl.Algorithm, personal: Any = None) -> tuple[Any, Any, Any]:
     model, clients = problems.classification(shared=shared)
-    client = model.enrol(clients)["device 0"]
+    client = model.enrol(clients, kernel=False)["device 0"]
     state = algorithm.init(client.layout, tuple(clients), stream((0,)))
     kept, reply, _ = algorithm.update_client(client, personal, algorithm.broadcast(state, "device 0"), stream((1,)))
     return state, kept, reply
@@ -66,7 +66,7 @@ def test_clients_take_the_steps_that_torch_takes() -> None:
 def test_fedavg_weighs_by_rows_or_not() -> None:
     algorithm = nn.FedAvg()
     model, clients = problems.classification(shared=ALL)
-    state = algorithm.init(model.enrol(clients)["device 0"].layout, tuple(clients), stream((0,)))
+    state = algorithm.init(model.enrol(clients, kernel=False)["device 0"].layout, tuple(clients), stream((0,)))
     replies = {
         "device 0": {"weighted": 3.0 * np.ones(31), "weight": np.array(3.0)},
         "device 1": {"weighted": np.full(31, 5.0), "weight": np.array(1.0)},
@@ -123,7 +123,7 @@ def test_fedavg_ft_tunes_the_head_by_name() -> None:
 def test_personal_weights_are_a_cache() -> None:
     """A client that lost its head starts it anew and says so."""
     model, clients = problems.classification()
-    client = model.enrol(clients)["device 0"]
+    client = model.enrol(clients, kernel=False)["device 0"]
     algorithm = nn.FedAvg()
     state = algorithm.init(client.layout, tuple(clients), stream((0,)))
     kept, _, blank = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
@@ -278,14 +278,9 @@ def test_layouts_in_memory_do_not_change_the_numbers(last: bool, view: bool, mom
         net = Pictures(last, view)
     names = [name for name, _ in net.named_parameters()]
     rows = {"X": np.moveaxis(X, 1, 3) if last else X, "y": y}
-    client = (
-        fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
-        .enrol({"a": rows})["a"]
-        .view(network_of)
-    )
-    found = train(
-        client.unit, client.unit.held, np.arange(client.unit.size), Training(0.05, 6, 12, momentum), rng,
-    )  # fmt: skip
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
+    unit = model.enrol({"a": rows}, kernel=False)["a"].view(network_of).unit
+    found = train(unit, unit.held, np.arange(unit.size), Training(0.05, 6, 12, momentum), rng)
     steps = {"lr": 0.05, "fused": False, "foreach": False}
     parameters = list(net.parameters())
     plain = (
@@ -349,9 +344,9 @@ def test_a_new_client_without_a_head_of_its_own_is_told(caplog: pytest.LogCaptur
     assert not caplog.text
 
 
-def test_training_that_raises_the_loss_is_a_failure_with_its_knob(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_that_raises_the_loss_is_a_failure_that_names_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     """By more than a nat a row; here any change counts."""
-    monkeypatch.setattr(train, "RISE", -10.0)
+    monkeypatch.setattr("fedppl.nn.train.RISE", -10.0)
     fit = fitted(BODY, nn.FedAvg(), rounds=1)
     assert fit.status is fedppl.Status.STALLED
     assert "training raised the loss" in fit.message and "lower learning_rate=" in fit.message

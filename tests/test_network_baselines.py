@@ -92,7 +92,7 @@ def networks_start() -> np.ndarray:
 def test_the_fixed_point_of_one_client_with_a_proximal_term_is_in_closed_form() -> None:
     """(A + μ I) w = b + μ φ after steps to convergence from φ."""
     model, clients = line()
-    client = model.enrol({"site 1": clients["site 1"]})["site 1"]
+    client = model.enrol({"site 1": clients["site 1"]}, kernel=False)["site 1"]
     algorithm = nn.FedAvg(learning_rate=0.05, momentum=0.0, phases=(("all", 4000),), proximal=2.0)
     state = algorithm.init(client.layout, ("site 1",), stream((0,)))
     _, reply, _ = algorithm.update_client(client, None, algorithm.broadcast(state, "site 1"), stream((1,)))
@@ -106,13 +106,13 @@ def test_the_fixed_point_of_one_client_with_a_proximal_term_is_in_closed_form() 
 
 def test_control_variates_sum_to_nothing_and_are_mean_gradients() -> None:
     found = fit(nn.SCAFFOLD(learning_rate=0.02, epochs=2, batch_size=10), 6, participation=2)
-    state = found.state
-    mean = state.weights @ state.controls / state.weights.sum()
-    assert_allclose(state.weights @ (mean - state.controls), 0.0, atol=1e-8)
+    ledger = found.state.controls
+    assert_allclose(ledger.mean, ledger.weights @ ledger.each / ledger.weights.sum(), rtol=1e-12)
+    assert_allclose(ledger.weights @ (ledger.mean - ledger.each), 0.0, atol=1e-8)
     # One step on all rows in the first round: c_k is the gradient at φ.
     model, clients = line()
     algorithm = nn.SCAFFOLD(learning_rate=0.02, epochs=1, batch_size=100)
-    models = model.enrol(clients)
+    models = model.enrol(clients, kernel=False)
     before = algorithm.init(models["site 0"].layout, tuple(clients), stream((0,)))
     replies = {
         k: algorithm.update_client(c, None, algorithm.broadcast(before, k), stream((1,)))[1] for k, c in models.items()
@@ -120,7 +120,7 @@ def test_control_variates_sum_to_nothing_and_are_mean_gradients() -> None:
     after, _ = updated(algorithm, before, replies)
     for k, (name, data) in enumerate(clients.items()):
         A, b = quadratic(data)
-        assert_allclose(after.controls[k], A @ before.phi - b, rtol=1e-3, atol=1e-4, err_msg=name)
+        assert_allclose(after.controls.each[k], A @ before.phi - b, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 def test_scaffold_ends_at_the_optimum_where_averaging_does_not() -> None:
@@ -165,7 +165,7 @@ def test_clients_that_disagree_about_labels_part() -> None:
 def test_a_cluster_that_nobody_chooses_stays() -> None:
     algorithm = nn.IFCA(clusters=2)
     model, clients = networks()
-    state = algorithm.init(model.enrol(clients)["device 0"].layout, tuple(clients), stream((0,)))
+    state = algorithm.init(model.enrol(clients, kernel=False)["device 0"].layout, tuple(clients), stream((0,)))
     reply = {"phi": np.ones(31), "weight": np.array([3.0, 0.0])}
     after, report = updated(algorithm, state, {"device 0": reply})
     assert_array_equal(after.phi[1], state.phi[1])
@@ -187,7 +187,7 @@ def test_without_a_step_inside_per_fedavg_is_gradient_descent() -> None:
 def test_a_step_of_per_fedavg_is_that_of_the_meta_loss() -> None:
     """∇F = (I − α A) ∇f(w − α ∇f(w)) on a quadratic, whose Hessian differences give exactly."""
     model, clients = line()
-    unit = model.enrol(clients)["site 2"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["site 2"].view(network_of).unit
     w, alpha, beta = unit.held, 0.1, 0.05
     A, b = quadratic(clients["site 2"])
     inside = w - alpha * (A @ w - b)
@@ -203,7 +203,7 @@ def test_a_step_of_per_fedavg_is_that_of_the_meta_loss() -> None:
 def test_a_step_of_pfedme_is_that_of_the_envelope(lam: float) -> None:
     """∇ = λ (w − θ(w)) with θ(w) = (A + λ I)⁻¹ (b + λ w); with λ → ∞ that is the loss's own, so that φ is FedAvg's."""
     model, clients = line()
-    unit = model.enrol(clients)["site 1"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["site 1"].view(network_of).unit
     w, (A, b) = unit.held, quadratic(clients["site 1"])
     theta = np.linalg.solve(A + lam * np.eye(3), b + lam * w)
     steps, rate = Training(0.1 / lam, 1, 100), 0.05
@@ -229,7 +229,7 @@ def test_pfedme_predicts_by_the_personal_network() -> None:
 
 def test_the_global_part_moves_to_where_the_clients_posterior_is() -> None:
     model, clients = networks()
-    client = model.enrol(clients)["device 0"]
+    client = model.enrol(clients, kernel=False)["device 0"]
     algorithm = nn.PFedBayes(zeta=1.0, spread=0.1, learning_rate=5e-3, epochs=20)
     state = algorithm.init(client.layout, ("device 0",), stream((0,)))
     q, reply, info = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
@@ -262,7 +262,7 @@ def test_an_overwhelming_prior_holds_the_posterior_and_shared_means_are_averaged
     """With ζ → ∞ the KL term is all there is, and q_k stays p_k; the server's average is by hand."""
     model, clients = problems.classification(3)
     algorithm = nn.BPFed(zeta=1e9, learning_rate=1e-5)
-    client = model.enrol(clients)["device 0"]
+    client = model.enrol(clients, kernel=False)["device 0"]
     state = algorithm.init(client.layout, tuple(clients), stream((0,)))
     kept, reply, _ = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
     # Adam's steps are about as long as its rate whatever the slope: it wanders no farther than some of them.
@@ -278,7 +278,7 @@ def test_an_overwhelming_prior_holds_the_posterior_and_shared_means_are_averaged
 def test_the_last_posterior_is_the_next_prior_of_local_weights() -> None:
     """A client that comes back with a far tighter q_k of its head keeps near it; a new one starts from the spread."""
     model, clients = problems.classification(3)
-    client = model.enrol(clients)["device 1"]
+    client = model.enrol(clients, kernel=False)["device 1"]
     algorithm = nn.BPFed(zeta=1.0, spread=0.1, learning_rate=1e-2, epochs=10)
     message = algorithm.broadcast(algorithm.init(client.layout, ("device 1",), stream((0,))), "device 1")
     first, _, info = algorithm.update_client(client, None, message, stream((1,)))
@@ -311,7 +311,7 @@ def test_the_chain_has_the_moments_of_its_steps(rate: float, spread: float) -> N
     The second case has a step of 17 times the prior's stability limit for plain Langevin steps.
     """
     model, clients = line()
-    client, data = model.enrol(clients)["site 1"], clients["site 1"]
+    client, data = model.enrol(clients, kernel=False)["site 1"], clients["site 1"]
     (A, b), n = quadratic(data), len(data["X"])
     beta, network = np.array([0.3, -0.2, 0.1]), client.view(network_of)
     head = network.head(("weight", "bias"))
@@ -338,7 +338,7 @@ def test_the_chain_has_the_moments_of_its_steps(rate: float, spread: float) -> N
 def test_the_population_is_the_mean_of_its_heads_and_layers_below_go_by_rows() -> None:
     model, clients = networks()
     algorithm = nn.FedPop(head=ALL[2:])
-    models = model.enrol(clients)
+    models = model.enrol(clients, kernel=False)
     state = algorithm.init(models["device 0"].layout, tuple(clients), stream((0,)))
     replies = {
         k: algorithm.update_client(c, None, algorithm.broadcast(state, k), stream((1,)))[1] for k, c in models.items()
@@ -432,7 +432,7 @@ def test_networks_that_are_shared_in_part_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", WHOLE)
 def test_steps_that_run_away_say_what_to_lower(name: str) -> None:
     model, clients = line()
-    client = model.enrol(clients)["site 0"]
+    client = model.enrol(clients, kernel=False)["site 0"]
     several = {"PFedMe": {"inner_rate": 1e8, "lam": 1e-6}, "FedPop": {"head_rate": 1e8, "spread": 1e8}}
     settings = several.get(name, {"learning_rate": 1e8})
     algorithm = WHOLE[name](**settings)

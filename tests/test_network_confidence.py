@@ -50,7 +50,7 @@ def fitted(**settings: Any) -> fedppl.Fit:
 def test_the_e_step_is_the_mean_field_posterior_of_the_declared_head() -> None:
     """Against `MeanField` on `models.pfedvem.head`. Adam with K draws wanders by about its rate, here 0.002."""
     model, clients = problem()
-    network = model.enrol(clients)["device 0"].view(network_of)
+    network = model.enrol(clients, kernel=False)["device 0"].view(network_of)
     head, w = network.head(HEAD), network.unit.held
     z, centre, tau = features(network.unit, head, w), np.full(15, 0.1), 4.0
     start = (centre, np.full(15, 0.3))
@@ -60,7 +60,7 @@ def test_the_e_step_is_the_mean_field_posterior_of_the_declared_head() -> None:
     rows = {"Z": z.double().numpy(), "y": clients["device 0"]["y"]}
     declared = fedppl.FederatedModel(functools.partial(pfedvem.head, outputs=3), ["v"])
     prior = Gaussian(tau * centre, tau * np.eye(15))
-    target = Target(declared.enrol({"a": rows})["a"], prior, prior, 0.0)
+    target = Target(declared.enrol({"a": rows}, kernel=False)["a"], prior, prior, 0.0)
     moments = fedppl.MeanField(points=256).tilted(target, rng)
     assert_allclose(q[0], moments.mean, atol=0.03)
     assert_allclose(q[1], np.sqrt(np.diag(moments.covariance)), rtol=0.08)
@@ -75,7 +75,11 @@ def test_slopes_of_the_head_are_those_of_its_loss(normal: bool, bias: bool) -> N
     names = [name for name, _ in net.named_parameters()]
     rows = {"X": generator.normal(size=(9, 3)), "y": generator.normal(size=(9, 2)) if normal else np.arange(9) % 2}
     build = functools.partial(fedsi.regressor, noise_sd=0.3) if normal else fedsi.classifier
-    unit = fedppl.FederatedModel(functools.partial(build, net=net), names).enrol({"a": rows})["a"].view(network_of)
+    unit = (
+        fedppl.FederatedModel(functools.partial(build, net=net), names)
+        .enrol({"a": rows}, kernel=False)["a"]
+        .view(network_of)
+    )
     head = unit.head(tuple(names[2:]))
     z = features(unit.unit, head, unit.unit.held, dtype=torch.float64)
     v = torch.from_numpy(generator.normal(size=(6, len(head.places)))).requires_grad_()
@@ -109,7 +113,7 @@ def test_a_head_whose_weights_are_used_elsewhere_is_refused() -> None:
 
 def test_layers_below_are_trained_and_the_head_is_not() -> None:
     model, clients = problem()
-    network = model.enrol(clients)["device 1"].view(network_of)
+    network = model.enrol(clients, kernel=False)["device 1"].view(network_of)
     head, w = network.head(HEAD), network.unit.held
     below = np.setdiff1d(np.arange(len(w)), head.places)
     q = (w[head.places], np.zeros(15))
@@ -130,7 +134,7 @@ def test_layers_below_are_trained_and_the_head_is_not() -> None:
 def test_heads_go_by_confidence_and_the_rest_by_rows_whatever_the_order(shared: tuple[str, ...]) -> None:
     model, clients = problem(shared=shared)
     algorithm = nn.Confidence(head=HEAD)
-    models = model.enrol(clients)
+    models = model.enrol(clients, kernel=False)
     state = algorithm.init(models["device 0"].layout, tuple(clients), stream((0,)))
     replies, kept = {}, {}
     for name, client in models.items():
@@ -245,7 +249,7 @@ def test_steps_that_run_away_fail_and_say_what_to_lower(setting: str, rng: np.ra
     net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.1), [*BODY, *HEAD])
     X = rng.normal(size=(30, 3))
-    client = model.enrol({"a": {"X": X, "y": X[:, :1]}})["a"]
+    client = model.enrol({"a": {"X": X, "y": X[:, :1]}}, kernel=False)["a"]
     algorithm = nn.Confidence(head=HEAD, **{setting: 1e20})
     state = algorithm.init(client.layout, ("a",), stream((0,)))
     with pytest.raises(LocalFailure, match=f"lower {setting}="):

@@ -32,6 +32,11 @@ PRIORS: dict[str, Callable[..., Any]] = {
 }
 
 
+def personalised(algorithm: fedppl.Algorithm, client: Any, personal: Any, message: Any, rng: Any) -> Any:
+    """The client's own network."""
+    return algorithm.result.family.personalise(client, personal, message, rng)
+
+
 def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
     """State and report after these replies."""
     return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
@@ -59,7 +64,7 @@ def problem(kind: str, shared: tuple[str, ...], hidden: int = 4) -> tuple[fedppl
 @functools.cache
 def enrolled(kind: str, shared: tuple[str, ...]) -> Any:
     model, clients = problem(kind, shared)
-    return model.enrol(clients)["device 0"]
+    return model.enrol(clients, kernel=False)["device 0"]
 
 
 TUNED: dict[str, Any] = {"tune_rate": 0.05, "tune_epochs": 20}
@@ -125,7 +130,7 @@ def test_diagonal_covariances_are_independent_normals() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRIORS, "multivariate_normal", diagonal["multivariate_normal"])
         model, clients = problem("multivariate_normal", BODY)
-        client = model.enrol(clients)["device 0"]
+        client = model.enrol(clients, kernel=False)["device 0"]
     nn.FedSI().needs.check(client)
     state = nn.FedSI().init(client.layout, ("device 0",), stream((0,)))
     assert_allclose(state.variance[-4:], [1.0, 2.0, 3.0, 4.0])
@@ -136,7 +141,7 @@ def test_large_blocks_are_refused_by_name_too(kind: str) -> None:
     """Beyond two thousand coordinates there is no moment match, and enrolment refuses."""
     model, clients = problem(kind, BODY, hidden=600)
     with pytest.raises(fedppl.DeclarationError, match=r"2400 coordinates; .* that of \['0.bias'\] is not.* pm.Normal"):
-        model.enrol(clients)
+        model.enrol(clients, kernel=False)
 
 
 @pytest.mark.parametrize("kind", ["noise", "head"])
@@ -175,7 +180,7 @@ def clients_of(shared: tuple[str, ...], wider: tuple[str, ...]) -> Any:
     """Two clients of the classifier, with ten-fold sds of some variables."""
     sigma = {each: 10.0 if each in wider else 1.0 for each in ALL}
     builder = functools.partial(fedsi.classifier, net=problems.network(), sigma=sigma)
-    return fedppl.FederatedModel(builder, shared).enrol(problems.classification(2)[1])
+    return fedppl.FederatedModel(builder, shared).enrol(problems.classification(2)[1], kernel=False)
 
 
 def outcome_of(name: str, wider: tuple[str, ...]) -> np.ndarray:
@@ -191,9 +196,7 @@ def outcome_of(name: str, wider: tuple[str, ...]) -> np.ndarray:
         state, _ = updated(algorithm, state, replies)
     found = []
     for k, client in clients.items():
-        own = algorithm.result.family.personalise(
-            client, kept[k], algorithm.result.final_message(state, k), stream((2,))
-        )
+        own = personalised(algorithm, client, kept[k], algorithm.result.final_message(state, k), stream((2,)))
         variance = np.zeros(len(own.weights))
         if own.subnetwork is not None:
             covariance = own.subnetwork.covariance
@@ -259,7 +262,7 @@ def test_a_site_says_it_once_for_all_that_it_serves(caplog: pytest.LogCaptureFix
 @functools.cache
 def alone(sigma: float) -> Any:
     builder = functools.partial(fedsi.classifier, net=problems.network(), sigma=sigma)
-    return fedppl.FederatedModel(builder, BODY).enrol(problems.classification(1)[1])["device 0"]
+    return fedppl.FederatedModel(builder, BODY).enrol(problems.classification(1)[1], kernel=False)["device 0"]
 
 
 def own_of(message: dict[str, Any], sigma: float) -> tuple[Any, Any]:
@@ -268,9 +271,7 @@ def own_of(message: dict[str, Any], sigma: float) -> tuple[Any, Any]:
     algorithm = nn.FedSI(ratio=0.5)
     state = algorithm.init(client.layout, ("device 0",), stream((0,)))
     sent = {**algorithm.result.final_message(state, "device 0"), **message}
-    return client, algorithm.result.family.personalise(
-        client, None, {k: v for k, v in sent.items() if v is not None}, stream((1,))
-    )
+    return client, personalised(algorithm, client, None, {k: v for k, v in sent.items() if v is not None}, stream((1,)))
 
 
 def test_a_step_of_fine_tuning_is_the_gradient_of_the_declared_log_posterior() -> None:
@@ -283,7 +284,7 @@ def test_a_step_of_fine_tuning_is_the_gradient_of_the_declared_log_posterior() -
     unit = client.view(network_of).unit
     before = unit.weights(state.mean, head)
     kept = type("Kept", (), {"local": head})()
-    after = algorithm.result.family.personalise(client, kept, message, stream((1,))).weights
+    after = personalised(algorithm, client, kept, message, stream((1,))).weights
     model = fedsi.classifier(**client.arrays, net=net, sigma=0.3)
     point, at = {}, 0
     for name, value in net.named_parameters():
@@ -293,11 +294,7 @@ def test_a_step_of_fine_tuning_is_the_gradient_of_the_declared_log_posterior() -
     found = 20 * (after - before)[unit.local_at] / 0.01
     assert_allclose(found, slopes, rtol=1e-3, atol=1e-3 * np.abs(slopes).max())
     without = {k: v for k, v in message.items() if k != "variance"}
-    other = (
-        20
-        * (algorithm.result.family.personalise(client, kept, without, stream((1,))).weights - before)[unit.local_at]
-        / 0.01
-    )
+    other = 20 * (personalised(algorithm, client, kept, without, stream((1,))).weights - before)[unit.local_at] / 0.01
     assert np.abs(other - slopes).max() > 1.0  # the gradient of the loss alone is another
 
 
@@ -328,10 +325,8 @@ def test_the_head_of_a_linear_network_is_the_ridge_regression_around_its_start()
     fit = fedppl.fit(model, {"a": data}, algorithm, rounds=1, progressbar=False, random_seed=0)
     own, unit = nn.personalise(fit, "a"), fit.clients["a"].view(network_of).unit
     weight, bias = fit.state.mean[:4].reshape(2, 2), fit.state.mean[4:]
-    Z = X @ weight.T + bias
-    wanted = np.linalg.solve(
-        Z.T @ Z / 0.25 + np.eye(2) / 0.04, Z.T @ data["y"][:, 0] / 0.25 + unit.declared.local_mean / 0.04
-    )
+    Z, start = X @ weight.T + bias, unit.declared.local_mean
+    wanted = np.linalg.solve(Z.T @ Z / 0.25 + np.eye(2) / 0.04, Z.T @ data["y"][:, 0] / 0.25 + start / 0.04)
     assert_allclose(own.weights[unit.local_at], wanted, atol=1e-3)
     ordinary = np.linalg.lstsq(Z, data["y"][:, 0], rcond=None)[0]
     assert np.abs(ordinary - wanted).max() > 0.05

@@ -109,7 +109,7 @@ def unit(kind: str) -> NetworkUnit:
         builder, y = functools.partial(fedsi.classifier, net=net), rng.integers(0, 3, size=20)
     names = [name for name, _ in net.named_parameters()]
     model = fedppl.FederatedModel(builder, shared=names[:-2])
-    return network_of(model.enrol({"a": {"X": X, "y": y}})["a"]).unit
+    return network_of(model.enrol({"a": {"X": X, "y": y}}, kernel=False)["a"]).unit
 
 
 def jacobian(unit: NetworkUnit, w: Any, X: Any) -> tuple[Any, Any]:
@@ -204,7 +204,7 @@ def test_on_a_linear_network_with_a_normal_likelihood_the_posterior_is_exact(rng
     X = rng.normal(size=(30, 2))
     builder = functools.partial(fedsi.regressor, net=net, noise_sd=0.5)
     model = fedppl.FederatedModel(builder, shared=["weight", "bias"])
-    own = network_of(model.enrol({"a": {"X": X, "y": rng.normal(size=(30, 1))}})["a"]).unit
+    own = network_of(model.enrol({"a": {"X": X, "y": rng.normal(size=(30, 1))}}, kernel=False)["a"]).unit
     q = subnet.infer(own, rng.normal(size=3), np.arange(3), np.full(3, 2.0))
     D = np.column_stack([X, np.ones(30)])
     assert_allclose(q.covariance, np.linalg.inv(D.T @ D / 0.25 + np.eye(3) / 2), rtol=1e-9)
@@ -300,6 +300,6 @@ def test_models_that_are_no_networks_are_refused(change: str, message: str) -> N
         return model
 
     model = fedppl.FederatedModel(builder, shared=["0.weight", "0.bias"])
-    client = model.enrol({"a": {"X": np.eye(3), "y": np.array([0, 1, 2])}})["a"]
+    client = model.enrol({"a": {"X": np.eye(3), "y": np.array([0, 1, 2])}}, kernel=False)["a"]
     with pytest.raises(fedppl.DeclarationError, match=message.replace("'y'", "'y_'")):
         network_of(client)

@@ -53,7 +53,7 @@ def test_one_client_with_all_weights_of_a_linear_network_sends_the_exact_posteri
     builder = functools.partial(fedsi.regressor, net=net, noise_sd=0.5, sigma=2.0)
     model = fedppl.FederatedModel(builder, shared=["0.weight", "0.bias"])
     algorithm = nn.FedSI(ratio=1.0, learning_rate=0.02, epochs=800, batch_size=50, tune=None)
-    client = model.enrol({"a": data})["a"]
+    client = model.enrol({"a": data}, kernel=False)["a"]
     state = algorithm.init(client.layout, ("a",), stream((0,)))
     _, reply, info = algorithm.update_client(client, None, algorithm.broadcast(state, "a"), stream((1,)))
     D = np.column_stack([data["X"], np.ones(50)])
@@ -66,7 +66,7 @@ def test_one_client_with_all_weights_of_a_linear_network_sends_the_exact_posteri
 
 def test_weights_outside_the_subnetwork_are_degenerate() -> None:
     model, clients = problems.classification()
-    client = model.enrol(clients)["device 0"]
+    client = model.enrol(clients, kernel=False)["device 0"]
     algorithm = nn.FedSI(ratio=0.25, epochs=2)
     state = algorithm.init(client.layout, tuple(clients), stream((0,)))
     _, reply, _ = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
@@ -93,7 +93,7 @@ def test_heads_stay_where_all_clients_start_until_the_rounds_are_over() -> None:
 def test_the_server_averages_and_gives_alpha_to_what_nobody_inferred(average: str) -> None:
     model, clients = problems.classification()
     algorithm = nn.FedSI(alpha=0.3, average=average)
-    layout = model.enrol(clients)["device 0"].layout
+    layout = model.enrol(clients, kernel=False)["device 0"].layout
     state = algorithm.init(layout, tuple(clients), stream((0,)))
     rng = np.random.default_rng(2)
     means, spreads = rng.normal(size=(2, 16)), rng.uniform(0.1, 1, size=(2, 16))
@@ -221,7 +221,7 @@ def test_algorithms_with_matrices_refuse_shared_blocks_beyond_two_thousand() -> 
     net = problems.network(500, 3)
     model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["0.weight", "0.bias", "2.weight"])
     _, clients = problems.classification()
-    client = model.enrol(clients)["device 0"]
+    client = model.enrol(clients, kernel=False)["device 0"]
     assert client.layout.size == 3500 and client.layout.prior.precision.shape == (3500,)
     assert_allclose(client.layout.prior.precision, 1.0, rtol=1e-6)
     for algorithm in (fedppl.EP(), fedppl.FedAvg(learning_rate=0.1)):

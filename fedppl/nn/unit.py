@@ -13,7 +13,7 @@ from fedppl.model._enrolment import held_exactly
 from fedppl.nn.functional import Places, call, cast, own_copy, state_of
 from fedppl.types import Array, DataError
 
-__all__ = ["Declared", "Likelihood", "NetworkUnit", "log_likelihood"]
+__all__ = ["DeclaredNetwork", "Likelihood", "NetworkUnit", "log_likelihood"]
 
 
 class Likelihood(NamedTuple):
@@ -23,7 +23,7 @@ class Likelihood(NamedTuple):
     noise_sd: float  # of "normal"
 
 
-class Declared(NamedTuple):
+class DeclaredNetwork(NamedTuple):
     """What a declared model says of a network, alike for all clients of one template."""
 
     net: torch.nn.Module
@@ -51,7 +51,9 @@ class NetworkUnit:
         The client's rows and outcomes.
     """
 
-    def __init__(self, client_id: str, declared: Declared, arrays: Mapping[str, Any], inputs: tuple[Any, ...]) -> None:
+    def __init__(
+        self, client_id: str, declared: DeclaredNetwork, arrays: Mapping[str, Any], inputs: tuple[Any, ...]
+    ) -> None:
         self.declared = declared
         for name in declared.labels:
             given = np.asarray(arrays[name])

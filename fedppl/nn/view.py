@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.random import Generator
 from pytensor.graph.basic import Constant
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
@@ -20,10 +21,10 @@ from fedppl.model.client import ClientModel
 from fedppl.nn.functional import Places, call, cast, parameter_slices, state_of
 from fedppl.nn.head import Head, find_head
 from fedppl.nn.subnet import Subnetwork
-from fedppl.nn.unit import Declared, Likelihood, NetworkUnit, log_likelihood
+from fedppl.nn.unit import DeclaredNetwork, Likelihood, NetworkUnit, log_likelihood
 from fedppl.types import Array, DeclarationError, Message, Variable
 
-__all__ = ["Network", "NetworkResult", "Own", "network_of"]
+__all__ = ["Network", "NetworkResult", "Own", "PersonaliseFn", "network_of"]
 
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -101,9 +102,7 @@ class Own(NamedTuple):
 class PersonaliseFn(Protocol[P_contra]):
     """A client's own network when the rounds are over, from the final message."""
 
-    def __call__(
-        self, client: ClientView, personal: P_contra | None, message: Message, rng: np.random.Generator, /
-    ) -> Own:
+    def __call__(self, client: ClientView, personal: P_contra | None, message: Message, rng: Generator, /) -> Own:
         """Find it."""
 
 
@@ -147,7 +146,7 @@ def _warn_of_softmax(unit: NetworkUnit) -> None:
         )
 
 
-def _declared(client: ClientModel) -> Declared:
+def _declared(client: ClientModel) -> DeclaredNetwork:
     parts = client.template.parts
     model, who = parts.model, f"client {client.client_id!r}"
     if len(model.observed_RVs) != 1:
@@ -177,7 +176,7 @@ def _declared(client: ClientModel) -> Declared:
     needed = [(v, i) for v, i in zip(parts.data, inputs, strict=False) if i in used]
     likelihood = _likelihood(who, observed)
     mean, precision = _local_prior(who, parts.local)
-    return Declared(
+    return DeclaredNetwork(
         net=node.op.net,
         names=tuple(slices),
         shared_at=places(client.layout.variables),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.random import Generator
 
 from fedppl.algorithms.averaging._point import WithLocal, fitting_local
 from fedppl.contracts import ClientView, Details, Draws, Point, Result
@@ -37,7 +38,7 @@ def network_result(
     """How to read the server's state: draws at a client are of what `personalise` finds."""
 
     def draw(
-        client: ClientView, personal: P | None, message: Message, draws: int, chains: int, rng: np.random.Generator
+        client: ClientView, personal: P | None, message: Message, draws: int, chains: int, rng: Generator
     ) -> Draws:
         """Draws of all weights: of the subnetwork's posterior, and equal elsewhere."""
         size, count = client.shared_size + client.local_size, draws * chains
@@ -68,7 +69,7 @@ def tuned(
     client: ClientView,
     personal: WithLocal | None,
     message: Message,
-    rng: np.random.Generator,
+    rng: Generator,
     *,
     which: str | tuple[str, ...] | None,
 ) -> Own:

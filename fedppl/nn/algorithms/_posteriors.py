@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._point import weight_of, weights_rule
 from fedppl.algorithms.averaging._server import not_positive
-from fedppl.contracts import ClientView, Details, Point, Received, Replies, Report, always
+from fedppl.contracts import ClientView, Details, Point, Received, Replies, Report, Result, always
 from fedppl.nn.algorithms._common import training_rule
+from fedppl.nn.algorithms._personalise import network_result
 from fedppl.nn.algorithms._server import NetworkInfo, reported
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import Training
-from fedppl.nn.view import Own, network_of
+from fedppl.nn.view import Own, PersonaliseFn, network_of
 from fedppl.settings import positive, whole
 from fedppl.types import Array, Layout, Message
 
 __all__ = [
-    "ESTIMATE",
     "REPLIES",
     "Normal",
-    "PosteriorSettings",
+    "Settings",
     "PosteriorState",
     "broadcast",
     "checked",
-    "details",
     "init",
     "own_normal",
     "reply_of",
+    "result",
     "update_server",
 ]
 
+P = TypeVar("P")
 Normal = tuple[Array, Array]  # means and sds of independent weights
 
 
@@ -43,7 +45,7 @@ class PosteriorState(NamedTuple):
     sd: Array  # (m,)
 
 
-class PosteriorSettings(NamedTuple):
+class Settings(NamedTuple):
     """How a client finds its posterior."""
 
     training: Training
@@ -55,9 +57,9 @@ class PosteriorSettings(NamedTuple):
 
 def checked(
     learning_rate: float, epochs: int, batch_size: int, zeta: float, draws: int, spread: float, weights: str
-) -> PosteriorSettings:
+) -> Settings:
     """Settings in range, or an error that says which is not."""
-    return PosteriorSettings(
+    return Settings(
         training_rule(learning_rate, epochs, batch_size),
         positive("zeta", zeta),
         whole("draws", draws),
@@ -66,7 +68,7 @@ def checked(
     )
 
 
-def init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, spread: float) -> PosteriorState:
+def init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, spread: float) -> PosteriorState:
     """The declared weights, hardly uncertain."""
     del clients, rng
     mean = gaussian.mean(layout.prior)
@@ -79,7 +81,7 @@ def broadcast(state: PosteriorState, client_id: str) -> Message:
     return {"mean": state.mean, "sd": state.sd}
 
 
-def reply_of(client: ClientView, found: Normal, settings: PosteriorSettings) -> Message:
+def reply_of(client: ClientView, found: Normal, settings: Settings) -> Message:
     """Terms of the weighted means, from what was found of all weights."""
     weight, shared = weight_of(client, settings.weights), client.view(network_of).unit.shared_at
     return {"mean": weight * found[0][shared], "sd": weight * found[1][shared], "weight": np.array(weight)}
@@ -109,12 +111,15 @@ def _reject(state: PosteriorState, reply: Message) -> str | None:
     )
 
 
-def details(state: PosteriorState) -> Details:
-    """The shared sds."""
+def _details(state: PosteriorState) -> Details:
     return {"sd": (("rows",), state.sd)}
+
+
+def result(personalise: PersonaliseFn[P]) -> Result[PosteriorState, P]:
+    """How to read the state: the shared means are the estimate, the sds a detail."""
+    return network_result(broadcast, personalise, Point[PosteriorState](lambda state: state.mean), _details)
 
 
 REPLIES = Replies[PosteriorState](
     lambda state: {"mean": state.mean.shape, "sd": state.mean.shape, "weight": ()}, _reject, always
 )
-ESTIMATE = Point[PosteriorState](lambda state: state.mean)

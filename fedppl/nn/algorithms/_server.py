@@ -6,6 +6,7 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._server import average, reject_weight, root_mean_square_change
@@ -39,7 +40,7 @@ class NetworkInfo(NamedTuple):
     change: float  # root mean square of the change of the shared weights
 
 
-def init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> NetworkState:
+def init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> NetworkState:
     """Start at the mean of the declared prior."""
     del clients, rng
     return NetworkState(gaussian.mean(layout.prior))

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView
 from fedppl.nn.algorithms import _posteriors
 from fedppl.nn.algorithms._common import check_network, needs
-from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._posteriors import Normal, PosteriorSettings, PosteriorState, own_normal, reply_of
+from fedppl.nn.algorithms._posteriors import Normal, PosteriorState, Settings, own_normal, reply_of
 from fedppl.nn.algorithms._server import AT_MEAN
 from fedppl.nn.personal import bayes_steps
 from fedppl.nn.view import Own, network_of
@@ -95,12 +95,7 @@ def BPFed(
         update_client=functools.partial(_update_client, settings=settings),
         update_server=_posteriors.update_server,
         replies=_posteriors.REPLIES,
-        result=network_result(
-            _posteriors.broadcast,
-            functools.partial(_own, settings=settings),
-            _posteriors.ESTIMATE,
-            _posteriors.details,
-        ),
+        result=_posteriors.result(functools.partial(_own, settings=settings)),
         needs=needs(lambda client: check_network(client, "nn.BPFed", "shared")),
         disclosure=AT_MEAN,
         unreported=functools.partial(_update_unreported, settings=settings),
@@ -108,11 +103,7 @@ def BPFed(
 
 
 def _posterior(
-    client: ClientView,
-    personal: LocalNormalClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    settings: PosteriorSettings,
+    client: ClientView, personal: LocalNormalClientState | None, message: Message, rng: Generator, settings: Settings
 ) -> Normal:
     """Mean and sd of q_k over all weights, in torch's order."""
     network = client.view(network_of)
@@ -132,12 +123,7 @@ def _kept(client: ClientView, q: Normal) -> LocalNormalClientState:
 
 
 def _update_client(
-    client: ClientView,
-    personal: LocalNormalClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: PosteriorSettings,
+    client: ClientView, personal: LocalNormalClientState | None, message: Message, rng: Generator, *, settings: Settings
 ) -> ClientUpdate[LocalNormalClientState]:
     """q_k; its shared part travels."""
     q = _posterior(client, personal, message, rng, settings)
@@ -146,24 +132,14 @@ def _update_client(
 
 
 def _update_unreported(
-    client: ClientView,
-    personal: LocalNormalClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: PosteriorSettings,
+    client: ClientView, personal: LocalNormalClientState | None, message: Message, rng: Generator, *, settings: Settings
 ) -> tuple[LocalNormalClientState, Mapping[str, float]]:
     """q_k of the local weights around this round's shared ones."""
     return _kept(client, _posterior(client, personal, message, rng, settings)), {}
 
 
 def _own(
-    client: ClientView,
-    personal: LocalNormalClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: PosteriorSettings,
+    client: ClientView, personal: LocalNormalClientState | None, message: Message, rng: Generator, *, settings: Settings
 ) -> Own:
     """q_k after one more round for the client alone."""
     return own_normal(client, _posterior(client, personal, message, rng, settings))

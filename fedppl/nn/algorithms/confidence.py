@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._server import not_positive
@@ -174,9 +175,7 @@ def Confidence(
     )
 
 
-def _init(
-    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: _Settings
-) -> ConfidenceState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings: _Settings) -> ConfidenceState:
     """Start at the mean of the declared prior."""
     del rng
     head, phi = head_in(layout, settings.head), gaussian.mean(layout.prior)
@@ -192,7 +191,7 @@ def _broadcast(state: ConfidenceState, client_id: str) -> Message:
 
 
 def _find_head(
-    at: Here, personal: HeadClientState | None, rng: np.random.Generator, settings: _Settings
+    at: Here, personal: HeadClientState | None, rng: Generator, settings: _Settings
 ) -> tuple[HeadClientState, float]:
     """The M-step on τ_j at the new w, then steps on q_j; and the confidence of what came out."""
     rule = settings.terms, (settings.strength, settings.spread)
@@ -206,7 +205,7 @@ def _find_head(
     return HeadClientState(mean, sd), confidence_of(mean, sd**2, at.centre, *rule)
 
 
-def _train(at: Here, q: HeadClientState, rng: np.random.Generator, settings: _Settings) -> Array:
+def _train(at: Here, q: HeadClientState, rng: Generator, settings: _Settings) -> Array:
     """All weights, with q's mean for the head and the layers below after their steps."""
     w = at.w.copy()
     w[at.head.places] = q.mean
@@ -216,12 +215,7 @@ def _train(at: Here, q: HeadClientState, rng: np.random.Generator, settings: _Se
 
 
 def _update_client(
-    client: ClientView,
-    personal: HeadClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
+    client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> ClientUpdate[HeadClientState]:
     """Head first, then the layers below it."""
     at = here(client, message, settings.head)
@@ -232,12 +226,7 @@ def _update_client(
 
 
 def _update_unreported(
-    client: ClientView,
-    personal: HeadClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
+    client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> tuple[HeadClientState, Mapping[str, float]]:
     """The head alone: layers below are the server's again in the next round."""
     return _find_head(here(client, message, settings.head), personal, rng, settings)[0], {}
@@ -270,12 +259,7 @@ def _reject(state: ConfidenceState, reply: Message) -> str | None:
 
 
 def _own(
-    client: ClientView,
-    personal: HeadClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
+    client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> Own:
     """One more round for the client alone, and nothing sent: q_j around the final w, and layers trained below it."""
     at = here(client, message, settings.head)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from fedppl.algorithms.averaging._point import LocalClientState, kept_local, weight_of, weights_rule
 from fedppl.algorithms.averaging._server import weighted
@@ -158,12 +159,7 @@ def FedAvg(
 
 
 def _update_client(
-    client: ClientView,
-    personal: LocalClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
+    client: ClientView, personal: LocalClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> ClientUpdate[LocalClientState]:
     """Train in phases, and keep the local weights."""
     network, (local, info) = client.view(network_of), kept_local(client, personal)
@@ -187,12 +183,7 @@ def _pull(unit: NetworkUnit, free: Places, phi: Array, proximal: float) -> tuple
 
 
 def _update_unreported(
-    client: ClientView,
-    personal: LocalClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
+    client: ClientView, personal: LocalClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> tuple[LocalClientState | None, Mapping[str, float]]:
     """Train local weights, where there are any: nothing else outlives the round."""
     if not client.local_size:

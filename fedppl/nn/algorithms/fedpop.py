@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._server import not_positive
@@ -133,7 +134,7 @@ def FedPop(
     )
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, settings: _Settings) -> FedPopState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings: _Settings) -> FedPopState:
     """Start at the mean of the declared prior."""
     del clients, rng
     return FedPopState(gaussian.mean(layout.prior), head_in(layout, settings.head))
@@ -149,7 +150,7 @@ def _moved(
     client: ClientView,
     personal: ChainClientState | None,
     message: Message,
-    rng: np.random.Generator,
+    rng: Generator,
     settings: _Settings,
     *,
     below: bool = False,
@@ -173,12 +174,7 @@ def _moved(
 
 
 def _update_client(
-    client: ClientView,
-    personal: ChainClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
+    client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> ClientUpdate[ChainClientState]:
     """The chain and the layers below, batch by batch."""
     w, chain = _moved(client, personal, message, rng, settings, below=True)
@@ -188,12 +184,7 @@ def _update_client(
 
 
 def _update_unreported(
-    client: ClientView,
-    personal: ChainClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
+    client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> tuple[ChainClientState, Mapping[str, float]]:
     """The chain alone."""
     return ChainClientState(_moved(client, personal, message, rng, settings)[1].last), {}
@@ -220,12 +211,7 @@ def _reject(state: FedPopState, reply: Message) -> str | None:
 
 
 def _own(
-    client: ClientView,
-    personal: ChainClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
+    client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> Own:
     """A longer run of the chain, on the layers that all share."""
     longer = settings._replace(training=settings.training._replace(epochs=settings.draw_epochs))

@@ -6,6 +6,7 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Details, Point, Received, Replies, Report, always
@@ -175,7 +176,7 @@ def _count(settings: _Settings, size: int) -> int:
     return max(1, round(settings.ratio * size))
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> SubnetworkState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> SubnetworkState:
     """Start at the declared prior."""
     del clients, rng
     prior = layout.prior
@@ -191,7 +192,7 @@ def _broadcast(state: SubnetworkState, client_id: str) -> Message:
 
 
 def _update_client(
-    client: ClientView, personal: None, message: Message, rng: np.random.Generator, *, settings: _Settings
+    client: ClientView, personal: None, message: Message, rng: Generator, *, settings: _Settings
 ) -> ClientUpdate[None]:
     """The mode with local weights where all start them, then the subnetwork's variances around it."""
     del personal

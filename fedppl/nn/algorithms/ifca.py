@@ -6,6 +6,7 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._point import weight_of, weights_rule
@@ -106,9 +107,7 @@ def IFCA(
     )
 
 
-def _init(
-    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, clusters: int, spread: float
-) -> IFCAState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, clusters: int, spread: float) -> IFCAState:
     """The declared weights, and others around them."""
     del clients
     start = gaussian.mean(layout.prior)
@@ -131,7 +130,7 @@ def _best(client: ClientView, message: Message) -> tuple[int, Array]:
 
 
 def _update_client(
-    client: ClientView, personal: None, message: Message, rng: np.random.Generator, *, training: Training, weights: str
+    client: ClientView, personal: None, message: Message, rng: Generator, *, training: Training, weights: str
 ) -> ClientUpdate[None]:
     """Choose, train, and say which."""
     del personal
@@ -166,7 +165,7 @@ def _reject(state: IFCAState, reply: Message) -> str | None:
     return None
 
 
-def _own(client: ClientView, personal: None, message: Message, rng: np.random.Generator) -> Own:
+def _own(client: ClientView, personal: None, message: Message, rng: Generator) -> Own:
     """The network that suits the client's rows best."""
     del personal, rng
     return Own(client, _best(client, message)[1], None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
+from numpy.random import Generator
 
 from fedppl.algorithms.averaging._point import weight_of, weights_rule
 from fedppl.algorithms.averaging._server import weighted
@@ -98,7 +98,7 @@ def _update_client(
     client: ClientView,
     personal: None,
     message: Message,
-    rng: np.random.Generator,
+    rng: Generator,
     *,
     training: Training,
     inner: float,

@@ -6,13 +6,12 @@ import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
+from numpy.random import Generator
 
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView
 from fedppl.nn.algorithms import _posteriors
 from fedppl.nn.algorithms._common import whole_network
-from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._posteriors import Normal, PosteriorSettings, PosteriorState, own_normal, reply_of
+from fedppl.nn.algorithms._posteriors import Normal, PosteriorState, Settings, own_normal, reply_of
 from fedppl.nn.algorithms._server import AT_MEAN
 from fedppl.nn.personal import bayes_steps
 from fedppl.nn.view import Own, network_of
@@ -93,12 +92,7 @@ def PFedBayes(
         update_client=functools.partial(_update_client, settings=settings),
         update_server=_posteriors.update_server,
         replies=_posteriors.REPLIES,
-        result=network_result(
-            _posteriors.broadcast,
-            functools.partial(_own, settings=settings),
-            _posteriors.ESTIMATE,
-            _posteriors.details,
-        ),
+        result=_posteriors.result(functools.partial(_own, settings=settings)),
         needs=whole_network("nn.PFedBayes"),
         disclosure=AT_MEAN,
         unreported=functools.partial(_update_unreported, settings=settings),
@@ -106,11 +100,7 @@ def PFedBayes(
 
 
 def _steps(
-    client: ClientView,
-    personal: NormalClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    settings: PosteriorSettings,
+    client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, settings: Settings
 ) -> tuple[Normal, Normal]:
     """q_k and p_k, in torch's order."""
     network = client.view(network_of)
@@ -120,12 +110,7 @@ def _steps(
 
 
 def _update_client(
-    client: ClientView,
-    personal: NormalClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: PosteriorSettings,
+    client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, *, settings: Settings
 ) -> ClientUpdate[NormalClientState]:
     """Steps of q_k and of p_k; p_k travels."""
     q, p = _steps(client, personal, message, rng, settings)
@@ -134,24 +119,14 @@ def _update_client(
 
 
 def _update_unreported(
-    client: ClientView,
-    personal: NormalClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: PosteriorSettings,
+    client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, *, settings: Settings
 ) -> tuple[NormalClientState, Mapping[str, float]]:
     """q_k around the p of this round."""
     return NormalClientState(*_steps(client, personal, message, rng, settings)[0]), {}
 
 
 def _own(
-    client: ClientView,
-    personal: NormalClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: PosteriorSettings,
+    client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, *, settings: Settings
 ) -> Own:
     """q_k after one more round for the client alone."""
     return own_normal(client, _steps(client, personal, message, rng, settings)[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import numpy as np
+from numpy.random import Generator
 
 from fedppl.algorithms.averaging._point import weight_of, weights_rule
 from fedppl.algorithms.averaging._server import weighted
@@ -111,7 +111,7 @@ def PFedMe(
     )
 
 
-def _steps(client: ClientView, message: Message, rng: np.random.Generator, settings: _Settings) -> tuple[Array, Array]:
+def _steps(client: ClientView, message: Message, rng: Generator, settings: _Settings) -> tuple[Array, Array]:
     """w_k and θ_k, in torch's order."""
     network = client.view(network_of)
     w = network.at(message["mean"])
@@ -119,12 +119,7 @@ def _steps(client: ClientView, message: Message, rng: np.random.Generator, setti
 
 
 def _update_client(
-    client: ClientView,
-    personal: MoreauClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
+    client: ClientView, personal: MoreauClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> ClientUpdate[MoreauClientState]:
     """Steps of w_k from φ; θ_k stays."""
     del personal
@@ -134,12 +129,7 @@ def _update_client(
 
 
 def _own(
-    client: ClientView,
-    personal: MoreauClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    settings: _Settings,
+    client: ClientView, personal: MoreauClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> Own:
     """θ_k around the last φ, found anew: it is not what the client keeps."""
     del personal

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._controls import Controls, correction, ends_of, entered, no_controls
@@ -95,7 +96,7 @@ def SCAFFOLD(
     )
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> ScaffoldState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> ScaffoldState:
     """Start at the mean of the declared prior, without a reply."""
     del rng
     where = {client_id: k for k, client_id in enumerate(clients)}
@@ -108,7 +109,7 @@ def _broadcast(state: ScaffoldState, client_id: str) -> Message:
 
 
 def _update_client(
-    client: ClientView, personal: None, message: Message, rng: np.random.Generator, *, training: Training, weights: str
+    client: ClientView, personal: None, message: Message, rng: Generator, *, training: Training, weights: str
 ) -> ClientUpdate[None]:
     """Corrected steps from φ."""
     del personal
