@@ -30,6 +30,7 @@ from fedppl.contracts import (
     Result,
 )
 from fedppl.gaussian import Gaussian
+from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import draw_target, pack_target
 from fedppl.numerics.covariance import Covariance, Omega, exchangeable
