@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from fedppl.types import DataError
 
-__all__ = ["Head", "append", "drop_torn", "head", "lines", "main"]
-
 _START = hashlib.sha256(b"fedppl audit log 1\n").hexdigest()
 
 

@@ -14,23 +14,6 @@ from fedppl.contracts.client import CheckFn, ClientView, Draws
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array, Layout, Message, Status
 
-__all__ = [
-    "Algorithm",
-    "Asked",
-    "ClientUpdate",
-    "Details",
-    "Disclosure",
-    "Needs",
-    "Point",
-    "Posterior",
-    "Received",
-    "Replies",
-    "Report",
-    "Result",
-    "Sampler",
-    "always",
-]
-
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
 S_contra = TypeVar("S_contra", contravariant=True)

@@ -11,8 +11,6 @@ from fedppl.gaussian import Gaussian
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array, Layout, Variable
 
-__all__ = ["CheckFn", "ClientView", "Draws", "Expansion", "LocalInference", "Moments", "Target"]
-
 T = TypeVar("T")
 Rng = np.random.Generator
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Protocol
 from fedppl.contracts.algorithm import AnyAlgorithm
 from fedppl.types import Array, Layout, Message, Status
 
-__all__ = ["Engine", "EngineFactory", "Failure", "Reply", "Request", "SharedReader"]
-
 
 class Request(NamedTuple):
     """What the loop sends to one client. A reply counts only if it carries the same nonce."""

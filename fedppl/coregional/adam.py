@@ -12,8 +12,6 @@ from fedppl.coregional.bound import Globals, Unit, UnitClientState, gradient
 from fedppl.coregional.roles import Roles
 from fedppl.types import Array, LocalFailure
 
-__all__ = ["Adam", "adam_step", "flatten", "flatten_unit", "fresh", "slopes", "unflatten", "unflatten_unit"]
-
 # Where γ is not to be told from 0 or 1 in double precision.
 _ODDS = 30.0
 _LOST = "the bound has no finite gradient; lower learning_rate="

@@ -14,8 +14,6 @@ from fedppl.coregional.server import bound_from, terms_from
 from fedppl.coregional.unit import scalars
 from fedppl.types import Array
 
-__all__ = ["Search", "block_bound", "block_selection_terms", "block_statistics", "conjugate_step", "resized"]
-
 
 class Search(NamedTuple):
     """Where the next step of the means goes: a conjugate direction, and what it was made from."""

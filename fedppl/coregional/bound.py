@@ -21,22 +21,6 @@ from scipy.special import expit, xlogy
 from fedppl.coregional.roles import LogScale, Roles
 from fedppl.types import Array
 
-__all__ = [
-    "Curves",
-    "Design",
-    "Globals",
-    "Unit",
-    "UnitClientState",
-    "curves",
-    "density",
-    "divergence_of_inducing",
-    "divergence_of_selection",
-    "expected_log_likelihood",
-    "gradient",
-    "slab_divergence",
-    "unit_bound",
-]
-
 
 class Design(NamedTuple):
     """What a unit's rows are to the latent functions at given kernel parameters."""

@@ -15,22 +15,6 @@ from fedppl.coregional.unit import best_unit, coefficient_covariance, statistics
 from fedppl.coregional.view import unit_of
 from fedppl.types import Array, DeclarationError, Message
 
-__all__ = [
-    "Coefficients",
-    "SELECTED",
-    "Fitted",
-    "block_diagonal",
-    "draw",
-    "final_message",
-    "only",
-    "predictive",
-    "sample",
-    "selected_only",
-    "settle_new",
-    "settled",
-    "unpack",
-]
-
 # A function with a probability above this is selected.
 SELECTED = 0.5
 _NEW_UNIT_SWEEPS = 50

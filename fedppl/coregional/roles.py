@@ -8,8 +8,6 @@ import numpy as np
 
 from fedppl.types import Array, DeclarationError, Layout
 
-__all__ = ["LogScale", "Roles", "roles"]
-
 
 class LogScale(NamedTuple):
     """Prior N(mean, 1 / precision) of the log of a scale."""

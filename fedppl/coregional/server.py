@@ -12,20 +12,6 @@ from fedppl.coregional.roles import LogScale, Roles
 from fedppl.coregional.unit import scale_mode
 from fedppl.types import Array
 
-__all__ = [
-    "bound",
-    "bound_from",
-    "inducing",
-    "joint_covariance",
-    "maximise",
-    "median",
-    "rescale",
-    "selection",
-    "size_factor",
-    "slab",
-    "terms_from",
-]
-
 
 def bound(totals: Mapping[str, Array], shared: Globals, log_odds: Array) -> float:
     """Σ_m V_m at any q(v), q(α) and σ_w, from the units' statistics; the units' own parameters are in those."""

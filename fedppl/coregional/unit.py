@@ -11,17 +11,6 @@ from fedppl.coregional.bound import Curves, Design, Globals, Unit, UnitClientSta
 from fedppl.coregional.roles import LogScale
 from fedppl.types import Array
 
-__all__ = [
-    "OwnFit",
-    "best_unit",
-    "coefficient_covariance",
-    "own_fit",
-    "random_unit",
-    "scalars",
-    "scale_mode",
-    "statistics",
-]
-
 _LOG_2PI = float(np.log(2 * np.pi))
 
 

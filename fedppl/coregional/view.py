@@ -21,8 +21,6 @@ from fedppl.model.client import ClientModel
 from fedppl.numerics.prior import gaussian_prior
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
-__all__ = ["CoregionalUnit", "unit_of"]
-
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _KEPT = 16

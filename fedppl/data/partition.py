@@ -14,7 +14,6 @@ from fedppl.types import DataError, DeclarationError
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Partition", "concept_drift", "dirichlet", "feature_skew", "label_skew", "plot", "quantity", "table"]
 
 Rows = NDArray[np.int64]
 

@@ -15,8 +15,6 @@ from fedppl.engine.policy import Policy
 from fedppl.storage import checkpoint
 from fedppl.types import DataError
 
-__all__ = ["in_folder"]
-
 # Lines of what is refused or costs nothing, after which only each that doubles their number is written: a server may
 # ask without end.
 _ALL_OF = 1000

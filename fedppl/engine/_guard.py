@@ -20,21 +20,6 @@ from fedppl.engine.policy import Policy, Release
 from fedppl.storage import digest as _digest
 from fedppl.types import DeclarationError, Layout
 
-__all__ = [
-    "REFUSED",
-    "Guard",
-    "Ledger",
-    "Run",
-    "admit",
-    "admit_algorithm",
-    "concluded",
-    "digest",
-    "in_memory",
-    "refuse_data",
-    "released",
-    "replayed",
-]
-
 logger = logging.getLogger(__name__)
 
 # All that a server is told of a refusal, whatever the rule.

@@ -11,8 +11,6 @@ from pytensor.graph.traversal import ancestors
 from fedppl.engine.policy import Holdings
 from fedppl.model._graph import PYTHON_MODE
 
-__all__ = ["holdings"]
-
 _known: weakref.WeakKeyDictionary[Any, Holdings] = weakref.WeakKeyDictionary()
 
 

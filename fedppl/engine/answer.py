@@ -12,8 +12,6 @@ from fedppl.engine._guard import REFUSED, Guard, admit, released
 from fedppl.numerics.streams import stream
 from fedppl.types import DeclarationError, LocalFailure
 
-__all__ = ["REFUSED", "answer", "require_fit", "say_unused"]
-
 logger = logging.getLogger(__name__)
 
 

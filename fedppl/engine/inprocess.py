@@ -17,8 +17,6 @@ from fedppl.engine.policy import Policy
 from fedppl.settings import shown, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 
-__all__ = ["InProcess", "InProcessEngine"]
-
 
 class InProcessEngine:
     """Clients' models and personal states by id; see `InProcess`."""

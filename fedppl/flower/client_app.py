@@ -21,8 +21,6 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.settings import shown, whole
 from fedppl.types import DeclarationError
 
-__all__ = ["client_app"]
-
 
 def client_app(
     federated_model: FederatedModel,

@@ -16,8 +16,6 @@ import numpy as np
 
 from fedppl.run.replies import one_line
 
-__all__ = ["Malformed", "arrays", "brief", "name", "parsed", "reading", "require", "text", "texts", "whole"]
-
 ARRAYS_BYTES = 2**30  # where nobody knows what to expect: two dense priors of the largest networks that were tried
 ARRAYS = 1_000  # shared variables and deterministics that a reader of draws may tell
 TEXTS = 32  # an introduction has eleven

@@ -21,8 +21,6 @@ from fedppl.run.participation import Participation
 from fedppl.settings import positive, shown, whole
 from fedppl.types import DeclarationError
 
-__all__ = ["grid", "server_app", "simulation"]
-
 
 def grid(
     grid: Grid,

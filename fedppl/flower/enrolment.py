@@ -14,17 +14,6 @@ from fedppl.flower.decode import brief
 from fedppl.flower.hello import Hello, Terms
 from fedppl.types import Layout, Message
 
-__all__ = [
-    "SERVER",
-    "agreed",
-    "difference",
-    "disagreement",
-    "other_terms",
-    "reading",
-    "reference",
-    "why_no_draws",
-]
-
 SERVER = "the server"
 
 # Sites compute with libraries of their own, and sums are rounded in another order.

@@ -24,8 +24,6 @@ from fedppl.flower.roll import Own, Roll
 from fedppl.run.replies import MOST_INFOS, one_line
 from fedppl.types import Layout, Message, Status
 
-__all__ = ["GridEngine", "GridSettings", "Own"]
-
 logger = logging.getLogger(__name__)
 
 # Sites that read draws of φ for a server that cannot: so many that a minority of all sites is one of these too.

@@ -22,8 +22,6 @@ from fedppl.model._fingerprint import PROBES, fingerprint
 from fedppl.numerics.prior import DENSE
 from fedppl.types import Layout, Message, Variable
 
-__all__ = ["Hello", "Terms", "labels", "pack_hello", "unpack_hello", "unpack_terms"]
-
 # Of the shared prior's means and sds: nobody declares others, and their squares overflow.
 _IMPLAUSIBLE = 1e100
 _VARIABLES = 1_000  # and as many deterministics, dims and settings

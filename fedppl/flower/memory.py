@@ -13,8 +13,6 @@ from fedppl.model.client import ClientModel
 from fedppl.storage import checkpoint, digest
 from fedppl.types import DeclarationError, LocalFailure, Message
 
-__all__ = ["Kept", "Memory", "Seal", "file_memory", "keep_seal", "name_of_kept", "recalled", "same_data"]
-
 logger = logging.getLogger(__name__)
 
 

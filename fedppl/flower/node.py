@@ -32,8 +32,6 @@ from fedppl.results.at_client import client_posterior
 from fedppl.storage import checkpoint
 from fedppl.types import DeclarationError, LocalFailure, Message
 
-__all__ = ["Node", "answer_request", "conclude", "constrain", "enrolled", "introduce"]
-
 logger = logging.getLogger(__name__)
 
 # Seconds that a request waits for the one before it.

@@ -18,8 +18,6 @@ from fedppl.flower import wire as _wire
 from fedppl.flower.decode import require
 from fedppl.flower.records import to_content
 
-__all__ = ["Letter", "Post", "content_of", "trouble"]
-
 # What goes wrong in Flower where a message is not what it says; other errors are the connection's.
 _UNREADABLE = (
     ValueError,

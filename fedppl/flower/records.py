@@ -11,8 +11,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from fedppl.flower import decode as _decode
 from fedppl.types import Message
 
-__all__ = ["ASK", "CONCLUDE", "CONSTRAIN", "HELLO", "from_content", "texts_of", "to_content"]
-
 # Message types: category and action.
 HELLO, ASK, CONSTRAIN, CONCLUDE = "query.fedppl_hello", "train.fedppl", "query.fedppl_constrain", "evaluate.fedppl"
 

@@ -18,8 +18,6 @@ from fedppl.flower.records import HELLO, from_content, texts_of
 from fedppl.run.replies import one_line
 from fedppl.types import DeclarationError, Layout
 
-__all__ = ["Own", "Roll"]
-
 logger = logging.getLogger(__name__)
 
 # Calls to new sites that may wait for an answer: Flower's simulation looks through all messages for every node.

@@ -30,8 +30,6 @@ from fedppl.contracts import AnyAlgorithm, Failure, Reply, Request, SharedReader
 from fedppl.model.declaration import FederatedModel
 from fedppl.types import Layout, Message, Status
 
-__all__ = ["SimulationEngine", "start"]
-
 logger = logging.getLogger(__name__)
 
 _QUIET = {

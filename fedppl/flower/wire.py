@@ -16,8 +16,6 @@ from fedppl.flower.decode import whole as whole_number
 from fedppl.run.replies import MOST_INFOS, one_line, why_no_info
 from fedppl.types import Message, Status
 
-__all__ = ["Parcel", "pack_reply", "pack_request", "unpack_conclusion", "unpack_reply", "unpack_request"]
-
 Parcel = tuple[Message, dict[str, str]]  # arrays, and texts by name
 
 

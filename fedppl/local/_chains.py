@@ -12,8 +12,6 @@ import pymc as pm
 
 from fedppl.types import Array
 
-__all__ = ["by_nutpie", "by_pymc"]
-
 _one_at_a_time = threading.Lock()  # PyMC's step methods keep state that threads would share
 
 

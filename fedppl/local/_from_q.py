@@ -25,8 +25,6 @@ from fedppl.numerics.importance import (
 )
 from fedppl.types import Array
 
-__all__ = ["Factor", "moments", "trusted"]
-
 # Where a quadratic leaves more than this of the log weights unexplained, four times as many points are used.
 _REMAINDERS = ((1, 0.02), (4, 0.2), (16, np.inf))
 _GRADIENT_REMAINDERS = ((1, 0.2), (4, np.inf))

@@ -23,8 +23,6 @@ from fedppl.numerics.marginal import _marginal_near, _origin, _third
 from fedppl.numerics.newton import DATA, KERNEL, MATRIX, OK, VECTOR, entry
 from fedppl.types import Array
 
-__all__ = ["LeftOut", "difference_batch", "differences", "left_out"]
-
 _NODES = {1: 9, 2: 7, 3: 5}  # of each coordinate
 _POINTS = 256  # where there are more coordinates
 # Relative ESS of importance weights below which they say nothing, and above which all; in between Δ counts in part, so

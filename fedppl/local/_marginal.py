@@ -16,8 +16,6 @@ from fedppl.numerics.marginal import expand_marginal, gradient_batch, inner_mode
 from fedppl.numerics.newton import OK
 from fedppl.types import Array, LocalFailure
 
-__all__ = ["difference", "expand", "gradients", "is_exact", "left_out", "log_factor", "modes", "values"]
-
 _ROUNDING = 1e-7
 
 

@@ -8,8 +8,6 @@ from fedppl.contracts import ClientView
 from fedppl.numerics.marginal import inner_mode_at, site_batch
 from fedppl.types import Array
 
-__all__ = ["no_mode"]
-
 # Beyond this a log density has no digits left for the differences that a search goes by.
 _BEYOND = 1e12
 # A scale that the search left this much smaller, e^-4 = .02 times where it began, is on its way to zero.

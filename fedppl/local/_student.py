@@ -17,8 +17,6 @@ from fedppl.numerics.importance import WeightedMoments, effective_size, normalis
 from fedppl.numerics.kept import kept
 from fedppl.types import Array
 
-__all__ = ["StudentSample", "sample"]
-
 _DEGREES = 5.0
 _SCRAMBLES = 8  # independent ones, whose moments' spread is the error
 _FITS = 8

@@ -15,8 +15,6 @@ from fedppl.numerics.importance import pareto_k, stream_of, whitened_points
 from fedppl.settings import whole
 from fedppl.types import Array, LocalFailure
 
-__all__ = ["ADVI", "MeanField"]
-
 
 def ADVI(*, points: int = 256, max_iterations: int = 2000) -> LocalInference:
     r"""Full-rank Gaussian variational fit of the tilted distribution.

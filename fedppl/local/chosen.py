@@ -8,8 +8,6 @@ from fedppl.contracts import LocalInference
 from fedppl.settings import not_called, shown
 from fedppl.types import DeclarationError
 
-__all__ = ["local_inference"]
-
 _INFERENCES = ("NestedLaplace", "NUTS", "ADVI", "MeanField", "Laplace", "GradientSteps")
 
 

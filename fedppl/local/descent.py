@@ -21,8 +21,6 @@ from fedppl.numerics.newton import DATA, INTEGERS, KERNEL, MATRIX, VECTOR, entry
 from fedppl.settings import positive, whole
 from fedppl.types import Array, DataError, LocalFailure
 
-__all__ = ["Descent", "Objective", "check_batches", "checked", "descend"]
-
 # Full-gradient steps that raise a client's loss by more than this many nats a row have diverged; smaller rises are an
 # oscillation that may still settle.
 _RISE = 1.0

@@ -12,8 +12,6 @@ from fedppl.local.tilted import gaussian_draws, gaussian_moments, log_tilted, ne
 from fedppl.settings import positive, whole
 from fedppl.types import Array, LocalFailure
 
-__all__ = ["GradientSteps"]
-
 
 class _Settings(NamedTuple):
     steps: int

@@ -15,8 +15,6 @@ from fedppl.local.tilted import (
 )
 from fedppl.types import Array, LocalFailure
 
-__all__ = ["Laplace"]
-
 
 def Laplace() -> LocalInference:
     r"""Gaussian at the joint mode of the tilted distribution over (φ, θ).

@@ -20,8 +20,6 @@ from fedppl.numerics.marginal import site_batch
 from fedppl.settings import between, flag, whole
 from fedppl.types import Array, LocalFailure
 
-__all__ = ["NestedLaplace"]
-
 _AT_ONCE = 2**24  # numbers in the factors that are held at a time
 
 

@@ -15,8 +15,6 @@ from fedppl.results.idata import chain_diagnostics
 from fedppl.settings import between, one_of, whole
 from fedppl.types import Array, DeclarationError, LocalFailure
 
-__all__ = ["NUTS"]
-
 _HAS_NUTPIE = importlib.util.find_spec("nutpie") is not None
 
 

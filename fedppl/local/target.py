@@ -9,8 +9,6 @@ from fedppl.contracts import Asked, ClientView, Draws, LocalInference, Target
 from fedppl.gaussian import Gaussian
 from fedppl.types import Layout, Message
 
-__all__ = ["at_points", "at_target", "draw_target", "pack_target", "unpack_target"]
-
 
 def pack_target(q: Gaussian, cavity: Gaussian, prior_share: float) -> Message:
     """Natural parameters of q and of the cavity, precisions as packed triangles."""

@@ -10,16 +10,6 @@ from fedppl.contracts import ClientView, Draws, Moments, Target
 from fedppl.numerics.newton import difference_hessian
 from fedppl.types import Array, DeclarationError
 
-__all__ = [
-    "gaussian_draws",
-    "gaussian_moments",
-    "log_tilted",
-    "moments_of",
-    "negative_hessian",
-    "require_smooth",
-    "start",
-]
-
 
 def require_smooth(client: ClientView, why: str) -> None:
     """Raise DeclarationError where the log density has a kink, which `why` says what it does to."""

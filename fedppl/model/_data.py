@@ -10,9 +10,6 @@ import numpy as np
 
 from fedppl.types import DataError
 
-__all__ = ["as_arrays", "fits_integers", "group_by_columns", "needs_same_keys", "one_type"]
-
-
 _EXACT = 2**53  # whole numbers that a float holds
 _INTEGERS = 2.0**31  # PyMC keeps integers in 32 bits, and cuts larger ones down without a word
 

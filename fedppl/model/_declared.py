@@ -12,8 +12,6 @@ from fedppl.model._enrolment import containers, mismatch, require_arguments
 from fedppl.model._template import Template
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
-__all__ = ["Declared", "built", "lengths_of", "opened", "parts_of", "shapes", "template_of"]
-
 
 class Declared(NamedTuple):
     """The user's builder, and the names of the free variables that all clients share."""

@@ -13,19 +13,6 @@ from pytensor.graph.traversal import ancestors
 from fedppl.model import _graph
 from fedppl.types import DataError, DeclarationError, Variable
 
-__all__ = [
-    "builder_name",
-    "containers",
-    "held_exactly",
-    "ignored_data",
-    "mismatch",
-    "other_model",
-    "other_prior",
-    "private_prior",
-    "require_arguments",
-    "require_same_variables",
-]
-
 
 def builder_name(builder: Any) -> str:
     """What a reader would call a builder: a function, a partial of one, or an object that is called."""

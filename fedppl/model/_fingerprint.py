@@ -12,8 +12,6 @@ from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array, Variable
 
-__all__ = ["PROBES", "fingerprint", "probes"]
-
 PROBES = 3  # points at which the density of the shared prior is told
 
 

@@ -23,26 +23,6 @@ from pytensor.tensor.shape import Shape, Shape_i
 
 from fedppl.types import Array, DeclarationError, Variable
 
-__all__ = [
-    "Parts",
-    "SiteGraph",
-    "alone",
-    "batched",
-    "computed_from_shared",
-    "constrained_graph",
-    "dissect",
-    "indexes_by_data",
-    "initial_values",
-    "lengths",
-    "observed_through",
-    "open_lengths",
-    "prior_graph",
-    "python_function",
-    "site_graph",
-    "values_read",
-    "variables",
-]
-
 # Functions that run once per fit are interpreted: compiling them would take longer than every call together.
 PYTHON_MODE = Mode(linker="py", optimizer="fast_compile")
 

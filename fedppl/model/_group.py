@@ -29,8 +29,6 @@ from fedppl.model._template import Template
 from fedppl.model.client import ClientModel
 from fedppl.types import DataError, DeclarationError
 
-__all__ = ["client_of", "enrol_group", "of_another_type"]
-
 Clients = Mapping[str, Mapping[str, Any]]
 
 

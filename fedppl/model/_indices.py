@@ -14,8 +14,6 @@ from pytensor.graph.traversal import ancestors
 from fedppl.model import _graph
 from fedppl.types import DataError
 
-__all__ = ["Indices", "read_indices", "require_not_negative", "site_indices"]
-
 
 class Indices(NamedTuple):
     """Index expressions, the containers that each is computed from, and their values as a function of the inputs.

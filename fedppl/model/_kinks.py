@@ -23,8 +23,6 @@ from pytensor.tensor.sort import ArgSortOp, SortOp
 from fedppl.model import _graph
 from fedppl.types import Array
 
-__all__ = ["find_kink", "points"]
-
 _PRIOR_DRAWS = 48
 _CROSSINGS = 3  # looked at for each place in the graph
 _COMPARISONS = (scalar.LT, scalar.LE, scalar.GT, scalar.GE)

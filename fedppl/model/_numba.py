@@ -15,8 +15,6 @@ from pytensor.tensor.basic import tensor_copy
 from pytensor.tensor.blas import BatchedDot
 from pytensor.tensor.elemwise import DimShuffle
 
-__all__ = ["MODE", "without_notices"]
-
 
 def _contiguous(fgraph: Any, node: Any) -> list[Any] | None:
     """Copy a batch that is a view with other axes before it is multiplied.

@@ -10,8 +10,6 @@ import numpy as np
 
 from fedppl.numerics.newton import PACKED
 
-__all__ = ["pack", "unpacking_kernel"]
-
 
 def pack(arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
     """Return (reals, integers, where): where holds start, stop and shape of each array in turn."""

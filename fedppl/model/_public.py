@@ -17,8 +17,6 @@ from pytensor.graph.traversal import ancestors
 from fedppl.model import _graph, _same
 from fedppl.types import Variable
 
-__all__ = ["Public", "altered", "attempt", "prior_of_data", "read_public", "rebuilt"]
-
 Arrays = Mapping[str, Any]
 Built = tuple[_graph.Parts, ...] | None  # models on altered data; None where the builder fails on some of them
 

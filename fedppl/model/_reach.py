@@ -11,8 +11,6 @@ from pytensor.graph.traversal import ancestors
 from fedppl.model import _graph
 from fedppl.model._public import altered, attempt
 
-__all__ = ["ignores_data"]
-
 Build = Callable[[Mapping[str, Any]], _graph.Parts]
 
 _FAR = 1e9  # past what data are compared with, and within 32 bits

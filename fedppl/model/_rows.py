@@ -12,8 +12,6 @@ from fedppl.model._pack import pack
 from fedppl.model._template import Template
 from fedppl.types import DataError
 
-__all__ = ["batches", "count", "take"]
-
 
 def count(parts: Parts, arrays: Mapping[str, Any]) -> int:
     """Number of observations: the length of what is observed, summed where observed arrays differ in length."""

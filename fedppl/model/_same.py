@@ -14,16 +14,6 @@ from pytensor.graph.traversal import ancestors
 from fedppl.model import _graph
 from fedppl.types import Array, Variable
 
-__all__ = [
-    "same_computations",
-    "same_constants",
-    "same_graph",
-    "same_outputs",
-    "same_prior",
-    "same_types",
-    "same_values",
-]
-
 _POINTS = 3
 
 

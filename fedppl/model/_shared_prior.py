@@ -20,8 +20,6 @@ from fedppl.numerics.newton import density_batch
 from fedppl.numerics.prior import SharedPrior, gaussian_prior, moment_match
 from fedppl.types import Array, DeclarationError, Layout, Variable
 
-__all__ = ["shared_layout"]
-
 _PRIOR_DRAWS = 4000
 
 

@@ -12,8 +12,6 @@ from fedppl.model._indices import require_not_negative
 from fedppl.model.client import ClientModel
 from fedppl.types import Array, DataError
 
-__all__ = ["require_same_layout", "require_start", "require_whole"]
-
 
 def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
     """Evaluate the log density once: shapes that do not fit and impossible data show here, not in round 7.

@@ -18,8 +18,6 @@ from fedppl.model._pack import unpacking_kernel
 from fedppl.model._public import Public
 from fedppl.types import Array, Variable
 
-__all__ = ["Template", "compilations", "kernel_of"]
-
 _KERNELS_KEPT = 64
 _kernels: list[tuple[_graph.SiteGraph, Callable[..., Any]]] = []  # the last ones compiled
 _in_use: weakref.WeakKeyDictionary[_graph.SiteGraph, Callable[..., Any]] = weakref.WeakKeyDictionary()

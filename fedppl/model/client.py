@@ -22,8 +22,6 @@ from fedppl.model._template import Template
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array, DeclarationError, Layout, Variable, coordinate_labels
 
-__all__ = ["ClientModel", "dims_and_coords"]
-
 T = TypeVar("T")
 
 _KINKS_SOUGHT = 3  # clients of one template

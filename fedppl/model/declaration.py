@@ -15,8 +15,6 @@ from fedppl.model._template import Template
 from fedppl.model.client import ClientModel
 from fedppl.types import DataError, DeclarationError
 
-__all__ = ["FederatedModel"]
-
 
 @dataclass(frozen=True, eq=False)
 class FederatedModel:

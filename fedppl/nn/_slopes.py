@@ -13,8 +13,6 @@ from fedppl.nn.functional import Places, call, cast, parameter_slices, state_of
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array
 
-__all__ = ["Slopes", "chunks", "evaluate", "rows_of", "slopes", "tensor"]
-
 _NUMBERS = 2**25  # in one array of a chunk
 _LOOKED_AT = 3  # rows, to see whether a layer's derivatives factor
 

@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 
 from fedppl.types import DeclarationError
 
-__all__ = ["Places", "call", "cast", "own_copy", "parameter_slices", "pieces", "require_pure", "size_of", "state_of"]
-
-
 Places = NDArray[np.integer[Any]]  # positions in a flat vector of weights
 
 

@@ -19,8 +19,6 @@ from fedppl.nn.train import mean_loss
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError
 
-__all__ = ["Head", "expected_loss", "features", "find_head", "head_slopes", "without_head"]
-
 _LOOKED_AT = 3
 
 

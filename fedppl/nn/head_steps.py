@@ -25,8 +25,6 @@ from fedppl.nn.train import (
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, LocalFailure
 
-__all__ = ["HeadSteps", "head_posterior", "train_below"]
-
 _BLOCK = 200_000  # numbers that are drawn at once
 
 

@@ -14,8 +14,6 @@ from fedppl.nn.train import RISE, Leaves, Training, arranged, mean_loss, optimiz
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, LocalFailure
 
-__all__ = ["Chain", "langevin_steps"]
-
 
 class Chain(NamedTuple):
     """A run of the chain."""

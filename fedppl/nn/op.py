@@ -16,8 +16,6 @@ from pytensor.graph.op import Op
 from fedppl.nn.functional import call, cast, own_copy, require_pure, size_of, state_of
 from fedppl.types import Array, DeclarationError
 
-__all__ = ["ModuleOp", "module", "parameter_names", "parameters"]
-
 
 def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = None) -> Any:
     r"""Evaluate a network on weights and inputs that stand in a PyMC model.

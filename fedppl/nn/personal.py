@@ -13,8 +13,6 @@ from fedppl.nn.train import RISE, Training, mean_loss, outcomes
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, LocalFailure
 
-__all__ = ["bayes_steps", "loss_at", "meta_steps", "moreau_steps"]
-
 
 def loss_at(unit: NetworkUnit, w: Array, *, dtype: torch.dtype = torch.float32) -> float:
     """Mean negative log likelihood of the client's rows at w (d,)."""

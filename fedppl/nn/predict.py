@@ -20,8 +20,6 @@ from fedppl.results.fit import Fit
 from fedppl.settings import between, one_of, whole
 from fedppl.types import Array, DataError, DeclarationError
 
-__all__ = ["network", "personalise", "predict", "probabilities"]
-
 _LINKS = ("scaled", "by class", "monte carlo", "probit", "map")
 
 

@@ -25,17 +25,6 @@ from fedppl.nn.functional import Places
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError
 
-__all__ = [
-    "Subnetwork",
-    "curvature",
-    "curvature_diagonal",
-    "infer",
-    "inferred",
-    "outputs",
-    "output_covariance",
-    "select",
-]
-
 
 class Subnetwork(NamedTuple):
     """q(w): normal in the weights of a subnetwork, and a point in all others."""

@@ -13,18 +13,6 @@ from fedppl.nn.functional import Places, cast, parameter_slices, pieces
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, LocalFailure
 
-__all__ = [
-    "Leaves",
-    "Training",
-    "arranged",
-    "mean_loss",
-    "optimizer_of",
-    "outcomes",
-    "require_bounded",
-    "take_step",
-    "train",
-]
-
 # Training that raises the mean loss of a row by more than this many nats has diverged.
 RISE = 1.0
 

@@ -13,8 +13,6 @@ from fedppl.model._enrolment import held_exactly
 from fedppl.nn.functional import Places, call, cast, own_copy, state_of
 from fedppl.types import Array, DataError
 
-__all__ = ["DeclaredNetwork", "Likelihood", "NetworkUnit", "log_likelihood"]
-
 
 class Likelihood(NamedTuple):
     """How outputs meet outcomes."""

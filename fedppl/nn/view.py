@@ -24,8 +24,6 @@ from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.unit import DeclaredNetwork, Likelihood, NetworkUnit, log_likelihood
 from fedppl.types import Array, DeclarationError, Message, Variable
 
-__all__ = ["Network", "NetworkResult", "Own", "PersonaliseFn", "network_of"]
-
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _CONTRACT = (

@@ -12,23 +12,6 @@ from scipy.stats import qmc
 from fedppl.numerics.kept import kept
 from fedppl.types import Array
 
-__all__ = [
-    "WeightedMoments",
-    "controlled_moments",
-    "departure",
-    "effective_size",
-    "enough_points",
-    "fresh_points",
-    "has_enough_points",
-    "normalise",
-    "pareto_k",
-    "resample",
-    "skewness",
-    "stream_of",
-    "weighted_moments",
-    "whitened_points",
-]
-
 
 def stream_of(client_id: str) -> int:
     """One of 256 streams of points for a client, so that errors of clients do not add up, yet points are kept."""

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from fedppl.types import Array
 
-__all__ = ["kept"]
-
 
 def kept(most_bytes: int) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
     """Keep a function's arrays, read-only, up to `most_bytes` in all: their number says nothing of their size.

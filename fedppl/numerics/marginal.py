@@ -26,8 +26,6 @@ from fedppl.numerics.newton import (
     solve,
 )
 
-__all__ = ["expand_marginal", "gradient_batch", "inner_mode_at", "marginal_batch", "site_batch"]
-
 CUBE = types.float64[:, :, ::1]
 
 

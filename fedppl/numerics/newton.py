@@ -17,8 +17,6 @@ import numba
 import numpy as np
 from numba import types
 
-__all__ = ["NO_MODE", "NOT_FINITE", "OK", "PACKED", "VECTOR", "density_batch", "difference_hessian", "entry", "jit"]
-
 jit: Callable[..., Any] = numba.njit(nogil=True, cache=True)
 
 OK = 0

@@ -12,8 +12,6 @@ from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array, DeclarationError
 
-__all__ = ["DENSE", "SharedPrior", "gaussian_prior", "moment_match"]
-
 DENSE = 2000  # coordinates, beyond which a prior has no matrix
 
 

@@ -6,8 +6,6 @@ import numpy as np
 
 from fedppl.types import Array
 
-__all__ = ["precision_from_draws"]
-
 
 def precision_from_draws(draws: Array) -> Array:
     """Estimate a precision from draws (n, m) by (n − m − 2) S⁻¹ with the scatter S = Σ (xᵢ − x̄)(xᵢ − x̄)ᵀ.

@@ -14,8 +14,6 @@ import numpy as np
 from fedppl.numerics.importance import WeightedMoments, normalise, pareto_k, weighted_moments
 from fedppl.types import Array
 
-__all__ = ["SteinMoments", "departure", "points_for", "skewness", "stein_moments"]
-
 
 class SteinMoments(NamedTuple):
     """Moments of N(0, I) times the weights, and how far to trust them."""

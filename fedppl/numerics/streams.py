@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["stream"]
-
 
 def stream(seed: tuple[int, ...]) -> np.random.Generator:
     """Random stream of a (seed, round, client) triple."""

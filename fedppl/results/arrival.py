@@ -9,8 +9,6 @@ from fedppl.contracts import AnyAlgorithm, Posterior, SharedReader
 from fedppl.results.records import Record
 from fedppl.types import Layout, NotConvergedError, Status
 
-__all__ = ["Ended", "require_arrived", "unarrived"]
-
 
 class Ended(Protocol):
     """What is read of a fit here; `fedppl.results.fit.Fit` is one."""

@@ -16,8 +16,6 @@ from fedppl.results import idata
 from fedppl.results.predict import predictions
 from fedppl.types import Message, Status
 
-__all__ = ["client_posterior"]
-
 logger = logging.getLogger(__name__)
 
 

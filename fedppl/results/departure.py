@@ -11,8 +11,6 @@ import numpy as np
 
 from fedppl.results.fallbacks import Infos
 
-__all__ = ["sentence", "shortfall"]
-
 _MENTIONED = 0.05
 _MOST = 1e3
 _COUNTED = 0.3  # beyond it the orders that are left out matter as much as the one that is not

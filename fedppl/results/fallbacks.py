@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-__all__ = ["Infos", "earlier", "fallen", "last_infos", "listed", "log", "note", "sentence", "unchecked"]
-
 logger = logging.getLogger(__name__)
 
 Infos = Mapping[str, Mapping[str, float]]  # diagnostics by name, by client

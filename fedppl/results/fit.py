@@ -24,8 +24,6 @@ from fedppl.results.records import Record, rounds_dataset
 from fedppl.settings import whole
 from fedppl.types import Array, DeclarationError, Layout, Status
 
-__all__ = ["Fit", "Record"]
-
 # For who looks at the posterior group with tools that were made for MCMC.
 _SAMPLING = (
     "independent draws of the approximation: r_hat and ess describe the draws, not how good it is; see fit.summary()"

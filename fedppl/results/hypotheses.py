@@ -14,8 +14,6 @@ from fedppl.results.arrival import require_arrived
 from fedppl.settings import between, shown
 from fedppl.types import DeclarationError
 
-__all__ = ["contrast", "hypotheses"]
-
 
 def contrast(first: Any, second: Any, var_name: str, *, coords: Mapping[str, Any] | None = None) -> xr.DataArray:
     r"""Draws of the difference of one variable between two results, or between two entries of one.

@@ -13,8 +13,6 @@ import xarray as xr
 
 from fedppl.types import Array
 
-__all__ = ["chain_diagnostics", "dataset", "from_groups", "posterior_dataset", "write"]
-
 _IS_TREE = int(importlib.metadata.version("arviz").split(".")[0]) >= 1
 
 

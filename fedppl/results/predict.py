@@ -18,8 +18,6 @@ from fedppl.model.client import ClientModel
 from fedppl.results import idata
 from fedppl.types import DataError
 
-__all__ = ["predictions"]
-
 
 def predictions(
     client: ClientModel,

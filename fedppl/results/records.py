@@ -11,8 +11,6 @@ import xarray as xr
 from fedppl.results import idata
 from fedppl.types import Array, Status
 
-__all__ = ["Record", "rounds_dataset"]
-
 
 class Record(NamedTuple):
     """What happened in one round."""

@@ -16,8 +16,6 @@ from fedppl.results.fallbacks import fallen, last_infos
 from fedppl.settings import between
 from fedppl.types import Array, DeclarationError
 
-__all__ = ["summary"]
-
 
 def summary(fit: Ended, var_names: Sequence[str] | str | None, ci_prob: float, round_to: int | None) -> pd.DataFrame:
     """See `Fit.summary`."""

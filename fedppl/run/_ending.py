@@ -11,8 +11,6 @@ from fedppl.run._round import without_numbers
 from fedppl.run._run import Run
 from fedppl.types import Status
 
-__all__ = ["ending"]
-
 
 def _distinct(reasons: Iterable[str]) -> str:
     """At most three reasons that differ in more than their numbers."""

@@ -18,8 +18,6 @@ from fedppl.run._run import Run, add, save
 from fedppl.run.replies import n_bytes, one_line, received, released, why_not
 from fedppl.types import DeclarationError, Message, Status
 
-__all__ = ["Round", "one_round", "without_numbers"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ from fedppl.storage import checkpoint as checkpoints
 from fedppl.storage import digest as _digest
 from fedppl.types import Array, DataError, DeclarationError, Layout
 
-__all__ = ["Run", "add", "keep_at", "save"]
-
 logger = logging.getLogger(__name__)
 
 

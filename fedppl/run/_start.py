@@ -19,8 +19,6 @@ from fedppl.run.participation import Participation, as_participation
 from fedppl.storage import checkpoint as checkpoints
 from fedppl.types import DeclarationError
 
-__all__ = ["seed_of", "start"]
-
 
 def start(
     model: FederatedModel,

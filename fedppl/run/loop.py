@@ -29,8 +29,6 @@ from fedppl.run.participation import Participation
 from fedppl.run.progress import Progress
 from fedppl.types import ConvergenceWarning, DataError, DeclarationError, Status
 
-__all__ = ["Round", "fit", "rounds"]
-
 logger = logging.getLogger(__name__)
 
 # A converged fit whose sds may be too small by more than this part is told as a warning.

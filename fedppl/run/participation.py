@@ -11,8 +11,6 @@ from scipy.stats import binom
 from fedppl.settings import between, shown, whole
 from fedppl.types import DeclarationError
 
-__all__ = ["Participation", "all_clients", "as_participation", "bernoulli", "fixed_size"]
-
 Participation = Callable[[Sequence[str], np.random.Generator], tuple[str, ...]]
 
 

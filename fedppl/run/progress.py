@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import rich.progress
 
-__all__ = ["Progress"]
-
 
 class Progress:
     """A progress bar with the last change, or nothing."""

@@ -11,9 +11,6 @@ from numpy.typing import NDArray
 from fedppl.contracts import Failure, Received, Reply, Request
 from fedppl.types import Layout, Message
 
-__all__ = ["MOST_INFOS", "n_bytes", "received", "one_line", "released", "sum_replies", "why_no_info", "why_not"]
-
-
 # Of a reason that came from elsewhere, so that nobody can flood a log or forge its lines.
 _LONGEST = 500
 # Diagnostics of one reply, and of one client over a run; the table of rounds has a column for each.

@@ -15,8 +15,6 @@ from fedppl.types import (
     DeclarationError,
 )
 
-__all__ = ["grid"]
-
 
 def grid(build: Callable[..., AnyAlgorithm], **values: Sequence[Any]) -> dict[str, AnyAlgorithm]:
     """Every combination of settings, by name.

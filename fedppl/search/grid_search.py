@@ -25,8 +25,6 @@ from fedppl.types import (
     Status,
 )
 
-__all__ = ["Search", "grid_search"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ from fedppl.types import (
     Message,
 )
 
-__all__ = ["Clients", "Loss", "ValidationLoss", "validation_loss"]
-
 Clients = Mapping[str, Mapping[str, Any]]
 Loss = Callable[[Any, Mapping[str, Any]], float]
 

@@ -17,8 +17,6 @@ from fedppl.types import (
     DeclarationError,
 )
 
-__all__ = ["holdout"]
-
 
 def holdout(
     clients: Clients, fraction: float = 0.2, *, rows: Sequence[str] | None = None, random_seed: int

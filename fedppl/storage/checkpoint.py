@@ -17,10 +17,8 @@ from typing import IO, Any, NamedTuple
 
 from fedppl.storage import codec as _codec
 from fedppl.storage import key as _key
-from fedppl.storage.signed import FORMAT, MOST, decoded, pack, unpack, verified
+from fedppl.storage.signed import FORMAT, MOST, decoded, pack, verified
 from fedppl.types import DeclarationError
-
-__all__ = ["CONTENT", "Kept", "load", "pack", "read", "replace", "require_writable", "unpack", "write"]
 
 _RECORDS = b"fedppl records %d\n" % FORMAT
 _LENGTH = struct.Struct("<Q")  # before each record

@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from fedppl.types import DeclarationError
 
-__all__ = ["Unreadable", "decode", "encode"]
-
 _PREFIX = struct.Struct("<QQ")  # bytes of JSON, bytes of arrays
 _MOST_JSON = 2**28  # bytes
 _DEEPEST = 64

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LENGTH", "matches", "seal"]
-
 _SALT = 16
 LENGTH = _SALT + 32  # of a seal in bytes
 

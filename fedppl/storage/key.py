@@ -9,8 +9,6 @@ from pathlib import Path
 
 from fedppl.types import DeclarationError
 
-__all__ = ["VARIABLE", "of_owner", "path"]
-
 VARIABLE = "FEDPPL_KEY_FILE"
 _LENGTH, _LONGEST = 32, 4096  # bytes
 

@@ -12,8 +12,6 @@ from fedppl.storage import codec as _codec
 from fedppl.storage import key as _key
 from fedppl.types import DeclarationError
 
-__all__ = ["FORMAT", "MOST", "decoded", "pack", "unpack", "verified"]
-
 FORMAT = 5
 MOST = 2**34  # bytes of a file
 _KIND = b"fedppl checkpoint "

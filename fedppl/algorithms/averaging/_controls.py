@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from fedppl.contracts import Received
 from fedppl.types import Array
 
-__all__ = ["Controls", "Ends", "correction", "ends_of", "entered", "no_controls"]
-
 
 class Controls(NamedTuple):
     """The ledger: a row per client."""

@@ -13,20 +13,6 @@ from fedppl.numerics.newton import OK
 from fedppl.settings import between, one_of
 from fedppl.types import Array, LocalFailure
 
-__all__ = [
-    "LocalClientState",
-    "WithLocal",
-    "client_loss",
-    "draw_point",
-    "fitting_local",
-    "kept_local",
-    "kept_own",
-    "pulled",
-    "tolerance_rule",
-    "weight_of",
-    "weights_rule",
-]
-
 
 class LocalClientState(NamedTuple):
     """What a client keeps to itself beside shared parameters that travel: its local ones."""

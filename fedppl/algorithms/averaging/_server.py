@@ -12,16 +12,6 @@ import numpy as np
 
 from fedppl.types import Array, Message
 
-__all__ = [
-    "average",
-    "negative",
-    "not_positive",
-    "reject_weight",
-    "relative_change",
-    "root_mean_square_change",
-    "weighted",
-]
-
 
 def weighted(value: Array, weight: float) -> dict[str, Array]:
     """What a client sends to be averaged.

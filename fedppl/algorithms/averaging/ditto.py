@@ -24,8 +24,6 @@ from fedppl.numerics.newton import OK
 from fedppl.settings import between, described, positive, whole
 from fedppl.types import Array, DeclarationError, LocalFailure, Message, Rng
 
-__all__ = ["Ditto", "DittoClientState"]
-
 
 class DittoClientState(NamedTuple):
     """What a client keeps to itself."""

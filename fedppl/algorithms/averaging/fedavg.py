@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl import gaussian
+from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging._point import (
     LocalClientState,
     WithLocal,
@@ -21,40 +21,11 @@ from fedppl.algorithms.averaging._point import (
     weights_rule,
 )
 from fedppl.algorithms.averaging._server import average, negative, not_positive, relative_change, weighted
-from fedppl.contracts import (
-    Algorithm,
-    ClientUpdate,
-    ClientView,
-    Disclosure,
-    Draws,
-    Needs,
-    Point,
-    Received,
-    Replies,
-    Report,
-    Result,
-    always,
-)
+from fedppl.contracts import ClientUpdate, ClientView, Draws, Received, Report
 from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points
 from fedppl.settings import described
 from fedppl.types import Array, Layout, Message, Rng, Status
-
-__all__ = [
-    "AT_PHI",
-    "POINT",
-    "REPLIES",
-    "AverageInfo",
-    "AverageState",
-    "FedAvg",
-    "broadcast",
-    "draw",
-    "final_message",
-    "init",
-    "reject",
-    "stepped",
-    "update_server",
-]
 
 
 class AverageState(NamedTuple):
@@ -78,7 +49,7 @@ def FedAvg(
     batch_size: int | None = None,
     weights: str = "rows",
     tolerance: float = 1e-6,
-) -> Algorithm[AverageState, LocalClientState]:
+) -> contracts.Algorithm[AverageState, LocalClientState]:
     r"""Federated averaging of local gradient steps.
 
     .. math:: \phi_k = \phi \text{ after } T \text{ steps } \phi \leftarrow \phi - \eta \nabla F_k(\phi), \qquad
@@ -135,7 +106,7 @@ def FedAvg(
     .. [2] FedLin, section 6.2.
     """
     descent = checked(learning_rate, steps, batch_size)
-    return Algorithm(
+    return contracts.Algorithm(
         name="FedAvg",
         settings=described(descent, weights=weights, tolerance=tolerance),
         init=init,
@@ -143,8 +114,8 @@ def FedAvg(
         update_client=functools.partial(_update_client, descent=descent, weights=weights_rule(weights)),
         update_server=functools.partial(update_server, tolerance=tolerance_rule(tolerance)),
         replies=REPLIES,
-        result=Result(final_message, draw, POINT),
-        needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
+        result=contracts.Result(final_message, draw, POINT),
+        needs=contracts.Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
         disclosure=AT_PHI,
     )
 
@@ -223,8 +194,8 @@ def draw(client: ClientView, personal: WithLocal | None, message: Message, draws
 
 
 # What FedAvg and its variants have in common beside the functions above.
-REPLIES = Replies[AverageState](
-    lambda state: {"weighted": state.phi.shape, "weight": (), "local_change": ()}, reject, always
+REPLIES = contracts.Replies[AverageState](
+    lambda state: {"weighted": state.phi.shape, "weight": (), "local_change": ()}, reject, contracts.always
 )
-POINT = Point[AverageState](lambda state: state.phi)
-AT_PHI = Disclosure(functools.partial(at_points, name="phi"))
+POINT = contracts.Point[AverageState](lambda state: state.phi)
+AT_PHI = contracts.Disclosure(functools.partial(at_points, name="phi"))

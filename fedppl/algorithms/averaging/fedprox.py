@@ -13,8 +13,6 @@ from fedppl.local.descent import Descent, check_batches, checked
 from fedppl.settings import between, described
 from fedppl.types import DeclarationError, Message, Rng
 
-__all__ = ["FedProx"]
-
 
 def FedProx(
     *,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl import gaussian
+from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging._controls import Controls, correction, ends_of, entered, no_controls
 from fedppl.algorithms.averaging._point import (
     LocalClientState,
@@ -20,24 +20,10 @@ from fedppl.algorithms.averaging._point import (
 )
 from fedppl.algorithms.averaging._server import relative_change
 from fedppl.algorithms.averaging.fedavg import draw, reject
-from fedppl.contracts import (
-    Algorithm,
-    Asked,
-    ClientUpdate,
-    ClientView,
-    Disclosure,
-    Needs,
-    Point,
-    Received,
-    Replies,
-    Report,
-    Result,
-)
+from fedppl.contracts import Asked, ClientUpdate, ClientView, Received, Report
 from fedppl.local.descent import Descent, check_batches, checked, descend
 from fedppl.settings import described, positive
 from fedppl.types import Array, Layout, Message, Rng, Status
-
-__all__ = ["SCAFFOLD", "ScaffoldInfo", "ScaffoldState"]
 
 
 class ScaffoldState(NamedTuple):
@@ -65,7 +51,7 @@ def SCAFFOLD(
     batch_size: int | None = None,
     weights: str = "rows",
     tolerance: float = 1e-6,
-) -> Algorithm[ScaffoldState, LocalClientState]:
+) -> contracts.Algorithm[ScaffoldState, LocalClientState]:
     r"""Stochastic controlled averaging: federated averaging without the clients' drift.
 
     .. math:: y_k \leftarrow y_k - \eta (\nabla F_k(y_k) + c - c_k) \text{, T times from } \phi, \qquad
@@ -129,17 +115,19 @@ def SCAFFOLD(
     descent = checked(learning_rate, steps, batch_size)
     server_rate = positive("server_rate", server_rate, "1 is the clients' mean")
     rule = tolerance_rule(tolerance)
-    return Algorithm(
+    return contracts.Algorithm(
         name="SCAFFOLD",
         settings=described(descent, server_rate=server_rate, weights=weights, tolerance=tolerance),
         init=_init,
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, descent=descent, weights=weights_rule(weights)),
         update_server=functools.partial(_update_server, descent=descent, rate=server_rate, tolerance=rule),
-        replies=Replies(lambda state: {"phi": state.phi.shape, "weight": (), "local_change": ()}, reject),
-        result=Result(lambda state, client_id: {"phi": state.phi}, draw, Point(lambda state: state.phi)),
-        needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
-        disclosure=Disclosure(functools.partial(_asks, descent=descent)),
+        replies=contracts.Replies(lambda state: {"phi": state.phi.shape, "weight": (), "local_change": ()}, reject),
+        result=contracts.Result(
+            lambda state, client_id: {"phi": state.phi}, draw, contracts.Point(lambda state: state.phi)
+        ),
+        needs=contracts.Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
+        disclosure=contracts.Disclosure(functools.partial(_asks, descent=descent)),
     )
 
 

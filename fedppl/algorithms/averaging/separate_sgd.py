@@ -8,27 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl import gaussian
+from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging._point import client_loss, draw_point, kept_own, tolerance_rule
 from fedppl.algorithms.averaging._server import negative, relative_change
-from fedppl.contracts import (
-    Algorithm,
-    Asked,
-    ClientUpdate,
-    ClientView,
-    Disclosure,
-    Draws,
-    Needs,
-    Received,
-    Replies,
-    Report,
-    Result,
-)
+from fedppl.contracts import Asked, ClientUpdate, ClientView, Draws, Received, Report
 from fedppl.local.descent import Descent, check_batches, checked, descend
 from fedppl.settings import described
 from fedppl.types import Array, Layout, Message, Rng, Status
-
-__all__ = ["SeparateSGD", "SeparateSGDClientState", "SeparateSGDInfo", "SeparateSGDState"]
 
 
 class SeparateSGDState(NamedTuple):
@@ -53,7 +39,7 @@ class SeparateSGDClientState(NamedTuple):
 
 def SeparateSGD(
     *, learning_rate: float, steps: int = 600, batch_size: int | None = None, tolerance: float = 1e-6
-) -> Algorithm[SeparateSGDState, SeparateSGDClientState]:
+) -> contracts.Algorithm[SeparateSGDState, SeparateSGDClientState]:
     r"""Each client's own point by gradient steps: no pooling.
 
     .. math:: v_k \leftarrow v_k - \eta \nabla F_k(v_k), \qquad
@@ -105,20 +91,22 @@ def SeparateSGD(
     .. [1] FedLin, section 6.2: local SGD.
     """
     descent = checked(learning_rate, steps, batch_size)
-    return Algorithm(
+    return contracts.Algorithm(
         name="SeparateSGD",
         settings=described(descent, tolerance=tolerance),
         init=_init,
         broadcast=lambda state, client_id: {},
         update_client=functools.partial(_update_client, descent=descent),
         update_server=functools.partial(_update_server, tolerance=tolerance_rule(tolerance)),
-        replies=Replies(lambda state: {"change": ()}, lambda state, reply: negative(reply, "change")),
-        result=Result(
+        replies=contracts.Replies(lambda state: {"change": ()}, lambda state, reply: negative(reply, "change")),
+        result=contracts.Result(
             lambda state, client_id: {"rounds": np.array(float(state.rounds))},
             functools.partial(_draw, descent=descent),
         ),
-        needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
-        disclosure=Disclosure(lambda layout, message: Asked(np.zeros((0, layout.size)), np.zeros((0, layout.size)))),
+        needs=contracts.Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
+        disclosure=contracts.Disclosure(
+            lambda layout, message: Asked(np.zeros((0, layout.size)), np.zeros((0, layout.size)))
+        ),
     )
 
 

@@ -12,8 +12,6 @@ from fedppl.algorithms.ep._sites import Sites
 from fedppl.algorithms.ep._trust import Bounded
 from fedppl.types import Array
 
-__all__ = ["blamed", "said", "warn"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from fedppl.algorithms.ep._state import EPInfo, EPState, Taken
 from fedppl.algorithms.ep._verdict import LESS_NOISE, Change, judge, shortest_step
 from fedppl.types import Array, Message, Status
 
-__all__ = ["damped_step", "hold_back", "named", "targets"]
-
 _LITTLE = 0.05  # of a site: of a pull by 3 sds, that is 0.15
 
 

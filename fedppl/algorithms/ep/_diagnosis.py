@@ -9,8 +9,6 @@ from fedppl.algorithms.ep._sites import Sites, dense
 from fedppl.algorithms.ep._warm_start import WarmStart
 from fedppl.types import Array
 
-__all__ = ["pulls_alone", "why_not_arrived"]
-
 _ALONE = 100.0  # times the others' slope
 # A prior this wide on a log scale spans e^±30: hardly a prior, and the search begins in the middle of it.
 _FLAT = 30.0

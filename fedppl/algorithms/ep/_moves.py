@@ -15,8 +15,6 @@ from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array
 
-__all__ = ["LEAST", "Moves", "anew", "backed", "begin", "follow", "of_replies", "start"]
-
 LEAST = 0.1  # weight of a reply, as of a step: Monte Carlo error falls no further
 
 

@@ -7,8 +7,6 @@ import numpy as np
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array
 
-__all__ = ["bounded_step", "newton_step"]
-
 _SINGULAR = 1e-13
 
 

@@ -17,8 +17,6 @@ from fedppl.contracts import Received, Report
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array, Status
 
-__all__ = ["Mechanism", "PrivateEPInfo", "PrivateEPState", "noise_sd", "precision_weight", "private_step", "widened"]
-
 
 class PrivateEPState(NamedTuple):
     """What the next round needs: EP's state, and what the noise has done to it."""

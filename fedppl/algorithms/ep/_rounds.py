@@ -14,8 +14,6 @@ from fedppl.algorithms.ep._state import EPInfo, EPState, Taken
 from fedppl.algorithms.ep._warm_start import WarmStart
 from fedppl.types import Message, Status
 
-__all__ = ["ep_round", "newton_round"]
-
 # Expansions a client: a dozen do even from a prior a million times too wide.
 _BUDGET = 25.0
 # What a client may say of its Monte Carlo error, in posterior sds: NUTS gives no moments of fewer than m + 4 draws.

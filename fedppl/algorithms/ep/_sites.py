@@ -12,23 +12,6 @@ from fedppl.gaussian import Gaussian
 from fedppl.structure import Structure
 from fedppl.types import Array, DeclarationError, Layout, Message
 
-__all__ = [
-    "NO_VALUE",
-    "Sites",
-    "cavity",
-    "dense",
-    "empty",
-    "implausible_expansion",
-    "implausible_moments",
-    "implausible_values",
-    "improper_cavities",
-    "in_family",
-    "in_structure",
-    "indices",
-    "structure_of",
-    "update",
-]
-
 # What the ledger can add and take away again. A cavity is q − site: with a tilted precision of 10^14 times q's, two
 # digits of q are left in it. The same number bounds squared distances: (10^7 sds)² / 2 nats of log q are known to 0.01.
 # A million rows with noise of a tenth under a prior sd of a thousand, as the only client, have ratio 10^14.

@@ -12,8 +12,6 @@ from fedppl.algorithms.ep._warm_start import WarmStart
 from fedppl.contracts import Report
 from fedppl.types import Array, Status
 
-__all__ = ["EPInfo", "EPState", "Taken", "reported"]
-
 _VERY_SKEWED = 1.0  # a warning; below it, a word for those who look
 
 

@@ -38,8 +38,6 @@ from fedppl.algorithms.ep._sites import Sites
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array
 
-__all__ = ["Bounded", "bound", "largest_norm", "pulls"]
-
 _SWEEPS = 30
 _NEAR = 0.95  # a share of the bound, too: it is measured against what others say where q is
 _AIM = 0.999  # a share of the bound: others change a little afterwards

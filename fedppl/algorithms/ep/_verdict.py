@@ -11,8 +11,6 @@ from fedppl.algorithms.ep import _moves, _trust
 from fedppl.algorithms.ep._state import EPState, Taken
 from fedppl.types import Array, Status
 
-__all__ = ["LESS_NOISE", "Change", "judge", "shortest_step"]
-
 # Monte Carlo error of the shared means, in posterior sds after averaging, beyond which nothing is called converged.
 _MOST_ERROR_LEFT = 0.2
 LESS_NOISE = "raise draws= or points= of the local inference for less"

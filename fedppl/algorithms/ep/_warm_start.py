@@ -22,8 +22,6 @@ from fedppl.contracts import ClientView, Expansion, LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array, Layout, LocalFailure, Message
 
-__all__ = ["LENGTHS", "WarmStart", "along", "expand_along", "start", "step"]
-
 LENGTHS = 2.0 ** np.arange(-10, 6)
 # In posterior sds: EP's importance weights are good from here, and the rest of the way is inside its first step.
 _ARRIVED = 0.3

@@ -13,8 +13,6 @@ from fedppl.gaussian import Gaussian
 from fedppl.structure import Structure
 from fedppl.types import Array
 
-__all__ = ["Frame", "frame_of", "length", "unwhiten", "whiten"]
-
 
 class Frame(NamedTuple):
     """Coordinates in which q, as far as the family can hold it, is standard normal."""

@@ -12,31 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl import gaussian, settings
+from fedppl import contracts, gaussian, settings
 from fedppl.algorithms.ep import _moves, _sites, _trust, _warm_start
 from fedppl.algorithms.ep._rounds import ep_round, newton_round
-from fedppl.algorithms.ep._state import EPInfo, EPState, reported
-from fedppl.contracts import (
-    Algorithm,
-    Asked,
-    ClientUpdate,
-    ClientView,
-    Details,
-    Disclosure,
-    LocalInference,
-    Needs,
-    Posterior,
-    Received,
-    Replies,
-    Report,
-    Result,
-)
+from fedppl.algorithms.ep._state import EPState, reported
+from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
 from fedppl.types import Layout, Message
-
-__all__ = ["EP", "EPInfo", "EPState", "Matching", "broadcast", "checked", "final_message", "init"]
 
 
 class Matching(NamedTuple):
@@ -56,7 +40,7 @@ def EP(
     warm_start: bool = True,
     structure: str | Sequence[Sequence[str]] = "full",
     trust: float | None = None,
-) -> Algorithm[EPState, None]:
+) -> contracts.Algorithm[EPState, None]:
     r"""Federated expectation propagation with server-held sites (FedLin, Algorithms 2 and 3).
 
     .. math:: q(\phi) = p(\phi) \prod_k q_k(\phi), \qquad
@@ -143,7 +127,7 @@ def EP(
             "trust", trust, 0, 1e6, "(]", "it is in posterior sds, such as 3, or None for no bound"
         )
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None
-    return Algorithm(
+    return contracts.Algorithm(
         name="EP",
         settings={
             "local": inference.describe(),
@@ -157,17 +141,17 @@ def EP(
         broadcast=broadcast,
         update_client=functools.partial(_update_client, local=inference),
         update_server=functools.partial(_update_server, matching=matching, trust=trust),
-        replies=Replies(_shapes, _reject),
-        result=Result(
+        replies=contracts.Replies(_shapes, _reject),
+        result=contracts.Result(
             final_message,
             functools.partial(draw_target, local=inference),
-            Posterior(lambda state: state.sites.q),
+            contracts.Posterior(lambda state: state.sites.q),
             _details,
             preliminary=lambda state: state.warm_start is not None,
             tests_convergence=True,
         ),
-        needs=Needs(inference.check),
-        disclosure=Disclosure(functools.partial(_asks, local=inference)),
+        needs=contracts.Needs(inference.check),
+        disclosure=contracts.Disclosure(functools.partial(_asks, local=inference)),
     )
 
 
@@ -269,7 +253,7 @@ def final_message(state: EPState, client_id: str) -> Message:
     return pack_target(sites.q, _sites.cavity(sites, client_id), state.prior_share if client_id in sites.where else 0.0)
 
 
-def _details(state: EPState) -> Details:
+def _details(state: EPState) -> contracts.Details:
     return {
         "last_change": (("rows",), state.last_change),
         "skewness": (("rows",), state.skewness),

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl import gaussian, privacy, settings
+from fedppl import contracts, gaussian, privacy, settings
 from fedppl.algorithms.ep import _sites, ep
 from fedppl.algorithms.ep._private_step import (
     Mechanism,
-    PrivateEPInfo,
     PrivateEPState,
     noise_sd,
     precision_weight,
@@ -21,22 +20,9 @@ from fedppl.algorithms.ep._private_step import (
     widened,
 )
 from fedppl.algorithms.ep._whitening import Frame, frame_of, length, whiten
-from fedppl.contracts import (
-    Algorithm,
-    ClientUpdate,
-    ClientView,
-    Disclosure,
-    LocalInference,
-    Needs,
-    Posterior,
-    Replies,
-    Result,
-    Target,
-)
+from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Target
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
 from fedppl.types import Array, Layout, LocalFailure, Message
-
-__all__ = ["PrivateEP", "PrivateEPClientState", "PrivateEPInfo", "PrivateEPState"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +44,7 @@ def PrivateEP(
     damping: float = 1.0,
     structure: str | Sequence[Sequence[str]] = "full",
     _normals: Callable[[int], Array] = privacy.system_normals,
-) -> Algorithm[PrivateEPState, PrivateEPClientState]:
+) -> contracts.Algorithm[PrivateEPState, PrivateEPClientState]:
     r"""Federated EP whose clients release nothing but their sites, clipped and with Gaussian noise.
 
     .. math:: s_k = \min\!\left(1, \frac{C}{\lVert v_k \rVert}\right) v_k + \mathcal N(0, z^2 C^2 I), \qquad
@@ -134,7 +120,7 @@ def PrivateEP(
     client = functools.partial(
         _update_client, local=inference, mechanism=mechanism, structure=structure, normals=_normals
     )
-    return Algorithm(
+    return contracts.Algorithm(
         name="PrivateEP",
         settings={
             "local": inference.describe(),
@@ -149,21 +135,21 @@ def PrivateEP(
         update_server=functools.partial(
             private_step, mechanism=mechanism, tolerance=matching.tolerance, largest=matching.damping
         ),
-        replies=Replies(
+        replies=contracts.Replies(
             lambda state: {"site": (length(state.sites.structure),)}, functools.partial(_reject, mechanism=mechanism)
         ),
-        result=Result(
+        result=contracts.Result(
             _final_message,
             functools.partial(draw_target, local=inference),
-            Posterior(lambda state: widened(state.sites.q, state)),
+            contracts.Posterior(lambda state: widened(state.sites.q, state)),
             lambda state: {
                 "last_change": (("rows",), state.ep.last_change),
                 "noise_sd": (("rows",), noise_sd(state)),
             },
             tests_convergence=True,
         ),
-        needs=Needs(inference.check),
-        disclosure=Disclosure(at_target, noise_multiplier),
+        needs=contracts.Needs(inference.check),
+        disclosure=contracts.Disclosure(at_target, noise_multiplier),
         persistent=True,
     )
 

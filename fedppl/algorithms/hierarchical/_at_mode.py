@@ -15,8 +15,6 @@ from fedppl.numerics.marginal import inner_mode_at
 from fedppl.numerics.newton import OK, difference_hessian
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure
 
-__all__ = ["Frame", "frame_of", "mode_given", "reported", "row_of"]
-
 _LEAST = 0.2  # at modes this is met: a factor's curvature there is near that with the local variables held
 
 

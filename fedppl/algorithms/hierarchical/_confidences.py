@@ -11,8 +11,6 @@ from fedppl.contracts import Received
 from fedppl.settings import between, positive
 from fedppl.types import Array, DeclarationError
 
-__all__ = ["TERMS", "confidence_of", "ledger_sums", "spread_rule", "strength_rule", "terms_rule"]
-
 TERMS = ("uncertainty", "deviation")
 
 

@@ -15,8 +15,6 @@ import numpy as np
 from fedppl.numerics.covariance import Covariance, Omega
 from fedppl.types import Array
 
-__all__ = ["Coupled", "conditional_priors", "estimate", "posterior"]
-
 
 class Coupled(NamedTuple):
     """Moments of the posterior of Θ."""

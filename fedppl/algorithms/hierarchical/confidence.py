@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl import gaussian
+from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging._point import tolerance_rule
 from fedppl.algorithms.averaging._server import reject_weight, weighted
 from fedppl.algorithms.hierarchical._confidences import (
@@ -20,30 +20,13 @@ from fedppl.algorithms.hierarchical._confidences import (
     terms_rule,
 )
 from fedppl.algorithms.one_shot.separate import near_posterior
-from fedppl.contracts import (
-    Algorithm,
-    ClientUpdate,
-    ClientView,
-    Disclosure,
-    Draws,
-    LocalInference,
-    Moments,
-    Needs,
-    Point,
-    Received,
-    Replies,
-    Report,
-    Result,
-    Target,
-)
+from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Moments, Received, Report, Target
 from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
 from fedppl.local.chosen import local_inference
 from fedppl.local.target import at_points
 from fedppl.settings import described, flag
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
-
-__all__ = ["Confidence", "ConfidenceClientState", "ConfidenceInfo", "ConfidenceState"]
 
 _NEW_CLIENT_STEPS = 100
 
@@ -91,7 +74,7 @@ def Confidence(
     prior: bool = False,
     remember: bool = False,
     tolerance: float = 1e-5,
-) -> Algorithm[ConfidenceState, ConfidenceClientState]:
+) -> contracts.Algorithm[ConfidenceState, ConfidenceClientState]:
     r"""Personal parameters around a latent centre, each client weighed by its confidence.
 
     .. math:: w_j \sim N(w, \tau_j^{-1} I), \qquad
@@ -167,24 +150,24 @@ def Confidence(
         flag("remember", remember),
         tolerance_rule(tolerance),
     )
-    return Algorithm(
+    return contracts.Algorithm(
         name="Confidence",
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, settings=settings),
         update_server=functools.partial(_update_server, settings=settings),
-        replies=Replies(
+        replies=contracts.Replies(
             lambda state: {"weighted": state.w.shape, "weight": ()}, reject_weight, lambda state: not len(state.ledger)
         ),
-        result=Result(
+        result=contracts.Result(
             _broadcast,
             functools.partial(_draw, settings=settings),
-            Point(lambda state: state.w),
+            contracts.Point(lambda state: state.w),
             tests_convergence=True,
         ),
-        needs=Needs(functools.partial(_check, settings=settings)),
-        disclosure=Disclosure(functools.partial(at_points, name="w")),
+        needs=contracts.Needs(functools.partial(_check, settings=settings)),
+        disclosure=contracts.Disclosure(functools.partial(at_points, name="w")),
         unreported=functools.partial(_update_unreported, settings=settings),
     )
 

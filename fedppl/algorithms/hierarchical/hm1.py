@@ -12,32 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl import gaussian, settings
+from fedppl import contracts, gaussian, settings
 from fedppl.algorithms.hierarchical import _coupled
 from fedppl.algorithms.hierarchical._at_mode import Frame, frame_of, mode_given, reported, row_of
-from fedppl.contracts import (
-    Algorithm,
-    Asked,
-    ClientUpdate,
-    ClientView,
-    Details,
-    Disclosure,
-    LocalInference,
-    Needs,
-    Received,
-    Replies,
-    Report,
-    Result,
-)
+from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
 from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import draw_target, pack_target
 from fedppl.numerics.covariance import Covariance, Omega, exchangeable
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
-
-__all__ = ["HM1", "HM1Info", "HM1State"]
-
 
 _REMAINDER = 0.01
 _FARTHEST = 1e6  # prior sds: no declared prior is as wrong as that
@@ -72,7 +56,7 @@ def HM1(
     local: LocalInference | None = None,
     tolerance: float = 0.01,
     report: Sequence[str] = (),
-) -> Algorithm[HM1State, None]:
+) -> contracts.Algorithm[HM1State, None]:
     r"""Borrow strength between clients whose parameters are correlated (FedLin, HM1), by exact solves.
 
     .. math:: \Theta = (\theta_1, \ldots, \theta_K) \sim \mathcal{MN}(\mu_0 1^\top, A, \Omega), \qquad
@@ -153,7 +137,7 @@ def HM1(
         raise DeclarationError(
             f"HM1 needs a local inference with expansions, and {inference.name} has none; use local=NestedLaplace()."
         )
-    return Algorithm(
+    return contracts.Algorithm(
         name="HM1",
         settings=settings.described(
             {"structure": chosen, "local": inference, "tolerance": tolerance, "report": tuple(report)}
@@ -162,12 +146,12 @@ def HM1(
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, local=inference, report=tuple(report)),
         update_server=functools.partial(_update_server, structure=chosen, tolerance=tolerance),
-        replies=Replies(_shapes, _reject),
-        result=Result(
+        replies=contracts.Replies(_shapes, _reject),
+        result=contracts.Result(
             _final_message, functools.partial(draw_target, local=inference), details=_details, tests_convergence=True
         ),
-        needs=Needs(functools.partial(_check, local=inference, report=tuple(report))),
-        disclosure=Disclosure(_asks),
+        needs=contracts.Needs(functools.partial(_check, local=inference, report=tuple(report))),
+        disclosure=contracts.Disclosure(_asks),
     )
 
 
@@ -319,7 +303,7 @@ def _final_message(state: HM1State, client_id: str) -> Message:
     return pack_target(state.frame.colour(marginal), state.frame.colour(cavity), 0.0)
 
 
-def _details(state: HM1State) -> Details:
+def _details(state: HM1State) -> contracts.Details:
     """Θ with standard errors, Ω, and the correlations it holds."""
     root = state.frame.root
     sd = np.sqrt(np.diagonal(state.omega.matrix))

@@ -11,28 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedppl import contracts
 from fedppl.algorithms.averaging._point import LocalClientState, draw_point, fitting_local, kept_local
 from fedppl.algorithms.averaging._server import not_positive
 from fedppl.algorithms.hierarchical._at_mode import frame_of, row_of
-from fedppl.contracts import (
-    Algorithm,
-    ClientUpdate,
-    ClientView,
-    Details,
-    Disclosure,
-    Draws,
-    Needs,
-    Received,
-    Replies,
-    Report,
-    Result,
-)
+from fedppl.contracts import ClientUpdate, ClientView, Draws, Received, Report
 from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points
 from fedppl.settings import between, described, one_of, positive
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
-
-__all__ = ["HM1Gradient", "HM1GradientInfo", "HM1GradientState"]
 
 _DIVERGED = 1e8  # in declared prior sds: nobody's parameters are there
 
@@ -62,7 +49,7 @@ def HM1Gradient(
     alpha: float = 0.1,
     prior_step: str = "explicit",
     tolerance: float = 1e-6,
-) -> Algorithm[HM1GradientState, LocalClientState]:
+) -> contracts.Algorithm[HM1GradientState, LocalClientState]:
     r"""HM1 by gradient steps (FedLin, Algorithm 1).
 
     .. math:: \theta_k &\leftarrow \theta_k + 2\eta\, \partial \log p(y_k^b \mid \theta_k), \quad T \text{ times} \\
@@ -124,19 +111,19 @@ def HM1Gradient(
     prior_step = one_of("prior_step", prior_step, ("explicit", "proximal"), "explicit is the paper's")
     tolerance = positive("tolerance", tolerance)
     explicit = prior_step == "explicit"
-    return Algorithm(
+    return contracts.Algorithm(
         name="HM1 by gradient steps",
         settings=described(descent, alpha=alpha, prior_step=prior_step, tolerance=tolerance),
         init=_init,
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, descent=descent, explicit=explicit),
         update_server=functools.partial(_update_server, alpha=alpha, explicit=explicit, tolerance=tolerance),
-        replies=Replies(
+        replies=contracts.Replies(
             lambda state: {"theta": state.center.shape, "step": ()}, lambda state, reply: not_positive(reply, step=0)
         ),
-        result=Result(_final_message, _draw, details=_details),
-        needs=Needs(functools.partial(_check, descent=descent)),
-        disclosure=Disclosure(functools.partial(at_points, name="theta")),
+        result=contracts.Result(_final_message, _draw, details=_details),
+        needs=contracts.Needs(functools.partial(_check, descent=descent)),
+        disclosure=contracts.Disclosure(functools.partial(at_points, name="theta")),
     )
 
 
@@ -236,6 +223,6 @@ def _draw(
     return draw_point(client, theta, fitting_local(client, personal), draws, chains)
 
 
-def _details(state: HM1GradientState) -> Details:
+def _details(state: HM1GradientState) -> contracts.Details:
     """Θ and Ω."""
     return {"theta": (("client", "rows"), state.theta), "omega": (("client", "other_client"), state.omega)}

@@ -8,22 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl import gaussian, settings
+from fedppl import contracts, gaussian, settings
 from fedppl.algorithms.one_shot.separate import near_posterior
-from fedppl.contracts import (
-    Algorithm,
-    ClientUpdate,
-    ClientView,
-    Disclosure,
-    Draws,
-    LocalInference,
-    Needs,
-    Posterior,
-    Received,
-    Replies,
-    Report,
-    Result,
-)
+from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
 from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
@@ -31,8 +18,6 @@ from fedppl.local.target import at_target, pack_target, unpack_target
 from fedppl.numerics.importance import skewness
 from fedppl.numerics.scatter import precision_from_draws
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Status
-
-__all__ = ["ConsensusClientState", "ConsensusInfo", "ConsensusMonteCarlo", "ConsensusState"]
 
 
 class ConsensusState(NamedTuple):
@@ -69,7 +54,7 @@ class ConsensusClientState(NamedTuple):
 
 def ConsensusMonteCarlo(
     *, local: LocalInference | None = None, draws: int = 1000
-) -> Algorithm[ConsensusState, ConsensusClientState]:
+) -> contracts.Algorithm[ConsensusState, ConsensusClientState]:
     r"""Average the clients' draws, weighted by their precisions.
 
     .. math:: \phi_s = \Big(\sum_k W_k\Big)^{-1} \sum_k W_k\, \phi_{k,s}, \qquad
@@ -117,25 +102,25 @@ def ConsensusMonteCarlo(
     """
     draws = settings.whole("draws", draws, 4, "better 1000")
     inference = local_inference("local", local, NestedLaplace())
-    return Algorithm(
+    return contracts.Algorithm(
         name="ConsensusMonteCarlo",
         settings={"local": inference.describe(), "draws": repr(draws)},
         init=functools.partial(_init, draws=draws),
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, local=inference, draws=draws),
         update_server=_update_server,
-        replies=Replies(
+        replies=contracts.Replies(
             lambda state: {"weighted": state.weighted.shape, "weight": state.weight.shape, "count": ()}, _reject
         ),
-        result=Result(
+        result=contracts.Result(
             _final_message,
             functools.partial(_draw, local=inference, wanted=draws),
-            Posterior(_posterior),
+            contracts.Posterior(_posterior),
             lambda state: {"skewness": (("rows",), _skewness(state.draws))},
             tests_convergence=True,
         ),
-        needs=Needs(inference.check),
-        disclosure=Disclosure(at_target),
+        needs=contracts.Needs(inference.check),
+        disclosure=contracts.Disclosure(at_target),
     )
 
 

@@ -8,30 +8,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl import gaussian, structure
+from fedppl import contracts, gaussian, structure
 from fedppl.algorithms.ep import _sites
 from fedppl.algorithms.ep._sites import Sites
 from fedppl.algorithms.one_shot.separate import near_posterior
-from fedppl.contracts import (
-    Algorithm,
-    ClientUpdate,
-    ClientView,
-    Disclosure,
-    LocalInference,
-    Needs,
-    Posterior,
-    Received,
-    Replies,
-    Report,
-    Result,
-)
+from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
 from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
 from fedppl.types import Layout, Message, Status
-
-__all__ = ["PrecisionWeighted", "PrecisionWeightedInfo", "PrecisionWeightedState"]
 
 
 class PrecisionWeightedState(NamedTuple):
@@ -48,7 +34,7 @@ class PrecisionWeightedInfo(NamedTuple):
     heard: int  # clients that have answered so far
 
 
-def PrecisionWeighted(*, local: LocalInference | None = None) -> Algorithm[PrecisionWeightedState, None]:
+def PrecisionWeighted(*, local: LocalInference | None = None) -> contracts.Algorithm[PrecisionWeightedState, None]:
     r"""Product of the clients' Gaussian posteriors in one round.
 
     .. math:: Q_k = \Sigma_k^{-1}, \quad r_k = \Sigma_k^{-1} \mu_k, \qquad
@@ -94,22 +80,22 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> Algorithm[Preci
     .. [2] FedLin, section 6.2.
     """
     inference = local_inference("local", local, NestedLaplace())
-    return Algorithm(
+    return contracts.Algorithm(
         name="PrecisionWeighted",
         settings={"local": inference.describe()},
         init=_init,
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, local=inference),
         update_server=_update_server,
-        replies=Replies(_shapes, _reject),
-        result=Result(
+        replies=contracts.Replies(_shapes, _reject),
+        result=contracts.Result(
             _final_message,
             functools.partial(draw_target, local=inference),
-            Posterior(lambda state: state.sites.q),
+            contracts.Posterior(lambda state: state.sites.q),
             tests_convergence=True,
         ),
-        needs=Needs(inference.check),
-        disclosure=Disclosure(at_target),
+        needs=contracts.Needs(inference.check),
+        disclosure=contracts.Disclosure(at_target),
     )
 
 

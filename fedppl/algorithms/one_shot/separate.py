@@ -10,29 +10,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl import structure
+from fedppl import contracts, structure
 from fedppl.algorithms.ep import _sites, _warm_start
-from fedppl.contracts import (
-    Algorithm,
-    ClientUpdate,
-    ClientView,
-    Disclosure,
-    Draws,
-    LocalInference,
-    Needs,
-    Received,
-    Replies,
-    Report,
-    Result,
-    Target,
-)
+from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Received, Report, Target
 from fedppl.gaussian import Gaussian
 from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
 from fedppl.types import Layout, LocalFailure, Message, Status
-
-__all__ = ["Separate", "SeparateInfo", "SeparateState", "near_posterior"]
 
 _NEWTON_STEPS = 50
 
@@ -52,7 +37,7 @@ class SeparateInfo(NamedTuple):
     heard: int  # clients that have answered so far
 
 
-def Separate(*, local: LocalInference | None = None) -> Algorithm[SeparateState, None]:
+def Separate(*, local: LocalInference | None = None) -> contracts.Algorithm[SeparateState, None]:
     r"""Each client's posterior from the declared prior and its own data: no pooling.
 
     .. math:: p(\phi, \theta_k \mid y_k) \propto p(\phi)\, p(y_k, \theta_k \mid \phi)
@@ -91,17 +76,17 @@ def Separate(*, local: LocalInference | None = None) -> Algorithm[SeparateState,
     .. [1] FedLin, section 6.2: individual models.
     """
     inference = local_inference("local", local, NestedLaplace())
-    return Algorithm(
+    return contracts.Algorithm(
         name="Separate",
         settings={"local": inference.describe()},
         init=_init,
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, local=inference),
         update_server=_update_server,
-        replies=Replies(lambda state: {}),
-        result=Result(_broadcast, functools.partial(_draw, local=inference), tests_convergence=True),
-        needs=Needs(inference.check),
-        disclosure=Disclosure(at_target),
+        replies=contracts.Replies(lambda state: {}),
+        result=contracts.Result(_broadcast, functools.partial(_draw, local=inference), tests_convergence=True),
+        needs=contracts.Needs(inference.check),
+        disclosure=contracts.Disclosure(at_target),
     )
 
 

@@ -27,24 +27,6 @@ from fedppl.coregional.view import unit_of
 from fedppl.settings import between, whole
 from fedppl.types import Array, Message, Status
 
-__all__ = [
-    "Answer",
-    "AscentInfo",
-    "Settings",
-    "Share",
-    "checked",
-    "info",
-    "judged",
-    "kernel_start",
-    "kernel_step",
-    "noisy_rate",
-    "prior_globals",
-    "read_globals",
-    "sent",
-    "share_of",
-    "update_client",
-]
-
 _NOTHING = (
     "bring outputs to mean 0 and unit scale by constants that all units agree on, and give length-scales and "
     "inducing points that fit the inputs"

@@ -20,20 +20,6 @@ from fedppl.run.replies import sum_replies
 from fedppl.settings import one_of, whole
 from fedppl.types import Array, Message
 
-__all__ = [
-    "NEEDS",
-    "STARTED",
-    "batch",
-    "batch_size_rule",
-    "first_answer",
-    "first_shapes",
-    "initial_kernel_rule",
-    "median_kernel",
-    "read",
-    "reject_negative",
-    "total",
-]
-
 STARTED = "kernels have a start; raise rounds="  # after the round that asks for the units' own kernels
 
 

@@ -25,27 +25,6 @@ from fedppl.coregional.unit import best_unit, random_unit
 from fedppl.settings import between, positive, shown, whole
 from fedppl.types import Array, DeclarationError, Message, Status
 
-__all__ = [
-    "Settings",
-    "StepsInfo",
-    "asked",
-    "checked",
-    "has_replied",
-    "info",
-    "joint",
-    "judged",
-    "kernel_start",
-    "learning_rate",
-    "reject",
-    "rows_told",
-    "shapes",
-    "shared_of",
-    "start",
-    "summed",
-    "task",
-    "unit_state",
-]
-
 
 class StepsInfo(NamedTuple):
     """Diagnostics of a round of steps."""

@@ -21,8 +21,6 @@ from fedppl.coregional.unit import statistics
 from fedppl.settings import described
 from fedppl.types import Array, Layout, Message
 
-__all__ = ["Ascent", "AscentState"]
-
 _SHORTER, _SHORTEST = 0.7, 0.01
 
 

@@ -18,8 +18,6 @@ from fedppl.coregional.view import unit_of
 from fedppl.settings import described
 from fedppl.types import Array, Layout, Message
 
-__all__ = ["Averaging", "AveragingState"]
-
 
 class AveragingState(NamedTuple):
     """What the next round needs."""

@@ -27,8 +27,6 @@ from fedppl.coregional.roles import Roles, roles
 from fedppl.settings import described
 from fedppl.types import Array, Layout, Message
 
-__all__ = ["BlockAscent", "BlockAscentState"]
-
 
 class BlockAscentState(NamedTuple):
     """What the next round needs."""

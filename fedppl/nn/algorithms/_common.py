@@ -13,18 +13,6 @@ from fedppl.nn.view import network_of
 from fedppl.settings import between, positive, whole
 from fedppl.types import DeclarationError, Layout
 
-__all__ = [
-    "Tuning",
-    "check_all_shared",
-    "check_network",
-    "names_in",
-    "needs",
-    "training_rule",
-    "tuning_rule",
-    "unused_priors",
-    "whole_network",
-]
-
 
 class Tuning(NamedTuple):
     """What a client fine-tunes when the rounds are over: "local", "all", torch's names, or nothing."""

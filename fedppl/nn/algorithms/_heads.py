@@ -14,8 +14,6 @@ from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import network_of
 from fedppl.types import Array, DeclarationError, Layout, Message
 
-__all__ = ["Here", "head_in", "head_rule", "here", "joined", "last_layer", "parted", "totals"]
-
 
 class Here(NamedTuple):
     """A client's view of the shared weights that it was sent."""

@@ -17,8 +17,6 @@ from fedppl.nn.train import Training, train
 from fedppl.nn.view import NetworkResult, Own, PersonaliseFn, network_of
 from fedppl.types import Array, DeclarationError, Message
 
-__all__ = ["network_result", "tuned", "tuning_message"]
-
 logger = logging.getLogger(__name__)
 S = TypeVar("S")
 P = TypeVar("P")

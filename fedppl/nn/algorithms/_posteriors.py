@@ -20,20 +20,6 @@ from fedppl.nn.view import Own, PersonaliseFn, network_of
 from fedppl.settings import positive, whole
 from fedppl.types import Array, Layout, Message
 
-__all__ = [
-    "REPLIES",
-    "Normal",
-    "Settings",
-    "PosteriorState",
-    "broadcast",
-    "checked",
-    "init",
-    "own_normal",
-    "reply_of",
-    "result",
-    "update_server",
-]
-
 P = TypeVar("P")
 Normal = tuple[Array, Array]  # means and sds of independent weights
 

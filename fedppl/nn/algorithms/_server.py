@@ -14,19 +14,6 @@ from fedppl.contracts import Disclosure, Point, Received, Replies, Report, alway
 from fedppl.local.target import at_points
 from fedppl.types import Array, Layout, Message
 
-__all__ = [
-    "AT_MEAN",
-    "ESTIMATE",
-    "REPLIES",
-    "NetworkInfo",
-    "NetworkState",
-    "broadcast",
-    "init",
-    "moved",
-    "reported",
-    "update_server",
-]
-
 
 class NetworkState(NamedTuple):
     """What the next round needs."""

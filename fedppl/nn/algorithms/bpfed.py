@@ -19,8 +19,6 @@ from fedppl.nn.view import Own, network_of
 from fedppl.settings import described
 from fedppl.types import Array, Message
 
-__all__ = ["BPFed", "LocalNormalClientState"]
-
 
 class LocalNormalClientState(NamedTuple):
     """What a client keeps to itself: q_k of its local weights."""

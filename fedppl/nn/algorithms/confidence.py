@@ -33,8 +33,6 @@ from fedppl.nn.view import Own
 from fedppl.settings import between, described, flag, positive, whole
 from fedppl.types import Array, Layout, Message
 
-__all__ = ["Confidence", "ConfidenceInfo", "ConfidenceState", "HeadClientState"]
-
 
 class ConfidenceState(NamedTuple):
     """What the next round needs."""

@@ -28,8 +28,6 @@ from fedppl.nn.view import network_of
 from fedppl.settings import between, described
 from fedppl.types import Array, DeclarationError, Message
 
-__all__ = ["FedAvg"]
-
 
 class _Settings(NamedTuple):
     phases: tuple[tuple[str | tuple[str, ...], Training], ...]

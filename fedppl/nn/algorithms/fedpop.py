@@ -24,8 +24,6 @@ from fedppl.nn.view import Own
 from fedppl.settings import described, positive, whole
 from fedppl.types import Array, Layout, Message
 
-__all__ = ["ChainClientState", "FedPop", "FedPopState"]
-
 
 class FedPopState(NamedTuple):
     """What the next round needs."""

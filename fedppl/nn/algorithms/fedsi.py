@@ -19,8 +19,6 @@ from fedppl.nn.view import network_of
 from fedppl.settings import between, described, flag, one_of, positive
 from fedppl.types import Array, Layout, Message
 
-__all__ = ["FedSI", "SubnetworkInfo", "SubnetworkState"]
-
 
 class SubnetworkState(NamedTuple):
     """What the next round needs."""

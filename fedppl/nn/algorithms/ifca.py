@@ -21,8 +21,6 @@ from fedppl.nn.view import Own, network_of
 from fedppl.settings import described, positive, whole
 from fedppl.types import Array, Layout, Message
 
-__all__ = ["IFCA", "IFCAInfo", "IFCAState"]
-
 
 class IFCAState(NamedTuple):
     """What the next round needs."""

@@ -18,8 +18,6 @@ from fedppl.nn.view import network_of
 from fedppl.settings import described, positive
 from fedppl.types import Message
 
-__all__ = ["PerFedAvg"]
-
 
 def PerFedAvg(
     *,

@@ -18,8 +18,6 @@ from fedppl.nn.view import Own, network_of
 from fedppl.settings import described
 from fedppl.types import Array, Message
 
-__all__ = ["NormalClientState", "PFedBayes"]
-
 
 class NormalClientState(NamedTuple):
     """What a client keeps to itself: q_k."""

@@ -19,8 +19,6 @@ from fedppl.nn.view import Own, network_of
 from fedppl.settings import described, positive, whole
 from fedppl.types import Array, DeclarationError, Message
 
-__all__ = ["MoreauClientState", "PFedMe"]
-
 
 class MoreauClientState(NamedTuple):
     """What a client keeps to itself."""

@@ -22,8 +22,6 @@ from fedppl.nn.view import network_of
 from fedppl.settings import described
 from fedppl.types import Array, Layout, Message
 
-__all__ = ["SCAFFOLD", "ScaffoldState"]
-
 
 class ScaffoldState(NamedTuple):
     """What the next round needs."""
