@@ -32,7 +32,8 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.numerics import covariance
 from fedppl.results.fit import Fit
 from fedppl.results.hypotheses import contrast, hypotheses
-from fedppl.run.loop import Round, fit, rounds
+from fedppl.run._round import Round
+from fedppl.run.loop import fit, rounds
 from fedppl.run.participation import all_clients, bernoulli, fixed_size
 from fedppl.search.candidates import grid
 from fedppl.search.grid_search import grid_search

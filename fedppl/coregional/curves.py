@@ -18,16 +18,7 @@ from fedppl.coregional.algorithms.averaging import Averaging
 from fedppl.coregional.algorithms.block_ascent import BlockAscent
 from fedppl.coregional.algorithms.gradient import Gradient
 from fedppl.coregional.bound import UnitClientState, curves
-from fedppl.coregional.result import (
-    SELECTED,
-    Coefficients,
-    Fitted,
-    only,
-    predictive,
-    selected_only,
-    settled,
-    unpack,
-)
+from fedppl.coregional.result import SELECTED, Coefficients, Fitted, only, predictive, selected_only, settled, unpack
 from fedppl.coregional.view import CoregionalUnit, unit_of
 from fedppl.results.fit import Fit
 from fedppl.settings import between

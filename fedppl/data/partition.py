@@ -147,12 +147,7 @@ def quantity(rows: int, clients: int, *, random_seed: int | np.random.Generator 
 
 
 def dirichlet(
-    labels: Any,
-    clients: int,
-    alpha: float,
-    *,
-    least: int = 1,
-    random_seed: int | np.random.Generator | None = None,
+    labels: Any, clients: int, alpha: float, *, least: int = 1, random_seed: int | np.random.Generator | None = None
 ) -> Partition:
     """Divide every label by shares from a symmetric Dirichlet distribution.
 

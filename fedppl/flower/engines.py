@@ -12,11 +12,13 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory
 from fedppl.engine.answer import require_fit
-from fedppl.flower.grid import GridEngine, GridSettings, Own
+from fedppl.flower.grid import GridEngine, GridSettings
+from fedppl.flower.roll import Own
 from fedppl.flower.simulation import start
 from fedppl.model.declaration import FederatedModel
 from fedppl.results.fit import Fit
 from fedppl.run import loop
+from fedppl.run._round import Round
 from fedppl.run.participation import Participation
 from fedppl.settings import positive, shown, whole
 from fedppl.types import DeclarationError
@@ -123,7 +125,7 @@ def server_app(
     wait: float = 600.0,
     random_seed: int | None = None,
     on_fit: Callable[[Fit, Context], None] | None = None,
-    callback: Callable[[loop.Round], bool | None] | None = None,
+    callback: Callable[[Round], bool | None] | None = None,
 ) -> ServerApp:
     """Make the server's Flower app. It never sees data.
 

@@ -11,6 +11,7 @@ from urllib.parse import quote
 from fedppl.contracts import AnyAlgorithm
 from fedppl.model.client import ClientModel
 from fedppl.storage import checkpoint, digest
+from fedppl.storage.signed import unpack
 from fedppl.types import DeclarationError, LocalFailure, Message
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def recalled(algorithm: AnyAlgorithm, memory: Memory, name: str, client_id: str)
     if raw is None:
         return Kept()
     try:
-        return Kept(*checkpoint.unpack(raw, f"personal state of client {client_id!r}", name))
+        return Kept(*unpack(raw, f"personal state of client {client_id!r}", name))
     except DeclarationError as error:
         if algorithm.persistent:
             logger.error("client %s does not answer: %s", client_id, error)

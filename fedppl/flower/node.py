@@ -29,7 +29,7 @@ from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
 from fedppl.results.at_client import client_posterior
-from fedppl.storage import checkpoint
+from fedppl.storage.signed import pack
 from fedppl.types import DeclarationError, LocalFailure, Message
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ def _answered(
     if guard is None and after is None:
         return answered
     done = Kept(after) if guard is None else Kept(after, digest(request), dict(answered[0]), dict(answered[1]))
-    memory.keep(name, checkpoint.pack(tuple(done), name))
+    memory.keep(name, pack(tuple(done), name))
     return answered
 
 

@@ -93,12 +93,7 @@ def expand(client: ClientView, point: Array, prior_share: float) -> Expansion:
 def difference(client: ClientView, points: Array, center: Array) -> tuple[Array, float] | None:
     """What Laplace over θ leaves out of log f_k at points (S, m), and how far to trust it; None where it is unknown."""
     batch = functools.partial(
-        _inner.difference_batch,
-        client.kernel,
-        np.ascontiguousarray(points),
-        center,
-        client.view(_start),
-        client.data,
+        _inner.difference_batch, client.kernel, np.ascontiguousarray(points), center, client.view(_start), client.data
     )
     return _inner.differences(batch, client.local_size, stream_of(client.client_id))
 

@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
-from fedppl.local.tilted import (
-    gaussian_draws,
-    gaussian_moments,
-    log_tilted,
-    negative_hessian,
-    require_smooth,
-    start,
-)
+from fedppl.local.tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, require_smooth, start
 from fedppl.types import Array, LocalFailure
 
 

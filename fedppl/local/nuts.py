@@ -123,12 +123,7 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
         covariance,
         (precision + precision.T) / 2,
         np.mean((flat - mean) ** 3, axis=0) / np.diag(covariance) ** 1.5,
-        {
-            "ess": ess,
-            "rhat": rhat,
-            "mc_error": float(1.0 / np.sqrt(independent)),
-            **info,
-        },
+        {"ess": ess, "rhat": rhat, "mc_error": float(1.0 / np.sqrt(independent)), **info},
     )
 
 

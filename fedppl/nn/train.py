@@ -168,12 +168,7 @@ _Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None
 
 
 def _pulls(
-    leaves: Leaves,
-    w: Array,
-    free: Places,
-    prior: tuple[Array, Array] | None,
-    linear: Array | None,
-    rows: int,
+    leaves: Leaves, w: Array, free: Places, prior: tuple[Array, Array] | None, linear: Array | None, rows: int
 ) -> _Pulls:
     """Of each moving parameter the slopes a, c of a w + c: of the prior, and of a linear term."""
     if prior is None and linear is None:

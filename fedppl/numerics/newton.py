@@ -84,6 +84,7 @@ def solve(factor: Any, right: Any, out: Any) -> None:
 
 @jit
 def log_determinant(factor: Any) -> float:
+    """log |L Lᵀ| of a Cholesky factor L."""
     total = 0.0
     for i in range(factor.shape[0]):
         total += np.log(factor[i, i])

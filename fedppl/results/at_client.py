@@ -65,10 +65,7 @@ def _data_groups(
         observed[rv.name] = np.asarray(value.get_value() if hasattr(value, "get_value") else value.eval())
     held = {v.name for v in map(pymc_model.rvs_to_values.get, pymc_model.observed_RVs)}
     constant = {name: np.asarray(value) for name, value in model.arrays.items() if name not in held}
-    return {
-        "observed_data": _plain(observed, dims, coords),
-        "constant_data": _plain(constant, dims, coords),
-    }
+    return {"observed_data": _plain(observed, dims, coords), "constant_data": _plain(constant, dims, coords)}
 
 
 def _plain(

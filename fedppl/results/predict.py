@@ -20,11 +20,7 @@ from fedppl.types import DataError
 
 
 def predictions(
-    client: ClientModel,
-    posterior: xr.Dataset,
-    new_data: Mapping[str, Any],
-    seed: int,
-    coords: Mapping[str, Any],
+    client: ClientModel, posterior: xr.Dataset, new_data: Mapping[str, Any], seed: int, coords: Mapping[str, Any]
 ) -> tuple[xr.Dataset, xr.Dataset]:
     """Draw the observed variables at new inputs for every posterior draw; returns (predictions, inputs).
 

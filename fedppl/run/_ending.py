@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fedppl.engine.answer import REFUSED
+from fedppl.engine._guard import REFUSED
 from fedppl.results import departure, fallbacks
 from fedppl.results.records import Record
 from fedppl.run._round import without_numbers

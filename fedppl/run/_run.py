@@ -18,6 +18,7 @@ from fedppl.results.records import Record
 from fedppl.run.participation import Participation, as_participation
 from fedppl.storage import checkpoint as checkpoints
 from fedppl.storage import digest as _digest
+from fedppl.storage.signed import pack
 from fedppl.types import Array, DataError, DeclarationError, Layout
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def keep_at(run: Run, checkpoint: Path, *, seed_given: bool) -> None:
     }
     if checkpoint.exists():
         _resume(run, checkpoint, seed_given)
-    checkpoints.pack({**_content(run), "records": []})  # what cannot be written is refused before the first round
+    pack({**_content(run), "records": []})  # what cannot be written is refused before the first round
 
 
 def save(run: Run) -> None:

@@ -11,9 +11,7 @@ import numpy as np
 from fedppl.contracts import AnyAlgorithm, LocalInference
 from fedppl.numerics.covariance import Covariance
 from fedppl.settings import shown
-from fedppl.types import (
-    DeclarationError,
-)
+from fedppl.types import DeclarationError
 
 
 def grid(build: Callable[..., AnyAlgorithm], **values: Sequence[Any]) -> dict[str, AnyAlgorithm]:

@@ -17,13 +17,7 @@ from fedppl.run._start import seed_of
 from fedppl.run.loop import fit
 from fedppl.run.participation import Participation
 from fedppl.search.loss import Clients, Loss, validation_loss
-from fedppl.types import (
-    ConvergenceWarning,
-    DeclarationError,
-    LocalFailure,
-    NotConvergedError,
-    Status,
-)
+from fedppl.types import ConvergenceWarning, DeclarationError, LocalFailure, NotConvergedError, Status
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,7 @@ from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit
 from fedppl.run.replies import sum_replies
 from fedppl.settings import whole
-from fedppl.types import (
-    DataError,
-    DeclarationError,
-    Message,
-)
+from fedppl.types import DataError, DeclarationError, Message
 
 Clients = Mapping[str, Mapping[str, Any]]
 Loss = Callable[[Any, Mapping[str, Any]], float]

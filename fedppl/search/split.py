@@ -12,10 +12,7 @@ from fedppl.numerics.streams import stream
 from fedppl.run._start import seed_of
 from fedppl.search.loss import Clients
 from fedppl.settings import between
-from fedppl.types import (
-    DataError,
-    DeclarationError,
-)
+from fedppl.types import DataError, DeclarationError
 
 
 def holdout(

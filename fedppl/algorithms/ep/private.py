@@ -142,10 +142,7 @@ def PrivateEP(
             _final_message,
             functools.partial(draw_target, local=inference),
             contracts.Posterior(lambda state: widened(state.sites.q, state)),
-            lambda state: {
-                "last_change": (("rows",), state.ep.last_change),
-                "noise_sd": (("rows",), noise_sd(state)),
-            },
+            lambda state: {"last_change": (("rows",), state.ep.last_change), "noise_sd": (("rows",), noise_sd(state))},
             tests_convergence=True,
         ),
         needs=contracts.Needs(inference.check),

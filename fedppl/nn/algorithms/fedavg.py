@@ -12,13 +12,7 @@ from numpy.random import Generator
 from fedppl.algorithms.averaging._point import LocalClientState, kept_local, weight_of, weights_rule
 from fedppl.algorithms.averaging._server import weighted
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView
-from fedppl.nn.algorithms._common import (
-    Tuning,
-    check_network,
-    needs,
-    training_rule,
-    tuning_rule,
-)
+from fedppl.nn.algorithms._common import Tuning, check_network, needs, training_rule, tuning_rule
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
 from fedppl.nn.algorithms._server import AT_MEAN, ESTIMATE, REPLIES, NetworkState, broadcast, init, update_server
 from fedppl.nn.functional import Places

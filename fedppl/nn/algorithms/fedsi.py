@@ -243,11 +243,7 @@ def _final_message(state: SubnetworkState, client_id: str, *, settings: _Setting
     if settings.diagonal and not state.declared:
         variance = np.minimum(variance, settings.prior_variance)
     inference = [_count(settings, len(state.mean)), settings.rule == "variance", settings.diagonal]
-    return {
-        **tuning_message(state.mean, tuning),
-        "variance": variance,
-        "inference": np.array(inference, dtype=float),
-    }
+    return {**tuning_message(state.mean, tuning), "variance": variance, "inference": np.array(inference, dtype=float)}
 
 
 def _details(state: SubnetworkState) -> Details:
