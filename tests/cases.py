@@ -200,11 +200,7 @@ CASES: dict[str, Case] = {
     "FedAvg(batches)": Case("FedAvg", batches, regression, summed=True),
     "FedProx": Case("FedProx", {**batches, "mu": 0.1}, regression, summed=True, ending=mode({**one_step, "mu": 0.5})),
     "SCAFFOLD": Case(
-        "SCAFFOLD",
-        descent,
-        noise,
-        ledger=CONTROLS,
-        ending=mode({"learning_rate": 0.05, "steps": 5, "tolerance": 1e-8}),
+        "SCAFFOLD", descent, noise, ledger=CONTROLS, ending=mode({"learning_rate": 0.05, "steps": 5, "tolerance": 1e-8})
     ),
     "SCAFFOLD(batches)": Case("SCAFFOLD", batches, regression, ledger=CONTROLS),
     "Ditto": Case("Ditto", {**batches, "lam": 0.1}, regression, summed=True, ending=mode({**one_step, "lam": 0.1})),
@@ -223,11 +219,7 @@ CASES: dict[str, Case] = {
         "ConsensusMonteCarlo", {"draws": 100}, regression, rounds=1, ending=posterior({"draws": 400})
     ),
     "HM1": Case(
-        "HM1",
-        {"tolerance": 1e-12},
-        trends,
-        ledger=("linear", "precision", "has_replied"),
-        ending=Ending(Ends.COUPLED),
+        "HM1", {"tolerance": 1e-12}, trends, ledger=("linear", "precision", "has_replied"), ending=Ending(Ends.COUPLED)
     ),
     "HM1(low rank)": Case(
         "HM1",
@@ -237,9 +229,7 @@ CASES: dict[str, Case] = {
     ),
     "HM1Gradient": Case("HM1Gradient", {"learning_rate": 1e-3, "steps": 5}, trends, ledger=("theta",)),
     "HM1Gradient(proximal)": Case(
-        "HM1Gradient",
-        {"learning_rate": 0.01, "steps": 5, "batch_size": 4, "prior_step": "proximal"},
-        trends,
+        "HM1Gradient", {"learning_rate": 0.01, "steps": 5, "batch_size": 4, "prior_step": "proximal"}, trends
     ),
     "Confidence": Case("Confidence", {"local": fedppl.Laplace()}, regression, summed=True),
     "Confidence(remember)": Case("Confidence", {"strength": 2.0, "remember": True}, regression, ledger=("ledger",)),
@@ -260,10 +250,7 @@ CASES: dict[str, Case] = {
     "FedPop": Case("nn.FedPop", {"head": HEAD, "epochs": 1}, all_shared, summed=True),
     "NetworkConfidence": Case("nn.Confidence", {"head": HEAD, "epochs": 1}, all_shared, summed=True),
     "NetworkConfidence(remember)": Case(
-        "nn.Confidence",
-        {"head": HEAD, "epochs": 1, "remember": True, "smoothing": 0.5},
-        all_shared,
-        ledger=("ledger",),
+        "nn.Confidence", {"head": HEAD, "epochs": 1, "remember": True, "smoothing": 0.5}, all_shared, ledger=("ledger",)
     ),
     "FedSI": Case("nn.FedSI", {"ratio": 0.3, "epochs": 2}, classification, summed=True),
     "FedSI(diagonal)": Case("nn.FedSI", {"diagonal": True, "epochs": 2, "average": "sd"}, classification, summed=True),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -167,16 +168,36 @@ def of_way(way: Any, target: Any) -> dict[str, list[float]]:
     return found | {"shared": numbers(drawn.shared), "local": numbers(drawn.local)}
 
 
-def record() -> dict[str, dict[str, list[float]]]:
-    """Everything, by case."""
-    found: dict[str, dict[str, list[float]]] = {}
+TARGETS = {"regression": test_conformance.target, "noise": lambda: test_conformance.noise_case()[0]}
+
+
+def jobs() -> dict[str, dict[str, Callable[[], dict[str, list[float]]]]]:
+    """Cases by the problem that they are of, in a fixed order."""
+    found: dict[str, dict[str, Callable[[], dict[str, list[float]]]]] = {}
     for name, way in cases.WAYS.items():
-        found[f"local/{name}/regression"] = of_way(way.local, test_conformance.target())
-        found[f"local/{name}/noise"] = of_way(way.local, test_conformance.noise_case()[0])
-    for name, (_, _, problem) in FURTHER.items():
-        found[f"algorithm/{name}"] = of_fit(functools.partial(further, name), problem)
-    for name, case in CASES.items():
-        found[f"run/{name}"] = of_fit(case.build, case.problem)
+        for of, target in (
+            ("regression", test_conformance.target),
+            ("noise", lambda: test_conformance.noise_case()[0]),
+        ):
+            job = functools.partial(lambda way, target: of_way(way.local, target()), way, target)
+            found.setdefault(f"local {of}", {})[f"local/{name}/{of}"] = job
+    fits = [
+        (f"algorithm/{name}", functools.partial(further, name), problem) for name, (_, _, problem) in FURTHER.items()
+    ]
+    fits += [(f"run/{name}", case.build, case.problem) for name, case in CASES.items()]
+    for name, build, problem in fits:
+        of = getattr(problem, "__name__", "networks").strip("<>")
+        found.setdefault(of, {})[name] = functools.partial(of_fit, build, problem)
+    return {of: dict(sorted(group.items())) for of, group in found.items()}
+
+
+def record() -> dict[str, dict[str, list[float]]]:
+    """Everything, by case; a process a problem, on one thread: what was compiled before moves last digits."""
+    found: dict[str, dict[str, list[float]]] = {}
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    for of in jobs():
+        call = [sys.executable, "-m", "tests.record", "group", of]
+        found |= json.loads(subprocess.run(call, env=one_thread, stdout=subprocess.PIPE, check=True).stdout)
     return found
 
 
@@ -202,8 +223,10 @@ def main(argv: list[str]) -> int:
     """Write or compare; 1 where numbers differ."""
     do, path = argv
     warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory():
-        found = record()
+    if do == "group":
+        sys.stdout.write(json.dumps({name: job() for name, job in jobs()[path].items()}))
+        return 0
+    found = record()
     if do == "write":
         Path(path).write_text(json.dumps(found))
         return 0

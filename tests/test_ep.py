@@ -323,11 +323,7 @@ def test_nuts_replies_converge_to_monte_carlo_error() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [
-        ({"tolerance": 0.0}, "tolerance=0.0"),
-        ({"damping": 1.5}, "damping=1.5"),
-        ({"structure": "banded"}, "'banded'"),
-    ],
+    [({"tolerance": 0.0}, "tolerance=0.0"), ({"damping": 1.5}, "damping=1.5"), ({"structure": "banded"}, "'banded'")],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(fedppl.DeclarationError, match=said):

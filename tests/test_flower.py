@@ -38,10 +38,7 @@ def site_app(
     model: FederatedModel, data: Mapping[str, Any], algorithm: Algorithm | None = None, **keywords: Any
 ) -> Any:
     return fedppl.Flower.client_app(
-        model,
-        algorithm or fedppl.EP(),
-        lambda config: data[config["client-id"]],
-        **{"policy": NO_RULES, **keywords},
+        model, algorithm or fedppl.EP(), lambda config: data[config["client-id"]], **{"policy": NO_RULES, **keywords}
     )
 
 
@@ -57,11 +54,7 @@ def fit(
     settings = {"wait": 0.2, "deadline": 0.05, "poll": 0.001, "grace": keywords.pop("grace", 0.01)}
     engine = fedppl.Flower.grid(grid, clients=clients, **settings)
     return fedppl.fit(
-        model,
-        None,
-        algorithm or fedppl.EP(),
-        engine=engine,
-        **{"progressbar": False, "random_seed": 1, **keywords},
+        model, None, algorithm or fedppl.EP(), engine=engine, **{"progressbar": False, "random_seed": 1, **keywords}
     )
 
 
@@ -367,13 +360,7 @@ def test_a_request_for_another_client_is_not_answered() -> None:
     one = node(app, 1, **{"client-id": "client 0"})
     parcel = (
         {"point": np.zeros(1), "prior_share": np.array(0.0)},
-        {
-            "client_id": "client 1",
-            "nonce": "1",
-            "round": "1",
-            "seed": "[1]",
-            "run": "x",
-        },
+        {"client_id": "client 1", "nonce": "1", "round": "1", "seed": "[1]", "run": "x"},
     )
     message = FlowerMessage(to_content(*parcel), dst_node_id=1, message_type=ASK, ttl=9.0)
     assert from_content(app(message, one.context).content)[1]["failure"] == (

@@ -61,9 +61,7 @@ def parameters(seed: int, gamma: Any, log_noise_sd: float, spread: float = 1.0) 
     )
     own = [
         UnitClientState(
-            spread * rng.normal(size=LATENTS),
-            np.exp(rng.normal(size=LATENTS) - 1.0),
-            log_noise_sd + 0.2 * rng.normal(),
+            spread * rng.normal(size=LATENTS), np.exp(rng.normal(size=LATENTS) - 1.0), log_noise_sd + 0.2 * rng.normal()
         )
         for _ in SIZES
     ]

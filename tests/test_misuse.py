@@ -262,9 +262,7 @@ def test_without_a_warm_start_a_vague_prior_is_no_singular_matrix() -> None:
     assert "warm_start=True" in alone.message and "LinAlgError" not in alone.message
 
 
-def test_a_skewed_margin_is_named_with_a_remedy_and_mild_ones_are_no_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_skewed_margin_is_named_with_a_remedy_and_mild_ones_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     from fedppl.algorithms.ep import _sites, _state, _verdict
 
     layout = MODEL.enrol(CLIENTS)["client 0"].layout

@@ -41,12 +41,7 @@ def test_a_file_says_what_the_keywords_say(tmp_path: Path) -> None:
     )
     found = policy.read(path)
     assert found == Policy(
-        rows=50,
-        requests=math.inf,
-        distance=4,
-        epsilon=1.5,
-        declarations=("ab",),
-        approval=str(tmp_path / "runs.txt"),
+        rows=50, requests=math.inf, distance=4, epsilon=1.5, declarations=("ab",), approval=str(tmp_path / "runs.txt")
     )
     path.write_text("")
     assert policy.read(path) == Policy()

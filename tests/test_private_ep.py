@@ -25,11 +25,7 @@ from fedppl.testing import normal_means
 from fedppl.types import DeclarationError, Layout, LocalFailure, Status, Variable
 from tests.support import problems
 
-FORMS = {
-    "full": structure.full(3),
-    "diagonal": structure.diagonal(3),
-    "blocks": structure.block(3, [(0, 2), (1,)]),
-}
+FORMS = {"full": structure.full(3), "diagonal": structure.diagonal(3), "blocks": structure.block(3, [(0, 2), (1,)])}
 
 
 def private(**settings: Any) -> AnyAlgorithm:

@@ -475,7 +475,7 @@ UNARRIVED: dict[str, Any] = {
         algorithm=regression_fit().algorithm._replace(
             result=regression_fit().algorithm.result._replace(
                 shared=Posterior(lambda state: gaussian.Gaussian(np.ones(3), -np.eye(3)))
-            ),
+            )
         ),
     ),
 }

@@ -305,8 +305,7 @@ def test_a_declaration_made_anew_compiles_nothing(problem: Callable[[], Any], mo
 
 
 @pytest.mark.parametrize(
-    ("name", "coupled"),
-    [("EP(diagonal)", np.eye(3)), ("EP(blocks)", np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]]))],
+    ("name", "coupled"), [("EP(diagonal)", np.eye(3)), ("EP(blocks)", np.array([[1, 1, 0], [1, 1, 0], [0, 0, 1]]))]
 )
 def test_sites_stay_in_their_family(name: str, coupled: Any) -> None:
     """Diagonal and blocks: no correlation of the posterior that the family does not have."""

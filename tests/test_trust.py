@@ -260,10 +260,7 @@ def test_moves_are_those_of_a_replaced_site(rng: np.random.Generator) -> None:
     after = Gaussian(before.q.linear + d_linear[0], before.q.precision + d_precision[0])
     sd = gaussian.standard_deviations(before.q)
     expected = np.concatenate(
-        [
-            (gaussian.mean(after) - gaussian.mean(before.q)) / sd,
-            np.log(gaussian.standard_deviations(after) / sd),
-        ]
+        [(gaussian.mean(after) - gaussian.mean(before.q)) / sd, np.log(gaussian.standard_deviations(after) / sd)]
     )
     assert_allclose(_moves.of_replies(before.q, d_linear, d_precision)[0], expected, rtol=1e-3, atol=1e-10)
 

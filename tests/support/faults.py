@@ -24,11 +24,7 @@ from fedppl.model.declaration import FederatedModel
 FIELDS = {"warm start": ("value", "gradient", "hessian", "ray"), "EP": ("mean", "precision", "skewness", "mc_error")}
 MATRICES = ("hessian", "precision")
 # What is judged alike: after a step of the warm start, an expansion may be as steep and as low as it likes.
-KINDS = {
-    "first point": ("warm start", "first point"),
-    "after a step": ("warm start", "after a step"),
-    "EP": ("EP",),
-}
+KINDS = {"first point": ("warm start", "first point"), "after a step": ("warm start", "after a step"), "EP": ("EP",)}
 
 
 class Alteration(NamedTuple):

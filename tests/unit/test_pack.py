@@ -67,8 +67,5 @@ def test_every_kernel_has_the_same_type_whatever_its_arrays() -> None:
     def second(x: Any, a: Any, b: Any) -> Any:
         return (x * a[0, 0] + b,)
 
-    wrapped = [
-        unpacking_kernel(first, [("float64", 1)]),
-        unpacking_kernel(second, [("int64", 2), ("float64", 0)]),
-    ]
+    wrapped = [unpacking_kernel(first, [("float64", 1)]), unpacking_kernel(second, [("int64", 2), ("float64", 0)])]
     assert len({str(kernel.nopython_signatures) for kernel in wrapped}) == 1
