@@ -13,7 +13,7 @@ collect_ignore = ["fedppl/flower/virtual.py", "tests/deployed"]
 if importlib.util.find_spec("torch") is None:
     collect_ignore += ["fedppl/nn", "models/fedsi.py"]
 if importlib.util.find_spec("flwr") is None:
-    edges = ("app", "grid", "post", "records", "roll")
+    edges = ("app", "client_app", "engines", "grid", "post", "records", "roll")
     collect_ignore += ["tests/support/fake_grid.py", *(f"fedppl/flower/{name}.py" for name in edges)]
 
 

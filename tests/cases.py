@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import fedppl
+import tests.skeleton
 from fedppl import FederatedModel
 from fedppl.contracts import AnyAlgorithm, LocalInference
 from models import hm1
@@ -157,7 +158,7 @@ class Case(NamedTuple):
 
 def build(name: str, settings: Mapping[str, Any]) -> AnyAlgorithm:
     """Build an algorithm by its name in fedppl."""
-    found: AnyAlgorithm = operator.attrgetter(name)(fedppl)(**settings)
+    found: AnyAlgorithm = operator.attrgetter(name)(tests if name.startswith("skeleton.") else fedppl)(**settings)
     return found
 
 
@@ -255,6 +256,8 @@ CASES: dict[str, Case] = {
     "FedSI": Case("nn.FedSI", {"ratio": 0.3, "epochs": 2}, classification, summed=True),
     "FedSI(diagonal)": Case("nn.FedSI", {"diagonal": True, "epochs": 2, "average": "sd"}, classification, summed=True),
 }
+# The skeleton of CONTRIBUTING.md: a new algorithm needs no more than this row to be held to all promises.
+CASES["skeleton"] = Case("skeleton.Newton", {"tolerance": 1e-12}, noise, rounds=4, ending=posterior())
 if importlib.util.find_spec("nutpie"):
     CASES["EP(NUTS, nutpie)"] = ep(nuts("nutpie"), regression, rounds=5)
 ENDINGS = [name for name, case in CASES.items() if case.ending is not None]

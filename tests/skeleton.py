@@ -17,7 +17,7 @@ from fedppl.types import Layout, Message, Status
 
 class NewtonState(NamedTuple):  # all that the next round needs; never changed in place
     prior: Gaussian
-    sites: dict[str, Gaussian]  # of each client, the quadratic that it sent last; nothing until then
+    quadratics: dict[str, Gaussian]  # of each client, the quadratic that it sent last; nothing until then
     prior_share: float  # of p / N_0 in each client's factor, where the prior is not Gaussian
 
 
@@ -49,7 +49,7 @@ def _init(layout: Layout, client_ids: tuple[str, ...], rng: np.random.Generator)
 
 
 def _q(state: NewtonState) -> Gaussian:
-    return functools.reduce(gaussian.product, state.sites.values(), state.prior)
+    return functools.reduce(gaussian.product, state.quadratics.values(), state.prior)
 
 
 def _update_client(
@@ -66,15 +66,15 @@ def _reject(state: NewtonState, reply: Message) -> str | None:
 
 
 def _update_server(state: NewtonState, received: Received, *, tolerance: float) -> tuple[NewtonState, Report]:
-    sites = {**state.sites, **{k: Gaussian(r["linear"], r["precision"]) for k, r in received.each.items()}}
-    q, after = _q(state), state._replace(sites=sites)
+    found = {**state.quadratics, **{k: Gaussian(r["linear"], r["precision"]) for k, r in received.each.items()}}
+    q, after = _q(state), state._replace(quadratics=found)
     change = float(np.max(np.abs(gaussian.mean(_q(after)) - gaussian.mean(q)) / gaussian.standard_deviations(q)))
-    done = change < tolerance and received.clients == len(sites)
+    done = change < tolerance and received.clients == len(found)
     message = "" if done else f"q moved by {change:.2g} sds; raise rounds="
     return after, Report(NewtonInfo(change), Status.CONVERGED if done else Status.RUNNING, message)
 
 
 def _final_message(state: NewtonState, client_id: str) -> Message:
     q = _q(state)
-    cavity = gaussian.quotient(q, state.sites[client_id]) if client_id in state.sites else q
+    cavity = gaussian.quotient(q, state.quadratics[client_id]) if client_id in state.quadratics else q
     return pack_target(q, cavity, state.prior_share)

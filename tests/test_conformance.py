@@ -295,7 +295,7 @@ def test_coupled_clients_end_at_their_joint_posterior(name: str) -> None:
 
 def test_what_tests_for_convergence_is_what_does_not_take_a_given_number_of_gradient_rounds() -> None:
     """Those warn at the end of a fit that has not converged; what has a posterior must be among them."""
-    built = [(case.algorithm, case.build().result) for case in CASES.values()]
+    built = [(case.algorithm, case.build().result) for name, case in CASES.items() if name != "skeleton"]
     found = {name for name, result in built if result.tests_convergence}
     one_shot = {"Separate", "PrecisionWeighted", "ConsensusMonteCarlo"}
     assert found == {"EP", "HM1", "curves.Ascent", "curves.BlockAscent", "Confidence"} | one_shot
@@ -304,4 +304,4 @@ def test_what_tests_for_convergence_is_what_does_not_take_a_given_number_of_grad
 
 def test_every_algorithm_is_in_the_table() -> None:
     """One that is exported is held to these promises; PrivateEP, whose noise no seed repeats, in its own file."""
-    assert {case.algorithm for case in CASES.values()} == cases.exported() - {"PrivateEP"}
+    assert {case.algorithm for case in CASES.values()} - {"skeleton.Newton"} == cases.exported() - {"PrivateEP"}

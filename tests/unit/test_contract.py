@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.testing import assert_allclose
 
 from fedppl.contracts import ClientView
 from fedppl.gaussian import Gaussian
-from tests import cases
+from tests import cases, skeleton
 from tests.support import contract, fake_client
 from tests.support.fake_client import FakeClient
 
@@ -76,3 +77,9 @@ def test_rounds_by_hand_end_at_the_posterior(name: str) -> None:
     found = algorithm.result.shared.gaussian(played.states[-1])  # type: ignore[union-attr]
     assert_allclose(found.precision, exact.precision, rtol=1e-5, atol=1e-5)
     assert_allclose(found.linear, exact.linear, rtol=1e-5, atol=1e-5)
+
+
+def test_the_skeleton_of_an_algorithm_is_short() -> None:
+    """What it takes to join the table; its row is held to all that the others are."""
+    assert len(Path(skeleton.__file__).read_text(encoding="utf-8").splitlines()) <= 80
+    assert "skeleton" in NAMES
