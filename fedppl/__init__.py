@@ -1,9 +1,9 @@
 """Federated Bayesian inference: one client's posterior declared in PyMC, a hierarchy fitted across all clients."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedppl import data, metrics, privacy
+from fedppl import metrics, privacy
 from fedppl.algorithms.averaging.ditto import Ditto
 from fedppl.algorithms.averaging.fedavg import FedAvg
 from fedppl.algorithms.averaging.fedprox import FedProx
@@ -18,7 +18,6 @@ from fedppl.algorithms.one_shot.consensus import ConsensusMonteCarlo
 from fedppl.algorithms.one_shot.precision_weighted import PrecisionWeighted
 from fedppl.algorithms.one_shot.separate import Separate
 from fedppl.contracts import Algorithm, LocalInference
-from fedppl.coregional import curves
 from fedppl.engine import policy
 from fedppl.engine.inprocess import InProcess
 from fedppl.engine.policy import Policy
@@ -40,6 +39,10 @@ from fedppl.search.grid_search import grid_search
 from fedppl.search.loss import validation_loss
 from fedppl.search.split import holdout
 from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
+
+if TYPE_CHECKING:
+    from fedppl import data
+    from fedppl.coregional import curves
 
 __version__ = "0.1.0"
 
@@ -96,24 +99,26 @@ __all__ = [
 ]
 
 
-# What needs a package that not everybody has: attribute, module, package, what people call it, extra.
+# Namespaces that are loaded when they are first asked for: module, and the package and extra that not everybody has.
 _LAZY = {
-    "Flower": ("fedppl.flower.app", "flwr", "fedppl.Flower needs Flower", "flower"),
-    "nn": ("fedppl.nn", "torch", "fedppl.nn needs torch", "torch"),
+    "Flower": ("fedppl.flower.app", "flwr", "flower"),
+    "curves": ("fedppl.coregional.curves", "", ""),
+    "data": ("fedppl.data", "", ""),
+    "nn": ("fedppl.nn", "torch", "torch"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Load `Flower` and `nn` when they are first asked for: nothing else needs what they stand on installed."""
+    """Load a namespace of `_LAZY`: nothing else needs what it stands on installed, or the time that it takes."""
     if name not in _LAZY:
         raise AttributeError(f"module 'fedppl' has no attribute {name!r}")
-    module, package, who, extra = _LAZY[name]
+    module, package, extra = _LAZY[name]
     try:
         globals()[name] = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != package:
             raise
         raise ModuleNotFoundError(
-            f"{who}, which is not installed: pip install 'fedppl[{extra}]'", name=package
+            f"fedppl.{name} needs {package}, which is not installed: pip install 'fedppl[{extra}]'", name=package
         ) from error
     return globals()[name]

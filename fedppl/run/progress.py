@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import rich.progress
 
 
 class Progress:
@@ -16,6 +15,8 @@ class Progress:
     def __init__(self, total: int, *, show: bool) -> None:
         self._bar: Any = None
         if show:
+            import rich.progress  # a tenth of what importing all of fedppl takes
+
             self._bar = rich.progress.Progress(
                 rich.progress.TextColumn("Round"),
                 rich.progress.BarColumn(),
