@@ -33,7 +33,7 @@ def append(path: str | os.PathLike[str], entry: Mapping[str, Any], after: Head |
     path
         The log; it is made where there is none. The caller holds the site's lock.
     entry
-        What to write, as JSON has it; ``line``, ``time``, ``before`` and ``digest`` are the log's own names.
+        Entry of the log, as JSON has it; ``line``, ``time``, ``before`` and ``digest`` are the log's own names.
     after
         The head that the log has as far as the caller knows; without it the log is read.
 

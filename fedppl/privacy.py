@@ -34,7 +34,7 @@ def epsilon(noise_multiplier: float | Sequence[float], releases: int | Sequence[
     noise_multiplier
         Standard deviation of the noise over `clip`; one number, or one for each setting.
     releases
-        How many noised vectors leave the client with it; likewise.
+        Number of noised vectors that leave the client with it; likewise.
     delta
         The δ of the guarantee.
 

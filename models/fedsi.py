@@ -149,14 +149,12 @@ METHODS = {
     ),
     "FedPer": Method("representation", lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate)),
     "FedRep": Method(
-        "representation",
-        lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate, phases=(("local", 10), ("shared", 1))),
+        "representation", lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate, phases=(("local", 10), ("shared", 1)))
     ),
     "LG-FedAvg": Method("head", lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate)),
     "BPFed": Method("representation", lambda rate, head: fedppl.nn.BPFed(learning_rate=rate, epochs=10, zeta=0.1)),
     "FedPop": Method(
-        "all",
-        lambda rate, head: fedppl.nn.FedPop(head=head, learning_rate=rate, momentum=None, epochs=10),
+        "all", lambda rate, head: fedppl.nn.FedPop(head=head, learning_rate=rate, momentum=None, epochs=10)
     ),
     "FedSI-Fac": Method("representation", lambda rate, head: fedppl.nn.FedSI(learning_rate=rate, diagonal=True)),
     "FedSI": Method("representation", lambda rate, head: fedppl.nn.FedSI(learning_rate=rate)),

@@ -122,11 +122,7 @@ def probe(server: Server, columns: int, most: int, *, increasing: bool = False) 
     return found
 
 
-_PROBERS = {
-    "one_round": (_SMALL, 30, False),
-    "rounds_increasing": (_SMALL, 30, True),
-    "default": (Policy(), 300, True),
-}
+_PROBERS = {"one_round": (_SMALL, 30, False), "rounds_increasing": (_SMALL, 30, True), "default": (Policy(), 300, True)}
 
 
 def _far_probes(quick: bool) -> dict[str, Any]:

@@ -75,10 +75,10 @@ class Policy:
     requests
         Most requests that are answered, over all runs.
     distance
-        How far from the prior's mean a point may lie, per coordinate, in prior sds. Points that an algorithm can leave
+        Largest distance of a point from the prior's mean, per coordinate, in prior sds. Points that an algorithm can leave
         out are left out; other requests are refused.
     cavity
-        How sharp a cavity may be against q: the largest generalised eigenvalue of their precisions.
+        Largest generalised eigenvalue of the precisions of a cavity and of q.
     epsilon
         None, or the total ε over all runs: then only algorithms whose ε is known are answered, `distance` and `cavity`
         are not looked at, and the release that would exceed it is refused.

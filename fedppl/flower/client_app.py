@@ -47,13 +47,13 @@ def client_app(
         Function from the node config to this client's id; by default its entry ``client-id``, or nothing where
         the server knows the site by its authenticated name.
     folder
-        Where this site keeps its audit log and its account of all that it has released (``audit.jsonl``,
+        Folder in which this site keeps its audit log and its account of all that it has released (``audit.jsonl``,
         ``ledger.json``), its personal state, a salted digest of its data (other data are refused in a run that has
         begun), its last answer, and, when the run is over, its own posterior (a NetCDF file named after the client); a
         path, or a function from the node config to one. Limits count over all runs in it: deleting the files grants
         them anew. None goes only with ``policy=fedppl.policy.NO_RULES``: nothing is logged or counted then.
     policy
-        What this site allows: a `fedppl.Policy`, the path of a TOML file with one, or a function from the node config
+        Policy of this site: a `fedppl.Policy`, the path of a TOML file with one, or a function from the node config
         to either. By default ``fedppl.Policy()``.
     draws, chains
         Size of that posterior.

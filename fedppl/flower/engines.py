@@ -40,7 +40,7 @@ def grid(
     Parameters
     ----------
     grid
-        What Flower hands to the server app.
+        Flower's grid, as its server app gets it.
     clients
         Number of sites to wait for, or their ids. No other sites take part.
     model, example_data
@@ -140,7 +140,7 @@ def server_app(
         As in `fedppl.fit`. Entries of the run config with these names win, so that ``flwr run --run-config`` can
         set them; an empty checkpoint is none.
     on_fit
-        Called with the Fit and Flower's context when the run is over.
+        Function of the Fit and Flower's context, called when the run is over.
 
     Returns
     -------

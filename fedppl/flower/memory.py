@@ -86,6 +86,6 @@ def recalled(algorithm: AnyAlgorithm, memory: Memory, name: str, client_id: str)
     except DeclarationError as error:
         if algorithm.persistent:
             logger.error("client %s does not answer: %s", client_id, error)
-            raise LocalFailure("its lasting state cannot be read; see the site's log") from error
+            raise LocalFailure("its persistent state cannot be read; see the site's log") from error
         logger.warning("client %s starts with blank personal state: %s", client_id, error)
         return Kept()

@@ -26,7 +26,7 @@ def no_mode(client: ClientView, phi: Array) -> str:
         )
     elif not value > -_BEYOND:
         why = (
-            "the log density there is beyond all measure. The data are on another scale than the priors: rescale the "
+            "the log density there is implausibly large. The data are on another scale than the priors: rescale the "
             "outcome, or widen the priors"
         )
     elif np.min(moved, initial=0.0) < _SHRUNK:

@@ -232,7 +232,7 @@ class Fit:
         Parameters
         ----------
         client_id
-            Which client.
+            Id of a client that took part.
         predict
             New inputs by name, for example ``{"X": X_new}``, to draw predictions for.
         draws, chains
@@ -289,7 +289,7 @@ class Fit:
         predict, draws, chains, random_seed
             As in `client`.
         name
-            What to call it in results and errors.
+            Name in results and errors.
 
         Returns
         -------

@@ -58,17 +58,17 @@ def rounds(
         Client id to that client's data, name to array. None where the data are at sites and the engine finds
         them, as Flower's does.
     algorithm
-        For example ``fedppl.EP()``.
+        The algorithm, for example ``fedppl.EP()``.
     rounds
-        Stop after this many rounds in all; None runs until converged or the caller stops. Rounds of a start that has
+        Number of rounds in all after which it stops; None runs until converged or the caller stops. Rounds of a start that has
         a budget of its own, as EP's warm start has, do not count.
     engine
-        What moves the messages; by default ``fedppl.InProcess()``.
+        The engine that moves the messages; by default ``fedppl.InProcess()``.
     participation
         None for all clients, an int for that many a round, a float for a probability, or a function
         ``(clients, rng) -> clients``.
     reporting
-        Which of the clients that are asked send a reply, in the same words; None for all. The others hear the
+        Clients among those asked that send a reply, given in the same ways; None for all. The others hear the
         broadcast, update what they keep to themselves if the algorithm has such a thing, a personal head for example,
         and send only word that they did.
     checkpoint
@@ -136,7 +136,7 @@ def fit(
     rounds
         Largest number of rounds, those of EP's warm start not counted.
     callback
-        Called with every Round; return True to stop.
+        Function of a Round, called with each; it returns True to stop.
     progressbar
         Whether to show progress.
 

@@ -45,7 +45,7 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     Parameters
     ----------
     fit
-        Of clients in this process.
+        A fit of clients in this process.
     validation
         Client id to held-out data, with the keys of the training data; some or all of the fit's clients.
     loss

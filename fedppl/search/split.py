@@ -25,12 +25,12 @@ def holdout(
     clients
         Client id to that client's data, name to array.
     fraction
-        Of a client's rows to hold out, rounded to whole rows: at least one, and never all.
+        Part of a client's rows to hold out, rounded to whole rows: at least one, and never all.
     rows
         Names of the arrays that have a row per observation. By default the arrays of the leading length that most
         of a client's arrays have. All others, scalars too, go to both parts unchanged.
     random_seed
-        Which rows are held out depends on it and on the client's id, not on the other clients.
+        Seed of the rows that are held out; they depend on it and on the client's id, not on the other clients.
 
     Returns
     -------

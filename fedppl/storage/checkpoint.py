@@ -101,11 +101,11 @@ def write(path: Path, content: dict[str, Any], kept: Kept | None = None, *, resu
     Parameters
     ----------
     path
-        Where the state goes.
+        File of the state.
     content
         All that `CONTENT` names.
     kept
-        What the last call returned, or `load`; None for a run that begins.
+        Value of the last call, or of `load`; None for a run that begins.
     resumed
         Whether it is from `load`: records that a crash left beyond it are cut off. Else there can be none.
     """

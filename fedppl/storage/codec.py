@@ -67,9 +67,9 @@ def encode(content: Any, name: str = "state") -> bytes:
     Parameters
     ----------
     content
-        What is written.
+        Value to write.
     name
-        What errors call it.
+        Name in errors.
 
     Raises
     ------

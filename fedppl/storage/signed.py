@@ -27,9 +27,9 @@ def pack(content: Any, about: str = "") -> bytes:
     Parameters
     ----------
     content
-        What is kept; `_codec.encode` says what it may hold.
+        Value to keep; `codec.encode` says what it may hold.
     about
-        What it is kept as, such as its name: nothing else is read from it.
+        Name that it is kept as: nothing else is read from it.
     """
     key, body = _key.of_owner(make=True), _codec.encode(content)
     if len(body) > MOST:

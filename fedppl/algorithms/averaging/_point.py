@@ -58,7 +58,7 @@ def fitting_local(client: ClientView, personal: WithLocal | None) -> Array | Non
 
 
 def kept_local(client: ClientView, personal: WithLocal | None) -> tuple[Array, dict[str, float]]:
-    """Local variables to go on from, and a word on it when a client with local variables starts blank."""
+    """Local variables to go on from, and a diagnostic when a client with local variables starts blank."""
     local = fitting_local(client, personal)
     return (client.initial, {"blank": 1.0} if client.local_size else {}) if local is None else (local, {})
 

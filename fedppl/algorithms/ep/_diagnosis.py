@@ -16,7 +16,7 @@ _FLAT = 30.0
 _LEVEL = 0.3
 _MANY_PRIOR_SDS = 3.0
 # Times the prior's precision: a coordinate that is known so well is pinned by a scale that goes to zero; where clients'
-# curvature has grown beyond all measure on the way, less says so.
+# curvature has grown without bound meanwhile, less says so.
 _PINNED, _PINNED_BEYOND = 1e12, 1e6
 _LOG = "_log__"
 

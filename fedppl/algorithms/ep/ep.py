@@ -239,7 +239,7 @@ def _shapes(state: EPState) -> dict[str, tuple[int, ...]]:
 
 
 def _reject(state: EPState, reply: Message) -> str | None:
-    """Moments must be those of a distribution, an expansion may have any curvature; neither beyond all measure."""
+    """Moments must be those of a distribution, an expansion may have any curvature; neither may be implausibly large."""
     if state.warm_start is None:
         return _sites.implausible_moments(state.sites, reply)
     # A step may lead anywhere: an expansion there that is beyond measure only says that it was too long.

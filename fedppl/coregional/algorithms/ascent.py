@@ -79,7 +79,7 @@ def Ascent(
         Exponent between 0.5 and 1: where sums are noisy, because some units did not reply or rows are drawn, the t-th
         of such rounds counts by (1 + t)^(-forgetting).
     initial_kernel
-        Where the kernels' parameters start. "median": every unit first fits a Gaussian process to its own rows, and the
+        Start of the kernels' parameters. "median": every unit first fits a Gaussian process to its own rows, and the
         server takes the median of their kernel parameters, weighted by rows. "prior": the prior's median.
     tolerance
         Share of itself by which the bound may move in a round that counts as converged; five such rounds in a row end

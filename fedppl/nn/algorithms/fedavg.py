@@ -73,7 +73,7 @@ def FedAvg(
         μ of FedProx, which adds μ/2 ‖φ' − φ‖² to a client's mean loss, φ being what the server sent. It holds shared
         weights.
     phases
-        Which weights to train and for how many epochs, one after another: "shared", "local", "all" or torch's names.
+        Weights to train with their numbers of epochs, one after another: "shared", "local", "all" or torch's names.
     batch_size
         Rows a step.
     weights
