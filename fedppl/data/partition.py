@@ -41,8 +41,8 @@ def label_skew(
     clients, each
         Number of clients, and of labels that each holds.
     cuts
-        Rule by which labels are cut. "same": all at the same fractions, so that a client with a large slice of one label tends to
-        have large slices of all. "independent": each label by itself.
+        Rule by which labels are cut. "same": all at the same fractions, so that a client with a large slice of one
+        label tends to have large slices of all. "independent": each label by itself.
     random_seed
         Seed.
 

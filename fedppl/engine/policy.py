@@ -75,8 +75,8 @@ class Policy:
     requests
         Most requests that are answered, over all runs.
     distance
-        Largest distance of a point from the prior's mean, per coordinate, in prior sds. Points that an algorithm can leave
-        out are left out; other requests are refused.
+        Largest distance of a point from the prior's mean, per coordinate, in prior sds. Points that an algorithm can
+        leave out are left out; other requests are refused.
     cavity
         Largest generalised eigenvalue of the precisions of a cavity and of q.
     epsilon

@@ -60,8 +60,8 @@ def rounds(
     algorithm
         The algorithm, for example ``fedppl.EP()``.
     rounds
-        Number of rounds in all after which it stops; None runs until converged or the caller stops. Rounds of a start that has
-        a budget of its own, as EP's warm start has, do not count.
+        Number of rounds in all after which it stops; None runs until converged or the caller stops. Rounds of a start
+        that has a budget of its own, as EP's warm start has, do not count.
     engine
         The engine that moves the messages; by default ``fedppl.InProcess()``.
     participation

@@ -239,10 +239,10 @@ def _shapes(state: EPState) -> dict[str, tuple[int, ...]]:
 
 
 def _reject(state: EPState, reply: Message) -> str | None:
-    """Moments must be those of a distribution, an expansion may have any curvature; neither may be implausibly large."""
+    """Moments must be those of a distribution, an expansion may have any curvature; neither is implausibly large."""
     if state.warm_start is None:
         return _sites.implausible_moments(state.sites, reply)
-    # A step may lead anywhere: an expansion there that is beyond measure only says that it was too long.
+    # A step may lead anywhere: an expansion there that is implausibly large only says that it was too long.
     stepped = bool(np.any(state.warm_start.move))
     return _sites.implausible_values(reply) if stepped else _sites.implausible_expansion(state.sites, reply)
 
