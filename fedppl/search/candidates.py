@@ -20,7 +20,7 @@ def grid(build: Callable[..., AnyAlgorithm], **values: Sequence[Any]) -> dict[st
     Parameters
     ----------
     build
-        Function that builds an algorithm, such as `fedppl.FedAvg`, or a ``functools.partial`` of it with what is common.
+        Function that builds an algorithm, such as `fedppl.FedAvg` or a ``functools.partial`` of it with what is common.
     **values
         A list of values for each setting that varies.
 
