@@ -17,7 +17,7 @@ import fedppl
 from fedppl import DataError, DeclarationError
 from fedppl.contracts import Replies, Result
 from fedppl.gaussian import Gaussian
-from fedppl.storage import checkpoint
+from fedppl.storage import checkpoint, signed
 from fedppl.storage import digest as _digest
 from fedppl.testing import normal_means
 from fedppl.types import Status
@@ -156,11 +156,11 @@ def test_the_size_is_looked_at_before_the_rest(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_state_is_read_as_what_it_was_kept_as(tmp_path: Path) -> None:
-    raw = checkpoint.pack({"releases": 3}, "lasting-north.personal")
-    assert checkpoint.unpack(raw, "it", "lasting-north.personal") == {"releases": 3}
+    raw = signed.pack({"releases": 3}, "lasting-north.personal")
+    assert signed.unpack(raw, "it", "lasting-north.personal") == {"releases": 3}
     for other in ("lasting-south.personal", "", "run"):
         with pytest.raises(DeclarationError, match="it is truncated or damaged"):
-            checkpoint.unpack(raw, "it", other)
+            signed.unpack(raw, "it", other)
 
 
 def test_elsewhere_a_run_resumes_with_its_key_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import ast
 import functools
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -91,21 +91,14 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
     return sorted(sorted(names) for names in together)
 
 
-def exported(module: str) -> Iterator[str]:
-    """Names in a module's ``__all__``."""
-    for node in tree(module).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
-            yield from ast.literal_eval(node.value)
-
-
 def builders(folder: str) -> set[str]:
-    """Algorithms of a folder: what its modules export that is a function with a capital letter."""
+    """Algorithms of a folder: functions of its modules that begin with a capital letter."""
     return {
         node.name
         for module in modules()
         if module.startswith(f"fedppl.{folder}.")
         for node in tree(module).body
-        if isinstance(node, ast.FunctionDef) and node.name[0].isupper() and node.name in set(exported(module))
+        if isinstance(node, ast.FunctionDef) and node.name[0].isupper()
     }
 
 

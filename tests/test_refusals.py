@@ -69,7 +69,7 @@ def test_an_altered_reply_is_as_none_and_says_why(kind: str, name: str, caplog: 
         step = last_round(kind, alteration.change)
     assert list(step.failures) == [CLIENT]
     assert re.search(alteration.reason, step.failures[CLIENT])
-    lines = [record.getMessage() for record in caplog.records if record.name == "fedppl.run.loop"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "fedppl.run._round"]
     assert_same_state(step.state, without_reply(kind).state)  # which logs too, when it is computed here
     assert lines == [f"round {step.number}, client {CLIENT} skipped: {step.failures[CLIENT]}"]
     assert "\n" not in lines[0] and len(lines[0]) < 600

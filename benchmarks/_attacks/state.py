@@ -98,9 +98,9 @@ def crafted_files(folder: Path) -> dict[str, Any]:
 def endless(algorithm: Algorithm) -> Algorithm:
     """The algorithm, never converged."""
 
-    def update(state: Any, replies: Any) -> Any:
-        after, info = algorithm.update_server(state, replies)
-        return after._replace(status="running"), info
+    def update(state: Any, received: Any) -> Any:
+        after, report = algorithm.update_server(state, received)
+        return after, report._replace(status=fedppl.Status.RUNNING)
 
     return algorithm._replace(update_server=update)
 
