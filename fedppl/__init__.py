@@ -34,8 +34,7 @@ from fedppl.results.hypotheses import contrast, hypotheses
 from fedppl.run._round import Round
 from fedppl.run.loop import fit, rounds
 from fedppl.run.participation import all_clients, bernoulli, fixed_size
-from fedppl.search.candidates import grid
-from fedppl.search.grid_search import grid_search
+from fedppl.search.grid_search import grid, grid_search
 from fedppl.search.loss import validation_loss
 from fedppl.search.split import holdout
 from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status

@@ -19,18 +19,6 @@ from scipy.stats import rankdata
 
 from fedppl.types import Array, DataError
 
-__all__ = [
-    "Reliability",
-    "accuracy",
-    "auroc",
-    "brier",
-    "entropy",
-    "expected_calibration_error",
-    "maximum_calibration_error",
-    "plot_reliability",
-    "reliability",
-]
-
 
 class Reliability(NamedTuple):
     """Bins of a reliability diagram; empty ones have NaN."""

@@ -14,21 +14,6 @@ import numpy as np
 
 from fedppl.types import DeclarationError
 
-__all__ = [
-    "between",
-    "described",
-    "flag",
-    "form",
-    "named",
-    "not_called",
-    "one_of",
-    "plain",
-    "positive",
-    "shown",
-    "takes",
-    "whole",
-]
-
 
 def between(name: str, value: Any, low: float, high: float, ends: str = "()", hint: str = "") -> float:
     """A finite number between two others; `ends` says by brackets which of them belongs to it: "(]" is low < x <= high.

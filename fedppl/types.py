@@ -15,20 +15,6 @@ from numpy.typing import NDArray
 
 from fedppl.gaussian import Gaussian
 
-__all__ = [
-    "Array",
-    "ConvergenceWarning",
-    "DataError",
-    "DeclarationError",
-    "Layout",
-    "LocalFailure",
-    "Message",
-    "NotConvergedError",
-    "Rng",
-    "Status",
-    "Variable",
-]
-
 Array = NDArray[np.float64]
 Message = Mapping[str, NDArray[Any]]
 Rng = np.random.Generator

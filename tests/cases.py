@@ -242,6 +242,9 @@ CASES: dict[str, Case] = {
     "LMCAveraging(batches)": Case("curves.Averaging", {"steps": 3, "batch_size": 8}, coregional, summed=None),
     "LMCGradient": Case("curves.Gradient", {}, coregional, summed=None),
     "NetworkAveraging": Case("nn.FedAvg", {"phases": (("local", 1), ("shared", 1))}, classification, summed=True),
+    "NetworkAveraging(proximal)": Case(
+        "nn.FedAvg", {"phases": (("all", 1),), "proximal": 1.0, "momentum": 0.9}, all_shared, summed=True
+    ),
     "NetworkSCAFFOLD": Case("nn.SCAFFOLD", {"epochs": 1}, all_shared, ledger=CONTROLS),
     "IFCA": Case("nn.IFCA", {"epochs": 1}, all_shared),
     "PerFedAvg": Case("nn.PerFedAvg", {"epochs": 1}, all_shared, summed=True),
@@ -257,7 +260,7 @@ CASES: dict[str, Case] = {
     "FedSI(diagonal)": Case("nn.FedSI", {"diagonal": True, "epochs": 2, "average": "sd"}, classification, summed=True),
 }
 # The skeleton of CONTRIBUTING.md: a new algorithm needs no more than this row to be held to all promises.
-CASES["skeleton"] = Case("skeleton.Newton", {}, regression, rounds=1, ending=posterior())
+CASES["skeleton"] = Case("skeleton.Newton", {"tolerance": 1e-8}, regression, rounds=1, ending=posterior())
 if importlib.util.find_spec("nutpie"):
     CASES["EP(NUTS, nutpie)"] = ep(nuts("nutpie"), regression, rounds=5)
 ENDINGS = [name for name, case in CASES.items() if case.ending is not None]

@@ -11,8 +11,8 @@ from fedppl import contracts, gaussian, settings
 from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.local.target import draw_target, pack_target
-from fedppl.types import Layout, Message, Status
+from fedppl.local.target import at_points, draw_target, pack_target
+from fedppl.types import Layout, Message, Rng, Status
 
 
 class NewtonState(NamedTuple):  # all that the next round needs; never changed in place
@@ -29,23 +29,23 @@ def Newton(*, tolerance: float = 1e-8) -> contracts.Algorithm[NewtonState, None]
     """q = N_0 x Π exp(quadratic of log f_k at the mean of q), until its mean moves by less than `tolerance` sds."""
     tolerance, local = settings.between("tolerance", tolerance, 0, 1), NestedLaplace()
     draw = functools.partial(draw_target, local=local)
-    return contracts.Algorithm(
+    return contracts.Algorithm[NewtonState, None](
         name="Newton",
         settings={"tolerance": repr(tolerance)},
         init=_init,
-        broadcast=lambda state, _: {"point": gaussian.mean(_q(state)), "share": np.array(state.prior_share)},
+        broadcast=lambda state, _: {"point": gaussian.mean(_q(state)), "prior_share": np.array(state.prior_share)},
         update_client=functools.partial(_update_client, local=local),
         update_server=functools.partial(_update_server, tolerance=tolerance),
         replies=contracts.Replies(lambda s: {k: v.shape for k, v in s.prior._asdict().items()}, _reject),
         result=contracts.Result(_final_message, draw, contracts.Posterior(_q), tests_convergence=True),
         needs=contracts.Needs(local.check),
+        disclosure=contracts.Disclosure(functools.partial(at_points, name="point")),
     )
 
 
-def _init(layout: Layout, client_ids: tuple[str, ...], rng: np.random.Generator) -> NewtonState:
+def _init(layout: Layout, ids: tuple[str, ...], rng: Rng) -> NewtonState:
     nothing = Gaussian(np.zeros(layout.size), np.zeros((layout.size, layout.size)))
-    share = 0.0 if layout.prior_is_gaussian else 1.0 / len(client_ids)
-    return NewtonState(layout.prior, dict.fromkeys(client_ids, nothing), share)
+    return NewtonState(layout.prior, dict.fromkeys(ids, nothing), 0.0 if layout.prior_is_gaussian else 1.0 / len(ids))
 
 
 def _q(state: NewtonState) -> Gaussian:
@@ -53,10 +53,10 @@ def _q(state: NewtonState) -> Gaussian:
 
 
 def _update_client(
-    client: ClientView, personal: None, message: Message, rng: np.random.Generator, *, local: LocalInference
+    client: ClientView, personal: None, message: Message, rng: Rng, *, local: LocalInference
 ) -> ClientUpdate[None]:
     point = np.asarray(message["point"], dtype=float)
-    found = local.expand(client, point, float(message["share"]))
+    found = local.expand(client, point, float(message["prior_share"]))
     return ClientUpdate(None, {"linear": found.gradient - found.hessian @ point, "precision": -found.hessian})
 
 

@@ -295,10 +295,11 @@ def test_coupled_clients_end_at_their_joint_posterior(name: str) -> None:
 
 def test_what_tests_for_convergence_is_what_does_not_take_a_given_number_of_gradient_rounds() -> None:
     """Those warn at the end of a fit that has not converged; what has a posterior must be among them."""
-    built = [(case.algorithm, case.build().result) for name, case in CASES.items() if name != "skeleton"]
+    built = [(case.algorithm, case.build().result) for case in CASES.values()]
     found = {name for name, result in built if result.tests_convergence}
     one_shot = {"Separate", "PrecisionWeighted", "ConsensusMonteCarlo"}
-    assert found == {"EP", "HM1", "curves.Ascent", "curves.BlockAscent", "Confidence"} | one_shot
+    assert {"EP", "HM1", "curves.Ascent", "curves.BlockAscent", "Confidence"} | one_shot <= found
+    assert found.isdisjoint({"FedAvg", "FedProx", "SCAFFOLD", "Ditto", "SeparateSGD", "HM1Gradient", "nn.FedAvg"})
     assert all(result.tests_convergence for _, result in built if isinstance(result.shared, Posterior))
 
 

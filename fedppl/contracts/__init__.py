@@ -19,34 +19,3 @@ from fedppl.contracts.algorithm import (
 )
 from fedppl.contracts.client import CheckFn, ClientView, Draws, Expansion, LocalInference, Moments, Target
 from fedppl.contracts.engine import Engine, EngineFactory, Failure, Reply, Request, SharedReader
-
-__all__ = [
-    "Algorithm",
-    "AnyAlgorithm",
-    "Asked",
-    "CheckFn",
-    "ClientUpdate",
-    "ClientView",
-    "Details",
-    "Disclosure",
-    "Draws",
-    "Engine",
-    "EngineFactory",
-    "Expansion",
-    "Failure",
-    "LocalInference",
-    "Moments",
-    "Needs",
-    "Point",
-    "Posterior",
-    "Received",
-    "Replies",
-    "Reply",
-    "Report",
-    "Request",
-    "Result",
-    "Sampler",
-    "SharedReader",
-    "Target",
-    "always",
-]

@@ -24,7 +24,7 @@ Details = Mapping[str, tuple[tuple[str, ...], Array]]
 
 
 class ClientUpdate(NamedTuple, Generic[P]):
-    """What a client keeps, sends and says after a round.
+    """What a client keeps, sends and says after a round; `personal` None leaves what it kept.
 
     `info` is numbers by name, and may have a text under ``reason``, where something could not be computed and the reply
     is of use all the same.
@@ -228,7 +228,7 @@ class Needs(NamedTuple):
     kernel: bool = True
     indicators: bool = False
     diagonal_prior: bool = False
-    unused_priors: Callable[[Any], tuple[str, ...]] = _all_used
+    unused_priors: Callable[[ClientView], tuple[str, ...]] = _all_used
 
 
 class Asked(NamedTuple):

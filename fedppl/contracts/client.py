@@ -124,21 +124,21 @@ class Target(NamedTuple):
 class CheckFn(Protocol):
     """Raises DeclarationError where a client's model cannot be used."""
 
-    def __call__(self, client: Any, /) -> None:
+    def __call__(self, client: ClientView, /) -> None:
         """Check the model."""
 
 
 class ExpandFn(Protocol):
     """The quadratic expansion of log f_k at a point (m,)."""
 
-    def __call__(self, client: Any, point: Array, prior_share: float, /) -> Expansion:
+    def __call__(self, client: ClientView, point: Array, prior_share: float, /) -> Expansion:
         """Expand."""
 
 
 class LogFactorFn(Protocol):
     """log f_k at points (S, m): (S,), −inf where there is none."""
 
-    def __call__(self, client: Any, points: Array, prior_share: float, /) -> Array:
+    def __call__(self, client: ClientView, points: Array, prior_share: float, /) -> Array:
         """Evaluate."""
 
 

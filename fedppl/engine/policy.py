@@ -15,19 +15,6 @@ from fedppl import gaussian, privacy, settings
 from fedppl.contracts import AnyAlgorithm, Asked
 from fedppl.types import Array, DeclarationError, Layout, Message
 
-__all__ = [
-    "NO_RULES",
-    "Holdings",
-    "Policy",
-    "Release",
-    "inside",
-    "read",
-    "refuse_algorithm",
-    "refuse_data",
-    "refuse_release",
-    "refuse_request",
-]
-
 # Directions in which a cavity says less than the prior are taken to say as much: with two clients, one of which bends
 # outwards, honest cavities say nothing in a direction. A slope of log f of `distance` per prior sd holds them.
 _VAGUEST = 1.0

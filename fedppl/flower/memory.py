@@ -48,7 +48,7 @@ class Kept(NamedTuple):
 
 def name_of_kept(algorithm: AnyAlgorithm, own_id: str, run: str, client_id: str) -> str:
     """The server chooses the names of runs and clients: what must outlive a run is not kept under them."""
-    return f"{own_id}.persistent" if algorithm.persistent else f"{run}-{client_id}.personal"
+    return f"{own_id}.lasting" if algorithm.persistent else f"{run}-{client_id}.personal"
 
 
 class Seal(NamedTuple):
@@ -86,6 +86,6 @@ def recalled(algorithm: AnyAlgorithm, memory: Memory, name: str, client_id: str)
     except DeclarationError as error:
         if algorithm.persistent:
             logger.error("client %s does not answer: %s", client_id, error)
-            raise LocalFailure("its persistent state cannot be read; see the site's log") from error
+            raise LocalFailure("its lasting state cannot be read; see the site's log") from error
         logger.warning("client %s starts with blank personal state: %s", client_id, error)
         return Kept()

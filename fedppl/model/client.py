@@ -142,8 +142,8 @@ class ClientModel:
         aside = 0.1 * np.cos(np.arange(self.shared_size + self.local_size))
         aside[: self.shared_size] *= sd
         start = np.concatenate([self.template.functions["shared start"], self.initial])
-        values = [self._value_and_gradient(start + times * aside)[0] for times in (1.0, -2.0)]
-        return np.array([float(f"{value:.5e}") for value in values])
+        points = [np.split(start + times * aside, [self.shared_size]) for times in (1.0, -2.0)]
+        return np.array([float(f"{self.log_density(*point):.5e}") for point in points])
 
     @property
     def rows(self) -> int:

@@ -107,7 +107,7 @@ def one_round(run: Run) -> Round:
         preliminary=preliminary,
         reasons=reasons,
         message=run.message if report.message is None else report.message,
-        mild=report.mild,
+        mild=run.records[-1].mild if report.message is None and run.records else report.mild,
     )
     add(run, record)
     logger.info(

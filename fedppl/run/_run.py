@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedppl.contracts import AnyAlgorithm, Engine
 from fedppl.model.client import ClientModel
 from fedppl.numerics.streams import stream
@@ -19,7 +17,7 @@ from fedppl.run.participation import Participation, as_participation
 from fedppl.storage import checkpoint as checkpoints
 from fedppl.storage import digest as _digest
 from fedppl.storage.signed import pack
-from fedppl.types import Array, DataError, DeclarationError, Layout
+from fedppl.types import DataError, DeclarationError, Layout
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +65,7 @@ def keep_at(run: Run, checkpoint: Path, *, seed_given: bool) -> None:
     """Save the run there from now on, and go on from what is there."""
     run.checkpoint = checkpoint
     run.seals = {
-        k: _digest.seal(client.arrays) + _digest.seal(_density(run, client)) for k, client in run.models.items()
+        k: _digest.seal(client.arrays) + _digest.seal({"": client.trace()}) for k, client in run.models.items()
     }
     if checkpoint.exists():
         _resume(run, checkpoint, seed_given)
@@ -104,11 +102,6 @@ def _content(run: Run) -> dict[str, Any]:
     }
 
 
-def _density(run: Run, client: ClientModel) -> dict[str, Array]:
-    """What tells one model from another by its compiled density; nothing where the algorithm has no use for that."""
-    return {"": client.trace() if run.algorithm.needs.kernel else np.zeros(0)}
-
-
 def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
     content, kept = checkpoints.load(checkpoint)
     if not all(isinstance(done, Record) for done in content["records"]):
@@ -142,7 +135,7 @@ def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
             "path, or delete the file to start again."
         )
     for client_id, client in known.items():
-        if not _digest.matches(sealed[client_id][_digest.LENGTH :], _density(run, client)):
+        if not _digest.matches(sealed[client_id][_digest.LENGTH :], {"": client.trace()}):
             raise DeclarationError(
                 f"checkpoint {str(checkpoint)!r} is of another run: client {client_id!r} has the same data, and "
                 "the model another density of them: the builder, or what it reads, has changed. Choose another path or "

@@ -11,9 +11,10 @@ import pytest
 
 import fedppl
 from fedppl import DeclarationError, covariance, settings
+from tests.cases import CASES
 
-NEEDED = {"learning_rate": 0.01, "lam": 0.1, "mu": 0.1, "head": ("a",), "rank": 1}
-NEEDED |= {"clip": 1.0, "noise_multiplier": 1.0, "releases": 5}
+# What keywords without a default may be: what the rows of the table have, and what is in no row.
+NEEDED = {name: value for case in CASES.values() for name, value in case.settings.items()} | {"rank": 1}
 NOTHING = inspect.Parameter.empty
 # The rules of PrivateEP's keywords are tested beside it.
 BUILDERS = [

@@ -108,7 +108,7 @@ def Ditto(
         name = "learning_rate" if personal_rate is None else "personal_rate"
         raise DeclarationError(f"{name}={own.learning_rate} times lam={lam} must be below 2, or steps diverge.")
     weights = weights_rule(weights)
-    return Algorithm(
+    return Algorithm[fedavg.AverageState, DittoClientState](
         name="Ditto",
         settings=described(
             descent,

@@ -106,7 +106,7 @@ def FedAvg(
     .. [2] FedLin, section 6.2.
     """
     descent = checked(learning_rate, steps, batch_size)
-    return contracts.Algorithm(
+    return contracts.Algorithm[AverageState, LocalClientState](
         name="FedAvg",
         settings=described(descent, weights=weights, tolerance=tolerance),
         init=init,

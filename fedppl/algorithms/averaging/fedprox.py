@@ -72,7 +72,7 @@ def FedProx(
     if descent.learning_rate * mu >= 2:
         raise DeclarationError(f"learning_rate={learning_rate} times mu={mu} must be below 2, or steps diverge.")
     weights = weights_rule(weights)
-    return Algorithm(
+    return Algorithm[fedavg.AverageState, LocalClientState](
         name="FedProx",
         settings=described(descent, mu=mu, weights=weights, tolerance=tolerance),
         init=fedavg.init,

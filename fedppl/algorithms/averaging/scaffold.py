@@ -115,7 +115,7 @@ def SCAFFOLD(
     descent = checked(learning_rate, steps, batch_size)
     server_rate = positive("server_rate", server_rate, "1 is the clients' mean")
     rule = tolerance_rule(tolerance)
-    return contracts.Algorithm(
+    return contracts.Algorithm[ScaffoldState, LocalClientState](
         name="SCAFFOLD",
         settings=described(descent, server_rate=server_rate, weights=weights, tolerance=tolerance),
         init=_init,

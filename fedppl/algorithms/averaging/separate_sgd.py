@@ -91,7 +91,7 @@ def SeparateSGD(
     .. [1] FedLin, section 6.2: local SGD.
     """
     descent = checked(learning_rate, steps, batch_size)
-    return contracts.Algorithm(
+    return contracts.Algorithm[SeparateSGDState, SeparateSGDClientState](
         name="SeparateSGD",
         settings=described(descent, tolerance=tolerance),
         init=_init,

@@ -127,7 +127,7 @@ def EP(
             "trust", trust, 0, 1e6, "(]", "it is in posterior sds, such as 3, or None for no bound"
         )
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None
-    return contracts.Algorithm(
+    return contracts.Algorithm[EPState, None](
         name="EP",
         settings={
             "local": inference.describe(),

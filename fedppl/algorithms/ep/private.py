@@ -120,7 +120,7 @@ def PrivateEP(
     client = functools.partial(
         _update_client, local=inference, mechanism=mechanism, structure=structure, normals=_normals
     )
-    return contracts.Algorithm(
+    return contracts.Algorithm[PrivateEPState, PrivateEPClientState](
         name="PrivateEP",
         settings={
             "local": inference.describe(),

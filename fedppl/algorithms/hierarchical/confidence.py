@@ -150,7 +150,7 @@ def Confidence(
         flag("remember", remember),
         tolerance_rule(tolerance),
     )
-    return contracts.Algorithm(
+    return contracts.Algorithm[ConfidenceState, ConfidenceClientState](
         name="Confidence",
         settings=described(settings),
         init=functools.partial(_init, settings=settings),

@@ -137,7 +137,7 @@ def HM1(
         raise DeclarationError(
             f"HM1 needs a local inference with expansions, and {inference.name} has none; use local=NestedLaplace()."
         )
-    return contracts.Algorithm(
+    return contracts.Algorithm[HM1State, None](
         name="HM1",
         settings=settings.described(
             {"structure": chosen, "local": inference, "tolerance": tolerance, "report": tuple(report)}

@@ -111,7 +111,7 @@ def HM1Gradient(
     prior_step = one_of("prior_step", prior_step, ("explicit", "proximal"), "explicit is the paper's")
     tolerance = positive("tolerance", tolerance)
     explicit = prior_step == "explicit"
-    return contracts.Algorithm(
+    return contracts.Algorithm[HM1GradientState, LocalClientState](
         name="HM1 by gradient steps",
         settings=described(descent, alpha=alpha, prior_step=prior_step, tolerance=tolerance),
         init=_init,

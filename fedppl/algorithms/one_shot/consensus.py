@@ -102,7 +102,7 @@ def ConsensusMonteCarlo(
     """
     draws = settings.whole("draws", draws, 4, "better 1000")
     inference = local_inference("local", local, NestedLaplace())
-    return contracts.Algorithm(
+    return contracts.Algorithm[ConsensusState, ConsensusClientState](
         name="ConsensusMonteCarlo",
         settings={"local": inference.describe(), "draws": repr(draws)},
         init=functools.partial(_init, draws=draws),

@@ -80,7 +80,7 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> contracts.Algor
     .. [2] FedLin, section 6.2.
     """
     inference = local_inference("local", local, NestedLaplace())
-    return contracts.Algorithm(
+    return contracts.Algorithm[PrecisionWeightedState, None](
         name="PrecisionWeighted",
         settings={"local": inference.describe()},
         init=_init,

@@ -76,7 +76,7 @@ def Separate(*, local: LocalInference | None = None) -> contracts.Algorithm[Sepa
     .. [1] FedLin, section 6.2: individual models.
     """
     inference = local_inference("local", local, NestedLaplace())
-    return contracts.Algorithm(
+    return contracts.Algorithm[SeparateState, None](
         name="Separate",
         settings={"local": inference.describe()},
         init=_init,

@@ -116,7 +116,7 @@ def Ascent(
     .. [3] Hoffman et al. (2013), Stochastic variational inference, JMLR 14, eqs. 24 to 26.
     """
     settings = _ascent.checked(Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel))
-    return Algorithm(
+    return Algorithm[AscentState, UnitClientState](
         name="curves.Ascent",
         settings=described(settings),
         init=functools.partial(_init, settings=settings),

@@ -89,7 +89,7 @@ def Averaging(
     .. [1] Gao and Chung, section 4.2.2, Algorithm 1.
     """
     settings = _steps.checked(learning_rate, milestones, steps, batch_size, initial_kernel, tolerance)
-    return Algorithm(
+    return Algorithm[AveragingState, UnitClientState](
         name="curves.Averaging",
         settings=described(settings),
         init=_init,

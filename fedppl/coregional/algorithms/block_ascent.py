@@ -96,7 +96,7 @@ def BlockAscent(
     .. [2] Nocedal and Wright (2006), Numerical Optimization, section 5.1.
     """
     settings = _ascent.checked(Settings(kernel_rate, warmup, 1, batch_size, forgetting, tolerance, initial_kernel))
-    return Algorithm(
+    return Algorithm[BlockAscentState, UnitClientState](
         name="curves.BlockAscent",
         settings=described(settings),
         init=functools.partial(_init, settings=settings),

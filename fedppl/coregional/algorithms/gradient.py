@@ -84,7 +84,7 @@ def Gradient(
     .. [1] Gao and Chung, section 5, the centralised models LMC and LMC-SS.
     """
     settings = _steps.checked(learning_rate, milestones, 1, batch_size, initial_kernel, tolerance)
-    return Algorithm(
+    return Algorithm[GradientState, GradientClientState](
         name="curves.Gradient",
         settings=described(settings),
         init=_init,

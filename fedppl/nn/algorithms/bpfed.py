@@ -85,7 +85,7 @@ def BPFed(
        uncertainty representations.
     """
     settings = _posteriors.checked(learning_rate, epochs, batch_size, zeta, draws, spread, weights)
-    return Algorithm(
+    return Algorithm[PosteriorState, LocalNormalClientState](
         name="nn.BPFed",
         settings=described(settings),
         init=functools.partial(_posteriors.init, spread=settings.spread),

@@ -156,7 +156,7 @@ def Confidence(
         flag("remember", remember),
         between("smoothing", smoothing, 0, 1, "[)"),
     )
-    return Algorithm(
+    return Algorithm[ConfidenceState, HeadClientState](
         name="nn.Confidence",
         settings=described(settings),
         init=functools.partial(_init, settings=settings),

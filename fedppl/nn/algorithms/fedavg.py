@@ -131,7 +131,7 @@ def FedAvg(
     )
     tuning = settings.tuning
     trained = [*(which for which, _ in settings.phases), tuning.which]
-    return Algorithm(
+    return Algorithm[NetworkState, LocalClientState](
         name="nn.FedAvg",
         settings=described({"learning_rate": learning_rate, "batch_size": batch_size}, **settings._asdict()),
         init=init,

@@ -115,7 +115,7 @@ def FedPop(
         positive("spread", spread),
         whole("draw_epochs", draw_epochs),
     )
-    return Algorithm(
+    return Algorithm[FedPopState, ChainClientState](
         name="nn.FedPop",
         settings=described(settings),
         init=functools.partial(_init, settings=settings),

@@ -140,9 +140,9 @@ def FedSI(
         one_of("average", average, ("variance", "sd")),
     )
     tuning = tuning_rule(tune, tune_rate, tune_epochs, batch_size)
-    return Algorithm(
+    return Algorithm[SubnetworkState, None](
         name="nn.FedSI",
-        settings=described(settings, **tuning._asdict()),
+        settings=described(settings, tuning=tuning),
         init=_init,
         broadcast=_broadcast,
         update_client=functools.partial(_update_client, settings=settings),

@@ -91,7 +91,7 @@ def IFCA(
     """
     clusters, spread = whole("clusters", clusters), positive("spread", spread)
     training = training_rule(learning_rate, epochs, batch_size, momentum=momentum)
-    return Algorithm(
+    return Algorithm[IFCAState, None](
         name="nn.IFCA",
         settings=described({"clusters": clusters, "spread": spread}, **training._asdict(), weights=weights),
         init=functools.partial(_init, clusters=clusters, spread=spread),

@@ -76,7 +76,7 @@ def PerFedAvg(
     training = training_rule(learning_rate, epochs, batch_size, momentum=0.0)
     inner, rule = positive("inner_rate", inner_rate), weights_rule(weights)
     tuning = tuning_rule("all", inner, tune_epochs, batch_size, momentum=0.0)
-    return Algorithm(
+    return Algorithm[NetworkState, None](
         name="nn.PerFedAvg",
         settings=described(training, inner_rate=inner, weights=weights, tune_epochs=tuning.training.epochs),
         init=init,

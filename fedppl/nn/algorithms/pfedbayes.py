@@ -82,7 +82,7 @@ def PFedBayes(
     .. [1] Zhang et al. (2022), Personalized federated learning via variational Bayesian inference, Algorithm 1.
     """
     settings = _posteriors.checked(learning_rate, epochs, batch_size, zeta, draws, spread, weights)
-    return Algorithm(
+    return Algorithm[PosteriorState, NormalClientState](
         name="nn.PFedBayes",
         settings=described(settings),
         init=functools.partial(_posteriors.init, spread=settings.spread),

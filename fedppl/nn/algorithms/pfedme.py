@@ -95,7 +95,7 @@ def PFedMe(
         raise DeclarationError(f"learning_rate={learning_rate} times lam={lam} must be at most 1, or w steps beyond θ.")
     inner = positive("inner_rate", inner_rate), whole("inner_steps", inner_steps)
     settings = _Settings(training, lam, inner, weights_rule(weights))
-    return Algorithm(
+    return Algorithm[NetworkState, MoreauClientState](
         name="nn.PFedMe",
         settings=described(settings),
         init=init,

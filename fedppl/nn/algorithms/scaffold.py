@@ -77,7 +77,7 @@ def SCAFFOLD(
     """
     training = training_rule(learning_rate, epochs, batch_size, momentum=0.0)
     rule, tuning = weights_rule(weights), tuning_rule(None, 1e-3, 1, 1)
-    return Algorithm(
+    return Algorithm[ScaffoldState, None](
         name="nn.SCAFFOLD",
         settings=described(training, weights=weights),
         init=_init,
