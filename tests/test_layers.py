@@ -173,3 +173,10 @@ def test_modules_are_few_at_the_root_and_short() -> None:
 )
 def test_circles_are_found(graph: dict[str, list[str]], expected: list[list[str]]) -> None:
     assert circles(graph) == expected
+
+
+def test_the_page_for_contributors_has_these_layers() -> None:
+    page = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = page.partition("lowest layer first")[2].partition("\n\n")[0].splitlines()[2:]
+    named = [set(re.findall(r"`(\w+)`", row.split("|")[1])) for row in rows]
+    assert named == [set(layer) for layer in reversed(LAYERS[1:])]
