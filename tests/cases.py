@@ -156,9 +156,14 @@ class Case(NamedTuple):
         return build(self.algorithm, self.ending.settings)
 
 
+def find(name: str) -> Any:
+    """What builds an algorithm, by its name in fedppl."""
+    return operator.attrgetter(name)(tests if name.startswith("skeleton.") else fedppl)
+
+
 def build(name: str, settings: Mapping[str, Any]) -> AnyAlgorithm:
     """Build an algorithm by its name in fedppl."""
-    found: AnyAlgorithm = operator.attrgetter(name)(tests if name.startswith("skeleton.") else fedppl)(**settings)
+    found: AnyAlgorithm = find(name)(**settings)
     return found
 
 

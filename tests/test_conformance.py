@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import numpy as np
@@ -306,3 +307,16 @@ def test_what_tests_for_convergence_is_what_does_not_take_a_given_number_of_grad
 def test_every_algorithm_is_in_the_table() -> None:
     """One that is exported is held to these promises; PrivateEP, whose noise no seed repeats, in its own file."""
     assert {case.algorithm for case in CASES.values()} - {"skeleton.Newton"} == cases.exported() - {"PrivateEP"}
+
+
+@pytest.mark.parametrize("name", cases.rows({case.algorithm: key for key, case in reversed(CASES.items())}.values()))
+def test_settings_tell_two_builds_apart_by_any_keyword(name: str) -> None:
+    """A run is resumed, and a node enrolled, only with equal settings."""
+    case = CASES[name]
+    build = functools.partial(cases.build, case.algorithm)
+    for keyword in inspect.signature(cases.find(case.algorithm)).parameters.values():
+        value = case.settings.get(keyword.name, keyword.default)
+        if isinstance(value, bool | int | float) and keyword.name != "remember":
+            other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else 0.9 * value
+            one, another = build(case.settings).settings, build({**case.settings, keyword.name: other}).settings
+            assert one != another or value == other, keyword.name

@@ -502,3 +502,30 @@ def test_a_callback_that_is_no_function_is_refused() -> None:
 def test_the_checkpoint_may_be_a_string(tmp_path: Path) -> None:
     fit(normal_means(1), fedppl.EP(), checkpoint=str(tmp_path / "run.ckpt"), rounds=1)
     assert (tmp_path / "run.ckpt").is_file()
+
+
+def test_a_round_that_nobody_answers_leaves_what_was_said(tmp_path: Path) -> None:
+    """An algorithm has nothing to say of such a round; a resumed run still knows what was said before."""
+
+    class Quiet(InProcessEngine):
+        def exchange(self, requests: Any, deadline: float | None) -> Any:
+            first = next(iter(requests.values())).round == 1
+            return super().exchange(requests, deadline) if first else {}
+
+    model, clients = problems.regression()
+
+    def messages(rounds: int) -> list[str]:
+        steps = fedppl.rounds(
+            model,
+            clients,
+            fedppl.FedAvg(learning_rate=0.05),
+            rounds=rounds,
+            engine=lambda algorithm, models: Quiet(algorithm, models, 1),
+            checkpoint=tmp_path / "run",
+            random_seed=1,
+        )
+        return [step.message for step in steps]
+
+    first, second = messages(2)
+    assert "learning_rate=" in first
+    assert [second, *messages(3)] == [first, first]
