@@ -5,6 +5,7 @@ Every fault is drawn from a stream of (seed, round, client), so that a run with 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import zlib
 from collections import Counter
@@ -18,7 +19,6 @@ from fedppl import gaussian, structure
 from fedppl.contracts import Algorithm, Failure, LocalInference, Reply, Request
 from fedppl.engine.answer import answer
 from fedppl.engine.inprocess import InProcessEngine
-from fedppl.model.declaration import FederatedModel
 
 # Fields of a reply by phase.
 FIELDS = {"warm start": ("value", "gradient", "hessian", "ray"), "EP": ("mean", "precision", "skewness", "mc_error")}
@@ -308,8 +308,7 @@ class Faulty(InProcessEngine):
         if drawn["wiped"]:
             self._note(request, "wiped")
             self._personal.pop(client_id, None)
-            model = self._models[client_id]
-            self._models[client_id] = FederatedModel(*model.declared).enrol({client_id: model.arrays})[client_id]
+            self._models[client_id] = dataclasses.replace(self._models[client_id])  # nothing that it kept is left
             return old
         if old is not None:
             self._note(request, "stale")
