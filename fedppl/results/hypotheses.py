@@ -42,7 +42,7 @@ def contrast(first: Any, second: Any, var_name: str, *, coords: Mapping[str, Any
     Examples
     --------
     >>> import arviz, numpy as np, xarray as xr
-    >>> from fedppl import idata
+    >>> from fedppl.results import idata
     >>> a = idata.from_groups({"posterior": xr.Dataset({"theta": (("chain", "draw"), np.ones((1, 3)))})})
     >>> contrast(a, a, "theta").values
     array([[0., 0., 0.]])
