@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl.contracts.client import CheckFn, ClientView, Draws
 from fedppl.gaussian import Gaussian
@@ -35,12 +36,28 @@ class ClientUpdate(NamedTuple, Generic[P]):
     info: Mapping[str, float | str] = {}
 
 
+def sum_replies(replies: Mapping[str, Message]) -> dict[str, NDArray[np.float64]]:
+    """Sum every array over the clients: all that averaging methods read of replies.
+
+    So a secure or a hierarchical sum can stand here. In the order of the ids, so that equal replies give equal digits.
+
+    >>> sum_replies({"b": {"weight": np.array(2.0)}, "a": {"weight": np.array(1.0)}})
+    {'weight': array(3.)}
+    """
+    names = next(iter(replies.values()), {})
+    return {name: np.asarray(sum(np.asarray(replies[k][name], dtype=float) for k in sorted(replies))) for name in names}
+
+
 class Received(NamedTuple):
     """What the server has of a round: each client's reply, or where sums do, their sum alone."""
 
     each: Mapping[str, Message]  # by client id; empty where there is only the sum
     total: Message  # every array summed over the clients, in a fixed order; empty where each is given
     clients: int  # how many replied
+
+    def sums(self) -> Message:
+        """Every array summed over the clients, also where each reply is given."""
+        return self.total or sum_replies(self.each)
 
 
 class Report(NamedTuple):
@@ -55,29 +72,25 @@ class Report(NamedTuple):
 class InitFn(Protocol[S_co]):
     """The server's state before any round."""
 
-    def __call__(self, layout: Layout, client_ids: tuple[str, ...], rng: Rng, /) -> S_co:
-        """Start."""
+    def __call__(self, layout: Layout, client_ids: tuple[str, ...], rng: Rng, /) -> S_co: ...
 
 
 class BroadcastFn(Protocol[S_contra]):
     """The message to one client."""
 
-    def __call__(self, state: S_contra, client_id: str, /) -> Message:
-        """Write the message."""
+    def __call__(self, state: S_contra, client_id: str, /) -> Message: ...
 
 
 class ClientFn(Protocol[P]):
     """A client's part of a round."""
 
-    def __call__(self, client: ClientView, personal: P | None, message: Message, rng: Rng, /) -> ClientUpdate[P]:
-        """Compute what is kept and what is sent."""
+    def __call__(self, client: ClientView, personal: P | None, message: Message, rng: Rng, /) -> ClientUpdate[P]: ...
 
 
 class ServerFn(Protocol[S]):
     """The server's part of a round, with replies of any subset of the clients."""
 
-    def __call__(self, state: S, received: Received, /) -> tuple[S, Report]:
-        """Compute the next state, and say how it stands."""
+    def __call__(self, state: S, received: Received, /) -> tuple[S, Report]: ...
 
 
 class UnreportedFn(Protocol[P]):
@@ -85,22 +98,19 @@ class UnreportedFn(Protocol[P]):
 
     def __call__(
         self, client: ClientView, personal: P | None, message: Message, rng: Rng, /
-    ) -> tuple[P | None, Mapping[str, float]]:
-        """Compute what is kept."""
+    ) -> tuple[P | None, Mapping[str, float]]: ...
 
 
 class ShapesFn(Protocol[S_contra]):
     """Names and shapes of the arrays in the replies that are expected next."""
 
-    def __call__(self, state: S_contra, /) -> Mapping[str, tuple[int, ...]]:
-        """List them."""
+    def __call__(self, state: S_contra, /) -> Mapping[str, tuple[int, ...]]: ...
 
 
 class RejectFn(Protocol[S_contra]):
     """Why a reply of the right shapes cannot be used, or None."""
 
-    def __call__(self, state: S_contra, reply: Message, /) -> str | None:
-        """Look at one reply."""
+    def __call__(self, state: S_contra, reply: Message, /) -> str | None: ...
 
 
 class DrawFn(Protocol[P_contra]):
@@ -108,8 +118,7 @@ class DrawFn(Protocol[P_contra]):
 
     def __call__(
         self, client: ClientView, personal: P_contra | None, message: Message, draws: int, chains: int, rng: Rng, /
-    ) -> Draws:
-        """Draw."""
+    ) -> Draws: ...
 
 
 def _never(state: Any) -> bool:
@@ -135,9 +144,7 @@ class Replies(NamedTuple, Generic[S]):
     Attributes
     ----------
     shapes
-        Names and shapes of the arrays; other replies are rejected.
-    reject
-        Why a reply of the right shapes cannot be used, or None.
+        Other replies are rejected.
     summed
         Whether this phase uses sums over clients alone, so that a secure sum can stand in the engine.
     """
@@ -253,8 +260,7 @@ class Asked(NamedTuple):
 class AsksFn(Protocol):
     """Where a request has a client compute."""
 
-    def __call__(self, layout: Layout, message: Message, /) -> Asked:
-        """Read the request."""
+    def __call__(self, layout: Layout, message: Message, /) -> Asked: ...
 
 
 class Disclosure(NamedTuple):
@@ -276,28 +282,14 @@ class Disclosure(NamedTuple):
 class Algorithm(NamedTuple, Generic[S, P]):
     """A federated algorithm: four pure functions, what replies they need, and how to read the state.
 
+    The functions' Protocols say what each is given and returns.
+
     Attributes
     ----------
     name
         How results and logs call it.
     settings
         The keywords it was built with, each in one line of text.
-    init
-        ``init(layout, client_ids, rng) -> state``.
-    broadcast
-        ``broadcast(state, client_id) -> message``.
-    update_client
-        ``update_client(client, personal, message, rng) -> ClientUpdate``.
-    update_server
-        ``update_server(state, received) -> (state, Report)``.
-    replies
-        Which replies are expected, and which are rejected.
-    result
-        How to read the state.
-    needs
-        What a client's model has to be.
-    disclosure
-        What the policy of a node's owner is told.
     unreported
         What a client does in a round that asks it for no reply; nothing, where it is None.
     persistent

@@ -124,36 +124,31 @@ class Target(NamedTuple):
 class CheckFn(Protocol):
     """Raises DeclarationError where a client's model cannot be used."""
 
-    def __call__(self, client: ClientView, /) -> None:
-        """Check the model."""
+    def __call__(self, client: ClientView, /) -> None: ...
 
 
 class ExpandFn(Protocol):
     """The quadratic expansion of log f_k at a point (m,)."""
 
-    def __call__(self, client: ClientView, point: Array, prior_share: float, /) -> Expansion:
-        """Expand."""
+    def __call__(self, client: ClientView, point: Array, prior_share: float, /) -> Expansion: ...
 
 
 class LogFactorFn(Protocol):
     """log f_k at points (S, m): (S,), −inf where there is none."""
 
-    def __call__(self, client: ClientView, points: Array, prior_share: float, /) -> Array:
-        """Evaluate."""
+    def __call__(self, client: ClientView, points: Array, prior_share: float, /) -> Array: ...
 
 
 class TiltedFn(Protocol):
     """Moments of φ under the tilted distribution."""
 
-    def __call__(self, target: Target, rng: Rng, /) -> Moments:
-        """Compute moments."""
+    def __call__(self, target: Target, rng: Rng, /) -> Moments: ...
 
 
 class TiltedDrawFn(Protocol):
     """Draws of (φ, θ_k) under the tilted distribution, eq. 8 of FedLin."""
 
-    def __call__(self, target: Target, draws: int, chains: int, rng: Rng, /) -> Draws:
-        """Draw."""
+    def __call__(self, target: Target, draws: int, chains: int, rng: Rng, /) -> Draws: ...
 
 
 class LocalInference(NamedTuple):
@@ -165,16 +160,10 @@ class LocalInference(NamedTuple):
     ----------
     name
         How results and errors call it.
-    check
-        Raises DeclarationError when this way is wrong for the declared model.
     expand
-        The quadratic expansion of log f_k at a point, or None where there is none (then EP has no warm start).
+        None where there is no expansion (then EP has no warm start).
     log_factor
-        log f_k at points; with `expand` or not at all.
-    tilted
-        Moments of φ under the tilted distribution.
-    draw
-        Draws of (φ, θ_k) under the tilted distribution.
+        With `expand` or not at all.
     settings
         The keywords it was built with: a run is resumed, and a node enrolled, only with equal settings.
     """

@@ -105,9 +105,10 @@ def BlockAscent(
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(_shapes, _reject, lambda state: bool(np.all(state.has_replied))),
         result=_common.read(
+            lambda state: state.roles,
             lambda state: state.shared,
             lambda state: block_diagonal(state.shared.covariance),
-            lambda state: state.has_replied,
+            lambda state: (state.where, state.has_replied),
             draw,
             tests_convergence=True,
         ),
@@ -167,7 +168,7 @@ def _update_server(
     has_replied, share, noisy, rate = _ascent.share_of(
         received, state.where, state.has_replied, state.stochastic, settings
     )
-    totals = {name: value / share for name, value in _common.total(received).items()}
+    totals = {name: value / share for name, value in received.sums().items()}
     begun = number - 1 > 2 * settings.warmup
     selecting = begun and bool(np.all(np.isfinite(role.log_odds)))
     log_odds = role.log_odds if selecting else np.full(role.latents, np.inf)
