@@ -72,25 +72,29 @@ class Report(NamedTuple):
 class InitFn(Protocol[S_co]):
     """The server's state before any round."""
 
-    def __call__(self, layout: Layout, client_ids: tuple[str, ...], rng: Rng, /) -> S_co: ...
+    def __call__(self, layout: Layout, client_ids: tuple[str, ...], rng: Rng, /) -> S_co:
+        """Start."""
 
 
 class BroadcastFn(Protocol[S_contra]):
     """The message to one client."""
 
-    def __call__(self, state: S_contra, client_id: str, /) -> Message: ...
+    def __call__(self, state: S_contra, client_id: str, /) -> Message:
+        """Write the message."""
 
 
 class ClientFn(Protocol[P]):
     """A client's part of a round."""
 
-    def __call__(self, client: ClientView, personal: P | None, message: Message, rng: Rng, /) -> ClientUpdate[P]: ...
+    def __call__(self, client: ClientView, personal: P | None, message: Message, rng: Rng, /) -> ClientUpdate[P]:
+        """Compute what is kept and what is sent."""
 
 
 class ServerFn(Protocol[S]):
     """The server's part of a round, with replies of any subset of the clients."""
 
-    def __call__(self, state: S, received: Received, /) -> tuple[S, Report]: ...
+    def __call__(self, state: S, received: Received, /) -> tuple[S, Report]:
+        """Compute the next state, and say how it stands."""
 
 
 class UnreportedFn(Protocol[P]):
@@ -98,19 +102,22 @@ class UnreportedFn(Protocol[P]):
 
     def __call__(
         self, client: ClientView, personal: P | None, message: Message, rng: Rng, /
-    ) -> tuple[P | None, Mapping[str, float]]: ...
+    ) -> tuple[P | None, Mapping[str, float]]:
+        """Compute what is kept."""
 
 
 class ShapesFn(Protocol[S_contra]):
     """Names and shapes of the arrays in the replies that are expected next."""
 
-    def __call__(self, state: S_contra, /) -> Mapping[str, tuple[int, ...]]: ...
+    def __call__(self, state: S_contra, /) -> Mapping[str, tuple[int, ...]]:
+        """List them."""
 
 
 class RejectFn(Protocol[S_contra]):
     """Why a reply of the right shapes cannot be used, or None."""
 
-    def __call__(self, state: S_contra, reply: Message, /) -> str | None: ...
+    def __call__(self, state: S_contra, reply: Message, /) -> str | None:
+        """Look at one reply."""
 
 
 class DrawFn(Protocol[P_contra]):
@@ -118,7 +125,8 @@ class DrawFn(Protocol[P_contra]):
 
     def __call__(
         self, client: ClientView, personal: P_contra | None, message: Message, draws: int, chains: int, rng: Rng, /
-    ) -> Draws: ...
+    ) -> Draws:
+        """Draw."""
 
 
 def _never(state: Any) -> bool:
@@ -260,7 +268,8 @@ class Asked(NamedTuple):
 class AsksFn(Protocol):
     """Where a request has a client compute."""
 
-    def __call__(self, layout: Layout, message: Message, /) -> Asked: ...
+    def __call__(self, layout: Layout, message: Message, /) -> Asked:
+        """Read the request."""
 
 
 class Disclosure(NamedTuple):

@@ -124,31 +124,36 @@ class Target(NamedTuple):
 class CheckFn(Protocol):
     """Raises DeclarationError where a client's model cannot be used."""
 
-    def __call__(self, client: ClientView, /) -> None: ...
+    def __call__(self, client: ClientView, /) -> None:
+        """Check the model."""
 
 
 class ExpandFn(Protocol):
     """The quadratic expansion of log f_k at a point (m,)."""
 
-    def __call__(self, client: ClientView, point: Array, prior_share: float, /) -> Expansion: ...
+    def __call__(self, client: ClientView, point: Array, prior_share: float, /) -> Expansion:
+        """Expand."""
 
 
 class LogFactorFn(Protocol):
     """log f_k at points (S, m): (S,), −inf where there is none."""
 
-    def __call__(self, client: ClientView, points: Array, prior_share: float, /) -> Array: ...
+    def __call__(self, client: ClientView, points: Array, prior_share: float, /) -> Array:
+        """Evaluate."""
 
 
 class TiltedFn(Protocol):
     """Moments of φ under the tilted distribution."""
 
-    def __call__(self, target: Target, rng: Rng, /) -> Moments: ...
+    def __call__(self, target: Target, rng: Rng, /) -> Moments:
+        """Compute moments."""
 
 
 class TiltedDrawFn(Protocol):
     """Draws of (φ, θ_k) under the tilted distribution, eq. 8 of FedLin."""
 
-    def __call__(self, target: Target, draws: int, chains: int, rng: Rng, /) -> Draws: ...
+    def __call__(self, target: Target, draws: int, chains: int, rng: Rng, /) -> Draws:
+        """Draw."""
 
 
 class LocalInference(NamedTuple):

@@ -87,4 +87,5 @@ class EngineFactory(Protocol):
     Without models (``clients={}``) the engine has to find the clients, as Flower's does.
     """
 
-    def __call__(self, algorithm: AnyAlgorithm, clients: Mapping[str, Any], /) -> Engine: ...
+    def __call__(self, algorithm: AnyAlgorithm, clients: Mapping[str, Any], /) -> Engine:
+        """Start the engine."""
