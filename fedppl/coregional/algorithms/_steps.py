@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from scipy.linalg import block_diag
 
 from fedppl.contracts import Received, Report, Result
 from fedppl.contracts.algorithm import DrawFn
@@ -21,7 +22,6 @@ from fedppl.coregional.algorithms._common import (
 )
 from fedppl.coregional.algorithms._common import read as read_state
 from fedppl.coregional.bound import Globals, Unit, UnitClientState
-from fedppl.coregional.result import block_diagonal
 from fedppl.coregional.roles import Roles, roles
 from fedppl.coregional.unit import best_unit, random_unit
 from fedppl.settings import between, positive, shown, whole
@@ -207,7 +207,7 @@ def read(draw: DrawFn[P]) -> Result[StepsState, P]:
     return read_state(
         lambda state: state.roles,
         shared_of,
-        lambda state: block_diagonal(shared_of(state).covariance),
+        lambda state: block_diag(*shared_of(state).covariance),
         lambda state: (state.where, state.rows > 0),
         draw,
     )

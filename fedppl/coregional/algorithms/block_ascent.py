@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import block_diag
 
 from fedppl.contracts import Algorithm, Received, Replies, Report
 from fedppl.coregional import server
@@ -22,7 +23,7 @@ from fedppl.coregional.blocks import (
     resized,
 )
 from fedppl.coregional.bound import Globals, UnitClientState
-from fedppl.coregional.result import block_diagonal, draw
+from fedppl.coregional.result import draw
 from fedppl.coregional.roles import Roles, roles
 from fedppl.settings import described
 from fedppl.types import Array, Layout, Message
@@ -107,7 +108,7 @@ def BlockAscent(
         result=_common.read(
             lambda state: state.roles,
             lambda state: state.shared,
-            lambda state: block_diagonal(state.shared.covariance),
+            lambda state: block_diag(*state.shared.covariance),
             lambda state: (state.where, state.has_replied),
             draw,
             tests_convergence=True,
