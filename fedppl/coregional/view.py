@@ -121,8 +121,7 @@ def unit_of(client: ClientModel) -> CoregionalUnit:
 
 
 def _compile(client: ClientModel) -> dict[str, Any]:
-    who = f"client {client.client_id!r}"
-    parts, model = client.template.parts, client.template.parts.model
+    who, parts, model = f"client {client.client_id!r}", client.template.parts, client.template.parts.model
     missing = [name for name in _PARTS if name not in model.named_vars]
     if missing:
         raise DeclarationError(f"{who}: the model has no {missing[0]!r}; {_CONTRACT}.")
@@ -182,8 +181,7 @@ def _locked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _log_scale(client: ClientModel, name: str) -> LogScale:
     """Prior N(m, s²) of the log of a local scale parameter."""
-    who = f"client {client.client_id!r}"
-    parts = client.template.parts
+    who, parts = f"client {client.client_id!r}", client.template.parts
     found = [(variable, rv) for variable, rv in zip(client.local, parts.local, strict=True) if variable.name == name]
     if not found or found[0][0].shape != () or found[0][0].transform != "log":
         raise DeclarationError(
@@ -205,8 +203,7 @@ def _log_scale(client: ClientModel, name: str) -> LogScale:
 
 def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
     """Hold the declared log density against the one that the algorithm is for, at two random points."""
-    who = f"client {client.client_id!r}"
-    rng = np.random.default_rng(0)
+    who, rng = f"client {client.client_id!r}", np.random.default_rng(0)
     places = {variable.name: variable.size for variable in client.local}
     if set(places) != {"w", "noise_sd", "residual"} or places["w"] != unit.roles.latents:
         raise DeclarationError(f"{who}: local variables are {places}; {_CONTRACT}, one w for each latent function.")
@@ -233,21 +230,20 @@ def _require_scale(client: ClientModel, unit: CoregionalUnit) -> None:
     A unit without any noise, a dead sensor, has a bound beyond all others' if it uses no latent function at all, and
     the selection would drop every function for its sake.
     """
-    who = f"client {client.client_id!r}"
     y, noise, slab = unit.response, unit.noise, unit.roles.slab_prior
     least = float(np.exp(noise.mean - _SPREADS / np.sqrt(noise.precision)))
     most = float(np.exp(slab.mean + 5.0 / np.sqrt(slab.precision)))
     remedy = "bring outputs to mean 0 and unit scale by constants that all units agree on"
     if len(y) > 2 and np.std(y) < least:
         raise DataError(
-            f"{who}: the {len(y)} outputs vary by sd {np.std(y):.3g}, where the prior of "
+            f"client {client.client_id!r}: the {len(y)} outputs vary by sd {np.std(y):.3g}, where the prior of "
             f"noise_sd leaves nothing below {least:.3g}. Leave a unit of constant outputs out (a dead sensor?), or "
             f"{remedy}, or declare a smaller noise_sd."
         )
     size = float(np.sqrt(np.mean(y**2))) if len(y) else 0.0
     if size > most:
         raise DataError(
-            f"{who}: the outputs' root mean square is {size:.3g}, and latent functions reach "
+            f"client {client.client_id!r}: the outputs' root mean square is {size:.3g}, and latent functions reach "
             f"{most:.3g} by their prior; {remedy}."
         )
 

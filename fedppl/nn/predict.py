@@ -172,10 +172,8 @@ def predict(
         rng = stream((fit.seed if random_seed is None else random_seed, 3))
         chances = probabilities(logits, covariance, link=link, draws=draws, rng=rng)
         values = {"probability": chances, "logit": logits, "logit_variance": variance}
-    attrs = {"client": found.client.client_id, "link": link}
-    return idata.dataset(
-        values, dict.fromkeys(values, ("row", "output")), {"output": np.arange(logits.shape[1])}, attrs
-    )
+    dims, coords = dict.fromkeys(values, ("row", "output")), {"output": np.arange(logits.shape[1])}
+    return idata.dataset(values, dims, coords, {"client": found.client.client_id, "link": link})
 
 
 def _require_finite(values: Array, what: str) -> None:
