@@ -125,18 +125,10 @@ def asked(state: StepsState, client_id: str, *, settings: Settings) -> Message:
     }
 
 
-class Task(NamedTuple):
-    """What a unit is asked."""
-
-    x: Array
-    shared: Globals
-    share: float  # r_m, of what is counted once
-
-
-def task(unit: Unit, message: Message) -> Task:
-    """Read a message."""
+def task(unit: Unit, message: Message) -> tuple[Array, Globals, float]:
+    """Read a message: x, the shared parameters in it, and r_m, the unit's share of what is counted once."""
     x, count = np.asarray(message["x"], dtype=float), len(unit.response)
-    return Task(x, unflatten(x, unit.roles), count / max(float(message["rows"]), count, 1.0))
+    return x, unflatten(x, unit.roles), count / max(float(message["rows"]), count, 1.0)
 
 
 def unit_state(unit: Unit, shared: Globals, stage: float, rng: np.random.Generator) -> UnitClientState:
@@ -167,18 +159,13 @@ def update_server(
         state = state._replace(x=x, rows=rows, number=1)
         return state, Report(info(np.nan, state), message=STARTED)
     bound, x, adam = move(state, received, int(np.sum(rows > 0)))
-    quiet, status, message = judged(bound, state, rows, settings.tolerance)
+    quiet = state.quiet + 1 if abs(bound - state.bound) < settings.tolerance * (1.0 + abs(bound)) else 0
+    status = Status.RUNNING
+    message = f"the bound moves still ({bound:.6g}); raise rounds=, or change learning_rate="
+    if quiet >= 5 and np.all(rows > 0):
+        status, message = Status.CONVERGED, ""
     state = state._replace(x=x, adam=adam, rows=rows, number=state.number + 1, bound=bound, quiet=quiet)
     return state, Report(info(bound, state), status, message)
-
-
-def judged(bound: float, state: StepsState, rows: Array, tolerance: float) -> tuple[int, Status, str]:
-    """Rounds in a row that the bound has stood still, the status, and what to do about it."""
-    still = abs(bound - state.bound) < tolerance * (1.0 + abs(bound))
-    quiet = state.quiet + 1 if still else 0
-    if quiet >= 5 and np.all(rows > 0):
-        return quiet, Status.CONVERGED, ""
-    return quiet, Status.RUNNING, f"the bound moves still ({bound:.6g}); raise rounds=, or change learning_rate="
 
 
 def shapes(state: StepsState, name: str) -> Mapping[str, tuple[int, ...]]:
