@@ -17,7 +17,7 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import gaussian
-from fedppl.contracts import AnyAlgorithm, Report
+from fedppl.contracts import AnyAlgorithm, Report, sum_replies
 from fedppl.coregional import server
 from fedppl.coregional.algorithms._ascent import judged
 from fedppl.coregional.bound import Design, Globals, UnitClientState, unit_bound
@@ -25,7 +25,7 @@ from fedppl.coregional.roles import Roles
 from fedppl.coregional.unit import best_unit, statistics
 from fedppl.coregional.view import unit_of
 from fedppl.numerics.streams import stream
-from fedppl.run.replies import received, sum_replies
+from fedppl.run.replies import received
 from fedppl.types import DataError, DeclarationError, LocalFailure
 from tests.support import problems
 from tests.test_lmc_bound import (

@@ -16,6 +16,7 @@ from fedppl.contracts.algorithm import (
     Result,
     Sampler,
     always,
+    sum_replies,
 )
 from fedppl.contracts.client import CheckFn, ClientView, Draws, Expansion, LocalInference, Moments, Target
 from fedppl.contracts.engine import Engine, EngineFactory, Failure, Reply, Request, SharedReader

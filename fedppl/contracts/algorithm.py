@@ -6,19 +6,17 @@ The state S of a server and the personal state P of a client belong to the algor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl.contracts.client import CheckFn, ClientView, Draws
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array, Layout, Message, Status
 
 S = TypeVar("S")
-S_co = TypeVar("S_co", covariant=True)
-S_contra = TypeVar("S_contra", contravariant=True)
 P = TypeVar("P")
-P_contra = TypeVar("P_contra", contravariant=True)
 Rng = np.random.Generator
 Details = Mapping[str, tuple[tuple[str, ...], Array]]
 
@@ -35,12 +33,28 @@ class ClientUpdate(NamedTuple, Generic[P]):
     info: Mapping[str, float | str] = {}
 
 
+def sum_replies(replies: Mapping[str, Message]) -> dict[str, NDArray[np.float64]]:
+    """Sum every array over the clients: all that averaging methods read of replies.
+
+    So a secure or a hierarchical sum can stand here. In the order of the ids, so that equal replies give equal digits.
+
+    >>> sum_replies({"b": {"weight": np.array(2.0)}, "a": {"weight": np.array(1.0)}})
+    {'weight': array(3.)}
+    """
+    names = next(iter(replies.values()), {})
+    return {name: np.asarray(sum(np.asarray(replies[k][name], dtype=float) for k in sorted(replies))) for name in names}
+
+
 class Received(NamedTuple):
     """What the server has of a round: each client's reply, or where sums do, their sum alone."""
 
     each: Mapping[str, Message]  # by client id; empty where there is only the sum
     total: Message  # every array summed over the clients, in a fixed order; empty where each is given
     clients: int  # how many replied
+
+    def sums(self) -> Message:
+        """Every array summed over the clients, also where each reply is given."""
+        return self.total or sum_replies(self.each)
 
 
 class Report(NamedTuple):
@@ -52,64 +66,16 @@ class Report(NamedTuple):
     mild: bool = False  # whether a message beside "converged" is a remark rather than a caveat
 
 
-class InitFn(Protocol[S_co]):
-    """The server's state before any round."""
-
-    def __call__(self, layout: Layout, client_ids: tuple[str, ...], rng: Rng, /) -> S_co:
-        """Start."""
-
-
-class BroadcastFn(Protocol[S_contra]):
-    """The message to one client."""
-
-    def __call__(self, state: S_contra, client_id: str, /) -> Message:
-        """Write the message."""
-
-
-class ClientFn(Protocol[P]):
-    """A client's part of a round."""
-
-    def __call__(self, client: ClientView, personal: P | None, message: Message, rng: Rng, /) -> ClientUpdate[P]:
-        """Compute what is kept and what is sent."""
-
-
-class ServerFn(Protocol[S]):
-    """The server's part of a round, with replies of any subset of the clients."""
-
-    def __call__(self, state: S, received: Received, /) -> tuple[S, Report]:
-        """Compute the next state, and say how it stands."""
-
-
-class UnreportedFn(Protocol[P]):
-    """A client's part of a round that asks it for no reply."""
-
-    def __call__(
-        self, client: ClientView, personal: P | None, message: Message, rng: Rng, /
-    ) -> tuple[P | None, Mapping[str, float]]:
-        """Compute what is kept."""
-
-
-class ShapesFn(Protocol[S_contra]):
-    """Names and shapes of the arrays in the replies that are expected next."""
-
-    def __call__(self, state: S_contra, /) -> Mapping[str, tuple[int, ...]]:
-        """List them."""
-
-
-class RejectFn(Protocol[S_contra]):
-    """Why a reply of the right shapes cannot be used, or None."""
-
-    def __call__(self, state: S_contra, reply: Message, /) -> str | None:
-        """Look at one reply."""
-
-
-class DrawFn(Protocol[P_contra]):
-    """Draws of (φ, θ_k) at a client, old or new, from the final message."""
-
-    def __call__(
-        self, client: ClientView, personal: P_contra | None, message: Message, draws: int, chains: int, rng: Rng, /
-    ) -> Draws:
-        """Draw."""
+InitFn = Callable[[Layout, tuple[str, ...], Rng], S]  # the server's state before any round
+BroadcastFn = Callable[[S, str], Message]  # the message to one client
+ClientFn = Callable[[ClientView, P | None, Message, Rng], ClientUpdate[P]]  # a client's part of a round
+ServerFn = Callable[[S, Received], tuple[S, Report]]  # the server's, with replies of any subset of the clients
+# A client's part of a round that asks it for no reply: what is kept, and diagnostics.
+UnreportedFn = Callable[[ClientView, P | None, Message, Rng], tuple[P | None, Mapping[str, float]]]
+ShapesFn = Callable[[S], Mapping[str, tuple[int, ...]]]  # names and shapes of the arrays expected next in replies
+RejectFn = Callable[[S, Message], str | None]  # why a reply of the right shapes cannot be used, or None
+# Draws of (φ, θ_k) at a client, old or new, from the final message, with numbers of draws and of chains.
+DrawFn = Callable[[ClientView, P | None, Message, int, int, Rng], Draws]
 
 
 def _never(state: Any) -> bool:
@@ -135,9 +101,7 @@ class Replies(NamedTuple, Generic[S]):
     Attributes
     ----------
     shapes
-        Names and shapes of the arrays; other replies are rejected.
-    reject
-        Why a reply of the right shapes cannot be used, or None.
+        Other replies are rejected.
     summed
         Whether this phase uses sums over clients alone, so that a secure sum can stand in the engine.
     """
@@ -173,7 +137,8 @@ class Result(NamedTuple, Generic[S, P]):
     final_message
         What a client, old or new, needs to know in the end.
     draw
-        Draws at the client, from `final_message`. Where estimates are points, all draws are equal.
+        ``draw(client, personal, message, draws, chains, rng) -> Draws`` at the client, from `final_message`. Where
+        estimates are points, all draws are equal.
     shared
         What there is of the parameters that all clients share; None where they share none.
     details
@@ -250,11 +215,7 @@ class Asked(NamedTuple):
     targets: tuple[tuple[Gaussian, Gaussian], ...] = ()
 
 
-class AsksFn(Protocol):
-    """Where a request has a client compute."""
-
-    def __call__(self, layout: Layout, message: Message, /) -> Asked:
-        """Read the request."""
+AsksFn = Callable[[Layout, Message], Asked]
 
 
 class Disclosure(NamedTuple):
@@ -290,16 +251,8 @@ class Algorithm(NamedTuple, Generic[S, P]):
         ``update_client(client, personal, message, rng) -> ClientUpdate``.
     update_server
         ``update_server(state, received) -> (state, Report)``.
-    replies
-        Which replies are expected, and which are rejected.
-    result
-        How to read the state.
-    needs
-        What a client's model has to be.
-    disclosure
-        What the policy of a node's owner is told.
     unreported
-        What a client does in a round that asks it for no reply; nothing, where it is None.
+        What a client does in a round that asks it for no reply, called as `update_client`; nothing, where it is None.
     persistent
         Whether personal state outlives a run, as a privacy budget does: a node then keeps it in its folder, under
         its own name, and does not answer where it cannot be read.

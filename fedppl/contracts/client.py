@@ -121,39 +121,14 @@ class Target(NamedTuple):
     prior_share: float
 
 
-class CheckFn(Protocol):
-    """Raises DeclarationError where a client's model cannot be used."""
-
-    def __call__(self, client: ClientView, /) -> None:
-        """Check the model."""
-
-
-class ExpandFn(Protocol):
-    """The quadratic expansion of log f_k at a point (m,)."""
-
-    def __call__(self, client: ClientView, point: Array, prior_share: float, /) -> Expansion:
-        """Expand."""
-
-
-class LogFactorFn(Protocol):
-    """log f_k at points (S, m): (S,), −inf where there is none."""
-
-    def __call__(self, client: ClientView, points: Array, prior_share: float, /) -> Array:
-        """Evaluate."""
-
-
-class TiltedFn(Protocol):
-    """Moments of φ under the tilted distribution."""
-
-    def __call__(self, target: Target, rng: Rng, /) -> Moments:
-        """Compute moments."""
-
-
-class TiltedDrawFn(Protocol):
-    """Draws of (φ, θ_k) under the tilted distribution, eq. 8 of FedLin."""
-
-    def __call__(self, target: Target, draws: int, chains: int, rng: Rng, /) -> Draws:
-        """Draw."""
+CheckFn = Callable[[ClientView], None]  # raises DeclarationError where a client's model cannot be used
+# The quadratic expansion of log f_k at a point (m,).
+ExpandFn = Callable[[ClientView, Array, float], Expansion]
+# log f_k at points (S, m): (S,), −inf where there is none.
+LogFactorFn = Callable[[ClientView, Array, float], Array]
+TiltedFn = Callable[[Target, Rng], Moments]  # moments of φ under the tilted distribution
+# Draws of (φ, θ_k) under the tilted distribution, eq. 8 of FedLin, with numbers of draws and of chains.
+TiltedDrawFn = Callable[[Target, int, int, Rng], Draws]
 
 
 class LocalInference(NamedTuple):
@@ -165,16 +140,12 @@ class LocalInference(NamedTuple):
     ----------
     name
         How results and errors call it.
-    check
-        Raises DeclarationError when this way is wrong for the declared model.
     expand
-        The quadratic expansion of log f_k at a point, or None where there is none (then EP has no warm start).
+        ``expand(client, point, prior_share)``, or None where there is no expansion (then EP has no warm start).
     log_factor
-        log f_k at points; with `expand` or not at all.
-    tilted
-        Moments of φ under the tilted distribution.
+        ``log_factor(client, points, prior_share)``, with `expand` or not at all.
     draw
-        Draws of (φ, θ_k) under the tilted distribution.
+        ``draw(target, draws, chains, rng)``.
     settings
         The keywords it was built with: a run is resumed, and a node enrolled, only with equal settings.
     """

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws
-from fedppl.coregional.bound import Curves, Design, Globals, Unit, UnitClientState, curves
+from fedppl.coregional.bound import Design, Globals, Unit, UnitClientState, curves
 from fedppl.coregional.roles import Roles
 from fedppl.coregional.unit import best_unit, coefficient_covariance, statistics
 from fedppl.coregional.view import unit_of
@@ -55,13 +55,8 @@ def unpack(message: Message) -> Fitted:
     latents, points = mean.shape
     # The mean field's covariances are inverses of the precision's blocks, and smaller than the blocks of `joint`.
     blocks = np.linalg.inv(np.einsum("lqlp->lqp", np.linalg.inv(joint).reshape(latents, points, latents, points)))
-    shared = Globals(
-        mean,
-        blocks,
-        np.asarray(message["inclusion"], dtype=float),
-        np.asarray(message["kernel"], dtype=float),
-        float(message["log_slab_sd"]),
-    )
+    inclusion, kernel = (np.asarray(message[name], dtype=float) for name in ("inclusion", "kernel"))
+    shared = Globals(mean, blocks, inclusion, kernel, float(message["log_slab_sd"]))
     return Fitted(shared, joint, bool(message["has_replied"]))
 
 
@@ -139,10 +134,9 @@ def predictive(design: Design, fitted: Fitted, own: Coefficients) -> tuple[Array
     """
     shared = fitted.shared
     latents, rows, points = design.projection.shape
-    curve: Curves = curves(design, shared.mean, shared.covariance)
+    curve = curves(design, shared.mean, shared.covariance)
     gamma = shared.inclusion
-    weight = gamma * own.mean
-    mean = weight @ curve.mean
+    mean = (gamma * own.mean) @ curve.mean
     square = np.outer(own.mean, own.mean) + own.covariance  # E w w' given that both are used
     pair = np.outer(gamma, gamma)
     np.fill_diagonal(pair, gamma)
@@ -153,9 +147,8 @@ def predictive(design: Design, fitted: Fitted, own: Coefficients) -> tuple[Array
         for second in range(first, latents):
             if product[first, second] == 0.0:
                 continue
-            across = np.sum(
-                (design.projection[first] @ blocks[first, :, second, :]) * design.projection[second], axis=1
-            )
+            seen = design.projection[first] @ blocks[first, :, second, :]
+            across = np.sum(seen * design.projection[second], axis=1)
             term = product[first, second] * (across + curve.mean[first] * curve.mean[second])
             variance += term if first == second else 2.0 * term
     variance += np.diag(product) @ design.conditional
@@ -188,8 +181,7 @@ def draw(
     fitted = unpack(message)
     fitted = fitted if fitted.has_replied else selected_only(fitted)
     own, fitted = settled(unit, fitted, None if personal is None else personal.log_noise_sd)
-    shared = fitted.shared
-    role = unit.roles
+    shared, role = fitted.shared, unit.roles
     phi = sample(role, final_message(shared, fitted.joint, has_replied=True), count, rng)
     used = np.ones((count, role.latents)) if role.included is None else phi[:, role.included]
     root = np.linalg.cholesky(own.covariance + 1e-12 * np.eye(role.latents))
@@ -202,12 +194,3 @@ def draw(
     }
     local = np.concatenate([values[variable.name] for variable in client.local], axis=1)
     return Draws(phi.reshape(chains, draws, -1), local.reshape(chains, draws, -1), {})
-
-
-def block_diagonal(covariance: Array) -> Array:
-    """The covariance (LQ, LQ) of v whose latent functions are independent."""
-    latents, points, _ = covariance.shape
-    joint = np.zeros((latents, points, latents, points))
-    for place in range(latents):
-        joint[place, :, place, :] = covariance[place]
-    return joint.reshape(latents * points, latents * points)

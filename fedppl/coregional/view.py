@@ -49,7 +49,11 @@ class CoregionalUnit:
 
     def __init__(self, client: ClientModel) -> None:
         self._client = client
-        self._functions = _functions(client)
+        kept = client.template.functions
+        with _lock:
+            if "coregional" not in kept:
+                kept["coregional"] = _compile(client)
+        self._functions: dict[str, Any] = kept["coregional"]  # of the template, shared by its clients
         self.roles: Roles = roles(client.layout)
         self.noise: LogScale = self._functions["noise"]
         self.response: Array = np.asarray(client.arrays[self._functions["observed"]], dtype=float)
@@ -116,31 +120,18 @@ def unit_of(client: ClientModel) -> CoregionalUnit:
     return unit
 
 
-def _functions(client: ClientModel) -> dict[str, Any]:
-    """Compiled functions of the template, shared by its clients."""
-    kept = client.template.functions
-    with _lock:
-        if "coregional" not in kept:
-            kept["coregional"] = _compile(client)
-    functions: dict[str, Any] = kept["coregional"]
-    return functions
-
-
 def _compile(client: ClientModel) -> dict[str, Any]:
-    parts = client.template.parts
-    model, variables = parts.model, client.layout.variables
+    who, parts, model = f"client {client.client_id!r}", client.template.parts, client.template.parts.model
     missing = [name for name in _PARTS if name not in model.named_vars]
     if missing:
-        raise DeclarationError(f"client {client.client_id!r}: the model has no {missing[0]!r}; {_CONTRACT}.")
+        raise DeclarationError(f"{who}: the model has no {missing[0]!r}; {_CONTRACT}.")
     if len(model.observed_RVs) != 1:
-        raise DeclarationError(
-            f"client {client.client_id!r}: the model observes {len(model.observed_RVs)} variables, not one."
-        )
+        raise DeclarationError(f"{who}: the model observes {len(model.observed_RVs)} variables, not one.")
     observed = model.rvs_to_values[model.observed_RVs[0]].name
     names = [variable.name for variable in parts.data]
     if observed not in names:
-        raise DeclarationError(f"client {client.client_id!r}: the output is not observed through a pm.Data container.")
-    forward, backward = _design_functions(parts, variables)
+        raise DeclarationError(f"{who}: the output is not observed through a pm.Data container.")
+    forward, backward = _design_functions(parts, client.layout.variables)
     return {
         "names": names,
         "dtypes": {v.name: v.type.dtype for v in parts.data},
@@ -190,11 +181,11 @@ def _locked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _log_scale(client: ClientModel, name: str) -> LogScale:
     """Prior N(m, s²) of the log of a local scale parameter."""
-    parts = client.template.parts
+    who, parts = f"client {client.client_id!r}", client.template.parts
     found = [(variable, rv) for variable, rv in zip(client.local, parts.local, strict=True) if variable.name == name]
     if not found or found[0][0].shape != () or found[0][0].transform != "log":
         raise DeclarationError(
-            f"client {client.client_id!r}: {name!r} must be a local scalar on the log scale, such as "
+            f"{who}: {name!r} must be a local scalar on the log scale, such as "
             f'pm.LogNormal("{name}", ...); {_CONTRACT}.'
         )
     value = parts.model.rvs_to_values[found[0][1]]
@@ -202,24 +193,20 @@ def _log_scale(client: ClientModel, name: str) -> LogScale:
     point = pt.vector("point")
     (logp,) = clone_replace([parts.model.logp(vars=[found[0][1]], sum=True)], {value: point[0]})
     if any(above.owner is None and above.name in places for above in ancestors([logp]) if above is not point):
-        raise DeclarationError(f"client {client.client_id!r}: the prior of {name!r} depends on another variable.")
+        raise DeclarationError(f"{who}: the prior of {name!r} depends on another variable.")
     gradient = _graph.python_function([point], pt.grad(logp, point))
     prior = gaussian_prior(lambda z: np.asarray(gradient(z)), np.zeros(1))
     if prior is None:
-        raise DeclarationError(
-            f"client {client.client_id!r}: the prior of {name!r} is not LogNormal; its mode has a closed form then."
-        )
+        raise DeclarationError(f"{who}: the prior of {name!r} is not LogNormal; its mode has a closed form then.")
     return LogScale(float(prior.linear[0] / prior.precision[0, 0]), float(prior.precision[0, 0]))
 
 
 def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
     """Hold the declared log density against the one that the algorithm is for, at two random points."""
-    rng = np.random.default_rng(0)
+    who, rng = f"client {client.client_id!r}", np.random.default_rng(0)
     places = {variable.name: variable.size for variable in client.local}
     if set(places) != {"w", "noise_sd", "residual"} or places["w"] != unit.roles.latents:
-        raise DeclarationError(
-            f"client {client.client_id!r}: local variables are {places}; {_CONTRACT}, one w for each latent function."
-        )
+        raise DeclarationError(f"{who}: local variables are {places}; {_CONTRACT}, one w for each latent function.")
     prior_mean = client.layout.prior.linear / np.diag(client.layout.prior.precision)
     for _ in range(2):
         phi = np.where(unit.roles.is_binary, rng.integers(0, 2, client.shared_size), prior_mean)
@@ -231,7 +218,7 @@ def _require_same_density(client: ClientModel, unit: CoregionalUnit) -> None:
         ours = density(design, unit.roles, phi, local["w"], float(local["noise_sd"][0]), local["residual"], unit.noise)
         if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)):
             raise DeclarationError(
-                f"client {client.client_id!r}: the declared log density is {declared:.8g} where a linear model of "
+                f"{who}: the declared log density is {declared:.8g} where a linear model of "
                 f"coregionalisation has {ours:.8g}; {_CONTRACT}, with y ~ Normal(Σ w included projection v + "
                 "residual √Σ (w included)² conditional_variance, noise_sd). For other models use fedppl.EP()."
             )

@@ -54,11 +54,8 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
             )
         model, name, personal = fit.clients[client], client, fit.personal.get(client)
     else:
-        model, name, personal = (
-            fit.declaration.enrol({"new client": client}, kernel=False)["new client"],
-            "new client",
-            None,
-        )
+        name, personal = "new client", None
+        model = fit.declaration.enrol({name: client}, kernel=False)[name]
         if model.layout.fingerprint != fit.layout.fingerprint:
             raise DeclarationError("the new client shares other variables than the fit; give it the same columns.")
     family = fit.algorithm.result.family
@@ -161,28 +158,29 @@ def predict(
     unit = found.client.view(network_of).unit
     X = unit.at(inputs)
     logits = outputs(unit, found.weights, X)
-    if not np.all(np.isfinite(logits)):
-        row = int(np.argwhere(~np.isfinite(logits))[0, 0])
-        raise DataError(f"the network's output is not finite at row {row} of the new inputs; look at their size.")
+    _require_finite(logits, "the network's output")
     covariance = np.zeros((*logits.shape, logits.shape[1]))
     if found.subnetwork is not None and link != "map":
         covariance = output_covariance(unit, found.subnetwork, X)
-    if not np.all(np.isfinite(covariance)):
-        row = int(np.argwhere(~np.isfinite(covariance))[0, 0])
-        raise DataError(f"the output's variance is not finite at row {row} of the new inputs; look at their size.")
+    _require_finite(covariance, "the output's variance")
     variance = np.diagonal(covariance, axis1=1, axis2=2)
-    dims = ("row", "output")
     if unit.likelihood.family == "normal":
         sd = np.sqrt(variance + unit.likelihood.noise_sd**2)
         half = norm.ppf(0.5 + probability / 2) * sd
         values = {"mean": logits, "sd": sd, "lower": logits - half, "upper": logits + half}
     else:
-        seed = fit.seed if random_seed is None else random_seed
-        rng = stream((seed, 3))
+        rng = stream((fit.seed if random_seed is None else random_seed, 3))
         chances = probabilities(logits, covariance, link=link, draws=draws, rng=rng)
         values = {"probability": chances, "logit": logits, "logit_variance": variance}
-    attrs = {"client": found.client.client_id, "link": link}
-    return idata.dataset(values, dict.fromkeys(values, dims), {"output": np.arange(logits.shape[1])}, attrs)
+    dims, coords = dict.fromkeys(values, ("row", "output")), {"output": np.arange(logits.shape[1])}
+    return idata.dataset(values, dims, coords, {"client": found.client.client_id, "link": link})
+
+
+def _require_finite(values: Array, what: str) -> None:
+    """Refuse what overflows, by its row."""
+    if not np.all(np.isfinite(values)):
+        row = int(np.argwhere(~np.isfinite(values))[0, 0])
+        raise DataError(f"{what} is not finite at row {row} of the new inputs; look at their size.")
 
 
 def probabilities(

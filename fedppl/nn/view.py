@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ _CONTRACT = (
     "a network's client declares weights = fedppl.nn.parameters(net), output = fedppl.nn.module(net, weights, X), "
     "and one outcome, pm.Categorical(logit_p=output) or pm.Normal(output, constant)"
 )
-P_contra = TypeVar("P_contra", contravariant=True)
+P = TypeVar("P")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +97,8 @@ class Own(NamedTuple):
     subnetwork: Subnetwork | None  # its posterior, or None where weights are a point
 
 
-class PersonaliseFn(Protocol[P_contra]):
-    """A client's own network when the rounds are over, from the final message."""
-
-    def __call__(self, client: ClientView, personal: P_contra | None, message: Message, rng: Generator, /) -> Own:
-        """Find it."""
+# A client's own network when the rounds are over, from what it kept and the final message.
+PersonaliseFn = Callable[[ClientView, P | None, Message, Generator], Own]
 
 
 class NetworkResult(NamedTuple):

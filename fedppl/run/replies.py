@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fedppl.contracts import Failure, Received, Reply, Request
+from fedppl.contracts import Failure, Received, Reply, Request, sum_replies
 from fedppl.types import Layout, Message
 
 # Of a reason that came from elsewhere, so that nobody can flood a log or forge its lines.
@@ -109,15 +108,3 @@ def received(replies: Mapping[str, Message], *, summed: bool) -> Received:
     {}
     """
     return Received({}, sum_replies(replies), len(replies)) if summed else Received(dict(replies), {}, len(replies))
-
-
-def sum_replies(replies: Mapping[str, Message]) -> dict[str, NDArray[np.float64]]:
-    """Sum every array over the clients: all that averaging methods read of replies.
-
-    So a secure or a hierarchical sum can stand here. In the order of the ids, so that equal replies give equal digits.
-
-    >>> sum_replies({"b": {"weight": np.array(2.0)}, "a": {"weight": np.array(1.0)}})
-    {'weight': array(3.)}
-    """
-    names = next(iter(replies.values()), {})
-    return {name: np.asarray(sum(np.asarray(replies[k][name], dtype=float) for k in sorted(replies))) for name in names}

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import logsumexp
 
+from fedppl.contracts import sum_replies
 from fedppl.model._data import as_arrays
 from fedppl.model._pack import pack
 from fedppl.model.client import ClientModel
 from fedppl.numerics.streams import stream
 from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit
-from fedppl.run.replies import sum_replies
 from fedppl.settings import whole
 from fedppl.types import DataError, DeclarationError, Message
 

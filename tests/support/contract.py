@@ -11,10 +11,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from fedppl import gaussian
 from fedppl.algorithms.ep import _sites
-from fedppl.contracts import AnyAlgorithm, ClientView, Point, Posterior, Received, Reply, Report, Request
+from fedppl.contracts import AnyAlgorithm, ClientView, Point, Posterior, Received, Reply, Report, Request, sum_replies
 from fedppl.engine.answer import answer
 from fedppl.numerics.streams import stream
-from fedppl.run.replies import received, sum_replies
+from fedppl.run.replies import received
 from fedppl.storage import codec
 from fedppl.types import Status
 from tests.support.promises import Promises

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl.contracts import ClientView, Needs, Received, Result, Sampler
+from fedppl.contracts import ClientView, Needs, Result, Sampler
 from fedppl.contracts.algorithm import DrawFn
 from fedppl.coregional import server
 from fedppl.coregional.bound import Globals, Unit, UnitClientState
@@ -16,24 +16,13 @@ from fedppl.coregional.result import final_message, sample
 from fedppl.coregional.roles import Roles
 from fedppl.coregional.unit import own_fit, random_unit
 from fedppl.coregional.view import unit_of
-from fedppl.run.replies import sum_replies
 from fedppl.settings import one_of, whole
 from fedppl.types import Array, Message
 
 STARTED = "kernels have a start; raise rounds="  # after the round that asks for the units' own kernels
 
 
-class _State(Protocol):
-    """What every server's state has."""
-
-    @property
-    def roles(self) -> Roles: ...
-
-    @property
-    def where(self) -> Mapping[str, int]: ...
-
-
-S = TypeVar("S", bound=_State)
+S = TypeVar("S")
 P = TypeVar("P")
 
 
@@ -93,29 +82,29 @@ def reject_negative(reply: Message, *names: str) -> str | None:
     return None
 
 
-def total(received: Received) -> Message:
-    """The sum of the replies, also in rounds in which the server has to know who replied."""
-    return received.total or sum_replies(received.each)
-
-
 def read(
+    role: Callable[[S], Roles],
     shared: Callable[[S], Globals],
     joint: Callable[[S], Array],
-    has_replied: Callable[[S], NDArray[np.bool_]],
+    has_replied: Callable[[S], tuple[Mapping[str, int], NDArray[np.bool_]]],
     draw: DrawFn[P],
     *,
     tests_convergence: bool = False,
 ) -> Result[S, P]:
-    """How a state is read, from what it holds of the shared parameters, of cov(v) (LQ, LQ), and of who replied (K,)."""
+    """How a state is read, from what it holds of the shared parameters, of cov(v) (LQ, LQ), and of who replied.
+
+    That is each client's row, and by row whether it ever replied, (K,).
+    """
 
     def told(state: S, client_id: str) -> Message:
-        known = client_id in state.where and bool(has_replied(state)[state.where[client_id]])
+        where, replied = has_replied(state)
+        known = client_id in where and bool(replied[where[client_id]])
         return final_message(shared(state), joint(state), has_replied=known)
 
     return Result(
         told,
         draw,
-        Sampler(lambda state, count, rng: sample(state.roles, told(state, ""), count, rng)),
+        Sampler(lambda state, count, rng: sample(role(state), told(state, ""), count, rng)),
         lambda state: {"inclusion_probability": (("latent",), shared(state).inclusion)},
         tests_convergence=tests_convergence,
     )

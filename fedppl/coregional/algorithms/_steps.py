@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from scipy.linalg import block_diag
 
-from fedppl.contracts import Received
-from fedppl.coregional.adam import flatten, unflatten
+from fedppl.contracts import Received, Report, Result
+from fedppl.contracts.algorithm import DrawFn
+from fedppl.coregional.adam import Adam, flatten, unflatten
 from fedppl.coregional.algorithms._common import (
+    STARTED,
     batch_size_rule,
     first_shapes,
     initial_kernel_rule,
     median_kernel,
     reject_negative,
 )
+from fedppl.coregional.algorithms._common import read as read_state
 from fedppl.coregional.bound import Globals, Unit, UnitClientState
-from fedppl.coregional.result import block_diagonal
-from fedppl.coregional.roles import Roles
+from fedppl.coregional.roles import Roles, roles
 from fedppl.coregional.unit import best_unit, random_unit
 from fedppl.settings import between, positive, shown, whole
-from fedppl.types import Array, DeclarationError, Message, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Status
+
+P = TypeVar("P")
 
 
 class StepsInfo(NamedTuple):
@@ -44,29 +48,17 @@ class Settings(NamedTuple):
     initial_kernel: str
 
 
-class _State(Protocol):
-    """What the states of the servers have in common."""
+class StepsState(NamedTuple):
+    """What the next round needs."""
 
-    @property
-    def roles(self) -> Roles: ...
-
-    @property
-    def x(self) -> Array: ...
-
-    @property
-    def where(self) -> Mapping[str, int]: ...
-
-    @property
-    def rows(self) -> Array: ...
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def bound(self) -> float: ...
-
-    @property
-    def quiet(self) -> int: ...
+    roles: Roles
+    x: Array  # shared parameters on the unconstrained space
+    adam: Adam | None  # moments, once the server has taken a step; None for good where units take them
+    where: Mapping[str, int]  # client id to its row
+    rows: Array  # (K,) n_k, 0 for a unit that has not replied yet
+    number: int
+    bound: float
+    quiet: int  # rounds in a row without a change worth telling
 
 
 def checked(
@@ -102,17 +94,19 @@ def _each(rule: Callable[[str, Any], Any], name: str, value: Any, words: str) ->
         raise DeclarationError(f"{name}={shown(value)} must be {words}.") from None
 
 
-def start(role: Roles) -> Array:
-    """The prior, with the chance of each latent function at π: shared parameters before the first round."""
-    odds = np.where(np.isfinite(role.log_odds), role.log_odds, 0.0)
+def init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> StepsState:
+    """Start from the prior, with γ at π; the first round asks for sizes, and for the units' own kernels."""
+    del rng
+    role = roles(layout)
     shared = Globals(
         np.zeros((role.latents, role.points)),
         np.broadcast_to(np.eye(role.points), (role.latents, role.points, role.points)),
-        1.0 / (1.0 + np.exp(-odds)),
+        1.0 / (1.0 + np.exp(-np.where(np.isfinite(role.log_odds), role.log_odds, 0.0))),
         role.kernel_mean,
         role.slab_prior.mean,
     )
-    return flatten(shared)
+    where = {client_id: k for k, client_id in enumerate(clients)}
+    return StepsState(role, flatten(shared), None, where, np.zeros(len(clients)), 0, np.nan, 0)
 
 
 def learning_rate(number: int, settings: Settings) -> float:
@@ -120,7 +114,7 @@ def learning_rate(number: int, settings: Settings) -> float:
     return settings.learning_rate[sum(number + 1 >= place for place in settings.milestones)]
 
 
-def asked(state: _State, client_id: str, *, settings: Settings) -> Message:
+def asked(state: StepsState, client_id: str, *, settings: Settings) -> Message:
     """Shared parameters, Σ n_k of the units heard so far, which makes r_m, and the learning rate."""
     del client_id
     return {
@@ -131,18 +125,10 @@ def asked(state: _State, client_id: str, *, settings: Settings) -> Message:
     }
 
 
-class Task(NamedTuple):
-    """What a unit is asked."""
-
-    x: Array
-    shared: Globals
-    share: float  # r_m, of what is counted once
-
-
-def task(unit: Unit, message: Message) -> Task:
-    """Read a message."""
+def task(unit: Unit, message: Message) -> tuple[Array, Globals, float]:
+    """Read a message: x, the shared parameters in it, and r_m, the unit's share of what is counted once."""
     x, count = np.asarray(message["x"], dtype=float), len(unit.response)
-    return Task(x, unflatten(x, unit.roles), count / max(float(message["rows"]), count, 1.0))
+    return x, unflatten(x, unit.roles), count / max(float(message["rows"]), count, 1.0)
 
 
 def unit_state(unit: Unit, shared: Globals, stage: float, rng: np.random.Generator) -> UnitClientState:
@@ -152,59 +138,68 @@ def unit_state(unit: Unit, shared: Globals, stage: float, rng: np.random.Generat
     return best_unit(unit.design(shared.kernel), shared, unit.noise, unit.noise.mean)[0]
 
 
-def rows_told(state: _State, received: Received) -> Array:
-    """Sizes of the units (K,), with those of this round's replies; sums alone come only once all are known."""
+def update_server(
+    state: StepsState,
+    received: Received,
+    *,
+    settings: Settings,
+    move: Callable[[StepsState, Received, int], tuple[float, Array, Adam | None]],
+) -> tuple[StepsState, Report]:
+    """Note the units' sizes, start the kernels at the median of their own, and then in every round `move`.
+
+    That gives the bound, the next x and Adam's moments from the sums and from how many units were ever heard.
+    """
+    if not received.clients:
+        return state, Report(info(np.nan, state))
     rows = state.rows.copy()
-    for client_id, reply in received.each.items():
+    for client_id, reply in received.each.items():  # sums alone come only once all are known
         rows[state.where[client_id]] = float(reply["rows"])
-    return rows
-
-
-def kernel_start(state: _State, received: Received) -> Array:
-    """Shared parameters whose kernels are the median of the units' own."""
-    return flatten(unflatten(state.x, state.roles)._replace(kernel=median_kernel(received.each)))
-
-
-def judged(bound: float, state: _State, rows: Array, tolerance: float) -> tuple[int, Status, str]:
-    """Rounds in a row that the bound has stood still, the status, and what to do about it."""
-    still = abs(bound - state.bound) < tolerance * (1.0 + abs(bound))
-    quiet = state.quiet + 1 if still else 0
+    if state.number == 0:
+        x = flatten(shared_of(state)._replace(kernel=median_kernel(received.each)))
+        state = state._replace(x=x, rows=rows, number=1)
+        return state, Report(info(np.nan, state), message=STARTED)
+    bound, x, adam = move(state, received, int(np.sum(rows > 0)))
+    quiet = state.quiet + 1 if abs(bound - state.bound) < settings.tolerance * (1.0 + abs(bound)) else 0
+    status = Status.RUNNING
+    message = f"the bound moves still ({bound:.6g}); raise rounds=, or change learning_rate="
     if quiet >= 5 and np.all(rows > 0):
-        return quiet, Status.CONVERGED, ""
-    return quiet, Status.RUNNING, f"the bound moves still ({bound:.6g}); raise rounds=, or change learning_rate="
+        status, message = Status.CONVERGED, ""
+    state = state._replace(x=x, adam=adam, rows=rows, number=state.number + 1, bound=bound, quiet=quiet)
+    return state, Report(info(bound, state), status, message)
 
 
-def shapes(state: _State, name: str) -> Mapping[str, tuple[int, ...]]:
+def shapes(state: StepsState, name: str) -> Mapping[str, tuple[int, ...]]:
     """Shapes of the replies; those after the first hold an array like the shared parameters under a name."""
     return {name: state.x.shape, "rows": (), "bound": ()} if state.number else first_shapes(state.roles)
 
 
-def reject(state: _State, reply: Message) -> str | None:
+def reject(state: StepsState, reply: Message) -> str | None:
     """A unit has no negative number of rows."""
     del state
     return reject_negative(reply, "rows")
 
 
-def summed(state: _State) -> bool:
+def summed(state: StepsState) -> bool:
     """Sums are enough once the size of every unit is known."""
     return bool(np.all(state.rows > 0))
 
 
-def shared_of(state: _State) -> Globals:
+def shared_of(state: StepsState) -> Globals:
     """The shared parameters."""
     return unflatten(state.x, state.roles)
 
 
-def joint(state: _State) -> Array:
-    """Covariance of v, whose latent functions are independent."""
-    return block_diagonal(shared_of(state).covariance)
+def read(draw: DrawFn[P]) -> Result[StepsState, P]:
+    """How a state is read; the latent functions are independent."""
+    return read_state(
+        lambda state: state.roles,
+        shared_of,
+        lambda state: block_diag(*shared_of(state).covariance),
+        lambda state: (state.where, state.rows > 0),
+        draw,
+    )
 
 
-def has_replied(state: _State) -> NDArray[np.bool_]:
-    """Whether a unit ever replied, (K,)."""
-    return state.rows > 0
-
-
-def info(bound: float, state: _State) -> StepsInfo:
+def info(bound: float, state: StepsState) -> StepsInfo:
     """Diagnostics from the bound and what is shared."""
     return StepsInfo(bound, int(np.sum(shared_of(state).inclusion > 0.5)))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import gaussian
-from fedppl.contracts import Algorithm, Received, Replies, Report
+from fedppl.contracts import Algorithm, Received, Replies, Report, sum_replies
 from fedppl.coregional import server
 from fedppl.coregional.algorithms import _ascent, _common
 from fedppl.coregional.algorithms._ascent import Answer, Settings
@@ -125,7 +125,12 @@ def Ascent(
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(_shapes, _reject, lambda state: bool(np.all(state.has_replied))),
         result=_common.read(
-            lambda state: state.shared, _joint, lambda state: state.has_replied, draw, tests_convergence=True
+            lambda state: state.roles,
+            lambda state: state.shared,
+            _joint,
+            lambda state: (state.where, state.has_replied),
+            draw,
+            tests_convergence=True,
         ),
         needs=_common.NEEDS,
     )
@@ -179,7 +184,7 @@ def _update_server(state: AscentState, received: Received, *, settings: Settings
     has_replied, share, noisy, rate = _ascent.share_of(
         received, state.where, state.has_replied, state.stochastic, settings
     )
-    sums = _unpacked(_common.total(received))
+    sums = _unpacked(received.sums())
     slope = sums.pop("kernel_gradient") / share
     totals = {name: (1 - rate) * state.totals[name] + rate * value / share for name, value in sums.items()}
     state = state._replace(has_replied=has_replied, stochastic=state.stochastic + noisy)
@@ -200,7 +205,7 @@ def _collect(state: AscentState, received: Received, settings: Settings) -> tupl
     has_replied[[state.where[name] for name in new]] = True
     totals = dict(state.totals)
     if new:
-        sums = _unpacked(_common.total(Received(new, {}, len(new))))
+        sums = _unpacked(sum_replies(new))
         totals = {name: totals.get(name, 0.0) + value for name, value in sums.items()}
     done = bool(np.all(has_replied)) or state.number - 1 > settings.warmup
     state = state._replace(has_replied=has_replied, totals=totals, collecting=not done)

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
-from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Received, Replies, Report
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Received, Replies
 from fedppl.coregional.adam import adam_step, flatten_unit, fresh, slopes, unflatten_unit
 from fedppl.coregional.algorithms import _common, _steps
+from fedppl.coregional.algorithms._steps import StepsState
 from fedppl.coregional.bound import UnitClientState, unit_bound
 from fedppl.coregional.result import draw
-from fedppl.coregional.roles import Roles, roles
 from fedppl.coregional.view import unit_of
 from fedppl.settings import described
-from fedppl.types import Array, Layout, Message
-
-
-class AveragingState(NamedTuple):
-    """What the next round needs."""
-
-    roles: Roles
-    x: Array  # shared parameters on the unconstrained space
-    where: Mapping[str, int]  # client id to its row
-    rows: Array  # (K,) n_k, 0 for a unit that has not replied yet
-    number: int
-    bound: float
-    quiet: int  # rounds in a row without a change worth telling
+from fedppl.types import Array, Message
 
 
 def Averaging(
@@ -39,7 +26,7 @@ def Averaging(
     batch_size: int | None = None,
     initial_kernel: str = "median",
     tolerance: float = 1e-6,
-) -> Algorithm[AveragingState, UnitClientState]:
+) -> Algorithm[StepsState, UnitClientState]:
     r"""Federated optimisation of FedLMC-SS as published: local Adam steps on everything, then an average.
 
     .. math:: (\theta_m, \psi_m) \leftarrow \text{T Adam steps on } V_m \text{ from } (\theta, \psi_m), \qquad
@@ -89,25 +76,17 @@ def Averaging(
     .. [1] Gao and Chung, section 4.2.2, Algorithm 1.
     """
     settings = _steps.checked(learning_rate, milestones, steps, batch_size, initial_kernel, tolerance)
-    return Algorithm[AveragingState, UnitClientState](
+    return Algorithm[StepsState, UnitClientState](
         name="curves.Averaging",
         settings=described(settings),
-        init=_init,
+        init=_steps.init,
         broadcast=functools.partial(_steps.asked, settings=settings),
         update_client=functools.partial(_update_client, settings=settings),
-        update_server=functools.partial(_update_server, settings=settings),
+        update_server=functools.partial(_steps.update_server, settings=settings, move=_average),
         replies=Replies(functools.partial(_steps.shapes, name="x"), _steps.reject, _steps.summed),
-        result=_common.read(_steps.shared_of, _steps.joint, _steps.has_replied, draw),
+        result=_steps.read(draw),
         needs=_common.NEEDS,
     )
-
-
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> AveragingState:
-    """Start from the prior; the first round asks for sizes, and for the units' own kernels."""
-    del rng
-    role = roles(layout)
-    where = {client_id: k for k, client_id in enumerate(clients)}
-    return AveragingState(role, _steps.start(role), where, np.zeros(len(clients)), 0, np.nan, 0)
 
 
 def _update_client(
@@ -139,19 +118,8 @@ def _update_client(
     return ClientUpdate(unflatten_unit(point[len(x) :]), reply, info)
 
 
-def _update_server(
-    state: AveragingState, received: Received, *, settings: _steps.Settings
-) -> tuple[AveragingState, Report]:
+def _average(state: StepsState, received: Received, heard: int) -> tuple[float, Array, None]:
     """Average by rows."""
-    if not received.clients:
-        return state, Report(_steps.info(np.nan, state))
-    rows = _steps.rows_told(state, received)
-    if state.number == 0:
-        state = state._replace(x=_steps.kernel_start(state, received), rows=rows, number=1)
-        return state, Report(_steps.info(np.nan, state), message=_common.STARTED)
-    total = _common.total(received)
-    bound = float(total["bound"] * np.sum(rows > 0) / received.clients)
-    quiet, status, message = _steps.judged(bound, state, rows, settings.tolerance)
-    x = total["x"] / max(float(total["rows"]), 1.0)
-    state = state._replace(x=x, rows=rows, number=state.number + 1, bound=bound, quiet=quiet)
-    return state, Report(_steps.info(bound, state), status, message)
+    del state
+    total = received.sums()
+    return float(total["bound"] * heard / received.clients), total["x"] / max(float(total["rows"]), 1.0), None

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import block_diag
 
 from fedppl.contracts import Algorithm, Received, Replies, Report
 from fedppl.coregional import server
@@ -22,7 +23,7 @@ from fedppl.coregional.blocks import (
     resized,
 )
 from fedppl.coregional.bound import Globals, UnitClientState
-from fedppl.coregional.result import block_diagonal, draw
+from fedppl.coregional.result import draw
 from fedppl.coregional.roles import Roles, roles
 from fedppl.settings import described
 from fedppl.types import Array, Layout, Message
@@ -105,9 +106,10 @@ def BlockAscent(
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(_shapes, _reject, lambda state: bool(np.all(state.has_replied))),
         result=_common.read(
+            lambda state: state.roles,
             lambda state: state.shared,
-            lambda state: block_diagonal(state.shared.covariance),
-            lambda state: state.has_replied,
+            lambda state: block_diag(*state.shared.covariance),
+            lambda state: (state.where, state.has_replied),
             draw,
             tests_convergence=True,
         ),
@@ -167,7 +169,7 @@ def _update_server(
     has_replied, share, noisy, rate = _ascent.share_of(
         received, state.where, state.has_replied, state.stochastic, settings
     )
-    totals = {name: value / share for name, value in _common.total(received).items()}
+    totals = {name: value / share for name, value in received.sums().items()}
     begun = number - 1 > 2 * settings.warmup
     selecting = begun and bool(np.all(np.isfinite(role.log_odds)))
     log_odds = role.log_odds if selecting else np.full(role.latents, np.inf)

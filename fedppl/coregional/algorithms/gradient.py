@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Received, Replies, Report
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Received, Replies
 from fedppl.coregional.adam import Adam, adam_step, flatten_unit, fresh, slopes, unflatten_unit
 from fedppl.coregional.algorithms import _common, _steps
+from fedppl.coregional.algorithms._steps import StepsState
 from fedppl.coregional.bound import UnitClientState, unit_bound
 from fedppl.coregional.result import draw
-from fedppl.coregional.roles import Roles, roles
 from fedppl.coregional.view import unit_of
 from fedppl.settings import described
-from fedppl.types import Array, Layout, Message
-
-
-class GradientState(NamedTuple):
-    """What the next round needs."""
-
-    roles: Roles
-    x: Array  # shared parameters on the unconstrained space
-    adam: Adam
-    where: Mapping[str, int]  # client id to its row
-    rows: Array  # (K,) n_k, 0 for a unit that has not replied yet
-    number: int
-    bound: float
-    quiet: int  # rounds in a row without a change worth telling
+from fedppl.types import Array, Message
 
 
 class GradientClientState(NamedTuple):
@@ -46,7 +33,7 @@ def Gradient(
     batch_size: int | None = None,
     initial_kernel: str = "median",
     tolerance: float = 1e-6,
-) -> Algorithm[GradientState, GradientClientState]:
+) -> Algorithm[StepsState, GradientClientState]:
     r"""Adam on the bound of FedLMC-SS, one step a round, its gradient summed over units; for comparison.
 
     .. math:: \theta \leftarrow \theta + \text{Adam}\Big(\sum_m \nabla_\theta V_m\Big), \qquad
@@ -84,25 +71,19 @@ def Gradient(
     .. [1] Gao and Chung, section 5, the centralised models LMC and LMC-SS.
     """
     settings = _steps.checked(learning_rate, milestones, 1, batch_size, initial_kernel, tolerance)
-    return Algorithm[GradientState, GradientClientState](
+    return Algorithm[StepsState, GradientClientState](
         name="curves.Gradient",
         settings=described(settings),
-        init=_init,
+        init=_steps.init,
         broadcast=functools.partial(_steps.asked, settings=settings),
         update_client=functools.partial(_update_client, settings=settings),
-        update_server=functools.partial(_update_server, settings=settings),
+        update_server=functools.partial(
+            _steps.update_server, settings=settings, move=functools.partial(_step, settings=settings)
+        ),
         replies=Replies(functools.partial(_steps.shapes, name="slope"), _steps.reject, _steps.summed),
-        result=_common.read(_steps.shared_of, _steps.joint, _steps.has_replied, _draw),
+        result=_steps.read(_draw),
         needs=_common.NEEDS,
     )
-
-
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> GradientState:
-    """Start from the prior; the first round asks for sizes, and for the units' own kernels."""
-    del rng
-    role = roles(layout)
-    x, where = _steps.start(role), {client_id: k for k, client_id in enumerate(clients)}
-    return GradientState(role, x, fresh(len(x)), where, np.zeros(len(clients)), 0, np.nan, 0)
 
 
 def _update_client(
@@ -136,23 +117,12 @@ def _from(start: UnitClientState) -> GradientClientState:
     return GradientClientState(own, fresh(len(own)))
 
 
-def _update_server(
-    state: GradientState, received: Received, *, settings: _steps.Settings
-) -> tuple[GradientState, Report]:
+def _step(state: StepsState, received: Received, heard: int, *, settings: _steps.Settings) -> tuple[float, Array, Adam]:
     """One step of Adam along the sum, scaled up where not all units replied."""
-    if not received.clients:
-        return state, Report(_steps.info(np.nan, state))
-    rows = _steps.rows_told(state, received)
-    if state.number == 0:
-        state = state._replace(x=_steps.kernel_start(state, received), rows=rows, number=1)
-        return state, Report(_steps.info(np.nan, state), message=_common.STARTED)
-    total = _common.total(received)
-    share = received.clients / max(int(np.sum(rows > 0)), 1)
-    bound = float(total["bound"] / share)
-    quiet, status, message = _steps.judged(bound, state, rows, settings.tolerance)
-    x, adam = adam_step(state.x, total["slope"] / share, state.adam, _steps.learning_rate(state.number, settings))
-    state = state._replace(x=x, adam=adam, rows=rows, number=state.number + 1, bound=bound, quiet=quiet)
-    return state, Report(_steps.info(bound, state), status, message)
+    total, share = received.sums(), received.clients / max(heard, 1)
+    rate = _steps.learning_rate(state.number, settings)
+    adam = fresh(len(state.x)) if state.adam is None else state.adam
+    return float(total["bound"] / share), *adam_step(state.x, total["slope"] / share, adam, rate)
 
 
 def _draw(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl.contracts import ClientView, Needs, Received
+from fedppl.contracts import ClientView, Needs
 from fedppl.nn.algorithms._common import check_all_shared, names_in, needs
 from fedppl.nn.functional import Places
 from fedppl.nn.head import Head
@@ -60,14 +60,6 @@ def parted(at: Here, w: Array) -> tuple[dict[str, Array], Array]:
     phi, rows = w[at.unit.shared_at], float(len(at.unit.X))
     is_head = np.isin(at.unit.shared_at, at.head.places)
     return {"below": rows * phi[~is_head], "rows": np.array(rows)}, phi[is_head]
-
-
-def totals(received: Received) -> Message:
-    """Sums over the clients, also where each reply is given, in the order of their ids."""
-    if received.total:
-        return received.total
-    replies = [received.each[client_id] for client_id in sorted(received.each)]
-    return {name: np.asarray(sum(np.asarray(reply[name], dtype=float) for reply in replies)) for name in replies[0]}
 
 
 def joined(total: Message, at: Places, head: Array) -> Array:

@@ -21,7 +21,7 @@ from fedppl.algorithms.hierarchical._confidences import (
 )
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report
 from fedppl.nn.algorithms._common import training_rule
-from fedppl.nn.algorithms._heads import Here, head_in, head_rule, here, joined, last_layer, parted, totals
+from fedppl.nn.algorithms._heads import Here, head_in, head_rule, here, joined, last_layer, parted
 from fedppl.nn.algorithms._personalise import network_result
 from fedppl.nn.algorithms._server import AT_MEAN, moved
 from fedppl.nn.functional import Places
@@ -236,7 +236,7 @@ def _update_server(
     """Average the layers below by rows, and heads by confidence."""
     if not received.clients:
         return state, Report(ConfidenceInfo(np.nan, np.nan))
-    total = totals(received)
+    total = received.sums()
     ledger, weighted, weight, _ = ledger_sums(state.ledger, state.where, received)
     phi = joined(total, state.head, weighted / weight)
     smooth = settings.smoothing * state.smooth + (1.0 - settings.smoothing) * phi
