@@ -11,6 +11,7 @@ import numpy as np
 from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging._controls import Controls, correction, ends_of, entered, no_controls
 from fedppl.algorithms.averaging._point import (
+    KeptLocal,
     LocalClientState,
     client_loss,
     kept_local,
@@ -163,11 +164,11 @@ def _asks(layout: Layout, message: Message, *, descent: Descent) -> Asked:
 
 
 def _update_client(
-    client: ClientView, personal: LocalClientState | None, message: Message, rng: Rng, *, descent: Descent, weights: str
+    client: ClientView, personal: KeptLocal, message: Message, rng: Rng, *, descent: Descent, weights: str
 ) -> ClientUpdate[LocalClientState]:
     """T corrected steps from φ."""
     phi, added = (np.asarray(message[name], dtype=float) for name in ("phi", "correction"))
-    local, info = kept_local(client, personal)
+    local, info = kept_local(client, personal and personal.local)
     objective = client_loss(client, float(message["prior_share"]))
     objective = objective._replace(linear=objective.linear - added)
     x = descend(client, np.concatenate([phi, local]), objective, descent, rng)
