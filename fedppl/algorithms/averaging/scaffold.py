@@ -193,13 +193,9 @@ def _update_server(
         drifts[state.where[client_id]] = max(moved, float(reply["local_change"]))
     phi = state.phi + rate * (ends.weights @ (ends.phi - state.phi)) / ends.weights.sum()
     done = bool(np.all(drifts < tolerance))
-    message = (
-        ""
-        if done
-        else f"clients moved by up to {drifts.max():.2g} in a round; raise rounds=, or change learning_rate="
-        if np.all(controls.weights > 0)
-        else "some clients have not replied yet; raise rounds="
-    )
+    message = "" if done else "some clients have not replied yet; raise rounds="
+    if not done and np.all(controls.weights > 0):
+        message = f"clients moved by up to {drifts.max():.2g} in a round; raise rounds=, or change learning_rate="
     status = Status.CONVERGED if done else Status.RUNNING
     info = ScaffoldInfo(relative_change(state.phi, phi), float(drifts[ends.rows].max()))
     return state._replace(phi=phi, controls=controls, drifts=drifts), Report(info, status, message)

@@ -144,13 +144,9 @@ def _update_server(state: SeparateSGDState, received: Received, *, tolerance: fl
     for client_id, reply in received.each.items():
         changes[state.where[client_id]] = float(reply["change"])
     done, largest = bool(np.all(changes < tolerance)), float(changes.max())
-    message = (
-        ""
-        if done
-        else f"a client moved by {largest:.2g} in its last round; raise rounds= or steps="
-        if np.isfinite(largest)
-        else "some clients have not replied yet; raise rounds="
-    )
+    message = "" if done else "some clients have not replied yet; raise rounds="
+    if not done and np.isfinite(largest):
+        message = f"a client moved by {largest:.2g} in its last round; raise rounds= or steps="
     info = SeparateSGDInfo(max(float(reply["change"]) for reply in received.each.values()))
     status = Status.CONVERGED if done else Status.RUNNING
     return state._replace(changes=changes, rounds=state.rounds + 1), Report(info, status, message)

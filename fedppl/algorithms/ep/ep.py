@@ -129,14 +129,7 @@ def EP(
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None
     return contracts.Algorithm[EPState, None](
         name="EP",
-        settings={
-            "local": inference.describe(),
-            "tolerance": repr(matching.tolerance),
-            "damping": repr(matching.damping),
-            "warm_start": repr(warm),
-            "structure": repr(structure),
-            "trust": repr(trust),
-        },
+        settings=settings.described(matching, warm_start=warm, trust=trust),
         init=functools.partial(init, matching=matching, warm=warm),
         broadcast=broadcast,
         update_client=functools.partial(_update_client, local=inference),

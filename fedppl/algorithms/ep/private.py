@@ -126,13 +126,7 @@ def PrivateEP(
     inference, mechanism = matching.local, Mechanism(clip, noise_multiplier, releases, delta)
     return contracts.Algorithm[PrivateEPState, PrivateEPClientState](
         name="PrivateEP",
-        settings={
-            "local": inference.describe(),
-            "tolerance": repr(matching.tolerance),
-            "damping": repr(matching.damping),
-            "structure": repr(structure),
-            **{name: repr(value) for name, value in mechanism._asdict().items()},
-        },
+        settings=settings.described(matching, **mechanism._asdict()),
         init=functools.partial(_init, matching=matching),
         broadcast=functools.partial(_broadcast, mechanism=mechanism),
         update_client=functools.partial(_update_client, private=_Settings(inference, mechanism, structure, _normals)),

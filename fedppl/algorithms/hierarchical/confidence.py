@@ -257,14 +257,9 @@ def _update_server(
     change = float(np.sqrt(np.mean((w - state.w) ** 2) * mean))
     steady = abs(mean - state.confidence) <= settings.tolerance * mean and change <= settings.tolerance
     done = summed == len(state.where) and steady
-    message = (
-        ""
-        if done
-        else (
-            f"w moved by {change:.2g} of the clients' spread in the last round; raise rounds=, or strength= if the "
-            f"confidence of a client grows without end"
-        )
-    )
+    moved = f"w moved by {change:.2g} of the clients' spread in the last round"
+    remedy = "raise rounds=, or strength= if the confidence of a client grows without end"
+    message = "" if done else f"{moved}; {remedy}"
     status = Status.CONVERGED if done else Status.RUNNING
     after = state._replace(w=w, ledger=ledger, confidence=mean)
     return after, Report(ConfidenceInfo(change, mean), status, message)

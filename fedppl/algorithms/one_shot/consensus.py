@@ -17,7 +17,7 @@ from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, pack_target, unpack_target
 from fedppl.numerics.importance import skewness
 from fedppl.numerics.scatter import precision_from_draws
-from fedppl.settings import whole
+from fedppl.settings import described, whole
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng, Status
 
 
@@ -112,7 +112,7 @@ def ConsensusMonteCarlo(
     settings = _Settings(local_inference("local", local, NestedLaplace()), whole("draws", draws, 4, "better 1000"))
     return contracts.Algorithm[ConsensusState, ConsensusClientState](
         name="ConsensusMonteCarlo",
-        settings={"local": settings.local.describe(), "draws": repr(settings.draws)},
+        settings=described(settings),
         init=functools.partial(_init, draws=settings.draws),
         broadcast=lambda state, client_id: alone(state.prior, state.prior_share, len(state.clients)),
         update_client=functools.partial(_update_client, settings=settings),
