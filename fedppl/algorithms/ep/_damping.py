@@ -1,4 +1,4 @@
-"""One damped round of EP on the server's ledger: backtracked until everything is proper, then bounded and judged."""
+"""One damped round of EP: backtracked until everything is proper, then bounded, judged, and told whom it holds back."""
 
 from __future__ import annotations
 
