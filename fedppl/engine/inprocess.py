@@ -18,7 +18,31 @@ from fedppl.settings import shown, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 
 
-class InProcessEngine:
+class ModelsHere:
+    """What engines share that have all clients' models in this process, for reading results."""
+
+    _models: Mapping[str, Any]
+
+    def clients(self) -> tuple[str, ...]:
+        """Return the ids of all clients."""
+        return tuple(self._models)
+
+    def layout(self) -> Layout:
+        """Return the shared layout that enrolment found equal at all clients."""
+        layout: Layout = next(iter(self._models.values())).layout
+        return layout
+
+    def reader(self) -> SharedReader:
+        """Return how draws of φ are read."""
+        reader: SharedReader = next(iter(self._models.values())).reader()
+        return reader
+
+    def conclude(self, final_message: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
+        """Nothing to tell: `Fit.client` draws here when it is asked."""
+        return {}
+
+
+class InProcessEngine(ModelsHere):
     """Clients' models and personal states by id; see `InProcess`."""
 
     def __init__(
@@ -40,15 +64,6 @@ class InProcessEngine:
             admit_algorithm(guard, algorithm, models[client_id].layout)
             if rule := refuse_data(guard, models[client_id]):
                 raise DeclarationError(f"client {client_id!r} does not take part: {rule}")
-
-    def clients(self) -> tuple[str, ...]:
-        """Return the ids of all clients."""
-        return tuple(self._models)
-
-    def layout(self) -> Layout:
-        """Return the shared layout that enrolment found equal at all clients."""
-        layout: Layout = next(iter(self._models.values())).layout
-        return layout
 
     def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Reply | Failure]:
         """Answer every request; those not done at the deadline (seconds) are failures.
@@ -85,15 +100,6 @@ class InProcessEngine:
             else:
                 answers[client_id] = future.result()
         return answers
-
-    def reader(self) -> SharedReader:
-        """Return how draws of φ are read."""
-        reader: SharedReader = next(iter(self._models.values())).reader()
-        return reader
-
-    def conclude(self, final_message: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
-        """Nothing to tell: `Fit.client` draws here when it is asked."""
-        return {}
 
     def personal(self) -> Mapping[str, Any]:
         """Return what the clients keep to themselves."""

@@ -26,9 +26,9 @@ from typing import Any
 
 import cloudpickle
 
-from fedppl.contracts import AnyAlgorithm, Failure, Reply, Request, SharedReader
+from fedppl.contracts import AnyAlgorithm, Failure, Reply, Request
+from fedppl.engine.inprocess import ModelsHere
 from fedppl.model.declaration import FederatedModel
-from fedppl.types import Layout, Message, Status
 
 logger = logging.getLogger(__name__)
 
@@ -56,27 +56,13 @@ clientapp = "fedppl.flower.virtual:client_app"
 """
 
 
-class SimulationEngine:
+class SimulationEngine(ModelsHere):
     """Clients' models here, for reading results; their computations in Flower's workers."""
 
     def __init__(self, models: Mapping[str, Any], deadline: float, relay: Connection) -> None:
         self._models = dict(models)
         self._deadline = deadline
         self._relay = relay
-
-    def clients(self) -> tuple[str, ...]:
-        """Return the ids of all clients."""
-        return tuple(self._models)
-
-    def layout(self) -> Layout:
-        """Return the shared layout that enrolment found equal at all clients."""
-        layout: Layout = next(iter(self._models.values())).layout
-        return layout
-
-    def reader(self) -> SharedReader:
-        """Return how draws of φ are read."""
-        reader: SharedReader = next(iter(self._models.values())).reader()
-        return reader
 
     def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Reply | Failure]:
         """Pass the requests to the server app of the simulation and wait for what it brings back."""
@@ -86,10 +72,6 @@ class SimulationEngine:
         except (EOFError, OSError) as error:
             raise RuntimeError("Flower's simulation has ended; its log says why") from error
         return answers
-
-    def conclude(self, final_message: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
-        """Nothing to tell: `Fit.client` draws here when it is asked."""
-        return {}
 
     def personal(self) -> Mapping[str, Any]:
         """Return nothing: what clients keep stays where they are."""

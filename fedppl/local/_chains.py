@@ -10,19 +10,14 @@ from typing import Any
 import numpy as np
 import pymc as pm
 
-from fedppl.types import Array
+from fedppl.types import Array, Rng
 
+Density = Callable[[Array], tuple[float, Array]]  # log density and gradient
 _one_at_a_time = threading.Lock()  # PyMC's step methods keep state that threads would share
 
 
 def by_nutpie(
-    density: Callable[[Array], tuple[float, Array]],
-    origin: Array,
-    draws: int,
-    tune: int,
-    chains: int,
-    target_accept: float,
-    rng: np.random.Generator,
+    density: Density, origin: Array, draws: int, tune: int, chains: int, target_accept: float, rng: Rng
 ) -> tuple[Array, int]:
     """Draws (chain, draw, n) and the number of divergences, by nutpie."""
     import nutpie
@@ -56,7 +51,7 @@ def by_nutpie(
 class _LogDensity:
     """What PyMC's integrator asks of a compiled log density, over a plain Python function."""
 
-    def __init__(self, density: Callable[[Array], tuple[float, Array]]) -> None:
+    def __init__(self, density: Density) -> None:
         self._density = density
         self._extra_vars_shared: dict[str, Any] = {}
         self._extra_are_set = True
@@ -80,13 +75,7 @@ def _flat_model(size: int) -> Any:
 
 
 def by_pymc(
-    density: Callable[[Array], tuple[float, Array]],
-    origin: Array,
-    draws: int,
-    tune: int,
-    chains: int,
-    target_accept: float,
-    rng: np.random.Generator,
+    density: Density, origin: Array, draws: int, tune: int, chains: int, target_accept: float, rng: Rng
 ) -> tuple[Array, int]:
     """The same by PyMC's own step method, one chain after the other."""
     with _one_at_a_time:

@@ -13,7 +13,7 @@ from fedppl.contracts import Draws, LocalInference, Moments, Target
 from fedppl.local.tilted import log_tilted, moments_of, negative_hessian, start
 from fedppl.numerics.importance import pareto_k, stream_of, whitened_points
 from fedppl.settings import whole
-from fedppl.types import Array, LocalFailure
+from fedppl.types import Array, LocalFailure, Rng
 
 
 def ADVI(*, points: int = 256, max_iterations: int = 2000) -> LocalInference:
@@ -201,7 +201,7 @@ def _fit(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
     return mean, factor, pareto_k(log_weights)
 
 
-def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> Moments:
+def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     """Moments of φ under the variational fit."""
     del rng
     m = target.client.shared_size
@@ -209,7 +209,7 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     return moments_of(mean[:m], factor[:m] @ factor[:m].T, np.zeros(m), {"ess": np.inf, "pareto_k": k})
 
 
-def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, settings: _Settings) -> Draws:
+def draw(target: Target, draws: int, chains: int, rng: Rng, *, settings: _Settings) -> Draws:
     """Draws of (φ, θ) from the variational fit."""
     m = target.client.shared_size
     mean, factor, k = _fit(target, settings)

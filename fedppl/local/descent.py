@@ -19,7 +19,7 @@ from fedppl import gaussian
 from fedppl.contracts import ClientView
 from fedppl.numerics.newton import DATA, INTEGERS, KERNEL, MATRIX, VECTOR, entry, jit
 from fedppl.settings import positive, whole
-from fedppl.types import Array, DataError, LocalFailure
+from fedppl.types import Array, DataError, LocalFailure, Rng
 
 # Full-gradient steps that raise a client's loss by more than this many nats a row have diverged; smaller rises are an
 # oscillation that may still settle.
@@ -121,7 +121,7 @@ def _batch_steps(
     return x
 
 
-def descend(client: ClientView, x: Array, objective: Objective, descent: Descent, rng: np.random.Generator) -> Array:
+def descend(client: ClientView, x: Array, objective: Objective, descent: Descent, rng: Rng) -> Array:
     """Return x = (φ, θ) after T steps of the client's objective.
 
     Raises
@@ -157,7 +157,7 @@ def descend(client: ClientView, x: Array, objective: Objective, descent: Descent
     return np.asarray(x)
 
 
-def _batches(rows: int, descent: Descent, rng: np.random.Generator) -> Iterator[NDArray[np.int64]]:
+def _batches(rows: int, descent: Descent, rng: Rng) -> Iterator[NDArray[np.int64]]:
     """Rows of T batches of one size: shuffled data from the front, shuffled anew when too few are left."""
     size = min(descent.batch_size or rows, rows)
     order, used = rng.permutation(rows), 0

@@ -10,7 +10,7 @@ import numpy as np
 from fedppl.contracts import Draws, LocalInference, Moments, Target
 from fedppl.local.tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, start
 from fedppl.settings import positive, whole
-from fedppl.types import Array, LocalFailure
+from fedppl.types import Array, LocalFailure, Rng
 
 
 class _Settings(NamedTuple):
@@ -88,14 +88,14 @@ def climb(target: Target, settings: _Settings) -> tuple[Array, Array, float]:
     return x, A, float(np.sum((vectors.T @ gradient) ** 2 / eigenvalues))
 
 
-def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> Moments:
+def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     """Moments of φ where the steps ended."""
     del rng
     x, A, decrement = climb(target, settings)
     return gaussian_moments(x, A, target.client.shared_size, {"ess": np.inf, "decrement": decrement})
 
 
-def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, settings: _Settings) -> Draws:
+def draw(target: Target, draws: int, chains: int, rng: Rng, *, settings: _Settings) -> Draws:
     """Draws of (φ, θ) from the Gaussian where the steps ended."""
     x, A, decrement = climb(target, settings)
     return gaussian_draws(x, A, target.client.shared_size, draws, chains, rng, {"decrement": decrement})

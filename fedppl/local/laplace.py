@@ -6,7 +6,7 @@ import numpy as np
 
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
 from fedppl.local.tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, require_smooth, start
-from fedppl.types import Array, LocalFailure
+from fedppl.types import Array, LocalFailure, Rng
 
 
 def Laplace() -> LocalInference:
@@ -75,14 +75,14 @@ def joint_gaussian(target: Target) -> tuple[Array, Array]:
     )
 
 
-def tilted(target: Target, rng: np.random.Generator) -> Moments:
+def tilted(target: Target, rng: Rng) -> Moments:
     """Moments of φ under the Gaussian at the joint mode."""
     del rng
     mode, A = joint_gaussian(target)
     return gaussian_moments(mode, A, target.client.shared_size, {"ess": np.inf})
 
 
-def draw(target: Target, draws: int, chains: int, rng: np.random.Generator) -> Draws:
+def draw(target: Target, draws: int, chains: int, rng: Rng) -> Draws:
     """Draws of (φ, θ) from the Gaussian at the joint mode."""
     mode, A = joint_gaussian(target)
     return gaussian_draws(mode, A, target.client.shared_size, draws, chains, rng, {})

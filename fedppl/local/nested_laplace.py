@@ -18,7 +18,7 @@ from fedppl.local.tilted import moments_of, require_smooth
 from fedppl.numerics.importance import effective_size, fresh_points, normalise, pareto_k, resample, skewness, stream_of
 from fedppl.numerics.marginal import site_batch
 from fedppl.settings import between, flag, whole
-from fedppl.types import Array, LocalFailure
+from fedppl.types import Array, LocalFailure, Rng
 
 _AT_ONCE = 2**24  # numbers in the factors that are held at a time
 
@@ -98,7 +98,7 @@ def _check(client: ClientView) -> None:
     require_smooth(client, "makes Laplace approximations wrong by up to several posterior sd")
 
 
-def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> Moments:
+def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     """Moments of f_k(φ) q_{-k}(φ) by importance sampling from q, then from a t fitted to them, then by NUTS."""
     client, global_, cavity, share = target
     mean, root = gaussian.affine(global_)
@@ -184,7 +184,7 @@ def _tilted_mode(target: Target) -> tuple[Array, Array] | None:
     return None
 
 
-def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, settings: _Settings) -> Draws:
+def draw(target: Target, draws: int, chains: int, rng: Rng, *, settings: _Settings) -> Draws:
     """Draws of (φ, θ) from the tilted distribution, FedLin eq. 8, by sampling importance resampling.
 
     Proposals are φ from q, or from a t fitted to the tilted distribution where q covers it badly, and θ from its
@@ -215,9 +215,7 @@ def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, s
     )
 
 
-def _with_local(
-    client: ClientView, phi: Array, center: Array, outside: Array, rng: np.random.Generator
-) -> tuple[Array, Array, Array]:
+def _with_local(client: ClientView, phi: Array, center: Array, outside: Array, rng: Rng) -> tuple[Array, Array, Array]:
     """Points φ with a draw of θ for each, and log weights of the pairs: p(y, θ | φ) / g(θ | φ) x what is outside."""
     d = client.local_size
     chunk = max(1, _AT_ONCE // max(1, d * d))

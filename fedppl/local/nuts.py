@@ -13,7 +13,7 @@ from fedppl.local._chains import by_nutpie, by_pymc
 from fedppl.local.tilted import log_tilted, start
 from fedppl.results.idata import chain_diagnostics
 from fedppl.settings import between, one_of, whole
-from fedppl.types import Array, DeclarationError, LocalFailure
+from fedppl.types import Array, DeclarationError, LocalFailure, Rng
 
 _HAS_NUTPIE = importlib.util.find_spec("nutpie") is not None
 
@@ -103,7 +103,7 @@ def NUTS(
     )
 
 
-def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> Moments:
+def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     """Moments of f_k(φ) q_{-k}(φ) from NUTS draws."""
     sample, info = _sample(target, rng, settings, settings.draws, settings.chains)
     m = target.client.shared_size
@@ -127,7 +127,7 @@ def tilted(target: Target, rng: np.random.Generator, *, settings: _Settings) -> 
     )
 
 
-def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, settings: _Settings) -> Draws:
+def draw(target: Target, draws: int, chains: int, rng: Rng, *, settings: _Settings) -> Draws:
     """Draws of (φ, θ) from the tilted distribution, FedLin eq. 8; R̂ is reported, draws are not withheld."""
     sample, info = _sample(target, rng, settings, draws, chains)
     m = target.client.shared_size
@@ -135,9 +135,7 @@ def draw(target: Target, draws: int, chains: int, rng: np.random.Generator, *, s
     return Draws(sample[..., :m], sample[..., m:], {"ess": ess, "rhat": rhat, **info})
 
 
-def _sample(
-    target: Target, rng: np.random.Generator, settings: _Settings, draws: int, chains: int
-) -> tuple[Array, dict[str, float]]:
+def _sample(target: Target, rng: Rng, settings: _Settings, draws: int, chains: int) -> tuple[Array, dict[str, float]]:
     """Sample x = (φ, θ): draws (chain, draw, m + d_k), and the number of divergences."""
     run = by_nutpie if settings.sampler == "nutpie" else by_pymc
     density, origin = log_tilted(target), start(target)

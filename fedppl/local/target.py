@@ -7,7 +7,7 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import Asked, ClientView, Draws, LocalInference, Target
 from fedppl.gaussian import Gaussian
-from fedppl.types import Layout, Message
+from fedppl.types import Layout, Message, Rng
 
 
 def pack_target(q: Gaussian, cavity: Gaussian, prior_share: float) -> Message:
@@ -46,14 +46,7 @@ def at_points(layout: Layout, message: Message, name: str, *, several: bool = Fa
 
 
 def draw_target(
-    client: ClientView,
-    personal: object,
-    message: Message,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
-    *,
-    local: LocalInference,
+    client: ClientView, personal: object, message: Message, draws: int, chains: int, rng: Rng, *, local: LocalInference
 ) -> Draws:
     """Draws of (φ, θ_k) from the tilted distribution that the message describes (FedLin, eq. 8)."""
     del personal

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedppl.contracts import ClientView, Draws, Moments, Target
 from fedppl.numerics.newton import difference_hessian
-from fedppl.types import Array, DeclarationError
+from fedppl.types import Array, DeclarationError, Rng
 
 
 def require_smooth(client: ClientView, why: str) -> None:
@@ -75,7 +75,7 @@ def gaussian_moments(x: Array, A: Array, m: int, diagnostics: Mapping[str, float
 
 
 def gaussian_draws(
-    x: Array, A: Array, m: int, draws: int, chains: int, rng: np.random.Generator, diagnostics: Mapping[str, float]
+    x: Array, A: Array, m: int, draws: int, chains: int, rng: Rng, diagnostics: Mapping[str, float]
 ) -> Draws:
     """Draws of N(x, A⁻¹), split into φ and θ."""
     z = rng.normal(size=(chains, draws, len(x)))

@@ -15,6 +15,7 @@ from fedppl.model import _graph
 from fedppl.types import Array, Variable
 
 _POINTS = 3
+_SharedAndLocal = tuple[Sequence[Variable], Sequence[Variable]]
 
 
 def _inlined(outputs: Sequence[Any]) -> list[Any]:
@@ -58,12 +59,7 @@ def same_prior(a: _graph.Parts, shared_a: Sequence[Variable], b: _graph.Parts, s
     return same_computations([logp_a], [logp_b], [phi_a], [phi_b])
 
 
-def same_outputs(
-    a: _graph.Parts,
-    variables_a: tuple[Sequence[Variable], Sequence[Variable]],
-    b: _graph.Parts,
-    variables_b: tuple[Sequence[Variable], Sequence[Variable]],
-) -> bool:
+def same_outputs(a: _graph.Parts, variables_a: _SharedAndLocal, b: _graph.Parts, variables_b: _SharedAndLocal) -> bool:
     """Whether two builds compute the same constrained variables and deterministics of their data containers."""
     public = [v.name for v in _graph.computed_from_shared(a)]
     for only_shared in (True, False):

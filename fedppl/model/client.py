@@ -168,15 +168,11 @@ class ClientModel:
         return self._constrain(np.concatenate([np.atleast_2d(phi), np.atleast_2d(theta)], axis=1), only_shared=False)
 
     def _constrain(self, draws: Array, *, only_shared: bool) -> dict[str, Array]:
-        key = f"constrain {only_shared}"
-        functions = self.template.functions
+        key, template, shared = f"constrain {only_shared}", self.template, self.layout.variables
+        functions = template.functions
         if key not in functions:
             x, inputs, names, outputs = _graph.constrained_graph(
-                self.template.parts,
-                self.layout.variables,
-                self.local,
-                self.template.public.names,
-                only_shared=only_shared,
+                template.parts, shared, self.local, template.public.names, only_shared=only_shared
             )
             functions[key] = names, _graph.batched(x, inputs, outputs), len(inputs)
         names, function, n_inputs = functions[key]

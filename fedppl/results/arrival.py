@@ -1,53 +1,36 @@
-"""Whether a fit has something to report yet: a q that the search has not arrived at is no posterior."""
+"""What a run ends with, and whether that is worth reporting: a q that the search has not arrived at is no posterior."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, Posterior, SharedReader
+from fedppl.model.client import ClientModel
+from fedppl.model.declaration import FederatedModel
 from fedppl.results.records import Record
 from fedppl.types import Layout, NotConvergedError, Status
 
 
-class Ended(Protocol):
-    """What is read of a fit here; `fedppl.results.fit.Fit` is one."""
+@dataclass(frozen=True, eq=False)
+class Ended:
+    """What a run ends with; `fedppl.results.fit.Fit` reads it."""
 
-    @property
-    def algorithm(self) -> AnyAlgorithm:
-        """The algorithm that ran."""
-
-    @property
-    def state(self) -> Any:
-        """The server's last state."""
-
-    @property
-    def records(self) -> tuple[Record, ...]:
-        """One Record a round."""
-
-    @property
-    def client_ids(self) -> tuple[str, ...]:
-        """All clients that could be asked."""
-
-    @property
-    def layout(self) -> Layout:
-        """The shared parameters."""
-
-    @property
-    def reader(self) -> SharedReader:
-        """How draws of φ are read."""
-
-    @property
-    def status(self) -> Status:
-        """Whether it converged."""
-
-    @property
-    def message(self) -> str:
-        """Which setting to change."""
-
-    @property
-    def idata(self) -> Any:
-        """The ArviZ object."""
+    algorithm: AnyAlgorithm
+    state: Any
+    layout: Layout
+    declaration: FederatedModel
+    client_ids: tuple[str, ...]
+    clients: Mapping[str, ClientModel]
+    reader: SharedReader
+    records: tuple[Record, ...]
+    status: Status
+    message: str
+    personal: Mapping[str, Any]
+    seed: int
+    seconds: float
 
 
 def unarrived(fit: Ended) -> str:

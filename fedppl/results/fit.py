@@ -12,17 +12,16 @@ import pandas as pd
 import xarray as xr
 
 from fedppl import gaussian
-from fedppl.contracts import AnyAlgorithm, Point, Posterior, Sampler, SharedReader
+from fedppl.contracts import Point, Posterior, Sampler
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel
-from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.streams import stream
 from fedppl.results import idata, summary
-from fedppl.results.arrival import require_arrived, unarrived
+from fedppl.results.arrival import Ended, require_arrived, unarrived
 from fedppl.results.at_client import client_posterior
-from fedppl.results.records import Record, rounds_dataset
+from fedppl.results.records import rounds_dataset
 from fedppl.settings import whole
-from fedppl.types import Array, DeclarationError, Layout, Status
+from fedppl.types import Array, DeclarationError
 
 # For who looks at the posterior group with tools that were made for MCMC.
 _SAMPLING = (
@@ -31,7 +30,7 @@ _SAMPLING = (
 
 
 @dataclass(frozen=True, eq=False)
-class Fit:
+class Fit(Ended):
     """Result of `fedppl.fit`.
 
     Attributes
@@ -62,20 +61,6 @@ class Fit:
     seconds
         Wall time of all rounds.
     """
-
-    algorithm: AnyAlgorithm
-    state: Any
-    layout: Layout
-    declaration: FederatedModel
-    client_ids: tuple[str, ...]
-    clients: Mapping[str, ClientModel]
-    reader: SharedReader
-    records: tuple[Record, ...]
-    status: Status
-    message: str
-    personal: Mapping[str, Any]
-    seed: int
-    seconds: float
 
     def __repr__(self) -> str:
         """One line; some states would fill pages."""
@@ -165,7 +150,7 @@ class Fit:
         >>> fit.summary().attrs["status"], fit.summary().attrs["answered"]
         ('converged', 1.0)
         """
-        return summary.summary(self, var_names, ci_prob, round_to)
+        return summary.summary(self, lambda: self.idata, var_names, ci_prob, round_to)
 
     def shared(
         self, *, unconverged: bool = False, draws: int = 1000, chains: int = 4, random_seed: int | None = None
@@ -256,7 +241,7 @@ class Fit:
                 f"client {client_id!r} is a site of its own and its data are not here: its posterior is drawn there. "
                 "Give the site's client_app a folder=, and find it in that folder when the run is over."
             )
-        return self._at_client(self.clients[client_id], client_id, predict, draws, chains, random_seed)
+        return self._at_client(self.clients[client_id], predict, draws, chains, random_seed)
 
     def predict(
         self,
@@ -301,25 +286,20 @@ class Fit:
                 f"{name!r} has shared layout {model.layout.variables}, the fit has {self.layout.variables}; "
                 "give the new client the same columns."
             )
-        return self._at_client(model, name, predict, draws, chains, random_seed)
+        return self._at_client(model, predict, draws, chains, random_seed)
 
     def _seed(self, random_seed: int | None) -> int:
         return self.seed if random_seed is None else whole("random_seed", random_seed, 0)
 
     def _at_client(
-        self,
-        model: ClientModel,
-        client_id: str,
-        predict: Mapping[str, Any] | None,
-        draws: int,
-        chains: int,
-        random_seed: int | None,
+        self, model: ClientModel, predict: Mapping[str, Any] | None, draws: int, chains: int, random_seed: int | None
     ) -> Any:
         _check_draws(draws, chains)
         if predict is not None and not isinstance(predict, Mapping):
             raise DeclarationError(
                 f'new data are {type(predict).__name__}; pass a mapping from name to array: {{"X": ...}}.'
             )
+        client_id = model.client_id
         require_arrived(self, f"the posterior of client {client_id!r}")
         seed = self._seed(random_seed)
         message, personal = self.algorithm.result.final_message(self.state, client_id), self.personal.get(client_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,10 @@ from fedppl.settings import between
 from fedppl.types import Array, DeclarationError
 
 
-def summary(fit: Ended, var_names: Sequence[str] | str | None, ci_prob: float, round_to: int | None) -> pd.DataFrame:
-    """See `Fit.summary`."""
+def summary(
+    fit: Ended, idata: Callable[[], Any], var_names: Sequence[str] | str | None, ci_prob: float, round_to: int | None
+) -> pd.DataFrame:
+    """See `Fit.summary`; `idata` is read once it is known that there is something to report."""
     result = fit.algorithm.result
     if result.shared is None:
         raise DeclarationError(
@@ -27,7 +29,7 @@ def summary(fit: Ended, var_names: Sequence[str] | str | None, ci_prob: float, r
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     require_arrived(fit, "fit.summary()")
     drawn = not isinstance(result.shared, Point)
-    found = fit.idata["posterior" if drawn else "point_estimate"]
+    found = idata()["posterior" if drawn else "point_estimate"]
     names = [str(name) for name in found.data_vars]
     chosen = names if var_names is None else [var_names] if isinstance(var_names, str) else list(var_names)
     if unknown := [name for name in chosen if name not in names]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,20 +20,7 @@ class LocalClientState(NamedTuple):
     local: Array  # (d_k,)
 
 
-class WithLocal(Protocol):
-    """State of a client with its local variables."""
-
-    @property
-    def local(self) -> Array:
-        """Local variables, (d_k,)."""
-
-
-class WithOwn(Protocol):
-    """State of a client with its own copy of all variables."""
-
-    @property
-    def own(self) -> Array:
-        """Shared and local variables, (m + d_k,)."""
+KeptLocal = LocalClientState | None  # none in its first round, or where it lost it
 
 
 def client_loss(client: ClientView, prior_share: float) -> Objective:
@@ -52,22 +39,20 @@ def pulled(objective: Objective, strength: float, centre: Array) -> Objective:
     )
 
 
-def fitting_local(client: ClientView, personal: WithLocal | None) -> Array | None:
+def fitting_local(client: ClientView, local: Array | None) -> Array | None:
     """A client's local variables, where it has some that fit its model."""
-    return None if personal is None or len(personal.local) != client.local_size else personal.local
+    return None if local is None or len(local) != client.local_size else local
 
 
-def kept_local(client: ClientView, personal: WithLocal | None) -> tuple[Array, dict[str, float]]:
+def kept_local(client: ClientView, local: Array | None) -> tuple[Array, dict[str, float]]:
     """Local variables to go on from, and a diagnostic when a client with local variables starts blank."""
-    local = fitting_local(client, personal)
+    local = fitting_local(client, local)
     return (client.initial, {"blank": 1.0} if client.local_size else {}) if local is None else (local, {})
 
 
-def kept_own(client: ClientView, personal: WithOwn | None) -> Array | None:
+def fitting_own(client: ClientView, own: Array | None) -> Array | None:
     """A client's own point (φ, θ_k) to go on from, where it has one that fits its model."""
-    if personal is None or len(personal.own) != client.shared_size + client.local_size:
-        return None
-    return np.asarray(personal.own)
+    return None if own is None or len(own) != client.shared_size + client.local_size else np.asarray(own)
 
 
 def weights_rule(weights: str) -> str:

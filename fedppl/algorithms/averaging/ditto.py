@@ -11,8 +11,8 @@ from fedppl.algorithms.averaging import fedavg
 from fedppl.algorithms.averaging._point import (
     client_loss,
     draw_point,
+    fitting_own,
     kept_local,
-    kept_own,
     pulled,
     tolerance_rule,
     weights_rule,
@@ -30,6 +30,16 @@ class DittoClientState(NamedTuple):
 
     local: Array  # (d_k,) its local variables beside φ
     own: Array  # (m + d_k,) v_k: its own copy of the shared and of the local variables
+
+
+_Kept = DittoClientState | None  # none in its first round, or where it lost it
+
+
+class _Settings(NamedTuple):
+    descent: Descent
+    own: Descent  # of the steps on v_k
+    lam: float
+    weights: str
 
 
 def Ditto(
@@ -107,7 +117,7 @@ def Ditto(
     if own.learning_rate * lam >= 2:
         name = "learning_rate" if personal_rate is None else "personal_rate"
         raise DeclarationError(f"{name}={own.learning_rate} times lam={lam} must be below 2, or steps diverge.")
-    weights = weights_rule(weights)
+    settings = _Settings(descent, own, lam, weights_rule(weights))
     return Algorithm[fedavg.AverageState, DittoClientState](
         name="Ditto",
         settings=described(
@@ -120,65 +130,48 @@ def Ditto(
         ),
         init=fedavg.init,
         broadcast=fedavg.broadcast,
-        update_client=functools.partial(_update_client, descent=descent, own=own, lam=lam, weights=weights),
+        update_client=functools.partial(_update_client, settings=settings),
         update_server=functools.partial(fedavg.update_server, tolerance=tolerance_rule(tolerance)),
         replies=fedavg.REPLIES,
-        result=Result(fedavg.broadcast, functools.partial(_draw, own=own, lam=lam), fedavg.POINT),
+        result=Result(fedavg.broadcast, functools.partial(_draw, settings=settings), fedavg.POINT),
         needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
         disclosure=fedavg.AT_PHI,
     )
 
 
 def _update_client(
-    client: ClientView,
-    personal: DittoClientState | None,
-    message: Message,
-    rng: Rng,
-    *,
-    descent: Descent,
-    own: Descent,
-    lam: float,
-    weights: str,
+    client: ClientView, personal: _Kept, message: Message, rng: Rng, *, settings: _Settings
 ) -> ClientUpdate[DittoClientState]:
     """FedAvg's reply, and steps on v_k towards the φ of this round."""
-    objective = client_loss(client, float(message["prior_share"]))
-    local, reply, info = fedavg.stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
-    v = kept_own(client, personal)
+    phi, objective = np.asarray(message["phi"], dtype=float), client_loss(client, float(message["prior_share"]))
+    before = personal and personal.local
+    local, reply, info = fedavg.stepped(client, before, phi, objective, rng, settings.descent, settings.weights)
+    v = fitting_own(client, personal and personal.own)
     if v is None:
-        v = np.concatenate([np.asarray(message["phi"], dtype=float), kept_local(client, personal)[0]])
-        info = {**info, "blank": 1.0}
-    v = _personal_steps(client, v, message, rng, own=own, lam=lam)
+        v, info = np.concatenate([phi, kept_local(client, before)[0]]), {**info, "blank": 1.0}
+    v = _personal_steps(client, v, message, rng, settings)
     return ClientUpdate(DittoClientState(local, v), reply, info)
 
 
-def _personal_steps(client: ClientView, v: Array, message: Message, rng: Rng, *, own: Descent, lam: float) -> Array:
+def _personal_steps(client: ClientView, v: Array, message: Message, rng: Rng, settings: _Settings) -> Array:
     """v_k after its steps on F_k + λ/2 ‖v − φ‖²."""
-    objective = client_loss(client, float(message["prior_share"]))
+    objective, lam = client_loss(client, float(message["prior_share"])), settings.lam
     held = pulled(objective, lam, np.asarray(message["phi"], dtype=float))
     try:
-        return descend(client, v, held, own, rng)
+        return descend(client, v, held, settings.own, rng)
     except LocalFailure as failure:
-        raise LocalFailure(
-            f"personal gradient steps diverged; lower personal_rate={own.learning_rate:g} or lam={lam:g}"
-        ) from failure
+        rates = f"personal_rate={settings.own.learning_rate:g} or lam={lam:g}"
+        raise LocalFailure(f"personal gradient steps diverged; lower {rates}") from failure
 
 
 def _draw(
-    client: ClientView,
-    personal: DittoClientState | None,
-    message: Message,
-    draws: int,
-    chains: int,
-    rng: Rng,
-    *,
-    own: Descent,
-    lam: float,
+    client: ClientView, personal: _Kept, message: Message, draws: int, chains: int, rng: Rng, *, settings: _Settings
 ) -> Draws:
     """v_k; a client that has none takes its steps from φ and the local variables that suit it best."""
-    v, m = kept_own(client, personal), client.shared_size
+    v, m = fitting_own(client, personal and personal.own), client.shared_size
     if v is None:
         phi = np.asarray(message["phi"], dtype=float)
         status, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.data)
         start = np.concatenate([phi, local if status == OK else client.initial])
-        v = _personal_steps(client, start, message, rng, own=own, lam=lam)
+        v = _personal_steps(client, start, message, rng, settings)
     return draw_point(client, v[:m], v[m:], draws, chains)

@@ -10,8 +10,8 @@ import numpy as np
 
 from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging._point import (
+    KeptLocal,
     LocalClientState,
-    WithLocal,
     client_loss,
     draw_point,
     fitting_local,
@@ -133,27 +133,19 @@ def broadcast(state: AverageState, client_id: str) -> Message:
 
 
 def _update_client(
-    client: ClientView, personal: LocalClientState | None, message: Message, rng: Rng, *, descent: Descent, weights: str
+    client: ClientView, personal: KeptLocal, message: Message, rng: Rng, *, descent: Descent, weights: str
 ) -> ClientUpdate[LocalClientState]:
     """T steps from φ on the client's own loss."""
-    objective = client_loss(client, float(message["prior_share"]))
-    local, reply, info = stepped(client, personal, message, objective, rng, descent=descent, weights=weights)
+    phi, objective = np.asarray(message["phi"], dtype=float), client_loss(client, float(message["prior_share"]))
+    local, reply, info = stepped(client, personal and personal.local, phi, objective, rng, descent, weights)
     return ClientUpdate(LocalClientState(local), reply, info)
 
 
 def stepped(
-    client: ClientView,
-    personal: WithLocal | None,
-    message: Message,
-    objective: Objective,
-    rng: Rng,
-    *,
-    descent: Descent,
-    weights: str,
+    client: ClientView, local: Array | None, phi: Array, objective: Objective, rng: Rng, descent: Descent, weights: str
 ) -> tuple[Array, Message, Mapping[str, float]]:
     """Local variables after T steps from φ, a reply that is ready to be added up, and diagnostics."""
-    phi = np.asarray(message["phi"], dtype=float)
-    local, info = kept_local(client, personal)
+    local, info = kept_local(client, local)
     x = descend(client, np.concatenate([phi, local]), objective, descent, rng)
     weight = weight_of(client, weights)
     moved = np.array(weight * relative_change(local, x[len(phi) :]))
@@ -186,11 +178,11 @@ def final_message(state: AverageState, client_id: str) -> Message:
     return {"phi": state.phi}
 
 
-def draw(client: ClientView, personal: WithLocal | None, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
+def draw(client: ClientView, personal: KeptLocal, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
     """The client's point: φ, and its own local parameters."""
     del rng
     phi = np.asarray(message["phi"], dtype=float)
-    return draw_point(client, phi, fitting_local(client, personal), draws, chains)
+    return draw_point(client, phi, fitting_local(client, personal and personal.local), draws, chains)
 
 
 # What FedAvg and its variants have in common beside the functions above.

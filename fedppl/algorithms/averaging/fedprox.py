@@ -7,7 +7,14 @@ import functools
 import numpy as np
 
 from fedppl.algorithms.averaging import fedavg
-from fedppl.algorithms.averaging._point import LocalClientState, client_loss, pulled, tolerance_rule, weights_rule
+from fedppl.algorithms.averaging._point import (
+    KeptLocal,
+    LocalClientState,
+    client_loss,
+    pulled,
+    tolerance_rule,
+    weights_rule,
+)
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Needs, Result
 from fedppl.local.descent import Descent, check_batches, checked
 from fedppl.settings import between, described
@@ -87,17 +94,10 @@ def FedProx(
 
 
 def _update_client(
-    client: ClientView,
-    personal: LocalClientState | None,
-    message: Message,
-    rng: Rng,
-    *,
-    descent: Descent,
-    weights: str,
-    mu: float,
+    client: ClientView, personal: KeptLocal, message: Message, rng: Rng, *, descent: Descent, weights: str, mu: float
 ) -> ClientUpdate[LocalClientState]:
     """T steps from φ on the client's own loss and the proximal term."""
-    objective = client_loss(client, float(message["prior_share"]))
-    held = pulled(objective, mu, np.asarray(message["phi"], dtype=float))
-    local, reply, info = fedavg.stepped(client, personal, message, held, rng, descent=descent, weights=weights)
+    phi = np.asarray(message["phi"], dtype=float)
+    held = pulled(client_loss(client, float(message["prior_share"])), mu, phi)
+    local, reply, info = fedavg.stepped(client, personal and personal.local, phi, held, rng, descent, weights)
     return ClientUpdate(LocalClientState(local), reply, info)

@@ -11,6 +11,7 @@ import numpy as np
 from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging._controls import Controls, correction, ends_of, entered, no_controls
 from fedppl.algorithms.averaging._point import (
+    KeptLocal,
     LocalClientState,
     client_loss,
     kept_local,
@@ -163,11 +164,11 @@ def _asks(layout: Layout, message: Message, *, descent: Descent) -> Asked:
 
 
 def _update_client(
-    client: ClientView, personal: LocalClientState | None, message: Message, rng: Rng, *, descent: Descent, weights: str
+    client: ClientView, personal: KeptLocal, message: Message, rng: Rng, *, descent: Descent, weights: str
 ) -> ClientUpdate[LocalClientState]:
     """T corrected steps from φ."""
     phi, added = (np.asarray(message[name], dtype=float) for name in ("phi", "correction"))
-    local, info = kept_local(client, personal)
+    local, info = kept_local(client, personal and personal.local)
     objective = client_loss(client, float(message["prior_share"]))
     objective = objective._replace(linear=objective.linear - added)
     x = descend(client, np.concatenate([phi, local]), objective, descent, rng)
@@ -192,13 +193,9 @@ def _update_server(
         drifts[state.where[client_id]] = max(moved, float(reply["local_change"]))
     phi = state.phi + rate * (ends.weights @ (ends.phi - state.phi)) / ends.weights.sum()
     done = bool(np.all(drifts < tolerance))
-    message = (
-        ""
-        if done
-        else f"clients moved by up to {drifts.max():.2g} in a round; raise rounds=, or change learning_rate="
-        if np.all(controls.weights > 0)
-        else "some clients have not replied yet; raise rounds="
-    )
+    message = "" if done else "some clients have not replied yet; raise rounds="
+    if not done and np.all(controls.weights > 0):
+        message = f"clients moved by up to {drifts.max():.2g} in a round; raise rounds=, or change learning_rate="
     status = Status.CONVERGED if done else Status.RUNNING
     info = ScaffoldInfo(relative_change(state.phi, phi), float(drifts[ends.rows].max()))
     return state._replace(phi=phi, controls=controls, drifts=drifts), Report(info, status, message)

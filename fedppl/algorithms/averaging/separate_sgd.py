@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging._point import client_loss, draw_point, kept_own, tolerance_rule
+from fedppl.algorithms.averaging._point import client_loss, draw_point, fitting_own, tolerance_rule
 from fedppl.algorithms.averaging._server import negative, relative_change
 from fedppl.contracts import Asked, ClientUpdate, ClientView, Draws, Received, Report
 from fedppl.local.descent import Descent, check_batches, checked, descend
@@ -35,6 +35,9 @@ class SeparateSGDClientState(NamedTuple):
     """What a client keeps to itself."""
 
     own: Array  # (m + d_k,) v_k, its shared and local variables
+
+
+_Kept = SeparateSGDClientState | None  # none in its first round, or where it lost it
 
 
 def SeparateSGD(
@@ -118,11 +121,11 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SeparateSGDStat
 
 
 def _update_client(
-    client: ClientView, personal: SeparateSGDClientState | None, message: Message, rng: Rng, *, descent: Descent
+    client: ClientView, personal: _Kept, message: Message, rng: Rng, *, descent: Descent
 ) -> ClientUpdate[SeparateSGDClientState]:
     """Steps from where the client stands."""
     del message
-    own = kept_own(client, personal)
+    own = fitting_own(client, personal and personal.own)
     before = _start(client) if own is None else own
     after = descend(client, before, client_loss(client, 1.0), descent, rng)
     reply = {"change": np.array(relative_change(before, after))}
@@ -141,33 +144,20 @@ def _update_server(state: SeparateSGDState, received: Received, *, tolerance: fl
     for client_id, reply in received.each.items():
         changes[state.where[client_id]] = float(reply["change"])
     done, largest = bool(np.all(changes < tolerance)), float(changes.max())
-    message = (
-        ""
-        if done
-        else f"a client moved by {largest:.2g} in its last round; raise rounds= or steps="
-        if np.isfinite(largest)
-        else "some clients have not replied yet; raise rounds="
-    )
+    message = "" if done else "some clients have not replied yet; raise rounds="
+    if not done and np.isfinite(largest):
+        message = f"a client moved by {largest:.2g} in its last round; raise rounds= or steps="
     info = SeparateSGDInfo(max(float(reply["change"]) for reply in received.each.values()))
     status = Status.CONVERGED if done else Status.RUNNING
     return state._replace(changes=changes, rounds=state.rounds + 1), Report(info, status, message)
 
 
 def _draw(
-    client: ClientView,
-    personal: SeparateSGDClientState | None,
-    message: Message,
-    draws: int,
-    chains: int,
-    rng: Rng,
-    *,
-    descent: Descent,
+    client: ClientView, personal: _Kept, message: Message, draws: int, chains: int, rng: Rng, *, descent: Descent
 ) -> Draws:
     """v_k; a client that has none takes the steps of as many rounds as there were, one at least."""
-    v, m = kept_own(client, personal), client.shared_size
+    v, m = fitting_own(client, personal and personal.own), client.shared_size
     if v is None:
-        rounds = max(1, int(message["rounds"]))
-        v = descend(
-            client, _start(client), client_loss(client, 1.0), descent._replace(steps=rounds * descent.steps), rng
-        )
+        all_rounds = descent._replace(steps=max(1, int(message["rounds"])) * descent.steps)
+        v = descend(client, _start(client), client_loss(client, 1.0), all_rounds, rng)
     return draw_point(client, v[:m], v[m:], draws, chains)

@@ -1,17 +1,22 @@
-"""One damped round of EP on the server's ledger: backtracked until everything is proper, then bounded and judged."""
+"""One damped round of EP: backtracked until everything is proper, then bounded, judged, and told whom it holds back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl import gaussian, structure
-from fedppl.algorithms.ep import _blame, _moves, _sites, _trust
+from fedppl.algorithms.ep import _moves, _sites, _trust
 from fedppl.algorithms.ep._sites import Sites
 from fedppl.algorithms.ep._state import EPInfo, EPState, Taken
+from fedppl.algorithms.ep._trust import Bounded
 from fedppl.algorithms.ep._verdict import LESS_NOISE, Change, judge, shortest_step
 from fedppl.types import Array, Message, Status
+
+logger = logging.getLogger(__name__)
 
 _LITTLE = 0.05  # of a site: of a pull by 3 sds, that is 0.15
 
@@ -95,19 +100,19 @@ def damped_step(
     return named(judge(taken, change, rows, tolerance, largest), trust, bounded)
 
 
-def hold_back(taken: Taken, rows: list[int], bounded: _trust.Bounded, trust: float, step: float) -> Taken:
+def hold_back(taken: Taken, rows: list[int], bounded: Bounded, trust: float, step: float) -> Taken:
     """Count, report and log the clients that are held back; `step` is the share of their replies that was taken in.
 
     Who is within its bound again stays held until what it asked for since then has replaced what was drawn in.
     """
-    _blame.warn(bounded, trust)
+    _warn(bounded, trust)
     state, info = taken.state, taken.info
     left = state.held.copy()
     left[rows] *= 1 - step
     left[left < _LITTLE] = 0.0
     # Whose pull is not known is held for this round alone: nothing was drawn in.
     held = np.maximum(np.where(bounded.held, 1.0, left), np.where(bounded.unknown, _LITTLE, 0.0))
-    pull = np.where((held > 0) & ~bounded.held, state.pull.T, _blame.blamed(bounded, trust).T).T
+    pull = np.where((held > 0) & ~bounded.held, state.pull.T, _blamed(bounded, trust).T).T
     size = np.nan_to_num(np.abs(bounded.pull).max(axis=1), nan=-1.0)
     most = int(np.argmax(size))
     if size[most] >= 0:
@@ -118,7 +123,7 @@ def hold_back(taken: Taken, rows: list[int], bounded: _trust.Bounded, trust: flo
     )
 
 
-def named(taken: Taken, trust: float | None, bounded: _trust.Bounded | None = None) -> Taken:
+def named(taken: Taken, trust: float | None, bounded: Bounded | None = None) -> Taken:
     """The message with the names of the clients that are held back or, of a run that goes on, nearly so."""
     if trust is None:
         return taken
@@ -126,8 +131,49 @@ def named(taken: Taken, trust: float | None, bounded: _trust.Bounded | None = No
     nearly = bounded is not None and not len(rows) and taken.status is not Status.CONVERGED
     if bounded is not None and nearly:
         rows = np.flatnonzero(bounded.near)
-    who = _blame.said(state.sites, rows, state.pull, trust, nearly)
+    who = _said(state.sites, rows, state.pull, trust, nearly)
     return taken._replace(message="; ".join(filter(None, (taken.message, who)))) if who else taken
+
+
+def _blamed(bounded: Bounded, trust: float) -> Array:
+    """Pulls (K, m), with 0 for who is held back for its precision and not for how it pulls."""
+    pull = np.nan_to_num(bounded.pull)
+    within = np.abs(pull).max(axis=1) <= trust
+    return np.where(((bounded.takes | bounded.gives) & within)[:, None], 0.0, pull)
+
+
+def _warn(bounded: Bounded, trust: float) -> None:
+    """One line in the log for every client that is held back; far from the mode honest factors may bend outwards."""
+    names, labels, pull = list(bounded.sites.where), bounded.sites.labels, _blamed(bounded, trust)
+    for k in np.flatnonzero(bounded.held):
+        logger.log(
+            logging.WARNING if np.any(pull[k]) else logging.INFO,
+            "client %s held back: it %s (of what the others know), trust=%s",
+            names[k],
+            _pulls_where(pull[k], labels),
+            trust,
+            extra={"client": names[k], "status": "held back"},
+        )
+
+
+def _said(sites: Sites, rows: NDArray[np.intp], pull: Array, trust: float, nearly: bool = False) -> str:
+    """Name the clients that are held back, or nearly so, and where they pull, or say nothing."""
+    if not len(rows):
+        return ""
+    names = list(sites.where)
+    rows = rows[np.argsort(-np.abs(pull[rows]).max(axis=1), kind="stable")]
+    shown = [f"{names[k]} ({_pulls_where(pull[k], sites.labels)})" for k in rows[:5]]
+    more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
+    what = "nearly held back" if nearly else "held back, since what the others know does not allow it"
+    return f"{what}: {', '.join(shown)}{more}; look at their data, or raise trust={trust:g}"
+
+
+def _pulls_where(pull: Array, labels: Sequence[str]) -> str:
+    """Where a client that is held back pulls most; if nowhere, it is for its precision."""
+    if not np.nanmax(np.abs(pull), initial=0.0) >= 1e-6:
+        return "gives or takes more precision than the others allow"
+    i = int(np.argmax(np.abs(pull)))
+    return f"pulls {labels[i]} by {pull[i]:+.2g} sds"
 
 
 def _least_known(sites: Sites, rows: list[int], d_packed: Array) -> list[str]:

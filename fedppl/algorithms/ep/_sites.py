@@ -9,6 +9,7 @@ import numpy as np
 
 from fedppl import gaussian, structure
 from fedppl.gaussian import Gaussian
+from fedppl.local.target import pack_target
 from fedppl.structure import Structure
 from fedppl.types import Array, DeclarationError, Layout, Message
 
@@ -124,6 +125,11 @@ def cavity(sites: Sites, client_id: str) -> Gaussian:
     k = sites.where[client_id]
     site = Gaussian(sites.linear[k], dense(sites.precision[k], sites.structure))
     return gaussian.quotient(sites.q, site)
+
+
+def conclusion(sites: Sites, client_id: str, prior_share: float) -> Message:
+    """q and everything in it but this client's site; for a client that had no part in it, q twice."""
+    return pack_target(sites.q, cavity(sites, client_id), prior_share if client_id in sites.where else 0.0)
 
 
 def improper_cavities(sites: Sites) -> int:

@@ -68,12 +68,13 @@ def expand_along(
     local: LocalInference,
     point: Array,
     move: Array,
-    prior_share: float,
+    share: float,
     inside: NDArray[Any] | None = None,
 ) -> tuple[dict[str, Array], dict[str, float | str]]:
     """A client's reply: log f_k with its derivatives at the point, and alone along the step that led there.
 
-    Where `inside`, (1 + T,) bool, is False, its site's policy keeps the client from computing: it says nothing there.
+    `share` is its share of a prior that is not Gaussian. Where `inside`, (1 + T,) bool, is False, its site's policy
+    keeps the client from computing: it says nothing there.
     """
     assert local.expand is not None and local.log_factor is not None
     m = len(point)
@@ -82,11 +83,11 @@ def expand_along(
     if np.any(move):
         values = np.full(len(ray), NO_VALUE)
         if np.any(kept[1:]):
-            values[kept[1:]] = local.log_factor(client, along(point, move)[kept[1:]], prior_share)
+            values[kept[1:]] = local.log_factor(client, along(point, move)[kept[1:]], share)
         ray = np.where(np.isfinite(values), values, NO_VALUE)
     nothing, why = Expansion(NO_VALUE, np.zeros(m), np.zeros((m, m)), {}), {}
     try:
-        expansion = local.expand(client, point, prior_share) if kept[0] else nothing
+        expansion = local.expand(client, point, share) if kept[0] else nothing
     except LocalFailure as failure:
         if not np.any(move):  # nowhere to go back to
             raise

@@ -20,7 +20,7 @@ from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Re
 from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
-from fedppl.types import Layout, Message
+from fedppl.types import Layout, Message, Rng
 
 
 class Matching(NamedTuple):
@@ -129,21 +129,14 @@ def EP(
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None
     return contracts.Algorithm[EPState, None](
         name="EP",
-        settings={
-            "local": inference.describe(),
-            "tolerance": repr(matching.tolerance),
-            "damping": repr(matching.damping),
-            "warm_start": repr(warm),
-            "structure": repr(structure),
-            "trust": repr(trust),
-        },
+        settings=settings.described(matching, warm_start=warm, trust=trust),
         init=functools.partial(init, matching=matching, warm=warm),
         broadcast=broadcast,
         update_client=functools.partial(_update_client, local=inference),
         update_server=functools.partial(_update_server, matching=matching, trust=trust),
         replies=contracts.Replies(_shapes, _reject),
         result=contracts.Result(
-            final_message,
+            lambda state, client_id: _sites.conclusion(state.sites, client_id, state.prior_share),
             functools.partial(draw_target, local=inference),
             contracts.Posterior(lambda state: state.sites.q),
             _details,
@@ -165,9 +158,7 @@ def checked(
     return Matching(local_inference("local", local, NestedLaplace()), tolerance, damping, structure)
 
 
-def init(
-    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, matching: Matching, warm: bool
-) -> EPState:
+def init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, matching: Matching, warm: bool) -> EPState:
     """Sites that say nothing."""
     del rng
     return EPState(
@@ -203,7 +194,7 @@ def broadcast(state: EPState, client_id: str) -> Message:
 
 
 def _update_client(
-    client: ClientView, personal: None, message: Message, rng: np.random.Generator, *, local: LocalInference
+    client: ClientView, personal: None, message: Message, rng: Rng, *, local: LocalInference
 ) -> ClientUpdate[None]:
     """Expand log f_k at the point, or match moments of the tilted distribution. Clients keep no state."""
     if _expands(message, local):
@@ -245,12 +236,6 @@ def _reject(state: EPState, reply: Message) -> str | None:
     # A step may lead anywhere: an expansion there that is implausibly large only says that it was too long.
     stepped = bool(np.any(state.warm_start.move))
     return _sites.implausible_values(reply) if stepped else _sites.implausible_expansion(state.sites, reply)
-
-
-def final_message(state: EPState, client_id: str) -> Message:
-    """q and everything in it but this client's site; for a client that had no part in it, q twice."""
-    sites = state.sites
-    return pack_target(sites.q, _sites.cavity(sites, client_id), state.prior_share if client_id in sites.where else 0.0)
 
 
 def _details(state: EPState) -> contracts.Details:

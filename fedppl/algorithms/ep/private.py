@@ -22,7 +22,7 @@ from fedppl.algorithms.ep._private_step import (
 from fedppl.algorithms.ep._whitening import Frame, frame_of, length, whiten
 from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Target
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
-from fedppl.types import Array, Layout, LocalFailure, Message
+from fedppl.types import Array, Layout, LocalFailure, Message, Rng
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,13 @@ class PrivateEPClientState(NamedTuple):
     """A client's personal state: how often it has released something."""
 
     releases: int
+
+
+class _Settings(NamedTuple):
+    local: LocalInference
+    mechanism: Mechanism
+    structure: str | Sequence[Sequence[str]]
+    normals: Callable[[int], Array]
 
 
 def PrivateEP(
@@ -117,21 +124,12 @@ def PrivateEP(
     delta = settings.between("delta", delta, 0, 1, hint="take it well below 1 / number of clients")
     matching = ep.checked(local, tolerance, damping, structure)
     inference, mechanism = matching.local, Mechanism(clip, noise_multiplier, releases, delta)
-    client = functools.partial(
-        _update_client, local=inference, mechanism=mechanism, structure=structure, normals=_normals
-    )
     return contracts.Algorithm[PrivateEPState, PrivateEPClientState](
         name="PrivateEP",
-        settings={
-            "local": inference.describe(),
-            "tolerance": repr(matching.tolerance),
-            "damping": repr(matching.damping),
-            "structure": repr(structure),
-            **{name: repr(value) for name, value in mechanism._asdict().items()},
-        },
+        settings=settings.described(matching, **mechanism._asdict()),
         init=functools.partial(_init, matching=matching),
         broadcast=functools.partial(_broadcast, mechanism=mechanism),
-        update_client=client,
+        update_client=functools.partial(_update_client, private=_Settings(inference, mechanism, structure, _normals)),
         update_server=functools.partial(
             private_step, mechanism=mechanism, tolerance=matching.tolerance, largest=matching.damping
         ),
@@ -151,9 +149,7 @@ def PrivateEP(
     )
 
 
-def _init(
-    layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, matching: ep.Matching
-) -> PrivateEPState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, matching: ep.Matching) -> PrivateEPState:
     """Sites that say nothing, and no noise yet."""
     start = ep.init(layout, clients, rng, matching=matching, warm=False)
     return PrivateEPState(start, 0, np.zeros(len(clients)), np.zeros((layout.size, layout.size)))
@@ -166,17 +162,10 @@ def _broadcast(state: PrivateEPState, client_id: str, *, mechanism: Mechanism) -
 
 
 def _update_client(
-    client: ClientView,
-    personal: PrivateEPClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    local: LocalInference,
-    mechanism: Mechanism,
-    structure: str | Sequence[Sequence[str]],
-    normals: Callable[[int], Array],
+    client: ClientView, personal: PrivateEPClientState | None, message: Message, rng: Rng, *, private: _Settings
 ) -> ClientUpdate[PrivateEPClientState]:
     """Release one noised vector, whatever the data are."""
+    local, mechanism, structure, normals = private
     spent = 0 if personal is None else personal.releases
     if spent >= mechanism.releases:
         raise LocalFailure(
@@ -198,7 +187,7 @@ def _final_message(state: PrivateEPState, client_id: str) -> Message:
     return pack_target(q, cavity, share if client_id in sites.where else 0.0)
 
 
-def _site(target: Target, frame: Frame, local: LocalInference, rng: np.random.Generator) -> Array:
+def _site(target: Target, frame: Frame, local: LocalInference, rng: Rng) -> Array:
     """The client's new site as a vector; the old one, which the server knows, where a new one cannot be had."""
     old = whiten(frame, *gaussian.quotient(target.global_, target.cavity))
     try:

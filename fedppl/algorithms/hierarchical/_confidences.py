@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from fedppl.contracts import Received
-from fedppl.settings import between, positive
 from fedppl.types import Array, DeclarationError
 
 TERMS = ("uncertainty", "deviation")
@@ -20,16 +19,6 @@ def terms_rule(terms: Any) -> tuple[str, ...]:
     if not given or set(given) - set(TERMS) or len(set(given)) < len(given):
         raise DeclarationError(f"terms={terms!r} must be one or both of {TERMS}.")
     return given
-
-
-def spread_rule(spread: Any) -> float:
-    """Check the keyword `spread`."""
-    return positive("spread", spread)
-
-
-def strength_rule(strength: Any) -> float:
-    """Check the keyword `strength`."""
-    return between("strength", strength, 0, np.inf, "[)")
 
 
 def confidence_of(

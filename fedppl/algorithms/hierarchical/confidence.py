@@ -11,21 +11,14 @@ import numpy as np
 from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging._point import tolerance_rule
 from fedppl.algorithms.averaging._server import reject_weight, weighted
-from fedppl.algorithms.hierarchical._confidences import (
-    TERMS,
-    confidence_of,
-    ledger_sums,
-    spread_rule,
-    strength_rule,
-    terms_rule,
-)
+from fedppl.algorithms.hierarchical._confidences import TERMS, confidence_of, ledger_sums, terms_rule
 from fedppl.algorithms.one_shot.separate import near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Moments, Received, Report, Target
 from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
 from fedppl.local.chosen import local_inference
 from fedppl.local.target import at_points
-from fedppl.settings import described, flag
+from fedppl.settings import between, described, flag, positive
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
 _NEW_CLIENT_STEPS = 100
@@ -53,6 +46,9 @@ class ConfidenceClientState(NamedTuple):
 
     mean: Array  # μ_j, (d,)
     variance: Array  # diagonal of Σ_j, (d,)
+
+
+_Kept = ConfidenceClientState | None  # none in its first round, or where it lost it
 
 
 class _Settings(NamedTuple):
@@ -144,8 +140,8 @@ def Confidence(
     settings = _Settings(
         local_inference("local", local, MeanField()),
         terms_rule(terms),
-        spread_rule(spread),
-        strength_rule(strength),
+        positive("spread", spread),
+        between("strength", strength, 0, np.inf, "[)"),
         flag("prior", prior),
         flag("remember", remember),
         tolerance_rule(tolerance),
@@ -199,13 +195,7 @@ def _broadcast(state: ConfidenceState, client_id: str) -> Message:
     return {"w": state.w}
 
 
-def _rule(settings: _Settings) -> tuple[tuple[str, ...], tuple[float, float]]:
-    return settings.terms, (settings.strength, settings.spread)
-
-
-def _target(
-    client: ClientView, w: Array, confidence: float, known: ConfidenceClientState | None, local: LocalInference
-) -> Target:
+def _target(client: ClientView, w: Array, confidence: float, known: _Kept, local: LocalInference) -> Target:
     """N(w, I / τ) times the client's likelihood, near which q_j already is where it is known."""
     centre = Gaussian(confidence * w, confidence * np.eye(len(w)))
     if known is None:
@@ -214,7 +204,7 @@ def _target(
 
 
 def _step(
-    client: ClientView, personal: ConfidenceClientState | None, w: Array, rng: Rng, settings: _Settings
+    client: ClientView, personal: _Kept, w: Array, rng: Rng, settings: _Settings
 ) -> tuple[ConfidenceClientState, Moments]:
     """The M-step on τ_j at this w, then the E-step."""
     known = _fitting(personal, w)
@@ -223,7 +213,7 @@ def _step(
     return ConfidenceClientState(moments.mean, np.diag(moments.covariance).copy()), moments
 
 
-def _fitting(personal: ConfidenceClientState | None, w: Array) -> ConfidenceClientState | None:
+def _fitting(personal: _Kept, w: Array) -> _Kept:
     """q_j, where it fits the model."""
     return personal if personal is not None and len(personal.mean) == len(w) else None
 
@@ -233,7 +223,7 @@ def _confidence(q: ConfidenceClientState, w: Array, settings: _Settings) -> floa
 
 
 def _update_client(
-    client: ClientView, personal: ConfidenceClientState | None, message: Message, rng: Rng, *, settings: _Settings
+    client: ClientView, personal: _Kept, message: Message, rng: Rng, *, settings: _Settings
 ) -> ClientUpdate[ConfidenceClientState]:
     """Find q_j, and say how sure it is."""
     w = np.asarray(message["w"], dtype=float)
@@ -246,7 +236,7 @@ def _update_client(
 
 
 def _update_unreported(
-    client: ClientView, personal: ConfidenceClientState | None, message: Message, rng: Rng, *, settings: _Settings
+    client: ClientView, personal: _Kept, message: Message, rng: Rng, *, settings: _Settings
 ) -> tuple[ConfidenceClientState, Mapping[str, float]]:
     """Find q_j, and tell nobody."""
     q, moments = _step(client, personal, np.asarray(message["w"], dtype=float), rng, settings)
@@ -267,28 +257,16 @@ def _update_server(
     change = float(np.sqrt(np.mean((w - state.w) ** 2) * mean))
     steady = abs(mean - state.confidence) <= settings.tolerance * mean and change <= settings.tolerance
     done = summed == len(state.where) and steady
-    message = (
-        ""
-        if done
-        else (
-            f"w moved by {change:.2g} of the clients' spread in the last round; raise rounds=, or strength= if the "
-            f"confidence of a client grows without end"
-        )
-    )
+    moved = f"w moved by {change:.2g} of the clients' spread in the last round"
+    remedy = "raise rounds=, or strength= if the confidence of a client grows without end"
+    message = "" if done else f"{moved}; {remedy}"
     status = Status.CONVERGED if done else Status.RUNNING
     after = state._replace(w=w, ledger=ledger, confidence=mean)
     return after, Report(ConfidenceInfo(change, mean), status, message)
 
 
 def _draw(
-    client: ClientView,
-    personal: ConfidenceClientState | None,
-    message: Message,
-    draws: int,
-    chains: int,
-    rng: Rng,
-    *,
-    settings: _Settings,
+    client: ClientView, personal: _Kept, message: Message, draws: int, chains: int, rng: Rng, *, settings: _Settings
 ) -> Draws:
     """Draws of w_j and θ_j at the final w; a new client goes on until its own τ is still."""
     w = np.asarray(message["w"], dtype=float)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts
-from fedppl.algorithms.averaging._point import LocalClientState, draw_point, fitting_local, kept_local
+from fedppl.algorithms.averaging._point import KeptLocal, LocalClientState, draw_point, fitting_local, kept_local
 from fedppl.algorithms.averaging._server import not_positive
 from fedppl.algorithms.hierarchical._at_mode import frame_of, row_of
 from fedppl.contracts import ClientUpdate, ClientView, Draws, Received, Report
@@ -162,17 +162,11 @@ def _broadcast(state: HM1GradientState, client_id: str) -> Message:
 
 
 def _update_client(
-    client: ClientView,
-    personal: LocalClientState | None,
-    message: Message,
-    rng: Rng,
-    *,
-    descent: Descent,
-    explicit: bool,
+    client: ClientView, personal: KeptLocal, message: Message, rng: Rng, *, descent: Descent, explicit: bool
 ) -> ClientUpdate[LocalClientState]:
     """T data steps, then the shrinkage."""
     theta, pull = (np.asarray(message[name], dtype=float) for name in ("theta", "pull"))
-    local, info = kept_local(client, personal)
+    local, info = kept_local(client, personal and personal.local)
     m, rows = len(theta), client.rows
     share = min(descent.batch_size or rows, rows) / rows  # a batch's gradient comes weighted by its inverse
     scale = 2.0 * share if explicit else 2.0 / rows
@@ -214,13 +208,11 @@ def _final_message(state: HM1GradientState, client_id: str) -> Message:
     return {"theta": state.theta[row_of(state.where, client_id)]}
 
 
-def _draw(
-    client: ClientView, personal: LocalClientState | None, message: Message, draws: int, chains: int, rng: Rng
-) -> Draws:
+def _draw(client: ClientView, personal: KeptLocal, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
     """The client's point."""
     del rng
     theta = np.asarray(message["theta"], dtype=float)
-    return draw_point(client, theta, fitting_local(client, personal), draws, chains)
+    return draw_point(client, theta, fitting_local(client, personal and personal.local), draws, chains)
 
 
 def _details(state: HM1GradientState) -> contracts.Details:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedppl import contracts, gaussian, settings
-from fedppl.algorithms.one_shot.separate import near_posterior
+from fedppl import contracts, gaussian
+from fedppl.algorithms.one_shot.separate import alone, near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
 from fedppl.local.chosen import local_inference
@@ -17,7 +17,8 @@ from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, pack_target, unpack_target
 from fedppl.numerics.importance import skewness
 from fedppl.numerics.scatter import precision_from_draws
-from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Status
+from fedppl.settings import described, whole
+from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng, Status
 
 
 class ConsensusState(NamedTuple):
@@ -52,6 +53,14 @@ class ConsensusClientState(NamedTuple):
     weight: Array  # packed W_k
 
 
+_Kept = ConsensusClientState | None  # none in its first round, or where it lost it
+
+
+class _Settings(NamedTuple):
+    local: LocalInference
+    draws: int
+
+
 def ConsensusMonteCarlo(
     *, local: LocalInference | None = None, draws: int = 1000
 ) -> contracts.Algorithm[ConsensusState, ConsensusClientState]:
@@ -60,10 +69,10 @@ def ConsensusMonteCarlo(
     .. math:: \phi_s = \Big(\sum_k W_k\Big)^{-1} \sum_k W_k\, \phi_{k,s}, \qquad
               \phi_{k,s} \sim f_k(\phi)\, p(\phi)^{1/K}, \qquad W_k = \widehat{\mathrm{Cov}}(\phi_{k,\cdot})^{-1}
 
-    Exact up to Monte Carlo error where every f_k is Gaussian. The server reads sums of replies only. Draws of clients
-    are independent, so the covariance of the φ_s is (Σ W_k)⁻¹: ``fit.posterior`` has it, with the draws' mean, and
-    leaves out the products of clients' errors, which are noise. The φ_s themselves are ``fit.state.draws``, and their
-    skewness is ``fit.idata["fit"]["skewness"]``.
+    Exact up to Monte Carlo error where every f_k is Gaussian. The server reads each reply, since a client counts once,
+    and keeps their sums only. Draws of clients are independent, so the covariance of the φ_s is (Σ W_k)⁻¹:
+    ``fit.posterior`` has it, with the draws' mean, and leaves out the products of clients' errors, which are noise. The
+    φ_s themselves are ``fit.state.draws``, and their skewness is ``fit.idata["fit"]["skewness"]``.
 
     Parameters
     ----------
@@ -100,31 +109,30 @@ def ConsensusMonteCarlo(
     ----------
     .. [1] Scott et al. (2016), Bayes and big data: the consensus Monte Carlo algorithm, section 3, eqs. 2 to 5.
     """
-    draws = settings.whole("draws", draws, 4, "better 1000")
-    inference = local_inference("local", local, NestedLaplace())
+    settings = _Settings(local_inference("local", local, NestedLaplace()), whole("draws", draws, 4, "better 1000"))
     return contracts.Algorithm[ConsensusState, ConsensusClientState](
         name="ConsensusMonteCarlo",
-        settings={"local": inference.describe(), "draws": repr(draws)},
-        init=functools.partial(_init, draws=draws),
-        broadcast=_broadcast,
-        update_client=functools.partial(_update_client, local=inference, draws=draws),
+        settings=described(settings),
+        init=functools.partial(_init, draws=settings.draws),
+        broadcast=lambda state, client_id: alone(state.prior, state.prior_share, len(state.clients)),
+        update_client=functools.partial(_update_client, settings=settings),
         update_server=_update_server,
         replies=contracts.Replies(
             lambda state: {"weighted": state.weighted.shape, "weight": state.weight.shape, "count": ()}, _reject
         ),
         result=contracts.Result(
             _final_message,
-            functools.partial(_draw, local=inference, wanted=draws),
+            functools.partial(_draw, settings=settings),
             contracts.Posterior(_posterior),
             lambda state: {"skewness": (("rows",), _skewness(state.draws))},
             tests_convergence=True,
         ),
-        needs=contracts.Needs(inference.check),
+        needs=contracts.Needs(settings.local.check),
         disclosure=contracts.Disclosure(at_target),
     )
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *, draws: int) -> ConsensusState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, draws: int) -> ConsensusState:
     """Nothing but the prior."""
     del rng
     m = layout.size
@@ -141,39 +149,23 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *,
     )
 
 
-def _part(state: ConsensusState) -> Gaussian:
-    """p(φ)^(1/K), or its Gaussian part."""
-    return gaussian.power(state.prior, 1.0 / len(state.clients))
-
-
-def _broadcast(state: ConsensusState, client_id: str) -> Message:
-    """A client's part of the prior."""
-    del client_id
-    return pack_target(_part(state), _part(state), state.prior_share)
-
-
 def _update_client(
-    client: ClientView,
-    personal: ConsensusClientState | None,
-    message: Message,
-    rng: np.random.Generator,
-    *,
-    local: LocalInference,
-    draws: int,
+    client: ClientView, personal: _Kept, message: Message, rng: Rng, *, settings: _Settings
 ) -> ClientUpdate[ConsensusClientState]:
     """Weighted draws of the client's posterior under its part of the prior, ready to be added up."""
     info: Mapping[str, float] = {}
-    if personal is None or personal.weighted.shape != (draws, client.shared_size):
-        personal, info = _drawn(client, message, rng, local=local, draws=draws)
+    if personal is None or personal.weighted.shape != (settings.draws, client.shared_size):
+        personal, info = _drawn(client, message, rng, settings)
     reply = {"weighted": personal.weighted, "weight": personal.weight, "count": np.array(1.0)}
     return ClientUpdate(personal, reply, info)
 
 
 def _drawn(
-    client: ClientView, message: Message, rng: np.random.Generator, *, local: LocalInference, draws: int
+    client: ClientView, message: Message, rng: Rng, settings: _Settings
 ) -> tuple[ConsensusClientState, Mapping[str, float]]:
     """Draws, their precision, and what the local inference says of them."""
-    sample = local.draw(near_posterior(unpack_target(client, message), local), draws, 1, rng)
+    target = near_posterior(unpack_target(client, message), settings.local)
+    sample = settings.local.draw(target, settings.draws, 1, rng)
     try:
         weight = precision_from_draws(sample.shared[0])
     except ValueError as error:
@@ -224,21 +216,13 @@ def _skewness(draws: Array) -> Array:
 
 def _final_message(state: ConsensusState, client_id: str) -> Message:
     """q, the client's part of the prior, and whether its draws are in q."""
-    q, known = _posterior(state), client_id in state.clients
-    took_part = np.array(1.0 if client_id in state.replied else 0.0)
-    return {**pack_target(q, _part(state), state.prior_share if known else 0.0), "took_part": took_part}
+    q, part = _posterior(state), gaussian.power(state.prior, 1.0 / len(state.clients))
+    share = state.prior_share if client_id in state.clients else 0.0
+    return {**pack_target(q, part, share), "took_part": np.array(1.0 if client_id in state.replied else 0.0)}
 
 
 def _draw(
-    client: ClientView,
-    personal: ConsensusClientState | None,
-    message: Message,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
-    *,
-    local: LocalInference,
-    wanted: int,
+    client: ClientView, personal: _Kept, message: Message, draws: int, chains: int, rng: Rng, *, settings: _Settings
 ) -> Draws:
     """Draws of (φ, θ_k) from f_k and what q has of the others: q without what this client said.
 
@@ -248,9 +232,8 @@ def _draw(
     q, part = target.global_, target.cavity
     cavity = q
     if float(message["took_part"]):
-        if personal is None or personal.weighted.shape != (wanted, client.shared_size):
-            alone = pack_target(part, part, target.prior_share)
-            personal, _ = _drawn(client, alone, rng, local=local, draws=wanted)
+        if personal is None or personal.weighted.shape != (settings.draws, client.shared_size):
+            personal, _ = _drawn(client, pack_target(part, part, target.prior_share), rng, settings)
         said = Gaussian(personal.weighted.mean(axis=0), gaussian.unpack_triangle(personal.weight))
         cavity = gaussian.product(gaussian.quotient(q, said), part)
-    return local.draw(target._replace(cavity=cavity), draws, chains, rng)
+    return settings.local.draw(target._replace(cavity=cavity), draws, chains, rng)

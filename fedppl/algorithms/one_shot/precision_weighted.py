@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from fedppl import contracts, gaussian, structure
 from fedppl.algorithms.ep import _sites
 from fedppl.algorithms.ep._sites import Sites
-from fedppl.algorithms.one_shot.separate import near_posterior
+from fedppl.algorithms.one_shot.separate import alone, near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
 from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
-from fedppl.types import Layout, Message, Status
+from fedppl.local.target import at_target, draw_target, unpack_target
+from fedppl.types import Layout, Message, Rng, Status
 
 
 class PrecisionWeightedState(NamedTuple):
@@ -84,12 +84,12 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> contracts.Algor
         name="PrecisionWeighted",
         settings={"local": inference.describe()},
         init=_init,
-        broadcast=_broadcast,
+        broadcast=lambda state, client_id: alone(state.sites.prior, state.prior_share, len(state.has_replied)),
         update_client=functools.partial(_update_client, local=inference),
         update_server=_update_server,
         replies=contracts.Replies(_shapes, _reject),
         result=contracts.Result(
-            _final_message,
+            lambda state, client_id: _sites.conclusion(state.sites, client_id, state.prior_share),
             functools.partial(draw_target, local=inference),
             contracts.Posterior(lambda state: state.sites.q),
             tests_convergence=True,
@@ -99,7 +99,7 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> contracts.Algor
     )
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> PrecisionWeightedState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> PrecisionWeightedState:
     """Nothing but the prior."""
     del rng
     return PrecisionWeightedState(
@@ -109,19 +109,8 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) ->
     )
 
 
-def _part(state: PrecisionWeightedState) -> Gaussian:
-    """p(φ)^(1/K), or its Gaussian part."""
-    return gaussian.power(state.sites.prior, 1.0 / len(state.has_replied))
-
-
-def _broadcast(state: PrecisionWeightedState, client_id: str) -> Message:
-    """A client's part of the prior."""
-    del client_id
-    return pack_target(_part(state), _part(state), state.prior_share)
-
-
 def _update_client(
-    client: ClientView, personal: None, message: Message, rng: np.random.Generator, *, local: LocalInference
+    client: ClientView, personal: None, message: Message, rng: Rng, *, local: LocalInference
 ) -> ClientUpdate[None]:
     """Natural parameters of the client's posterior under its part of the prior. Clients keep no state."""
     moments = local.tilted(near_posterior(unpack_target(client, message), local), rng)
@@ -151,7 +140,8 @@ def _reject(state: PrecisionWeightedState, reply: Message) -> str | None:
 
 def _update_server(state: PrecisionWeightedState, received: Received) -> tuple[PrecisionWeightedState, Report]:
     """Add what clients say that have not replied before."""
-    sites, has_replied, part = state.sites, state.has_replied.copy(), _part(state)
+    sites, has_replied = state.sites, state.has_replied.copy()
+    part = gaussian.power(sites.prior, 1.0 / len(has_replied))  # of p(φ) in each reply
     linear, precision = sites.linear.copy(), sites.precision.copy()
     for client_id, reply in received.each.items():
         k = sites.where[client_id]
@@ -166,9 +156,3 @@ def _update_server(state: PrecisionWeightedState, received: Received) -> tuple[P
     status = Status.CONVERGED if done else Status.RUNNING
     state = state._replace(sites=_sites.update(sites, linear, precision), has_replied=has_replied)
     return state, Report(PrecisionWeightedInfo(count), status, message)
-
-
-def _final_message(state: PrecisionWeightedState, client_id: str) -> Message:
-    """q and everything in it but this client's part; for a client that had none in it, q twice."""
-    sites = state.sites
-    return pack_target(sites.q, _sites.cavity(sites, client_id), state.prior_share if client_id in sites.where else 0.0)

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl import contracts, structure
+from fedppl import contracts, gaussian, structure
 from fedppl.algorithms.ep import _sites, _warm_start
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Received, Report, Target
 from fedppl.gaussian import Gaussian
 from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
-from fedppl.types import Layout, LocalFailure, Message, Status
+from fedppl.types import Layout, LocalFailure, Message, Rng, Status
 
 _NEWTON_STEPS = 50
 
@@ -90,7 +90,7 @@ def Separate(*, local: LocalInference | None = None) -> contracts.Algorithm[Sepa
     )
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator) -> SeparateState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SeparateState:
     """Nobody has answered yet."""
     del rng
     return SeparateState(
@@ -105,6 +105,12 @@ def _broadcast(state: SeparateState, client_id: str) -> Message:
     """The declared prior, before and after."""
     del client_id
     return pack_target(state.prior, state.prior, state.prior_share)
+
+
+def alone(prior: Gaussian, prior_share: float, clients: int) -> Message:
+    """What a client needs for its posterior under its part of the prior: p(φ)^(1/K), or its Gaussian part."""
+    part = gaussian.power(prior, 1.0 / clients)
+    return pack_target(part, part, prior_share)
 
 
 def near_posterior(target: Target, local: LocalInference) -> Target:
@@ -131,7 +137,7 @@ def near_posterior(target: Target, local: LocalInference) -> Target:
 
 
 def _update_client(
-    client: ClientView, personal: None, message: Message, rng: np.random.Generator, *, local: LocalInference
+    client: ClientView, personal: None, message: Message, rng: Rng, *, local: LocalInference
 ) -> ClientUpdate[None]:
     """Compute the client's moments, of which only the diagnostics leave it."""
     moments = local.tilted(near_posterior(unpack_target(client, message), local), rng)
@@ -149,14 +155,7 @@ def _update_server(state: SeparateState, received: Received) -> tuple[SeparateSt
 
 
 def _draw(
-    client: ClientView,
-    personal: None,
-    message: Message,
-    draws: int,
-    chains: int,
-    rng: np.random.Generator,
-    *,
-    local: LocalInference,
+    client: ClientView, personal: None, message: Message, draws: int, chains: int, rng: Rng, *, local: LocalInference
 ) -> Draws:
     """Draws of (φ, θ_k) from prior x local likelihood."""
     target = near_posterior(unpack_target(client, message), local)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.random import Generator
 
-from fedppl.algorithms.averaging._point import WithLocal, fitting_local
+from fedppl.algorithms.averaging._point import KeptLocal, fitting_local
 from fedppl.contracts import ClientView, Details, Draws, Point, Result
 from fedppl.nn.algorithms._common import Tuning
 from fedppl.nn.subnet import inferred
@@ -64,19 +64,14 @@ def tuning_message(mean: Array, tuning: Tuning) -> dict[str, Array]:
 
 
 def tuned(
-    client: ClientView,
-    personal: WithLocal | None,
-    message: Message,
-    rng: Generator,
-    *,
-    which: str | tuple[str, ...] | None,
+    client: ClientView, personal: KeptLocal, message: Message, rng: Generator, *, which: str | tuple[str, ...] | None
 ) -> Own:
     """One client's network: the shared weights, its own, fine-tuned.
 
     A message with prior variances of the shared weights asks for the mode under those and the declared prior of local
     weights, and for a subnetwork's posterior; without them the loss alone counts.
     """
-    network, local = client.view(network_of), fitting_local(client, personal)
+    network, local = client.view(network_of), fitting_local(client, personal and personal.local)
     unit = network.unit
     if local is None and not set(unit.local_at) <= set(network.places(which) if which is not None else ()):
         logger.warning(

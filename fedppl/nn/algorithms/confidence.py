@@ -11,14 +11,7 @@ from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging._server import not_positive
-from fedppl.algorithms.hierarchical._confidences import (
-    TERMS,
-    confidence_of,
-    ledger_sums,
-    spread_rule,
-    strength_rule,
-    terms_rule,
-)
+from fedppl.algorithms.hierarchical._confidences import TERMS, confidence_of, ledger_sums, terms_rule
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report
 from fedppl.nn.algorithms._common import training_rule
 from fedppl.nn.algorithms._heads import Here, head_in, head_rule, here, joined, last_layer, parted
@@ -150,8 +143,8 @@ def Confidence(
         head_rule(head),
         training_rule(learning_rate, epochs, batch_size, momentum=momentum),
         HeadSteps(positive("head_rate", head_rate), whole("head_steps", head_steps), whole("draws", draws)),
-        spread_rule(spread),
-        strength_rule(strength),
+        positive("spread", spread),
+        between("strength", strength, 0, np.inf, "[)"),
         terms_rule(terms),
         flag("remember", remember),
         between("smoothing", smoothing, 0, 1, "[)"),

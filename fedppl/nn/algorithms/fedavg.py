@@ -154,7 +154,7 @@ def _update_client(
     client: ClientView, personal: LocalClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> ClientUpdate[LocalClientState]:
     """Train in phases, and keep the local weights."""
-    network, (local, info) = client.view(network_of), kept_local(client, personal)
+    network, (local, info) = client.view(network_of), kept_local(client, personal and personal.local)
     unit, phi = network.unit, np.asarray(message["mean"])
     w = unit.weights(phi, local)
     for which, training in settings.phases:
@@ -181,4 +181,4 @@ def _update_unreported(
     if not client.local_size:
         return personal, {}
     update = _update_client(client, personal, message, rng, settings=settings)
-    return update.personal, kept_local(client, personal)[1]
+    return update.personal, kept_local(client, personal and personal.local)[1]
