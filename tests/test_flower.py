@@ -478,7 +478,7 @@ def test_a_privacy_budget_outlives_runs_and_a_damaged_one_is_not_started_again(t
     assert not second.records[0].failures
     assert all("releases=3 of this client are used up" in reason for reason in second.records[1].failures.values())
     assert set(second.records[1].failures) == set(clients)
-    (path,) = (tmp_path / "client 0").glob("*.persistent")
+    (path,) = (tmp_path / "client 0").glob("*.lasting")
     path.write_bytes(path.read_bytes()[:-3])
     third = fit(grid, model, 2, algorithm, rounds=1)
     assert third.records[0].failures["client 0"] == "refused by its site; the reason is in the site's own log"

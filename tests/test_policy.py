@@ -564,7 +564,7 @@ def test_a_site_that_dies_while_it_keeps_an_answer_releases_it_once(
     message, replace, found = algorithm.broadcast(state, "clinic 3"), checkpoint.replace, set()
 
     def torn(path: Path, raw: bytes) -> None:
-        if path.name.endswith("persistent"):
+        if path.name.endswith("lasting"):
             if when == "after":
                 replace(path, raw)
             dies()
