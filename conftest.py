@@ -14,7 +14,11 @@ if importlib.util.find_spec("torch") is None:
     collect_ignore += ["fedppl/nn", "models/fedsi.py"]
 if importlib.util.find_spec("flwr") is None:
     edges = ("app", "client_app", "engines", "grid", "post", "records", "roll")
-    collect_ignore += ["tests/support/fake_grid.py", *(f"fedppl/flower/{name}.py" for name in edges)]
+    collect_ignore += [
+        "tests/support/fake_grid.py",
+        "tests/support/hostile.py",
+        *(f"fedppl/flower/{name}.py" for name in edges),
+    ]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
