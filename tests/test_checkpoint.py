@@ -542,3 +542,21 @@ def test_nothing_is_written_through_what_somebody_put_in_place(tmp_path: Path, n
         fedppl.fit(model, clients, fedppl.EP(), checkpoint=tmp_path / "run.ckpt", progressbar=False)
     assert kind != "link" or other.read_bytes() == b""
     assert kind != "dangling link" or not other.exists()
+
+
+def test_a_parameter_that_leaves_its_domain_beside_the_start_is_no_obstacle(tmp_path: Path) -> None:
+    """What tells models apart is computed beside the start, and may be −inf there."""
+
+    def narrow(y: Any) -> Any:
+        with pm.Model() as model:
+            y = pm.Data("y", y)
+            mu = pm.Normal("mu", 0, 1)
+            theta = pm.Normal("theta", mu, 1)
+            pm.Normal("obs", theta, 0.05 + theta, observed=y)
+        return model
+
+    clients = {name: {"y": np.array([0.1, 0.3, 0.2])} for name in ("a", "b")}
+    model = fedppl.FederatedModel(narrow, shared=["mu"])
+    assert -np.inf in model.enrol(clients)["a"].trace()
+    steps = fedppl.rounds(model, clients, fedppl.EP(), rounds=1, checkpoint=tmp_path / "run", random_seed=1)
+    assert next(steps).number == 1

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from fedppl.contracts.client import CheckFn, ClientView, Draws
 from fedppl.gaussian import Gaussian
-from fedppl.types import Array, Layout, Message, Status
+from fedppl.types import Array, Layout, Message, Rng, Status
 
 S = TypeVar("S")
 P = TypeVar("P")
-Rng = np.random.Generator
 Details = Mapping[str, tuple[tuple[str, ...], Array]]
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.prior import SharedPrior
-from fedppl.types import Array, Layout, Variable
+from fedppl.types import Array, Layout, Rng, Variable
 
 T = TypeVar("T")
-Rng = np.random.Generator
 
 
 class ClientView(Protocol):

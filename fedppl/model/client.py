@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+from pymc.logprob.utils import ParameterValueError
 
 from fedppl import gaussian
 from fedppl.contracts import SharedReader
@@ -143,7 +144,14 @@ class ClientModel:
         aside[: self.shared_size] *= sd
         start = np.concatenate([self.template.functions["shared start"], self.initial])
         points = [np.split(start + times * aside, [self.shared_size]) for times in (1.0, -2.0)]
-        return np.array([float(f"{self.log_density(*point):.5e}") for point in points])
+        return np.array([float(f"{self._log_density_or_none(*point):.5e}") for point in points])
+
+    def _log_density_or_none(self, phi: Array, theta: Array) -> float:
+        """The log density; −inf, as compiled, where a parameter leaves its domain."""
+        try:
+            return self.log_density(phi, theta)
+        except ParameterValueError:
+            return -np.inf
 
     @property
     def rows(self) -> int:
