@@ -32,7 +32,8 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
                 "it the log density is not finite; drop or impute such values (a bound that binds no row may be "
                 "infinite: then another value of this client is impossible under the model)."
             )
-        if kernel and not client.layout.binary:
+        large = client.layout.prior.precision.ndim == 1  # for algorithms that bring gradients of their own, or for none
+        if kernel and not client.layout.binary and not large:
             value, gradient, _ = client.log_site(phi, client.initial)
         else:
             value, gradient = client.log_density(phi, client.initial), np.zeros(0)
