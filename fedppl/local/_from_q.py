@@ -19,10 +19,10 @@ from fedppl.numerics.importance import (
     enough_points,
     has_enough_points,
     normalise,
-    pareto_k,
     skewness,
     whitened_points,
 )
+from fedppl.numerics.pareto import pareto_k
 from fedppl.types import Array
 
 # Where a quadratic leaves more than this of the log weights unexplained, four times as many points are used.

@@ -9,16 +9,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
-from scipy.special import gammaln, ndtri
-from scipy.stats import qmc
 
-from fedppl.numerics.importance import WeightedMoments, effective_size, normalise, pareto_k, weighted_moments
-from fedppl.numerics.kept import kept
+from fedppl.numerics import student
+from fedppl.numerics.importance import WeightedMoments, effective_size, normalise, weighted_moments
+from fedppl.numerics.pareto import pareto_k
+from fedppl.numerics.student import DEGREES, SCRAMBLES, standard_points
 from fedppl.types import Array
 
-_DEGREES = 5.0
-_SCRAMBLES = 8  # independent ones, whose moments' spread is the error
 _FITS = 8
 _FIRST, _LAST = 256, 1024  # points a scramble, while it is fitted and in the end
 _LEAST = 50  # points that must be left of the weights, for each coefficient of a mean
@@ -41,7 +38,7 @@ def sample(
 ) -> StudentSample | None:
     """Weighted points of exp(log_density), from (m,) and (m, m) to begin with; None where none can be trusted."""
     m = len(mean)
-    if _SCRAMBLES * _LAST < _LEAST * (m + 1):
+    if SCRAMBLES * _LAST < _LEAST * (m + 1):
         return None
     found = None
     for fit in range(_FITS):
@@ -65,19 +62,12 @@ def _weighted(
 ) -> StudentSample | None:
     m = len(mean)
     try:
-        root = np.linalg.cholesky(covariance * (_DEGREES - 2.0) / _DEGREES)
+        root = np.asarray(np.linalg.cholesky(covariance * (DEGREES - 2.0) / DEGREES), dtype=np.float64)
     except np.linalg.LinAlgError:
         return None
-    t = _points(m, count, stream)
+    t = standard_points(m, count, stream)
     points = mean + t @ root.T
-    squared = np.sum(t**2, axis=1)
-    log_proposal = (
-        gammaln((_DEGREES + m) / 2)
-        - gammaln(_DEGREES / 2)
-        - 0.5 * m * np.log(_DEGREES * np.pi)
-        - np.sum(np.log(np.diag(root)))
-        - 0.5 * (_DEGREES + m) * np.log1p(squared / _DEGREES)
-    )
+    log_proposal = student.log_density(t, root)
     log_weights = log_density(points) - log_proposal
     if not np.any(np.isfinite(log_weights)):
         return None
@@ -86,20 +76,8 @@ def _weighted(
     moments = weighted_moments(points, weights)
     sd = np.sqrt(np.maximum(np.diag(moments.covariance), 1e-300))
     # Each scramble is a sample of its own: with self-normalised weights, the spread of Σ w (x − mean) over them.
-    parts = (weights[:, None] * (points - moments.mean)).reshape(_SCRAMBLES, count, m).sum(axis=1)
-    error = float(np.max(np.sqrt(_SCRAMBLES * parts.var(axis=0, ddof=1)) / sd))
+    parts = (weights[:, None] * (points - moments.mean)).reshape(SCRAMBLES, count, m).sum(axis=1)
+    error = float(np.max(np.sqrt(SCRAMBLES * parts.var(axis=0, ddof=1)) / sd))
     return StudentSample(
         points, log_proposal, log_weights, moments, effective_size(weights), pareto_k(log_weights), error
     )
-
-
-@kept(most_bytes=2**27)
-def _points(m: int, count: int, stream: int) -> Array:
-    """Standard multivariate t points of all scrambles, (scrambles x count, m)."""
-    parts = []
-    for scramble in range(_SCRAMBLES):
-        uniform = qmc.Sobol(m + 1, seed=np.random.default_rng((stream, scramble))).random(count)
-        uniform = np.clip(uniform, 1e-12, 1 - 1e-12)
-        chi2 = stats.chi2.ppf(uniform[:, 0], _DEGREES)
-        parts.append(ndtri(uniform[:, 1:]) * np.sqrt(_DEGREES / chi2)[:, None])
-    return np.concatenate(parts)

@@ -1,4 +1,4 @@
-"""Importance sampling from a Gaussian: whitened points, weighted moments, and how far to trust them."""
+"""Importance sampling from a Gaussian: whitened points, and weighted moments."""
 
 from __future__ import annotations
 
@@ -48,34 +48,6 @@ def normalise(log_weights: Array) -> Array:
 def effective_size(weights: Array) -> float:
     """1 / Σ w², between 1 and the number of points."""
     return float(1.0 / np.sum(weights**2))
-
-
-def pareto_k(log_weights: Array) -> float:
-    """Tail shape of importance weights: below 0.5 good, above 0.7 their moments cannot be trusted.
-
-    Generalised Pareto shape of the upper tail by the empirical-Bayes estimate of Zhang and Stephens (2009),
-    with the weak prior towards 0.5 of Vehtari et al. (2024). Constant weights give −inf.
-    """
-    finite = log_weights[np.isfinite(log_weights)]
-    count = len(finite)
-    tail = int(min(0.2 * count, 3 * np.sqrt(count)))
-    if tail < 5:
-        return np.inf
-    ordered = np.sort(finite)
-    if ordered[-1] - ordered[0] < 1e-10:
-        return -np.inf
-    excess = np.exp(ordered[-tail:] - ordered[-1]) - np.exp(ordered[-tail - 1] - ordered[-1])
-    if excess[-1] <= 0:
-        return -np.inf
-    guesses = 30 + int(np.sqrt(tail))
-    quartile = max(excess[int(tail / 4 + 0.5) - 1], 1e-300)
-    b = 1 - np.sqrt(guesses / (np.arange(1, guesses + 1) - 0.5))
-    b = b / (3 * quartile) + 1 / excess[-1]
-    k = np.mean(np.log1p(-b[:, None] * excess), axis=1)
-    log_likelihood = tail * (np.log(-b / k) - k - 1)
-    weights = np.exp(log_likelihood - log_likelihood.max())
-    shape = np.mean(np.log1p(-(weights @ b / weights.sum()) * excess))
-    return float((tail * shape + 5.0) / (tail + 10.0))
 
 
 def enough_points(size: int, points: int) -> int:

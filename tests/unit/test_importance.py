@@ -17,7 +17,6 @@ from fedppl.numerics.importance import (
     enough_points,
     has_enough_points,
     normalise,
-    pareto_k,
     resample,
     skewness,
     stream_of,
@@ -25,6 +24,7 @@ from fedppl.numerics.importance import (
     whitened_points,
 )
 from fedppl.numerics.kept import kept
+from fedppl.numerics.pareto import pareto_k
 from fedppl.types import Array
 
 # --- points ---------------------------------------------------------------------------------------------------------

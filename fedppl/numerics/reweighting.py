@@ -1,0 +1,149 @@
+r"""A posterior from a Gaussian q and weighted points of a proposal g that reaches further than q.
+
+With weights w = posterior / g and u = q / g, each normalised to sum to one over the points,
+
+.. math:: E[h] = E_q[h] + \sum_s (w_s - u_s)\, h(\varphi_s), \qquad Z / Z_q = \sum_s w^*_s / \sum_s u^*_s
+
+(stars: before normalising). What q says already has no error: q is the control variate. Where the posterior is q, w and
+u are equal, and both are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.gaussian import Gaussian
+from fedppl.numerics import pareto, student
+from fedppl.numerics.importance import effective_size, normalise, weighted_moments
+from fedppl.types import Array
+
+
+class Proposal(NamedTuple):
+    """A multivariate t, and how many of its points there are."""
+
+    mean: Array  # (m,)
+    root: Array  # (m, m), lower-triangular
+    per_scramble: int
+
+
+class Reweighted(NamedTuple):
+    """The posterior as weighted points, with q as their control variate."""
+
+    points: Array  # (S, m)
+    weights: Array  # (S,) of the posterior, smoothed; they sum to 1
+    of_q: Array  # (S,) of q; they sum to 1
+    mean: Array  # (m,)
+    covariance: Array  # (m, m)
+    log_ratio: float  # log Z / Z_q
+    error: float  # largest standard error of a mean or of an sd, in posterior sds
+    log_ratio_error: float
+    ess: float
+    pareto_k: float
+    lost: float  # share of the points without a weight
+
+
+def propose(mean: Array, covariance: Array, count: int) -> Proposal:
+    """The t with these moments."""
+    scale = (student.DEGREES - 2.0) / student.DEGREES
+    return Proposal(mean, np.asarray(np.linalg.cholesky(covariance * scale), dtype=np.float64), count)
+
+
+def points_of(proposal: Proposal, stream: int) -> Array:
+    """Points of a proposal, scramble after scramble, (scrambles x count, m)."""
+    t = student.standard_points(len(proposal.mean), proposal.per_scramble, stream)
+    return np.asarray(proposal.mean + t @ proposal.root.T)
+
+
+def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
+    """Log density of the proposals' mixture by their numbers of points, at points (S, m): the balance heuristic."""
+    total = sum(count for _, _, count in proposals)
+    logs = [
+        student.log_density(_white(points, mean, root), root) + np.log(count / total) for mean, root, count in proposals
+    ]
+    return np.asarray(np.logaddexp.reduce(logs, axis=0))
+
+
+def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residual: Array) -> Reweighted | None:
+    """Weigh all proposals' points (S, m), in their order, by the posterior's log density less q's kernel, (S,).
+
+    NaN says that there is no value; such points are left out. None where none is left.
+    """
+    found = np.isfinite(residual) | (residual == -np.inf)
+    log_proposal = log_mixture(proposals, points)
+    of_q = np.where(found, gaussian.log_density(q, points) - log_proposal, -np.inf)
+    raw = np.where(found, of_q + np.nan_to_num(residual, nan=-np.inf, neginf=-np.inf), -np.inf)
+    if not np.any(np.isfinite(raw)):
+        return None
+    log_weights, shape = pareto.smoothed(raw)
+    of_q, _ = pareto.smoothed(of_q)  # as the others are, so that they are equal where the posterior is q
+    weights, control = normalise(log_weights), normalise(of_q)
+    center, root = gaussian.affine(q)
+    white = _white(points, center, root)
+    mean, covariance = _moments(white, weights, control)
+    coloured = root @ covariance @ root.T
+    sd = np.sqrt(np.diag(coloured))
+    parts = (points - (center + root @ mean)) / sd
+    errors, log_ratio_error = _by_scramble(
+        np.concatenate([parts, 0.5 * parts**2], axis=1), log_weights, of_q, proposals
+    )
+    return Reweighted(
+        points=points,
+        weights=weights,
+        of_q=control,
+        mean=center + root @ mean,
+        covariance=(coloured + coloured.T) / 2,
+        log_ratio=_log_sum(log_weights) - _log_sum(of_q),
+        error=float(np.max(errors)),
+        log_ratio_error=log_ratio_error,
+        ess=effective_size(weights),
+        pareto_k=shape,
+        lost=1.0 - float(np.mean(found)),
+    )
+
+
+def expectation(found: Reweighted, under_q: Array, function: Callable[[Array], Array]) -> Array:
+    """E[h] of a function of points (S, m), given E_q[h]."""
+    return np.asarray(under_q + (found.weights - found.of_q) @ function(found.points))
+
+
+def _white(points: Array, mean: Array, root: Array) -> Array:
+    return np.asarray(np.linalg.solve(root, (points - mean).T).T, dtype=np.float64)
+
+
+def _moments(white: Array, weights: Array, control: Array) -> tuple[Array, Array]:
+    """Mean and covariance where q is N(0, I); by the weights alone where the control variate leaves no covariance."""
+    m, signed = white.shape[1], weights - control
+    mean = signed @ white
+    covariance = np.eye(m) + (white * signed[:, None]).T @ white - np.outer(mean, mean)
+    plain = weighted_moments(white, weights)
+    if np.linalg.eigvalsh(covariance)[0] > 0.5 * np.linalg.eigvalsh(plain.covariance)[0]:
+        return mean, covariance
+    return plain.mean, plain.covariance
+
+
+def _by_scramble(
+    functions: Array, log_weights: Array, of_q: Array, proposals: tuple[Proposal, ...]
+) -> tuple[Array, float]:
+    """Standard errors of what the points add to E_q of functions (S, n), (n,), and of log Z / Z_q.
+
+    By leaving out one scramble at a time: points within one are no independent sample.
+    """
+    where = np.concatenate([np.repeat(np.arange(student.SCRAMBLES), count) for _, _, count in proposals])
+    shifts, ratios = [], []
+    for scramble in range(student.SCRAMBLES):
+        kept = where != scramble
+        weights, control = log_weights[kept], of_q[kept]
+        if not np.any(np.isfinite(weights)) or not np.any(np.isfinite(control)):
+            return np.full(functions.shape[1], np.inf), np.inf
+        shifts.append((normalise(weights) - normalise(control)) @ functions[kept])
+        ratios.append(_log_sum(weights) - _log_sum(control))
+    factor = np.sqrt(student.SCRAMBLES - 1.0)
+    return factor * np.std(shifts, axis=0), float(factor * np.std(ratios))
+
+
+def _log_sum(logs: Array) -> float:
+    return float(np.logaddexp.reduce(logs))
