@@ -9,6 +9,7 @@ from fedppl.algorithms.averaging.fedavg import FedAvg
 from fedppl.algorithms.averaging.fedprox import FedProx
 from fedppl.algorithms.averaging.scaffold import SCAFFOLD
 from fedppl.algorithms.averaging.separate_sgd import SeparateSGD
+from fedppl.algorithms.ep.correction import Correction
 from fedppl.algorithms.ep.ep import EP
 from fedppl.algorithms.ep.private import PrivateEP
 from fedppl.algorithms.hierarchical.confidence import Confidence
@@ -29,6 +30,7 @@ from fedppl.local.nuts import NUTS
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.numerics import covariance
+from fedppl.results.compare import compare
 from fedppl.results.fit import Fit
 from fedppl.results.hypotheses import contrast, hypotheses
 from fedppl.run._round import Round
@@ -57,6 +59,7 @@ __all__ = [
     "Confidence",
     "ConsensusMonteCarlo",
     "ConvergenceWarning",
+    "Correction",
     "DataError",
     "DeclarationError",
     "Ditto",
@@ -80,6 +83,7 @@ __all__ = [
     "Status",
     "all_clients",
     "bernoulli",
+    "compare",
     "contrast",
     "covariance",
     "curves",

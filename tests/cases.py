@@ -291,6 +291,7 @@ def exported() -> set[str]:
             continue
         module = getattr(fedppl, where) if where else fedppl
         for name in module.__all__:
-            if ".algorithms." in str(getattr(getattr(module, name), "__module__", "")):
+            found_there = getattr(module, name)
+            if ".algorithms." in str(getattr(found_there, "__module__", "")) and not isinstance(found_there, type):
                 found.add(f"{where}.{name}" if where else name)
     return found

@@ -53,7 +53,11 @@ def test_the_mean_of_few_clients_is_told_to_be_too_sure(count: int, said: bool) 
     theta = (theta - theta.mean()) / theta.std(ddof=1)
     clients = {f"client {k}": {"y": theta[k] + rng.normal(size=100)} for k in range(count)}
     fit = fedppl.fit(
-        fedppl.FederatedModel(means, shared=["mu", "tau"]), clients, fedppl.EP(), progressbar=False, random_seed=1
+        fedppl.FederatedModel(means, shared=["mu", "tau"]),
+        clients,
+        fedppl.EP(correction=None),
+        progressbar=False,
+        random_seed=1,
     )
     mu, log_tau = np.meshgrid(np.linspace(-8, 8, 1201), np.linspace(-5, 3, 601), indexing="ij")
     tau = np.exp(log_tau)

@@ -26,12 +26,15 @@ def formulas() -> dict[str, tuple[str, str]]:
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 5 and cells[2].startswith(("`8", "`0")):
-            found[cells[0]] = tuple(re.sub(r"([\dS]) (?=[mtpnL(])", r"\1 * ", cells[i].strip("`")) for i in (2, 4))
+            found[cells[0]] = tuple(re.sub(r"([\dS]) (?=[mtpnLS(])", r"\1 * ", cells[i].strip("`")) for i in (2, 4))
     return found
 
 
-def bytes_of(message: str, m: int, p: int) -> tuple[int, int]:
-    letters = {"m": m, "t": m * (m + 1) // 2, "p": p}
+CORRECTION = "EP, correction, S points"
+
+
+def bytes_of(message: str, m: int, p: int, points: int = 0) -> tuple[int, int]:
+    letters = {"m": m, "t": m * (m + 1) // 2, "p": p, "S": points}
     down, up = formulas()[message]
     return eval(down, letters), eval(up, letters)  # noqa: S307
 
@@ -44,7 +47,7 @@ def messages_of(algorithm: str) -> list[str]:
 def test_the_table_has_a_row_for_every_message() -> None:
     algorithms = {case.algorithm for case in CASES.values()} - {"skeleton.Newton"}
     found = {name: messages_of(name) for name in algorithms | {"PrivateEP"}}
-    assert all(len(messages) == (2 if name == "EP" else 1) for name, messages in found.items()), found
+    assert all(len(messages) == (3 if name == "EP" else 1) for name, messages in found.items()), found
     assert {message for messages in found.values() for message in messages} == set(formulas())
 
 
@@ -93,8 +96,9 @@ def test_bytes_of_ep_are_those_of_the_ledger(problem: Any) -> None:
     rounds, m = fit.idata["rounds"], fit.layout.size
     seen = set()
     for t, phase in enumerate(rounds["phase"].values):
-        message = "EP, warm start" if phase == "warm start" else "EP, refinement"
-        down, up = bytes_of(message, m, 0)
+        message = {"warm start": "EP, warm start", "EP": "EP, refinement", "correction": CORRECTION}[phase]
+        points = re.findall(r"values \((\d+)\)", str(rounds["released"].values[t]))
+        down, up = bytes_of(message, m, 0, int(points[0]) if points else 0)
         assert set(rounds["bytes_down"].values[t]) == {down}
         assert set(rounds["bytes_up"].values[t]) == {up}
         names = re.sub(r" \(\d+\)|;.*", "", str(rounds["released"].values[t]))
@@ -103,10 +107,11 @@ def test_bytes_of_ep_are_those_of_the_ledger(problem: Any) -> None:
             == {
                 "EP, warm start": "value, gradient, hessian, ray",
                 "EP, refinement": "mean, precision, skewness, mc_error",
+                CORRECTION: "values, errors, proper",
             }[message]
         )
         seen.add(message)
-    assert seen == {"EP, warm start", "EP, refinement"}
+    assert seen == {"EP, warm start", "EP, refinement", CORRECTION}
 
 
 @problems.few_rounds

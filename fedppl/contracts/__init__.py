@@ -7,6 +7,7 @@ from fedppl.contracts.algorithm import (
     ClientUpdate,
     Details,
     Disclosure,
+    LogEvidence,
     Needs,
     Point,
     Posterior,
@@ -18,5 +19,5 @@ from fedppl.contracts.algorithm import (
     always,
     sum_replies,
 )
-from fedppl.contracts.client import CheckFn, ClientView, Draws, Expansion, LocalInference, Moments, Target
+from fedppl.contracts.client import CheckFn, ClientView, Draws, Expansion, Factor, LocalInference, Moments, Target
 from fedppl.contracts.engine import Engine, EngineFactory, Failure, Reply, Request, SharedReader

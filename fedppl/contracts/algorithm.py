@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from fedppl.contracts.client import CheckFn, ClientView, Draws
 from fedppl.gaussian import Gaussian
-from fedppl.types import Array, Layout, Message, Rng, Status
+from fedppl.numerics.reweighting import Reweighted
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
 S = TypeVar("S")
 P = TypeVar("P")
@@ -86,6 +87,21 @@ def always(state: Any) -> bool:
     return True
 
 
+def _none(state: Any) -> None:
+    return None
+
+
+class LogEvidence(NamedTuple):
+    """Log marginal likelihood of the data, and its standard error."""
+
+    value: float
+    error: float
+
+
+def _no_evidence(state: Any) -> LogEvidence:
+    raise DeclarationError("this algorithm gives no evidence; use fedppl.EP().")
+
+
 def _nothing(state: Any) -> Details:
     return {}
 
@@ -114,6 +130,8 @@ class Posterior(NamedTuple, Generic[S]):
     """q(φ) on the unconstrained space is a Gaussian."""
 
     gaussian: Callable[[S], Gaussian]
+    corrected: Callable[[S], Reweighted | None] = _none  # weighted points of the posterior itself, where there are any
+    evidence: Callable[[S], LogEvidence] = _no_evidence
 
 
 class Point(NamedTuple, Generic[S]):
@@ -147,6 +165,9 @@ class Result(NamedTuple, Generic[S, P]):
     preliminary
         Whether the next round belongs to a start that has a budget of its own, and does not count towards ``rounds=``.
         Until then there is no result.
+    closing
+        Whether the next round belongs to an end that has a budget of its own: there is a result, and it does not count
+        towards ``rounds=`` either.
     tests_convergence
         Whether a fit is meant to end as converged, and warns where it does not. Methods that run a given number of
         rounds of gradient steps are not, even where they stop once nothing moves.
@@ -159,6 +180,7 @@ class Result(NamedTuple, Generic[S, P]):
     shared: Posterior[S] | Point[S] | Sampler[S] | None = None
     details: Callable[[S], Details] = _nothing
     preliminary: Callable[[S], bool] = _never
+    closing: Callable[[S], bool] = _never
     tests_convergence: bool = False
     family: object = None
 
@@ -207,18 +229,25 @@ class Asked(NamedTuple):
         them it may compute, (T,) bool. An algorithm that has none leaves this empty.
     targets
         Pairs of q and a cavity, from whose tilted distribution moments or draws leave.
+    correction
+        Whether values of log f_k leave at every one of many points: more than moments tell.
     """
 
     points: Array
     spare: Array
     targets: tuple[tuple[Gaussian, Gaussian], ...] = ()
+    correction: bool = False
+
+
+def _as_it_is(state: Any) -> Any:
+    return state
 
 
 AsksFn = Callable[[Layout, Message], Asked]
 
 
 class Disclosure(NamedTuple):
-    """What the policy of a node's owner is told of an algorithm.
+    """What leaves a client, as its node's owner is told.
 
     Attributes
     ----------
@@ -227,10 +256,13 @@ class Disclosure(NamedTuple):
     noise_multiplier
         Of algorithms under differential privacy: the noise of every reply over the bound on its norm. None where a
         reply's ε is not known.
+    at_sites
+        The server's first state where clients are sites of their own, which are asked for less: from the one of `init`.
     """
 
     asks: AsksFn | None = None
     noise_multiplier: float | None = None
+    at_sites: Callable[[Any], Any] = _as_it_is
 
 
 class Algorithm(NamedTuple, Generic[S, P]):

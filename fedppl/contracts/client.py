@@ -66,6 +66,10 @@ class ClientView(Protocol):
     def kink(self) -> str | None:
         """What makes the log density kink or jump, or None."""
 
+    @property
+    def has_proper_prior(self) -> bool:
+        """Whether the declared priors are densities that integrate to one: then there is an evidence."""
+
     def log_site(self, phi: Array, theta: Array) -> tuple[float, Array, Array]:
         """The log site factor and its gradients with respect to φ, (m,), and θ, (d_k,)."""
 
@@ -109,6 +113,13 @@ class Draws(NamedTuple):
     diagnostics: Mapping[str, float]
 
 
+class Factor(NamedTuple):
+    """log f_k at points as well as it can be had, with what is not known of it."""
+
+    values: Array  # (S,); NaN where it could not be computed
+    errors: Array  # (S,) signed, of how the values vary over the points; a constant moves nothing
+
+
 class Target(NamedTuple):
     """One client's tilted distribution f_k(φ) q_{-k}(φ) [p(φ) / N_0(φ)]^share, and the global q beside it."""
 
@@ -123,6 +134,10 @@ CheckFn = Callable[[ClientView], None]  # raises DeclarationError where a client
 ExpandFn = Callable[[ClientView, Array, float], Expansion]
 # log f_k at points (S, m): (S,), −inf where there is none.
 LogFactorFn = Callable[[ClientView, Array, float], Array]
+# The same with errors, and θ integrated rather than approximated, by way of a center (m,).
+FactorFn = Callable[[ClientView, Array, Array, float], Factor]
+# A draw of θ from p(θ | φ, y_k) for each row of φ (N, m), by way of a center (m,): (N, d_k).
+GivenFn = Callable[[ClientView, Array, Array, Rng], Array]
 TiltedFn = Callable[[Target, Rng], Moments]  # moments of φ under the tilted distribution
 # Draws of (φ, θ_k) under the tilted distribution, eq. 8 of FedLin, with numbers of draws and of chains.
 TiltedDrawFn = Callable[[Target, int, int, Rng], Draws]
@@ -143,6 +158,9 @@ class LocalInference(NamedTuple):
         ``log_factor(client, points, prior_share)``, with `expand` or not at all.
     draw
         ``draw(target, draws, chains, rng)``.
+    factor, draw_given
+        ``factor(client, points, center, prior_share)`` and ``draw_given(client, phi, center, rng)``, both or neither:
+        what EP's correction needs.
     settings
         The keywords it was built with: a run is resumed, and a node enrolled, only with equal settings.
     """
@@ -154,6 +172,8 @@ class LocalInference(NamedTuple):
     draw: TiltedDrawFn
     settings: Mapping[str, Any] = {}
     log_factor: LogFactorFn | None = None
+    factor: FactorFn | None = None
+    draw_given: GivenFn | None = None
 
     def __repr__(self) -> str:
         """Name and settings; functions say nothing to a reader."""

@@ -56,6 +56,9 @@ class Engine(Protocol):
     def clients(self) -> tuple[str, ...]:
         """Return the ids of the clients that can be asked."""
 
+    def has_sites(self) -> bool:
+        """Return whether clients are sites of their own, which decide what leaves."""
+
     def layout(self) -> Layout:
         """Return the shared layout that all clients agreed on."""
 

@@ -40,6 +40,7 @@ class Ledger(NamedTuple):
     requests: int = 0  # admitted, whether or not a reply left
     unknown: int = 0  # of these, those whose ε is not known
     spent: float = 0.0  # Σ 1 / z² over the others
+    points: int = 0  # at which log densities left for corrections
     runs: Mapping[str, Run] = MappingProxyType({})
 
 
@@ -108,7 +109,7 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
         entry = {"event": "request", **_asked(request)}
         # A word of the site's own, below: what a server sends under it counts for nothing.
         request = request._replace(message={k: v for k, v in request.message.items() if k != "inside"})
-        rule, request = _checked(guard.policy, ledger, algorithm, client, request)
+        rule, request, points = _checked(guard.policy, ledger, algorithm, client, request)
         if rule is not None:
             guard.write(ledger, {**entry, "refused": rule})
             return None
@@ -117,6 +118,7 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
             requests=ledger.requests + 1,
             unknown=ledger.unknown + (noise is None),
             spent=ledger.spent + (0.0 if noise is None else noise**-2),
+            points=ledger.points + points,
             runs={**ledger.runs, request.run: Run(request.round, entry["request_digest"])},
         )
         left_out = int(np.sum(~request.message["inside"])) if "inside" in request.message else 0
@@ -130,30 +132,35 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
 
 def _checked(
     rules: Policy, ledger: Ledger, algorithm: AnyAlgorithm, client: Any, request: Request
-) -> tuple[str | None, Request]:
-    """The first rule that the request breaks, or None; and the request with what the client may leave out."""
+) -> tuple[str | None, Request, int]:
+    """The first rule that the request breaks, or None; the request with what the client may leave out; points.
+
+    Points are those at which log densities leave for a correction.
+    """
     last = ledger.runs.get(request.run, Run())
     if request.round <= last.round:
-        return f"round: {request.round} comes after {last.round} of this run", request
+        return f"round: {request.round} comes after {last.round} of this run", request, 0
     if ledger.requests >= rules.requests:
-        return f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted", request
+        return f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted", request, 0
     rule = policy.refuse_algorithm(rules, algorithm, client.layout)
     rule = rule or policy.refuse_data(rules, client.layout.size, holdings(client))
     rule = rule or policy.refuse_release(rules, algorithm.disclosure.noise_multiplier, ledger.spent, ledger.unknown)
     rule = rule or _not_approved(rules, request)
     rule = rule or _not_a_share(request)
     if rule is not None or algorithm.disclosure.asks is None:
-        return rule, request
+        return rule, request, 0
     try:
         with np.errstate(all="ignore"):  # what is not finite is refused
             asked = algorithm.disclosure.asks(client.layout, request.message)
+            points = len(asked.spare) if asked.correction else 0
             rule = policy.refuse_request(rules, client.layout, asked)
+            rule = rule or policy.refuse_correction(rules, ledger.points + points if points else 0)
     except (ArithmeticError, KeyError, TypeError, ValueError, np.linalg.LinAlgError) as error:
-        return f"numbers: the request cannot be read ({type(error).__name__})", request
+        return f"numbers: the request cannot be read ({type(error).__name__})", request, 0
     if rule is None and len(asked.spare):
         allowed = policy.inside(rules, client.layout, asked.spare)
         request = request._replace(message={**request.message, "inside": allowed})
-    return rule, request
+    return rule, request, points
 
 
 def _not_a_share(request: Request) -> str | None:

@@ -27,6 +27,10 @@ class ModelsHere:
         """Return the ids of all clients."""
         return tuple(self._models)
 
+    def has_sites(self) -> bool:
+        """Return that the data are the caller's own."""
+        return False
+
     def layout(self) -> Layout:
         """Return the shared layout that enrolment found equal at all clients."""
         layout: Layout = next(iter(self._models.values())).layout
@@ -64,6 +68,10 @@ class InProcessEngine(ModelsHere):
             admit_algorithm(guard, algorithm, models[client_id].layout)
             if rule := refuse_data(guard, models[client_id]):
                 raise DeclarationError(f"client {client_id!r} does not take part: {rule}")
+
+    def has_sites(self) -> bool:
+        """Return whether clients keep to a policy, as at sites of their own."""
+        return bool(self._guards)
 
     def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Reply | Failure]:
         """Answer every request; those not done at the deadline (seconds) are failures.

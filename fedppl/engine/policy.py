@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -66,6 +67,10 @@ class Policy:
         leave out are left out; other requests are refused.
     cavity
         Largest generalised eigenvalue of the precisions of a cavity and of q.
+    correction
+        Most points, over all runs, at which log densities leave for the correction of `fedppl.EP`: from many of them,
+        values far from q can be solved for rows (``docs/privacy.md``). 0 allows none. Points beyond `distance` are left
+        out.
     epsilon
         None, or the total ε over all runs: then only algorithms whose ε is known are answered, `distance` and `cavity`
         are not looked at, and the release that would exceed it is refused.
@@ -105,6 +110,7 @@ class Policy:
     requests: float = 20
     distance: float = 10.0
     cavity: float = 2.0
+    correction: int = 0
     epsilon: float | None = None
     delta: float = 1e-5
     approval: Callable[[Release], bool] | str | os.PathLike[str] | None = None
@@ -115,6 +121,7 @@ class Policy:
         settings.whole("events", self.events, 0, "0 allows any number")
         if self.requests != np.inf:
             settings.whole("requests", self.requests, 1, "inf allows any number")
+        settings.whole("correction", self.correction, 0, "0 allows no correction")
         for name in ("parameters_per_row", "distance", "cavity"):
             if getattr(self, name) != np.inf:
                 settings.positive(name, getattr(self, name), "inf switches the rule off")
@@ -135,7 +142,9 @@ class Policy:
             )
 
 
-NO_RULES = Policy(rows=0, parameters_per_row=np.inf, events=0, requests=np.inf, distance=np.inf, cavity=np.inf)
+NO_RULES = Policy(
+    rows=0, parameters_per_row=np.inf, events=0, requests=np.inf, distance=np.inf, cavity=np.inf, correction=sys.maxsize
+)
 """Allows everything: for simulated data, and for data that need no protection."""
 
 
@@ -235,6 +244,17 @@ def refuse_request(policy: Policy, layout: Layout, asked: Asked) -> str | None:
         sharpest = float(np.linalg.eigvalsh(root.T @ cavity.precision @ root)[-1])
         if sharpest > policy.cavity:
             return f"cavity: {sharpest:.3g} times as sharp as q in a direction, at most {policy.cavity:g} wanted"
+    return None
+
+
+def refuse_correction(policy: Policy, points: int) -> str | None:
+    """The rule that so many points of corrections break, over all runs; None where none does.
+
+    >>> refuse_correction(Policy(), 1024)
+    'correction: log densities at 1024 points over all runs, at most 0 wanted'
+    """
+    if points > policy.correction:
+        return f"correction: log densities at {points} points over all runs, at most {policy.correction} wanted"
     return None
 
 

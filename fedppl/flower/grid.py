@@ -126,6 +126,10 @@ class GridEngine:
             logger.warning("client %s did not say whether it drew its posterior", client_id)
         return refused
 
+    def has_sites(self) -> bool:
+        """Return that clients are sites of their own."""
+        return True
+
     def personal(self) -> Mapping[str, Any]:
         """Return nothing: what clients keep stays where they are."""
         return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
+from fedppl.local import _factor
 from fedppl.local.tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, require_smooth, start
 from fedppl.types import Array, LocalFailure, Rng
 
@@ -35,7 +36,15 @@ def Laplace() -> LocalInference:
     marginal: the estimate is biased towards small scales at one client and the bias adds up over clients. Use
     `NestedLaplace` unless the model is Gaussian with known variances.
     """
-    return LocalInference("Laplace", check=_check, expand=None, tilted=tilted, draw=draw)
+    return LocalInference(
+        "Laplace",
+        check=_check,
+        expand=None,
+        tilted=tilted,
+        draw=draw,
+        factor=_factor.factor,
+        draw_given=_factor.draw_given,
+    )
 
 
 def _check(client: ClientView) -> None:

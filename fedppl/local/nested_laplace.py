@@ -10,13 +10,14 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
-from fedppl.local import _from_q, _marginal, _student
+from fedppl.local import _factor, _from_q, _marginal, _student
 from fedppl.local._no_mode import no_mode
 from fedppl.local._student import StudentSample
 from fedppl.local.nuts import NUTS
 from fedppl.local.tilted import moments_of, require_smooth
-from fedppl.numerics.importance import effective_size, fresh_points, normalise, pareto_k, resample, skewness, stream_of
+from fedppl.numerics.importance import effective_size, fresh_points, normalise, resample, skewness, stream_of
 from fedppl.numerics.marginal import site_batch
+from fedppl.numerics.pareto import pareto_k
 from fedppl.settings import between, flag, whole
 from fedppl.types import Array, LocalFailure, Rng
 
@@ -91,6 +92,8 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
         draw=functools.partial(draw, settings=settings),
         settings=settings._asdict(),
         log_factor=_marginal.log_factor,
+        factor=_factor.factor,
+        draw_given=_factor.draw_given,
     )
 
 

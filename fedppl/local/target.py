@@ -7,7 +7,11 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import Asked, ClientView, Draws, LocalInference, Target
 from fedppl.gaussian import Gaussian
+from fedppl.numerics import pareto
+from fedppl.numerics.importance import effective_size, normalise, resample
 from fedppl.types import Layout, Message, Rng
+
+_FEWEST = 100  # effective points
 
 
 def pack_target(q: Gaussian, cavity: Gaussian, prior_share: float) -> Message:
@@ -50,4 +54,21 @@ def draw_target(
 ) -> Draws:
     """Draws of (φ, θ_k) from the tilted distribution that the message describes (FedLin, eq. 8)."""
     del personal
-    return local.draw(unpack_target(client, message), draws, chains, rng)
+    target = unpack_target(client, message)
+    if "points" not in message or local.draw_given is None or local.factor is None:
+        return local.draw(target, draws, chains, rng)
+    points, weights = (np.asarray(message[name], dtype=float) for name in ("points", "weights"))
+    center, told = gaussian.mean(target.global_), {}
+    if float(message["joins"]):  # its data are in no weight yet
+        found = local.factor(client, points, center, 0.0)
+        log_weights = np.where(np.isfinite(found.values), np.log(weights) + found.values, -np.inf)
+        if not np.any(np.isfinite(log_weights)):
+            return local.draw(target, draws, chains, rng)
+        told = {"pareto_k": pareto.pareto_k(log_weights)}
+        weights = normalise(log_weights)
+        if effective_size(weights) < _FEWEST:  # q and its data leave too few of the points
+            return local.draw(target, draws, chains, rng)
+    phi = points[resample(weights, draws * chains, rng)]
+    theta = local.draw_given(client, phi, center, rng)
+    told |= {"ess": effective_size(weights), "unique": float(len(np.unique(phi, axis=0)))}
+    return Draws(phi.reshape(chains, draws, -1), theta.reshape(chains, draws, -1), told)

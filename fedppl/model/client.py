@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+from pymc.distributions.continuous import FlatRV, HalfFlatRV
 from pymc.logprob.utils import ParameterValueError
 
 from fedppl import gaussian
@@ -109,6 +110,12 @@ class ClientModel:
             functions["kink"] = find_kink(self.template.graph, self.inputs, self._value_and_gradient, self._reach)
         found: str | None = functions.get("kink")
         return found
+
+    @property
+    def has_proper_prior(self) -> bool:
+        """Whether no potential and no flat prior stands in the model, so that its prior integrates to one."""
+        model = self.template.parts.model
+        return not model.potentials and not any(isinstance(rv.owner.op, FlatRV | HalfFlatRV) for rv in model.free_RVs)
 
     @property
     def has_kink(self) -> bool:

@@ -30,6 +30,18 @@ def last_infos(infos: Iterable[Infos]) -> dict[str, Mapping[str, float]]:
     return {client_id: info for one in infos for client_id, info in one.items()}
 
 
+def added(last: Infos, infos: Infos, *, closing: bool) -> dict[str, Mapping[str, float]]:
+    """The last diagnostics of every client after one more round.
+
+    What a round at the end of a run asks stands beside what clients said of their moments; that the posterior is no
+    Gaussian is made up for there, so that ``departure`` counts no more.
+    """
+    if not closing:
+        return {**last, **infos}
+    before = {k: {name: value for name, value in info.items() if name != "departure"} for k, info in last.items()}
+    return {**last, **{k: {**before.get(k, {}), **info} for k, info in infos.items()}}
+
+
 def note(infos: Infos) -> str:
     """A few words for a progress bar.
 

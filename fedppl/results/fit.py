@@ -12,11 +12,13 @@ import pandas as pd
 import xarray as xr
 
 from fedppl import gaussian
-from fedppl.contracts import Point, Posterior, Sampler
+from fedppl.contracts import LogEvidence, Point, Posterior, Sampler
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel
+from fedppl.numerics.importance import resample
+from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import stream
-from fedppl.results import idata, summary
+from fedppl.results import idata, measure, summary
 from fedppl.results.arrival import Ended, require_arrived, unarrived
 from fedppl.results.at_client import client_posterior
 from fedppl.results.records import rounds_dataset
@@ -26,6 +28,12 @@ from fedppl.types import Array, DeclarationError
 # For who looks at the posterior group with tools that were made for MCMC.
 _SAMPLING = (
     "independent draws of the approximation: r_hat and ess describe the draws, not how good it is; see fit.summary()"
+)
+
+
+_CORRECTED = (
+    "draws with repetition of weighted points of the posterior: ess is of the weights; r_hat says nothing; see "
+    "fit.summary()"
 )
 
 
@@ -71,7 +79,7 @@ class Fit(Ended):
 
     @property
     def posterior(self) -> Gaussian:
-        """q(φ) on the unconstrained space, in natural parameters.
+        """q(φ) on the unconstrained space, in natural parameters: a Gaussian, also where a correction knows better.
 
         Raises
         ------
@@ -100,6 +108,9 @@ class Fit(Ended):
         require_arrived(self, "fit.estimate")
         if isinstance(shared, Point):
             return self._point(shared)
+        measured = self._measured()
+        if measured is not None:
+            return {name: measure.mean(values, measured[1]) for name, values in measured[0].items()}
         posterior = self.idata["posterior"]
         return {str(name): values.mean(("chain", "draw")).values for name, values in posterior.data_vars.items()}
 
@@ -150,7 +161,27 @@ class Fit(Ended):
         >>> fit.summary().attrs["status"], fit.summary().attrs["answered"]
         ('converged', 1.0)
         """
-        return summary.summary(self, lambda: self.idata, var_names, ci_prob, round_to)
+        return summary.summary(self, lambda: self.idata, self._measured, var_names, ci_prob, round_to)
+
+    @property
+    def log_evidence(self) -> LogEvidence:
+        r"""Log marginal likelihood of all clients' data, with its standard error, from the correction.
+
+        .. math:: \log \int p(\phi) \prod_k \int p(y_k, \theta_k \mid \phi)\, d\theta_k\, d\phi
+
+        Raises
+        ------
+        DeclarationError
+            Where there was no correction, or the priors have no normalising constant that is known (pm.Potential,
+            pm.Flat).
+        NotConvergedError
+            Where the correction is not to be trusted.
+        """
+        shared = self.algorithm.result.shared
+        if not isinstance(shared, Posterior):
+            raise DeclarationError(f"{self.algorithm.name} gives no evidence; use fedppl.EP().")
+        require_arrived(self, "fit.log_evidence")
+        return shared.evidence(self.state)
 
     def shared(
         self, *, unconverged: bool = False, draws: int = 1000, chains: int = 4, random_seed: int | None = None
@@ -185,7 +216,7 @@ class Fit(Ended):
         if q is not None and not gaussian.is_proper(q):
             q, report = gaussian.repair(q, 1e-6)
             reason += f" and was repaired (smallest eigenvalue {report.smallest_before:.3g})"
-        attrs = {
+        attrs: dict[str, Any] = {
             "status": self.status.value,
             "message": self.message,
             "algorithm": self.algorithm.name,
@@ -193,8 +224,13 @@ class Fit(Ended):
             **({"warning": f"not a posterior: {reason}"} if reason else {}),
         }
         rng, phi, groups = stream((self._seed(random_seed), 1)), None, {}
+        found = None if reason else self._corrected()
         if isinstance(shared, Sampler):
             phi = shared.draw(self.state, draws * chains, rng)
+        elif found is not None:
+            phi = found.points[resample(found.weights, draws * chains, rng)]
+            attrs |= {"ess": found.ess, "pareto_k": found.pareto_k, "unique": len(np.unique(phi, axis=0))}
+            attrs["sampling"] = _CORRECTED
         elif q is not None:
             phi = gaussian.draw(q, rng, draws * chains)
         if phi is not None:
@@ -305,6 +341,18 @@ class Fit(Ended):
         message, personal = self.algorithm.result.final_message(self.state, client_id), self.personal.get(client_id)
         return client_posterior(self.algorithm, model, personal, message, seed, draws, chains, self.status, predict)
 
+    def _corrected(self) -> Reweighted | None:
+        shared = self.algorithm.result.shared
+        return shared.corrected(self.state) if isinstance(shared, Posterior) else None
+
+    def _measured(self) -> tuple[dict[str, Array], Array] | None:
+        """Every shared variable at the points of the corrected posterior, and their weights."""
+        found, shared = self._corrected(), self.algorithm.result.shared
+        if found is None or not isinstance(shared, Posterior):
+            return None
+        points, weights = measure.corrected_measure(shared.gaussian(self.state), found)
+        return dict(self.reader.constrain(points)), weights
+
     def _point(self, shared: Point[Any]) -> dict[str, Array]:
         values = self.reader.constrain(shared.estimate(self.state)[None])
         return {name: value[0] for name, value in values.items()}
@@ -313,7 +361,7 @@ class Fit(Ended):
         chains, draws = phi.shape[:2]
         values = self.reader.constrain(phi.reshape(chains * draws, -1))
         shaped = {name: value.reshape(chains, draws, *value.shape[1:]) for name, value in values.items()}
-        return idata.posterior_dataset(shaped, self.reader.dims, self.reader.coords, {**attrs, "sampling": _SAMPLING})
+        return idata.posterior_dataset(shaped, self.reader.dims, self.reader.coords, {"sampling": _SAMPLING, **attrs})
 
     def _point_dataset(self, shared: Point[Any], attrs: Mapping[str, Any]) -> xr.Dataset:
         values = self._point(shared)

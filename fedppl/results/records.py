@@ -26,7 +26,8 @@ class Record(NamedTuple):
     seconds: float
     status: Status
     silent: tuple[str, ...] = ()  # asked, but for no reply
-    preliminary: bool = False  # of a start with a budget of its own
+    preliminary: bool = False  # of a start or an end with a budget of its own
+    closing: bool = False  # of an end
     reasons: Mapping[str, str] = {}  # what clients could not compute whose replies were used
     message: str = ""  # what the algorithm said of how it stands
     mild: bool = False  # whether that was a remark

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,17 +10,25 @@ import pandas as pd
 import xarray as xr
 
 from fedppl.contracts import Point
+from fedppl.results import measure
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.departure import shortfall
-from fedppl.results.fallbacks import fallen, last_infos
+from fedppl.results.fallbacks import added, fallen
 from fedppl.settings import between
 from fedppl.types import Array, DeclarationError
 
+_MOMENTS = ("corrected_mean",)  # of the fit group: of unconstrained variables, so that they stand in no row here
+
 
 def summary(
-    fit: Ended, idata: Callable[[], Any], var_names: Sequence[str] | str | None, ci_prob: float, round_to: int | None
+    fit: Ended,
+    idata: Callable[[], Any],
+    measured: Callable[[], tuple[dict[str, Array], Array] | None],
+    var_names: Sequence[str] | str | None,
+    ci_prob: float,
+    round_to: int | None,
 ) -> pd.DataFrame:
-    """See `Fit.summary`; `idata` is read once it is known that there is something to report."""
+    """See `Fit.summary`; `idata` and `measured` are read once it is known that there is something to report."""
     result = fit.algorithm.result
     if result.shared is None:
         raise DeclarationError(
@@ -34,14 +42,25 @@ def summary(
     chosen = names if var_names is None else [var_names] if isinstance(var_names, str) else list(var_names)
     if unknown := [name for name in chosen if name not in names]:
         raise DeclarationError(f"var_names={unknown} are not among the shared variables {names}.")
-    known = {name: values for name, (dims, values) in result.details(fit.state).items() if dims == ("rows",)}
-    parts = [_rows(found[name], drawn, ci_prob, _of_variable(fit, name, known)) for name in chosen]
+    known = {
+        name: values
+        for name, (dims, values) in result.details(fit.state).items()
+        if dims == ("rows",) and name not in _MOMENTS
+    }
+    by_weight = measured()
+    parts = [_rows(found[name], drawn, by_weight, ci_prob, _of_variable(fit, name, known)) for name in chosen]
     table = pd.concat(parts) if parts else pd.DataFrame()
     table.attrs = _about(fit)
     return table if round_to is None else table.round(round_to)
 
 
-def _rows(values: xr.DataArray, drawn: bool, ci_prob: float, known: dict[str, Array]) -> pd.DataFrame:
+def _rows(
+    values: xr.DataArray,
+    drawn: bool,
+    by_weight: tuple[dict[str, Array], Array] | None,
+    ci_prob: float,
+    known: dict[str, Array],
+) -> pd.DataFrame:
     """One row an entry of a variable."""
     dims = [dim for dim in values.dims if dim not in ("chain", "draw")]
     shape = tuple(values.sizes[dim] for dim in dims)
@@ -52,6 +71,12 @@ def _rows(values: xr.DataArray, drawn: bool, ci_prob: float, known: dict[str, Ar
     ]
     if not drawn:
         columns = {"mean": np.ravel(values.values)}
+    elif by_weight is not None:
+        at = by_weight[0][str(values.name)].reshape(len(by_weight[1]), -1).astype(float)
+        tails = (1 - ci_prob) / 2, (1 + ci_prob) / 2
+        low, high = measure.quantiles(at, by_weight[1], np.array(tails))
+        columns = {"mean": measure.mean(at, by_weight[1]), "sd": measure.standard_deviation(at, by_weight[1])}
+        columns |= {f"eti_{100 * tail:.5g}%": bound for tail, bound in zip(tails, (low, high), strict=True)}
     else:
         draws = values.transpose("chain", "draw", *dims).values.reshape(-1, len(index)).astype(float)
         tails = (1 - ci_prob) / 2, (1 + ci_prob) / 2
@@ -80,7 +105,9 @@ def _about(fit: Ended) -> dict[str, Any]:
     answered = dict.fromkeys(fit.client_ids, False)  # to the last request that wanted a reply
     for record in fit.records:
         answered |= {client_id: client_id in record.bytes_up for client_id in set(record.asked) - set(record.silent)}
-    infos = last_infos(record.infos for record in fit.records)
+    infos: dict[str, Mapping[str, float]] = {}
+    for record in fit.records:
+        infos = added(infos, record.infos, closing=record.closing)
     return {
         "algorithm": fit.algorithm.name,
         "status": fit.status.value,

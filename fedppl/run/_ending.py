@@ -32,7 +32,7 @@ def ending(run: Run, limit: int, *, stopped: bool = False) -> tuple[Status, str]
             None,
             (
                 fallbacks.sentence(infos, len(run.clients)),
-                fallbacks.earlier((r.infos for r in run.records), sum(r.seconds for r in run.records)),
+                fallbacks.earlier((r.infos for r in run.records if not r.closing), sum(r.seconds for r in run.records)),
             ),
         )
     )

@@ -42,7 +42,8 @@ def _client_key(client_id: str) -> int:
 
 
 def one_round(run: Run) -> Round:
-    preliminary = run.algorithm.result.preliminary(run.state)
+    result = run.algorithm.result
+    preliminary, closing = result.preliminary(run.state), result.closing(run.state)
     number = len(run.records) + 1
     # Sorted, so that the same clients are asked whatever order an engine finds them in.
     chosen = set(run.participation(tuple(sorted(run.clients)), stream((run.seed, number, 0))))
@@ -104,7 +105,8 @@ def one_round(run: Run) -> Round:
         seconds=seconds,
         status=report.status,
         silent=tuple(client_id for client_id in asked if client_id not in told),
-        preliminary=preliminary,
+        preliminary=preliminary or closing,
+        closing=closing,
         reasons=reasons,
         message=run.message if report.message is None else report.message,
         mild=run.records[-1].mild if report.message is None and run.records else report.mild,

@@ -38,6 +38,8 @@ class Run:
         self.layout: Layout = engine.layout()
         self.clients = engine.clients()
         self.state = algorithm.init(self.layout, self.clients, stream((seed, 0, 0)))
+        if engine.has_sites():
+            self.state = algorithm.disclosure.at_sites(self.state)
         self.name = secrets.token_hex(8)
         self.records: list[Record] = []
         self.counted = 0  # records that count towards ``rounds=``
@@ -58,7 +60,7 @@ def add(run: Run, done: Record) -> None:
     """Add a round; what the next one asks of all before it is kept up to date, not looked up."""
     run.records.append(done)
     run.counted += not done.preliminary
-    run.infos |= done.infos
+    run.infos = fallbacks.added(run.infos, done.infos, closing=done.closing)
 
 
 def keep_at(run: Run, checkpoint: Path, *, seed_given: bool) -> None:

@@ -177,7 +177,7 @@ def fit(
     try:
         with Progress(rounds, show=progressbar) as progress:
             for step in _run(run):
-                note = fallbacks.note(step.record.infos)
+                note = fallbacks.note(run.infos if step.record.closing else step.record.infos)
                 progress.update(step.number, step.status.value, step.record.info, len(step.failures), note)
                 if callback is not None and _says_stop(callback(step), step.number):
                     stopped = True
@@ -244,7 +244,7 @@ def _all(run: Run) -> Iterator[Round]:
 
 def _run(run: Run) -> Iterator[Round]:
     """Ask, wait, check, update, record; until converged or out of rounds."""
-    while run.limit is None or run.counted < run.limit:
+    while run.limit is None or run.counted < run.limit or run.algorithm.result.closing(run.state):
         if run.records and run.records[-1].status is not Status.RUNNING:
             return
         yield one_round(run)

@@ -78,6 +78,7 @@ class FakeClient:
     layout: Layout = field(default_factory=lambda: layout_of(UNIT))
     local: tuple[Variable, ...] = LOCAL
     kink: str | None = None
+    has_proper_prior: bool = True
     prior: SharedPrior = field(default_factory=lambda: prior_of(UNIT))
     _views: dict[Any, Any] = field(default_factory=dict)
 

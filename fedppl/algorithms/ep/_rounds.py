@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.algorithms.ep import _sites, _warm_start
+from fedppl.algorithms.ep import _correction, _sites, _warm_start
+from fedppl.algorithms.ep._correction import Correcting
 from fedppl.algorithms.ep._damping import damped_step, hold_back, named, targets
 from fedppl.algorithms.ep._diagnosis import pulls_alone, why_not_arrived
 from fedppl.algorithms.ep._state import EPInfo, EPState, Taken
 from fedppl.algorithms.ep._warm_start import WarmStart
+from fedppl.algorithms.ep.correction import Correction
 from fedppl.types import Message, Status
 
 # Expansions a client: a dozen do even from a prior a million times too wide.
@@ -65,3 +67,32 @@ def ep_round(
         largest=largest,
         trust=trust,
     )
+
+
+def corrected_next(taken: Taken, correction: Correction) -> Taken:
+    """Begin the correction in place of a converged end, where q is proper and small enough for it."""
+    state = taken.state
+    begun = _correction.start(state.sites, correction.points, state.stream)
+    return taken._replace(
+        state=state._replace(correction=begun._replace(said=taken.message or "")),
+        status=Status.RUNNING,
+        message="the correction of q is not done",
+        skewed="",
+    )
+
+
+def correcting_round(
+    state: EPState, before: Correcting, replies: Mapping[str, Message], correction: Correction
+) -> Taken:
+    """Clients' log factors taken in; converged once the reweighted points are to be trusted."""
+    after = _correction.take(before, state.sites, replies)
+    judged = _correction.judge(after, state.sites, correction.exchanges, state.stream)
+    found = judged.state.found
+    info = EPInfo("correction", np.nan, np.nan, state.damping, np.nan, np.nan, np.nan)
+    if found is not None:
+        info = info._replace(correction_ess=found.ess, correction_pareto_k=found.pareto_k)
+    status = Status.RUNNING
+    if judged.done:
+        status = Status.CONVERGED if judged.state.trusted else Status.STALLED
+    message = "; ".join(filter(None, (judged.message, judged.state.said)))
+    return Taken(state._replace(correction=judged.state), info, status, message)

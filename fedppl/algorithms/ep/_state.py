@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedppl.algorithms.ep._correction import Correcting
 from fedppl.algorithms.ep._moves import Moves
 from fedppl.algorithms.ep._sites import Sites
 from fedppl.algorithms.ep._warm_start import WarmStart
@@ -37,6 +38,9 @@ class EPState(NamedTuple):
     noise: Array  # (K,) variance that the errors of all its replies have left in its site, in the same unit
     moves: Moves  # what the server sees itself, since averaging began
     heading: Array  # (2 m,) where the last round moved means and log sds, in posterior sds before damping
+    corrects: bool  # whether q is put right once moments are matched
+    stream: int  # of the points of the correction
+    correction: Correcting | None  # once moments are matched, where one was asked for
     falls: int  # rounds in which the change fell since the damping was last lowered
 
 
@@ -53,6 +57,8 @@ class EPInfo(NamedTuple):
     held_back: int = 0  # clients whose sites were drawn in, where trust is set
     pull: float = np.nan  # most that one client would have pulled a mean by, in sds of its cavity
     pulled_by: str = ""  # that client
+    correction_ess: float = np.nan  # of the points of the correction, once an exchange is over
+    correction_pareto_k: float = np.nan
 
 
 class Taken(NamedTuple):
@@ -62,10 +68,13 @@ class Taken(NamedTuple):
     info: EPInfo
     status: Status = Status.RUNNING
     message: str | None = None
+    skewed: str = ""  # what of it a correction makes up for
 
 
 def reported(taken: Taken) -> tuple[EPState, Report]:
     """The state and the report; what is said of a converged fit is mild where little is skewed and nobody held back."""
     state = taken.state
-    mild = bool(np.abs(state.skewness).max() < _VERY_SKEWED and not np.any(state.held))
-    return state, Report(taken.info, taken.status, taken.message, mild)
+    corrected = state.correction is not None and state.correction.trusted
+    mild = bool((corrected or np.abs(state.skewness).max() < _VERY_SKEWED) and not np.any(state.held))
+    message = "; ".join(filter(None, (taken.message, taken.skewed))) if taken.skewed else taken.message
+    return state, Report(taken.info, taken.status, message, mild)

@@ -48,7 +48,7 @@ def judge(taken: Taken, last: Change, rows: list[int], tolerance: float, largest
     change, turned, mc_error, fresh = last
     noisy = mc_error > tolerance
     averaging, moves, falls = state.averaging, state.moves, state.falls
-    few = 3 * max(fresh, tolerance)
+    few, skewed = 3 * max(fresh, tolerance), ""
     drift = moves.mean.sum(axis=0)
     limit = max(tolerance, 3 * np.sqrt(_moves.backed(moves, state.noise)))
     seen = averaging + 1 >= _ROUNDS and bool(np.all(moves.replies >= _REPLIES))
@@ -81,7 +81,7 @@ def judge(taken: Taken, last: Change, rows: list[int], tolerance: float, largest
         status = Status.CONVERGED
         message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
         skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * min(mc_error, _MOST_ERROR_LEFT)))
-        message = "; ".join(filter(None, (message, skewed, _far_off(state))))
+        message = "; ".join(filter(None, (message, _far_off(state))))
     else:
         status = Status.RUNNING
         remedy = f"raise rounds=, or {LESS_NOISE}" if noisy else "raise rounds="
@@ -100,7 +100,7 @@ def judge(taken: Taken, last: Change, rows: list[int], tolerance: float, largest
         has_replied=np.zeros_like(has_replied) if swept else has_replied,
         sweep_change=0.0 if swept else sweep_change,
     )
-    return taken._replace(state=state, status=status, message=message)
+    return taken._replace(state=state, status=status, message=message, skewed=skewed)
 
 
 def _noisy(state: EPState, moves: Array, drift: Array, limit: float, left: float) -> str:

@@ -7,20 +7,33 @@ the sites. Refinement (EP): each client matches moments of its tilted distributi
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from fedppl import contracts, gaussian, settings
-from fedppl.algorithms.ep import _moves, _sites, _trust, _warm_start
-from fedppl.algorithms.ep._rounds import ep_round, newton_round
+from fedppl.algorithms.ep import _correction, _moves, _sites, _trust, _warm_start
+from fedppl.algorithms.ep._rounds import corrected_next, correcting_round, ep_round, newton_round
 from fedppl.algorithms.ep._state import EPState, reported
+from fedppl.algorithms.ep.correction import Correction
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
-from fedppl.types import Layout, Message, Rng
+from fedppl.numerics.reweighting import Reweighted
+from fedppl.types import DeclarationError, Layout, Message, Rng, Status
+
+# Shared coordinates up to which "auto" corrects: beyond, few of the points have most of the weight.
+_MOST_BY_ITSELF = 20
+
+
+class Closing(NamedTuple):
+    """The correction, and with how many shared coordinates there is one."""
+
+    correction: Correction
+    most: int
 
 
 class Matching(NamedTuple):
@@ -40,6 +53,7 @@ def EP(
     warm_start: bool = True,
     structure: str | Sequence[Sequence[str]] = "full",
     trust: float | None = None,
+    correction: Correction | str | None = "auto",
 ) -> contracts.Algorithm[EPState, None]:
     r"""Federated expectation propagation with server-held sites (FedLin, Algorithms 2 and 3).
 
@@ -67,6 +81,11 @@ def EP(
     trust
         Bound c on how far one client may pull the shared mean over the whole run, in sds of what the others know (see
         Notes), or None. Without others, for one client, it does nothing.
+    correction
+        The `Correction` that turns q into the posterior once moments are matched, or None. "auto" is the default one
+        where clients are in this process, share at most 20 coordinates, and have a local inference that can evaluate
+        their factors; sites of their own are asked for theirs only where this is a `Correction`. Its rounds do not
+        count towards ``rounds=``.
 
     Returns
     -------
@@ -122,6 +141,7 @@ def EP(
     """
     matching = checked(local, tolerance, damping, structure)
     inference = matching.local
+    closing = _closing(correction, matching)
     if trust is not None:
         trust = settings.between(
             "trust", trust, 0, 1e6, "(]", "it is in posterior sds, such as 3, or None for no bound"
@@ -129,22 +149,26 @@ def EP(
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None
     return contracts.Algorithm[EPState, None](
         name="EP",
-        settings=settings.described(matching, warm_start=warm, trust=trust),
-        init=functools.partial(init, matching=matching, warm=warm),
+        settings=settings.described(matching, warm_start=warm, trust=trust, correction=correction),
+        init=functools.partial(init, matching=matching, warm=warm, closing=closing),
         broadcast=broadcast,
         update_client=functools.partial(_update_client, local=inference),
-        update_server=functools.partial(_update_server, matching=matching, trust=trust),
+        update_server=functools.partial(_update_server, matching=matching, trust=trust, closing=closing),
         replies=contracts.Replies(_shapes, _reject),
         result=contracts.Result(
-            lambda state, client_id: _sites.conclusion(state.sites, client_id, state.prior_share),
+            _conclusion,
             functools.partial(draw_target, local=inference),
-            contracts.Posterior(lambda state: state.sites.q),
+            contracts.Posterior(lambda state: state.sites.q, _corrected, _evidence),
             _details,
             preliminary=lambda state: state.warm_start is not None,
+            closing=_is_correcting,
             tests_convergence=True,
         ),
         needs=contracts.Needs(inference.check),
-        disclosure=contracts.Disclosure(functools.partial(_asks, local=inference)),
+        disclosure=contracts.Disclosure(
+            functools.partial(_asks, local=inference),
+            at_sites=functools.partial(_at_sites, asked_for=isinstance(correction, Correction)),
+        ),
     )
 
 
@@ -158,9 +182,41 @@ def checked(
     return Matching(local_inference("local", local, NestedLaplace()), tolerance, damping, structure)
 
 
-def init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, matching: Matching, warm: bool) -> EPState:
+def _at_sites(state: EPState, *, asked_for: bool) -> EPState:
+    """Sites answer for a correction only where one was asked for by name."""
+    return state._replace(corrects=state.corrects and asked_for)
+
+
+def _closing(correction: Correction | str | None, matching: Matching) -> Closing | None:
+    """The correction that was asked for, where it can be had."""
+    can = matching.local.factor is not None
+    if isinstance(correction, Correction) and not can:
+        raise DeclarationError(
+            f"correction={settings.shown(correction)} needs log densities with the local variables integrated, which "
+            f"local={matching.local.name} does not offer; use local=fedppl.NestedLaplace(), or correction=None."
+        )
+    if correction is None:
+        return None
+    if isinstance(correction, Correction):
+        return Closing(correction, sys.maxsize)
+    if correction != "auto":
+        raise DeclarationError(
+            f'correction={settings.shown(correction)} must be a fedppl.Correction, None or "auto"'
+            + (settings.not_called(correction) or ".")
+        )
+    return Closing(Correction(), _MOST_BY_ITSELF) if can and matching.structure == "full" else None
+
+
+def init(
+    layout: Layout,
+    clients: tuple[str, ...],
+    rng: Rng,
+    *,
+    matching: Matching,
+    warm: bool,
+    closing: Closing | None = None,
+) -> EPState:
     """Sites that say nothing."""
-    del rng
     return EPState(
         sites=_sites.empty(layout, clients, _sites.structure_of(matching.structure, layout)),
         warm_start=_warm_start.start(layout, len(clients)) if warm else None,
@@ -182,6 +238,9 @@ def init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, matching: Matchi
         moves=_moves.start(len(clients), layout.size),
         heading=np.zeros(2 * layout.size),
         falls=0,
+        corrects=closing is not None and layout.size <= closing.most,
+        stream=int(rng.integers(2**31)),
+        correction=None,
     )
 
 
@@ -190,6 +249,8 @@ def broadcast(state: EPState, client_id: str) -> Message:
     if state.warm_start is not None:
         search = state.warm_start
         return {"point": search.point, "move": search.move, "prior_share": np.array(state.prior_share)}
+    if state.correction is not None:
+        return _correction.broadcast(state.correction, state.sites, client_id, state.prior_share)
     return pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.prior_share)
 
 
@@ -197,6 +258,8 @@ def _update_client(
     client: ClientView, personal: None, message: Message, rng: Rng, *, local: LocalInference
 ) -> ClientUpdate[None]:
     """Expand log f_k at the point, or match moments of the tilted distribution. Clients keep no state."""
+    if "points" in message:
+        return _correction.answer(client, message, local)
     if _expands(message, local):
         point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
         share, inside = float(message["prior_share"]), message.get("inside")
@@ -212,12 +275,17 @@ def _update_client(
 
 
 def _update_server(
-    state: EPState, received: Received, *, matching: Matching, trust: float | None
+    state: EPState, received: Received, *, matching: Matching, trust: float | None, closing: Closing | None
 ) -> tuple[EPState, Report]:
-    """Take in expansions while the warm start lasts, then moments."""
+    """Take in expansions while the warm start lasts, then moments, then log factors."""
     if state.warm_start is not None:
         return reported(newton_round(state, state.warm_start, received.each, trust))
-    return reported(ep_round(state, received.each, matching.tolerance, matching.damping, trust))
+    if state.correction is not None and closing is not None:
+        return reported(correcting_round(state, state.correction, received.each, closing.correction))
+    taken = ep_round(state, received.each, matching.tolerance, matching.damping, trust)
+    if closing is not None and state.corrects and taken.status is Status.CONVERGED:
+        taken = corrected_next(taken, closing.correction)
+    return reported(taken)
 
 
 def _shapes(state: EPState) -> dict[str, tuple[int, ...]]:
@@ -226,11 +294,15 @@ def _shapes(state: EPState) -> dict[str, tuple[int, ...]]:
     triangle = (m * (m + 1) // 2,)
     if state.warm_start is not None:
         return {"value": (), "gradient": (m,), "hessian": triangle, "ray": _warm_start.LENGTHS.shape}
+    if state.correction is not None:
+        return _correction.shapes(state.correction)
     return {"mean": (m,), "precision": triangle, "skewness": (m,), "mc_error": ()}
 
 
 def _reject(state: EPState, reply: Message) -> str | None:
     """Moments must be those of a distribution, an expansion may have any curvature; neither is implausibly large."""
+    if state.correction is not None:
+        return _correction.implausible(reply)
     if state.warm_start is None:
         return _sites.implausible_moments(state.sites, reply)
     # A step may lead anywhere: an expansion there that is implausibly large only says that it was too long.
@@ -238,11 +310,51 @@ def _reject(state: EPState, reply: Message) -> str | None:
     return _sites.implausible_values(reply) if stepped else _sites.implausible_expansion(state.sites, reply)
 
 
+def _is_correcting(state: EPState) -> bool:
+    return state.correction is not None and not state.correction.trusted
+
+
+def _corrected(state: EPState) -> Reweighted | None:
+    """The reweighted points, where they are to be trusted and say more than q does."""
+    held = state.correction
+    return held.found if held is not None and held.trusted and _correction.says_more(held) else None
+
+
+def _evidence(state: EPState) -> contracts.LogEvidence:
+    held = state.correction
+    if held is None:
+        raise DeclarationError(
+            "there was no correction, and the evidence comes from it; use EP(correction=fedppl.Correction())."
+        )
+    return _correction.log_evidence(held, state.sites, state.prior_share)
+
+
+def _conclusion(state: EPState, client_id: str) -> Message:
+    """q and the client's cavity; and the points of the posterior itself, where there are some."""
+    message = dict(_sites.conclusion(state.sites, client_id, state.prior_share))
+    found = _corrected(state)
+    if found is not None:
+        weighted = found.weights > 0
+        message |= {"points": found.points[weighted], "weights": found.weights[weighted]}
+        message["joins"] = np.array(float(client_id not in state.sites.where))
+    return message
+
+
 def _details(state: EPState) -> contracts.Details:
+    found = _corrected(state)
+    exact = (
+        {}
+        if found is None
+        else {
+            "corrected_mean": (("rows",), found.mean),
+            "corrected_covariance": (("rows", "columns"), found.covariance),
+        }
+    )
     return {
         "last_change": (("rows",), state.last_change),
         "skewness": (("rows",), state.skewness),
         "pull": (("client", "rows"), _trust.pulls(state.sites)),
+        **exact,
     }
 
 
@@ -252,6 +364,8 @@ def _expands(message: Message, local: LocalInference) -> bool:
 
 def _asks(layout: Layout, message: Message, *, local: LocalInference) -> Asked:
     """The point, which a client can leave out where a step led to it, and those along that step; or the target."""
+    if "points" in message:
+        return Asked(np.zeros((0, layout.size)), np.asarray(message["points"], dtype=float), correction=True)
     if not _expands(message, local):
         return at_target(layout, message)
     point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))

@@ -1,0 +1,292 @@
+"""The correcting round: clients answer log f_k at points that reach beyond q, and the points are reweighted.
+
+No f_k depends on q, so that answers are gathered over as many rounds as it takes. The ledger of sites stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedppl import gaussian
+from fedppl.algorithms.ep import _sites
+from fedppl.algorithms.ep._sites import NO_VALUE, Sites
+from fedppl.contracts import ClientUpdate, ClientView, LocalInference, LogEvidence
+from fedppl.gaussian import Gaussian
+from fedppl.numerics import pareto, student
+from fedppl.numerics.importance import normalise
+from fedppl.numerics.reweighting import Proposal, Reweighted, log_mixture, points_of, propose, reweigh
+from fedppl.types import Array, DeclarationError, Message, NotConvergedError
+
+_PATIENCE = 3  # rounds without any answer
+_LEAST = 400  # effective points with which no further exchange is asked for
+_FEWEST = 100  # and with which alone a posterior is trusted
+_ERROR = 0.05  # of a mean or an sd, in posterior sds
+_SMALL = 0.02  # and with which no further exchange is asked for
+_LOST = 0.01  # share of the points that may be without a value
+_NOISE = 0.3  # sd of what is not known of the sum of log f_k over the points
+_MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
+_SHOWS = 1e-6  # sd under q of what the posterior's log density differs from q's by
+_MOST_ERROR = 1e6
+_WIDER = 1.2  # sds of the first proposal, in those of q
+
+
+class Correcting(NamedTuple):
+    """Points that are being answered, of this exchange and of those before it."""
+
+    proposals: tuple[Proposal, ...]
+    points: Array  # (J S, m)
+    residual: Array  # (J S,) Σ_k log f_k − log q_k over who has answered; NaN where one had no value
+    noise: Array  # (J S,) Σ_k squared errors
+    moved: Array  # (2 m,) Σ_k squares of what they move means and log sds by, in sds of q, in this exchange
+    answered: NDArray[np.bool_]  # (K,) in this exchange
+    missing: NDArray[np.bool_]  # (K,) did not answer in an exchange, so that its site stands for it
+    waited: int  # rounds without a new answer
+    rounds: int  # of this exchange
+    is_proper: bool  # whether every client's local prior has a normalising constant that it knows
+    found: Reweighted | None  # once there is something
+    trusted: bool
+    said: str  # of q, when it converged
+
+
+class Judged(NamedTuple):
+    """What an exchange came to."""
+
+    state: Correcting
+    done: bool
+    message: str
+
+
+def start(sites: Sites, points: int, stream: int) -> Correcting:
+    """The first exchange, around q."""
+    covariance = gaussian.covariance(sites.q) * _WIDER**2
+    proposal = propose(gaussian.mean(sites.q), covariance, points // student.SCRAMBLES)
+    empty = np.zeros((0, len(proposal.mean)))
+    count = len(sites.where)
+    begun = Correcting(
+        proposals=(),
+        points=empty,
+        residual=np.zeros(0),
+        noise=np.zeros(0),
+        moved=np.zeros(2 * empty.shape[1]),
+        answered=np.zeros(count, dtype=bool),
+        missing=np.zeros(count, dtype=bool),
+        waited=0,
+        rounds=0,
+        is_proper=True,
+        found=None,
+        trusted=False,
+        said="",
+    )
+    return _exchange(begun, proposal, stream)
+
+
+def _exchange(state: Correcting, proposal: Proposal, stream: int) -> Correcting:
+    """One more exchange, with points of another proposal beside those that there are."""
+    fresh = points_of(proposal, stream + len(state.proposals))
+    return state._replace(
+        proposals=(*state.proposals, proposal),
+        points=np.concatenate([state.points, fresh]),
+        residual=np.concatenate([state.residual, np.zeros(len(fresh))]),
+        noise=np.concatenate([state.noise, np.zeros(len(fresh))]),
+        moved=np.zeros_like(state.moved),
+        answered=np.zeros_like(state.answered),
+        waited=0,
+        rounds=0,
+    )
+
+
+def asked(state: Correcting) -> Array:
+    """The points of this exchange, (S, m)."""
+    return state.points[len(state.points) - student.SCRAMBLES * state.proposals[-1].per_scramble :]
+
+
+def broadcast(state: Correcting, sites: Sites, client_id: str, prior_share: float) -> Message:
+    """The points, or none for who has answered already."""
+    points = asked(state)
+    again = bool(state.answered[sites.where[client_id]])
+    return {
+        "points": points[:0] if again else points,
+        "count": np.array(float(len(points))),
+        "center": gaussian.mean(sites.q),
+        "prior_share": np.array(prior_share),
+    }
+
+
+def answer(client: ClientView, message: Message, local: LocalInference) -> ClientUpdate[None]:
+    """A client's reply: log f_k at the points with errors, and whether its local prior is proper."""
+    assert local.factor is not None
+    points, center = (np.asarray(message[name], dtype=float) for name in ("points", "center"))
+    values, errors = np.zeros(int(message["count"])), np.zeros(int(message["count"]))
+    if len(points):
+        inside = np.asarray(message.get("inside", np.ones(len(points))), dtype=bool)
+        values[:] = NO_VALUE
+        found = local.factor(client, points[inside], center, float(message["prior_share"]))
+        values[inside] = np.where(np.isfinite(found.values), found.values, NO_VALUE)
+        errors[inside] = np.where(np.isfinite(found.values), found.errors, 0.0)
+    reply = {"values": values, "errors": errors, "proper": np.array(float(client.has_proper_prior))}
+    return ClientUpdate(None, reply, {"values_lost": float(np.mean(values == NO_VALUE))})
+
+
+def shapes(state: Correcting) -> dict[str, tuple[int, ...]]:
+    """Values and errors at the points."""
+    count = len(asked(state))
+    return {"values": (count,), "errors": (count,), "proper": ()}
+
+
+def take(state: Correcting, sites: Sites, replies: Mapping[str, Message]) -> Correcting:
+    """Add the residuals of the clients that had not answered."""
+    new = [client_id for client_id in replies if not state.answered[sites.where[client_id]]]
+    points = asked(state)
+    first = len(state.points) - len(points)
+    residual, noise, answered = state.residual.copy(), state.noise.copy(), state.answered.copy()
+    is_proper, moved, effects = state.is_proper, state.moved, _effects(sites.q, state.proposals[-1], points)
+    for client_id in sorted(new):
+        k, reply = sites.where[client_id], replies[client_id]
+        site = Gaussian(sites.linear[k], _sites.dense(sites.precision[k], sites.structure))
+        values = np.asarray(reply["values"], dtype=float)
+        values = np.where(values <= 0.1 * NO_VALUE, np.nan, values)
+        residual[first:] += values - gaussian.log_kernel(site, points)
+        errors = np.asarray(reply["errors"], dtype=float)
+        noise[first:] += errors**2
+        moved = moved + (errors @ effects) ** 2
+        answered[k] = True
+        is_proper = is_proper and float(reply["proper"]) > 0.5
+    return state._replace(
+        residual=residual,
+        noise=noise,
+        moved=moved,
+        answered=answered,
+        waited=0 if new else state.waited + 1,
+        rounds=state.rounds + 1,
+        is_proper=is_proper,
+    )
+
+
+def _effects(q: Gaussian, proposal: Proposal, points: Array) -> Array:
+    """What a unit of log density at each point moves means and log sds of q by, in sds: (S, 2 m)."""
+    weights = normalise(gaussian.log_density(q, points) - log_mixture((proposal,), points))
+    z = (points - gaussian.mean(q)) / gaussian.standard_deviations(q)
+    parts = np.concatenate([z, 0.5 * (z**2 - 1.0)], axis=1)
+    return np.asarray(weights[:, None] * (parts - weights @ parts))
+
+
+def is_over(state: Correcting) -> bool:
+    """Whether everyone has answered, or nobody new has for longer than chance would have it."""
+    answered = int(state.answered.sum())
+    if answered == len(state.answered):
+        return True
+    if not answered:
+        return state.waited > _PATIENCE
+    a_round = answered / (state.rounds - state.waited)
+    return state.waited > 2 + 5 * (len(state.answered) / a_round - 1)
+
+
+def judge(state: Correcting, sites: Sites, exchanges: int, stream: int) -> Judged:
+    """Reweigh once an exchange is over: done, or another exchange from a proposal fitted to what was found."""
+    if not is_over(state):
+        left = int(len(state.answered) - state.answered.sum())
+        return Judged(state, False, f"{left} clients have not answered yet at the points of the correction")
+    state = state._replace(missing=state.missing | ~state.answered)
+    found = reweigh(sites.q, state.proposals, state.points, state.residual)
+    state = state._replace(found=found)
+    if found is None:
+        return Judged(state, True, "no point of the correction has a value at every client; use local=fedppl.NUTS()")
+    good = found.pareto_k <= pareto.limit(len(found.points)) and found.error <= _ERROR
+    enough = good and found.ess >= _LEAST and found.error <= _SMALL
+    if not enough and len(state.proposals) < exchanges:
+        return Judged(_exchange(state, _refitted(found, state.proposals[-1], sites.q), stream), False, "")
+    names = list(sites.where)
+    noise = float(np.sqrt(found.weights @ np.nan_to_num(state.noise)))
+    moved = float(np.sqrt(float(np.max(state.moved))))
+    problems = [
+        _without([names[k] for k in np.flatnonzero(state.missing)]),
+        "" if good and found.ess >= _FEWEST else _beyond(found, sites),
+        f"{found.lost:.1%} of the points of the correction are without a value" if found.lost > _LOST else "",
+        _uncertain(noise, moved) if noise > _NOISE or moved > _MOVED else "",
+    ]
+    message = "; ".join(filter(None, problems))
+    return Judged(state._replace(trusted=not message), True, message)
+
+
+def log_evidence(state: Correcting, sites: Sites, prior_share: float) -> LogEvidence:
+    """Log of the integral of prior and factors over φ."""
+    if state.found is None or not state.trusted:
+        raise NotConvergedError(
+            "the correction of q is not to be trusted, so that there is no evidence: see fit.message."
+        )
+    if not state.is_proper:
+        raise DeclarationError(
+            "a prior has no normalising constant that is known (pm.Potential, pm.Flat or pm.HalfFlat), so that "
+            "there is no evidence; declare proper priors."
+        )
+    of_q = _log_integral(sites.q)
+    # Of a prior that is not Gaussian the clients' shares make up, its constant included.
+    of_prior = 0.0 if prior_share else _log_integral(sites.prior)
+    return LogEvidence(of_q - of_prior + state.found.log_ratio, state.found.log_ratio_error)
+
+
+def _log_integral(g: Gaussian) -> float:
+    mean, root = gaussian.affine(g)
+    return float(0.5 * g.linear @ mean + np.sum(np.log(np.diag(root))) + 0.5 * len(mean) * np.log(2 * np.pi))
+
+
+def says_more(state: Correcting) -> bool:
+    """Whether the posterior differs from q by anything that shows."""
+    if state.found is None:
+        return False
+    centred = state.residual - np.nanmedian(state.residual)
+    return float(np.sqrt(state.found.of_q @ np.nan_to_num(centred, nan=0.0, posinf=0.0, neginf=0.0) ** 2)) > _SHOWS
+
+
+def implausible(reply: Message) -> str | None:
+    """Why log factors cannot be: as small as they like, never larger than any density is."""
+    reason = _sites.implausible_values(reply, ("values",))
+    if reason:
+        return reason
+    if not np.all(np.abs(reply["errors"]) <= _MOST_ERROR):
+        return f"'errors' reaches {float(np.abs(reply['errors']).max()):.2g}, at most {_MOST_ERROR:g} allowed"
+    return None
+
+
+def _refitted(found: Reweighted, last: Proposal, q: Gaussian) -> Proposal:
+    """The t with the moments of the weighted points, somewhat wider where few are left; twice as many points."""
+    m = len(found.mean)
+    covariance = found.covariance
+    if found.ess < 10 * m:  # too few to say how wide
+        covariance = covariance + 0.5 * gaussian.covariance(q) / max(found.ess / m, 1.0)
+    return propose(found.mean, covariance, 2 * last.per_scramble)
+
+
+def _without(names: list[str]) -> str:
+    if not names:
+        return ""
+    return (
+        f"clients {names[:5]} did not answer at the points of the correction, and their Gaussian sites stand for them; "
+        "ask again, or set correction=None"
+    )
+
+
+def _beyond(found: Reweighted, sites: Sites) -> str:
+    """What q could not follow, and where."""
+    sd = gaussian.standard_deviations(sites.q)
+    shift = (found.mean - gaussian.mean(sites.q)) / sd
+    wider = np.sqrt(np.diag(found.covariance)) / sd
+    worst = int(np.argmax(np.maximum(np.abs(shift), np.abs(np.log(wider)))))
+    return (
+        f"the posterior is not near q: Pareto k {found.pareto_k:.2f} (at most {pareto.limit(len(found.points)):.2f}), "
+        f"{found.ess:.0f} effective of {len(found.points)} points; along {sites.labels[worst]} its mean is "
+        f"{shift[worst]:+.2g} sds of q away, and its sd {wider[worst]:.2g} times q's. Declare that variable on a scale "
+        "where it is closer to normal, give it a prior that says more, or raise points= of fedppl.Correction"
+    )
+
+
+def _uncertain(noise: float, moved: float) -> str:
+    return (
+        f"clients' log densities are uncertain by {noise:.2g} in all over the posterior, which moves a mean by up to "
+        f"{moved:.2g} sds: their local variables are too far from normal given the shared ones. Use "
+        "local=fedppl.NUTS(), or declare local variables on a scale where they are closer to normal"
+    )

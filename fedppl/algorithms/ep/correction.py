@@ -1,0 +1,64 @@
+"""The settings of EP's correcting round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedppl import settings
+from fedppl.numerics.student import SCRAMBLES
+from fedppl.types import DeclarationError
+
+
+@dataclass(frozen=True)
+class Correction:
+    r"""One more exchange after EP, which turns its Gaussian into the posterior.
+
+    .. math:: w_s \propto \frac{p(\varphi_s) \prod_k f_k(\varphi_s)}{g(\varphi_s)}, \qquad
+              E[h] = E_q[h] + \sum_s (w_s - u_s)\, h(\varphi_s), \qquad u_s \propto q(\varphi_s) / g(\varphi_s)
+
+    Clients answer log f_k at scrambled Sobol points φ_s of a multivariate t, g, that reaches beyond q. Where the
+    weights say too little, g is fitted to the weighted points, and there is another exchange.
+
+    Parameters
+    ----------
+    points
+        Number of points of the first exchange, a multiple of 8; each further one has twice as many.
+    exchanges
+        Largest number of exchanges.
+
+    Raises
+    ------
+    DeclarationError
+        For numbers out of range.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> fedppl.EP(correction=fedppl.Correction(points=2048)).name
+    'EP'
+
+    Notes
+    -----
+    *When this fails.* Where q is far from the posterior (many shared coordinates, several modes), few points have all
+    the weight: the status then says so, with the coordinate. Values of log f_k at so many points tell more of a
+    client's data than moments do; sites of their own are not asked for them unless this is in the call and their policy
+    allows it.
+
+    References
+    ----------
+    .. [1] Vehtari et al. (2024), Pareto smoothed importance sampling, JMLR 25.
+    .. [2] Owen, Zhou (2000), Safe and effective importance sampling, JASA 95.
+    """
+
+    points: int = 1024
+    exchanges: int = 4
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        settings.whole("points", self.points, 16 * SCRAMBLES)
+        if self.points % SCRAMBLES:
+            raise DeclarationError(
+                f"points={self.points} must be a multiple of {SCRAMBLES}, one part for each scramble; take "
+                f"{-(-self.points // SCRAMBLES) * SCRAMBLES}."
+            )
+        settings.whole("exchanges", self.exchanges)

@@ -1,0 +1,182 @@
+r"""log f_k at points as well as it can be had, with errors: θ integrated, not only approximated by Laplace.
+
+.. math:: \log f_k(\varphi) = \log \int p(y_k, \theta \mid \varphi)\, d\theta
+
+Adaptive Gauss-Hermite quadrature about the mode of θ for up to three coordinates; beyond, importance sampling from a
+multivariate t there. The same nodes serve all φ, so that their error is smooth in φ and mostly a constant, which moves
+no moment; what of it is not constant shows in two halves of the nodes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl.contracts import ClientView, Factor
+from fedppl.local import _marginal
+from fedppl.local._inner import rule
+from fedppl.local._no_mode import no_mode
+from fedppl.numerics import student
+from fedppl.numerics.importance import stream_of
+from fedppl.numerics.marginal import _marginal_near, _origin, _third, site_batch
+from fedppl.numerics.newton import DATA, KERNEL, MATRIX, OK, VECTOR, entry
+from fedppl.types import Array, LocalFailure, Rng
+
+_BY_GRID = 3  # local coordinates up to which there is a grid
+_NODES = (8, 32, 128)  # of a scramble; more where the halves disagree
+_AGREE = 0.01  # sd over points of what the halves differ by, in log units, with which more nodes are not needed
+_CANDIDATES, _TIMES = 8, 5  # of θ for each draw, half of them normal and half of a t, which reaches further
+_AT_ONCE = 2**22  # numbers in the factors that are held at a time
+
+
+class _Rule(NamedTuple):
+    nodes: Array  # (L, d)
+    log_weights: Array  # (L,)
+    half: Array  # (L,) 1 for nodes of the first half, or outermost ones of a grid, else 0
+
+
+def _student_rule(size: int, count: int, stream: int) -> _Rule:
+    """Nodes of a t, with weights for integrals over a standard normal; scrambles make the halves."""
+    nodes = student.standard_points(size, count, stream)
+    eye = np.eye(size)
+    log_normal = -0.5 * np.sum(nodes**2, axis=1) - 0.5 * size * np.log(2 * np.pi)
+    log_weights = log_normal - student.log_density(nodes, eye) - np.log(len(nodes))
+    return _Rule(nodes.copy(), log_weights, (np.arange(len(nodes)) < len(nodes) // 2).astype(float))
+
+
+@entry(KERNEL, MATRIX, VECTOR, VECTOR, DATA, MATRIX, VECTOR, VECTOR)
+def integral_batch(
+    kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, nodes: Any, log_weights: Any, half: Any
+) -> tuple[int, Array, Array]:
+    """log ∫ p(y, θ | φ) dθ at every row of draws (S, m), by way of an expansion at φ, as in `marginal_batch`.
+
+    Returns (status of the search at φ, log f (S,), share of the integral that the nodes of a half have (S,)); NaN where
+    there is no mode.
+    """
+    count, m = draws.shape
+    d = theta.shape[0]
+    totals, shares = np.full(count, np.nan), np.zeros(count)
+    status, origin, output, slope, center, _, scale = _origin(kernel, phi, theta, data)
+    if status != OK:
+        return status, totals, shares
+    third = np.zeros(m + d)
+    _third(kernel, origin, m, output, center, data, third)
+    x, A, factor, mode = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d)), np.zeros(d)
+    terms = np.zeros(len(nodes))
+    for s in range(count):
+        x[:m] = draws[s]
+        there, laplace = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
+        if there != OK or not np.isfinite(laplace):
+            continue
+        mode[:] = x[m:]
+        constant = 0.5 * d * np.log(2.0 * np.pi)
+        for i in range(d):
+            constant -= np.log(factor[i, i])
+        for node in range(len(nodes)):
+            squared = 0.0
+            for i in range(d - 1, -1, -1):  # θ = mode + L⁻ᵀ z
+                total = nodes[node, i]
+                squared += total**2
+                for j in range(i + 1, d):
+                    total -= factor[j, i] * (x[m + j] - mode[j])
+                x[m + i] = mode[i] + total / factor[i, i]
+            terms[node] = kernel(x, *data)[0] + 0.5 * squared + constant + log_weights[node]
+            if not terms[node] < np.inf:  # NaN: no density there
+                terms[node] = -np.inf
+        largest = terms.max()
+        if np.isfinite(largest):
+            total, first = 0.0, 0.0
+            for node in range(len(nodes)):
+                weight = np.exp(terms[node] - largest)
+                total += weight
+                first += weight * half[node]
+            totals[s] = largest + np.log(total)
+            shares[s] = first / total
+    return OK, totals, shares
+
+
+def factor(client: ClientView, points: Array, center: Array, prior_share: float) -> Factor:
+    """log f_k, and its share of a prior that is not Gaussian, at points (S, m), by way of an expansion at a center."""
+    points = np.ascontiguousarray(points)
+    if not client.local_size or client.view(_marginal.is_exact):
+        found, _, _ = _marginal.modes(client, points, center, factors=False)
+        values, errors = np.where(found > -np.inf, found, np.nan), np.zeros(len(points))
+    elif client.local_size <= _BY_GRID:
+        values, outermost = _integrals(client, points, center, _Rule(*rule(client.local_size, 0)))
+        errors = outermost - np.median(outermost)  # what a grid misses is at most of the order of what its rim has
+    else:
+        values, errors = _sampled(client, points, center)
+    if prior_share:
+        values = values + prior_share * client.prior.log_ratio(points)
+    return Factor(values, errors)
+
+
+def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, Array]:
+    """By importance sampling; as many nodes as it takes for the halves to agree on how log f_k varies."""
+    for count in _NODES:
+        nodes = _student_rule(client.local_size, count, stream_of(client.client_id))
+        values, shares = _integrals(client, points, center, nodes)
+        with np.errstate(divide="ignore"):
+            apart = np.clip(np.log(shares) - np.log1p(-shares), -20.0, 20.0)
+        told = np.isfinite(values)
+        differ = 0.5 * (apart - (np.median(apart[told]) if np.any(told) else 0.0))
+        differ = np.where(told, differ, 0.0)
+        spread = 1.48 * float(np.median(np.abs(differ[told]))) if np.any(told) else 0.0
+        if spread < _AGREE:
+            break
+    return values, differ
+
+
+def _integrals(client: ClientView, points: Array, center: Array, nodes: _Rule) -> tuple[Array, Array]:
+    status, values, shares = integral_batch(
+        client.kernel, points, center, client.view(_marginal._start), client.data, *nodes
+    )
+    if status != OK:
+        raise LocalFailure(no_mode(client, center))
+    return values, shares
+
+
+def draw_given(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
+    """A draw of θ from p(θ | φ, y_k) for each row of phi (N, m): (N, d), of a few candidates each."""
+    d = client.local_size
+    chunk = max(1, _AT_ONCE // max(1, d * d))
+    order = np.lexsort(phi.T)  # equal rows together: one search serves them
+    theta = np.zeros((len(phi), d))
+    for first in range(0, len(phi) if d else 0, chunk):
+        some = order[first : first + chunk]
+        theta[some] = _drawn(client, phi[some], center, rng)
+    return theta
+
+
+def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
+    count, d = len(phi), client.local_size
+    unique, where = np.unique(phi, axis=0, return_inverse=True)
+    _, modes, factors = _marginal.modes(client, unique, center, factors=True)
+    modes, factors = modes[where.ravel()], factors[where.ravel()]
+    upper = np.swapaxes(factors, 1, 2)
+    if client.view(_marginal.is_exact):
+        return np.asarray(modes + np.linalg.solve(upper, rng.normal(size=(count, d, 1)))[..., 0])
+    # Each time the last choice stands against fresh candidates: what few of them are wrong by falls geometrically.
+    kept, kept_weight = np.zeros((count, d)), np.full(count, -np.inf)
+    for _ in range(_TIMES):
+        z = rng.normal(size=(_CANDIDATES, count, d))
+        reach = z[1::2]
+        reach *= np.sqrt(student.DEGREES / rng.chisquare(student.DEGREES, size=(*reach.shape[:2], 1)))
+        theta = modes + np.linalg.solve(upper[None], z[..., None])[..., 0]
+        log_weights = np.concatenate([kept_weight[None], _log_weights(client, phi, theta, z)])
+        chosen = np.argmax(log_weights + rng.gumbel(size=log_weights.shape), axis=0)
+        each = np.arange(count)
+        kept, kept_weight = np.concatenate([kept[None], theta])[chosen, each], log_weights[chosen, each]
+    return kept
+
+
+def _log_weights(client: ClientView, phi: Array, theta: Array, z: Array) -> Array:
+    """log p(y, θ | φ) less the log density of the candidates, up to a constant of each φ, (candidates, N)."""
+    candidates, count, d = z.shape
+    x = np.concatenate([np.broadcast_to(phi, (candidates, *phi.shape)), theta], axis=2)
+    values = site_batch(client.kernel, np.ascontiguousarray(x.reshape(candidates * count, -1)), client.data)
+    white = z.reshape(-1, d)
+    log_normal = -0.5 * np.sum(white**2, axis=1) - 0.5 * d * np.log(2 * np.pi)
+    log_proposal = np.logaddexp(log_normal, student.log_density(white, np.eye(d)))
+    return np.asarray(np.nan_to_num((values - log_proposal).reshape(candidates, count), nan=-np.inf))

@@ -1,0 +1,90 @@
+"""Several models of the same clients' data beside each other, by their log evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from fedppl.results.fit import Fit
+from fedppl.settings import shown
+from fedppl.types import DataError, DeclarationError
+
+
+def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
+    r"""Rank models by log evidence, the best first.
+
+    .. math:: p(M_i \mid y) = \frac{p(y \mid M_i)}{\sum_j p(y \mid M_j)}
+
+    Parameters
+    ----------
+    fits
+        Name of a model to its fit by `EP` with a correction; all of the same clients, with the same observations.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row a model: ``rank``, ``log_evidence`` and its standard error ``se``, ``difference`` to the best with the
+        standard error ``dse``, and ``probability`` where each model was as likely before the data.
+
+    Raises
+    ------
+    DeclarationError
+        If there are fewer than two fits, or one has no evidence: no correction, a potential, an improper prior.
+    DataError
+        If the fits are of other clients or of other observations.
+    NotConvergedError
+        Where a correction is not to be trusted.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> model, clients = normal_means()
+    >>> fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fedppl.compare({"one": fit, "the same": fit})["probability"].tolist()
+    [0.5, 0.5]
+
+    Notes
+    -----
+    *When this fails.* The evidence depends on the priors, however many data there are: with priors that are wide for
+    want of knowledge it prefers the model that has fewer of them. Compare predictions then.
+    """
+    if not isinstance(fits, Mapping) or len(fits) < 2 or not all(isinstance(fit, Fit) for fit in fits.values()):
+        raise DeclarationError(f"fits={shown(fits)} must be two or more fits by name: {{'a': fit_a, 'b': fit_b}}.")
+    (first, reference), *others = fits.items()
+    for name, fit in others:
+        _require_same_data(str(first), reference, str(name), fit)
+    found = {str(name): fit.log_evidence for name, fit in fits.items()}
+    values = np.array([one.value for one in found.values()])
+    errors = np.array([one.error for one in found.values()])
+    best = int(np.argmax(values))
+    weights = np.exp(values - values.max())
+    table = pd.DataFrame(
+        {
+            "log_evidence": values,
+            "se": errors,
+            "difference": values[best] - values,
+            "dse": np.where(np.arange(len(values)) == best, 0.0, np.hypot(errors, errors[best])),
+            "probability": weights / weights.sum(),
+        },
+        index=list(found),
+    ).sort_values("log_evidence", ascending=False, kind="stable")
+    table.insert(0, "rank", range(len(table)))
+    return table
+
+
+def _require_same_data(first: str, reference: Fit, name: str, fit: Fit) -> None:
+    if set(reference.client_ids) != set(fit.client_ids):
+        odd = sorted(set(reference.client_ids) ^ set(fit.client_ids))
+        raise DataError(f"fits {first!r} and {name!r} are not of the same clients: {odd[:5]} took part in one alone.")
+    for client_id, ours in reference.clients.items():
+        theirs = fit.clients.get(client_id)
+        if theirs is None:
+            continue
+        if ours.rows != theirs.rows:
+            raise DataError(
+                f"client {client_id!r} has {ours.rows} observations in fit {first!r}, {theirs.rows} in fit {name!r}: "
+                "evidence is comparable for the same observations only."
+            )

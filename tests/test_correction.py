@@ -1,0 +1,292 @@
+"""EP's correction: closed forms, quadrature, who does not answer, what is resumed, and what sites allow."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytest
+from numpy.testing import assert_allclose
+from scipy import stats
+
+import fedppl
+from fedppl import DeclarationError, FederatedModel, NotConvergedError, gaussian
+from fedppl.contracts import ClientView, Factor, LocalInference
+from fedppl.testing import normal_means
+from fedppl.types import Array, LocalFailure, Status
+from tests.support import problems
+
+
+def fit(model: FederatedModel, clients: Any, algorithm: Any = None, **settings: Any) -> fedppl.Fit:
+    return fedppl.fit(model, clients, algorithm or fedppl.EP(), progressbar=False, **{"random_seed": 1, **settings})
+
+
+def test_of_a_gaussian_model_the_evidence_is_exact_and_q_stays() -> None:
+    model, clients = normal_means(4)
+    found = fit(model, clients)
+    y = np.concatenate([data["y"] for data in clients.values()])
+    same = np.concatenate([np.full(len(data["y"]), k) for k, data in enumerate(clients.values())])
+    covariance = np.eye(len(y)) + 0.25 * (same[:, None] == same) + 100.0
+    assert found.log_evidence.value == pytest.approx(
+        stats.multivariate_normal(np.zeros(len(y)), covariance).logpdf(y), abs=1e-6
+    )
+    assert found.log_evidence.error < 1e-6
+    assert found.status is Status.CONVERGED
+    assert "corrected_mean" not in found.idata["fit"]  # the posterior is q
+    assert found.records[-1].info["phase"] == "correction" and found.records[-1].preliminary
+
+
+def test_schools_are_those_of_quadrature() -> None:
+    model, clients = problems.schools()
+    found, exact = fit(model, clients), problems.schools_quadrature()
+    corrected = found.idata["fit"]
+    at = found.layout.labels.index("tau_log__")
+    sd = float(np.sqrt(corrected["corrected_covariance"][at, at]))
+    assert abs(float(corrected["corrected_mean"][at]) - exact["log_tau_mean"]) < 0.05 * exact["log_tau_sd"]
+    assert sd / exact["log_tau_sd"] == pytest.approx(1, abs=0.03)
+    by_q = gaussian.standard_deviations(found.posterior)[at]
+    assert by_q < 0.9 * sd  # the Gaussian does not have it
+    assert found.message == ""
+    table = found.summary()
+    draws = found.idata["posterior"]
+    assert table.loc["tau", "mean"] == pytest.approx(float(draws["tau"].mean()), rel=0.05)
+    assert table.loc["tau", "eti_97%"] == pytest.approx(float(draws["tau"].quantile(0.97)), rel=0.1)
+    assert draws.attrs["unique"] > 500 and draws.attrs["pareto_k"] < 0.7
+
+
+def test_the_evidence_of_schools_is_that_of_quadrature() -> None:
+    from benchmarks._exactness import eight_schools
+
+    _, _, evidence = eight_schools.quadrature(5.0, lambda x: stats.halfcauchy(scale=5).logpdf(np.exp(x)) + x)
+    clients = {f"school{k}": {"y": eight_schools.EFFECTS[[k]], "s": eight_schools.ERRORS[[k]]} for k in range(8)}
+    found = fit(FederatedModel(eight_schools.wide, ["mu", "tau"]), clients)
+    assert found.log_evidence.value == pytest.approx(evidence, abs=0.01)
+
+
+def test_a_clients_own_variables_are_those_of_the_corrected_posterior() -> None:
+    """theta of a school given tau and mu is Gaussian, so its moments are known from the points."""
+    model, clients = problems.schools()
+    found = fit(model, clients)
+    client_id = next(iter(clients))
+    effect, error = (float(np.ravel(clients[client_id][name])[0]) for name in ("effect", "error"))
+    state = found.state.correction
+    names = found.layout.labels
+    mu = state.found.points[:, names.index("mu")]
+    tau = np.exp(state.found.points[:, names.index("tau_log__")])
+    precision = 1 / tau**2 + 1 / error**2
+    mean = (mu / tau**2 + effect / error**2) / precision
+    exact = float(state.found.weights @ mean)
+    spread = float(np.sqrt(state.found.weights @ (1 / precision + mean**2) - exact**2))
+    theta = found.client(client_id)["posterior"]["theta"]
+    assert abs(float(theta.mean()) - exact) < 4 * spread / np.sqrt(4000)
+    assert float(theta.std()) == pytest.approx(spread, rel=4 / np.sqrt(2 * 1000))
+
+
+def quiet(who: str) -> LocalInference:
+    """Nested Laplace that has no log factor at one client."""
+    inner = fedppl.NestedLaplace()
+    assert inner.factor is not None
+    answer = inner.factor
+
+    def factor(client: ClientView, points: Array, center: Array, share: float) -> Factor:
+        if client.client_id == who:
+            raise LocalFailure("out of order")
+        return answer(client, points, center, share)
+
+    return inner._replace(factor=factor)
+
+
+def test_who_does_not_answer_is_named_and_evidence_is_withheld() -> None:
+    model, clients = problems.schools()
+    silent = list(clients)[2]
+    with pytest.warns(fedppl.ConvergenceWarning, match=f"{silent}.*did not answer"):
+        found = fit(model, clients, fedppl.EP(local=quiet(silent)))
+    assert found.status is Status.STALLED
+    assert "corrected_mean" not in found.idata["fit"]
+    with pytest.raises(NotConvergedError, match="not to be trusted"):
+        _ = found.log_evidence
+
+
+def lost(share: float) -> LocalInference:
+    """Nested Laplace whose search fails at a share of the points."""
+    inner = fedppl.NestedLaplace()
+    assert inner.factor is not None
+    answer = inner.factor
+
+    def factor(client: ClientView, points: Array, center: Array, prior_share: float) -> Factor:
+        values, errors = answer(client, points, center, prior_share)
+        values = np.where(np.arange(len(values)) % round(1 / share) == 7, np.nan, values)
+        return Factor(values, errors)
+
+    return inner._replace(factor=factor)
+
+
+def test_few_points_without_a_value_do_no_harm_and_many_are_said() -> None:
+    model, clients = problems.schools()
+    few = fit(model, clients, fedppl.EP(local=lost(1 / 200)))
+    assert few.status is Status.CONVERGED
+    assert few.state.correction.found.lost == pytest.approx(1 / 200, rel=0.1)
+    with pytest.warns(fedppl.ConvergenceWarning, match="without a value"):
+        assert fit(model, clients, fedppl.EP(local=lost(1 / 20))).status is Status.STALLED
+
+
+def unsure(size: float) -> LocalInference:
+    """Nested Laplace that says that its log factors are uncertain along the first coordinate."""
+    inner = fedppl.NestedLaplace()
+    assert inner.factor is not None
+    answer = inner.factor
+
+    def factor(client: ClientView, points: Array, center: Array, share: float) -> Factor:
+        found = answer(client, points, center, share)
+        return found._replace(errors=size * (points[:, 0] - center[0]))
+
+    return inner._replace(factor=factor)
+
+
+def test_log_factors_that_are_not_known_well_enough_are_not_called_converged() -> None:
+    model, clients = problems.schools()
+    assert fit(model, clients, fedppl.EP(local=unsure(1e-4))).status is Status.CONVERGED
+    with pytest.warns(fedppl.ConvergenceWarning, match="uncertain"):
+        fit(model, clients, fedppl.EP(local=unsure(0.1)))
+
+
+def test_answers_are_gathered_over_rounds_where_few_are_asked() -> None:
+    model, clients = problems.schools()
+    all_at_once, few = fit(model, clients), fit(model, clients, participation=3, rounds=200)
+    assert few.status is Status.CONVERGED
+    last = [record for record in few.records if record.info["phase"] == "correction"]
+    assert len(last) > 3 and all(record.preliminary for record in last)
+    ours, theirs = (one.idata["fit"]["corrected_mean"].values for one in (few, all_at_once))
+    sd = np.sqrt(np.diag(all_at_once.idata["fit"]["corrected_covariance"].values))
+    assert np.abs((ours - theirs) / sd).max() < 0.05
+
+
+def test_a_correction_is_resumed_to_the_same_numbers(tmp_path: Any) -> None:
+    model, clients = problems.schools()
+    whole = fit(model, clients, participation=3, rounds=200)
+    first = next(r.number for r in whole.records if r.info["phase"] == "correction")
+    path = tmp_path / "run"
+
+    def stop(step: fedppl.Round) -> bool:
+        return step.number == first + 1
+
+    with pytest.warns(fedppl.ConvergenceWarning):
+        fit(model, clients, participation=3, rounds=200, checkpoint=path, callback=stop)
+    again = fit(model, clients, participation=3, rounds=200, checkpoint=path)
+    assert again.log_evidence == whole.log_evidence
+    assert len(again.records) == len(whole.records)
+
+
+def test_rounds_do_not_count_and_are_there_when_rounds_run_out_on_convergence() -> None:
+    model, clients = problems.schools()
+    plenty = fit(model, clients)
+    counted = sum(not record.preliminary for record in plenty.records)
+    assert fit(model, clients, rounds=counted).status is Status.CONVERGED
+
+
+def test_sites_are_not_asked_by_default_and_their_policy_decides(caplog: pytest.LogCaptureFixture) -> None:
+    model, clients = problems.schools()
+    lenient = {"rows": 0, "parameters_per_row": np.inf, "events": 0, "cavity": np.inf, "distance": np.inf}
+    plain = fit(model, clients, engine=fedppl.InProcess(policy=fedppl.Policy(**lenient)))
+    assert plain.status is Status.CONVERGED
+    assert all(record.info["phase"] != "correction" for record in plain.records)
+    asked = fedppl.EP(correction=fedppl.Correction())
+    allowing = fedppl.Policy(**lenient, correction=16 * 1024)
+    assert fit(model, clients, asked, engine=fedppl.InProcess(policy=allowing)).idata["fit"]["corrected_mean"].size == 2
+    with caplog.at_level(logging.WARNING), pytest.warns(fedppl.ConvergenceWarning, match="did not answer"):
+        fit(model, clients, asked, engine=fedppl.InProcess(policy=fedppl.Policy(**lenient)))
+    assert any("correction:" in record.getMessage() for record in caplog.records)
+
+
+def flat_local(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        mu = pm.Normal("mu", 0, 2)
+        theta = pm.Flat("theta")
+        pm.Normal("obs", pm.math.stack([mu + theta, theta]), 1, observed=y)
+    return model
+
+
+def test_improper_priors_have_no_evidence() -> None:
+    rng = np.random.default_rng(1)
+    found = fit(FederatedModel(flat_local, ["mu"]), {k: {"y": rng.normal(size=(9, 2))} for k in "abc"})
+    with pytest.raises(DeclarationError, match="normalising constant"):
+        _ = found.log_evidence
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"points": 100}, "points=100 must be a whole number, at least 128"),
+        ({"points": 1001}, "take 1008"),
+        ({"exchanges": 0}, "exchanges=0"),
+        ({"points": True}, "points=True"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: Any, told: str) -> None:
+    with pytest.raises(DeclarationError, match=told):
+        fedppl.Correction(**settings)
+
+
+@pytest.mark.parametrize("value", [True, "yes", 1024, fedppl.Correction])
+def test_what_is_no_correction_is_refused(value: Any) -> None:
+    with pytest.raises(DeclarationError, match="correction="):
+        fedppl.EP(correction=value)
+
+
+def test_a_local_inference_without_log_factors_cannot_be_corrected() -> None:
+    with pytest.raises(DeclarationError, match="NestedLaplace"):
+        fedppl.EP(local=fedppl.NUTS(), correction=fedppl.Correction())
+
+
+def fixed_tau(effect: Any, error: Any) -> pm.Model:
+    with pm.Model() as model:
+        effect, error = pm.Data("effect", effect), pm.Data("error", error)
+        mu = pm.Normal("mu", 0, 5)
+        theta = pm.Normal("theta", mu, 0.1)
+        pm.Normal("obs", theta, error, observed=effect)
+    return model
+
+
+def test_models_are_compared_by_their_evidence() -> None:
+    model, clients = problems.schools()
+    pooled = fit(FederatedModel(fixed_tau, ["mu"]), clients)
+    hierarchical = fit(model, clients)
+    y, s = (np.array([float(np.ravel(data[name])[0]) for data in clients.values()]) for name in ("effect", "error"))
+    exact = stats.multivariate_normal(np.zeros(8), np.diag(s**2 + 0.01) + 25.0).logpdf(y)
+    table = fedppl.compare({"hierarchical": hierarchical, "pooled": pooled})
+    assert table.loc["pooled", "log_evidence"] == pytest.approx(exact, abs=1e-6)
+    assert list(table["rank"]) == [0, 1] and table["probability"].sum() == pytest.approx(1)
+    assert table.loc["hierarchical", "probability"] / table.loc["pooled", "probability"] == pytest.approx(
+        np.exp(hierarchical.log_evidence.value - exact)
+    )
+
+
+def test_other_data_are_not_compared() -> None:
+    model, clients = normal_means(3)
+    ours = fit(model, clients)
+    fewer = fit(model, {k: v for k, v in list(clients.items())[:2]})
+    with pytest.raises(fedppl.DataError, match="not of the same clients"):
+        fedppl.compare({"a": ours, "b": fewer})
+    shorter = fit(model, {k: {"y": v["y"][:5]} for k, v in clients.items()})
+    with pytest.raises(fedppl.DataError, match="20 observations in fit"):
+        fedppl.compare({"a": ours, "b": shorter})
+    with pytest.raises(DeclarationError, match="two or more fits"):
+        fedppl.compare({"a": ours})
+
+
+def test_a_newcomer_is_weighed_by_its_own_data() -> None:
+    """A ninth school drawn from the corrected posterior of eight: by quadrature over the weighted points."""
+    model, clients = problems.schools()
+    found = fit(model, clients)
+    effect, error = 40.0, 8.0
+    state, names = found.state.correction.found, found.layout.labels
+    mu, tau = state.points[:, names.index("mu")], np.exp(state.points[:, names.index("tau_log__")])
+    weights = state.weights * stats.norm(mu, np.hypot(tau, error)).pdf(effect)
+    weights /= weights.sum()
+    precision = 1 / tau**2 + 1 / error**2
+    exact = float(weights @ ((mu / tau**2 + effect / error**2) / precision))
+    theta = found.new_client({"effect": np.array([effect]), "error": np.array([error])})["posterior"]["theta"]
+    assert_allclose(float(theta.mean()), exact, atol=4 * float(theta.std()) / np.sqrt(1 / np.sum(weights**2)))
