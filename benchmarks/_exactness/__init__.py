@@ -1,0 +1,1 @@
+"""Models whose posteriors EP's correction is held against."""

@@ -1,0 +1,143 @@
+"""EP with its correction against NUTS on all rows: twelve models of different kinds, and eight schools by quadrature.
+
+A client's posterior is declared once, and the same functions declare the pooled model that nutpie samples, so that the
+two differ in nothing but where the rows are. Compared are mean and sd of every shared variable on the unconstrained
+space, and of five clients' own variables: z = (ours − theirs) / their sd, r = our sd / theirs. EP alone stands beside.
+
+    python benchmarks/exactness.py
+    python benchmarks/exactness.py --models emax horseshoe --draws 20000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import arviz as az
+import numpy as np
+import pymc as pm
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import fedppl
+from benchmarks._exactness import eight_schools
+from benchmarks._exactness.models import PROBLEMS, Problem
+from fedppl.types import Array
+
+_ESS = 10_000  # of the reference
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the models, print a table and one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    names = [make.__name__ for make in PROBLEMS]
+    parser.add_argument("--models", nargs="+", choices=names, default=names)
+    parser.add_argument("--draws", type=int, default=10_000, help="of each of four chains of the reference")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(argv)
+    logging.getLogger("fedppl").setLevel(logging.ERROR)  # the table says what converged
+    warnings.simplefilter("ignore", fedppl.ConvergenceWarning)
+    rows = [_compared(make(), options.draws, options.seed) for make in PROBLEMS if make.__name__ in options.models]
+    print(json.dumps({"benchmark": "exactness", "eight_schools": eight_schools.compared(options.seed), "models": rows}))
+
+
+def _compared(problem: Problem, draws: int, seed: int) -> dict[str, Any]:
+    started = time.process_time()
+    declared = fedppl.FederatedModel(problem.builder(), problem.shared_names())
+    plain = fedppl.fit(declared, problem.clients, fedppl.EP(correction=None), progressbar=False, random_seed=seed)
+    between = time.process_time()
+    fit = fedppl.fit(declared, problem.clients, fedppl.EP(), progressbar=False, random_seed=seed)
+    seconds = time.process_time() - between
+    reference, quality = _reference(problem.pooled(), draws, seed)
+    labels = fit.layout.labels
+    theirs = np.concatenate([_flat(reference, name) for name in problem.unconstrained()], axis=1)
+    alone = plain.idata["fit"]
+    told = _told(alone["mean_vector"].values, alone["covariance_matrix"].values, theirs)
+    exact = fit.idata["fit"]
+    if "corrected_mean" in exact:
+        ours = _told(exact["corrected_mean"].values, exact["corrected_covariance"].values, theirs)
+    else:
+        ours = _told(exact["mean_vector"].values, exact["covariance_matrix"].values, theirs)
+    local = [_local(fit, reference, client_id, problem.local) for client_id in list(problem.clients)[:5]]
+    row = {
+        "model": problem.name,
+        "status": fit.status.value,
+        "shared": dict(zip(labels, ours, strict=True)),
+        "by_ep_alone": dict(zip(labels, told, strict=True)),
+        "max_z": max(abs(z) for z, _ in [*ours, *local]),
+        "r": [min(r for _, r in [*ours, *local]), max(r for _, r in [*ours, *local])],
+        "local": local,
+        "cpu_seconds": round(seconds, 2),
+        "cpu_seconds_with_compiling_and_ep": round(between - started, 2),
+        "reference": quality,
+        "message": fit.message,
+    }
+    ep = max(abs(z) for z, _ in told), min(r for _, r in told), max(r for _, r in told)
+    print(
+        f"{problem.name:22s} {fit.status.value:10s} |z| {row['max_z']:.3f} r {row['r'][0]:.3f} to {row['r'][1]:.3f}"
+        f" (EP alone {ep[0]:.3f}, {ep[1]:.3f} to {ep[2]:.3f})  {seconds:.1f} CPU-s  reference: {quality}",
+        flush=True,
+    )
+    return row
+
+
+def _reference(model: pm.Model, draws: int, seed: int) -> tuple[Any, dict[str, float]]:
+    """Draws of the pooled model, and how good they are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = pm.sample(
+            draws,
+            tune=2000,
+            chains=4,
+            cores=1,
+            nuts_sampler="nutpie",
+            random_seed=seed,
+            progressbar=False,
+            model=model,
+            target_accept=0.99,
+        )
+    posterior = found["posterior"]
+    names = [str(name) for name in posterior.data_vars if not str(name).startswith("site") and "corr" not in str(name)]
+    of = posterior[names]
+    squares = (of - of.mean()) ** 2
+    spread = [min(float(x.min()) for x in az.ess(part).values()) for part in (of, squares)]
+    rhat = max(float(x.max()) for x in az.rhat(of).values())
+    return posterior, {
+        "ess": round(spread[0]),
+        "ess_of_squares": round(spread[1]),
+        "r_hat": round(rhat, 4),
+        "divergences": int(found["sample_stats"]["diverging"].sum()),
+    }
+
+
+def _flat(posterior: Any, unconstrained: tuple[str, Any]) -> Array:
+    name, transform = unconstrained
+    values = np.asarray(posterior[name].values, dtype=float)
+    return np.asarray(transform(values.reshape(values.shape[0] * values.shape[1], -1)))
+
+
+def _told(mean: Array, covariance: Array, theirs: Array) -> list[tuple[float, float]]:
+    z = (mean - theirs.mean(axis=0)) / theirs.std(axis=0)
+    r = np.sqrt(np.diag(covariance)) / theirs.std(axis=0)
+    return [(round(float(a), 4), round(float(b), 4)) for a, b in zip(z, r, strict=True)]
+
+
+def _local(fit: Any, reference: Any, client_id: str, name: str) -> tuple[float, float]:
+    """The worst z and r of the entries of one client's variable."""
+    ours = np.asarray(fit.client(client_id)["posterior"][name].values)
+    theirs = np.asarray(reference[f"{client_id}_{name}"].values)
+    ours, theirs = (x.reshape(x.shape[0] * x.shape[1], -1) for x in (ours, theirs))
+    z = (ours.mean(axis=0) - theirs.mean(axis=0)) / theirs.std(axis=0)
+    r = ours.std(axis=0) / theirs.std(axis=0)
+    worst = int(np.argmax(np.abs(np.log(r))))
+    return round(float(z[np.argmax(np.abs(z))]), 4), round(float(r[worst]), 4)
+
+
+if __name__ == "__main__":
+    main()
