@@ -15,11 +15,12 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, gaussian, structure
-from fedppl.contracts import Algorithm, Failure, Received, Reply, Request
+from fedppl.contracts import Algorithm, Failure, Received, Reply, Request, always
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.model._template import compilations
 from fedppl.testing import normal_means
 from fedppl.types import Status
+from tests import skeleton
 from tests.support import problems
 
 QUICK = fedppl.NUTS(draws=60, tune=60, chains=1, rhat_limit=2.0, nuts_sampler="pymc")
@@ -531,3 +532,52 @@ def test_a_round_that_nobody_answers_leaves_what_was_said(tmp_path: Path) -> Non
     first, second = messages(2)
     assert "learning_rate=" in first
     assert [second, *messages(3)] == [first, first]
+
+
+# --- mistakes of who writes an algorithm ------------------------------------------------------------------------
+
+
+def run_skeleton(**changes: Any) -> fedppl.Fit:
+    model, clients = normal_means(3)
+    algorithm = skeleton.Newton()._replace(**changes)
+    return fedppl.fit(model, clients, algorithm, rounds=3, progressbar=False, random_seed=1)
+
+
+@problems.few_rounds
+def test_single_replies_cannot_be_read_where_sums_were_asked_for() -> None:
+    """What read them found none, and took the prior for the posterior."""
+    replies = skeleton.Newton().replies
+    with pytest.raises(DeclarationError, match="read received.total"):
+        run_skeleton(replies=replies._replace(summed=always))
+    with pytest.raises(DeclarationError, match="summed returned 'no'"):
+        run_skeleton(replies=replies._replace(summed=lambda state: "no"))
+
+
+@problems.few_rounds
+def test_what_a_client_writes_into_its_message_stays_with_it() -> None:
+    honest, algorithm = run_skeleton(), skeleton.Newton()
+
+    def scribble(client: Any, personal: Any, message: Any, rng: Any) -> Any:
+        update = algorithm.update_client(client, personal, message, rng)
+        for array in message.values():
+            array += 1e3
+        return update
+
+    scribbled = run_skeleton(update_client=scribble)
+    assert_array_equal(scribbled.posterior.linear, honest.posterior.linear)
+
+
+@problems.few_rounds
+@pytest.mark.parametrize("wrong", [None, {"linear": 1}, "info", 3])
+def test_one_clients_malformed_answer_is_its_own_failure(wrong: Any) -> None:
+    algorithm = skeleton.Newton()
+
+    def answer(client: Any, personal: Any, message: Any, rng: Any) -> Any:
+        update = algorithm.update_client(client, personal, message, rng)
+        if client.client_id != "client 1":
+            return update
+        return update._replace(info={"a": None}) if wrong == "info" else wrong
+
+    found = run_skeleton(update_client=answer)
+    assert set(found.records[0].failures) == {"client 1"}
+    assert found.records[0].bytes_up.keys() == {"client 0", "client 2"}

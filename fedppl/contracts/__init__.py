@@ -9,6 +9,7 @@ from fedppl.contracts.algorithm import (
     Disclosure,
     LogEvidence,
     Needs,
+    OnlySums,
     Point,
     Posterior,
     Received,

@@ -5,8 +5,8 @@ The state S of a server and the personal state P of a client belong to the algor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,16 +45,38 @@ def sum_replies(replies: Mapping[str, Message]) -> dict[str, NDArray[np.float64]
     return {name: np.asarray(sum(np.asarray(replies[k][name], dtype=float) for k in sorted(replies))) for name in names}
 
 
+class OnlySums(Mapping[str, Message]):
+    """Stands for single replies where an algorithm said that it needs their sum alone."""
+
+    def _refuse(self) -> NoReturn:
+        raise DeclarationError(
+            "this algorithm says that sums over clients are all it needs (Replies.summed), and reads single replies; "
+            "read received.total or received.sums(), or leave `summed` out."
+        )
+
+    def __getitem__(self, key: str) -> Message:
+        """Refuse."""
+        self._refuse()
+
+    def __iter__(self) -> Iterator[str]:
+        """Refuse."""
+        self._refuse()
+
+    def __len__(self) -> int:
+        """Refuse."""
+        self._refuse()
+
+
 class Received(NamedTuple):
     """What the server has of a round: each client's reply, or where sums do, their sum alone."""
 
-    each: Mapping[str, Message]  # by client id; empty where there is only the sum
+    each: Mapping[str, Message]  # by client id; an error to read where there is only the sum
     total: Message  # every array summed over the clients, in a fixed order; empty where each is given
     clients: int  # how many replied
 
     def sums(self) -> Message:
         """Every array summed over the clients, also where each reply is given."""
-        return self.total or sum_replies(self.each)
+        return self.total if isinstance(self.each, OnlySums) else sum_replies(self.each)
 
 
 class Report(NamedTuple):

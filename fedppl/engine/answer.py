@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -67,12 +68,18 @@ def _answered(
     algorithm: AnyAlgorithm, client: ClientView, personal: Any, request: Request
 ) -> tuple[Any, Reply | Failure]:
     update: ClientUpdate[Any] = ClientUpdate(personal, {})
+    # A copy: in one process the arrays are the server's own, and what a client writes into them is not.
+    message = {name: np.array(value) for name, value in request.message.items()}
     try:
         if request.report:
-            update = algorithm.update_client(client, personal, request.message, stream(request.seed))
+            update = algorithm.update_client(client, personal, message, stream(request.seed))
         elif algorithm.unreported is not None:
-            after, told = algorithm.unreported(client, personal, request.message, stream(request.seed))
+            after, told = algorithm.unreported(client, personal, message, stream(request.seed))
             update = ClientUpdate(after, {}, told)
+        if not isinstance(update, ClientUpdate) or not isinstance(update.info, Mapping):
+            raise LocalFailure(f"{algorithm.name}: the client's part returned {_kind(update)}, expected a ClientUpdate")
+        numbers = {key: float(value) for key, value in update.info.items() if key != "reason"}
+        reason = str(update.info.get("reason", ""))
     except LocalFailure as failure:
         return personal, Failure(request.client_id, request.nonce, str(failure))
     except Exception as error:  # one client's trouble, whatever it is, must not end the others' run
@@ -80,7 +87,12 @@ def _answered(
         level = logging.DEBUG if numerical else logging.ERROR  # the rest is a mistake in somebody's code
         logger.log(level, "client %s failed", request.client_id, exc_info=True, extra={"client": request.client_id})
         return personal, Failure(request.client_id, request.nonce, type(error).__name__, private=str(error))
-    numbers = {key: float(value) for key, value in update.info.items() if key != "reason"}
-    reason = str(update.info.get("reason", ""))
     reply = Reply(request.client_id, request.nonce, client.layout.fingerprint, update.reply, numbers, reason)
     return update.personal, reply
+
+
+def _kind(update: Any) -> str:
+    """What came in the place of a ClientUpdate."""
+    if isinstance(update, ClientUpdate):
+        return f"a ClientUpdate whose info is of type {type(update.info).__name__}"
+    return f"an object of type {type(update).__name__}"

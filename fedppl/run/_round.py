@@ -10,6 +10,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from fedppl import settings
 from fedppl.contracts import Reply, Request
 from fedppl.numerics.streams import stream
 from fedppl.results import fallbacks
@@ -92,7 +95,12 @@ def one_round(run: Run) -> Round:
     _log(number, failures, run.said)
     fallbacks.log(number, infos, fallbacks.fallen(run.infos))
     together = run.algorithm.replies.summed(run.state)
-    run.state, report = run.algorithm.update_server(run.state, received(replies, summed=together))
+    if not isinstance(together, bool | np.bool_):
+        raise DeclarationError(
+            f"{run.algorithm.name}: Replies.summed returned {settings.shown(together)} in round {number}; return True "
+            "where sums over clients are all that the server needs, else False."
+        )
+    run.state, report = run.algorithm.update_server(run.state, received(replies, summed=bool(together)))
     record = Record(
         number=number,
         asked=tuple(asked),

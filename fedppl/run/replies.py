@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.contracts import Failure, Received, Reply, Request, sum_replies
+from fedppl.contracts import Failure, OnlySums, Received, Reply, Request, sum_replies
 from fedppl.types import Layout, Message
 
 # Of a reason that came from elsewhere, so that nobody can flood a log or forge its lines.
@@ -104,7 +104,9 @@ def released(replies: Mapping[str, Message], infos: Mapping[str, Mapping[str, fl
 def received(replies: Mapping[str, Message], *, summed: bool) -> Received:
     """What the server is given of a round: every reply, or the sum of all.
 
-    >>> received({"a": {"weight": np.array(2.0)}}, summed=True).each
-    {}
+    >>> received({"a": {"weight": np.array(2.0)}}, summed=True).sums()
+    {'weight': array(2.)}
     """
-    return Received({}, sum_replies(replies), len(replies)) if summed else Received(dict(replies), {}, len(replies))
+    if summed:
+        return Received(OnlySums(), sum_replies(replies), len(replies))
+    return Received(dict(replies), {}, len(replies))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from scipy.linalg import block_diag
 
-from fedppl.contracts import Received, Report, Result
+from fedppl.contracts import OnlySums, Received, Report, Result
 from fedppl.contracts.algorithm import DrawFn
 from fedppl.coregional.adam import Adam, flatten, unflatten
 from fedppl.coregional.algorithms._common import (
@@ -152,7 +152,9 @@ def update_server(
     if not received.clients:
         return state, Report(info(np.nan, state))
     rows = state.rows.copy()
-    for client_id, reply in received.each.items():  # sums alone come only once all are known
+    # sums alone come only once all are known
+    each = {} if isinstance(received.each, OnlySums) else received.each
+    for client_id, reply in each.items():
         rows[state.where[client_id]] = float(reply["rows"])
     if state.number == 0:
         x = flatten(shared_of(state)._replace(kernel=median_kernel(received.each)))
