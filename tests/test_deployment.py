@@ -121,13 +121,14 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 @pytest.fixture(scope="module")
 def reference(deployment: Deployment) -> fedppl.Fit:
-    """The same declaration, data and seed with the embedded engine."""
+    """The same declaration, data and seed with the embedded engine, whose clients keep to a policy as sites do."""
     spec = importlib.util.spec_from_file_location("clinics_declaration", APP / "clinics" / "declaration.py")
     assert spec is not None and spec.loader is not None
     declaration = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(declaration)
     data = {name: declaration.load_csv(deployment.work / "data" / f"{name}.csv") for name in SITES}
-    return fedppl.fit(declaration.MODEL, data, declaration.ALGORITHM, random_seed=1, progressbar=False)
+    engine = fedppl.InProcess(policy=fedppl.policy.NO_RULES)
+    return fedppl.fit(declaration.MODEL, data, declaration.ALGORITHM, engine=engine, random_seed=1, progressbar=False)
 
 
 def posterior(results: Path) -> tuple[dict[str, Any], Gaussian]:

@@ -64,7 +64,8 @@ def fit(
 @pytest.mark.parametrize("problem", [normal_means, problems.regression, problems.noise])
 def test_equal_seeds_give_the_embedded_engines_numbers(problem: Callable[[], Any]) -> None:
     model, clients = problem()
-    here = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
+    # sites are not asked for a correction by themselves
+    here = fedppl.fit(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=1)
     there = fit(FakeGrid(nodes_of(model, clients)), model, len(clients))
     assert there.status is here.status
     assert there.client_ids == tuple(sorted(clients))
@@ -77,6 +78,17 @@ def test_equal_seeds_give_the_embedded_engines_numbers(problem: Callable[[], Any
     assert there.idata["posterior"]["mu" if "mu" in model.shared else model.shared[0]].dims == (
         here.idata["posterior"]["mu" if "mu" in model.shared else model.shared[0]].dims
     )
+
+
+def test_sites_that_allow_it_answer_for_a_correction_as_clients_here_do() -> None:
+    model, clients = problems.noise()
+    algorithm = fedppl.EP(correction=fedppl.Correction())
+    here = fedppl.fit(model, clients, algorithm, progressbar=False, random_seed=1)
+    there = fit(FakeGrid(nodes_of(model, clients, algorithm=algorithm)), model, len(clients), algorithm)
+    assert there.status is here.status is Status.CONVERGED
+    assert there.log_evidence == pytest.approx(here.log_evidence, rel=1e-8)
+    for name in here.idata["posterior"].data_vars:
+        assert_allclose(there.idata["posterior"][name], here.idata["posterior"][name], rtol=1e-6, atol=1e-9)
 
 
 @problems.few_rounds
@@ -113,7 +125,8 @@ def test_a_site_known_by_its_authenticated_name_draws_the_same_points(problem: C
 @problems.few_rounds
 def test_the_same_clients_are_asked_whatever_order_they_enrol_in() -> None:
     model, clients = normal_means(5)
-    here = fedppl.fit(model, clients, fedppl.EP(), participation=2, rounds=4, progressbar=False, random_seed=1)
+    algorithm = fedppl.EP(correction=None)
+    here = fedppl.fit(model, clients, algorithm, participation=2, rounds=4, progressbar=False, random_seed=1)
     turned = dict(reversed(nodes_of(model, clients).items()))
     there = fit(FakeGrid(turned), model, 5, participation=2, rounds=4)
     assert [set(r.asked) for r in here.records] == [set(r.asked) for r in there.records]

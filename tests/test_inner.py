@@ -144,10 +144,10 @@ def test_what_is_half_trusted_counts_by_half() -> None:
 def test_trust_follows_what_weights_have_left_or_what_lies_at_the_edge(
     size: int, least: float, beyond: float, trust: float | None
 ) -> None:
-    def batch(nodes: Array, log_weights: Array, outer: Array, bound: float) -> tuple[int, Array, Array, Array]:
+    def batch(nodes: Array, log_weights: Array, outer: Array, bound: float) -> tuple[int, Array, Array, Array, Array]:
         assert outer.sum() == (24 if size == 2 else 0)
         below = np.where(np.array([0.9, least]) < bound, np.nan, 1.0)
-        return 0, below, np.array([0.9, least]), np.array([0.01, beyond])
+        return 0, below, below, np.array([0.9, least]), np.array([0.01, beyond])
 
     known = _inner.differences(batch, size, 0)
     assert known is None if trust is None else known is not None and known[1] == pytest.approx(trust)
@@ -171,8 +171,13 @@ def test_a_fit_says_whose_integrals_are_not_known() -> None:
     """Thirty local coordinates of two equal binary rows each: importance weights have nothing left."""
     rng = np.random.default_rng(3)
     clients = {str(k): {"y": np.repeat(rng.integers(0, 2, (1, 30)), 2, axis=0)} for k in range(3)}
-    fit = fedppl.fit(FederatedModel(of_size(30), ["mu", "tau"]), clients, fedppl.EP(), progressbar=False, random_seed=0)
+    model = FederatedModel(of_size(30), ["mu", "tau"])
+    fit = fedppl.fit(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=0)
     assert {info["inner_trust"] < 1.0 for info in fit.records[-1].infos.values()} == {True}
+    assert "local=fedppl.NUTS()" in fit.message
+    with pytest.warns(fedppl.ConvergenceWarning, match="uncertain"):  # looked into, it is too much
+        fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=0)
+    assert fit.status is fedppl.Status.STALLED
     assert "local=fedppl.NUTS()" in fit.message
 
 

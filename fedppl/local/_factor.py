@@ -10,7 +10,6 @@ no moment; what of it is not constant shows in two halves of the nodes.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +17,14 @@ from scipy.interpolate import RBFInterpolator
 
 from fedppl.contracts import ClientView, Factor
 from fedppl.local import _marginal
-from fedppl.local._inner import rule
 from fedppl.local._no_mode import no_mode
 from fedppl.numerics import student
 from fedppl.numerics.importance import stream_of
-from fedppl.numerics.marginal import _marginal_near, _origin, _third, site_batch
-from fedppl.numerics.newton import DATA, KERNEL, MATRIX, OK, VECTOR, entry
+from fedppl.numerics.integral import SIZES, Rule, by_grid, integral_batch
+from fedppl.numerics.marginal import site_batch
+from fedppl.numerics.newton import OK
 from fedppl.types import Array, LocalFailure, Rng
 
-_BY_GRID = 3  # local coordinates up to which there is a grid
 _NODES = (8, 32, 128)  # of a scramble; more where the halves disagree
 _AGREE = 0.01  # sd over points of what the halves differ by, in log units, with which more nodes are not needed
 _SOME = 128  # points at which θ is integrated first
@@ -35,70 +33,13 @@ _CANDIDATES, _TIMES = 8, 5  # of θ for each draw, half of them normal and half 
 _AT_ONCE = 2**22  # numbers in the factors that are held at a time
 
 
-class _Rule(NamedTuple):
-    nodes: Array  # (L, d)
-    log_weights: Array  # (L,)
-    half: Array  # (L,) 1 for nodes of the first half, or outermost ones of a grid, else 0
-
-
-def _student_rule(size: int, count: int, stream: int) -> _Rule:
+def _student_rule(size: int, count: int, stream: int) -> Rule:
     """Nodes of a t, with weights for integrals over a standard normal; scrambles make the halves."""
     nodes = student.standard_points(size, count, stream)
     eye = np.eye(size)
     log_normal = -0.5 * np.sum(nodes**2, axis=1) - 0.5 * size * np.log(2 * np.pi)
     log_weights = log_normal - student.log_density(nodes, eye) - np.log(len(nodes))
-    return _Rule(nodes.copy(), log_weights, (np.arange(len(nodes)) < len(nodes) // 2).astype(float))
-
-
-@entry(KERNEL, MATRIX, VECTOR, VECTOR, DATA, MATRIX, VECTOR, VECTOR)
-def integral_batch(
-    kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, nodes: Any, log_weights: Any, half: Any
-) -> tuple[int, Array, Array]:
-    """log ∫ p(y, θ | φ) dθ at every row of draws (S, m), by way of an expansion at φ, as in `marginal_batch`.
-
-    Returns (status of the search at φ, log f (S,), share of the integral that the nodes of a half have (S,)); NaN where
-    there is no mode.
-    """
-    count, m = draws.shape
-    d = theta.shape[0]
-    totals, shares = np.full(count, np.nan), np.zeros(count)
-    status, origin, output, slope, center, _, scale = _origin(kernel, phi, theta, data)
-    if status != OK:
-        return status, totals, shares
-    third = np.zeros(m + d)
-    _third(kernel, origin, m, output, center, data, third)
-    x, A, factor, mode = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d)), np.zeros(d)
-    terms = np.zeros(len(nodes))
-    for s in range(count):
-        x[:m] = draws[s]
-        there, laplace = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
-        if there != OK or not np.isfinite(laplace):
-            continue
-        mode[:] = x[m:]
-        constant = 0.5 * d * np.log(2.0 * np.pi)
-        for i in range(d):
-            constant -= np.log(factor[i, i])
-        for node in range(len(nodes)):
-            squared = 0.0
-            for i in range(d - 1, -1, -1):  # θ = mode + L⁻ᵀ z
-                total = nodes[node, i]
-                squared += total**2
-                for j in range(i + 1, d):
-                    total -= factor[j, i] * (x[m + j] - mode[j])
-                x[m + i] = mode[i] + total / factor[i, i]
-            terms[node] = kernel(x, *data)[0] + 0.5 * squared + constant + log_weights[node]
-            if not terms[node] < np.inf:  # NaN: no density there
-                terms[node] = -np.inf
-        largest = terms.max()
-        if np.isfinite(largest):
-            total, first = 0.0, 0.0
-            for node in range(len(nodes)):
-                weight = np.exp(terms[node] - largest)
-                total += weight
-                first += weight * half[node]
-            totals[s] = largest + np.log(total)
-            shares[s] = first / total
-    return OK, totals, shares
+    return Rule(nodes.copy(), log_weights, (np.arange(len(nodes)) < len(nodes) // 2).astype(float))
 
 
 def factor(client: ClientView, points: Array, center: Array, prior_share: float) -> Factor:
@@ -124,9 +65,9 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
 
 def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array, Array]:
     """log f_k by a grid of nodes or by sampled ones, and what is not known of how it varies."""
-    if client.local_size > _BY_GRID:
+    if client.local_size not in SIZES:
         return _sampled(client, points, center)
-    values, outermost = _integrals(client, points, center, _Rule(*rule(client.local_size, 0)))
+    values, outermost = _integrals(client, points, center, by_grid(client.local_size))
     told = np.isfinite(values)
     # what a grid misses is at most of the order of what its rim has
     return values, np.where(told, outermost - (np.median(outermost[told]) if np.any(told) else 0.0), 0.0)
@@ -172,9 +113,9 @@ def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, A
     return values, differ
 
 
-def _integrals(client: ClientView, points: Array, center: Array, nodes: _Rule) -> tuple[Array, Array]:
-    status, values, shares = integral_batch(
-        client.kernel, points, center, client.view(_marginal._start), client.data, *nodes
+def _integrals(client: ClientView, points: Array, center: Array, nodes: Rule) -> tuple[Array, Array]:
+    status, values, _, _, shares = integral_batch(
+        client.kernel, points, center, client.view(_marginal._start), client.data, *nodes, 0.0
     )
     if status != OK:
         raise LocalFailure(no_mode(client, center))

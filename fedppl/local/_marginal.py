@@ -12,6 +12,7 @@ from fedppl.local import _inner
 from fedppl.local._inner import LeftOut
 from fedppl.local._no_mode import no_mode
 from fedppl.numerics.importance import has_enough_points, stream_of, whitened_points
+from fedppl.numerics.integral import integral_batch
 from fedppl.numerics.marginal import expand_marginal, gradient_batch, inner_mode_at, marginal_batch
 from fedppl.numerics.newton import OK
 from fedppl.types import Array, LocalFailure
@@ -93,7 +94,7 @@ def expand(client: ClientView, point: Array, prior_share: float) -> Expansion:
 def difference(client: ClientView, points: Array, center: Array) -> tuple[Array, float] | None:
     """What Laplace over θ leaves out of log f_k at points (S, m), and how far to trust it; None where it is unknown."""
     batch = functools.partial(
-        _inner.difference_batch, client.kernel, np.ascontiguousarray(points), center, client.view(_start), client.data
+        integral_batch, client.kernel, np.ascontiguousarray(points), center, client.view(_start), client.data
     )
     return _inner.differences(batch, client.local_size, stream_of(client.client_id))
 

@@ -1,0 +1,99 @@
+r"""The integral of a client over its local vector θ, at points of φ, by nodes about the mode of θ.
+
+.. math:: f_k(\varphi) = \int p(y_k, \theta \mid \varphi)\, d\theta
+
+A node z stands for θ = mode + L⁻ᵀ z, where L Lᵀ is the curvature at the mode: nodes are those of a rule for integrals
+over a standard normal, and f_k of Laplace's approximation is what a single node at 0 gives.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+
+from fedppl.numerics.importance import whitened_points
+from fedppl.numerics.marginal import _marginal_near, _origin, _third
+from fedppl.numerics.newton import DATA, KERNEL, MATRIX, OK, VECTOR, entry
+from fedppl.types import Array
+
+SIZES = {1: 9, 2: 7, 3: 5}  # nodes of each coordinate in a grid, by the number of coordinates
+
+
+class Rule(NamedTuple):
+    """A rule for integrals over a standard normal."""
+
+    nodes: Array  # (L, d)
+    log_weights: Array  # (L,)
+    marked: Array  # (L,) 1 for nodes whose share of the integral is asked for, else 0
+
+
+def by_points(size: int, count: int, stream: int) -> Rule:
+    """Quasi-random points of a stream."""
+    points = whitened_points(size, count, stream).copy()
+    return Rule(points, np.full(len(points), -np.log(len(points))), np.zeros(len(points)))
+
+
+@functools.cache
+def by_grid(size: int) -> Rule:
+    """Gauss-Hermite nodes, of which the outermost are marked."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(SIZES[size])
+    logs = np.log(weights / weights.sum())
+    grid = np.array(list(itertools.product(nodes, repeat=size)))
+    outer = (np.abs(grid).max(axis=1) > nodes.max() - 1e-9).astype(float)
+    return Rule(grid, np.array([sum(term) for term in itertools.product(logs, repeat=size)]), outer)
+
+
+@entry(KERNEL, MATRIX, VECTOR, VECTOR, DATA, MATRIX, VECTOR, VECTOR, types.float64)
+def integral_batch(
+    kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, nodes: Any, log_weights: Any, marked: Any, least: Any
+) -> tuple[int, Array, Array, Array, Array]:
+    """log f_k at every row of draws (S, m), by way of an expansion at φ, as in `marginal_batch`.
+
+    Returns (status of the search at φ, log f_k (S,), the same less that of Laplace's approximation (S,), relative ESS
+    of the terms (S,), share of the marked nodes (S,)); NaN where there is no mode, and from the first point on that has
+    less ESS than `least`.
+    """
+    count, m = draws.shape
+    d = theta.shape[0]
+    totals, differences = np.full(count, np.nan), np.full(count, np.nan)
+    relative, shares = np.zeros(count), np.zeros(count)
+    status, origin, output, slope, center, _, scale = _origin(kernel, phi, theta, data)
+    if status != OK:
+        return status, totals, differences, relative, shares
+    third = np.zeros(m + d)
+    _third(kernel, origin, m, output, center, data, third)
+    x, A, factor, mode = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d)), np.zeros(d)
+    terms = np.zeros(len(nodes))
+    for s in range(count):
+        x[:m] = draws[s]
+        there, laplace = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
+        if there != OK or not np.isfinite(laplace):
+            continue
+        mode[:] = x[m:]
+        constant = 0.5 * d * np.log(2.0 * np.pi)
+        for i in range(d):
+            constant -= np.log(factor[i, i])
+        for node in range(len(nodes)):
+            squared = 0.0
+            for i in range(d - 1, -1, -1):  # θ = mode + L⁻ᵀ z
+                total = nodes[node, i]
+                squared += total**2
+                for j in range(i + 1, d):
+                    total -= factor[j, i] * (x[m + j] - mode[j])
+                x[m + i] = mode[i] + total / factor[i, i]
+            terms[node] = kernel(x, *data)[0] + 0.5 * squared + constant + log_weights[node]
+            if not terms[node] < np.inf:  # NaN: no density there
+                terms[node] = -np.inf
+        largest = terms.max()
+        if np.isfinite(largest):
+            total = largest + np.log(np.sum(np.exp(terms - largest)))
+            relative[s] = 1.0 / np.sum(np.exp(2.0 * (terms - total))) / len(nodes)
+            shares[s] = np.sum(np.exp(terms - total) * marked)
+            if relative[s] < least:
+                break
+            totals[s], differences[s] = total, total - laplace
+    return OK, totals, differences, relative, shares
