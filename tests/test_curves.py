@@ -353,3 +353,17 @@ def test_a_fit_of_another_kind_has_no_curves() -> None:
 def test_coefficients_of_nobody_are_refused() -> None:
     with pytest.raises(DeclarationError, match="no client in this process"):
         curves.coefficients(fitted(), [])
+
+
+@pytest.mark.parametrize(
+    ("clients", "message"),
+    [
+        ("ab", "clients='ab' must be a list of ids: ['ab']"),
+        (3, "clients=3 must be a list of ids"),
+        ([3], "clients=[3] must be a list of ids"),
+    ],
+)
+def test_clients_are_a_list_of_ids(clients: Any, message: str) -> None:
+    """Letters of a text may be clients too."""
+    with pytest.raises(DeclarationError, match=re.escape(message)):
+        curves.coefficients(fitted(), clients)
