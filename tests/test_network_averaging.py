@@ -226,6 +226,12 @@ def test_a_normal_likelihood_gives_intervals(rng: np.random.Generator) -> None:
         ("device 0", {"X": np.ones((0, 3))}, {}, "give them at least one row"),
         ("device 0", {"X": [["a", "b", "c"]]}, {}, "dtype <U1; pass real numbers"),
         ("device 0", {"X": np.ones((2, 3)) * 1j}, {}, "dtype complex128; pass real numbers"),
+        (
+            "device 0",
+            {"X": np.ma.array(np.ones((2, 3)), mask=[[True, False, False]] * 2)},
+            {},
+            "'X' have masked values",
+        ),
         ("device 0", np.ones((2, 3)), {}, "new inputs are ndarray; pass a mapping"),
         ("device 0", {"X": np.ones((2, 3))}, {"probability": "a"}, "probability='a' must lie"),
         ("device 0", {"X": np.ones((2, 3))}, {"link": "logit"}, "link='logit' must be"),

@@ -22,7 +22,7 @@ from fedppl.coregional.reading import final_message, ids_of, settled_for
 from fedppl.coregional.result import SELECTED, predictive, unpack
 from fedppl.coregional.view import unit_of
 from fedppl.results.fit import Fit
-from fedppl.settings import between
+from fedppl.settings import between, flag
 from fedppl.types import DeclarationError
 
 __all__ = ["Ascent", "Averaging", "BlockAscent", "Gradient", "coefficients", "latent_curves", "predict", "selection"]
@@ -94,7 +94,7 @@ def predict(
     ----------
     .. [1] Gao and Chung, sections 4.3 and 4.4, eqs. 17 to 20.
     """
-    probability = between("probability", probability, 0, 1)
+    probability, fixed = between("probability", probability, 0, 1), flag("fixed", fixed)
     view, own, fitted = settled_for(fit, unit, latents, fixed=fixed)
     mean, variance = predictive(view.at(fitted.shared.kernel, inputs), fitted, own)
     sd = np.sqrt(variance + np.exp(2 * own.log_noise_sd))
