@@ -376,3 +376,14 @@ def test_clients_are_a_list_of_ids(clients: Any, message: str) -> None:
     """Letters of a text may be clients too."""
     with pytest.raises(DeclarationError, match=re.escape(message)):
         curves.coefficients(fitted(), clients)
+
+
+def test_what_is_no_fit_has_no_curves() -> None:
+    for read in (
+        lambda: curves.predict(None, "unit 0", {"X": NEW}),  # type: ignore[arg-type]
+        lambda: curves.selection(None),  # type: ignore[arg-type]
+        lambda: curves.coefficients(None),  # type: ignore[arg-type]
+        lambda: curves.latent_curves(None, {"X": NEW}),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(DeclarationError, match="fit is NoneType; pass the fit"):
+            read()

@@ -18,7 +18,7 @@ from fedppl.coregional.algorithms.averaging import Averaging
 from fedppl.coregional.algorithms.block_ascent import BlockAscent
 from fedppl.coregional.algorithms.gradient import Gradient
 from fedppl.coregional.bound import curves
-from fedppl.coregional.reading import final_message, ids_of, settled_for
+from fedppl.coregional.reading import final_message, ids_of, require_fit, settled_for
 from fedppl.coregional.result import SELECTED, predictive, unpack
 from fedppl.coregional.view import unit_of
 from fedppl.results.fit import Fit
@@ -95,6 +95,7 @@ def predict(
     .. [1] Gao and Chung, sections 4.3 and 4.4, eqs. 17 to 20.
     """
     probability, fixed = between("probability", probability, 0, 1), flag("fixed", fixed)
+    require_fit(fit)
     view, own, fitted = settled_for(fit, unit, latents, fixed=fixed)
     mean, variance = predictive(view.at(fitted.shared.kernel, inputs), fitted, own)
     sd = np.sqrt(variance + np.exp(2 * own.log_noise_sd))
@@ -130,6 +131,7 @@ def selection(fit: Fit) -> xr.Dataset:
     >>> fedppl.curves.selection(fit)["selected"].dims
     ('latent',)
     """
+    require_fit(fit)
     fitted, shared = unpack(final_message(fit, fit.client_ids[0])), fit.algorithm.result.shared
     phi = shared.draw(fit.state, 1, np.random.default_rng(0)) if isinstance(shared, Sampler) else np.zeros((1, 0))
     known = {name: value[0] for name, value in fit.reader.constrain(phi).items() if name not in ("v", "included")}
@@ -168,6 +170,7 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     >>> fedppl.curves.coefficients(fit)["mean"].dims
     ('client', 'latent')
     """
+    require_fit(fit)
     names = list(fit.clients) if clients is None else ids_of(clients)
     found = [settled_for(fit, name) for name in names]
     if not found:
@@ -210,6 +213,7 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     >>> fedppl.curves.latent_curves(fit, {"X": [0.0, 0.5]})["mean"].dims
     ('latent', 'row')
     """
+    require_fit(fit)
     if not fit.clients:
         raise DeclarationError("there is no client in this process whose model could evaluate the kernels.")
     shared = unpack(final_message(fit, fit.client_ids[0])).shared

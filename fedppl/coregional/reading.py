@@ -13,6 +13,12 @@ from fedppl.settings import shown
 from fedppl.types import DataError, DeclarationError
 
 
+def require_fit(fit: Any) -> None:
+    """Refuse what is no fit."""
+    if not isinstance(fit, Fit):
+        raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit of a linear model of coregionalisation.")
+
+
 def ids_of(clients: Any) -> list[str]:
     """Ids of clients from the keyword; a text would be read letter by letter, and letters may be clients too."""
     if isinstance(clients, str):

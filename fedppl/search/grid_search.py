@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import warnings
@@ -19,7 +20,7 @@ from fedppl.results.fit import Fit
 from fedppl.run._start import seed_of
 from fedppl.run.loop import fit
 from fedppl.run.participation import Participation
-from fedppl.search.loss import Clients, Loss, validation_loss
+from fedppl.search.loss import Clients, Loss, require_loss, validation_loss
 from fedppl.settings import shown
 from fedppl.types import ConvergenceWarning, DeclarationError, LocalFailure, NotConvergedError, Status
 
@@ -88,6 +89,7 @@ def grid(build: Callable[..., AnyAlgorithm], **values: Sequence[Any]) -> dict[st
     for name, choices in values.items():
         if isinstance(choices, str) or not isinstance(choices, Sequence | np.ndarray) or len(choices) == 0:
             raise DeclarationError(f"{name}={choices!r} is no list of values; pass one or more, as in {name}=[...].")
+    _require_keywords(build, values)
     candidates: dict[str, AnyAlgorithm] = {}
     for combination in itertools.product(*values.values()):
         settings = {
@@ -168,8 +170,7 @@ def grid_search(
     """
     if not algorithms or not isinstance(algorithms, Mapping):
         raise DeclarationError("no candidates: pass a mapping from name to algorithm, such as fedppl.grid(...).")
-    if loss is not None and not callable(loss):
-        raise DeclarationError(f"loss={loss!r} is not a function; pass one of (posterior, data) that sums over rows.")
+    require_loss(loss)
     for what, data in (("clients", clients), ("validation", validation)):
         if not isinstance(data, Mapping):
             raise DeclarationError(f"{what} is {type(data).__name__}; pass a mapping from client id to its data.")
@@ -213,6 +214,21 @@ def grid_search(
         warnings.warn(ConvergenceWarning(told, best[2]), stacklevel=2)
     frame = pd.DataFrame.from_dict(table, orient="index", columns=["loss", "status", "rounds", "seconds", "message"])
     return Search(frame.rename_axis("candidate"), best[1], best[2], algorithms[best[1]])
+
+
+def _require_keywords(build: Callable[..., AnyAlgorithm], values: Mapping[str, Any]) -> None:
+    """Refuse settings that a function does not have, and too few of them, where its signature can be read."""
+    try:
+        signature = inspect.signature(build)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**values)
+    except TypeError as error:
+        raise DeclarationError(
+            f"{shown(build)} cannot be called with the settings {list(values)}: {error}; it takes "
+            f"{', '.join(signature.parameters)}. Fix what is common by functools.partial."
+        ) from error
 
 
 def _judged(fitted: Fit, validation: Clients, loss: Loss | None) -> tuple[float, str]:

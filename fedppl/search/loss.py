@@ -15,7 +15,7 @@ from fedppl.model.client import ClientModel
 from fedppl.numerics.streams import stream
 from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit
-from fedppl.settings import whole
+from fedppl.settings import shown, takes, whole
 from fedppl.types import DataError, DeclarationError, Message
 
 Clients = Mapping[str, Mapping[str, Any]]
@@ -86,6 +86,9 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     loss: raise `draws`. A loss of one client's rows is not private; only among the sum of many is it hidden. Clients
     that an engine ran elsewhere keep their personal states there, and here their draws do without.
     """
+    if not isinstance(fit, Fit):
+        raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit first, then the validation data.")
+    require_loss(loss)
     if not validation or not isinstance(validation, Mapping):
         raise DataError("no validation data: pass a mapping from client id to that client's held-out data.")
     draws = whole("draws", draws)
@@ -106,6 +109,14 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
         losses[client_id] = {"total": np.array(value), "rows": np.array(float(rows))}
     total = sum_replies(losses)
     return ValidationLoss(float(total["total"]), int(total["rows"]))
+
+
+def require_loss(loss: Any) -> None:
+    """Refuse a `loss` that is no function of a posterior and data."""
+    if loss is not None and not (callable(loss) and takes(loss, 2)):
+        raise DeclarationError(
+            f"loss={shown(loss)} is not a function of (posterior, data); pass one that is, and that sums over rows."
+        )
 
 
 def _client_loss(
