@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -291,6 +292,22 @@ def test_what_does_not_belong_together_is_refused() -> None:
             r"keys \['X'\], training data \['X', 'y'\]",
         ),
         ({"algorithms": {}}, "no candidates"),
+    ):
+        with pytest.raises((DataError, DeclarationError), match=message):
+            search(**({"algorithms": {"one": FAST()}, "rounds": 1} | settings))  # type: ignore[arg-type]
+
+
+def test_everything_is_refused_before_the_first_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module of `grid_search` is hidden by the function of its name."""
+    module = importlib.import_module("fedppl.search.grid_search")
+    monkeypatch.setattr(module, "fit", lambda *given, **settings: pytest.fail("a candidate was fitted"))
+    _, _, validation = split()
+    for settings, message in (
+        ({"algorithms": {"one": FAST(), "two": fedppl.FedAvg}}, "candidate 'two': algorithm=fedppl.FedAvg is no algo"),
+        ({"algorithms": {"one": FAST(), "two": fedppl.curves.Ascent()}}, "candidate 'two': "),
+        ({"loss": lambda posterior: 0.0}, "loss=.* is not a function of .posterior, data"),
+        ({"validation": {**validation, "clinic 0": {"X": np.ones((2, 2))}}}, "validation data have keys"),
+        ({"validation": {**validation, "clinic 0": {"X": np.ones((2, 9)), "y": np.ones(2)}}}, "'clinic 0'"),
     ):
         with pytest.raises((DataError, DeclarationError), match=message):
             search(**({"algorithms": {"one": FAST()}, "rounds": 1} | settings))  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 import warnings
@@ -20,6 +19,7 @@ from fedppl.results.fit import Fit
 from fedppl.run._start import seed_of
 from fedppl.run.loop import fit
 from fedppl.run.participation import Participation
+from fedppl.search.before import named, require_keywords, require_usable
 from fedppl.search.loss import Clients, Loss, require_loss, validation_loss
 from fedppl.settings import shown
 from fedppl.types import ConvergenceWarning, DeclarationError, LocalFailure, NotConvergedError, Status
@@ -89,7 +89,7 @@ def grid(build: Callable[..., AnyAlgorithm], **values: Sequence[Any]) -> dict[st
     for name, choices in values.items():
         if isinstance(choices, str) or not isinstance(choices, Sequence | np.ndarray) or len(choices) == 0:
             raise DeclarationError(f"{name}={choices!r} is no list of values; pass one or more, as in {name}=[...].")
-    _require_keywords(build, values)
+    require_keywords(build, values)
     candidates: dict[str, AnyAlgorithm] = {}
     for combination in itertools.product(*values.values()):
         settings = {
@@ -182,25 +182,21 @@ def grid_search(
             f"{without[:5]} take part and have none. Split with fedppl.holdout."
         )
     seed, table = seed_of(random_seed), {}
+    require_usable(model, clients, algorithms, validation, loss)
     best: tuple[float, str, Fit] | None = None
     for name, algorithm in algorithms.items():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", ConvergenceWarning
-                )  # the table has every status; the best one's is said
-                fitted = fit(
-                    model,
-                    clients,
-                    algorithm,
-                    rounds=rounds,
-                    engine=engine,
-                    participation=participation,
-                    progressbar=progressbar,
-                    random_seed=seed,
-                )
-        except DeclarationError as error:
-            raise DeclarationError(f"candidate {name!r}: {error}") from error
+        with named(name), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # the table has every status; the best one's is said
+            fitted = fit(
+                model,
+                clients,
+                algorithm,
+                rounds=rounds,
+                engine=engine,
+                participation=participation,
+                progressbar=progressbar,
+                random_seed=seed,
+            )
         found, message = _judged(fitted, validation, loss)
         logger.info("candidate %s: validation loss %.6g", name, found, extra={"candidate": name, "loss": found})
         table[name] = (found, fitted.status.value, len(fitted.records), fitted.seconds, message)
@@ -214,21 +210,6 @@ def grid_search(
         warnings.warn(ConvergenceWarning(told, best[2]), stacklevel=2)
     frame = pd.DataFrame.from_dict(table, orient="index", columns=["loss", "status", "rounds", "seconds", "message"])
     return Search(frame.rename_axis("candidate"), best[1], best[2], algorithms[best[1]])
-
-
-def _require_keywords(build: Callable[..., AnyAlgorithm], values: Mapping[str, Any]) -> None:
-    """Refuse settings that a function does not have, and too few of them, where its signature can be read."""
-    try:
-        signature = inspect.signature(build)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(**values)
-    except TypeError as error:
-        raise DeclarationError(
-            f"{shown(build)} cannot be called with the settings {list(values)}: {error}; it takes "
-            f"{', '.join(signature.parameters)}. Fix what is common by functools.partial."
-        ) from error
 
 
 def _judged(fitted: Fit, validation: Clients, loss: Loss | None) -> tuple[float, str]:

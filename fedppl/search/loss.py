@@ -12,6 +12,7 @@ from fedppl.contracts import sum_replies
 from fedppl.model._data import as_arrays
 from fedppl.model._pack import pack
 from fedppl.model.client import ClientModel
+from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.streams import stream
 from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit
@@ -124,12 +125,7 @@ def _client_loss(
 ) -> tuple[float, int]:
     """One client's sum of losses over its held-out rows, and their number: what the client would send."""
     client_id = client.client_id
-    held_out = as_arrays(client_id, data)
-    if set(held_out) != set(client.arrays):
-        raise DataError(
-            f"client {client_id!r}: validation data have keys {sorted(held_out)}, training data "
-            f"{sorted(client.arrays)}; hold out rows of all that have rows, and repeat the rest."
-        )
+    held_out = _same_keys(client, data)
     held = fit.declaration.with_data(client, client_id, held_out, kernel=fit.algorithm.needs.kernel)
     if loss is not None:
         value: Any = loss(fit.client(client_id, draws=draws, chains=1)["posterior"], held_out)
@@ -145,6 +141,26 @@ def _client_loss(
         points = points[:1]
     log_density = [float(held.kernel(x, *held.data)[0]) - float(held.kernel(x, *none)[0]) for x in points]
     return float(np.log(len(log_density)) - logsumexp(log_density)), held.rows
+
+
+def require_held_out(
+    declaration: FederatedModel, client: ClientModel, data: Mapping[str, Any], loss: Loss | None, *, kernel: bool
+) -> None:
+    """Refuse held-out data of which no loss can be told, before there is a fit."""
+    held = declaration.with_data(client, client.client_id, _same_keys(client, data), kernel=kernel)
+    if loss is None:
+        _without_rows(client, held)
+
+
+def _same_keys(client: ClientModel, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Held-out data as arrays, which have the names of the training data."""
+    held_out = as_arrays(client.client_id, data)
+    if set(held_out) != set(client.arrays):
+        raise DataError(
+            f"client {client.client_id!r}: validation data have keys {sorted(held_out)}, training data "
+            f"{sorted(client.arrays)}; hold out rows of all that have rows, and repeat the rest."
+        )
+    return held_out
 
 
 def _without_rows(client: ClientModel, held: ClientModel) -> tuple[Any, Any, Any]:
