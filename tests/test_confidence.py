@@ -243,6 +243,7 @@ def test_draws_are_those_of_q_and_a_new_client_finds_its_own() -> None:
     ("settings", "match"),
     [
         ({"terms": ("size",)}, r"terms=\('size',\) must be one or both"),
+        ({"terms": [["uncertainty"]]}, r"terms=\[\['uncertainty'\]\] must be one or both"),
         ({"terms": ()}, r"terms=\(\) must be"),
         ({"terms": None}, "terms=None must be"),
         ({"local": fedppl.Laplace}, "is no local inference.*call it: fedppl.Laplace"),

@@ -318,7 +318,16 @@ def test_everything_works_without_selection() -> None:
         ("unit 0", {}, {}, DataError, "new inputs [] must be ['X']"),
         ("unit 0", {"X": NEW[:, None]}, {}, DataError, "'X' have shape (5, 1)"),
         ("unit 0", {"X": [0.0, np.nan]}, {}, DataError, "hold missing or infinite values"),
-        ("unit 0", {"X": ["p"]}, {}, DataError, "have dtype <U1; pass numbers"),
+        ("unit 0", {"X": ["p"]}, {}, DataError, "have dtype <U1; pass real numbers"),
+        ("unit 0", {"X": NEW + 1j}, {}, DataError, "have dtype complex128; pass real numbers"),
+        ("unit 0", {"X": np.ma.array(NEW, mask=NEW > 1)}, {}, DataError, "'X' have masked values"),
+        ("unit 0", {"X": []}, {}, DataError, "'X' have shape (0,), the client's have"),
+        ("unit 0", {"X": [[0.0], [1.0, 2.0]]}, {}, DataError, "'X' are no array"),
+        ("unit 0", {"X": NEW}, {"latents": [True, False]}, DeclarationError, "latents=[True, False] is a mask"),
+        ("unit 0", {"X": NEW}, {"latents": ["0"]}, DeclarationError, "latents=['0'] must be a list of numbers"),
+        ("unit 0", {"X": NEW}, {"latents": [[0]]}, DeclarationError, "latents=[[0]] must be a list of numbers"),
+        ("unit 0", {"X": NEW}, {"latents": [0.5]}, DeclarationError, "latents=[0.5] must be some of 0 to 2"),
+        ("unit 0", {"X": NEW}, {"fixed": "yes"}, DeclarationError, "fixed='yes' must be True or False"),
         ("unit 0", np.zeros(3), {}, DataError, "new inputs are ndarray; pass a mapping"),
         ("unit 0", {"X": [0.0]}, {"latents": 0}, DeclarationError, "latents=0 must be a list"),
         ("unit 0", {"X": [0.0]}, {"probability": "a"}, DeclarationError, "probability='a' must lie"),
@@ -353,3 +362,28 @@ def test_a_fit_of_another_kind_has_no_curves() -> None:
 def test_coefficients_of_nobody_are_refused() -> None:
     with pytest.raises(DeclarationError, match="no client in this process"):
         curves.coefficients(fitted(), [])
+
+
+@pytest.mark.parametrize(
+    ("clients", "message"),
+    [
+        ("ab", "clients='ab' must be a list of ids: ['ab']"),
+        (3, "clients=3 must be a list of ids"),
+        ([3], "clients=[3] must be a list of ids"),
+    ],
+)
+def test_clients_are_a_list_of_ids(clients: Any, message: str) -> None:
+    """Letters of a text may be clients too."""
+    with pytest.raises(DeclarationError, match=re.escape(message)):
+        curves.coefficients(fitted(), clients)
+
+
+def test_what_is_no_fit_has_no_curves() -> None:
+    for read in (
+        lambda: curves.predict(None, "unit 0", {"X": NEW}),  # type: ignore[arg-type]
+        lambda: curves.selection(None),  # type: ignore[arg-type]
+        lambda: curves.coefficients(None),  # type: ignore[arg-type]
+        lambda: curves.latent_curves(None, {"X": NEW}),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(DeclarationError, match="fit is NoneType; pass the fit"):
+            read()

@@ -191,6 +191,8 @@ def test_what_is_sent_are_all_shared_parameters() -> None:
         ({"learning_rate": np.inf}, "learning_rate=inf"),
         ({"learning_rate": ()}, "learning_rate=()"),
         ({"learning_rate": (0.1, -0.1), "milestones": (5,)}, "learning_rate=(0.1, -0.1)"),
+        ({"learning_rate": 0.1, "milestones": (5,)}, "milestones=(5,) change nothing, as learning_rate=0.1"),
+        ({"learning_rate": 0.1, "milestones": "never"}, "milestones='never'"),
         ({"learning_rate": (0.1, 0.01), "milestones": ()}, "milestones=()"),
         ({"learning_rate": (0.1, 0.01), "milestones": (0,)}, "milestones=(0,)"),
         ({"learning_rate": (0.3, 0.2, 0.1), "milestones": (5, 5)}, "milestones=(5, 5)"),

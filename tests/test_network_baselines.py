@@ -371,6 +371,8 @@ def test_fedpop_learns_and_heads_move_without_reporting() -> None:
         (lambda: nn.FedAvg(momentum=2.0), "momentum=2.0 must be"),
         (lambda: nn.FedAvg(phases=1), "phases=1 must be pairs"),
         (lambda: nn.FedAvg(tune=True), "tune=True must be"),
+        (lambda: nn.FedSI(diagonal=np.array([1.0, 2.0])), "diagonal=array of shape .2,. must be True or False"),
+        (lambda: nn.FedPop(head=("2.bias", "2.bias")), "head=.* each once"),
         (lambda: nn.FedSI(diagonal="x"), "diagonal='x' must be True or False"),
         (lambda: nn.FedSI(prior_variance=np.inf), "prior_variance=inf must be positive and finite"),
         (lambda: nn.SCAFFOLD(learning_rate=0.0), "learning_rate=0.0 must be"),

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import numpy as np
-import problems
 import pytest
 from numpy.testing import assert_allclose
 
@@ -18,6 +17,7 @@ from fedppl.numerics.streams import stream
 from fedppl.run.replies import received
 from fedppl.types import DeclarationError, LocalFailure
 from models import fedsi, pfedvem
+from tests.support import problems
 
 torch = pytest.importorskip("torch")
 
@@ -215,6 +215,8 @@ def test_a_ledger_remembers_the_heads_of_clients_that_did_not_report() -> None:
     ("settings", "match"),
     [
         ({"head": "2.weight"}, "must be a tuple of torch's names"),
+        ({"head": ("2.bias", "2.bias")}, "must be a tuple of torch's names, each once"),
+        ({"head": HEAD, "terms": [["uncertainty"]]}, "terms=.* must be one or both"),
         ({"head": ()}, "must be a tuple of torch's names"),
         ({"head": HEAD, "smoothing": 1.0}, "smoothing=1.0 must be"),
         ({"head": HEAD, "spread": -1}, "spread=-1 must be"),

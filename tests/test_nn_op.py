@@ -158,6 +158,14 @@ def test_weights_of_other_names_and_priors_without_a_scale_are_refused() -> None
             nn.parameters(net, sigma={"0.weight": 1.0})
 
 
+def test_what_is_no_network_and_no_model_is_refused() -> None:
+    for read in (nn.parameters, nn.parameter_names):
+        with pytest.raises(fedppl.DeclarationError, match="the network is int; pass a torch.nn.Module"):
+            read(3)  # type: ignore[arg-type]
+    with pytest.raises(fedppl.DeclarationError, match="call it inside `with pm.Model"):
+        nn.parameters(problems.network())
+
+
 def test_labels_beyond_the_networks_outputs_are_refused_before_any_round() -> None:
     model, clients = problems.classification()
     clients = {**clients, "odd": {**clients["device 0"], "y": np.full(20, 3)}}

@@ -79,6 +79,20 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         policy.read(tmp_path / "none.toml")
 
 
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        (None, "path=None must be"),
+        (3, "path=3 must be"),
+        (b"p", "path=b'p' must be"),
+        ("a\0b", "cannot be read: .*null"),
+    ],
+)
+def test_what_is_no_path_is_refused(path: Any, told: str) -> None:
+    with pytest.raises(DeclarationError, match=told):
+        policy.read(path)
+
+
 # --- rules on data --------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -246,12 +247,15 @@ def test_holdout_splits_rows_and_nothing_else() -> None:
             r"client 'b': \['X', 'w', 'y'\] have one length",
         ),
         ({"a": {"y": np.array([1.0, np.nan])}}, {}, "client 'a': 'y' holds nan"),
+        ({}, {}, "no clients: pass a mapping"),
+        ({"a": {"y": np.ones(5)}}, {"random_seed": None}, "random_seed=None would hold out other rows"),
+        ({"a": {"y": np.ones(5)}}, {"random_seed": "a"}, "random_seed='a' must be"),
         ({"a": {"y": np.ones(5)}}, {"fraction": 1.0}, "fraction=1.0 must lie between 0 and 1"),
     ],
 )
 def test_what_cannot_be_split_is_refused(clients: Any, settings: Any, message: str) -> None:
     with pytest.raises((DataError, DeclarationError), match=message):
-        fedppl.holdout(clients, random_seed=1, **settings)
+        fedppl.holdout(clients, **{"random_seed": 1, **settings})
 
 
 def test_candidates_are_named_by_their_settings() -> None:
@@ -265,6 +269,12 @@ def test_candidates_are_named_by_their_settings() -> None:
     for values, message in ((0.1, "is no list"), ([], "is no list"), ("rows", "is no list"), ([1.0, 1.0], "two cand")):
         with pytest.raises(DeclarationError, match=message):
             fedppl.grid(fedppl.FedAvg, learning_rate=values)
+    with pytest.raises(
+        DeclarationError, match=r"fedppl.EP cannot be called with the settings \['zz'\]: .*it takes local"
+    ):
+        fedppl.grid(fedppl.EP, zz=[1])
+    with pytest.raises(DeclarationError, match="fedppl.FedAvg cannot be called .*'learning_rate'"):
+        fedppl.grid(fedppl.FedAvg, steps=[1])
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -287,10 +297,28 @@ def test_what_does_not_belong_together_is_refused() -> None:
             search(**({"algorithms": {"one": FAST()}, "rounds": 1} | settings))  # type: ignore[arg-type]
 
 
+def test_everything_is_refused_before_the_first_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module of `grid_search` is hidden by the function of its name."""
+    module = importlib.import_module("fedppl.search.grid_search")
+    monkeypatch.setattr(module, "fit", lambda *given, **settings: pytest.fail("a candidate was fitted"))
+    _, _, validation = split()
+    for settings, message in (
+        ({"algorithms": {"one": FAST(), "two": fedppl.FedAvg}}, "candidate 'two': algorithm=fedppl.FedAvg is no algo"),
+        ({"algorithms": {"one": FAST(), "two": fedppl.curves.Ascent()}}, "candidate 'two': "),
+        ({"loss": lambda posterior: 0.0}, "loss=.* is not a function of .posterior, data"),
+        ({"validation": {**validation, "clinic 0": {"X": np.ones((2, 2))}}}, "validation data have keys"),
+        ({"validation": {**validation, "clinic 0": {"X": np.ones((2, 9)), "y": np.ones(2)}}}, "'clinic 0'"),
+    ):
+        with pytest.raises((DataError, DeclarationError), match=message):
+            search(**({"algorithms": {"one": FAST()}, "rounds": 1} | settings))  # type: ignore[arg-type]
+
+
 def test_fits_without_a_loss_are_refused() -> None:
     fit, validation = fitted(), split()[2]
     for of, data, settings, message in (
         (dataclasses.replace(fit, clients={}), validation, {}, "sites of their own"),
+        (None, validation, {}, "fit is NoneType"),
+        (fit, validation, {"loss": len}, "loss=.* is not a function of .posterior, data"),
         (fit, {}, {}, "no validation data"),
         (fit, {"nobody": validation["clinic 0"]}, {}, "'nobody', which did not take part"),
         (fit, validation, {"draws": 0}, "draws=0"),

@@ -17,12 +17,13 @@ from fedppl.coregional.algorithms.ascent import Ascent
 from fedppl.coregional.algorithms.averaging import Averaging
 from fedppl.coregional.algorithms.block_ascent import BlockAscent
 from fedppl.coregional.algorithms.gradient import Gradient
-from fedppl.coregional.bound import UnitClientState, curves
-from fedppl.coregional.result import SELECTED, Coefficients, Fitted, only, predictive, selected_only, settled, unpack
-from fedppl.coregional.view import CoregionalUnit, unit_of
+from fedppl.coregional.bound import curves
+from fedppl.coregional.reading import final_message, ids_of, require_fit, settled_for
+from fedppl.coregional.result import SELECTED, predictive, unpack
+from fedppl.coregional.view import unit_of
 from fedppl.results.fit import Fit
-from fedppl.settings import between
-from fedppl.types import DataError, DeclarationError
+from fedppl.settings import between, flag
+from fedppl.types import DeclarationError
 
 __all__ = ["Ascent", "Averaging", "BlockAscent", "Gradient", "coefficients", "latent_curves", "predict", "selection"]
 
@@ -93,8 +94,9 @@ def predict(
     ----------
     .. [1] Gao and Chung, sections 4.3 and 4.4, eqs. 17 to 20.
     """
-    probability = between("probability", probability, 0, 1)
-    view, own, fitted = _settled(fit, unit, latents, fixed=fixed)
+    probability, fixed = between("probability", probability, 0, 1), flag("fixed", fixed)
+    require_fit(fit)
+    view, own, fitted = settled_for(fit, unit, latents, fixed=fixed)
     mean, variance = predictive(view.at(fitted.shared.kernel, inputs), fitted, own)
     sd = np.sqrt(variance + np.exp(2 * own.log_noise_sd))
     half = norm.ppf(0.5 + probability / 2) * sd
@@ -129,7 +131,8 @@ def selection(fit: Fit) -> xr.Dataset:
     >>> fedppl.curves.selection(fit)["selected"].dims
     ('latent',)
     """
-    fitted, shared = unpack(_final_message(fit, fit.client_ids[0])), fit.algorithm.result.shared
+    require_fit(fit)
+    fitted, shared = unpack(final_message(fit, fit.client_ids[0])), fit.algorithm.result.shared
     phi = shared.draw(fit.state, 1, np.random.default_rng(0)) if isinstance(shared, Sampler) else np.zeros((1, 0))
     known = {name: value[0] for name, value in fit.reader.constrain(phi).items() if name not in ("v", "included")}
     gamma = fitted.shared.inclusion
@@ -167,8 +170,9 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     >>> fedppl.curves.coefficients(fit)["mean"].dims
     ('client', 'latent')
     """
-    names = list(fit.clients if clients is None else clients)
-    found = [_settled(fit, name) for name in names]
+    require_fit(fit)
+    names = list(fit.clients) if clients is None else ids_of(clients)
+    found = [settled_for(fit, name) for name in names]
     if not found:
         raise DeclarationError("there is no client in this process; its coefficients stay at its site.")
     mean = np.stack([own.mean for _, own, _ in found])
@@ -209,9 +213,10 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     >>> fedppl.curves.latent_curves(fit, {"X": [0.0, 0.5]})["mean"].dims
     ('latent', 'row')
     """
+    require_fit(fit)
     if not fit.clients:
         raise DeclarationError("there is no client in this process whose model could evaluate the kernels.")
-    shared = unpack(_final_message(fit, fit.client_ids[0])).shared
+    shared = unpack(final_message(fit, fit.client_ids[0])).shared
     design = next(iter(fit.clients.values())).view(unit_of).at(shared.kernel, inputs)
     mean, variance = curves(design, shared.mean, shared.covariance)
     return xr.Dataset(
@@ -222,41 +227,3 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
         },
         coords={"latent": np.arange(len(mean)), "row": np.arange(mean.shape[1])},
     )
-
-
-def _final_message(fit: Fit, client_id: str) -> Mapping[str, Any]:
-    message = fit.algorithm.result.final_message(fit.state, client_id)
-    if "joint" not in message or "inclusion" not in message:
-        raise DeclarationError(
-            f"{fit.algorithm.name} does not fit a linear model of coregionalisation; use fedppl.curves.Ascent()."
-        )
-    return message
-
-
-def _settled(
-    fit: Fit, unit: str | Mapping[str, Any], latents: Iterable[int] | None = None, *, fixed: bool = False
-) -> tuple[CoregionalUnit, Coefficients, Fitted]:
-    """A unit's view of its model, its own parameters, and the shared ones as it uses them."""
-    if isinstance(unit, str):
-        fitted = unpack(_final_message(fit, unit))
-        if unit not in fit.clients:
-            raise DeclarationError(
-                f"client {unit!r} is not in this process; its clients are {list(fit.clients)[:10]}. At a site of its "
-                "own, its predictions are made there; for a new unit pass its data."
-            )
-        view, personal = fit.clients[unit].view(unit_of), fit.personal.get(unit)
-    elif isinstance(unit, Mapping):
-        fitted, personal = unpack(_final_message(fit, "new unit")), None
-        client = fit.declaration.enrol({"new unit": unit}, kernel=False)["new unit"]
-        if client.layout.fingerprint != fit.layout.fingerprint:
-            raise DataError("the new unit's shared variables differ from the fit's; give it the same columns.")
-        view = client.view(unit_of)
-    else:
-        raise DeclarationError(f"unit is {type(unit).__name__}; pass a client's id, or the data of a new unit by name.")
-    if latents is not None:
-        fitted = only(fitted, latents)
-    elif not fitted.has_replied:
-        fitted = selected_only(fitted)
-    start = personal.log_noise_sd if isinstance(personal, UnitClientState) else None
-    own, fitted = settled(view, fitted, start, fixed=fixed)
-    return view, own, fitted

@@ -13,6 +13,7 @@ from fedppl.coregional.bound import Design, Globals, Unit, UnitClientState, curv
 from fedppl.coregional.roles import Roles
 from fedppl.coregional.unit import best_unit, coefficient_covariance, statistics
 from fedppl.coregional.view import unit_of
+from fedppl.settings import shown
 from fedppl.types import Array, DeclarationError, Message
 
 # A function with a probability above this is selected.
@@ -68,9 +69,15 @@ def selected_only(fitted: Fitted) -> Fitted:
 
 def only(fitted: Fitted, latents: Iterable[int]) -> Fitted:
     """The model that uses the named latent functions for certain, and no other."""
-    if not isinstance(latents, Iterable):
-        raise DeclarationError(f"latents={latents!r} must be a list of numbers of latent functions.")
-    shared, chosen = fitted.shared, sorted(set(latents))
+    given = list(latents) if isinstance(latents, Iterable) else [None]
+    if any(np.asarray(one).dtype.kind == "b" for one in given):
+        raise DeclarationError(
+            f"latents={shown(latents)} is a mask; give the numbers of latent functions, such as np.flatnonzero(mask)."
+        )
+    if any(np.asarray(one).dtype.kind not in "iuf" or np.ndim(one) for one in given):
+        raise DeclarationError(f"latents={shown(latents)} must be a list of numbers of latent functions.")
+    shared, chosen = fitted.shared, sorted({float(one) for one in given})
+    chosen = [int(one) if one.is_integer() else one for one in chosen]
     count = len(shared.inclusion)
     if not chosen or not set(chosen) <= set(range(count)):
         raise DeclarationError(f"latents={chosen} must be some of 0 to {count - 1}.")

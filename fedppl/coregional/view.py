@@ -16,6 +16,7 @@ from pytensor.graph.traversal import ancestors
 from fedppl.coregional.bound import Design, density
 from fedppl.coregional.roles import LogScale, Roles, roles
 from fedppl.model import _graph, _same
+from fedppl.model._inputs import new_inputs
 from fedppl.model._numba import MODE
 from fedppl.model.client import ClientModel
 from fedppl.numerics.prior import gaussian_prior
@@ -68,25 +69,9 @@ class CoregionalUnit:
     def at(self, kernel: Array, inputs: Mapping[str, Any]) -> Design:
         """The design at new inputs by name, without responses."""
         names, observed = self._functions["names"], self._functions["observed"]
-        wanted = [name for name in names if name != observed]
-        if not isinstance(inputs, Mapping):
-            raise DataError(f'new inputs are {type(inputs).__name__}; pass a mapping from name to array: {{"X": ...}}.')
-        if set(inputs) - {observed} != set(wanted):
-            raise DataError(f"new inputs {sorted(inputs)} must be {wanted}, the model's containers beside its output.")
-        values: dict[str, Any] = {}
-        for name in wanted:
-            old, new = self._client.arrays[name], np.asarray(inputs[name])
-            if not (np.issubdtype(new.dtype, np.number) or new.dtype == bool):
-                raise DataError(f"new inputs {name!r} have dtype {new.dtype}; pass numbers.")
-            if new.ndim != np.ndim(old) or new.shape[1:] != np.shape(old)[1:]:
-                raise DataError(
-                    f"new inputs {name!r} have shape {new.shape}, the unit's have {np.shape(old)}; give them the "
-                    "same columns."
-                )
-            if not np.all(np.isfinite(new)):
-                raise DataError(f"new inputs {name!r} hold missing or infinite values; drop or impute them.")
-            values[name] = new.astype(self._functions["dtypes"][name])
-        values[observed] = np.zeros(len(values[wanted[0]]))
+        wanted = {name: self._functions["dtypes"][name] for name in names if name != observed}
+        values = new_inputs(inputs, wanted, self._client.arrays, unread=(observed,))
+        values[observed] = np.zeros(len(values[next(iter(wanted))]))
         projection, conditional = self._functions["forward"](self._phi(kernel), *(values[name] for name in names))
         return Design(projection, conditional, values[observed], 1.0)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl.settings import whole
+from fedppl.settings import shown, whole
 from fedppl.types import DataError, DeclarationError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def label_skew(
     ----------
     .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, appendix A.
     """
-    y, rng = _column("labels", labels), np.random.default_rng(random_seed)
+    y, rng = _column("labels", labels), _rng(random_seed)
     known = np.unique(y)
     _whole(clients=clients, each=each)
     if each > len(known):
@@ -119,7 +119,7 @@ def concept_drift(
     .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, section 5.1 and appendix A.
     """
     upper, lower = _column("classes", classes), _column("subclasses", subclasses)
-    rng = np.random.default_rng(random_seed)
+    rng = _rng(random_seed)
     _whole(clients=clients)
     if len(upper) != len(lower):
         raise DataError(f"{len(upper)} classes and {len(lower)} subclasses; pass one of each for every row.")
@@ -143,7 +143,7 @@ def quantity(rows: int, clients: int, *, random_seed: int | np.random.Generator 
     """
     _whole(rows=rows, clients=clients)
     everyone = [("all",)] * clients
-    return _sliced([everyone], [np.full(rows, "all")], "same", np.random.default_rng(random_seed))
+    return _sliced([everyone], [np.full(rows, "all")], "same", _rng(random_seed))
 
 
 def dirichlet(
@@ -179,7 +179,7 @@ def dirichlet(
     >>> sum(len(rows) for rows in parts.rows.values())
     120
     """
-    y, rng = _column("labels", labels), np.random.default_rng(random_seed)
+    y, rng = _column("labels", labels), _rng(random_seed)
     _whole(clients=clients, least=least)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < np.inf:
         raise DeclarationError(f"alpha={alpha!r} must be positive and finite.")
@@ -214,7 +214,7 @@ def feature_skew(sources: Any, clients: int, *, random_seed: int | np.random.Gen
     if clients < len(known):
         raise DeclarationError(f"{clients} clients cannot hold {len(known)} sources; raise clients=.")
     kinds = [(known[k % len(known)],) for k in range(clients)]
-    return _sliced([kinds], [where], "independent", np.random.default_rng(random_seed))
+    return _sliced([kinds], [where], "independent", _rng(random_seed))
 
 
 def table(partition: Partition, labels: Any) -> pd.DataFrame:
@@ -228,6 +228,10 @@ def table(partition: Partition, labels: Any) -> pd.DataFrame:
     """
     import pandas as pd
 
+    if not isinstance(partition, Partition):
+        raise DeclarationError(
+            f"partition is {type(partition).__name__}; pass what label_skew and its like return, then the labels."
+        )
     y = _column("labels", labels)
     held = sum(len(at) for at in partition.rows.values())
     if len(y) != held:
@@ -256,6 +260,15 @@ def plot(partition: Partition, labels: Any, ax: Any = None) -> Any:
     if len(counts.columns) <= 20:
         axes.legend(title="label", fontsize="small", ncols=2)
     return axes
+
+
+def _rng(random_seed: Any) -> np.random.Generator:
+    try:
+        return np.random.default_rng(random_seed)
+    except (TypeError, ValueError) as error:
+        raise DeclarationError(
+            f"random_seed={shown(random_seed)} must be a non-negative int, a Generator or None."
+        ) from error
 
 
 def _column(name: str, values: Any) -> NDArray[Any]:

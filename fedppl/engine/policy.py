@@ -165,6 +165,8 @@ def read(path: str | os.PathLike[str]) -> Policy:
     DeclarationError
         If the file cannot be read, or has a key or a value that a policy cannot have.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise DeclarationError(f"path={settings.shown(path)} must be the path of a TOML file with a policy.")
     shown = repr(os.fspath(path))
     try:
         with Path(path).open("rb") as file:
@@ -173,6 +175,8 @@ def read(path: str | os.PathLike[str]) -> Policy:
         raise DeclarationError(f"policy {shown} cannot be read: {error.strerror}; correct the path.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DeclarationError(f"policy {shown} is no TOML: {error}; correct that line.") from error
+    except ValueError as error:  # of a path with a null character
+        raise DeclarationError(f"policy {shown} cannot be read: {error}; correct the path.") from error
     known = [field.name for field in fields(Policy)]
     if unknown := sorted(set(found) - set(known)):
         raise DeclarationError(f"policy {shown} has the key {unknown[0]!r}; a policy has {', '.join(known)}.")

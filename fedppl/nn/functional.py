@@ -40,6 +40,12 @@ def parameter_slices(net: torch.nn.Module) -> dict[str, slice]:
     return found
 
 
+def require_module(net: Any) -> None:
+    """Refuse what is no network."""
+    if not isinstance(net, torch.nn.Module):
+        raise DeclarationError(f"the network is {type(net).__name__}; pass a torch.nn.Module.")
+
+
 def require_pure(net: Any) -> None:
     """Refuse what is no function of weights and inputs alone.
 
@@ -48,8 +54,7 @@ def require_pure(net: Any) -> None:
     DeclarationError
         Naming the layer and the remedy.
     """
-    if not isinstance(net, torch.nn.Module):
-        raise DeclarationError(f"the network is {type(net).__name__}; pass a torch.nn.Module.")
+    require_module(net)
     if not size_of(net):
         raise DeclarationError(f"the network {type(net).__name__} has no parameters, so there is nothing to infer.")
     frozen = [name for name, value in net.named_parameters() if not value.requires_grad]

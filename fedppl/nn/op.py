@@ -13,7 +13,7 @@ from pytensor.gradient import DisconnectedType, grad_not_implemented
 from pytensor.graph.basic import Apply
 from pytensor.graph.op import Op
 
-from fedppl.nn.functional import call, cast, own_copy, require_pure, size_of, state_of
+from fedppl.nn.functional import call, cast, own_copy, require_module, require_pure, size_of, state_of
 from fedppl.types import Array, DeclarationError
 
 
@@ -109,7 +109,7 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
     Raises
     ------
     DeclarationError
-        For a `sigma` that is not positive, or that misses a name.
+        For a `sigma` that is not positive, or that misses a name; outside a model; for what is no network.
 
     Examples
     --------
@@ -119,6 +119,13 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
     >>> weights["weight"].type.shape
     (2, 3)
     """
+    require_module(net)
+    try:
+        pm.modelcontext(None)
+    except TypeError as error:
+        raise DeclarationError(
+            "fedppl.nn.parameters declares variables of a model, and there is none; call it inside `with pm.Model():`."
+        ) from error
     names = [name for name, _ in net.named_parameters()]
     scales = {name: sigma for name in names} if not isinstance(sigma, Mapping) else dict(sigma)
     if set(scales) != set(names):
@@ -141,6 +148,7 @@ def parameter_names(net: torch.nn.Module) -> list[str]:
     >>> parameter_names(torch.nn.Linear(2, 1))
     ['weight[0,0]', 'weight[0,1]', 'bias[0]']
     """
+    require_module(net)
     return [
         f"{name}[{','.join(map(str, index))}]"
         for name, value in net.named_parameters()

@@ -47,6 +47,8 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     LocalFailure
         Where fine-tuning diverges.
     """
+    _require_fit(fit)
+    seed = _seed(fit, random_seed)
     if isinstance(client, str):
         if client not in fit.clients:
             raise DeclarationError(
@@ -62,7 +64,6 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     if not isinstance(family, NetworkResult):
         raise DeclarationError(f"the fit is of {fit.algorithm.name}, which fits no networks; see fedppl.nn.FedSI.")
     message = fit.algorithm.result.final_message(fit.state, name)
-    seed = fit.seed if random_seed is None else random_seed
     return family.personalise(model, personal, message, stream((seed, 2, *name.encode())))
 
 
@@ -150,8 +151,8 @@ def predict(
     *When this fails.* With a posterior as wide as the prior, κ pulls all classes together. The linearised network is
     not the network: far from the data its variance grows with the square of the inputs.
     """
-    if not isinstance(fit, Fit):
-        raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit first, then the client and inputs.")
+    _require_fit(fit)
+    seed = _seed(fit, random_seed)
     one_of("link", link, _LINKS)
     probability, draws = between("probability", probability, 0, 1), whole("draws", draws)
     found = client if isinstance(client, Own) else personalise(fit, client, random_seed=random_seed)
@@ -169,11 +170,22 @@ def predict(
         half = norm.ppf(0.5 + probability / 2) * sd
         values = {"mean": logits, "sd": sd, "lower": logits - half, "upper": logits + half}
     else:
-        rng = stream((fit.seed if random_seed is None else random_seed, 3))
+        rng = stream((seed, 3))
         chances = probabilities(logits, covariance, link=link, draws=draws, rng=rng)
         values = {"probability": chances, "logit": logits, "logit_variance": variance}
     dims, coords = dict.fromkeys(values, ("row", "output")), {"output": np.arange(logits.shape[1])}
     return idata.dataset(values, dims, coords, {"client": found.client.client_id, "link": link})
+
+
+def _require_fit(fit: Any) -> None:
+    """Refuse what is no fit, where a client and inputs are asked for too."""
+    if not isinstance(fit, Fit):
+        raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit first, then the client and inputs.")
+
+
+def _seed(fit: Fit, random_seed: Any) -> int:
+    """The seed that was given, or the fit's."""
+    return fit.seed if random_seed is None else whole("random_seed", random_seed, 0, "None takes the fit's")
 
 
 def _require_finite(values: Array, what: str) -> None:

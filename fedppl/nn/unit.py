@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedppl.model._enrolment import held_exactly
+from fedppl.model._inputs import new_inputs
 from fedppl.nn.functional import Places, call, cast, own_copy, state_of
 from fedppl.types import Array, DataError
 
@@ -115,28 +115,8 @@ class NetworkUnit:
 
     def at(self, inputs: Mapping[str, Any]) -> Array:
         """The network's input for new rows, by the names of the model's containers."""
-        names = self.declared.containers
-        if not isinstance(inputs, Mapping):
-            raise DataError(f'new inputs are {type(inputs).__name__}; pass a mapping from name to array: {{"X": ...}}.')
-        if set(inputs) != set(names):
-            raise DataError(
-                f"new inputs {sorted(inputs)} must be {sorted(names)}, what the network's input is made of."
-            )
-        values = []
-        for name, dtype in names.items():
-            new, held = np.asarray(inputs[name]), np.shape(self._arrays[name])
-            if not (np.issubdtype(new.dtype, np.number) or new.dtype == bool) or np.iscomplexobj(new):
-                raise DataError(f"new inputs {name!r} have dtype {new.dtype}; pass real numbers.")
-            if new.ndim != len(held) or new.shape[1:] != held[1:] or not len(new):
-                raise DataError(
-                    f"new inputs {name!r} have shape {new.shape}, the client's have {held}; give them "
-                    "at least one row and the same columns."
-                )
-            if not np.all(np.isfinite(new)):
-                raise DataError(f"new inputs {name!r} hold missing or infinite values; drop or impute them.")
-            whole = np.dtype(dtype).kind in "iu"
-            values.append(held_exactly(f"new inputs {name!r}", new, dtype) if whole else new.astype(dtype))
-        return np.asarray(self.declared.inputs(*values))
+        values = new_inputs(inputs, self.declared.containers, self._arrays)
+        return np.asarray(self.declared.inputs(*values.values()))
 
 
 def log_likelihood(unit: NetworkUnit, w: Array) -> float:

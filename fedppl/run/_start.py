@@ -33,30 +33,16 @@ def start(
     random_seed: int | np.random.Generator | None,
 ) -> Run:
     """Check everything that can be checked before work begins, and resume if there is something to resume."""
-    if not isinstance(model, FederatedModel):
-        raise DeclarationError(
-            f"model is {type(model).__name__}; wrap the builder: FederatedModel(builder, shared=[...])."
-        )
-    if not isinstance(algorithm, Algorithm):
-        raise DeclarationError(
-            f"algorithm={settings.shown(algorithm)} is no algorithm"
-            + (settings.not_called(algorithm) or "; pass one that is built, like fedppl.EP().")
-        )
-    if limit is not None:
-        settings.whole("rounds", limit)
+    require_declared(model, algorithm)
+    count = len(clients) if isinstance(clients, Mapping) else None
+    require_settings(limit, participation, reporting, checkpoint, deadline, count)
     if engine is not None and (not callable(engine) or settings.not_called(engine)):
         raise DeclarationError(
             f"engine={settings.shown(engine)} is no engine"
             + (settings.not_called(engine) or "; pass one that is built, like fedppl.InProcess().")
         )
-    if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
-        raise DeclarationError(f"checkpoint={settings.shown(checkpoint)} must be the path of a file.")
     if checkpoint is not None:
         checkpoints.require_writable(checkpoint)
-    count = len(clients) if isinstance(clients, Mapping) else None
-    as_participation(participation, clients=count), as_participation(reporting, "reporting", count)
-    if deadline is not None:
-        settings.positive("deadline", deadline, "it is in seconds; None waits for ever")
     seed = seed_of(random_seed)
     models = {} if clients is None else model.enrol(clients, kernel=algorithm.needs.kernel)
     for client in models.values():
@@ -82,6 +68,38 @@ def start(
         moving.close()
         raise
     return run
+
+
+def require_declared(model: Any, algorithm: Any) -> None:
+    """Refuse what is no declaration, and what is no algorithm that is built."""
+    if not isinstance(model, FederatedModel):
+        raise DeclarationError(
+            f"model is {type(model).__name__}; wrap the builder: FederatedModel(builder, shared=[...])."
+        )
+    if not isinstance(algorithm, Algorithm):
+        raise DeclarationError(
+            f"algorithm={settings.shown(algorithm)} is no algorithm"
+            + (settings.not_called(algorithm) or "; pass one that is built, like fedppl.EP().")
+        )
+
+
+def require_settings(
+    limit: Any, participation: Any, reporting: Any, checkpoint: Any, deadline: Any, count: int | None = None
+) -> None:
+    """Refuse settings of a run that cannot be meant, for so many clients where that is known; no file is touched."""
+    if limit is not None:
+        settings.whole("rounds", limit)
+    if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
+        raise DeclarationError(f"checkpoint={settings.shown(checkpoint)} must be the path of a file.")
+    as_participation(participation, clients=count), as_participation(reporting, "reporting", count)
+    if deadline is not None:
+        settings.positive("deadline", deadline, "it is in seconds; None waits for ever")
+
+
+def require_callback(callback: Any) -> None:
+    """Refuse a callback that is no function of one round."""
+    if callback is not None and not (callable(callback) and settings.takes(callback, 1)):
+        raise DeclarationError(f"callback={settings.shown(callback)} is not a function of one Round; pass one that is.")
 
 
 def seed_of(random_seed: int | np.random.Generator | None) -> int:

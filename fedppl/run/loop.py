@@ -24,7 +24,7 @@ from fedppl.results.fit import Fit
 from fedppl.run._ending import ending
 from fedppl.run._round import Round, one_round
 from fedppl.run._run import Run
-from fedppl.run._start import start
+from fedppl.run._start import require_callback, start
 from fedppl.run.participation import Participation
 from fedppl.run.progress import Progress
 from fedppl.types import ConvergenceWarning, DataError, DeclarationError, Status
@@ -170,8 +170,7 @@ def fit(
     *When this fails.* Look at `Fit.message`, `Fit.summary` and ``fit.idata["rounds"]``: not converging is a status and
     a warning. A fit that was broken off before there was a posterior has none, and says so when it is asked for it.
     """
-    if callback is not None and not (callable(callback) and settings.takes(callback, 1)):
-        raise DeclarationError(f"callback={settings.shown(callback)} is not a function of one Round; pass one that is.")
+    require_callback(callback)
     run = start(model, clients, algorithm, rounds, engine, participation, reporting, checkpoint, deadline, random_seed)
     started, stopped = time.perf_counter(), False
     try:

@@ -62,11 +62,18 @@ def bernoulli(probability: float) -> Participation:
 def _asked(choose: Participation, word: str, clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
     """What a function chose, or an error that says what it must be."""
     try:
-        return tuple(choose(clients, rng))
+        chosen = choose(clients, rng)
+        # A text would be read letter by letter, and letters may be clients too.
+        asked = None if isinstance(chosen, str | bytes) else tuple(chosen)
     except TypeError as error:
         raise DeclarationError(
             f"{word}= is a function that cannot be used ({error}); pass one of (clients, rng) that returns clients."
         ) from error
+    if asked is None or not all(isinstance(client, str) for client in asked):
+        raise DeclarationError(
+            f"{word}= is a function that returned {shown(chosen)}; return a list of clients' ids, such as clients[:1]."
+        )
+    return asked
 
 
 def as_participation(

@@ -19,7 +19,8 @@ from fedppl.results.fit import Fit
 from fedppl.run._start import seed_of
 from fedppl.run.loop import fit
 from fedppl.run.participation import Participation
-from fedppl.search.loss import Clients, Loss, validation_loss
+from fedppl.search.before import named, require_keywords, require_usable
+from fedppl.search.loss import Clients, Loss, require_loss, validation_loss
 from fedppl.settings import shown
 from fedppl.types import ConvergenceWarning, DeclarationError, LocalFailure, NotConvergedError, Status
 
@@ -88,6 +89,7 @@ def grid(build: Callable[..., AnyAlgorithm], **values: Sequence[Any]) -> dict[st
     for name, choices in values.items():
         if isinstance(choices, str) or not isinstance(choices, Sequence | np.ndarray) or len(choices) == 0:
             raise DeclarationError(f"{name}={choices!r} is no list of values; pass one or more, as in {name}=[...].")
+    require_keywords(build, values)
     candidates: dict[str, AnyAlgorithm] = {}
     for combination in itertools.product(*values.values()):
         settings = {
@@ -168,8 +170,7 @@ def grid_search(
     """
     if not algorithms or not isinstance(algorithms, Mapping):
         raise DeclarationError("no candidates: pass a mapping from name to algorithm, such as fedppl.grid(...).")
-    if loss is not None and not callable(loss):
-        raise DeclarationError(f"loss={loss!r} is not a function; pass one of (posterior, data) that sums over rows.")
+    require_loss(loss)
     for what, data in (("clients", clients), ("validation", validation)):
         if not isinstance(data, Mapping):
             raise DeclarationError(f"{what} is {type(data).__name__}; pass a mapping from client id to its data.")
@@ -181,25 +182,21 @@ def grid_search(
             f"{without[:5]} take part and have none. Split with fedppl.holdout."
         )
     seed, table = seed_of(random_seed), {}
+    require_usable(model, clients, algorithms, validation, loss)
     best: tuple[float, str, Fit] | None = None
     for name, algorithm in algorithms.items():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", ConvergenceWarning
-                )  # the table has every status; the best one's is said
-                fitted = fit(
-                    model,
-                    clients,
-                    algorithm,
-                    rounds=rounds,
-                    engine=engine,
-                    participation=participation,
-                    progressbar=progressbar,
-                    random_seed=seed,
-                )
-        except DeclarationError as error:
-            raise DeclarationError(f"candidate {name!r}: {error}") from error
+        with named(name), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # the table has every status; the best one's is said
+            fitted = fit(
+                model,
+                clients,
+                algorithm,
+                rounds=rounds,
+                engine=engine,
+                participation=participation,
+                progressbar=progressbar,
+                random_seed=seed,
+            )
         found, message = _judged(fitted, validation, loss)
         logger.info("candidate %s: validation loss %.6g", name, found, extra={"candidate": name, "loss": found})
         table[name] = (found, fitted.status.value, len(fitted.records), fitted.seconds, message)

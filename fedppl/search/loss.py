@@ -12,10 +12,11 @@ from fedppl.contracts import sum_replies
 from fedppl.model._data import as_arrays
 from fedppl.model._pack import pack
 from fedppl.model.client import ClientModel
+from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.streams import stream
 from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit
-from fedppl.settings import whole
+from fedppl.settings import shown, takes, whole
 from fedppl.types import DataError, DeclarationError, Message
 
 Clients = Mapping[str, Mapping[str, Any]]
@@ -86,6 +87,9 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     loss: raise `draws`. A loss of one client's rows is not private; only among the sum of many is it hidden. Clients
     that an engine ran elsewhere keep their personal states there, and here their draws do without.
     """
+    if not isinstance(fit, Fit):
+        raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit first, then the validation data.")
+    require_loss(loss)
     if not validation or not isinstance(validation, Mapping):
         raise DataError("no validation data: pass a mapping from client id to that client's held-out data.")
     draws = whole("draws", draws)
@@ -108,17 +112,20 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     return ValidationLoss(float(total["total"]), int(total["rows"]))
 
 
+def require_loss(loss: Any) -> None:
+    """Refuse a `loss` that is no function of a posterior and data."""
+    if loss is not None and not (callable(loss) and takes(loss, 2)):
+        raise DeclarationError(
+            f"loss={shown(loss)} is not a function of (posterior, data); pass one that is, and that sums over rows."
+        )
+
+
 def _client_loss(
     fit: Fit, client: ClientModel, data: Mapping[str, Any], loss: Loss | None, draws: int
 ) -> tuple[float, int]:
     """One client's sum of losses over its held-out rows, and their number: what the client would send."""
     client_id = client.client_id
-    held_out = as_arrays(client_id, data)
-    if set(held_out) != set(client.arrays):
-        raise DataError(
-            f"client {client_id!r}: validation data have keys {sorted(held_out)}, training data "
-            f"{sorted(client.arrays)}; hold out rows of all that have rows, and repeat the rest."
-        )
+    held_out = _same_keys(client, data)
     held = fit.declaration.with_data(client, client_id, held_out, kernel=fit.algorithm.needs.kernel)
     if loss is not None:
         value: Any = loss(fit.client(client_id, draws=draws, chains=1)["posterior"], held_out)
@@ -134,6 +141,26 @@ def _client_loss(
         points = points[:1]
     log_density = [float(held.kernel(x, *held.data)[0]) - float(held.kernel(x, *none)[0]) for x in points]
     return float(np.log(len(log_density)) - logsumexp(log_density)), held.rows
+
+
+def require_held_out(
+    declaration: FederatedModel, client: ClientModel, data: Mapping[str, Any], loss: Loss | None, *, kernel: bool
+) -> None:
+    """Refuse held-out data of which no loss can be told, before there is a fit."""
+    held = declaration.with_data(client, client.client_id, _same_keys(client, data), kernel=kernel)
+    if loss is None:
+        _without_rows(client, held)
+
+
+def _same_keys(client: ClientModel, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Held-out data as arrays, which have the names of the training data."""
+    held_out = as_arrays(client.client_id, data)
+    if set(held_out) != set(client.arrays):
+        raise DataError(
+            f"client {client.client_id!r}: validation data have keys {sorted(held_out)}, training data "
+            f"{sorted(client.arrays)}; hold out rows of all that have rows, and repeat the rest."
+        )
+    return held_out
 
 
 def _without_rows(client: ClientModel, held: ClientModel) -> tuple[Any, Any, Any]:

@@ -62,6 +62,10 @@ def holdout(
     fraction = between("fraction", fraction, 0, 1)
     if not isinstance(clients, Mapping):
         raise DataError(f"clients are {type(clients).__name__}; pass a mapping from client id to its data.")
+    if not clients:
+        raise DataError("no clients: pass a mapping from client id to that client's data.")
+    if random_seed is None:
+        raise DeclarationError("random_seed=None would hold out other rows in every call; pass a non-negative int.")
     seed = seed_of(random_seed)
     checked = {str(client_id): as_arrays(str(client_id), data) for client_id, data in clients.items()}
     by_client = {client_id: _split_names(client_id, arrays, rows) for client_id, arrays in checked.items()}

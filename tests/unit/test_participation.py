@@ -71,3 +71,14 @@ def test_the_keyword_is_read_by_its_type(value: Any, count: int, rng: np.random.
 def test_other_values_are_refused(value: Any) -> None:
     with pytest.raises(DeclarationError, match="participation="):
         as_participation(value)
+
+
+@pytest.mark.parametrize("chosen", ["ab", b"ab", [["a"]], ["a", 1], 3, None])
+def test_functions_that_return_no_list_of_clients_are_refused(chosen: Any, rng: np.random.Generator) -> None:
+    with pytest.raises(DeclarationError, match="participation= is a function that"):
+        as_participation(lambda clients, rng: chosen)(CLIENTS, rng)
+
+
+@pytest.mark.parametrize("chosen", [["a"], {"a"}, np.array(["a"]), iter(("a",))])
+def test_functions_may_return_any_collection_of_clients(chosen: Any, rng: np.random.Generator) -> None:
+    assert as_participation(lambda clients, rng: chosen)(CLIENTS, rng) == ("a",)

@@ -97,6 +97,10 @@ def test_the_table_and_the_figure_count_the_same_rows() -> None:
     ("make", "error", "match"),
     [
         (lambda: data.label_skew(LABELS, 0, 5), DeclarationError, "clients=0 must be a whole number"),
+        (lambda: data.label_skew(LABELS, 4, 5, random_seed="a"), DeclarationError, "random_seed='a' must be"),  # type: ignore[arg-type]
+        (lambda: data.quantity(9, 2, random_seed=-1), DeclarationError, "random_seed=-1 must be"),
+        (lambda: data.quantity(9, 2, random_seed=1.5), DeclarationError, "random_seed=1.5 must be"),  # type: ignore[arg-type]
+        (lambda: data.table(None, LABELS), DeclarationError, "partition is NoneType"),  # type: ignore[arg-type]
         (lambda: data.label_skew(LABELS, 4, 11), DeclarationError, "each=11 labels a client, and there are 10"),
         (lambda: data.label_skew(LABELS, 2, 3), DeclarationError, "2 clients of 3 labels cannot hold all 10"),
         (lambda: data.label_skew(LABELS, 20, 5, cuts="some"), DeclarationError, "cuts='some' must be"),

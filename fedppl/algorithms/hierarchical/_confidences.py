@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedppl.contracts import Received
+from fedppl.settings import shown
 from fedppl.types import Array, DeclarationError
 
 TERMS = ("uncertainty", "deviation")
@@ -16,8 +17,9 @@ TERMS = ("uncertainty", "deviation")
 def terms_rule(terms: Any) -> tuple[str, ...]:
     """Check the keyword `terms`."""
     given = (terms,) if isinstance(terms, str) else tuple(terms) if isinstance(terms, tuple | list) else ()
-    if not given or set(given) - set(TERMS) or len(set(given)) < len(given):
-        raise DeclarationError(f"terms={terms!r} must be one or both of {TERMS}.")
+    words = all(isinstance(term, str) for term in given)
+    if not given or not words or set(given) - set(TERMS) or len(set(given)) < len(given):
+        raise DeclarationError(f"terms={shown(terms)} must be one or both of {TERMS}.")
     return given
 
 

@@ -68,14 +68,23 @@ def checked(
     batch_size: int | None,
     initial_kernel: str,
     tolerance: float,
+    usual: tuple[int, ...] = (),
 ) -> Settings:
-    """Settings in range."""
+    """Settings in range; `usual` are the default's milestones, which say nothing where there is one learning rate."""
     rates = _each(positive, "learning_rate", rate, "positive and finite, one or a tuple of them")
-    places = _each(whole, "milestones", milestones, "rounds, from 1 on") if len(rates) > 1 else ()
-    if len(places) != len(rates) - 1 or any(b <= a for a, b in itertools.pairwise((0, *places))):
+    empty = isinstance(milestones, tuple | list) and not milestones
+    places = () if empty else _each(whole, "milestones", milestones, "a tuple of rounds, from 1 on")
+    if any(b <= a for a, b in itertools.pairwise(places)):
+        raise DeclarationError(f"milestones={places} must be increasing rounds.")
+    if len(rates) == 1 and places == usual:
+        places = ()
+    if len(rates) == 1 and places:
         raise DeclarationError(
-            f"milestones={places} must be increasing rounds, one less than the {len(rates)} learning rates."
+            f"milestones={places} change nothing, as learning_rate={shown(rate)} counts in all rounds; leave them out, "
+            "or give a tuple of learning rates, one more than milestones."
         )
+    if len(places) != len(rates) - 1:
+        raise DeclarationError(f"milestones={places} must be one less than the {len(rates)} learning rates.")
     return Settings(
         rates,
         places,

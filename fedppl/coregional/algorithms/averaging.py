@@ -17,11 +17,13 @@ from fedppl.coregional.view import unit_of
 from fedppl.settings import described
 from fedppl.types import Array, Message
 
+_MILESTONES = (100, 200)
+
 
 def Averaging(
     *,
     learning_rate: float | Sequence[float] = (0.02, 0.005, 0.001),
-    milestones: Sequence[int] = (100, 200),
+    milestones: Sequence[int] = _MILESTONES,
     steps: int = 5,
     batch_size: int | None = None,
     initial_kernel: str = "median",
@@ -39,7 +41,7 @@ def Averaging(
     ----------
     learning_rate, milestones
         Adam learning rates for all parameters, and the rounds from which the second and later ones count. One number
-        counts in all rounds. An average of units' steps settles as far as they are short.
+        counts in all rounds, and takes no milestones. An average of units' steps settles as far as they are short.
     steps
         T, number of local steps a round.
     batch_size
@@ -75,7 +77,7 @@ def Averaging(
     ----------
     .. [1] Gao and Chung, section 4.2.2, Algorithm 1.
     """
-    settings = _steps.checked(learning_rate, milestones, steps, batch_size, initial_kernel, tolerance)
+    settings = _steps.checked(learning_rate, milestones, steps, batch_size, initial_kernel, tolerance, _MILESTONES)
     return Algorithm[StepsState, UnitClientState](
         name="curves.Averaging",
         settings=described(settings),

@@ -34,10 +34,10 @@ def training_rule(
 
 
 def names_in(value: Any) -> tuple[str, ...] | None:
-    """Torch's names of parameters, or None where this is no sequence of names."""
-    if isinstance(value, tuple | list) and value and all(isinstance(name, str) for name in value):
-        return tuple(value)
-    return None
+    """Torch's names of parameters, or None where this is no sequence of names, each once."""
+    if not isinstance(value, tuple | list) or not value or not all(isinstance(name, str) for name in value):
+        return None
+    return tuple(value) if len(set(value)) == len(value) else None
 
 
 def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int, *, momentum: float | None = None) -> Tuning:
@@ -47,7 +47,9 @@ def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int, *, momentu
         return Tuning(tune, training)
     names = names_in(tune)
     if names is None:
-        raise DeclarationError(f'tune={tune!r} must be "local", "all", a tuple of torch\'s names, or None for none.')
+        raise DeclarationError(
+            f'tune={tune!r} must be "local", "all", a tuple of torch\'s names, each once, or None for none.'
+        )
     return Tuning(names, training)
 
 

@@ -29,7 +29,9 @@ def head_rule(head: Any) -> tuple[str, ...]:
     """Check the keyword `head`."""
     names = names_in(head)
     if names is None:
-        raise DeclarationError(f'head={head!r} must be a tuple of torch\'s names, such as ("2.weight", "2.bias").')
+        raise DeclarationError(
+            f'head={head!r} must be a tuple of torch\'s names, each once, such as ("2.weight", "2.bias").'
+        )
     return names
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
@@ -12,14 +12,14 @@ from numpy.random import Generator
 from fedppl.algorithms.averaging._point import LocalClientState, kept_local, weight_of, weights_rule
 from fedppl.algorithms.averaging._server import weighted
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView
-from fedppl.nn.algorithms._common import Tuning, check_network, needs, training_rule, tuning_rule
+from fedppl.nn.algorithms._common import Tuning, check_network, names_in, needs, training_rule, tuning_rule
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
 from fedppl.nn.algorithms._server import AT_MEAN, ESTIMATE, REPLIES, NetworkState, broadcast, init, update_server
 from fedppl.nn.functional import Places
 from fedppl.nn.train import Training, train
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import network_of
-from fedppl.settings import between, described
+from fedppl.settings import between, described, shown
 from fedppl.types import Array, DeclarationError, Message
 
 
@@ -111,19 +111,10 @@ def FedAvg(
     .. [1] McMahan et al. (2017), FedAvg. Oh et al. (2022), FedBABU. Arivazhagan et al. (2019), FedPer. Collins et al.
        (2021), FedRep. Liang et al. (2020), LG-FedAvg.
     """
-    if (
-        not isinstance(phases, tuple | list)
-        or not phases
-        or not all(isinstance(phase, tuple | list) and len(phase) == 2 for phase in phases)
-    ):
-        raise DeclarationError(f'phases={phases!r} must be pairs of weights and epochs, for example (("all", 10),).')
     settings = _Settings(
         tuple(
-            (
-                which if isinstance(which, str) else tuple(which),
-                training_rule(learning_rate, epochs, batch_size, momentum=momentum),
-            )
-            for which, epochs in phases
+            (which, training_rule(learning_rate, epochs, batch_size, momentum=momentum))
+            for which, epochs in _phases_rule(phases)
         ),
         between("proximal", proximal, 0, np.inf, "[)"),
         tuning_rule(tune, tune_rate, tune_epochs, batch_size, momentum=momentum),
@@ -148,6 +139,23 @@ def FedAvg(
         disclosure=AT_MEAN,
         unreported=functools.partial(_update_unreported, settings=settings),
     )
+
+
+def _phases_rule(phases: Any) -> list[tuple[str | tuple[str, ...], int]]:
+    """Check the keyword `phases` but for the epochs, which are a rule of training."""
+    pairs = phases if isinstance(phases, tuple | list) else ()
+    if not pairs or not all(isinstance(phase, tuple | list) and len(phase) == 2 for phase in pairs):
+        raise DeclarationError(f'phases={phases!r} must be pairs of weights and epochs, for example (("all", 10),).')
+    found = []
+    for which, epochs in pairs:
+        names = which if isinstance(which, str) else names_in(which)
+        if names is None:
+            raise DeclarationError(
+                f'phases={shown(phases)} trains {shown(which)}, which must be "shared", "local", "all" or a tuple of '
+                "torch's names, each once."
+            )
+        found.append((names, epochs))
+    return found
 
 
 def _update_client(

@@ -128,6 +128,7 @@ def FedSI(
     ----------
     .. [1] Chen et al., FedSI, Algorithm 1, eqs. 10 to 19.
     """
+    diagonal = flag("diagonal", diagonal)
     if prior_variance is None:
         prior_variance = 0.03 if diagonal else 3.0
     settings = _Settings(
@@ -136,7 +137,7 @@ def FedSI(
         positive("alpha", alpha),
         positive("prior_variance", prior_variance),
         one_of("rule", rule, ("live", "variance")),
-        flag("diagonal", diagonal),
+        diagonal,
         one_of("average", average, ("variance", "sd")),
     )
     tuning = tuning_rule(tune, tune_rate, tune_epochs, batch_size)
