@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from scipy.stats import binom
@@ -62,7 +63,7 @@ def bernoulli(probability: float) -> Participation:
 def _asked(choose: Participation, word: str, clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
     """What a function chose, or an error that says what it must be."""
     try:
-        chosen = choose(clients, rng)
+        chosen: Any = choose(clients, rng)
         # A text would be read letter by letter, and letters may be clients too.
         asked = None if isinstance(chosen, str | bytes) else tuple(chosen)
     except TypeError as error:
