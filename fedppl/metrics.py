@@ -89,6 +89,9 @@ def accuracy(probability: Array, label: Array) -> float:
 def entropy(probability: Array) -> Array:
     """Predictive entropy of each row in nats, (n,)."""
     p = np.asarray(probability, dtype=float)
+    if p.ndim != 2:
+        raise DataError(f"probabilities have shape {p.shape}; pass (n, C).")
+    _require_distributions(p)
     return np.asarray(-np.sum(np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0), axis=1))
 
 
@@ -101,6 +104,8 @@ def auroc(positive: Array, negative: Array) -> float:
     positive, negative = np.asarray(positive, dtype=float), np.asarray(negative, dtype=float)
     if not len(positive) or not len(negative):
         raise DataError(f"{len(positive)} positive and {len(negative)} negative scores; give at least one of each.")
+    if np.any(np.isnan(positive)) or np.any(np.isnan(negative)):
+        raise DataError("scores hold NaN, which has no rank; drop those rows.")
     ranks = rankdata(np.concatenate([positive, negative]))[: len(positive)]
     return float((ranks.sum() - len(positive) * (len(positive) + 1) / 2) / (len(positive) * len(negative)))
 
@@ -147,6 +152,15 @@ def _checked(probability: Array, label: Array) -> tuple[Array, Any]:
             f"probabilities of shape {probability.shape} and labels of shape {label.shape} do not fit; pass (n, C) "
             "and (n,) with at least one row."
         )
+    _require_distributions(probability)
+    if not np.issubdtype(label.dtype, np.integer) or label.min() < 0 or label.max() >= probability.shape[1]:
+        raise DataError(
+            f"labels must be whole numbers from 0 to {probability.shape[1] - 1}; found {np.unique(label)[:10]}."
+        )
+    return probability, label
+
+
+def _require_distributions(probability: Array) -> None:
     sums = probability.sum(axis=1)
     if not (np.all(probability >= 0) and np.all(np.abs(sums - 1) < 1e-6)):
         worst = int(np.argmax(np.where(np.isfinite(sums), np.abs(sums - 1), np.inf)))
@@ -155,8 +169,3 @@ def _checked(probability: Array, label: Array) -> tuple[Array, Any]:
             f"{probability[worst].min():.3g}; "
             "each must be a distribution over classes."
         )
-    if not np.issubdtype(label.dtype, np.integer) or label.min() < 0 or label.max() >= probability.shape[1]:
-        raise DataError(
-            f"labels must be whole numbers from 0 to {probability.shape[1] - 1}; found {np.unique(label)[:10]}."
-        )
-    return probability, label

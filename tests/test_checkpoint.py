@@ -21,6 +21,7 @@ from fedppl.storage import checkpoint, signed
 from fedppl.storage import digest as _digest
 from fedppl.testing import normal_means
 from fedppl.types import Status
+from tests import skeleton
 from tests.support import crafted, problems
 from tests.support.crafted import CONTENT
 
@@ -316,6 +317,15 @@ def test_the_checkpoint_of_another_run_is_refused_and_kept(what: str, tmp_path: 
         fedppl.fit(model, clients, algorithm, checkpoint=path, progressbar=False, random_seed=seed)
     assert repr(str(path)) in str(caught.value)
     assert path.read_bytes() == before
+
+
+@problems.few_rounds
+def test_the_checkpoint_of_another_algorithm_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    path, first = tmp_path / "run.ckpt", fedppl.EP()
+    fedppl.fit(*normal_means(), first, rounds=1, checkpoint=path, progressbar=False, random_seed=1)
+    other = skeleton.Newton()._replace(name=first.name, settings=first.settings)
+    with pytest.raises(DeclarationError, match="its state is EPState, this run's is NewtonState"):
+        fedppl.fit(*normal_means(), other, checkpoint=path, progressbar=False, random_seed=1)
 
 
 @problems.few_rounds

@@ -612,6 +612,25 @@ def test_a_server_app_takes_its_settings_from_the_run_config() -> None:
     assert len(result.records) == 1 and result.seed == 5
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"algorithm": fedppl.EP},
+        {"federated_model": normal_means},
+        {"participation": 1.5},
+        {"checkpoint": 3},
+        {"random_seed": -1},
+        {"callback": lambda: None},
+        {"on_fit": 3},
+        {"on_fit": lambda fit: None},
+    ],
+)
+def test_a_server_app_is_refused_before_it_runs(wrong: dict[str, Any]) -> None:
+    given = {"federated_model": normal_means(1)[0], "algorithm": fedppl.EP(), "clients": 1} | wrong
+    with pytest.raises(DeclarationError):
+        fedppl.Flower.server_app(**given)
+
+
 @problems.few_rounds
 def test_a_run_resumes_on_the_grid(tmp_path: Path) -> None:
     """The server's process dies after two rounds; another one goes on with restarted sites."""

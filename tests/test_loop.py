@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pymc as pm
@@ -581,3 +581,91 @@ def test_one_clients_malformed_answer_is_its_own_failure(wrong: Any) -> None:
     found = run_skeleton(update_client=answer)
     assert set(found.records[0].failures) == {"client 1"}
     assert found.records[0].bytes_up.keys() == {"client 0", "client 2"}
+
+
+class OtherInfo(NamedTuple):
+    seconds: float
+
+
+class WithNumPys(NamedTuple):
+    largest: np.float64
+    found: Any
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": ""}, "name is ''"),
+        ({"settings": {"tolerance": 1.0}}, "must be texts by name"),
+        ({"replies": None}, "fedppl.contracts.Replies"),
+        ({"update_client": None}, "update_client=None must be a function"),
+        ({"update_server": lambda state: None}, "update_server is called with 2 arguments"),
+        ({"unreported": lambda client: None}, "unreported is called with 4 arguments"),
+        ({"disclosure": fedppl.contracts.Disclosure(noise_multiplier=-1.0)}, "must be positive"),
+        ({"result": skeleton.Newton().result._replace(shared=3)}, "Posterior, Point or Sampler"),
+        ({"result": skeleton.Newton().result._replace(draw=lambda: None)}, "Result.draw is called with 6"),
+        ({"result": skeleton.Newton().result._replace(shared=fedppl.contracts.Point(1))}, "Point.estimate=1"),  # type: ignore[arg-type]
+    ],
+)
+def test_parts_of_an_algorithm_that_cannot_be_called_are_refused_before_data_are_read(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DeclarationError, match=message):
+        fedppl.fit(normal_means(1)[0], {}, skeleton.Newton()._replace(**changes), progressbar=False)
+
+
+@problems.few_rounds
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state, report: report, r"return \(state, Report\)"),
+        (lambda state, report: (state, report._replace(message=3)), "Report.message is 3"),
+        (lambda state, report: (state, report._replace(status="done")), "Report.status is 'done'"),
+        (lambda state, report: (state, report._replace(info={"a": 1})), "make it a NamedTuple"),
+        (lambda state, report: (state, report._replace(info=OtherInfo(1.0))), "of its own"),
+    ],
+)
+def test_what_a_server_says_is_checked_in_the_first_round(change: Any, message: str) -> None:
+    algorithm = skeleton.Newton()
+    with pytest.raises(DeclarationError, match=message):
+        run_skeleton(update_server=lambda state, received: change(*algorithm.update_server(state, received)))
+
+
+@problems.few_rounds
+def test_numpys_numbers_are_in_the_table_of_rounds() -> None:
+    algorithm = skeleton.Newton()
+
+    def update_server(state: Any, received: Received) -> Any:
+        state, report = algorithm.update_server(state, received)
+        return state, report._replace(info=WithNumPys(np.float64(2.0), np.array(3)))
+
+    rounds = run_skeleton(update_server=update_server).idata["rounds"]
+    assert_array_equal(rounds["largest"], 2.0)
+    assert_array_equal(rounds["found"], 3.0)
+
+
+@problems.few_rounds
+@pytest.mark.parametrize(
+    "shared",
+    [
+        fedppl.contracts.Point(lambda state: np.zeros((2, 1))),
+        fedppl.contracts.Sampler(lambda state, count, rng: np.zeros((2, count))),
+    ],
+)
+def test_shapes_that_fit_by_size_alone_are_refused(shared: Any) -> None:
+    fit = run_skeleton(result=skeleton.Newton().result._replace(shared=shared))
+    with pytest.raises(DeclarationError, match="return shape"):
+        _ = fit.idata
+
+
+@problems.few_rounds
+def test_draws_of_another_shape_are_refused() -> None:
+    result = skeleton.Newton().result
+
+    def turned(*given: Any) -> Any:
+        draws = result.draw(*given)
+        return draws._replace(local=np.swapaxes(draws.local, 0, 1))
+
+    fit = run_skeleton(result=result._replace(draw=turned))
+    with pytest.raises(DeclarationError, match="Result.draw returned shape"):
+        fit.client("client 0", draws=20, chains=2)

@@ -475,3 +475,23 @@ def test_the_client_whose_value_makes_reals_of_all_is_named(odd: int, value: Any
     clients[name] = {"group": np.array([0, value, 2]), "y": Y}
     with pytest.raises(DataError, match=rf"^client '{name}': 'group' holds {value} at index \(1,\).*Correct"):
         FederatedModel(grouped, ["mu"]).enrol(clients)
+
+
+def test_names_are_texts() -> None:
+    """The names 1 and "1" were one array, the last."""
+    with pytest.raises(DataError, match="pass '1'"):
+        MODEL.enrol({"a": {1: Y, "1": Y}})  # type: ignore[dict-item]
+
+
+def test_a_point_of_another_length_is_refused() -> None:
+    """The compiled density read what lies behind the array."""
+    client = MODEL.enrol(CLIENTS)["client 0"]
+    with pytest.raises(DeclarationError, match=r"phi of shape \(7,\)"):
+        client.log_site(np.zeros(7), np.zeros(client.local_size))
+
+
+@problems.few_rounds
+def test_var_names_are_names() -> None:
+    fit = fedppl.fit(MODEL, CLIENTS, fedppl.EP(), rounds=1, progressbar=False, random_seed=1)
+    with pytest.raises(DeclarationError, match="var_names=3 must be"):
+        fit.summary(3)  # type: ignore[arg-type]

@@ -19,8 +19,9 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.results.fit import Fit
 from fedppl.run import loop
 from fedppl.run._round import Round
+from fedppl.run._start import require_callback, require_declared, require_settings, seed_of
 from fedppl.run.participation import Participation
-from fedppl.settings import positive, shown, whole
+from fedppl.settings import positive, shown, takes, whole
 from fedppl.types import DeclarationError
 
 
@@ -160,7 +161,12 @@ def server_app(
     _expected(clients)
     for name, value in {"wait": wait, "deadline": deadline}.items():
         positive(name, value, "it is in seconds")
-    whole("rounds", rounds)
+    require_declared(federated_model, algorithm)
+    require_settings(rounds, participation, None, checkpoint or None, deadline)
+    seed_of(random_seed)
+    require_callback(callback)
+    if on_fit is not None and not (callable(on_fit) and takes(on_fit, 2)):
+        raise DeclarationError(f"on_fit={shown(on_fit)} is not a function of the fit and Flower's context.")
     app = ServerApp()
 
     @app.main()

@@ -25,6 +25,10 @@ def as_arrays(client_id: str, data: Mapping[str, Any]) -> dict[str, Any]:
         raise DataError(f"client {client_id!r}: no data; leave the client out or give it its arrays.")
     arrays = {}
     for name, value in data.items():
+        if not isinstance(name, str):
+            raise DataError(
+                f"client {client_id!r}: data have the name {name!r}, and names are texts; pass {str(name)!r}."
+            )
         if np.ma.is_masked(value):
             raise DataError(f"client {client_id!r}: {name!r} has masked values; drop or impute them before the fit.")
         try:
@@ -60,7 +64,7 @@ def as_arrays(client_id: str, data: Mapping[str, Any]) -> dict[str, Any]:
                 "up to 2**53; give it in larger units or from another origin, number identifiers 0 to n - 1, or drop "
                 "it if the model has no use for it."
             )
-        arrays[str(name)] = array
+        arrays[name] = array
     return arrays
 
 

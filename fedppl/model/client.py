@@ -132,6 +132,11 @@ class ClientModel:
 
     def log_site(self, phi: Array, theta: Array) -> tuple[float, Array, Array]:
         """log p(y_k, θ | φ) and its gradients with respect to φ, (m,), and θ, (d_k,); NaN where φ has indicators."""
+        if np.shape(phi) != (self.shared_size,) or np.shape(theta) != (self.local_size,):
+            raise DeclarationError(
+                f"client {self.client_id!r}: phi of shape {np.shape(phi)} and theta of shape {np.shape(theta)}; pass "
+                f"({self.shared_size},) and ({self.local_size},)."
+            )
         if self.layout.binary:
             nan = np.full(self.shared_size + self.local_size, np.nan)
             return self.log_density(phi, theta), nan[: self.shared_size], nan[self.shared_size :]

@@ -14,6 +14,7 @@ from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.predict import predictions
+from fedppl.results.returned import draws_of
 from fedppl.types import Message, Status
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ def client_posterior(
 ) -> Any:
     """Draw (φ, θ_k) from what the algorithm tells the client, and predictions for new inputs if there are any."""
     client_id = model.client_id
-    sample = algorithm.result.draw(model, personal, message, draws, chains, stream((seed, 2, *client_id.encode())))
+    drawn = algorithm.result.draw(model, personal, message, draws, chains, stream((seed, 2, *client_id.encode())))
+    sample = draws_of(algorithm.name, drawn, (chains, draws), model.shared_size, model.local_size)
     k = sample.diagnostics.get("pareto_k", -np.inf)
     if k > 0.7:
         logger.warning("client %s: Pareto k %.2f of the draws of θ; use local=fedppl.NUTS()", client_id, k)

@@ -22,6 +22,7 @@ from fedppl.results import idata, measure, summary
 from fedppl.results.arrival import Ended, require_arrived, unarrived
 from fedppl.results.at_client import client_posterior
 from fedppl.results.records import rounds_dataset
+from fedppl.results.returned import shaped
 from fedppl.settings import whole
 from fedppl.types import Array, DeclarationError
 
@@ -226,7 +227,8 @@ class Fit(Ended):
         rng, phi, groups = stream((self._seed(random_seed), 1)), None, {}
         found = None if reason else self._corrected()
         if isinstance(shared, Sampler):
-            phi = shared.draw(self.state, draws * chains, rng)
+            drawn = shared.draw(self.state, draws * chains, rng)
+            phi = shaped(self.algorithm.name, "Sampler.draw", drawn, (draws * chains, self.layout.size))
         elif found is not None:
             phi = found.points[resample(found.weights, draws * chains, rng)]
             attrs |= {"ess": found.ess, "pareto_k": found.pareto_k, "unique": len(np.unique(phi, axis=0))}
@@ -353,8 +355,11 @@ class Fit(Ended):
         points, weights = measure.corrected_measure(shared.gaussian(self.state), found)
         return dict(self.reader.constrain(points)), weights
 
+    def _estimated(self, shared: Point[Any]) -> Array:
+        return shaped(self.algorithm.name, "Point.estimate", shared.estimate(self.state), (self.layout.size,))
+
     def _point(self, shared: Point[Any]) -> dict[str, Array]:
-        values = self.reader.constrain(shared.estimate(self.state)[None])
+        values = self.reader.constrain(self._estimated(shared)[None])
         return {name: value[0] for name, value in values.items()}
 
     def _shared_dataset(self, phi: Array, attrs: Mapping[str, Any]) -> xr.Dataset:
@@ -379,7 +384,7 @@ class Fit(Ended):
             known["mean_vector"] = ("rows",), gaussian.mean(q)
             known["covariance_matrix"] = ("rows", "columns"), gaussian.covariance(q)
         elif isinstance(result.shared, Point):
-            known["mean_vector"] = ("rows",), result.shared.estimate(self.state)
+            known["mean_vector"] = ("rows",), self._estimated(result.shared)
         known.update(result.details(self.state))
         return idata.dataset(
             {name: values for name, (_, values) in known.items()},

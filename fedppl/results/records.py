@@ -34,6 +34,8 @@ class Record(NamedTuple):
 
 
 _OURS = ("seconds", "released")
+# Columns that no algorithm's diagnostics can have.
+COLUMNS = frozenset((*_OURS, "outcome", "reason", "bytes_down", "bytes_up", "round", "client"))
 
 
 def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.Dataset:

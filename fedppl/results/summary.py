@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from fedppl.results import measure
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.departure import shortfall
 from fedppl.results.fallbacks import added, fallen
-from fedppl.settings import between
+from fedppl.settings import between, shown
 from fedppl.types import Array, DeclarationError
 
 _MOMENTS = ("corrected_mean",)  # of the fit group: of unconstrained variables, so that they stand in no row here
@@ -39,6 +39,8 @@ def summary(
     drawn = not isinstance(result.shared, Point)
     found = idata()["posterior" if drawn else "point_estimate"]
     names = [str(name) for name in found.data_vars]
+    if var_names is not None and not isinstance(var_names, Iterable):
+        raise DeclarationError(f"var_names={shown(var_names)} must be a name or a list of names of {names}.")
     chosen = names if var_names is None else [var_names] if isinstance(var_names, str) else list(var_names)
     if unknown := [name for name in chosen if name not in names]:
         raise DeclarationError(f"var_names={unknown} are not among the shared variables {names}.")

@@ -17,6 +17,7 @@ from fedppl.contracts import Reply, Request
 from fedppl.numerics.streams import stream
 from fedppl.results import fallbacks
 from fedppl.results.records import Record
+from fedppl.run._algorithm import numbers_and_texts, require_report
 from fedppl.run._run import Run, add, save
 from fedppl.run.replies import n_bytes, one_line, received, released, why_not
 from fedppl.types import DeclarationError, Message, Status
@@ -100,13 +101,15 @@ def one_round(run: Run) -> Round:
             f"{run.algorithm.name}: Replies.summed returned {settings.shown(together)} in round {number}; return True "
             "where sums over clients are all that the server needs, else False."
         )
-    run.state, report = run.algorithm.update_server(run.state, received(replies, summed=bool(together)))
+    returned = run.algorithm.update_server(run.state, received(replies, summed=bool(together)))
+    require_report(run.algorithm.name, returned)
+    run.state, report = returned
     record = Record(
         number=number,
         asked=tuple(asked),
         failures=failures,
         infos=infos,
-        info={k: v for k, v in report.info._asdict().items() if isinstance(v, int | float | str)},
+        info=numbers_and_texts(report.info),
         bytes_down={client_id: n_bytes(request.message) for client_id, request in requests.items()},
         bytes_up={client_id: n_bytes(message) for client_id, message in replies.items()},
         released=released(replies, infos),

@@ -127,6 +127,11 @@ def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
                 f"checkpoint {str(checkpoint)!r} is of another run: its {name} is {found}, this run's is "
                 f"{value}. Choose another path, or delete the file to start again."
             )
+    if type(content["state"]) is not type(run.state):
+        raise DeclarationError(
+            f"checkpoint {str(checkpoint)!r} is of another algorithm of the name {run.algorithm.name!r}: its state is "
+            f"{type(content['state']).__name__}, this run's is {type(run.state).__name__}. Choose another path."
+        )
     sealed: dict[str, bytes] = content["data"]
     known = {client_id: model for client_id, model in run.models.items() if client_id in sealed}
     others = [k for k, model in known.items() if not _digest.matches(sealed[k][: _digest.LENGTH], model.arrays)]

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from fedppl import settings
-from fedppl.contracts import Algorithm, AnyAlgorithm, EngineFactory
+from fedppl.contracts import AnyAlgorithm, EngineFactory
 from fedppl.engine.answer import require_fit, say_unused
 from fedppl.engine.inprocess import InProcess
 from fedppl.model.declaration import FederatedModel
+from fedppl.run._algorithm import require_algorithm
 from fedppl.run._run import Run, keep_at
 from fedppl.run.participation import Participation, as_participation
 from fedppl.storage import checkpoint as checkpoints
@@ -76,11 +77,7 @@ def require_declared(model: Any, algorithm: Any) -> None:
         raise DeclarationError(
             f"model is {type(model).__name__}; wrap the builder: FederatedModel(builder, shared=[...])."
         )
-    if not isinstance(algorithm, Algorithm):
-        raise DeclarationError(
-            f"algorithm={settings.shown(algorithm)} is no algorithm"
-            + (settings.not_called(algorithm) or "; pass one that is built, like fedppl.EP().")
-        )
+    require_algorithm(algorithm)
 
 
 def require_settings(

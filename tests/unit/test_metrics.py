@@ -92,6 +92,11 @@ def test_bins_and_scores_out_of_range_are_refused() -> None:
         metrics.reliability(PROBABILITY, LABEL, bins=0)
     with pytest.raises(DataError, match="0 positive and 2 negative scores"):
         metrics.auroc(np.zeros(0), np.zeros(2))
+    with pytest.raises(DataError, match="scores hold NaN"):
+        metrics.auroc(np.array([1.0, np.nan]), np.zeros(2))
+    for wrong, message in ((np.array([[0.5, 0.6]]), "adds up to 1.1"), (np.array([0.5, 0.5]), "pass .n, C.")):
+        with pytest.raises(DataError, match=message):
+            metrics.entropy(wrong)
 
 
 def test_the_diagram_has_a_bar_for_every_bin() -> None:
