@@ -290,3 +290,51 @@ def test_a_newcomer_is_weighed_by_its_own_data() -> None:
     exact = float(weights @ ((mu / tau**2 + effect / error**2) / precision))
     theta = found.new_client({"effect": np.array([effect]), "error": np.array([error])})["posterior"]["theta"]
     assert_allclose(float(theta.mean()), exact, atol=4 * float(theta.std()) / np.sqrt(1 / np.sum(weights**2)))
+
+
+# --- what each client does ---------------------------------------------------------------------------------------
+
+
+def test_influence_is_the_posterior_of_the_other_clients() -> None:
+    """Schools' tau has a prior that is no Gaussian, of which each client carries a share."""
+    model, clients = problems.schools()
+    found = fit(model, clients).influence()
+    assert bool(found["exact"].all())
+    for left_out in ("school A", "school G"):
+        rest = fit(model, {name: data for name, data in clients.items() if name != left_out}).idata["fit"]
+        sd = np.sqrt(np.diag(rest["corrected_covariance"]))
+        ours = found.sel(client=left_out)
+        assert_allclose((ours["mean"] - rest["corrected_mean"].values) / sd, 0, atol=0.03)
+        assert_allclose(ours["sd"] / sd, 1, atol=0.03)
+    assert list(fit(model, clients).influence("school B")["client"].values) == ["school B"]
+    with pytest.raises(DeclarationError, match="school Z"):
+        fit(model, clients).influence(["school Z"])
+
+
+def test_influence_without_a_correction_is_of_the_gaussian() -> None:
+    model, clients = normal_means(4)
+    found = fit(model, clients, fedppl.EP(correction=None)).influence()
+    corrected = fit(model, clients).influence()
+    assert not bool(found["exact"].any()) and bool(corrected["exact"].all())
+    assert_allclose(found["mean"], corrected["mean"], rtol=1e-6)
+    assert_allclose(found["sd_ratio"], corrected["sd_ratio"], rtol=1e-6)
+    with pytest.raises(DeclarationError, match="has no posterior of parameters that all clients share"):
+        fit(model, clients, fedppl.SeparateSGD(learning_rate=0.01), rounds=1).influence()
+
+
+def test_a_client_that_lies_at_the_points_is_named_where_trust_is_set() -> None:
+    """It sends honest moments, and then log factors that lean to one side."""
+    model, clients = problems.schools()
+    honest = fedppl.EP(trust=3.0)
+
+    def lying(client: ClientView, personal: Any, message: Any, rng: Any) -> Any:
+        update = honest.update_client(client, personal, message, rng)
+        if client.client_id != "school C" or "points" not in message:
+            return update
+        steep = 4.0 * np.asarray(message["points"])[:, 0] if len(message["points"]) else 0.0
+        return update._replace(reply={**update.reply, "values": update.reply["values"] + steep})
+
+    with pytest.warns(fedppl.ConvergenceWarning, match="school C.*trust=3"):
+        found = fit(model, clients, honest._replace(update_client=lying))
+    assert found.status is Status.STALLED
+    assert fit(model, clients, honest).status is Status.CONVERGED

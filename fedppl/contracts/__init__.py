@@ -8,6 +8,7 @@ from fedppl.contracts.algorithm import (
     Details,
     Disclosure,
     LogEvidence,
+    LogRatio,
     Needs,
     OnlySums,
     Point,

@@ -120,6 +120,20 @@ class LogEvidence(NamedTuple):
     error: float
 
 
+LogRatio = Callable[[Array], Array]  # log of the prior's density over that of its Gaussian, at points (S, m)
+
+
+class WithoutClient(NamedTuple):
+    """The shared posterior as if a client had not been there."""
+
+    gaussian: Gaussian  # improper where the others do not determine it
+    corrected: Reweighted | None  # points of it, where single answers are known
+
+
+def _not_without(state: Any, client_id: str, log_ratio: LogRatio | None) -> WithoutClient:
+    raise DeclarationError("this algorithm cannot tell what each client does to its posterior; use fedppl.EP().")
+
+
 def _no_evidence(state: Any) -> LogEvidence:
     raise DeclarationError("this algorithm gives no evidence; use fedppl.EP().")
 
@@ -154,6 +168,7 @@ class Posterior(NamedTuple, Generic[S]):
     gaussian: Callable[[S], Gaussian]
     corrected: Callable[[S], Reweighted | None] = _none  # weighted points of the posterior itself, where there are any
     evidence: Callable[[S], LogEvidence] = _no_evidence
+    without: Callable[[S, str, LogRatio | None], WithoutClient] = _not_without
 
 
 class Point(NamedTuple, Generic[S]):

@@ -7,35 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import xarray as xr
 
-from fedppl import gaussian
-from fedppl.contracts import LogEvidence, Point, Posterior, Sampler
+from fedppl.contracts import LogEvidence, Point, Posterior
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel
-from fedppl.numerics.importance import resample
-from fedppl.numerics.reweighting import Reweighted
-from fedppl.numerics.streams import stream
-from fedppl.results import idata, measure, summary
-from fedppl.results.arrival import Ended, require_arrived, unarrived
+from fedppl.results import influence, measure, summary
+from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.at_client import client_posterior
-from fedppl.results.records import rounds_dataset
-from fedppl.results.returned import shaped
+from fedppl.results.shared import at_point, by_weight, log_ratio, shared_posterior
 from fedppl.settings import whole
 from fedppl.types import Array, DeclarationError
-
-# For who looks at the posterior group with tools that were made for MCMC.
-_SAMPLING = (
-    "independent draws of the approximation: r_hat and ess describe the draws, not how good it is; see fit.summary()"
-)
-
-
-_CORRECTED = (
-    "draws with repetition of weighted points of the posterior: ess is of the weights; r_hat says nothing; see "
-    "fit.summary()"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +91,8 @@ class Fit(Ended):
             )
         require_arrived(self, "fit.estimate")
         if isinstance(shared, Point):
-            return self._point(shared)
-        measured = self._measured()
+            return at_point(self, shared)
+        measured = by_weight(self)
         if measured is not None:
             return {name: measure.mean(values, measured[1]) for name, values in measured[0].items()}
         posterior = self.idata["posterior"]
@@ -162,7 +145,7 @@ class Fit(Ended):
         >>> fit.summary().attrs["status"], fit.summary().attrs["answered"]
         ('converged', 1.0)
         """
-        return summary.summary(self, lambda: self.idata, self._measured, var_names, ci_prob, round_to)
+        return summary.summary(self, lambda: self.idata, lambda: by_weight(self), var_names, ci_prob, round_to)
 
     @property
     def log_evidence(self) -> LogEvidence:
@@ -183,6 +166,48 @@ class Fit(Ended):
             raise DeclarationError(f"{self.algorithm.name} gives no evidence; use fedppl.EP().")
         require_arrived(self, "fit.log_evidence")
         return shared.evidence(self.state)
+
+    def influence(self, clients: Sequence[str] | str | None = None) -> xr.Dataset:
+        r"""What each client does to the shared posterior: the posterior as if it had not been there.
+
+        .. math:: p(\phi \mid y_{-k}) \propto p(\phi \mid y) / f_k(\phi)
+
+        Parameters
+        ----------
+        clients
+            Ids of clients; by default all.
+
+        Returns
+        -------
+        xarray.Dataset
+            Dims client and rows, which are the coordinates of φ on the unconstrained space. ``mean`` and ``sd`` are
+            those without the client; ``shift`` is what the client moves the mean by, in sds of the posterior with it,
+            and ``sd_ratio`` is the sd with it over the sd without it. ``exact`` says of every client whether they are
+            of the posterior itself, from reweighting the points of the correction with Pareto k ``pareto_k``, or of
+            the Gaussian q without the client's site; NaN where the others determine no posterior.
+
+        Raises
+        ------
+        DeclarationError
+            If the algorithm has no posterior with factors of each client, or a client is unknown.
+        NotConvergedError
+            Where the fit was broken off before there was a posterior.
+
+        Examples
+        --------
+        >>> import fedppl
+        >>> from fedppl.testing import normal_means
+        >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+        >>> fit.influence()["shift"].dims
+        ('client', 'rows')
+
+        Notes
+        -----
+        *When this fails.* No client is asked again. Where one alone determines much of the posterior, few points of
+        the correction lie where the others see it: `exact` is then False, and the figures are those of the Gaussian,
+        from which a prior that is not Gaussian lacks the client's share of 1/K.
+        """
+        return influence.influence(self, log_ratio(self), clients)
 
     def shared(
         self, *, unconverged: bool = False, draws: int = 1000, chains: int = 4, random_seed: int | None = None
@@ -208,38 +233,7 @@ class Fit(Ended):
             off before there was either, neither is there, unless `unconverged` asks for it.
         """
         _check_draws(draws, chains)
-        reason = unarrived(self)
-        rounds = rounds_dataset(self.records, self.client_ids)
-        if reason and not unconverged:
-            return idata.from_groups({"rounds": rounds, "fit": self._fit_dataset(None)})
-        shared = self.algorithm.result.shared
-        q = shared.gaussian(self.state) if isinstance(shared, Posterior) else None
-        if q is not None and not gaussian.is_proper(q):
-            q, report = gaussian.repair(q, 1e-6)
-            reason += f" and was repaired (smallest eigenvalue {report.smallest_before:.3g})"
-        attrs: dict[str, Any] = {
-            "status": self.status.value,
-            "message": self.message,
-            "algorithm": self.algorithm.name,
-            "converged": int(self.status.ok),
-            **({"warning": f"not a posterior: {reason}"} if reason else {}),
-        }
-        rng, phi, groups = stream((self._seed(random_seed), 1)), None, {}
-        found = None if reason else self._corrected()
-        if isinstance(shared, Sampler):
-            drawn = shared.draw(self.state, draws * chains, rng)
-            phi = shaped(self.algorithm.name, "Sampler.draw", drawn, (draws * chains, self.layout.size))
-        elif found is not None:
-            phi = found.points[resample(found.weights, draws * chains, rng)]
-            attrs |= {"ess": found.ess, "pareto_k": found.pareto_k, "unique": len(np.unique(phi, axis=0))}
-            attrs["sampling"] = _CORRECTED
-        elif q is not None:
-            phi = gaussian.draw(q, rng, draws * chains)
-        if phi is not None:
-            groups = {"posterior": self._shared_dataset(phi.reshape(chains, draws, -1), attrs)}
-        elif isinstance(shared, Point):
-            groups = {"point_estimate": self._point_dataset(shared, attrs)}
-        return idata.from_groups({**groups, "rounds": rounds, "fit": self._fit_dataset(q)})
+        return shared_posterior(self, self._seed(random_seed), draws, chains, unconverged=unconverged)
 
     def client(
         self,
@@ -342,56 +336,6 @@ class Fit(Ended):
         seed = self._seed(random_seed)
         message, personal = self.algorithm.result.final_message(self.state, client_id), self.personal.get(client_id)
         return client_posterior(self.algorithm, model, personal, message, seed, draws, chains, self.status, predict)
-
-    def _corrected(self) -> Reweighted | None:
-        shared = self.algorithm.result.shared
-        return shared.corrected(self.state) if isinstance(shared, Posterior) else None
-
-    def _measured(self) -> tuple[dict[str, Array], Array] | None:
-        """Every shared variable at the points of the corrected posterior, and their weights."""
-        found, shared = self._corrected(), self.algorithm.result.shared
-        if found is None or not isinstance(shared, Posterior):
-            return None
-        points, weights = measure.corrected_measure(shared.gaussian(self.state), found)
-        return dict(self.reader.constrain(points)), weights
-
-    def _estimated(self, shared: Point[Any]) -> Array:
-        return shaped(self.algorithm.name, "Point.estimate", shared.estimate(self.state), (self.layout.size,))
-
-    def _point(self, shared: Point[Any]) -> dict[str, Array]:
-        values = self.reader.constrain(self._estimated(shared)[None])
-        return {name: value[0] for name, value in values.items()}
-
-    def _shared_dataset(self, phi: Array, attrs: Mapping[str, Any]) -> xr.Dataset:
-        chains, draws = phi.shape[:2]
-        values = self.reader.constrain(phi.reshape(chains * draws, -1))
-        shaped = {name: value.reshape(chains, draws, *value.shape[1:]) for name, value in values.items()}
-        return idata.posterior_dataset(shaped, self.reader.dims, self.reader.coords, {"sampling": _SAMPLING, **attrs})
-
-    def _point_dataset(self, shared: Point[Any], attrs: Mapping[str, Any]) -> xr.Dataset:
-        values = self._point(shared)
-        dims = {
-            name: self.reader.dims.get(name) or tuple(f"{name}_dim_{axis}" for axis in range(np.ndim(value)))
-            for name, value in values.items()
-        }
-        return idata.dataset(values, dims, self.reader.coords, attrs)
-
-    def _fit_dataset(self, q: Gaussian | None) -> xr.Dataset:
-        labels, clients = np.array(self.layout.labels), np.array(self.client_ids)
-        result = self.algorithm.result
-        known: dict[str, tuple[tuple[str, ...], Array]] = {}
-        if q is not None:
-            known["mean_vector"] = ("rows",), gaussian.mean(q)
-            known["covariance_matrix"] = ("rows", "columns"), gaussian.covariance(q)
-        elif isinstance(result.shared, Point):
-            known["mean_vector"] = ("rows",), self._estimated(result.shared)
-        known.update(result.details(self.state))
-        return idata.dataset(
-            {name: values for name, (_, values) in known.items()},
-            {name: dims for name, (dims, _) in known.items()},
-            {**self.reader.coords, "rows": labels, "columns": labels, "client": clients, "other_client": clients},
-            {"space": "unconstrained", "status": self.status.value, "message": self.message},
-        )
 
 
 def _check_draws(draws: int, chains: int) -> None:

@@ -32,6 +32,7 @@ _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
 _SHOWS = 1e-6  # sd under q of what the posterior's log density differs from q's by
 _MOST_ERROR = 1e6
 _WIDER = 1.2  # sds of the first proposal, in those of q
+_KEPT = 2**22  # numbers of single clients' answers that are kept, so that it is known what each does to the posterior
 
 
 class Correcting(NamedTuple):
@@ -40,6 +41,8 @@ class Correcting(NamedTuple):
     proposals: tuple[Proposal, ...]
     points: Array  # (J S, m)
     residual: Array  # (J S,) Σ_k log f_k − log q_k over who has answered; NaN where one had no value
+    each: Array  # (K, J S) its terms; (0, J S) where they are too many to be kept
+    distrusted: NDArray[np.bool_]  # (K,) moved the posterior by more than trust allows; their sites stand for them
     noise: Array  # (J S,) Σ_k squared errors
     moved: Array  # (2 m,) Σ_k squares of what they move means and log sds by, in sds of q, in this exchange
     answered: NDArray[np.bool_]  # (K,) in this exchange
@@ -60,8 +63,8 @@ class Judged(NamedTuple):
     message: str
 
 
-def start(sites: Sites, points: int, stream: int) -> Correcting:
-    """The first exchange, around q."""
+def start(sites: Sites, points: int, stream: int, *, keep: bool) -> Correcting:
+    """The first exchange, around q; `keep` single answers however many they are."""
     covariance = gaussian.covariance(sites.q) * _WIDER**2
     proposal = propose(gaussian.mean(sites.q), covariance, points // student.SCRAMBLES)
     empty = np.zeros((0, len(proposal.mean)))
@@ -70,6 +73,8 @@ def start(sites: Sites, points: int, stream: int) -> Correcting:
         proposals=(),
         points=empty,
         residual=np.zeros(0),
+        each=np.zeros((count if keep or count * points * 8 <= _KEPT else 0, 0)),
+        distrusted=np.zeros(count, dtype=bool),
         noise=np.zeros(0),
         moved=np.zeros(2 * empty.shape[1]),
         answered=np.zeros(count, dtype=bool),
@@ -91,6 +96,7 @@ def _exchange(state: Correcting, proposal: Proposal, stream: int) -> Correcting:
         proposals=(*state.proposals, proposal),
         points=np.concatenate([state.points, fresh]),
         residual=np.concatenate([state.residual, np.zeros(len(fresh))]),
+        each=np.concatenate([state.each, np.zeros((len(state.each), len(fresh)))], axis=1),
         noise=np.concatenate([state.noise, np.zeros(len(fresh))]),
         moved=np.zeros_like(state.moved),
         answered=np.zeros_like(state.answered),
@@ -143,20 +149,27 @@ def take(state: Correcting, sites: Sites, replies: Mapping[str, Message]) -> Cor
     points = asked(state)
     first = len(state.points) - len(points)
     residual, noise, answered = state.residual.copy(), state.noise.copy(), state.answered.copy()
+    each = state.each.copy()
     is_proper, moved, effects = state.is_proper, state.moved, _effects(sites.q, state.proposals[-1], points)
     for client_id in sorted(new):
         k, reply = sites.where[client_id], replies[client_id]
         site = Gaussian(sites.linear[k], _sites.dense(sites.precision[k], sites.structure))
         values = np.asarray(reply["values"], dtype=float)
         values = np.where(values <= 0.1 * NO_VALUE, np.nan, values)
-        residual[first:] += values - gaussian.log_kernel(site, points)
+        answered[k] = True
+        term = values - gaussian.log_kernel(site, points)
+        if len(each):
+            each[k, first:] = term
+        if state.distrusted[k]:
+            continue
+        residual[first:] += term
         errors = np.asarray(reply["errors"], dtype=float)
         noise[first:] += errors**2
         moved = moved + (errors @ effects) ** 2
-        answered[k] = True
         is_proper = is_proper and float(reply["proper"]) > 0.5
     return state._replace(
         residual=residual,
+        each=each,
         noise=noise,
         moved=moved,
         answered=answered,
@@ -185,12 +198,14 @@ def is_over(state: Correcting) -> bool:
     return state.waited > 2 + 5 * (len(state.answered) / a_round - 1)
 
 
-def judge(state: Correcting, sites: Sites, exchanges: int, stream: int) -> Judged:
+def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: float | None) -> Judged:
     """Reweigh once an exchange is over: done, or another exchange from a proposal fitted to what was found."""
     if not is_over(state):
         left = int(len(state.answered) - state.answered.sum())
         return Judged(state, False, f"{left} clients have not answered yet at the points of the correction")
     state = state._replace(missing=state.missing | ~state.answered)
+    if trust is not None:
+        state = _without_liars(state, sites, trust)
     found = reweigh(sites.q, state.proposals, state.points, state.residual)
     state = state._replace(found=found)
     if found is None:
@@ -204,12 +219,44 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int) -> Judge
     moved = float(np.sqrt(float(np.max(state.moved))))
     problems = [
         _without([names[k] for k in np.flatnonzero(state.missing)]),
+        _misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),
         "" if good and found.ess >= _FEWEST else _beyond(found, sites),
         f"{found.lost:.1%} of the points of the correction are without a value" if found.lost > _LOST else "",
         _uncertain(noise, moved) if noise > _NOISE or moved > _MOVED else "",
     ]
     message = "; ".join(filter(None, problems))
     return Judged(state._replace(trusted=not message), True, message)
+
+
+def _without_liars(state: Correcting, sites: Sites, trust: float) -> Correcting:
+    """Leave out who moves a mean by more than `trust` sds of q, or a log sd by more than that, the worst first."""
+    sd = gaussian.standard_deviations(sites.q)
+    while True:
+        by_each = np.zeros(len(state.distrusted))
+        found = reweigh(sites.q, state.proposals, state.points, state.residual)
+        for k in np.flatnonzero(~state.distrusted & state.answered):
+            rest = reweigh(sites.q, state.proposals, state.points, _residual_without(state, int(k)))
+            by_each[k] = _apart(found, rest, sd)
+        worst = int(np.argmax(by_each))
+        if not by_each[worst] > trust:
+            return state
+        rest_residual = _residual_without(state, worst)
+        state = state._replace(residual=rest_residual, distrusted=state.distrusted | (np.arange(len(by_each)) == worst))
+
+
+def _residual_without(state: Correcting, k: int) -> Array:
+    """The residual where the site of client k stands for it."""
+    return np.asarray(state.each[~state.distrusted & (np.arange(len(state.each)) != k)].sum(axis=0))
+
+
+def _apart(one: Reweighted | None, other: Reweighted | None, sd: Array) -> float:
+    """Largest difference of means in sds of q, and of log sds; infinite where one has no point left."""
+    if other is None:
+        return 0.0
+    if one is None:
+        return np.inf
+    logs = 0.5 * np.log(np.diag(one.covariance) / np.diag(other.covariance))
+    return float(max(np.max(np.abs(one.mean - other.mean) / sd), np.max(np.abs(logs))))
 
 
 def log_evidence(state: Correcting, sites: Sites, prior_share: float) -> LogEvidence:
@@ -267,6 +314,15 @@ def _without(names: list[str]) -> str:
     return (
         f"clients {names[:5]} did not answer at the points of the correction, and their Gaussian sites stand for them; "
         "ask again, or set correction=None"
+    )
+
+
+def _misleading(names: list[str], trust: float | None) -> str:
+    if not names:
+        return ""
+    return (
+        f"clients {names[:5]} move the posterior by more than trust={trust:g} sds by what they answer at the points of "
+        "the correction, and their Gaussian sites stand for them; look at their data"
     )
 
 

@@ -69,10 +69,10 @@ def ep_round(
     )
 
 
-def corrected_next(taken: Taken, correction: Correction) -> Taken:
+def corrected_next(taken: Taken, correction: Correction, trust: float | None) -> Taken:
     """Begin the correction in place of a converged end, where q is proper and small enough for it."""
     state = taken.state
-    begun = _correction.start(state.sites, correction.points, state.stream)
+    begun = _correction.start(state.sites, correction.points, state.stream, keep=trust is not None)
     return taken._replace(
         state=state._replace(correction=begun._replace(said=taken.message or "")),
         status=Status.RUNNING,
@@ -82,11 +82,11 @@ def corrected_next(taken: Taken, correction: Correction) -> Taken:
 
 
 def correcting_round(
-    state: EPState, before: Correcting, replies: Mapping[str, Message], correction: Correction
+    state: EPState, before: Correcting, replies: Mapping[str, Message], correction: Correction, trust: float | None
 ) -> Taken:
     """Clients' log factors taken in; converged once the reweighted points are to be trusted."""
     after = _correction.take(before, state.sites, replies)
-    judged = _correction.judge(after, state.sites, correction.exchanges, state.stream)
+    judged = _correction.judge(after, state.sites, correction.exchanges, state.stream, trust)
     found = judged.state.found
     info = EPInfo("correction", np.nan, np.nan, state.damping, np.nan, np.nan, np.nan)
     if found is not None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian, settings
-from fedppl.algorithms.ep import _correction, _moves, _sites, _trust, _warm_start
+from fedppl.algorithms.ep import _correction, _moves, _reading, _sites, _warm_start
 from fedppl.algorithms.ep._rounds import corrected_next, correcting_round, ep_round, newton_round
 from fedppl.algorithms.ep._state import EPState, reported
 from fedppl.algorithms.ep.correction import Correction
@@ -22,7 +22,6 @@ from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Re
 from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
-from fedppl.numerics.reweighting import Reweighted
 from fedppl.types import DeclarationError, Layout, Message, Rng, Status
 
 # Shared coordinates up to which "auto" corrects: beyond, few of the points have most of the weight.
@@ -156,12 +155,12 @@ def EP(
         update_server=functools.partial(_update_server, matching=matching, trust=trust, closing=closing),
         replies=contracts.Replies(_shapes, _reject),
         result=contracts.Result(
-            _conclusion,
+            _reading.conclusion,
             functools.partial(draw_target, local=inference),
-            contracts.Posterior(lambda state: state.sites.q, _corrected, _evidence),
-            _details,
+            contracts.Posterior(lambda state: state.sites.q, _reading.corrected, _reading.evidence, _reading.without),
+            _reading.details,
             preliminary=lambda state: state.warm_start is not None,
-            closing=_is_correcting,
+            closing=_reading.is_correcting,
             tests_convergence=True,
         ),
         needs=contracts.Needs(inference.check),
@@ -281,10 +280,10 @@ def _update_server(
     if state.warm_start is not None:
         return reported(newton_round(state, state.warm_start, received.each, trust))
     if state.correction is not None and closing is not None:
-        return reported(correcting_round(state, state.correction, received.each, closing.correction))
+        return reported(correcting_round(state, state.correction, received.each, closing.correction, trust))
     taken = ep_round(state, received.each, matching.tolerance, matching.damping, trust)
     if closing is not None and state.corrects and taken.status is Status.CONVERGED:
-        taken = corrected_next(taken, closing.correction)
+        taken = corrected_next(taken, closing.correction, trust)
     return reported(taken)
 
 
@@ -308,54 +307,6 @@ def _reject(state: EPState, reply: Message) -> str | None:
     # A step may lead anywhere: an expansion there that is implausibly large only says that it was too long.
     stepped = bool(np.any(state.warm_start.move))
     return _sites.implausible_values(reply) if stepped else _sites.implausible_expansion(state.sites, reply)
-
-
-def _is_correcting(state: EPState) -> bool:
-    return state.correction is not None and not state.correction.trusted
-
-
-def _corrected(state: EPState) -> Reweighted | None:
-    """The reweighted points, where they are to be trusted and say more than q does."""
-    held = state.correction
-    return held.found if held is not None and held.trusted and _correction.says_more(held) else None
-
-
-def _evidence(state: EPState) -> contracts.LogEvidence:
-    held = state.correction
-    if held is None:
-        raise DeclarationError(
-            "there was no correction, and the evidence comes from it; use EP(correction=fedppl.Correction())."
-        )
-    return _correction.log_evidence(held, state.sites, state.prior_share)
-
-
-def _conclusion(state: EPState, client_id: str) -> Message:
-    """q and the client's cavity; and the points of the posterior itself, where there are some."""
-    message = dict(_sites.conclusion(state.sites, client_id, state.prior_share))
-    found = _corrected(state)
-    if found is not None:
-        weighted = found.weights > 0
-        message |= {"points": found.points[weighted], "weights": found.weights[weighted]}
-        message["joins"] = np.array(float(client_id not in state.sites.where))
-    return message
-
-
-def _details(state: EPState) -> contracts.Details:
-    found = _corrected(state)
-    exact = (
-        {}
-        if found is None
-        else {
-            "corrected_mean": (("rows",), found.mean),
-            "corrected_covariance": (("rows", "columns"), found.covariance),
-        }
-    )
-    return {
-        "last_change": (("rows",), state.last_change),
-        "skewness": (("rows",), state.skewness),
-        "pull": (("client", "rows"), _trust.pulls(state.sites)),
-        **exact,
-    }
 
 
 def _expands(message: Message, local: LocalInference) -> bool:

@@ -1,0 +1,83 @@
+"""What is read of EP's state: what clients are told in the end, the corrected posterior, and it without a client."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedppl import contracts, gaussian
+from fedppl.algorithms.ep import _correction, _sites, _trust
+from fedppl.algorithms.ep._state import EPState
+from fedppl.contracts.algorithm import WithoutClient
+from fedppl.numerics.reweighting import Reweighted, reweigh
+from fedppl.types import DeclarationError, Message
+
+
+def is_correcting(state: EPState) -> bool:
+    """Whether rounds of the correction are still to come, or did not come to anything."""
+    return state.correction is not None and not state.correction.trusted
+
+
+def corrected(state: EPState) -> Reweighted | None:
+    """The reweighted points, where they are to be trusted and say more than q does."""
+    held = state.correction
+    return held.found if held is not None and held.trusted and _correction.says_more(held) else None
+
+
+def evidence(state: EPState) -> contracts.LogEvidence:
+    """Log evidence, where a correction that is to be trusted found it."""
+    held = state.correction
+    if held is None:
+        raise DeclarationError(
+            "there was no correction, and the evidence comes from it; use EP(correction=fedppl.Correction())."
+        )
+    return _correction.log_evidence(held, state.sites, state.prior_share)
+
+
+def conclusion(state: EPState, client_id: str) -> Message:
+    """q and the client's cavity; and the points of the posterior itself, where there are some."""
+    message = dict(_sites.conclusion(state.sites, client_id, state.prior_share))
+    found = corrected(state)
+    if found is not None:
+        weighted = found.weights > 0
+        message |= {"points": found.points[weighted], "weights": found.weights[weighted]}
+        message["joins"] = np.array(float(client_id not in state.sites.where))
+    return message
+
+
+def details(state: EPState) -> contracts.Details:
+    """What the state knows of every coordinate and of every client."""
+    found = corrected(state)
+    exact = (
+        {}
+        if found is None
+        else {
+            "corrected_mean": (("rows",), found.mean),
+            "corrected_covariance": (("rows", "columns"), found.covariance),
+        }
+    )
+    return {
+        "last_change": (("rows",), state.last_change),
+        "skewness": (("rows",), state.skewness),
+        "pull": (("client", "rows"), _trust.pulls(state.sites)),
+        **exact,
+    }
+
+
+def without(state: EPState, client_id: str, log_ratio: contracts.LogRatio | None) -> WithoutClient:
+    """The posterior without a client: q over its site, and the points of the correction without its answers.
+
+    A prior that is not Gaussian stays whole: `log_ratio` makes up for the share that the client carried.
+    """
+    k, sites, held = state.sites.where[client_id], state.sites, state.correction
+    cavity = _sites.cavity(sites, client_id)
+    if held is None or not held.trusted or not len(held.each):
+        return WithoutClient(cavity, None)
+    site = gaussian.quotient(sites.q, cavity)
+    residual = held.residual - (0.0 if held.distrusted[k] else held.each[k])
+    if state.prior_share and log_ratio is not None:
+        residual = residual + state.prior_share * log_ratio(held.points)
+    if gaussian.is_proper(cavity):
+        return WithoutClient(cavity, reweigh(cavity, held.proposals, held.points, residual))
+    return WithoutClient(
+        cavity, reweigh(sites.q, held.proposals, held.points, residual - gaussian.log_kernel(site, held.points))
+    )

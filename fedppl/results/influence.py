@@ -1,0 +1,61 @@
+"""What each client does to the shared posterior: the posterior without it, beside the one with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import xarray as xr
+
+from fedppl import gaussian
+from fedppl.contracts import LogRatio, Posterior
+from fedppl.contracts.algorithm import WithoutClient
+from fedppl.numerics import pareto
+from fedppl.results import idata
+from fedppl.results.arrival import Ended, require_arrived
+from fedppl.types import Array, DeclarationError
+
+
+def influence(fit: Ended, log_ratio: LogRatio | None, clients: Sequence[str] | str | None) -> xr.Dataset:
+    """See `Fit.influence`."""
+    shared = fit.algorithm.result.shared
+    if not isinstance(shared, Posterior):
+        raise DeclarationError(
+            f"{fit.algorithm.name} has no posterior of parameters that all clients share; use fedppl.EP()."
+        )
+    require_arrived(fit, "fit.influence()")
+    names = list(fit.client_ids) if clients is None else [clients] if isinstance(clients, str) else list(clients)
+    if not names or (unknown := [name for name in names if name not in fit.client_ids]):
+        raise DeclarationError(f"clients={clients!r}: {unknown if names else 'none'}; name some of the fit's clients.")
+    corrected = shared.corrected(fit.state)
+    q = shared.gaussian(fit.state)
+    mean, sd = (
+        (gaussian.mean(q), gaussian.standard_deviations(q))
+        if corrected is None
+        else (corrected.mean, np.sqrt(np.diag(corrected.covariance)))
+    )
+    found = [_moments(shared.without(fit.state, name, log_ratio), len(mean)) for name in names]
+    means, sds = np.stack([one[0] for one in found]), np.stack([one[1] for one in found])
+    values = {
+        "mean": means,
+        "sd": sds,
+        "shift": (mean - means) / sd,
+        "sd_ratio": sd / sds,
+        "pareto_k": np.array([one[2] for one in found]),
+        "exact": np.array([one[3] for one in found]),
+    }
+    dims = {name: ("client", "rows") if values[name].ndim == 2 else ("client",) for name in values}
+    coords = {"client": np.array(names), "rows": np.array(fit.layout.labels)}
+    return idata.dataset(values, dims, coords, {"space": "unconstrained", "status": fit.status.value})
+
+
+def _moments(without: WithoutClient, size: int) -> tuple[Array, Array, float, bool]:
+    """Mean, sds and Pareto k of what is left, and whether they are of the posterior or of its Gaussian."""
+    known = without.corrected
+    k = np.nan if known is None else known.pareto_k
+    if known is not None and k <= pareto.limit(len(known.points)):
+        return known.mean, np.sqrt(np.diag(known.covariance)), k, True
+    if not gaussian.is_proper(without.gaussian):
+        nothing = np.full(size, np.nan)
+        return nothing, nothing, k, False
+    return gaussian.mean(without.gaussian), gaussian.standard_deviations(without.gaussian), k, False

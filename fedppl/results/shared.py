@@ -1,0 +1,129 @@
+"""The parameters that all clients share, as a fit knows them: draws, one point, or weighted points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from fedppl import gaussian
+from fedppl.contracts import LogRatio, Point, Posterior, Sampler
+from fedppl.gaussian import Gaussian
+from fedppl.numerics.importance import resample
+from fedppl.numerics.reweighting import Reweighted
+from fedppl.numerics.streams import stream
+from fedppl.results import idata, measure
+from fedppl.results.arrival import Ended, unarrived
+from fedppl.results.records import rounds_dataset
+from fedppl.results.returned import shaped
+from fedppl.types import Array
+
+# For who looks at the posterior group with tools that were made for MCMC.
+_SAMPLING = (
+    "independent draws of the approximation: r_hat and ess describe the draws, not how good it is; see fit.summary()"
+)
+_CORRECTED = (
+    "draws with repetition of weighted points of the posterior: ess is of the weights; r_hat says nothing; see "
+    "fit.summary()"
+)
+
+
+def shared_posterior(fit: Ended, seed: int, draws: int, chains: int, *, unconverged: bool) -> Any:
+    """See `Fit.shared`."""
+    reason = unarrived(fit)
+    rounds = rounds_dataset(fit.records, fit.client_ids)
+    if reason and not unconverged:
+        return idata.from_groups({"rounds": rounds, "fit": _fit_dataset(fit, None)})
+    shared = fit.algorithm.result.shared
+    q = shared.gaussian(fit.state) if isinstance(shared, Posterior) else None
+    if q is not None and not gaussian.is_proper(q):
+        q, report = gaussian.repair(q, 1e-6)
+        reason += f" and was repaired (smallest eigenvalue {report.smallest_before:.3g})"
+    attrs: dict[str, Any] = {
+        "status": fit.status.value,
+        "message": fit.message,
+        "algorithm": fit.algorithm.name,
+        "converged": int(fit.status.ok),
+        **({"warning": f"not a posterior: {reason}"} if reason else {}),
+    }
+    rng, phi, groups = stream((seed, 1)), None, {}
+    found = None if reason else corrected(fit)
+    if isinstance(shared, Sampler):
+        drawn = shared.draw(fit.state, draws * chains, rng)
+        phi = shaped(fit.algorithm.name, "Sampler.draw", drawn, (draws * chains, fit.layout.size))
+    elif found is not None:
+        phi = found.points[resample(found.weights, draws * chains, rng)]
+        attrs |= {"ess": found.ess, "pareto_k": found.pareto_k, "unique": len(np.unique(phi, axis=0))}
+        attrs["sampling"] = _CORRECTED
+    elif q is not None:
+        phi = gaussian.draw(q, rng, draws * chains)
+    if phi is not None:
+        groups = {"posterior": _shared_dataset(fit, phi.reshape(chains, draws, -1), attrs)}
+    elif isinstance(shared, Point):
+        groups = {"point_estimate": _point_dataset(fit, shared, attrs)}
+    return idata.from_groups({**groups, "rounds": rounds, "fit": _fit_dataset(fit, q)})
+
+
+def corrected(fit: Ended) -> Reweighted | None:
+    """The points of the correction, where there was one that can be trusted."""
+    shared = fit.algorithm.result.shared
+    return shared.corrected(fit.state) if isinstance(shared, Posterior) else None
+
+
+def by_weight(fit: Ended) -> tuple[dict[str, Array], Array] | None:
+    """Every shared variable at the points of the corrected posterior, and their weights."""
+    found, shared = corrected(fit), fit.algorithm.result.shared
+    if found is None or not isinstance(shared, Posterior):
+        return None
+    points, weights = measure.corrected_measure(shared.gaussian(fit.state), found)
+    return dict(fit.reader.constrain(points)), weights
+
+
+def at_point(fit: Ended, shared: Point[Any]) -> dict[str, Array]:
+    """Every shared variable at the point that was estimated."""
+    return {name: value[0] for name, value in fit.reader.constrain(_estimated(fit, shared)[None]).items()}
+
+
+def log_ratio(fit: Ended) -> LogRatio | None:
+    """Of the prior to its Gaussian, where a client in this process knows it."""
+    return next((client.prior.log_ratio for client in fit.clients.values()), None)
+
+
+def _estimated(fit: Ended, shared: Point[Any]) -> Array:
+    return shaped(fit.algorithm.name, "Point.estimate", shared.estimate(fit.state), (fit.layout.size,))
+
+
+def _shared_dataset(fit: Ended, phi: Array, attrs: Mapping[str, Any]) -> xr.Dataset:
+    chains, draws = phi.shape[:2]
+    values = fit.reader.constrain(phi.reshape(chains * draws, -1))
+    by_chain = {name: value.reshape(chains, draws, *value.shape[1:]) for name, value in values.items()}
+    return idata.posterior_dataset(by_chain, fit.reader.dims, fit.reader.coords, {"sampling": _SAMPLING, **attrs})
+
+
+def _point_dataset(fit: Ended, shared: Point[Any], attrs: Mapping[str, Any]) -> xr.Dataset:
+    values = at_point(fit, shared)
+    dims = {
+        name: fit.reader.dims.get(name) or tuple(f"{name}_dim_{axis}" for axis in range(np.ndim(value)))
+        for name, value in values.items()
+    }
+    return idata.dataset(values, dims, fit.reader.coords, attrs)
+
+
+def _fit_dataset(fit: Ended, q: Gaussian | None) -> xr.Dataset:
+    labels, clients = np.array(fit.layout.labels), np.array(fit.client_ids)
+    result = fit.algorithm.result
+    known: dict[str, tuple[tuple[str, ...], Array]] = {}
+    if q is not None:
+        known["mean_vector"] = ("rows",), gaussian.mean(q)
+        known["covariance_matrix"] = ("rows", "columns"), gaussian.covariance(q)
+    elif isinstance(result.shared, Point):
+        known["mean_vector"] = ("rows",), _estimated(fit, result.shared)
+    known.update(result.details(fit.state))
+    return idata.dataset(
+        {name: values for name, (_, values) in known.items()},
+        {name: dims for name, (dims, _) in known.items()},
+        {**fit.reader.coords, "rows": labels, "columns": labels, "client": clients, "other_client": clients},
+        {"space": "unconstrained", "status": fit.status.value, "message": fit.message},
+    )
