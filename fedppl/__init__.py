@@ -33,6 +33,7 @@ from fedppl.numerics import covariance
 from fedppl.results.compare import compare
 from fedppl.results.fit import Fit
 from fedppl.results.hypotheses import contrast, hypotheses
+from fedppl.results.loo import Loo, loo, loo_compare
 from fedppl.run._round import Round
 from fedppl.run.loop import fit, rounds
 from fedppl.run.participation import all_clients, bernoulli, fixed_size
@@ -84,6 +85,9 @@ __all__ = [
     "all_clients",
     "bernoulli",
     "compare",
+    "Loo",
+    "loo",
+    "loo_compare",
     "contrast",
     "covariance",
     "curves",

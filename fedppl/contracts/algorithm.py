@@ -128,6 +128,7 @@ class WithoutClient(NamedTuple):
 
     gaussian: Gaussian  # improper where the others do not determine it
     corrected: Reweighted | None  # points of it, where single answers are known
+    log_predictive: LogEvidence  # log density of the client's data given all others'; NaN where it is not known
 
 
 def _not_without(state: Any, client_id: str, log_ratio: LogRatio | None) -> WithoutClient:

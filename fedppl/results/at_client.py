@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from fedppl.contracts import AnyAlgorithm
 from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
+from fedppl.results.groups import more
 from fedppl.results.predict import predictions
 from fedppl.results.returned import draws_of
 from fedppl.types import Message, Status
@@ -30,6 +31,7 @@ def client_posterior(
     chains: int,
     status: Status,
     predict: Mapping[str, Any] | None = None,
+    groups: Sequence[str] = (),
 ) -> Any:
     """Draw (φ, θ_k) from what the algorithm tells the client, and predictions for new inputs if there are any."""
     client_id = model.client_id
@@ -49,12 +51,11 @@ def client_posterior(
     attrs: dict[str, Any] = {f"fedppl_{name}": value for name, value in sample.diagnostics.items()}
     attrs |= {"client": client_id, "status": status.value, "converged": int(status.ok)}
     posterior = idata.posterior_dataset(everything, dims, coords, attrs)
-    groups = {"posterior": posterior, **_data_groups(pymc_model, model, dims, coords)}
+    found = {"posterior": posterior, **_data_groups(pymc_model, model, dims, coords)}
+    found |= more(model, posterior, groups, seed)
     if predict is not None:
-        groups["predictions"], groups["predictions_constant_data"] = predictions(
-            model, posterior, predict, seed, coords
-        )
-    return idata.from_groups(groups)
+        found["predictions"], found["predictions_constant_data"] = predictions(model, posterior, predict, seed, coords)
+    return idata.from_groups(found)
 
 
 def _data_groups(

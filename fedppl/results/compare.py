@@ -55,7 +55,7 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
         raise DeclarationError(f"fits={shown(fits)} must be two or more fits by name: {{'a': fit_a, 'b': fit_b}}.")
     (first, reference), *others = fits.items()
     for name, fit in others:
-        _require_same_data(str(first), reference, str(name), fit)
+        require_same_data(str(first), reference, str(name), fit)
     found = {str(name): fit.log_evidence for name, fit in fits.items()}
     values = np.array([one.value for one in found.values()])
     errors = np.array([one.error for one in found.values()])
@@ -75,7 +75,8 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     return table
 
 
-def _require_same_data(first: str, reference: Fit, name: str, fit: Fit) -> None:
+def require_same_data(first: str, reference: Fit, name: str, fit: Fit) -> None:
+    """Refuse fits of other clients, or of other numbers of observations."""
     if set(reference.client_ids) != set(fit.client_ids):
         odd = sorted(set(reference.client_ids) ^ set(fit.client_ids))
         raise DataError(f"fits {first!r} and {name!r} are not of the same clients: {odd[:5]} took part in one alone.")

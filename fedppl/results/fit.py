@@ -16,6 +16,7 @@ from fedppl.model.client import ClientModel
 from fedppl.results import influence, measure, summary
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.at_client import client_posterior
+from fedppl.results.groups import required
 from fedppl.results.shared import at_point, by_weight, log_ratio, shared_posterior
 from fedppl.settings import whole
 from fedppl.types import Array, DeclarationError
@@ -184,7 +185,8 @@ class Fit(Ended):
             those without the client; ``shift`` is what the client moves the mean by, in sds of the posterior with it,
             and ``sd_ratio`` is the sd with it over the sd without it. ``exact`` says of every client whether they are
             of the posterior itself, from reweighting the points of the correction with Pareto k ``pareto_k``, or of
-            the Gaussian q without the client's site; NaN where the others determine no posterior.
+            the Gaussian q without the client's site; NaN where the others determine no posterior. Where they are
+            exact, ``log_predictive`` is the log density of the client's data given all others', log p(y_k | y_{-k}).
 
         Raises
         ------
@@ -240,6 +242,7 @@ class Fit(Ended):
         client_id: str,
         *,
         predict: Mapping[str, Any] | None = None,
+        groups: Sequence[str] | str = (),
         draws: int = 1000,
         chains: int = 4,
         random_seed: int | None = None,
@@ -252,6 +255,9 @@ class Fit(Ended):
             Id of a client that took part.
         predict
             New inputs by name, for example ``{"X": X_new}``, to draw predictions for.
+        groups
+            More groups of ArviZ to compute, by PyMC: "log_likelihood" of every observation (for ``az.loo``),
+            "posterior_predictive" (for ``az.plot_ppc``), and "prior", which brings "prior_predictive".
         draws, chains
             Number of draws.
         random_seed
@@ -260,8 +266,8 @@ class Fit(Ended):
         Returns
         -------
         arviz.InferenceData or xarray.DataTree
-            Groups ``posterior`` (local and shared variables), ``sample_stats`` attributes with diagnostics,
-            ``observed_data``, ``constant_data``, and ``predictions`` if asked for.
+            Groups ``posterior`` (local and shared variables, with diagnostics in ``attrs``), ``observed_data``,
+            ``constant_data``, and ``predictions`` and others if asked for.
         """
         if client_id not in self.client_ids:
             raise DeclarationError(
@@ -273,7 +279,7 @@ class Fit(Ended):
                 f"client {client_id!r} is a site of its own and its data are not here: its posterior is drawn there. "
                 "Give the site's client_app a folder=, and find it in that folder when the run is over."
             )
-        return self._at_client(self.clients[client_id], predict, draws, chains, random_seed)
+        return self._at_client(self.clients[client_id], predict, draws, chains, random_seed, groups)
 
     def predict(
         self,
@@ -324,9 +330,16 @@ class Fit(Ended):
         return self.seed if random_seed is None else whole("random_seed", random_seed, 0)
 
     def _at_client(
-        self, model: ClientModel, predict: Mapping[str, Any] | None, draws: int, chains: int, random_seed: int | None
+        self,
+        model: ClientModel,
+        predict: Mapping[str, Any] | None,
+        draws: int,
+        chains: int,
+        random_seed: int | None,
+        groups: Sequence[str] | str = (),
     ) -> Any:
         _check_draws(draws, chains)
+        groups = required(groups)
         if predict is not None and not isinstance(predict, Mapping):
             raise DeclarationError(
                 f'new data are {type(predict).__name__}; pass a mapping from name to array: {{"X": ...}}.'
@@ -335,7 +348,9 @@ class Fit(Ended):
         require_arrived(self, f"the posterior of client {client_id!r}")
         seed = self._seed(random_seed)
         message, personal = self.algorithm.result.final_message(self.state, client_id), self.personal.get(client_id)
-        return client_posterior(self.algorithm, model, personal, message, seed, draws, chains, self.status, predict)
+        return client_posterior(
+            self.algorithm, model, personal, message, seed, draws, chains, self.status, predict, groups
+        )
 
 
 def _check_draws(draws: int, chains: int) -> None:

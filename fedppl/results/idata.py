@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,12 @@ def from_groups(groups: Mapping[str, xr.Dataset]) -> Any:
     if _IS_TREE:
         return xr.DataTree.from_dict(kept)
     return az.InferenceData(**kept)
+
+
+def as_dataset(result: Any, name: str | None = None) -> xr.Dataset:
+    """A group as a Dataset: of a container by its name, or already taken out of one."""
+    group = result if name is None or isinstance(result, xr.Dataset) else result[name]
+    return group if isinstance(group, xr.Dataset) else group.to_dataset()
 
 
 def write(result: Any, path: Path) -> None:
@@ -84,3 +91,17 @@ def chain_diagnostics(draws: Array) -> tuple[float, float]:
     with np.errstate(all="ignore"):  # a coordinate may be constant
         rhat = max(float(az.rhat(halves[..., i], **axes)) for i in columns)
         return rhat, min(float(az.ess(draws[..., i], **axes)) for i in columns)
+
+
+def leave_one_out(group: xr.Dataset, name: str) -> tuple[Array, Array, float]:
+    """Leave one row out, by ArviZ, of independent draws: elpd and Pareto k of every row, and the limit of good ones."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of large k, which are counted
+        found = az.loo(
+            from_groups({"posterior": group[[name]], "log_likelihood": group[[name]]}),
+            var_name=name,
+            pointwise=True,
+            reff=1.0,
+        )
+    elpd = found.elpd_i if _IS_TREE else found.loo_i
+    return np.ravel(elpd), np.ravel(found.pareto_k), float(found.good_k)

@@ -34,15 +34,18 @@ def influence(fit: Ended, log_ratio: LogRatio | None, clients: Sequence[str] | s
         if corrected is None
         else (corrected.mean, np.sqrt(np.diag(corrected.covariance)))
     )
-    found = [_moments(shared.without(fit.state, name, log_ratio), len(mean)) for name in names]
+    each = [shared.without(fit.state, name, log_ratio) for name in names]
+    found = [_moments(one, len(mean)) for one in each]
     means, sds = np.stack([one[0] for one in found]), np.stack([one[1] for one in found])
+    exact = np.array([one[3] for one in found])
     values = {
         "mean": means,
         "sd": sds,
         "shift": (mean - means) / sd,
         "sd_ratio": sd / sds,
         "pareto_k": np.array([one[2] for one in found]),
-        "exact": np.array([one[3] for one in found]),
+        "exact": exact,
+        "log_predictive": np.where(exact, [one.log_predictive.value for one in each], np.nan),
     }
     dims = {name: ("client", "rows") if values[name].ndim == 2 else ("client",) for name in values}
     coords = {"client": np.array(names), "rows": np.array(fit.layout.labels)}

@@ -270,13 +270,14 @@ def log_evidence(state: Correcting, sites: Sites, prior_share: float) -> LogEvid
             "a prior has no normalising constant that is known (pm.Potential, pm.Flat or pm.HalfFlat), so that "
             "there is no evidence; declare proper priors."
         )
-    of_q = _log_integral(sites.q)
+    of_q = log_integral(sites.q)
     # Of a prior that is not Gaussian the clients' shares make up, its constant included.
-    of_prior = 0.0 if prior_share else _log_integral(sites.prior)
+    of_prior = 0.0 if prior_share else log_integral(sites.prior)
     return LogEvidence(of_q - of_prior + state.found.log_ratio, state.found.log_ratio_error)
 
 
-def _log_integral(g: Gaussian) -> float:
+def log_integral(g: Gaussian) -> float:
+    """Log of the integral of a Gaussian's kernel."""
     mean, root = gaussian.affine(g)
     return float(0.5 * g.linear @ mean + np.sum(np.log(np.diag(root))) + 0.5 * len(mean) * np.log(2 * np.pi))
 

@@ -69,15 +69,20 @@ def without(state: EPState, client_id: str, log_ratio: contracts.LogRatio | None
     A prior that is not Gaussian stays whole: `log_ratio` makes up for the share that the client carried.
     """
     k, sites, held = state.sites.where[client_id], state.sites, state.correction
-    cavity = _sites.cavity(sites, client_id)
-    if held is None or not held.trusted or not len(held.each):
-        return WithoutClient(cavity, None)
-    site = gaussian.quotient(sites.q, cavity)
+    cavity, unknown = _sites.cavity(sites, client_id), contracts.LogEvidence(np.nan, np.nan)
+    if held is None or held.found is None or not held.trusted or not len(held.each):
+        return WithoutClient(cavity, None, unknown)
     residual = held.residual - (0.0 if held.distrusted[k] else held.each[k])
     if state.prior_share and log_ratio is not None:
         residual = residual + state.prior_share * log_ratio(held.points)
-    if gaussian.is_proper(cavity):
-        return WithoutClient(cavity, reweigh(cavity, held.proposals, held.points, residual))
-    return WithoutClient(
-        cavity, reweigh(sites.q, held.proposals, held.points, residual - gaussian.log_kernel(site, held.points))
-    )
+    base = cavity
+    if not gaussian.is_proper(cavity):
+        base, site = sites.q, gaussian.quotient(sites.q, cavity)
+        residual = residual - gaussian.log_kernel(site, held.points)
+    found = reweigh(base, held.proposals, held.points, residual)
+    if found is None or not held.is_proper:
+        return WithoutClient(cavity, found, unknown)
+    with_it = _correction.log_integral(sites.q) + held.found.log_ratio
+    without_it = _correction.log_integral(base) + found.log_ratio
+    error = float(np.hypot(held.found.log_ratio_error, found.log_ratio_error))
+    return WithoutClient(cavity, found, contracts.LogEvidence(with_it - without_it, error))

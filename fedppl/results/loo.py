@@ -1,0 +1,243 @@
+"""Leave-one-out predictive density over all clients, from sums that each computes where its rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import minimize
+from scipy.special import logsumexp
+
+from fedppl.contracts import sum_replies
+from fedppl.results import idata
+from fedppl.results.arrival import require_arrived
+from fedppl.results.compare import require_same_data
+from fedppl.results.fit import Fit
+from fedppl.settings import shown
+from fedppl.types import Array, DeclarationError, Message
+
+
+@dataclass(frozen=True)
+class Loo:
+    """Expected log predictive density of a row, given all others.
+
+    Attributes
+    ----------
+    elpd, se
+        Sum over all rows, and its standard error from how they differ.
+    p_loo
+        Effective number of parameters.
+    rows
+        Number of rows.
+    good, bad, very_bad
+        How many rows have a Pareto k up to the limit, up to 1, and above: of bad rows elpd is not known well.
+    clients
+        A row a client with the same figures.
+    """
+
+    elpd: float
+    se: float
+    p_loo: float
+    rows: int
+    good: int
+    bad: int
+    very_bad: int
+    clients: pd.DataFrame
+
+
+def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None = None) -> Loo:
+    r"""Leave one row out at a time, by Pareto smoothed importance sampling at every client.
+
+    .. math:: \mathrm{elpd} = \sum_k \sum_i \log p(y_{ki} \mid y_{-ki})
+
+    Each client draws its posterior, computes the log density of its rows by ``az.loo`` and gives sums over its rows.
+
+    Parameters
+    ----------
+    fit
+        Fit whose clients are in this process.
+    draws, chains, random_seed
+        Of the clients' posteriors, as in `Fit.client`.
+
+    Returns
+    -------
+    Loo
+
+    Raises
+    ------
+    DeclarationError
+        If the clients are sites of their own, or the algorithm estimates points.
+    NotConvergedError
+        Where the fit was broken off before there was a posterior.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> found = fedppl.loo(fit)
+    >>> found.rows, found.bad
+    (15, 0)
+
+    Notes
+    -----
+    *When this fails.* A row that alone determines a local variable (one row a client, or an effect of each row) has a
+    large Pareto k: leave out clients then, with `Fit.influence`, whose ``log_predictive`` is of all rows of a client.
+
+    References
+    ----------
+    .. [1] Vehtari, Gelman, Gabry (2017), Practical Bayesian model evaluation using leave-one-out cross-validation and
+       WAIC, Statistics and Computing 27.
+    """
+    sums = {name: _sums(one) for name, one in _by_row(fit, draws, chains, random_seed).items()}
+    total = sum_replies(sums)
+    columns = {name: [float(one[name]) for one in sums.values()] for name in total}
+    table = pd.DataFrame(columns, index=pd.Index(list(sums), name="client"))
+    table.insert(1, "se", _se(table["elpd"], table["squares"], table["rows"]))
+    whole_numbers = ["rows", "good", "bad", "very_bad"]
+    table = table.drop(columns="squares").astype(dict.fromkeys(whole_numbers, int))
+    return Loo(
+        elpd=float(total["elpd"]),
+        se=float(_se(total["elpd"], total["squares"], total["rows"])),
+        p_loo=float(total["p_loo"]),
+        clients=table,
+        **{name: int(total[name]) for name in whole_numbers},
+    )
+
+
+def loo_compare(fits: Mapping[str, Fit], *, draws: int = 1000, chains: int = 4) -> pd.DataFrame:
+    r"""Rank models by leave-one-out predictive density, the best first, with weights of their stacked predictions.
+
+    .. math:: \max_{w \in \Delta} \sum_k \sum_i \log \sum_m w_m\, p_m(y_{ki} \mid y_{-ki})
+
+    Parameters
+    ----------
+    fits
+        Name of a model to its fit; all of the same clients with the same rows, in this process.
+    draws, chains
+        Of the clients' posteriors.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row a model: ``rank``, ``elpd``, its standard error ``se``, ``p_loo``, the difference to the best
+        ``elpd_diff`` with the standard error ``dse`` of paired rows, the stacking ``weight``, and how many rows have a
+        Pareto k above the limit, ``bad``.
+
+    Raises
+    ------
+    DeclarationError
+        If there are fewer than two fits, or one has no posterior of its clients.
+    DataError
+        If the fits are of other clients or of other numbers of rows.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> model, clients = normal_means()
+    >>> fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
+    >>> list(fedppl.loo_compare({"one": fit, "the same": fit})["elpd_diff"])
+    [0.0, 0.0]
+
+    References
+    ----------
+    .. [1] Yao et al. (2018), Using stacking to average Bayesian predictive distributions, Bayesian Analysis 13.
+    """
+    if not isinstance(fits, Mapping) or len(fits) < 2 or not all(isinstance(fit, Fit) for fit in fits.values()):
+        raise DeclarationError(f"fits={shown(fits)} must be two or more fits by name: {{'a': fit_a, 'b': fit_b}}.")
+    names = [str(name) for name in fits]
+    (first, reference), *others = fits.items()
+    for name, fit in others:
+        require_same_data(str(first), reference, str(name), fit)
+    rows = [_by_row(fit, draws, chains, None) for fit in fits.values()]
+    order = sorted(rows[0])
+    elpd = np.stack([np.concatenate([one[client].elpd for client in order]) for one in rows])  # (models, rows)
+    totals = elpd.sum(axis=1)
+    best = int(np.argmax(totals))
+    table = pd.DataFrame(
+        {
+            "elpd": totals,
+            "se": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd],
+            "p_loo": [sum(float(one.p_loo.sum()) for one in model.values()) for model in rows],
+            "elpd_diff": totals[best] - totals,
+            "dse": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd[best] - elpd],
+            "weight": _stacked(elpd),
+            "bad": [sum(int((one.k > one.limit).sum()) for one in model.values()) for model in rows],
+        },
+        index=names,
+    ).sort_values("elpd", ascending=False, kind="stable")
+    table.insert(0, "rank", range(len(table)))
+    return table
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a client knows of its rows, and keeps."""
+
+    elpd: Array
+    p_loo: Array
+    k: Array
+    limit: float
+
+
+def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[str, _Rows]:
+    """Of every client in this process."""
+    if not isinstance(fit, Fit):
+        raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned.")
+    if len(fit.clients) < len(fit.client_ids):
+        raise DeclarationError(
+            "clients are sites of their own and their rows are not here; fedppl.loo needs clients in this process."
+        )
+    require_arrived(fit, "fedppl.loo")
+    found = {}
+    for client_id in fit.client_ids:
+        drawn = fit.client(client_id, groups="log_likelihood", draws=draws, chains=chains, random_seed=random_seed)
+        if drawn["posterior"].attrs.get("fedppl_point_estimate"):
+            raise DeclarationError(
+                f"{fit.algorithm.name} estimates points, and leaving rows out needs a posterior; use fedppl.EP()."
+            )
+        group = idata.as_dataset(drawn["log_likelihood"])
+        parts = [(*idata.leave_one_out(group, str(name)), np.asarray(group[name])) for name in group.data_vars]
+        lppd = [logsumexp(values.reshape(draws * chains, -1), axis=0) - np.log(draws * chains) for *_, values in parts]
+        elpd = np.concatenate([one[0] for one in parts])
+        k = np.concatenate([one[1] for one in parts])
+        found[client_id] = _Rows(elpd, np.concatenate(lppd) - elpd, k, parts[0][2])
+    return found
+
+
+def _sums(rows: _Rows) -> Message:
+    """What a client gives of its rows."""
+    return {
+        "elpd": rows.elpd.sum(),
+        "p_loo": rows.p_loo.sum(),
+        "rows": np.array(len(rows.elpd)),
+        "good": np.sum(rows.k <= rows.limit),
+        "bad": np.sum((rows.k > rows.limit) & (rows.k <= 1)),
+        "very_bad": np.sum(~(rows.k <= 1)),
+        "squares": np.sum(rows.elpd**2),
+    }
+
+
+def _se(total: Any, squares: Any, rows: Any) -> Any:
+    """Standard error of a sum over rows, from the sum of their squares."""
+    return np.sqrt(np.maximum(squares - total**2 / rows, 0.0))
+
+
+def _stacked(elpd: Array) -> Array:
+    """Weights on the simplex with the largest log score of the mixture, over log densities (models, rows)."""
+    shifted = np.exp(elpd - elpd.max(axis=0))
+
+    def loss(logits: Array) -> tuple[float, Array]:
+        weights = np.exp(logits - logsumexp(logits))
+        mixture = weights @ shifted
+        pull = weights * ((shifted / mixture).sum(axis=1) - shifted.shape[1])
+        return -float(np.log(mixture).sum()), -pull
+
+    start = np.zeros(len(elpd))
+    found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=[(-30.0, 30.0)] * len(elpd))
+    weights = np.exp(found.x - logsumexp(found.x))
+    return np.asarray(weights)

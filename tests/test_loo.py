@@ -1,0 +1,130 @@
+"""Leave one row out: against ArviZ on pooled rows, against a closed form, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import arviz as az
+import numpy as np
+import pymc as pm
+import pytest
+from numpy.testing import assert_allclose
+from scipy import stats
+
+import fedppl
+from fedppl import DataError, DeclarationError, FederatedModel
+from fedppl.results import idata
+from fedppl.testing import normal_means
+from tests.support import problems
+
+
+def fit(model: FederatedModel, clients: Any, algorithm: Any = None, **settings: Any) -> fedppl.Fit:
+    return fedppl.fit(model, clients, algorithm or fedppl.EP(), progressbar=False, **{"random_seed": 1, **settings})
+
+
+def pooled(found: fedppl.Fit) -> Any:
+    """ArviZ's own estimate over the rows of all clients."""
+    drawn = [idata.as_dataset(found.client(k, groups="log_likelihood")["log_likelihood"]) for k in found.client_ids]
+    values = np.concatenate([np.asarray(one["obs"]) for one in drawn], axis=2)
+    group = idata.dataset({"obs": values}, {"obs": ("chain", "draw", "row")}, {"chain": range(4), "draw": range(1000)})
+    return az.loo(idata.from_groups({"posterior": group, "log_likelihood": group}), pointwise=True, reff=1.0)
+
+
+@pytest.mark.filterwarnings("ignore:Estimated shape parameter:UserWarning")
+def test_sums_of_clients_are_those_of_pooled_rows() -> None:
+    found = fit(*problems.regression())
+    ours, theirs = fedppl.loo(found), pooled(found)
+    elpd, p_loo = (theirs.elpd, theirs.p) if hasattr(theirs, "elpd") else (theirs.elpd_loo, theirs.p_loo)
+    assert ours.elpd == pytest.approx(float(elpd), abs=1e-8)
+    assert ours.se == pytest.approx(float(theirs.se), abs=1e-8)
+    assert ours.p_loo == pytest.approx(float(p_loo), abs=1e-8)
+    k = np.ravel(theirs.pareto_k)
+    assert (ours.good, ours.bad, ours.very_bad) == (
+        (k <= theirs.good_k).sum(),
+        ((k > theirs.good_k) & (k <= 1)).sum(),
+        (k > 1).sum(),
+    )
+    assert ours.clients["elpd"].sum() == pytest.approx(ours.elpd)
+    assert ours.rows == len(k) == ours.clients["rows"].sum()
+
+
+def covariance_of(clients: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the rows of `normal_means`: outcomes, who has them, and their covariance."""
+    y = np.concatenate([data["y"] for data in clients.values()])
+    same = np.concatenate([np.full(len(data["y"]), k) for k, data in enumerate(clients.values())])
+    return y, same, np.eye(len(y)) + 0.25 * (same[:, None] == same) + 100.0
+
+
+def log_density_without(y: np.ndarray, covariance: np.ndarray, left: np.ndarray) -> float:
+    """Log p(y_left | the rest)."""
+    all_ = stats.multivariate_normal(np.zeros(len(y)), covariance).logpdf(y)
+    rest = stats.multivariate_normal(np.zeros((~left).sum()), covariance[np.ix_(~left, ~left)]).logpdf(y[~left])
+    return float(all_ - rest)
+
+
+def test_rows_of_a_gaussian_model_are_those_of_the_closed_form() -> None:
+    model, clients = normal_means(5)
+    y, _, covariance = covariance_of(clients)
+    exact = [log_density_without(y, covariance, np.arange(len(y)) == i) for i in range(len(y))]
+    found = fedppl.loo(fit(model, clients))
+    assert found.elpd == pytest.approx(sum(exact), abs=4 * np.sqrt(len(y) / 4000))
+    assert found.very_bad == 0
+
+
+def test_a_clients_rows_given_all_others_are_those_of_the_closed_form() -> None:
+    model, clients = normal_means(5)
+    y, same, covariance = covariance_of(clients)
+    found = fit(model, clients).influence()
+    exact = [log_density_without(y, covariance, same == k) for k in range(5)]
+    assert_allclose(found["log_predictive"], exact, atol=1e-6)
+
+
+def shifted(y: Any) -> pm.Model:
+    """A model of the same rows that is wrong about where they are."""
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        pm.Normal("obs", pm.Normal("mu", 50, 0.1), 1, observed=y)
+    return model
+
+
+def test_models_are_ranked_and_stacked() -> None:
+    model, clients = normal_means(5)
+    good, poor = fit(model, clients), fit(FederatedModel(shifted, ["mu"]), clients)
+    table = fedppl.loo_compare({"poor": poor, "good": good})
+    assert list(table.index) == ["good", "poor"]
+    assert table.loc["good", "weight"] > 0.99
+    assert table["weight"].sum() == pytest.approx(1)
+    assert table.loc["poor", "elpd_diff"] > 10 * table.loc["poor", "dse"] > 0
+    alike = fedppl.loo_compare({"a": good, "b": good})
+    assert_allclose(alike["weight"], 0.5)
+
+
+def test_what_has_no_rows_here_or_no_posterior_is_refused() -> None:
+    model, clients = normal_means(3)
+    found = fit(model, clients)
+    with pytest.raises(DeclarationError, match="estimates points"):
+        fedppl.loo(fit(model, clients, fedppl.FedAvg(learning_rate=0.01), rounds=2))
+    with pytest.raises(DeclarationError, match="two or more fits"):
+        fedppl.loo_compare({"a": found})
+    with pytest.raises(DataError, match="not of the same clients"):
+        fedppl.loo_compare({"a": found, "b": fit(*normal_means(4))})
+    with pytest.raises(DeclarationError, match="pass what fedppl.fit returned"):
+        fedppl.loo(3)  # type: ignore[arg-type]
+    with pytest.raises(DeclarationError, match=r"groups=\['loo'\] must be some of"):
+        found.client("client 0", groups=["loo"])
+
+
+def test_groups_of_a_client_are_those_that_arviz_reads() -> None:
+    model, clients = problems.regression()
+    name = next(iter(clients))
+    drawn = fit(model, clients).client(
+        name, groups=["log_likelihood", "posterior_predictive", "prior"], draws=100, chains=2
+    )
+    rows = len(clients[name]["y"])
+    for group in ("log_likelihood", "posterior_predictive"):
+        found = idata.as_dataset(drawn, group)
+        assert found["obs"].shape == (2, 100, rows)
+        assert found.attrs["client"] == name
+    values = idata.as_dataset(drawn, "posterior")
+    assert set(idata.as_dataset(drawn, "prior")) >= {str(v) for v in values if v in ("mu", "a", "beta")}
+    assert "obs" in idata.as_dataset(drawn, "prior_predictive")
