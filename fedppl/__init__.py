@@ -37,6 +37,7 @@ from fedppl.results.loo import Loo, loo, loo_compare
 from fedppl.run._round import Round
 from fedppl.run.loop import fit, rounds
 from fedppl.run.participation import all_clients, bernoulli, fixed_size
+from fedppl.run.withdrawal import Withdrawal, without
 from fedppl.search.grid_search import grid, grid_search
 from fedppl.search.loss import validation_loss
 from fedppl.search.split import holdout
@@ -82,6 +83,7 @@ __all__ = [
     "Separate",
     "SeparateSGD",
     "Status",
+    "Withdrawal",
     "all_clients",
     "bernoulli",
     "compare",
@@ -103,6 +105,7 @@ __all__ = [
     "privacy",
     "rounds",
     "validation_loss",
+    "without",
 ]
 
 

@@ -211,6 +211,9 @@ class Result(NamedTuple, Generic[S, P]):
         rounds of gradient steps are not, even where they stop once nothing moves.
     family
         What the tools of one family of models read beside all this; the core does not.
+    resume
+        ``resume(first, last) -> state``: the state of `init`, with what the last state of another fit, whose clients
+        may be others, knows already. None where nothing can be taken over.
     """
 
     final_message: BroadcastFn[S]
@@ -221,6 +224,7 @@ class Result(NamedTuple, Generic[S, P]):
     closing: Callable[[S], bool] = _never
     tests_convergence: bool = False
     family: object = None
+    resume: Callable[[S, S], S] | None = None
 
 
 def _fits(client: ClientView) -> None:

@@ -24,7 +24,7 @@ _FUNCTIONS = {
     Point: {"estimate": 1},
     Sampler: {"draw": 3},
 }
-_OPTIONAL = {Algorithm: {"unreported": 4}, Disclosure: {"asks": 2}}
+_OPTIONAL = {Algorithm: {"unreported": 4}, Result: {"resume": 2}, Disclosure: {"asks": 2}}
 
 
 def require_algorithm(algorithm: Any) -> None:

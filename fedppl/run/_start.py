@@ -14,6 +14,7 @@ from fedppl.contracts import AnyAlgorithm, EngineFactory
 from fedppl.engine.answer import require_fit, say_unused
 from fedppl.engine.inprocess import InProcess
 from fedppl.model.declaration import FederatedModel
+from fedppl.results.fit import Fit
 from fedppl.run._algorithm import require_algorithm
 from fedppl.run._run import Run, keep_at
 from fedppl.run.participation import Participation, as_participation
@@ -32,11 +33,14 @@ def start(
     checkpoint: str | Path | None,
     deadline: float | None,
     random_seed: int | np.random.Generator | None,
+    begin: Fit | None = None,
 ) -> Run:
     """Check everything that can be checked before work begins, and resume if there is something to resume."""
     require_declared(model, algorithm)
     count = len(clients) if isinstance(clients, Mapping) else None
     require_settings(limit, participation, reporting, checkpoint, deadline, count)
+    if begin is not None:
+        _require_start(begin, algorithm)
     if engine is not None and (not callable(engine) or settings.not_called(engine)):
         raise DeclarationError(
             f"engine={settings.shown(engine)} is no engine"
@@ -58,6 +62,8 @@ def start(
                 f"the sites share {list(found)}, this model shares {list(model.shared)}; run the same declaration at "
                 "the sites and at the server."
             )
+        if begin is not None:
+            _take_over(run, begin)
         run.limit, run.deadline = limit, deadline
         run.participation = as_participation(participation, clients=len(run.clients))
         run.reporting = as_participation(reporting, "reporting", len(run.clients))
@@ -69,6 +75,27 @@ def start(
         moving.close()
         raise
     return run
+
+
+def _require_start(begin: Any, algorithm: AnyAlgorithm) -> None:
+    """Refuse to begin from what is no fit, from a fit by another algorithm, and where nothing can be taken over."""
+    if not isinstance(begin, Fit):
+        raise DeclarationError(f"start={settings.shown(begin)} must be a fit, or None.")
+    if algorithm.result.resume is None:
+        raise DeclarationError(f"{algorithm.name} begins anew each time; leave start= out.")
+    if begin.algorithm.name != algorithm.name:
+        raise DeclarationError(f"start= is a fit by {begin.algorithm.name}, and this one is by {algorithm.name}.")
+
+
+def _take_over(run: Run, begin: Fit) -> None:
+    """Begin with what another fit of the same declaration knows."""
+    assert run.algorithm.result.resume is not None
+    if run.layout.fingerprint != begin.layout.fingerprint:
+        raise DeclarationError(
+            f"start= is a fit that shares {begin.layout.variables} with another prior or shape than this one's "
+            f"{run.layout.variables}; start from a fit of the same declaration."
+        )
+    run.state = run.algorithm.result.resume(run.state, begin.state)
 
 
 def require_declared(model: Any, algorithm: Any) -> None:

@@ -24,7 +24,8 @@ from fedppl.results.fit import Fit
 from fedppl.run._ending import ending
 from fedppl.run._round import Round, one_round
 from fedppl.run._run import Run
-from fedppl.run._start import require_callback, start
+from fedppl.run._start import require_callback
+from fedppl.run._start import start as begin
 from fedppl.run.participation import Participation
 from fedppl.run.progress import Progress
 from fedppl.types import ConvergenceWarning, DataError, DeclarationError, Status
@@ -47,6 +48,7 @@ def rounds(
     checkpoint: str | Path | None = None,
     deadline: float | None = None,
     random_seed: int | np.random.Generator | None = None,
+    start: Fit | None = None,
 ) -> Iterator[Round]:
     """Run a federated algorithm a round at a time, for scripts that look in between.
 
@@ -84,6 +86,9 @@ def rounds(
         Seconds to wait for replies in a round.
     random_seed
         Seed of every random stream.
+    start
+        A fit of the same declaration by the same algorithm, whose clients may be others or have had other rows: what it
+        knows of those that are here is where this one begins. For `EP`, which then has no warm start.
 
     Yields
     ------
@@ -108,7 +113,19 @@ def rounds(
     converge ends with status "max_rounds" and a message that names the setting to change.
     """
     return _all(
-        start(model, clients, algorithm, rounds, engine, participation, reporting, checkpoint, deadline, random_seed)
+        begin(
+            model,
+            clients,
+            algorithm,
+            rounds,
+            engine,
+            participation,
+            reporting,
+            checkpoint,
+            deadline,
+            random_seed,
+            start,
+        )
     )
 
 
@@ -126,12 +143,13 @@ def fit(
     deadline: float | None = None,
     progressbar: bool = True,
     random_seed: int | np.random.Generator | None = None,
+    start: Fit | None = None,
 ) -> Fit:
     """Fit a hierarchy across clients whose data stay where they are.
 
     Parameters
     ----------
-    model, clients, algorithm, engine, participation, reporting, checkpoint, deadline, random_seed
+    model, clients, algorithm, engine, participation, reporting, checkpoint, deadline, random_seed, start
         As in `rounds`.
     rounds
         Largest number of rounds, those of EP's warm start not counted.
@@ -171,7 +189,9 @@ def fit(
     a warning. A fit that was broken off before there was a posterior has none, and says so when it is asked for it.
     """
     require_callback(callback)
-    run = start(model, clients, algorithm, rounds, engine, participation, reporting, checkpoint, deadline, random_seed)
+    run = begin(
+        model, clients, algorithm, rounds, engine, participation, reporting, checkpoint, deadline, random_seed, start
+    )
     started, stopped = time.perf_counter(), False
     try:
         with Progress(rounds, show=progressbar) as progress:

@@ -63,6 +63,23 @@ def details(state: EPState) -> contracts.Details:
     }
 
 
+def resume(first: EPState, last: EPState) -> EPState:
+    """Begin with the sites of the clients that another fit had too; from the prior where they leave no posterior."""
+    old, new = last.sites, first.sites
+    if old.precision.shape[1:] != new.precision.shape[1:]:
+        raise DeclarationError("start= is a fit with another structure=; give both the same.")
+    if last.warm_start is not None:
+        return first
+    linear, precision = new.linear.copy(), new.precision.copy()
+    for client_id in new.where.keys() & old.where.keys():
+        k, before = new.where[client_id], old.where[client_id]
+        linear[k], precision[k] = old.linear[before], old.precision[before]
+    sites = _sites.update(new, linear, precision)
+    if not gaussian.is_proper(sites.q):
+        return first
+    return first._replace(sites=sites, warm_start=None)
+
+
 def without(state: EPState, client_id: str, log_ratio: contracts.LogRatio | None) -> WithoutClient:
     """The posterior without a client: q over its site, and the points of the correction without its answers.
 

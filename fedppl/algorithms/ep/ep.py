@@ -162,6 +162,7 @@ def EP(
             preliminary=lambda state: state.warm_start is not None,
             closing=_reading.is_correcting,
             tests_convergence=True,
+            resume=_reading.resume,
         ),
         needs=contracts.Needs(inference.check),
         disclosure=contracts.Disclosure(

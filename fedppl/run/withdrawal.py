@@ -1,0 +1,110 @@
+"""Clients that leave: the posterior of the others, and how far it is from one that never saw them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.contracts import Posterior
+from fedppl.gaussian import Gaussian
+from fedppl.results.fit import Fit
+from fedppl.run.loop import fit as fit_clients
+from fedppl.settings import shown
+from fedppl.types import DeclarationError
+
+_STILL_HELD = (
+    "the fit that they took part in: its state, draws and idata, and what was computed from them",
+    "checkpoints of that fit, and the files with .records beside them",
+    "logs and ledgers of what was asked and sent, at the server and at the sites",
+    "posteriors that other clients drew from that fit and keep",
+)
+
+
+class Withdrawal(NamedTuple):
+    """A fit without some clients, and what is known of it."""
+
+    fit: Fit
+    left: tuple[str, ...]
+    distance: (
+        float  # of q from that of a fit that never saw them, largest in sds of a mean or in log sd; NaN: not asked
+    )
+    still_held: tuple[str, ...]  # what holds numbers that depend on their data, and is not undone here
+
+
+def without(
+    fit: Fit, clients: Sequence[str] | str, *, certificate: bool = True, random_seed: int | None = None, **settings: Any
+) -> Withdrawal:
+    r"""Take clients out of a fit: from the ledger, with no word from them, and on until the others agree again.
+
+    .. math:: q_{-k}(\phi) \propto q(\phi) / q_k(\phi), \qquad \text{then EP among the others}
+
+    Parameters
+    ----------
+    fit
+        Fit by `EP`, with its clients in this process.
+    clients
+        Ids of those that leave.
+    certificate
+        Whether to fit the others a second time from the prior, and measure the distance.
+    random_seed
+        Seed; by default the fit's.
+    **settings
+        More settings of `fedppl.fit`: rounds, engine, progressbar and others.
+
+    Returns
+    -------
+    Withdrawal
+
+    Raises
+    ------
+    DeclarationError
+        If a client did not take part, nobody is left, the algorithm keeps no ledger, or data are not here.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(tolerance=1e-3), progressbar=False, random_seed=1)
+    >>> found = fedppl.without(fit, "client 0", progressbar=False)
+    >>> found.fit.client_ids, found.distance < 0.01
+    (('client 1', 'client 2'), True)
+
+    Notes
+    -----
+    *When this fails.* What was published stays published: `Withdrawal.still_held` lists what has to be deleted by hand,
+    or cannot be. The distance is of two approximations of the same kind; with few draws (``local=fedppl.NUTS()``) it is
+    as large as their Monte Carlo error. Sites of their own are fitted anew by ``fedppl.fit(..., start=fit)`` with an
+    engine that no longer finds those that left.
+    """
+    names = (clients,) if isinstance(clients, str) else tuple(clients)
+    unknown = [name for name in names if name not in fit.client_ids]
+    rest = [name for name in fit.client_ids if name not in names]
+    if unknown or not names or not rest:
+        what = f"{unknown} did not take part" if unknown else "nobody is left" if names else "nobody leaves"
+        raise DeclarationError(f"clients={shown(clients)}: {what}; clients are {list(fit.client_ids)[:10]}.")
+    if any(name not in fit.clients for name in rest):
+        raise DeclarationError(
+            "the clients are sites of their own, and this process cannot ask them; run fedppl.fit(..., start=fit) with "
+            "an engine that does not find those that left."
+        )
+    shared = fit.algorithm.result.shared
+    if not isinstance(shared, Posterior) or fit.algorithm.result.resume is None:
+        raise DeclarationError(f"{fit.algorithm.name} keeps no ledger of what each client said; fit the others anew.")
+    data = {name: fit.clients[name].arrays for name in rest}
+    seed = fit.seed if random_seed is None else random_seed
+    after = fit_clients(fit.declaration, data, fit.algorithm, random_seed=seed, start=fit, **settings)
+    distance = np.nan
+    if certificate:
+        never = fit_clients(fit.declaration, data, fit.algorithm, random_seed=seed, **settings)
+        distance = _apart(shared.gaussian(after.state), shared.gaussian(never.state))
+    return Withdrawal(after, names, distance, _STILL_HELD)
+
+
+def _apart(one: Gaussian, other: Gaussian) -> float:
+    """Largest difference of means in sds of the second, and of log sds."""
+    sd = gaussian.standard_deviations(other)
+    shift = np.abs(gaussian.mean(one) - gaussian.mean(other)) / sd
+    return float(max(np.max(shift), np.max(np.abs(np.log(gaussian.standard_deviations(one) / sd)))))
