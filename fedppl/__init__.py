@@ -35,6 +35,7 @@ from fedppl.results.fit import Fit
 from fedppl.results.hypotheses import contrast, hypotheses
 from fedppl.results.loo import Loo, loo, loo_compare
 from fedppl.run._round import Round
+from fedppl.run.calibration import calibrate, plot_calibration
 from fedppl.run.loop import fit, rounds
 from fedppl.run.participation import all_clients, bernoulli, fixed_size
 from fedppl.run.withdrawal import Withdrawal, without
@@ -86,6 +87,7 @@ __all__ = [
     "Withdrawal",
     "all_clients",
     "bernoulli",
+    "calibrate",
     "compare",
     "Loo",
     "loo",
@@ -101,6 +103,7 @@ __all__ = [
     "holdout",
     "hypotheses",
     "metrics",
+    "plot_calibration",
     "policy",
     "privacy",
     "rounds",

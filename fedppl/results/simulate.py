@@ -1,0 +1,75 @@
+"""Data sets from a declared model, by PyMC: shared variables from their prior, all else given those."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pymc as pm
+from pytensor.graph.traversal import ancestors
+
+from fedppl.model import _graph
+from fedppl.model.client import ClientModel
+from fedppl.results import idata
+from fedppl.types import Array, DeclarationError
+
+
+class Truths(NamedTuple):
+    """Draws of the shared prior."""
+
+    values: Mapping[str, Array]  # (N, *shape) of every shared variable
+    phi: Array  # (N, m) the same on the unconstrained space
+
+
+def truths(client: ClientModel, count: int, rng: np.random.Generator) -> Truths:
+    """Draw the shared variables from their declared prior."""
+    model = client.pymc_model()
+    rvs = [model[variable.name] for variable in client.layout.variables]
+    transforms = [model.rvs_to_transforms[rv] for rv in rvs]
+    free = [rv if t is None else t.forward(rv, *rv.owner.inputs) for rv, t in zip(rvs, transforms, strict=True)]
+    seed = int(rng.integers(2**31))
+    drawn = pm.draw([*rvs, *free], draws=count, random_seed=seed, mode=_graph.PYTHON_MODE)
+    values = {rv.name: np.asarray(value) for rv, value in zip(rvs, drawn, strict=False)}
+    phi = np.concatenate([np.reshape(value, (count, -1)) for value in drawn[len(rvs) :]], axis=1)
+    return Truths(values, phi)
+
+
+def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Generator) -> dict[str, Array]:
+    """Draw a client's own variables and outcomes for every row of the shared ones: name of an array to (N, *shape)."""
+    model = client.pymc_model()
+    arrays = {rv.name: _array_of(client, model, rv) for rv in model.observed_RVs}
+    if model.potentials:
+        raise DeclarationError(
+            "the model has a pm.Potential, from which outcomes cannot be drawn; pass simulate=, a function of "
+            "(shared, client_id, data, rng) that returns data."
+        )
+    dims = {name: ("chain", "draw", *(f"{name}_{i}" for i in range(np.ndim(v) - 1))) for name, v in shared.items()}
+    count = len(next(iter(shared.values())))
+    group = idata.dataset(
+        {name: value[None] for name, value in shared.items()}, dims, {"chain": [0], "draw": np.arange(count)}
+    )
+    with model:
+        drawn = pm.sample_posterior_predictive(
+            idata.from_groups({"posterior": group}),
+            var_names=list(arrays),
+            random_seed=int(rng.integers(2**31)),
+            progressbar=False,
+            compile_kwargs={"mode": _graph.PYTHON_MODE},
+        )
+    found = idata.as_dataset(drawn, "posterior_predictive")
+    return {
+        array: np.asarray(found[name])[0].astype(np.asarray(client.arrays[array]).dtype)
+        for name, array in arrays.items()
+    }
+
+
+def _array_of(client: ClientModel, model: Any, rv: Any) -> str:
+    """Name of the array that an observed variable was given."""
+    read = [variable.name for variable in model.data_vars if variable in set(ancestors([model.rvs_to_values[rv]]))]
+    if len(read) == 1 and read[0] in client.arrays:
+        return str(read[0])
+    raise DeclarationError(
+        f"outcomes {rv.name!r} are not a pm.Data container of the model, so that others cannot take their place; pass "
+        "them as pm.Data, or pass simulate=, a function of (shared, client_id, data, rng) that returns data."
+    )

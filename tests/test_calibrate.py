@@ -1,0 +1,69 @@
+"""Simulation-based calibration of declared models: what is calibrated, what is not, and what cannot be simulated."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytest
+from numpy.testing import assert_array_equal
+
+import fedppl
+from fedppl import DeclarationError, FederatedModel
+from fedppl.testing import normal_means
+from tests.support import problems
+
+CORRECTED, GAUSSIAN = fedppl.EP(), fedppl.EP(correction=None)
+
+
+def test_a_gaussian_model_is_calibrated() -> None:
+    """Its posterior is exact: 60 transforms are uniform, whatever else is wrong would be in the simulation."""
+    found = fedppl.calibrate(*normal_means(3), GAUSSIAN, data_sets=60, random_seed=1)
+    assert set(found["status"].values) == {"converged"}
+    assert float(found["p_adjusted"].min()) > 0.01
+    assert found["pit"].shape == (60, 1)
+    again = fedppl.calibrate(*normal_means(3), GAUSSIAN, data_sets=60, random_seed=1)
+    assert_array_equal(again["pit"], found["pit"])
+
+
+def test_a_posterior_of_another_model_is_not() -> None:
+    """Data with noise of 10 under a model that has noise of 1."""
+
+    def noisy(shared: Any, client_id: str, data: Any, rng: np.random.Generator) -> Any:
+        return {"y": shared["mu"] + rng.normal(0, 10, size=len(data["y"]))}
+
+    model, clients = normal_means(3)
+    found = fedppl.calibrate(model, clients, GAUSSIAN, data_sets=60, simulate=noisy, random_seed=1)
+    assert float(found["p_value"].max()) < 1e-3
+
+
+def test_schools_with_a_correction(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="fedppl"):
+        found = fedppl.calibrate(*problems.schools(), CORRECTED, data_sets=20, random_seed=2)
+    assert not caplog.records  # what each fit says is in the result
+    assert list(found["rows"].values) == ["mu", "tau_log__"]
+    assert float(found["p_adjusted"].min()) > 0.01
+    axes = pytest.importorskip("matplotlib.pyplot").subplots()[1]
+    assert fedppl.plot_calibration(found, axes=axes) is axes
+    assert len(axes.lines) == 2
+
+
+def pulled(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        y, mu = pm.Data("y", y), pm.Normal("mu")
+        pm.Potential("pull", -(mu**2))
+        pm.Normal("obs", mu, 1, observed=y)
+    return model
+
+
+def test_what_cannot_be_simulated_or_read_is_refused() -> None:
+    model, clients = normal_means(2)
+    with pytest.raises(DeclarationError, match="has a pm.Potential"):
+        fedppl.calibrate(FederatedModel(pulled, ["mu"]), clients, GAUSSIAN, data_sets=2)
+    with pytest.raises(DeclarationError, match="has no posterior of the shared variables"):
+        fedppl.calibrate(model, clients, fedppl.FedAvg(learning_rate=0.1), data_sets=2)
+    for settings in ({"data_sets": 1}, {"simulate": 3}, {"simulate": lambda data: data}, {"random_seed": -1}):
+        with pytest.raises(DeclarationError):
+            fedppl.calibrate(model, clients, GAUSSIAN, **{"data_sets": 2, **settings})  # type: ignore[arg-type]
