@@ -20,6 +20,7 @@ import numpy as np
 import pymc as pm
 
 import fedppl
+from fedppl import gaussian
 
 PREDICTORS = ["intercept", "dose", "age"]  # dose in 10 mg above 50, age in decades above 60
 AVERAGE, SPREAD, NOISE = np.array([8.0, 4.0, -1.0]), np.array([2.0, 0.8, 0.4]), 8.0  # mmHg; the truth
@@ -35,6 +36,18 @@ def hospital(X: np.ndarray, y: np.ndarray) -> pm.Model:
         theta = pm.Normal("theta", mu, tau, dims="predictor")  # this hospital's
         sigma = pm.HalfNormal("sigma", 10)  # this hospital's
         pm.Normal("fall", X @ theta, sigma, observed=y)
+    return model
+
+
+def without_age(X: np.ndarray, y: np.ndarray) -> pm.Model:
+    """The same, if age did not matter: a second model of the same patients."""
+    with pm.Model(coords={"predictor": PREDICTORS[:2]}) as model:
+        X, y = pm.Data("X", X), pm.Data("y", y)
+        mu = pm.Normal("mu", 0, 10, dims="predictor")
+        tau = pm.LogNormal("tau", 0, 1, dims="predictor")
+        theta = pm.Normal("theta", mu, tau, dims="predictor")
+        sigma = pm.HalfNormal("sigma", 10)
+        pm.Normal("fall", X[:, :2] @ theta, sigma, observed=y)
     return model
 
 
@@ -92,6 +105,17 @@ def main(argv: list[str] | None = None) -> None:
     print(f"\n{fit.status} after {len(fit.records)} rounds in {fit.seconds:.1f} s; {up} bytes up, {down} down")
     print("\nThe average hospital μ and the differences between hospitals τ (truth: 8, 4, -1 and 2, 0.8, 0.4)")
     print(fedppl.hypotheses(fit.idata)[["mean", "sd", "ci_low", "ci_high"]].round(2).to_string())
+    by_q = gaussian.standard_deviations(fit.posterior)  # EP's Gaussian, which one more exchange has corrected
+    corrected = fit.idata["fit"]
+    shift = np.abs(corrected["corrected_mean"].values - gaussian.mean(fit.posterior)) / by_q
+    wider = np.sqrt(np.diag(corrected["corrected_covariance"])) / by_q
+    print(f"EP's Gaussian was corrected by up to {shift.max():.2f} sds in means, {np.abs(wider - 1).max():.0%} in sds")
+
+    simpler = fedppl.FederatedModel(without_age, shared=["mu", "tau"])
+    fits = {"with age": fit, "without age": fedppl.fit(simpler, clients, fedppl.EP(), random_seed=options.seed)}
+    comparison = fedppl.compare(fits)
+    print("\nDoes age matter?")
+    print(comparison[["log_evidence", "se", "probability"]].round(2).to_string())
 
     table = []
     for name in names:  # each hospital draws its own posterior from q(φ) and its own patients
@@ -128,6 +152,7 @@ def main(argv: list[str] | None = None) -> None:
         "rmse_alone": round(error_alone, 3),
         "rmse_federated": round(error, 3),
         "new_hospital_coverage": round(covered, 3),
+        "probability_with_age": round(float(comparison.loc["with age", "probability"]), 3),
         "seconds": round(fit.seconds, 2),
     }
     print(json.dumps(line))

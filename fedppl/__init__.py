@@ -36,6 +36,7 @@ from fedppl.results.hypotheses import contrast, hypotheses
 from fedppl.results.loo import Loo, loo, loo_compare
 from fedppl.run._round import Round
 from fedppl.run.calibration import calibrate, plot_calibration
+from fedppl.run.conflict import conflict
 from fedppl.run.loop import fit, rounds
 from fedppl.run.participation import all_clients, bernoulli, fixed_size
 from fedppl.run.withdrawal import Withdrawal, without
@@ -92,6 +93,7 @@ __all__ = [
     "Loo",
     "loo",
     "loo_compare",
+    "conflict",
     "contrast",
     "covariance",
     "curves",

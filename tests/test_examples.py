@@ -45,6 +45,7 @@ def of_quickstart(printed: str, last: dict[str, Any]) -> None:
     assert last["rmse_federated"] < last["rmse_alone"]
     assert 0.8 < last["new_hospital_coverage"] <= 1
     assert "tau[dose]" in printed and "probability of direction" in printed
+    assert 0 < last["probability_with_age"] < 1 and "log_evidence" in printed
 
 
 def of_hospitals(printed: str, last: dict[str, Any]) -> None:
