@@ -338,3 +338,38 @@ def test_a_client_that_lies_at_the_points_is_named_where_trust_is_set() -> None:
         found = fit(model, clients, honest._replace(update_client=lying))
     assert found.status is Status.STALLED
     assert fit(model, clients, honest).status is Status.CONVERGED
+
+
+# --- several modes -----------------------------------------------------------------------------------------------
+
+
+def two_groups(y: Any) -> pm.Model:
+    """A mixture of which the labels can be exchanged."""
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        center = pm.Normal("center", 0, 5, shape=2)
+        pm.NormalMixture("obs", w=np.array([0.5, 0.5]), mu=center, sigma=1.0, observed=y)
+    return model
+
+
+def test_several_modes_are_named_and_never_averaged_over() -> None:
+    rng = np.random.default_rng(1)
+    clients = {str(k): {"y": np.where(rng.random(30) < 0.4, -2, 3) + rng.normal(size=30)} for k in range(3)}
+    model = FederatedModel(two_groups, ["center"])
+    with pytest.warns(fedppl.ConvergenceWarning, match=r"several modes: along center\[.\], about 5.%.*5.%|4.%"):
+        found = fit(model, clients, fedppl.EP(starts=6))
+    assert found.status is Status.STALLED
+    assert np.abs(gaussian.mean(found.posterior)).min() > 1  # one labelling, and not what lies between
+
+
+def test_several_starts_change_nothing_where_there_is_one_mode() -> None:
+    model, clients = problems.regression()
+    one, four = fit(model, clients), fit(model, clients, fedppl.EP(starts=4))
+    assert four.status is Status.CONVERGED
+    assert_allclose(gaussian.mean(four.posterior), gaussian.mean(one.posterior), rtol=0.02, atol=1e-2)
+    assert sum(record.info["phase"] == "warm start" for record in four.records) > sum(
+        record.info["phase"] == "warm start" for record in one.records
+    )
+    for settings in ({"trust": 3.0}, {"warm_start": False}, {}):
+        with pytest.raises(DeclarationError, match="starts="):
+            fedppl.EP(starts=2 if settings else 0, **settings)

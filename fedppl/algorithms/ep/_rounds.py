@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.algorithms.ep import _correction, _sites, _warm_start
+from fedppl.algorithms.ep import _correction, _sites, _starts, _warm_start
 from fedppl.algorithms.ep._correction import Correcting
 from fedppl.algorithms.ep._damping import damped_step, hold_back, named, targets
 from fedppl.algorithms.ep._diagnosis import pulls_alone, why_not_arrived
@@ -40,7 +40,27 @@ def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Messag
         if not after.arrived and np.all(np.isnan(bounded.pull)):
             alone = pulls_alone(sites, before.point)
             taken = taken._replace(message="; ".join(filter(None, (alone, taken.message))))
-    return named(taken, trust)
+    return named(_searched(taken, after), trust)
+
+
+def _searched(taken: Taken, search: WarmStart) -> Taken:
+    """Where a search is over and several were asked for: the next one, or the mode with the most mass."""
+    starts = taken.state.starts
+    if starts is None or (not search.arrived and taken.status is Status.RUNNING):
+        return taken
+    found = _starts.arrived_at(taken.state.sites, search) if search.arrived else None
+    after, sites, following = _starts.next_search(starts, taken.state.sites, found)
+    if following is None and not after.modes:
+        return taken
+    message = "" if following is None else f"{len(after.left) + 1} warm starts are left"
+    state = taken.state._replace(starts=after, sites=sites, warm_start=following)
+    return taken._replace(state=state, status=Status.RUNNING, message=message)
+
+
+def of_one_mode(taken: Taken) -> Taken:
+    """Not converged, however well moments are matched, where q is of one mode of several."""
+    said = taken.state.starts.said if taken.state.starts is not None else ""
+    return taken._replace(status=Status.STALLED, message=said, skewed="") if said else taken
 
 
 def ep_round(

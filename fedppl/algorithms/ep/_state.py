@@ -9,6 +9,7 @@ import numpy as np
 from fedppl.algorithms.ep._correction import Correcting
 from fedppl.algorithms.ep._moves import Moves
 from fedppl.algorithms.ep._sites import Sites
+from fedppl.algorithms.ep._starts import Starts
 from fedppl.algorithms.ep._warm_start import WarmStart
 from fedppl.contracts import Report
 from fedppl.types import Array, Status
@@ -21,6 +22,7 @@ class EPState(NamedTuple):
 
     sites: Sites
     warm_start: WarmStart | None  # None once refinement has begun
+    starts: Starts | None  # where several searches were asked for
     prior_share: float  # 1 / K when the prior is not Gaussian: each factor's share of p / N_0
     damping: float
     change: float  # of the last round

@@ -51,11 +51,13 @@ class WarmStart(NamedTuple):
 
 def start(layout: Layout, clients: int) -> WarmStart:
     """Begin at the prior mean."""
-    mean = gaussian.mean(layout.prior)
-    has_replied = np.zeros(clients, dtype=bool)
-    return WarmStart(
-        mean, np.zeros_like(mean), mean, has_replied, -np.inf, np.inf, _RADIUS, False, 0.0, {}, {}, {}, False, False
-    )
+    return start_at(gaussian.mean(layout.prior), clients)
+
+
+def start_at(point: Array, clients: int) -> WarmStart:
+    """Begin at a point."""
+    has_replied, still = np.zeros(clients, dtype=bool), np.zeros_like(point)
+    return WarmStart(point, still, point, has_replied, -np.inf, np.inf, _RADIUS, False, 0.0, {}, {}, {}, False, False)
 
 
 def along(point: Array, move: Array) -> Array:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian, settings
-from fedppl.algorithms.ep import _correction, _moves, _reading, _sites, _warm_start
-from fedppl.algorithms.ep._rounds import corrected_next, correcting_round, ep_round, newton_round
+from fedppl.algorithms.ep import _correction, _moves, _reading, _sites, _starts, _warm_start
+from fedppl.algorithms.ep._rounds import corrected_next, correcting_round, ep_round, newton_round, of_one_mode
 from fedppl.algorithms.ep._state import EPState, reported
 from fedppl.algorithms.ep.correction import Correction
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Received, Report
@@ -50,6 +50,7 @@ def EP(
     tolerance: float = 0.01,
     damping: float = 1.0,
     warm_start: bool = True,
+    starts: int = 1,
     structure: str | Sequence[Sequence[str]] = "full",
     trust: float | None = None,
     correction: Correction | str | None = "auto",
@@ -75,6 +76,10 @@ def EP(
         Whether federated Newton rounds come first, where the local inference offers expansions. They have a budget of
         their own, 25 expansions a client, and do not count towards ``rounds=``. A point is left when every client has
         answered there: where few are asked in a round, that takes many rounds.
+    starts
+        Number of warm starts, one after the other, each with a budget of its own: the first from the prior mean, the
+        others from quasi-random points of the prior. The mode with the most mass is refined. Where others have more
+        than a thousandth of the mass, they are named, and the fit is not called converged: q is of one of them.
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
     trust
@@ -146,10 +151,17 @@ def EP(
             "trust", trust, 0, 1e6, "(]", "it is in posterior sds, such as 3, or None for no bound"
         )
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None
+    starts = settings.whole("starts", starts)
+    if starts > 1 and (trust is not None or not warm):
+        raise DeclarationError(
+            f"starts={starts} compares clients' log densities, "
+            + (f"which trust={trust:g} does not bound" if warm else "and there is no warm start that has them")
+            + "; leave one of the two out."
+        )
     return contracts.Algorithm[EPState, None](
         name="EP",
-        settings=settings.described(matching, warm_start=warm, trust=trust, correction=correction),
-        init=functools.partial(init, matching=matching, warm=warm, closing=closing),
+        settings=settings.described(matching, warm_start=warm, starts=starts, trust=trust, correction=correction),
+        init=functools.partial(init, matching=matching, warm=warm, closing=closing, starts=starts),
         broadcast=broadcast,
         update_client=functools.partial(_update_client, local=inference),
         update_server=functools.partial(_update_server, matching=matching, trust=trust, closing=closing),
@@ -215,11 +227,14 @@ def init(
     matching: Matching,
     warm: bool,
     closing: Closing | None = None,
+    starts: int = 1,
 ) -> EPState:
     """Sites that say nothing."""
+    stream = int(rng.integers(2**31))
     return EPState(
         sites=_sites.empty(layout, clients, _sites.structure_of(matching.structure, layout)),
         warm_start=_warm_start.start(layout, len(clients)) if warm else None,
+        starts=_starts.begin(layout.prior, starts, stream) if starts > 1 else None,
         prior_share=0.0 if layout.prior_is_gaussian else 1.0 / len(clients),
         damping=matching.damping,
         change=np.inf,
@@ -239,7 +254,7 @@ def init(
         heading=np.zeros(2 * layout.size),
         falls=0,
         corrects=closing is not None and layout.size <= closing.most,
-        stream=int(rng.integers(2**31)),
+        stream=stream,
         correction=None,
     )
 
@@ -283,6 +298,8 @@ def _update_server(
     if state.correction is not None and closing is not None:
         return reported(correcting_round(state, state.correction, received.each, closing.correction, trust))
     taken = ep_round(state, received.each, matching.tolerance, matching.damping, trust)
+    if taken.status is Status.CONVERGED:
+        taken = of_one_mode(taken)
     if closing is not None and state.corrects and taken.status is Status.CONVERGED:
         taken = corrected_next(taken, closing.correction, trust)
     return reported(taken)

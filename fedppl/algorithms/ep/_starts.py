@@ -1,0 +1,96 @@
+"""Warm starts from several points, one after the other: the mode with the most mass, and the others by name."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import logsumexp
+
+from fedppl import gaussian
+from fedppl.algorithms.ep import _correction, _sites, _warm_start
+from fedppl.algorithms.ep._sites import Sites
+from fedppl.algorithms.ep._warm_start import WarmStart
+from fedppl.numerics.importance import whitened_points
+from fedppl.types import Array
+
+_APART = 3.0  # posterior sds between modes that are not one
+_MATTERS = 1e-3  # share of the mass of a mode that is worth a word
+
+
+class Mode(NamedTuple):
+    """Where a search arrived."""
+
+    point: Array  # (m,)
+    sd: Array  # (m,) of the Gaussian there
+    log_mass: float  # log of that Gaussian's integral
+    linear: Array  # (K, m) of the sites
+    precision: Array  # (K, p)
+
+
+class Starts(NamedTuple):
+    """Points where searches are still to begin, and what those before them found."""
+
+    left: Array  # (J, m)
+    modes: tuple[Mode, ...]
+    said: str  # of several modes, once all searches are over
+
+
+def begin(prior: gaussian.Gaussian, starts: int, stream: int) -> Starts:
+    """The first search begins at the prior mean, the others at quasi-random points of the prior."""
+    sd = gaussian.standard_deviations(prior)
+    z = whitened_points(len(sd), 2 * (starts + len(sd)), stream)[: starts - 1]
+    return Starts(gaussian.mean(prior) + z * sd, (), "")
+
+
+def arrived_at(sites: Sites, search: WarmStart) -> Mode:
+    """The mode near the point at which the sites were expanded."""
+    x = search.anchor
+    mass = search.objective - float(gaussian.log_kernel(sites.q, x)) + _correction.log_integral(sites.q)
+    return Mode(
+        gaussian.mean(sites.q), gaussian.standard_deviations(sites.q), float(mass), sites.linear, sites.precision
+    )
+
+
+def next_search(starts: Starts, sites: Sites, found: Mode | None) -> tuple[Starts, Sites, WarmStart | None]:
+    """Begin the next search, or where none is left take the mode with the most mass; None: there is one, and no search.
+
+    Where no search arrived, the last is handed back as it is.
+    """
+    modes = starts.modes if found is None else (*starts.modes, found)
+    if len(starts.left):
+        search = _warm_start.start_at(starts.left[0], len(sites.where))
+        empty = _sites.update(sites, np.zeros_like(sites.linear), np.zeros_like(sites.precision))
+        return Starts(starts.left[1:], modes, ""), empty, search
+    if not modes:
+        return starts, sites, None
+    best = max(modes, key=lambda mode: mode.log_mass)
+    others = _distinct(best, modes)
+    said = _told(best, others, sites.labels) if others else ""
+    return Starts(starts.left, modes, said), _sites.update(sites, best.linear, best.precision), None
+
+
+def _distinct(best: Mode, modes: tuple[Mode, ...]) -> list[Mode]:
+    """Modes other than the best, each once, that have a share of the mass that matters."""
+    found: list[Mode] = []
+    for mode in sorted(modes, key=lambda one: -one.log_mass):
+        if all(_are_apart(mode, one) for one in (best, *found)):
+            found.append(mode)
+    total = logsumexp([best.log_mass, *(mode.log_mass for mode in found)])
+    return [mode for mode in found if mode.log_mass - total > np.log(_MATTERS)]
+
+
+def _are_apart(one: Mode, other: Mode) -> bool:
+    return float(np.max(np.abs(one.point - other.point) / np.maximum(one.sd, other.sd))) > _APART
+
+
+def _told(best: Mode, others: list[Mode], labels: tuple[str, ...]) -> str:
+    """Where the modes are, and about how much of the posterior each has."""
+    total = logsumexp([mode.log_mass for mode in (best, *others)])
+    worst = int(np.argmax(np.max([np.abs(mode.point - best.point) / best.sd for mode in others], axis=0)))
+    places = [f"{np.exp(mode.log_mass - total):.0%} at {mode.point[worst]:.3g}" for mode in (best, *others[:3])]
+    return (
+        f"the posterior has several modes: along {labels[worst]}, about {', '.join(places)}; q is of the first alone. "
+        "Declare the model so that one is left: positive (pm.HalfNormal), ordered "
+        "(pm.distributions.transforms.ordered), or by a prior that rules the others out"
+    )
