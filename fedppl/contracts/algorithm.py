@@ -74,6 +74,10 @@ class Received(NamedTuple):
     total: Message  # every array summed over the clients, in a fixed order; empty where each is given
     clients: int  # how many replied
 
+    def single(self) -> Mapping[str, Message]:
+        """Each client's reply where they are given, and none where there is only the sum."""
+        return {} if isinstance(self.each, OnlySums) else self.each
+
     def sums(self) -> Message:
         """Every array summed over the clients, also where each reply is given."""
         return self.total if isinstance(self.each, OnlySums) else sum_replies(self.each)

@@ -186,7 +186,7 @@ def share_of(
 ) -> Share:
     """What a round's replies are of all; sums alone come only once every unit has replied."""
     has_replied = has_replied.copy()
-    has_replied[[where[client_id] for client_id in received.each]] = True
+    has_replied[[where[client_id] for client_id in received.single()]] = True
     share = received.clients / has_replied.sum()
     noisy = bool(share < 1) or settings.batch_size is not None
     return Share(has_replied, share, noisy, min(share, noisy_rate(stochastic, settings)) if noisy else 1.0)

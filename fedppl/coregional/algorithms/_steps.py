@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from scipy.linalg import block_diag
 
-from fedppl.contracts import OnlySums, Received, Report, Result
+from fedppl.contracts import Received, Report, Result
 from fedppl.contracts.algorithm import DrawFn
 from fedppl.coregional.adam import Adam, flatten, unflatten
 from fedppl.coregional.algorithms._common import (
@@ -161,9 +161,7 @@ def update_server(
     if not received.clients:
         return state, Report(info(np.nan, state))
     rows = state.rows.copy()
-    # sums alone come only once all are known
-    each = {} if isinstance(received.each, OnlySums) else received.each
-    for client_id, reply in each.items():
+    for client_id, reply in received.single().items():  # sums alone come only once all are known
         rows[state.where[client_id]] = float(reply["rows"])
     if state.number == 0:
         x = flatten(shared_of(state)._replace(kernel=median_kernel(received.each)))
