@@ -80,7 +80,7 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
     >>> found = fedppl.loo(fit)
     >>> found.rows, found.bad
-    (15, 0)
+    (60, 0)
 
     Notes
     -----

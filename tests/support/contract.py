@@ -11,7 +11,18 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from fedppl import gaussian
 from fedppl.algorithms.ep import _sites
-from fedppl.contracts import AnyAlgorithm, ClientView, Point, Posterior, Received, Reply, Report, Request, sum_replies
+from fedppl.contracts import (
+    AnyAlgorithm,
+    ClientView,
+    OnlySums,
+    Point,
+    Posterior,
+    Received,
+    Reply,
+    Report,
+    Request,
+    sum_replies,
+)
 from fedppl.engine.answer import answer
 from fedppl.numerics.streams import stream
 from fedppl.run.replies import received
@@ -155,7 +166,7 @@ def _sums(algorithm: AnyAlgorithm, played: Played, place: int) -> None:
     for grouped in (some, {"all": sum_replies(dict(reversed(replies.items())))}):
         for reply in grouped.values():
             assert algorithm.replies.reject(before, reply) is None
-        total = Received({}, sum_replies(grouped), len(replies))
+        total = Received(OnlySums(), sum_replies(grouped), len(replies))
         state, report = algorithm.update_server(before, total)
         ours, theirs = arrays(state), arrays(played.states[place + 1])
         assert_near(theirs, ours, 1e-12)
