@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +75,24 @@ def form(name: str, value: Any) -> None:
             f'{name}={shown(value)} must be "full", "diagonal" or a list of lists of shared names, such as '
             '[["mu", "tau"], ["beta"]].'
         )
+
+
+def chosen(name: str, value: Any, known: Sequence[str], what: str) -> list[str]:
+    """Names out of those that are known, each once, from one or a list of them; None stands for all.
+
+    >>> chosen("clients", "a", ["a", "b"], "the fit's clients")
+    ['a']
+    """
+    if value is None:
+        return list(known)
+    given = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else None
+    listed = f"name some of {what}, each once: {list(known)[:10]}"
+    if given is None or not all(isinstance(one, str) for one in given):
+        raise DeclarationError(f"{name}={shown(value)} is no list of names; {listed}.")
+    if not given or len(set(given)) < len(given) or (set(given) - set(known)):
+        wrong = sorted(set(given) - set(known)) or ("some twice" if given else "none")
+        raise DeclarationError(f"{name}={shown(value)}: {wrong}; {listed}.")
+    return given
 
 
 def not_called(value: Any) -> str:

@@ -58,12 +58,24 @@ def pulled(y: Any) -> pm.Model:
     return model
 
 
+def flat(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        pm.Normal("obs", pm.Normal("mu", 0, 5) + pm.Flat("theta"), 1, observed=pm.Data("y", y))
+    return model
+
+
 def test_what_cannot_be_simulated_or_read_is_refused() -> None:
     model, clients = normal_means(2)
     with pytest.raises(DeclarationError, match="has a pm.Potential"):
         fedppl.calibrate(FederatedModel(pulled, ["mu"]), clients, GAUSSIAN, data_sets=2)
     with pytest.raises(DeclarationError, match="has no posterior of the shared variables"):
         fedppl.calibrate(model, clients, fedppl.FedAvg(learning_rate=0.1), data_sets=2)
+    with pytest.raises(DeclarationError, match="returned None for client"):
+        fedppl.calibrate(model, clients, GAUSSIAN, data_sets=2, simulate=lambda *given: None)
+    with pytest.raises(DeclarationError, match="is not what fedppl.calibrate returned"):
+        fedppl.plot_calibration(3)  # type: ignore[arg-type]
+    with pytest.raises(DeclarationError, match="cannot be drawn from"):
+        fedppl.calibrate(FederatedModel(flat, ["mu"]), clients, GAUSSIAN, data_sets=2)
     for settings in ({"data_sets": 1}, {"simulate": 3}, {"simulate": lambda data: data}, {"random_seed": -1}):
         with pytest.raises(DeclarationError):
             fedppl.calibrate(model, clients, GAUSSIAN, **{"data_sets": 2, **settings})  # type: ignore[arg-type]

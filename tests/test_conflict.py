@@ -62,6 +62,7 @@ def test_without_others_there_is_no_p_and_strangers_are_refused() -> None:
     found = fit(model, clients)
     assert fedppl.conflict(found, random_seed=1).equals(fedppl.conflict(found, random_seed=1))
     for settings, message in (
+        ({"clients": ["client 0", "client 0"]}, "some twice"),
         ({"clients": "z"}, "z"),
         ({"clients": []}, "none"),
         ({"replicates": 20}, "replicates=20"),

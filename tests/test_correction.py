@@ -219,7 +219,7 @@ def test_improper_priors_have_no_evidence() -> None:
 @pytest.mark.parametrize(
     "settings, told",
     [
-        ({"points": 100}, "points=100 must be a whole number, at least 128"),
+        ({"points": 100}, "points=100 must be a whole number, at least 512"),
         ({"points": 1001}, "take 1008"),
         ({"exchanges": 0}, "exchanges=0"),
         ({"points": True}, "points=True"),
@@ -273,6 +273,14 @@ def test_other_data_are_not_compared() -> None:
     shorter = fit(model, {k: {"y": v["y"][:5]} for k, v in clients.items()})
     with pytest.raises(fedppl.DataError, match="20 observations in fit"):
         fedppl.compare({"a": ours, "b": shorter})
+    moved = fit(model, {k: {"y": v["y"] + 3.0} for k, v in clients.items()})
+    for table in (fedppl.compare, fedppl.loo_compare):
+        with pytest.raises(fedppl.DataError, match="has other observations"):
+            table({"a": ours, "b": moved})
+    turned = fit(model, {k: {"y": v["y"][::-1]} for k, v in clients.items()})
+    assert fedppl.compare({"a": ours, "b": turned})["probability"].tolist() == pytest.approx([0.5, 0.5])
+    with pytest.raises(fedppl.DataError, match="in another order"):
+        fedppl.loo_compare({"a": ours, "b": turned})
     with pytest.raises(DeclarationError, match="two or more fits"):
         fedppl.compare({"a": ours})
 

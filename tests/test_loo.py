@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose
 from scipy import stats
 
 import fedppl
-from fedppl import DataError, DeclarationError, FederatedModel
+from fedppl import DataError, DeclarationError, FederatedModel, NotConvergedError
 from fedppl.results import idata
 from fedppl.testing import normal_means
 from tests.support import problems
@@ -99,6 +99,14 @@ def test_models_are_ranked_and_stacked() -> None:
     assert_allclose(alike["weight"], 0.5)
 
 
+def potential_alone(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        pm.Potential("likelihood", pm.logp(pm.Normal.dist(pm.Normal("mu", 0, 5), 1), y).sum())
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::fedppl.ConvergenceWarning")
 def test_what_has_no_rows_here_or_no_posterior_is_refused() -> None:
     model, clients = normal_means(3)
     found = fit(model, clients)
@@ -110,6 +118,17 @@ def test_what_has_no_rows_here_or_no_posterior_is_refused() -> None:
         fedppl.loo_compare({"a": found, "b": fit(*normal_means(4))})
     with pytest.raises(DeclarationError, match="pass what fedppl.fit returned"):
         fedppl.loo(3)  # type: ignore[arg-type]
+    with pytest.raises(DeclarationError, match="use at least 100 in all"):
+        fedppl.loo(found, draws=10, chains=2)
+    by_potential = fit(FederatedModel(potential_alone, ["mu"]), clients)
+    with pytest.raises(DeclarationError, match="has no rows that could be left out"):
+        fedppl.loo(by_potential)
+    with pytest.raises(DeclarationError, match="has a pm.Potential in their place"):
+        by_potential.client("client 0", groups="log_likelihood")
+    early = fit(model, clients, fedppl.EP(warm_start=False), rounds=1)
+    assert fedppl.loo(early).status == "max_rounds"
+    with pytest.raises(NotConvergedError, match="ended before the correction"):
+        _ = early.log_evidence
     with pytest.raises(DeclarationError, match=r"groups=\['loo'\] must be some of"):
         found.client("client 0", groups=["loo"])
 

@@ -71,9 +71,13 @@ def test_what_cannot_be_taken_over_is_refused() -> None:
     ):
         with pytest.raises(DeclarationError, match=message):
             fit(model, clients, **settings)
-    for gone, message in (("client 9", "did not take part"), (list(clients), "nobody is left"), ([], "nobody leaves")):
+    for gone, message in (("client 9", "client 9"), (list(clients), "nobody is left"), ([], "none"), (0, "no list of")):
         with pytest.raises(DeclarationError, match=message):
-            fedppl.without(before, gone)
+            fedppl.without(before, gone)  # type: ignore[arg-type]
+    with pytest.raises(DeclarationError, match="fit is NoneType"):
+        fedppl.without(None, "client 0")  # type: ignore[arg-type]
+    with pytest.raises(DeclarationError, match="are those of the fit"):
+        fedppl.without(before, "client 0", start=before)
     with pytest.raises(DeclarationError, match="keeps no ledger"):
         fedppl.without(fit(model, clients, fedppl.FedAvg(learning_rate=0.01), rounds=2), "client 0")
 

@@ -58,14 +58,20 @@ def client_posterior(
     return idata.from_groups(found)
 
 
+def observed_values(pymc_model: Any) -> dict[str, np.ndarray]:
+    """What every observed variable was given."""
+    values = {rv.name: pymc_model.rvs_to_values[rv] for rv in pymc_model.observed_RVs}
+    return {
+        name: np.asarray(value.get_value() if hasattr(value, "get_value") else value.eval())
+        for name, value in values.items()
+    }
+
+
 def _data_groups(
     pymc_model: Any, model: ClientModel, dims: Mapping[str, tuple[str, ...] | None], coords: Mapping[str, Any]
 ) -> dict[str, xr.Dataset]:
     """Observed and constant data, which stay in the client's own result."""
-    observed = {}
-    for rv in pymc_model.observed_RVs:
-        value = pymc_model.rvs_to_values[rv]
-        observed[rv.name] = np.asarray(value.get_value() if hasattr(value, "get_value") else value.eval())
+    observed = observed_values(pymc_model)
     held = {v.name for v in map(pymc_model.rvs_to_values.get, pymc_model.observed_RVs)}
     constant = {name: np.asarray(value) for name, value in model.arrays.items() if name not in held}
     return {"observed_data": _plain(observed, dims, coords), "constant_data": _plain(constant, dims, coords)}

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
+from fedppl.model.client import ClientModel
+from fedppl.results.at_client import observed_values
 from fedppl.results.fit import Fit
 from fedppl.settings import shown
-from fedppl.types import DataError, DeclarationError
+from fedppl.types import Array, DataError, DeclarationError
 
 
 def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
@@ -75,8 +77,8 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     return table
 
 
-def require_same_data(first: str, reference: Fit, name: str, fit: Fit) -> None:
-    """Refuse fits of other clients, or of other numbers of observations."""
+def require_same_data(first: str, reference: Fit, name: str, fit: Fit, *, in_order: bool = False) -> None:
+    """Refuse fits of other clients or of other observations; `in_order` also of the same in another order."""
     if set(reference.client_ids) != set(fit.client_ids):
         odd = sorted(set(reference.client_ids) ^ set(fit.client_ids))
         raise DataError(f"fits {first!r} and {name!r} are not of the same clients: {odd[:5]} took part in one alone.")
@@ -84,8 +86,25 @@ def require_same_data(first: str, reference: Fit, name: str, fit: Fit) -> None:
         theirs = fit.clients.get(client_id)
         if theirs is None:
             continue
-        if ours.rows != theirs.rows:
+        before, after = _observed(ours), _observed(theirs)
+        if len(before) != len(after):
             raise DataError(
-                f"client {client_id!r} has {ours.rows} observations in fit {first!r}, {theirs.rows} in fit {name!r}: "
-                "evidence is comparable for the same observations only."
+                f"client {client_id!r} has {len(before)} observations in fit {first!r}, {len(after)} in fit {name!r}: "
+                "models are compared on the same observations only."
             )
+        if not np.array_equal(np.sort(before), np.sort(after)):
+            raise DataError(
+                f"client {client_id!r} has other observations in fit {first!r} than in fit {name!r}: models are "
+                "compared on the same outcomes, in the same units."
+            )
+        if in_order and not np.array_equal(before, after):
+            raise DataError(
+                f"client {client_id!r} has its rows in another order in fit {first!r} than in fit {name!r}: give both "
+                "the same order."
+            )
+
+
+def _observed(client: ClientModel) -> Array:
+    """All that is observed, in the model's order."""
+    values = [values.ravel() for values in observed_values(client.pymc_model()).values()]
+    return np.concatenate(values).astype(float) if values else np.zeros(0)

@@ -160,7 +160,12 @@ class Fit(Ended):
             Where there was no correction, or the priors have no normalising constant that is known (pm.Potential,
             pm.Flat).
         NotConvergedError
-            Where the correction is not to be trusted.
+            Where the correction is not to be trusted, or the run ended before it.
+
+        Notes
+        -----
+        *When this fails.* The points lie around the mode that EP found. Another one, apart from it, is not seen, and
+        its mass is missing without a word: ``EP(starts=...)`` looks for others first.
         """
         shared = self.algorithm.result.shared
         if not isinstance(shared, Posterior):
@@ -186,7 +191,8 @@ class Fit(Ended):
             and ``sd_ratio`` is the sd with it over the sd without it. ``exact`` says of every client whether they are
             of the posterior itself, from reweighting the points of the correction with Pareto k ``pareto_k``, or of
             the Gaussian q without the client's site; NaN where the others determine no posterior. Where they are
-            exact, ``log_predictive`` is the log density of the client's data given all others', log p(y_k | y_{-k}).
+            exact, ``log_predictive`` is the log density of the client's data given all others', log p(y_k | y_{-k}),
+            with its standard error ``log_predictive_error``.
 
         Raises
         ------
@@ -257,7 +263,8 @@ class Fit(Ended):
             New inputs by name, for example ``{"X": X_new}``, to draw predictions for.
         groups
             More groups of ArviZ to compute, by PyMC: "log_likelihood" of every observation (for ``az.loo``),
-            "posterior_predictive" (for ``az.plot_ppc``), and "prior", which brings "prior_predictive".
+            "posterior_predictive" of the client's own rows (for ``az.plot_ppc``), and "prior", 500 draws, which brings
+            "prior_predictive".
         draws, chains
             Number of draws.
         random_seed

@@ -11,6 +11,7 @@ import xarray as xr
 from fedppl.model import _graph
 from fedppl.model.client import ClientModel
 from fedppl.results import idata
+from fedppl.results.simulate import proper_priors
 from fedppl.settings import shown
 from fedppl.types import DeclarationError
 
@@ -20,7 +21,7 @@ _PRIOR_DRAWS = 500
 def required(groups: Any) -> tuple[str, ...]:
     """Check the keyword `groups`."""
     given = (groups,) if isinstance(groups, str) else tuple(groups) if isinstance(groups, Sequence) else None
-    if given is None or (unknown := [name for name in given if name not in GROUPS]):
+    if given is None or (unknown := [name for name in given if not isinstance(name, str) or name not in GROUPS]):
         wrong = shown(groups) if given is None else unknown
         raise DeclarationError(f"groups={wrong} must be some of {sorted(GROUPS)}.")
     return given
@@ -29,6 +30,11 @@ def required(groups: Any) -> tuple[str, ...]:
 def more(client: ClientModel, posterior: xr.Dataset, groups: Sequence[str], seed: int) -> dict[str, xr.Dataset]:
     """These groups of ArviZ, from the draws of a client's posterior."""
     found: dict[str, xr.Dataset] = {}
+    if groups and not client.pymc_model().observed_RVs:
+        raise DeclarationError(
+            f"groups={list(groups)} are about observed variables, and the model has a pm.Potential in their place; "
+            "declare the outcomes as an observed variable (pm.CustomDist)."
+        )
     for name in groups:
         found |= GROUPS[name](client, posterior, seed % 2**32)
     return found
@@ -65,7 +71,7 @@ def _posterior_predictive(client: ClientModel, posterior: xr.Dataset, seed: int)
 def _prior(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
     """Draws of the declared prior, and of what it predicts."""
     model = client.pymc_model()
-    with model:
+    with model, proper_priors():
         drawn = pm.sample_prior_predictive(_PRIOR_DRAWS, random_seed=seed, compile_kwargs={"mode": _graph.PYTHON_MODE})
     return {name: _like(idata.as_dataset(drawn, name), posterior) for name in ("prior", "prior_predictive")}
 

@@ -15,6 +15,7 @@ import xarray as xr
 from fedppl.types import Array
 
 _IS_TREE = int(importlib.metadata.version("arviz").split(".")[0]) >= 1
+LOO_DDOF = int(_IS_TREE)  # of the variance over rows, in its standard error of elpd
 
 
 def from_groups(groups: Mapping[str, xr.Dataset]) -> Any:

@@ -13,6 +13,7 @@ from fedppl.contracts.algorithm import WithoutClient
 from fedppl.numerics import pareto
 from fedppl.results import idata
 from fedppl.results.arrival import Ended, require_arrived
+from fedppl.settings import chosen
 from fedppl.types import Array, DeclarationError
 
 
@@ -24,9 +25,7 @@ def influence(fit: Ended, log_ratio: LogRatio | None, clients: Sequence[str] | s
             f"{fit.algorithm.name} has no posterior of parameters that all clients share; use fedppl.EP()."
         )
     require_arrived(fit, "fit.influence()")
-    names = list(fit.client_ids) if clients is None else [clients] if isinstance(clients, str) else list(clients)
-    if not names or (unknown := [name for name in names if name not in fit.client_ids]):
-        raise DeclarationError(f"clients={clients!r}: {unknown if names else 'none'}; name some of the fit's clients.")
+    names = chosen("clients", clients, fit.client_ids, "the fit's clients")
     corrected = shared.corrected(fit.state)
     q = shared.gaussian(fit.state)
     mean, sd = (
@@ -46,6 +45,7 @@ def influence(fit: Ended, log_ratio: LogRatio | None, clients: Sequence[str] | s
         "pareto_k": np.array([one[2] for one in found]),
         "exact": exact,
         "log_predictive": np.where(exact, [one.log_predictive.value for one in each], np.nan),
+        "log_predictive_error": np.where(exact, [one.log_predictive.error for one in each], np.nan),
     }
     dims = {name: ("client", "rows") if values[name].ndim == 2 else ("client",) for name in values}
     coords = {"client": np.array(names), "rows": np.array(fit.layout.labels)}

@@ -16,8 +16,10 @@ from fedppl.results import idata
 from fedppl.results.arrival import require_arrived
 from fedppl.results.compare import require_same_data
 from fedppl.results.fit import Fit
-from fedppl.settings import shown
+from fedppl.settings import shown, whole
 from fedppl.types import Array, DeclarationError, Message
+
+_LEAST = 100  # draws in all
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Loo:
         How many rows have a Pareto k up to the limit, up to 1, and above: of bad rows elpd is not known well.
     clients
         A row a client with the same figures.
+    status
+        Of the fit: of one that has not converged, these figures say little.
     """
 
     elpd: float
@@ -46,6 +50,7 @@ class Loo:
     bad: int
     very_bad: int
     clients: pd.DataFrame
+    status: str
 
 
 def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None = None) -> Loo:
@@ -84,7 +89,8 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
 
     Notes
     -----
-    *When this fails.* A row that alone determines a local variable (one row a client, or an effect of each row) has a
+    *When this fails.* Rows are what PyMC gives a log density each: one of a multivariate distribution is a row. A row
+    that alone determines a local variable (one row a client, or an effect of each row) has a
     large Pareto k: leave out clients then, with `Fit.influence`, whose ``log_predictive`` is of all rows of a client.
 
     References
@@ -104,11 +110,14 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
         se=float(_se(total["elpd"], total["squares"], total["rows"])),
         p_loo=float(total["p_loo"]),
         clients=table,
+        status=fit.status.value,
         **{name: int(total[name]) for name in whole_numbers},
     )
 
 
-def loo_compare(fits: Mapping[str, Fit], *, draws: int = 1000, chains: int = 4) -> pd.DataFrame:
+def loo_compare(
+    fits: Mapping[str, Fit], *, draws: int = 1000, chains: int = 4, random_seed: int | None = None
+) -> pd.DataFrame:
     r"""Rank models by leave-one-out predictive density, the best first, with weights of their stacked predictions.
 
     .. math:: \max_{w \in \Delta} \sum_k \sum_i \log \sum_m w_m\, p_m(y_{ki} \mid y_{-ki})
@@ -117,7 +126,7 @@ def loo_compare(fits: Mapping[str, Fit], *, draws: int = 1000, chains: int = 4) 
     ----------
     fits
         Name of a model to its fit; all of the same clients with the same rows, in this process.
-    draws, chains
+    draws, chains, random_seed
         Of the clients' posteriors.
 
     Returns
@@ -125,14 +134,14 @@ def loo_compare(fits: Mapping[str, Fit], *, draws: int = 1000, chains: int = 4) 
     pandas.DataFrame
         A row a model: ``rank``, ``elpd``, its standard error ``se``, ``p_loo``, the difference to the best
         ``elpd_diff`` with the standard error ``dse`` of paired rows, the stacking ``weight``, and how many rows have a
-        Pareto k above the limit, ``bad``.
+        Pareto k above the limit, ``bad``; the ``status`` of the fit.
 
     Raises
     ------
     DeclarationError
         If there are fewer than two fits, or one has no posterior of its clients.
     DataError
-        If the fits are of other clients or of other numbers of rows.
+        If the fits are of other clients, or of other observations or the same in another order.
 
     Examples
     --------
@@ -152,8 +161,8 @@ def loo_compare(fits: Mapping[str, Fit], *, draws: int = 1000, chains: int = 4) 
     names = [str(name) for name in fits]
     (first, reference), *others = fits.items()
     for name, fit in others:
-        require_same_data(str(first), reference, str(name), fit)
-    rows = [_by_row(fit, draws, chains, None) for fit in fits.values()]
+        require_same_data(str(first), reference, str(name), fit, in_order=True)
+    rows = [_by_row(fit, draws, chains, random_seed) for fit in fits.values()]
     order = sorted(rows[0])
     elpd = np.stack([np.concatenate([one[client].elpd for client in order]) for one in rows])  # (models, rows)
     totals = elpd.sum(axis=1)
@@ -167,6 +176,7 @@ def loo_compare(fits: Mapping[str, Fit], *, draws: int = 1000, chains: int = 4) 
             "dse": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd[best] - elpd],
             "weight": _stacked(elpd),
             "bad": [sum(int((one.k > one.limit).sum()) for one in model.values()) for model in rows],
+            "status": [fit.status.value for fit in fits.values()],
         },
         index=names,
     ).sort_values("elpd", ascending=False, kind="stable")
@@ -193,6 +203,14 @@ def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[
             "clients are sites of their own and their rows are not here; fedppl.loo needs clients in this process."
         )
     require_arrived(fit, "fedppl.loo")
+    if whole("draws", draws) * whole("chains", chains) < _LEAST:
+        raise DeclarationError(f"draws={draws} with chains={chains} are too few; use at least {_LEAST} in all.")
+    model = next(iter(fit.clients.values())).pymc_model()
+    if model.potentials:
+        raise DeclarationError(
+            "a pm.Potential is part of the model, and has no rows that could be left out; declare the outcomes as an "
+            "observed variable (pm.CustomDist)."
+        )
     found = {}
     for client_id in fit.client_ids:
         drawn = fit.client(client_id, groups="log_likelihood", draws=draws, chains=chains, random_seed=random_seed)
@@ -224,7 +242,8 @@ def _sums(rows: _Rows) -> Message:
 
 def _se(total: Any, squares: Any, rows: Any) -> Any:
     """Standard error of a sum over rows, from the sum of their squares."""
-    return np.sqrt(np.maximum(squares - total**2 / rows, 0.0))
+    unbiased = rows / np.maximum(rows - idata.LOO_DDOF, 1)
+    return np.sqrt(np.maximum(squares - total**2 / rows, 0.0) * unbiased)
 
 
 def _stacked(elpd: Array) -> Array:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +15,26 @@ from fedppl.model.client import ClientModel
 from fedppl.results import idata
 from fedppl.types import Array, DeclarationError
 
+_OR = ", or where fedppl.calibrate draws them pass simulate=, a function of (shared, client_id, data, rng)."
+
 
 class Truths(NamedTuple):
     """Draws of the shared prior."""
 
     values: Mapping[str, Array]  # (N, *shape) of every shared variable
     phi: Array  # (N, m) the same on the unconstrained space
+
+
+@contextlib.contextmanager
+def proper_priors() -> Iterator[None]:
+    """Say what a prior without draws is."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise DeclarationError(
+            f"the declared prior cannot be drawn from ({str(error).splitlines()[0]}); give every variable a proper "
+            "prior in place of pm.Flat or pm.HalfFlat."
+        ) from error
 
 
 def truths(client: ClientModel, count: int, rng: np.random.Generator) -> Truths:
@@ -29,7 +44,8 @@ def truths(client: ClientModel, count: int, rng: np.random.Generator) -> Truths:
     transforms = [model.rvs_to_transforms[rv] for rv in rvs]
     free = [rv if t is None else t.forward(rv, *rv.owner.inputs) for rv, t in zip(rvs, transforms, strict=True)]
     seed = int(rng.integers(2**31))
-    drawn = pm.draw([*rvs, *free], draws=count, random_seed=seed, mode=_graph.PYTHON_MODE)
+    with proper_priors():
+        drawn = pm.draw([*rvs, *free], draws=count, random_seed=seed, mode=_graph.PYTHON_MODE)
     values = {rv.name: np.asarray(value) for rv, value in zip(rvs, drawn, strict=False)}
     phi = np.concatenate([np.reshape(value, (count, -1)) for value in drawn[len(rvs) :]], axis=1)
     return Truths(values, phi)
@@ -41,15 +57,15 @@ def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Ge
     arrays = {rv.name: _array_of(client, model, rv) for rv in model.observed_RVs}
     if model.potentials:
         raise DeclarationError(
-            "the model has a pm.Potential, from which outcomes cannot be drawn; pass simulate=, a function of "
-            "(shared, client_id, data, rng) that returns data."
+            "the model has a pm.Potential, from which outcomes cannot be drawn; declare them as observed variables "
+            "(pm.CustomDist)" + _OR
         )
     dims = {name: ("chain", "draw", *(f"{name}_{i}" for i in range(np.ndim(v) - 1))) for name, v in shared.items()}
     count = len(next(iter(shared.values())))
     group = idata.dataset(
         {name: value[None] for name, value in shared.items()}, dims, {"chain": [0], "draw": np.arange(count)}
     )
-    with model:
+    with model, proper_priors():
         drawn = pm.sample_posterior_predictive(
             idata.from_groups({"posterior": group}),
             var_names=list(arrays),
@@ -71,5 +87,5 @@ def _array_of(client: ClientModel, model: Any, rv: Any) -> str:
         return str(read[0])
     raise DeclarationError(
         f"outcomes {rv.name!r} are not a pm.Data container of the model, so that others cannot take their place; pass "
-        "them as pm.Data, or pass simulate=, a function of (shared, client_id, data, rng) that returns data."
+        "them as pm.Data" + _OR
     )

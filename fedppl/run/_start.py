@@ -92,8 +92,9 @@ def _take_over(run: Run, begin: Fit) -> None:
     assert run.algorithm.result.resume is not None
     if run.layout.fingerprint != begin.layout.fingerprint:
         raise DeclarationError(
-            f"start= is a fit that shares {begin.layout.variables} with another prior or shape than this one's "
-            f"{run.layout.variables}; start from a fit of the same declaration."
+            f"start= is a fit that shares {[v.name for v in begin.layout.variables]}, and this one "
+            f"{[v.name for v in run.layout.variables]}, or the same with another prior or shape; start from a fit of "
+            "the same declaration."
         )
     run.state = run.algorithm.result.resume(run.state, begin.state)
 

@@ -110,7 +110,7 @@ def calibrate(
             data = {name: {**inputs[name], **{k: v[t] for k, v in replaced[name].items()}} for name in inputs}
         else:
             shared = {name: value[t] for name, value in drawn.values.items()}
-            data = {name: dict(simulate(shared, name, inputs[name], rng)) for name in inputs}
+            data = {name: _simulated(simulate, shared, name, inputs[name], rng) for name in inputs}
         with _silence():
             found = fit(model, data, algorithm, rounds=rounds, engine=engine, progressbar=False, random_seed=seed + t)
         status.append(found.status.value)
@@ -139,9 +139,16 @@ def plot_calibration(found: xr.Dataset, *, axes: Any = None) -> Any:
     Returns
     -------
     matplotlib.axes.Axes
+
+    Raises
+    ------
+    DeclarationError
+        For what is no such result.
     """
     import matplotlib.pyplot as plt
 
+    if not isinstance(found, xr.Dataset) or "pit" not in found:
+        raise DeclarationError(f"found={shown(found)} is not what fedppl.calibrate returned.")
     axes = plt.subplots()[1] if axes is None else axes
     for label in found["rows"].values:
         u = np.sort(found["pit"].sel(rows=label).dropna("data_set").values)
@@ -151,6 +158,15 @@ def plot_calibration(found: xr.Dataset, *, axes: Any = None) -> Any:
     axes.set(xlabel="probability integral transform", ylabel="distribution function less the uniform", xlim=(0, 1))
     axes.legend()
     return axes
+
+
+def _simulated(simulate: Simulate, shared: Mapping[str, Any], name: str, data: Any, rng: Any) -> dict[str, Any]:
+    found: Any = simulate(shared, name, data, rng)
+    if not isinstance(found, Mapping):
+        raise DeclarationError(
+            f"simulate= returned {shown(found)} for client {name!r}; return its data, a mapping from name to array."
+        )
+    return dict(found)
 
 
 @contextlib.contextmanager

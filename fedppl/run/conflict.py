@@ -18,7 +18,7 @@ from fedppl.results import idata
 from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit
 from fedppl.results.simulate import outcomes
-from fedppl.settings import shown, whole
+from fedppl.settings import chosen, whole
 from fedppl.types import Array, DeclarationError, LocalFailure
 
 _EXPAND = NestedLaplace().expand
@@ -72,17 +72,12 @@ def conflict(
     -----
     *When this fails.* Of many clients some have a small p by chance: adjust for their number. Where others are few, the
     cavity is wide and little can be told. A client that was let into q moved the others' sites a little, and p is
-    somewhat too large.
+    somewhat too large. NaN under a prior that is not smooth, such as Laplace's: there is no expansion then.
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned.")
     replicates = whole("replicates", replicates, 199)
-    names = list(fit.client_ids) if clients is None else [clients] if isinstance(clients, str) else list(clients)
-    if not names or (unknown := [name for name in names if name not in fit.clients]):
-        raise DeclarationError(
-            f"clients={shown(clients)}: {unknown if names else 'none'}; name some of those whose data are here, "
-            f"{list(fit.clients)[:10]}."
-        )
+    names = chosen("clients", clients, list(fit.clients), "the clients whose data are here")
     shared = fit.algorithm.result.shared
     if not isinstance(shared, Posterior):
         raise DeclarationError(f"{fit.algorithm.name} has no posterior of the shared variables; use fedppl.EP().")

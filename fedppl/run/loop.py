@@ -88,7 +88,8 @@ def rounds(
         Seed of every random stream.
     start
         A fit of the same declaration by the same algorithm, whose clients may be others or have had other rows: what it
-        knows of those that are here is where this one begins. For `EP`, which then has no warm start.
+        knows of those that are here is where this one begins. For `EP`, which then has no warm start, whatever
+        `starts`. A run that goes on from a checkpoint goes on from there.
 
     Yields
     ------

@@ -12,7 +12,7 @@ from fedppl.contracts import Posterior
 from fedppl.gaussian import Gaussian
 from fedppl.results.fit import Fit
 from fedppl.run.loop import fit as fit_clients
-from fedppl.settings import shown
+from fedppl.settings import chosen, shown
 from fedppl.types import DeclarationError
 
 _STILL_HELD = (
@@ -79,12 +79,14 @@ def without(
     as large as their Monte Carlo error. Sites of their own are fitted anew by ``fedppl.fit(..., start=fit)`` with an
     engine that no longer finds those that left.
     """
-    names = (clients,) if isinstance(clients, str) else tuple(clients)
-    unknown = [name for name in names if name not in fit.client_ids]
+    if not isinstance(fit, Fit):
+        raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned, then who leaves.")
+    names = tuple(chosen("clients", () if clients is None else clients, fit.client_ids, "the fit's clients"))
     rest = [name for name in fit.client_ids if name not in names]
-    if unknown or not names or not rest:
-        what = f"{unknown} did not take part" if unknown else "nobody is left" if names else "nobody leaves"
-        raise DeclarationError(f"clients={shown(clients)}: {what}; clients are {list(fit.client_ids)[:10]}.")
+    if not rest:
+        raise DeclarationError(f"clients={shown(clients)}: nobody is left; let at least one client stay.")
+    if taken := {"start", "model", "clients", "algorithm"} & settings.keys():
+        raise DeclarationError(f"{sorted(taken)} are those of the fit; leave them out.")
     if any(name not in fit.clients for name in rest):
         raise DeclarationError(
             "the clients are sites of their own, and this process cannot ask them; run fedppl.fit(..., start=fit) with "

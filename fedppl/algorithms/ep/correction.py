@@ -22,7 +22,8 @@ class Correction:
     Parameters
     ----------
     points
-        Number of points of the first exchange, a multiple of 8; each further one has twice as many.
+        Number of points of the first exchange, a multiple of 8 and at least 512: fewer do not tell whether they are
+        enough. Each further one has twice as many.
     exchanges
         Largest number of exchanges.
 
@@ -39,9 +40,10 @@ class Correction:
 
     Notes
     -----
-    *When this fails.* Where q is far from the posterior (many shared coordinates, several modes), few points have all
-    the weight: the status then says so, with the coordinate. Values of log f_k at so many points tell more of a
-    client's data than moments do; sites of their own are not asked for them unless this is in the call and their policy
+    *When this fails.* Where q is far from the posterior (many shared coordinates, heavy tails), few points have all the
+    weight: the status then says so, with the coordinate. A mode that lies apart from q's has no point near it, and is
+    not seen: ``EP(starts=...)`` looks for it. Values of log f_k at so many points tell more of a client's data than
+    moments do; sites of their own are not asked for them unless this is in the call and their policy
     allows it.
 
     References
@@ -55,7 +57,7 @@ class Correction:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        settings.whole("points", self.points, 16 * SCRAMBLES)
+        settings.whole("points", self.points, 64 * SCRAMBLES)
         if self.points % SCRAMBLES:
             raise DeclarationError(
                 f"points={self.points} must be a multiple of {SCRAMBLES}, one part for each scramble; take "
