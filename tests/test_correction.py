@@ -34,7 +34,10 @@ def test_of_a_gaussian_model_the_evidence_is_exact_and_q_stays() -> None:
     )
     assert found.log_evidence.error < 1e-6
     assert found.status is Status.CONVERGED
-    assert "corrected_mean" not in found.idata["fit"]  # the posterior is q
+    assert_allclose(found.idata["fit"]["corrected_mean"], gaussian.mean(found.posterior))  # the posterior is q
+    table, sd = found.summary(), gaussian.standard_deviations(found.posterior)
+    assert_allclose(table["sd"], sd, rtol=1e-3)  # of quasi-random points
+    assert np.max(np.abs(table["mean"] - gaussian.mean(found.posterior)) / sd) < 1e-3
     assert found.records[-1].info["phase"] == "correction" and found.records[-1].preliminary
 
 
@@ -54,6 +57,32 @@ def test_schools_are_those_of_quadrature() -> None:
     assert table.loc["tau", "mean"] == pytest.approx(float(draws["tau"].mean()), rel=0.05)
     assert table.loc["tau", "eti_97%"] == pytest.approx(float(draws["tau"].quantile(0.97)), rel=0.1)
     assert draws.attrs["unique"] > 500 and draws.attrs["pareto_k"] < 0.7
+
+
+def scales(y: Any) -> pm.Model:
+    """Two small values of unknown sd: what q says of tau² has no end."""
+    with pm.Model() as model:
+        tau = pm.HalfNormal("tau", 5)
+        pm.Deterministic("variance", tau**2)
+        pm.Normal("obs", 0, tau, observed=pm.Data("y", y))
+    return model
+
+
+@pytest.mark.parametrize("y", [[0.3, -0.5], [2.0]])
+def test_what_has_heavy_tails_under_q_is_that_of_quadrature(y: list[float]) -> None:
+    found = fit(FederatedModel(scales, ["tau"]), {"a": {"y": np.array(y)}})
+    log_tau = np.linspace(-8, 5, 20001)
+    tau = np.exp(log_tau)
+    weights = np.exp(log_tau - tau**2 / 50 - len(y) * log_tau - 0.5 * np.sum(np.square(y)) / tau**2)
+    weights /= weights.sum()
+    table = found.summary()
+    for name, values in (("tau", tau), ("variance", tau**2)):
+        mean = weights @ values
+        sd = np.sqrt(weights @ (values - mean) ** 2)
+        row = table.loc[name]
+        assert abs(row["mean"] - mean) < max(4 * row["mcse_mean"], 0.01 * sd) < 0.2 * sd
+        assert abs(row["sd"] - sd) < max(4 * row["mcse_sd"], 0.01 * sd) < 0.4 * sd
+        assert found.estimate[name] == row["mean"]
 
 
 def test_the_evidence_of_schools_is_that_of_quadrature() -> None:
@@ -161,6 +190,24 @@ def test_answers_are_gathered_over_rounds_where_few_are_asked() -> None:
     ours, theirs = (one.idata["fit"]["corrected_mean"].values for one in (few, all_at_once))
     sd = np.sqrt(np.diag(all_at_once.idata["fit"]["corrected_covariance"].values))
     assert np.abs((ours - theirs) / sd).max() < 0.05
+
+
+def test_rounds_that_ran_out_near_the_end_leave_the_same_posterior(tmp_path: Any) -> None:
+    """It is saved as it was before, so that more rounds go on from there."""
+    model, clients = problems.schools()
+    whole, path = fit(model, clients), tmp_path / "run"
+    early = fit(model, clients, rounds=4, checkpoint=path)
+    assert early.status is Status.CONVERGED and "ran out" in early.message and whole.message == ""
+    sd = np.sqrt(np.diag(whole.idata["fit"]["corrected_covariance"].values))
+    shift = early.idata["fit"]["corrected_mean"].values - whole.idata["fit"]["corrected_mean"].values
+    assert np.abs(shift / sd).max() < 0.02 and early.log_evidence.value == pytest.approx(
+        whole.log_evidence.value, abs=0.01
+    )
+    again = fit(model, clients, checkpoint=path)
+    assert again.message == ""
+    assert_allclose(again.posterior.linear, whole.posterior.linear, rtol=0, atol=0)
+    with pytest.warns(fedppl.ConvergenceWarning, match="raise rounds="):
+        assert fit(model, clients, rounds=1).status is Status.MAX_ROUNDS
 
 
 def test_a_correction_is_resumed_to_the_same_numbers(tmp_path: Any) -> None:

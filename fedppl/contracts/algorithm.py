@@ -147,6 +147,10 @@ def _nothing(state: Any) -> Details:
     return {}
 
 
+def _as_it_is(state: Any) -> Any:
+    return state
+
+
 def _usable(state: Any, reply: Message) -> None:
     return None
 
@@ -210,6 +214,9 @@ class Result(NamedTuple, Generic[S, P]):
     closing
         Whether the next round belongs to an end that has a budget of its own: there is a result, and it does not count
         towards ``rounds=`` either.
+    out_of_rounds
+        The state once ``rounds=`` has run out: with `closing` true of it the run goes on to its end, which is then not
+        saved, so that the same call with more rounds goes on from before it. By default the one that was given.
     tests_convergence
         Whether a fit is meant to end as converged, and warns where it does not. Methods that run a given number of
         rounds of gradient steps are not, even where they stop once nothing moves.
@@ -226,6 +233,7 @@ class Result(NamedTuple, Generic[S, P]):
     details: Callable[[S], Details] = _nothing
     preliminary: Callable[[S], bool] = _never
     closing: Callable[[S], bool] = _never
+    out_of_rounds: Callable[[S], S] = _as_it_is
     tests_convergence: bool = False
     family: object = None
     resume: Callable[[S, S], S] | None = None
@@ -283,10 +291,6 @@ class Asked(NamedTuple):
     spare: Array
     targets: tuple[tuple[Gaussian, Gaussian], ...] = ()
     correction: bool = False
-
-
-def _as_it_is(state: Any) -> Any:
-    return state
 
 
 AsksFn = Callable[[Layout, Message], Asked]

@@ -10,7 +10,6 @@ u are equal, and both are exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +19,9 @@ from fedppl.gaussian import Gaussian
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.types import Array
+
+MOST_ERROR = 0.05  # of a mean or an sd, in posterior sds
+FEWEST = 100  # effective points
 
 
 class Proposal(NamedTuple):
@@ -36,6 +38,7 @@ class Reweighted(NamedTuple):
     points: Array  # (S, m)
     weights: Array  # (S,) of the posterior, smoothed; they sum to 1
     of_q: Array  # (S,) of q; they sum to 1
+    scramble: Array  # (S,) which of the independent ones a point is of
     mean: Array  # (m,)
     covariance: Array  # (m, m)
     log_ratio: float  # log Z / Z_q
@@ -94,6 +97,7 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
         points=points,
         weights=weights,
         of_q=control,
+        scramble=_scrambles(proposals),
         mean=center + root @ mean,
         covariance=(coloured + coloured.T) / 2,
         log_ratio=_log_sum(log_weights) - _log_sum(of_q),
@@ -105,9 +109,9 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
     )
 
 
-def expectation(found: Reweighted, under_q: Array, function: Callable[[Array], Array]) -> Array:
-    """E[h] of a function of points (S, m), given E_q[h]."""
-    return np.asarray(under_q + (found.weights - found.of_q) @ function(found.points))
+def is_trusted(found: Reweighted) -> bool:
+    """Whether weights, means and sds are near enough to those of the posterior."""
+    return bool(found.pareto_k <= pareto.limit(len(found.points)) and found.error <= MOST_ERROR and found.ess >= FEWEST)
 
 
 def _white(points: Array, mean: Array, root: Array) -> Array:
@@ -132,7 +136,7 @@ def _by_scramble(
 
     By leaving out one scramble at a time: points within one are no independent sample.
     """
-    where = np.concatenate([np.repeat(np.arange(student.SCRAMBLES), count) for _, _, count in proposals])
+    where = _scrambles(proposals)
     shifts, ratios = [], []
     for scramble in range(student.SCRAMBLES):
         kept = where != scramble
@@ -143,6 +147,10 @@ def _by_scramble(
         ratios.append(_log_sum(weights) - _log_sum(control))
     factor = np.sqrt(student.SCRAMBLES - 1.0)
     return factor * np.std(shifts, axis=0), float(factor * np.std(ratios))
+
+
+def _scrambles(proposals: tuple[Proposal, ...]) -> Array:
+    return np.concatenate([np.repeat(np.arange(student.SCRAMBLES), count) for _, _, count in proposals])
 
 
 def _log_sum(logs: Array) -> float:

@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import xarray as xr
 
 from fedppl.contracts import LogEvidence, Point, Posterior
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel
-from fedppl.results import influence, measure, summary
+from fedppl.results import influence, summary
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.at_client import client_posterior
 from fedppl.results.groups import required
-from fedppl.results.shared import at_point, by_weight, log_ratio, shared_posterior
+from fedppl.results.shared import at_point, estimates, log_ratio, shared_posterior
 from fedppl.settings import whole
 from fedppl.types import Array, DeclarationError
 
@@ -84,7 +85,7 @@ class Fit(Ended):
 
     @property
     def estimate(self) -> dict[str, Array]:
-        """The shared variables and their deterministics at one point: the estimate, or the mean of the draws of q."""
+        """The shared variables and their deterministics at one point: the estimate, or the posterior mean."""
         shared = self.algorithm.result.shared
         if shared is None:
             raise DeclarationError(
@@ -93,11 +94,11 @@ class Fit(Ended):
         require_arrived(self, "fit.estimate")
         if isinstance(shared, Point):
             return at_point(self, shared)
-        measured = by_weight(self)
-        if measured is not None:
-            return {name: measure.mean(values, measured[1]) for name, values in measured[0].items()}
-        posterior = self.idata["posterior"]
-        return {str(name): values.mean(("chain", "draw")).values for name, values in posterior.data_vars.items()}
+        posterior, measured = self.idata["posterior"], estimates(self, np.zeros(0))
+        means = {str(name): values.mean(("chain", "draw")).values for name, values in posterior.data_vars.items()}
+        if measured is None:
+            return means
+        return {name: measured[name].mean.reshape(mean.shape) for name, mean in means.items()}
 
     @functools.cached_property
     def idata(self) -> Any:
@@ -123,11 +124,12 @@ class Fit(Ended):
         Returns
         -------
         pandas.DataFrame
-            A row for every entry: ``mean``, ``sd``, the bounds of the interval, and what the algorithm knows of the
-            coordinate on the unconstrained space; for `EP` ``last_change``, what the last round moved its mean or log
-            sd by, in posterior sds, and ``skewness``, which a Gaussian q cannot have. Where the algorithm estimates
-            a point, ``mean`` is that. ``attrs`` has the ``status`` and its ``message``, the share of the clients that
-            ``answered`` when they were last asked, and what clients fell back to (``fallbacks``).
+            A row for every entry: ``mean``, ``sd``, the bounds of the interval, the standard errors ``mcse_mean`` and
+            ``mcse_sd``, which are of the points that moments come from and not of q, and what the algorithm knows of
+            the coordinate on the unconstrained space; for `EP` ``last_change``, what the last round moved its mean or
+            log sd by, in posterior sds, and ``skewness``, which a Gaussian q cannot have. Where the algorithm
+            estimates a point, ``mean`` is that. ``attrs`` has the ``status`` and its ``message``, the share of the
+            clients that ``answered`` when they were last asked, and what clients fell back to (``fallbacks``).
 
         Raises
         ------
@@ -142,11 +144,13 @@ class Fit(Ended):
         >>> from fedppl.testing import normal_means
         >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
         >>> list(fit.summary().columns)
-        ['mean', 'sd', 'eti_3%', 'eti_97%', 'last_change', 'skewness']
+        ['mean', 'sd', 'eti_3%', 'eti_97%', 'mcse_mean', 'mcse_sd', 'last_change', 'skewness']
         >>> fit.summary().attrs["status"], fit.summary().attrs["answered"]
         ('converged', 1.0)
         """
-        return summary.summary(self, lambda: self.idata, lambda: by_weight(self), var_names, ci_prob, round_to)
+        return summary.summary(
+            self, lambda: self.idata, lambda tails: estimates(self, tails), var_names, ci_prob, round_to
+        )
 
     @property
     def log_evidence(self) -> LogEvidence:
@@ -190,9 +194,11 @@ class Fit(Ended):
             those without the client; ``shift`` is what the client moves the mean by, in sds of the posterior with it,
             and ``sd_ratio`` is the sd with it over the sd without it. ``exact`` says of every client whether they are
             of the posterior itself, from reweighting the points of the correction with Pareto k ``pareto_k``, or of
-            the Gaussian q without the client's site; NaN where the others determine no posterior. Where they are
-            exact, ``log_predictive`` is the log density of the client's data given all others', log p(y_k | y_{-k}),
-            with its standard error ``log_predictive_error``.
+            the Gaussian q without the client's site; NaN where the others determine no posterior. They are exact where
+            the correction would be trusted without the client: ``error``, of a mean or an sd in sds, is at most .05,
+            and 100 points or more are effective. Then ``log_predictive`` is the log density of the client's data given
+            all others', log p(y_k | y_{-k}), with its standard error ``log_predictive_error``; NaN where a prior has no
+            normalising constant that is known (pm.Potential, pm.Flat).
 
         Raises
         ------

@@ -10,7 +10,7 @@ import xarray as xr
 from fedppl import gaussian
 from fedppl.contracts import LogRatio, Posterior
 from fedppl.contracts.algorithm import WithoutClient
-from fedppl.numerics import pareto
+from fedppl.numerics.reweighting import is_trusted
 from fedppl.results import idata
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.settings import chosen
@@ -43,6 +43,7 @@ def influence(fit: Ended, log_ratio: LogRatio | None, clients: Sequence[str] | s
         "shift": (mean - means) / sd,
         "sd_ratio": sd / sds,
         "pareto_k": np.array([one[2] for one in found]),
+        "error": np.array([one[4] for one in found]),
         "exact": exact,
         "log_predictive": np.where(exact, [one.log_predictive.value for one in each], np.nan),
         "log_predictive_error": np.where(exact, [one.log_predictive.error for one in each], np.nan),
@@ -52,13 +53,13 @@ def influence(fit: Ended, log_ratio: LogRatio | None, clients: Sequence[str] | s
     return idata.dataset(values, dims, coords, {"space": "unconstrained", "status": fit.status.value})
 
 
-def _moments(without: WithoutClient, size: int) -> tuple[Array, Array, float, bool]:
-    """Mean, sds and Pareto k of what is left, and whether they are of the posterior or of its Gaussian."""
+def _moments(without: WithoutClient, size: int) -> tuple[Array, Array, float, bool, float]:
+    """Mean, sds and Pareto k of what is left, whether they are of the posterior or of its Gaussian, and the error."""
     known = without.corrected
-    k = np.nan if known is None else known.pareto_k
-    if known is not None and k <= pareto.limit(len(known.points)):
-        return known.mean, np.sqrt(np.diag(known.covariance)), k, True
+    k, error = (np.nan, np.nan) if known is None else (known.pareto_k, known.error)
+    if known is not None and is_trusted(known):
+        return known.mean, np.sqrt(np.diag(known.covariance)), k, True, error
     if not gaussian.is_proper(without.gaussian):
         nothing = np.full(size, np.nan)
-        return nothing, nothing, k, False
-    return gaussian.mean(without.gaussian), gaussian.standard_deviations(without.gaussian), k, False
+        return nothing, nothing, k, False, error
+    return gaussian.mean(without.gaussian), gaussian.standard_deviations(without.gaussian), k, False, error

@@ -1,4 +1,4 @@
-"""The shared posterior as points with weights: draws of q, and of a correction the points that q is put right by."""
+"""The shared posterior as points with weights: of q, and of a correction the points that q is put right by."""
 
 from __future__ import annotations
 
@@ -11,39 +11,87 @@ from scipy.stats import qmc
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.reweighting import Reweighted
+from fedppl.numerics.student import SCRAMBLES
 from fedppl.types import Array
 
-_POINTS = 4096
+_POINTS = 512  # of q, of each scramble
 
 
 class Measure(NamedTuple):
-    """Points with weights that sum to 1; some of them are negative, where q says too much."""
+    """Points, and one or two ways to weigh them that agree up to their errors.
+
+    A way has the weights, and then those with one scramble left out after the other, (1 + scrambles, N). All sum to 1.
+    """
 
     points: Array  # (N, m)
-    weights: Array  # (N,)
+    ways: tuple[Array, ...]
 
 
-def corrected_measure(q: Gaussian, found: Reweighted) -> Measure:
-    """Quasi-random points of q, of equal weight, and those of the correction."""
+class Estimates(NamedTuple):
+    """What is known of each of n quantities."""
+
+    mean: Array  # (n,)
+    sd: Array  # (n,)
+    mean_error: Array  # (n,)
+    sd_error: Array  # (n,)
+    quantiles: Array  # (P, n)
+
+
+def measure(q: Gaussian, found: Reweighted | None) -> Measure | None:
+    """Quasi-random points of q, and those of the correction where there was one; None with too many coordinates.
+
+    With a correction there are two ways: its weights alone, and q put right by signed weights. The second has no error
+    where q says it all, and a large one for what has heavy tails under q.
+    """
     center, root = gaussian.affine(q)
-    uniform = qmc.Sobol(len(center), seed=np.random.default_rng(0)).random(_POINTS)
-    of_q = center + ndtri(np.clip(uniform, 1e-12, 1 - 1e-12)) @ root.T
-    signed = found.weights - found.of_q
-    return Measure(np.concatenate([of_q, found.points]), np.concatenate([np.full(_POINTS, 1.0 / _POINTS), signed]))
+    if len(center) > qmc.Sobol.MAXDIM:
+        return None
+    uniform = [
+        qmc.Sobol(len(center), seed=np.random.default_rng((0, scramble))).random(_POINTS)
+        for scramble in range(SCRAMBLES)
+    ]
+    of_q = center + ndtri(np.clip(np.concatenate(uniform), 1e-12, 1 - 1e-12)) @ root.T
+    equal = _leaving_out(np.full(len(of_q), 1.0 / len(of_q)), np.repeat(np.arange(SCRAMBLES), _POINTS))
+    if found is None:
+        return Measure(of_q, (equal,))
+    weights, control = _leaving_out(found.weights, found.scramble), _leaving_out(found.of_q, found.scramble)
+    alone = np.concatenate([np.zeros_like(equal), weights], axis=1)
+    put_right = np.concatenate([equal, weights - control], axis=1)
+    return Measure(np.concatenate([of_q, found.points]), (put_right, alone))
 
 
-def mean(values: Array, weights: Array) -> Array:
-    """Weighted mean over the first axis."""
-    return np.asarray(np.tensordot(weights, values, axes=1))
+def estimates(values: Array, measured: Measure, probabilities: Array) -> Estimates:
+    """Moments and quantiles of quantities at the points, (N, n), each by the way that has the smaller error of the two.
+
+    Errors come from leaving out one scramble at a time.
+    """
+    each = [_by_one_way(values, way, probabilities) for way in measured.ways]
+    errors = np.stack([np.maximum(one.mean_error, one.sd_error) for one in each])
+    best = np.argmin(np.where(np.isnan(errors), np.inf, errors), axis=0)
+    columns = np.arange(values.shape[1])
+    return Estimates(*(np.stack(field)[best, ..., columns].T for field in zip(*each, strict=True)))
 
 
-def standard_deviation(values: Array, weights: Array) -> Array:
-    """Weighted sd over the first axis."""
-    centred = values - mean(values, weights)
-    return np.sqrt(np.maximum(mean(centred**2, weights), 0.0))
+def _by_one_way(values: Array, way: Array, probabilities: Array) -> Estimates:
+    used = np.any(way != 0, axis=0)  # elsewhere values may be infinite
+    values, way = values[used], way[:, used]
+    center = way[0] @ values
+    with np.errstate(invalid="ignore", over="ignore"):  # of values that have no moments under q
+        shifts = way @ (values - center)
+        squares = way @ (values - center) ** 2
+        sds = np.sqrt(np.maximum(squares - shifts**2, 0.0))
+        factor = np.sqrt(SCRAMBLES - 1.0)
+        errors = factor * np.std(shifts[1:], axis=0), factor * np.std(sds[1:], axis=0)
+    return Estimates(center, sds[0], *errors, _quantiles(values, way[0], probabilities))
 
 
-def quantiles(values: Array, weights: Array, probabilities: Array) -> Array:
+def _leaving_out(weights: Array, scramble: Array) -> Array:
+    """The weights, and those with one scramble left out after the other, each normalised: (1 + scrambles, N)."""
+    rows = np.stack([weights, *(np.where(scramble == one, 0.0, weights) for one in range(SCRAMBLES))])
+    return np.asarray(rows / rows.sum(axis=1, keepdims=True))
+
+
+def _quantiles(values: Array, weights: Array, probabilities: Array) -> Array:
     """Weighted quantiles of every column of values (N, n), (P, n).
 
     A distribution function that negative weights make fall anywhere is held at what it has reached.

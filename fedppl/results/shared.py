@@ -14,8 +14,10 @@ from fedppl.gaussian import Gaussian
 from fedppl.numerics.importance import resample
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import stream
-from fedppl.results import idata, measure
+from fedppl.results import idata
 from fedppl.results.arrival import Ended, unarrived
+from fedppl.results.measure import Estimates, measure
+from fedppl.results.measure import estimates as from_measure
 from fedppl.results.records import rounds_dataset
 from fedppl.results.returned import shaped
 from fedppl.types import Array
@@ -72,13 +74,16 @@ def corrected(fit: Ended) -> Reweighted | None:
     return shared.corrected(fit.state) if isinstance(shared, Posterior) else None
 
 
-def by_weight(fit: Ended) -> tuple[dict[str, Array], Array] | None:
-    """Every shared variable at the points of the corrected posterior, and their weights."""
-    found, shared = corrected(fit), fit.algorithm.result.shared
-    if found is None or not isinstance(shared, Posterior):
+def estimates(fit: Ended, probabilities: Array) -> dict[str, Estimates] | None:
+    """What is known of every entry of every shared variable, from points with weights; None where there are none."""
+    shared = fit.algorithm.result.shared
+    measured = measure(shared.gaussian(fit.state), corrected(fit)) if isinstance(shared, Posterior) else None
+    if measured is None:
         return None
-    points, weights = measure.corrected_measure(shared.gaussian(fit.state), found)
-    return dict(fit.reader.constrain(points)), weights
+    values = {name: np.asarray(value, dtype=float) for name, value in fit.reader.constrain(measured.points).items()}
+    return {
+        name: from_measure(value.reshape(len(value), -1), measured, probabilities) for name, value in values.items()
+    }
 
 
 def at_point(fit: Ended, shared: Point[Any]) -> dict[str, Array]:

@@ -10,10 +10,10 @@ import pandas as pd
 import xarray as xr
 
 from fedppl.contracts import Point
-from fedppl.results import measure
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.departure import shortfall
 from fedppl.results.fallbacks import added, fallen
+from fedppl.results.measure import Estimates
 from fedppl.settings import between, shown
 from fedppl.types import Array, DeclarationError
 
@@ -23,7 +23,7 @@ _MOMENTS = ("corrected_mean",)  # of the fit group: of unconstrained variables, 
 def summary(
     fit: Ended,
     idata: Callable[[], Any],
-    measured: Callable[[], tuple[dict[str, Array], Array] | None],
+    measured: Callable[[Array], dict[str, Estimates] | None],
     var_names: Sequence[str] | str | None,
     ci_prob: float,
     round_to: int | None,
@@ -49,19 +49,19 @@ def summary(
         for name, (dims, values) in result.details(fit.state).items()
         if dims == ("rows",) and name not in _MOMENTS
     }
-    by_weight = measured()
-    parts = [_rows(found[name], drawn, by_weight, ci_prob, _of_variable(fit, name, known)) for name in chosen]
+    tails = np.array([(1 - ci_prob) / 2, (1 + ci_prob) / 2])
+    of = measured(tails) if drawn else None
+    parts = [
+        _rows(found[name], drawn, None if of is None else of[name], tails, _of_variable(fit, name, known))
+        for name in chosen
+    ]
     table = pd.concat(parts) if parts else pd.DataFrame()
     table.attrs = _about(fit)
     return table if round_to is None else table.round(round_to)
 
 
 def _rows(
-    values: xr.DataArray,
-    drawn: bool,
-    by_weight: tuple[dict[str, Array], Array] | None,
-    ci_prob: float,
-    known: dict[str, Array],
+    values: xr.DataArray, drawn: bool, measured: Estimates | None, tails: Array, known: dict[str, Array]
 ) -> pd.DataFrame:
     """One row an entry of a variable."""
     dims = [dim for dim in values.dims if dim not in ("chain", "draw")]
@@ -73,20 +73,19 @@ def _rows(
     ]
     if not drawn:
         columns = {"mean": np.ravel(values.values)}
-    elif by_weight is not None:
-        at = by_weight[0][str(values.name)].reshape(len(by_weight[1]), -1).astype(float)
-        tails = (1 - ci_prob) / 2, (1 + ci_prob) / 2
-        low, high = measure.quantiles(at, by_weight[1], np.array(tails))
-        columns = {"mean": measure.mean(at, by_weight[1]), "sd": measure.standard_deviation(at, by_weight[1])}
-        columns |= {f"eti_{100 * tail:.5g}%": bound for tail, bound in zip(tails, (low, high), strict=True)}
+    elif measured is not None:
+        columns = {"mean": measured.mean, "sd": measured.sd, **_interval(tails, measured.quantiles)}
+        columns |= {"mcse_mean": measured.mean_error, "mcse_sd": measured.sd_error}
     else:
         draws = values.transpose("chain", "draw", *dims).values.reshape(-1, len(index)).astype(float)
-        tails = (1 - ci_prob) / 2, (1 + ci_prob) / 2
-        low, high = np.quantile(draws, tails, axis=0)
         columns = {"mean": draws.mean(axis=0), "sd": draws.std(axis=0, ddof=1)}
-        columns |= {f"eti_{100 * tail:.5g}%": bound for tail, bound in zip(tails, (low, high), strict=True)}
+        columns |= _interval(tails, np.quantile(draws, tails, axis=0))
     columns |= {name: _by_entry(of, len(index)) for name, of in known.items()}
     return pd.DataFrame(columns, index=index)
+
+
+def _interval(tails: Array, bounds: Array) -> dict[str, Array]:
+    return {f"eti_{100 * tail:.5g}%": bound for tail, bound in zip(tails, bounds, strict=True)}
 
 
 def _of_variable(fit: Ended, name: str, known: dict[str, Array]) -> dict[str, Array]:

@@ -17,7 +17,7 @@ _TUPLES = {"replies": Replies, "result": Result, "needs": Needs, "disclosure": D
 _FUNCTIONS = {
     Algorithm: {"init": 3, "broadcast": 2, "update_client": 4, "update_server": 2},
     Replies: {"shapes": 1, "reject": 2, "summed": 1},
-    Result: {"final_message": 2, "draw": 6, "details": 1, "preliminary": 1, "closing": 1},
+    Result: {"final_message": 2, "draw": 6, "details": 1, "preliminary": 1, "closing": 1, "out_of_rounds": 1},
     Needs: {"check": 1, "unused_priors": 1},
     Disclosure: {"at_sites": 1},
     Posterior: {"gaussian": 1, "corrected": 1, "evidence": 1, "without": 3},

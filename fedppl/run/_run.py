@@ -44,6 +44,7 @@ class Run:
         self.records: list[Record] = []
         self.counted = 0  # records that count towards ``rounds=``
         self.infos: dict[str, Mapping[str, float]] = {}  # the last of every client
+        self.saves = True  # until rounds have run out
         self.resumed = 0  # rounds that were done before
         self.limit: int | None = None
         self.participation: Participation = as_participation(None)
@@ -76,7 +77,7 @@ def keep_at(run: Run, checkpoint: Path, *, seed_given: bool) -> None:
 
 def save(run: Run) -> None:
     """Write the run as it is after a round, if it is to be saved."""
-    if run.checkpoint is None:
+    if run.checkpoint is None or not run.saves:
         return
     done = len(run.records)
     try:

@@ -264,9 +264,12 @@ def _all(run: Run) -> Iterator[Round]:
 
 def _run(run: Run) -> Iterator[Round]:
     """Ask, wait, check, update, record; until converged or out of rounds."""
-    while run.limit is None or run.counted < run.limit or run.algorithm.result.closing(run.state):
-        if run.records and run.records[-1].status is not Status.RUNNING:
-            return
+    result = run.algorithm.result
+    while not run.records or run.records[-1].status is Status.RUNNING:
+        if run.limit is not None and run.counted >= run.limit and not result.closing(run.state):
+            run.state, run.saves = result.out_of_rounds(run.state), False
+            if not result.closing(run.state):
+                return
         yield one_round(run)
 
 

@@ -18,14 +18,22 @@ from fedppl.contracts import ClientUpdate, ClientView, LocalInference, LogEviden
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import normalise
-from fedppl.numerics.reweighting import Proposal, Reweighted, log_mixture, points_of, propose, reweigh
+from fedppl.numerics.reweighting import (
+    FEWEST,
+    MOST_ERROR,
+    Proposal,
+    Reweighted,
+    is_trusted,
+    log_mixture,
+    points_of,
+    propose,
+    reweigh,
+)
 from fedppl.types import Array, DeclarationError, Message, NotConvergedError
 
 _PATIENCE = 3  # rounds without any answer
 _LEAST = 400  # effective points with which no further exchange is asked for
-_FEWEST = 100  # and with which alone a posterior is trusted
-_ERROR = 0.05  # of a mean or an sd, in posterior sds
-_SMALL = 0.02  # and with which no further exchange is asked for
+_SMALL = 0.02  # error of a mean or an sd, in posterior sds, with which none is asked for either
 _LOST = 0.01  # share of the points that may be without a value
 _NOISE = 0.3  # sd of what is not known of the sum of log f_k over the points
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
@@ -210,8 +218,8 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     state = state._replace(found=found)
     if found is None:
         return Judged(state, True, "no point of the correction has a value at every client; use local=fedppl.NUTS()")
-    good = found.pareto_k <= pareto.limit(len(found.points)) and found.error <= _ERROR
-    enough = good and found.ess >= _LEAST and found.error <= _SMALL
+    trusted = is_trusted(found)
+    enough = trusted and found.ess >= _LEAST and found.error <= _SMALL
     if not enough and len(state.proposals) < exchanges:
         return Judged(_exchange(state, _refitted(found, state.proposals[-1], sites.q), stream), False, "")
     names = list(sites.where)
@@ -220,7 +228,7 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     problems = [
         _without([names[k] for k in np.flatnonzero(state.missing)]),
         _misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),
-        "" if good and found.ess >= _FEWEST else _beyond(found, sites),
+        "" if trusted else _beyond(found, sites),
         f"{found.lost:.1%} of the points of the correction are without a value" if found.lost > _LOST else "",
         _uncertain(noise, moved) if noise > _NOISE or moved > _MOVED else "",
     ]
@@ -333,11 +341,17 @@ def _beyond(found: Reweighted, sites: Sites) -> str:
     shift = (found.mean - gaussian.mean(sites.q)) / sd
     wider = np.sqrt(np.diag(found.covariance)) / sd
     worst = int(np.argmax(np.maximum(np.abs(shift), np.abs(np.log(wider)))))
+    most_k = pareto.limit(len(found.points))
+    short = [
+        f"Pareto k {found.pareto_k:.2f} (at most {most_k:.2f})" if not found.pareto_k <= most_k else "",
+        f"{found.ess:.0f} effective points (at least {FEWEST})" if not found.ess >= FEWEST else "",
+        f"an error of {found.error:.2g} sds (at most {MOST_ERROR:g})" if not found.error <= MOST_ERROR else "",
+    ]
     return (
-        f"the posterior is not near q: Pareto k {found.pareto_k:.2f} (at most {pareto.limit(len(found.points)):.2f}), "
-        f"{found.ess:.0f} effective of {len(found.points)} points; along {sites.labels[worst]} its mean is "
-        f"{shift[worst]:+.2g} sds of q away, and its sd {wider[worst]:.2g} times q's. Declare that variable on a scale "
-        "where it is closer to normal, give it a prior that says more, or raise points= of fedppl.Correction"
+        f"{len(found.points)} points of the correction do not tell the posterior: {', '.join(filter(None, short))}. "
+        f"Along {sites.labels[worst]} its mean is {shift[worst]:+.2g} sds of q away, and its sd {wider[worst]:.2g} "
+        "times q's. Raise points= of fedppl.Correction, declare that variable on a scale where it is closer to normal, "
+        "or give it a prior that says more"
     )
 
 

@@ -9,7 +9,7 @@ from fedppl.algorithms.ep import _correction, _sites, _trust
 from fedppl.algorithms.ep._state import EPState
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.numerics.reweighting import Reweighted, reweigh
-from fedppl.types import DeclarationError, Message, NotConvergedError
+from fedppl.types import Array, DeclarationError, Message, NotConvergedError
 
 
 def is_correcting(state: EPState) -> bool:
@@ -49,15 +49,14 @@ def conclusion(state: EPState, client_id: str) -> Message:
 
 def details(state: EPState) -> contracts.Details:
     """What the state knows of every coordinate and of every client."""
-    found = corrected(state)
-    exact = (
-        {}
-        if found is None
-        else {
-            "corrected_mean": (("rows",), found.mean),
-            "corrected_covariance": (("rows", "columns"), found.covariance),
-        }
-    )
+    exact: dict[str, tuple[tuple[str, ...], Array]] = {}
+    if state.correction is not None and state.correction.trusted:
+        q, found = state.sites.q, corrected(state)
+        exact["corrected_mean"] = ("rows",), gaussian.mean(q) if found is None else found.mean
+        exact["corrected_covariance"] = (
+            ("rows", "columns"),
+            gaussian.covariance(q) if found is None else found.covariance,
+        )
     return {
         "last_change": (("rows",), state.last_change),
         "skewness": (("rows",), state.skewness),

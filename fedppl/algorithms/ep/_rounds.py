@@ -18,6 +18,8 @@ from fedppl.types import Message, Status
 
 # Expansions a client: a dozen do even from a prior a million times too wide.
 _BUDGET = 25.0
+# Posterior sds that q may still move by in a round, for a correction where rounds have run out.
+_NEAR = 0.1
 # What a client may say of its Monte Carlo error, in posterior sds: NUTS gives no moments of fewer than m + 4 draws.
 _MOST_CLAIMED = 0.5
 
@@ -99,6 +101,20 @@ def corrected_next(taken: Taken, correction: Correction, trust: float | None) ->
         message="the correction of q is not done",
         skewed="",
     )
+
+
+def out_of_rounds(state: EPState, correction: Correction, trust: float | None) -> EPState:
+    """Correct q as it is, where it is near enough: the posterior that is found does not depend on q."""
+    ready = state.corrects and state.warm_start is None and state.correction is None
+    several = state.starts is not None and state.starts.said
+    if not ready or several or np.any(state.held) or not state.change < _NEAR or not gaussian.is_proper(state.sites.q):
+        return state
+    moved = (
+        f"rounds ran out while q still moved by {state.change:.2g} posterior sds: the posterior is that of the "
+        "correction; raise rounds= where q itself (fit.posterior) is used"
+    )
+    unknown = EPInfo("correction", np.nan, np.nan, state.damping, np.nan, np.nan, np.nan)
+    return corrected_next(Taken(state, unknown, message=moved), correction, trust).state
 
 
 def correcting_round(

@@ -15,7 +15,14 @@ import numpy as np
 
 from fedppl import contracts, gaussian, settings
 from fedppl.algorithms.ep import _correction, _moves, _reading, _sites, _starts, _warm_start
-from fedppl.algorithms.ep._rounds import corrected_next, correcting_round, ep_round, newton_round, of_one_mode
+from fedppl.algorithms.ep._rounds import (
+    corrected_next,
+    correcting_round,
+    ep_round,
+    newton_round,
+    of_one_mode,
+    out_of_rounds,
+)
 from fedppl.algorithms.ep._state import EPState, reported
 from fedppl.algorithms.ep.correction import Correction
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Received, Report
@@ -89,7 +96,8 @@ def EP(
         The `Correction` that turns q into the posterior once moments are matched, or None. "auto" is the default one
         where clients are in this process, share at most 20 coordinates, and have a local inference that can evaluate
         their factors; sites of their own are asked for theirs only where this is a `Correction`. Its rounds do not
-        count towards ``rounds=``.
+        count towards ``rounds=``. Where those run out while q moves by less than 0.1 sds in a round, it is corrected as
+        it is: a correction that is to be trusted has the same posterior whatever q it began from.
 
     Returns
     -------
@@ -173,6 +181,7 @@ def EP(
             _reading.details,
             preliminary=lambda state: state.warm_start is not None,
             closing=_reading.is_correcting,
+            out_of_rounds=functools.partial(_out_of_rounds, trust=trust, closing=closing),
             tests_convergence=True,
             resume=_reading.resume,
         ),
@@ -303,6 +312,10 @@ def _update_server(
     if closing is not None and state.corrects and taken.status is Status.CONVERGED:
         taken = corrected_next(taken, closing.correction, trust)
     return reported(taken)
+
+
+def _out_of_rounds(state: EPState, *, trust: float | None, closing: Closing | None) -> EPState:
+    return state if closing is None else out_of_rounds(state, closing.correction, trust)
 
 
 def _shapes(state: EPState) -> dict[str, tuple[int, ...]]:
