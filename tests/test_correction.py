@@ -347,6 +347,14 @@ def test_a_newcomer_is_weighed_by_its_own_data() -> None:
     assert_allclose(float(theta.mean()), exact, atol=4 * float(theta.std()) / np.sqrt(1 / np.sum(weights**2)))
 
 
+def test_a_newcomer_beyond_the_points_is_drawn_from_q_and_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    model, clients = problems.schools()
+    found = fit(model, clients)
+    with caplog.at_level(logging.WARNING, logger="fedppl"):
+        drawn = found.new_client({"effect": np.array(300.0), "error": np.array(1.0)})
+    assert "from the Gaussian q" in caplog.text and drawn["posterior"].attrs["fedppl_from_q"] == 1
+
+
 # --- what each client does ---------------------------------------------------------------------------------------
 
 
@@ -415,6 +423,27 @@ def test_several_modes_are_named_and_never_averaged_over() -> None:
         found = fit(model, clients, fedppl.EP(starts=6))
     assert found.status is Status.STALLED
     assert np.abs(gaussian.mean(found.posterior)).min() > 1  # one labelling, and not what lies between
+
+
+def far_apart(y: Any) -> pm.Model:
+    """Modes many sds of the prior's Gaussian away from its middle."""
+    with pm.Model() as model:
+        pm.StudentT("obs", nu=2, mu=pm.Cauchy("mu", 0, 1), sigma=1, observed=pm.Data("y", y))
+    return model
+
+
+def test_modes_in_the_tails_of_the_prior_are_found() -> None:
+    rng = np.random.default_rng(1)
+    clients = {str(k): {"y": (8.0 if k % 2 else -8.0) + rng.normal(size=2)} for k in range(4)}
+    steps = fedppl.rounds(FederatedModel(far_apart, ["mu"]), clients, fedppl.EP(starts=4), rounds=1, random_seed=1)
+    *_, last = steps
+    modes = np.array([mode.point[0] for mode in last.state.starts.modes])
+    mass = np.exp([mode.log_mass for mode in last.state.starts.modes])
+    at = np.linspace(-20, 20, 20001)
+    logs = stats.cauchy.logpdf(at) + sum(stats.t(2).logpdf(y - at) for data in clients.values() for y in data["y"])
+    exact = np.sum(np.exp(logs[at < 0])) / np.sum(np.exp(logs))
+    left, right = (mass[np.abs(modes - sign * 7.5) < 1].max() for sign in (-1, 1))
+    assert left / (left + right) == pytest.approx(exact, abs=0.05)
 
 
 def test_several_starts_change_nothing_where_there_is_one_mode() -> None:

@@ -62,12 +62,11 @@ def draw_target(
     if float(message["joins"]):  # its data are in no weight yet
         found = local.factor(client, points, center, 0.0)
         log_weights = np.where(np.isfinite(found.values), np.log(weights) + found.values, -np.inf)
-        if not np.any(np.isfinite(log_weights)):
-            return local.draw(target, draws, chains, rng)
         told = {"pareto_k": pareto.pareto_k(log_weights)}
-        weights = normalise(log_weights)
-        if effective_size(weights) < _FEWEST:  # q and its data leave too few of the points
-            return local.draw(target, draws, chains, rng)
+        weights = normalise(log_weights) if np.any(np.isfinite(log_weights)) else np.zeros(0)
+        if not len(weights) or effective_size(weights) < _FEWEST:  # the points do not reach where its data are
+            from_q = local.draw(target, draws, chains, rng)
+            return from_q._replace(diagnostics={**from_q.diagnostics, "from_q": 1.0})
     phi = points[resample(weights, draws * chains, rng)]
     theta = local.draw_given(client, phi, center, rng)
     told |= {"ess": effective_size(weights), "unique": float(len(np.unique(phi, axis=0)))}

@@ -40,6 +40,12 @@ def client_posterior(
     k = sample.diagnostics.get("pareto_k", -np.inf)
     if k > 0.7:
         logger.warning("client %s: Pareto k %.2f of the draws of θ; use local=fedppl.NUTS()", client_id, k)
+    if sample.diagnostics.get("from_q"):
+        logger.warning(
+            "client %s: the others' posterior, corrected, has few points where these data are; its draws are from the "
+            "Gaussian q in its place (fit.posterior). Fit again with this client among the others",
+            client_id,
+        )
     theta = sample.local.reshape(chains * draws, -1)
     phi = sample.shared.reshape(chains * draws, -1)
     pymc_model = model.pymc_model()

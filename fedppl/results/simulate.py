@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -37,6 +38,18 @@ def proper_priors() -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def _without_a_word() -> Iterator[None]:
+    """Leave out PyMC's line on what it samples: one for each of many data sets tells nothing."""
+    log = logging.getLogger("pymc.sampling.forward")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
 def truths(client: ClientModel, count: int, rng: np.random.Generator) -> Truths:
     """Draw the shared variables from their declared prior."""
     model = client.pymc_model()
@@ -65,7 +78,7 @@ def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Ge
     group = idata.dataset(
         {name: value[None] for name, value in shared.items()}, dims, {"chain": [0], "draw": np.arange(count)}
     )
-    with model, proper_priors():
+    with model, proper_priors(), _without_a_word():
         drawn = pm.sample_posterior_predictive(
             idata.from_groups({"posterior": group}),
             var_names=list(arrays),

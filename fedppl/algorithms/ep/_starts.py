@@ -37,10 +37,14 @@ class Starts(NamedTuple):
 
 
 def begin(prior: gaussian.Gaussian, starts: int, stream: int) -> Starts:
-    """The first search begins at the prior mean, the others at quasi-random points of the prior."""
+    """The first search begins at the prior mean, the others at quasi-random points: of the prior, twice, four times out.
+
+    A prior with heavy tails has little of them in its Gaussian, and modes far from its middle.
+    """
     sd = gaussian.standard_deviations(prior)
     z = whitened_points(len(sd), 2 * (starts + len(sd)), stream)[: starts - 1]
-    return Starts(gaussian.mean(prior) + z * sd, (), "")
+    reach = 2.0 ** (np.arange(len(z)) % 3)
+    return Starts(gaussian.mean(prior) + z * reach[:, None] * sd, (), "")
 
 
 def arrived_at(sites: Sites, search: WarmStart) -> Mode:
