@@ -37,7 +37,7 @@ class Starts(NamedTuple):
 
 
 def begin(prior: gaussian.Gaussian, starts: int, stream: int) -> Starts:
-    """The first search begins at the prior mean, the others at quasi-random points: of the prior, twice, four times out.
+    """The first search begins at the prior mean, the others at quasi-random points of the prior, some further out.
 
     A prior with heavy tails has little of them in its Gaussian, and modes far from its middle.
     """
