@@ -157,7 +157,7 @@ def _told(mean: Array, covariance: Array, theirs: Array) -> list[tuple[float, fl
 
 def _local(fit: Any, reference: Any, client_id: str, name: str) -> tuple[float, float]:
     """The worst z and r of the entries of one client's variable."""
-    ours = np.asarray(fit.client(client_id)["posterior"][name].values)
+    ours = np.asarray(fit.client(client_id, draws=10_000)["posterior"][name].values)
     theirs = np.asarray(reference[f"{client_id}_{name}"].values)
     ours, theirs = (x.reshape(x.shape[0] * x.shape[1], -1) for x in (ours, theirs))
     z = (ours.mean(axis=0) - theirs.mean(axis=0)) / theirs.std(axis=0)

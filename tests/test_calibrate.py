@@ -19,13 +19,13 @@ CORRECTED, GAUSSIAN = fedppl.EP(), fedppl.EP(correction=None)
 
 
 def test_a_gaussian_model_is_calibrated() -> None:
-    """Its posterior is exact: 60 transforms are uniform, whatever else is wrong would be in the simulation."""
-    found = fedppl.calibrate(*normal_means(3), GAUSSIAN, data_sets=60, random_seed=1)
+    """Its posterior is exact: 40 transforms are uniform, whatever else is wrong would be in the simulation."""
+    found = fedppl.calibrate(*normal_means(3), GAUSSIAN, data_sets=40, random_seed=1)
     assert set(found["status"].values) == {"converged"}
     assert float(found["p_adjusted"].min()) > 0.01
-    assert found["pit"].shape == (60, 1)
-    again = fedppl.calibrate(*normal_means(3), GAUSSIAN, data_sets=60, random_seed=1)
-    assert_array_equal(again["pit"], found["pit"])
+    assert found["pit"].shape == (40, 1)
+    again = fedppl.calibrate(*normal_means(3), GAUSSIAN, data_sets=5, random_seed=1)
+    assert_array_equal(again["pit"], found["pit"][:5])
 
 
 def test_a_posterior_of_another_model_is_not() -> None:
@@ -41,7 +41,7 @@ def test_a_posterior_of_another_model_is_not() -> None:
 
 def test_schools_with_a_correction(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="fedppl"):
-        found = fedppl.calibrate(*problems.schools(), CORRECTED, data_sets=20, random_seed=2)
+        found = fedppl.calibrate(*problems.schools(), CORRECTED, data_sets=10, random_seed=2)
     assert not caplog.records  # what each fit says is in the result
     assert list(found["rows"].values) == ["mu", "tau_log__"]
     assert float(found["p_adjusted"].min()) > 0.01

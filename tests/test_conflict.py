@@ -46,6 +46,7 @@ def test_flipped_signs_have_the_smallest_p() -> None:
     assert float(found.sortby(found)[1]) > 0.01
 
 
+@pytest.mark.slow
 def test_p_is_uniform_where_the_model_is_right() -> None:
     """Of one client named beforehand, with 3 rows; Gaussian models, so that the cavity is exact."""
     rng, found = np.random.default_rng(2), []

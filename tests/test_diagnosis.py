@@ -201,7 +201,7 @@ def test_warnings_that_are_errors_have_the_fit() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(fedppl.ConvergenceWarning) as caught:
-            fedppl.fit(model, clients, fedppl.EP(), rounds=2, progressbar=False, random_seed=1)
+            fedppl.fit(model, clients, fedppl.EP(correction=None), rounds=2, progressbar=False, random_seed=1)
     fit = caught.value.fit
     assert fit.status is Status.MAX_ROUNDS and fit.message in str(caught.value)
     assert len(fit.records) > 2

@@ -300,7 +300,7 @@ def test_no_usable_reply_at_all_is_a_status_with_the_reason() -> None:
 def test_running_out_of_rounds_names_the_knob() -> None:
     model, clients = problems.noise()
     with pytest.warns(fedppl.ConvergenceWarning):
-        fit = fitted(model, clients, rounds=2)
+        fit = fitted(model, clients, fedppl.EP(correction=None), rounds=2)
     assert fit.status is fedppl.Status.MAX_ROUNDS
     assert "rounds=" in fit.message and "2 of 2" in fit.message
 

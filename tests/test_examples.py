@@ -107,10 +107,7 @@ class Example(NamedTuple):
 EXAMPLES = {
     "quickstart": Example("quickstart", (), of_quickstart, slow=False),
     "hospitals": Example(
-        "hospitals",
-        ("--hospitals", "4", "--patients", "240", "--rounds", "30", "--seed", "1"),
-        of_hospitals,
-        slow=False,
+        "hospitals", ("--hospitals", "4", "--patients", "240", "--rounds", "30", "--seed", "1"), of_hospitals
     ),
     "digits": Example("digits", ("--rounds", "3"), of_digits, torch=True),
     "student performance": Example("student_performance", ("--quick",), of_students, "student_performance"),

@@ -181,7 +181,7 @@ def test_a_fit_says_whose_integrals_are_not_known() -> None:
     assert "local=fedppl.NUTS()" in fit.message
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_small_errors_of_many_clients_do_not_add_up(seed: int) -> None:
     """Sixty clients of two to four binary rows, against quadrature over θ and both shared variables.
 

@@ -211,7 +211,12 @@ def exact(net: Any, data: dict[str, Any]) -> tuple[Any, Any]:
 @problems.few_rounds
 @pytest.mark.parametrize(
     "local",
-    [fedppl.NestedLaplace(), fedppl.Laplace(), fedppl.ADVI(), fedppl.NUTS(draws=400, tune=300, chains=2)],
+    [
+        fedppl.NestedLaplace(),
+        fedppl.Laplace(),
+        fedppl.ADVI(),
+        pytest.param(fedppl.NUTS(draws=400, tune=300, chains=2), marks=pytest.mark.slow),
+    ],
     ids=["nested Laplace", "Laplace", "ADVI", "NUTS"],
 )
 def test_local_inferences_of_a_linear_network_are_the_regressions(line: Any, local: Any) -> None:

@@ -35,7 +35,7 @@ def diagonal(X: Any, y: Any) -> pm.Model:
     return model
 
 
-@pytest.mark.parametrize("builder", [process, diagonal])
+@pytest.mark.parametrize("builder", [pytest.param(process, marks=pytest.mark.slow), diagonal])
 def test_builds_of_composed_operations_are_one_model(builder: Any, rng: np.random.Generator) -> None:
     data = {f"c{k}": {"X": rng.normal(size=(5 + k, 1)), "y": rng.normal(size=5 + k)} for k in range(4)}
     clients = FederatedModel(builder, ["length", "sigma"]).enrol(data)

@@ -70,6 +70,18 @@ class Problem(NamedTuple):
         return model
 
 
+def _own(prefix: str, name: str, mean: Any, root: Any) -> Any:
+    """A normal variable of a client's own; standardised where all clients are sampled at once.
+
+    The posterior is the same. NUTS diverges in the funnel that the other form has near a scale of zero, and what it
+    leaves out there is missing from the sd of the scale's logarithm.
+    """
+    if not prefix:
+        return pm.MvNormal(name, mean, chol=root) if root.ndim == 2 else pm.Normal(name, mean, root)
+    z = pm.Normal(f"{prefix}{name}_z", shape=2 if root.ndim else None)
+    return pm.Deterministic(f"{prefix}{name}", mean + (root @ z if root.ndim == 2 else root * z))
+
+
 def _sites(rng: np.random.Generator, count: int, low: int, high: int) -> list[int]:
     sizes = np.round(np.geomspace(low, high, count)).astype(int)
     return [int(n) for n in rng.permutation(sizes)]
@@ -92,7 +104,7 @@ def lkj_logistic() -> Problem:
         return {"mu": pm.Normal("mu", 0, 1.5, shape=2), "chol": chol}
 
     def client(s: Any, prefix: str, x: Any, y: Any) -> None:
-        beta = pm.MvNormal(f"{prefix}beta", s["mu"], chol=s["chol"])
+        beta = _own(prefix, "beta", s["mu"], s["chol"])
         pm.Bernoulli(f"{prefix}obs", logit_p=beta[0] + beta[1] * x, observed=y)
 
     data = {}
@@ -239,7 +251,7 @@ def student_t() -> Problem:
         }
 
     def client(s: Any, prefix: str, x: Any, y: Any) -> None:
-        beta = pm.Normal(f"{prefix}beta", s["mu"], s["tau"])
+        beta = _own(prefix, "beta", s["mu"], s["tau"])
         pm.StudentT(f"{prefix}obs", nu=s["nu"], mu=beta[0] + beta[1] * x, sigma=s["sigma"], observed=y)
 
     data = {}
@@ -290,7 +302,7 @@ def emax() -> Problem:
         }
 
     def client(s: Any, prefix: str, dose: Any, y: Any) -> None:
-        top = pm.Normal(f"{prefix}top", s["mu"], s["tau"])
+        top = _own(prefix, "top", s["mu"], s["tau"])
         base = pm.Normal(f"{prefix}base", 0, 1)
         pm.Normal(f"{prefix}obs", base + top * dose / (s["ed50"] + dose), s["sigma"], observed=y)
 
@@ -330,7 +342,7 @@ def separation() -> Problem:
         return {"mu": pm.Normal("mu", 0, 2), "tau": pm.HalfNormal("tau", 2), "slope": pm.Normal("slope", 0, 2)}
 
     def client(s: Any, prefix: str, x: Any, y: Any) -> None:
-        a = pm.Normal(f"{prefix}a", s["mu"], s["tau"])
+        a = _own(prefix, "a", s["mu"], s["tau"])
         pm.Bernoulli(f"{prefix}obs", logit_p=a + s["slope"] * x, observed=y)
 
     data = {}

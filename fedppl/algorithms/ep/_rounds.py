@@ -107,7 +107,8 @@ def out_of_rounds(state: EPState, correction: Correction, trust: float | None) -
     """Correct q as it is, where it is near enough: the posterior that is found does not depend on q."""
     ready = state.corrects and state.warm_start is None and state.correction is None
     several = state.starts is not None and state.starts.said
-    if not ready or several or np.any(state.held) or not state.change < _NEAR or not gaussian.is_proper(state.sites.q):
+    swept = state.change < _NEAR and not np.any(state.has_replied)  # by all clients, the last of them in this round
+    if not ready or several or np.any(state.held) or not swept or not gaussian.is_proper(state.sites.q):
         return state
     moved = (
         f"rounds ran out while q still moved by {state.change:.2g} posterior sds: the posterior is that of the "
