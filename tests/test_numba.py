@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from typing import Any
 
 import arviz as az
@@ -14,8 +15,10 @@ import pytest
 from numpy.testing import assert_allclose
 
 from fedppl.local import _chains
+from fedppl.model import _template
 from fedppl.model._numba import MODE, without_notices
 from fedppl.results import idata
+from tests.support import problems
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -72,3 +75,21 @@ def test_sampling_and_diagnostics_touch_no_warning_filter(monkeypatch: pytest.Mo
     monkeypatch.setattr(nutpie, "sample", spy(nutpie.sample))
     _chains.by_nutpie(lambda x: (-0.5 * float(x @ x), -x), np.zeros(2), 20, 20, 1, 0.9, np.random.default_rng(1))
     assert seen == [before, before]
+
+
+def test_a_process_reads_what_one_before_it_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, clients = problems.noise()
+    data = next(iter(clients.values()))
+    values = []
+    for _ in range(2):
+        monkeypatch.setattr(_template, "_kernels", [])
+        monkeypatch.setattr(_template, "_in_use", weakref.WeakKeyDictionary())
+        client = model.enrol({"a": data})["a"]
+        kernel, x = client.kernel, np.concatenate([np.zeros(client.shared_size), client.initial])
+        values.append(kernel(x, *client.data))
+    assert sum(kernel.stats.cache_hits.values()) == 1 and not kernel.stats.cache_misses
+    assert_allclose(values[0], values[1], rtol=0, atol=0)
+    with pytensor.config.change_flags(numba__cache=False):
+        monkeypatch.setattr(_template, "_kernels", [])
+        monkeypatch.setattr(_template, "_in_use", weakref.WeakKeyDictionary())
+        assert not model.enrol({"a": data})["a"].kernel.stats.cache_hits

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
 import numpy as np
+from pytensor.configdefaults import config
+from pytensor.link.numba import cache
 
 from fedppl.numerics.newton import PACKED
 
@@ -52,7 +55,19 @@ def unpacking_kernel(kernel: Callable[..., Any], types: Sequence[tuple[str, int]
         place += 2 + ndim
     lines += [f"    (output,) = kernel({', '.join(['x', *names])})", "    return output"]
     # Numba cannot loop over arrays of different types, so the unpacking is written out for these types.
-    namespace: dict[str, Any] = {"kernel": kernel, "np": np}
-    exec("\n".join(lines), namespace)  # noqa: S102
-    wrapped: Callable[..., Any] = numba.njit(PACKED, nogil=True)(namespace["unpacked"])
+    source = "\n".join(lines)
+    key = _key(kernel, source)
+    unpacked = cache.compile_numba_function_src(
+        source, "unpacked", {"kernel": kernel, "np": np, "__name__": __name__}, cache_key=key
+    )
+    wrapped: Callable[..., Any] = numba.njit(PACKED, nogil=True, cache=key is not None)(unpacked)
     return wrapped
+
+
+def _key(kernel: Callable[..., Any], source: str) -> str | None:
+    """Name of the compiled code in PyTensor's cache on disk, beside that of the kernel itself; None without one.
+
+    Otherwise every process would compile the whole of the kernel once more into the function that unpacks for it.
+    """
+    known = cache.CACHED_SRC_FUNCTIONS.get(getattr(kernel, "py_func", None)) if config.numba__cache else None
+    return None if known is None else hashlib.sha256(f"{known}\n{source}".encode()).hexdigest()
