@@ -18,18 +18,11 @@ from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
+from fedppl.numerics.proposals import Proposal, log_mixture, scrambles, whitened
 from fedppl.types import Array
 
 MOST_ERROR = 0.05  # of a mean or an sd, in posterior sds
 FEWEST = 100  # effective points
-
-
-class Proposal(NamedTuple):
-    """A multivariate t, and how many of its points there are."""
-
-    mean: Array  # (m,)
-    root: Array  # (m, m), lower-triangular
-    per_scramble: int
 
 
 class Reweighted(NamedTuple):
@@ -49,27 +42,6 @@ class Reweighted(NamedTuple):
     lost: float  # share of the points without a weight
 
 
-def propose(mean: Array, covariance: Array, count: int) -> Proposal:
-    """The t with these moments."""
-    scale = (student.DEGREES - 2.0) / student.DEGREES
-    return Proposal(mean, np.asarray(np.linalg.cholesky(covariance * scale), dtype=np.float64), count)
-
-
-def points_of(proposal: Proposal, stream: int) -> Array:
-    """Points of a proposal, scramble after scramble, (scrambles x count, m)."""
-    t = student.standard_points(len(proposal.mean), proposal.per_scramble, stream)
-    return np.asarray(proposal.mean + t @ proposal.root.T)
-
-
-def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
-    """Log density of the proposals' mixture by their numbers of points, at points (S, m): the balance heuristic."""
-    total = sum(count for _, _, count in proposals)
-    logs = [
-        student.log_density(_white(points, mean, root), root) + np.log(count / total) for mean, root, count in proposals
-    ]
-    return np.asarray(np.logaddexp.reduce(logs, axis=0))
-
-
 def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residual: Array) -> Reweighted | None:
     """Weigh all proposals' points (S, m), in their order, by the posterior's log density less q's kernel, (S,).
 
@@ -85,7 +57,7 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
     of_q, _ = pareto.smoothed(of_q)  # as the others are, so that they are equal where the posterior is q
     weights, control = normalise(log_weights), normalise(of_q)
     center, root = gaussian.affine(q)
-    white = _white(points, center, root)
+    white = whitened(points, center, root)
     mean, covariance = _moments(white, weights, control)
     coloured = root @ covariance @ root.T
     sd = np.sqrt(np.diag(coloured))
@@ -97,7 +69,7 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
         points=points,
         weights=weights,
         of_q=control,
-        scramble=_scrambles(proposals),
+        scramble=scrambles(proposals),
         mean=center + root @ mean,
         covariance=(coloured + coloured.T) / 2,
         log_ratio=_log_sum(log_weights) - _log_sum(of_q),
@@ -109,13 +81,15 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
     )
 
 
+def skewness(found: Reweighted) -> Array:
+    """Of every coordinate, (m,)."""
+    centred = found.points - found.weights @ found.points
+    return np.asarray((found.weights @ centred**3) / (found.weights @ centred**2) ** 1.5)
+
+
 def is_trusted(found: Reweighted) -> bool:
     """Whether weights, means and sds are near enough to those of the posterior."""
     return bool(found.pareto_k <= pareto.limit(len(found.points)) and found.error <= MOST_ERROR and found.ess >= FEWEST)
-
-
-def _white(points: Array, mean: Array, root: Array) -> Array:
-    return np.asarray(np.linalg.solve(root, (points - mean).T).T, dtype=np.float64)
 
 
 def _moments(white: Array, weights: Array, control: Array) -> tuple[Array, Array]:
@@ -136,7 +110,7 @@ def _by_scramble(
 
     By leaving out one scramble at a time: points within one are no independent sample.
     """
-    where = _scrambles(proposals)
+    where = scrambles(proposals)
     shifts, ratios = [], []
     for scramble in range(student.SCRAMBLES):
         kept = where != scramble
@@ -147,10 +121,6 @@ def _by_scramble(
         ratios.append(_log_sum(weights) - _log_sum(control))
     factor = np.sqrt(student.SCRAMBLES - 1.0)
     return factor * np.std(shifts, axis=0), float(factor * np.std(ratios))
-
-
-def _scrambles(proposals: tuple[Proposal, ...]) -> Array:
-    return np.concatenate([np.repeat(np.arange(student.SCRAMBLES), count) for _, _, count in proposals])
 
 
 def _log_sum(logs: Array) -> float:

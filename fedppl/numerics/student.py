@@ -19,7 +19,8 @@ def standard_points(size: int, count: int, stream: int) -> Array:
     """Points of a standard multivariate t, `count` of each scramble one after the other, (scrambles x count, size)."""
     parts = []
     for scramble in range(SCRAMBLES):
-        uniform = qmc.Sobol(size + 1, seed=np.random.default_rng((stream, scramble))).random(count)
+        sequence = qmc.Sobol(size + 1, seed=np.random.default_rng((stream, scramble)))
+        uniform = sequence.random_base2(int(np.ceil(np.log2(count))))[:count]  # balanced where count is a power of 2
         uniform = np.clip(uniform, 1e-12, 1 - 1e-12)
         chi2 = stats.chi2.ppf(uniform[:, 0], DEGREES)
         parts.append(ndtri(uniform[:, 1:]) * np.sqrt(DEGREES / chi2)[:, None])

@@ -11,7 +11,8 @@ from scipy import stats
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import pareto, student
-from fedppl.numerics.reweighting import Proposal, Reweighted, log_mixture, points_of, propose, reweigh
+from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose, with_tails
+from fedppl.numerics.reweighting import Reweighted, reweigh
 from fedppl.types import Array
 
 Q = gaussian.from_moments(np.array([1.0, -2.0]), np.array([[1.0, 0.3], [0.3, 0.5]]))
@@ -80,6 +81,37 @@ def test_points_without_a_value_are_left_out_and_counted() -> None:
     assert found is not None and found.lost == pytest.approx(1 / 16)
     assert_array_equal(found.weights[::16], 0.0)
     assert reweigh(Q, (proposal(),), points, np.full(len(points), np.nan)) is None
+
+
+def test_a_long_tail_along_one_coordinate_is_found_by_points_of_its_own() -> None:
+    """The logarithm of |N(0, 1)|, whose tail falls as exp(x), beside four normal coordinates; q has the near part."""
+    size = 5
+    q = gaussian.from_moments(np.r_[-0.4, np.zeros(size - 1)], np.diag(np.r_[0.7**2, np.ones(size - 1)]))
+    exact_sd = np.pi / np.sqrt(8)  # of log |N(0, 1)|; its mean is -(gamma + log 2) / 2
+    exact_mean, short, right = -(np.euler_gamma + np.log(2)) / 2, [], []
+    for stream in range(20):
+        for skewed, kept in ((0.0, short), (-0.8, right)):
+            covariance = gaussian.covariance(q) * 1.2**2
+            proposals = with_tails(gaussian.mean(q), covariance, 128, np.r_[skewed, np.zeros(size - 1)])
+            points = np.concatenate([points_of(one, 100 * stream + j) for j, one in enumerate(proposals)])
+            x, rest = points[:, 0], points[:, 1:]
+            logp = x - 0.5 * np.exp(2 * x) - 0.5 * np.sum(rest**2, axis=1)
+            found = reweigh(q, proposals, points, logp - gaussian.log_kernel(q, points))
+            assert found is not None
+            kept.append((found.mean[0], np.sqrt(found.covariance[0, 0]), found.error))
+    mean, sd, error = np.array(right).T
+    assert np.all(np.abs(sd / exact_sd - 1) < 5 * error) and np.all(np.abs(mean - exact_mean) / exact_sd < 5 * error)
+    assert np.sqrt(np.mean((sd / exact_sd - 1) ** 2)) < 0.03
+    assert np.mean(np.array(short)[:, 1]) < 0.97 * exact_sd  # no points, and no sign of what is missing
+
+
+def test_points_go_to_the_longest_tails_alone() -> None:
+    few = with_tails(np.zeros(3), np.eye(3), 128, np.array([0.1, -0.1, 0.0]))
+    assert len(few) == 1 and few[0].per_scramble == 128
+    base, first, second = with_tails(np.zeros(3), np.eye(3), 128, np.array([0.5, -0.9, 0.0]))
+    assert (base.per_scramble, first.per_scramble, second.per_scramble) == (64, 32, 32)
+    assert first.mean[1] < -2 and second.mean[0] > 2 and first.mean[0] == second.mean[1] == 0
+    assert sum(one.per_scramble for one in with_tails(np.zeros(20), np.eye(20), 128, np.ones(20))) <= 128
 
 
 def test_the_mixture_is_that_of_its_parts_by_their_numbers_of_points() -> None:

@@ -18,17 +18,8 @@ from fedppl.contracts import ClientUpdate, ClientView, LocalInference, LogEviden
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import normalise
-from fedppl.numerics.reweighting import (
-    FEWEST,
-    MOST_ERROR,
-    Proposal,
-    Reweighted,
-    is_trusted,
-    log_mixture,
-    points_of,
-    propose,
-    reweigh,
-)
+from fedppl.numerics.proposals import Proposal, log_mixture, points_of, with_tails
+from fedppl.numerics.reweighting import FEWEST, MOST_ERROR, Reweighted, is_trusted, reweigh, skewness
 from fedppl.types import Array, DeclarationError, Message, NotConvergedError
 
 _PATIENCE = 3  # rounds without any answer
@@ -47,6 +38,8 @@ class Correcting(NamedTuple):
     """Points that are being answered, of this exchange and of those before it."""
 
     proposals: tuple[Proposal, ...]
+    latest: int  # number of them that are of this exchange
+    exchanges: int  # so far, this one counted
     points: Array  # (J S, m)
     residual: Array  # (J S,) Σ_k log f_k − log q_k over who has answered; NaN where one had no value
     each: Array  # (K, J S) its terms; (0, J S) where they are too many to be kept
@@ -71,14 +64,16 @@ class Judged(NamedTuple):
     message: str
 
 
-def start(sites: Sites, points: int, stream: int, *, keep: bool) -> Correcting:
-    """The first exchange, around q; `keep` single answers however many they are."""
+def start(sites: Sites, skewed: Array, points: int, stream: int, *, keep: bool) -> Correcting:
+    """The first exchange, around q and along its skewness; `keep` single answers however many they are."""
     covariance = gaussian.covariance(sites.q) * _WIDER**2
-    proposal = propose(gaussian.mean(sites.q), covariance, points // student.SCRAMBLES)
-    empty = np.zeros((0, len(proposal.mean)))
+    proposals = with_tails(gaussian.mean(sites.q), covariance, points // student.SCRAMBLES, skewed)
+    empty = np.zeros((0, len(covariance)))
     count = len(sites.where)
     begun = Correcting(
         proposals=(),
+        latest=0,
+        exchanges=0,
         points=empty,
         residual=np.zeros(0),
         each=np.zeros((count if keep or count * points * 8 <= _KEPT else 0, 0)),
@@ -94,14 +89,17 @@ def start(sites: Sites, points: int, stream: int, *, keep: bool) -> Correcting:
         trusted=False,
         said="",
     )
-    return _exchange(begun, proposal, stream)
+    return _exchange(begun, proposals, stream)
 
 
-def _exchange(state: Correcting, proposal: Proposal, stream: int) -> Correcting:
-    """One more exchange, with points of another proposal beside those that there are."""
-    fresh = points_of(proposal, stream + len(state.proposals))
+def _exchange(state: Correcting, proposals: tuple[Proposal, ...], stream: int) -> Correcting:
+    """One more exchange, with points of other proposals beside those that there are."""
+    first = stream + len(state.proposals)
+    fresh = np.concatenate([points_of(proposal, first + number) for number, proposal in enumerate(proposals)])
     return state._replace(
-        proposals=(*state.proposals, proposal),
+        proposals=(*state.proposals, *proposals),
+        latest=len(proposals),
+        exchanges=state.exchanges + 1,
         points=np.concatenate([state.points, fresh]),
         residual=np.concatenate([state.residual, np.zeros(len(fresh))]),
         each=np.concatenate([state.each, np.zeros((len(state.each), len(fresh)))], axis=1),
@@ -115,7 +113,12 @@ def _exchange(state: Correcting, proposal: Proposal, stream: int) -> Correcting:
 
 def asked(state: Correcting) -> Array:
     """The points of this exchange, (S, m)."""
-    return state.points[len(state.points) - student.SCRAMBLES * state.proposals[-1].per_scramble :]
+    count = sum(proposal.per_scramble for proposal in _latest(state))
+    return state.points[len(state.points) - student.SCRAMBLES * count :]
+
+
+def _latest(state: Correcting) -> tuple[Proposal, ...]:
+    return state.proposals[-state.latest :]
 
 
 def broadcast(state: Correcting, sites: Sites, client_id: str, prior_share: float) -> Message:
@@ -158,7 +161,7 @@ def take(state: Correcting, sites: Sites, replies: Mapping[str, Message]) -> Cor
     first = len(state.points) - len(points)
     residual, noise, answered = state.residual.copy(), state.noise.copy(), state.answered.copy()
     each = state.each.copy()
-    is_proper, moved, effects = state.is_proper, state.moved, _effects(sites.q, state.proposals[-1], points)
+    is_proper, moved, effects = state.is_proper, state.moved, _effects(sites.q, _latest(state), points)
     for client_id in sorted(new):
         k, reply = sites.where[client_id], replies[client_id]
         site = Gaussian(sites.linear[k], _sites.dense(sites.precision[k], sites.structure))
@@ -187,9 +190,9 @@ def take(state: Correcting, sites: Sites, replies: Mapping[str, Message]) -> Cor
     )
 
 
-def _effects(q: Gaussian, proposal: Proposal, points: Array) -> Array:
+def _effects(q: Gaussian, proposals: tuple[Proposal, ...], points: Array) -> Array:
     """What a unit of log density at each point moves means and log sds of q by, in sds: (S, 2 m)."""
-    weights = normalise(gaussian.log_density(q, points) - log_mixture((proposal,), points))
+    weights = normalise(gaussian.log_density(q, points) - log_mixture(proposals, points))
     z = (points - gaussian.mean(q)) / gaussian.standard_deviations(q)
     parts = np.concatenate([z, 0.5 * (z**2 - 1.0)], axis=1)
     return np.asarray(weights[:, None] * (parts - weights @ parts))
@@ -220,8 +223,9 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
         return Judged(state, True, "no point of the correction has a value at every client; use local=fedppl.NUTS()")
     trusted = is_trusted(found)
     enough = trusted and found.ess >= _LEAST and found.error <= _SMALL
-    if not enough and len(state.proposals) < exchanges:
-        return Judged(_exchange(state, _refitted(found, state.proposals[-1], sites.q), stream), False, "")
+    if not enough and state.exchanges < exchanges:
+        count = 2 * sum(proposal.per_scramble for proposal in _latest(state))
+        return Judged(_exchange(state, _refitted(found, count, sites.q), stream), False, "")
     names = list(sites.where)
     noise = float(np.sqrt(found.weights @ np.nan_to_num(state.noise)))
     moved = float(np.sqrt(float(np.max(state.moved))))
@@ -308,13 +312,13 @@ def implausible(reply: Message) -> str | None:
     return None
 
 
-def _refitted(found: Reweighted, last: Proposal, q: Gaussian) -> Proposal:
-    """The t with the moments of the weighted points, somewhat wider where few are left; twice as many points."""
+def _refitted(found: Reweighted, count: int, q: Gaussian) -> tuple[Proposal, ...]:
+    """The t with the moments of the weighted points, somewhat wider where few are left, and along their tails."""
     m = len(found.mean)
     covariance = found.covariance
     if found.ess < 10 * m:  # too few to say how wide
         covariance = covariance + 0.5 * gaussian.covariance(q) / max(found.ess / m, 1.0)
-    return propose(found.mean, covariance, 2 * last.per_scramble)
+    return with_tails(found.mean, covariance, count, skewness(found))
 
 
 def _without(names: list[str]) -> str:
