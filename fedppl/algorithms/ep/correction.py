@@ -16,8 +16,9 @@ class Correction:
     .. math:: w_s \propto \frac{p(\varphi_s) \prod_k f_k(\varphi_s)}{g(\varphi_s)}, \qquad
               E[h] = E_q[h] + \sum_s (w_s - u_s)\, h(\varphi_s), \qquad u_s \propto q(\varphi_s) / g(\varphi_s)
 
-    Clients answer log f_k at scrambled Sobol points φ_s of a multivariate t, g, that reaches beyond q. Where the
-    weights say too little, g is fitted to the weighted points, and there is another exchange.
+    Clients answer log f_k at scrambled Sobol points φ_s of g: a multivariate t that reaches beyond q, and others along
+    the longer tails of skewed coordinates. Where the weights say too little, g is fitted to the weighted points, and
+    there is another exchange.
 
     Parameters
     ----------
