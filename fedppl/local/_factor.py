@@ -10,36 +10,72 @@ no moment; what of it is not constant shows in two halves of the nodes.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.interpolate import RBFInterpolator
+from scipy.special import logsumexp
 
+from fedppl import gaussian
 from fedppl.contracts import ClientView, Factor
 from fedppl.local import _marginal
 from fedppl.local._no_mode import no_mode
-from fedppl.numerics import student
-from fedppl.numerics.importance import stream_of
+from fedppl.numerics import pareto, student
+from fedppl.numerics.importance import effective_size, normalise, stream_of, weighted_moments
 from fedppl.numerics.integral import SIZES, Rule, by_grid, integral_batch
 from fedppl.numerics.marginal import site_batch
 from fedppl.numerics.newton import OK
+from fedppl.numerics.proposals import whitened
 from fedppl.types import Array, LocalFailure, Rng
 
-_NODES = (8, 32, 128)  # of a scramble; more where the halves disagree
-_AGREE = 0.01  # sd over points of what the halves differ by, in log units, with which more nodes are not needed
+_SHAPING = 64  # points of a scramble that tell where θ lies at the center
+_NODES = (32, 128, 512)  # of a scramble; more where they do not tell how log f_k varies
+_AGREE = 0.003  # sd over points of the errors, in log units, with which more nodes are not needed
 _SOME = 128  # points at which θ is integrated first
-_FORETOLD = 0.005  # median error of foretelling, in log units, with which that is enough
+_FORETOLD = 0.002  # median error of foretelling, in log units, with which that is enough
 _CANDIDATES, _TIMES = 8, 5  # of θ for each draw, half of them normal and half of a t, which reaches further
 _AT_ONCE = 2**22  # numbers in the factors that are held at a time
+# Trapezoids in u, where z = sinh u sds: dense near the mode, and far out on both sides.
+_STEPS = np.linspace(-4.0, 4.0, 25)
+_LINE, _LOG_LINE = np.sinh(_STEPS), np.log(np.cosh(_STEPS) * (_STEPS[1] - _STEPS[0]))
 
 
-def _student_rule(size: int, count: int, stream: int) -> Rule:
-    """Nodes of a t, with weights for integrals over a standard normal; scrambles make the halves."""
-    nodes = student.standard_points(size, count, stream)
-    eye = np.eye(size)
+class _Shape(NamedTuple):
+    """Mean and a root of the covariance of θ at the center, in sds of Laplace's approximation about its mode."""
+
+    mean: Array  # (d,)
+    root: Array  # (d, d)
+
+
+def _shape(client: ClientView, center: Array) -> _Shape:
+    """What Laplace's approximation misses of θ at the center: where it lies, and how wide it is."""
+    d = client.local_size
+    _, modes, factors = _marginal.modes(client, center[None], center, factors=True)
+    z = student.standard_points(d, _SHAPING, stream_of(client.client_id))
+    theta = modes + np.linalg.solve(factors[0].T, z.T).T
+    x = np.concatenate([np.broadcast_to(center, (len(z), len(center))), theta], axis=1)
+    logs = site_batch(client.kernel, np.ascontiguousarray(x), client.data) - student.log_density(z, np.eye(d))
+    if not np.any(np.isfinite(logs)):
+        return _Shape(np.zeros(d), np.eye(d))
+    logs, _ = pareto.smoothed(np.nan_to_num(logs, nan=-np.inf, posinf=-np.inf))
+    weights = normalise(logs)
+    found = weighted_moments(z, weights)
+    kept = min(1.0, effective_size(weights) / (10.0 * d))  # few points do not tell a covariance
+    covariance = kept * found.covariance + (1.0 - kept) * np.eye(d)
+    return _Shape(kept * found.mean, np.asarray(np.linalg.cholesky(covariance), dtype=np.float64))
+
+
+def _student_rule(shape: _Shape, count: int, stream: int) -> Rule:
+    """Nodes with weights for integrals over a standard normal: one of two of a t about 0, the others of its shape."""
+    size = len(shape.mean)
+    nodes = student.standard_points(size, count, stream).copy()
+    nodes[1::2] = shape.mean + nodes[1::2] @ shape.root.T
+    about = student.log_density(nodes, np.eye(size))
+    shaped = student.log_density(whitened(nodes, shape.mean, shape.root), shape.root)
     log_normal = -0.5 * np.sum(nodes**2, axis=1) - 0.5 * size * np.log(2 * np.pi)
-    log_weights = log_normal - student.log_density(nodes, eye) - np.log(len(nodes))
-    return Rule(nodes.copy(), log_weights, (np.arange(len(nodes)) < len(nodes) // 2).astype(float))
+    log_weights = log_normal - np.logaddexp(about, shaped) + np.log(2.0 / len(nodes))
+    return Rule(nodes, log_weights, np.repeat(np.arange(float(student.SCRAMBLES)), count))
 
 
 def factor(client: ClientView, points: Array, center: Array, prior_share: float) -> Factor:
@@ -50,7 +86,9 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     points = np.ascontiguousarray(points)
     found, _, _ = _marginal.modes(client, points, center, factors=False)
     values, errors = np.where(found > -np.inf, found, np.nan), np.zeros(len(points))
-    if client.local_size and not client.view(_marginal.is_exact):
+    if client.local_size > 1 and client.view(_is_separable):
+        values = _separately(client, points, center)
+    elif client.local_size and not client.view(_marginal.is_exact):
         few = np.unique(np.linspace(0, len(points) - 1, _SOME).astype(int))
         better, differ = _integrated(client, points[few], center)
         smooth = _smooth(points, few, np.stack([better - values[few], differ], axis=1))
@@ -67,10 +105,56 @@ def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array
     """log f_k by a grid of nodes or by sampled ones, and what is not known of how it varies."""
     if client.local_size not in SIZES:
         return _sampled(client, points, center)
-    values, outermost = _integrals(client, points, center, by_grid(client.local_size))
-    told = np.isfinite(values)
+    values, shares = _integrals(client, points, center, by_grid(client.local_size))
+    told, outermost = np.isfinite(values), shares[:, 1]
     # what a grid misses is at most of the order of what its rim has
     return values, np.where(told, outermost - (np.median(outermost[told]) if np.any(told) else 0.0), 0.0)
+
+
+def _is_separable(client: ClientView) -> bool:
+    """Whether coordinates of θ are independent given φ and the data: of the density alone, near and far."""
+    center = gaussian.mean(client.prior.gaussian)
+    points = center + np.array([[-1.0], [0.3], [1.0]]) * gaussian.standard_deviations(client.prior.gaussian)
+    try:
+        _, modes, factors = _marginal.modes(client, points, center, factors=True)
+    except LocalFailure:
+        return False
+    d = client.local_size
+    if not np.all(np.isfinite(factors)) or any(np.abs(one - np.diag(np.diag(one))).max() > 1e-6 for one in factors):
+        return False
+    z = np.random.default_rng(0).normal(size=(4, d)) * np.array([[0.5], [1.0], [2.0], [3.0]])
+    for point, mode, root in zip(points, modes, factors, strict=True):
+        moved = z / np.diag(root)
+        alone = (moved[:, :, None] * np.eye(d)).reshape(-1, d)  # one coordinate moved at a time
+        theta = mode + np.concatenate([np.zeros((1, d)), moved, alone])
+        x = np.concatenate([np.broadcast_to(point, (len(theta), len(point))), theta], axis=1)
+        logs = site_batch(client.kernel, np.ascontiguousarray(x), client.data)
+        together, each = logs[1 : 1 + len(z)] - logs[0], (logs[1 + len(z) :] - logs[0]).reshape(len(z), d).sum(axis=1)
+        if not np.allclose(together, each, rtol=1e-8, atol=1e-8 * max(1.0, float(np.abs(logs[0])))):
+            return False
+    return True
+
+
+def _separately(client: ClientView, points: Array, center: Array) -> Array:
+    """log f_k where coordinates of θ are independent given φ: the product of their integrals, each by quadrature."""
+    d, count = client.local_size, len(_LINE)
+    values = np.full(len(points), np.nan)
+    chunk = max(1, _AT_ONCE // (d * count * (d + points.shape[1])))
+    for first in range(0, len(points), chunk):
+        some = points[first : first + chunk]
+        _, modes, factors = _marginal.modes(client, some, center, factors=True)
+        diagonal = np.diagonal(factors, axis1=1, axis2=2)  # (S, d)
+        steps = np.zeros((len(some), d, count, d))
+        for j in range(d):
+            steps[:, j, :, j] = _LINE / diagonal[:, j, None]
+        theta = modes[:, None, None] + steps
+        phi = np.broadcast_to(some[:, None, None], (*theta.shape[:3], some.shape[1]))
+        x = np.concatenate([phi, theta], axis=3).reshape(-1, some.shape[1] + d)
+        logs = site_batch(client.kernel, np.ascontiguousarray(x), client.data).reshape(len(some), d, count)
+        at_mode = site_batch(client.kernel, np.ascontiguousarray(np.concatenate([some, modes], axis=1)), client.data)
+        terms = logs - at_mode[:, None, None] + _LOG_LINE
+        values[first : first + chunk] = at_mode + np.sum(logsumexp(terms, axis=2) - np.log(diagonal), axis=1)
+    return np.where(np.isfinite(values), values, np.nan)
 
 
 def _smooth(points: Array, few: NDArray[np.intp], known: Array) -> Array | None:
@@ -98,19 +182,28 @@ def _smooth(points: Array, few: NDArray[np.intp], known: Array) -> Array | None:
 
 
 def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, Array]:
-    """By importance sampling; as many nodes as it takes for the halves to agree on how log f_k varies."""
+    """By importance sampling; as many nodes as it takes to know how log f_k varies.
+
+    The logarithm of a mean is too low on average, and alike at all clients: by the jackknife over scrambles it is right
+    to the second order, and what that adds says how far it may still be off.
+    """
+    shape = _shape(client, center)
     for count in _NODES:
-        nodes = _student_rule(client.local_size, count, stream_of(client.client_id))
+        nodes = _student_rule(shape, count, stream_of(client.client_id))
         values, shares = _integrals(client, points, center, nodes)
-        with np.errstate(divide="ignore"):
-            apart = np.clip(np.log(shares) - np.log1p(-shares), -20.0, 20.0)
         told = np.isfinite(values)
-        differ = 0.5 * (apart - (np.median(apart[told]) if np.any(told) else 0.0))
-        differ = np.where(told, differ, 0.0)
-        spread = 1.48 * float(np.median(np.abs(differ[told]))) if np.any(told) else 0.0
-        if spread < _AGREE:
+        rest = np.log(np.clip(1.0 - shares, 1e-8, 1.0)) - np.log1p(-1.0 / student.SCRAMBLES)  # without each scramble
+        bias = -(student.SCRAMBLES - 1.0) * rest.mean(axis=1)
+        half = shares[:, : student.SCRAMBLES // 2].sum(axis=1)
+        with np.errstate(divide="ignore"):
+            apart = np.clip(np.log(half) - np.log1p(-half), -20.0, 20.0)
+        differ, low = (
+            np.where(told, one - (np.median(one[told]) if np.any(told) else 0.0), 0.0) for one in (apart, bias)
+        )
+        values, errors = values + bias, 0.5 * (differ + low)
+        if not np.any(told) or 1.48 * float(np.median(np.abs(errors[told]))) < _AGREE:
             break
-    return values, differ
+    return values, errors
 
 
 def _integrals(client: ClientView, points: Array, center: Array, nodes: Rule) -> tuple[Array, Array]:

@@ -46,12 +46,12 @@ def differences(
     """Δ at the points of a call of `integral_batch` that lacks its last arguments, and how far to trust it."""
     by_weights = size not in SIZES
     rule = by_points(size, _POINTS, stream) if by_weights else by_grid(size)
-    status, _, found, relative, beyond = batch(*rule, _NOTHING if by_weights else 0.0)
+    status, _, found, relative, shares = batch(*rule, _NOTHING if by_weights else 0.0)
     if status != OK or not np.all(np.isfinite(found)):
         return None
     if by_weights:
         return found, float(np.clip((relative.min() - _NOTHING) / (_ALL - _NOTHING), 0.0, 1.0))
-    return found, float(np.clip((_MOST - beyond.max()) / (_MOST - _LITTLE), 0.0, 1.0))
+    return found, float(np.clip((_MOST - shares[:, 1].max()) / (_MOST - _LITTLE), 0.0, 1.0))
 
 
 def left_out(

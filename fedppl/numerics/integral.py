@@ -28,7 +28,7 @@ class Rule(NamedTuple):
 
     nodes: Array  # (L, d)
     log_weights: Array  # (L,)
-    marked: Array  # (L,) 1 for nodes whose share of the integral is asked for, else 0
+    group: Array  # (L,) numbers of groups of nodes, 0, 1, ..., whose shares of the integral are asked for
 
 
 def by_points(size: int, count: int, stream: int) -> Rule:
@@ -39,7 +39,7 @@ def by_points(size: int, count: int, stream: int) -> Rule:
 
 @functools.cache
 def by_grid(size: int) -> Rule:
-    """Gauss-Hermite nodes, of which the outermost are marked."""
+    """Gauss-Hermite nodes, the outermost of which are group 1."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(SIZES[size])
     logs = np.log(weights / weights.sum())
     grid = np.array(list(itertools.product(nodes, repeat=size)))
@@ -49,18 +49,18 @@ def by_grid(size: int) -> Rule:
 
 @entry(KERNEL, MATRIX, VECTOR, VECTOR, DATA, MATRIX, VECTOR, VECTOR, types.float64)
 def integral_batch(
-    kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, nodes: Any, log_weights: Any, marked: Any, least: Any
+    kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, nodes: Any, log_weights: Any, group: Any, least: Any
 ) -> tuple[int, Array, Array, Array, Array]:
     """log f_k at every row of draws (S, m), by way of an expansion at φ, as in `marginal_batch`.
 
     Returns (status of the search at φ, log f_k (S,), the same less that of Laplace's approximation (S,), relative ESS
-    of the terms (S,), share of the marked nodes (S,)); NaN where there is no mode, and from the first point on that has
-    less ESS than `least`.
+    of the terms (S,), each group's share of the integral (S, G)); NaN where there is no mode, and from the first point
+    on that has less ESS than `least`.
     """
     count, m = draws.shape
     d = theta.shape[0]
     totals, differences = np.full(count, np.nan), np.full(count, np.nan)
-    relative, shares = np.zeros(count), np.zeros(count)
+    relative, shares = np.zeros(count), np.zeros((count, int(group.max()) + 1))
     status, origin, output, slope, center, _, scale = _origin(kernel, phi, theta, data)
     if status != OK:
         return status, totals, differences, relative, shares
@@ -92,7 +92,8 @@ def integral_batch(
         if np.isfinite(largest):
             total = largest + np.log(np.sum(np.exp(terms - largest)))
             relative[s] = 1.0 / np.sum(np.exp(2.0 * (terms - total))) / len(nodes)
-            shares[s] = np.sum(np.exp(terms - total) * marked)
+            for node in range(len(nodes)):
+                shares[s, int(group[node])] += np.exp(terms[node] - total)
             if relative[s] < least:
                 break
             totals[s], differences[s] = total, total - laplace

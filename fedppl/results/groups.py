@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pymc as pm
 import xarray as xr
 
@@ -59,7 +60,7 @@ def _posterior_predictive(client: ClientModel, posterior: xr.Dataset, seed: int)
     model = client.pymc_model()
     with model:
         drawn = pm.sample_posterior_predictive(
-            idata.from_groups({"posterior": posterior}),
+            idata.from_groups({"posterior": posterior, "constant_data": _constant(model)}),
             var_names=[variable.name for variable in model.observed_RVs],
             random_seed=seed,
             progressbar=False,
@@ -81,6 +82,13 @@ GROUPS: dict[str, Callable[[ClientModel, xr.Dataset, int], dict[str, xr.Dataset]
     "posterior_predictive": _posterior_predictive,
     "prior": _prior,
 }
+
+
+def _constant(model: Any) -> xr.Dataset:
+    """The model's data as they are: what PyMC finds unchanged it does not draw anew, nor what depends on it."""
+    values = {variable.name: np.asarray(variable.get_value()) for variable in model.data_vars}
+    dims = {name: tuple(f"{name}_dim_{axis}" for axis in range(value.ndim)) for name, value in values.items()}
+    return idata.dataset(values, dims, {})
 
 
 def _free(model: Any, posterior: xr.Dataset) -> xr.Dataset:

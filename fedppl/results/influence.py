@@ -28,15 +28,14 @@ def influence(fit: Ended, log_ratio: LogRatio | None, clients: Sequence[str] | s
     names = chosen("clients", clients, fit.client_ids, "the fit's clients")
     corrected = shared.corrected(fit.state)
     q = shared.gaussian(fit.state)
-    mean, sd = (
-        (gaussian.mean(q), gaussian.standard_deviations(q))
-        if corrected is None
-        else (corrected.mean, np.sqrt(np.diag(corrected.covariance)))
-    )
     each = [shared.without(fit.state, name, log_ratio) for name in names]
-    found = [_moments(one, len(mean)) for one in each]
+    found = [_moments(one, fit.layout.size) for one in each]
     means, sds = np.stack([one[0] for one in found]), np.stack([one[1] for one in found])
     exact = np.array([one[3] for one in found])
+    mean, sd = gaussian.mean(q), gaussian.standard_deviations(q)
+    if corrected is not None:  # each beside what is of the same kind
+        mean = np.where(exact[:, None], corrected.mean, mean)
+        sd = np.where(exact[:, None], np.sqrt(np.diag(corrected.covariance)), sd)
     values = {
         "mean": means,
         "sd": sds,

@@ -175,7 +175,7 @@ def loo_compare(
             "elpd_diff": totals[best] - totals,
             "dse": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd[best] - elpd],
             "weight": _stacked(elpd),
-            "bad": [sum(int((one.k > one.limit).sum()) for one in model.values()) for model in rows],
+            "bad": [sum(int((~(one.k <= one.limit)).sum()) for one in model.values()) for model in rows],
             "status": [fit.status.value for fit in fits.values()],
         },
         index=names,

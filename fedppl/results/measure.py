@@ -79,9 +79,12 @@ def _by_one_way(values: Array, way: Array, probabilities: Array) -> Estimates:
     with np.errstate(invalid="ignore", over="ignore"):  # of values that have no moments under q
         shifts = way @ (values - center)
         squares = way @ (values - center) ** 2
-        sds = np.sqrt(np.maximum(squares - shifts**2, 0.0))
+        variances = squares - shifts**2
+        sds = np.sqrt(np.maximum(variances, 0.0))
         factor = np.sqrt(SCRAMBLES - 1.0)
         errors = factor * np.std(shifts[1:], axis=0), factor * np.std(sds[1:], axis=0)
+    # No variance at all is told by weights of both signs whose terms do not cancel; a constant has none either.
+    errors = errors[0], np.where(np.any(variances < -1e-12 * center**2, axis=0), np.inf, errors[1])
     return Estimates(center, sds[0], *errors, _quantiles(values, way[0], probabilities))
 
 

@@ -88,9 +88,14 @@ def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Ge
         )
     found = idata.as_dataset(drawn, "posterior_predictive")
     return {
-        array: np.asarray(found[name])[0].astype(np.asarray(client.arrays[array]).dtype)
+        array: _as_outcomes(np.asarray(found[name])[0], np.asarray(client.arrays[array]).dtype)
         for name, array in arrays.items()
     }
+
+
+def _as_outcomes(drawn: Array, dtype: Any) -> Array:
+    """Whole numbers as the client has them; measurements that were whole numbers here need not be so again."""
+    return drawn if np.issubdtype(drawn.dtype, np.floating) else drawn.astype(dtype)
 
 
 def _array_of(client: ClientModel, model: Any, rv: Any) -> str:

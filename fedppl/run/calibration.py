@@ -150,10 +150,12 @@ def plot_calibration(found: xr.Dataset, *, axes: Any = None) -> Any:
     if not isinstance(found, xr.Dataset) or "pit" not in found:
         raise DeclarationError(f"found={shown(found)} is not what fedppl.calibrate returned.")
     axes = plt.subplots()[1] if axes is None else axes
+    known = found.sizes["data_set"]
     for label in found["rows"].values:
         u = np.sort(found["pit"].sel(rows=label).dropna("data_set").values)
+        known = min(known, len(u))
         axes.step(u, np.arange(1, len(u) + 1) / len(u) - u, where="post", label=str(label))
-    half = stats.kstwo.ppf(0.95, found.sizes["data_set"])
+    half = stats.kstwo.ppf(0.95, max(known, 1))
     axes.axhspan(-half, half, alpha=0.2)
     axes.set(xlabel="probability integral transform", ylabel="distribution function less the uniform", xlim=(0, 1))
     axes.legend()

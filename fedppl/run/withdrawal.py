@@ -28,9 +28,7 @@ class Withdrawal(NamedTuple):
 
     fit: Fit
     left: tuple[str, ...]
-    distance: (
-        float  # of q from that of a fit that never saw them, largest in sds of a mean or in log sd; NaN: not asked
-    )
+    distance: float  # of q from that of a fit that never saw them, largest in sds of a mean or in log sd; NaN: unknown
     still_held: tuple[str, ...]  # what holds numbers that depend on their data, and is not undone here
 
 
@@ -48,7 +46,8 @@ def without(
     clients
         Ids of those that leave.
     certificate
-        Whether to fit the others a second time from the prior, and measure the distance.
+        Whether to fit the others a second time from the prior, and measure the distance: NaN where one of the two did
+        not converge.
     random_seed
         Seed; by default the fit's.
     **settings
@@ -100,8 +99,10 @@ def without(
     after = fit_clients(fit.declaration, data, fit.algorithm, random_seed=seed, start=fit, **settings)
     distance = np.nan
     if certificate:
-        never = fit_clients(fit.declaration, data, fit.algorithm, random_seed=seed, **settings)
-        distance = _apart(shared.gaussian(after.state), shared.gaussian(never.state))
+        again = {name: value for name, value in settings.items() if name not in ("checkpoint", "callback")}
+        never = fit_clients(fit.declaration, data, fit.algorithm, random_seed=seed, **again)
+        if after.status.ok and never.status.ok:
+            distance = _apart(shared.gaussian(after.state), shared.gaussian(never.state))
     return Withdrawal(after, names, distance, _STILL_HELD)
 
 

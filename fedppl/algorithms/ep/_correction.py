@@ -45,7 +45,7 @@ class Correcting(NamedTuple):
     each: Array  # (K, J S) its terms; (0, J S) where they are too many to be kept
     distrusted: NDArray[np.bool_]  # (K,) moved the posterior by more than trust allows; their sites stand for them
     noise: Array  # (J S,) Σ_k squared errors
-    moved: Array  # (2 m,) Σ_k squares of what they move means and log sds by, in sds of q, in this exchange
+    moved: Array  # (2, 2 m) what they move means and log sds by, in sds of q, in this exchange: Σ_k, and Σ_k of squares
     answered: NDArray[np.bool_]  # (K,) in this exchange
     missing: NDArray[np.bool_]  # (K,) did not answer in an exchange, so that its site stands for it
     waited: int  # rounds without a new answer
@@ -79,7 +79,7 @@ def start(sites: Sites, skewed: Array, points: int, stream: int, *, keep: bool) 
         each=np.zeros((count if keep or count * points * 8 <= _KEPT else 0, 0)),
         distrusted=np.zeros(count, dtype=bool),
         noise=np.zeros(0),
-        moved=np.zeros(2 * empty.shape[1]),
+        moved=np.zeros((2, 2 * empty.shape[1])),
         answered=np.zeros(count, dtype=bool),
         missing=np.zeros(count, dtype=bool),
         waited=0,
@@ -176,7 +176,8 @@ def take(state: Correcting, sites: Sites, replies: Mapping[str, Message]) -> Cor
         residual[first:] += term
         errors = np.asarray(reply["errors"], dtype=float)
         noise[first:] += errors**2
-        moved = moved + (errors @ effects) ** 2
+        by_client = errors @ effects
+        moved = moved + np.stack([by_client, by_client**2])
         is_proper = is_proper and float(reply["proper"]) > 0.5
     return state._replace(
         residual=residual,
@@ -215,7 +216,7 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
         left = int(len(state.answered) - state.answered.sum())
         return Judged(state, False, f"{left} clients have not answered yet at the points of the correction")
     state = state._replace(missing=state.missing | ~state.answered)
-    if trust is not None:
+    if trust is not None and len(state.answered) > 1:
         state = _without_liars(state, sites, trust)
     found = reweigh(sites.q, state.proposals, state.points, state.residual)
     state = state._replace(found=found)
@@ -223,12 +224,14 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
         return Judged(state, True, "no point of the correction has a value at every client; use local=fedppl.NUTS()")
     trusted = is_trusted(found)
     enough = trusted and found.ess >= _LEAST and found.error <= _SMALL
-    if not enough and state.exchanges < exchanges:
+    hopeless = bool(np.any(state.missing) or np.any(state.distrusted))  # whatever points there were
+    if not enough and not hopeless and state.exchanges < exchanges:
         count = 2 * sum(proposal.per_scramble for proposal in _latest(state))
         return Judged(_exchange(state, _refitted(found, count, sites.q), stream), False, "")
     names = list(sites.where)
     noise = float(np.sqrt(found.weights @ np.nan_to_num(state.noise)))
-    moved = float(np.sqrt(float(np.max(state.moved))))
+    # Of any sign they add up by their squares, and errors that clients have alike as they are.
+    moved = float(max(np.max(np.abs(state.moved[0])), np.sqrt(np.max(state.moved[1]))))
     problems = [
         _without([names[k] for k in np.flatnonzero(state.missing)]),
         _misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),

@@ -68,7 +68,7 @@ def details(state: EPState) -> contracts.Details:
 def resume(first: EPState, last: EPState) -> EPState:
     """Begin with the sites of the clients that another fit had too; from the prior where they leave no posterior."""
     old, new = last.sites, first.sites
-    if old.precision.shape[1:] != new.precision.shape[1:]:
+    if old.structure != new.structure:
         raise DeclarationError("start= is a fit with another structure=; give both the same.")
     if last.warm_start is not None:
         return first
@@ -89,7 +89,8 @@ def without(state: EPState, client_id: str, log_ratio: contracts.LogRatio | None
     """
     k, sites, held = state.sites.where[client_id], state.sites, state.correction
     cavity, unknown = _sites.cavity(sites, client_id), contracts.LogEvidence(np.nan, np.nan)
-    if held is None or held.found is None or not held.trusted or not len(held.each):
+    lacks_prior = state.prior_share and log_ratio is None  # its share of the prior would go with the client
+    if held is None or held.found is None or not held.trusted or not len(held.each) or lacks_prior:
         return WithoutClient(cavity, None, unknown)
     residual = held.residual - (0.0 if held.distrusted[k] else held.each[k])
     if state.prior_share and log_ratio is not None:
