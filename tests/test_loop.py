@@ -378,7 +378,7 @@ def test_running_out_of_rounds_is_a_status_that_names_the_knob(caplog: pytest.Lo
     """Said once: as a warning that points here."""
     model, clients = problems.noise()
     with caplog.at_level(logging.WARNING, logger="fedppl"), pytest.warns(fedppl.ConvergenceWarning) as warned:
-        result = fedppl.fit(model, clients, fedppl.EP(), rounds=2, progressbar=False, random_seed=1)
+        result = fedppl.fit(model, clients, fedppl.EP(correction=None), rounds=2, progressbar=False, random_seed=1)
     assert result.status is Status.MAX_ROUNDS and not result.status.ok
     assert "stopped after 2 of 2 rounds" in result.message and "raise rounds=" in result.message
     assert [(w.filename, result.message in str(w.message)) for w in warned] == [(__file__, True)]
@@ -387,7 +387,7 @@ def test_running_out_of_rounds_is_a_status_that_names_the_knob(caplog: pytest.Lo
 
 def test_rounds_warn_of_nothing() -> None:
     model, clients = problems.noise()
-    steps = list(fedppl.rounds(model, clients, fedppl.EP(), rounds=2, random_seed=1))
+    steps = list(fedppl.rounds(model, clients, fedppl.EP(correction=None), rounds=2, random_seed=1))
     assert steps[-1].status is Status.RUNNING
 
 

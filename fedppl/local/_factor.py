@@ -2,9 +2,10 @@ r"""log f_k at points as well as it can be had, with errors: θ integrated, not 
 
 .. math:: \log f_k(\varphi) = \log \int p(y_k, \theta \mid \varphi)\, d\theta
 
-Adaptive Gauss-Hermite quadrature about the mode of θ for up to three coordinates; beyond, importance sampling from a
-multivariate t there. The same nodes serve all φ, so that their error is smooth in φ and mostly a constant, which moves
-no moment; what of it is not constant shows in two halves of the nodes.
+Where coordinates of θ are independent given φ, each by a quadrature of its own. Else by a grid about the mode of θ for
+up to three coordinates; beyond, importance sampling from multivariate t's there. The same nodes serve all φ, so that
+their error is smooth in φ and mostly a constant, which moves no moment; what of it is not constant shows in two halves
+of the nodes, and in what the jackknife adds.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from fedppl.local import _marginal
 from fedppl.local._no_mode import no_mode
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import effective_size, normalise, stream_of, weighted_moments
-from fedppl.numerics.integral import SIZES, Rule, by_grid, integral_batch
+from fedppl.numerics.integral import Rule, by_grid, integral_batch
 from fedppl.numerics.marginal import site_batch
 from fedppl.numerics.newton import OK
 from fedppl.numerics.proposals import whitened
 from fedppl.types import Array, LocalFailure, Rng
 
+_GRID = {2: 15, 3: 9}  # nodes of each coordinate, by the number of coordinates
 _SHAPING = 64  # points of a scramble that tell where θ lies at the center
 _NODES = (32, 128, 512)  # of a scramble; more where they do not tell how log f_k varies
 _AGREE = 0.003  # sd over points of the errors, in log units, with which more nodes are not needed
@@ -86,7 +88,7 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     points = np.ascontiguousarray(points)
     found, _, _ = _marginal.modes(client, points, center, factors=False)
     values, errors = np.where(found > -np.inf, found, np.nan), np.zeros(len(points))
-    if client.local_size > 1 and client.view(_is_separable):
+    if client.local_size and client.view(_is_separable):
         values = _separately(client, points, center)
     elif client.local_size and not client.view(_marginal.is_exact):
         few = np.unique(np.linspace(0, len(points) - 1, _SOME).astype(int))
@@ -103,9 +105,9 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
 
 def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array, Array]:
     """log f_k by a grid of nodes or by sampled ones, and what is not known of how it varies."""
-    if client.local_size not in SIZES:
+    if client.local_size not in _GRID:
         return _sampled(client, points, center)
-    values, shares = _integrals(client, points, center, by_grid(client.local_size))
+    values, shares = _integrals(client, points, center, by_grid(client.local_size, _GRID[client.local_size]))
     told, outermost = np.isfinite(values), shares[:, 1]
     # what a grid misses is at most of the order of what its rim has
     return values, np.where(told, outermost - (np.median(outermost[told]) if np.any(told) else 0.0), 0.0)

@@ -45,7 +45,7 @@ def differences(
 ) -> tuple[Array, float] | None:
     """Δ at the points of a call of `integral_batch` that lacks its last arguments, and how far to trust it."""
     by_weights = size not in SIZES
-    rule = by_points(size, _POINTS, stream) if by_weights else by_grid(size)
+    rule = by_points(size, _POINTS, stream) if by_weights else by_grid(size, SIZES[size])
     status, _, found, relative, shares = batch(*rule, _NOTHING if by_weights else 0.0)
     if status != OK or not np.all(np.isfinite(found)):
         return None

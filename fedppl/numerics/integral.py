@@ -38,9 +38,9 @@ def by_points(size: int, count: int, stream: int) -> Rule:
 
 
 @functools.cache
-def by_grid(size: int) -> Rule:
-    """Gauss-Hermite nodes, the outermost of which are group 1."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(SIZES[size])
+def by_grid(size: int, count: int) -> Rule:
+    """Gauss-Hermite nodes, `count` of each coordinate, the outermost of which are group 1."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(count)
     logs = np.log(weights / weights.sum())
     grid = np.array(list(itertools.product(nodes, repeat=size)))
     outer = (np.abs(grid).max(axis=1) > nodes.max() - 1e-9).astype(float)

@@ -34,11 +34,15 @@ def added(last: Infos, infos: Infos, *, closing: bool) -> dict[str, Mapping[str,
     """The last diagnostics of every client after one more round.
 
     What a round at the end of a run asks stands beside what clients said of their moments; that the posterior is no
-    Gaussian is made up for there, so that ``departure`` counts no more.
+    Gaussian is made up for there, and what Laplace leaves out is looked into: ``departure`` and ``inner_trust`` count
+    no more.
     """
     if not closing:
         return {**last, **infos}
-    before = {k: {name: value for name, value in info.items() if name != "departure"} for k, info in last.items()}
+    before = {
+        k: {name: value for name, value in info.items() if name not in ("departure", "inner_trust")}
+        for k, info in last.items()
+    }
     return {**last, **{k: {**before.get(k, {}), **info} for k, info in infos.items()}}
 
 
