@@ -86,7 +86,10 @@ def test_one_client_without_any_spread_is_named() -> None:
 def test_a_prior_that_keeps_the_scale_from_zero_helps(builder: Any) -> None:
     shared = ["mu", "sigma"] if builder is with_noise else ["mu", "tau"]
     fit = fitted(
-        builder(lambda: pm.InverseGamma("sigma", 3, 1)), shared, {**outcomes(), **CONSTANT}, fedppl.EP(correction=None)
+        builder(lambda: pm.InverseGamma("sigma", 3, 1)),
+        shared,
+        {**outcomes(), **CONSTANT},
+        algorithm=fedppl.EP(correction=None),
     )
     assert fit.status is Status.CONVERGED
 
