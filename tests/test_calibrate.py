@@ -79,3 +79,10 @@ def test_what_cannot_be_simulated_or_read_is_refused() -> None:
     for settings in ({"data_sets": 1}, {"simulate": 3}, {"simulate": lambda data: data}, {"random_seed": -1}):
         with pytest.raises(DeclarationError):
             fedppl.calibrate(model, clients, GAUSSIAN, **{"data_sets": 2, **settings})  # type: ignore[arg-type]
+
+
+def test_measurements_that_were_whole_numbers_are_drawn_as_measurements() -> None:
+    model, clients = normal_means(3)
+    whole = {name: {"y": np.round(data["y"]).astype(int)} for name, data in clients.items()}
+    found = fedppl.calibrate(model, whole, GAUSSIAN, data_sets=5, random_seed=1)
+    assert_array_equal(found["pit"], fedppl.calibrate(model, clients, GAUSSIAN, data_sets=5, random_seed=1)["pit"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -369,6 +370,9 @@ def test_influence_is_the_posterior_of_the_other_clients() -> None:
         ours = found.sel(client=left_out)
         assert_allclose((ours["mean"] - rest["corrected_mean"].values) / sd, 0, atol=0.03)
         assert_allclose(ours["sd"] / sd, 1, atol=0.03)
+    whole = fit(model, clients)
+    unknown = dataclasses.replace(whole, clients={})  # of sites of their own the prior is not known here
+    assert not bool(unknown.influence()["exact"].any())
     assert list(fit(model, clients).influence("school B")["client"].values) == ["school B"]
     with pytest.raises(DeclarationError, match="school Z"):
         fit(model, clients).influence(["school Z"])

@@ -147,3 +147,23 @@ def test_groups_of_a_client_are_those_that_arviz_reads() -> None:
     values = idata.as_dataset(drawn, "posterior")
     assert set(idata.as_dataset(drawn, "prior")) >= {str(v) for v in values if v in ("mu", "a", "beta")}
     assert "obs" in idata.as_dataset(drawn, "prior_predictive")
+
+
+def by_inputs(y: Any, w: Any) -> pm.Model:
+    """Local variables whose prior reads data."""
+    with pm.Model() as model:
+        y, w = pm.Data("y", y), pm.Data("w", w)
+        pm.Normal("obs", pm.Normal("theta", pm.Normal("mu", 0, 1) + w, 1.0), 0.1, observed=y)
+    return model
+
+
+def test_replicates_are_of_the_local_variables_that_were_drawn() -> None:
+    rng = np.random.default_rng(0)
+    clients = {}
+    for k in range(3):
+        w = rng.normal(size=15)
+        clients[str(k)] = {"y": 0.3 + w + rng.normal(size=15) + 0.1 * rng.normal(size=15), "w": w}
+    drawn = fit(FederatedModel(by_inputs, ["mu"]), clients).client("0", groups="posterior_predictive")
+    replicates = idata.as_dataset(drawn, "posterior_predictive")["obs"].values.reshape(-1, 15)
+    assert_allclose(replicates.std(axis=0), 0.1 * np.sqrt(2), rtol=0.1)
+    assert np.abs(replicates.mean(axis=0) - clients["0"]["y"]).max() < 0.02

@@ -40,6 +40,14 @@ def test_without_a_client_is_a_fit_that_never_saw_it(problem: Any) -> None:
     assert any("checkpoints" in held for held in found.still_held)
 
 
+def test_the_fit_that_never_saw_a_client_is_another_one_with_a_checkpoint_too(tmp_path: Any) -> None:
+    before = fit(*problems.regression())
+    name = before.client_ids[1]
+    plain = fedppl.without(before, name, progressbar=False)
+    kept = fedppl.without(before, name, progressbar=False, checkpoint=tmp_path / "run")
+    assert kept.distance == pytest.approx(plain.distance) and kept.distance > 0
+
+
 def test_clients_join_and_bring_other_rows() -> None:
     model, clients = problems.regression()
     first, *others = clients
