@@ -216,7 +216,8 @@ class Result(NamedTuple, Generic[S, P]):
         towards ``rounds=`` either.
     out_of_rounds
         The state once ``rounds=`` has run out: with `closing` true of it the run goes on to its end, which is then not
-        saved, so that the same call with more rounds goes on from before it. By default the one that was given.
+        saved, so that the same call with more rounds goes on from before it. By default the one that was given. Sites
+        of their own are not asked for such an end.
     tests_convergence
         Whether a fit is meant to end as converged, and warns where it does not. Methods that run a given number of
         rounds of gradient steps are not, even where they stop once nothing moves.

@@ -51,7 +51,8 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     Notes
     -----
     *When this fails.* The evidence depends on the priors, however many data there are: with priors that are wide for
-    want of knowledge it prefers the model that has fewer of them. Compare predictions then.
+    want of knowledge it prefers the model that has fewer of them. Compare predictions then. Of sites of their own the
+    ids are compared, and no observations.
     """
     if not isinstance(fits, Mapping) or len(fits) < 2 or not all(isinstance(fit, Fit) for fit in fits.values()):
         raise DeclarationError(f"fits={shown(fits)} must be two or more fits by name: {{'a': fit_a, 'b': fit_b}}.")

@@ -169,7 +169,9 @@ class Fit(Ended):
         Notes
         -----
         *When this fails.* The points lie around the mode that EP found. Another one, apart from it, is not seen, and
-        its mass is missing without a word: ``EP(starts=...)`` looks for others first.
+        its mass is missing without a word: ``EP(starts=...)`` looks for others first. Where more than three local
+        variables depend on each other given the shared ones, they are integrated by sampled nodes, whose error has a
+        part that is alike at all points: it moves no moment, and is not in the standard error here.
         """
         shared = self.algorithm.result.shared
         if not isinstance(shared, Posterior):

@@ -267,7 +267,9 @@ def _run(run: Run) -> Iterator[Round]:
     result = run.algorithm.result
     while not run.records or run.records[-1].status is Status.RUNNING:
         if run.limit is not None and run.counted >= run.limit and not result.closing(run.state):
-            run.state, run.saves = result.out_of_rounds(run.state), False
+            # Sites keep account of a run's rounds, and what is not saved could not be asked of them again.
+            if not run.engine.has_sites():
+                run.state, run.saves = result.out_of_rounds(run.state), False
             if not result.closing(run.state):
                 return
         yield one_round(run)
