@@ -88,9 +88,10 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     points = np.ascontiguousarray(points)
     found, _, _ = _marginal.modes(client, points, center, factors=False)
     values, errors = np.where(found > -np.inf, found, np.nan), np.zeros(len(points))
-    if client.local_size and client.view(_is_separable):
+    is_gaussian = not client.local_size or client.view(_marginal.is_exact)
+    if not is_gaussian and client.view(_is_separable):
         values = _separately(client, points, center)
-    elif client.local_size and not client.view(_marginal.is_exact):
+    elif not is_gaussian:
         few = np.unique(np.linspace(0, len(points) - 1, _SOME).astype(int))
         better, differ = _integrated(client, points[few], center)
         smooth = _smooth(points, few, np.stack([better - values[few], differ], axis=1))
