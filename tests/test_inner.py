@@ -14,6 +14,7 @@ from scipy.stats import norm
 import fedppl
 from fedppl import FederatedModel, gaussian
 from fedppl.local import _inner, _marginal
+from fedppl.local._separable import is_separable
 from fedppl.types import Array
 
 
@@ -219,4 +220,21 @@ def test_independent_coordinates_are_integrated_alone_and_exactly(size: int) -> 
     assert found is not None
     values, errors = found(client, points, np.zeros(2), 0.0)
     assert_allclose(values, size * exact(points, 1, 2), rtol=1e-5)
-    assert_allclose(errors, 0.0)
+    assert_allclose(errors, 0.0, atol=1e-3)
+
+
+def test_coordinates_that_depend_on_each_other_are_not_separable() -> None:
+    """By the likelihood alone; and where they do not, they are."""
+
+    def coupled(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            y = pm.Data("y", y)
+            theta = pm.Normal("theta", pm.Normal("mu", 0, 2), pm.HalfNormal("tau", 2), shape=2)
+            pm.Bernoulli("obs", logit_p=theta[0] + 0.01 * theta[1], observed=y)
+        return model
+
+    def client(builder: Any, y: Any) -> Any:
+        return FederatedModel(builder, ["mu", "tau"]).enrol({"a": {"y": y}})["a"]
+
+    assert not client(coupled, np.array([0, 1, 1])).view(is_separable)
+    assert client(of_size(3), np.tile([[0], [1]], (1, 3))).view(is_separable)

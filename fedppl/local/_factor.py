@@ -16,12 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy.interpolate import RBFInterpolator
-from scipy.special import logsumexp
 
-from fedppl import gaussian
 from fedppl.contracts import ClientView, Factor
 from fedppl.local import _marginal
 from fedppl.local._no_mode import no_mode
+from fedppl.local._separable import is_separable, one_by_one
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import effective_size, normalise, stream_of, weighted_moments
 from fedppl.numerics.integral import Rule, by_grid, integral_batch
@@ -38,9 +37,6 @@ _SOME = 128  # points at which θ is integrated first
 _FORETOLD = 0.002  # median error of foretelling, in log units, with which that is enough
 _CANDIDATES, _TIMES = 8, 5  # of θ for each draw, half of them normal and half of a t, which reaches further
 _AT_ONCE = 2**22  # numbers in the factors that are held at a time
-# Trapezoids in u, where z = sinh u sds: dense near the mode, and far out on both sides.
-_STEPS = np.linspace(-4.0, 4.0, 25)
-_LINE, _LOG_LINE = np.sinh(_STEPS), np.log(np.cosh(_STEPS) * (_STEPS[1] - _STEPS[0]))
 
 
 class _Shape(NamedTuple):
@@ -89,8 +85,8 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     found, _, _ = _marginal.modes(client, points, center, factors=False)
     values, errors = np.where(found > -np.inf, found, np.nan), np.zeros(len(points))
     is_gaussian = not client.local_size or client.view(_marginal.is_exact)
-    if not is_gaussian and client.view(_is_separable):
-        values = _separately(client, points, center)
+    if not is_gaussian and client.view(is_separable):
+        values, errors = one_by_one(client, points, center)
     elif not is_gaussian:
         few = np.unique(np.linspace(0, len(points) - 1, _SOME).astype(int))
         better, differ = _integrated(client, points[few], center)
@@ -112,52 +108,6 @@ def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array
     told, outermost = np.isfinite(values), shares[:, 1]
     # what a grid misses is at most of the order of what its rim has
     return values, np.where(told, outermost - (np.median(outermost[told]) if np.any(told) else 0.0), 0.0)
-
-
-def _is_separable(client: ClientView) -> bool:
-    """Whether coordinates of θ are independent given φ and the data: of the density alone, near and far."""
-    center = gaussian.mean(client.prior.gaussian)
-    points = center + np.array([[-1.0], [0.3], [1.0]]) * gaussian.standard_deviations(client.prior.gaussian)
-    try:
-        _, modes, factors = _marginal.modes(client, points, center, factors=True)
-    except LocalFailure:
-        return False
-    d = client.local_size
-    if not np.all(np.isfinite(factors)) or any(np.abs(one - np.diag(np.diag(one))).max() > 1e-6 for one in factors):
-        return False
-    z = np.random.default_rng(0).normal(size=(4, d)) * np.array([[0.5], [1.0], [2.0], [3.0]])
-    for point, mode, root in zip(points, modes, factors, strict=True):
-        moved = z / np.diag(root)
-        alone = (moved[:, :, None] * np.eye(d)).reshape(-1, d)  # one coordinate moved at a time
-        theta = mode + np.concatenate([np.zeros((1, d)), moved, alone])
-        x = np.concatenate([np.broadcast_to(point, (len(theta), len(point))), theta], axis=1)
-        logs = site_batch(client.kernel, np.ascontiguousarray(x), client.data)
-        together, each = logs[1 : 1 + len(z)] - logs[0], (logs[1 + len(z) :] - logs[0]).reshape(len(z), d).sum(axis=1)
-        if not np.allclose(together, each, rtol=1e-8, atol=1e-8 * max(1.0, float(np.abs(logs[0])))):
-            return False
-    return True
-
-
-def _separately(client: ClientView, points: Array, center: Array) -> Array:
-    """log f_k where coordinates of θ are independent given φ: the product of their integrals, each by quadrature."""
-    d, count = client.local_size, len(_LINE)
-    values = np.full(len(points), np.nan)
-    chunk = max(1, _AT_ONCE // (d * count * (d + points.shape[1])))
-    for first in range(0, len(points), chunk):
-        some = points[first : first + chunk]
-        _, modes, factors = _marginal.modes(client, some, center, factors=True)
-        diagonal = np.diagonal(factors, axis1=1, axis2=2)  # (S, d)
-        steps = np.zeros((len(some), d, count, d))
-        for j in range(d):
-            steps[:, j, :, j] = _LINE / diagonal[:, j, None]
-        theta = modes[:, None, None] + steps
-        phi = np.broadcast_to(some[:, None, None], (*theta.shape[:3], some.shape[1]))
-        x = np.concatenate([phi, theta], axis=3).reshape(-1, some.shape[1] + d)
-        logs = site_batch(client.kernel, np.ascontiguousarray(x), client.data).reshape(len(some), d, count)
-        at_mode = site_batch(client.kernel, np.ascontiguousarray(np.concatenate([some, modes], axis=1)), client.data)
-        terms = logs - at_mode[:, None, None] + _LOG_LINE
-        values[first : first + chunk] = at_mode + np.sum(logsumexp(terms, axis=2) - np.log(diagonal), axis=1)
-    return np.where(np.isfinite(values), values, np.nan)
 
 
 def _smooth(points: Array, few: NDArray[np.intp], known: Array) -> Array | None:

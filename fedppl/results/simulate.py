@@ -39,15 +39,15 @@ def proper_priors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_a_word() -> Iterator[None]:
-    """Leave out PyMC's line on what it samples: one for each of many data sets tells nothing."""
-    log = logging.getLogger("pymc.sampling.forward")
-    level = log.level
-    log.setLevel(logging.WARNING)
+def at_level(name: str, level: int) -> Iterator[None]:
+    """Hold back what a logger says below a level: one line for each of many data sets tells nothing."""
+    log = logging.getLogger(name)
+    before = log.level
+    log.setLevel(level)
     try:
         yield
     finally:
-        log.setLevel(level)
+        log.setLevel(before)
 
 
 def truths(client: ClientModel, count: int, rng: np.random.Generator) -> Truths:
@@ -78,7 +78,7 @@ def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Ge
     group = idata.dataset(
         {name: value[None] for name, value in shared.items()}, dims, {"chain": [0], "draw": np.arange(count)}
     )
-    with model, proper_priors(), _without_a_word():
+    with model, proper_priors(), at_level("pymc.sampling.forward", logging.WARNING):
         drawn = pm.sample_posterior_predictive(
             idata.from_groups({"posterior": group}),
             var_names=list(arrays),

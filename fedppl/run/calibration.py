@@ -18,7 +18,7 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
 from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
-from fedppl.results.simulate import outcomes, truths
+from fedppl.results.simulate import at_level, outcomes, truths
 from fedppl.run._start import require_declared, seed_of
 from fedppl.run.loop import fit
 from fedppl.settings import shown, takes, whole
@@ -174,15 +174,9 @@ def _simulated(simulate: Simulate, shared: Mapping[str, Any], name: str, data: A
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Hold back what each fit says of how it ended: the result has it, and there are many."""
-    runs = logging.getLogger("fedppl.run")
-    before = runs.level
-    runs.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            yield
-    finally:
-        runs.setLevel(before)
+    with at_level("fedppl.run", logging.ERROR), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        yield
 
 
 def _transform(found: Fit, truth: Array) -> Array:

@@ -31,7 +31,7 @@ _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
 _SHOWS = 1e-6  # sd under q of what the posterior's log density differs from q's by
 _MOST_ERROR = 1e6
 _WIDER = 1.2  # sds of the first proposal, in those of q
-_MOST_EXCHANGES = 15  # times as many points as the first of four exchanges has
+_IN_ALL = 15  # times as many points as the first of four exchanges has
 _KEPT = 2**22  # numbers of single clients' answers that are kept, so that it is known what each does to the posterior
 
 
@@ -77,7 +77,7 @@ def start(sites: Sites, skewed: Array, points: int, stream: int, *, keep: bool) 
         exchanges=0,
         points=empty,
         residual=np.zeros(0),
-        each=np.zeros((count if keep or count * points * _MOST_EXCHANGES <= _KEPT else 0, 0)),
+        each=np.zeros((count if keep or count * points * _IN_ALL <= _KEPT else 0, 0)),
         distrusted=np.zeros(count, dtype=bool),
         noise=np.zeros(0),
         moved=np.zeros((2, 2 * empty.shape[1])),
