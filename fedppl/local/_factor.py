@@ -29,11 +29,12 @@ from fedppl.numerics.newton import OK
 from fedppl.numerics.proposals import whitened
 from fedppl.types import Array, LocalFailure, Rng
 
-_GRID = {2: 15, 3: 9}  # nodes of each coordinate, by the number of coordinates
+_GRIDS = {2: (7, 9, 15), 3: (5, 7, 9)}  # nodes of each coordinate, by the number of coordinates
+_ALIKE, _LOOKED_AT = 0.001, 16  # log units at all of so many points, within which the second does for the last
 _SHAPING = 64  # points of a scramble that tell where θ lies at the center
 _NODES = (32, 128, 512)  # of a scramble; more where they do not tell how log f_k varies
 _AGREE = 0.003  # sd over points of the errors, in log units, with which more nodes are not needed
-_SOME = 128  # points at which θ is integrated first
+_SOME = (128, 512)  # points at which θ is integrated first, and where they do not foretell the others
 _FORETOLD = 0.002  # median error of foretelling, in log units, with which that is enough
 _CANDIDATES, _TIMES = 8, 5  # of θ for each draw, half of them normal and half of a t, which reaches further
 _AT_ONCE = 2**22  # numbers in the factors that are held at a time
@@ -88,23 +89,41 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     if not is_gaussian and client.view(is_separable):
         values, errors = one_by_one(client, points, center)
     elif not is_gaussian:
-        few = np.unique(np.linspace(0, len(points) - 1, _SOME).astype(int))
-        better, differ = _integrated(client, points[few], center)
-        smooth = _smooth(points, few, np.stack([better - values[few], differ], axis=1))
-        if smooth is None:
-            values, errors = _integrated(client, points, center)
-        else:
-            values, errors = values + smooth[:, 0], smooth[:, 1]
+        values, errors = _corrected(client, points, center, values)
     if prior_share:
         values = values + prior_share * client.prior.log_ratio(points)
     return Factor(values, errors)
 
 
+def _corrected(client: ClientView, points: Array, center: Array, laplace: Array) -> tuple[Array, Array]:
+    """log f_k from a spline of what a cheaper one leaves out, known at as few points as foretell the others."""
+    known = np.unique(np.linspace(0, len(points) - 1, _SOME[1]).astype(int))
+    some = known[:: _SOME[1] // _SOME[0]]
+    better, differ = _integrated(client, points[some], center)
+    smooth = _smooth(points, some, np.stack([better - laplace[some], differ], axis=1))
+    if smooth is not None:
+        return laplace + smooth[:, 0], smooth[:, 1]
+    better, differ = _integrated(client, points[known], center)
+    smooth = _smooth(points, known, np.stack([better - laplace[known], differ], axis=1))
+    if smooth is not None:
+        return laplace + smooth[:, 0], smooth[:, 1]
+    if client.local_size in _GRIDS:
+        coarse, _ = _integrals(client, points, center, by_grid(client.local_size, _GRIDS[client.local_size][0]))
+        smooth = _smooth(points, known, np.stack([better - coarse[known], differ], axis=1))
+        if smooth is not None:
+            return coarse + smooth[:, 0], smooth[:, 1]
+    return _integrated(client, points, center)
+
+
 def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array, Array]:
     """log f_k by a grid of nodes or by sampled ones, and what is not known of how it varies."""
-    if client.local_size not in _GRID:
+    if client.local_size not in _GRIDS:
         return _sampled(client, points, center)
-    values, shares = _integrals(client, points, center, by_grid(client.local_size, _GRID[client.local_size]))
+    _, fine, finest = (by_grid(client.local_size, count) for count in _GRIDS[client.local_size])
+    looked_at = points[np.unique(np.linspace(0, len(points) - 1, _LOOKED_AT).astype(int))]
+    apart = _integrals(client, looked_at, center, fine)[0] - _integrals(client, looked_at, center, finest)[0]
+    is_fine = float(np.max(np.abs(apart - np.median(apart)))) < _ALIKE  # a constant moves nothing; never where NaN
+    values, shares = _integrals(client, points, center, fine if is_fine else finest)
     told, outermost = np.isfinite(values), shares[:, 1]
     # what a grid misses is at most of the order of what its rim has
     return values, np.where(told, outermost - (np.median(outermost[told]) if np.any(told) else 0.0), 0.0)

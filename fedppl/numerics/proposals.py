@@ -1,4 +1,4 @@
-"""Where the points of a correction lie: multivariate t's around q or around what was found, and out into long tails."""
+"""Where the points of a correction lie: multivariate t's around q or around what was found, and out into its tails."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.numerics import student
+from fedppl.numerics.importance import weighted_moments
 from fedppl.types import Array
 
 _SKEWED = 0.15  # skewness from which a coordinate has points of its own in its longer tail
 _MOST_TAILS = 6
+_HEAVY = 1.2  # times a normal's fourth moment
 _SHIFT, _WIDER = 2.5, 2.5  # sds that they are moved by along it, and times that they are as wide
 
 
@@ -44,6 +46,32 @@ def with_tails(mean: Array, covariance: Array, count: int, skewness: Array) -> t
         wider[i, i] *= _WIDER**2
         found.append(propose(shifted, wider, each))
     return tuple(found)
+
+
+def beyond(points: Array, weights: Array, count: int) -> tuple[Proposal, ...]:
+    """Where weighted points (S, m) have heavy tails, the t that is best for second moments; nothing elsewhere.
+
+    Its moments are those of the points under weights times squared distance from their mean.
+    """
+    squared = _squared_distances(points, weights)
+    if not _is_heavy(squared, weights, points.shape[1]) or count < 1:
+        return ()
+    return (propose(*weighted_moments(points, weights * squared / (weights @ squared)), count),)
+
+
+def has_heavy_tails(points: Array, weights: Array) -> bool:
+    """Whether fourth moments of weighted points (S, m) exceed a normal's: Mardia's kurtosis."""
+    return _is_heavy(_squared_distances(points, weights), weights, points.shape[1])
+
+
+def _squared_distances(points: Array, weights: Array) -> Array:
+    mean, covariance = weighted_moments(points, weights)
+    root = np.asarray(np.linalg.cholesky(covariance), dtype=np.float64)
+    return np.asarray(np.sum(whitened(points, mean, root) ** 2, axis=1))
+
+
+def _is_heavy(squared: Array, weights: Array, m: int) -> bool:
+    return bool(weights @ squared**2 > _HEAVY * m * (m + 2))
 
 
 def points_of(proposal: Proposal, stream: int) -> Array:

@@ -23,6 +23,7 @@ from fedppl.types import Array
 
 MOST_ERROR = 0.05  # of a mean or an sd, in posterior sds
 FEWEST = 100  # effective points
+MOST_SECOND_K = 1.0  # from which on a second moment by weights has no expectation
 
 
 class Reweighted(NamedTuple):
@@ -39,6 +40,7 @@ class Reweighted(NamedTuple):
     log_ratio_error: float
     ess: float
     pareto_k: float
+    second_k: float  # largest Pareto k of weights times a squared coordinate
     lost: float  # share of the points without a weight
 
 
@@ -77,19 +79,26 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
         log_ratio_error=log_ratio_error,
         ess=effective_size(weights),
         pareto_k=shape,
+        second_k=_second_k(raw, points, weights),
         lost=1.0 - float(np.mean(found)),
     )
 
 
-def skewness(found: Reweighted) -> Array:
-    """Of every coordinate, (m,)."""
-    centred = found.points - found.weights @ found.points
-    return np.asarray((found.weights @ centred**3) / (found.weights @ centred**2) ** 1.5)
-
-
 def is_trusted(found: Reweighted) -> bool:
     """Whether weights, means and sds are near enough to those of the posterior."""
-    return bool(found.pareto_k <= pareto.limit(len(found.points)) and found.error <= MOST_ERROR and found.ess >= FEWEST)
+    return bool(
+        found.pareto_k <= pareto.limit(len(found.points))
+        and found.second_k <= MOST_SECOND_K
+        and found.error <= MOST_ERROR
+        and found.ess >= FEWEST
+    )
+
+
+def _second_k(log_weights: Array, points: Array, weights: Array) -> float:
+    """Few points of little weight may have most of an sd, and then neither weights nor scrambles tell its error."""
+    centred = points - weights @ points
+    logs = [log_weights + 2.0 * np.log(np.maximum(np.abs(one), 1e-150)) for one in centred.T]
+    return max(pareto.pareto_k(one) for one in logs)
 
 
 def _moments(white: Array, weights: Array, control: Array) -> tuple[Array, Array]:

@@ -11,8 +11,8 @@ from scipy import stats
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import pareto, student
-from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose, with_tails
-from fedppl.numerics.reweighting import Reweighted, reweigh
+from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, log_mixture, points_of, propose, with_tails
+from fedppl.numerics.reweighting import Reweighted, is_trusted, reweigh
 from fedppl.types import Array
 
 Q = gaussian.from_moments(np.array([1.0, -2.0]), np.array([[1.0, 0.3], [0.3, 0.5]]))
@@ -112,6 +112,50 @@ def test_points_go_to_the_longest_tails_alone() -> None:
     assert (base.per_scramble, first.per_scramble, second.per_scramble) == (64, 32, 32)
     assert first.mean[1] < -2 and second.mean[0] > 2 and first.mean[0] == second.mean[1] == 0
     assert sum(one.per_scramble for one in with_tails(np.zeros(20), np.eye(20), 128, np.ones(20))) <= 128
+
+
+STANDARD = gaussian.from_moments(np.zeros(2), np.eye(2))
+
+
+def with_wide_part(width: float, share: float, proposals: tuple[Proposal, ...]) -> Reweighted:
+    """A standard normal and, with a share, one as many times as wide along the first coordinate."""
+    points = np.concatenate([points_of(one, stream) for stream, one in enumerate(proposals)])
+    wide = gaussian.from_moments(np.zeros(2), np.diag([width**2, 1.0]))
+    parts = [gaussian.log_density(STANDARD, points), gaussian.log_density(wide, points)]
+    target = np.logaddexp(parts[0] + np.log(1 - share), parts[1] + np.log(share))
+    found = reweigh(STANDARD, proposals, points, target - gaussian.log_kernel(STANDARD, points))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("width", "share"), [(5.0, 0.1), (5.0, 0.02), (8.0, 0.05), (8.0, 0.01)])
+def test_heavy_tails_on_both_sides_are_found_by_points_of_their_own(width: float, share: float) -> None:
+    """Without them the sd is short by up to a fifth, under an error of .01."""
+    exact = np.sqrt(1 - share + width**2 * share)
+    proposals: tuple[Proposal, ...] = (propose(np.zeros(2), 1.44 * np.eye(2), 128),)
+    for count in (256, 512, 1024):
+        found = with_wide_part(width, share, proposals)
+        assert has_heavy_tails(found.points, found.weights)
+        outer = beyond(found.points, found.weights, count // 2)
+        proposals = (*proposals, propose(found.mean, found.covariance, count // 2), *outer)
+    found = with_wide_part(width, share, proposals)
+    assert is_trusted(found)
+    assert abs(np.sqrt(found.covariance[0, 0]) / exact - 1) < max(4 * found.error, 0.005) < 0.05
+
+
+def test_where_few_points_have_most_of_an_sd_none_is_trusted() -> None:
+    """The weights themselves are fine."""
+    found = with_wide_part(15.0, 0.02, (propose(np.zeros(2), 1.44 * np.eye(2), 2048),))
+    assert found.ess > 1000 and found.error < 0.01
+    assert found.second_k > 1.0 and not is_trusted(found)
+
+
+def test_a_normal_has_no_points_of_its_own_further_out() -> None:
+    points = points_of(propose(np.zeros(2), np.eye(2), 512), 0)
+    weights = np.exp(
+        gaussian.log_density(STANDARD, points) - log_mixture((propose(np.zeros(2), np.eye(2), 512),), points)
+    )
+    assert beyond(points, weights / weights.sum(), 64) == ()
 
 
 def test_the_mixture_is_that_of_its_parts_by_their_numbers_of_points() -> None:

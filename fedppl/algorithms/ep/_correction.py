@@ -17,9 +17,9 @@ from fedppl.algorithms.ep._sites import NO_VALUE, Sites
 from fedppl.contracts import ClientUpdate, ClientView, LocalInference, LogEvidence
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import pareto, student
-from fedppl.numerics.importance import normalise
-from fedppl.numerics.proposals import Proposal, log_mixture, points_of, with_tails
-from fedppl.numerics.reweighting import FEWEST, MOST_ERROR, Reweighted, is_trusted, reweigh, skewness
+from fedppl.numerics.importance import normalise, skewness
+from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, log_mixture, points_of, with_tails
+from fedppl.numerics.reweighting import FEWEST, MOST_ERROR, MOST_SECOND_K, Reweighted, is_trusted, reweigh
 from fedppl.types import Array, DeclarationError, Message, NotConvergedError
 
 _PATIENCE = 3  # rounds without any answer
@@ -225,6 +225,8 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
         return Judged(state, True, "no point of the correction has a value at every client; use local=fedppl.NUTS()")
     trusted = is_trusted(found)
     enough = trusted and found.ess >= _LEAST and found.error <= _SMALL
+    if enough and state.exchanges == 1:  # what lies far out may have been missed by all scrambles alike
+        enough = not has_heavy_tails(found.points, found.weights)
     hopeless = bool(np.any(state.missing) or np.any(state.distrusted))  # whatever points there were
     if not enough and not hopeless and state.exchanges < exchanges:
         count = 2 * sum(proposal.per_scramble for proposal in _latest(state))
@@ -318,12 +320,15 @@ def implausible(reply: Message) -> str | None:
 
 
 def _refitted(found: Reweighted, count: int, q: Gaussian) -> tuple[Proposal, ...]:
-    """The t with the moments of the weighted points, somewhat wider where few are left, and along their tails."""
+    """The t with the moments of the weighted points, somewhat wider where few are left, and out into their tails."""
     m = len(found.mean)
     covariance = found.covariance
-    if found.ess < 10 * m:  # too few to say how wide
+    few = found.ess < 10 * m  # too few to say how wide
+    if few:
         covariance = covariance + 0.5 * gaussian.covariance(q) / max(found.ess / m, 1.0)
-    return with_tails(found.mean, covariance, count, skewness(found))
+    outer = () if few else beyond(found.points, found.weights, count // 2)
+    inner = count - sum(proposal.per_scramble for proposal in outer)
+    return (*with_tails(found.mean, covariance, inner, skewness(found.points, found.weights)), *outer)
 
 
 def _without(names: list[str]) -> str:
@@ -353,6 +358,9 @@ def _beyond(found: Reweighted, sites: Sites) -> str:
     most_k = pareto.limit(len(found.points))
     short = [
         f"Pareto k {found.pareto_k:.2f} (at most {most_k:.2f})" if not found.pareto_k <= most_k else "",
+        f"Pareto k {found.second_k:.2f} of squares (at most {MOST_SECOND_K:g})"
+        if not found.second_k <= MOST_SECOND_K
+        else "",
         f"{found.ess:.0f} effective points (at least {FEWEST})" if not found.ess >= FEWEST else "",
         f"an error of {found.error:.2g} sds (at most {MOST_ERROR:g})" if not found.error <= MOST_ERROR else "",
     ]
