@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.flower import node as _node  # noqa: E402
+from fedppl.model._graph import PYTHON_MODE  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
 from fedppl.run.replies import received  # noqa: E402
@@ -290,7 +291,7 @@ def test_a_step_of_fine_tuning_is_the_gradient_of_the_declared_log_posterior() -
     for name, value in net.named_parameters():
         point[name] = before[at : at + value.numel()].reshape(tuple(value.shape))
         at += value.numel()
-    slopes = model.compile_dlogp([model[name] for name in HEAD])(point)
+    slopes = model.compile_dlogp([model[name] for name in HEAD], mode=PYTHON_MODE)(point)
     found = 20 * (after - before)[unit.local_at] / 0.01
     assert_allclose(found, slopes, rtol=1e-3, atol=1e-3 * np.abs(slopes).max())
     without = {k: v for k, v in message.items() if k != "variance"}
