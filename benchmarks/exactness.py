@@ -1,4 +1,4 @@
-"""EP with its correction against NUTS on all rows: twelve models of different kinds, and eight schools by quadrature.
+"""EP with its correction against NUTS on all rows: 22 models of different kinds, and eight schools by quadrature.
 
 A client's posterior is declared once, and the same functions declare the pooled model that nutpie samples, so that the
 two differ in nothing but where the rows are. Compared are mean and sd of every shared variable on the unconstrained
@@ -28,21 +28,22 @@ import pymc as pm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fedppl
-from benchmarks._exactness import eight_schools, tools
-from benchmarks._exactness.models import PROBLEMS, Problem
+from benchmarks._exactness import eight_schools, models, more_models, tools
+from benchmarks._exactness.models import Problem
 from fedppl.types import Array
 
 _ESS = 10_000  # of the reference
 _MOST_DRAWS = 40_000  # of a chain
+_PROBLEMS = {"models": models.PROBLEMS, "more_models": more_models.PROBLEMS}
 _ACCEPT = (0.9, 0.99)  # the second where the first diverges
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the models, print a table and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    names = [make.__name__ for make in PROBLEMS]
+    names = [make.__name__ for made in _PROBLEMS.values() for make in made]
     parser.add_argument("--models", nargs="+", choices=names, default=names)
-    parts = ["models", "eight_schools", *tools.PARTS]
+    parts = [*_PROBLEMS, "eight_schools", *tools.PARTS]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--draws", type=int, default=10_000, help="of each of four chains of the reference")
     parser.add_argument("--seed", type=int, default=1)
@@ -56,9 +57,9 @@ def main(argv: list[str] | None = None) -> None:
         if name in options.parts:
             line[name] = tools.PARTS[name]()
             print(f"{name}: {line[name]}", flush=True)
-    if "models" in options.parts:
-        chosen = [make for make in PROBLEMS if make.__name__ in options.models]
-        line["models"] = [_compared(make(), options.draws, options.seed) for make in chosen]
+    for part in [part for part in _PROBLEMS if part in options.parts]:
+        chosen = [make for make in _PROBLEMS[part] if make.__name__ in options.models]
+        line[part] = [_compared(make(), options.draws, options.seed) for make in chosen]
     print(json.dumps(line))
 
 
