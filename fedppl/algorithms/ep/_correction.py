@@ -223,7 +223,8 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     state = state._replace(found=found)
     if found is None:
         return Judged(state, True, "no point of the correction has a value at every client; use local=fedppl.NUTS()")
-    trusted = is_trusted(found)
+    # Points that were proposed for this posterior have its tails within them, and not those of one without a client.
+    trusted = is_trusted(found) and found.second_k <= MOST_SECOND_K
     enough = trusted and found.ess >= _LEAST and found.error <= _SMALL
     if enough and state.exchanges == 1:  # what lies far out may have been missed by all scrambles alike
         enough = not has_heavy_tails(found.points, found.weights)
