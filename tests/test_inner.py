@@ -8,6 +8,7 @@ import numpy as np
 import pymc as pm
 import pytest
 from numpy.testing import assert_allclose
+from scipy.optimize import minimize
 from scipy.special import expit, logsumexp
 from scipy.stats import norm
 
@@ -238,3 +239,29 @@ def test_coordinates_that_depend_on_each_other_are_not_separable() -> None:
 
     assert not client(coupled, np.array([0, 1, 1])).view(is_separable)
     assert client(of_size(3), np.tile([[0], [1]], (1, 3))).view(is_separable)
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e4])
+def test_thousands_and_logarithms_stand_side_by_side(unit: float) -> None:
+    """Far from where a search begins the curvature of a level and of the logarithm of an sd has a negative direction."""
+    y = unit * (4.9 + np.random.default_rng(1).normal(size=60))
+
+    def builder(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            y = pm.Data("y", y)
+            level = pm.Normal("level", pm.Normal("mu", 2 * unit, 2 * unit), 0.6 * unit)
+            log_sd = pm.Normal("log_sd", np.log(0.8 * unit), 0.27)
+            pm.Normal("obs", level, pm.math.exp(log_sd), observed=y)
+        return model
+
+    client = FederatedModel(builder, ["mu"]).enrol({"a": {"y": y}})["a"]
+    log_factors, modes, _ = _marginal.modes(client, np.array([[2.0 * unit]]), np.array([2.0 * unit]), factors=False)
+
+    def against(x: Any) -> float:
+        level, log_sd = x[0] * unit, x[1] + np.log(unit)
+        rows = norm.logpdf(y, level, np.exp(log_sd)).sum()
+        return -float(rows + norm.logpdf(x[0], 2, 0.6) + norm.logpdf(x[1], np.log(0.8), 0.27))
+
+    found = minimize(against, [2.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-7, "fatol": 1e-9})
+    assert np.isfinite(log_factors[0])
+    assert_allclose([modes[0, 0] / unit, modes[0, 1] - np.log(unit)], found.x, atol=1e-5)

@@ -166,12 +166,13 @@ def inner_mode(
             for i in range(d):
                 for j in range(d):
                     shifted[i, j] = A[i, j]
-                shifted[i, i] += shift
+                # in units of each coordinate's own curvature: thousands and logarithms may stand side by side
+                shifted[i, i] += shift * max(abs(A[i, i]), 1e-14 * largest)
             if cholesky(shifted, factor):
                 break
-            if not shift < 1e12 * largest:
+            if not shift < 1e26:
                 return NOT_FINITE, output, iteration
-            shift = 1e-3 * largest if shift == 0.0 else shift * 4.0
+            shift = 1e-3 if shift == 0.0 else shift * 4.0
         solve(factor, output[1 + m :], step)
         decrement = 0.0
         for i in range(d):
