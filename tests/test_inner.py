@@ -243,7 +243,7 @@ def test_coordinates_that_depend_on_each_other_are_not_separable() -> None:
 
 @pytest.mark.parametrize("unit", [1.0, 1e4])
 def test_thousands_and_logarithms_stand_side_by_side(unit: float) -> None:
-    """Far from where a search begins the curvature of a level and of the logarithm of an sd has a negative direction."""
+    """Far from where a search begins, the curvature of a level and the logarithm of an sd has a negative direction."""
     y = unit * (4.9 + np.random.default_rng(1).normal(size=60))
 
     def builder(y: Any) -> pm.Model:
