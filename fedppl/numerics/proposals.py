@@ -56,7 +56,9 @@ def beyond(points: Array, weights: Array, count: int) -> tuple[Proposal, ...]:
     squared = _squared_distances(points, weights)
     if not _is_heavy(squared, weights, points.shape[1]) or count < 1:
         return ()
-    return (propose(*weighted_moments(points, weights * squared / (weights @ squared)), count),)
+    mean, covariance = weighted_moments(points, weights * squared / (weights @ squared))
+    # one far point may have nearly all of these weights
+    return (propose(mean, covariance + 0.1 * weighted_moments(points, weights).covariance, count),)
 
 
 def has_heavy_tails(points: Array, weights: Array) -> bool:

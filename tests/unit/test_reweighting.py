@@ -150,6 +150,12 @@ def test_where_few_points_have_most_of_an_sd_it_shows() -> None:
     assert found.second_k > MOST_SECOND_K
 
 
+def test_one_point_far_out_is_no_singular_proposal() -> None:
+    points = np.concatenate([np.random.default_rng(0).normal(size=(200, 2)), [[1e6, 0.0]]])
+    (outer,) = beyond(points, np.full(201, 1 / 201), 8)
+    assert np.all(np.isfinite(outer.root)) and np.all(np.diag(outer.root) > 0)
+
+
 def test_a_normal_has_no_points_of_its_own_further_out() -> None:
     points = points_of(propose(np.zeros(2), np.eye(2), 512), 0)
     weights = np.exp(
