@@ -631,6 +631,17 @@ def test_what_a_server_says_is_checked_in_the_first_round(change: Any, message: 
         run_skeleton(update_server=lambda state, received: change(*algorithm.update_server(state, received)))
 
 
+@pytest.mark.parametrize("function", ["update_server", "broadcast"])
+def test_a_servers_function_that_raises_is_named(function: str) -> None:
+    def wrong(*arguments: Any) -> Any:
+        raise KeyError("mean")
+
+    with pytest.raises(KeyError) as caught:
+        run_skeleton(**{function: wrong})
+    (note,) = caught.value.__notes__
+    assert function in note and skeleton.Newton().name in note and "round 1" in note
+
+
 @problems.few_rounds
 def test_numpys_numbers_are_in_the_table_of_rounds() -> None:
     algorithm = skeleton.Newton()

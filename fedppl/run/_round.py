@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,16 @@ def _client_key(client_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(client_id.encode(), digest_size=8).digest(), "little")
 
 
+@contextlib.contextmanager
+def _named(run: Run, function: str) -> Iterator[None]:
+    """Add to what one of the algorithm's own functions raises whose it is."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised by {function} of {run.algorithm.name} in round {len(run.records) + 1}")
+        raise
+
+
 def one_round(run: Run) -> Round:
     result = run.algorithm.result
     preliminary, closing = result.preliminary(run.state), result.closing(run.state)
@@ -59,19 +70,22 @@ def one_round(run: Run) -> Round:
     told = set(run.reporting(tuple(sorted(asked)), stream((run.seed, number, 1))))
     if told - set(asked) or not told:
         raise DeclarationError(f"reporting chose {sorted(told)} in round {number}; choose from {list(asked)}.")
-    shapes = run.algorithm.replies.shapes(run.state)
+    with _named(run, "Replies.shapes"):
+        shapes = run.algorithm.replies.shapes(run.state)
+    with _named(run, "broadcast"):
+        messages = {client_id: run.algorithm.broadcast(run.state, client_id) for client_id in asked}
     requests = {
         client_id: Request(
             client_id,
             nonce=secrets.randbits(63),
             round=number,
             seed=(run.seed, number, _client_key(client_id)),
-            message=run.algorithm.broadcast(run.state, client_id),
+            message=message,
             run=run.name,
             report=client_id in told,
             shapes=shapes if client_id in told else {},
         )
-        for client_id in asked
+        for client_id, message in messages.items()
     }
     started = time.perf_counter()
     answers = run.engine.exchange(requests, run.deadline)
@@ -84,7 +98,8 @@ def one_round(run: Run) -> Round:
         reply = answers.get(client_id)
         reason = why_not(reply, request, run.layout, shapes if request.report else {})
         if reason is None and isinstance(reply, Reply) and request.report:
-            reason = run.algorithm.replies.reject(run.state, reply.message)
+            with _named(run, "Replies.reject"):
+                reason = run.algorithm.replies.reject(run.state, reply.message)
         if reason is None and isinstance(reply, Reply):
             infos[client_id] = reply.info
             if reply.reason:
@@ -101,7 +116,8 @@ def one_round(run: Run) -> Round:
             f"{run.algorithm.name}: Replies.summed returned {settings.shown(together)} in round {number}; return True "
             "where sums over clients are all that the server needs, else False."
         )
-    returned = run.algorithm.update_server(run.state, received(replies, summed=bool(together)))
+    with _named(run, "update_server"):
+        returned = run.algorithm.update_server(run.state, received(replies, summed=bool(together)))
     require_report(run.algorithm.name, returned)
     run.state, report = returned
     record = Record(
