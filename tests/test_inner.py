@@ -9,7 +9,7 @@ import pymc as pm
 import pytest
 from numpy.testing import assert_allclose
 from scipy.optimize import minimize
-from scipy.special import expit, logsumexp
+from scipy.special import expit, log_expit, logsumexp
 from scipy.stats import norm
 
 import fedppl
@@ -224,21 +224,45 @@ def test_independent_coordinates_are_integrated_alone_and_exactly(size: int) -> 
     assert_allclose(errors, 0.0, atol=1e-3)
 
 
-def test_coordinates_that_depend_on_each_other_are_not_separable() -> None:
-    """By the likelihood alone; and where they do not, they are."""
+def coupled(share: float) -> Any:
+    """Two local coordinates of which the second has a share in the likelihood."""
 
-    def coupled(y: Any) -> pm.Model:
+    def builder(y: Any) -> pm.Model:
         with pm.Model() as model:
             y = pm.Data("y", y)
             theta = pm.Normal("theta", pm.Normal("mu", 0, 2), pm.HalfNormal("tau", 2), shape=2)
-            pm.Bernoulli("obs", logit_p=theta[0] + 0.01 * theta[1], observed=y)
+            pm.Bernoulli("obs", logit_p=theta[0] + share * theta[1], observed=y)
         return model
 
-    def client(builder: Any, y: Any) -> Any:
-        return FederatedModel(builder, ["mu", "tau"]).enrol({"a": {"y": y}})["a"]
+    return builder
 
-    assert not client(coupled, np.array([0, 1, 1])).view(is_separable)
-    assert client(of_size(3), np.tile([[0], [1]], (1, 3))).view(is_separable)
+
+def of_one(builder: Any, y: Any) -> Any:
+    return FederatedModel(builder, ["mu", "tau"]).enrol({"a": {"y": y}})["a"]
+
+
+def test_coordinates_that_depend_on_each_other_are_not_separable() -> None:
+    """By the likelihood alone; and where they do not, they are."""
+    assert not of_one(coupled(0.01), np.array([0, 1, 1])).view(is_separable)
+    assert of_one(of_size(3), np.tile([[0], [1]], (1, 3))).view(is_separable)
+
+
+@pytest.mark.parametrize("count", [100, 300, 3000])
+def test_however_many_points_there_are_log_factors_are_those_of_quadrature(count: int) -> None:
+    """The sum of two normals is normal: one integral. A constant of all points moves nothing."""
+    y = np.array([0, 1, 1, 1])
+    rng = np.random.default_rng(2)
+    points = np.stack([rng.standard_t(5, size=count), rng.standard_t(5, size=count) * 0.7 - 0.3], axis=1)
+    found = fedppl.NestedLaplace().factor
+    assert found is not None
+    values, errors = found(of_one(coupled(0.8), y), points, np.zeros(2), 0.0)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(81)
+    level = 1.8 * points[:, 0, None] + np.exp(points[:, 1, None]) * np.sqrt(1.64) * nodes
+    logs = 3 * log_expit(level) + log_expit(-level) + np.log(weights / weights.sum())
+    missed = values - logsumexp(logs, axis=1)
+    missed -= np.median(missed)
+    assert np.quantile(np.abs(missed), 0.9) < 0.02 and np.median(np.abs(missed)) < 0.002
+    assert np.all(np.isfinite(errors))
 
 
 @pytest.mark.parametrize("unit", [1.0, 1e4])
