@@ -158,41 +158,46 @@ def inner_mode(
     for iteration in range(limit):
         forward_curvature(kernel, x, m, output, scale, data, A, cross)
         rescale(A, scale)
-        shift = 0.0
         largest = 1e-8
         for i in range(d):
             largest = max(largest, abs(A[i, i]))
-        while True:
+        start, best = x[m:].copy(), x[m:].copy()
+        before = output
+        shift, decrement, moved = 0.0, 0.0, False
+        # Where the curvature is not positive: shifted in units of each coordinate's own, as thousands and logarithms may
+        # stand side by side, and by the same for all, as one may have hardly any. The better of the two steps is taken.
+        for least in (1e-14, 1.0):
+            shift = 0.0
+            while True:
+                for i in range(d):
+                    for j in range(d):
+                        shifted[i, j] = A[i, j]
+                    shifted[i, i] += shift * max(abs(A[i, i]), least * largest)
+                if cholesky(shifted, factor):
+                    break
+                if not shift < 1e26:
+                    return NOT_FINITE, output, iteration
+                shift = 1e-3 if shift == 0.0 else shift * 4.0
+            solve(factor, before[1 + m :], step)
+            decrement = 0.0
             for i in range(d):
-                for j in range(d):
-                    shifted[i, j] = A[i, j]
-                # in units of each coordinate's own curvature: thousands and logarithms may stand side by side
-                shifted[i, i] += shift * max(abs(A[i, i]), 1e-14 * largest)
-            if cholesky(shifted, factor):
+                decrement += step[i] * before[1 + m + i]
+            length = 1.0
+            for _ in range(40):
+                for i in range(d):
+                    x[m + i] = start[i] + length * step[i]
+                trial = kernel(x, *data)
+                # the slack is rounding: near the mode the gain is below the last digits of the value
+                if trial[0] >= before[0] + 1e-4 * length * decrement - 1e-12 * abs(before[0]):
+                    if not moved or trial[0] > output[0]:
+                        output = trial
+                        best[:] = x[m:]
+                    moved = True
+                    break
+                length *= 0.5
+            if shift == 0.0:
                 break
-            if not shift < 1e26:
-                return NOT_FINITE, output, iteration
-            shift = 1e-3 if shift == 0.0 else shift * 4.0
-        solve(factor, output[1 + m :], step)
-        decrement = 0.0
-        for i in range(d):
-            decrement += step[i] * output[1 + m + i]
-        length = 1.0
-        start = x[m:].copy()
-        moved = False
-        for _ in range(40):
-            for i in range(d):
-                x[m + i] = start[i] + length * step[i]
-            trial = kernel(x, *data)
-            # the slack is rounding: near the mode the gain is below the last digits of the value
-            if trial[0] >= output[0] + 1e-4 * length * decrement - 1e-12 * abs(output[0]):
-                output = trial
-                moved = True
-                break
-            length *= 0.5
-        if not moved:
-            for i in range(d):
-                x[m + i] = start[i]
+        x[m:] = best
         if shift == 0.0 and (decrement < tolerance or not moved):
             # one curvature at the point where we stop
             curvature(kernel, x, m, scale, 1e-3, data, A, cross)
