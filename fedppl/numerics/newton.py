@@ -164,7 +164,7 @@ def inner_mode(
         start, best = x[m:].copy(), x[m:].copy()
         before = output
         shift, decrement, moved = 0.0, 0.0, False
-        # Where the curvature is not positive: shifted in units of each coordinate's own, as thousands and logarithms may
+        # A curvature that is not positive is shifted in units of each coordinate's own, as thousands and logarithms may
         # stand side by side, and by the same for all, as one may have hardly any. The better of the two steps is taken.
         for least in (1e-14, 1.0):
             shift = 0.0
