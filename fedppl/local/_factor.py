@@ -124,9 +124,7 @@ def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array
     apart = _integrals(client, looked_at, center, fine)[0] - _integrals(client, looked_at, center, finest)[0]
     is_fine = float(np.max(np.abs(apart - np.median(apart)))) < _ALIKE  # a constant moves nothing; never where NaN
     values, shares = _integrals(client, points, center, fine if is_fine else finest)
-    told, outermost = np.isfinite(values), shares[:, 1]
-    # what a grid misses is at most of the order of what its rim has
-    return values, np.where(told, outermost - (np.median(outermost[told]) if np.any(told) else 0.0), 0.0)
+    return values, _varying(shares[:, 1], np.isfinite(values))  # what a grid misses is of the order of what its rim has
 
 
 def _smooth(points: Array, few: NDArray[np.intp], known: Array) -> Array | None:
@@ -157,25 +155,36 @@ def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, A
     """By importance sampling; as many nodes as it takes to know how log f_k varies.
 
     The logarithm of a mean is too low on average, and alike at all clients: by the jackknife over scrambles it is right
-    to the second order, and what that adds says how far it may still be off.
+    to the second order, and what that adds says how far it may still be off. Where few nodes see the tails of θ both
+    are too small; so four times as many nodes have to say the same.
     """
     shape = _shape(client, center)
+    values, errors, before = np.zeros(len(points)), np.zeros(len(points)), None
     for count in _NODES:
         nodes = _student_rule(shape, count, stream_of(client.client_id))
         values, shares = _integrals(client, points, center, nodes)
         told = np.isfinite(values)
+        if not np.any(told):
+            break
         rest = np.log(np.clip(1.0 - shares, 1e-8, 1.0)) - np.log1p(-1.0 / student.SCRAMBLES)  # without each scramble
         bias = -(student.SCRAMBLES - 1.0) * rest.mean(axis=1)
         half = shares[:, : student.SCRAMBLES // 2].sum(axis=1)
         with np.errstate(divide="ignore"):
             apart = np.clip(np.log(half) - np.log1p(-half), -20.0, 20.0)
-        differ, low = (
-            np.where(told, one - (np.median(one[told]) if np.any(told) else 0.0), 0.0) for one in (apart, bias)
-        )
-        values, errors = values + bias, 0.5 * (differ + low)
-        if not np.any(told) or 1.48 * float(np.median(np.abs(errors[told]))) < _AGREE:
-            break
+        values = values + bias
+        errors = 0.5 * (_varying(apart, told) + _varying(bias, told))
+        if before is not None:
+            moved = _varying(values - before, told & np.isfinite(before))
+            errors = errors + moved / 3.0  # what is left falls with the number of nodes
+            if 1.48 * max(float(np.median(np.abs(one[told]))) for one in (errors, moved)) < _AGREE:
+                break
+        before = values
     return values, errors
+
+
+def _varying(values: Array, told: NDArray[np.bool_]) -> Array:
+    """Values less their median, which moves nothing; 0 where they are not told."""
+    return np.where(told, values - (np.median(values[told]) if np.any(told) else 0.0), 0.0)
 
 
 def _integrals(client: ClientView, points: Array, center: Array, nodes: Rule) -> tuple[Array, Array]:
