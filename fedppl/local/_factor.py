@@ -175,7 +175,7 @@ def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, A
         errors = 0.5 * (_varying(apart, told) + _varying(bias, told))
         if before is not None:
             moved = _varying(values - before, told & np.isfinite(before))
-            errors = errors + moved / 3.0  # what is left falls with the number of nodes
+            errors = errors + moved  # rare nodes of large weight: what is left falls slowly with their number
             if 1.48 * max(float(np.median(np.abs(one[told]))) for one in (errors, moved)) < _AGREE:
                 break
         before = values
