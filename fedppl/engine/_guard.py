@@ -109,7 +109,7 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
         entry = {"event": "request", **_asked(request)}
         # A word of the site's own, below: what a server sends under it counts for nothing.
         request = request._replace(message={k: v for k, v in request.message.items() if k != "inside"})
-        rule, request, points = _checked(guard.policy, ledger, algorithm, client, request)
+        rule, request, points = checked(guard.policy, ledger, algorithm, client, request)
         if rule is not None:
             guard.write(ledger, {**entry, "refused": rule})
             return None
@@ -130,7 +130,7 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
         return request
 
 
-def _checked(
+def checked(
     rules: Policy, ledger: Ledger, algorithm: AnyAlgorithm, client: Any, request: Request
 ) -> tuple[str | None, Request, int]:
     """The first rule that the request breaks, or None; the request with what the client may leave out; points.
@@ -227,26 +227,6 @@ def _not_released(rules: Policy, request: Request, reply: Reply | Failure) -> st
 
 def _total(rules: Policy, ledger: Ledger) -> float:
     return privacy.epsilon_at(rules.delta, 2.0 * np.sqrt(ledger.spent))
-
-
-def concluded(guard: Guard, run: str) -> bool:
-    """Note that a run is over; False where that has been said before, or where the client has answered enough."""
-    entry = {"event": "conclusion", "run": run}
-    with guard.held():
-        ledger = guard.read()
-        last = ledger.runs.get(run)
-        rule = None
-        if last is None and ledger.requests >= guard.policy.requests:
-            rule = f"requests: {ledger.requests} answered, at most {guard.policy.requests:g} wanted"
-        if last is not None and last.concluded:
-            rule = "conclusion: this run is over"
-        if rule is None:
-            count = ledger.requests + (last is None)
-            ledger = ledger._replace(
-                requests=count, runs={**ledger.runs, run: (last or Run())._replace(concluded=True)}
-            )
-        guard.write(ledger, {**entry, "refused": rule})
-        return rule is None
 
 
 def _asked(request: Request) -> dict[str, Any]:

@@ -22,6 +22,9 @@ _VAGUEST = 1.0
 _LOWER = "; a policy with another limit allows it, see docs/privacy.md"
 
 
+CONCLUSIONS = ("loo", "conflict")
+
+
 class Release(NamedTuple):
     """What is about to leave a site, for `Policy.approval` to look at."""
 
@@ -71,6 +74,10 @@ class Policy:
         Most points, over all runs, at which log densities leave for the correction of `fedppl.EP`: from many of them,
         values far from q can be solved for rows (``docs/privacy.md``). 0 allows none. Points beyond `distance` are left
         out.
+    conclusions
+        What leaves when a run is over that the site answered in, of "loo", sums of the rows' leave-one-out log
+        densities for `fedppl.loo`, and "conflict", the site's p-value for `fedppl.conflict`. It counts as one more
+        request, and q has to lie where one may ask.
     epsilon
         None, or the total ε over all runs: then only algorithms whose ε is known are answered, `distance` and `cavity`
         are not looked at, and the release that would exceed it is refused.
@@ -111,6 +118,7 @@ class Policy:
     distance: float = 10.0
     cavity: float = 2.0
     correction: int = 0
+    conclusions: tuple[str, ...] = ()
     epsilon: float | None = None
     delta: float = 1e-5
     approval: Callable[[Release], bool] | str | os.PathLike[str] | None = None
@@ -129,12 +137,18 @@ class Policy:
             settings.positive("epsilon", self.epsilon, "None allows algorithms without differential privacy")
         settings.between("delta", self.delta, 0, 1, hint="take it well below 1 / number of clients")
         if self.declarations is not None:
-            named = self.declarations
-            if not isinstance(named, list | tuple) or not named or not all(isinstance(one, str) for one in named):
+            prints = self.declarations
+            if not isinstance(prints, list | tuple) or not prints or not all(isinstance(one, str) for one in prints):
                 raise DeclarationError(
-                    f"declarations={settings.shown(named)} must be a list of fingerprints, or None for the app's own."
+                    f"declarations={settings.shown(prints)} must be a list of fingerprints, or None for the app's own."
                 )
-            object.__setattr__(self, "declarations", tuple(named))
+            object.__setattr__(self, "declarations", tuple(prints))
+        named = self.conclusions
+        if not isinstance(named, list | tuple) or not all(one in CONCLUSIONS for one in named):
+            raise DeclarationError(
+                f"conclusions={settings.shown(self.conclusions)} must be a list of names out of {list(CONCLUSIONS)}."
+            )
+        object.__setattr__(self, "conclusions", tuple(dict.fromkeys(named)))
         asked = self.approval
         if asked is not None and not callable(asked) and not isinstance(asked, str | os.PathLike):
             raise DeclarationError(

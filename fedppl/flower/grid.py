@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.serverapp import Grid
 
-from fedppl.contracts import AnyAlgorithm, Failure, Reply, Request, SharedReader
+from fedppl.contracts import AnyAlgorithm, Concluded, Failure, Reply, Request, SharedReader
 from fedppl.flower import enrolment as _enrolment
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed, reading, require
 from fedppl.flower.post import Letter, Post, content_of, trouble
 from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, from_content, texts_of
 from fedppl.flower.roll import Own, Roll
+from fedppl.flower.told import read_told
 from fedppl.run.replies import MOST_INFOS, one_line
 from fedppl.types import Layout, Message, Status
 
@@ -104,9 +105,9 @@ class GridEngine:
             answers[request.client_id] = Failure(request.client_id, request.nonce, reason)
         return answers
 
-    def conclude(self, final_message: Callable[[str], Message], run: str, seed: int, status: Status) -> dict[str, str]:
-        """Send every site q and its cavity, so that it can draw its own posterior; returns who refused, and why."""
-        alive, sent, refused = self._roll.welcome(), {}, {}
+    def conclude(self, final_message: Callable[[str], Message], run: str, seed: int, status: Status) -> Concluded:
+        """Send every site q and its cavity, so that it can draw its own posterior; returns what came back."""
+        alive, sent, refused, told = self._roll.welcome(), {}, {}, {}
         for client_id in self.clients():
             if self._why_not_ask(client_id, alive):
                 continue
@@ -117,14 +118,20 @@ class GridEngine:
         nodes = {message_id: self._roll.nodes[client_id] for message_id, client_id in sent.items()}
         for message_id, reply in self._post.replies(nodes, self._settings.deadline):
             client_id = sent.pop(message_id)
-            if told := trouble(reply):
-                logger.warning("client %s could not draw its posterior: %s", client_id, told)
+            if why := trouble(reply):
+                logger.warning("client %s could not draw its posterior: %s", client_id, why)
             elif reason := _refusal(reply):
                 refused[client_id] = reason
                 logger.warning("client %s does not draw its posterior: %s", client_id, reason)
+            else:
+                try:
+                    with reading("it"):
+                        told[client_id] = read_told(from_content(content_of(reply))[0])
+                except Malformed as error:
+                    logger.warning("client %s: what it told of its rows cannot be used: %s", client_id, one_line(error))
         for client_id in sent.values():
             logger.warning("client %s did not say whether it drew its posterior", client_id)
-        return refused
+        return Concluded(refused, told)
 
     def has_sites(self) -> bool:
         """Return that clients are sites of their own."""

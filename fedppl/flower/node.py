@@ -18,13 +18,15 @@ from filelock import FileLock
 
 from fedppl.contracts import AnyAlgorithm, Failure, Request
 from fedppl.engine import _account
-from fedppl.engine._guard import REFUSED, Guard, admit_algorithm, concluded, digest, refuse_data, replayed
+from fedppl.engine._conclusions import concluded, let_out, tells
+from fedppl.engine._guard import REFUSED, Guard, admit_algorithm, digest, refuse_data, replayed
 from fedppl.engine.answer import answer, require_fit, say_unused
 from fedppl.engine.policy import Policy
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed
 from fedppl.flower.hello import pack_hello
 from fedppl.flower.memory import Kept, Memory, keep_seal, name_of_kept, recalled, same_data
+from fedppl.flower.told import tell
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
@@ -208,37 +210,47 @@ def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wir
     """Draw this client's own posterior and leave it in the site's folder, once a run. It does not travel.
 
     The server is told the same whatever happens: whether the data are those of the run, and whether drawing fails,
-    depends on data, and nothing that it may ask without end may tell it.
+    depends on data, and nothing that it may ask without end may tell it. Only what the policy lets out by name, and
+    counts as a request, goes with it.
     """
     name = _addressed(parcel)[0]
+    told: Message = {}
     try:
         with _held(node):
-            _conclude(node, config, memory, parcel)
+            told = _conclude(node, config, memory, parcel)
     except Exception:
         logger.exception("client %s drew no posterior", name, extra={"client": name, "status": "failed"})
-    return {}, {"client_id": name}
+    return told, {"client_id": name}
 
 
-def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wire.Parcel) -> None:
+def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wire.Parcel) -> Message:
     guard = _guard(node, config)
     if node.folder is None or guard is None:
-        return
+        return {}
     try:
         client_id, run, seed, status = _wire.unpack_conclusion(parcel[1])
     except Malformed as error:
         _note(guard, {"event": "conclusion", "refused": f"malformed: {error}"[:200]})
-        return
+        return {}
     if not concluded(guard, run):
         logger.warning("client %s was told before that run %s is over", client_id, run)
-        return
+        return {}
     client = enrolled(node, config, client_id)
     keep_seal(memory, same_data(memory, client, run))
     personal = recalled(
         node.algorithm, memory, name_of_kept(node.algorithm, node.client_id(config), run, client_id), client_id
     ).personal
-    result = client_posterior(node.algorithm, client, personal, parcel[0], seed, node.draws, node.chains, status)
+    request = Request(client_id, 0, 0, (seed,), parcel[0], run)
+    names = tells(guard, node.algorithm, client, request)
+    groups = ("log_likelihood",) if "loo" in names else ()
+    result = client_posterior(
+        node.algorithm, client, personal, parcel[0], seed, node.draws, node.chains, status, groups=groups
+    )
     path = node.folder / f"{quote(client_id, safe='')}.nc"
     partial = path.with_name(path.name + ".partial")
     idata.write(result, partial)
     partial.replace(path)
     logger.info("client %s: posterior written to %s", client_id, path)
+    declaration = _declarations[node.token]
+    told = tell(names, node.algorithm, declaration, client, parcel[0], result, seed) if names else {}
+    return let_out(guard, node.algorithm, client, request, told)

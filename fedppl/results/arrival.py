@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fedppl import gaussian
@@ -11,7 +11,7 @@ from fedppl.contracts import AnyAlgorithm, Posterior, SharedReader
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.results.records import Record
-from fedppl.types import Layout, NotConvergedError, Status
+from fedppl.types import Layout, Message, NotConvergedError, Status
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +31,7 @@ class Ended:
     personal: Mapping[str, Any]
     seed: int
     seconds: float
+    told: Mapping[str, Message] = field(default_factory=dict)
 
 
 def unarrived(fit: Ended) -> str:

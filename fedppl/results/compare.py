@@ -22,18 +22,20 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     Parameters
     ----------
     fits
-        Name of a model to its fit by `EP` with a correction; all of the same clients, with the same observations.
+        Name of a model to its fit by `EP`; all of the same clients, with the same observations.
 
     Returns
     -------
     pandas.DataFrame
         A row a model: ``rank``, ``log_evidence`` and its standard error ``se``, ``difference`` to the best with the
-        standard error ``dse``, and ``probability`` where each model was as likely before the data.
+        standard error ``dse``, ``probability`` where each model was as likely before the data, and the ``method`` of
+        `Fit.log_evidence`: "correction", or "EP", an approximation whose own error is in no standard error.
 
     Raises
     ------
     DeclarationError
-        If there are fewer than two fits, or one has no evidence: no correction, a potential, an improper prior.
+        If there are fewer than two fits, or one has no evidence: a potential, an improper prior, sites of their own
+        without a correction.
     DataError
         If the fits are of other clients or of other observations.
     NotConvergedError
@@ -71,6 +73,7 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
             "difference": values[best] - values,
             "dse": np.where(np.arange(len(values)) == best, 0.0, np.hypot(errors, errors[best])),
             "probability": weights / weights.sum(),
+            "method": [one.method for one in found.values()],
         },
         index=list(found),
     ).sort_values("log_evidence", ascending=False, kind="stable")

@@ -20,7 +20,7 @@ from fedppl.results.at_client import client_posterior
 from fedppl.results.groups import required
 from fedppl.results.shared import at_point, estimates, log_ratio, shared_posterior
 from fedppl.settings import whole
-from fedppl.types import Array, DeclarationError
+from fedppl.types import Array, DeclarationError, NotConvergedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +54,8 @@ class Fit(Ended):
         Seed of the run.
     seconds
         Wall time of all rounds.
+    told
+        What sites of their own let out when the run was over, by client: `fedppl.loo` and `fedppl.conflict` read it.
     """
 
     def __repr__(self) -> str:
@@ -152,19 +154,22 @@ class Fit(Ended):
             self, lambda: self.idata, lambda tails: estimates(self, tails), var_names, ci_prob, round_to
         )
 
-    @property
+    @functools.cached_property
     def log_evidence(self) -> LogEvidence:
         r"""Log marginal likelihood of all clients' data, with its standard error, from the correction.
 
         .. math:: \log \int p(\phi) \prod_k \int p(y_k, \theta_k \mid \phi)\, d\theta_k\, d\phi
 
+        Where no correction was asked for, and the clients are in this process, EP's own approximation: its ``method``
+        is "EP", and its ``error`` only that of computing it, not of approximating.
+
         Raises
         ------
         DeclarationError
-            Where there was no correction, or the priors have no normalising constant that is known (pm.Potential,
-            pm.Flat).
+            Where sites of their own had no correction, or the priors have no normalising constant that is known
+            (pm.Potential, pm.Flat).
         NotConvergedError
-            Where the correction is not to be trusted, or the run ended before it.
+            Where the correction is not to be trusted, or the run ended before it or, without one, did not converge.
 
         Notes
         -----
@@ -177,7 +182,12 @@ class Fit(Ended):
         if not isinstance(shared, Posterior):
             raise DeclarationError(f"{self.algorithm.name} gives no evidence; use fedppl.EP().")
         require_arrived(self, "fit.log_evidence")
-        return shared.evidence(self.state)
+        found = shared.evidence(self.state, self.clients)
+        if found.method == "EP" and not self.status.ok:
+            raise NotConvergedError(
+                f"EP's own evidence is of a q that has converged, and this fit is {self.status.value}."
+            )
+        return found
 
     def influence(self, clients: Sequence[str] | str | None = None) -> xr.Dataset:
         r"""What each client does to the shared posterior: the posterior as if it had not been there.

@@ -16,8 +16,9 @@ from fedppl.results import idata
 from fedppl.results.arrival import require_arrived
 from fedppl.results.compare import require_same_data
 from fedppl.results.fit import Fit
+from fedppl.results.rows import SUMS, Rows, rows_of, sums_of
 from fedppl.settings import shown, whole
-from fedppl.types import Array, DeclarationError, Message
+from fedppl.types import Array, DeclarationError
 
 _LEAST = 100  # draws in all
 
@@ -63,7 +64,8 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     Parameters
     ----------
     fit
-        Fit whose clients are in this process.
+        Fit whose clients are in this process, or sites whose policies let these sums out (`conclusions`): they gave
+        them when the run was over, from draws of their own.
     draws, chains, random_seed
         Of the clients' posteriors, as in `Fit.client`.
 
@@ -74,7 +76,7 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     Raises
     ------
     DeclarationError
-        If the clients are sites of their own, or the algorithm estimates points.
+        If a site gave no sums, or the algorithm estimates points.
     NotConvergedError
         Where the fit was broken off before there was a posterior.
 
@@ -98,7 +100,10 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     .. [1] Vehtari, Gelman, Gabry (2017), Practical Bayesian model evaluation using leave-one-out cross-validation and
        WAIC, Statistics and Computing 27.
     """
-    sums = {name: _sums(one) for name, one in _by_row(fit, draws, chains, random_seed).items()}
+    if isinstance(fit, Fit) and len(fit.clients) < len(fit.client_ids):
+        sums = _told(fit)
+    else:
+        sums = {name: sums_of(one) for name, one in _by_row(fit, draws, chains, random_seed).items()}
     total = sum_replies(sums)
     columns = {name: [float(one[name]) for one in sums.values()] for name in total}
     table = pd.DataFrame(columns, index=pd.Index(list(sums), name="client"))
@@ -184,23 +189,26 @@ def loo_compare(
     return table
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """What a client knows of its rows, and keeps."""
+def _told(fit: Fit) -> dict[str, dict[str, Array]]:
+    """What sites told of their rows when the run was over."""
+    require_arrived(fit, "fedppl.loo")
+    silent = [client_id for client_id in fit.client_ids if "loo" not in fit.told.get(client_id, {})]
+    if silent:
+        raise DeclarationError(
+            f"clients are sites of their own, and {silent[:5]} told nothing of their rows when the run was over. Sites "
+            'whose policy has conclusions=("loo",) do; their own logs say where they refuse.'
+        )
+    return {k: dict(zip(SUMS, fit.told[k]["loo"], strict=True)) for k in fit.client_ids}
 
-    elpd: Array
-    p_loo: Array
-    k: Array
-    limit: float
 
-
-def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[str, _Rows]:
+def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[str, Rows]:
     """Of every client in this process."""
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned.")
     if len(fit.clients) < len(fit.client_ids):
         raise DeclarationError(
-            "clients are sites of their own and their rows are not here; fedppl.loo needs clients in this process."
+            "clients are sites of their own and their rows are not here, so that models cannot be compared row by row; "
+            "fedppl.compare compares them by their evidence."
         )
     require_arrived(fit, "fedppl.loo")
     if whole("draws", draws) * whole("chains", chains) < _LEAST:
@@ -218,26 +226,8 @@ def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[
             raise DeclarationError(
                 f"{fit.algorithm.name} estimates points, and leaving rows out needs a posterior; use fedppl.EP()."
             )
-        group = idata.as_dataset(drawn["log_likelihood"])
-        parts = [(*idata.leave_one_out(group, str(name)), np.asarray(group[name])) for name in group.data_vars]
-        lppd = [logsumexp(values.reshape(draws * chains, -1), axis=0) - np.log(draws * chains) for *_, values in parts]
-        elpd = np.concatenate([one[0] for one in parts])
-        k = np.concatenate([one[1] for one in parts])
-        found[client_id] = _Rows(elpd, np.concatenate(lppd) - elpd, k, parts[0][2])
+        found[client_id] = rows_of(drawn)
     return found
-
-
-def _sums(rows: _Rows) -> Message:
-    """What a client gives of its rows."""
-    return {
-        "elpd": rows.elpd.sum(),
-        "p_loo": rows.p_loo.sum(),
-        "rows": np.array(len(rows.elpd)),
-        "good": np.sum(rows.k <= rows.limit),
-        "bad": np.sum((rows.k > rows.limit) & (rows.k <= 1)),
-        "very_bad": np.sum(~(rows.k <= 1)),
-        "squares": np.sum(rows.elpd**2),
-    }
 
 
 def _se(total: Any, squares: Any, rows: Any) -> Any:

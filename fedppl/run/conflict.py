@@ -13,6 +13,7 @@ from fedppl.contracts import Posterior
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
+from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.arrival import require_arrived
@@ -21,6 +22,7 @@ from fedppl.results.simulate import outcomes
 from fedppl.settings import chosen, whole
 from fedppl.types import Array, DeclarationError, LocalFailure
 
+FEWEST = 199  # replicates
 _EXPAND = NestedLaplace().expand
 
 
@@ -39,7 +41,8 @@ def conflict(
     Parameters
     ----------
     fit
-        Fit by `EP` or another algorithm whose Gaussian has a site of each client, with clients in this process.
+        Fit by `EP` or another algorithm whose Gaussian has a site of each client, with clients in this process; or at
+        sites whose policies let p-values out (`conclusions`): those they gave when the run was over.
     clients
         Ids; by default all.
     replicates
@@ -51,7 +54,7 @@ def conflict(
     -------
     xarray.Dataset
         ``p_value`` and ``statistic``, dim client; NaN for clients without whom the others' Gaussian is no posterior,
-        or of whose replicates more than one in twenty have no expansion.
+        or of whose replicates more than one in twenty have no expansion, and for sites that gave none.
 
     Raises
     ------
@@ -76,7 +79,12 @@ def conflict(
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned.")
-    replicates = whole("replicates", replicates, 199)
+    replicates = whole("replicates", replicates, FEWEST)
+    at_sites = not fit.clients and any("conflict" in told for told in fit.told.values())
+    if at_sites:
+        names = chosen("clients", clients, list(fit.client_ids), "the clients that took part")
+        told = [fit.told.get(name, {}).get("conflict", np.full(2, np.nan)) for name in names]
+        return _table(names, np.transpose(told), FEWEST)
     names = chosen("clients", clients, list(fit.clients), "the clients whose data are here")
     shared = fit.algorithm.result.shared
     if not isinstance(shared, Posterior):
@@ -88,8 +96,12 @@ def conflict(
     values = np.full((2, len(names)), np.nan)
     for column, name in enumerate(names):
         cavity = shared.without(fit.state, name, None).gaussian
-        if gaussian.is_proper(cavity):
-            values[:, column] = _tested(fit, fit.clients[name], cavity, replicates, stream((seed, 4, *name.encode())))
+        rng = stream((seed, 4, *name.encode()))
+        values[:, column] = tested(fit.declaration, fit.clients[name], cavity, replicates, rng)
+    return _table(names, values, replicates)
+
+
+def _table(names: Sequence[str], values: Array, replicates: int) -> xr.Dataset:
     return idata.dataset(
         {"p_value": values[0], "statistic": values[1]},
         {"p_value": ("client",), "statistic": ("client",)},
@@ -98,17 +110,19 @@ def conflict(
     )
 
 
-def _tested(
-    fit: Fit, client: ClientModel, cavity: Gaussian, replicates: int, rng: np.random.Generator
+def tested(
+    declaration: FederatedModel, client: ClientModel, cavity: Gaussian, replicates: int, rng: np.random.Generator
 ) -> tuple[float, float]:
-    """P-value and statistic of one client."""
+    """P-value and statistic of one client; NaN where there is none."""
+    if not gaussian.is_proper(cavity):
+        return np.nan, np.nan
     center = gaussian.mean(cavity)
     values = client.constrain_shared(gaussian.draw(cavity, rng, replicates))
     drawn = outcomes(client, {variable.name: values[variable.name] for variable in client.layout.variables}, rng)
     found = []
     for r in range(replicates):
         arrays = {**client.arrays, **{name: value[r] for name, value in drawn.items()}}
-        found.append(_slope(fit.declaration.with_data(client, client.client_id, arrays), center))
+        found.append(_slope(declaration.with_data(client, client.client_id, arrays), center))
     known = [one for one in found if one is not None]
     own = _slope(client, center)
     if own is None or len(known) < 0.95 * replicates:

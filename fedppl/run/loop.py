@@ -5,6 +5,7 @@ Engines move messages and algorithms compute; everything in between is in this f
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -226,7 +227,8 @@ def fit(
         )
         if not (reason := unarrived(result)):
             final = functools.partial(algorithm.result.final_message, run.state)
-            refused = run.engine.conclude(final, run.name, run.seed, status)
+            concluded = run.engine.conclude(final, run.name, run.seed, status)
+            result, refused = dataclasses.replace(result, told=concluded.told), concluded.refused
             if refused and run.records[-1].number == run.resumed:  # a finished run, that nobody was asked in
                 told_by = "; ".join(f"client {client_id!r}: {why}" for client_id, why in refused.items())
                 raise DataError(f"checkpoint {str(run.checkpoint)!r} cannot be used, {told_by}.")

@@ -285,15 +285,23 @@ def log_evidence(state: Correcting, sites: Sites, prior_share: float) -> LogEvid
         raise NotConvergedError(
             "the correction of q is not to be trusted, so that there is no evidence: see fit.message."
         )
-    if not state.is_proper:
+    require_proper(state.is_proper)
+    return LogEvidence(log_of_gaussians(sites, prior_share) + state.found.log_ratio, state.found.log_ratio_error)
+
+
+def require_proper(is_proper: bool) -> None:
+    """Refuse priors without a normalising constant."""
+    if not is_proper:
         raise DeclarationError(
             "a prior has no normalising constant that is known (pm.Potential, pm.Flat or pm.HalfFlat), so that "
             "there is no evidence; declare proper priors."
         )
-    of_q = log_integral(sites.q)
+
+
+def log_of_gaussians(sites: Sites, prior_share: float) -> float:
+    """Log of the integral of q's kernel over that of the prior's."""
     # Of a prior that is not Gaussian the clients' shares make up, its constant included.
-    of_prior = 0.0 if prior_share else log_integral(sites.prior)
-    return LogEvidence(of_q - of_prior + state.found.log_ratio, state.found.log_ratio_error)
+    return log_integral(sites.q) - (0.0 if prior_share else log_integral(sites.prior))
 
 
 def log_integral(g: Gaussian) -> float:

@@ -9,7 +9,7 @@ from fedppl.algorithms.ep import _correction, _sites, _trust
 from fedppl.algorithms.ep._state import EPState
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.numerics.reweighting import Reweighted, reweigh
-from fedppl.types import Array, DeclarationError, Message, NotConvergedError
+from fedppl.types import Array, DeclarationError, Message
 
 
 def is_correcting(state: EPState) -> bool:
@@ -21,19 +21,6 @@ def corrected(state: EPState) -> Reweighted | None:
     """The reweighted points, where they are to be trusted and say more than q does."""
     held = state.correction
     return held.found if held is not None and held.trusted and _correction.says_more(held) else None
-
-
-def evidence(state: EPState) -> contracts.LogEvidence:
-    """Log evidence, where a correction that is to be trusted found it."""
-    held = state.correction
-    if held is None and state.corrects:
-        raise NotConvergedError("the run ended before the correction, from which the evidence comes: see fit.message.")
-    if held is None:
-        raise DeclarationError(
-            "there was no correction, and the evidence comes from it; use EP(correction=fedppl.Correction()), with "
-            "local=fedppl.NestedLaplace() or fedppl.Laplace()."
-        )
-    return _correction.log_evidence(held, state.sites, state.prior_share)
 
 
 def conclusion(state: EPState, client_id: str) -> Message:

@@ -15,6 +15,7 @@ import numpy as np
 
 from fedppl import contracts, gaussian, settings
 from fedppl.algorithms.ep import _correction, _moves, _reading, _sites, _starts, _warm_start
+from fedppl.algorithms.ep._evidence import evidence
 from fedppl.algorithms.ep._rounds import (
     corrected_next,
     correcting_round,
@@ -178,7 +179,7 @@ def EP(
         result=contracts.Result(
             _reading.conclusion,
             functools.partial(draw_target, local=inference),
-            contracts.Posterior(lambda state: state.sites.q, _reading.corrected, _reading.evidence, _reading.without),
+            contracts.Posterior(lambda state: state.sites.q, _reading.corrected, evidence, _reading.without),
             _reading.details,
             preliminary=lambda state: state.warm_start is not None,
             closing=_reading.is_correcting,

@@ -1,0 +1,164 @@
+"""What sites let out of their rows when a run is over, and what they do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+pytest.importorskip("flwr")
+
+from flwr.app import Message as FlowerMessage
+
+import fedppl
+from fedppl import DeclarationError, Policy
+from fedppl.engine import _account
+from fedppl.engine._guard import Ledger, Run
+from fedppl.flower import node as _node
+from fedppl.flower.decode import Malformed
+from fedppl.flower.memory import file_memory
+from fedppl.flower.records import CONCLUDE
+from fedppl.flower.told import read_told
+from fedppl.gaussian import Gaussian
+from fedppl.local.target import pack_target
+from fedppl.testing import normal_means
+from tests.support import malformed
+from tests.support.fake_grid import FakeGrid, Node, node
+
+TELLS = Policy(rows=0, parameters_per_row=math.inf, events=0, requests=math.inf, conclusions=("loo",))
+BOTH = dataclasses.replace(TELLS, conclusions=("loo", "conflict"))
+EP = fedppl.EP(correction=None)
+
+
+def nodes_of(folder: Path, model: Any, clients: Any, rules: Any = TELLS, algorithm: Any = EP) -> dict[int, Node]:
+    def policy(config: Any) -> Policy:
+        found = rules(config["client-id"]) if callable(rules) else rules
+        assert isinstance(found, Policy)
+        return found
+
+    app = fedppl.Flower.client_app(
+        model,
+        algorithm,
+        lambda config: clients[config["client-id"]],
+        folder=lambda config: folder / str(config["client-id"]),
+        policy=policy,
+    )
+    return {10 + i: node(app, 10 + i, **{"client-id": name}) for i, name in enumerate(clients)}
+
+
+def fit(grid: FakeGrid, model: Any, algorithm: Any = EP) -> Any:
+    engine = fedppl.Flower.grid(grid, clients=len(grid.nodes), wait=0.2, deadline=60.0, poll=0.001, grace=0.01)
+    return fedppl.fit(model, None, algorithm, engine=engine, progressbar=False, random_seed=1)
+
+
+def refusals(folder: Path) -> list[str]:
+    lines = map(json.loads, (folder / "audit.jsonl").read_text().splitlines())
+    return [line["refused"] for line in lines if line.get("refused")]
+
+
+def test_sites_tell_sums_over_rows_and_a_p_value_as_clients_here_do(tmp_path: Path) -> None:
+    model, clients = normal_means(2)
+    here = fedppl.fit(model, clients, EP, progressbar=False, random_seed=1)
+    there = fit(FakeGrid(nodes_of(tmp_path, model, clients, BOTH)), model)
+    expected, found = fedppl.loo(here, random_seed=here.seed), fedppl.loo(there)
+    assert (found.rows, found.bad) == (expected.rows, expected.bad)
+    assert_allclose([found.elpd, found.se, found.p_loo], [expected.elpd, expected.se, expected.p_loo], rtol=1e-6)
+    assert_allclose(found.clients["elpd"], expected.clients["elpd"].loc[found.clients.index], rtol=1e-6)
+    assert_allclose(fedppl.conflict(there)["p_value"], fedppl.conflict(here)["p_value"], atol=1e-12)
+    with pytest.raises(DeclarationError, match="compare"):
+        fedppl.loo_compare({"one": there, "another": there})
+
+
+def test_who_does_not_tell_is_named(tmp_path: Path) -> None:
+    model, clients = normal_means(2)
+    silent = dataclasses.replace(TELLS, conclusions=("conflict",))
+    rules = {"client 0": TELLS, "client 1": silent}
+    found = fit(FakeGrid(nodes_of(tmp_path, model, clients, rules.get)), model)
+    with pytest.raises(DeclarationError, match=r"\['client 1'\] told nothing.*conclusions="):
+        fedppl.loo(found)
+    assert np.isnan(fedppl.conflict(found)["p_value"]).values.tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"requests": 8}, "requests: 8 answered"),
+        ({"approval": lambda release: "values" in release.arrays or release.round > 0}, "approval: not given"),
+    ],
+)
+def test_a_policy_counts_what_is_told_as_a_request(tmp_path: Path, changes: Any, told: str) -> None:
+    model, clients = normal_means(2)
+    if "requests" in changes:  # as many as the run itself has
+        whole = fit(FakeGrid(nodes_of(tmp_path / "before", model, clients)), model)
+        changes = {"requests": len(whole.records)}
+        told = f"requests: {len(whole.records)} answered"
+    found = fit(FakeGrid(nodes_of(tmp_path, model, clients, dataclasses.replace(TELLS, **changes))), model)
+    assert found.status.ok
+    assert all(refusals(tmp_path / name)[-1].startswith(told) for name in clients)
+    assert not any(found.told.values())
+    assert all(list((tmp_path / name).glob("*.nc")) for name in clients)  # its own posterior is there all the same
+
+
+def test_nothing_is_told_of_a_run_that_was_not_answered_or_of_a_q_that_is_far(tmp_path: Path) -> None:
+    """Whoever chooses q chooses where rows are looked at."""
+    model, clients = normal_means(2)
+    fit(FakeGrid(nodes_of(tmp_path, model, clients)), model)
+    folder = tmp_path / "client 0"
+    site = _node.Node("t", model, EP, lambda c: clients["client 0"], lambda c: "client 0", folder, 100, 4, TELLS)
+    run = json.loads((folder / "audit.jsonl").read_text().splitlines()[1])["run"]
+    prior = model.enrol(clients)["client 0"].layout.prior
+
+    def concluded(run: str, mean: float) -> Any:
+        q = Gaussian(prior.precision @ np.array([mean]), prior.precision)
+        texts = {"client_id": "client 0", "run": run, "seed": "1", "status": "converged"}
+        return _node.conclude(site, {}, file_memory(folder), (pack_target(q, q, 0.0), texts))[0]
+
+    assert not concluded("another", 0.0)
+    assert refusals(folder)[-1].startswith("conclusion: no request of this run")
+    assert not concluded(run, 0.0) and refusals(folder)[-1] == "conclusion: this run is over"
+    folder = tmp_path / "other"
+    folder.mkdir()
+    site = site._replace(policy=dataclasses.replace(TELLS, distance=1e-3), folder=folder)
+    guard = _account.in_folder(site.policy, folder, "client 0")
+    guard.write(Ledger(requests=1, runs={run: Run(1, "")}), {"event": "request"})
+    assert not concluded(run, 100.0) and refusals(folder)[-1].startswith("distance: ")
+
+
+def test_a_lie_about_rows_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, clients = normal_means(2)
+
+    def fault(message: FlowerMessage, to: int) -> Any:
+        def change(reply: FlowerMessage) -> FlowerMessage:
+            reply.content.array_records["arrays"]["loo"].data = malformed.npy([-10.0, 1.0, 20.0, 5.0, 0.0, 0.0, 90.0])
+            return reply
+
+        return change if message.metadata.message_type == CONCLUDE and to == 10 else None
+
+    with caplog.at_level(logging.WARNING):
+        found = fit(FakeGrid(nodes_of(tmp_path, model, clients), fault), model)
+    assert "client 0: what it told of its rows cannot be used: 'loo': of 20 rows 5" in caplog.text
+    with pytest.raises(DeclarationError, match=r"\['client 0'\]"):
+        fedppl.loo(found)
+
+
+@pytest.mark.parametrize(
+    ("told", "rule"),
+    [
+        ({"rows": np.zeros(3)}, "'rows', expected one of"),
+        ({"conflict": np.zeros(3)}, "'conflict' has shape"),
+        ({"conflict": np.array([0.0, 1.0])}, "p-value 0"),
+        ({"conflict": np.array([0.5, np.inf])}, "not finite"),
+        ({"loo": np.array([-10.0, 1.0, 2.5, 2.5, 0.0, 0.0, 90.0])}, "numbers of rows"),
+        ({"loo": np.array([-10.0, 1.0, 2.0, 2.0, 0.0, 0.0, 9.0])}, "squares"),
+    ],
+)
+def test_what_cannot_be_is_refused(told: Any, rule: str) -> None:
+    with pytest.raises(Malformed, match=rule):
+        read_told(told)
