@@ -20,7 +20,7 @@ from tests.support import problems
 
 def fitted(model: Any, clients: Any, algorithm: Any = None, **settings: Any) -> fedppl.Fit:
     settings = {"progressbar": False, "random_seed": 1, "rounds": 30} | settings
-    return fedppl.fit(model, clients, algorithm or fedppl.EP(), **settings)
+    return fedppl.fit(model, clients, algorithm or fedppl.EP(correction=None), **settings)
 
 
 def assert_ledger_holds(state: Any) -> None:
@@ -122,8 +122,8 @@ def test_rows_spread_over_clients_give_the_posterior_of_all_rows() -> None:
 @pytest.mark.parametrize("damping", [0.3, 0.7])
 def test_damping_slows_down_and_changes_no_fixed_point(damping: float) -> None:
     model, clients = problems.noise()
-    undamped = fitted(model, clients, fedppl.EP(tolerance=1e-3))
-    damped = fitted(model, clients, fedppl.EP(tolerance=1e-3, damping=damping), rounds=80)
+    undamped = fitted(model, clients, fedppl.EP(correction=None, tolerance=1e-3))
+    damped = fitted(model, clients, fedppl.EP(correction=None, tolerance=1e-3, damping=damping), rounds=80)
     assert damped.status.ok, damped.message
     assert len(damped.records) > len(undamped.records)
     steps = [record.info["damping"] for record in damped.records if record.info["phase"] == "EP"]
@@ -214,8 +214,8 @@ def test_q_is_prior_times_sites_and_proper_in_every_round_of_refinement(particip
 
 def test_partial_participation_reaches_the_same_posterior() -> None:
     model, clients = problems.noise()
-    everyone = fitted(model, clients, fedppl.EP(tolerance=1e-3), rounds=60)
-    some = fitted(model, clients, fedppl.EP(tolerance=1e-3), rounds=200, participation=3)
+    everyone = fitted(model, clients, fedppl.EP(correction=None, tolerance=1e-3), rounds=60)
+    some = fitted(model, clients, fedppl.EP(correction=None, tolerance=1e-3), rounds=200, participation=3)
     assert some.status.ok, some.message
     sd = gaussian.standard_deviations(everyone.posterior)
     assert np.all(np.abs(gaussian.mean(some.posterior) - gaussian.mean(everyone.posterior)) < 0.02 * sd)

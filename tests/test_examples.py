@@ -100,12 +100,11 @@ class Example(NamedTuple):
     options: tuple[str, ...]
     holds: Callable[[str, dict[str, Any]], None]
     data: str = ""  # folder of its data set, where it has one
-    slow: bool = True
     torch: bool = False
 
 
 EXAMPLES = {
-    "quickstart": Example("quickstart", (), of_quickstart, slow=False),
+    "quickstart": Example("quickstart", (), of_quickstart),
     "hospitals": Example(
         "hospitals", ("--hospitals", "4", "--patients", "240", "--rounds", "30", "--seed", "1"), of_hospitals
     ),
@@ -122,9 +121,7 @@ def test_every_example_is_in_the_list() -> None:
     assert {example.script for example in EXAMPLES.values()} == {path.stem for path in ROOT.glob("examples/*.py")}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * example.slow) for name, example in EXAMPLES.items()]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES])
 def test_an_example_runs_and_holds_what_it_shows(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     example, options = EXAMPLES[name], list(EXAMPLES[name].options)
     if example.torch:

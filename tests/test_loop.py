@@ -120,8 +120,8 @@ def test_a_generator_is_a_seed_too() -> None:
 
 @pytest.mark.parametrize("participation", [3, 0.5])
 def test_partial_participation_converges_to_the_same_posterior(participation: Any) -> None:
-    full = fit(problems.noise(), fedppl.EP(tolerance=1e-3))
-    part = fit(problems.noise(), fedppl.EP(tolerance=1e-3), participation=participation, rounds=80)
+    full = fit(problems.noise(), fedppl.EP(correction=None, tolerance=1e-3))
+    part = fit(problems.noise(), fedppl.EP(correction=None, tolerance=1e-3), participation=participation, rounds=80)
     assert full.status is part.status is Status.CONVERGED
     sd = gaussian.standard_deviations(full.posterior)
     assert np.all(np.abs(gaussian.mean(part.posterior) - gaussian.mean(full.posterior)) < 0.02 * sd)
@@ -234,8 +234,8 @@ def test_one_failed_round_does_not_change_where_a_fit_ends() -> None:
     problem = problems.noise()
     count = len(problem[1])
     flaky = Tampering(lambda request, reply: None if request.round in (2, 4) else reply)
-    with_failures = fit(problem, fedppl.EP(tolerance=1e-3), engine=flaky)
-    without = fit(problem, fedppl.EP(tolerance=1e-3))
+    with_failures = fit(problem, fedppl.EP(correction=None, tolerance=1e-3), engine=flaky)
+    without = fit(problem, fedppl.EP(correction=None, tolerance=1e-3))
     assert [len(r.failures) for r in with_failures.records[:4]] == [0, count, 0, count]
     assert with_failures.status is Status.CONVERGED
     sd = gaussian.standard_deviations(without.posterior)
@@ -362,14 +362,14 @@ def test_the_callback_sees_every_round_and_can_stop() -> None:
         return step.number == 2
 
     with pytest.warns(fedppl.ConvergenceWarning, match="stopped by the callback after"):
-        result = fit(problems.noise(), fedppl.EP(), callback=watch)
+        result = fit(problems.noise(), fedppl.EP(correction=None), callback=watch)
     assert seen == [1, 2] and len(result.records) == 2
     assert result.status is Status.MAX_ROUNDS
 
 
 def test_a_callback_that_returns_nothing_does_not_stop() -> None:
     seen: list[int] = []
-    result = fit(problems.noise(), fedppl.EP(), callback=lambda step: seen.append(step.number))
+    result = fit(problems.noise(), fedppl.EP(correction=None), callback=lambda step: seen.append(step.number))
     assert result.status is Status.CONVERGED
     assert seen == [record.number for record in result.records]
 

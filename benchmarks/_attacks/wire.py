@@ -23,7 +23,7 @@ _FLOWER = importlib.util.find_spec("flwr") is not None
 def run(quick: bool = False) -> dict[str, Any]:
     """Send malformed introductions and replies, and a prior of another site's; figures for one JSON line."""
     if quick:
-        figures = _hostile(400) | (_prior(1) if _FLOWER else {})
+        figures = _hostile(200) | (_prior(1) if _FLOWER else {})
     else:
         # Each in a process of its own, whose peak memory is that of what it did.
         honest, hostile = (_in_process(name, 5_000) for name in ("honest", "hostile"))
