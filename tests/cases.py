@@ -276,6 +276,13 @@ def ending_in(*ends: Ends) -> list[str]:
     return [name for name in ENDINGS if (found := CASES[name].ending) is not None and found.ends in ends]
 
 
+def runnable() -> dict[str, Case]:
+    """The cases whose packages are installed."""
+    if importlib.util.find_spec("torch") is not None:
+        return CASES
+    return {name: case for name, case in CASES.items() if case.problem not in NETWORKS}
+
+
 def rows(names: Iterable[str] = CASES) -> list[Any]:
     """Parameters of a test; rows of networks are skipped without torch."""
     missing = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
