@@ -35,7 +35,7 @@ def test_a_posterior_of_another_model_is_not() -> None:
         return {"y": shared["mu"] + rng.normal(0, 10, size=len(data["y"]))}
 
     model, clients = normal_means(3)
-    found = fedppl.calibrate(model, clients, GAUSSIAN, data_sets=60, simulate=noisy, random_seed=1)
+    found = fedppl.calibrate(model, clients, GAUSSIAN, data_sets=60, simulate=noisy, progressbar=False, random_seed=1)
     assert float(found["p_value"].max()) < 1e-3
 
 
@@ -85,4 +85,6 @@ def test_measurements_that_were_whole_numbers_are_drawn_as_measurements() -> Non
     model, clients = normal_means(3)
     whole = {name: {"y": np.round(data["y"]).astype(int)} for name, data in clients.items()}
     found = fedppl.calibrate(model, whole, GAUSSIAN, data_sets=5, random_seed=1)
-    assert_array_equal(found["pit"], fedppl.calibrate(model, clients, GAUSSIAN, data_sets=5, random_seed=1)["pit"])
+    assert_array_equal(
+        found["pit"], fedppl.calibrate(model, clients, GAUSSIAN, data_sets=5, progressbar=False, random_seed=1)["pit"]
+    )

@@ -269,6 +269,7 @@ def test_improper_priors_have_no_evidence() -> None:
     [
         ({"points": 100}, "points=100 must be a whole number, at least 512"),
         ({"points": 1001}, "take 1008"),
+        ({"points": 2**40}, "at most 1048576"),
         ({"exchanges": 0}, "exchanges=0"),
         ({"points": True}, "points=True"),
     ],
@@ -331,6 +332,8 @@ def test_other_data_are_not_compared() -> None:
         fedppl.loo_compare({"a": ours, "b": turned})
     with pytest.raises(DeclarationError, match="two or more fits"):
         fedppl.compare({"a": ours})
+    with pytest.raises(DeclarationError, match="no texts"):  # of 1 and "1" one would be lost
+        fedppl.compare({1: ours, "1": turned})  # type: ignore[dict-item]
 
 
 def test_a_newcomer_is_weighed_by_its_own_data() -> None:

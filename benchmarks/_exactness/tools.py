@@ -31,7 +31,7 @@ def calibration(data_sets: int = 400) -> dict[str, Any]:
     clients = {f"site {n}": {"y": np.resize([0, 1], n)} for n in (3, 4, 6, 8, 10)}
     row = {}
     for name, algorithm in (("corrected", fedppl.EP()), ("ep_alone", fedppl.EP(correction=None))):
-        found = fedppl.calibrate(model, clients, algorithm, data_sets=data_sets, random_seed=_SEED)
+        found = fedppl.calibrate(model, clients, algorithm, data_sets=data_sets, progressbar=False, random_seed=_SEED)
         status, count = np.unique(found["status"].values, return_counts=True)
         row[name] = {
             "holm": dict(zip(found["rows"].values.tolist(), np.round(found["p_adjusted"].values, 4), strict=True)),

@@ -58,6 +58,7 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     """
     if not isinstance(fits, Mapping) or len(fits) < 2 or not all(isinstance(fit, Fit) for fit in fits.values()):
         raise DeclarationError(f"fits={shown(fits)} must be two or more fits by name: {{'a': fit_a, 'b': fit_b}}.")
+    require_names(fits)
     (first, reference), *others = fits.items()
     for name, fit in others:
         require_same_data(str(first), reference, str(name), fit)
@@ -79,6 +80,12 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     ).sort_values("log_evidence", ascending=False, kind="stable")
     table.insert(0, "rank", range(len(table)))
     return table
+
+
+def require_names(fits: Mapping[str, Fit]) -> None:
+    """Refuse names that are none: a number and its text would be one row."""
+    if odd := [name for name in fits if not isinstance(name, str)]:
+        raise DeclarationError(f"fits have the names {odd[:5]}, which are no texts; write {str(odd[0])!r}.")
 
 
 def require_same_data(first: str, reference: Fit, name: str, fit: Fit, *, in_order: bool = False) -> None:

@@ -14,7 +14,7 @@ from scipy.special import logsumexp
 from fedppl.contracts import sum_replies
 from fedppl.results import idata
 from fedppl.results.arrival import require_arrived
-from fedppl.results.compare import require_same_data
+from fedppl.results.compare import require_names, require_same_data
 from fedppl.results.fit import Fit
 from fedppl.results.rows import SUMS, Rows, rows_of, sums_of
 from fedppl.settings import shown, whole
@@ -163,6 +163,7 @@ def loo_compare(
     """
     if not isinstance(fits, Mapping) or len(fits) < 2 or not all(isinstance(fit, Fit) for fit in fits.values()):
         raise DeclarationError(f"fits={shown(fits)} must be two or more fits by name: {{'a': fit_a, 'b': fit_b}}.")
+    require_names(fits)
     names = [str(name) for name in fits]
     (first, reference), *others = fits.items()
     for name, fit in others:

@@ -21,6 +21,7 @@ from fedppl.results.fit import Fit
 from fedppl.results.simulate import at_level, outcomes, truths
 from fedppl.run._start import require_declared, seed_of
 from fedppl.run.loop import fit
+from fedppl.run.progress import Progress
 from fedppl.settings import shown, takes, whole
 from fedppl.types import Array, ConvergenceWarning, DeclarationError
 
@@ -38,6 +39,7 @@ def calibrate(
     simulate: Simulate | None = None,
     rounds: int = 20,
     engine: EngineFactory | None = None,
+    progressbar: bool = True,
     random_seed: int | np.random.Generator | None = None,
 ) -> xr.Dataset:
     r"""Simulation-based calibration of a declared model under an algorithm.
@@ -52,6 +54,8 @@ def calibrate(
     ----------
     model, algorithm, rounds, engine
         As in `fedppl.fit`.
+    progressbar
+        Whether to show which data set is being fitted.
     clients
         Client id to data: inputs as they are used, outcomes as an example that is replaced.
     data_sets
@@ -78,7 +82,7 @@ def calibrate(
     --------
     >>> import fedppl
     >>> from fedppl.testing import normal_means
-    >>> found = fedppl.calibrate(*normal_means(), fedppl.EP(), data_sets=20, random_seed=1)
+    >>> found = fedppl.calibrate(*normal_means(), fedppl.EP(), data_sets=20, progressbar=False, random_seed=1)
     >>> bool(found["p_adjusted"].min() > 0.001)
     True
 
@@ -105,18 +109,22 @@ def calibrate(
     inputs = {name: client.arrays for name, client in enrolled.items()}
     replaced = {} if simulate else {name: outcomes(client, drawn.values, rng) for name, client in enrolled.items()}
     pit, status = np.full(drawn.phi.shape, np.nan), []
-    for t, truth in enumerate(drawn.phi):
-        if simulate is None:
-            data = {name: {**inputs[name], **{k: v[t] for k, v in replaced[name].items()}} for name in inputs}
-        else:
-            shared = {name: value[t] for name, value in drawn.values.items()}
-            data = {name: _simulated(simulate, shared, name, inputs[name], rng) for name in inputs}
-        with _silence():
-            found = fit(model, data, algorithm, rounds=rounds, engine=engine, progressbar=False, random_seed=seed + t)
-        status.append(found.status.value)
-        if not unarrived(found):
-            pit[t] = _transform(found, truth)
-        logger.info("data set %d of %d: %s", t + 1, data_sets, found.status.value)
+    with Progress(data_sets, show=progressbar, what="Data set") as progress:
+        for t, truth in enumerate(drawn.phi):
+            if simulate is None:
+                data = {name: {**inputs[name], **{k: v[t] for k, v in replaced[name].items()}} for name in inputs}
+            else:
+                shared = {name: value[t] for name, value in drawn.values.items()}
+                data = {name: _simulated(simulate, shared, name, inputs[name], rng) for name in inputs}
+            with _silence():
+                found = fit(
+                    model, data, algorithm, rounds=rounds, engine=engine, progressbar=False, random_seed=seed + t
+                )
+            status.append(found.status.value)
+            if not unarrived(found):
+                pit[t] = _transform(found, truth)
+            logger.info("data set %d of %d: %s", t + 1, data_sets, found.status.value)
+            progress.update(t + 1, found.status.value, {}, 0)
     p_value = np.array([_uniform(column) for column in pit.T])
     values = {"pit": pit, "truth": drawn.phi, "status": np.array(status)}
     values |= {"p_value": p_value, "p_adjusted": _holm(p_value)}

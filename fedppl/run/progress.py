@@ -1,4 +1,4 @@
-"""The progress bar of `fedppl.fit`."""
+"""The progress bar of `fedppl.fit` and of what fits often."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 class Progress:
     """A progress bar with the last change, or nothing."""
 
-    def __init__(self, total: int, *, show: bool) -> None:
+    def __init__(self, total: int, *, show: bool, what: str = "Round") -> None:
         self._bar: Any = None
         if show:
             import rich.progress  # a tenth of what importing all of fedppl takes
 
             self._bar = rich.progress.Progress(
-                rich.progress.TextColumn("Round"),
+                rich.progress.TextColumn(what),
                 rich.progress.BarColumn(),
                 rich.progress.MofNCompleteColumn(),
                 rich.progress.TimeElapsedColumn(),

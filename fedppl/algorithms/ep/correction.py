@@ -8,6 +8,8 @@ from fedppl import settings
 from fedppl.numerics.student import SCRAMBLES
 from fedppl.types import DeclarationError
 
+_MOST = 2**20
+
 
 @dataclass(frozen=True)
 class Correction:
@@ -59,6 +61,8 @@ class Correction:
     def __post_init__(self) -> None:
         """Check every value."""
         settings.whole("points", self.points, 64 * SCRAMBLES)
+        if self.points > _MOST:
+            raise DeclarationError(f"points={self.points}: at most {_MOST} fit into memory for every client.")
         if self.points % SCRAMBLES:
             raise DeclarationError(
                 f"points={self.points} must be a multiple of {SCRAMBLES}, one part for each scramble; take "
