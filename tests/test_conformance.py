@@ -129,11 +129,11 @@ def test_nothing_handed_to_a_local_inference_is_changed(name: str) -> None:
     frozen = [array.copy() for array in (*q, *cavity)]
     for array in frozen:
         array.flags.writeable = False
-    before = [np.array(part) for part in (*client_model.data, client_model.initial)]
+    before = [np.array(part) for part in (*client_model.packed, client_model.initial)]
     case = Target(client_model, Gaussian(*frozen[:2]), Gaussian(*frozen[2:]), share)
     WAYS[name].local.tilted(case, np.random.default_rng(1))
     WAYS[name].local.draw(case, 20, 1, np.random.default_rng(1))
-    for ours, theirs in zip(before, (*client_model.data, client_model.initial), strict=True):
+    for ours, theirs in zip(before, (*client_model.packed, client_model.initial), strict=True):
         assert_array_equal(ours, theirs)
 
 
@@ -193,7 +193,7 @@ def test_the_hessian_by_differences_is_the_symbolic_one(name: str) -> None:
     rows = pt.stack([pt.grad(gradient[i], graph.x) for i in range(len(x))])
     symbolic = python_function([graph.x, *graph.inputs], rows)
     expected = symbolic(x, *one.inputs)
-    found = difference_hessian(one.kernel, x, np.full(len(x), 0.1), one.data)
+    found = difference_hessian(one.kernel, x, np.full(len(x), 0.1), one.packed)
     assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
 
 

@@ -139,7 +139,7 @@ def test_batch_gradients_of_an_epoch_average_to_the_full_gradient(problem: Any) 
         gradient = client.kernel(x, *client.batch(chosen))[1:]
         parts.append(rows / size * (gradient - none) + none)
         assert np.max(np.abs(parts[-1] - none)) > 0
-    full = client.kernel(x, *client.data)[1:]
+    full = client.kernel(x, *client.packed)[1:]
     assert_allclose(np.mean(parts, axis=0), full, rtol=1e-11, atol=1e-11)
     assert np.max(np.abs(parts[0] - full)) > 1e-3  # a single one differs
 
@@ -187,7 +187,7 @@ def test_a_batch_is_a_client_with_those_rows(name: str) -> None:
     chosen = np.array([4, 0, 3])
     other = problems.ALL[name]()[0].with_data(client, "fewer", {key: value[chosen] for key, value in d.items()})
     x = 0.2 * rng(3).normal(size=client.shared_size + client.local_size)
-    assert_array_equal(client.kernel(x, *client.batch(chosen)), client.kernel(x, *other.data))
+    assert_array_equal(client.kernel(x, *client.batch(chosen)), client.kernel(x, *other.packed))
 
 
 def two_outcomes(y: Any, z: Any) -> Any:

@@ -41,7 +41,7 @@ def _search(kernel: Any, start: Any, m: int, data: Any) -> Any:
 def search(client: ClientModel, phi: Any, theta: Any) -> Found:
     """Inner mode from (φ, θ), with everything that the search fills in."""
     start = np.concatenate([phi, theta]).astype(float)
-    return Found(*_search(client.kernel, start, client.shared_size, client.data))
+    return Found(*_search(client.kernel, start, client.shared_size, client.packed))
 
 
 def regression_client() -> ClientModel:
@@ -85,7 +85,7 @@ def test_a_quadratic_takes_one_step_to_its_mode() -> None:
 def test_the_output_is_the_one_at_the_mode() -> None:
     client = regression_client()
     found = search(client, np.array([0.7, -1.2, 0.4]), np.zeros(2))
-    assert_array_equal(found.output, client.kernel(found.x, *client.data))
+    assert_array_equal(found.output, client.kernel(found.x, *client.packed))
     assert_allclose(found.output[4:], 0, atol=1e-5)
 
 
@@ -156,7 +156,7 @@ def test_difference_hessian_of_a_quadratic(rng: np.random.Generator) -> None:
     for scale in (0.01, 0.1, 1.0):
         x = rng.normal(size=5)
         before = x.copy()
-        found = difference_hessian(client.kernel, x, np.full(5, scale), client.data)
+        found = difference_hessian(client.kernel, x, np.full(5, scale), client.packed)
         assert_allclose(found, expected, rtol=1e-7, atol=1e-7)
         assert_array_equal(found, found.T)
         assert_array_equal(x, before)
@@ -165,7 +165,7 @@ def test_difference_hessian_of_a_quadratic(rng: np.random.Generator) -> None:
 def test_difference_hessian_leaves_its_arguments_alone() -> None:
     client = regression_client()
     x, scale = np.ones(5), np.full(5, 0.1)
-    difference_hessian(client.kernel, x, scale, client.data)
+    difference_hessian(client.kernel, x, scale, client.packed)
     assert_array_equal(x, np.ones(5))
     assert_array_equal(scale, np.full(5, 0.1))
 
@@ -177,7 +177,7 @@ def test_difference_hessian_of_poisson_counts(rng: np.random.Generator) -> None:
     x = np.concatenate([[0.5], rng.normal(1, 0.5, size=7)])
     expected = np.diag(np.concatenate([[-7 / 0.09], -np.exp(x[1:]) - 1 / 0.09]))
     expected[0, 1:] = expected[1:, 0] = 1 / 0.09
-    found = difference_hessian(client.kernel, x, np.full(8, 0.3), client.data)
+    found = difference_hessian(client.kernel, x, np.full(8, 0.3), client.packed)
     assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -200,6 +200,6 @@ def test_difference_hessian_where_it_is_indefinite() -> None:
     expected[B, S] = expected[S, B] = -2 * s * X.T @ e
     assert np.linalg.eigvalsh(expected)[-1] > 1
     x = np.concatenate([mu, [log_tau], theta, [log_sigma]])
-    found = difference_hessian(client.kernel, x, np.full(6, 0.1), client.data)
+    found = difference_hessian(client.kernel, x, np.full(6, 0.1), client.packed)
     # h²/6 times the fourth derivative, with h = 1e-4: eight digits
     assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())

@@ -86,6 +86,6 @@ def test_a_process_reads_what_one_before_it_compiled(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(_template, "_in_use", weakref.WeakKeyDictionary())
         client = model.enrol({"a": data})["a"]
         kernel, x = client.kernel, np.concatenate([np.zeros(client.shared_size), client.initial])
-        values.append(kernel(x, *client.data))
+        values.append(kernel(x, *client.packed))
     assert sum(kernel.stats.cache_hits.values()) == 1 and not kernel.stats.cache_misses
     assert_allclose(values[0], values[1], rtol=0, atol=0)

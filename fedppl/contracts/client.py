@@ -59,7 +59,7 @@ class ClientView(Protocol):
         """Jitted function ``kernel(x, *data) -> [log density, gradient]``."""
 
     @property
-    def data(self) -> tuple[Any, Any, Any]:
+    def packed(self) -> tuple[Any, Any, Any]:
         """The client's arrays, packed for the kernel."""
 
     @property

@@ -54,7 +54,7 @@ def _shape(client: ClientView, center: Array) -> _Shape:
     z = student.standard_points(d, _SHAPING, stream_of(client.client_id))
     theta = modes + np.linalg.solve(factors[0].T, z.T).T
     x = np.concatenate([np.broadcast_to(center, (len(z), len(center))), theta], axis=1)
-    logs = site_batch(client.kernel, np.ascontiguousarray(x), client.data) - student.log_density(z, np.eye(d))
+    logs = site_batch(client.kernel, np.ascontiguousarray(x), client.packed) - student.log_density(z, np.eye(d))
     if not np.any(np.isfinite(logs)):
         return _Shape(np.zeros(d), np.eye(d))
     logs, _ = pareto.smoothed(np.nan_to_num(logs, nan=-np.inf, posinf=-np.inf))
@@ -189,7 +189,7 @@ def _varying(values: Array, told: NDArray[np.bool_]) -> Array:
 
 def _integrals(client: ClientView, points: Array, center: Array, nodes: Rule) -> tuple[Array, Array]:
     status, values, _, _, shares = integral_batch(
-        client.kernel, points, center, client.view(_marginal._start), client.data, *nodes, 0.0
+        client.kernel, points, center, client.view(_marginal._start), client.packed, *nodes, 0.0
     )
     if status != OK:
         raise LocalFailure(no_mode(client, center))
@@ -234,7 +234,7 @@ def _log_weights(client: ClientView, phi: Array, theta: Array, z: Array) -> Arra
     """log p(y, θ | φ) less the log density of the candidates, up to a constant of each φ, (candidates, N)."""
     candidates, count, d = z.shape
     x = np.concatenate([np.broadcast_to(phi, (candidates, *phi.shape)), theta], axis=2)
-    values = site_batch(client.kernel, np.ascontiguousarray(x.reshape(candidates * count, -1)), client.data)
+    values = site_batch(client.kernel, np.ascontiguousarray(x.reshape(candidates * count, -1)), client.packed)
     white = z.reshape(-1, d)
     log_normal = -0.5 * np.sum(white**2, axis=1) - 0.5 * d * np.log(2 * np.pi)
     log_proposal = np.logaddexp(log_normal, student.log_density(white, np.eye(d)))

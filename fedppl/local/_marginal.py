@@ -25,7 +25,7 @@ def _start(client: ClientView) -> Array:
 
     It depends on the client's model and data alone, never on earlier rounds, so that clients stay stateless.
     """
-    status, mode = inner_mode_at(client.kernel, gaussian.mean(client.prior.gaussian), client.initial, client.data)
+    status, mode = inner_mode_at(client.kernel, gaussian.mean(client.prior.gaussian), client.initial, client.packed)
     return np.asarray(mode) if status == OK else client.initial
 
 
@@ -42,7 +42,7 @@ def modes(client: ClientView, points: Array, center: Array, *, factors: bool) ->
     found = np.zeros((len(points), d))
     held = np.zeros((len(points) if factors else 0, d, d))
     status, log_factors, _ = marginal_batch(
-        client.kernel, np.ascontiguousarray(points), center, client.view(_start), client.data, found, held
+        client.kernel, np.ascontiguousarray(points), center, client.view(_start), client.packed, found, held
     )
     if status != OK:
         raise LocalFailure(no_mode(client, center))
@@ -67,7 +67,7 @@ def gradients(client: ClientView, points: Array, center: Array, prior_share: flo
     """log f_k (and its share of a non-Gaussian prior) and its gradients at points (S, m), (S,) and (S, m)."""
     slopes = np.zeros_like(points)
     status, found = gradient_batch(
-        client.kernel, np.ascontiguousarray(points), center, client.view(_start), client.data, slopes
+        client.kernel, np.ascontiguousarray(points), center, client.view(_start), client.packed, slopes
     )
     if status != OK:
         raise LocalFailure(no_mode(client, center))
@@ -80,7 +80,7 @@ def gradients(client: ClientView, points: Array, center: Array, prior_share: flo
 def expand(client: ClientView, point: Array, prior_share: float) -> Expansion:
     """Quadratic expansion of log f_k (and of its share of a non-Gaussian prior) at a point."""
     status, value, gradient, hessian, _ = expand_marginal(
-        client.kernel, point, client.view(_start), _prior_sds(client, 1.0), client.data
+        client.kernel, point, client.view(_start), _prior_sds(client, 1.0), client.packed
     )
     if status != OK:
         raise LocalFailure(no_mode(client, point))
@@ -94,7 +94,7 @@ def expand(client: ClientView, point: Array, prior_share: float) -> Expansion:
 def difference(client: ClientView, points: Array, center: Array) -> tuple[Array, float] | None:
     """What Laplace over θ leaves out of log f_k at points (S, m), and how far to trust it; None where it is unknown."""
     batch = functools.partial(
-        integral_batch, client.kernel, np.ascontiguousarray(points), center, client.view(_start), client.data
+        integral_batch, client.kernel, np.ascontiguousarray(points), center, client.view(_start), client.packed
     )
     return _inner.differences(batch, client.local_size, stream_of(client.client_id))
 

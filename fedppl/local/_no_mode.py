@@ -16,8 +16,8 @@ _SHRUNK = -4.0
 
 def no_mode(client: ClientView, phi: Array) -> str:
     """Why the inner search found no mode at φ (m,), with a remedy; names variables and no numbers of the client's."""
-    _, theta = inner_mode_at(client.kernel, phi, client.initial, client.data)
-    value = site_batch(client.kernel, np.concatenate([phi, theta])[None], client.data)[0]
+    _, theta = inner_mode_at(client.kernel, phi, client.initial, client.packed)
+    value = site_batch(client.kernel, np.concatenate([phi, theta])[None], client.packed)[0]
     moved = np.where(["_log__" in label for label in client.local_labels], theta - client.initial, 0.0)
     if not np.isfinite(value):
         why = (

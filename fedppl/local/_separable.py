@@ -80,5 +80,5 @@ def one_by_one(client: ClientView, points: Array, center: Array) -> tuple[Array,
 
 def _densities(client: ClientView, phi: Array, theta: Array) -> Array:
     """log p(y, θ | φ) at rows of both; −inf where it is not a number."""
-    logs = site_batch(client.kernel, np.ascontiguousarray(np.concatenate([phi, theta], axis=1)), client.data)
+    logs = site_batch(client.kernel, np.ascontiguousarray(np.concatenate([phi, theta], axis=1)), client.packed)
     return np.where(logs < np.inf, logs, -np.inf)

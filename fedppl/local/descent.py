@@ -69,7 +69,7 @@ def check_batches(client: ClientView, batch_size: int | None) -> None:
     rng = np.random.default_rng(0)  # any point but a special one, where coincidences would hide a difference
     x = np.concatenate([gaussian.mean(prior), client.initial])
     x += 0.3 * rng.normal(size=len(x)) * np.concatenate([sd, np.ones(client.local_size)])
-    whole, first, second, nothing = (client.kernel(x, *data) for data in (client.data, *parts, none))
+    whole, first, second, nothing = (client.kernel(x, *data) for data in (client.packed, *parts, none))
     if not np.all(np.isfinite(whole)):
         return
     scale = np.abs(whole) + np.abs(first) + np.abs(second) + np.abs(nothing)
@@ -139,7 +139,7 @@ def descend(client: ClientView, x: Array, objective: Objective, descent: Descent
         before = _loss(client, objective, x) if whole else np.inf
         if whole and not share:
             settings[0] = descent.steps
-            x = _steps(client.kernel, x, client.data, client.data, settings, A, b)
+            x = _steps(client.kernel, x, client.packed, client.packed, settings, A, b)
         elif not share:
             none, chosen = client.batch(np.arange(0)), np.array(list(_batches(rows, descent, rng)))
             many = max(1, _ROWS_AT_ONCE // chosen.shape[1])
@@ -147,10 +147,10 @@ def descend(client: ClientView, x: Array, objective: Objective, descent: Descent
                 held = client.batches(chosen[start : start + many])
                 x = _batch_steps(client.kernel, x, *held, none, settings, A, b)
         else:
-            none = client.data if whole else client.batch(np.arange(0))
+            none = client.packed if whole else client.batch(np.arange(0))
             for batch in _batches(rows, descent, rng):
                 pull = b + scale * share * client.prior.log_ratio_gradient(x[:m]) if share else b
-                x = _steps(client.kernel, x, client.data if whole else client.batch(batch), none, settings, A, pull)
+                x = _steps(client.kernel, x, client.packed if whole else client.batch(batch), none, settings, A, pull)
         after = _loss(client, objective, x) if whole and np.all(np.isfinite(x)) else 0.0
     if not np.all(np.isfinite(x)) or not after <= before + _RISE * scale * rows:
         raise LocalFailure(f"gradient steps diverged; lower learning_rate={descent.learning_rate:g}")
@@ -171,7 +171,7 @@ def _batches(rows: int, descent: Descent, rng: Rng) -> Iterator[NDArray[np.int64
 def _loss(client: ClientView, objective: Objective, x: Array) -> float:
     """The client's objective at x = (φ, θ)."""
     phi = x[: len(objective.linear)]
-    value = -objective.scale * float(client.kernel(np.ascontiguousarray(x), *client.data)[0])
+    value = -objective.scale * float(client.kernel(np.ascontiguousarray(x), *client.packed)[0])
     if objective.prior_share:
         value -= objective.scale * objective.prior_share * float(client.prior.log_ratio(phi[None])[0])
     return value + float(phi @ (0.5 * objective.quadratic @ phi - objective.linear))

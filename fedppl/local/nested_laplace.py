@@ -231,7 +231,7 @@ def _with_local(client: ClientView, phi: Array, center: Array, outside: Array, r
         noise = rng.normal(size=(len(some), d))
         theta = modes + np.linalg.solve(np.swapaxes(factors, 1, 2), noise[..., None])[..., 0] if d else modes
         log_proposal = -0.5 * np.sum(noise**2, axis=1) + np.sum(np.log(np.einsum("sii->si", factors)), axis=1)
-        values = site_batch(client.kernel, np.ascontiguousarray(np.concatenate([some, theta], axis=1)), client.data)
+        values = site_batch(client.kernel, np.ascontiguousarray(np.concatenate([some, theta], axis=1)), client.packed)
         kept.append((some, theta, values - log_proposal + outside[first : first + chunk][found]))
     if not any(len(some) for some, _, _ in kept):
         raise LocalFailure(no_mode(client, center))

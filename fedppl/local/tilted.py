@@ -23,7 +23,7 @@ def require_smooth(client: ClientView, why: str) -> None:
 def log_tilted(target: Target) -> Callable[[Array], tuple[float, Array]]:
     """log [p(y, θ | φ) q_{-k}(φ) (p / N_0)(φ)^share] and its gradient, as a function of x = (φ, θ)."""
     client, prior = target.client, target.client.prior
-    kernel, data = client.kernel, client.data
+    kernel, data = client.kernel, client.packed
     m = client.shared_size
     linear, precision = target.cavity
     share = 0.0 if prior.is_gaussian else float(target.prior_share)
@@ -55,7 +55,7 @@ def start(target: Target) -> Array:
 def negative_hessian(target: Target, x: Array, scale: Array) -> Array:
     """A = −∂² log tilted / ∂x² at x = (φ, θ), by differences of the gradient over lengths in proportion to scale."""
     client, m = target.client, target.client.shared_size
-    A: Array = -difference_hessian(client.kernel, x, scale, client.data)
+    A: Array = -difference_hessian(client.kernel, x, scale, client.packed)
     A[:m, :m] += target.cavity.precision
     if target.prior_share and not client.prior.is_gaussian:
         A[:m, :m] -= target.prior_share * client.prior.log_ratio_hessian(x[:m])

@@ -214,7 +214,7 @@ def client_of(
         client_id=client_id,
         layout=layout,
         local=local,
-        data=pack((*data, *free_shapes)),
+        packed=pack((*data, *free_shapes)),
         inputs=(*data, *free_shapes),
         prior=prior,
         initial=np.concatenate([np.zeros(0), *theta]),

@@ -43,7 +43,7 @@ class ClientModel:
         Local variables θ_k, in the order of the flat vector.
     kernel
         Jitted function ``kernel(x, *data) -> [log density, gradient]`` with x = (φ, θ).
-    data
+    packed
         The client's arrays, packed: reals, integers, and where each array lies.
     inputs
         The same arrays, one by one.
@@ -62,7 +62,7 @@ class ClientModel:
     client_id: str
     layout: Layout
     local: tuple[Variable, ...]
-    data: tuple[Any, Any, Any]
+    packed: tuple[Any, Any, Any]
     inputs: tuple[Any, ...]
     prior: SharedPrior
     initial: Array
@@ -140,7 +140,7 @@ class ClientModel:
         if self.layout.binary:
             nan = np.full(self.shared_size + self.local_size, np.nan)
             return self.log_density(phi, theta), nan[: self.shared_size], nan[self.shared_size :]
-        output = self.kernel(np.concatenate([phi, theta]), *self.data)
+        output = self.kernel(np.concatenate([phi, theta]), *self.packed)
         return float(output[0]), output[1 : 1 + self.shared_size], output[1 + self.shared_size :]
 
     def log_density(self, phi: Array, theta: Array) -> float:

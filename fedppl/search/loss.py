@@ -139,7 +139,7 @@ def _client_loss(
     points = np.concatenate([sample.shared[0], sample.local[0]], axis=1)
     if sample.diagnostics.get("point_estimate"):
         points = points[:1]
-    log_density = [float(held.kernel(x, *held.data)[0]) - float(held.kernel(x, *none)[0]) for x in points]
+    log_density = [float(held.kernel(x, *held.packed)[0]) - float(held.kernel(x, *none)[0]) for x in points]
     return float(np.log(len(log_density)) - logsumexp(log_density)), held.rows
 
 

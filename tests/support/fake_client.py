@@ -107,11 +107,11 @@ class FakeClient:
         return kernel()
 
     @property
-    def data(self) -> tuple[Any, Any, Any]:
+    def packed(self) -> tuple[Any, Any, Any]:
         return self.batch(slice(None))
 
     def log_site(self, phi: Array, theta: Array) -> tuple[float, Array, Array]:
-        found = self.kernel(np.concatenate([phi, theta]), *self.data)
+        found = self.kernel(np.concatenate([phi, theta]), *self.packed)
         return float(found[0]), found[1:4], found[4:]
 
     def batch(self, rows: Any) -> tuple[Any, Any, Any]:

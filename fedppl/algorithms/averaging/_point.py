@@ -73,7 +73,7 @@ def weight_of(client: ClientView, weights: str) -> float:
 def draw_point(client: ClientView, phi: Array, local: Array | None, draws: int, chains: int) -> Draws:
     """Equal draws of one point; where θ is not known, it is taken to the mode of p(θ | y, φ)."""
     if local is None:
-        status, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.data)
+        status, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)
         if status != OK:
             raise LocalFailure("no mode of the local variables was found at the shared estimate; look at the data")
     shape = (chains, draws)

@@ -171,7 +171,7 @@ def _draw(
     v, m = fitting_own(client, personal and personal.own), client.shared_size
     if v is None:
         phi = np.asarray(message["phi"], dtype=float)
-        status, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.data)
+        status, local = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)
         start = np.concatenate([phi, local if status == OK else client.initial])
         v = _personal_steps(client, start, message, rng, settings)
     return draw_point(client, v[:m], v[m:], draws, chains)

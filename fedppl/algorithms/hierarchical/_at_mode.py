@@ -102,7 +102,7 @@ def _curvature_given_local(client: ClientView, phi: Array) -> Array:
     """−∂² log p(y, θ | φ) / ∂φ² at φ and the mode of the local variables θ there, which stay where they are."""
     x = np.concatenate([phi, _local_mode(client, phi)])
     m = len(phi)
-    return np.asarray(-difference_hessian(client.kernel, x, np.full(len(x), 0.1), client.data)[:m, :m])
+    return np.asarray(-difference_hessian(client.kernel, x, np.full(len(x), 0.1), client.packed)[:m, :m])
 
 
 def _no_less_than(curvature: Array, reference: Array) -> tuple[Array, int]:
@@ -124,7 +124,7 @@ def _no_less_than(curvature: Array, reference: Array) -> tuple[Array, int]:
 
 def _local_mode(client: ClientView, phi: Array) -> Array:
     """Mode of p(θ | y, φ)."""
-    status, theta = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.data)
+    status, theta = inner_mode_at(client.kernel, np.ascontiguousarray(phi), client.initial.copy(), client.packed)
     if status != OK:
         raise LocalFailure("no mode of the local variables was found")
     return np.asarray(theta)
