@@ -19,8 +19,10 @@ from flwr.app import Message as FlowerMessage
 
 import fedppl
 from fedppl import DeclarationError, Policy
+from fedppl.contracts import Request
 from fedppl.engine import _account
-from fedppl.engine._guard import Ledger, Run
+from fedppl.engine._conclusions import tells
+from fedppl.engine._guard import Ledger, Run, in_memory
 from fedppl.flower import node as _node
 from fedppl.flower.decode import Malformed
 from fedppl.flower.memory import file_memory
@@ -129,6 +131,22 @@ def test_nothing_is_told_of_a_run_that_was_not_answered_or_of_a_q_that_is_far(tm
     guard = _account.in_folder(site.policy, folder, "client 0")
     guard.write(Ledger(requests=1, runs={run: Run(1, "")}), {"event": "request"})
     assert not concluded(run, 100.0) and refusals(folder)[-1].startswith("distance: ")
+
+
+def test_points_of_a_posterior_are_those_that_were_answered(tmp_path: Path) -> None:
+    """A server that puts all weight on a point of its own would have log densities there."""
+    model, clients = normal_means(2)
+    client = model.enrol(clients)["client 0"]
+    guard = in_memory(TELLS, "client 0")
+    for answered, points, told in ((0, [[0.0]], ()), (512, [[0.0]], ("loo",)), (512, [[1e9]], ())):
+        guard.write(Ledger(requests=1, points=answered, runs={"r": Run(1, "")}), {"event": "request"})
+        message = pack_target(client.layout.prior, client.layout.prior, 0.0) | {"points": np.array(points)}
+        assert tells(guard, EP, client, Request("client 0", 0, 0, (1,), message, "r")) == told
+
+
+def test_a_budget_of_epsilon_has_no_conclusions() -> None:
+    with pytest.raises(DeclarationError, match="no known ε"):
+        Policy(epsilon=1.0, conclusions=("loo",))
 
 
 def test_a_lie_about_rows_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

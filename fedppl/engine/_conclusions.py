@@ -6,7 +6,7 @@ import numpy as np
 
 from fedppl.contracts import AnyAlgorithm, ClientView, Reply, Request
 from fedppl.engine import policy
-from fedppl.engine._guard import Guard, Run, checked, released
+from fedppl.engine._guard import Guard, Ledger, Run, checked, released
 from fedppl.types import Message
 
 _OF_POINTS = ("points", "weights", "joins")  # of a corrected posterior; log densities left at them already
@@ -47,7 +47,8 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
         rule = "conclusion: no request of this run was answered" if not last.round else None
         target = {name: value for name, value in request.message.items() if name not in _OF_POINTS}
         as_asked = request._replace(round=last.round + 1, message=target)
-        rule = rule or checked(guard.policy, ledger, algorithm, client, as_asked)[0] or _far(guard, client, request)
+        rule = rule or checked(guard.policy, ledger, algorithm, client, as_asked)[0]
+        rule = rule or _elsewhere(guard, ledger, client, request)
         if rule is None:
             ledger = ledger._replace(requests=ledger.requests + 1, unknown=ledger.unknown + 1)
         entry = {"event": "request", "run": request.run, "client": request.client_id, "asked": list(names)}
@@ -55,9 +56,11 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
         return () if rule else names
 
 
-def _far(guard: Guard, client: ClientView, request: Request) -> str | None:
-    """The rule that points of a corrected posterior break."""
+def _elsewhere(guard: Guard, ledger: Ledger, client: ClientView, request: Request) -> str | None:
+    """The rule that points of a corrected posterior break, or None: honest ones were answered for here."""
     points = np.asarray(request.message.get("points", np.zeros((0, client.layout.size))), dtype=float)
+    if points.size and not ledger.points:
+        return "correction: points of a posterior, and none were answered"
     if points.ndim == 2 and np.all(policy.inside(guard.policy, client.layout, points)):
         return None
     return "distance: of a point of the posterior"

@@ -77,7 +77,7 @@ class Policy:
     conclusions
         What leaves when a run is over that the site answered in, of "loo", sums of the rows' leave-one-out log
         densities for `fedppl.loo`, and "conflict", the site's p-value for `fedppl.conflict`. It counts as one more
-        request, and q has to lie where one may ask.
+        request, and q has to lie where one may ask. Not together with `epsilon`.
     epsilon
         None, or the total ε over all runs: then only algorithms whose ε is known are answered, `distance` and `cavity`
         are not looked at, and the release that would exceed it is refused.
@@ -147,6 +147,11 @@ class Policy:
         if not isinstance(named, list | tuple) or not all(one in CONCLUSIONS for one in named):
             raise DeclarationError(
                 f"conclusions={settings.shown(self.conclusions)} must be a list of names out of {list(CONCLUSIONS)}."
+            )
+        if named and self.epsilon is not None:
+            raise DeclarationError(
+                f"conclusions={settings.shown(named)} have no known ε, and epsilon={settings.shown(self.epsilon)} bounds "
+                "it; leave one of the two out."
             )
         object.__setattr__(self, "conclusions", tuple(dict.fromkeys(named)))
         asked = self.approval
