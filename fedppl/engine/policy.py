@@ -150,8 +150,8 @@ class Policy:
             )
         if named and self.epsilon is not None:
             raise DeclarationError(
-                f"conclusions={settings.shown(named)} have no known ε, and epsilon={settings.shown(self.epsilon)} bounds "
-                "it; leave one of the two out."
+                f"conclusions={settings.shown(named)} have no known ε, which epsilon={settings.shown(self.epsilon)} "
+                "bounds; leave one of the two out."
             )
         object.__setattr__(self, "conclusions", tuple(dict.fromkeys(named)))
         asked = self.approval
