@@ -172,7 +172,10 @@ def _killed(work: Callable[[], None], seconds: float, path: Path) -> bool:
 def _stamp(path: Path) -> int:
     """Changes with the records, which are the first thing that a round writes."""
     records = path.with_name(path.name + ".records")
-    return records.stat().st_mtime_ns if records.exists() else 0
+    try:
+        return records.stat().st_mtime_ns
+    except FileNotFoundError:  # not yet there, or just being replaced
+        return 0
 
 
 def _in_a_write(path: Path) -> bool:
