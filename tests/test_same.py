@@ -10,7 +10,7 @@ import pytensor.tensor as pt
 import pytest
 
 from fedppl import FederatedModel
-from fedppl.model import _same
+from fedppl.model import _graph, _same
 from fedppl.model._graph import PYTHON_MODE
 from fedppl.types import DataError, DeclarationError
 
@@ -100,3 +100,65 @@ def test_lengths_that_do_not_fit_name_the_client(rng: np.random.Generator) -> No
     data = {k: {"X": rng.normal(size=(4, 1)), "y": rng.normal(size=3 if k == "b" else 4)} for k in ("a", "b")}
     with pytest.raises(DataError, match="client 'b'"):
         FederatedModel(process, ["length", "sigma"]).enrol(data)
+
+
+MUTANTS: dict[str, dict[str, Any]] = {
+    "a number of the shared prior": {"sd": 2.0},
+    "a number of the likelihood": {"scale": 1.1},
+    "a family": {"family": pm.Logistic},
+    "a transform's bound": {"upper": 3.0},
+    "another transform": {"transform": pm.distributions.transforms.log},
+    "a shape": {"locals": 3},
+    "a constant of the data": {"shift": np.arange(2.0)},
+    "a potential": {"weight": 0.5},
+    "a deterministic": {"power": 3},
+    "a density of its own": {"own": 2.0},
+}
+
+
+def declared(
+    y: Any,
+    *,
+    sd: float = 1.0,
+    scale: float = 1.0,
+    family: Any = pm.Normal,
+    upper: float = 4.0,
+    transform: Any = None,
+    locals: int = 2,
+    shift: Any = 0.0,
+    weight: float = 0.0,
+    power: int = 2,
+    own: float | None = None,
+) -> pm.Model:
+    with pm.Model() as model:
+        data = pm.Data("y", y)
+        mu = pm.Normal("mu", 0, sd)
+        bounded = pm.distributions.transforms.Interval(0.0, upper)
+        tau = pm.Gamma("tau", 2, 1, default_transform=transform or bounded)
+        theta = pm.Normal("theta", mu, tau, shape=locals)
+        pm.Deterministic("power", theta**power)
+        if weight:
+            pm.Potential("potential", -weight * mu**2)
+        if own:
+            pm.CustomDist("own", mu, logp=lambda value, mu: -own * (value - mu) ** 2)
+        family("obs", theta.sum() + pt.sum(shift), scale, observed=data)
+    return model
+
+
+def parts(**changes: Any) -> _graph.Parts:
+    return _graph.dissect(declared(np.zeros(3), **changes), ["mu", "tau"])
+
+
+def test_a_model_built_twice_is_seen_to_be_one() -> None:
+    assert _same.surely_same_model(parts(), parts())
+    assert _same.surely_same_model(parts(weight=0.5, upper=1.0), parts(weight=0.5, upper=1.0))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_model_with_one_difference_is_not_taken_for_the_same(name: str) -> None:
+    assert not _same.surely_same_model(parts(), parts(**MUTANTS[name]))
+    assert not _same.surely_same_model(parts(**MUTANTS[name]), parts())
+
+
+def test_densities_of_ones_own_are_left_to_the_slow_comparison() -> None:
+    assert not _same.surely_same_model(parts(own=1.0), parts(own=2.0))

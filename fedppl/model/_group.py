@@ -76,13 +76,16 @@ def enrol_group(
     templates = {ids[0]: first}
     own = not first.parts.data
     if not own and not seen and len(ids) > 1:
-        first, second, other = _pair(declared, group, first)
-        templates = {ids[0]: first, other: second}
-        require_same_variables(ids[0], first.variables[0], other, second.variables[0], group[other])
-        if not _same.same_prior(first.parts, first.variables[0], second.parts, second.variables[0]):
-            raise other_prior(ids[0], other)
-        same = first.same_density(second)
-        own = not (same and _same.same_outputs(first.parts, first.variables, second.parts, second.variables))
+        first, other, parts = _pair(declared, group, first)
+        templates = {ids[0]: first}
+        own = not _same.surely_same_model(first.parts, parts)
+        if own:
+            second = templates[other] = opened(other, group[other], parts, first.parts.open)
+            require_same_variables(ids[0], first.variables[0], other, second.variables[0], group[other])
+            if not _same.same_prior(first.parts, first.variables[0], second.parts, second.variables[0]):
+                raise other_prior(ids[0], other)
+            same = first.same_density(second)
+            own = not (same and _same.same_outputs(first.parts, first.variables, second.parts, second.variables))
         if not own:
             compared[columns] = first
     if (own or len(ids) == 1) and not seen and not _builds(declared, first, ids[0], group[ids[0]]):
@@ -112,8 +115,8 @@ def enrol_group(
         yield client
 
 
-def _pair(declared: Declared, group: Clients, first: Template) -> tuple[Template, Template, str]:
-    """The first client's template and another's, in which lengths that differ between them are open."""
+def _pair(declared: Declared, group: Clients, first: Template) -> tuple[Template, str, _graph.Parts]:
+    """The first client's template, another client and its build; lengths that differ between the two are open."""
     ids = list(group)
     sizes = {client_id: [np.shape(array)[:1] for array in arrays.values()] for client_id, arrays in group.items()}
     # A client with other numbers of rows tells which lengths follow them.
@@ -123,12 +126,15 @@ def _pair(declared: Declared, group: Clients, first: Template) -> tuple[Template
     if lengths != first.parts.open:
         first = opened(ids[0], group[ids[0]], first.parts, lengths)
     first.functions["compared"] = True
-    return first, opened(other, group[other], parts, lengths), other
+    return first, other, parts
 
 
 def _builds(declared: Declared, template: Template, client_id: str, arrays: Mapping[str, Any]) -> bool:
     """Whether the builder, called once more, gives the model of the template."""
-    again = opened(client_id, arrays, parts_of(declared, client_id, arrays), template.parts.open)
+    parts = parts_of(declared, client_id, arrays)
+    if _same.surely_same_model(template.parts, parts):
+        return True
+    again = opened(client_id, arrays, parts, template.parts.open)
     return (
         template.variables[0] == again.variables[0]
         and template.same_density(again)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import numpy as np
+from pymc.logprob.transforms import Transform
 from pytensor.compile.builders import OpFromGraph
 from pytensor.graph.basic import Constant, equal_computations
+from pytensor.graph.basic import Variable as PyTensorVariable
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
+from pytensor.tensor.random.type import RandomType
 
 from fedppl.model import _graph
 from fedppl.types import Array, Variable
@@ -41,6 +45,71 @@ def same_computations(a: Sequence[Any], b: Sequence[Any], in_a: Sequence[Any], i
     ops = [v.owner.op for v in ancestors([*a, *b]) if v.owner is not None and isinstance(v.owner.op, OpFromGraph)]
     unequal = any(not hasattr(op.fgraph, "unfreeze") for op in ops)
     return unequal and bool(equal_computations(_inlined(a), _inlined(b), in_xs=list(in_a), in_ys=list(in_b)))
+
+
+def surely_same_model(a: _graph.Parts, b: _graph.Parts) -> bool:
+    """Whether two builds declare the same variables of their containers; False where that cannot be seen at once.
+
+    The declared graphs are compared, random variables in them. A log density need not be derived for that, which takes
+    ten times as long as building the model does. Dims that are open in `a` may differ in length.
+    """
+    one, other = a.model, b.model
+    if _names(a) != _names(b) or one.named_vars_to_dims != other.named_vars_to_dims:
+        return False
+    ours, theirs = _graph.lengths(one), _graph.lengths(other)
+    if ours.keys() != theirs.keys() or any(ours[dim] != theirs[dim] for dim in ours.keys() - a.open.keys()):
+        return False
+    pairs = list(zip(one.basic_RVs, other.basic_RVs, strict=True))
+    if any(one.rvs_to_values[rv].type.dtype != other.rvs_to_values[as_rv].type.dtype for rv, as_rv in pairs):
+        return False
+    if not all(_alike(one.rvs_to_transforms[rv], other.rvs_to_transforms[as_rv]) for rv, as_rv in pairs):
+        return False
+    declared, as_declared = _outputs(one), _outputs(other)
+    streams, as_streams = _streams(declared), _streams(as_declared)
+    if len(streams) != len(as_streams):
+        return False
+    inputs = [*a.data, *streams, *(one.dim_lengths[dim] for dim in ours)]
+    as_inputs = [*b.data, *as_streams, *(other.dim_lengths[dim] for dim in ours)]
+    return bool(equal_computations(declared, as_declared, in_xs=inputs, in_ys=as_inputs))
+
+
+def _names(parts: _graph.Parts) -> list[Any]:
+    model = parts.model
+    groups = (model.basic_RVs, model.potentials, model.deterministics, parts.shared, parts.local, model.observed_RVs)
+    named = [[v.name for v in group] for group in groups]
+    return [*named, [(v.name, v.type.dtype, v.type.ndim) for v in parts.data]]
+
+
+def _outputs(model: Any) -> list[Any]:
+    observed = [model.rvs_to_values[rv] for rv in model.observed_RVs]
+    return [*model.basic_RVs, *model.potentials, *model.deterministics, *observed]
+
+
+def _streams(outputs: Sequence[Any]) -> list[Any]:
+    """Random variables' streams, in the order of the graph: each build has its own, and no density reads them."""
+    return [v for v in ancestors(outputs) if v.owner is None and isinstance(v.type, RandomType)]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether transforms, or what they hold, are the same as far as can be seen."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, FunctionType):
+        cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
+        return a.__code__ is b.__code__ and _alike([*cells[0], a.__defaults__], [*cells[1], b.__defaults__])
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, PyTensorVariable):
+        return same_computations([a], [b], [], [])
+    if isinstance(a, np.ndarray | np.generic | int | float | str):
+        return bool(np.array_equal(a, b))
+    return (
+        isinstance(a, Transform)
+        and vars(a).keys() == vars(b).keys()
+        and _alike([*vars(a).values()], [*vars(b).values()])
+    )
 
 
 def same_graph(a: _graph.SiteGraph, b: _graph.SiteGraph) -> bool:
