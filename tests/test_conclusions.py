@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pymc as pm
 import pytest
 from numpy.testing import assert_allclose
 
@@ -18,10 +19,10 @@ pytest.importorskip("flwr")
 from flwr.app import Message as FlowerMessage
 
 import fedppl
-from fedppl import DeclarationError, Policy
+from fedppl import DeclarationError, FederatedModel, Policy
 from fedppl.contracts import Request
 from fedppl.engine import _account
-from fedppl.engine._conclusions import tells
+from fedppl.engine._conclusions import let_out, tells
 from fedppl.engine._guard import Ledger, Run, in_memory
 from fedppl.flower import node as _node
 from fedppl.flower.decode import Malformed
@@ -133,8 +134,111 @@ def test_nothing_is_told_of_a_run_that_was_not_answered_or_of_a_q_that_is_far(tm
     assert not concluded(run, 100.0) and refusals(folder)[-1].startswith("distance: ")
 
 
-def test_points_of_a_posterior_are_those_that_were_answered(tmp_path: Path) -> None:
-    """A server that puts all weight on a point of its own would have log densities there."""
+@pytest.mark.parametrize("beside", [("point", "move"), ("start", "pull", "weight")])
+@pytest.mark.parametrize(
+    "algorithm", [EP, fedppl.HM1(), fedppl.Separate(), fedppl.PrecisionWeighted()], ids=lambda one: str(one.name)
+)
+def test_what_is_drawn_is_what_the_policy_looked_at(algorithm: Any, beside: tuple[str, ...]) -> None:
+    """The final message holds other names than requests do, and those of a request tell nothing of it."""
+    model, clients = normal_means(2)
+    client = model.enrol(clients)["client 0"]
+    guard, prior = in_memory(TELLS, "client 0"), client.layout.prior
+    for mean, told in ((0.0, ("loo",)), (1e3, ())):
+        guard.write(Ledger(requests=1, runs={"r": Run(1, "")}), {"event": "request"})
+        q = Gaussian(prior.precision @ np.array([mean]), prior.precision)
+        message = {**pack_target(q, q, 0.0), **{name: np.zeros(1) for name in beside}}
+        assert tells(guard, algorithm, client, Request("client 0", 0, 0, (1,), message, "r")) == told
+    silent = algorithm._replace(disclosure=algorithm.disclosure._replace(concludes=None))
+    assert tells(guard, silent, client, Request("client 0", 0, 0, (1,), pack_target(prior, prior, 0.0), "r")) == ()
+
+
+def test_sites_of_correlated_clients_tell_too(tmp_path: Path) -> None:
+    model, clients = normal_means(4)
+    found = fit(FakeGrid(nodes_of(tmp_path, model, clients, BOTH, fedppl.HM1())), model, fedppl.HM1())
+    assert fedppl.loo(found).rows == sum(len(data["y"]) for data in clients.values())
+
+
+def test_no_p_values_from_cavities_that_are_not_of_all_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, clients = normal_means(3)
+    algorithm = fedppl.ConsensusMonteCarlo(draws=200)
+    with caplog.at_level(logging.WARNING):
+        found = fit(FakeGrid(nodes_of(tmp_path, model, clients, BOTH, algorithm)), model, algorithm)
+    assert all(set(told) == {"loo"} for told in found.told.values())
+    assert "client 0 has no 'conflict' to tell" in caplog.text
+    with pytest.raises(DeclarationError, match="without each client"):
+        fedppl.conflict(found)
+
+
+def test_p_values_that_nobody_gave_are_an_error(tmp_path: Path) -> None:
+    model, clients = normal_means(2)
+    found = fit(FakeGrid(nodes_of(tmp_path, model, clients)), model)
+    with pytest.raises(DeclarationError, match=r'conclusions=\["conflict"\]'):
+        fedppl.conflict(found)
+    with pytest.raises(DeclarationError, match="sites have 199"):
+        fedppl.conflict(found, replicates=500)
+
+
+def test_what_was_told_is_still_there_when_a_finished_run_is_called_again(tmp_path: Path) -> None:
+    """A site says once that a run is over, and nothing the second time; a lie about it ends nothing."""
+    model, clients = normal_means(2)
+    nodes, path = nodes_of(tmp_path, model, clients), tmp_path / "run.ckpt"
+
+    def again(fault: Any = None) -> Any:
+        engine = fedppl.Flower.grid(FakeGrid(nodes, fault), clients=2, wait=0.2, deadline=60.0, poll=0.001, grace=0.01)
+        return fedppl.fit(model, None, EP, engine=engine, progressbar=False, random_seed=1, checkpoint=path)
+
+    def fault(message: FlowerMessage, to: int) -> Any:
+        def change(reply: FlowerMessage) -> FlowerMessage:
+            reply.content.config_records["texts"]["refused"] = "x"
+            return reply
+
+        return change if message.metadata.message_type == CONCLUDE else None
+
+    first = fedppl.loo(again())
+    assert fedppl.loo(again(fault)).elpd == first.elpd == fedppl.loo(again()).elpd
+
+
+def potential(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        y, mu = pm.Data("y", y), pm.Normal("mu", 0, 3)
+        pm.Potential("density", pm.logp(pm.Normal.dist(mu, 1), y).sum())
+    return model
+
+
+def differences(y: Any, base: Any) -> pm.Model:
+    with pm.Model() as model:
+        y, base, mu = pm.Data("y", y), pm.Data("base", base), pm.Normal("mu", 0, 3)
+        pm.Normal("obs", mu, 1, observed=y - base)
+    return model
+
+
+@pytest.mark.parametrize(("builder", "told"), [(potential, set()), (differences, {"loo"})])
+def test_what_cannot_be_told_costs_neither_the_rest_nor_the_posterior(
+    builder: Any, told: set[str], tmp_path: Path
+) -> None:
+    rng, names = np.random.default_rng(0), ("y", "base") if builder is differences else ("y",)
+    clients = {f"client {k}": {name: rng.normal(size=9) for name in names} for k in range(2)}
+    model = FederatedModel(builder, ["mu"])
+    found = fit(FakeGrid(nodes_of(tmp_path, model, clients, BOTH)), model)
+    assert all(set(found.told.get(name, {})) == told for name in clients)
+    assert all(list((tmp_path / name).glob("*.nc")) for name in clients)
+
+
+def test_a_conclusion_that_is_not_approved_gives_back_what_it_was_counted_as() -> None:
+    model, clients = normal_means(2)
+    client = model.enrol(clients)["client 0"]
+    algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=2)
+    guard = in_memory(dataclasses.replace(TELLS, approval=lambda release: False), "client 0")
+    before = Ledger(requests=1, spent=0.25, runs={"r": Run(1, "")})
+    guard.write(before, {"event": "request"})
+    message = pack_target(client.layout.prior, client.layout.prior, 0.0)
+    request = Request("client 0", 0, 0, (1,), message, "r")
+    assert tells(guard, algorithm, client, request) == ("loo",)
+    assert not let_out(guard, algorithm, client, request, {"loo": np.zeros(7)})
+    assert guard.read() == before
+
+
+def test_points_of_a_posterior_lie_where_points_may_after_some_were_answered(tmp_path: Path) -> None:
     model, clients = normal_means(2)
     client = model.enrol(clients)["client 0"]
     guard = in_memory(TELLS, "client 0")

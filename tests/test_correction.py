@@ -430,6 +430,10 @@ def test_several_modes_are_named_and_never_averaged_over() -> None:
         found = fit(model, clients, fedppl.EP(starts=6))
     assert found.status is Status.STALLED
     assert np.abs(gaussian.mean(found.posterior)).min() > 1  # one labelling, and not what lies between
+    with pytest.warns(fedppl.ConvergenceWarning, match="several modes"):  # who begins there is still in one of them
+        assert fit(model, clients, fedppl.EP(starts=6), start=found).status is Status.STALLED
+    with pytest.warns(fedppl.ConvergenceWarning, match="several modes"):
+        assert fedppl.without(found, "0", progressbar=False).fit.status is Status.STALLED
 
 
 def far_apart(y: Any) -> pm.Model:

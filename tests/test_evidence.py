@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 from scipy import stats
 
 import fedppl
-from fedppl import DeclarationError, FederatedModel, NotConvergedError
+from fedppl import DeclarationError, FederatedModel, NotConvergedError, gaussian
+from fedppl.algorithms.ep import _correction, _evidence
+from fedppl.contracts.client import Factor
+from fedppl.numerics.marginal import site_batch
 from fedppl.testing import normal_means
 from tests.support import problems
 from tests.test_correction import fixed_tau, flat_local
@@ -59,6 +63,46 @@ def test_it_holds_beyond_twenty_shared_coordinates_where_none_is_corrected_by_it
     found = fit(model, clients, fedppl.EP()).log_evidence
     assert found.method == "EP"
     assert abs(found.value - exact.value) < 0.05 + 3 * np.hypot(found.error, exact.error)
+
+
+def test_its_error_is_that_of_its_points() -> None:
+    """Beside plain draws of q: points with too even distances from its middle are off by five times their error."""
+    rng = np.random.default_rng(3)
+    X = rng.normal(size=(3, 60, 24))
+    clients = {str(k): {"X": X[k], "y": rng.binomial(1, 1 / (1 + np.exp(-X[k] @ np.full(24, 0.2))))} for k in range(3)}
+    found = fit(FederatedModel(many_coefficients, ["beta"]), clients)
+    q, sites = found.posterior, found.state.sites
+    phi = gaussian.draw(q, rng, 20_000)
+    value = float(_correction.log_integral(q) - _correction.log_integral(sites.prior))
+    squares = found.log_evidence.error**2
+    for name, client in found.clients.items():
+        k = sites.where[name]
+        site = gaussian.Gaussian(sites.linear[k], gaussian.unpack_triangle(sites.precision[k]))
+        logs = site_batch(client.kernel, phi, client.packed) - gaussian.log_kernel(site, phi)
+        ratios = np.exp(logs - logs.max())
+        value += float(np.log(ratios.mean()) + logs.max())
+        squares += float(np.var(ratios) / ratios.mean() ** 2 / len(ratios))
+    assert abs(found.log_evidence.value - value) < 4 * np.sqrt(squares)
+    assert found.log_evidence.error < 0.05
+
+
+def test_what_is_not_known_of_log_densities_is_in_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fit(*normal_means(4))
+    exact, factor = found.log_evidence, _evidence._FACTOR
+    assert factor is not None
+
+    def uncertain(by: float) -> Any:
+        def factored(*arguments: Any) -> Factor:
+            known = factor(*arguments)
+            return Factor(known.values, np.where(np.arange(len(known.values)) % 2, by, -by))
+
+        return factored
+
+    monkeypatch.setattr(_evidence, "_FACTOR", uncertain(0.1))
+    assert dataclasses.replace(found).log_evidence.error == pytest.approx(np.hypot(exact.error, 0.2), rel=1e-3)
+    monkeypatch.setattr(_evidence, "_FACTOR", uncertain(0.2))
+    with pytest.raises(NotConvergedError, match=r"uncertain by 0\.4 in sum"):
+        _ = dataclasses.replace(found).log_evidence
 
 
 def test_a_local_inference_without_factors_has_it_too() -> None:

@@ -23,7 +23,6 @@ from flwr.app import Message as FlowerMessage
 
 import fedppl
 from fedppl import Algorithm, DeclarationError, FederatedModel, audit, gaussian
-from fedppl.contracts import Concluded
 from fedppl.engine.policy import NO_RULES
 from fedppl.flower.grid import GridEngine
 from fedppl.flower.records import ASK, HELLO, from_content, to_content
@@ -540,7 +539,7 @@ def test_other_data_at_a_site_draw_no_posterior_of_a_finished_run(
     folder = {"folder": lambda config: tmp_path / config["client-id"]}
     nodes = nodes_of(model, clients, **folder)
     with pytest.MonkeyPatch.context() as patched:  # the server dies before it has told them that the run is over
-        patched.setattr(GridEngine, "conclude", lambda *arguments: Concluded())
+        patched.setattr(GridEngine, "conclude", lambda *arguments: {})
         first = fit(FakeGrid(nodes), model, 2, checkpoint=path)
     app = site_app(model, {**clients, "client 1": {"y": clients["client 1"]["y"] * 10}}, **folder)
     grid = FakeGrid({node_id: one._replace(app=app) for node_id, one in nodes.items()})

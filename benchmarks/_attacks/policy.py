@@ -312,9 +312,9 @@ def _conclusions() -> dict[str, Any]:
             narrow = Gaussian(q.linear + i, q.precision * (1 + i))
             texts = {"client_id": "a", "run": "run", "seed": str(i), "status": "converged"}
             memory = _memory.file_memory(Path(folder))
-            answers.add(
-                json.dumps(_node.conclude(server.site, {}, memory, (pack_target(narrow, narrow, 0.0), texts))[1])
-            )
+            arrays, told = _node.conclude(server.site, {}, memory, (pack_target(narrow, narrow, 0.0), texts))
+            numbers = {name: np.asarray(value).tolist() for name, value in arrays.items()}
+            answers.add(json.dumps([numbers, told]))
         lines = [json.loads(line) for line in (Path(folder) / "audit.jsonl").read_text().splitlines()]
         drawn = sum(line["event"] == "conclusion" and line["refused"] is None for line in lines)
     return {

@@ -136,10 +136,6 @@ class WithoutClient(NamedTuple):
     log_predictive: LogEvidence  # log density of the client's data given all others'; NaN where it is not known
 
 
-def _not_without(state: Any, client_id: str, log_ratio: LogRatio | None) -> WithoutClient:
-    raise DeclarationError("this algorithm cannot tell what each client does to its posterior; use fedppl.EP().")
-
-
 def _no_evidence(state: Any, clients: Mapping[str, ClientView]) -> LogEvidence:
     raise DeclarationError("this algorithm gives no evidence; use fedppl.EP().")
 
@@ -178,7 +174,8 @@ class Posterior(NamedTuple, Generic[S]):
     gaussian: Callable[[S], Gaussian]
     corrected: Callable[[S], Reweighted | None] = _none  # weighted points of the posterior itself, where there are any
     evidence: Callable[[S, Mapping[str, ClientView]], LogEvidence] = _no_evidence  # with the clients in this process
-    without: Callable[[S, str, LogRatio | None], WithoutClient] = _not_without
+    # It without a client, where each has a factor that is known; the cavity of the final message is then its Gaussian.
+    without: Callable[[S, str, LogRatio | None], WithoutClient] | None = None
 
 
 class Point(NamedTuple, Generic[S]):
@@ -310,11 +307,15 @@ class Disclosure(NamedTuple):
         reply's ε is not known.
     at_sites
         The server's first state where clients are sites of their own, which are asked for less: from the one of `init`.
+    concludes
+        Where the final message has a client draw, points of a corrected posterior aside; it may hold other names than
+        requests do. Without it nothing of what a client draws may leave.
     """
 
     asks: AsksFn | None = None
     noise_multiplier: float | None = None
     at_sites: Callable[[Any], Any] = _as_it_is
+    concludes: AsksFn | None = None
 
 
 class Algorithm(NamedTuple, Generic[S, P]):

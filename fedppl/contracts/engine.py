@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from fedppl.contracts.algorithm import AnyAlgorithm
@@ -51,13 +50,6 @@ class SharedReader(NamedTuple):
     coords: Mapping[str, Sequence[Any]]
 
 
-class Concluded(NamedTuple):
-    """What came back when clients were told that a run is over."""
-
-    refused: Mapping[str, str] = MappingProxyType({})  # who refused, and why
-    told: Mapping[str, Message] = MappingProxyType({})  # what sites let out of what they computed then, by client
-
-
 class Engine(Protocol):
     """Moves messages and knows no statistics."""
 
@@ -76,10 +68,13 @@ class Engine(Protocol):
     def reader(self) -> SharedReader:
         """Return how draws of φ are read; where the models are at sites, a site is asked."""
 
-    def conclude(self, final_message: Callable[[str], Message], run: str, seed: int, status: Status) -> Concluded:
+    def conclude(
+        self, final_message: Callable[[str], Message], run: str, seed: int, status: Status
+    ) -> Mapping[str, Message]:
         """Tell every client what it needs to draw its own posterior: q and its cavity, and how the run ended.
 
-        Clients in this process are asked for theirs when somebody wants to see them.
+        Returns what sites let out of what they computed then, by client. Clients in this process are asked for theirs
+        when somebody wants to see them.
         """
 
     def personal(self) -> Mapping[str, Any]:

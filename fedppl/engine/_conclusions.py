@@ -9,7 +9,7 @@ from fedppl.engine import policy
 from fedppl.engine._guard import Guard, Ledger, Run, checked, released
 from fedppl.types import Message
 
-_OF_POINTS = ("points", "weights", "joins")  # of a corrected posterior; log densities left at them already
+_OF_POINTS = ("points", "weights", "joins")  # of a corrected posterior
 
 
 def concluded(guard: Guard, run: str) -> bool:
@@ -44,10 +44,13 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
     with guard.held():
         ledger = guard.read()
         last = ledger.runs.get(request.run, Run())
+        concludes = algorithm.disclosure.concludes
         rule = "conclusion: no request of this run was answered" if not last.round else None
+        rule = rule or ("conclusion: the algorithm does not say where it draws" if concludes is None else None)
         target = {name: value for name, value in request.message.items() if name not in _OF_POINTS}
         as_asked = request._replace(round=last.round + 1, message=target)
-        rule = rule or checked(guard.policy, ledger, algorithm, client, as_asked)[0]
+        concluding = algorithm._replace(disclosure=algorithm.disclosure._replace(asks=concludes))
+        rule = rule or checked(guard.policy, ledger, concluding, client, as_asked)[0]
         rule = rule or _elsewhere(guard, ledger, client, request)
         if rule is None:
             ledger = ledger._replace(requests=ledger.requests + 1, unknown=ledger.unknown + 1)
@@ -57,7 +60,11 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
 
 
 def _elsewhere(guard: Guard, ledger: Ledger, client: ClientView, request: Request) -> str | None:
-    """The rule that points of a corrected posterior break, or None: honest ones were answered for here."""
+    """The rule that points of a corrected posterior break, or None.
+
+    Whether they are those that were answered is not known here: a server may put all weight on one of its own, which
+    tells what a narrow q there would.
+    """
     points = np.asarray(request.message.get("points", np.zeros((0, client.layout.size))), dtype=float)
     if points.size and not ledger.points:
         return "correction: points of a posterior, and none were answered"
@@ -69,4 +76,5 @@ def _elsewhere(guard: Guard, ledger: Ledger, client: ClientView, request: Reques
 def let_out(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Request, told: Message) -> Message:
     """What leaves in the end, noted before it does; nothing where nobody approves."""
     reply = Reply(request.client_id, 0, client.layout.fingerprint, told, {})
-    return told if told and released(guard, algorithm, request, reply) else {}
+    counted = algorithm._replace(disclosure=algorithm.disclosure._replace(noise_multiplier=None))  # as `tells` did
+    return told if told and released(guard, counted, request, reply) else {}

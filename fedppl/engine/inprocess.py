@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from fedppl.contracts import AnyAlgorithm, Concluded, EngineFactory, Failure, Reply, Request, SharedReader
+from fedppl.contracts import AnyAlgorithm, EngineFactory, Failure, Reply, Request, SharedReader
 from fedppl.engine._guard import admit_algorithm, in_memory, refuse_data
 from fedppl.engine.answer import answer
 from fedppl.engine.policy import Policy
@@ -41,9 +41,11 @@ class ModelsHere:
         reader: SharedReader = next(iter(self._models.values())).reader()
         return reader
 
-    def conclude(self, final_message: Callable[[str], Message], run: str, seed: int, status: Status) -> Concluded:
+    def conclude(
+        self, final_message: Callable[[str], Message], run: str, seed: int, status: Status
+    ) -> Mapping[str, Message]:
         """Nothing to tell: `Fit.client` draws here when it is asked."""
-        return Concluded()
+        return {}
 
 
 class InProcessEngine(ModelsHere):

@@ -76,8 +76,8 @@ class Policy:
         out.
     conclusions
         What leaves when a run is over that the site answered in, of "loo", sums of the rows' leave-one-out log
-        densities for `fedppl.loo`, and "conflict", the site's p-value for `fedppl.conflict`. It counts as one more
-        request, and q has to lie where one may ask. Not together with `epsilon`.
+        densities for `fedppl.loo`, and "conflict", the site's p-value and statistic for `fedppl.conflict`. It counts as
+        one more request, and q has to lie where one may ask. Not together with `epsilon`.
     epsilon
         None, or the total ε over all runs: then only algorithms whose ε is known are answered, `distance` and `cavity`
         are not looked at, and the release that would exceed it is refused.
@@ -164,7 +164,7 @@ class Policy:
 NO_RULES = Policy(
     rows=0, parameters_per_row=np.inf, events=0, requests=np.inf, distance=np.inf, cavity=np.inf, correction=sys.maxsize
 )
-"""Allows everything: for simulated data, and for data that need no protection."""
+"""Answers every request: for simulated data, and for data that need no protection."""
 
 
 def read(path: str | os.PathLike[str]) -> Policy:

@@ -147,9 +147,12 @@ def _require_shallow(value: str, field: str) -> None:
 
 
 def arrays(
-    raw: Mapping[Any, Any], shapes: Mapping[str, tuple[int, ...]] | None = None, what: str = "reply"
+    raw: Mapping[Any, Any],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    what: str = "reply",
+    most: int = ARRAYS_BYTES,
 ) -> dict[str, Any]:
-    """Arrays from their bytes; where `shapes` are known, these and no others."""
+    """Arrays from their bytes; where `shapes` are known, these and no others, else of `most` bytes in all."""
     with reading("'arrays'"):
         if shapes is not None and set(raw) != set(shapes):
             raise Malformed(f"{what} holds {_listed(raw)}, expected {_listed(shapes)}")
@@ -158,7 +161,7 @@ def arrays(
             name(key, "an array's name")
             require(type(data) is bytes, f"{key!r} is of type {type(data).__name__}, expected bytes")
         total = sum(map(len, raw.values()))
-        require(shapes is not None or total <= ARRAYS_BYTES, f"arrays of {total} bytes, expected {ARRAYS_BYTES}")
+        require(shapes is not None or total <= most, f"arrays of {total} bytes, expected {most} at most")
         # All are checked before the first is allocated.
         declared = {key: _declared(key, data, None if shapes is None else shapes[key]) for key, data in raw.items()}
         return {key: _array(raw[key], *declared[key]) for key in raw}

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.serverapp import Grid
 
-from fedppl.contracts import AnyAlgorithm, Concluded, Failure, Reply, Request, SharedReader
+from fedppl.contracts import AnyAlgorithm, Failure, Reply, Request, SharedReader
 from fedppl.flower import enrolment as _enrolment
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed, reading, require
 from fedppl.flower.post import Letter, Post, content_of, trouble
 from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, from_content, texts_of
 from fedppl.flower.roll import Own, Roll
-from fedppl.flower.told import read_told
+from fedppl.flower.told import MOST_BYTES, read_told
 from fedppl.run.replies import MOST_INFOS, one_line
 from fedppl.types import Layout, Message, Status
 
@@ -105,9 +105,11 @@ class GridEngine:
             answers[request.client_id] = Failure(request.client_id, request.nonce, reason)
         return answers
 
-    def conclude(self, final_message: Callable[[str], Message], run: str, seed: int, status: Status) -> Concluded:
-        """Send every site q and its cavity, so that it can draw its own posterior; returns what came back."""
-        alive, sent, refused, told = self._roll.welcome(), {}, {}, {}
+    def conclude(
+        self, final_message: Callable[[str], Message], run: str, seed: int, status: Status
+    ) -> dict[str, Message]:
+        """Send every site q and its cavity, so that it can draw its own posterior; returns what they told."""
+        alive, sent, told = self._roll.welcome(), {}, {}
         for client_id in self.clients():
             if self._why_not_ask(client_id, alive):
                 continue
@@ -121,17 +123,16 @@ class GridEngine:
             if why := trouble(reply):
                 logger.warning("client %s could not draw its posterior: %s", client_id, why)
             elif reason := _refusal(reply):
-                refused[client_id] = reason
                 logger.warning("client %s does not draw its posterior: %s", client_id, reason)
             else:
                 try:
                     with reading("it"):
-                        told[client_id] = read_told(from_content(content_of(reply))[0])
+                        told[client_id] = read_told(from_content(content_of(reply), most=MOST_BYTES)[0])
                 except Malformed as error:
                     logger.warning("client %s: what it told of its rows cannot be used: %s", client_id, one_line(error))
         for client_id in sent.values():
             logger.warning("client %s did not say whether it drew its posterior", client_id)
-        return Concluded(refused, told)
+        return told
 
     def has_sites(self) -> bool:
         """Return that clients are sites of their own."""
@@ -239,7 +240,7 @@ class GridEngine:
 
 
 def _refusal(message: Letter) -> str:
-    """Why a site does not draw its posterior, on one line; empty where it does."""
+    """Why a site says that it does not draw its posterior, on one line; empty where it does not say so."""
     try:
         return one_line(texts_of(content_of(message)).get("refused", ""))
     except Malformed as error:

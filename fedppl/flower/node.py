@@ -211,7 +211,7 @@ def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wir
 
     The server is told the same whatever happens: whether the data are those of the run, and whether drawing fails,
     depends on data, and nothing that it may ask without end may tell it. Only what the policy lets out by name, and
-    counts as a request, goes with it.
+    counts as a request, goes with it; that it is missing may tell that drawing failed.
     """
     name = _addressed(parcel)[0]
     told: Message = {}
@@ -241,16 +241,15 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wi
         node.algorithm, memory, name_of_kept(node.algorithm, node.client_id(config), run, client_id), client_id
     ).personal
     request = Request(client_id, 0, 0, (seed,), parcel[0], run)
-    names = tells(guard, node.algorithm, client, request)
-    groups = ("log_likelihood",) if "loo" in names else ()
-    result = client_posterior(
-        node.algorithm, client, personal, parcel[0], seed, node.draws, node.chains, status, groups=groups
-    )
+    drawing = (node.algorithm, client, personal, parcel[0], seed, node.draws, node.chains, status)
+    result = client_posterior(*drawing)
     path = node.folder / f"{quote(client_id, safe='')}.nc"
     partial = path.with_name(path.name + ".partial")
     idata.write(result, partial)
     partial.replace(path)
     logger.info("client %s: posterior written to %s", client_id, path)
-    declaration = _declarations[node.token]
-    told = tell(names, node.algorithm, declaration, client, parcel[0], result, seed) if names else {}
+    names = tells(guard, node.algorithm, client, request)
+    if not names:
+        return {}
+    told = tell(names, node.algorithm, _declarations[node.token], client, parcel[0], result, seed)
     return let_out(guard, node.algorithm, client, request, told)

@@ -27,9 +27,13 @@ def texts_of(content: RecordDict) -> dict[str, str]:
 
 
 def from_content(
-    content: RecordDict, shapes: Mapping[str, tuple[int, ...]] | None = None, what: str = "message"
+    content: RecordDict,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    what: str = "message",
+    most: int = _decode.ARRAYS_BYTES,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Arrays and texts of a Flower message, or `Malformed`; with `shapes`, arrays of these names and shapes alone.
+    """Arrays and texts of a Flower message, or `Malformed`; with `shapes`, arrays of these names and shapes alone,
+    else of `most` bytes in all.
 
     The bytes are read here and not by Flower, which believes what an array declares of itself.
     """
@@ -37,7 +41,7 @@ def from_content(
     with _decode.reading("'arrays'"):
         record = _record(content, "arrays", ArrayRecord)
         plain = {name: value.data if value.stype == "numpy.ndarray" else None for name, value in record.items()}
-    return _decode.arrays(plain, shapes, what), texts
+    return _decode.arrays(plain, shapes, what, most), texts
 
 
 def _record(content: RecordDict, name: str, kind: type) -> Mapping[str, Any]:

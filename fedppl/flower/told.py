@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,16 @@ from fedppl.flower.decode import require
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.streams import stream
+from fedppl.results import idata
+from fedppl.results.groups import more
 from fedppl.results.rows import SUMS, implausible, rows_of, sums_of
-from fedppl.run.conflict import FEWEST, tested
-from fedppl.types import Message
+from fedppl.run.conflict import FEWEST, knows_cavities, tested
+from fedppl.types import Array, Message
 
 logger = logging.getLogger(__name__)
 
 _LENGTHS = {"loo": len(SUMS), "conflict": 2}
+MOST_BYTES = 4096  # of all that a site tells
 
 
 def tell(
@@ -32,18 +36,41 @@ def tell(
     seed: int,
 ) -> Message:
     """Compute what the policy names; what cannot be had is left out, and the site's log says why."""
-    found = {}
-    if "loo" in names:
-        if drawn["posterior"].attrs.get("fedppl_point_estimate") or client.pymc_model().potentials:
-            logger.warning("client %s: no rows are left out of point estimates or potentials", client.client_id)
+    found: dict[str, Array] = {}
+    computed: dict[str, Callable[[], Array]] = {
+        "loo": functools.partial(_loo, client, drawn),
+        "conflict": functools.partial(_conflict, algorithm, declaration, client, message, seed),
+    }
+    for name in names:
+        try:
+            value = computed[name]()
+            if not np.all(np.isfinite(value)):
+                raise ValueError("it is not finite")
+        except Exception:  # of somebody's own model, in any of its parts: the others are told all the same
+            logger.warning("client %s has no %r to tell", client.client_id, name, exc_info=True)
         else:
-            found["loo"] = np.array(list(sums_of(rows_of(drawn)).values()))
-    if "conflict" in names and algorithm.disclosure.asks is not None:
-        target = {name: value for name, value in message.items() if name != "points"}
-        for _, cavity in algorithm.disclosure.asks(client.layout, target).targets:
-            rng = stream((seed, 4, *client.client_id.encode()))
-            found["conflict"] = np.array(tested(declaration, client, cavity, FEWEST, rng))
-    return {name: value for name, value in found.items() if np.all(np.isfinite(value))}
+            found[name] = value
+    return found
+
+
+def _loo(client: ClientModel, drawn: Any) -> Array:
+    """Sums over rows left out."""
+    if drawn["posterior"].attrs.get("fedppl_point_estimate") or client.pymc_model().potentials:
+        raise ValueError("no rows are left out of point estimates or potentials")
+    densities = more(client, idata.as_dataset(drawn["posterior"]), ("log_likelihood",), 0)
+    return np.array(list(sums_of(rows_of(densities)).values()))
+
+
+def _conflict(
+    algorithm: AnyAlgorithm, declaration: FederatedModel, client: ClientModel, message: Message, seed: int
+) -> Array:
+    """P-value and statistic, where the final message has q without the client."""
+    concludes = algorithm.disclosure.concludes
+    if concludes is None or knows_cavities(algorithm) is None:
+        raise ValueError(f"{algorithm.name} has no posterior of the shared variables without each client")
+    ((_, cavity),) = concludes(client.layout, message).targets
+    rng = stream((seed, 4, *client.client_id.encode()))
+    return np.array(tested(declaration, client, cavity, FEWEST, rng))
 
 
 def read_told(arrays: Message) -> Message:

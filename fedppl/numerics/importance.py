@@ -39,6 +39,13 @@ def fresh_points(size: int, points: int, stream: int) -> Array:
 whitened_points = kept(most_bytes=2**28)(fresh_points)
 
 
+def standard_normal(size: int, count: int, stream: int, scrambles: int) -> Array:
+    """Scrambled Sobol normals, `count` of each independent scramble one after the other: (scrambles x count, size)."""
+    sequences = [qmc.Sobol(size, seed=np.random.default_rng((stream, j))) for j in range(scrambles)]
+    uniform = [one.random_base2(int(np.ceil(np.log2(count))))[:count] for one in sequences]
+    return np.asarray(ndtri(np.clip(np.concatenate(uniform), 1e-12, 1 - 1e-12)))
+
+
 def normalise(log_weights: Array) -> Array:
     """Self-normalised weights; log weights of −inf get none."""
     weights: Array = np.exp(log_weights - np.max(log_weights))

@@ -24,6 +24,10 @@ def influence(fit: Ended, log_ratio: LogRatio | None, clients: Sequence[str] | s
         raise DeclarationError(
             f"{fit.algorithm.name} has no posterior of parameters that all clients share; use fedppl.EP()."
         )
+    if shared.without is None:
+        raise DeclarationError(
+            f"{fit.algorithm.name} cannot tell what each client does to its posterior; use fedppl.EP()."
+        )
     require_arrived(fit, "fit.influence()")
     names = chosen("clients", clients, fit.client_ids, "the fit's clients")
     corrected = shared.corrected(fit.state)

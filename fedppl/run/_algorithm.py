@@ -20,11 +20,16 @@ _FUNCTIONS = {
     Result: {"final_message": 2, "draw": 6, "details": 1, "preliminary": 1, "closing": 1, "out_of_rounds": 1},
     Needs: {"check": 1, "unused_priors": 1},
     Disclosure: {"at_sites": 1},
-    Posterior: {"gaussian": 1, "corrected": 1, "evidence": 2, "without": 3},
+    Posterior: {"gaussian": 1, "corrected": 1, "evidence": 2},
     Point: {"estimate": 1},
     Sampler: {"draw": 3},
 }
-_OPTIONAL = {Algorithm: {"unreported": 4}, Result: {"resume": 2}, Disclosure: {"asks": 2}}
+_OPTIONAL = {
+    Algorithm: {"unreported": 4},
+    Result: {"resume": 2},
+    Disclosure: {"asks": 2, "concludes": 2},
+    Posterior: {"without": 3},
+}
 
 
 def require_algorithm(algorithm: Any) -> None:

@@ -17,7 +17,7 @@ from fedppl.run.participation import Participation, as_participation
 from fedppl.storage import checkpoint as checkpoints
 from fedppl.storage import digest as _digest
 from fedppl.storage.signed import pack
-from fedppl.types import DataError, DeclarationError, Layout
+from fedppl.types import DataError, DeclarationError, Layout, Message
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class Run:
         self.settings: dict[str, str] = dict(algorithm.settings)
         self.seals: dict[str, bytes] = {}  # of the data of clients in this process, where there is a checkpoint
         self.deadline: float | None = None
+        self.told: Mapping[str, Message] = {}  # what sites let out of their rows when it was over
         self.said: set[tuple[str, str]] = set()  # clients and reasons that are in the log already
 
 
@@ -102,6 +103,7 @@ def _content(run: Run) -> dict[str, Any]:
         "state": run.state,
         "records": run.records,
         "personal": run.engine.personal(),
+        "told": run.told,
     }
 
 
@@ -151,7 +153,7 @@ def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
             )
     run.seals = {**run.seals, **sealed}
     run.seed, run.name = content["seed"], content["name"]
-    run.state, run.kept = content["state"], kept
+    run.state, run.kept, run.told = content["state"], kept, content["told"]
     for done in content["records"]:
         add(run, done)
     run.resumed = len(run.records)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
 from fedppl import gaussian
-from fedppl.contracts import Posterior
+from fedppl.contracts import AnyAlgorithm, Posterior
+from fedppl.contracts.algorithm import WithoutClient
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
@@ -46,9 +47,9 @@ def conflict(
     clients
         Ids; by default all.
     replicates
-        Number R of replicates, at least 199.
+        Number R of replicates, at least 199, and 199 at sites.
     random_seed
-        Seed; by default the fit's.
+        Seed; by default the fit's, at sites always.
 
     Returns
     -------
@@ -59,7 +60,7 @@ def conflict(
     Raises
     ------
     DeclarationError
-        If data are not here, outcomes cannot be drawn, or the algorithm has no sites.
+        If data are not here and sites gave nothing, outcomes cannot be drawn, or the algorithm has no sites.
     NotConvergedError
         Where the fit was broken off before there was a posterior.
 
@@ -80,25 +81,44 @@ def conflict(
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned.")
     replicates = whole("replicates", replicates, FEWEST)
-    at_sites = not fit.clients and any("conflict" in told for told in fit.told.values())
-    if at_sites:
-        names = chosen("clients", clients, list(fit.client_ids), "the clients that took part")
-        told = [fit.told.get(name, {}).get("conflict", np.full(2, np.nan)) for name in names]
-        return _table(names, np.transpose(told), FEWEST)
+    without = knows_cavities(fit.algorithm)
+    if without is None:
+        raise DeclarationError(
+            f"{fit.algorithm.name} has no posterior of the shared variables without each client; use fedppl.EP()."
+        )
+    if not fit.clients:
+        return _as_told(fit, clients, replicates)
     names = chosen("clients", clients, list(fit.clients), "the clients whose data are here")
-    shared = fit.algorithm.result.shared
-    if not isinstance(shared, Posterior):
-        raise DeclarationError(f"{fit.algorithm.name} has no posterior of the shared variables; use fedppl.EP().")
     if not fit.algorithm.needs.kernel:
         raise DeclarationError(f"{fit.algorithm.name} compiles no log density of a client; use fedppl.EP().")
     require_arrived(fit, "fedppl.conflict")
     seed = fit.seed if random_seed is None else whole("random_seed", random_seed, 0)
     values = np.full((2, len(names)), np.nan)
     for column, name in enumerate(names):
-        cavity = shared.without(fit.state, name, None).gaussian
+        cavity = without(fit.state, name, None).gaussian
         rng = stream((seed, 4, *name.encode()))
         values[:, column] = tested(fit.declaration, fit.clients[name], cavity, replicates, rng)
     return _table(names, values, replicates)
+
+
+def knows_cavities(algorithm: AnyAlgorithm) -> Callable[[Any, str, None], WithoutClient] | None:
+    """How an algorithm tells its posterior without a client, which is the cavity of its final message; None if not."""
+    shared = algorithm.result.shared
+    return shared.without if isinstance(shared, Posterior) else None
+
+
+def _as_told(fit: Fit, clients: Sequence[str] | str | None, replicates: int) -> xr.Dataset:
+    """What sites gave when the run was over."""
+    names = chosen("clients", clients, list(fit.client_ids), "the clients that took part")
+    if replicates != FEWEST:
+        raise DeclarationError(f"replicates={replicates}: sites have {FEWEST}, drawn when the run was over.")
+    if not any("conflict" in fit.told.get(name, {}) for name in names):
+        raise DeclarationError(
+            "clients are sites of their own, and none gave a p-value when the run was over: their policies have to let "
+            'it out, conclusions=["conflict"].'
+        )
+    told = [fit.told.get(name, {}).get("conflict", np.full(2, np.nan)) for name in names]
+    return _table(names, np.transpose(told), FEWEST)
 
 
 def _table(names: Sequence[str], values: Array, replicates: int) -> xr.Dataset:

@@ -24,12 +24,12 @@ from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
 from fedppl.run._ending import ending
 from fedppl.run._round import Round, one_round
-from fedppl.run._run import Run
+from fedppl.run._run import Run, save
 from fedppl.run._start import require_callback
 from fedppl.run._start import start as begin
 from fedppl.run.participation import Participation
 from fedppl.run.progress import Progress
-from fedppl.types import ConvergenceWarning, DataError, DeclarationError, Status
+from fedppl.types import ConvergenceWarning, DeclarationError, Status
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +77,12 @@ def rounds(
     checkpoint
         File to write the state to after every round, and to resume from when it exists. A resumed run gives
         the same numbers as an uninterrupted one. A salted digest tells whether a client's data are still those that the
-        run began with: here it is in the file, a site keeps its own. Other data are refused, of a finished run too, and
-        so are another algorithm, settings, `participation` or `reporting`. Functions are told apart by their names.
-        `rounds` and `deadline` may change. The records of all rounds are beside it, in a file with ``.records`` added
-        to its name. They are signed with the owner's key (the file at ``FEDPPL_KEY_FILE``, else ``fedppl/key`` in the
-        user's configuration folder, made on first use) and read with that key only. Both files are as confidential as
-        what clients send and keep.
+        run began with: here it is in the file, and other data are refused, of a finished run too; a site keeps its own,
+        and then takes no part. Another algorithm, settings, `participation` or `reporting` are refused. Functions are
+        told apart by their names. `rounds` and `deadline` may change. The records of all rounds are beside it, in a
+        file with ``.records`` added to its name. They are signed with the owner's key (the file at
+        ``FEDPPL_KEY_FILE``, else ``fedppl/key`` in the user's configuration folder, made on first use) and read with
+        that key only. Both files are as confidential as what clients send and keep.
     deadline
         Seconds to wait for replies in a round.
     random_seed
@@ -227,11 +227,11 @@ def fit(
         )
         if not (reason := unarrived(result)):
             final = functools.partial(algorithm.result.final_message, run.state)
-            concluded = run.engine.conclude(final, run.name, run.seed, status)
-            result, refused = dataclasses.replace(result, told=concluded.told), concluded.refused
-            if refused and run.records[-1].number == run.resumed:  # a finished run, that nobody was asked in
-                told_by = "; ".join(f"client {client_id!r}: {why}" for client_id, why in refused.items())
-                raise DataError(f"checkpoint {str(run.checkpoint)!r} cannot be used, {told_by}.")
+            said = run.engine.conclude(final, run.name, run.seed, status)
+            if any(said.values()):  # once: a site that is told again that the run is over says nothing
+                run.told = {**run.told, **{client_id: words for client_id, words in said.items() if words}}
+                save(run)
+            result = dataclasses.replace(result, told=run.told)
         elif not run.models:
             logger.warning("sites are not asked to draw their posteriors: %s", reason, extra={"status": status.value})
         if not run.models:

@@ -34,6 +34,7 @@ CONTENT: dict[str, type] = {
     "state": object,
     "records": list,
     "personal": dict,
+    "told": dict,
 }
 
 

@@ -44,6 +44,7 @@ CONTENT: dict[str, Any] = {
     "state": Gaussian(np.arange(2.0), np.eye(2)),
     "records": [RECORD, RECORD._replace(number=2, infos={"a": {"ess": np.float64(0.5)}})],
     "personal": {"a": {"mechanism": Mechanism(1.0, 2.0, 3, 1e-5)}},
+    "told": {},
 }
 
 

@@ -26,7 +26,7 @@ _PATIENCE = 3  # rounds without any answer
 _LEAST = 400  # effective points with which no further exchange is asked for
 _SMALL = 0.02  # error of a mean or an sd, in posterior sds, with which none is asked for either
 _LOST = 0.01  # share of the points that may be without a value
-_NOISE = 0.3  # sd of what is not known of the sum of log f_k over the points
+NOISE = 0.3  # sd of what is not known of the sum of log f_k over the points
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
 _SHOWS = 1e-6  # sd under q of what the posterior's log density differs from q's by
 _MOST_ERROR = 1e6
@@ -242,7 +242,7 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
         "" if trusted else _beyond(found, sites),
         f"{found.lost:.1%} of the points of the correction are without a value" if found.lost > _LOST else "",
         # What a client that misleads said of its errors is in these sums.
-        _uncertain(noise, moved) if (noise > _NOISE or moved > _MOVED) and not np.any(state.distrusted) else "",
+        _uncertain(noise, moved) if (noise > NOISE or moved > _MOVED) and not np.any(state.distrusted) else "",
     ]
     message = "; ".join(filter(None, problems))
     return Judged(state._replace(trusted=not message), True, message)

@@ -10,6 +10,7 @@ r"""Log evidence: from the correction, or where there was none, EP's own approxi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import logsumexp
@@ -21,10 +22,10 @@ from fedppl.contracts import ClientView, LogEvidence
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.numerics import pareto
-from fedppl.numerics.importance import stream_of, whitened_points
-from fedppl.types import Array, DeclarationError, NotConvergedError
+from fedppl.numerics.importance import normalise, standard_normal, stream_of
+from fedppl.types import Array, DeclarationError, LocalFailure, NotConvergedError
 
-_SCRAMBLES, _POINTS = 8, 64  # of q, for each client
+_SCRAMBLES, _POINTS = 8, 256  # of q, for each client
 _LOST = 0.01  # share of them that may be without a value
 _FACTOR = NestedLaplace().factor
 
@@ -47,32 +48,55 @@ def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
 def _own(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     sites = state.sites
     _correction.require_proper(all(client.has_proper_prior for client in clients.values()))
-    total, squares = _correction.log_of_gaussians(sites, state.prior_share), 0.0
+    found = []
     for client_id in sorted(clients):
         k = sites.where[client_id]
         site = Gaussian(sites.linear[k], _sites.dense(sites.precision[k], sites.structure))
-        value, error = _of_client(clients[client_id], sites.q, site, state.prior_share)
-        total, squares = total + value, squares + error**2
-    return contracts.LogEvidence(total, float(np.sqrt(squares)), "EP")
+        found.append(_of_client(clients[client_id], sites.q, site, state.prior_share))
+    shift, unknown = sum(one.shift for one in found), float(np.sqrt(sum(one.unknown for one in found)))
+    if unknown > _correction.NOISE:
+        raise NotConvergedError(
+            f"clients' log densities are uncertain by {unknown:.2g} in sum, and EP's own evidence would be: declare "
+            "the model so that few local variables depend on each other, or with lighter tails."
+        )
+    # Errors that clients have alike add up as they are, others by their squares.
+    squares = sum(one.variance for one in found) + max(shift**2, unknown**2)
+    value = _correction.log_of_gaussians(sites, state.prior_share) + sum(one.value for one in found)
+    return contracts.LogEvidence(value, float(np.sqrt(squares)), "EP")
 
 
-def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: float) -> tuple[float, float]:
-    """log E_q[f_k / site], with its standard error from independent scrambles."""
+class _Ratio(NamedTuple):
+    """log E_q[f_k / site] of one client."""
+
+    value: float
+    variance: float  # of the points
+    shift: float  # that errors of log f_k would make
+    unknown: float  # their mean square
+
+
+def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: float) -> _Ratio:
+    """From points of independent scrambles, as they come: whitened ones have too little spread of distances."""
     assert _FACTOR is not None
     mean, root = gaussian.affine(q)
-    first = 64 * stream_of(client.client_id)
-    points = np.stack([mean + whitened_points(len(mean), _POINTS, first + j) @ root.T for j in range(_SCRAMBLES)])
-    flat = points.reshape(-1, len(mean))
-    found: Array = _FACTOR(client, flat, mean, prior_share).values - gaussian.log_kernel(site, flat)
-    lost = float(np.mean(~np.isfinite(found)))
-    k = pareto.pareto_k(found) if lost <= _LOST else np.inf
-    if not k <= pareto.limit(len(found)):
+    points = mean + standard_normal(len(mean), _POINTS, stream_of(client.client_id), _SCRAMBLES) @ root.T
+    try:
+        factor = _FACTOR(client, points, mean, prior_share)
+    except LocalFailure as error:
+        raise NotConvergedError(f"client {client.client_id!r} has no EP evidence: {error}") from error
+    ratio: Array = factor.values - gaussian.log_kernel(site, points)
+    lost = float(np.mean(~np.isfinite(ratio)))
+    k = pareto.pareto_k(ratio) if lost <= _LOST else np.inf
+    if not k <= pareto.limit(len(ratio)):
         why = f"Pareto k {k:.2f}" if lost <= _LOST else f"{lost:.0%} of the points of q are without a value"
         raise NotConvergedError(
             f"client {client.client_id!r} is too far from its Gaussian site for EP's own evidence ({why}); use "
-            "EP(correction=fedppl.Correction())."
+            "EP(correction=fedppl.Correction(), local=fedppl.NestedLaplace())."
         )
-    each = logsumexp(np.where(np.isfinite(found), found, -np.inf).reshape(_SCRAMBLES, -1), axis=1)
-    value = float(logsumexp(each) - np.log(len(found)))
-    ratios = np.exp(each - np.log(len(found) / _SCRAMBLES) - value)
-    return value, float(np.std(ratios, ddof=1) / np.sqrt(_SCRAMBLES))
+    ratio = np.where(np.isfinite(ratio), ratio, -np.inf)
+    each = logsumexp(ratio.reshape(_SCRAMBLES, -1), axis=1)
+    value = float(logsumexp(each) - np.log(len(ratio)))
+    ratios = np.exp(each - np.log(len(ratio) / _SCRAMBLES) - value)
+    weights, errors = normalise(ratio), np.nan_to_num(factor.errors)
+    return _Ratio(
+        value, float(np.var(ratios, ddof=1) / _SCRAMBLES), float(weights @ errors), float(weights @ errors**2)
+    )

@@ -66,7 +66,8 @@ def resume(first: EPState, last: EPState) -> EPState:
     sites = _sites.update(new, linear, precision)
     if not gaussian.is_proper(sites.q):
         return first
-    return first._replace(sites=sites, warm_start=None)
+    several = last.starts is not None and last.starts.said  # q is still of one of them
+    return first._replace(sites=sites, warm_start=None, starts=last.starts if several else first.starts)
 
 
 def without(state: EPState, client_id: str, log_ratio: contracts.LogRatio | None) -> WithoutClient:
@@ -79,7 +80,7 @@ def without(state: EPState, client_id: str, log_ratio: contracts.LogRatio | None
     lacks_prior = state.prior_share and log_ratio is None  # its share of the prior would go with the client
     if held is None or held.found is None or not held.trusted or not len(held.each) or lacks_prior:
         return WithoutClient(cavity, None, unknown)
-    residual = held.residual - (0.0 if held.distrusted[k] else held.each[k])
+    residual = held.residual - held.each[k]
     if state.prior_share and log_ratio is not None:
         residual = residual + state.prior_share * log_ratio(held.points)
     base = cavity

@@ -191,6 +191,7 @@ def EP(
         disclosure=contracts.Disclosure(
             functools.partial(_asks, local=inference),
             at_sites=functools.partial(_at_sites, asked_for=isinstance(correction, Correction)),
+            concludes=at_target,
         ),
     )
 

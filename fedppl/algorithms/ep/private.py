@@ -144,7 +144,7 @@ def PrivateEP(
             tests_convergence=True,
         ),
         needs=contracts.Needs(inference.check),
-        disclosure=contracts.Disclosure(at_target, noise_multiplier),
+        disclosure=contracts.Disclosure(at_target, noise_multiplier, concludes=at_target),
         persistent=True,
     )
 

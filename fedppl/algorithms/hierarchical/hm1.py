@@ -19,7 +19,7 @@ from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Re
 from fedppl.gaussian import Gaussian
 from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.local.target import draw_target, pack_target
+from fedppl.local.target import at_target, draw_target, pack_target
 from fedppl.numerics.covariance import Covariance, Omega, exchangeable
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
@@ -151,7 +151,7 @@ def HM1(
             _final_message, functools.partial(draw_target, local=inference), details=_details, tests_convergence=True
         ),
         needs=contracts.Needs(functools.partial(_check, local=inference, report=tuple(report))),
-        disclosure=contracts.Disclosure(_asks),
+        disclosure=contracts.Disclosure(_asks, concludes=at_target),
     )
 
 

@@ -128,7 +128,7 @@ def ConsensusMonteCarlo(
             tests_convergence=True,
         ),
         needs=contracts.Needs(settings.local.check),
-        disclosure=contracts.Disclosure(at_target),
+        disclosure=contracts.Disclosure(at_target, concludes=at_target),
     )
 
 

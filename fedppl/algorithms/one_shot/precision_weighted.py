@@ -95,7 +95,7 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> contracts.Algor
             tests_convergence=True,
         ),
         needs=contracts.Needs(inference.check),
-        disclosure=contracts.Disclosure(at_target),
+        disclosure=contracts.Disclosure(at_target, concludes=at_target),
     )
 
 

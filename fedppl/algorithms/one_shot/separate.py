@@ -86,7 +86,7 @@ def Separate(*, local: LocalInference | None = None) -> contracts.Algorithm[Sepa
         replies=contracts.Replies(lambda state: {}),
         result=contracts.Result(_broadcast, functools.partial(_draw, local=inference), tests_convergence=True),
         needs=contracts.Needs(inference.check),
-        disclosure=contracts.Disclosure(at_target),
+        disclosure=contracts.Disclosure(at_target, concludes=at_target),
     )
 
 
