@@ -22,6 +22,7 @@ from fedppl.contracts import Algorithm, LocalInference
 from fedppl.engine import policy
 from fedppl.engine.inprocess import InProcess
 from fedppl.engine.policy import Policy
+from fedppl.front import fit, rounds
 from fedppl.local.advi import ADVI, MeanField
 from fedppl.local.gradient_steps import GradientSteps
 from fedppl.local.laplace import Laplace
@@ -37,7 +38,6 @@ from fedppl.results.loo import Loo, loo, loo_compare
 from fedppl.run._round import Round
 from fedppl.run.calibration import calibrate, plot_calibration
 from fedppl.run.conflict import conflict
-from fedppl.run.loop import fit, rounds
 from fedppl.run.participation import all_clients, bernoulli, fixed_size
 from fedppl.run.withdrawal import Withdrawal, without
 from fedppl.search.grid_search import grid, grid_search

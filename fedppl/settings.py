@@ -80,12 +80,17 @@ def form(name: str, value: Any) -> None:
 def chosen(name: str, value: Any, known: Sequence[str], what: str) -> list[str]:
     """Names out of those that are known, each once, from one or a list of them; None stands for all.
 
+    Clients may have been given by numbers or tuples, and are known by their texts.
+
     >>> chosen("clients", "a", ["a", "b"], "the fit's clients")
     ['a']
     """
     if value is None:
         return list(known)
-    given = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else None
+    single = isinstance(value, str | int)
+    given: list[Any] | None = [value] if single else list(value) if isinstance(value, Iterable) else None
+    if given is not None:
+        given = [str(one) if isinstance(one, int | np.integer | tuple) else one for one in given]
     listed = f"name some of {what}, each once: {list(known)[:10]}"
     if given is None or not all(isinstance(one, str) for one in given):
         raise DeclarationError(f"{name}={shown(value)} is no list of names; {listed}.")

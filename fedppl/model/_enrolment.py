@@ -20,6 +20,15 @@ def builder_name(builder: Any) -> str:
     return str(getattr(inner, "__name__", type(inner).__name__))
 
 
+def argument_names(builder: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Names of the builder's arguments, in order; None where it takes any, or cannot be read."""
+    try:
+        parameters = inspect.signature(builder).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else tuple(p.name for p in parameters)
+
+
 def require_arguments(client_id: str, builder: Callable[..., Any], arrays: Mapping[str, Any]) -> None:
     """Refuse data that the builder's arguments do not fit, before it is called; what cannot be read is called."""
     try:

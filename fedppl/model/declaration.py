@@ -8,7 +8,7 @@ from typing import Any
 
 from fedppl.model._data import as_arrays, group_by_columns, needs_same_keys, one_type
 from fedppl.model._declared import Declared
-from fedppl.model._enrolment import builder_name
+from fedppl.model._enrolment import argument_names, builder_name
 from fedppl.model._group import client_of, enrol_group, of_another_type
 from fedppl.model._start import require_same_layout
 from fedppl.model._template import Template
@@ -95,13 +95,18 @@ class FederatedModel:
         """The builder, and what is shared."""
         return Declared(self.builder, self.shared)
 
-    def enrol(self, clients: Mapping[str, Mapping[str, Any]], *, kernel: bool = True) -> dict[str, ClientModel]:
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """What the builder calls its data, in order; None where it takes any name."""
+        return argument_names(self.builder)
+
+    def enrol(self, clients: Mapping[str, Any], *, kernel: bool = True) -> dict[str, ClientModel]:
         """Check every client's data against the declaration and compile what is not compiled yet.
 
         Parameters
         ----------
         clients
-            Client id to that client's data, name to array.
+            Client id to that client's data: name to array, a data frame, or a tuple in the order of the builder.
         kernel
             Whether the compiled log density and its gradient are checked at the start. Without, as for algorithms that
             never call them, the value alone is, and no log density is compiled.
@@ -120,7 +125,7 @@ class FederatedModel:
             raise DataError(f"clients are {type(clients).__name__}; pass a mapping from client id to its data.")
         if not clients:
             raise DataError("no clients: pass a mapping from client id to that client's data.")
-        checked = {str(client_id): as_arrays(str(client_id), data) for client_id, data in clients.items()}
+        checked = {str(client_id): as_arrays(str(client_id), data, self.names) for client_id, data in clients.items()}
         if len(checked) < len(clients):
             raise DataError(f"client ids {list(clients)} are not distinct as strings; rename them.")
         needs_same_keys(checked)
@@ -139,13 +144,11 @@ class FederatedModel:
             raise
         return {client_id: enrolled[client_id] for client_id in checked}
 
-    def with_data(
-        self, like: ClientModel, client_id: str, arrays: Mapping[str, Any], *, kernel: bool = True
-    ) -> ClientModel:
+    def with_data(self, like: ClientModel, client_id: str, arrays: Any, *, kernel: bool = True) -> ClientModel:
         """Another client's model by way of an enrolled one's: same compiled functions, other data."""
         if like.template.functions.get("own"):  # data stand in the graph: nothing can be exchanged
             return self.enrol({client_id: arrays}, kernel=kernel)[client_id]
-        checked = as_arrays(client_id, arrays)
+        checked = as_arrays(client_id, arrays, self.names)
         needs_same_keys({f"{like.client_id} as enrolled": like.arrays, client_id: checked})
         client = client_of(self.declared, client_id, like.template, checked, like, kernel=kernel)
         require_same_layout(like, client)

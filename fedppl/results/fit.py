@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import pandas as pd
 import xarray as xr
 
 from fedppl.contracts import LogEvidence, Point, Posterior
+from fedppl.data import frames
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel
 from fedppl.results import influence, summary
@@ -263,9 +264,9 @@ class Fit(Ended):
 
     def client(
         self,
-        client_id: str,
+        client_id: Hashable,
         *,
-        predict: Mapping[str, Any] | None = None,
+        predict: Any = None,
         groups: Sequence[str] | str = (),
         draws: int = 1000,
         chains: int = 4,
@@ -276,9 +277,10 @@ class Fit(Ended):
         Parameters
         ----------
         client_id
-            Id of a client that took part.
+            Id of a client that took part, as it was given.
         predict
-            New inputs by name, for example ``{"X": X_new}``, to draw predictions for.
+            New inputs by name, for example ``{"X": X_new}``, or a data frame with columns of these names, to draw
+            predictions for.
         groups
             More groups of ArviZ to compute, by PyMC: "log_likelihood" of every observation (for ``az.loo``),
             "posterior_predictive" of the client's own rows (for ``az.plot_ppc``), and "prior", 500 draws, which brings
@@ -294,6 +296,7 @@ class Fit(Ended):
             Groups ``posterior`` (local and shared variables, with diagnostics in ``attrs``), ``observed_data``,
             ``constant_data``, and ``predictions`` and others if asked for.
         """
+        client_id = str(client_id)
         if client_id not in self.client_ids:
             raise DeclarationError(
                 f"client {client_id!r} did not take part; clients are {list(self.client_ids)[:10]}. For data of a "
@@ -307,22 +310,16 @@ class Fit(Ended):
         return self._at_client(self.clients[client_id], predict, draws, chains, random_seed, groups)
 
     def predict(
-        self,
-        client_id: str,
-        new_data: Mapping[str, Any],
-        *,
-        draws: int = 1000,
-        chains: int = 4,
-        random_seed: int | None = None,
+        self, client_id: Hashable, new_data: Any, *, draws: int = 1000, chains: int = 4, random_seed: int | None = None
     ) -> Any:
         """Predictive draws on a client's new inputs: `client` with ``predict=new_data``."""
         return self.client(client_id, predict=new_data, draws=draws, chains=chains, random_seed=random_seed)
 
     def new_client(
         self,
-        data: Mapping[str, Any],
+        data: Any,
         *,
-        predict: Mapping[str, Any] | None = None,
+        predict: Any = None,
         draws: int = 1000,
         chains: int = 4,
         random_seed: int | None = None,
@@ -333,7 +330,7 @@ class Fit(Ended):
         Parameters
         ----------
         data
-            The new client's data, by the builder's argument names.
+            The new client's data, as for `fedppl.fit`: by the builder's argument names, a data frame, or a tuple.
         predict, draws, chains, random_seed
             As in `client`.
         name
@@ -357,7 +354,7 @@ class Fit(Ended):
     def _at_client(
         self,
         model: ClientModel,
-        predict: Mapping[str, Any] | None,
+        predict: Any,
         draws: int,
         chains: int,
         random_seed: int | None,
@@ -365,11 +362,12 @@ class Fit(Ended):
     ) -> Any:
         _check_draws(draws, chains)
         groups = required(groups)
+        client_id = model.client_id
+        predict = None if predict is None else frames.named(predict, self.declaration.names, "new data")
         if predict is not None and not isinstance(predict, Mapping):
             raise DeclarationError(
                 f'new data are {type(predict).__name__}; pass a mapping from name to array: {{"X": ...}}.'
             )
-        client_id = model.client_id
         require_arrived(self, f"the posterior of client {client_id!r}")
         seed = self._seed(random_seed)
         message, personal = self.algorithm.result.final_message(self.state, client_id), self.personal.get(client_id)

@@ -1,4 +1,4 @@
-"""The round loop, as users call it: a round at a time, or a whole fit.
+"""The round loop: a round at a time, or a whole fit; `front` is how users call it.
 
 Engines move messages and algorithms compute; everything in between is in this folder, once.
 """
@@ -51,69 +51,7 @@ def rounds(
     random_seed: int | np.random.Generator | None = None,
     start: Fit | None = None,
 ) -> Iterator[Round]:
-    """Run a federated algorithm a round at a time, for scripts that look in between.
-
-    Parameters
-    ----------
-    model
-        The declaration.
-    clients
-        Client id to that client's data, name to array. None where the data are at sites and the engine finds
-        them, as Flower's does.
-    algorithm
-        The algorithm, for example ``fedppl.EP()``.
-    rounds
-        Number of rounds in all after which it stops; None runs until converged or the caller stops. Rounds of a start
-        that has a budget of its own, as EP's warm start has, do not count.
-    engine
-        The engine that moves the messages; by default ``fedppl.InProcess()``.
-    participation
-        None for all clients, an int for that many a round, a float for a probability, or a function
-        ``(clients, rng) -> clients``.
-    reporting
-        Clients among those asked that send a reply, given in the same ways; None for all. The others hear the
-        broadcast, update what they keep to themselves if the algorithm has such a thing, a personal head for example,
-        and send only word that they did.
-    checkpoint
-        File to write the state to after every round, and to resume from when it exists. A resumed run gives
-        the same numbers as an uninterrupted one. A salted digest tells whether a client's data are still those that the
-        run began with: here it is in the file, and other data are refused, of a finished run too; a site keeps its own,
-        and then takes no part. Another algorithm, settings, `participation` or `reporting` are refused. Functions are
-        told apart by their names. `rounds` and `deadline` may change. The records of all rounds are beside it, in a
-        file with ``.records`` added to its name. They are signed with the owner's key (the file at
-        ``FEDPPL_KEY_FILE``, else ``fedppl/key`` in the user's configuration folder, made on first use) and read with
-        that key only. Both files are as confidential as what clients send and keep.
-    deadline
-        Seconds to wait for replies in a round.
-    random_seed
-        Seed of every random stream.
-    start
-        A fit of the same declaration by the same algorithm, whose clients may be others or have had other rows: what it
-        knows of those that are here is where this one begins. For `EP`, which then has no warm start, whatever
-        `starts`. A run that goes on from a checkpoint goes on from there.
-
-    Yields
-    ------
-    Round
-
-    Raises
-    ------
-    DeclarationError, DataError
-        Before the first round.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> model, clients = normal_means()
-    >>> [step.number for step in fedppl.rounds(model, clients, fedppl.EP(warm_start=False, correction=None), rounds=2)]
-    [1, 2]
-
-    Notes
-    -----
-    *When this fails.* A client that fails keeps its old site; `Round.failures` says why. A run that does not
-    converge ends with status "max_rounds" and a message that names the setting to change.
-    """
+    """See `fedppl.rounds`."""
     return _all(
         begin(
             model,
@@ -147,49 +85,7 @@ def fit(
     random_seed: int | np.random.Generator | None = None,
     start: Fit | None = None,
 ) -> Fit:
-    """Fit a hierarchy across clients whose data stay where they are.
-
-    Parameters
-    ----------
-    model, clients, algorithm, engine, participation, reporting, checkpoint, deadline, random_seed, start
-        As in `rounds`.
-    rounds
-        Largest number of rounds, those of EP's warm start not counted.
-    callback
-        Function of a Round, called with each; it returns True to stop.
-    progressbar
-        Whether to show progress.
-
-    Returns
-    -------
-    Fit
-        Posterior of the shared parameters, per-client posteriors, diagnostics and status.
-
-    Raises
-    ------
-    DeclarationError, DataError
-        Before the first round.
-
-    Warns
-    -----
-    ConvergenceWarning
-        Once at the end, where the algorithm tests for convergence and did not see it; the text names the remedy, and
-        the warning's attribute ``fit`` is the fit, for those to whom warnings are errors.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> model, clients = normal_means()
-    >>> fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
-    >>> fit.status
-    <Status.CONVERGED: 'converged'>
-
-    Notes
-    -----
-    *When this fails.* Look at `Fit.message`, `Fit.summary` and ``fit.idata["rounds"]``: not converging is a status and
-    a warning. A fit that was broken off before there was a posterior has none, and says so when it is asked for it.
-    """
+    """See `fedppl.fit`."""
     require_callback(callback)
     run = begin(
         model, clients, algorithm, rounds, engine, participation, reporting, checkpoint, deadline, random_seed, start
@@ -242,7 +138,7 @@ def fit(
     finally:
         run.engine.close()
     if algorithm.result.tests_convergence and not status.ok:
-        warnings.warn(ConvergenceWarning(told, result), stacklevel=2)
+        warnings.warn(ConvergenceWarning(told, result), stacklevel=3)
     return result
 
 

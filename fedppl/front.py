@@ -1,0 +1,216 @@
+"""What users call: data as they have them, and an algorithm unless they name one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedppl import settings
+from fedppl.algorithms.ep.ep import EP
+from fedppl.contracts import AnyAlgorithm, EngineFactory
+from fedppl.data import frames
+from fedppl.model.declaration import FederatedModel
+from fedppl.results.fit import Fit
+from fedppl.run import loop
+from fedppl.run._round import Round
+from fedppl.run.participation import Participation
+
+
+def rounds(
+    model: FederatedModel,
+    data: Any,
+    algorithm: AnyAlgorithm | None = None,
+    *,
+    by: Hashable | Sequence[Hashable] | None = None,
+    missing: str = "error",
+    rounds: int | None = None,
+    engine: EngineFactory | None = None,
+    participation: Participation | int | float | None = None,
+    reporting: Participation | int | float | None = None,
+    checkpoint: str | Path | None = None,
+    deadline: float | None = None,
+    random_seed: int | np.random.Generator | None = None,
+    start: Fit | None = None,
+) -> Iterator[Round]:
+    """Run a federated algorithm a round at a time, for scripts that look in between.
+
+    Parameters
+    ----------
+    model
+        The declaration.
+    data
+        Client id to that client's data: a mapping from the builder's arguments to arrays, a data frame with columns of
+        these names (pandas, polars, pyarrow, xarray; other columns are left alone), or a tuple of arrays in the
+        builder's order. Or one data frame of all clients with `by`, or its groups (``frame.groupby("site")``). None
+        where the data are at sites and the engine finds them, as Flower's does. Of a frame's columns booleans stay so,
+        categories become their numbers in the order that they have, dates and times days since 1970, durations days;
+        texts are refused.
+    algorithm
+        The algorithm; by default ``fedppl.EP()``.
+    by
+        Column, or columns, of one data frame that tell clients apart. Their values are the clients' ids.
+    missing
+        What to do where values are missing (NaN, None, NA): "error" says how many of which column at which client,
+        "drop" leaves out those rows and says how many.
+    rounds
+        Number of rounds in all after which it stops; None runs until converged or the caller stops. Rounds of a start
+        that has a budget of its own, as EP's warm start has, do not count.
+    engine
+        The engine that moves the messages; by default ``fedppl.InProcess()``.
+    participation
+        None for all clients, an int for that many a round, a float for a probability, or a function
+        ``(clients, rng) -> clients``.
+    reporting
+        Clients among those asked that send a reply, given in the same ways; None for all. The others hear the
+        broadcast, update what they keep to themselves if the algorithm has such a thing, a personal head for example,
+        and send only word that they did.
+    checkpoint
+        File to write the state to after every round, and to resume from when it exists. A resumed run gives
+        the same numbers as an uninterrupted one. A salted digest tells whether a client's data are still those that the
+        run began with: here it is in the file, and other data are refused, of a finished run too; a site keeps its own,
+        and then takes no part. Another algorithm, settings, `participation` or `reporting` are refused. Functions are
+        told apart by their names. `rounds` and `deadline` may change. The records of all rounds are beside it, in a
+        file with ``.records`` added to its name. They are signed with the owner's key (the file at
+        ``FEDPPL_KEY_FILE``, else ``fedppl/key`` in the user's configuration folder, made on first use) and read with
+        that key only. Both files are as confidential as what clients send and keep.
+    deadline
+        Seconds to wait for replies in a round.
+    random_seed
+        Seed of every random stream.
+    start
+        A fit of the same declaration by the same algorithm, whose clients may be others or have had other rows: what it
+        knows of those that are here is where this one begins. For `EP`, which then has no warm start, whatever
+        `starts`. A run that goes on from a checkpoint goes on from there.
+
+    Yields
+    ------
+    Round
+
+    Raises
+    ------
+    DeclarationError, DataError
+        Before the first round.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> model, clients = normal_means()
+    >>> [step.number for step in fedppl.rounds(model, clients, fedppl.EP(warm_start=False, correction=None), rounds=2)]
+    [1, 2]
+
+    Notes
+    -----
+    *When this fails.* A client that fails keeps its old site; `Round.failures` says why. A run that does not
+    converge ends with status "max_rounds" and a message that names the setting to change.
+    """
+    return loop.rounds(
+        model,
+        _clients(model, data, by, missing),
+        EP() if algorithm is None else algorithm,
+        rounds=rounds,
+        engine=engine,
+        participation=participation,
+        reporting=reporting,
+        checkpoint=checkpoint,
+        deadline=deadline,
+        random_seed=random_seed,
+        start=start,
+    )
+
+
+def fit(
+    model: FederatedModel,
+    data: Any,
+    algorithm: AnyAlgorithm | None = None,
+    *,
+    by: Hashable | Sequence[Hashable] | None = None,
+    missing: str = "error",
+    rounds: int = 20,
+    engine: EngineFactory | None = None,
+    participation: Participation | int | float | None = None,
+    reporting: Participation | int | float | None = None,
+    checkpoint: str | Path | None = None,
+    callback: Callable[[Round], bool | None] | None = None,
+    deadline: float | None = None,
+    progressbar: bool = True,
+    random_seed: int | np.random.Generator | None = None,
+    start: Fit | None = None,
+) -> Fit:
+    """Fit a hierarchy across clients whose data stay where they are.
+
+    Parameters
+    ----------
+    model, data, algorithm, by, missing, engine, participation, reporting, checkpoint, deadline, random_seed, start
+        As in `rounds`.
+    rounds
+        Largest number of rounds, those of EP's warm start not counted.
+    callback
+        Function of a Round, called with each; it returns True to stop.
+    progressbar
+        Whether to show progress.
+
+    Returns
+    -------
+    Fit
+        Posterior of the shared parameters, per-client posteriors, diagnostics and status.
+
+    Raises
+    ------
+    DeclarationError, DataError
+        Before the first round.
+
+    Warns
+    -----
+    ConvergenceWarning
+        Once at the end, where the algorithm tests for convergence and did not see it; the text names the remedy, and
+        the warning's attribute ``fit`` is the fit, for those to whom warnings are errors.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> model, clients = normal_means()
+    >>> fit = fedppl.fit(model, clients, progressbar=False, random_seed=1)
+    >>> fit.status
+    <Status.CONVERGED: 'converged'>
+
+    One data frame, with a column that says whose each row is:
+
+    >>> import pandas as pd
+    >>> frame = pd.concat(pd.DataFrame({"hospital": name, **data}) for name, data in clients.items())
+    >>> fedppl.fit(model, frame, by="hospital", progressbar=False, random_seed=1).client_ids == fit.client_ids
+    True
+
+    Notes
+    -----
+    *When this fails.* Look at `Fit.message`, `Fit.summary` and ``fit.idata["rounds"]``: not converging is a status and
+    a warning. A fit that was broken off before there was a posterior has none, and says so when it is asked for it.
+    """
+    return loop.fit(
+        model,
+        _clients(model, data, by, missing),
+        EP() if algorithm is None else algorithm,
+        rounds=rounds,
+        engine=engine,
+        participation=participation,
+        reporting=reporting,
+        checkpoint=checkpoint,
+        callback=callback,
+        deadline=deadline,
+        progressbar=progressbar,
+        random_seed=random_seed,
+        start=start,
+    )
+
+
+def _clients(model: Any, data: Any, by: Any, missing: str) -> Any:
+    """Clients' data by id, named like the builder's arguments; what is no data is refused where it is used."""
+    settings.one_of("missing", missing, ("error", "drop"))
+    if not isinstance(model, FederatedModel) or data is None:
+        return data
+    split = frames.by_client(data, by, model.names)
+    return frames.complete(split, model.names, missing)
