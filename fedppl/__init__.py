@@ -22,6 +22,8 @@ from fedppl.contracts import Algorithm, LocalInference
 from fedppl.engine import policy
 from fedppl.engine.inprocess import InProcess
 from fedppl.engine.policy import Policy
+from fedppl.formulas.formula import Agreed, agree, formula
+from fedppl.formulas.priors import Prior
 from fedppl.front import fit, rounds
 from fedppl.local.advi import ADVI, MeanField
 from fedppl.local.gradient_steps import GradientSteps
@@ -58,6 +60,7 @@ __all__ = [
     "HM1Gradient",
     "NUTS",
     "SCAFFOLD",
+    "Agreed",
     "Algorithm",
     "ClientModel",
     "Confidence",
@@ -80,12 +83,14 @@ __all__ = [
     "NotConvergedError",
     "Policy",
     "PrecisionWeighted",
+    "Prior",
     "PrivateEP",
     "Round",
     "Separate",
     "SeparateSGD",
     "Status",
     "Withdrawal",
+    "agree",
     "all_clients",
     "bernoulli",
     "calibrate",
@@ -100,6 +105,7 @@ __all__ = [
     "data",
     "fit",
     "fixed_size",
+    "formula",
     "grid",
     "grid_search",
     "holdout",

@@ -12,6 +12,7 @@ from fedppl import settings
 from fedppl.algorithms.ep.ep import EP
 from fedppl.contracts import AnyAlgorithm, EngineFactory
 from fedppl.data import frames
+from fedppl.formulas.formula import is_formula, ready
 from fedppl.model.declaration import FederatedModel
 from fedppl.results.fit import Fit
 from fedppl.run import loop
@@ -107,9 +108,10 @@ def rounds(
     *When this fails.* A client that fails keeps its old site; `Round.failures` says why. A run that does not
     converge ends with status "max_rounds" and a message that names the setting to change.
     """
+    model, clients = _given(model, data, by, missing)
     return loop.rounds(
         model,
-        _clients(model, data, by, missing),
+        clients,
         EP() if algorithm is None else algorithm,
         rounds=rounds,
         engine=engine,
@@ -190,9 +192,10 @@ def fit(
     *When this fails.* Look at `Fit.message`, `Fit.summary` and ``fit.idata["rounds"]``: not converging is a status and
     a warning. A fit that was broken off before there was a posterior has none, and says so when it is asked for it.
     """
+    model, clients = _given(model, data, by, missing)
     return loop.fit(
         model,
-        _clients(model, data, by, missing),
+        clients,
         EP() if algorithm is None else algorithm,
         rounds=rounds,
         engine=engine,
@@ -207,10 +210,12 @@ def fit(
     )
 
 
-def _clients(model: Any, data: Any, by: Any, missing: str) -> Any:
-    """Clients' data by id, named like the builder's arguments; what is no data is refused where it is used."""
+def _given(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
+    """The declaration, and clients' data by id; what is no data is refused where it is used."""
     settings.one_of("missing", missing, ("error", "drop"))
     if not isinstance(model, FederatedModel) or data is None:
-        return data
+        return model, data
+    if is_formula(model):
+        return ready(model, data, by, missing)
     split = frames.by_client(data, by, model.names)
-    return frames.complete(split, model.names, missing)
+    return model, frames.complete(split, model.names, missing)

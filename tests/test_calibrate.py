@@ -39,6 +39,7 @@ def test_a_posterior_of_another_model_is_not() -> None:
     assert float(found["p_value"].max()) < 1e-3
 
 
+@pytest.mark.slow
 def test_schools_with_a_correction(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="fedppl"):
         found = fedppl.calibrate(*problems.schools(), CORRECTED, data_sets=10, random_seed=2)

@@ -92,6 +92,7 @@ def test_the_e_step_is_the_closed_form_of_a_linear_model() -> None:
             assert_allclose(np.diag(moments.covariance), variance, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_w_and_confidences_arrive_at_the_fixed_point_of_equations_8_and_9() -> None:
     fit = whole()
     assert fit.status is Status.CONVERGED

@@ -211,6 +211,7 @@ def enrolled(builder: Any, **data: Any) -> ClientModel:
     return problems.declared(builder, ("mu",)).enrol({"a": data})["a"]
 
 
+@pytest.mark.slow
 def test_rows_are_what_is_observed() -> None:
     assert [client_of(problems.regression, k)[0].rows for k in range(3)] == [5, 8, 11]
     assert client_of(problems.schools)[0].rows == 1  # 0-d data
@@ -220,6 +221,7 @@ def test_rows_are_what_is_observed() -> None:
     assert enrolled(problems.without_containers, y=np.ones(4)).rows == 4
 
 
+@pytest.mark.slow
 def test_batches_that_are_sums_over_rows_pass_the_check() -> None:
     for name in ("regression", "noise", "lasso", "logistic", "transforms", "schools"):
         check_batches(client_of(problems.ALL[name], which=0)[0], 2)

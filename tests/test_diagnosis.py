@@ -126,6 +126,7 @@ def test_a_saddle_is_told_as_one_and_a_sign_helps() -> None:
     assert float(fit.idata["posterior"]["mu"].mean()) == pytest.approx(2.0, abs=0.1)
 
 
+@pytest.mark.slow
 def test_labels_that_may_be_exchanged_are_told() -> None:
     rng = np.random.default_rng(0)
     fit = fitted(mixture, ["mu"], {f"c{k}": 1 + rng.normal(size=20) + 3 * rng.choice([-1, 1], 20) for k in range(3)})
@@ -175,6 +176,7 @@ def test_a_scale_of_one_value_is_told_as_what_it_is() -> None:
     assert fitted(own_scale(lambda: pm.InverseGamma("scale", 3, 1)), ["mu"], outcomes()).status is Status.CONVERGED
 
 
+@pytest.mark.slow
 def test_a_factor_that_is_hardly_one_is_named_where_no_step_can_be_taken() -> None:
     builder = own_scale(lambda: pm.Gamma("scale", 0.001, 0.001), lambda scale: 1 / pm.math.sqrt(scale))
     fit = fitted(builder, ["mu"], outcomes())

@@ -206,6 +206,7 @@ def test_the_real_table_gives_38_predictors_and_60_percent_of_either_school(data
     assert np.any(schools["MS"].train != other["MS"].train)
 
 
+@pytest.mark.slow
 def test_variable_selection_finds_the_predictors() -> None:
     settings = ("--rounds", "2", "--draws", "200", "--final-draws", "200", "--processes", "1")
     _, last = run("benchmarks/variable_selection.py", "--runs", "1", "--cases", "I", *settings)

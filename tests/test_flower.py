@@ -92,6 +92,7 @@ def test_sites_that_allow_it_answer_for_a_correction_as_clients_here_do() -> Non
 
 
 @problems.few_rounds
+@pytest.mark.slow
 def test_curves_are_shared_by_sites_that_keep_their_coefficients(tmp_path: Path) -> None:
     """With 0/1 indicators among the shared variables, which a site reads back for the server."""
     model, units = fedlmc_ss.two_curves()

@@ -43,6 +43,7 @@ def test_a_rmse_of_a_known_error() -> None:
     assert simulation.a_rmse(Task("III", 0), estimate, theta) == pytest.approx(0.01, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_run_of_the_first_case() -> None:
     figures = simulation.one_run(Task("I", 0))
     assert figures["HM1"] == pytest.approx(figures["Bayes"], rel=0.05)

@@ -183,6 +183,7 @@ def test_a_fit_says_whose_integrals_are_not_known() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_small_errors_of_many_clients_do_not_add_up(seed: int) -> None:
     """Sixty clients of two to four binary rows, against quadrature over θ and both shared variables.
 

@@ -18,7 +18,7 @@ LAYERS = [
     ["fedppl"],
     ["front"],
     ["nn", "coregional"],
-    ["algorithms", "search", "flower", "testing"],
+    ["algorithms", "search", "flower", "testing", "formulas"],
     ["local", "run"],
     ["results"],
     ["engine"],

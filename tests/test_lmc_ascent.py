@@ -268,6 +268,7 @@ def phases(states: list[Any]) -> list[tuple[Any, list[tuple[int, Any]]]]:
 
 
 @pytest.mark.parametrize("seed", [0, 6, 19])
+@pytest.mark.slow
 def test_no_round_lowers_the_bound_while_the_kernels_are_fixed(seed: int) -> None:
     """With the prior of σ_w, which is estimated: at the server after each round, and at the units in between."""
     clients, prior = noisy(seed), ROLES().slab_prior

@@ -351,6 +351,7 @@ def test_a_selection_that_is_not_shared_is_told_which_list_to_pass() -> None:
 
 
 @problems.few_rounds
+@pytest.mark.slow
 def test_whole_numbers_are_inputs_and_outputs_like_others() -> None:
     """Days and counts: integers at one unit or at all, and real numbers to predict at."""
     days, level = np.arange(12), np.array([1, 2, 2, 3, 2, 2, 1, 0, -1, -2, -2, -1])

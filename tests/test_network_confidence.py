@@ -47,6 +47,7 @@ def fitted(**settings: Any) -> fedppl.Fit:
     return fedppl.fit(model, clients, nn.Confidence(head=HEAD, **settings), **run)
 
 
+@pytest.mark.slow
 def test_the_e_step_is_the_mean_field_posterior_of_the_declared_head() -> None:
     """Against `MeanField` on `models.pfedvem.head`. Adam with K draws wanders by about its rate, here 0.002."""
     model, clients = problem()

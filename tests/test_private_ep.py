@@ -518,6 +518,7 @@ def test_sites_of_a_diagonal_family_are_exact_beside_a_correlated_prior() -> Non
 
 
 @problems.few_rounds
+@pytest.mark.slow
 def test_many_clients_with_real_noise_come_within_the_predicted_error() -> None:
     """No seed: six sds are passed once in 10⁸ runs."""
     model, clients = normal_means(300, rows=5)

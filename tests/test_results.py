@@ -610,6 +610,7 @@ def test_the_summary_of_a_point_and_of_nothing() -> None:
         alone.summary()
 
 
+@pytest.mark.slow
 def test_the_summary_of_a_simplex_has_more_entries_than_coordinates() -> None:
     """An entry of a simplex depends on all of its coordinates: the largest of them stands there."""
 

@@ -36,7 +36,8 @@ def diagonal(X: Any, y: Any) -> pm.Model:
     return model
 
 
-@pytest.mark.parametrize("builder", [pytest.param(process, marks=pytest.mark.slow), diagonal])
+@pytest.mark.parametrize("builder", [process, diagonal])
+@pytest.mark.slow
 def test_builds_of_composed_operations_are_one_model(builder: Any, rng: np.random.Generator) -> None:
     data = {f"c{k}": {"X": rng.normal(size=(5 + k, 1)), "y": rng.normal(size=5 + k)} for k in range(4)}
     clients = FederatedModel(builder, ["length", "sigma"]).enrol(data)
@@ -73,6 +74,7 @@ def test_values_decide_where_they_can_be_computed() -> None:
     assert _same.same_values(with_errors, square, examples)
 
 
+@pytest.mark.slow
 def test_a_number_of_one_client_that_shows_at_another_only_is_found() -> None:
     """A limit baked into the graph matters to clients that reach it, at points that may be far off."""
 
@@ -95,6 +97,7 @@ def test_a_number_of_one_client_that_shows_at_another_only_is_found() -> None:
         assert client.log_density(np.array([0.2, 0.3]), np.zeros(0)) == pytest.approx(float(expected))
 
 
+@pytest.mark.slow
 def test_lengths_that_do_not_fit_name_the_client(rng: np.random.Generator) -> None:
     """PyTensor asserts that a covariance and its outcomes have one length."""
     data = {k: {"X": rng.normal(size=(4, 1)), "y": rng.normal(size=3 if k == "b" else 4)} for k in ("a", "b")}

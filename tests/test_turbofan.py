@@ -69,6 +69,7 @@ def test_test_rows_change_nothing_in_training(scale: str) -> None:
 
 
 @problems.few_rounds
+@pytest.mark.slow
 def test_test_rows_change_nothing_in_a_fit_or_a_choice() -> None:
     engines = turbofan.divide(table(), sensor=3)
     fits, choices = [], []

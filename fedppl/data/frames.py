@@ -52,11 +52,19 @@ def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
     return data
 
 
-def columns(frame: Any, names: Sequence[str] | None, whose: str) -> dict[str, Array]:
+def raw(data: Any, names: Sequence[str] | None, whose: str) -> Any:
+    """One client's data by name with texts as they are, and categories as their texts; None where a text is missing."""
+    if is_frame(data):
+        return columns(data, names, whose, texts=True)
+    return {name: np.asarray(value) for name, value in data.items()} if isinstance(data, Mapping) else data
+
+
+def columns(frame: Any, names: Sequence[str] | None, whose: str, *, texts: bool = False) -> dict[str, Array]:
     """Columns of a frame as arrays of numbers or of booleans.
 
     Categories are numbered in the order that they have; dates and times are days since 1970, durations days; what is
-    missing is NaN. Texts have no numbers that all clients would agree on, and are refused.
+    missing is NaN. Texts have no numbers that all clients would agree on, and are refused, unless `texts` are wanted:
+    then they, and categories, are arrays of objects.
     """
     if isinstance(frame, xr.Dataset):
         found = [str(name) for name in (*frame.data_vars, *frame.coords)]
@@ -68,7 +76,27 @@ def columns(frame: Any, names: Sequence[str] | None, whose: str) -> dict[str, Ar
     wanted = found if names is None else [name for name in names if name in found]
     if names is not None and not wanted:
         raise DataError(f"{whose}: the frame has the columns {found[:20]}, and {list(names)} are wanted; rename them.")
-    return {name: _numbers(table[name], f"{whose}: column {name!r}") for name in wanted}
+    text = {name for name in wanted if texts and _is_text(table[name])}
+    return {
+        name: _texts(table[name]) if name in text else _numbers(table[name], f"{whose}: column {name!r}")
+        for name in wanted
+    }
+
+
+def _is_text(column: Any) -> bool:
+    if not isinstance(column, nw.Series):
+        return np.asarray(column).dtype.kind in "OUS"
+    if isinstance(column.dtype, nw.Categorical | nw.Enum | nw.String):
+        return True
+    return column.dtype == nw.Object and any(isinstance(value, str) for value in column.to_list())
+
+
+def _texts(column: Any) -> Array:
+    """Texts, None where one is missing."""
+    values = column.to_list() if isinstance(column, nw.Series) else np.asarray(column).tolist()
+    found = np.empty(len(values), dtype=object)
+    found[:] = [None if value is None or value != value else str(value) for value in values]
+    return found
 
 
 def _numbers(column: Any, what: str) -> Array:
@@ -122,7 +150,9 @@ def _not_numeric(what: str, kind: str, values: Sequence[Any]) -> DataError:
     )
 
 
-def by_client(data: Any, by: Hashable | Sequence[Hashable] | None, names: Sequence[str] | None) -> Any:
+def by_client(
+    data: Any, by: Hashable | Sequence[Hashable] | None, names: Sequence[str] | None, *, texts: bool = False
+) -> Any:
     """Clients' data from one table and the column, or columns, that say whose each row is.
 
     Groups that pandas or polars have made already, and mappings from client to data, need no column. The order is that
@@ -140,19 +170,20 @@ def by_client(data: Any, by: Hashable | Sequence[Hashable] | None, names: Sequen
     ids, first = _groups(data, keys)
     order = np.argsort(ids, kind="stable")
     ends = np.flatnonzero(np.diff(ids[order])) + 1
-    table = columns(data, names if names is not None else _others(data, keys), "data")
+    table = columns(data, names if names is not None else _others(data, keys), "data", texts=texts)
     split = {name: np.split(values[order], ends) for name, values in table.items()}
     return {key: {name: parts[place] for name, parts in split.items()} for place, key in enumerate(first)}
 
 
-def complete(clients: Any, names: Sequence[str] | None, missing: str) -> Any:
+def complete(clients: Any, names: Sequence[str] | None, missing: str, *, texts: bool = False) -> Any:
     """Clients' data without rows in which something is missing: refused with counts, or dropped and said.
 
     What is no mapping from client to data that can be read is handed on as it is.
     """
     if not isinstance(clients, Mapping) or isinstance(clients, xr.Dataset):
         return clients
-    found = {k: named(data, names, f"client {str(k)!r}") for k, data in clients.items()}
+    read = raw if texts else named
+    found = {k: read(data, names, f"client {str(k)!r}") for k, data in clients.items()}
     gaps = {k: _gaps(data) for k, data in found.items()}
     if not any(gaps.values()):
         return found
@@ -185,10 +216,18 @@ def _missing(value: Any) -> Array | None:
             array = np.asarray(value)
         except ValueError:
             return None
-        if array.dtype.kind != "f" or not array.ndim:
+        if array.dtype.kind not in "fO" or not array.ndim:
             return None
-        rows = np.isnan(array)
+        rows = (
+            np.isnan(array)
+            if array.dtype.kind == "f"
+            else np.array([one is None for one in array.ravel()]).reshape(array.shape)
+        )
     return np.asarray(rows.reshape(len(rows), -1).any(axis=1))
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
 
 
 def _dropped(client_id: Any, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from fedppl.data import frames
 from fedppl.types import DataError
 
 _EXACT = 2**53  # whole numbers that a float holds
 _INTEGERS = 2.0**31  # PyMC keeps integers in 32 bits, and cuts larger ones down without a word
 
 
-def as_arrays(client_id: str, data: Any, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Turn one client's data into numeric arrays without missing values, or say what is wrong with them.
-
-    Of a frame the columns that are `names`, the builder's arguments; None stands for all.
-    """
-    data = frames.named(data, names, f"client {client_id!r}")
+def as_arrays(client_id: str, data: Any) -> dict[str, Any]:
+    """Turn one client's data into numeric arrays without missing values, or say what is wrong with them."""
     if not isinstance(data, Mapping):
         raise DataError(
             f"client {client_id!r}: data are {type(data).__name__}, not a mapping from name to array; "

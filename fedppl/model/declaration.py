@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedppl.data import frames
 from fedppl.model._data import as_arrays, group_by_columns, needs_same_keys, one_type
 from fedppl.model._declared import Declared
 from fedppl.model._enrolment import argument_names, builder_name
@@ -29,6 +31,9 @@ class FederatedModel:
         containers named like the keywords: then one compiled function serves clients of every size.
     shared
         Names of the free random variables that all clients share, φ. Every other free variable is local, θ_k.
+    reads
+        ``reads(client_id, data) -> arrays``: what the builder takes from a client's data as they are given. By default
+        arrays by name, columns of a data frame that are named like the builder's arguments, or a tuple in their order.
 
     Raises
     ------
@@ -59,10 +64,17 @@ class FederatedModel:
 
     builder: Callable[..., Any]
     shared: tuple[str, ...]
+    reads: Callable[[str, Any], Mapping[str, Any]] | None
     # Templates by columns, for which two clients' builds were found equal: later fits need not build again.
     _compared: dict[Any, Template] = field(init=False, repr=False)
 
-    def __init__(self, builder: Callable[..., Any], shared: Iterable[str]) -> None:
+    def __init__(
+        self,
+        builder: Callable[..., Any],
+        shared: Iterable[str],
+        *,
+        reads: Callable[[str, Any], Mapping[str, Any]] | None = None,
+    ) -> None:
         if not callable(builder):
             raise DeclarationError(
                 f"builder is {type(builder).__name__}, not a function; pass a function from one client's data to a "
@@ -80,6 +92,7 @@ class FederatedModel:
                 raise DeclarationError(f"shared name {name!r} is listed {names.count(name)} times; list it once.")
         object.__setattr__(self, "builder", builder)
         object.__setattr__(self, "shared", names)
+        object.__setattr__(self, "reads", reads)
         object.__setattr__(self, "_compared", {})
 
     def __repr__(self) -> str:
@@ -88,7 +101,7 @@ class FederatedModel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the declaration alone; what was compiled stays in its process."""
-        return FederatedModel, (self.builder, self.shared)
+        return functools.partial(FederatedModel, reads=self.reads), (self.builder, self.shared)
 
     @property
     def declared(self) -> Declared:
@@ -99,6 +112,12 @@ class FederatedModel:
     def names(self) -> tuple[str, ...] | None:
         """What the builder calls its data, in order; None where it takes any name."""
         return argument_names(self.builder)
+
+    def read(self, client_id: str, data: Any) -> Any:
+        """A client's data by the builder's arguments; what is no data is handed on, and refused where it is checked."""
+        if self.reads is not None:
+            return self.reads(client_id, data)
+        return frames.named(data, self.names, f"client {client_id!r}")
 
     def enrol(self, clients: Mapping[str, Any], *, kernel: bool = True) -> dict[str, ClientModel]:
         """Check every client's data against the declaration and compile what is not compiled yet.
@@ -125,7 +144,10 @@ class FederatedModel:
             raise DataError(f"clients are {type(clients).__name__}; pass a mapping from client id to its data.")
         if not clients:
             raise DataError("no clients: pass a mapping from client id to that client's data.")
-        checked = {str(client_id): as_arrays(str(client_id), data, self.names) for client_id, data in clients.items()}
+        checked = {
+            str(client_id): as_arrays(str(client_id), self.read(str(client_id), data))
+            for client_id, data in clients.items()
+        }
         if len(checked) < len(clients):
             raise DataError(f"client ids {list(clients)} are not distinct as strings; rename them.")
         needs_same_keys(checked)
@@ -148,7 +170,7 @@ class FederatedModel:
         """Another client's model by way of an enrolled one's: same compiled functions, other data."""
         if like.template.functions.get("own"):  # data stand in the graph: nothing can be exchanged
             return self.enrol({client_id: arrays}, kernel=kernel)[client_id]
-        checked = as_arrays(client_id, arrays, self.names)
+        checked = as_arrays(client_id, self.read(client_id, arrays))
         needs_same_keys({f"{like.client_id} as enrolled": like.arrays, client_id: checked})
         client = client_of(self.declared, client_id, like.template, checked, like, kernel=kernel)
         require_same_layout(like, client)

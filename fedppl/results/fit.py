@@ -12,7 +12,6 @@ import pandas as pd
 import xarray as xr
 
 from fedppl.contracts import LogEvidence, Point, Posterior
-from fedppl.data import frames
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel
 from fedppl.results import influence, summary
@@ -363,7 +362,7 @@ class Fit(Ended):
         _check_draws(draws, chains)
         groups = required(groups)
         client_id = model.client_id
-        predict = None if predict is None else frames.named(predict, self.declaration.names, "new data")
+        predict = None if predict is None else self.declaration.read(client_id, predict)
         if predict is not None and not isinstance(predict, Mapping):
             raise DeclarationError(
                 f'new data are {type(predict).__name__}; pass a mapping from name to array: {{"X": ...}}.'

@@ -1,0 +1,1 @@
+"""Formulas: parsed by formulae, agreed on by clients, declared in PyMC."""

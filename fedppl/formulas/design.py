@@ -1,0 +1,153 @@
+"""From a client's rows to the columns that coefficients belong to, the same at all clients. The edge to formulae."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from formulae.environment import Environment
+from formulae.matrices import DesignMatrices
+from formulae.model_description import model_description
+
+from fedppl.formulas.agreement import Agreement, coded, is_text
+from fedppl.formulas.terms import Group, Terms
+from fedppl.types import Array, DataError, DeclarationError
+
+_ROWS = 256  # of the rows that stand for all
+
+
+@dataclass(frozen=True)
+class Design:
+    """How rows become columns.
+
+    Attributes
+    ----------
+    matrices
+        Of formulae, evaluated at rows that stand for all clients' and are nobody's.
+    labels
+        Names of the columns of each common term, by term.
+    group_labels
+        Names of the effects of each group.
+    center, scale
+        Means and sds of the columns of the common terms over rows that stand for all, (p,).
+    group_scale
+        Sizes of the effects' columns, by group.
+    """
+
+    terms: Terms
+    agreement: Agreement
+    matrices: Any
+    labels: Mapping[str, tuple[str, ...]]
+    group_labels: tuple[tuple[str, ...], ...]
+    center: Array
+    scale: Array
+    group_scale: tuple[Array, ...]
+
+    def common(self, frame: pd.DataFrame, what: str) -> Array:
+        """Columns of the common terms, (n, p)."""
+        found = self.matrices.common.terms if self.matrices.common is not None else {}
+        return _stacked([_evaluated(found[name], frame, what) for name in self.terms.common], len(frame))
+
+    def offset(self, frame: pd.DataFrame, what: str) -> Array:
+        """Sum of the offsets, (n,)."""
+        found = [_evaluated(self.matrices.common.terms[name], frame, what)[:, 0] for name in self.terms.offsets]
+        return np.asarray(np.sum(found, axis=0))
+
+    def group(self, number: int, frame: pd.DataFrame, what: str) -> Array:
+        """Columns of the effects of a group, (n, q)."""
+        group = self.terms.groups[number]
+        return _stacked([_evaluated(one, frame, what) for one in _expressions(self.matrices, group)], len(frame))
+
+
+def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> Design:
+    """The design that all clients share, from what they agreed on."""
+    frame = _standing_for_all(terms, agreement)
+    described = model_description(terms.right)
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # of functions at rows that nobody has
+        try:
+            matrices = DesignMatrices(described, frame, Environment([{"np": np, **constants}]))
+        except Exception as error:
+            raise DeclarationError(f"the formula {terms.right!r} cannot be evaluated: {error}") from error
+        found = matrices.common.terms if matrices.common is not None else {}
+        labels = {name: tuple(map(str, found[name].labels)) for name in terms.common}
+        design = Design(terms, agreement, matrices, labels, (), np.zeros(0), np.ones(0), ())
+        common = design.common(frame, "the agreed columns")
+        groups = [design.group(number, frame, "the agreed columns") for number in range(len(terms.groups))]
+        center, scale = np.nanmean(common, axis=0), np.nanstd(common, axis=0)
+        sizes = tuple(np.sqrt(np.nanmean(one**2, axis=0)) for one in groups)
+    effects = tuple(
+        tuple(label for one in _expressions(matrices, group) for label in _labels(one)) for group in terms.groups
+    )
+    center = np.where(np.isfinite(center), center, 0.0)
+    return Design(terms, agreement, matrices, labels, effects, center, _usable(scale), tuple(map(_usable, sizes)))
+
+
+def _standing_for_all(terms: Terms, agreement: Agreement) -> pd.DataFrame:
+    """Rows with the means, sds, levels and shares that clients agreed on, their columns independent of each other."""
+    rng, held = np.random.default_rng(0), {}
+    for name in terms.columns:
+        column = agreement.columns[name]
+        if column.levels:
+            ends = np.cumsum(column.shares) * _ROWS
+            codes = rng.permutation(np.searchsorted(ends, np.arange(_ROWS) + 0.5).clip(max=len(ends) - 1))
+            held[name] = pd.Categorical.from_codes(codes, list(column.levels), ordered=True)
+        else:
+            z = rng.permutation(np.linspace(-1.0, 1.0, _ROWS))
+            held[name] = column.mean + column.sd * z / np.std(z)  # so that center and scale find what was agreed on
+    for name in {name for group in terms.groups for name in group.factor}:
+        held[name] = np.full(_ROWS, "all", dtype=object)
+    return pd.DataFrame(held, index=np.arange(_ROWS))
+
+
+def table(data: Mapping[str, Any], terms: Terms, agreement: Agreement, what: str) -> pd.DataFrame:
+    """The columns that a formula reads right of ~, texts as levels that were agreed on."""
+    absent = [name for name in terms.columns if name not in data]
+    if absent:
+        raise DataError(f"{what} lacks the columns {absent} of the formula; it has {sorted(data)[:20]}.")
+    held = {}
+    for name in terms.columns:
+        column, values = agreement.columns[name], np.asarray(data[name])
+        if column.levels:
+            levels = coded(column, values, agreement, f"{what}: column {name!r}")
+            held[name] = pd.Categorical(levels, categories=list(column.levels), ordered=True)
+        elif is_text(values):
+            raise DataError(f"{what}: column {name!r} has texts, and clients agreed on numbers; recode its rows.")
+        else:
+            held[name] = values.astype(float)
+    rows = len(next(iter(data.values())))
+    return pd.DataFrame(held, index=np.arange(rows))
+
+
+def _expressions(matrices: Any, group: Group) -> list[Any]:
+    """What varies by a group's factor, in the order of the formula."""
+    return [term.expr for term in matrices.group.terms.values() if _factor(term) == group.factor]
+
+
+def _factor(term: Any) -> tuple[str, ...]:
+    return tuple(str(component.name) for component in term.factor.components)
+
+
+def _labels(expression: Any) -> tuple[str, ...]:
+    return tuple(str(label) for label in getattr(expression, "labels", None) or ("Intercept",))
+
+
+def _evaluated(term: Any, frame: pd.DataFrame, what: str) -> Array:
+    """Columns of a term, (n, its own)."""
+    try:
+        values = np.asarray(term.eval_new_data(frame), dtype=float)
+    except Exception as error:
+        raise DataError(f"{what}: {getattr(term, 'name', 'a term')!r} cannot be computed: {error}") from error
+    return values.reshape(len(frame), -1)
+
+
+def _stacked(parts: list[Array], rows: int) -> Array:
+    return np.concatenate([np.zeros((rows, 0)), *parts], axis=1)
+
+
+def _usable(scale: Array) -> Array:
+    return np.where(np.isfinite(scale) & (scale > 1e-12), scale, 1.0)

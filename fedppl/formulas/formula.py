@@ -1,0 +1,231 @@
+"""What users call: a formula as a declaration, what clients agree on, and what was declared in words."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from fedppl.data import frames
+from fedppl.formulas.agreement import Agreement, agreed, strange, tell
+from fedppl.formulas.declare import Formula
+from fedppl.formulas.families import family as family_of
+from fedppl.formulas.priors import Prior
+from fedppl.formulas.terms import parse
+from fedppl.model.declaration import FederatedModel
+from fedppl.settings import flag, one_of, shown, whole
+from fedppl.types import DataError, DeclarationError
+
+logger = logging.getLogger(__name__)
+
+
+def formula(
+    formula: str,
+    family: str = "gaussian",
+    *,
+    priors: Mapping[str, Prior] | None = None,
+    levels: Mapping[str, Sequence[Any]] | None = None,
+    constants: Mapping[str, Any] | None = None,
+    correlated: bool = True,
+) -> FederatedModel:
+    r"""Declare one client's model by a formula, as in lme4, brms and Bambi.
+
+    .. math:: g(\mathrm E[y_{ki}]) = x_{ki}^\top \beta + z_{ki}^\top u_k + \dots, \qquad
+              u_k \sim \mathrm N(0, D R D)
+
+    Coefficients β of the common terms, sds D and correlations R are shared by all clients; a client's own effects u_k
+    are local.
+
+    Parameters
+    ----------
+    formula
+        Such as ``"y ~ age * arm + (1 + arm | site)"``. The response is a column, or ``prop(successes, trials)``. Right
+        of ~ stands what formulae reads: interactions, ``offset(x)``, functions of NumPy (``np.log(x)``), ``center(x)``
+        and ``scale(x)`` by the mean and sd of all clients' rows, ``C(x)`` for numbers that are levels,
+        ``bs(x, knots=knots, lower_bound=0, upper_bound=90)`` with `constants`. Effects ``(... | site)`` vary by client;
+        those of groups within a client are written ``(1 | site/ward)``.
+    family
+        "gaussian", "student", "bernoulli", "binomial", "poisson", "negativebinomial", "gamma", "beta" or "ordinal",
+        with the identity, the logit or the logarithm for a link.
+    priors
+        Other priors, ``{"age": fedppl.Prior("Normal", mu=0, sigma=1)}``, by the names that ``describe`` shows. By
+        default they are wide on the scales that clients agreed on.
+    levels
+        Orders of levels, by column: the first is the reference. By default levels are in the order of their numbers or
+        letters. An ordinal response whose levels are texts needs it.
+    constants
+        What the formula names that is no column, ``{"knots": [30, 50, 70]}``.
+    correlated
+        Whether several effects of one factor have a correlation.
+
+    Returns
+    -------
+    FederatedModel
+        Its data are frames, or columns by name.
+
+    Raises
+    ------
+    DeclarationError
+        If the formula cannot be read, or means something else at each client.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> model = fedppl.formula("y ~ age + (1 | site)", family="bernoulli")
+    >>> model.shared
+    ('Intercept', 'age', 'site_sd')
+
+    Notes
+    -----
+    *When this fails.* Levels and scales are agreed on by `agree`, which `fedppl.fit` calls where the data are here:
+    a level that no client has cannot be learnt, and a client that comes later may not bring a new one.
+    """
+    found, declared = family_of(family), parse(formula, tuple(constants or {}))
+    flag("correlated", correlated)
+    if declared.response.kind != found.response:
+        wanted = {"plain": "a column", "proportion": "prop(successes, trials)"}[found.response]
+        raise DeclarationError(f"family={family!r} has {wanted} for a response; {formula!r} has another.")
+    given = dict(priors or {})
+    for name, prior in given.items():
+        if not isinstance(prior, Prior):
+            raise DeclarationError(
+                f'priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass one: fedppl.Prior("Normal", mu=0, sigma=1).'
+            )
+    order = {name: tuple(map(str, one)) for name, one in (levels or {}).items()}
+    built = Formula(formula, declared, found, given, correlated, order, dict(constants or {}))
+    if unknown := sorted(set(given) - set(built.shared)):
+        raise DeclarationError(f"priors of {unknown}: the shared variables are {list(built.shared)}.")
+    if unknown := sorted(set(built.levels) - set(built.columns)):
+        raise DeclarationError(f"levels of {unknown}: the columns of the formula are {list(built.columns)}.")
+    return _model(built)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What clients agreed on.
+
+    Attributes
+    ----------
+    model
+        The declaration, which means the same at all clients.
+    columns
+        A row for every column: its levels or its mean and sd.
+    strange
+        Columns that are on another scale at one client than at most others, in words.
+    """
+
+    model: FederatedModel
+    columns: pd.DataFrame
+    strange: tuple[str, ...]
+
+
+def agree(
+    model: FederatedModel,
+    data: Any,
+    *,
+    by: Hashable | Sequence[Hashable] | None = None,
+    missing: str = "error",
+    min_count: int = 1,
+    withheld: str = "error",
+) -> Agreed:
+    """Have clients agree on levels, reference levels and scales, so that coefficients mean the same at all.
+
+    Every client tells, of each column of the formula, how many rows it has, of numbers their sum and sum of squares,
+    of texts the levels that at least `min_count` of its rows have, and how many rows have others. Nothing else leaves.
+
+    Parameters
+    ----------
+    model
+        What `formula` returned.
+    data, by, missing
+        As for `fedppl.fit`.
+    min_count
+        Rows that a client needs of a level to tell it.
+    withheld
+        What becomes of rows of levels that were not told: "error", or "other" for a level of that name.
+
+    Returns
+    -------
+    Agreed
+
+    Raises
+    ------
+    DataError
+        If columns do not fit together.
+
+    Examples
+    --------
+    >>> import fedppl, pandas as pd
+    >>> frame = pd.DataFrame({"site": [1, 1, 2, 2], "arm": ["b", "a", "a", "c"], "y": [1.0, 2.0, 0.5, 0.7]})
+    >>> fedppl.agree(fedppl.formula("y ~ arm + (1 | site)"), frame, by="site").columns.loc["arm", "levels"]
+    ('a', 'b', 'c')
+
+    Notes
+    -----
+    *When this fails.* Counts of levels and sums are of a client's rows: where a client has few, they tell much.
+    """
+    built = _formula(model)
+    whole("min_count", min_count)
+    one_of("withheld", withheld, ("error", "other"))
+    clients = clients_of(built, data, by, missing)
+    names = [name for name in (*built.terms.columns, *built.terms.response.columns)]
+    as_levels = (*built.terms.levels, *built.terms.response.columns[: built.family.outcome == "level"])
+    told = {}
+    for client_id, one in clients.items():
+        if absent := [name for name in built.columns if name not in one]:
+            raise DataError(
+                f"client {str(client_id)!r} lacks the columns {absent} of the formula; it has {sorted(one)[:20]}."
+            )
+        told[str(client_id)] = tell(one, names, as_levels, min_count)
+    agreement = agreed(told, built.levels, others=withheld == "other")
+    odd = tuple(strange(told))
+    if odd:
+        logger.warning("units may differ: %s; bring all clients to one unit", "; ".join(odd[:5]))
+    return Agreed(_model(built.agreed(agreement)), _table(agreement), odd)
+
+
+def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
+    """Clients' rows by id with the columns of the formula, texts among them."""
+    if by is None and frames.is_frame(data) and built.terms.client is not None:
+        by = built.terms.client
+    split = frames.by_client(data, by, built.columns, texts=True)
+    complete = frames.complete(split, built.columns, missing, texts=True)
+    if not isinstance(complete, Mapping) or not complete:
+        raise DataError(f"data are {type(data).__name__}; pass a data frame with by=, or a mapping from id to rows.")
+    return complete
+
+
+def ready(model: FederatedModel, data: Any, by: Any, missing: str) -> tuple[FederatedModel, Any]:
+    """A formula's model that clients agreed on, by what is here, and their rows."""
+    built = _formula(model)
+    clients = clients_of(built, data, by, missing)
+    return (model if built.design is not None else agree(model, clients).model), clients
+
+
+def is_formula(model: Any) -> bool:
+    """Whether a declaration is by a formula."""
+    return isinstance(model, FederatedModel) and isinstance(model.builder, Formula)
+
+
+def _formula(model: Any) -> Formula:
+    if not is_formula(model):
+        raise DeclarationError(f"model is {type(model).__name__} without a formula; pass what fedppl.formula returned.")
+    built: Formula = model.builder
+    return built
+
+
+def _model(built: Formula) -> FederatedModel:
+    return FederatedModel(built, built.shared, reads=built.read)
+
+
+def _table(agreement: Agreement) -> pd.DataFrame:
+    rows = {
+        name: {"levels": column.levels or None, "mean": column.mean, "sd": column.sd}
+        if not column.levels
+        else {"levels": column.levels, "mean": float("nan"), "sd": float("nan")}
+        for name, column in agreement.columns.items()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index", columns=["levels", "mean", "sd"])

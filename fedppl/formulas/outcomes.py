@@ -1,0 +1,67 @@
+"""A client's outcomes in the numbers that a family takes, or what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fedppl.formulas.agreement import Agreement, coded, is_text
+from fedppl.formulas.families import Family
+from fedppl.formulas.terms import Response
+from fedppl.types import Array, DataError
+
+_RULES: Mapping[str, tuple[str, Callable[[Array], Any]]] = {
+    "real": ("finite numbers", np.isfinite),
+    "positive": ("above 0", lambda y: y > 0),
+    "unit": ("between 0 and 1, both excluded", lambda y: (y > 0) & (y < 1)),
+    "binary": ("0 or 1", lambda y: (y == 0) | (y == 1)),
+    "count": ("whole numbers from 0", lambda y: (y >= 0) & (y == np.floor(y))),
+}
+
+
+def outcome(
+    family: Family, response: Response, data: Mapping[str, Any], agreement: Agreement, what: str
+) -> dict[str, Array]:
+    """Outcomes, and numbers of trials where the family has them, as arrays of the builder."""
+    absent = [name for name in response.columns if name not in data]
+    if absent:
+        raise DataError(f"{what} lacks {absent} of the response {list(response.columns)}.")
+    name = response.columns[0]
+    values = np.asarray(data[name])
+    if family.outcome == "level":
+        column = agreement.columns[name]
+        texts = coded(column, values, agreement, f"{what}: column {name!r}")
+        places = {level: place for place, level in enumerate(column.levels)}
+        return {"outcome": np.array([places[text] for text in texts.tolist()])}
+    if family.outcome == "binary" and is_text(values):
+        column = agreement.columns[name]
+        if len(column.levels) != 2:
+            raise DataError(f"{what}: {name!r} has the levels {list(column.levels)}; family {family.name!r} wants two.")
+        return {"outcome": (coded(column, values, agreement, what) == column.levels[1]).astype(np.int64)}
+    if is_text(values):
+        raise DataError(f"{what}: {name!r} has texts, and family {family.name!r} wants numbers.")
+    rule, holds = _RULES[family.outcome]
+    wrong = ~holds(values.astype(float))
+    if np.any(wrong):
+        where = int(np.argmax(wrong))
+        raise DataError(
+            f"{what}: {name!r} is {values[where]} in row {where}, and outcomes of family {family.name!r} are {rule}; "
+            "correct such rows, or choose another family."
+        )
+    found = {"outcome": values.astype(np.int64 if family.outcome in ("binary", "count") else float)}
+    if response.kind == "proportion":
+        found["trials"] = _trials(found["outcome"], np.asarray(data[response.columns[1]]), response, what)
+    return found
+
+
+def _trials(successes: Array, trials: Array, response: Response, what: str) -> Array:
+    wrong = ~(trials >= np.maximum(successes, 1)) | (trials != np.floor(trials))
+    if np.any(wrong):
+        where = int(np.argmax(wrong))
+        raise DataError(
+            f"{what}: {response.columns[0]!r} is {successes[where]} of {response.columns[1]!r} {trials[where]} in row "
+            f"{where}; trials are whole numbers, at least 1 and at least the successes."
+        )
+    return trials.astype(np.int64)
