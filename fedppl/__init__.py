@@ -24,7 +24,7 @@ from fedppl.engine.inprocess import InProcess
 from fedppl.engine.policy import Policy
 from fedppl.formulas.formula import Agreed, agree, formula
 from fedppl.formulas.priors import Prior
-from fedppl.front import fit, rounds
+from fedppl.front import fit, load, rounds
 from fedppl.local.advi import ADVI, MeanField
 from fedppl.local.gradient_steps import GradientSteps
 from fedppl.local.laplace import Laplace
@@ -110,6 +110,7 @@ __all__ = [
     "grid_search",
     "holdout",
     "hypotheses",
+    "load",
     "metrics",
     "plot_calibration",
     "policy",

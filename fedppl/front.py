@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ from fedppl import settings
 from fedppl.algorithms.ep.ep import EP
 from fedppl.contracts import AnyAlgorithm, EngineFactory
 from fedppl.data import frames
-from fedppl.formulas.formula import is_formula, ready
+from fedppl.formulas.formula import is_formula, ready, remembering
 from fedppl.model.declaration import FederatedModel
+from fedppl.results import idata, saved
 from fedppl.results.fit import Fit
 from fedppl.run import loop
 from fedppl.run._round import Round
+from fedppl.run._start import require_declared
 from fedppl.run.participation import Participation
+from fedppl.types import DataError, DeclarationError
 
 
 def rounds(
@@ -189,6 +193,9 @@ def fit(
 
     Notes
     -----
+    Ctrl-C ends a run after its last whole round: the fit is returned with status "interrupted", and with a checkpoint
+    the same call goes on.
+
     *When this fails.* Look at `Fit.message`, `Fit.summary` and ``fit.idata["rounds"]``: not converging is a status and
     a warning. A fit that was broken off before there was a posterior has none, and says so when it is asked for it.
     """
@@ -208,6 +215,92 @@ def fit(
         random_seed=random_seed,
         start=start,
     )
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: FederatedModel,
+    algorithm: AnyAlgorithm | None = None,
+    *,
+    clients: Any = None,
+    by: Hashable | Sequence[Hashable] | None = None,
+    missing: str = "error",
+) -> Fit:
+    """Read a fit that `Fit.save` wrote.
+
+    Parameters
+    ----------
+    path
+        The file.
+    model, algorithm
+        What was fitted, and how; by default ``fedppl.EP()``.
+    clients, by, missing
+        Data of clients that took part, as for `fit`: then their posteriors and predictions can be drawn again, with the
+        same numbers. Without, there is what all clients share, and `Fit.new_client`.
+
+    Returns
+    -------
+    Fit
+
+    Raises
+    ------
+    DataError
+        If the file holds no fit, or clients are not those that took part.
+    DeclarationError
+        If it is of another declaration or algorithm.
+
+    Examples
+    --------
+    >>> import fedppl, pathlib, tempfile
+    >>> from fedppl.testing import normal_means
+    >>> model, clients = normal_means()
+    >>> fit = fedppl.fit(model, clients, progressbar=False, random_seed=1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fit.save(pathlib.Path(folder) / "run.nc")
+    ...     again = fedppl.load(pathlib.Path(folder) / "run.nc", model)
+    >>> bool(again.summary().equals(fit.summary()))
+    True
+
+    Notes
+    -----
+    *When this fails.* That clients' data are the same as then is not known: only their ids and the declaration are
+    compared. Anyone who can write the file can write another result into it.
+    """
+    settings.one_of("missing", missing, ("error", "drop"))
+    algorithm = EP() if algorithm is None else algorithm
+    require_declared(model, algorithm)
+    held = saved.read(path)
+    if is_formula(model):
+        model = remembering(model, held.agreement)
+    saved.require_same(held, algorithm, model.shared)
+    models: dict[str, Any] = {}
+    if clients is not None:
+        model, given = _given(model, clients, by, missing)
+        models = model.enrol(given, kernel=algorithm.needs.kernel)
+        if unknown := sorted(set(models) - set(held.client_ids)):
+            known = list(held.client_ids)[:10]
+            raise DataError(f"clients {unknown[:5]} did not take part; those that did are {known}.")
+        if next(iter(models.values())).layout.fingerprint != held.layout.fingerprint:
+            raise DeclarationError("the file is of another declaration: the shared prior or its shapes differ.")
+    reader = next(iter(models.values())).reader() if models else held.reader
+    found = Fit(
+        algorithm=algorithm,
+        state=held.state,
+        layout=held.layout,
+        declaration=model,
+        client_ids=held.client_ids,
+        clients=models,
+        reader=reader,
+        records=held.records,
+        status=held.status,
+        message=held.message,
+        personal={},
+        seed=held.seed,
+        seconds=held.seconds,
+        told=held.told,
+    )
+    found.__dict__["idata"] = idata.from_groups(held.groups)  # as it was: draws of it are not made again
+    return found
 
 
 def _given(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:

@@ -58,6 +58,7 @@ class Status(StrEnum):
     CONVERGED = "converged"
     MAX_ROUNDS = "max_rounds"
     STALLED = "stalled"
+    INTERRUPTED = "interrupted"
 
     @property
     def ok(self) -> bool:

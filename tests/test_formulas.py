@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -194,6 +195,12 @@ def test_effects_of_a_client_are_a_multivariate_normal() -> None:
     assert_allclose(np.std(scaled, axis=0), 1.0, atol=0.06)
     assert np.corrcoef((scaled[:, 0] * scaled[:, 1]), drawn[2][:, 0])[0, 1] > 0.2
     assert built.coords["site_pair"] == ("Intercept, age",)
+
+
+def test_the_readme_begins_with_a_formula_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    assert "arm[drug]" in capsys.readouterr().out
 
 
 # --- what clients agree on --------------------------------------------------------------------------------------

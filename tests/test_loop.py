@@ -367,6 +367,35 @@ def test_the_callback_sees_every_round_and_can_stop() -> None:
     assert result.status is Status.MAX_ROUNDS
 
 
+@pytest.mark.parametrize("rounds_before", [0, 3])
+def test_an_interrupt_gives_what_there_is(rounds_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a round, which then counts for nothing."""
+    whole = fit(problems.noise(), fedppl.EP(correction=None))
+    exchange, calls = InProcessEngine.exchange, 0
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        found = exchange(self, *arguments)
+        if calls > rounds_before:
+            raise KeyboardInterrupt
+        return found
+
+    keywords: Any = {"checkpoint": tmp_path / "run.ckpt"}
+    monkeypatch.setattr(InProcessEngine, "exchange", interrupted)
+    if not rounds_before:
+        with pytest.raises(KeyboardInterrupt):
+            fit(problems.noise(), fedppl.EP(correction=None), **keywords)
+        return
+    with pytest.warns(fedppl.ConvergenceWarning, match="stopped by Ctrl-C after"):
+        found = fit(problems.noise(), fedppl.EP(correction=None), **keywords)
+    assert found.status is Status.INTERRUPTED and len(found.records) == 3
+    monkeypatch.undo()
+    rest = fit(problems.noise(), fedppl.EP(correction=None), **keywords)
+    assert rest.status is whole.status and len(rest.records) == len(whole.records)
+    assert_array_equal(rest.posterior.linear, whole.posterior.linear)
+
+
 def test_a_callback_that_returns_nothing_does_not_stop() -> None:
     seen: list[int] = []
     result = fit(problems.noise(), fedppl.EP(correction=None), callback=lambda step: seen.append(step.number))

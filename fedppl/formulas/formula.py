@@ -205,6 +205,12 @@ def ready(model: FederatedModel, data: Any, by: Any, missing: str) -> tuple[Fede
     return (model if built.design is not None else agree(model, clients).model), clients
 
 
+def remembering(model: FederatedModel, agreement: Any) -> FederatedModel:
+    """A formula's model with what clients agreed on before, as a file has it."""
+    built = _formula(model)
+    return model if built.design is not None else _model(built.agreed(agreement))
+
+
 def is_formula(model: Any) -> bool:
     """Whether a declaration is by a formula."""
     return isinstance(model, FederatedModel) and isinstance(model.builder, Formula)
@@ -218,7 +224,8 @@ def _formula(model: Any) -> Formula:
 
 
 def _model(built: Formula) -> FederatedModel:
-    return FederatedModel(built, built.shared, reads=built.read)
+    agreement = None if built.design is None else built.design.agreement
+    return FederatedModel(built, built.shared, reads=built.read, agreement=agreement)
 
 
 def _table(agreement: Agreement) -> pd.DataFrame:

@@ -34,6 +34,8 @@ class FederatedModel:
     reads
         ``reads(client_id, data) -> arrays``: what the builder takes from a client's data as they are given. By default
         arrays by name, columns of a data frame that are named like the builder's arguments, or a tuple in their order.
+    agreement
+        What clients agreed on before they were declared so, in arrays, texts and named tuples; saved with a fit.
 
     Raises
     ------
@@ -65,6 +67,7 @@ class FederatedModel:
     builder: Callable[..., Any]
     shared: tuple[str, ...]
     reads: Callable[[str, Any], Mapping[str, Any]] | None
+    agreement: Any
     # Templates by columns, for which two clients' builds were found equal: later fits need not build again.
     _compared: dict[Any, Template] = field(init=False, repr=False)
 
@@ -74,6 +77,7 @@ class FederatedModel:
         shared: Iterable[str],
         *,
         reads: Callable[[str, Any], Mapping[str, Any]] | None = None,
+        agreement: Any = None,
     ) -> None:
         if not callable(builder):
             raise DeclarationError(
@@ -93,6 +97,7 @@ class FederatedModel:
         object.__setattr__(self, "builder", builder)
         object.__setattr__(self, "shared", names)
         object.__setattr__(self, "reads", reads)
+        object.__setattr__(self, "agreement", agreement)
         object.__setattr__(self, "_compared", {})
 
     def __repr__(self) -> str:
@@ -101,7 +106,10 @@ class FederatedModel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the declaration alone; what was compiled stays in its process."""
-        return functools.partial(FederatedModel, reads=self.reads), (self.builder, self.shared)
+        return functools.partial(FederatedModel, reads=self.reads, agreement=self.agreement), (
+            self.builder,
+            self.shared,
+        )
 
     @property
     def declared(self) -> Declared:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import xarray as xr
 from fedppl.contracts import LogEvidence, Point, Posterior
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel
-from fedppl.results import influence, summary
+from fedppl.results import influence, saved, summary
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.at_client import client_posterior
 from fedppl.results.groups import required
@@ -346,6 +347,23 @@ class Fit(Ended):
                 "give the new client the same columns."
             )
         return self._at_client(model, predict, draws, chains, random_seed)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the fit to a NetCDF file: what all clients share, the rounds and the server's last state.
+
+        `fedppl.load` reads it, and so does ``az.from_netcdf``. Clients' rows, draws and local variables are not in it.
+
+        Parameters
+        ----------
+        path
+            The file, such as ``"run.nc"``; one that is there is replaced.
+
+        Raises
+        ------
+        DeclarationError
+            If the path is none.
+        """
+        saved.save(self, self.idata, self.declaration.agreement, path)
 
     def _seed(self, random_seed: int | None) -> int:
         return self.seed if random_seed is None else whole("random_seed", random_seed, 0)

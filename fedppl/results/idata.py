@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import arviz as az
+import h5netcdf
 import numpy as np
 import xarray as xr
 
@@ -38,6 +39,17 @@ def write(result: Any, path: Path) -> None:
         result.to_netcdf(path, engine="h5netcdf")
     else:
         result.to_netcdf(str(path), engine="h5netcdf")
+
+
+def read(path: Path) -> dict[str, xr.Dataset]:
+    """Groups of a NetCDF file, in memory."""
+    with h5netcdf.File(path, "r") as file:
+        names = list(file.groups)
+    found = {}
+    for name in names:
+        with xr.open_dataset(path, group=name, engine="h5netcdf") as group:
+            found[name] = group.load()
+    return found
 
 
 def dataset(

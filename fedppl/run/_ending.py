@@ -23,8 +23,8 @@ def _last_reasons(records: Sequence[Record], clients: Iterable[str]) -> list[str
     return [last[client_id] for client_id in clients if client_id in last]
 
 
-def ending(run: Run, limit: int, *, stopped: bool = False) -> tuple[Status, str]:
-    """Say how the run ended, with the setting to change; who never replied, and who fell back."""
+def ending(run: Run, limit: int, *, stopped: str = "") -> tuple[Status, str]:
+    """Say how the run ended, or what stopped it, with the setting to change; who never replied, and who fell back."""
     status, message = run.records[-1].status if run.records else Status.RUNNING, run.message
     infos = run.infos
     fallen = "; ".join(
@@ -66,7 +66,7 @@ def ending(run: Run, limit: int, *, stopped: bool = False) -> tuple[Status, str]
         early = "the start, whose rounds do not count, was not at its end: let it go on"
         message = "; ".join(filter(None, (early, lost)))
     if status is Status.RUNNING:
-        by = " by the callback" if stopped else ""
-        status = Status.MAX_ROUNDS
+        by = f" by {stopped}" if stopped else ""
+        status = Status.INTERRUPTED if stopped == "Ctrl-C" else Status.MAX_ROUNDS
         message = f"stopped{by} after {run.counted} of {limit} rounds: {message or 'raise rounds='}"
     return status, "; ".join(filter(None, (message, fallen)))

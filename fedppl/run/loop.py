@@ -87,18 +87,29 @@ def fit(
 ) -> Fit:
     """See `fedppl.fit`."""
     require_callback(callback)
-    run = begin(
-        model, clients, algorithm, rounds, engine, participation, reporting, checkpoint, deadline, random_seed, start
-    )
-    started, stopped = time.perf_counter(), False
+    with Progress(rounds, show=progressbar) as progress:
+        progress.say("checking and compiling")
+        run = begin(
+            model,
+            clients,
+            algorithm,
+            rounds,
+            engine,
+            participation,
+            reporting,
+            checkpoint,
+            deadline,
+            random_seed,
+            start,
+        )
+        progress.say(f"{len(run.clients)} clients")
+        started = time.perf_counter()
+        try:
+            stopped = _followed(run, progress, callback)
+        except BaseException:
+            run.engine.close()
+            raise
     try:
-        with Progress(rounds, show=progressbar) as progress:
-            for step in _run(run):
-                note = fallbacks.note(run.infos if step.record.closing else step.record.infos)
-                progress.update(step.number, step.status.value, step.record.info, len(step.failures), note)
-                if callback is not None and _says_stop(callback(step), step.number):
-                    stopped = True
-                    break
         status, message = ending(run, rounds, stopped=stopped)
         told = f"fit ended with status {status.value}" + (f": {message}" if message else "")
         # What is said as a warning below, or was said in its round, is not said twice.
@@ -121,7 +132,9 @@ def fit(
             seed=run.seed,
             seconds=time.perf_counter() - started,
         )
-        if not (reason := unarrived(result)):
+        if status is Status.INTERRUPTED and not run.models:
+            logger.warning("sites are not told that the run is over: with a checkpoint the same call goes on")
+        elif not (reason := unarrived(result)):
             final = functools.partial(algorithm.result.final_message, run.state)
             said = run.engine.conclude(final, run.name, run.seed, status)
             if any(said.values()):  # once: a site that is told again that the run is over says nothing
@@ -140,6 +153,21 @@ def fit(
     if algorithm.result.tests_convergence and not status.ok:
         warnings.warn(ConvergenceWarning(told, result), stacklevel=3)
     return result
+
+
+def _followed(run: Run, progress: Progress, callback: Callable[[Round], bool | None] | None) -> str:
+    """Run to the end; what stopped it before, if something did: "the callback", or "Ctrl-C"."""
+    try:
+        for step in _run(run):
+            note = fallbacks.note(run.infos if step.record.closing else step.record.infos)
+            progress.update(step.number, step.status.value, step.record.info, len(step.failures), note)
+            if callback is not None and _says_stop(callback(step), step.number):
+                return "the callback"
+    except KeyboardInterrupt:
+        if not run.records:  # there is nothing to give
+            raise
+        return "Ctrl-C"
+    return ""
 
 
 def _says_stop(answer: Any, number: int) -> bool:

@@ -35,6 +35,11 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
+    def say(self, note: str) -> None:
+        """What is going on now."""
+        if self._bar is not None:
+            self._bar.update(self._task, note=note)
+
     def update(self, number: int, status: str, info: Mapping[str, Any], skipped: int, fallen: str = "") -> None:
         """Advance to a round; `info` is the server's diagnostics, `fallen` a note on clients that fell back."""
         if self._bar is not None:
