@@ -261,7 +261,7 @@ def test_a_kill_at_any_moment_of_writing_changes_nothing(tmp_path: Path, rng: np
 
 
 @problems.few_rounds
-@pytest.mark.parametrize("left", [b"", b"fedppl rec", b"fedppl records 5\nrest"])
+@pytest.mark.parametrize("left", [b"", b"fedppl rec", b"fedppl records %d\nrest" % signed.FORMAT])
 def test_records_of_a_run_that_never_got_a_state_are_written_over(left: bytes, tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     path.with_name("run.ckpt.records").write_bytes(left)

@@ -31,7 +31,7 @@ from fedppl.storage import signed as _signed
 from fedppl.types import Layout, Status
 
 WATCHED = (Mechanism, Status, Gaussian, Record, Layout, checkpoint.Kept)
-MAGIC = b"fedppl checkpoint 5\n"
+MAGIC = b"fedppl checkpoint %d\n" % _signed.FORMAT
 RECORD = Record(1, ("a", "b"), {}, {"a": {"ess": 10.0}}, {"change": 0.5}, {}, {}, "linear 2", 0.25, Status.RUNNING)
 CONTENT: dict[str, Any] = {
     "fingerprint": "abc",
@@ -147,7 +147,7 @@ def _foreign(trace: Path) -> Iterator[Crafted]:
         yield Crafted(f"{name}, signed", signed(raw))
         yield Crafted(f"{name}, as signed JSON", signed(struct.pack("<QQ", len(raw), 0) + raw))
         yield Crafted(f"{name}, as signed arrays", signed(body_of({"arrays": [], "content": None}, raw)))
-    for number in (0, 1, 2, 4, 6, 999999999):
+    for number in (0, 1, 2, 4, _signed.FORMAT + 1, 999999999):
         yield Crafted(f"format {number}", b"fedppl checkpoint %d\n" % number + bytes(100))
     objects, file = np.empty(1, dtype=object), io.BytesIO()
     objects[0] = _Reduced(trace)
