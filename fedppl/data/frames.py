@@ -5,15 +5,18 @@ pandas, polars, pyarrow and whatever else narwhals reads, and xarray's Datasets.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import narwhals.stable.v2 as nw
 import numpy as np
 import xarray as xr
 
 from fedppl.types import Array, DataError
+
+if TYPE_CHECKING:
+    import narwhals.stable.v2 as nw
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +24,22 @@ _EPOCH = np.datetime64("1970-01-01", "us")
 _DAY = np.timedelta64(1, "D")
 
 
+@functools.cache
+def _narwhals() -> Any:
+    """Loaded when the first table comes: it takes a tenth of what importing all of fedppl does."""
+    import narwhals.stable.v2 as nw
+
+    return nw
+
+
 def is_frame(data: Any) -> bool:
     """Whether data are a table with named columns."""
-    return isinstance(data, xr.Dataset) or isinstance(
-        nw.from_native(data, pass_through=True), nw.DataFrame | nw.LazyFrame
-    )
+    if isinstance(data, xr.Dataset) or data is None:
+        return data is not None
+    if isinstance(data, Mapping | tuple | np.ndarray):  # of which narwhals makes none either
+        return False
+    nw = _narwhals()
+    return isinstance(nw.from_native(data, pass_through=True), nw.DataFrame | nw.LazyFrame)
 
 
 def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
@@ -70,6 +84,7 @@ def columns(frame: Any, names: Sequence[str] | None, whose: str, *, texts: bool 
         found = [str(name) for name in (*frame.data_vars, *frame.coords)]
         table: Any = {name: frame[name].to_numpy() for name in found}
     else:
+        nw = _narwhals()
         read = nw.from_native(frame)
         eager = read.collect() if isinstance(read, nw.LazyFrame) else read
         found, table = list(eager.columns), eager
@@ -84,6 +99,7 @@ def columns(frame: Any, names: Sequence[str] | None, whose: str, *, texts: bool 
 
 
 def _is_text(column: Any) -> bool:
+    nw = _narwhals()
     if not isinstance(column, nw.Series):
         return np.asarray(column).dtype.kind in "OUS"
     if isinstance(column.dtype, nw.Categorical | nw.Enum | nw.String):
@@ -93,6 +109,7 @@ def _is_text(column: Any) -> bool:
 
 def _texts(column: Any) -> Array:
     """Texts, None where one is missing."""
+    nw = _narwhals()
     values = column.to_list() if isinstance(column, nw.Series) else np.asarray(column).tolist()
     found = np.empty(len(values), dtype=object)
     found[:] = [None if value is None or value != value else str(value) for value in values]
@@ -100,6 +117,7 @@ def _texts(column: Any) -> Array:
 
 
 def _numbers(column: Any, what: str) -> Array:
+    nw = _narwhals()
     if not isinstance(column, nw.Series):
         return _of_numpy(np.asarray(column), what)
     kind = column.dtype
@@ -254,6 +272,7 @@ def _groups(data: Any, keys: Sequence[Any]) -> tuple[Array, list[Any]]:
         found: Iterable[str] = [str(name) for name in (*data.data_vars, *data.coords)]
         lists = {key: data[key].to_numpy().tolist() for key in keys if key in found}
     else:
+        nw = _narwhals()
         read = nw.from_native(data)
         eager = read.collect() if isinstance(read, nw.LazyFrame) else read
         found = eager.columns
@@ -277,5 +296,6 @@ def _unwrapped(key: Any) -> Any:
 
 
 def _others(data: Any, keys: Sequence[Any]) -> list[str]:
-    found = (*data.data_vars, *data.coords) if isinstance(data, xr.Dataset) else nw.from_native(data).collect_schema()
+    is_dataset = isinstance(data, xr.Dataset)
+    found = (*data.data_vars, *data.coords) if is_dataset else _narwhals().from_native(data).collect_schema()
     return [str(name) for name in found if name not in keys]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import arviz as az
-import h5netcdf
 import numpy as np
 import xarray as xr
 
@@ -43,6 +42,8 @@ def write(result: Any, path: Path) -> None:
 
 def read(path: Path) -> dict[str, xr.Dataset]:
     """Groups of a NetCDF file, in memory."""
+    import h5netcdf  # a twentieth of what importing all of fedppl takes
+
     with h5netcdf.File(path, "r") as file:
         names = list(file.groups)
     found = {}
