@@ -666,7 +666,7 @@ def test_rows_of_which_some_are_not_seen_are_told(caplog: pytest.LogCaptureFixtu
 
 def test_missing_values_and_empty_units_are_refused_at_enrolment() -> None:
     good = problems.coregional()[1]
-    with pytest.raises(DataError, match="client 'bad': 'y' holds nan at index .*drop or impute"):
+    with pytest.raises(DataError, match="'y' in [0-9]+ rows at client 'bad'; drop or impute"):
         fitted({**good, "bad": {"X": X, "y": np.where(X > 0.5, np.nan, WAVE)}})
     with pytest.raises(DataError, match="client 'empty': 'X' has shape .0,., that is zero rows; leave the client out"):
         fitted({**good, "empty": {"X": np.zeros(0), "y": np.zeros(0)}})

@@ -214,13 +214,14 @@ BEFORE_COMPILING = {
     "no arrays": ({}, ["no data", "leave the client out"]),
     "extra key": ({**good_rows(), "w": np.ones(5)}, ["data keys ['X', 'w', 'y']", "['X', 'y']", "rename or complete"]),
     "missing key": ({"y": np.ones(5)}, ["data keys ['y']", "['X', 'y']", "rename or complete"]),
-    "NaN in y": (broken("y", np.nan), ["'y' holds nan at index (1,)", "drop or impute"]),
+    "NaN in y": (broken("y", np.nan), ["'y' in 1 rows", "drop or impute", "missing="]),
     "infinite y": (broken("y", np.inf), ["'y' holds inf at index (1,)", "'obs'", "must be finite", "drop or"]),
     "zero rows": ({"X": np.zeros((0, 2)), "y": np.zeros(0)}, ["shape (0, 2)", "zero rows", "leave the client out"]),
     "text": ({"X": np.zeros((2, 2)), "y": ["good", "bad"]}, ["'y' has dtype <U4", "not numeric", "encode"]),
-    "objects": ({"X": np.zeros((2, 2)), "y": [None, 1.0]}, ["dtype object", "not numeric", "encode"]),
+    "None": ({"X": np.zeros((2, 2)), "y": [None, 1.0]}, ["'y' in 1 rows", "drop or impute"]),
+    "objects": ({"X": np.zeros((2, 2)), "y": [object(), 1.0]}, ["dtype object", "not numeric", "encode"]),
     "ragged": ({"X": [[1.0, 2.0], [3.0]], "y": np.ones(2)}, ["'X' is no array", "one length"]),
-    "masked": ({**good_rows(), "y": np.ma.masked_invalid([1.0, np.nan, 1, 1, 1])}, ["'y' has masked", "impute"]),
+    "masked": ({**good_rows(), "y": np.ma.masked_invalid([1.0, np.nan, 1, 1, 1])}, ["'y' in 1 rows", "impute"]),
 }
 
 
@@ -232,6 +233,20 @@ def test_bad_data_are_refused_before_anything_is_compiled(case: str, tmp_path: P
     text = refusal(DataError, model, clients, tmp_path)
     for fragment in ["client 'bad'", *fragments]:
         assert fragment in text
+
+
+@pytest.mark.parametrize(
+    ("data", "fragments"),
+    [
+        (broken("y", np.nan), ["'y' holds nan at index (1,)", "drop or impute"]),
+        ({**good_rows(), "y": np.ma.masked_invalid([1.0, np.nan, 1, 1, 1])}, ["'y' has masked", "impute"]),
+    ],
+)
+def test_missing_values_are_refused_where_a_site_enrols_alone(data: Any, fragments: list[str]) -> None:
+    with pytest.raises(DataError) as caught:
+        FederatedModel(problems.regression_builder, problems.REGRESSION_SHARED).enrol({"bad": data})
+    for fragment in ["client 'bad'", *fragments]:
+        assert fragment in str(caught.value)
 
 
 MISFITS = {

@@ -79,7 +79,7 @@ def test_what_cannot_be_taken_over_is_refused() -> None:
     ):
         with pytest.raises(DeclarationError, match=message):
             fit(model, clients, **settings)
-    for gone, message in (("client 9", "client 9"), (list(clients), "nobody is left"), ([], "none"), (0, "no list of")):
+    for gone, message in (("client 9", "client 9"), (list(clients), "nobody is left"), ([], "none"), (0, "clients=0")):
         with pytest.raises(DeclarationError, match=message):
             fedppl.without(before, gone)  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match="fit is NoneType"):

@@ -241,7 +241,7 @@ def _missing(value: Any) -> Array | None:
             if array.dtype.kind == "f"
             else np.array([one is None for one in array.ravel()]).reshape(array.shape)
         )
-    return np.asarray(rows.reshape(len(rows), -1).any(axis=1))
+    return np.asarray(rows.any(axis=tuple(range(1, rows.ndim))))
 
 
 def _is_none(value: Any) -> bool:

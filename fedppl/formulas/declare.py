@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,7 +208,7 @@ class Formula:
         return self.design
 
     def _coords(self, design: Design) -> dict[str, list[str]]:
-        found = {name: _short(name, labels) for name, labels in design.labels.items() if len(labels) > 1}
+        found = {name: _short(labels) for name, labels in design.labels.items() if _dims(name, labels)}
         for number, group in enumerate(self.terms.groups):
             labels = design.group_labels[number]
             found[f"{_tag(group)}_effect"] = list(labels)
@@ -222,15 +223,17 @@ def _tag(group: Group) -> str:
 
 
 def _dims(name: str, labels: Sequence[str]) -> dict[str, Any]:
-    """Of a variable with several entries."""
-    if len(labels) == 1:
+    """Of a variable with several entries, or with one that is named like a level and not like itself."""
+    is_effect = name.endswith("_effect")
+    if len(labels) == 1 and (is_effect or labels[0] == name):
         return {}
-    return {"dims": name if name.endswith("_effect") else f"{name}_dim"}
+    return {"dims": name if is_effect else f"{name}_dim"}
 
 
-def _short(name: str, labels: Sequence[str]) -> list[str]:
-    """Levels alone, where labels are name[level]."""
-    return [label[len(name) + 1 : -1] if label.startswith(f"{name}[") else label for label in labels]
+def _short(labels: Sequence[str]) -> list[str]:
+    """Levels alone, where labels are name[level] or interactions of such."""
+    levels = [", ".join(re.findall(r"\[([^\[\]]+)\]", label)) for label in labels]
+    return levels if all(levels) and len(set(levels)) == len(levels) else list(labels)
 
 
 def _labels(group: Group, held: Mapping[str, Any], what: str) -> Array:
