@@ -123,6 +123,19 @@ def table(data: Mapping[str, Any], terms: Terms, agreement: Agreement, what: str
     return pd.DataFrame(held, index=np.arange(rows))
 
 
+def plain(column: pd.Series) -> Array:
+    """A column of the table as numbers: of levels their places."""
+    return np.asarray(column.cat.codes if isinstance(column.dtype, pd.CategoricalDtype) else column, dtype=float)
+
+
+def from_plain(name: str, values: Array, agreement: Agreement) -> pd.Series:
+    """The column of the table that has these numbers."""
+    levels = agreement.columns[name].levels
+    if not levels:
+        return pd.Series(values)
+    return pd.Series(pd.Categorical.from_codes(values.astype(int), list(levels), ordered=True))
+
+
 def _expressions(matrices: Any, group: Group) -> list[Any]:
     """What varies by a group's factor, in the order of the formula."""
     return [term.expr for term in matrices.group.terms.values() if _factor(term) == group.factor]

@@ -1,104 +1,93 @@
-"""Families of outcomes: their likelihood as PyMC declares it, and the shared parameters that it has beside the mean."""
+"""Families of outcomes by name: their likelihood as PyMC declares it, and the shared parameters beside the mean."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pymc as pm
 import pytensor.tensor as pt
+from scipy.special import expit, softmax
 
+from fedppl.formulas.family import Drawn, Family, Scales
 from fedppl.formulas.priors import Prior
-from fedppl.types import DeclarationError
+from fedppl.formulas.survival import SURVIVAL
+from fedppl.types import Array, DeclarationError
 
-Likelihood = Callable[[str, Any, Mapping[str, Any], Mapping[str, Any]], None]
-
-
-class Scales(NamedTuple):
-    """What is known of the outcome before the fit."""
-
-    mean: float
-    sd: float
-    levels: tuple[str, ...]
-
-
-class Family(NamedTuple):
-    """A family of outcomes.
-
-    Attributes
-    ----------
-    name
-        How users call it.
-    likelihood
-        ``likelihood(name, eta, parameters, data)`` declares the outcome in the model that is open.
-    parameters
-        Priors of its other shared parameters, by name, from `Scales`.
-    outcome
-        Kind of numbers that outcomes are: "real", "positive", "unit", "binary", "count" or "level".
-    center
-        Mean of the linear predictor that an intercept is expected near, from `Scales`.
-    unit
-        Size of the linear predictor's changes that are expected, from `Scales`.
-    response
-        Kind of response that a formula has to have.
-    intercept
-        Whether there may be one.
-    """
-
-    name: str
-    likelihood: Likelihood
-    parameters: Callable[[Scales], Mapping[str, Prior]]
-    outcome: str
-    center: Callable[[Scales], float] = lambda scales: 0.0
-    unit: Callable[[Scales], float] = lambda scales: 1.0
-    response: str = "plain"
-    intercept: bool = True
+_Parameters = Mapping[str, Any]
+_Data = Mapping[str, Any]
 
 
 def _log_mean(scales: Scales) -> float:
     return float(np.log(max(scales.mean, 1e-6)))
 
 
-def _none(scales: Scales) -> Mapping[str, Prior]:
-    return {}
+def _gaussian(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
+    return Drawn(pm.Normal, {"mu": eta, "sigma": parameters["sigma"]})
 
 
-def _gaussian(name: str, eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    pm.Normal(name, eta, parameters["sigma"], observed=data["outcome"])
+def _student(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
+    return Drawn(pm.StudentT, {"nu": parameters["nu"], "mu": eta, "sigma": parameters["sigma"]})
 
 
-def _student(name: str, eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    pm.StudentT(name, nu=parameters["nu"], mu=eta, sigma=parameters["sigma"], observed=data["outcome"])
+def _bernoulli(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
+    return Drawn(pm.Bernoulli, {"logit_p": eta})
 
 
-def _bernoulli(name: str, eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    pm.Bernoulli(name, logit_p=eta, observed=data["outcome"])
+def _binomial(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
+    return Drawn(pm.Binomial, {"n": data["trials"], "logit_p": eta})
 
 
-def _binomial(name: str, eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    pm.Binomial(name, n=data["trials"], logit_p=eta, observed=data["outcome"])
+def _poisson(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
+    return Drawn(pm.Poisson, {"mu": pt.exp(eta)})
 
 
-def _poisson(name: str, eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    pm.Poisson(name, pt.exp(eta), observed=data["outcome"])
+def _negative_binomial(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
+    return Drawn(pm.NegativeBinomial, {"mu": pt.exp(eta), "alpha": parameters["alpha"]})
 
 
-def _negative_binomial(name: str, eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    pm.NegativeBinomial(name, mu=pt.exp(eta), alpha=parameters["alpha"], observed=data["outcome"])
+def _gamma(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
+    return Drawn(pm.Gamma, {"alpha": parameters["alpha"], "beta": parameters["alpha"] * pt.exp(-eta)})
 
 
-def _gamma(name: str, eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    alpha = parameters["alpha"]
-    pm.Gamma(name, alpha=alpha, beta=alpha * pt.exp(-eta), observed=data["outcome"])
+def _beta(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
+    return Drawn(pm.Beta, {"mu": pm.math.invlogit(eta), "nu": parameters["kappa"]})
 
 
-def _beta(name: str, eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    pm.Beta(name, mu=pm.math.invlogit(eta), nu=parameters["kappa"], observed=data["outcome"])
+def _ordinal(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
+    cuts = parameters["threshold"]
+    below, above = -pt.softplus(eta[:, None] - cuts), -pt.softplus(cuts - eta[:, None])
+    # log(σ(b) − σ(a)), of levels between two thresholds
+    between = below[:, 1:] + above[:, :-1] + pt.log(-pt.expm1(cuts[:-1] - cuts[1:]))
+    log_p = pt.concatenate([below[:, :1], between, above[:, -1:]], axis=1)
+    return Drawn(pm.Categorical, {"logit_p": log_p}, "(k)")
 
 
-def _ordinal(name: str, eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    pm.OrderedLogistic(name, eta=eta, cutpoints=parameters["threshold"], observed=data["outcome"])
+def _categorical(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
+    return Drawn(pm.Categorical, {"logit_p": pt.concatenate([pt.zeros_like(eta[:, :1]), eta], axis=1)}, "(k)")
+
+
+def _itself(eta: Array, parameters: Mapping[str, Array], scales: Scales, at: float | None) -> Array:
+    return eta
+
+
+def _inverse_logit(eta: Array, parameters: Mapping[str, Array], scales: Scales, at: float | None) -> Array:
+    return np.asarray(expit(eta))
+
+
+def _exponential(eta: Array, parameters: Mapping[str, Array], scales: Scales, at: float | None) -> Array:
+    return np.exp(eta)
+
+
+def _of_levels(eta: Array, parameters: Mapping[str, Array], scales: Scales, at: float | None) -> Array:
+    reached = expit(parameters["threshold"] - eta[..., None])
+    ends = [np.zeros((*reached.shape[:-1], 1)), reached, np.ones((*reached.shape[:-1], 1))]
+    return np.diff(np.concatenate(ends, axis=-1), axis=-1)
+
+
+def _softmax(eta: Array, parameters: Mapping[str, Array], scales: Scales, at: float | None) -> Array:
+    return np.asarray(softmax(np.concatenate([np.zeros((*eta.shape[:-1], 1)), eta], axis=-1), axis=-1))
 
 
 def _sigma(scales: Scales) -> Mapping[str, Prior]:
@@ -124,18 +113,28 @@ def _thresholds(scales: Scales) -> Mapping[str, Prior]:
     return {"threshold": Prior("Normal", mu=0.0, sigma=2.5, shape=count, default_transform=ordered, initval=start)}
 
 
+def _mean(scales: Scales) -> float:
+    return scales.mean
+
+
+def _sd(scales: Scales) -> float:
+    return scales.sd
+
+
 FAMILIES: Mapping[str, Family] = {
     one.name: one
     for one in (
-        Family("gaussian", _gaussian, _sigma, "real", lambda s: s.mean, lambda s: s.sd),
-        Family("student", _student, _sigma_and_nu, "real", lambda s: s.mean, lambda s: s.sd),
-        Family("bernoulli", _bernoulli, _none, "binary"),
-        Family("binomial", _binomial, _none, "count", response="proportion"),
-        Family("poisson", _poisson, _none, "count", _log_mean),
-        Family("negativebinomial", _negative_binomial, _shape, "count", _log_mean),
-        Family("gamma", _gamma, _shape, "positive", _log_mean),
-        Family("beta", _beta, _concentration, "unit"),
-        Family("ordinal", _ordinal, _thresholds, "level", intercept=False),
+        Family("gaussian", _gaussian, _itself, "real", _sigma, _mean, _sd),
+        Family("student", _student, _itself, "real", _sigma_and_nu, _mean, _sd),
+        Family("bernoulli", _bernoulli, _inverse_logit, "binary", link="logit"),
+        Family("binomial", _binomial, _inverse_logit, "count", responses=("proportion",), link="logit"),
+        Family("poisson", _poisson, _exponential, "count", center=_log_mean, link="log"),
+        Family("negativebinomial", _negative_binomial, _exponential, "count", _shape, _log_mean, link="log"),
+        Family("gamma", _gamma, _exponential, "positive", _shape, _log_mean, link="log"),
+        Family("beta", _beta, _inverse_logit, "unit", _concentration, link="logit"),
+        Family("ordinal", _ordinal, _of_levels, "level", _thresholds, link="logit", intercept=False),
+        Family("categorical", _categorical, _softmax, "level", link="logit against the reference", several=True),
+        *SURVIVAL,
     )
 }
 

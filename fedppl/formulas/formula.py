@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from fedppl.data import frames
@@ -14,7 +15,9 @@ from fedppl.formulas.agreement import Agreement, agreed, strange, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.families import family as family_of
 from fedppl.formulas.priors import Prior
+from fedppl.formulas.predictor import tag
 from fedppl.formulas.terms import parse
+from fedppl.formulas.times import size_of
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import flag, one_of, shown, whole
 from fedppl.types import DataError, DeclarationError
@@ -29,6 +32,7 @@ def formula(
     priors: Mapping[str, Prior] | None = None,
     levels: Mapping[str, Sequence[Any]] | None = None,
     constants: Mapping[str, Any] | None = None,
+    weights: str | None = None,
     correlated: bool = True,
 ) -> FederatedModel:
     r"""Declare one client's model by a formula, as in lme4, brms and Bambi.
@@ -42,22 +46,30 @@ def formula(
     Parameters
     ----------
     formula
-        Such as ``"y ~ age * arm + (1 + arm | site)"``. The response is a column, or ``prop(successes, trials)``. Right
-        of ~ stands what formulae reads: interactions, ``offset(x)``, functions of NumPy (``np.log(x)``), ``center(x)``
+        Such as ``"y ~ age * arm + (1 + arm | site)"``. The response is a column, ``prop(successes, trials)``, or for
+        survival ``Surv(time, event)``, event being 1, or 0 where there was none until then, or
+        ``Surv(lower, upper, "interval")``: an event after lower and not after upper, which is ``inf`` where there was
+        none yet, lower being 0 where it was there at first, and both being equal where the time is known. Right of ~
+        stands what formulae reads: interactions, ``offset(x)``, functions of NumPy (``np.log(x)``), ``center(x)``
         and ``scale(x)`` by the mean and sd of all clients' rows, ``C(x)`` for numbers that are levels,
         ``bs(x, knots=knots, lower_bound=0, upper_bound=90)`` with `constants`. Effects ``(... | site)`` vary by client;
         those of groups within a client are written ``(1 | site/ward)``.
     family
-        "gaussian", "student", "bernoulli", "binomial", "poisson", "negativebinomial", "gamma", "beta" or "ordinal",
-        with the identity, the logit or the logarithm for a link.
+        "gaussian", "student", "bernoulli", "binomial", "poisson", "negativebinomial", "gamma", "beta", "ordinal" or
+        "categorical"; of times "exponential", "weibull", "lognormal", "loglogistic", whose coefficients are of the
+        logarithm of time, or "piecewise", whose are of the logarithm of the hazard, which is constant between times
+        ``constants={"cuts": [30, 90]}`` that all know. Links are the identity, the logit and the logarithm.
     priors
         Other priors, ``{"age": fedppl.Prior("Normal", mu=0, sigma=1)}``, by the names that ``describe`` shows. By
         default they are wide on the scales that clients agreed on.
     levels
         Orders of levels, by column: the first is the reference. By default levels are in the order of their numbers or
-        letters. An ordinal response whose levels are texts needs it.
+        letters. An ordinal response whose levels are texts needs it. Of a categorical response too the first is the
+        reference, which the others' logits are against.
     constants
         What the formula names that is no column, ``{"knots": [30, 50, 70]}``.
+    weights
+        A column of weights above 0, which each row's log likelihood is multiplied by: how many such rows it stands for.
     correlated
         Whether several effects of one factor have a correlation.
 
@@ -82,12 +94,23 @@ def formula(
     -----
     *When this fails.* Levels and scales are agreed on by `agree`, which `fedppl.fit` calls where the data are here:
     a level that no client has cannot be learnt, and a client that comes later may not bring a new one.
+
+    With weights that are no whole numbers the product of powers of likelihoods is no probability of data: the posterior
+    is as wide as their sum says, and evidence, and rows left out, are of these powers. A row that is left out takes all
+    that it stands for with it. Weights of a survey, which say how rare a row was in the sample, give too narrow
+    intervals so; scale them to their effective number of rows.
     """
     found, declared = family_of(family), parse(formula, tuple(constants or {}))
     flag("correlated", correlated)
-    if declared.response.kind != found.response:
-        wanted = {"plain": "a column", "proportion": "prop(successes, trials)"}[found.response]
+    if declared.response.kind not in found.responses:
+        wanted = " or ".join(_RESPONSES[kind] for kind in found.responses)
         raise DeclarationError(f"family={family!r} has {wanted} for a response; {formula!r} has another.")
+    if found.name == "piecewise":
+        _require_cuts((constants or {}).get("cuts"))
+    if found.several and declared.offsets:
+        raise DeclarationError(f"offset() is added to one linear predictor, and family={family!r} has several.")
+    if weights is not None and (not isinstance(weights, str) or not weights):
+        raise DeclarationError(f'weights={shown(weights)} is no name of a column; give one, such as "n".')
     given = dict(priors or {})
     for name, prior in given.items():
         if not isinstance(prior, Prior):
@@ -95,12 +118,45 @@ def formula(
                 f'priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass one: fedppl.Prior("Normal", mu=0, sigma=1).'
             )
     order = {name: tuple(map(str, one)) for name, one in (levels or {}).items()}
-    built = Formula(formula, declared, found, given, correlated, order, dict(constants or {}))
+    built = Formula(formula, declared, found, given, correlated, order, dict(constants or {}), weights)
+    _require_names(built)
     if unknown := sorted(set(given) - set(built.shared)):
         raise DeclarationError(f"priors of {unknown}: the shared variables are {list(built.shared)}.")
     if unknown := sorted(set(built.levels) - set(built.columns)):
         raise DeclarationError(f"levels of {unknown}: the columns of the formula are {list(built.columns)}.")
     return _model(built)
+
+
+_RESPONSES = {
+    "plain": "a column",
+    "proportion": "prop(successes, trials)",
+    "survival": "Surv(time, event)",
+    "interval": 'Surv(lower, upper, "interval")',
+}
+
+
+def _require_cuts(cuts: Any) -> None:
+    values = np.asarray(cuts if isinstance(cuts, Sequence | np.ndarray) else [], dtype=object).tolist()
+    numbers = [float(one) if isinstance(one, int | float | np.integer | np.floating) else np.nan for one in values]
+    if not numbers or not np.all(np.diff([0.0, *numbers, np.inf]) > 0):
+        raise DeclarationError(
+            f"family='piecewise' has a hazard that is constant between cut points, and constants={{'cuts': "
+            f"{shown(cuts)}}} are none: give times above 0 that rise, the same for all clients: "
+            "constants={'cuts': [30, 90]}."
+        )
+
+
+def _require_names(built: Formula) -> None:
+    """One name for one thing."""
+    response, right = built.terms.response.columns, {*built.terms.columns, *built.terms.common}
+    if both := sorted(set(response) & right):
+        raise DeclarationError(f"{both} stand on both sides of {built.text!r}; leave them out of one.")
+    names = [*built.shared, response[0], *(f"{tag(one)}_effects" for one in built.terms.groups)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DeclarationError(
+            f"{twice} are names of columns of {built.text!r} and of variables of the model, {sorted(set(names))}; "
+            "rename these columns."
+        )
 
 
 @dataclass(frozen=True)
@@ -171,15 +227,17 @@ def agree(
     whole("min_count", min_count)
     one_of("withheld", withheld, ("error", "other"))
     clients = clients_of(built, data, by, missing)
-    names = [name for name in (*built.terms.columns, *built.terms.response.columns)]
-    as_levels = (*built.terms.levels, *built.terms.response.columns[: built.family.outcome == "level"])
+    response = built.terms.response
+    names = [*built.terms.columns, response.columns[0]]
+    as_levels = (*built.terms.levels, *response.columns[: built.family.outcome == "level"])
     told = {}
     for client_id, one in clients.items():
         if absent := [name for name in built.columns if name not in one]:
             raise DataError(
                 f"client {str(client_id)!r} lacks the columns {absent} of the formula; it has {sorted(one)[:20]}."
             )
-        told[str(client_id)] = tell(one, names, as_levels, min_count)
+        sizes = {response.columns[0]: size_of(response, one)} if built.family.outcome == "time" else {}
+        told[str(client_id)] = tell({**one, **sizes}, names, as_levels, min_count)
     agreement = agreed(told, built.levels, others=withheld == "other")
     odd = tuple(strange(told))
     if odd:
@@ -225,7 +283,7 @@ def _formula(model: Any) -> Formula:
 
 def _model(built: Formula) -> FederatedModel:
     agreement = None if built.design is None else built.design.agreement
-    return FederatedModel(built, built.shared, reads=built.read, agreement=agreement)
+    return FederatedModel(built, built.shared, reads=built.read, reads_new=built.read_new, agreement=agreement)
 
 
 def _table(agreement: Agreement) -> pd.DataFrame:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from fedppl.formulas.agreement import Agreement, coded, is_text
-from fedppl.formulas.families import Family
+from fedppl.formulas.family import Family
 from fedppl.formulas.terms import Response
+from fedppl.formulas.times import times, unlimited
 from fedppl.types import Array, DataError
 
 _RULES: Mapping[str, tuple[str, Callable[[Array], Any]]] = {
@@ -28,6 +29,8 @@ def outcome(
     absent = [name for name in response.columns if name not in data]
     if absent:
         raise DataError(f"{what} lacks {absent} of the response {list(response.columns)}.")
+    if family.outcome == "time":
+        return times(response, data, what)
     name = response.columns[0]
     values = np.asarray(data[name])
     if family.outcome == "level":
@@ -54,6 +57,33 @@ def outcome(
     if response.kind == "proportion":
         found["trials"] = _trials(found["outcome"], np.asarray(data[response.columns[1]]), response, what)
     return found
+
+
+def new_rows(family: Family, response: Response, data: Mapping[str, Any], rows: int, what: str) -> dict[str, Array]:
+    """What the likelihood reads beside the outcome, at rows of which it is predicted."""
+    if family.outcome == "time":
+        return unlimited(response, rows)
+    if response.kind != "proportion":
+        return {}
+    name = response.columns[1]
+    if name not in data:
+        raise DataError(f"{what} lacks {name!r}, the numbers of trials, of which successes are predicted; add it.")
+    return {"trials": _trials(np.zeros(rows), np.asarray(data[name]), response, what)}
+
+
+def weights(name: str, values: Any, what: str) -> Array:
+    """Numbers of rows that each row stands for."""
+    found = np.asarray(values)
+    if is_text(found):
+        raise DataError(f"{what}: the weights {name!r} are texts; give numbers above 0.")
+    wrong = ~((found > 0) & np.isfinite(found))
+    if np.any(wrong):
+        where = int(np.argmax(wrong))
+        raise DataError(
+            f"{what}: the weight {name!r} is {found[where]} in row {where}; weights are finite and above 0: leave out "
+            "rows that are to count for nothing."
+        )
+    return found.astype(float)
 
 
 def _trials(successes: Array, trials: Array, response: Response, what: str) -> Array:

@@ -12,14 +12,14 @@ from fedppl.types import DeclarationError
 
 _RESPONSE = re.compile(r"^\s*(?:(?P<call>\w+)\((?P<arguments>[^()]*)\)|(?P<name>[^\W\d]\w*)|`(?P<quoted>[^`]+)`)\s*$")
 _LEVELS = re.compile(r"\bC\(\s*([^\W\d]\w*)\s*\)")
-_CALLS = {"prop": ("proportion", 2), "p": ("proportion", 2), "Surv": ("survival", 2)}
+_CALLS = {"prop": "proportion", "p": "proportion", "Surv": "survival"}
 # What formulae would compute from the rows of one client, so that coefficients would mean another thing at each.
 _CENTRED = {"center": 1, "scale": 1, "standardize": 1}
 _SPLINES = {"bs", "cr", "cc", "tp"}
 
 
 class Response(NamedTuple):
-    """What is modelled: its kind ("plain", "proportion" or "survival") and its columns."""
+    """What is modelled: its kind ("plain", "proportion", "survival" or "interval") and its columns."""
 
     kind: str
     columns: tuple[str, ...]
@@ -97,8 +97,9 @@ def _response(left: str) -> Response:
     match = _RESPONSE.match(left)
     if match is None:
         raise DeclarationError(
-            f"the response {left.strip()!r} is none; give the name of a column, prop(successes, trials) or "
-            "Surv(time, event). What has to be computed first, such as a logarithm, is a column of its own."
+            f"the response {left.strip()!r} is none; give the name of a column, prop(successes, trials), "
+            'Surv(time, event) or Surv(lower, upper, "interval"). What has to be computed first, such as a logarithm, '
+            "is a column of its own."
         )
     if match["call"] is None:
         return Response("plain", (match["name"] or match["quoted"],))
@@ -106,10 +107,15 @@ def _response(left: str) -> Response:
         raise DeclarationError(
             f"the response calls {match['call']!r}; known are {sorted(_CALLS)}. Compute a column of its own before."
         )
-    kind, count = _CALLS[match["call"]]
+    kind = _CALLS[match["call"]]
     columns = tuple(part.strip() for part in match["arguments"].split(","))
-    if len(columns) != count or not all(re.fullmatch(r"[^\W\d]\w*", name) for name in columns):
-        raise DeclarationError(f"{match['call']}({match['arguments']}) takes the names of {count} columns.")
+    if kind == "survival" and len(columns) == 3 and columns[2] in ('"interval"', "'interval'"):
+        kind, columns = "interval", columns[:2]
+    if len(columns) != 2 or not all(re.fullmatch(r"[^\W\d]\w*", name) for name in columns):
+        raise DeclarationError(
+            f"{match['call']}({match['arguments']}) takes the names of 2 columns"
+            + (': Surv(time, event), or Surv(lower, upper, "interval").' if kind == "survival" else ".")
+        )
     return Response(kind, columns)
 
 

@@ -34,6 +34,9 @@ class FederatedModel:
     reads
         ``reads(client_id, data) -> arrays``: what the builder takes from a client's data as they are given. By default
         arrays by name, columns of a data frame that are named like the builder's arguments, or a tuple in their order.
+    reads_new
+        ``reads_new(client_id, data, arrays) -> arrays``: what it takes from new rows of a client that has these arrays,
+        outcomes not among them. By default as `reads` has it.
     agreement
         What clients agreed on before they were declared so, in arrays, texts and named tuples; saved with a fit.
 
@@ -67,6 +70,7 @@ class FederatedModel:
     builder: Callable[..., Any]
     shared: tuple[str, ...]
     reads: Callable[[str, Any], Mapping[str, Any]] | None
+    reads_new: Callable[[str, Any, Mapping[str, Any]], Mapping[str, Any]] | None
     agreement: Any
     # Templates by columns, for which two clients' builds were found equal: later fits need not build again.
     _compared: dict[Any, Template] = field(init=False, repr=False)
@@ -77,6 +81,7 @@ class FederatedModel:
         shared: Iterable[str],
         *,
         reads: Callable[[str, Any], Mapping[str, Any]] | None = None,
+        reads_new: Callable[[str, Any, Mapping[str, Any]], Mapping[str, Any]] | None = None,
         agreement: Any = None,
     ) -> None:
         if not callable(builder):
@@ -97,6 +102,7 @@ class FederatedModel:
         object.__setattr__(self, "builder", builder)
         object.__setattr__(self, "shared", names)
         object.__setattr__(self, "reads", reads)
+        object.__setattr__(self, "reads_new", reads_new)
         object.__setattr__(self, "agreement", agreement)
         object.__setattr__(self, "_compared", {})
 
@@ -106,10 +112,8 @@ class FederatedModel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the declaration alone; what was compiled stays in its process."""
-        return functools.partial(FederatedModel, reads=self.reads, agreement=self.agreement), (
-            self.builder,
-            self.shared,
-        )
+        keywords = {"reads": self.reads, "reads_new": self.reads_new, "agreement": self.agreement}
+        return functools.partial(FederatedModel, **keywords), (self.builder, self.shared)
 
     @property
     def declared(self) -> Declared:
@@ -126,6 +130,12 @@ class FederatedModel:
         if self.reads is not None:
             return self.reads(client_id, data)
         return frames.named(data, self.names, f"client {client_id!r}")
+
+    def read_new(self, client_id: str, data: Any, arrays: Mapping[str, Any]) -> Any:
+        """New rows of a client that has these arrays, by the builder's arguments; of which outcomes are predicted."""
+        if self.reads_new is not None:
+            return self.reads_new(client_id, data, arrays)
+        return self.read(client_id, data)
 
     def enrol(self, clients: Mapping[str, Any], *, kernel: bool = True) -> dict[str, ClientModel]:
         """Check every client's data against the declaration and compile what is not compiled yet.

@@ -380,7 +380,7 @@ class Fit(Ended):
         _check_draws(draws, chains)
         groups = required(groups)
         client_id = model.client_id
-        predict = None if predict is None else self.declaration.read(client_id, predict)
+        predict = None if predict is None else self.declaration.read_new(client_id, predict, model.arrays)
         if predict is not None and not isinstance(predict, Mapping):
             raise DeclarationError(
                 f'new data are {type(predict).__name__}; pass a mapping from name to array: {{"X": ...}}.'

@@ -1,0 +1,114 @@
+"""What a family of outcomes is, and how its likelihood stands in a PyMC model, with weights or without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pymc as pm
+
+from fedppl.formulas.priors import Prior
+from fedppl.types import Array
+
+
+class Scales(NamedTuple):
+    """What is known of the outcome before the fit."""
+
+    mean: float
+    sd: float
+    levels: tuple[str, ...]
+    cuts: tuple[float, ...] = ()  # of time, where all clients know some
+
+
+class Drawn(NamedTuple):
+    """A distribution of PyMC, or one of our own where it has a `logp`."""
+
+    distribution: Any
+    parameters: Mapping[str, Any]
+    signature: str = ""  # of the parameters, where some are no scalars: "(k),()"
+    logp: Callable[..., Any] | None = None
+    random: Callable[..., Any] | None = None
+
+
+Likelihood = Callable[[Any, Mapping[str, Any], Mapping[str, Any], Scales], Drawn]
+
+
+def _none(scales: Scales) -> Mapping[str, Prior]:
+    return {}
+
+
+class Family(NamedTuple):
+    """A family of outcomes.
+
+    Attributes
+    ----------
+    name
+        How users call it.
+    likelihood
+        ``likelihood(eta, parameters, data, scales)``: how outcomes are distributed.
+    mean
+        ``mean(eta, parameters, scales, at)`` in NumPy: what outcomes are on average, (..., levels of an outcome); of
+        times their median, or the probability that they are beyond `at`.
+    outcome
+        Kind of numbers that outcomes are: "real", "positive", "unit", "binary", "count", "level" or "time".
+    parameters
+        Priors of its other shared parameters, by name, from `Scales`.
+    center
+        Mean of the linear predictor that an intercept is expected near, from `Scales`.
+    unit
+        Size of the linear predictor's changes that are expected, from `Scales`.
+    responses
+        Kinds of response that a formula may have.
+    link
+        Name of the function that the linear predictor is of the mean, or of what stands for it.
+    intercept
+        Whether there may be one.
+    several
+        Whether every level of the outcome but the first has a linear predictor of its own.
+    """
+
+    name: str
+    likelihood: Likelihood
+    mean: Callable[[Array, Mapping[str, Array], Scales, float | None], Array]
+    outcome: str
+    parameters: Callable[[Scales], Mapping[str, Prior]] = _none
+    center: Callable[[Scales], float] = lambda scales: 0.0
+    unit: Callable[[Scales], float] = lambda scales: 1.0
+    responses: tuple[str, ...] = ("plain",)
+    link: str = "identity"
+    intercept: bool = True
+    several: bool = False
+
+
+def declare(name: str, drawn: Drawn, observed: Any, weights: Any = None) -> None:
+    """The outcome, in the model that is open; a row of weight w counts as w such rows."""
+    values, plain = tuple(drawn.parameters.values()), drawn.logp
+    if plain is None and weights is None:
+        drawn.distribution(name, **drawn.parameters, observed=observed)
+        return
+    names, count = tuple(drawn.parameters), len(values)
+    signature = drawn.signature or ",".join(["()"] * count)
+
+    def logp(value: Any, *given: Any) -> Any:
+        of_row = (
+            pm.logp(drawn.distribution.dist(**dict(zip(names, given, strict=False))), value)
+            if plain is None
+            else plain(value, *given[:count])
+        )
+        return of_row if weights is None else given[count] * of_row
+
+    given = values if weights is None else (*values, weights)
+    signature = f"{signature}{'' if weights is None else ',()'}->()"
+    random = drawn.random
+    if random is None:  # draws have no weight
+
+        def dist(*given: Any) -> Any:
+            return drawn.distribution.dist(**dict(zip(names, given[:count], strict=True)), size=given[-1])
+
+        pm.CustomDist(name, *given, dist=dist, logp=logp, signature=signature, observed=observed)
+    else:
+
+        def draw(*given: Any, rng: Any = None, size: Any = None) -> Any:
+            return random(*given[:count], rng=rng, size=size)
+
+        pm.CustomDist(name, *given, logp=logp, random=draw, signature=signature, observed=observed)

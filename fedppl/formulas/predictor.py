@@ -1,0 +1,168 @@
+"""The linear predictor in PyMC: common coefficients shared, a client's own effects local. Priors by default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pymc as pm
+import pytensor.tensor as pt
+
+from fedppl.formulas.design import Design
+from fedppl.formulas.family import Family, Scales
+from fedppl.formulas.priors import Prior
+from fedppl.formulas.terms import Group, Terms
+
+_WIDE = 2.5  # prior sds of coefficients, in the units of outcome and column
+CORRELATION = 2.0  # η of LKJ
+
+
+class Spec(NamedTuple):
+    """All that the predictor of a formula is made of, once clients agree."""
+
+    terms: Terms
+    family: Family
+    design: Design
+    scales: Scales
+    priors: Mapping[str, Prior]  # the user's own
+    correlated: bool
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """Levels of the outcome that have a predictor of their own, none where there is one for all."""
+        return self.scales.levels[1:] if self.family.several else ()
+
+    @property
+    def level_dim(self) -> tuple[str, ...]:
+        """Dim of these levels."""
+        return (f"{self.terms.response.columns[0]}_level",) if self.family.several else ()
+
+
+def has_intercept(terms: Terms, family: Family) -> bool:
+    """Whether there is one."""
+    return terms.intercept and family.intercept
+
+
+def tag(group: Group) -> str:
+    """How the variables of a group begin."""
+    return "_".join(group.factor)
+
+
+def spread(group: Group, count: int, *, correlated: bool) -> str:
+    """Name of the shared variable of a group's sds, and of their correlation where it has one."""
+    return f"{tag(group)}_{'covariance' if correlated and count > 1 else 'sd'}"
+
+
+def effect_labels(spec: Spec, number: int) -> tuple[str, ...]:
+    """Names of the effects of a group; of each level of the outcome where these have predictors of their own."""
+    labels = spec.design.group_labels[number]
+    return tuple(f"{label}:{level}" for label in labels for level in spec.levels) if spec.levels else labels
+
+
+def coefficients(spec: Spec) -> dict[str, Prior]:
+    """Priors of the common terms."""
+    unit, at, found = spec.family.unit(spec.scales), 0, {}
+    for name in spec.terms.common:
+        count = len(spec.design.labels[name])
+        sd: Any = _WIDE * unit / spec.design.scale[at : at + count]
+        sd = float(sd[0]) if count == 1 else sd[:, None] if spec.levels else sd
+        found[name] = spec.priors.get(name, Prior("Normal", mu=0.0, sigma=sd))
+        at += count
+    return found
+
+
+def intercept(spec: Spec) -> Prior:
+    """Prior of the predictor where columns are at their means, wherever 0 of them may be; a user's is of itself."""
+    default = Prior("Normal", mu=spec.family.center(spec.scales), sigma=_WIDE * spec.family.unit(spec.scales))
+    return spec.priors.get("Intercept", default)
+
+
+def sds(spec: Spec, number: int) -> Prior:
+    """Prior of the sds of a group's effects."""
+    sizes = spec.family.unit(spec.scales) / np.repeat(spec.design.group_scale[number], max(len(spec.levels), 1))
+    default = Prior("HalfNormal", sigma=sizes if len(sizes) > 1 else float(sizes[0]))
+    return spec.priors.get(spread_of(spec, number), default)
+
+
+def spread_of(spec: Spec, number: int) -> str:
+    """`spread` of a group."""
+    return spread(spec.terms.groups[number], len(effect_labels(spec, number)), correlated=spec.correlated)
+
+
+def coords(spec: Spec) -> dict[str, list[str]]:
+    """Labels of all dims."""
+    found = {f"{k}_dim": short(k, labels) for k, labels in spec.design.labels.items() if len(labels) > 1}
+    found |= {dim: list(spec.levels) for dim in spec.level_dim}
+    for number, group in enumerate(spec.terms.groups):
+        labels = effect_labels(spec, number)
+        found[f"{tag(group)}_effect"] = list(labels)
+        if spread_of(spec, number).endswith("_covariance"):
+            pairs = zip(*np.tril_indices(len(labels), -1), strict=True)
+            found[f"{tag(group)}_pair"] = [f"{labels[j]}, {labels[i]}" for i, j in pairs]
+    return found
+
+
+def short(name: str, labels: Sequence[str]) -> list[str]:
+    """Levels alone, where labels are name[level]."""
+    return [label[len(name) + 1 : -1] if label.startswith(f"{name}[") else label for label in labels]
+
+
+def linear_predictor(spec: Spec, held: Mapping[str, Any]) -> Any:
+    """η in the model that is open: (n,), or (n, levels) where the outcome's levels have one each."""
+    beta = _beta(spec)
+    eta = held["rows"] if beta is None else held["common"] @ beta
+    if beta is None and spec.levels:
+        eta = eta[:, None]
+    if has_intercept(spec.terms, spec.family):
+        eta = eta + _intercept(spec, beta)
+    if "offset" in held:
+        eta = eta + held["offset"]
+    for number in range(len(spec.terms.groups)):
+        eta = eta + _effects(spec, number, held)
+    return eta
+
+
+def _beta(spec: Spec) -> Any:
+    """All common coefficients, (p,) or (p, levels)."""
+    parts = []
+    for name, prior in coefficients(spec).items():
+        count = len(spec.design.labels[name])
+        dims = (*((f"{name}_dim",) if count > 1 else ()), *spec.level_dim)
+        variable = prior.declared(name, **({"dims": dims} if dims else {}))
+        parts.append(variable.reshape((count, len(spec.levels))) if spec.levels else pt.atleast_1d(variable))
+    return pt.concatenate(parts) if parts else None
+
+
+def _intercept(spec: Spec, beta: Any) -> Any:
+    dims = {"dims": spec.level_dim} if spec.levels else {}
+    prior = intercept(spec)
+    if "Intercept" in spec.priors:
+        return prior.declared("Intercept", **dims)
+    center = prior.parameters["mu"] - (0.0 if beta is None else pt.dot(spec.design.center, beta))
+    return pm.Normal("Intercept", center, prior.parameters["sigma"], **dims)
+
+
+def _effects(spec: Spec, number: int, held: Mapping[str, Any]) -> Any:
+    """What varies by a factor: local, with shared sds and correlation."""
+    group, labels = spec.terms.groups[number], effect_labels(spec, number)
+    name, start, prior = spread_of(spec, number), tag(group), sds(spec, number)
+    if name.endswith("_covariance"):
+        root, correlation, sd = pm.LKJCholeskyCov(
+            name, eta=CORRELATION, n=len(labels), sd_dist=prior.distribution(shape=len(labels)), store_in_trace=False
+        )
+        pm.Deterministic(f"{start}_sd", sd, dims=f"{start}_effect")
+        pm.Deterministic(f"{start}_corr", correlation[np.tril_indices(len(labels), -1)], dims=f"{start}_pair")
+    else:
+        dims = {"dims": f"{start}_effect"} if len(labels) > 1 else {}
+        root = pt.diag(pt.atleast_1d(prior.declared(name, **dims)))
+    columns, width = held[f"effects_{number}"], len(spec.design.group_labels[number])
+    if len(group.factor) == 1:
+        z = pm.Normal(f"{start}_z", 0.0, 1.0, shape=len(labels))
+        effects = pm.Deterministic(f"{start}_effects", root @ z, dims=f"{start}_effect")
+        return columns @ (effects.reshape((width, len(spec.levels))) if spec.levels else effects)
+    z = pm.Normal(f"{start}_z", 0.0, 1.0, shape=(held[f"of_{number}"].shape[0], len(labels)))
+    effects = pm.Deterministic(f"{start}_effects", z @ root.T)[held[f"row_{number}"]]
+    if spec.levels:
+        return (columns[:, :, None] * effects.reshape((-1, width, len(spec.levels)))).sum(axis=1)
+    return (columns * effects).sum(axis=1)
