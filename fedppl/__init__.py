@@ -23,6 +23,7 @@ from fedppl.engine import policy
 from fedppl.engine.inprocess import InProcess
 from fedppl.engine.policy import Policy
 from fedppl.formulas.formula import Agreed, agree, formula
+from fedppl.formulas.marginal import marginal_effects
 from fedppl.formulas.priors import Prior
 from fedppl.front import fit, load, rounds
 from fedppl.local.advi import ADVI, MeanField
@@ -111,6 +112,7 @@ __all__ = [
     "holdout",
     "hypotheses",
     "load",
+    "marginal_effects",
     "metrics",
     "plot_calibration",
     "policy",

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pymc as pm
 
 from fedppl.data import frames
+from fedppl.formulas import describe as descriptions
 from fedppl.formulas import design as designs
 from fedppl.formulas import groups, predictor
 from fedppl.formulas.agreement import Agreement
@@ -105,17 +107,23 @@ class Formula:
             )
         return found
 
+    def describe(self) -> pd.DataFrame:
+        """A row for each shared variable: its prior, entries, reference and meaning."""
+        if self.design is None:
+            return descriptions.before(self.terms, self.family, self.shared, self.priors)
+        return descriptions.after(self.spec, self.shared)
+
     def read(self, client_id: str, data: Any) -> dict[str, Any]:
         """A client's rows as the builder takes them; what is such already stays as it is."""
         return self._read(client_id, data, None)
 
     def read_new(self, client_id: str, data: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Rows of a client with these arrays of which the outcome is predicted: theirs, if there is one, is not read."""
-        names = self._containers()
+        """New rows of a client with these arrays: their outcome is predicted, and one that is there is not read."""
+        names = self.containers
         return self._read(client_id, data, {key: known[name] for key, name in names.items() if name in known})
 
     def _read(self, client_id: str, data: Any, known: Mapping[str, Any] | None) -> dict[str, Any]:
-        if isinstance(data, Mapping) and set(data) <= set(self._containers().values()) and len(data) > 0:
+        if isinstance(data, Mapping) and set(data) <= set(self.containers.values()) and len(data) > 0:
             return dict(data)
         design, what, response = self._agreed(), f"client {client_id!r}", self.terms.response
         held = frames.raw(data, None, what)
@@ -140,7 +148,7 @@ class Formula:
         else:
             found |= outcome(self.family, response, held, design.agreement, what)
             found |= {} if self.weights is None else {"weights": self._weights(held, what)}
-        names = self._containers()
+        names = self.containers
         return {names[name]: value for name, value in found.items()}
 
     def _weights(self, held: Mapping[str, Any], what: str) -> Array:
@@ -148,7 +156,8 @@ class Formula:
             raise DataError(f"{what} lacks the weights {self.weights!r}.")
         return weights(self.weights, held[self.weights], what)
 
-    def _containers(self) -> dict[str, str]:
+    @property
+    def containers(self) -> dict[str, str]:
         """Arrays that the builder takes, by what they are: with another name where a column or variable has theirs."""
         kind = self.terms.response.kind
         found = ["common" if self.terms.common else "rows", *(["offset"] if self.terms.offsets else []), "outcome"]
@@ -162,13 +171,15 @@ class Formula:
 
     def __call__(self, **data: Any) -> pm.Model:
         """One client's model."""
-        spec, names = self.spec, self._containers()
+        spec, names = self.spec, self.containers
         if names["outcome"] not in data:
             raise DataError(f"the data lack {list(self.terms.response.columns)}, the response of {self.text!r}.")
         with pm.Model(coords=predictor.coords(spec)) as model:
             held = {key: pm.Data(name, data[name]) for key, name in names.items() if name in data}
-            eta = predictor.linear_predictor(spec, held)
+            eta, at_means = predictor.linear_predictor(spec, held)
             beside = self.family.parameters(spec.scales)
+            if "threshold" in beside:  # as an intercept's: of where columns are at their means
+                beside = {"threshold": beside["threshold"].with_(mu=at_means)}
             parameters = {name: self.priors.get(name, prior).declared(name) for name, prior in beside.items()}
             drawn = self.family.likelihood(eta, parameters, held, spec.scales)
             declare(self.terms.response.columns[0], drawn, held["outcome"], held.get("weights"))

@@ -14,8 +14,8 @@ from fedppl.data import frames
 from fedppl.formulas.agreement import Agreement, agreed, strange, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.families import family as family_of
-from fedppl.formulas.priors import Prior
 from fedppl.formulas.predictor import tag
+from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import parse
 from fedppl.formulas.times import size_of
 from fedppl.model.declaration import FederatedModel
@@ -60,8 +60,8 @@ def formula(
         logarithm of time, or "piecewise", whose are of the logarithm of the hazard, which is constant between times
         ``constants={"cuts": [30, 90]}`` that all know. Links are the identity, the logit and the logarithm.
     priors
-        Other priors, ``{"age": fedppl.Prior("Normal", mu=0, sigma=1)}``, by the names that ``describe`` shows. By
-        default they are wide on the scales that clients agreed on.
+        Other priors, ``{"age": fedppl.Prior("Normal", mu=0, sigma=1)}``, by the names that
+        `FederatedModel.describe` shows. By default they are wide on the scales that clients agreed on.
     levels
         Orders of levels, by column: the first is the reference. By default levels are in the order of their numbers or
         letters. An ordinal response whose levels are texts needs it. Of a categorical response too the first is the

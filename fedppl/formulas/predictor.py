@@ -108,19 +108,20 @@ def short(name: str, labels: Sequence[str]) -> list[str]:
     return [label[len(name) + 1 : -1] if label.startswith(f"{name}[") else label for label in labels]
 
 
-def linear_predictor(spec: Spec, held: Mapping[str, Any]) -> Any:
-    """η in the model that is open: (n,), or (n, levels) where the outcome's levels have one each."""
+def linear_predictor(spec: Spec, held: Mapping[str, Any]) -> tuple[Any, Any]:
+    """η in the model that is open, (n,), or (n, levels) where levels have one each; and its part at columns' means."""
     beta = _beta(spec)
+    at_means: Any = 0.0 if beta is None else pt.dot(spec.design.center, beta)
     eta = held["rows"] if beta is None else held["common"] @ beta
     if beta is None and spec.levels:
         eta = eta[:, None]
     if has_intercept(spec.terms, spec.family):
-        eta = eta + _intercept(spec, beta)
+        eta = eta + _intercept(spec, at_means)
     if "offset" in held:
         eta = eta + held["offset"]
     for number in range(len(spec.terms.groups)):
         eta = eta + _effects(spec, number, held)
-    return eta
+    return eta, at_means
 
 
 def _beta(spec: Spec) -> Any:
@@ -134,13 +135,12 @@ def _beta(spec: Spec) -> Any:
     return pt.concatenate(parts) if parts else None
 
 
-def _intercept(spec: Spec, beta: Any) -> Any:
+def _intercept(spec: Spec, at_means: Any) -> Any:
     dims = {"dims": spec.level_dim} if spec.levels else {}
     prior = intercept(spec)
     if "Intercept" in spec.priors:
         return prior.declared("Intercept", **dims)
-    center = prior.parameters["mu"] - (0.0 if beta is None else pt.dot(spec.design.center, beta))
-    return pm.Normal("Intercept", center, prior.parameters["sigma"], **dims)
+    return pm.Normal("Intercept", prior.parameters["mu"] - at_means, prior.parameters["sigma"], **dims)
 
 
 def _effects(spec: Spec, number: int, held: Mapping[str, Any]) -> Any:

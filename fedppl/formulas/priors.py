@@ -49,6 +49,10 @@ class Prior:
         """The distribution as it would be written in PyMC."""
         return f"{self.name}({', '.join(f'{k}={_shown(v)}' for k, v in self.parameters.items())})"
 
+    def with_(self, **parameters: Any) -> Prior:
+        """The same with other parameters."""
+        return Prior(self.name, **{**self.parameters, **parameters})
+
     def declared(self, name: str, **more: Any) -> Any:
         """A variable of this prior in the model that is open."""
         return getattr(pm, self.name)(name, **self.parameters, **more)

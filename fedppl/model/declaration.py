@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pandas as pd
+
 from fedppl.data import frames
 from fedppl.model._data import as_arrays, group_by_columns, needs_same_keys, one_type
-from fedppl.model._declared import Declared
+from fedppl.model._declared import Declared, parts_of
+from fedppl.model._describe import describe
 from fedppl.model._enrolment import argument_names, builder_name
 from fedppl.model._group import client_of, enrol_group, of_another_type
 from fedppl.model._start import require_same_layout
@@ -136,6 +139,43 @@ class FederatedModel:
         if self.reads_new is not None:
             return self.reads_new(client_id, data, arrays)
         return self.read(client_id, data)
+
+    def describe(self, data: Any = None) -> pd.DataFrame:
+        """Say what all clients share: names, priors and entries, by which ``priors=`` of a formula are given.
+
+        Parameters
+        ----------
+        data
+            Any one client's data, from which the builder makes a model. A formula needs none: once clients agreed, as
+            in ``fit.declaration``, priors are shown on the scales that they agreed on.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row for each shared variable: ``prior``, and ``entries``, labels or a shape, None of a scalar. Of a
+            formula also ``reference``, the level that others are against, and ``meaning``.
+
+        Raises
+        ------
+        DeclarationError
+            If a builder that is no formula is described without data.
+
+        Examples
+        --------
+        >>> from fedppl.testing import normal_means
+        >>> model, clients = normal_means()
+        >>> list(model.describe(clients["a"]).columns)
+        ['prior', 'entries']
+        """
+        if hasattr(self.builder, "describe"):
+            return pd.DataFrame(self.builder.describe())
+        if data is None:
+            raise DeclarationError(
+                f"what {builder_name(self.builder)} declares is known once it is called; pass one client's data: "
+                "model.describe(data)."
+            )
+        arrays = as_arrays("described", self.read("described", data))
+        return describe(parts_of(self.declared, "described", arrays))
 
     def enrol(self, clients: Mapping[str, Any], *, kernel: bool = True) -> dict[str, ClientModel]:
         """Check every client's data against the declaration and compile what is not compiled yet.

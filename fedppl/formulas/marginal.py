@@ -1,0 +1,183 @@
+"""What a column does to the outcome on average, at each client and at all together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fedppl.contracts import Posterior
+from fedppl.formulas.averages import at_levels, rows_of, slope
+from fedppl.formulas.declare import Formula
+from fedppl.results.arrival import require_arrived
+from fedppl.results.fit import Fit
+from fedppl.settings import between, shown
+from fedppl.types import Array, DeclarationError
+
+ALL = "all"
+
+
+def marginal_effects(
+    fit: Fit,
+    column: str,
+    *,
+    at: float | None = None,
+    clients: Sequence[Any] | None = None,
+    ci_prob: float = 0.9,
+    draws: int = 250,
+    chains: int = 4,
+    random_seed: int | None = None,
+) -> pd.DataFrame:
+    r"""Average over rows of what the outcome would be with another value of a column (g-computation).
+
+    .. math:: \frac1{n_k}\sum_i \mathrm E[y_{ki} \mid x_{ki}, \text{column} = a], \qquad
+              \frac1{n_k}\sum_i \frac{\partial}{\partial x} \mathrm E[y_{ki} \mid x_{ki}]
+
+    Parameters
+    ----------
+    fit
+        A fit of a formula, whose clients are in this process.
+    column
+        A column of the formula. Of one with levels the result has the mean outcome were all rows of each level, and
+        differences from the reference; of a numeric one the mean derivative, per unit of the column.
+    at
+        For times until an event, a time: then outcomes are probabilities of none until it. By default they are
+        median times.
+    clients
+        Ids of clients; by default all.
+    ci_prob
+        Probability of the equal-tailed interval.
+    draws, chains, random_seed
+        Posterior draws, as for `Fit.client`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Rows (client, what), or (client, what, outcome) where outcomes are levels, whose probabilities these are; the
+        client "all" is the mean over these clients, weighted by their numbers of rows. Columns ``mean``, ``sd``,
+        ``ci_low``, ``ci_high``, on the scale of the outcome; of a binomial one per trial.
+
+    Raises
+    ------
+    DeclarationError
+        If the fit is of no formula or has no posterior, the column is none of the formula, or `at` does not fit.
+
+    Examples
+    --------
+    >>> import fedppl, numpy as np, pandas as pd
+    >>> rng = np.random.default_rng(1)
+    >>> frame = pd.DataFrame({"site": np.repeat([1, 2, 3], 20), "arm": rng.choice(["a", "b"], 60)})
+    >>> frame["y"] = (rng.random(60) < 0.3 + 0.4 * (frame["arm"] == "b")).astype(int)
+    >>> model = fedppl.formula("y ~ arm", family="bernoulli")
+    >>> fit = fedppl.fit(model, frame, by="site", progressbar=False, random_seed=1)
+    >>> bool(fedppl.marginal_effects(fit, "arm").loc[("all", "b - a"), "mean"] > 0.1)
+    True
+
+    Notes
+    -----
+    The rows are a client's own with all that is theirs, its effects among it; the other columns stay as they are. That
+    is the effect of a treatment where nothing that is left out of the formula decides who is treated.
+
+    Draws of the mean over clients take one draw of what all share for every client. Where clients have effects of their
+    own, their draws come with draws of the shared variables that differ between clients: a client's average is moved to
+    the common draw along its regression on the shared variables. Its mean is exact; its sd is where averages are linear
+    in the shared variables.
+
+    *When this fails.* The average derivative by a column that takes few whole numbers is none of the steps between
+    them; write ``C(column)``. Median times beyond the last one that was seen are told by the family alone.
+    """
+    built = _formula_of(fit, column)
+    if at is not None and built.family.outcome != "time":
+        raise DeclarationError(f"at={shown(at)} is a time, and outcomes of family {built.family.name!r} are none.")
+    at = None if at is None else between("at", at, 0.0, np.inf)
+    ci_prob = between("ci_prob", ci_prob, 0, 1)
+    ids = _ids(fit, clients)
+    keywords: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
+    shared = _stacked(fit.shared(**keywords)["posterior"])
+    spec, names = built.spec, built.containers
+    averages, sizes = {}, []
+    for client_id in ids:
+        held = fit.clients[client_id].arrays
+        rows = rows_of(spec, {key: held[name] for key, name in names.items() if name in held})
+        own = _stacked(fit.client(client_id, **keywords)["posterior"]) if spec.terms.groups else shared
+        of = at_levels if spec.design.agreement.columns[column].levels else slope
+        averages[client_id] = (of(spec, rows, column, own, at), own)
+        sizes.append(rows.weights.sum())
+    share = np.array(sizes) / np.sum(sizes)
+    parts = {client_id: found for client_id, (found, _) in averages.items()}
+    common = _phi(shared, built)
+    moved = [
+        {what: _moved(value, _phi(own, built), common) for what, value in found.items()} if spec.terms.groups else found
+        for found, own in averages.values()
+    ]
+    parts[ALL] = {
+        what: np.tensordot(share, np.stack([one[what] for one in moved]), axes=1) for what in next(iter(parts.values()))
+    }
+    return _table(parts, spec.scales.levels, ci_prob)
+
+
+def _formula_of(fit: Any, column: Any) -> Formula:
+    declared = getattr(fit, "declaration", None)
+    built = getattr(declared, "builder", None)
+    if not isinstance(fit, Fit) or not isinstance(built, Formula):
+        raise DeclarationError(
+            "marginal effects are of columns, which a fit of fedppl.formula knows alone; of another declaration "
+            "compute them from fit.client(id, predict=...)."
+        )
+    if column not in built.terms.columns:
+        raise DeclarationError(
+            f"column={shown(column)}: the columns of {built.text!r} are {list(built.terms.columns)}."
+        )
+    if not isinstance(fit.algorithm.result.shared, Posterior):
+        raise DeclarationError(f"{fit.algorithm.name} has no posterior to average over; use fedppl.EP().")
+    require_arrived(fit, "fedppl.marginal_effects")
+    return built
+
+
+def _ids(fit: Fit, clients: Any) -> list[str]:
+    ids = list(fit.client_ids) if clients is None else [str(one) for one in clients]
+    if unknown := [one for one in ids if one not in fit.client_ids] or ([] if ids else ["none"]):
+        raise DeclarationError(f"clients={unknown[:5]} did not take part; those that did are {fit.client_ids[:10]}.")
+    if absent := [one for one in ids if one not in fit.clients]:
+        raise DeclarationError(
+            f"clients {absent[:5]} are sites of their own, and their rows are not here; call it where their data are."
+        )
+    return ids
+
+
+def _stacked(posterior: Any) -> dict[str, Array]:
+    """Draws (S, ...) by name."""
+    found = {str(name): np.asarray(posterior[name]) for name in posterior.data_vars}
+    return {name: value.reshape(-1, *value.shape[2:]) for name, value in found.items()}
+
+
+def _phi(draws: dict[str, Array], built: Formula) -> Array:
+    """Draws of what all share, side by side, (S, m)."""
+    return np.concatenate([draws[name].reshape(len(draws[name]), -1) for name in built.shared], axis=1)
+
+
+def _moved(value: Array, own: Array, common: Array) -> Array:
+    """A client's averages at the common draws of φ, along their regression on φ; what φ does not tell stays theirs."""
+    center = own.mean(axis=0)
+    slopes, *_ = np.linalg.lstsq(own - center, value - value.mean(axis=0), rcond=None)
+    return np.asarray(value + (common - own) @ slopes)
+
+
+def _table(parts: dict[str, dict[str, Array]], levels: tuple[str, ...], ci_prob: float) -> pd.DataFrame:
+    rows = {}
+    for client_id, found in parts.items():
+        for what, value in found.items():
+            if value.ndim == 1:
+                rows[client_id, what] = _row(value, ci_prob)
+            else:
+                rows |= {(client_id, what, levels[k]): _row(value[:, k], ci_prob) for k in range(value.shape[1])}
+    names = ["client", "what", "outcome"][: len(next(iter(rows)))]
+    index = pd.MultiIndex.from_tuples(list(rows), names=names)
+    return pd.DataFrame(list(rows.values()), index=index)
+
+
+def _row(x: Array, ci_prob: float) -> dict[str, float]:
+    low, high = np.quantile(x, [(1 - ci_prob) / 2, (1 + ci_prob) / 2])
+    return {"mean": float(x.mean()), "sd": float(x.std(ddof=1)), "ci_low": float(low), "ci_high": float(high)}
