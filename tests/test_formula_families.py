@@ -1,271 +1,27 @@
-"""Families of formulas beyond one column of numbers: times, levels, weights; predictions, words, and averages."""
+"""Formulas: levels and weights, predictions of every family, what a model says of itself, and averages over rows."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pymc as pm
-import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
-from scipy import stats
 from scipy.special import expit, log_softmax
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, Prior
+from fedppl.formulas.averages import at_levels, rows_of, slope
 from fedppl.formulas.families import FAMILIES
-from fedppl.formulas.family import Scales
-from fedppl.formulas.survival import NEVER
 from fedppl.model._graph import PYTHON_MODE
 from fedppl.results import idata
 from fedppl.results.predict import predictions
+from tests.support.tables import FRAME, RESPONSES, agreed, log_densities, rows
 
 QUIET: Any = {"progressbar": False, "random_seed": 1}
-CUTS = (1.5, 4.0)
-AT: dict[str, dict[str, Any]] = {
-    "exponential": {},
-    "weibull": {"alpha": 1.7},
-    "lognormal": {"sigma": 0.8},
-    "loglogistic": {"alpha": 2.3},
-    "piecewise": {"piece": np.array([0.4, -0.6])},
-}
-
-
-def table() -> pd.DataFrame:
-    """Times, limits and levels at four sites."""
-    rng, parts = np.random.default_rng(1), []
-    for k in range(4):
-        n = 16 + 6 * k
-        age, arm = rng.normal(50, 8, size=n), rng.choice(["drug", "none"], size=n)
-        time = np.exp(1 + 0.3 * rng.normal() + 0.05 * (age - 50) - 0.6 * (arm == "none")) * rng.weibull(1.5, size=n)
-        limit = rng.uniform(1, 12, size=n)
-        logits = np.stack([np.zeros(n), 0.5 * (arm == "none"), 0.04 * (age - 50)], axis=1)
-        kind = (logits + rng.gumbel(size=(n, 3))).argmax(axis=1)
-        parts.append(
-            pd.DataFrame(
-                {
-                    "site": f"s{k}",
-                    "age": age,
-                    "arm": arm,
-                    "ward": rng.choice(["u", "v"], size=n),
-                    "time": np.minimum(time, limit),
-                    "event": (time <= limit).astype(int),
-                    "low": np.minimum(np.floor(time), 8.0),
-                    "high": np.where(time >= 8.0, np.inf, np.floor(time) + 1),
-                    "kind": np.array(["home", "ward", "death"])[kind],
-                    "n": rng.integers(1, 4, size=n),
-                    "y": 0.1 * age + rng.normal() + rng.normal(size=n),
-                    "of": 9,
-                }
-            )
-        )
-    frame = pd.concat(parts, ignore_index=True)
-    frame["healed"] = np.random.default_rng(2).integers(0, 10, size=len(frame))
-    return frame.assign(died=frame["event"], share=expit(frame["y"] - 5), cost=frame["time"], cases=frame["healed"])
-
-
-FRAME = table()
-RESPONSES = {
-    "gaussian": "y",
-    "student": "y",
-    "bernoulli": "died",
-    "binomial": "prop(healed, of)",
-    "poisson": "cases",
-    "negativebinomial": "cases",
-    "gamma": "cost",
-    "beta": "share",
-    "ordinal": "kind",
-    "categorical": "kind",
-} | dict.fromkeys(AT, "Surv(time, event)")
-
-
-def agreed(text: str, family: str, frame: pd.DataFrame = FRAME, **keywords: Any) -> FederatedModel:
-    if family == "piecewise":
-        keywords = {"constants": {"cuts": CUTS}, **keywords}
-    return fedppl.agree(fedppl.formula(text, family, **keywords), frame, by="site").model
-
-
-def rows(site: str, frame: pd.DataFrame = FRAME) -> pd.DataFrame:
-    return frame[frame["site"] == site].reset_index(drop=True)
-
-
-def log_densities(model: FederatedModel, data: Any, values: dict[str, Any]) -> tuple[Any, Any]:
-    """Of every row at values of the shared variables, with the gradient of their sum, interpreted."""
-    built = model.builder(**model.read("s1", data))
-    point = {}
-    for value, rv in zip(built.value_vars, built.free_RVs, strict=True):
-        transform, given = built.rvs_to_transforms[rv], np.asarray(values[rv.name], dtype=float)
-        point[value.name] = given if transform is None else transform.forward(given, *rv.owner.inputs).eval()
-    outcome = built.observed_RVs
-    density = built.compile_logp(vars=outcome, sum=False, mode=PYTHON_MODE)(point)[0]
-    return density, built.compile_dlogp(mode=PYTHON_MODE)(point)
-
-
-# --- times ------------------------------------------------------------------------------------------------------
-
-
-def survivors(family: str, t: Any, eta: Any) -> tuple[Any, Any]:
-    """Log survival function and log density by SciPy; of a hazard in pieces by sums."""
-    scale = np.exp(eta)
-    if family == "piecewise":
-        rates = np.exp(np.array([0.0, 0.4, -0.6])) * np.exp(eta)[:, None]
-        starts, ends = np.array([0.0, *CUTS]), np.array([*CUTS, np.inf])
-        reached = sum(rates[:, j] * np.clip(t - starts[j], 0, ends[j] - starts[j]) for j in range(3))
-        place = np.searchsorted(CUTS, np.broadcast_to(t, eta.shape))
-        return -reached, np.log(rates[np.arange(len(eta)), place]) - reached
-    found = {
-        "exponential": lambda: stats.expon(scale=scale),
-        "weibull": lambda: stats.weibull_min(1.7, scale=scale),
-        "lognormal": lambda: stats.lognorm(0.8, scale=scale),
-        "loglogistic": lambda: stats.fisk(2.3, scale=scale),
-    }[family]()
-    return found.logsf(t), found.logpdf(t)
-
-
-@pytest.mark.parametrize("family", AT)
-def test_times_have_the_density_that_scipy_has(family: str) -> None:
-    data = rows("s1")
-    values = {"Intercept": 0.4, "age": 0.02, **AT[family]}
-    eta = 0.4 + 0.02 * data["age"].to_numpy()
-    found, slopes = log_densities(agreed("Surv(time, event) ~ age", family), data, values)
-    upper, density = survivors(family, data["time"].to_numpy(), eta)
-    assert 0 < data["event"].sum() < len(data)
-    assert_allclose(found, np.where(data["event"] == 1, density, upper), rtol=1e-10)
-    assert np.all(np.isfinite(slopes))
-
-
-@pytest.mark.parametrize("family", AT)
-def test_times_between_two_are_differences_of_survival(family: str) -> None:
-    data = rows("s1")
-    data.loc[3, ["low", "high"]] = [2.5, 2.5]  # known to the day
-    low, high = data["low"].to_numpy(), data["high"].to_numpy()
-    assert np.any(low == 0) and np.any(np.isinf(high))
-    frame = pd.concat([FRAME[FRAME["site"] != "s1"], data])
-    values = {"Intercept": 0.4, "age": 0.02, **AT[family]}
-    eta = 0.4 + 0.02 * data["age"].to_numpy()
-    found, slopes = log_densities(agreed('Surv(low, high, "interval") ~ age', family, frame), data, values)
-    ends = np.where(np.isinf(high), 1.0, high)
-    alive = np.exp(survivors(family, low, eta)[0]) - np.where(
-        np.isinf(high), 0, np.exp(survivors(family, ends, eta)[0])
-    )
-    exact = survivors(family, np.full(len(data), 2.5), eta)[1]
-    assert_allclose(found, np.where(low == high, exact, np.log(np.where(low == high, 1.0, alive))), rtol=1e-9)
-    assert np.all(np.isfinite(slopes))
-
-
-def test_narrow_and_far_intervals_keep_their_digits() -> None:
-    data = rows("s1").assign(low=10.0, high=10.0 + 1e-9)
-    data.loc[0, ["low", "high"]] = [400.0, 401.0]  # S is far below the smallest number there
-    found, slopes = log_densities(
-        agreed('Surv(low, high, "interval") ~ 1', "weibull", FRAME), data, {"Intercept": 1.0, "alpha": 1.7}
-    )
-    one = stats.weibull_min(1.7, scale=np.e)
-    assert_allclose(found[1:], one.logpdf(10.0) + np.log(1e-9), rtol=1e-7)
-    assert_allclose(found[0], one.logsf(400.0) + np.log1p(-np.exp(one.logsf(401.0) - one.logsf(400.0))), rtol=1e-12)
-    assert np.all(np.isfinite(slopes))
-
-
-@pytest.mark.parametrize("family", AT)
-def test_medians_and_survival_are_those_of_the_density(family: str) -> None:
-    eta, scales = np.array([-0.5, 0.2, 1.1]), Scales(1.0, 1.0, (), CUTS if family == "piecewise" else ())
-    parameters = {name: np.asarray(value)[None, None] for name, value in AT[family].items()}
-    parameters = {name: value if value.ndim == 3 else value.reshape(1, 1) for name, value in parameters.items()}
-    median = FAMILIES[family].mean(eta[None], parameters, scales, None)[0]
-    assert_allclose(survivors(family, median, eta)[0], np.log(0.5), rtol=1e-10)
-    beyond = FAMILIES[family].mean(eta[None], parameters, scales, 2.0)[0]
-    assert_allclose(np.log(beyond), survivors(family, 2.0, eta)[0], rtol=1e-10)
-
-
-@pytest.mark.parametrize("family", AT)
-def test_draws_are_of_the_density_and_end_at_limits(family: str) -> None:
-    data = pd.DataFrame({"age": 50.0, "time": np.repeat([2.0, 3.0], 1500), "event": np.repeat([0, 1], 1500)})
-    model = agreed("Surv(time, event) ~ age", family)
-    built = model.builder(**model.read("s1", data))
-    values = {"Intercept": 0.4, "age": 0.02, **AT[family]}
-    fixed = pm.do(built, {name: np.asarray(value, dtype=float) for name, value in values.items()})
-    drawn = pm.draw(fixed["time"], random_seed=1, mode=PYTHON_MODE)
-    held, free = drawn[:1500], drawn[1500:]
-    eta = np.full(1500, 0.4 + 0.02 * 50)
-    assert np.max(held) == 2.0 and np.mean(held == 2.0) == pytest.approx(
-        np.exp(survivors(family, 2.0, eta)[0][0]), abs=4 * 0.5 / np.sqrt(1500)
-    )
-    uniform = np.exp(survivors(family, np.sort(free), eta)[0])
-    assert stats.kstest(uniform, "uniform").pvalue > 1e-3
-
-
-def test_draws_between_times_are_where_they_would_be_seen() -> None:
-    data = pd.DataFrame({"low": [0.0, 1.0, 3.0], "high": [2.0, 2.5, np.inf]}).loc[np.repeat([0, 1, 2], 1000)]
-    model = agreed('Surv(low, high, "interval") ~ 1', "exponential")
-    built = pm.do(model.builder(**model.read("s1", data)), {"Intercept": np.array(0.5)})
-    drawn = pm.draw(built["low"], random_seed=1, mode=PYTHON_MODE).reshape(3, 1000)
-    beyond = np.exp(-np.array([2.0, 1.0, 2.5, 3.0]) * np.exp(-0.5))
-    shares = [
-        np.mean(drawn[0] == 2.0),
-        1 - np.mean(drawn[1] == 0.0),
-        np.mean(drawn[1] == 2.5),
-        np.mean(drawn[2] == 3.0),
-    ]
-    assert_allclose(shares, beyond, atol=4 * 0.5 / np.sqrt(1000))
-    assert set(drawn[2]) == {0.0, 3.0}
-
-
-def by_hand(age: Any, none: Any, time: Any, limit: Any) -> pm.Model:
-    """What `Surv(time, event) ~ age + arm + (1 | site)` declares, by PyMC's own Weibull and its censoring."""
-    with pm.Model() as model:
-        age, none = pm.Data("age", age), pm.Data("none", none)
-        b_age, b_arm = pm.Normal("age_", 0, SCALES[0]), pm.Normal("arm_", 0, SCALES[1])
-        intercept = pm.Normal("intercept", np.log(FRAME["time"].mean()) - CENTER[0] * b_age - CENTER[1] * b_arm, 2.5)
-        sd, alpha = pm.HalfNormal("sd", 1.0), pm.Gamma("alpha", 2.0, 1.0)
-        site = pm.Normal("site", 0, sd)
-        scale = pt.exp(intercept + b_age * age + b_arm * none + site)
-        held = pm.Data("limit", limit)
-        pm.Censored("t", pm.Weibull.dist(alpha, scale), None, held, observed=pm.Data("time", time))
-    return model
-
-
-CENTER, SCALES = np.zeros(2), np.ones(2)
-
-
-@pytest.fixture(scope="module")
-def weibull() -> Any:
-    model = fedppl.formula("Surv(time, event) ~ age + arm + (1 | site)", "weibull")
-    return fedppl.fit(model, FRAME, by="site", **QUIET)
-
-
-def test_a_fit_of_times_is_that_of_the_model_by_hand(weibull: Any) -> None:
-    global CENTER, SCALES
-    design = weibull.declaration.builder.design
-    CENTER, SCALES = design.center, 2.5 / design.scale
-    clients = {
-        site: {
-            "age": one["age"].to_numpy(),
-            "none": (one["arm"] == "none").to_numpy(float),
-            "time": one["time"].to_numpy(),
-            "limit": np.where(one["event"] == 1, np.inf, one["time"]),
-        }
-        for site, one in FRAME.groupby("site")
-    }
-    hand = fedppl.fit(FederatedModel(by_hand, ["intercept", "age_", "arm_", "sd", "alpha"]), clients, **QUIET)
-    ours, theirs = weibull.summary(), hand.summary()
-    assert list(ours.index) == ["Intercept", "age", "arm", "site_sd", "alpha"]
-    # The same density, up to how effects within a client are declared: θ is integrated out by quadrature.
-    assert_allclose(ours["mean"], theirs["mean"], atol=0.05 * ours["sd"].to_numpy().max())
-    assert_allclose(ours["sd"], theirs["sd"], rtol=0.1)
-
-
-def test_a_fit_of_times_has_evidence_rows_and_predictions(weibull: Any) -> None:
-    assert weibull.log_evidence.error < 0.1
-    new = rows("s1")[["age", "arm"]]
-    found = weibull.predict("s1", new, draws=50)["predictions"]["time"]
-    assert found.shape == (4, 50, len(new)) and float(found.max()) > rows("s1")["time"].max()
-    # Of rows with their outcomes too the time is predicted, not when it would be seen.
-    again = weibull.predict("s1", rows("s1"), draws=50)["predictions"]["time"]
-    np.testing.assert_array_equal(found, again)
-    drawn = weibull.client("s1", groups=["log_likelihood"], draws=50)
-    assert drawn["log_likelihood"]["time"].shape == (4, 50, len(new))
-
 
 # --- levels and weights -----------------------------------------------------------------------------------------
 
@@ -317,7 +73,7 @@ def test_thresholds_are_expected_where_columns_are_at_their_means() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_predicts_at_new_rows(family: str) -> None:
-    model = agreed(f"{RESPONSES[family]} ~ age * arm + (1 + age | site) + (1 | site/ward)", family, weights="n")
+    model = agreed(f"{RESPONSES[family]} ~ age * arm + (1 | site/ward)", family, weights="n")
     client = model.enrol({"s1": rows("s1")}, kernel=False)["s1"]
     with client.pymc_model() as built:
         free = [rv.name for rv in built.free_RVs]
@@ -371,11 +127,12 @@ def test_a_model_says_what_it_shares() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_name_that_is_described_is_one_for_priors(family: str) -> None:
     text = f"{RESPONSES[family]} ~ age + (1 + age | site)"
-    found = agreed(text, family).describe()
+    built = agreed(text, family).builder
+    found = built.describe()
     assert found["prior"].notna().all() and found["meaning"].notna().all()
     for name in found.index:
-        model = agreed(text, family, priors={name: Prior("Normal", mu=0.25, sigma=0.5)})
-        assert "mu=0.25" in model.describe().loc[name, "prior"]
+        own = dataclasses.replace(built, priors={name: Prior("Normal", mu=0.25, sigma=0.5)})
+        assert "mu=0.25" in own.describe().loc[name, "prior"]
 
 
 def test_any_declaration_says_what_it_shares() -> None:
@@ -391,6 +148,102 @@ def test_any_declaration_says_what_it_shares() -> None:
     assert found.loc["s", "entries"] is None and "2.5" in found.loc["s", "prior"]
     with pytest.raises(DeclarationError, match="pass one client's data"):
         model.describe()
+
+
+# --- averages over rows -----------------------------------------------------------------------------------------
+
+
+def draws_of(built: Any, count: int = 4) -> dict[str, Any]:
+    rng, spec = np.random.default_rng(5), built.spec
+    model = built(**built.read("s1", rows("s1")))
+    names = [*built.shared, *(variable.name for variable in model.deterministics)]
+    shapes = {name: model[name].shape.eval(mode=PYTHON_MODE) for name in names}
+    del spec
+    return {name: 0.3 * rng.normal(size=(count, *shape)) for name, shape in shapes.items()}
+
+
+def test_averages_are_those_of_the_rows_one_by_one() -> None:
+    built = agreed("died ~ age * arm + offset(share) + (1 + arm | site) + (1 | site/ward)", "bernoulli").builder
+    data, draws = rows("s1"), draws_of(built)
+    found = at_levels(built.spec, rows_of(built.spec, built.read("s1", data)), "arm", draws, None)
+    assert list(found) == ["drug", "none", "none - drug"]
+    age, ward = data["age"].to_numpy(), np.unique(data["ward"], return_inverse=True)[1]
+    for s in range(4):
+        site, of_ward = draws["site_effects"][s], draws["site_ward_effects"][s][:, 0]
+        base = draws["Intercept"][s] + draws["age"][s] * age + data["share"].to_numpy() + site[0] + of_ward[ward]
+        drug = expit(base).mean()
+        none = expit(base + draws["arm"][s] + draws["age:arm"][s] * age + site[1]).mean()
+        assert_allclose([found["drug"][s], found["none - drug"][s]], [drug, none - drug], rtol=1e-10)
+
+
+def test_average_slopes_are_derivatives() -> None:
+    built = agreed("cases ~ age + np.log(share) + (1 | site)", "poisson", weights="n").builder
+    data, draws = rows("s1"), draws_of(built)
+    draws["Intercept"] = draws["Intercept"] - draws["age"] * 50
+    found = slope(built.spec, rows_of(built.spec, built.read("s1", data)), "share", draws, None)["slope"]
+    share, age, n = (data[name].to_numpy() for name in ("share", "age", "n"))
+    for s in range(4):
+        eta = draws["Intercept"][s] + draws["age"][s] * age + draws["np.log(share)"][s] * np.log(share)
+        exact = np.exp(eta + draws["site_effects"][s][0]) * draws["np.log(share)"][s] / share
+        assert_allclose(found[s], np.average(exact, weights=n), rtol=1e-4)
+
+
+def test_levels_have_a_probability_each() -> None:
+    for family in ("categorical", "ordinal"):
+        built = agreed("kind ~ age + arm + (1 + age | site)", family).builder
+        draws = {name: np.sort(value) for name, value in draws_of(built).items()}
+        found = at_levels(built.spec, rows_of(built.spec, built.read("s1", rows("s1"))), "arm", draws, None)
+        assert found["drug"].shape == (4, 3)
+        assert_allclose(found["drug"].sum(axis=1), 1.0, rtol=1e-12)
+        assert_allclose(found["none - drug"].sum(axis=1), 0.0, atol=1e-12)
+
+
+def centred(age: Any, none: Any, y: Any) -> pm.Model:
+    """What `y ~ age + arm + (1 | site)` declares, but for the effect, which is declared by its own distribution."""
+    with pm.Model() as model:
+        age, none = pm.Data("age", age), pm.Data("none", none)
+        b_age, b_arm = pm.Normal("age_", 0, SCALES[0]), pm.Normal("arm_", 0, SCALES[1])
+        mean = FRAME["y"].mean() - CENTER[0] * b_age - CENTER[1] * b_arm
+        intercept = pm.Normal("intercept", mean, 2.5 * np.std(FRAME["y"]))
+        sd, sigma = pm.HalfNormal("sd", np.std(FRAME["y"])), pm.HalfNormal("sigma_", 2 * np.std(FRAME["y"]))
+        site = pm.Normal("site", 0, sd)
+        mu = intercept + b_age * age + b_arm * none + site
+        pm.Normal("y_", mu, sigma, observed=pm.Data("y", y))
+    return model
+
+
+CENTER, SCALES = np.zeros(2), np.ones(2)
+
+
+def test_effects_of_a_mean_are_its_coefficients_whatever_they_are_declared_by() -> None:
+    global CENTER, SCALES
+    fit = fedppl.fit(fedppl.formula("y ~ age + arm + (1 | site)"), FRAME, by="site", **QUIET)
+    told, found = fit.summary(), fedppl.marginal_effects(fit, "arm")
+    assert found.index.names == ["client", "what"] and len(found) == 5 * 3
+    for client in ("s0", "all"):
+        row = found.loc[(client, "none - drug")]
+        assert_allclose([row["mean"], row["sd"]], told.loc["arm", ["mean", "sd"]].astype(float), rtol=0.1, atol=0.02)
+    row = fedppl.marginal_effects(fit, "age", clients=["s1", "s2"]).loc[("all", "slope")]
+    assert_allclose([row["mean"], row["sd"]], told.loc["age", ["mean", "sd"]].astype(float), rtol=0.1, atol=0.002)
+    with pytest.raises(DeclarationError, match="columns of .* are \\['age', 'arm'\\]"):
+        fedppl.marginal_effects(fit, "ward")
+    with pytest.raises(DeclarationError, match="is a time"):
+        fedppl.marginal_effects(fit, "arm", at=3.0)
+    with pytest.raises(DeclarationError, match="did not take part"):
+        fedppl.marginal_effects(fit, "arm", clients=["s9"])
+    # Effects are integrated out at a client: by what variable they are declared is not to be seen.
+    design = fit.declaration.builder.design
+    CENTER, SCALES = design.center, 2.5 * np.std(FRAME["y"]) / design.scale
+    clients = {
+        site: {"age": one["age"].to_numpy(), "none": (one["arm"] == "none").to_numpy(float), "y": one["y"].to_numpy()}
+        for site, one in FRAME.groupby("site")
+    }
+    other = fedppl.fit(FederatedModel(centred, ["intercept", "age_", "arm_", "sd", "sigma_"]), clients, **QUIET)
+    with pytest.raises(DeclarationError, match="fedppl.formula"):
+        fedppl.marginal_effects(other, "arm")
+    theirs = other.summary()
+    assert_allclose(told["mean"], theirs["mean"], atol=0.02 * told["sd"].to_numpy().max())
+    assert_allclose(told["sd"], theirs["sd"], rtol=0.02)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------
@@ -417,28 +270,7 @@ def test_declarations_that_cannot_be(text: str, family: str, keywords: Any, told
         fedppl.formula(text, family, **keywords)
 
 
-@pytest.mark.parametrize(
-    ("text", "changes", "told"),
-    [
-        ("Surv(time, event) ~ age", {"time": 0.0}, "'time' is 0 in row 0, and times are above 0"),
-        ("Surv(time, event) ~ age", {"event": 2}, "'event' is 2 in row 0, and events are 1, or 0"),
-        ("Surv(time, event) ~ age", {"event": "yes"}, "'event' has texts"),
-        ('Surv(low, high, "interval") ~ age', {"low": 9.0, "high": 8.0}, "'high' is 8 after 9 in row 0"),
-        ('Surv(low, high, "interval") ~ age', {"low": -1.0}, "'low' is -1 in row 0"),
-        ('Surv(low, high, "interval") ~ age', {"low": 0.0, "high": np.inf}, "tells nothing"),
-    ],
-)
-def test_times_that_cannot_be_name_the_row_and_the_client(text: str, changes: Any, told: str) -> None:
-    with pytest.raises(DataError, match=f"client 's1': {told}"):
-        agreed(text, "weibull").read("s1", rows("s1").assign(**changes))
-
-
 def test_priors_of_names_that_levels_change_are_refused() -> None:
     model = fedppl.formula("y ~ age + (0 + arm | site)", priors={"site_sd": Prior("HalfNormal", sigma=1)})
     with pytest.raises(DeclarationError, match="site_covariance"):
         fedppl.agree(model, FRAME, by="site")
-
-
-def test_never_is_beyond_all_times() -> None:
-    held = agreed("Surv(time, event) ~ age", "weibull").read("s1", rows("s1"))
-    assert np.all((held["limit"] == NEVER) == (rows("s1")["event"] == 1)) and np.isfinite(NEVER)

@@ -57,7 +57,8 @@ def averaged(spec: Spec, rows: Rows, draws: Mapping[str, Array], at: float | Non
     """Mean outcome over rows at every draw, (S,), or (S, K) of each level of an outcome that has levels."""
     count, size = len(rows.table), len(next(iter(draws.values())))
     width = max(len(spec.scales.levels), 1) * max(len(spec.scales.cuts), 1)
-    step, total = max(1, _AT_ONCE // (size * width)), 0.0
+    step = max(1, _AT_ONCE // (size * width))
+    total: Any = 0.0
     for start in range(0, count, step):
         part = slice(start, start + step)
         places = {number: one[part] for number, one in rows.groups.items()}

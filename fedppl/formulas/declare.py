@@ -21,7 +21,7 @@ from fedppl.formulas.family import Family, Scales, declare
 from fedppl.formulas.outcomes import new_rows, outcome, weights
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Terms
-from fedppl.types import Array, DataError, DeclarationError
+from fedppl.types import DataError, DeclarationError
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,14 +147,9 @@ class Formula:
             found |= {} if self.weights is None else {"weights": np.ones(rows)}
         else:
             found |= outcome(self.family, response, held, design.agreement, what)
-            found |= {} if self.weights is None else {"weights": self._weights(held, what)}
+            found |= {} if self.weights is None else {"weights": weights(self.weights, held, what)}
         names = self.containers
         return {names[name]: value for name, value in found.items()}
-
-    def _weights(self, held: Mapping[str, Any], what: str) -> Array:
-        if self.weights not in held:
-            raise DataError(f"{what} lacks the weights {self.weights!r}.")
-        return weights(self.weights, held[self.weights], what)
 
     @property
     def containers(self) -> dict[str, str]:

@@ -166,7 +166,7 @@ def _moved(value: Array, own: Array, common: Array) -> Array:
 
 
 def _table(parts: dict[str, dict[str, Array]], levels: tuple[str, ...], ci_prob: float) -> pd.DataFrame:
-    rows = {}
+    rows: dict[tuple[str, ...], dict[str, float]] = {}
     for client_id, found in parts.items():
         for what, value in found.items():
             if value.ndim == 1:

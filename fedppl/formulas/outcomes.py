@@ -71,9 +71,11 @@ def new_rows(family: Family, response: Response, data: Mapping[str, Any], rows: 
     return {"trials": _trials(np.zeros(rows), np.asarray(data[name]), response, what)}
 
 
-def weights(name: str, values: Any, what: str) -> Array:
+def weights(name: str, data: Mapping[str, Any], what: str) -> Array:
     """Numbers of rows that each row stands for."""
-    found = np.asarray(values)
+    if name not in data:
+        raise DataError(f"{what} lacks the weights {name!r}.")
+    found = np.asarray(data[name])
     if is_text(found):
         raise DataError(f"{what}: the weights {name!r} are texts; give numbers above 0.")
     wrong = ~((found > 0) & np.isfinite(found))

@@ -93,7 +93,7 @@ def _piecewise(cuts: Sequence[float]) -> _Hazard:
 
     def rates(eta: Array, piece: Array) -> Array:
         first = np.zeros((*np.shape(piece)[:-1], 1))
-        return np.exp(np.asarray(eta)[..., None] + np.concatenate([first, piece], axis=-1))
+        return np.asarray(np.exp(np.asarray(eta)[..., None] + np.concatenate([first, piece], axis=-1)))
 
     def reached(t: Any, eta: Array, piece: Array) -> Array:
         spent = np.clip(np.asarray(t)[..., None] - starts, 0.0, ends - starts)
@@ -129,7 +129,7 @@ def _family(
         kind = hazard(scales.cuts)
         if at is None:
             return kind.inverse(np.full(np.shape(eta), np.log(2.0)), eta, *parameters.values())
-        return np.exp(-kind.reached(at, eta, *parameters.values()))
+        return np.asarray(np.exp(-kind.reached(at, eta, *parameters.values())))
 
     def center(scales: Scales) -> float:
         return sign * float(np.log(max(scales.mean, 1e-6)))
@@ -172,7 +172,7 @@ def _times(kind: _Hazard, eta: Any, shapes: Sequence[Any], rng: Any, size: Any, 
 def _draw_right(kind: _Hazard) -> Callable[..., Array]:
     def random(eta: Any, *given: Any, rng: Any = None, size: Any = None) -> Array:
         *shapes, limit = given
-        return np.minimum(_times(kind, eta, shapes, rng, size, limit), limit)
+        return np.asarray(np.minimum(_times(kind, eta, shapes, rng, size, limit), limit))
 
     return random
 

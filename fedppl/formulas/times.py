@@ -50,7 +50,7 @@ def _between(names: tuple[str, ...], lower: Array, upper: Array, what: str) -> d
     return {"outcome": lower, "lower": lower, "upper": np.minimum(upper, NEVER)}
 
 
-def _refuse(wrong: Array, name: str, values: Array, what: str, rule: str, beside: Array | None = None) -> None:
+def _refuse(wrong: Any, name: str, values: Array, what: str, rule: str, beside: Array | None = None) -> None:
     if np.any(wrong):
         where = int(np.argmax(wrong))
         more = "" if beside is None else f" after {beside[where]:g}"
