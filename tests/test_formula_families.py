@@ -29,16 +29,19 @@ QUIET: Any = {"progressbar": False, "random_seed": 1}
 def test_levels_have_coefficients_by_column_and_level() -> None:
     model = agreed("kind ~ age + arm", "categorical", levels={"kind": ["home", "ward", "death"]})
     data = rows("s2")
-    values = {"Intercept": [0.3, -0.2], "age": [0.01, 0.02], "arm": [0.5, -0.7]}
+    values: Any = {"Intercept": [0.3, -0.2], "age": [0.01, 0.02], "arm": [[0.5, -0.7]]}
     found, slopes = log_densities(model, data, values)
     none = (data["arm"] == "none").to_numpy(float)
-    eta = [np.asarray(values["Intercept"]) + np.outer(data["age"], values["age"]) + np.outer(none, values["arm"])][0]
+    eta = np.asarray(values["Intercept"]) + np.outer(data["age"], values["age"]) + np.outer(none, values["arm"])
     log_p = log_softmax(np.column_stack([np.zeros(len(data)), eta]), axis=1)
     place = data["kind"].map({"home": 0, "ward": 1, "death": 2}).to_numpy()
     assert_allclose(found, log_p[np.arange(len(data)), place], rtol=1e-10)
     assert np.all(np.isfinite(slopes))
     built = model.builder(**model.read("s2", data))
-    assert built.named_vars_to_dims["age"] == ("kind_level",) and built.coords["kind_level"] == ("ward", "death")
+    assert built.named_vars_to_dims["arm"] == ("arm_dim", "kind_level") and built.coords["kind_level"] == (
+        "ward",
+        "death",
+    )
 
 
 @pytest.mark.parametrize(("text", "family"), [("cases ~ age", "poisson"), ("Surv(time, event) ~ age", "weibull")])
@@ -172,7 +175,7 @@ def test_averages_are_those_of_the_rows_one_by_one() -> None:
         site, of_ward = draws["site_effects"][s], draws["site_ward_effects"][s][:, 0]
         base = draws["Intercept"][s] + draws["age"][s] * age + data["share"].to_numpy() + site[0] + of_ward[ward]
         drug = expit(base).mean()
-        none = expit(base + draws["arm"][s] + draws["age:arm"][s] * age + site[1]).mean()
+        none = expit(base + draws["arm"][s, 0] + draws["age:arm"][s, 0] * age + site[1]).mean()
         assert_allclose([found["drug"][s], found["none - drug"][s]], [drug, none - drug], rtol=1e-10)
 
 
@@ -222,7 +225,9 @@ def test_effects_of_a_mean_are_its_coefficients_whatever_they_are_declared_by() 
     assert found.index.names == ["client", "what"] and len(found) == 5 * 3
     for client in ("s0", "all"):
         row = found.loc[(client, "none - drug")]
-        assert_allclose([row["mean"], row["sd"]], told.loc["arm", ["mean", "sd"]].astype(float), rtol=0.1, atol=0.02)
+        assert_allclose(
+            [row["mean"], row["sd"]], told.loc["arm[none]", ["mean", "sd"]].astype(float), rtol=0.1, atol=0.02
+        )
     row = fedppl.marginal_effects(fit, "age", clients=["s1", "s2"]).loc[("all", "slope")]
     assert_allclose([row["mean"], row["sd"]], told.loc["age", ["mean", "sd"]].astype(float), rtol=0.1, atol=0.002)
     with pytest.raises(DeclarationError, match="columns of .* are \\['age', 'arm'\\]"):

@@ -57,7 +57,7 @@ def _told(spec: Spec, name: str) -> tuple[str, Any, Any]:
         where = " where columns are at their means" if name not in spec.priors and spec.terms.common else ""
         return repr(predictor.intercept(spec)) + where, spec.levels or None, reference
     labels = spec.design.labels[name]
-    entries = () if labels == (name,) else tuple(predictor.short(name, labels))
+    entries = tuple(predictor.short(labels)) if predictor.is_labelled(name, labels) else ()
     if spec.levels:
         entries = tuple(f"{one}, {level}" for one in entries or (name,) for level in spec.levels)
     column = spec.design.agreement.columns.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ def spread_of(spec: Spec, number: int) -> str:
 
 def coords(spec: Spec) -> dict[str, list[str]]:
     """Labels of all dims."""
-    found = {f"{k}_dim": short(k, labels) for k, labels in spec.design.labels.items() if len(labels) > 1}
+    found = {f"{k}_dim": short(labels) for k, labels in spec.design.labels.items() if is_labelled(k, labels)}
     found |= {dim: list(spec.levels) for dim in spec.level_dim}
     for number, group in enumerate(spec.terms.groups):
         labels = effect_labels(spec, number)
@@ -103,9 +104,15 @@ def coords(spec: Spec) -> dict[str, list[str]]:
     return found
 
 
-def short(name: str, labels: Sequence[str]) -> list[str]:
-    """Levels alone, where labels are name[level]."""
-    return [label[len(name) + 1 : -1] if label.startswith(f"{name}[") else label for label in labels]
+def is_labelled(name: str, labels: Sequence[str]) -> bool:
+    """Whether a coefficient has several entries, or one that is named like a level and not like itself."""
+    return tuple(labels) != (name,)
+
+
+def short(labels: Sequence[str]) -> list[str]:
+    """Levels alone, where labels are name[level] or interactions of such."""
+    levels = [", ".join(re.findall(r"\[([^\[\]]+)\]", label)) for label in labels]
+    return levels if all(levels) and len(set(levels)) == len(levels) else list(labels)
 
 
 def linear_predictor(spec: Spec, held: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -129,7 +136,7 @@ def _beta(spec: Spec) -> Any:
     parts = []
     for name, prior in coefficients(spec).items():
         count = len(spec.design.labels[name])
-        dims = (*((f"{name}_dim",) if count > 1 else ()), *spec.level_dim)
+        dims = (*((f"{name}_dim",) if is_labelled(name, spec.design.labels[name]) else ()), *spec.level_dim)
         variable = prior.declared(name, **({"dims": dims} if dims else {}))
         parts.append(variable.reshape((count, len(spec.levels))) if spec.levels else pt.atleast_1d(variable))
     return pt.concatenate(parts) if parts else None
