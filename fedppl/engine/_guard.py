@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 # All that a server is told of a refusal, whatever the rule.
 REFUSED = "refused by its site; the reason is in the site's own log"
+_OWN = ("inside", "reach")
 
 
 class Run(NamedTuple):
@@ -107,8 +108,8 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
     with guard.held():
         ledger = guard.read()
         entry = {"event": "request", **_asked(request)}
-        # A word of the site's own, below: what a server sends under it counts for nothing.
-        request = request._replace(message={k: v for k, v in request.message.items() if k != "inside"})
+        # Words of the site's own, below: what a server sends under them counts for nothing.
+        request = request._replace(message={k: v for k, v in request.message.items() if k not in _OWN})
         rule, request, points = checked(guard.policy, ledger, algorithm, client, request)
         if rule is not None:
             guard.write(ledger, {**entry, "refused": rule})
@@ -152,14 +153,17 @@ def checked(
     try:
         with np.errstate(all="ignore"):  # what is not finite is refused
             asked = algorithm.disclosure.asks(client.layout, request.message)
-            points = len(asked.spare) if asked.correction else 0
             rule = policy.refuse_request(rules, client.layout, asked)
+            allowed = policy.inside(rules, client.layout, asked.spare)
+            points = int(np.sum(allowed)) if asked.correction else 0
             rule = rule or policy.refuse_correction(rules, ledger.points + points if points else 0)
     except Exception as error:  # of a request that is not what the algorithm sends, or of somebody's own code
         return f"numbers: the request cannot be read ({type(error).__name__})", request, 0
     if rule is None and len(asked.spare):
-        allowed = policy.inside(rules, client.layout, asked.spare)
-        request = request._replace(message={**request.message, "inside": allowed})
+        own = {"inside": allowed}
+        if asked.correction:
+            own["reach"] = np.array(policy.reach(rules))
+        request = request._replace(message={**request.message, **own})
     return rule, request, points
 
 

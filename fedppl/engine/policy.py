@@ -73,7 +73,7 @@ class Policy:
     correction
         Most points, over all runs, at which log densities leave for the correction of `fedppl.EP`: from many of them,
         values far from q can be solved for rows (``docs/privacy.md``). 0 allows none. Points beyond `distance` are left
-        out.
+        out and not counted; the server is told `distance`, and asks for none beyond it from then on.
     conclusions
         What leaves when a run is over that the site answered in, of "loo", sums of the rows' leave-one-out log
         densities for `fedppl.loo`, and "conflict", the site's p-value and statistic for `fedppl.conflict`. It counts as
@@ -286,6 +286,11 @@ def inside(policy: Policy, layout: Layout, points: Array) -> Array:
     if policy.epsilon is not None or policy.distance == np.inf:
         return np.ones(len(points), dtype=bool)
     return np.asarray(_distances(layout, points) <= policy.distance)
+
+
+def reach(policy: Policy) -> float:
+    """The distance within which points are answered, in prior sds; 0 where there is none."""
+    return 0.0 if policy.epsilon is not None or policy.distance == np.inf else float(policy.distance)
 
 
 def _distances(layout: Layout, points: Array) -> Array:

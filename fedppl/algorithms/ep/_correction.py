@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import gaussian
-from fedppl.algorithms.ep import _sites
+from fedppl.algorithms.ep import _sites, _untrusted
 from fedppl.algorithms.ep._sites import NO_VALUE, Sites
 from fedppl.contracts import ClientUpdate, ClientView, LocalInference, LogEvidence
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import pareto, student
+from fedppl.numerics import region, student
 from fedppl.numerics.importance import normalise, skewness
 from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, log_mixture, points_of, with_tails
-from fedppl.numerics.reweighting import FEWEST, MOST_ERROR, MOST_SECOND_K, Reweighted, is_trusted, reweigh
+from fedppl.numerics.reweighting import MOST_SECOND_K, Reweighted, is_trusted, reweigh
 from fedppl.types import Array, DeclarationError, Message, NotConvergedError
 
 _PATIENCE = 3  # rounds without any answer
@@ -28,6 +28,7 @@ _SMALL = 0.02  # error of a mean or an sd, in posterior sds, with which none is 
 _LOST = 0.01  # share of the points that may be without a value
 NOISE = 0.3  # sd of what is not known of the sum of log f_k over the points
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
+MOST_CUT = 0.05  # sds that what lies beyond the radius may move a mean or a log sd by
 _SHOWS = 1e-6  # sd under q of what the posterior's log density differs from q's by
 _MOST_ERROR = 1e6
 _WIDER = 1.2  # sds of the first proposal, in those of q
@@ -42,7 +43,10 @@ class Correcting(NamedTuple):
     latest: int  # number of them that are of this exchange
     exchanges: int  # so far, this one counted
     points: Array  # (J S, m)
-    residual: Array  # (J S,) Σ_k log f_k − log q_k over who has answered; NaN where one had no value
+    radius: float  # prior sds from the prior's mean within which clients are asked
+    reach: Array  # (K,) those within which each answers, as it says; infinite where it has no bound, or has not said
+    within: NDArray[np.bool_]  # (J S,) which points are that near; no others are asked for
+    residual: Array  # (J S,) Σ_k log f_k − log q_k over who has answered; NaN where one had no value, or beyond
     each: Array  # (K, J S) its terms; (0, J S) where they are too many to be kept
     distrusted: NDArray[np.bool_]  # (K,) moved the posterior by more than trust allows; their sites stand for them
     noise: Array  # (J S,) Σ_k squared errors
@@ -65,7 +69,7 @@ class Judged(NamedTuple):
     message: str
 
 
-def start(sites: Sites, skewed: Array, points: int, stream: int, *, keep: bool) -> Correcting:
+def start(sites: Sites, skewed: Array, points: int, radius: float, stream: int, *, keep: bool) -> Correcting:
     """The first exchange, around q and along its skewness; `keep` single answers however many they are."""
     covariance = gaussian.covariance(sites.q) * _WIDER**2
     proposals = with_tails(gaussian.mean(sites.q), covariance, points // student.SCRAMBLES, skewed)
@@ -76,6 +80,9 @@ def start(sites: Sites, skewed: Array, points: int, stream: int, *, keep: bool) 
         latest=0,
         exchanges=0,
         points=empty,
+        radius=radius,
+        reach=np.full(count, np.inf),
+        within=np.zeros(0, dtype=bool),
         residual=np.zeros(0),
         each=np.zeros((count if keep or count * points * _IN_ALL <= _KEPT else 0, 0)),
         distrusted=np.zeros(count, dtype=bool),
@@ -90,14 +97,14 @@ def start(sites: Sites, skewed: Array, points: int, stream: int, *, keep: bool) 
         trusted=False,
         said="",
     )
-    return _exchange(begun, proposals, stream)
+    return _exchange(begun, sites, proposals, stream)
 
 
-def _exchange(state: Correcting, proposals: tuple[Proposal, ...], stream: int) -> Correcting:
+def _exchange(state: Correcting, sites: Sites, proposals: tuple[Proposal, ...], stream: int) -> Correcting:
     """One more exchange, with points of other proposals beside those that there are."""
     first = stream + len(state.proposals)
     fresh = np.concatenate([points_of(proposal, first + number) for number, proposal in enumerate(proposals)])
-    return state._replace(
+    begun = state._replace(
         proposals=(*state.proposals, *proposals),
         latest=len(proposals),
         exchanges=state.exchanges + 1,
@@ -110,12 +117,32 @@ def _exchange(state: Correcting, proposals: tuple[Proposal, ...], stream: int) -
         waited=0,
         rounds=0,
     )
+    return _truncated(begun, sites)
+
+
+def _truncated(state: Correcting, sites: Sites) -> Correcting:
+    """Without a value at the points that lie beyond what all clients answer, as far as they have said."""
+    within = region.within(sites.prior, reached(state), state.points)
+    return state._replace(
+        within=within, residual=np.where(within, state.residual, np.nan), each=np.where(within, state.each, np.nan)
+    )
+
+
+def reached(state: Correcting) -> float:
+    """Prior sds from the prior's mean within which points are asked for."""
+    return float(np.min(state.reach, initial=state.radius))
+
+
+def _asked_at(state: Correcting) -> NDArray[np.intp]:
+    """Which points of all are those of this exchange that are asked for."""
+    count = student.SCRAMBLES * sum(proposal.per_scramble for proposal in _latest(state))
+    first = len(state.points) - count
+    return np.asarray(first + np.flatnonzero(state.within[first:]))
 
 
 def asked(state: Correcting) -> Array:
     """The points of this exchange, (S, m)."""
-    count = sum(proposal.per_scramble for proposal in _latest(state))
-    return state.points[len(state.points) - student.SCRAMBLES * count :]
+    return state.points[_asked_at(state)]
 
 
 def _latest(state: Correcting) -> tuple[Proposal, ...]:
@@ -135,7 +162,7 @@ def broadcast(state: Correcting, sites: Sites, client_id: str, prior_share: floa
 
 
 def answer(client: ClientView, message: Message, local: LocalInference) -> ClientUpdate[None]:
-    """A client's reply: log f_k at the points with errors, and whether its local prior is proper."""
+    """A client's reply: log f_k at the points with errors, whether its prior is proper, and how far out it answers."""
     assert local.factor is not None
     points, center = (np.asarray(message[name], dtype=float) for name in ("points", "center"))
     values, errors = np.zeros(int(message["count"])), np.zeros(int(message["count"]))
@@ -145,23 +172,27 @@ def answer(client: ClientView, message: Message, local: LocalInference) -> Clien
         found = local.factor(client, points[inside], center, float(message["prior_share"]))
         values[inside] = np.where(np.isfinite(found.values), found.values, NO_VALUE)
         errors[inside] = np.where(np.isfinite(found.values), found.errors, 0.0)
-    reply = {"values": values, "errors": errors, "proper": np.array(float(client.has_proper_prior))}
+    reply = {
+        "values": values,
+        "errors": errors,
+        "proper": np.array(float(client.has_proper_prior)),
+        "reach": np.array(float(message.get("reach", 0.0))),
+    }
     return ClientUpdate(None, reply, {"values_lost": float(np.mean(values == NO_VALUE))})
 
 
 def shapes(state: Correcting) -> dict[str, tuple[int, ...]]:
     """Values and errors at the points."""
     count = len(asked(state))
-    return {"values": (count,), "errors": (count,), "proper": ()}
+    return {"values": (count,), "errors": (count,), "proper": (), "reach": ()}
 
 
 def take(state: Correcting, sites: Sites, replies: Mapping[str, Message]) -> Correcting:
     """Add the residuals of the clients that had not answered."""
     new = [client_id for client_id in replies if not state.answered[sites.where[client_id]]]
-    points = asked(state)
-    first = len(state.points) - len(points)
+    points, where = asked(state), _asked_at(state)
     residual, noise, answered = state.residual.copy(), state.noise.copy(), state.answered.copy()
-    each = state.each.copy()
+    each, reach = state.each.copy(), state.reach.copy()
     is_proper, moved, effects = state.is_proper, state.moved, _effects(sites.q, _latest(state), points)
     for client_id in sorted(new):
         k, reply = sites.where[client_id], replies[client_id]
@@ -169,20 +200,22 @@ def take(state: Correcting, sites: Sites, replies: Mapping[str, Message]) -> Cor
         values = np.asarray(reply["values"], dtype=float)
         values = np.where(values <= 0.1 * NO_VALUE, np.nan, values)
         answered[k] = True
+        reach[k] = float(reply["reach"]) or np.inf
         term = values - gaussian.log_kernel(site, points)
         if len(each):
-            each[k, first:] = term
+            each[k, where] = term
         if state.distrusted[k]:
             continue
-        residual[first:] += term
+        residual[where] += term
         errors = np.asarray(reply["errors"], dtype=float)
-        noise[first:] += errors**2
+        noise[where] += errors**2
         by_client = errors @ effects
         moved = moved + np.stack([by_client, by_client**2])
         is_proper = is_proper and float(reply["proper"]) > 0.5
-    return state._replace(
+    after = state._replace(
         residual=residual,
         each=each,
+        reach=reach,
         noise=noise,
         moved=moved,
         answered=answered,
@@ -190,10 +223,13 @@ def take(state: Correcting, sites: Sites, replies: Mapping[str, Message]) -> Cor
         rounds=state.rounds + 1,
         is_proper=is_proper,
     )
+    return _truncated(after, sites)
 
 
 def _effects(q: Gaussian, proposals: tuple[Proposal, ...], points: Array) -> Array:
     """What a unit of log density at each point moves means and log sds of q by, in sds: (S, 2 m)."""
+    if not len(points):
+        return np.zeros((0, 2 * points.shape[1]))
     weights = normalise(gaussian.log_density(q, points) - log_mixture(proposals, points))
     z = (points - gaussian.mean(q)) / gaussian.standard_deviations(q)
     parts = np.concatenate([z, 0.5 * (z**2 - 1.0)], axis=1)
@@ -221,28 +257,40 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
         state = _without_liars(state, sites, trust)
     found = reweigh(sites.q, state.proposals, state.points, state.residual)
     state = state._replace(found=found)
+    radius = reached(state)
+    by = next((name for name, k in sites.where.items() if state.reach[k] == radius), "")
     if found is None:
-        return Judged(state, True, "no point of the correction has a value at every client; use local=fedppl.NUTS()")
+        far = f" (asked within {radius:g} prior sds, as site {by!r} answers)" if by else ""
+        return Judged(
+            state, True, f"no point of the correction has a value at every client{far}; use local=fedppl.NUTS()"
+        )
+    cut = region.beyond(sites.prior, radius, sites.q, found.points, found.weights)
+    is_cut = float(cut.effect.sum()) > MOST_CUT
     # Points that were proposed for this posterior have its tails within them, and not those of one without a client.
     trusted = is_trusted(found) and found.second_k <= MOST_SECOND_K
     enough = trusted and found.ess >= _LEAST and found.error <= _SMALL
     if enough and state.exchanges == 1:  # what lies far out may have been missed by all scrambles alike
         enough = not has_heavy_tails(found.points, found.weights)
-    hopeless = bool(np.any(state.missing) or np.any(state.distrusted))  # whatever points there were
+    # whatever points there were
+    hopeless = bool(np.any(state.missing) or np.any(state.distrusted) or (is_cut and trusted))
     if not enough and not hopeless and state.exchanges < exchanges:
         count = 2 * sum(proposal.per_scramble for proposal in _latest(state))
-        return Judged(_exchange(state, _refitted(found, count, sites.q), stream), False, "")
+        return Judged(_exchange(state, sites, _refitted(found, count, sites.q), stream), False, "")
     names = list(sites.where)
     noise = float(np.sqrt(found.weights @ np.nan_to_num(state.noise)))
     # Of any sign they add up by their squares, and errors that clients have alike as they are.
     moved = float(max(np.max(np.abs(state.moved[0])), np.sqrt(np.max(state.moved[1]))))
+    lost = float(np.mean(np.isnan(state.residual[state.within])))
     problems = [
-        _without([names[k] for k in np.flatnonzero(state.missing)]),
-        _misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),
-        "" if trusted else _beyond(found, sites),
-        f"{found.lost:.1%} of the points of the correction are without a value" if found.lost > _LOST else "",
+        _untrusted.without([names[k] for k in np.flatnonzero(state.missing)]),
+        _untrusted.misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),
+        _untrusted.beyond_radius(cut, radius, by, sites) if is_cut else "",
+        "" if trusted else _untrusted.beyond_q(found, sites),
+        f"{lost:.1%} of the points of the correction are without a value" if lost > _LOST else "",
         # What a client that misleads said of its errors is in these sums.
-        _uncertain(noise, moved) if (noise > NOISE or moved > _MOVED) and not np.any(state.distrusted) else "",
+        _untrusted.uncertain(noise, moved)
+        if (noise > NOISE or moved > _MOVED) and not np.any(state.distrusted)
+        else "",
     ]
     message = "; ".join(filter(None, problems))
     return Judged(state._replace(trusted=not message), True, message)
@@ -286,7 +334,11 @@ def log_evidence(state: Correcting, sites: Sites, prior_share: float) -> LogEvid
             "the correction of q is not to be trusted, so that there is no evidence: see fit.message."
         )
     require_proper(state.is_proper)
-    return LogEvidence(log_of_gaussians(sites, prior_share) + state.found.log_ratio, state.found.log_ratio_error)
+    # Of what lies beyond the radius, the posterior is taken to have the share that q has.
+    found = state.found
+    cut = region.beyond(sites.prior, reached(state), sites.q, found.points, found.weights)
+    error = float(np.hypot(found.log_ratio_error, cut.mass.sum()))
+    return LogEvidence(log_of_gaussians(sites, prior_share) + found.log_ratio, error)
 
 
 def require_proper(is_proper: bool) -> None:
@@ -323,6 +375,10 @@ def implausible(reply: Message) -> str | None:
     reason = _sites.implausible_values(reply, ("values",))
     if reason:
         return reason
+    if float(reply["reach"]) < 0:
+        return (
+            f"'reach' is {float(reply['reach']):.2g}, and must be a number of prior sds, or 0 where there is no bound"
+        )
     if not np.all(np.abs(reply["errors"]) <= _MOST_ERROR):
         return f"'errors' reaches {float(np.abs(reply['errors']).max()):.2g}, at most {_MOST_ERROR:g} allowed"
     return None
@@ -338,52 +394,3 @@ def _refitted(found: Reweighted, count: int, q: Gaussian) -> tuple[Proposal, ...
     outer = () if few else beyond(found.points, found.weights, count // 2)
     inner = count - sum(proposal.per_scramble for proposal in outer)
     return (*with_tails(found.mean, covariance, inner, skewness(found.points, found.weights)), *outer)
-
-
-def _without(names: list[str]) -> str:
-    if not names:
-        return ""
-    return (
-        f"clients {names[:5]} did not answer at the points of the correction, and their Gaussian sites stand for them; "
-        "ask again, or set correction=None"
-    )
-
-
-def _misleading(names: list[str], trust: float | None) -> str:
-    if not names:
-        return ""
-    return (
-        f"clients {names[:5]} move the posterior by more than trust={trust:g} sds by what they answer at the points of "
-        "the correction, and their Gaussian sites stand for them; look at their data"
-    )
-
-
-def _beyond(found: Reweighted, sites: Sites) -> str:
-    """What q could not follow, and where."""
-    sd = gaussian.standard_deviations(sites.q)
-    shift = (found.mean - gaussian.mean(sites.q)) / sd
-    wider = np.sqrt(np.diag(found.covariance)) / sd
-    worst = int(np.argmax(np.maximum(np.abs(shift), np.abs(np.log(wider)))))
-    most_k = pareto.limit(len(found.points))
-    short = [
-        f"Pareto k {found.pareto_k:.2f} (at most {most_k:.2f})" if not found.pareto_k <= most_k else "",
-        f"Pareto k {found.second_k:.2f} of squares (at most {MOST_SECOND_K:g})"
-        if not found.second_k <= MOST_SECOND_K
-        else "",
-        f"{found.ess:.0f} effective points (at least {FEWEST})" if not found.ess >= FEWEST else "",
-        f"an error of {found.error:.2g} sds (at most {MOST_ERROR:g})" if not found.error <= MOST_ERROR else "",
-    ]
-    return (
-        f"{len(found.points)} points of the correction do not tell the posterior: {', '.join(filter(None, short))}. "
-        f"Along {sites.labels[worst]} its mean is {shift[worst]:+.2g} sds of q away, and its sd {wider[worst]:.2g} "
-        "times q's. Raise points= of fedppl.Correction, declare that variable on a scale where it is closer to normal, "
-        "or give it a prior that says more"
-    )
-
-
-def _uncertain(noise: float, moved: float) -> str:
-    return (
-        f"clients' log densities are uncertain by {noise:.2g} in all over the posterior, which moves a mean by up to "
-        f"{moved:.2g} sds: their local variables are too far from normal given the shared ones. Use "
-        "local=fedppl.NUTS(), or declare local variables on a scale where they are closer to normal"
-    )

@@ -8,6 +8,7 @@ from fedppl import contracts, gaussian
 from fedppl.algorithms.ep import _correction, _sites, _trust
 from fedppl.algorithms.ep._state import EPState
 from fedppl.contracts.algorithm import WithoutClient
+from fedppl.numerics import region
 from fedppl.numerics.reweighting import Reweighted, reweigh
 from fedppl.types import Array, DeclarationError, Message
 
@@ -88,6 +89,9 @@ def without(state: EPState, client_id: str, log_ratio: contracts.LogRatio | None
         base, site = sites.q, gaussian.quotient(sites.q, cavity)
         residual = residual - gaussian.log_kernel(site, held.points)
     found = reweigh(base, held.proposals, held.points, residual)
+    if found is not None:  # it may reach farther out than the posterior of all does
+        cut = region.beyond(sites.prior, _correction.reached(held), base, found.points, found.weights)
+        found = found if float(cut.effect.sum()) <= _correction.MOST_CUT else None
     if found is None or not held.is_proper:
         return WithoutClient(cavity, found, unknown)
     with_it = _correction.log_integral(sites.q) + held.found.log_ratio

@@ -94,7 +94,10 @@ def ep_round(
 def corrected_next(taken: Taken, correction: Correction, trust: float | None) -> Taken:
     """Begin the correction in place of a converged end, where q is proper and small enough for it."""
     state = taken.state
-    begun = _correction.start(state.sites, state.skewness, correction.points, state.stream, keep=trust is not None)
+    radius = np.inf if correction.radius is None else correction.radius
+    begun = _correction.start(
+        state.sites, state.skewness, correction.points, radius, state.stream, keep=trust is not None
+    )
     return taken._replace(
         state=state._replace(correction=begun._replace(said=taken.message or "")),
         status=Status.RUNNING,

@@ -29,6 +29,10 @@ class Correction:
         enough. Each further one has twice as many.
     exchanges
         Largest number of exchanges.
+    radius
+        Largest distance of a point from the prior's mean, per coordinate, in prior sds, as `fedppl.Policy` has it under
+        `distance`; None asks for all. Where sites allow less, points beyond the least that they allow, which they tell
+        with their first answers, are not asked for from then on: the proposal is truncated there.
 
     Raises
     ------
@@ -45,7 +49,9 @@ class Correction:
     -----
     *When this fails.* Where q is far from the posterior (many shared coordinates, heavy tails), few points have all the
     weight: the status then says so, with the coordinate. A mode that lies apart from q's has no point near it, and is
-    not seen: ``EP(starts=...)`` looks for it. Values of log f_k at so many points tell more of a client's data than
+    not seen: ``EP(starts=...)`` looks for it. Beyond a radius the posterior is taken to be as q is, and where what lies
+    there may move a mean or a log sd by more than 0.05 sds, the status says so, with the site whose policy has it.
+    Values of log f_k at so many points tell more of a client's data than
     moments do; sites of their own are not asked for them unless this is in the call and their policy
     allows it.
 
@@ -57,6 +63,7 @@ class Correction:
 
     points: int = 1024
     exchanges: int = 4
+    radius: float | None = None
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -69,3 +76,5 @@ class Correction:
                 f"{-(-self.points // SCRAMBLES) * SCRAMBLES}."
             )
         settings.whole("exchanges", self.exchanges)
+        if self.radius is not None:
+            settings.positive("radius", self.radius, "it is in prior sds, or None for no bound")

@@ -1,0 +1,74 @@
+"""The region within which points are answered: a box around the prior's mean, and what lies beyond it.
+
+Points of a proposal that lie beyond are not asked for. Those that are left are points of the proposal truncated to the
+box; under the balance heuristic, whose counts are of all points that were drawn, that needs no other constant.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr
+
+from fedppl import gaussian
+from fedppl.gaussian import Gaussian
+from fedppl.types import Array
+
+_STEP = np.sqrt(2.0)
+_SLOWEST = 0.9  # share that a tail keeps with a step; what keeps more has no mean
+
+
+class Beyond(NamedTuple):
+    """What a posterior has beyond the region, by each coordinate, lower side and upper."""
+
+    mass: Array  # (m, 2)
+    effect: Array  # (m, 2) what that adds to a mean or to a log sd at most, in sds
+
+
+def within(prior: Gaussian, radius: float, points: Array) -> NDArray[np.bool_]:
+    """Which points (S, m) are at most so many prior sds from the prior's mean in every coordinate, (S,) bool."""
+    if not np.isfinite(radius):
+        return np.ones(len(points), dtype=bool)
+    lower, upper = _edges(prior, radius)
+    return np.asarray(np.all((points >= lower) & (points <= upper), axis=1))
+
+
+def beyond(prior: Gaussian, radius: float, q: Gaussian, points: Array, weights: Array) -> Beyond:
+    """Bound what a posterior, as weighted points (S, m) within the region, and its Gaussian q have beyond it.
+
+    Of a tail that falls like a power of the distance from the mean, or faster, the share that is left falls with each
+    step by the same factor of the distance, or faster. With steps of √2, ρ being the mass in the last of them over that
+    in the one before, the mass beyond is at most that in the last times ρ / (1 − ρ).
+    """
+    m = points.shape[1]
+    if not np.isfinite(radius):
+        return Beyond(np.zeros((m, 2)), np.zeros((m, 2)))
+    mean = weights @ points
+    sd = np.sqrt(np.maximum(weights @ (points - mean) ** 2, 1e-300))
+    own, own_sd = gaussian.mean(q), gaussian.standard_deviations(q)
+    mass, of_q = np.zeros((m, 2)), np.zeros((m, 2))
+    away, away_of_q = np.zeros((m, 2)), np.zeros((m, 2))
+    for side, edge in enumerate(_edges(prior, radius)):
+        sign = 2.0 * side - 1.0
+        reach = sign * (edge - mean)  # the mean itself lies within
+        out = sign * (points - mean)
+        inner = weights @ ((out > reach / 2) & (out <= reach / _STEP))
+        outer = weights @ (out > reach / _STEP)
+        ratio = np.minimum(outer / np.maximum(inner, 1e-300), _SLOWEST)  # few points tell none of a far tail
+        mass[:, side] = np.minimum(outer * ratio / (1.0 - ratio), 1.0)
+        away[:, side] = np.maximum(reach, 0.0) / sd
+        away_of_q[:, side] = np.abs(edge - own) / own_sd
+        of_q[:, side] = ndtr(-sign * (edge - own) / own_sd)
+    # Beyond an edge that is e sds away, a tail that falls as an exponential has its mean at e + 1 sds at most.
+    return Beyond(np.maximum(mass, of_q), np.maximum(_effect(mass, away), _effect(of_q, away_of_q)))
+
+
+def _effect(mass: Array, away: Array) -> Array:
+    return np.asarray(mass * np.maximum(away + 1.0, 0.5 * ((away + 1.0) ** 2 + 1.0)))
+
+
+def _edges(prior: Gaussian, radius: float) -> tuple[Array, Array]:
+    center, sd = gaussian.mean(prior), gaussian.standard_deviations(prior)
+    return np.asarray(center - radius * sd), np.asarray(center + radius * sd)
