@@ -124,10 +124,7 @@ def results(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found["fedppl_against_pooled"] = {
         "rmse_ratio": [round(ratio, 4), round(spread, 4)],
         "coverage": _pm(covers["fedppl"].astype(float) - covers["pooled"]),
-        "mean_apart_in_sd": {
-            "rms": round(float(np.sqrt(np.mean(apart**2))), 4),
-            "max": round(float(abs(apart).max()), 4),
-        },
+        "mean_apart_in_sd": [round(float(x), 4) for x in (np.sqrt(np.mean(apart**2)), np.max(np.abs(apart)))],
         "sd_ratio": [round(float(x), 4) for x in np.percentile(sd[:, 0] / sd[:, 1], [0, 50, 100])],
         "status": dict(zip(status.tolist(), counts.tolist(), strict=True)),
     }
