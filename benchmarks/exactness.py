@@ -21,21 +21,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import arviz as az
 import numpy as np
-import pymc as pm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fedppl
 from benchmarks._exactness import eight_schools, models, more_models, tools
 from benchmarks._exactness.models import Problem
+from benchmarks._exactness.reference import reference as of_pooled
 from fedppl.types import Array
 
 _ESS = 10_000  # of the reference
 _MOST_DRAWS = 40_000  # of a chain
 _PROBLEMS = {"models": models.PROBLEMS, "more_models": more_models.PROBLEMS}
-_ACCEPT = (0.9, 0.99)  # the second where the first diverges
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -70,7 +68,7 @@ def _compared(problem: Problem, draws: int, seed: int) -> dict[str, Any]:
     between = time.process_time()
     fit = fedppl.fit(declared, problem.clients, fedppl.EP(), progressbar=False, random_seed=seed)
     seconds = time.process_time() - between
-    reference, quality = _reference(problem.pooled(), draws, seed)
+    reference, quality = of_pooled(problem.pooled(), None, draws, seed, ess=_ESS, most=_MOST_DRAWS)
     labels = fit.layout.labels
     theirs = np.concatenate([_flat(reference, name) for name in problem.unconstrained()], axis=1)
     alone = plain.idata["fit"]
@@ -101,47 +99,6 @@ def _compared(problem: Problem, draws: int, seed: int) -> dict[str, Any]:
         flush=True,
     )
     return row
-
-
-def _reference(model: pm.Model, draws: int, seed: int) -> tuple[Any, dict[str, float]]:
-    """Draws of the pooled model, and how good they are; once more with as many as that takes, if they are too few."""
-    for accept in _ACCEPT:
-        posterior, quality = _sampled(model, draws, seed, accept)
-        if not quality["divergences"]:
-            break
-    least = min(quality["ess"], quality["ess_of_squares"])
-    if least < _ESS and draws < _MOST_DRAWS:
-        more = min(_MOST_DRAWS, int(1.3 * draws * _ESS / max(least, 1)))
-        posterior, quality = _sampled(model, more, seed, accept)
-    return posterior, quality
-
-
-def _sampled(model: pm.Model, draws: int, seed: int, accept: float) -> tuple[Any, dict[str, float]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = pm.sample(
-            draws,
-            tune=2000,
-            chains=4,
-            cores=1,
-            nuts_sampler="nutpie",
-            random_seed=seed,
-            progressbar=False,
-            model=model,
-            target_accept=accept,
-        )
-    posterior = found["posterior"]
-    names = [str(name) for name in posterior.data_vars if not str(name).startswith("site") and "corr" not in str(name)]
-    of = posterior[names]
-    squares = (of - of.mean()) ** 2
-    spread = [min(float(x.min()) for x in az.ess(part).values()) for part in (of, squares)]
-    rhat = max(float(x.max()) for x in az.rhat(of).values())
-    return posterior, {
-        "ess": round(spread[0]),
-        "ess_of_squares": round(spread[1]),
-        "r_hat": round(rhat, 4),
-        "divergences": int(found["sample_stats"]["diverging"].sum()),
-    }
 
 
 def _flat(posterior: Any, unconstrained: tuple[str, Any]) -> Array:

@@ -1,0 +1,63 @@
+"""Draws of a pooled model by nutpie, as many as a reference needs, and how good they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import arviz as az
+import pymc as pm
+
+_ACCEPT = (0.9, 0.99)  # the second where the first diverges
+
+
+def reference(
+    model: pm.Model, names: Sequence[str] | None, draws: int, seed: int, *, ess: int, most: int
+) -> tuple[Any, dict[str, float]]:
+    """Draws of four chains; once more with as many as `ess` takes, at most `most` a chain, if they are too few.
+
+    The effective sample size is the smallest of these variables and of their squares; without names, of all that do not
+    begin with "site".
+    """
+    for accept in _ACCEPT:
+        posterior, quality = _sampled(model, names, draws, seed, accept)
+        if not quality["divergences"]:
+            break
+    least = min(quality["ess"], quality["ess_of_squares"])
+    if least < ess and draws < most:
+        more = min(most, int(1.3 * draws * ess / max(least, 1)))
+        posterior, quality = _sampled(model, names, more, seed, accept)
+    return posterior, quality
+
+
+def _sampled(
+    model: pm.Model, names: Sequence[str] | None, draws: int, seed: int, accept: float
+) -> tuple[Any, dict[str, float]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = pm.sample(
+            draws,
+            tune=2000,
+            chains=4,
+            cores=1,
+            nuts_sampler="nutpie",
+            random_seed=seed,
+            progressbar=False,
+            model=model,
+            target_accept=accept,
+        )
+    posterior = found["posterior"]
+    if names is None:
+        every = [str(name) for name in posterior.data_vars]
+        names = [name for name in every if not name.startswith("site") and "corr" not in name]
+    of = posterior[list(names)]
+    squares = (of - of.mean()) ** 2
+    spread = [min(float(x.min()) for x in az.ess(part).values()) for part in (of, squares)]
+    rhat = max(float(x.max()) for x in az.rhat(of).values())
+    return posterior, {
+        "ess": round(spread[0]),
+        "ess_of_squares": round(spread[1]),
+        "r_hat": round(rhat, 4),
+        "divergences": int(found["sample_stats"]["diverging"].sum()),
+    }

@@ -1,0 +1,1 @@
+"""What `rare_events.py` compares: trials, the usual meta-analysis, and the same model on pooled rows."""
