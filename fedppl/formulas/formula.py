@@ -10,10 +10,12 @@ from typing import Any
 import pandas as pd
 
 from fedppl.data import frames
-from fedppl.formulas.agreement import Agreement, agreed, strange, tell
+from fedppl.formulas.agreement import Agreement, Told, tell
 from fedppl.formulas.declare import Formula
+from fedppl.formulas.exchange import asked, together
 from fedppl.formulas.families import family as family_of
 from fedppl.formulas.priors import Prior
+from fedppl.formulas.strange import strange
 from fedppl.formulas.terms import parse
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import flag, one_of, shown, whole
@@ -114,12 +116,15 @@ class Agreed:
     columns
         A row for every column: its levels or its mean and sd.
     strange
-        Columns that are on another scale at one client than at most others, in words.
+        Columns that are on another scale at one client than at most others, or elsewhere, in words.
+    clients
+        Ids of those who agreed.
     """
 
     model: FederatedModel
     columns: pd.DataFrame
     strange: tuple[str, ...]
+    clients: tuple[str, ...]
 
 
 def agree(
@@ -134,7 +139,11 @@ def agree(
     """Have clients agree on levels, reference levels and scales, so that coefficients mean the same at all.
 
     Every client tells, of each column of the formula, how many rows it has, of numbers their sum and sum of squares,
-    of texts the levels that at least `min_count` of its rows have, and how many rows have others. Nothing else leaves.
+    of texts the levels that at least `min_count` of its rows have, and how many rows have others. Nothing else leaves,
+    and nothing of fewer rows than that: one with fewer tells nothing, and takes the constants of the others; of levels
+    so many are withheld that together at least `min_count` rows of two levels have them; of a numeric column in which
+    some rows but fewer than that have another value than most, the sums are withheld. Where clients are sites of their
+    own `fedppl.Flower.agree` asks them, under their own policies.
 
     Parameters
     ----------
@@ -143,7 +152,7 @@ def agree(
     data, by, missing
         As for `fedppl.fit`.
     min_count
-        Rows that a client needs of a level to tell it.
+        Rows that a client needs of a level, and in all, to tell of them.
     withheld
         What becomes of rows of levels that were not told: "error", or "other" for a level of that name.
 
@@ -171,20 +180,24 @@ def agree(
     whole("min_count", min_count)
     one_of("withheld", withheld, ("error", "other"))
     clients = clients_of(built, data, by, missing)
-    names = [name for name in (*built.terms.columns, *built.terms.response.columns)]
-    as_levels = (*built.terms.levels, *built.terms.response.columns[: built.family.outcome == "level"])
-    told = {}
+    what, told = asked(built), {}
     for client_id, one in clients.items():
         if absent := [name for name in built.columns if name not in one]:
             raise DataError(
                 f"client {str(client_id)!r} lacks the columns {absent} of the formula; it has {sorted(one)[:20]}."
             )
-        told[str(client_id)] = tell(one, names, as_levels, min_count)
-    agreement = agreed(told, built.levels, others=withheld == "other")
+        told[str(client_id)] = tell(one, what.names, what.levels, min_count)
+    return of_told(model, told, withheld)
+
+
+def of_told(model: FederatedModel, told: Mapping[str, Mapping[str, Told]], withheld: str) -> Agreed:
+    """What clients agree on who have told this."""
+    built = together(_formula(model), told, others=withheld == "other")
+    assert built.design is not None
     odd = tuple(strange(told))
     if odd:
-        logger.warning("units may differ: %s; bring all clients to one unit", "; ".join(odd[:5]))
-    return Agreed(_model(built.agreed(agreement)), _table(agreement), odd)
+        logger.warning("columns may be swapped, or units differ: %s; bring all clients to one form", "; ".join(odd[:5]))
+    return Agreed(_model(built), _table(built.design.agreement), odd, tuple(sorted(told)))
 
 
 def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
