@@ -189,6 +189,8 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool) -> Column:
     mean = sum(one.total for one in telling) / rows
     variance = max(sum(one.squares for one in telling) / rows - mean**2, 0.0)
     if not variance > 1e-12 * mean**2:
+        if not needed:
+            return Column((), (), float(mean), 1.0)
         raise DataError(
             f"column {name!r} is {mean:.6g} in all rows of all clients; leave it out of the formula, which has an "
             "intercept."

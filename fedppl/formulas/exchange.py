@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl.data import frames
+from fedppl.data import frames, missing
 from fedppl.formulas.agreement import Agreement, Told, agreed, is_text, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.design import standing_for_all
@@ -44,7 +44,7 @@ def rows_of(built: Formula, data: Any, whose: str) -> dict[str, Array]:
         raise DataError(f"{whose}: data are {type(data).__name__}; pass a data frame, or arrays by column.")
     if absent := [name for name in built.columns if name not in held]:
         raise DeclarationError(f"{whose} lacks the columns {absent} of the formula.")
-    rows: dict[str, Array] = frames.complete({whose: held}, built.columns, "error", texts=True)[whose]
+    rows: dict[str, Array] = missing.complete({whose: held}, built.columns, "error", texts=True)[whose]
     return rows
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from fedppl.data import frames
+from fedppl.data import missing as gaps
 from fedppl.formulas.agreement import Agreement, Told, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import asked, together
@@ -179,6 +180,7 @@ def agree(
     built = _formula(model)
     whole("min_count", min_count)
     one_of("withheld", withheld, ("error", "other"))
+    one_of("missing", missing, ("error", "drop", "impute"))
     clients = clients_of(built, data, by, missing)
     what, told = asked(built), {}
     for client_id, one in clients.items():
@@ -205,7 +207,12 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
     if by is None and frames.is_frame(data) and built.terms.client is not None:
         by = built.terms.client
     split = frames.by_client(data, by, built.columns, texts=True)
-    complete = frames.complete(split, built.columns, missing, texts=True)
+    if missing == "impute" and isinstance(split, Mapping):
+        outcomes, found = built.terms.response.columns[:1], gaps.read(split, built.columns, texts=True)
+        parts = {k: gaps.without_outcome(k, one, outcomes) for k, one in found.items()}
+        complete: Any = {k: found[k] if part is None else part.data for k, part in parts.items()}
+    else:
+        complete = gaps.complete(split, built.columns, missing, texts=True)
     if not isinstance(complete, Mapping) or not complete:
         raise DataError(f"data are {type(data).__name__}; pass a data frame with by=, or a mapping from id to rows.")
     return complete
