@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from fedppl import settings
 from fedppl.algorithms.ep.ep import EP
 from fedppl.contracts import AnyAlgorithm, EngineFactory
 from fedppl.data import frames
+from fedppl.data import missing as gaps
 from fedppl.formulas.formula import is_formula, ready, remembering
+from fedppl.formulas.strange import strange_arrays
 from fedppl.model.declaration import FederatedModel
+from fedppl.model.unseen import outcomes_of, require_rows_apart
 from fedppl.results import idata, saved, sound
 from fedppl.results.fit import Fit
 from fedppl.run import loop
@@ -22,6 +26,8 @@ from fedppl.run._round import Round
 from fedppl.run._start import require_declared
 from fedppl.run.participation import Participation
 from fedppl.types import DataError, DeclarationError
+
+logger = logging.getLogger(__name__)
 
 
 def rounds(
@@ -59,7 +65,10 @@ def rounds(
         Column, or columns, of one data frame that tell clients apart. Their values are the clients' ids.
     missing
         What to do where values are missing (NaN, None, NA): "error" says how many of which column at which client,
-        "drop" leaves out those rows and says how many.
+        "drop" leaves out those rows and says how many, "impute" those alone whose outcome is missing. An outcome is
+        what the model observes; without it a row says nothing of the model's variables, where its being missing depends
+        on no outcome (missing at random), so that leaving it out is exact, for counts and classes too, and
+        `Fit.predict` gives it afterwards. Missing predictors are refused, and rows that do not stand for themselves.
     rounds
         Number of rounds in all after which it stops; None runs until converged or the caller stops. Rounds of a start
         that has a budget of its own, as EP's warm start has, do not count.
@@ -269,7 +278,7 @@ def load(
     compared. A file that is cut off, damaged or none of ours is refused, and nothing in it is run; but anyone who can
     write the file can write another result into it.
     """
-    settings.one_of("missing", missing, ("error", "drop"))
+    settings.one_of("missing", missing, ("error", "drop", "impute"))
     algorithm = EP() if algorithm is None else algorithm
     require_declared(model, algorithm)
     held = saved.read(path)
@@ -313,10 +322,34 @@ def load(
 
 def _given(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
     """The declaration, and clients' data by id; what is no data is refused where it is used."""
-    settings.one_of("missing", missing, ("error", "drop"))
+    settings.one_of("missing", missing, ("error", "drop", "impute"))
     if not isinstance(model, FederatedModel) or data is None:
         return model, data
     if is_formula(model):
         return ready(model, data, by, missing)
     split = frames.by_client(data, by, model.names)
-    return model, frames.complete(split, model.names, missing)
+    if missing == "impute":
+        clients = _with_outcomes(model, split)
+    else:
+        clients = gaps.complete(split, model.names, missing)
+    if isinstance(clients, Mapping) and (odd := strange_arrays(clients)):
+        more = f", and {len(odd) - 5} more" if len(odd) > 5 else ""
+        logger.warning("columns may be swapped, or units differ: %s%s", "; ".join(odd[:5]), more)
+    return model, clients
+
+
+def _with_outcomes(model: FederatedModel, split: Any) -> Any:
+    """Clients' data without rows whose outcome is missing; the model says what that is, and whether rows depend."""
+    if not isinstance(split, Mapping):
+        return split
+    found = gaps.read(split, model.names)
+    incomplete = [k for k, data in found.items() if gaps.gaps(data)]
+    if not incomplete:
+        return found
+    whole = next((data for k, data in found.items() if k not in incomplete), None)
+    first = str(incomplete[0])
+    outcomes = outcomes_of(model.declared, first, whole or gaps.dropped(incomplete[0], found[incomplete[0]]))
+    kept = {k: gaps.without_outcome(k, found[k], outcomes) for k in incomplete}
+    one = next(part for part in kept.values() if part is not None)
+    require_rows_apart(model.declared, first, one.filled, one.data, one.rows, one.outcomes)
+    return {k: data if (part := kept.get(k)) is None else part.data for k, data in found.items()}

@@ -6,7 +6,6 @@ pandas, polars, pyarrow and whatever else narwhals reads, and xarray's Datasets.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,6 @@ from fedppl.types import Array, DataError
 
 if TYPE_CHECKING:
     import narwhals.stable.v2 as nw
-
-logger = logging.getLogger(__name__)
 
 _EPOCH = np.datetime64("1970-01-01", "us")
 _DAY = np.timedelta64(1, "D")
@@ -191,79 +188,6 @@ def by_client(
     table = columns(data, names if names is not None else _others(data, keys), "data", texts=texts)
     split = {name: np.split(values[order], ends) for name, values in table.items()}
     return {key: {name: parts[place] for name, parts in split.items()} for place, key in enumerate(first)}
-
-
-def complete(clients: Any, names: Sequence[str] | None, missing: str, *, texts: bool = False) -> Any:
-    """Clients' data without rows in which something is missing: refused with counts, or dropped and said.
-
-    What is no mapping from client to data that can be read is handed on as it is.
-    """
-    if not isinstance(clients, Mapping) or isinstance(clients, xr.Dataset):
-        return clients
-    read = raw if texts else named
-    found = {k: read(data, names, f"client {str(k)!r}") for k, data in clients.items()}
-    gaps = {k: _gaps(data) for k, data in found.items()}
-    if not any(gaps.values()):
-        return found
-    if missing == "error":
-        listed = [
-            f"{name!r} in {count} rows at client {str(k)!r}" for k, each in gaps.items() for name, count in each.items()
-        ]
-        more = f", and {len(listed) - 8} more" if len(listed) > 8 else ""
-        raise DataError(
-            f"values are missing: {', '.join(listed[:8])}{more}; drop or impute them before the fit, or let "
-            'missing="drop" leave those rows out.'
-        )
-    return {k: _dropped(k, data) if gaps[k] else data for k, data in found.items()}
-
-
-def _gaps(data: Any) -> dict[str, int]:
-    """By name of an array the number of rows in which values are missing."""
-    if not isinstance(data, Mapping):
-        return {}
-    missing = {name: _missing(value) for name, value in data.items()}
-    return {name: int(rows.sum()) for name, rows in missing.items() if rows is not None and rows.any()}
-
-
-def _missing(value: Any) -> Array | None:
-    """Whether something is missing in each row; None of what is no array of reals."""
-    if np.ma.is_masked(value):
-        rows = np.ma.getmaskarray(value)
-    else:
-        try:
-            array = np.asarray(value)
-        except ValueError:
-            return None
-        if array.dtype.kind not in "fO" or not array.ndim:
-            return None
-        rows = (
-            np.isnan(array)
-            if array.dtype.kind == "f"
-            else np.array([one is None for one in array.ravel()]).reshape(array.shape)
-        )
-    return np.asarray(rows.any(axis=tuple(range(1, rows.ndim))))
-
-
-def _is_none(value: Any) -> bool:
-    return value is None
-
-
-def _dropped(client_id: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    missing = {name: _missing(value) for name, value in data.items()}
-    rows = {len(data[name]) for name, found in missing.items() if found is not None and found.any()}
-    arrays = {name: value if np.ma.isMaskedArray(value) else np.asarray(value) for name, value in data.items()}
-    if len(rows) != 1:
-        raise DataError(
-            f'client {str(client_id)!r}: arrays of {sorted(rows)} rows have missing values, and missing="drop" cannot '
-            "tell which rows belong together; drop them before the fit."
-        )
-    (count,) = rows
-    parts = [found for found in missing.values() if found is not None and len(found) == count]
-    kept = ~np.logical_or.reduce(parts)
-    logger.warning("client %s: %d of %d rows are left out, values are missing", client_id, count - kept.sum(), count)
-    return {
-        name: np.asarray(array[kept] if array.ndim and len(array) == count else array) for name, array in arrays.items()
-    }
 
 
 def _groups(data: Any, keys: Sequence[Any]) -> tuple[Array, list[Any]]:

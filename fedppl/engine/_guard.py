@@ -146,7 +146,7 @@ def checked(
     rule = policy.refuse_algorithm(rules, algorithm, client.layout)
     rule = rule or policy.refuse_data(rules, client.layout.size, holdings(client))
     rule = rule or policy.refuse_release(rules, algorithm.disclosure.noise_multiplier, ledger.spent, ledger.unknown)
-    rule = rule or _not_approved(rules, request)
+    rule = rule or not_approved(rules, request)
     rule = rule or _not_a_share(request)
     if rule is not None or algorithm.disclosure.asks is None:
         return rule, request, 0
@@ -175,7 +175,8 @@ def _not_a_share(request: Request) -> str | None:
     return "numbers: 'prior_share' is not between 0 and 1"
 
 
-def _not_approved(rules: Policy, request: Request) -> str | None:
+def not_approved(rules: Policy, request: Request) -> str | None:
+    """Whether the file of who approves runs does not name this one."""
     if rules.approval is None or callable(rules.approval):
         return None
     path = Path(rules.approval)

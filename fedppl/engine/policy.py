@@ -78,6 +78,12 @@ class Policy:
         What leaves when a run is over that the site answered in, of "loo", sums of the rows' leave-one-out log
         densities for `fedppl.loo`, and "conflict", the site's p-value and statistic for `fedppl.conflict`. It counts as
         one more request, and q has to lie where one may ask. Not together with `epsilon`.
+    agreement
+        Fewest rows of all that is told before a run by a formula, when clients agree on levels and scales: of the
+        client, of a level, of levels that are withheld, of rows with another value than most. The server may want more,
+        not less. What was told of a column is told again, whatever the rows now are, until its file is deleted; telling
+        anew, and each other agreement that the site is sent, counts as a request. ``inf``, or `epsilon`, tells no more
+        than which columns are texts.
     epsilon
         None, or the total ε over all runs: then only algorithms whose ε is known are answered, `distance` and `cavity`
         are not looked at, and the release that would exceed it is refused.
@@ -119,6 +125,7 @@ class Policy:
     cavity: float = 2.0
     correction: int = 0
     conclusions: tuple[str, ...] = ()
+    agreement: float = 10
     epsilon: float | None = None
     delta: float = 1e-5
     approval: Callable[[Release], bool] | str | os.PathLike[str] | None = None
@@ -130,6 +137,8 @@ class Policy:
         if self.requests != np.inf:
             settings.whole("requests", self.requests, 1, "inf allows any number")
         settings.whole("correction", self.correction, 0, "0 allows no correction")
+        if self.agreement != np.inf:
+            settings.whole("agreement", self.agreement, 1, "inf tells nothing of the rows")
         for name in ("parameters_per_row", "distance", "cavity"):
             if getattr(self, name) != np.inf:
                 settings.positive(name, getattr(self, name), "inf switches the rule off")
@@ -162,7 +171,14 @@ class Policy:
 
 
 NO_RULES = Policy(
-    rows=0, parameters_per_row=np.inf, events=0, requests=np.inf, distance=np.inf, cavity=np.inf, correction=sys.maxsize
+    rows=0,
+    parameters_per_row=np.inf,
+    events=0,
+    requests=np.inf,
+    distance=np.inf,
+    cavity=np.inf,
+    correction=sys.maxsize,
+    agreement=1,
 )
 """Answers every request: for simulated data, and for data that need no protection."""
 
@@ -309,6 +325,15 @@ def _reach(layout: Layout, cavity: gaussian.Gaussian) -> Array:
     values, axes = np.linalg.eigh(root.T @ cavity.precision @ root)
     pull = root.T @ (cavity.linear - cavity.precision @ mean)
     return np.asarray(mean + root @ (axes @ ((axes.T @ pull) / np.maximum(np.abs(values), _VAGUEST))))
+
+
+def fewest(policy: Policy, wanted: int) -> float:
+    """Fewest rows of what is told for an agreement, where the server wants so many.
+
+    >>> fewest(Policy(agreement=10), 20), fewest(Policy(agreement=10), 5), fewest(Policy(epsilon=1.0), 5)
+    (20.0, 10.0, inf)
+    """
+    return float(np.inf if policy.epsilon is not None else max(policy.agreement, wanted))
 
 
 def refuse_release(policy: Policy, noise_multiplier: float | None, spent: float, unknown: int) -> str | None:

@@ -16,7 +16,7 @@ from fedppl.engine.policy import NO_RULES, Policy, read
 from fedppl.flower import node as _node
 from fedppl.flower.memory import Memory, file_memory
 from fedppl.flower.node import Node
-from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, HELLO, from_content, to_content
+from fedppl.flower.records import AGREE, ASK, CONCLUDE, CONSTRAIN, HELLO, from_content, to_content
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import shown, whole
 from fedppl.types import DeclarationError
@@ -38,7 +38,8 @@ def client_app(
     Parameters
     ----------
     federated_model
-        The declaration, the same at every site and at the server.
+        The declaration, the same at every site and at the server. One by a formula is completed by what clients agree
+        on (`fedppl.Flower.agree`).
     algorithm
         The algorithm, with the same settings at every site and at the server.
     load_data
@@ -123,26 +124,32 @@ def client_app(
 
     @app.query(HELLO.split(".")[1])
     def hello(message: FlowerMessage, context: Context) -> FlowerMessage:
-        parcel = _node.introduce(node(context), context.node_config)
+        here, texts = node(context), _read(message)[1]
+        parcel = _node.introduce(here, context.node_config, _memory(here, context), texts)
+        return FlowerMessage(to_content(*parcel), reply_to=message)
+
+    @app.query(AGREE.split(".")[1])
+    def agree(message: FlowerMessage, context: Context) -> FlowerMessage:
+        here, texts = node(context), _read(message)[1]
+        parcel = _node.agree(here, context.node_config, _memory(here, context), texts)
         return FlowerMessage(to_content(*parcel), reply_to=message)
 
     @app.train(ASK.split(".")[1])
     def ask(message: FlowerMessage, context: Context) -> FlowerMessage:
         here = node(context)
-        memory = file_memory(here.folder) if here.folder else _context_memory(context)
-        parcel = _node.answer_request(here, context.node_config, memory, _read(message))
+        parcel = _node.answer_request(here, context.node_config, _memory(here, context), _read(message))
         return FlowerMessage(to_content(*parcel), reply_to=message)
 
     @app.query(CONSTRAIN.split(".")[1])
     def constrain(message: FlowerMessage, context: Context) -> FlowerMessage:
-        parcel = _node.constrain(node(context), context.node_config, _read(message)[0])
+        here = node(context)
+        parcel = _node.constrain(here, context.node_config, _memory(here, context), _read(message)[0])
         return FlowerMessage(to_content(*parcel), reply_to=message)
 
     @app.evaluate(CONCLUDE.split(".")[1])
     def conclude(message: FlowerMessage, context: Context) -> FlowerMessage:
         here = node(context)
-        memory = file_memory(here.folder) if here.folder else _context_memory(context)
-        parcel = _node.conclude(here, context.node_config, memory, _read(message))
+        parcel = _node.conclude(here, context.node_config, _memory(here, context), _read(message))
         return FlowerMessage(to_content(*parcel), reply_to=message)
 
     return app
@@ -154,6 +161,10 @@ def _read(message: FlowerMessage) -> tuple[Mapping[str, Any], dict[str, str]]:
         return from_content(message.content)
     except Exception:
         return {}, {}
+
+
+def _memory(here: Node, context: Context) -> Memory:
+    return file_memory(here.folder) if here.folder else _context_memory(context)
 
 
 def _context_memory(context: Context) -> Memory:

@@ -12,16 +12,21 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory
 from fedppl.engine.answer import require_fit
+from fedppl.flower.agreed import pack_agreement
+from fedppl.flower.agreeing import agree
 from fedppl.flower.grid import GridEngine, GridSettings
 from fedppl.flower.roll import Own
 from fedppl.flower.simulation import start
+from fedppl.flower.site_agreement import waits
+from fedppl.formulas.exchange import example
+from fedppl.formulas.formula import is_formula
 from fedppl.model.declaration import FederatedModel
 from fedppl.results.fit import Fit
 from fedppl.run import loop
 from fedppl.run._round import Round
 from fedppl.run._start import require_callback, require_declared, require_settings, seed_of
 from fedppl.run.participation import Participation
-from fedppl.settings import positive, shown, takes, whole
+from fedppl.settings import one_of, positive, shown, takes, whole
 from fedppl.types import DeclarationError
 
 
@@ -48,6 +53,7 @@ def grid(
         The declaration, and made-up data of the form that the clients' have, name to array. From them the server knows
         itself what is shared, with which prior, and how draws of it are read, and refuses a site that says otherwise.
         Without, it believes what more than half of the `clients` say alike, and a single client whatever it says.
+        A formula that clients agreed on (`agree`) needs no data beside it, and goes to the sites.
     wait
         Seconds to wait for them to enrol.
     deadline
@@ -80,6 +86,16 @@ def grid(
     expected = _expected(clients)
     for name, value in {"wait": wait, "deadline": deadline, "poll": poll, "grace": grace}.items():
         positive(name, value, "it is in seconds")
+    greeting: dict[str, str] = {}
+    if is_formula(model):
+        assert model is not None
+        if waits(model):
+            raise DeclarationError(
+                "model= is a formula that clients have not agreed on: pass the model of fedppl.Flower.agree(grid, ...)."
+            )
+        built: Any = model.builder
+        example_data = example(built) if example_data is None else example_data
+        greeting = {"agreement": pack_agreement(built.design.agreement)}
     if (model is None) != (example_data is None):
         raise DeclarationError("model= and example_data= belong together: pass both, or neither.")
     if model is not None and not (isinstance(model, FederatedModel) and isinstance(example_data, Mapping)):
@@ -96,7 +112,7 @@ def grid(
             client = model.enrol({"example_data": example_data or {}}, kernel=algorithm.needs.kernel)["example_data"]
             require_fit(algorithm, client)
             own = Own(client.layout, client.reader())
-        return GridEngine(grid, algorithm, GridSettings(expected, wait, deadline, poll, grace), own)
+        return GridEngine(grid, algorithm, GridSettings(expected, wait, deadline, poll, grace), own, greeting)
 
     return factory
 
@@ -119,6 +135,8 @@ def server_app(
     *,
     clients: int | Sequence[str],
     example_data: Mapping[str, Any] | None = None,
+    min_count: int = 1,
+    withheld: str = "other",
     rounds: int = 20,
     participation: Participation | int | float | None = None,
     checkpoint: str | Path | None = None,
@@ -133,10 +151,12 @@ def server_app(
     Parameters
     ----------
     federated_model, algorithm
-        As at the sites. Without `example_data` the server uses no more of the declaration than the names that are
+        As at the sites. Of what is no formula the server without `example_data` uses no more than the names that are
         shared, and learns shapes and the prior from the sites.
     clients, example_data, wait
         As in `grid`.
+    min_count, withheld
+        As in `agree`, which is asked first where the declaration is a formula that clients have not agreed on.
     rounds, participation, checkpoint, deadline, random_seed, callback
         As in `fedppl.fit`. Entries of the run config with these names win, so that ``flwr run --run-config`` can
         set them; an empty checkpoint is none.
@@ -162,6 +182,7 @@ def server_app(
     for name, value in {"wait": wait, "deadline": deadline}.items():
         positive(name, value, "it is in seconds")
     require_declared(federated_model, algorithm)
+    whole("min_count", min_count), one_of("withheld", withheld, ("error", "other"))
     require_settings(rounds, participation, None, checkpoint or None, deadline)
     seed_of(random_seed)
     require_callback(callback)
@@ -179,16 +200,20 @@ def server_app(
             "random_seed": random_seed,
         }
         chosen |= {name: context.run_config[name] for name in chosen if name in context.run_config}
-        expected = context.run_config.get("clients", clients)
+        expected: Any = context.run_config.get("clients", clients)
+        patience, model = float(context.run_config.get("wait", wait)), federated_model
+        if waits(model):
+            found = agree(flower_grid, model, clients=expected, min_count=min_count, withheld=withheld, wait=patience)
+            expected, model = found.clients, found.model
         engine = grid(
             flower_grid,
-            clients=expected,  # type: ignore[arg-type]
-            model=None if example_data is None else federated_model,
+            clients=expected,
+            model=None if example_data is None and not is_formula(model) else model,
             example_data=example_data,
-            wait=float(context.run_config.get("wait", wait)),
+            wait=patience,
         )
         fit = loop.fit(
-            federated_model,
+            model,
             None,
             algorithm,
             engine=engine,

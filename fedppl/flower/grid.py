@@ -53,11 +53,18 @@ class _Busy(NamedTuple):
 class GridEngine:
     """Clients at sites, by logical id; see `fedppl.Flower.grid`."""
 
-    def __init__(self, grid: Grid, algorithm: AnyAlgorithm, settings: GridSettings, own: Own | None = None) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        algorithm: AnyAlgorithm,
+        settings: GridSettings,
+        own: Own | None = None,
+        greeting: Mapping[str, str] | None = None,
+    ) -> None:
         self._settings = settings
         self._own = own
         self._post = Post(grid, settings.poll, settings.grace)
-        self._roll = Roll(self._post, algorithm, settings.clients, settings.wait, own)
+        self._roll = Roll(self._post, algorithm, settings.clients, settings.wait, own, greeting)
         self._busy: dict[str, _Busy] = {}  # by client
         self._diagnostics: dict[str, set[str]] = {}  # names that each client has told
         self._roll.enrol()

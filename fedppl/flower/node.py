@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import threading
@@ -22,6 +23,7 @@ from fedppl.engine._conclusions import concluded, let_out, tells
 from fedppl.engine._guard import REFUSED, Guard, admit_algorithm, digest, refuse_data, replayed
 from fedppl.engine.answer import answer, require_fit, say_unused
 from fedppl.engine.policy import Policy
+from fedppl.flower import site_agreement as _agreements
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed
 from fedppl.flower.hello import pack_hello
@@ -55,28 +57,33 @@ class Node(NamedTuple):
     policy: Policy
 
 
-_models: dict[tuple[str, str], ClientModel] = {}  # of this process, by app and node config
-_declarations: dict[str, FederatedModel] = {}  # by app
+_models: dict[tuple[str, str, str], ClientModel] = {}  # of this process, by app, node config and agreement
+_declarations: dict[tuple[str, str], FederatedModel] = {}  # by app and agreement
 _first: dict[Any, dict[str, Mapping[str, Any]]] = {}  # the first client with such columns, by app
 _lock = threading.Lock()
 
 
-def enrolled(node: Node, config: Mapping[str, Any], called: str | None = None) -> ClientModel:
+def enrolled(node: Node, config: Mapping[str, Any], memory: Memory, called: str | None = None) -> ClientModel:
     """Load the data and check them against the declaration, once a process.
 
     A site that the server knows by its authenticated name is `called` by it: random streams depend on the id.
     """
-    key = (node.token, json.dumps(dict(config), sort_keys=True, default=str))
+    name = node.client_id(config)
+    model, agreement = _agreements.declared(node.model, memory, name)
+    key = (node.token, json.dumps(dict(config), sort_keys=True, default=str), agreement)
     with _lock:
         if key not in _models:
-            name, data = node.client_id(config), node.load_data(config)
-            declaration = _declarations.setdefault(node.token, node.model)
-            columns = (node.token, *sorted((k, np.asarray(v).dtype.str, np.shape(v)[1:]) for k, v in data.items()))
+            for other in [other for other in _models if other[:2] == key[:2]]:
+                del _models[other]  # of an earlier agreement
+            declaration = _declarations.setdefault((node.token, agreement), model)
+            data = declaration.read(name, node.load_data(config))
+            shapes = sorted((k, np.asarray(v).dtype.str, np.shape(v)[1:]) for k, v in data.items())
+            columns = (node.token, agreement, *shapes)
             # Where one process serves many (virtual) clients, the second shows that their models are the same.
             pair = {**_first.setdefault(columns, {name: data}), name: data}
             client = declaration.enrol(pair, kernel=node.algorithm.needs.kernel)[name]
             require_fit(node.algorithm, client)
-            if not any(token == node.token for token, _ in _models):
+            if not any(token == node.token for token, *_ in _models):
                 say_unused(node.algorithm, client)
             _models[key] = client
         own = _models[key].client_id
@@ -97,7 +104,20 @@ def _guard(node: Node, config: Mapping[str, Any]) -> Guard | None:
     return None if node.folder is None else _account.in_folder(node.policy, node.folder, node.client_id(config))
 
 
-def introduce(node: Node, config: Mapping[str, Any]) -> _wire.Parcel:
+def agree(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> _wire.Parcel:
+    """Tell what clients need to agree on a formula, as far as the policy lets it, or that nothing is told."""
+    name = node.client_id(config)
+    try:
+        with _held(node):
+            load = functools.partial(node.load_data, config)
+            found = _agreements.tell(node.model, node.algorithm, load, name, texts, memory, _guard(node, config))
+    except Exception:
+        logger.exception("client %s tells nothing", name, extra={"client": name, "status": "refused"})
+        found = {"refused": REFUSED}
+    return {}, {"client_id": name, "version": version("fedppl"), **found}
+
+
+def introduce(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> _wire.Parcel:
     """Answer the server's first call: the layout, or why this site cannot take part.
 
     An exception's text may quote data, so only that of a wrong declaration travels.
@@ -105,8 +125,10 @@ def introduce(node: Node, config: Mapping[str, Any]) -> _wire.Parcel:
     name = node.client_id(config)
     try:
         with _held(node):
-            client = enrolled(node, config)
-            if (guard := _guard(node, config)) is not None:
+            guard = _guard(node, config)
+            _agreements.accept(node.model, functools.partial(node.load_data, config), name, texts, memory, guard)
+            client = enrolled(node, config, memory)
+            if guard is not None:
                 admit_algorithm(guard, node.algorithm, client.layout)
                 if refuse_data(guard, client):
                     who = f"client {client.client_id!r}" if client.client_id else "it"
@@ -158,7 +180,7 @@ def _answered(
     name = name_of_kept(node.algorithm, node.client_id(config), request.run, request.client_id)
     about = {"event": "request", "run": request.run, "round": request.round, "client": request.client_id}
     try:
-        client = enrolled(node, config, request.client_id)
+        client = enrolled(node, config, memory, request.client_id)
         seal = same_data(memory, client, request.run)
         kept = recalled(node.algorithm, memory, name, request.client_id)
         # A site that died over a request has admitted it and not answered: what it keeps is of another.
@@ -192,14 +214,14 @@ def _answered(
     return answered
 
 
-def constrain(node: Node, config: Mapping[str, Any], arrays: Message) -> _wire.Parcel:
+def constrain(node: Node, config: Mapping[str, Any], memory: Memory, arrays: Message) -> _wire.Parcel:
     """Take draws of φ (S, m) back to the constrained space. No data are used for it."""
     name = node.client_id(config)
     try:
         with _held(node):
             if (guard := _guard(node, config)) is not None:
                 guard.write(guard.read(), {"event": "draws of q", "refused": None})
-            values = enrolled(node, config).constrain_shared(np.asarray(arrays["phi"], dtype=float))
+            values = enrolled(node, config, memory).constrain_shared(np.asarray(arrays["phi"], dtype=float))
         return values, {"client_id": name}
     except Exception:
         logger.exception("client %s cannot read draws", name, extra={"client": name, "status": "refused"})
@@ -235,7 +257,7 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wi
     if not concluded(guard, run):
         logger.warning("client %s was told before that run %s is over", client_id, run)
         return {}
-    client = enrolled(node, config, client_id)
+    client = enrolled(node, config, memory, client_id)
     keep_seal(memory, same_data(memory, client, run))
     personal = recalled(
         node.algorithm, memory, name_of_kept(node.algorithm, node.client_id(config), run, client_id), client_id
@@ -251,5 +273,7 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wi
     names = tells(guard, node.algorithm, client, request)
     if not names:
         return {}
-    told = tell(names, node.algorithm, _declarations[node.token], client, parcel[0], result, seed)
+    agreement = _agreements.declared(node.model, memory, node.client_id(config))[1]
+    declaration = _declarations[node.token, agreement]  # what was compiled is there
+    told = tell(names, node.algorithm, declaration, client, parcel[0], result, seed)
     return let_out(guard, node.algorithm, client, request, told)

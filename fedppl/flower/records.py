@@ -13,6 +13,7 @@ from fedppl.types import Message
 
 # Message types: category and action.
 HELLO, ASK, CONSTRAIN, CONCLUDE = "query.fedppl_hello", "train.fedppl", "query.fedppl_constrain", "evaluate.fedppl"
+AGREE = "query.fedppl_agree"
 
 
 def to_content(arrays: Message, texts: Mapping[str, str]) -> RecordDict:

@@ -33,15 +33,33 @@ class Own(NamedTuple):
     reader: SharedReader
 
 
+def identity(node_id: int, authenticated: str, texts: Mapping[str, str]) -> tuple[str, str | None]:
+    """What a node that has spoken is called, and why it is not believed to be that; or `Malformed`."""
+    told = texts.get("client_id", "")
+    told = told and name(told, "'client_id'")
+    if not authenticated and not told:
+        return f"node {node_id}", 'it has no id; start it with --node-config "client-id=..."'
+    if authenticated and told and told != authenticated:
+        return told, f"its authenticated name is {authenticated!r}; drop or correct its client-id"
+    return authenticated or told, None
+
+
 class Roll:
     """Enrolled clients by logical id, and their nodes."""
 
     def __init__(
-        self, post: Post, algorithm: AnyAlgorithm, expected: int | tuple[str, ...], wait: float, own: Own | None
+        self,
+        post: Post,
+        algorithm: AnyAlgorithm,
+        expected: int | tuple[str, ...],
+        wait: float,
+        own: Own | None,
+        greeting: Mapping[str, str] | None = None,
     ) -> None:
         self._post = post
         self._expected = expected
         self._wait = wait
+        self._words = dict(greeting or {})  # to every site that is called
         self._server = _hello.Terms(_enrolment.SERVER, version("fedppl"), algorithm.settings, None)
         # What every site is held against: the server's declaration, or what a majority says.
         self._reference: _hello.Hello | None = None
@@ -86,7 +104,7 @@ class Roll:
         now, called = time.monotonic(), set(self._greeting.values())
         again = {node_id for node_id, due in self._again.items() if due <= now and node_id not in called}
         for node_id in sorted(alive - (self._known - again))[: max(0, _CALLS_AT_ONCE - len(self._greeting))]:
-            if message_id := self._post.push(node_id, HELLO, ({}, {}), self._wait):
+            if message_id := self._post.push(node_id, HELLO, ({}, self._words), self._wait):
                 self._greeting[message_id] = node_id
                 self._known.add(node_id)
                 self._again.pop(node_id, None)
@@ -112,13 +130,9 @@ class Roll:
         try:
             with reading("it"):
                 texts = texts_of(content_of(message))
-                told = texts.get("client_id", "")
-                told = told and name(told, "'client_id'")
-                whose = told_name or told or whose
-                if not told_name and not told:
-                    return self._refuse(whose, 'it has no id; start it with --node-config "client-id=..."')
-                if told_name and told and told != told_name:
-                    return self._refuse(told, f"its authenticated name is {told_name!r}; drop or correct its client-id")
+                whose, why = identity(node_id, told_name, texts)
+                if why:
+                    return self._refuse(whose, why)
                 if "error" in texts:
                     return self._refuse(whose, one_line(texts["error"]))
                 if isinstance(self._expected, tuple) and whose not in self._expected:

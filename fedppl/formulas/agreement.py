@@ -16,13 +16,14 @@ OTHER = "other"
 
 
 class Told(NamedTuple):
-    """What one client tells of one column."""
+    """What one client tells of one column; of fewer rows than the policy wants, nothing but its kind."""
 
-    rows: int
+    rows: int  # 0 where they are too few to be told
     total: float  # Σ x of a numeric column
     squares: float  # Σ x²
     levels: Mapping[str, int]  # of another column, with at least so many rows as the policy wants
-    withheld: int  # rows of levels with fewer
+    withheld: int  # rows of levels that are not told, or rows of a numeric column whose sums are not told
+    text: bool = False
 
 
 class Column(NamedTuple):
@@ -42,100 +43,159 @@ class Agreement(NamedTuple):
     others: bool  # whether rows of withheld levels are of the level "other"
 
 
-def tell(data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], min_count: int) -> dict[str, Told]:
-    """What a client tells of its columns; of `levels` those of numbers too."""
+def tell(data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], min_count: float) -> dict[str, Told]:
+    """What a client tells of its columns; of `levels` those of numbers too.
+
+    No number of rows between 1 and `min_count` - 1 leaves, nor can one be had as a difference: of levels so many are
+    withheld that together at least `min_count` rows, of two levels or more, have them; and sums of a numeric column
+    are withheld where fewer rows than that have another value than most, since a sum of such tells how many there are.
+    """
     found = {}
     for name in names:
         values = np.asarray(data[name])
-        if is_text(values) or name in levels:
+        text = is_text(values) or name in levels
+        if len(values) < min_count:
+            found[name] = Told(0, 0.0, 0.0, {}, 0, text)
+        elif text:
             labels, counts = np.unique(as_texts(values), return_counts=True)
-            seen = {str(label): int(n) for label, n in zip(labels, counts, strict=True) if n >= min_count}
-            found[name] = Told(len(values), 0.0, 0.0, seen, int(len(values) - sum(seen.values())))
+            every = {str(label): int(n) for label, n in zip(labels, counts, strict=True)}
+            found[name] = Told(len(values), 0.0, 0.0, *_withheld(every, 0, min_count), True)
         else:
             reals = np.asarray(values, dtype=float)
-            found[name] = Told(len(reals), float(reals.sum()), float(np.sum(reals**2)), {}, 0)
+            others = len(reals) - int(np.unique(reals, return_counts=True)[1].max(initial=0))
+            if 0 < others < min_count:
+                found[name] = Told(len(reals), 0.0, 0.0, {}, len(reals))
+            else:
+                found[name] = Told(len(reals), float(reals.sum()), float(np.sum(reals**2)), {}, 0)
     return found
 
 
+def raised(told: Told, min_count: float) -> Told:
+    """What was told before, as far as a larger `min_count` lets it be told again."""
+    if told.rows < min_count:
+        return Told(0, 0.0, 0.0, {}, 0, told.text)
+    if not told.text:
+        return told
+    levels, withheld = _withheld(told.levels, told.withheld, min_count)
+    return told._replace(levels=levels, withheld=withheld)
+
+
+def _withheld(counts: Mapping[str, int], before: int, min_count: float) -> tuple[dict[str, int], int]:
+    """Levels that are told, and rows of the others: of none, or of at least two and `min_count` rows."""
+    told, hidden, number = dict(counts), before, 2 if before else 0
+    for level in sorted(counts, key=lambda level: (counts[level], level)):
+        if counts[level] >= min_count and (not hidden or (number > 1 and hidden >= min_count)):
+            break
+        hidden, number = hidden + told.pop(level), number + 1
+    return told, hidden
+
+
 def agreed(
-    told: Mapping[str, Mapping[str, Told]], order: Mapping[str, Sequence[str]] | None = None, *, others: bool = False
+    told: Mapping[str, Mapping[str, Told]],
+    order: Mapping[str, Sequence[str]] | None = None,
+    *,
+    others: bool = False,
+    unscaled: Sequence[str] = (),
 ) -> Agreement:
-    """What comes of it: the same levels in the same order at all clients, means and sds over all rows.
+    """What comes of it: the same levels in the same order at all clients, means and sds over all rows that were told.
+
+    Parameters
+    ----------
+    told
+        By client, and column.
+    order
+        Levels that are known before, by column, in their order.
+    others
+        Whether rows of withheld levels are of the level "other".
+    unscaled
+        Columns whose mean and sd nobody needs.
 
     Raises
     ------
     DataError
         If a column is numeric at one client and text at another, rows are of levels that were withheld and have no
-        other, or a column has one value alone.
+        other, a column has one value alone, or no client tells of it.
     """
     columns = {}
     for name in next(iter(told.values())):
         parts = {client_id: one[name] for client_id, one in told.items()}
-        text = [client_id for client_id, one in parts.items() if one.levels or one.withheld]
+        text = [client_id for client_id, one in parts.items() if one.text]
         if text and len(text) < len(parts):
             odd = sorted(set(parts) - set(text))
             raise DataError(
                 f"column {name!r} has numbers at {odd[:3]} and texts at {text[:3]}; give all clients one kind."
             )
-        found = _levels(name, parts, others=others) if text else _constants(name, parts)
-        columns[name] = _ordered(name, found, list(map(str, (order or {})[name]))) if name in (order or {}) else found
+        if name in (order or {}):
+            columns[name] = _ordered(name, parts, list(map(str, (order or {})[name])))
+        elif text:
+            columns[name] = _levels(name, parts, others=others)
+        else:
+            columns[name] = _constants(name, parts, needed=name not in unscaled)
     rows = sum(next(iter(one.values())).rows for one in told.values()) if columns else 0
     return Agreement(columns, rows, others)
 
 
-def _levels(name: str, parts: Mapping[str, Told], *, others: bool) -> Column:
+def _counts(parts: Mapping[str, Told]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for one in parts.values():
         for level, n in one.levels.items():
             counts[level] = counts.get(level, 0) + n
-    withheld = {client_id: one.withheld for client_id, one in parts.items() if one.withheld}
+    return counts
+
+
+def _levels(name: str, parts: Mapping[str, Told], *, others: bool) -> Column:
+    counts = _counts(parts)
+    withheld = {client_id: one.withheld for client_id, one in parts.items() if one.withheld or not one.rows}
     if withheld and not others:
         raise DataError(
-            f"column {name!r} has rows of levels that too few rows have: {dict(list(withheld.items())[:5])} by client. "
-            'Say withheld="other" to make one level of them, lower min_count, or merge levels before.'
+            f"column {name!r} has rows of levels that too few rows have, at clients {list(withheld)[:5]}. Say "
+            'withheld="other" to make one level of them, lower min_count, say the levels in formula(levels=...), or '
+            "merge some before."
         )
     levels = sorted(counts, key=_order)
     if withheld:
         levels = [*(level for level in levels if level != OTHER), OTHER]
         counts[OTHER] = counts.get(OTHER, 0) + sum(withheld.values())
     if len(levels) < 2:
-        raise DataError(f"column {name!r} has the level {levels} alone at all clients; leave it out of the formula.")
+        what = (
+            "has no level that enough rows of a client have" if levels == [OTHER] else f"has the level {levels} alone"
+        )
+        raise DataError(f"column {name!r} {what} at all clients; leave it out of the formula.")
     total = sum(counts.values())
     return Column(tuple(levels), tuple(counts[level] / total for level in levels), 0.0, 1.0)
 
 
-def _ordered(name: str, column: Column, order: list[str]) -> Column:
-    """In the order that the user gave; levels that nobody has stay."""
-    if set(column.levels) - set(order):
+def _ordered(name: str, parts: Mapping[str, Told], order: list[str]) -> Column:
+    """Levels that the user named, in that order; those that nobody has stay."""
+    counts = _counts(parts)
+    if missing := sorted(set(counts) - set(order)):
+        raise DataError(f"levels={{{name!r}: {order}}} lacks {missing}, which clients have.")
+    total = sum(counts.values())
+    return Column(
+        tuple(order), tuple(counts.get(one, 0) / total if total else 1 / len(order) for one in order), 0.0, 1.0
+    )
+
+
+def _constants(name: str, parts: Mapping[str, Told], *, needed: bool) -> Column:
+    telling = [one for one in parts.values() if one.rows and not one.withheld]
+    if not telling:
+        if not needed:
+            return Column((), (), 0.0, 1.0)
         raise DataError(
-            f"levels={{{name!r}: {order}}} lacks {sorted(set(column.levels) - set(order))}, which clients have."
+            f"no client tells of column {name!r}: all have too few rows, or too few with another value than most. "
+            "Lower min_count, at sites that of their policies too, or bring several together as one client."
         )
-    shares = dict(zip(column.levels, column.shares, strict=True))
-    return Column(tuple(order), tuple(shares.get(level, 0.0) for level in order), 0.0, 1.0)
-
-
-def _constants(name: str, parts: Mapping[str, Told]) -> Column:
-    rows = sum(one.rows for one in parts.values())
-    mean = sum(one.total for one in parts.values()) / rows
-    variance = max(sum(one.squares for one in parts.values()) / rows - mean**2, 0.0)
+    rows = sum(one.rows for one in telling)
+    mean = sum(one.total for one in telling) / rows
+    variance = max(sum(one.squares for one in telling) / rows - mean**2, 0.0)
     if not variance > 1e-12 * mean**2:
+        if not needed:
+            return Column((), (), float(mean), 1.0)
         raise DataError(
             f"column {name!r} is {mean:.6g} in all rows of all clients; leave it out of the formula, which has an "
             "intercept."
         )
     return Column((), (), float(mean), float(np.sqrt(variance)))
-
-
-def strange(told: Mapping[str, Mapping[str, Told]]) -> list[str]:
-    """Numeric columns that are on another scale at one client than at all others, in words."""
-    found = []
-    for name in next(iter(told.values())):
-        size = {k: np.sqrt(one[name].squares / max(one[name].rows, 1)) for k, one in told.items()}
-        middle = float(np.median([value for value in size.values() if value > 0] or [0.0]))
-        for client_id, value in size.items():
-            if len(size) > 2 and middle > 0 and value > 0 and not 1 / 30 < value / middle < 30:
-                found.append(f"{name!r} at client {client_id!r} is of size {value:.3g}, at most others of {middle:.3g}")
-    return found
 
 
 def coded(column: Column, values: Array, agreement: Agreement, what: str) -> Array:

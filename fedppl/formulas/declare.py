@@ -184,6 +184,6 @@ class Formula:
         if self.design is None:
             raise DeclarationError(
                 f"clients have not agreed on the levels and scales of {self.text!r} yet; call fedppl.fit with their "
-                "data, or fedppl.agree."
+                "data, fedppl.agree, or fedppl.Flower.agree where clients are sites of their own."
             )
         return self.design

@@ -65,7 +65,7 @@ class Design:
 
 def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> Design:
     """The design that all clients share, from what they agreed on."""
-    frame = _standing_for_all(terms, agreement)
+    frame = standing_for_all(terms, agreement)
     described = model_description(terms.right)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # of functions at rows that nobody has
@@ -87,7 +87,7 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
     return Design(terms, agreement, matrices, labels, effects, center, _usable(scale), tuple(map(_usable, sizes)))
 
 
-def _standing_for_all(terms: Terms, agreement: Agreement) -> pd.DataFrame:
+def standing_for_all(terms: Terms, agreement: Agreement) -> pd.DataFrame:
     """Rows with the means, sds, levels and shares that clients agreed on, their columns independent of each other."""
     rng, held = np.random.default_rng(0), {}
     for name in terms.columns:

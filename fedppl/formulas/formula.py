@@ -11,13 +11,15 @@ import numpy as np
 import pandas as pd
 
 from fedppl.data import frames
-from fedppl.formulas.agreement import Agreement, agreed, strange, tell
+from fedppl.data import missing as gaps
+from fedppl.formulas.agreement import Agreement, Told, tell
 from fedppl.formulas.declare import Formula
+from fedppl.formulas.exchange import asked, sized, together
 from fedppl.formulas.families import family as family_of
 from fedppl.formulas.predictor import tag
 from fedppl.formulas.priors import Prior
+from fedppl.formulas.strange import strange
 from fedppl.formulas.terms import parse
-from fedppl.formulas.times import size_of
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import flag, one_of, shown, whole
 from fedppl.types import DataError, DeclarationError
@@ -170,12 +172,15 @@ class Agreed:
     columns
         A row for every column: its levels or its mean and sd.
     strange
-        Columns that are on another scale at one client than at most others, in words.
+        Columns that are on another scale at one client than at most others, or elsewhere, in words.
+    clients
+        Ids of those who agreed.
     """
 
     model: FederatedModel
     columns: pd.DataFrame
     strange: tuple[str, ...]
+    clients: tuple[str, ...]
 
 
 def agree(
@@ -190,7 +195,11 @@ def agree(
     """Have clients agree on levels, reference levels and scales, so that coefficients mean the same at all.
 
     Every client tells, of each column of the formula, how many rows it has, of numbers their sum and sum of squares,
-    of texts the levels that at least `min_count` of its rows have, and how many rows have others. Nothing else leaves.
+    of texts the levels that at least `min_count` of its rows have, and how many rows have others. Nothing else leaves,
+    and nothing of fewer rows than that: one with fewer tells nothing, and takes the constants of the others; of levels
+    so many are withheld that together at least `min_count` rows of two levels have them; of a numeric column in which
+    some rows but fewer than that have another value than most, the sums are withheld. Where clients are sites of their
+    own `fedppl.Flower.agree` asks them, under their own policies.
 
     Parameters
     ----------
@@ -199,7 +208,7 @@ def agree(
     data, by, missing
         As for `fedppl.fit`.
     min_count
-        Rows that a client needs of a level to tell it.
+        Rows that a client needs of a level, and in all, to tell of them.
     withheld
         What becomes of rows of levels that were not told: "error", or "other" for a level of that name.
 
@@ -226,23 +235,26 @@ def agree(
     built = _formula(model)
     whole("min_count", min_count)
     one_of("withheld", withheld, ("error", "other"))
+    one_of("missing", missing, ("error", "drop", "impute"))
     clients = clients_of(built, data, by, missing)
-    response = built.terms.response
-    names = [*built.terms.columns, response.columns[0]]
-    as_levels = (*built.terms.levels, *response.columns[: built.family.outcome == "level"])
-    told = {}
+    what, told = asked(built), {}
     for client_id, one in clients.items():
         if absent := [name for name in built.columns if name not in one]:
             raise DataError(
                 f"client {str(client_id)!r} lacks the columns {absent} of the formula; it has {sorted(one)[:20]}."
             )
-        sizes = {response.columns[0]: size_of(response, one)} if built.family.outcome == "time" else {}
-        told[str(client_id)] = tell({**one, **sizes}, names, as_levels, min_count)
-    agreement = agreed(told, built.levels, others=withheld == "other")
+        told[str(client_id)] = tell(sized(built, one), what.names, what.levels, min_count)
+    return of_told(model, told, withheld)
+
+
+def of_told(model: FederatedModel, told: Mapping[str, Mapping[str, Told]], withheld: str) -> Agreed:
+    """What clients agree on who have told this."""
+    built = together(_formula(model), told, others=withheld == "other")
+    assert built.design is not None
     odd = tuple(strange(told))
     if odd:
-        logger.warning("units may differ: %s; bring all clients to one unit", "; ".join(odd[:5]))
-    return Agreed(_model(built.agreed(agreement)), _table(agreement), odd)
+        logger.warning("columns may be swapped, or units differ: %s; bring all clients to one form", "; ".join(odd[:5]))
+    return Agreed(_model(built), _table(built.design.agreement), odd, tuple(sorted(told)))
 
 
 def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
@@ -250,7 +262,12 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
     if by is None and frames.is_frame(data) and built.terms.client is not None:
         by = built.terms.client
     split = frames.by_client(data, by, built.columns, texts=True)
-    complete = frames.complete(split, built.columns, missing, texts=True)
+    if missing == "impute" and isinstance(split, Mapping):
+        outcomes, found = built.terms.response.columns[:1], gaps.read(split, built.columns, texts=True)
+        parts = {k: gaps.without_outcome(k, one, outcomes) for k, one in found.items()}
+        complete: Any = {k: found[k] if part is None else part.data for k, part in parts.items()}
+    else:
+        complete = gaps.complete(split, built.columns, missing, texts=True)
     if not isinstance(complete, Mapping) or not complete:
         raise DataError(f"data are {type(data).__name__}; pass a data frame with by=, or a mapping from id to rows.")
     return complete

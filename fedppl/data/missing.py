@@ -1,0 +1,172 @@
+"""Values that are missing: counted and refused, left out with their rows, or left to the model where it says how."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import xarray as xr
+
+from fedppl.data import frames
+from fedppl.types import Array, DataError
+
+logger = logging.getLogger(__name__)
+
+
+def complete(clients: Any, names: Sequence[str] | None, missing: str, *, texts: bool = False) -> Any:
+    """Clients' data without rows in which something is missing: refused with counts, or dropped and said.
+
+    What is no mapping from client to data that can be read is handed on as it is.
+    """
+    if not isinstance(clients, Mapping) or isinstance(clients, xr.Dataset):
+        return clients
+    read = frames.raw if texts else frames.named
+    found = {k: read(data, names, f"client {str(k)!r}") for k, data in clients.items()}
+    counts = {k: gaps(data) for k, data in found.items()}
+    if not any(counts.values()):
+        return found
+    if missing == "error":
+        raise DataError(
+            f"values are missing: {_listed(counts)}; drop or impute them before the fit, or let "
+            'missing="drop" leave those rows out.'
+        )
+    return {k: dropped(k, data) if counts[k] else data for k, data in found.items()}
+
+
+def _listed(counts: Mapping[Any, Mapping[str, int]]) -> str:
+    listed = [
+        f"{name!r} in {count} rows at client {str(k)!r}" for k, each in counts.items() for name, count in each.items()
+    ]
+    return ", ".join(listed[:8]) + (f", and {len(listed) - 8} more" if len(listed) > 8 else "")
+
+
+def gaps(data: Any) -> dict[str, int]:
+    """By name of an array the number of rows in which values are missing."""
+    if not isinstance(data, Mapping):
+        return {}
+    missing = {name: missing_rows(value) for name, value in data.items()}
+    return {name: int(rows.sum()) for name, rows in missing.items() if rows is not None and rows.any()}
+
+
+def missing_rows(value: Any) -> Array | None:
+    """Whether something is missing in each row; None of what is no array of reals."""
+    if np.ma.is_masked(value):
+        rows = np.ma.getmaskarray(value)
+    else:
+        try:
+            array = np.asarray(value)
+        except ValueError:
+            return None
+        if array.dtype.kind not in "fO" or not array.ndim:
+            return None
+        rows = (
+            np.isnan(array)
+            if array.dtype.kind == "f"
+            else np.array([one is None for one in array.ravel()]).reshape(array.shape)
+        )
+    return np.asarray(rows.any(axis=tuple(range(1, rows.ndim))))
+
+
+def dropped(client_id: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """A client's data without rows in which anything is missing."""
+    missing = {name: missing_rows(value) for name, value in data.items()}
+    rows = {len(data[name]) for name, found in missing.items() if found is not None and found.any()}
+    arrays = {name: value if np.ma.isMaskedArray(value) else np.asarray(value) for name, value in data.items()}
+    if len(rows) != 1:
+        raise DataError(
+            f'client {str(client_id)!r}: arrays of {sorted(rows)} rows have missing values, and missing="drop" cannot '
+            "tell which rows belong together; drop them before the fit."
+        )
+    (count,) = rows
+    parts = [found for found in missing.values() if found is not None and len(found) == count]
+    kept = ~np.logical_or.reduce(parts)
+    logger.warning("client %s: %d of %d rows are left out, values are missing", client_id, count - kept.sum(), count)
+    return {
+        name: np.asarray(array[kept] if array.ndim and len(array) == count else array) for name, array in arrays.items()
+    }
+
+
+class Kept(NamedTuple):
+    """What is left of a client's rows, and what has to be held against the model: rows that say nothing should not."""
+
+    data: dict[str, Any]
+    filled: dict[str, Any]  # all rows, those that are left out with the values of another
+    rows: Array  # of `filled`, those that are kept
+    outcomes: tuple[str, ...]
+
+
+def read(clients: Mapping[Any, Any], names: Sequence[str] | None, *, texts: bool = False) -> dict[Any, Any]:
+    """Clients' data by name, whatever is missing in them."""
+    by_name = frames.raw if texts else frames.named
+    return {k: by_name(data, names, f"client {str(k)!r}") for k, data in clients.items()}
+
+
+def without_outcome(client_id: Any, data: Mapping[str, Any], outcomes: Sequence[str]) -> Kept | None:
+    """A client's data without rows in which all outcomes are missing; None where nothing is.
+
+    A row without outcome says nothing of the model's variables, where its being missing depends on no outcome. What is
+    missing in other rows is refused.
+    """
+    found: dict[str, Any] = {}
+    for name, value in data.items():
+        rows = missing_rows(value)
+        if rows is not None and rows.any():
+            found[name] = rows
+    if not found:
+        return None
+    of_outcomes = {name: rows for name, rows in found.items() if name in outcomes}
+    one_length = len({len(rows) for rows in of_outcomes.values()}) == 1
+    mask: Any = np.logical_or.reduce(list(of_outcomes.values())) if one_length else None
+    if mask is None:
+        left = {name: int(rows.sum()) for name, rows in found.items()}
+        raise _not_outcomes({client_id: left}, outcomes)
+    alike = [name for name in outcomes if name in data and np.ndim(data[name]) and len(data[name]) == len(mask)]
+    for name in alike:
+        entries = _missing_entries(data[name]).reshape(len(mask), -1)
+        if np.any(~entries[mask]):
+            raise DataError(
+                f"client {str(client_id)!r}: {int((~entries[mask]).any(axis=1).sum())} rows have a part of their "
+                f'outcomes {alike} and lack others; missing="impute" leaves out rows without any. Impute the others '
+                'before the fit, or say missing="drop".'
+            )
+    elsewhere = {
+        name: int((rows & ~mask).sum() if len(rows) == len(mask) else rows.sum())
+        for name, rows in found.items()
+        if name not in outcomes
+    }
+    if any(elsewhere.values()):
+        raise _not_outcomes({client_id: {name: n for name, n in elsewhere.items() if n}}, outcomes)
+    if mask.all():
+        raise DataError(
+            f"client {str(client_id)!r}: all its outcomes {alike} are missing; leave the client out, its posterior is "
+            "that of a new client."
+        )
+    logger.info("client %s: %d of %d outcomes are missing, and left to the model", client_id, mask.sum(), len(mask))
+    arrays = {name: np.asarray(np.ma.getdata(value)) for name, value in data.items()}
+    by_row = {name for name, array in arrays.items() if array.ndim and len(array) == len(mask)}
+    first = int(np.argmin(mask))
+    filled = {
+        name: np.where(mask.reshape(-1, *[1] * (array.ndim - 1)), array[first], array) if name in by_row else array
+        for name, array in arrays.items()
+    }
+    kept = {name: array[~mask] if name in by_row else array for name, array in arrays.items()}
+    return Kept(kept, filled, ~mask, tuple(alike))
+
+
+def _missing_entries(value: Any) -> Array:
+    if np.ma.is_masked(value):
+        return np.asarray(np.ma.getmaskarray(value))
+    array = np.asarray(value)
+    if array.dtype.kind == "f":
+        return np.asarray(np.isnan(array))
+    return np.array([one is None for one in array.ravel()], dtype=bool).reshape(array.shape)
+
+
+def _not_outcomes(counts: Mapping[Any, Mapping[str, int]], outcomes: Sequence[str]) -> DataError:
+    return DataError(
+        f'values are missing: {_listed(counts)}; missing="impute" leaves out rows whose outcome is missing, and the '
+        f"outcomes that the model declares are {list(outcomes)}. What a predictor was only a model of it could say: "
+        'impute it before the fit, or say missing="drop".'
+    )

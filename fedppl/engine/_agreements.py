@@ -1,0 +1,59 @@
+"""What a client tells before a run, and what it is told of that: counted and logged like requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedppl.contracts import AnyAlgorithm, Reply, Request
+from fedppl.engine._guard import Guard, Run, not_approved, released
+from fedppl.types import Message
+
+
+def admit_telling(guard: Guard, name: str, client_id: str, columns: Mapping[str, int]) -> bool:
+    """Count that a client tells of columns (name to numbers) for the first time; False where a rule refuses it."""
+    entry = {"event": "request", "run": name, "client": client_id, "asked": dict(columns)}
+    with guard.held():
+        ledger = guard.read()
+        rule = _refused(guard, ledger.requests) or not_approved(guard.policy, Request(client_id, 0, 1, (), {}, name))
+        counted = ledger._replace(requests=ledger.requests + 1, unknown=ledger.unknown + 1)
+        guard.write(ledger if rule else counted, {**entry, "refused": rule})
+        return rule is None
+
+
+def let_tell(guard: Guard, algorithm: AnyAlgorithm, name: str, client_id: str, told: Message) -> bool:
+    """Note what leaves for the first time, before it does; False where nobody approves."""
+    counted = algorithm._replace(disclosure=algorithm.disclosure._replace(noise_multiplier=None))  # as above
+    return released(guard, counted, Request(client_id, 0, 1, (), {}, name), Reply(client_id, 0, "", told, {}))
+
+
+def note(guard: Guard, name: str, client_id: str, **more: Any) -> None:
+    """Note what tells nothing that was not told before, or is refused for what it is."""
+    with guard.held():
+        guard.write(guard.read(), {"event": "agreement", "run": name, "client": client_id, "refused": None, **more})
+
+
+def admit_agreement(guard: Guard, digest: str, client_id: str) -> bool:
+    """Count an agreement that the client is sent, once each; False where it was sent enough.
+
+    Whether it takes part with one depends on its rows, so that each may tell one bit of them.
+    """
+    name = f"agreement {digest}"
+    with guard.held():
+        ledger = guard.read()
+        if name in ledger.runs:
+            return True
+        rule = _refused(guard, ledger.requests)
+        after = ledger
+        if rule is None:
+            unknown = ledger.unknown + (guard.policy.epsilon is None)  # under a total nothing is looked at
+            runs = {**ledger.runs, name: Run(1, digest, concluded=True)}
+            after = ledger._replace(requests=ledger.requests + 1, unknown=unknown, runs=runs)
+        guard.write(after, {"event": "request", "run": name, "client": client_id, "asked": {}, "refused": rule})
+        return rule is None
+
+
+def _refused(guard: Guard, requests: int) -> str | None:
+    if requests < guard.policy.requests:
+        return None
+    return f"requests: {requests} answered, at most {guard.policy.requests:g} wanted"

@@ -1,0 +1,189 @@
+"""At a site: what it tells so that clients agree on a formula, and the agreement that it keeps. Knows no Flower."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fedppl.contracts import AnyAlgorithm
+from fedppl.engine import policy
+from fedppl.engine._agreements import admit_agreement, admit_telling, let_tell, note
+from fedppl.engine._guard import REFUSED, Guard
+from fedppl.flower.agreed import digest, pack_agreement, pack_told, unpack_agreement
+from fedppl.flower.decode import Malformed, whole
+from fedppl.flower.memory import Memory
+from fedppl.formulas.agreement import Agreement, Told, raised
+from fedppl.formulas.declare import Formula
+from fedppl.formulas.exchange import answered, asked, contradiction, rows_of
+from fedppl.formulas.formula import is_formula, remembering
+from fedppl.model.declaration import FederatedModel
+from fedppl.storage.signed import pack, unpack
+from fedppl.types import Array, DeclarationError
+
+logger = logging.getLogger(__name__)
+
+_MOST = 2**31  # rows that a server may want
+
+
+def waits(model: FederatedModel) -> bool:
+    """Whether a site's declaration is by a formula that clients have not agreed on yet."""
+    return is_formula(model) and model.agreement is None
+
+
+def declared(model: FederatedModel, memory: Memory, own: str) -> tuple[FederatedModel, str]:
+    """The declaration with what the site keeps of an agreement, and the digest of that."""
+    if not waits(model):
+        return model, ""
+    kept = _recalled(memory, _name(own, "agreement"))
+    if not kept:
+        return model, ""
+    agreement = unpack_agreement(kept, asked(_built(model)).names)
+    return remembering(model, agreement), digest(agreement)
+
+
+def tell(
+    model: FederatedModel,
+    algorithm: AnyAlgorithm,
+    data: Any,
+    own: str,
+    texts: Mapping[str, str],
+    memory: Memory,
+    guard: Guard | None,
+) -> dict[str, str]:
+    """Answer what the server asks so that clients agree; of a column once, and then the same again.
+
+    Parameters
+    ----------
+    model, algorithm
+        What the site runs.
+    data
+        Function without arguments that loads the rows.
+    own
+        The site's own id, which may be empty.
+    texts
+        What the server sent.
+    memory, guard
+        Where what was told is kept; the policy with its account, None where there are no rules.
+    """
+    run = named(model)
+    try:
+        if not waits(model):
+            raise Malformed("this site declares no formula that clients have to agree on")
+        wanted = whole(texts, "min_count")
+        if not 0 < wanted < _MOST:
+            raise Malformed(f"'min_count' is {wanted}")
+    except Malformed as error:
+        if guard is not None:
+            note(guard, run, own, refused=f"malformed: {error}"[:200])
+        return {"refused": REFUSED}
+    fewest = float(wanted) if guard is None else policy.fewest(guard.policy, wanted)
+    built = _built(model)
+    try:
+        rows = rows_of(built, data(), "this site")
+    except DeclarationError as error:  # names columns of the declaration, which the server has too
+        logger.error("%s", error)
+        return {"refused": str(error)}
+    found = _told(built, rows, algorithm, own, run, fewest, memory, guard)
+    return {"refused": REFUSED} if found is None else {"told": pack_told(found)}
+
+
+def _told(
+    built: Formula,
+    rows: Mapping[str, Array],
+    algorithm: AnyAlgorithm,
+    own: str,
+    run: str,
+    fewest: float,
+    memory: Memory,
+    guard: Guard | None,
+) -> dict[str, Told] | None:
+    what, where = asked(built), _name(own, "told")
+    if guard is None or fewest == np.inf:
+        if guard is not None:
+            note(guard, run, own, told="nothing of the rows")
+        return answered(built, rows, fewest)
+    kept = _recalled(memory, where)
+    keys = {name: f"{name}, {'levels' if name in what.levels else 'as it is'}" for name in what.names}
+    fresh = [name for name in what.names if keys[name] not in kept]
+    if fresh:
+        new = {name: one for name, one in answered(built, rows, fewest).items() if name in fresh}
+        pack_told(new)  # levels that cannot be written cost nothing
+        numbers = {name: np.array([one.rows, one.total, one.squares, one.withheld]) for name, one in new.items()}
+        levels = {f"{name}[{level}]": np.array(n) for name, one in new.items() for level, n in one.levels.items()}
+        if not admit_telling(guard, run, own, {name: 4 + len(one.levels) for name, one in new.items()}):
+            return None
+        if not let_tell(guard, algorithm, run, own, {**numbers, **levels}):
+            return None
+        kept = {**kept, **{keys[name]: json.dumps(list(one)) for name, one in new.items()}}
+        memory.keep(where, pack(kept, where))
+    else:
+        note(guard, run, own, told="what was told before")
+    return {name: raised(Told(*json.loads(kept[keys[name]])), fewest) for name in what.names}
+
+
+def accept(
+    model: FederatedModel, data: Any, own: str, texts: Mapping[str, str], memory: Memory, guard: Guard | None
+) -> None:
+    """Keep what clients agreed on, as the server sent it; DeclarationError where this site has no part in it.
+
+    Parameters are those of `tell`. A site that asks for nothing is left alone, and one that has it already.
+    """
+    if not waits(model) or "agreement" not in texts:
+        return
+    where, refused = (
+        _name(own, "agreement"),
+        DeclarationError("this site takes no part with what clients agreed on; the reason is in the site's own log"),
+    )
+    try:
+        agreement = unpack_agreement(texts, asked(_built(model)).names)
+    except Malformed as error:
+        logger.error("what clients agreed on cannot be read: %s", error)
+        raise refused from None
+    found = digest(agreement)
+    if declared(model, memory, own)[1] == found:
+        return
+    if guard is not None and not admit_agreement(guard, found, own):
+        raise refused
+    if why := _why_not(model, agreement, data, own, looking=guard is None or guard.policy.epsilon is None):
+        logger.error("what clients agreed on is not used: %s", why)
+        if guard is not None:
+            note(guard, f"agreement {found}", own, refused=f"agreement: {why}")
+        raise refused
+    memory.keep(where, pack({"agreement": pack_agreement(agreement)}, where))
+
+
+def _why_not(model: FederatedModel, agreement: Agreement, data: Any, own: str, *, looking: bool) -> str | None:
+    """What speaks against an agreement at this site, for its own log."""
+    try:
+        ready = remembering(model, agreement)
+        rows = rows_of(_built(model), data(), "this site")
+        read = ready.read(own, rows)
+        return contradiction(_built(ready), rows, read) if looking else None
+    except ValueError as error:  # of data that do not go with it, or a formula that cannot be evaluated with it
+        return str(error)
+
+
+def named(model: FederatedModel) -> str:
+    """How the log and an approval call what a site tells for its formula."""
+    text = model.builder.__name__ if is_formula(model) else ""
+    return f"columns {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _built(model: FederatedModel) -> Formula:
+    built: Formula = model.builder  # type: ignore[assignment]
+    return built
+
+
+def _name(own: str, kind: str) -> str:
+    return f"{own or 'site'}.{kind}"
+
+
+def _recalled(memory: Memory, name: str) -> dict[str, str]:
+    """What was kept under a name, empty where nothing was; DeclarationError where it cannot be read."""
+    raw = memory.recall(name)
+    return {} if raw is None else dict(unpack(raw, repr(name), name))

@@ -1,0 +1,148 @@
+"""What a formula asks its clients before they agree, what each answers, and what a client holds against the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl.data import frames, missing
+from fedppl.formulas.agreement import Agreement, Told, agreed, is_text, tell
+from fedppl.formulas.declare import Formula
+from fedppl.formulas.design import standing_for_all
+from fedppl.formulas.times import size_of
+from fedppl.types import Array, DataError, DeclarationError
+
+# How much farther from the agreed mean a client's rows may lie than the agreed sd says, in root mean square. A column
+# of one client in nine hundred of equal size, and of no other, comes to 30.
+MOST_APART = 30.0
+_EXAMPLE_ROWS = 32
+
+
+class Asked(NamedTuple):
+    """Columns that clients are asked for: all, those that are levels whatever they hold, and those without a scale."""
+
+    names: tuple[str, ...]
+    levels: tuple[str, ...]
+    unscaled: tuple[str, ...]
+
+
+def asked(built: Formula) -> Asked:
+    """What a formula asks. Means and sds of a response matter where its family has priors on its scale."""
+    response, family = built.terms.response.columns[:1], built.family
+    names = tuple(dict.fromkeys([*built.terms.columns, *response]))
+    levels = (*built.terms.levels, *built.levels, *response[: family.outcome == "level"])
+    scaled = built.terms.response.kind != "proportion" and family.outcome in ("real", "positive", "count", "time")
+    unscaled = () if scaled else tuple(name for name in response if name not in built.terms.columns)
+    return Asked(names, tuple(dict.fromkeys(levels)), unscaled)
+
+
+def rows_of(built: Formula, data: Any, whose: str) -> dict[str, Array]:
+    """A client's columns by name, as the formula reads them; none may be missing, and no value in them."""
+    held = frames.raw(data, built.columns if frames.is_frame(data) else None, whose)
+    if not isinstance(held, Mapping) or not held:
+        raise DataError(f"{whose}: data are {type(data).__name__}; pass a data frame, or arrays by column.")
+    if absent := [name for name in built.columns if name not in held]:
+        raise DeclarationError(f"{whose} lacks the columns {absent} of the formula.")
+    rows: dict[str, Array] = missing.complete({whose: held}, built.columns, "error", texts=True)[whose]
+    return rows
+
+
+def sized(built: Formula, rows: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A client's columns with times as they are on average, where an interval alone is known of them."""
+    response = built.terms.response
+    return {**rows, response.columns[0]: size_of(response, rows)} if built.family.outcome == "time" else rows
+
+
+def answered(built: Formula, rows: Mapping[str, Any], min_count: float) -> dict[str, Told]:
+    """What a client tells, of outcomes whose scale nobody needs no sums."""
+    what = asked(built)
+    found = tell(sized(built, rows), what.names, what.levels, min_count)
+    for name in what.unscaled:
+        if not found[name].text:
+            found[name] = Told(found[name].rows, 0.0, 0.0, {}, found[name].rows)
+    return found
+
+
+def together(built: Formula, told: Mapping[str, Mapping[str, Told]], *, others: bool) -> Formula:
+    """The formula with what comes of all that clients told."""
+    return built.agreed(agreed(told, built.levels, others=others, unscaled=asked(built).unscaled))
+
+
+def contradiction(built: Formula, rows: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:
+    """What of an agreement is out of all proportion to a client's own rows, or None.
+
+    Whoever chooses the constants chooses how wide priors are, and with them what "far from the prior" means.
+
+    Parameters
+    ----------
+    built
+        The formula with the agreement.
+    rows
+        The client's columns by name.
+    read
+        The same as the builder takes them.
+    """
+    design = built.design
+    assert design is not None
+    what = asked(built)
+    for name, column in design.agreement.columns.items():
+        if bool(column.levels) != (is_text(rows[name]) or name in what.levels):
+            return f"{name!r} is {'levels' if column.levels else 'numbers'} in it, and here the other"
+    labels = [label for name in built.terms.common for label in design.labels[name]]
+    common = np.asarray(read.get("common", np.zeros((1, 0))), dtype=float)
+    apart = np.sqrt(np.mean((common - design.center) ** 2, axis=0)) / design.scale if common.size else np.zeros(0)
+    for number, sizes in enumerate(design.group_scale):
+        effects = np.asarray(read[f"effects_{number}"], dtype=float)
+        apart = np.append(apart, np.sqrt(np.mean(effects**2, axis=0)) / sizes)
+        labels += [f"{label} of {':'.join(built.terms.groups[number].factor)}" for label in design.group_labels[number]]
+    for label, value in zip(labels, apart, strict=True):
+        if not value <= MOST_APART:
+            return f"rows lie {value:.3g} agreed sds from the agreed mean in {label!r}, at most {MOST_APART:g} wanted"
+    return _other_outcomes(built, np.asarray(sized(built, rows)[built.terms.response.columns[0]]))
+
+
+def _other_outcomes(built: Formula, outcomes: Array) -> str | None:
+    """Whether outcomes are of another size than the agreed one, where priors depend on it."""
+    name = built.terms.response.columns[0]
+    if name in asked(built).unscaled or built.family.outcome == "level":
+        return None
+    assert built.design is not None
+    column, values = built.design.agreement.columns[name], outcomes.astype(float)
+    if built.family.outcome == "real":
+        ratio = float(np.sqrt(np.mean((values - column.mean) ** 2)) / column.sd)
+    else:
+        ratio = float(np.mean(values) / column.mean) if column.mean > 0 and np.mean(values) > 0 else 1.0
+    if not 1 / MOST_APART <= ratio <= MOST_APART:
+        return f"outcomes {name!r} are {ratio:.3g} times as large as the agreed ones"
+    return None
+
+
+def example(built: Formula) -> dict[str, Array]:
+    """Made-up rows of the form that clients' have, from what they agreed on: nobody's, enough to build the model."""
+    assert built.design is not None
+    agreement: Agreement = built.design.agreement
+    frame = standing_for_all(built.terms, agreement).iloc[:_EXAMPLE_ROWS]
+    held = {str(name): np.asarray(frame[name], dtype=_kind(agreement, name)) for name in frame}
+    name, outcome = built.terms.response.columns[0], built.family.outcome
+    column, place = agreement.columns[name], np.arange(_EXAMPLE_ROWS)
+    if outcome == "time":
+        held[name] = column.mean * (1.0 + place % 2)
+        held[built.terms.response.columns[1]] = (
+            2.0 * held[name] if built.terms.response.kind == "interval" else (place // 2) % 2
+        )
+    elif column.levels:
+        held[name] = np.array(column.levels, dtype=object)[place % len(column.levels)]
+    elif outcome in ("real", "unit"):
+        held[name] = column.mean + column.sd * (place % 3 - 1.0) if outcome == "real" else 0.25 + 0.25 * (place % 3)
+    else:
+        held[name] = place % 2 + (outcome == "positive") * 1.0
+    if built.terms.response.kind == "proportion":
+        held[built.terms.response.columns[1]] = np.full(_EXAMPLE_ROWS, 2)
+    return held
+
+
+def _kind(agreement: Agreement, name: Any) -> Any:
+    column = agreement.columns.get(name)
+    return object if column is None or column.levels else float
