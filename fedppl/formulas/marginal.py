@@ -160,6 +160,11 @@ def _phi(draws: dict[str, Array], built: Formula) -> Array:
 
 def _moved(value: Array, own: Array, common: Array) -> Array:
     """A client's averages at the common draws of φ, along their regression on φ; what φ does not tell stays theirs."""
+    if len(own) < 5 * own.shape[1]:
+        raise DeclarationError(
+            f"{len(own)} draws are too few to tell clients' averages from {own.shape[1]} shared numbers; pass draws= "
+            f"for {5 * own.shape[1]} or more over all chains."
+        )
     center = own.mean(axis=0)
     slopes, *_ = np.linalg.lstsq(own - center, value - value.mean(axis=0), rcond=None)
     return np.asarray(value + (common - own) @ slopes)
