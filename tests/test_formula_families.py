@@ -218,9 +218,12 @@ def centred(age: Any, none: Any, y: Any) -> pm.Model:
 CENTER, SCALES = np.zeros(2), np.ones(2)
 
 
-def test_effects_of_a_mean_are_its_coefficients_whatever_they_are_declared_by() -> None:
-    global CENTER, SCALES
-    fit = fedppl.fit(fedppl.formula("y ~ age + arm + (1 | site)"), FRAME, by="site", **QUIET)
+@pytest.fixture(scope="module")
+def fit() -> Any:
+    return fedppl.fit(fedppl.formula("y ~ age + arm + (1 | site)"), FRAME, by="site", **QUIET)
+
+
+def test_effects_on_a_mean_are_its_coefficients(fit: Any) -> None:
     told, found = fit.summary(), fedppl.marginal_effects(fit, "arm")
     assert found.index.names == ["client", "what"] and len(found) == 5 * 3
     for client in ("s0", "all"):
@@ -236,7 +239,14 @@ def test_effects_of_a_mean_are_its_coefficients_whatever_they_are_declared_by() 
         fedppl.marginal_effects(fit, "arm", at=3.0)
     with pytest.raises(DeclarationError, match="did not take part"):
         fedppl.marginal_effects(fit, "arm", clients=["s9"])
-    # Effects are integrated out at a client: by what variable they are declared is not to be seen.
+    shares = FRAME["site"].value_counts(normalize=True)
+    means = [found.loc[(site, "drug"), "mean"] * share for site, share in shares.items()]
+    assert_allclose(found.loc[("all", "drug"), "mean"], sum(means), rtol=1e-10)
+
+
+@pytest.mark.slow  # two fits
+def test_effects_are_integrated_out_whatever_variable_they_are_declared_by(fit: Any) -> None:
+    global CENTER, SCALES
     design = fit.declaration.builder.design
     CENTER, SCALES = design.center, 2.5 * np.std(FRAME["y"]) / design.scale
     clients = {
@@ -246,7 +256,7 @@ def test_effects_of_a_mean_are_its_coefficients_whatever_they_are_declared_by() 
     other = fedppl.fit(FederatedModel(centred, ["intercept", "age_", "arm_", "sd", "sigma_"]), clients, **QUIET)
     with pytest.raises(DeclarationError, match="fedppl.formula"):
         fedppl.marginal_effects(other, "arm")
-    theirs = other.summary()
+    told, theirs = fit.summary(), other.summary()
     assert_allclose(told["mean"], theirs["mean"], atol=0.02 * told["sd"].to_numpy().max())
     assert_allclose(told["sd"], theirs["sd"], rtol=0.02)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,6 +153,7 @@ def weibull() -> Any:
     return fedppl.fit(model, FRAME, by="site", **QUIET)
 
 
+@pytest.mark.slow  # two fits
 def test_a_fit_of_times_is_that_of_the_model_by_hand(weibull: Any) -> None:
     global CENTER, SCALES
     design = weibull.declaration.builder.design
@@ -192,12 +195,23 @@ def test_a_fit_of_times_has_evidence_rows_and_predictions(weibull: Any) -> None:
         ("Surv(time, event) ~ age", {"event": "yes"}, "'event' has texts"),
         ('Surv(low, high, "interval") ~ age', {"low": 9.0, "high": 8.0}, "'high' is 8 after 9 in row 0"),
         ('Surv(low, high, "interval") ~ age', {"low": -1.0}, "'low' is -1 in row 0"),
-        ('Surv(low, high, "interval") ~ age', {"low": 0.0, "high": np.inf}, "tells nothing"),
+        (
+            'Surv(low, high, "interval") ~ age',
+            {"low": 0.0, "high": np.inf},
+            "'high' is inf after 0 in row 0, and from 0 to ever tells",
+        ),
     ],
 )
 def test_times_that_cannot_be_name_the_row_and_the_client(text: str, changes: Any, told: str) -> None:
     with pytest.raises(DataError, match=f"client 's1': {told}"):
         agreed(text, "weibull").read("s1", rows("s1").assign(**changes))
+
+
+@pytest.mark.slow  # a fit
+def test_the_page_on_formulas_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "formulas.md").read_text(encoding="utf-8")
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
+    assert "none - drug" in capsys.readouterr().out
 
 
 def test_never_is_beyond_all_times() -> None:

@@ -7,16 +7,15 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from fedppl.data import frames
 from fedppl.data import missing as gaps
+from fedppl.formulas import checks
 from fedppl.formulas.agreement import Agreement, Told, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import asked, sized, together
 from fedppl.formulas.families import family as family_of
-from fedppl.formulas.predictor import tag
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.strange import strange
 from fedppl.formulas.terms import parse
@@ -104,61 +103,14 @@ def formula(
     """
     found, declared = family_of(family), parse(formula, tuple(constants or {}))
     flag("correlated", correlated)
-    if declared.response.kind not in found.responses:
-        wanted = " or ".join(_RESPONSES[kind] for kind in found.responses)
-        raise DeclarationError(f"family={family!r} has {wanted} for a response; {formula!r} has another.")
-    if found.name == "piecewise":
-        _require_cuts((constants or {}).get("cuts"))
-    if found.several and declared.offsets:
-        raise DeclarationError(f"offset() is added to one linear predictor, and family={family!r} has several.")
+    checks.require_family(found, declared, formula, constants or {})
     if weights is not None and (not isinstance(weights, str) or not weights):
         raise DeclarationError(f'weights={shown(weights)} is no name of a column; give one, such as "n".')
     given = dict(priors or {})
-    for name, prior in given.items():
-        if not isinstance(prior, Prior):
-            raise DeclarationError(
-                f'priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass one: fedppl.Prior("Normal", mu=0, sigma=1).'
-            )
     order = {name: tuple(map(str, one)) for name, one in (levels or {}).items()}
     built = Formula(formula, declared, found, given, correlated, order, dict(constants or {}), weights)
-    _require_names(built)
-    if unknown := sorted(set(given) - set(built.shared)):
-        raise DeclarationError(f"priors of {unknown}: the shared variables are {list(built.shared)}.")
-    if unknown := sorted(set(built.levels) - set(built.columns)):
-        raise DeclarationError(f"levels of {unknown}: the columns of the formula are {list(built.columns)}.")
+    checks.require_names(built)
     return _model(built)
-
-
-_RESPONSES = {
-    "plain": "a column",
-    "proportion": "prop(successes, trials)",
-    "survival": "Surv(time, event)",
-    "interval": 'Surv(lower, upper, "interval")',
-}
-
-
-def _require_cuts(cuts: Any) -> None:
-    values = np.asarray(cuts if isinstance(cuts, Sequence | np.ndarray) else [], dtype=object).tolist()
-    numbers = [float(one) if isinstance(one, int | float | np.integer | np.floating) else np.nan for one in values]
-    if not numbers or not np.all(np.diff([0.0, *numbers, np.inf]) > 0):
-        raise DeclarationError(
-            f"family='piecewise' has a hazard that is constant between cut points, and constants={{'cuts': "
-            f"{shown(cuts)}}} are none: give times above 0 that rise, the same for all clients: "
-            "constants={'cuts': [30, 90]}."
-        )
-
-
-def _require_names(built: Formula) -> None:
-    """One name for one thing."""
-    response, right = built.terms.response.columns, {*built.terms.columns, *built.terms.common}
-    if both := sorted(set(response) & right):
-        raise DeclarationError(f"{both} stand on both sides of {built.text!r}; leave them out of one.")
-    names = [*built.shared, response[0], *(f"{tag(one)}_effects" for one in built.terms.groups)]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DeclarationError(
-            f"{twice} are names of columns of {built.text!r} and of variables of the model, {sorted(set(names))}; "
-            "rename these columns."
-        )
 
 
 @dataclass(frozen=True)

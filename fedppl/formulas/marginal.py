@@ -82,8 +82,8 @@ def marginal_effects(
 
     Draws of the mean over clients take one draw of what all share for every client. Where clients have effects of their
     own, their draws come with draws of the shared variables that differ between clients: a client's average is moved to
-    the common draw along its regression on the shared variables. Its mean is exact; its sd is where averages are linear
-    in the shared variables.
+    the common draw along its regression on the shared variables. Their mean is that of the clients' means; their sd is
+    exact where averages are linear in the shared variables.
 
     *When this fails.* The average derivative by a column that takes few whole numbers is none of the steps between
     them; write ``C(column)``. Median times beyond the last one that was seen are told by the family alone.
@@ -165,9 +165,9 @@ def _moved(value: Array, own: Array, common: Array) -> Array:
             f"{len(own)} draws are too few to tell clients' averages from {own.shape[1]} shared numbers; pass draws= "
             f"for {5 * own.shape[1]} or more over all chains."
         )
-    center = own.mean(axis=0)
-    slopes, *_ = np.linalg.lstsq(own - center, value - value.mean(axis=0), rcond=None)
-    return np.asarray(value + (common - own) @ slopes)
+    centred = own - own.mean(axis=0)
+    slopes, *_ = np.linalg.lstsq(centred, value - value.mean(axis=0), rcond=None)
+    return np.asarray(value + (common - common.mean(axis=0) - centred) @ slopes)
 
 
 def _table(parts: dict[str, dict[str, Array]], levels: tuple[str, ...], ci_prob: float) -> pd.DataFrame:
