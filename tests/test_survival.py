@@ -171,7 +171,7 @@ def test_a_fit_of_times_is_that_of_the_model_by_hand(weibull: Any) -> None:
     ours, theirs = weibull.summary(), hand.summary()
     assert list(ours.index) == ["Intercept", "age", "arm[none]", "site_sd", "alpha"]
     # The same density, up to how effects within a client are declared: θ is integrated out by quadrature.
-    assert_allclose(ours["mean"], theirs["mean"], atol=0.05 * ours["sd"].to_numpy().max())
+    assert_allclose((ours["mean"].to_numpy() - theirs["mean"].to_numpy()) / ours["sd"], 0.0, atol=0.1)
     assert_allclose(ours["sd"], theirs["sd"], rtol=0.1)
 
 
@@ -198,7 +198,7 @@ def test_a_fit_of_times_has_evidence_rows_and_predictions(weibull: Any) -> None:
         (
             'Surv(low, high, "interval") ~ age',
             {"low": 0.0, "high": np.inf},
-            "'high' is inf after 0 in row 0, and from 0 to ever tells",
+            "'high' is inf after 0 in row 0, and from 0 to ever",
         ),
     ],
 )
