@@ -16,6 +16,8 @@ from scipy import stats
 
 import fedppl
 from fedppl import DataError, FederatedModel
+from fedppl.engine._observed import holdings
+from fedppl.engine.policy import Holdings
 from fedppl.formulas.families import FAMILIES
 from fedppl.formulas.family import Scales
 from fedppl.formulas.survival import NEVER
@@ -212,6 +214,20 @@ def test_the_page_on_formulas_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[1] / "docs" / "formulas.md").read_text(encoding="utf-8")
     exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
     assert "none - drug" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("weights", [None, "n"])
+def test_the_owner_s_policy_sees_events(weights: str | None) -> None:
+    data = rows("s1")
+    for text, family, events in (
+        ("Surv(time, event) ~ age", "weibull", data["event"].sum()),
+        ("prop(healed, of) ~ age", "binomial", min(data["healed"].sum(), (data["of"] - data["healed"]).sum())),
+        ("kind ~ age", "categorical", data["kind"].value_counts().min()),
+        ("kind ~ age", "ordinal", data["kind"].value_counts().min()),
+        ('Surv(low, high, "interval") ~ age', "weibull", None),
+    ):
+        client = agreed(text, family, weights=weights).enrol({"s1": data}, kernel=False)["s1"]
+        assert holdings(client) == Holdings(len(data), events)
 
 
 def test_never_is_beyond_all_times() -> None:

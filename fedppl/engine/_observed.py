@@ -48,10 +48,13 @@ def _value(variable: Any) -> Any:
 
 def _events(rv: Any, value: Any) -> int | None:
     """Outcomes of the rarer kind; None where outcomes are of no kinds."""
+    op = rv.owner.op
+    name = str(getattr(op, "name", None) or getattr(op, "_print_name", ("",))[0])
+    weighted, name = name.startswith("weighted_"), name.removeprefix("weighted_")
+    if name == "right_censored":  # a time is an event where it is before its limit
+        return int(np.sum(value < _value(op.dist_params(rv.owner)[-2 if weighted else -1])))
     if value.dtype.kind not in "biu":
         return None
-    op = rv.owner.op
-    name = getattr(op, "name", "")
     if name in ("binomial", "beta_binomial"):
         trials = np.broadcast_to(_value(op.dist_params(rv.owner)[0]), value.shape)
         return int(min(np.sum(value), np.sum(trials - value)))

@@ -59,7 +59,8 @@ class Policy:
         Most shared coordinates per row.
     events
         Fewest outcomes of either kind where observed variables are 0 or 1; of successes and failures of binomial ones;
-        of each category that occurs. Outcomes that enter by ``pm.Potential`` are data like others, and not counted.
+        of each category that occurs; events of a formula's ``Surv(time, event)``. Outcomes that enter by
+        ``pm.Potential`` are data like others, and not counted.
     declarations
         Fingerprints of shared layouts that are allowed; None allows the one that the site's app declares. A fingerprint
         is of names, shapes and prior of what is shared, not of the likelihood.

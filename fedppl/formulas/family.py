@@ -28,6 +28,7 @@ class Drawn(NamedTuple):
     signature: str = ""  # of the parameters, where some are no scalars: "(k),()"
     logp: Callable[..., Any] | None = None
     random: Callable[..., Any] | None = None
+    name: str = ""  # of one of our own, by which what is observed is told apart
 
 
 Likelihood = Callable[[Any, Mapping[str, Any], Mapping[str, Any], Scales], Drawn]
@@ -99,16 +100,18 @@ def declare(name: str, drawn: Drawn, observed: Any, weights: Any = None) -> None
 
     given = values if weights is None else (*values, weights)
     signature = f"{signature}{'' if weights is None else ',()'}->()"
+    known = drawn.name or drawn.distribution.rv_op.name
+    kind = {"class_name": known if weights is None else f"weighted_{known}", "signature": signature}
     random = drawn.random
     if random is None:  # draws have no weight
 
         def dist(*given: Any) -> Any:
             return drawn.distribution.dist(**dict(zip(names, given[:count], strict=True)), size=given[-1])
 
-        pm.CustomDist(name, *given, dist=dist, logp=logp, signature=signature, observed=observed)
+        pm.CustomDist(name, *given, dist=dist, logp=logp, observed=observed, **kind)
     else:
 
         def draw(*given: Any, rng: Any = None, size: Any = None) -> Any:
             return random(*given[:count], rng=rng, size=size)
 
-        pm.CustomDist(name, *given, logp=logp, random=draw, signature=signature, observed=observed)
+        pm.CustomDist(name, *given, logp=logp, random=draw, observed=observed, **kind)

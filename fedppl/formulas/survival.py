@@ -122,8 +122,10 @@ def _family(
         signature = ",".join(["()", *("(k)" if scales.cuts else "()" for _ in parameters), "()"])
         if "upper" in data:
             edges = {"lower": data["lower"], "upper": data["upper"]}
-            return Drawn(None, beside | edges, f"{signature},()", _between(kind), _draw_between(kind))
-        return Drawn(None, beside | {"limit": data["limit"]}, signature, _right(kind), _draw_right(kind))
+            return Drawn(None, beside | edges, f"{signature},()", _between(kind), _draw_between(kind), "seen_between")
+        return Drawn(
+            None, beside | {"limit": data["limit"]}, signature, _right(kind), _draw_right(kind), "right_censored"
+        )
 
     def mean(eta: Array, parameters: Mapping[str, Array], scales: Scales, at: float | None) -> Array:
         kind = hazard(scales.cuts)
