@@ -74,7 +74,11 @@ def test_thresholds_are_expected_where_columns_are_at_their_means() -> None:
 # --- predictions ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = ("binomial", "categorical", "weibull")  # with trials, several predictors, limits
+PREDICTED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("family", PREDICTED)
 def test_every_family_predicts_at_new_rows(family: str) -> None:
     model = agreed(f"{RESPONSES[family]} ~ age * arm + (1 | site/ward)", family, weights="n")
     client = model.enrol({"s1": rows("s1")}, kernel=False)["s1"]
