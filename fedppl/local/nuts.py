@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.contracts import Draws, LocalInference, Moments, Target
+from fedppl.local import _regressed
 from fedppl.local._chains import by_nutpie, by_pymc
 from fedppl.local.tilted import log_tilted, start
 from fedppl.results.idata import chain_diagnostics
@@ -78,6 +79,9 @@ def NUTS(
     -----
     *When this fails.* A reply carries Monte Carlo error of about 1 / sqrt(ESS) posterior sd, and errors of K
     clients add up. EP averages its rounds once the change is down to that error; raise `draws` for less.
+    ``EP(local=NUTS(), correction=Correction())`` needs log densities with the local variables integrated. They come
+    from twice `draws` of two more chains at every exchange and a Student-t that is regressed on φ; where chains do not
+    mix, or few of their draws have all of the weight, the client does not answer, and says what to change.
     """
     sampler = "nutpie" if _HAS_NUTPIE else "pymc"
     if nuts_sampler is not None:
@@ -93,13 +97,16 @@ def NUTS(
         between("target_accept", target_accept, 0, 1, hint="raise it towards 0.99 against divergences"),
         between("rhat_limit", rhat_limit, 1, np.inf, hint="1.01 is strict, 1.1 lenient"),
     )
+    drawn = functools.partial(draw, settings=settings)
     return LocalInference(
         name="NUTS",
         check=lambda client: None,
         expand=None,
         tilted=functools.partial(tilted, settings=settings),
-        draw=functools.partial(draw, settings=settings),
+        draw=drawn,
         settings=settings._asdict(),
+        factor=functools.partial(_regressed.factor, draw=drawn, draws=settings.draws),
+        draw_given=functools.partial(_regressed.draw_given, draw=drawn, draws=settings.draws),
     )
 
 
