@@ -15,7 +15,7 @@ from fedppl.contracts import AnyAlgorithm, EngineFactory
 from fedppl.data import frames
 from fedppl.formulas.formula import is_formula, ready, remembering
 from fedppl.model.declaration import FederatedModel
-from fedppl.results import idata, saved
+from fedppl.results import idata, saved, sound
 from fedppl.results.fit import Fit
 from fedppl.run import loop
 from fedppl.run._round import Round
@@ -236,7 +236,9 @@ def load(
         What was fitted, and how; by default ``fedppl.EP()``.
     clients, by, missing
         Data of clients that took part, as for `fit`: then their posteriors and predictions can be drawn again, with the
-        same numbers. Without, there is what all clients share, and `Fit.new_client`.
+        same numbers. Without, there is what all clients share, `Fit.new_client`, and of clients the draws that
+        ``fit.save(path, include="clients")`` wrote. Where clients keep something to themselves that their posteriors
+        depend on, such as a personal head, it has to be in the file (``include="personal"``).
 
     Returns
     -------
@@ -264,7 +266,8 @@ def load(
     Notes
     -----
     *When this fails.* That clients' data are the same as then is not known: only their ids and the declaration are
-    compared. Anyone who can write the file can write another result into it.
+    compared. A file that is cut off, damaged or none of ours is refused, and nothing in it is run; but anyone who can
+    write the file can write another result into it.
     """
     settings.one_of("missing", missing, ("error", "drop"))
     algorithm = EP() if algorithm is None else algorithm
@@ -294,11 +297,16 @@ def load(
         records=held.records,
         status=held.status,
         message=held.message,
-        personal={},
+        personal=held.personal,
         seed=held.seed,
         seconds=held.seconds,
         told=held.told,
+        drawn=held.drawn,
     )
+    try:
+        sound.require_sound(found)
+    except DataError as error:
+        raise DataError(f"{str(path)!r} is damaged: {error}; take it from a copy, or fit again.") from error
     found.__dict__["idata"] = idata.from_groups(held.groups)  # as it was: draws of it are not made again
     return found
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import logging
+import pickle
+import stat
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
+import arviz as az
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,10 +22,10 @@ from numpy.testing import assert_array_equal
 
 import fedppl
 from fedppl import DataError, DeclarationError
+from fedppl.results import idata
 from fedppl.testing import normal_means
-from tests.support import problems
-
-QUIET: Any = {"progressbar": False, "random_seed": 1}
+from tests.support import problems, saving
+from tests.support.saving import QUIET
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +53,7 @@ def test_what_all_share_is_as_it_was(fitted: Any, folder: Path) -> None:
         assert_array_equal(found.idata["posterior"][name], fit.idata["posterior"][name])
     new = {name: value[:5] for name, value in next(iter(clients.values())).items()}
     assert_array_equal(*(one.new_client(new, draws=20)["posterior"]["theta"] for one in (fit, found)))
-    with pytest.raises(DeclarationError, match="site of its own"):
+    with pytest.raises(DeclarationError, match=r"no draws of it were saved.*clients=\.\.\."):
         found.client(fit.client_ids[0])
     with pytest.raises(DataError, match="clients=..."):
         found.shared(random_seed=5)
@@ -62,36 +69,18 @@ def test_clients_come_back_with_their_data(fitted: Any, folder: Path) -> None:
 
 
 def test_a_fresh_process_predicts_the_same_to_the_bit(folder: Path) -> None:
-    program = """
-import sys
-import numpy as np
-import pandas as pd
-import fedppl
-rng = np.random.default_rng(0)
-frame = pd.DataFrame({"site": np.repeat(["a", "b", "c"], 9), "t": rng.normal(size=27)})
-frame["arm"] = np.tile(["x", "y", "z"], 9)
-frame["y"] = frame["t"] + rng.normal(size=27)
-model = fedppl.formula("y ~ t + arm + (1 | site)")
-if sys.argv[1] == "write":
-    fit = fedppl.fit(model, frame, by="site", random_seed=1, progressbar=False)
-    fit.save(sys.argv[2])
-else:
-    fit = fedppl.load(sys.argv[2], model, clients=frame, by="site")
-new = pd.DataFrame({"t": [0.0, 1.0], "arm": ["z", "x"]})
-drawn = fit.predict("b", new, draws=20)["predictions"]["y"]
-print(np.asarray(drawn).tobytes().hex(), fit.summary().to_json())
-"""
-    told = [
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", program, what, str(folder / "formula.nc")],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=Path(__file__).parents[1],
-        ).stdout
-        for what in ("write", "read")
-    ]
-    assert told[0] == told[1] and len(told[0]) > 100
+    here = {}
+    for name, build in saving.RUNS.items():
+        run = build()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", fedppl.ConvergenceWarning)  # six rounds are not meant to do
+            fit = run.fit()
+        fit.save(folder / f"{name}.nc", include=run.include)
+        here[name] = saving.told(run, fit)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.saving", str(folder)]
+    there = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]).stdout
+    assert json.loads(there.splitlines()[-1]) == here
+    assert len(set(here.values())) == len(saving.RUNS)
 
 
 @pytest.mark.parametrize(
@@ -138,5 +127,110 @@ def test_another_declaration_is_refused(fitted: Any, folder: Path) -> None:
     other, clients = normal_means(2)
     with pytest.raises(DeclarationError, match="this model shares"):
         fedppl.load(folder / "run.nc", other)
-    with pytest.raises(DeclarationError, match="the path of a file"):
-        fedppl.fit(other, clients, **QUIET).save(3)
+    fit = fedppl.fit(other, clients, **QUIET)
+    for path, words in ((3, "the path of a file"), ("", "the path of a file"), (folder, "is a folder")):
+        with pytest.raises(DeclarationError, match=words):
+            fit.save(path)
+    with pytest.raises(DeclarationError, match="folder that does not exist"):
+        fit.save(folder / "nowhere" / "run.nc")
+    with pytest.raises(DeclarationError, match="include='all' must be"):
+        fit.save(folder / "other.nc", include="all")
+    assert not (folder / "other.nc").exists()
+
+
+# --- what is a client's own -----------------------------------------------------------------------------------
+
+
+def test_clients_draws_are_given_back_without_data(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    model, clients = normal_means(3)
+    fit = fedppl.fit(model, clients, **QUIET)
+    with caplog.at_level(logging.WARNING, logger="fedppl"):
+        fit.save(tmp_path / "run.nc", include="clients")
+    assert "draws of clients' local variables: it is confidential" in caplog.text
+    assert stat.S_IMODE((tmp_path / "run.nc").stat().st_mode) == 0o600
+    found = fedppl.load(tmp_path / "run.nc", model)
+    theirs, ours = (one.client("client 2")["posterior"] for one in (fit, found))
+    for name in theirs.variables:
+        assert_array_equal(ours[name], theirs[name])
+    assert dict(ours.attrs) == dict(theirs.attrs)
+    ours["theta"][:] = 0.0  # a copy
+    assert np.any(found.client("client 2", random_seed=fit.seed)["posterior"]["theta"] != 0.0)
+    others: list[tuple[dict[str, Any], str]] = [
+        ({"draws": 10}, "4 chains of 1000 by the fit's seed, and no others"),
+        ({"chains": 1}, "and no others"),
+        ({"random_seed": 9}, "and no others"),
+        ({"predict": {"y": np.zeros(3)}}, "predictions need them"),
+        ({"groups": "log_likelihood"}, "log_likelihood.* need them"),
+    ]
+    for keywords, words in others:
+        with pytest.raises(DeclarationError, match=rf"{words}.*clients=\.\.\.") as caught:
+            found.client("client 2", **keywords)
+        assert "'client 2'" in str(caught.value)
+    found.save(tmp_path / "again.nc", include="clients")
+    again = fedppl.load(tmp_path / "again.nc", model)
+    assert_array_equal(again.client("client 0")["posterior"]["theta"], fit.client("client 0")["posterior"]["theta"])
+    others_read = idata.read(tmp_path / "run.nc")
+    assert others_read["client_1"].attrs["client"] == "client 1" and "theta" in others_read["client_1"]
+    assert others_read["fedppl"].attrs["confidential"].startswith("yes")
+    raw = (tmp_path / "run.nc").read_bytes()
+    assert not any(np.float64(value).tobytes() in raw for value in clients["client 0"]["y"])  # rows are not in it
+
+
+def test_others_can_read_all_groups(fitted: Any, folder: Path) -> None:
+    """ArviZ's own reader."""
+    model, clients, fit = fitted
+    fit.save(folder / "all.nc", include="clients")
+    read = az.from_netcdf(folder / "all.nc")
+    assert_array_equal(read["posterior"]["mu"], fit.idata["posterior"]["mu"])
+    name = fit.client_ids[0]
+    assert_array_equal(read["client_0"]["theta"], fit.client(name)["posterior"]["theta"])
+    again = folder / "written again.nc"
+    read.to_netcdf(str(again))  # packed, by ArviZ 0.x
+    assert_array_equal(fedppl.load(again, model).posterior.linear, fit.posterior.linear)
+
+
+def test_what_clients_keep_is_never_left_out_in_silence(tmp_path: Path) -> None:
+    """A personal parameter that is not there would be replaced by another one."""
+    model, clients = normal_means(3)
+    algorithm = fedppl.Ditto(learning_rate=0.05, lam=0.1, steps=2)
+    fit = fedppl.fit(model, clients, algorithm, rounds=3, **QUIET)
+    fit.save(tmp_path / "without.nc")
+    fit.save(tmp_path / "with.nc", include="personal")
+    without, kept = (
+        fedppl.load(tmp_path / f"{name}.nc", model, algorithm, clients=clients) for name in ("without", "with")
+    )
+    theirs, ours = (one.client("client 0", draws=2)["posterior"]["mu"] for one in (fit, kept))
+    assert_array_equal(ours, theirs)
+    assert without.estimate == fit.estimate
+    for use in (lambda: without.client("client 0"), lambda: without.save(tmp_path / "c.nc", include="personal")):
+        with pytest.raises(DeclarationError, match=r"keeps to itself is not in the file.*include=\"personal\""):
+            use()
+    without.save(tmp_path / "without again.nc")
+    again = fedppl.load(tmp_path / "without again.nc", model, algorithm, clients=clients)
+    with pytest.raises(DeclarationError, match="keeps to itself is not in the file"):
+        again.client("client 0")
+
+
+# --- copies ---------------------------------------------------------------------------------------------------
+
+
+def test_copies_work_and_pickles_say_what_does() -> None:
+    fit = fedppl.fit(*normal_means(3), **QUIET)
+    fit.idata  # noqa: B018
+    shallow, deep = copy.copy(fit), copy.deepcopy(fit)
+    for made in (shallow, deep):
+        assert made is not fit and repr(made) == repr(fit)
+        pd.testing.assert_frame_equal(made.summary(), fit.summary())
+        assert_array_equal(made.client("client 1", draws=5)["posterior"]["theta"][0, 0], first(fit))
+    before = fit.posterior.linear.copy()
+    deep.state.sites.q.linear[:] = 7.0
+    deep.idata["posterior"]["mu"][:] = 7.0
+    assert_array_equal(fit.posterior.linear, before)
+    assert not np.any(fit.idata["posterior"]["mu"] == 7.0)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(TypeError, match=r"fit\.save\('run\.nc'\).*fedppl\.load"):
+            pickle.dumps(fit, protocol)
+
+
+def first(fit: Any) -> Any:
+    return fit.client("client 1", draws=5)["posterior"]["theta"][0, 0]

@@ -224,6 +224,8 @@ class Result(NamedTuple, Generic[S, P]):
     resume
         ``resume(first, last) -> state``: the state of `init`, with what the last state of another fit, whose clients
         may be others, knows already. None where nothing can be taken over.
+    reads_personal
+        Whether `draw` reads what a client keeps, where it keeps something.
     """
 
     final_message: BroadcastFn[S]
@@ -236,6 +238,7 @@ class Result(NamedTuple, Generic[S, P]):
     tests_convergence: bool = False
     family: object = None
     resume: Callable[[S, S], S] | None = None
+    reads_personal: bool = True
 
 
 def _fits(client: ClientView) -> None:

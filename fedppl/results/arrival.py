@@ -32,6 +32,7 @@ class Ended:
     seed: int
     seconds: float
     told: Mapping[str, Message] = field(default_factory=dict)
+    drawn: Mapping[str, Any] | None = None
 
 
 def unarrived(fit: Ended) -> str:

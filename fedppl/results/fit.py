@@ -8,18 +8,17 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import xarray as xr
 
 from fedppl.contracts import LogEvidence, Point, Posterior
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel
-from fedppl.results import influence, saved, summary
+from fedppl.results import copies, influence, kept, saved, summary
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.at_client import client_posterior
 from fedppl.results.groups import required
-from fedppl.results.shared import at_point, estimates, log_ratio, shared_posterior
+from fedppl.results.shared import at_mean, at_point, estimates, log_ratio, shared_posterior
 from fedppl.settings import whole
 from fedppl.types import Array, DeclarationError, NotConvergedError
 
@@ -57,7 +56,11 @@ class Fit(Ended):
         Wall time of all rounds.
     told
         What sites of their own let out when the run was over, by client: `fedppl.loo` and `fedppl.conflict` read it.
+    drawn
+        Of a fit that was loaded, draws of clients' posteriors that its file had.
     """
+
+    __copy__, __deepcopy__, __reduce__ = copies.shallow, copies.deep, copies.refuse
 
     def __repr__(self) -> str:
         """One line; some states would fill pages."""
@@ -95,13 +98,7 @@ class Fit(Ended):
                 f"{self.algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
             )
         require_arrived(self, "fit.estimate")
-        if isinstance(shared, Point):
-            return at_point(self, shared)
-        posterior, measured = self.idata["posterior"], estimates(self, np.zeros(0))
-        means = {str(name): values.mean(("chain", "draw")).values for name, values in posterior.data_vars.items()}
-        if measured is None:
-            return means
-        return {name: measured[name].mean.reshape(mean.shape) for name, mean in means.items()}
+        return at_point(self, shared) if isinstance(shared, Point) else at_mean(self, self.idata["posterior"])
 
     @functools.cached_property
     def idata(self) -> Any:
@@ -303,10 +300,8 @@ class Fit(Ended):
                 "client that did not, use fit.new_client(data)."
             )
         if client_id not in self.clients:
-            raise DeclarationError(
-                f"client {client_id!r} is a site of its own and its data are not here: its posterior is drawn there. "
-                "Give the site's client_app a folder=, and find it in that folder when the run is over."
-            )
+            asked: dict[str, Any] = {"predict": predict, "groups": groups, "draws": draws, "chains": chains}
+            return kept.stored_draws(self, client_id, **asked, random_seed=random_seed)
         return self._at_client(self.clients[client_id], predict, draws, chains, random_seed, groups)
 
     def predict(
@@ -348,22 +343,25 @@ class Fit(Ended):
             )
         return self._at_client(model, predict, draws, chains, random_seed)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, include: str | None = None) -> None:
         """Write the fit to a NetCDF file: what all clients share, the rounds and the server's last state.
 
-        `fedppl.load` reads it, and so does ``az.from_netcdf``. Clients' rows, draws and local variables are not in it.
+        `fedppl.load` reads it, and so does ``az.from_netcdf``. Clients' rows are never in it.
 
         Parameters
         ----------
         path
             The file, such as ``"run.nc"``; one that is there is replaced.
+        include
+            What is written of clients' own, which is confidential: None for nothing, "personal" for what they keep to
+            themselves where the algorithm has such a thing, "clients" for draws of their posteriors too.
 
         Raises
         ------
         DeclarationError
-            If the path is none.
+            If the path is none, or what is asked for is not here.
         """
-        saved.save(self, self.idata, self.declaration.agreement, path)
+        saved.save(self, self.idata, path, include, self.client)
 
     def _seed(self, random_seed: int | None) -> int:
         return self.seed if random_seed is None else whole("random_seed", random_seed, 0)

@@ -33,11 +33,11 @@ def as_dataset(result: Any, name: str | None = None) -> xr.Dataset:
 
 
 def write(result: Any, path: Path) -> None:
-    """Write a result of ours to a NetCDF file."""
+    """Write a result of ours to a NetCDF file, as it is: what reads it holds its size against what it declares."""
     if _IS_TREE:
         result.to_netcdf(path, engine="h5netcdf")
     else:
-        result.to_netcdf(str(path), engine="h5netcdf")
+        result.to_netcdf(str(path), engine="h5netcdf", compress=False)
 
 
 def read(path: Path) -> dict[str, xr.Dataset]:

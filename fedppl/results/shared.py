@@ -91,6 +91,13 @@ def at_point(fit: Ended, shared: Point[Any]) -> dict[str, Array]:
     return {name: value[0] for name, value in fit.reader.constrain(_estimated(fit, shared)[None]).items()}
 
 
+def at_mean(fit: Ended, posterior: Any) -> dict[str, Array]:
+    """Every shared variable at its posterior mean; by draws where there are no points with weights."""
+    means = {str(name): values.mean(("chain", "draw")).values for name, values in posterior.data_vars.items()}
+    measured = estimates(fit, np.zeros(0))
+    return means if measured is None else {k: measured[k].mean.reshape(mean.shape) for k, mean in means.items()}
+
+
 def log_ratio(fit: Ended) -> LogRatio | None:
     """Of the prior to its Gaussian, where a client in this process knows it."""
     return next((client.prior.log_ratio for client in fit.clients.values()), None)

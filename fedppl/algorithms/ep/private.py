@@ -142,6 +142,7 @@ def PrivateEP(
             contracts.Posterior(lambda state: widened(state.sites.q, state)),
             lambda state: {"last_change": (("rows",), state.ep.last_change), "noise_sd": (("rows",), noise_sd(state))},
             tests_convergence=True,
+            reads_personal=False,  # a count of releases
         ),
         needs=contracts.Needs(inference.check),
         disclosure=contracts.Disclosure(at_target, noise_multiplier, concludes=at_target),
