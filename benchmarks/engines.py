@@ -32,10 +32,10 @@ class Timed(InProcessEngine):
         super().__init__(algorithm, models, workers)
         self.seconds = 0.0
 
-    def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Any]:
+    def exchange(self, requests: Mapping[str, Request], deadline: float | None, *heard: Any) -> dict[str, Any]:
         """Exchange and add to the time."""
         started = time.perf_counter()
-        answers = super().exchange(requests, deadline)
+        answers = super().exchange(requests, deadline, *heard)
         self.seconds += time.perf_counter() - started
         assert all(isinstance(answer, Reply) for answer in answers.values())
         return answers

@@ -149,8 +149,8 @@ def test_of_an_exception_only_the_type_travels() -> None:
         answers: list[Reply | Failure] = []
 
         class Listening(InProcessEngine):
-            def exchange(self, requests: Any, deadline: Any, answers: Any = answers) -> Any:
-                found = super().exchange(requests, deadline)
+            def exchange(self, requests: Any, deadline: Any, *heard: Any, answers: Any = answers) -> Any:
+                found = super().exchange(requests, deadline, *heard)
                 answers.extend(found.values())
                 return found
 

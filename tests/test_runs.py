@@ -126,9 +126,11 @@ class Wire(InProcessEngine):
     def layout(self) -> Any:
         return pickle.loads(pickle.dumps(super().layout()))
 
-    def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Reply | Failure]:
+    def exchange(
+        self, requests: Mapping[str, Request], deadline: float | None, *heard: Any
+    ) -> dict[str, Reply | Failure]:
         sent = {k: r._replace(message=by_file(r.message)) for k, r in pickle.loads(pickle.dumps(requests)).items()}
-        answers = super().exchange(sent, deadline)
+        answers = super().exchange(sent, deadline, *heard)
         self.replies += [reply for reply in answers.values() if isinstance(reply, Reply)]
         received = pickle.loads(pickle.dumps(answers))
         return {k: r._replace(message=by_file(r.message)) if isinstance(r, Reply) else r for k, r in received.items()}

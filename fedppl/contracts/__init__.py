@@ -22,4 +22,4 @@ from fedppl.contracts.algorithm import (
     sum_replies,
 )
 from fedppl.contracts.client import CheckFn, ClientView, Draws, Expansion, Factor, LocalInference, Moments, Target
-from fedppl.contracts.engine import Engine, EngineFactory, Failure, Reply, Request, SharedReader
+from fedppl.contracts.engine import Engine, EngineFactory, Failure, Heard, Reply, Request, SharedReader, unheard

@@ -50,6 +50,13 @@ class SharedReader(NamedTuple):
     coords: Mapping[str, Sequence[Any]]
 
 
+Heard = Callable[[str], object]  # called with the id of a client whose answer has come
+
+
+def unheard(client_id: str) -> None:
+    """For who does not want to know."""
+
+
 class Engine(Protocol):
     """Moves messages and knows no statistics."""
 
@@ -62,8 +69,14 @@ class Engine(Protocol):
     def layout(self) -> Layout:
         """Return the shared layout that all clients agreed on."""
 
-    def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Reply | Failure]:
-        """Send each request and return what came back until the deadline (seconds)."""
+    def exchange(
+        self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
+    ) -> dict[str, Reply | Failure]:
+        """Send each request and return what came back until the deadline (seconds).
+
+        `heard` is called with a client's id as soon as its answer is there, for who waits and wants to know how far it
+        is; from this thread.
+        """
 
     def reader(self) -> SharedReader:
         """Return how draws of φ are read; where the models are at sites, a site is asked."""

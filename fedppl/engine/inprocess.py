@@ -5,12 +5,13 @@ Compiled log densities release Python's lock, so threads run in parallel without
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
-from fedppl.contracts import AnyAlgorithm, EngineFactory, Failure, Reply, Request, SharedReader
+from fedppl.contracts import AnyAlgorithm, EngineFactory, Failure, Heard, Reply, Request, SharedReader, unheard
 from fedppl.engine._guard import admit_algorithm, in_memory, refuse_data
 from fedppl.engine.answer import answer
 from fedppl.engine.policy import Policy
@@ -75,22 +76,26 @@ class InProcessEngine(ModelsHere):
         """Return whether clients keep to a policy, as at sites of their own."""
         return bool(self._guards)
 
-    def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Reply | Failure]:
+    def exchange(
+        self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
+    ) -> dict[str, Reply | Failure]:
         """Answer every request; those not done at the deadline (seconds) are failures.
 
         A client that is late is not asked again before it is done: no two threads work for one client, and no more
-        threads hang than clients do.
+        threads hang than clients do. Clients never work in the thread that called: there Ctrl-C ends the wait at once,
+        where samplers would keep it to themselves and send what they have so far.
         """
         self._late = {client_id: future for client_id, future in self._late.items() if not future.done()}
-        if self._workers == 1 and deadline is None and not self._late:
-            return {client_id: self._one(request) for client_id, request in requests.items()}
         pool = self._pool = self._pool or ThreadPoolExecutor(self._workers)
         futures = {
             client_id: pool.submit(self._one, request)
             for client_id, request in requests.items()
             if client_id not in self._late
         }
-        wait(futures.values(), timeout=deadline)
+        names = {future: client_id for client_id, future in futures.items()}
+        with contextlib.suppress(TimeoutError):
+            for done in as_completed(names, timeout=deadline):
+                heard(names[done])
         late = {client_id: future for client_id, future in futures.items() if not future.done() and not future.cancel()}
         if late:  # their threads are lost to the others, who get a new pool
             self._late |= late

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.serverapp import Grid
 
-from fedppl.contracts import AnyAlgorithm, Failure, Reply, Request, SharedReader
+from fedppl.contracts import AnyAlgorithm, Failure, Heard, Reply, Request, SharedReader, unheard
 from fedppl.flower import enrolment as _enrolment
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed, reading, require
@@ -77,7 +77,9 @@ class GridEngine:
         dims, coords = _enrolment.reading(self._roll.hellos)
         return SharedReader(lambda phi: self._constrain(phi, dims, coords), dims, coords)
 
-    def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Reply | Failure]:
+    def exchange(
+        self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
+    ) -> dict[str, Reply | Failure]:
         """Send each request to its site; those without a reply at the deadline (seconds) are failures."""
         limit = deadline or self._settings.deadline
         alive = self._roll.welcome()
@@ -100,6 +102,7 @@ class GridEngine:
             request = waiting.pop(message_id)
             self._busy.pop(request.client_id, None)
             answers[request.client_id] = self._read(reply, request)
+            heard(request.client_id)
         for request in waiting.values():
             reason = f"no reply within the deadline of {limit:g} s"
             answers[request.client_id] = Failure(request.client_id, request.nonce, reason)

@@ -26,7 +26,7 @@ from typing import Any
 
 import cloudpickle
 
-from fedppl.contracts import AnyAlgorithm, Failure, Reply, Request
+from fedppl.contracts import AnyAlgorithm, Failure, Heard, Reply, Request, unheard
 from fedppl.engine.inprocess import ModelsHere
 from fedppl.model.declaration import FederatedModel
 
@@ -64,14 +64,18 @@ class SimulationEngine(ModelsHere):
         self._deadline = deadline
         self._relay = relay
 
-    def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Reply | Failure]:
+    def exchange(
+        self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
+    ) -> dict[str, Reply | Failure]:
         """Pass the requests to the server app of the simulation and wait for what it brings back."""
         try:
             self._relay.send((dict(requests), deadline or self._deadline))
-            answers: dict[str, Reply | Failure] = self._relay.recv()
+            while isinstance(answers := self._relay.recv(), str):
+                heard(answers)  # the id of a client that has answered
         except (EOFError, OSError) as error:
             raise RuntimeError("Flower's simulation has ended; its log says why") from error
-        return answers
+        found: dict[str, Reply | Failure] = answers
+        return found
 
     def personal(self) -> Mapping[str, Any]:
         """Return nothing: what clients keep stays where they are."""

@@ -72,7 +72,7 @@ def main(grid: Grid, context: Context) -> None:
     while (asked := _next(connection)) is not None:
         requests, deadline = asked
         engine = engine or GridEngine(grid, _algorithm, GridSettings(tuple(data), 600.0, deadline, 0.02))
-        connection.send(engine.exchange(requests, deadline))
+        connection.send(engine.exchange(requests, deadline, connection.send))
 
 
 def _next(connection: Connection) -> Any:

@@ -82,8 +82,8 @@ def require_sound(fit: Ended) -> None:
     result, size = fit.algorithm.result, fit.layout.size
     try:
         arrived = not unarrived(fit)
-        shared = result.shared if arrived else None
-        if isinstance(shared, Posterior):
+        shared = result.shared if arrived or isinstance(result.shared, Posterior) else None
+        if isinstance(shared, Posterior):  # one that was broken off has finite numbers too
             _require(_finite(shared.gaussian(fit.state), size), "its posterior has missing or infinite numbers")
         elif isinstance(shared, Point):
             found = np.asarray(shared.estimate(fit.state), dtype=float)

@@ -18,6 +18,7 @@ from fedppl.contracts import Reply, Request
 from fedppl.numerics.streams import stream
 from fedppl.results import fallbacks
 from fedppl.results.records import Record
+from fedppl.run import outlook
 from fedppl.run._algorithm import numbers_and_texts, require_report
 from fedppl.run._run import Run, add, save
 from fedppl.run.replies import n_bytes, one_line, received, released, why_not
@@ -88,7 +89,8 @@ def one_round(run: Run) -> Round:
         for client_id, message in messages.items()
     }
     started = time.perf_counter()
-    answers = run.engine.exchange(requests, run.deadline)
+    run.progress.asked(number, len(requests))
+    answers = run.engine.exchange(requests, run.deadline, run.progress.heard)
     seconds = time.perf_counter() - started
     replies: dict[str, Message] = {}
     infos: dict[str, Mapping[str, float]] = {}
@@ -119,7 +121,7 @@ def one_round(run: Run) -> Round:
     with _named(run, "update_server"):
         returned = run.algorithm.update_server(run.state, received(replies, summed=bool(together)))
     require_report(run.algorithm.name, returned)
-    run.state, report = returned
+    state, report = returned
     record = Record(
         number=number,
         asked=tuple(asked),
@@ -138,13 +140,22 @@ def one_round(run: Run) -> Round:
         message=run.message if report.message is None else report.message,
         mild=run.records[-1].mild if report.message is None and run.records else report.mild,
     )
+    # Together: a run that Ctrl-C ends has the state that its records tell of, and what clients kept with it.
+    run.state, run.personal = state, run.engine.personal()
     add(run, record)
+    tolerance = outlook.tolerance_of(run.algorithm.settings)
+    stands = outlook.standing(record, run.infos if closing else infos, tolerance)
+    ahead = outlook.ahead(run.records, run.limit, run.counted, tolerance)
+    shown = record.status.value if record.status is not Status.RUNNING else ""
+    run.progress.update(run.counted, "; ".join(filter(None, (stands, shown, ahead))))
     logger.info(
-        "round %d: %s, %d of %d replies",
+        "round %d: %s, %d of %d replies in %s%s",
         number,
         report.status.value,
         len(replies),
         len(told),
+        outlook.spelled(seconds),
+        "".join(f"; {one}" for one in (stands, ahead) if one),
         extra={
             "round": number,
             "status": report.status.value,

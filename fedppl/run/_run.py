@@ -14,6 +14,7 @@ from fedppl.numerics.streams import stream
 from fedppl.results import fallbacks
 from fedppl.results.records import Record
 from fedppl.run.participation import Participation, as_participation
+from fedppl.run.progress import Progress
 from fedppl.storage import checkpoint as checkpoints
 from fedppl.storage import digest as _digest
 from fedppl.storage.signed import pack
@@ -44,6 +45,8 @@ class Run:
         self.records: list[Record] = []
         self.counted = 0  # records that count towards ``rounds=``
         self.infos: dict[str, Mapping[str, float]] = {}  # the last of every client
+        self.personal: Mapping[str, Any] = {}  # what clients in this process kept after the last round
+        self.progress = Progress()
         self.saves = True  # until rounds have run out
         self.resumed = 0  # rounds that were done before
         self.limit: int | None = None
@@ -102,7 +105,7 @@ def _content(run: Run) -> dict[str, Any]:
         "name": run.name,
         "state": run.state,
         "records": run.records,
-        "personal": run.engine.personal(),
+        "personal": run.personal,
         "told": run.told,
     }
 
@@ -158,4 +161,5 @@ def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
         add(run, done)
     run.resumed = len(run.records)
     run.engine.restore(content["personal"])
+    run.personal = run.engine.personal()
     logger.info("resumed after round %d from %s", len(run.records), checkpoint)

@@ -124,7 +124,7 @@ def calibrate(
             if not unarrived(found):
                 pit[t] = _transform(found, truth)
             logger.info("data set %d of %d: %s", t + 1, data_sets, found.status.value)
-            progress.update(t + 1, found.status.value, {}, 0)
+            progress.update(t + 1, found.status.value)
     p_value = np.array([_uniform(column) for column in pit.T])
     values = {"pit": pit, "truth": drawn.phi, "status": np.array(status)}
     values |= {"p_value": p_value, "p_adjusted": _holm(p_value)}

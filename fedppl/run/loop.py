@@ -19,7 +19,7 @@ import numpy as np
 from fedppl import settings
 from fedppl.contracts import AnyAlgorithm, EngineFactory
 from fedppl.model.declaration import FederatedModel
-from fedppl.results import departure, fallbacks
+from fedppl.results import departure
 from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
 from fedppl.run._ending import ending
@@ -102,10 +102,11 @@ def fit(
             random_seed,
             start,
         )
-        progress.say(f"{len(run.clients)} clients")
+        run.progress = progress
+        progress.say(f"{len(run.clients)} clients are ready")
         started = time.perf_counter()
         try:
-            stopped = _followed(run, progress, callback)
+            stopped = _followed(run, callback)
         except BaseException:
             run.engine.close()
             raise
@@ -128,7 +129,7 @@ def fit(
             records=tuple(run.records),
             status=status,
             message=message,
-            personal=_in_order(run.engine.personal(), run.clients),
+            personal=_in_order(run.personal, run.clients),
             seed=run.seed,
             seconds=time.perf_counter() - started,
         )
@@ -155,12 +156,10 @@ def fit(
     return result
 
 
-def _followed(run: Run, progress: Progress, callback: Callable[[Round], bool | None] | None) -> str:
+def _followed(run: Run, callback: Callable[[Round], bool | None] | None) -> str:
     """Run to the end; what stopped it before, if something did: "the callback", or "Ctrl-C"."""
     try:
         for step in _run(run):
-            note = fallbacks.note(run.infos if step.record.closing else step.record.infos)
-            progress.update(step.number, step.status.value, step.record.info, len(step.failures), note)
             if callback is not None and _says_stop(callback(step), step.number):
                 return "the callback"
     except KeyboardInterrupt:

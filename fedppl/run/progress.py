@@ -1,54 +1,93 @@
-"""The progress bar of `fedppl.fit` and of what fits often."""
+"""What is going on now, where somebody looks: in a bar, and in the log, a line every so often."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import logging
+import threading
+import time
 from typing import Any
 
-import numpy as np
+from fedppl.run._display import Nowhere, display
+from fedppl.run.outlook import spelled
+
+logger = logging.getLogger(__name__)
+
+EVERY = 15.0  # seconds without a line in the log after which there is one, while something goes on
 
 
 class Progress:
-    """A progress bar with the last change, or nothing."""
+    """How far a run is, and which clients have answered in its round.
 
-    def __init__(self, total: int, *, show: bool, what: str = "Round") -> None:
-        self._bar: Any = None
-        if show:
-            import rich.progress  # a tenth of what importing all of fedppl takes
+    Parameters
+    ----------
+    total
+        Number of rounds, or of whatever is counted.
+    show
+        Whether to show it where there is a terminal or a notebook; the log, at level INFO, has it in any case.
+    what
+        Name of what is counted.
+    """
 
-            self._bar = rich.progress.Progress(
-                rich.progress.TextColumn(what),
-                rich.progress.BarColumn(),
-                rich.progress.MofNCompleteColumn(),
-                rich.progress.TimeElapsedColumn(),
-                rich.progress.TextColumn("{task.fields[note]}"),
-            )
-            self._task = self._bar.add_task("", total=total, note="")
+    def __init__(self, total: int | None = None, *, show: bool = False, what: str = "Round") -> None:
+        self._total, self._show, self._what = total or 0, show, what
+        self._display: Any = Nowhere()
+        self._completed, self._note = 0.0, ""
+        self._now = ""  # what lasts
+        self._since = self._last_line = time.monotonic()
+        self._number, self._asked, self._answered = 0, 0, 0
+        self._over = threading.Event()
 
     def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
+        self._display = display(self._total, self._what, wanted=self._show)
+        if logger.isEnabledFor(logging.INFO):
+            threading.Thread(target=self._pulse, daemon=True, name="fedppl progress").start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._over.set()
+        self._display.stop()
 
-    def say(self, note: str) -> None:
-        """What is going on now."""
-        if self._bar is not None:
-            self._bar.update(self._task, note=note)
+    def say(self, what: str) -> None:
+        """Say what is going on now, before or after the rounds."""
+        logger.info("%s", what)
+        self._begin(what)
+        self._display.show(self._completed, what)
 
-    def update(self, number: int, status: str, info: Mapping[str, Any], skipped: int, fallen: str = "") -> None:
-        """Advance to a round; `info` is the server's diagnostics, `fallen` a note on clients that fell back."""
-        if self._bar is not None:
-            notes = [str(info["phase"])] if "phase" in info else []
-            for name, unit in (("change_mean", " sd"), ("change", "")):
-                value = info.get(name, math.nan)
-                if np.ndim(value) == 0 and np.isfinite(value):
-                    notes.append(f"change {value:.2g}{unit}")
-                    break
-            notes += [status, *([f"{skipped} skipped"] if skipped else []), *([fallen] if fallen else [])]
-            note = ", ".join(notes)
-            self._bar.update(self._task, completed=number, note=note)
+    def asked(self, number: int, clients: int) -> None:
+        """Say that a round has begun, in which so many clients are asked."""
+        self._number, self._asked, self._answered = number, clients, 0
+        self._begin(f"round {number}: 0 of {clients} clients have answered")
+        self._show_round("")
+
+    def heard(self, client_id: str) -> None:
+        """Say that a client has answered, or has failed to."""
+        self._answered += 1
+        self._now = f"round {self._number}: {self._answered} of {self._asked} clients have answered, last {client_id}"
+        self._show_round(f" (last {client_id})")
+        self._log_at_times()
+
+    def update(self, completed: int, note: str) -> None:
+        """Say that a round is done; `completed` are those that count."""
+        self._completed, self._note = completed, note
+        self._begin("")
+        self._display.show(completed, note)
+
+    def _show_round(self, last: str) -> None:
+        note = f"{self._note}; " if self._note else ""
+        self._display.show(self._completed, f"{note}{self._answered} of {self._asked} clients{last}")
+
+    def _begin(self, what: str) -> None:
+        self._now = what
+        self._since = self._last_line = time.monotonic()
+
+    def _log_at_times(self) -> None:
+        now = time.monotonic()
+        if self._now and now - self._last_line >= EVERY:
+            self._last_line = now
+            extra = {"round": self._number, "answered": self._answered, "asked": self._asked}
+            logger.info("%s, %s", self._now, spelled(now - self._since), extra=extra)
+
+    def _pulse(self) -> None:
+        """Also where no client answers for a long time."""
+        while not self._over.wait(EVERY / 3):
+            self._log_at_times()

@@ -33,8 +33,11 @@ def reworked(change: Callable[[dict[str, Any]], Any]) -> Change:
 
 
 def put(file: h5py.File, raw: bytes) -> None:
-    del file["fedppl/state"]
-    file["fedppl"].create_dataset("state", data=np.frombuffer(raw, dtype=np.uint8))
+    del file["fedppl/state"], file["fedppl/byte"]
+    state = file["fedppl"].create_dataset("state", data=np.frombuffer(raw, dtype=np.uint8))
+    scale = file["fedppl"].create_dataset("byte", (len(raw),), ">f4")
+    scale.make_scale(f"This is a netCDF dimension but not a netCDF variable.{len(raw):10d}")
+    state.dims[0].attach_scale(scale)
     file["fedppl"].attrs["digest"] = hashlib.sha256(raw).hexdigest()
 
 
@@ -222,6 +225,17 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "draws of strangers": (reworked(lambda c: c.update(drawn=["stranger"])), "names clients that are none"),
     "draws that are not there": (reworked(lambda c: c.update(drawn=[c["clients"][0]])), "client_0"),
 }
+
+
+LARGE = (
+    "more than memory",
+    "long texts that are not there",
+    "one long text in many places",
+    "arrays of a petabyte",
+    "JSON of 2**63 bytes",
+    "a shape beyond memory",
+    "a shape that overflows",
+)
 
 
 def crafted(honest: Path, name: str, folder: Path) -> Path:

@@ -287,9 +287,9 @@ class Faulty(InProcessEngine):
     def counts(self) -> Counter[str]:
         return Counter(fault for _, _, fault in self.injected)
 
-    def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Any]:
+    def exchange(self, requests: Mapping[str, Request], deadline: float | None, *heard: Any) -> dict[str, Any]:
         if not self.active:
-            return super().exchange(requests, deadline)
+            return super().exchange(requests, deadline, *heard)
         return {client_id: self._through_faults(request) for client_id, request in requests.items()}
 
     def _through_faults(self, request: Request) -> Any:
@@ -363,8 +363,8 @@ class Tampering(InProcessEngine):
         super().__init__(algorithm, clients, 1)
         return self
 
-    def exchange(self, requests: Mapping[str, Request], deadline: float | None) -> dict[str, Any]:
-        honest = super().exchange(requests, deadline)
+    def exchange(self, requests: Mapping[str, Request], deadline: float | None, *heard: Any) -> dict[str, Any]:
+        honest = super().exchange(requests, deadline, *heard)
         return {client_id: self.change(requests[client_id], reply) for client_id, reply in honest.items()}
 
 

@@ -1,0 +1,277 @@
+"""What a run says while it runs: the bar, a notebook's line, the log; and Ctrl-C in all its places."""
+
+from __future__ import annotations
+
+import _thread
+import io
+import logging
+import math
+import sys
+import threading
+import time
+import types
+from typing import Any
+
+import pytest
+import rich.console
+
+import fedppl
+from fedppl.contracts import Failure
+from fedppl.engine.inprocess import InProcessEngine
+from fedppl.results.records import Record
+from fedppl.run import _display, outlook, progress
+from fedppl.testing import normal_means
+from fedppl.types import Status
+from tests import test_inprocess as engines
+from tests.support import problems
+
+QUIET: Any = {"progressbar": False, "random_seed": 1}
+
+
+def records(changes: list[float], seconds: float = 2.0, **fields: Any) -> list[Record]:
+    made = []
+    for k, change in enumerate(changes):
+        info = {"phase": "EP", "change_mean": change, "change_sd": 0.5 * change, **fields.get("info", {})}
+        others = {name: value for name, value in fields.items() if name != "info"}
+        made.append(Record(k + 1, ("a", "b"), {}, {}, info, {}, {}, "", seconds, Status.RUNNING)._replace(**others))
+    return made
+
+
+# --- what is left ---------------------------------------------------------------------------------------------
+
+
+def test_a_geometric_change_is_carried_on() -> None:
+    """Halved each round from 0.08, the change is at most 0.01 after three more rounds."""
+    found = outlook.rounds_left(records([0.32, 0.16, 0.08]), 20, 3, 0.01)
+    assert found == outlook.Left(3, estimated=True)
+    assert outlook.ahead(records([0.32, 0.16, 0.08]), 20, 3, 0.01) == "about 3 rounds left, 6 s"
+    slower = outlook.rounds_left(records([1.0, 0.5, 0.3]), None, 3, 0.01)  # the slower of the two factors: 0.6
+    assert slower == outlook.Left(math.ceil(math.log(0.01 / 0.3) / math.log(0.6)), estimated=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ([0.1, 0.2, 0.1], {}),  # up and down
+        ([0.1, 0.099, 0.098], {}),  # hardly at all
+        ([1.0, 0.5, 0.05], {}),  # not by one factor
+        ([0.2, 0.1], {}),  # too few
+        ([0.4, 0.2, 0.1], {"info": {"mc_error": 0.1}}),  # ends by averaging
+        ([0.4, 0.2, 0.1], {"silent": ("b",)}),  # one round is no sweep
+        ([math.nan] * 3, {}),
+    ],
+)
+def test_where_nothing_can_be_estimated_the_most_is_told(changes: list[float], fields: dict[str, Any]) -> None:
+    made = records(changes, 30.0, **fields)
+    assert outlook.rounds_left(made, 20, 3, 0.01) == outlook.Left(17, estimated=False)
+    assert outlook.ahead(made, 20, 3, 0.01) == "at most 17 of rounds=20 left, 8 min 30 s"
+    assert outlook.ahead(made, None, 3, 0.01) == ""
+
+
+def test_no_more_is_told_than_is_allowed_or_known() -> None:
+    assert outlook.rounds_left(records([0.32, 0.16, 0.08]), 4, 3, 1e-6) == outlook.Left(1, estimated=False)
+    assert outlook.ahead(records([0.32, 0.16, 0.08], preliminary=True), 20, 3, 0.01) == ""
+    assert outlook.ahead(records([0.32, 0.16, 0.08], status=Status.CONVERGED), 20, 3, 0.01) == ""
+    alternating = records([0.4, 0.2, 0.1])
+    alternating[1] = alternating[1]._replace(asked=("a",))
+    assert outlook.rounds_left(alternating, 20, 3, 0.01) == outlook.Left(17, estimated=False)
+
+
+def test_a_round_is_told_with_its_phase_its_change_and_who_fell_back() -> None:
+    (record,) = records([0.034], failures={"b": "late"})
+    told = outlook.standing(record, {"a": {"fallback": 2.0}}, 0.01)
+    assert told == "EP, change 0.034 sd (tolerance 0.01), 1 skipped, 1 on NUTS"
+    assert outlook.standing(record._replace(info={"change": math.nan, "objective": 2.0}, failures={}), {}, None) == ""
+
+
+# --- where it is shown ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    shown = io.StringIO()
+    console = rich.console.Console(file=shown, force_terminal=True, width=200)
+    monkeypatch.setattr(_display, "_console", lambda: console)
+    return shown
+
+
+def test_the_bar_tells_clients_changes_and_what_is_left(terminal: io.StringIO) -> None:
+    with progress.Progress(20, show=True) as bar:
+        bar.asked(1, 3)
+        bar.heard("site [red]")
+        bar._display._bar.refresh()
+        assert "1 of 3 clients (last site [red])" in terminal.getvalue()
+        bar.update(4, "change 0.1; about 3 rounds left, 6 s")
+        bar.asked(5, 3)
+        bar._display._bar.refresh()
+    assert "change 0.1; about 3 rounds left, 6 s; 0 of 3 clients" in terminal.getvalue()
+    assert "4/20" in terminal.getvalue()
+
+
+def test_a_fit_shows_it(terminal: io.StringIO) -> None:
+    fedppl.fit(*normal_means(2), fedppl.EP(), random_seed=1)
+    assert "Round" in terminal.getvalue() and "converged" in terminal.getvalue()
+
+
+@problems.few_rounds
+def test_without_a_terminal_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    fedppl.fit(*normal_means(2), fedppl.EP(), rounds=2, random_seed=1)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_notebook_has_one_line_that_is_written_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By IPython's own display, since rich needs ipywidgets and warns without."""
+    lines: list[str] = []
+
+    class Handle:
+        def update(self, data: dict[str, str], raw: bool) -> None:
+            lines[-1] = data["text/plain"]
+
+    def show(data: dict[str, str], raw: bool, display_id: bool) -> Handle:
+        assert raw and display_id
+        lines.append(data["text/plain"])
+        return Handle()
+
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=show))
+    monkeypatch.setattr(_display, "_console", lambda: types.SimpleNamespace(is_jupyter=True))
+    fedppl.fit(*normal_means(2), fedppl.EP(), random_seed=1)
+    assert len(lines) == 1 and lines[0].startswith("Round") and "converged" in lines[0] and "\x1b" not in lines[0]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_dumb_terminal_gets_nothing() -> None:
+    console = rich.console.Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    assert console.is_dumb_terminal
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_display, "_console", lambda: console)
+        assert isinstance(_display.display(3, "Round", wanted=True), _display.Nowhere)
+
+
+# --- the log --------------------------------------------------------------------------------------------------
+
+
+def test_clients_are_counted_as_their_answers_come() -> None:
+    heard: list[str] = []
+    first = threading.Event()
+    run = engines.engine(2, a=lambda _: first.wait(20), b=None)
+    answers = run.exchange(engines.requests("a", "b"), None, lambda name: (heard.append(name), first.set()))
+    assert heard == ["b", "a"] and set(answers) == {"a", "b"}
+    late = engines.engine(1, a=None, b=lambda _: time.sleep(0.5))
+    heard.clear()
+    assert isinstance(late.exchange(engines.requests("a", "b"), 0.2, heard.append)["b"], Failure)
+    assert heard == ["a"]
+    late.close()
+
+
+def test_the_log_has_a_line_every_so_often(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "EVERY", 0.15)
+    with caplog.at_level(logging.INFO, logger="fedppl"), progress.Progress(3) as run:
+        run.asked(2, 3)
+        time.sleep(0.4)  # nobody answers
+        assert "round 2: 0 of 3 clients have answered, 0." in caplog.text
+        for name in "abc":
+            run.heard(name)
+        assert len(caplog.records) < 6
+        time.sleep(0.4)
+        assert "3 of 3 clients have answered, last c" in caplog.text
+        run.update(2, "")
+        caplog.clear()
+        time.sleep(0.4)
+        assert not caplog.records  # between rounds there is nothing to say
+    time.sleep(0.2)
+    assert "fedppl progress" not in [one.name for one in threading.enumerate()]
+
+
+@problems.few_rounds
+def test_each_round_is_a_line_with_phase_change_and_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="fedppl"):
+        fedppl.fit(*problems.noise(), fedppl.EP(correction=None, damping=0.5, tolerance=1e-6), **QUIET, rounds=12)
+    lines = [one.getMessage() for one in caplog.records if one.name == "fedppl.run._round"]
+    assert "6 of 6 replies in " in lines[0] and "warm start, change" in lines[0] and "left" not in lines[0]
+    assert any("EP, change" in one and "(tolerance 1e-06)" in one for one in lines)
+    assert any("rounds left" in one or "of rounds=12 left" in one for one in lines)
+    assert "checking and compiling" in caplog.text and "6 clients are ready" in caplog.text
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------------------
+
+
+def interrupting(when: Any) -> Any:
+    """NestedLaplace at whose clients somebody presses Ctrl-C, and which then takes its time."""
+    inner = fedppl.NestedLaplace()
+
+    def tilted(target: Any, rng: Any) -> Any:
+        if when(target):
+            _thread.interrupt_main()
+            time.sleep(1.0)
+        return inner.tilted(target, rng)
+
+    return inner._replace(tilted=tilted)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_while_clients_compute_gives_the_rounds_so_far(workers: int) -> None:
+    model, clients = normal_means(3)
+    rounds: list[int] = []
+    pressed: list[str] = []
+
+    def when(target: Any) -> bool:
+        now = len(rounds) >= 1 and target.client.client_id == "client 1" and not pressed
+        pressed.extend(["Ctrl-C"] * now)
+        return now
+
+    started = time.monotonic()
+    with pytest.warns(fedppl.ConvergenceWarning, match="Ctrl-C"):
+        fit = fedppl.fit(
+            model,
+            clients,
+            fedppl.EP(local=interrupting(when), correction=None, damping=0.2, tolerance=1e-9),
+            callback=lambda step: rounds.append(step.number),
+            engine=fedppl.InProcess(workers=workers),
+            **QUIET,
+        )
+    assert fit.status is Status.INTERRUPTED and len(fit.records) == len(rounds) >= 1 and pressed
+    assert time.monotonic() - started < 60
+    assert fit.posterior.linear.shape == (1,)
+
+
+def test_what_clients_kept_is_that_of_the_last_whole_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those who had answered in the round that was broken off, too."""
+    model, clients = normal_means(2)
+    algorithm = fedppl.Ditto(learning_rate=0.05, lam=0.1, steps=2)
+    whole = fedppl.fit(model, clients, algorithm, rounds=2, **QUIET)
+    exchange = InProcessEngine.exchange
+
+    def interrupted(self: Any, requests: Any, *arguments: Any) -> Any:
+        found = exchange(self, requests, *arguments)
+        if next(iter(requests.values())).round == 3:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(InProcessEngine, "exchange", interrupted)
+    fit = fedppl.fit(model, clients, algorithm, rounds=9, **QUIET)
+    assert fit.status is Status.INTERRUPTED and len(fit.records) == 2
+    for name in clients:
+        for ours, theirs in zip(fit.personal[name], whole.personal[name], strict=True):
+            assert repr(ours) == repr(theirs)
+
+
+def test_ctrl_c_before_the_first_round_and_a_second_one_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    monkeypatch.setattr(InProcessEngine, "close", lambda self: closed.append(True))
+
+    def pressed(*arguments: Any, **keywords: Any) -> Any:
+        raise KeyboardInterrupt
+
+    model, clients = normal_means(2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(fedppl.FederatedModel, "enrol", pressed)  # while it compiles
+        fedppl.fit(model, clients, fedppl.EP(), **QUIET)
+    assert not closed
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("fedppl.run.loop.ending", pressed)  # the second, while the first is dealt with
+        fedppl.fit(model, clients, fedppl.EP(), callback=pressed, **QUIET)
+    assert closed
