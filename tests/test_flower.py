@@ -342,6 +342,25 @@ def test_a_fault_skips_one_client_for_one_round(name: str, caplog: pytest.LogCap
     assert_allclose(distance / gaussian.standard_deviations(free.posterior), 0, atol=0.02)
 
 
+def test_the_servers_log_tells_phase_change_and_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    """Of each round, and of each site whose answer has come."""
+    model, clients = normal_means(3)
+    heard: list[list[str]] = []
+    exchange = GridEngine.exchange
+
+    def listening(self: Any, requests: Any, deadline: Any, tell: Any) -> Any:
+        heard.append([])
+        return exchange(self, requests, deadline, lambda name: (heard[-1].append(name), tell(name)))
+
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, logger="fedppl"):
+        patch.setattr(GridEngine, "exchange", listening)
+        result = fit(FakeGrid(nodes_of(model, clients)), model, 3)
+    assert [sorted(names) for names in heard] == [sorted(clients)] * len(result.records)
+    lines = [one.getMessage() for one in caplog.records if one.name == "fedppl.run._round"]
+    assert len(lines) == len(result.records) and all("3 of 3 replies in " in line for line in lines)
+    assert any("EP, change" in line and "(tolerance 0.01)" in line for line in lines)
+
+
 def test_a_late_reply_is_dropped_before_its_site_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     model, clients = normal_means(2)
     grid = FakeGrid(nodes_of(model, clients), only(ASK, 10, 1, "late"))

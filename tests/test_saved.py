@@ -24,6 +24,7 @@ import fedppl
 from fedppl import DataError, DeclarationError
 from fedppl.results import idata
 from fedppl.testing import normal_means
+from tests import cases
 from tests.support import problems, saving
 from tests.support.saving import QUIET
 
@@ -234,3 +235,54 @@ def test_copies_work_and_pickles_say_what_does() -> None:
 
 def first(fit: Any) -> Any:
     return fit.client("client 1", draws=5)["posterior"]["theta"][0, 0]
+
+
+# --- networks and curves --------------------------------------------------------------------------------------
+
+
+def _round_trip(row: cases.Case, read: Any, tmp_path: Path) -> None:
+    """With what clients keep the numbers are the same; without, they are the same or refused, and never others."""
+    (model, clients), algorithm = row.problem(), row.build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fedppl.ConvergenceWarning)
+        fit = fedppl.fit(model, clients, algorithm, rounds=2, **QUIET)
+    fit.save(tmp_path / "with.nc", include="personal")
+    fit.save(tmp_path / "without.nc")
+    name = fit.client_ids[1]
+    expected = read(fit, name, clients[name])
+    loaded = fedppl.load(tmp_path / "with.nc", model, algorithm, clients=clients)
+    assert_array_equal(read(loaded, name, clients[name]), expected)
+    loaded = fedppl.load(tmp_path / "without.nc", model, algorithm, clients=clients)
+    if fit.personal.get(name) is None:
+        assert_array_equal(read(loaded, name, clients[name]), expected)
+    else:
+        with pytest.raises(DeclarationError, match="keeps to itself is not in the file"):
+            read(loaded, name, clients[name])
+
+
+@pytest.mark.parametrize("name", ["FedSI", "NetworkAveraging", "NetworkConfidence"])
+def test_networks_predict_the_same_or_say_what_is_missing(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    _round_trip(
+        cases.CASES[name],
+        lambda fit, client, data: fedppl.nn.predict(fit, client, {"X": data["X"]})["probability"],
+        tmp_path,
+    )
+
+
+def test_curves_predict_the_same_or_say_what_is_missing(tmp_path: Path) -> None:
+    _round_trip(
+        cases.CASES["LMCAscent"],
+        lambda fit, client, data: fedppl.curves.predict(fit, client, {"X": np.linspace(0, 1, 5)})["mean"],
+        tmp_path,
+    )
+
+
+def test_draws_of_large_networks_are_refused_before_a_file_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedppl.results.kept._MOST", 100)
+    fit = fedppl.fit(*normal_means(2), **QUIET)
+    with pytest.raises(DeclarationError, match=r'draws of 1 of 2 clients take .* include="personal"'):
+        fit.save(tmp_path / "run.nc", include="clients")
+    assert not list(tmp_path.iterdir())

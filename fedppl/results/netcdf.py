@@ -6,17 +6,19 @@ import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import h5py
 import numpy as np
 import xarray as xr
 
 from fedppl.types import DataError
 
+if TYPE_CHECKING:  # it is loaded when the first file is read
+    import h5py
+
 # Bytes that a file may ask for in memory: so many, or so many times its own. Files of ours are not compressed.
 _LEAST, _TIMES = 2**28, 16
-_FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32}
+_FILTERS = {1, 2, 3}  # deflate, shuffle, fletcher32
 _DEEPEST = 8
 
 
@@ -30,6 +32,8 @@ def require_plain(path: Path) -> None:
     OSError, RuntimeError, KeyError
         Where HDF5 cannot make sense of the file.
     """
+    import h5py
+
     size = path.stat().st_size
     most = max(_LEAST, _TIMES * size)
     with h5py.File(path, "r") as file:
@@ -85,6 +89,8 @@ def _plain(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _values(one: h5py.Dataset, size: int, most: int) -> int:
     """Bytes that a dataset takes in memory."""
+    import h5py
+
     _require(not one.is_virtual and not one.external, f"{one.name!r} has its values in another file")
     made = one.id.get_create_plist()
     filters = {made.get_filter(k)[0] for k in range(made.get_nfilters())}
@@ -113,6 +119,8 @@ def _texts(one: h5py.Dataset, step: int, most: int) -> int:
 
 def _attributes(one: Any, size: int, most: int) -> int:
     """Bytes that the attributes of a group or a dataset may take."""
+    import h5py
+
     total = 0
     for name in one.attrs:
         found = h5py.h5a.open(one.id, name.encode(errors="surrogateescape"))

@@ -42,6 +42,20 @@ class Round(NamedTuple):
         """Reason by client id for every client whose old site was kept."""
         return dict(self.record.failures)
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Finite numbers by name, for trackers of experiments: the server's diagnostics, seconds, clients and bytes."""
+        record = self.record
+        known = {name: float(value) for name, value in record.info.items() if not isinstance(value, str)}
+        known |= {
+            "seconds": float(record.seconds),
+            "clients_used": float(len(record.bytes_up)),
+            "clients_skipped": float(len(record.failures)),
+            "bytes_down": float(sum(record.bytes_down.values())),
+            "bytes_up": float(sum(record.bytes_up.values())),
+        }
+        return {name: value for name, value in known.items() if np.isfinite(value)}
+
 
 def _client_key(client_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(client_id.encode(), digest_size=8).digest(), "little")
