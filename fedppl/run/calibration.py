@@ -104,6 +104,7 @@ def calibrate(
     seed = seed_of(random_seed)
     rng = np.random.default_rng((seed, 0))
     enrolled = model.enrol(clients, kernel=False)
+    model = model.knowing({name: client.kind for name, client in enrolled.items()})
     first = next(iter(enrolled.values()))
     drawn = truths(first, data_sets, rng)
     inputs = {name: client.arrays for name, client in enrolled.items()}
