@@ -41,11 +41,8 @@ class EstimateOf:
         common = [label for labels in design.labels.values() for label in labels]
         effects = [set(labels) for labels in design.group_labels]
         own = [labels for labels, group in zip(effects, self.formula.terms.groups, strict=True) if _own(group)]
-        known = {
-            *common,
-            *(["Intercept"] if has_intercept(self.formula.terms, self.formula.family) else []),
-            *set().union(*own),
-        }
+        first = ["Intercept"] if has_intercept(self.formula.terms, self.formula.family) else []
+        known = {*first, *common, *set().union(*own)}
         short = {name: labels[0] for name, labels in design.labels.items() if len(labels) == 1}
         names = [short.get(name, name) for name in data.names]
         if unknown := [name for name in names if name not in known]:

@@ -117,6 +117,9 @@ def knowing(kinds: Mapping[str, str], kind: Kind) -> Kind:
     """The same rule for kinds, with these clients' known."""
     if kind is None or isinstance(kind, Mapping):
         return {**(kind or {}), **kinds}
+    if isinstance(kind, functools.partial) and kind.func is _remembered:
+        before, kind = kind.args
+        return functools.partial(_remembered, {**before, **kinds}, kind)
     return functools.partial(_remembered, dict(kinds), kind)
 
 
