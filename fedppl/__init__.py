@@ -31,6 +31,7 @@ from fedppl.local.gradient_steps import GradientSteps
 from fedppl.local.laplace import Laplace
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.nuts import NUTS
+from fedppl.model import summaries
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.numerics import covariance
@@ -118,6 +119,7 @@ __all__ = [
     "policy",
     "privacy",
     "rounds",
+    "summaries",
     "validation_loss",
     "without",
 ]

@@ -17,6 +17,7 @@ from fedppl.data import frames
 from fedppl.data import missing as gaps
 from fedppl.formulas.formula import is_formula, ready, remembering
 from fedppl.formulas.strange import strange_arrays
+from fedppl.model.client import reader_of
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.unseen import outcomes_of, require_rows_apart
 from fedppl.results import idata, saved, sound
@@ -289,12 +290,13 @@ def load(
     if clients is not None:
         model, given = _given(model, clients, by, missing)
         models = model.enrol(given, kernel=algorithm.needs.kernel)
+        model = model.knowing({name: client.kind for name, client in models.items()})
         if unknown := sorted(set(models) - set(held.client_ids)):
             known = list(held.client_ids)[:10]
             raise DataError(f"clients {unknown[:5]} did not take part; those that did are {known}.")
         if next(iter(models.values())).layout.fingerprint != held.layout.fingerprint:
             raise DeclarationError("the file is of another declaration: the shared prior or its shapes differ.")
-    reader = next(iter(models.values())).reader() if models else held.reader
+    reader = reader_of(models.values()) if models else held.reader
     found = Fit(
         algorithm=algorithm,
         state=held.state,
@@ -328,6 +330,13 @@ def _given(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
     if is_formula(model):
         return ready(model, data, by, missing)
     split = frames.by_client(data, by, model.names)
+    if len(model.builders) > 1 and isinstance(split, Mapping):
+        model, named = model.by_kind(split, one_table=split is not data)
+        if missing == "impute":
+            raise DeclarationError(
+                'missing="impute" is of one builder, and this declaration has several; impute before.'
+            )
+        return model, gaps.complete(named, None, missing)
     if missing == "impute":
         clients = _with_outcomes(model, split)
     else:

@@ -39,6 +39,13 @@ def is_frame(data: Any) -> bool:
     return isinstance(nw.from_native(data, pass_through=True), nw.DataFrame | nw.LazyFrame)
 
 
+def column_names(frame: Any) -> set[str]:
+    """Names of a frame's columns."""
+    if isinstance(frame, xr.Dataset):
+        return {str(name) for name in (*frame.data_vars, *frame.coords)}
+    return {str(name) for name in _narwhals().from_native(frame).collect_schema()}
+
+
 def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
     """One client's data by name: mappings as they are, columns of a frame, and arrays in the order of `names`.
 

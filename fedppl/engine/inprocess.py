@@ -15,6 +15,7 @@ from fedppl.contracts import AnyAlgorithm, EngineFactory, Failure, Heard, Reply,
 from fedppl.engine._guard import admit_algorithm, in_memory, refuse_data
 from fedppl.engine.answer import answer
 from fedppl.engine.policy import Policy
+from fedppl.model.client import reader_of
 from fedppl.settings import shown, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 
@@ -39,8 +40,7 @@ class ModelsHere:
 
     def reader(self) -> SharedReader:
         """Return how draws of φ are read."""
-        reader: SharedReader = next(iter(self._models.values())).reader()
-        return reader
+        return reader_of(self._models.values())
 
     def conclude(
         self, final_message: Callable[[str], Message], run: str, seed: int, status: Status

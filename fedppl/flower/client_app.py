@@ -28,6 +28,7 @@ def client_app(
     load_data: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     *,
     client_id: Callable[[Mapping[str, Any]], str] | None = None,
+    kind: str | Callable[[Mapping[str, Any]], str | None] | None = None,
     folder: str | Path | Callable[[Mapping[str, Any]], str | Path] | None = None,
     policy: Policy | str | Path | Callable[[Mapping[str, Any]], Policy | str | Path] | None = None,
     draws: int = 1000,
@@ -39,7 +40,8 @@ def client_app(
     ----------
     federated_model
         The declaration, the same at every site and at the server. One by a formula is completed by what clients agree
-        on (`fedppl.Flower.agree`).
+        on (`fedppl.Flower.agree`). A site that gives a summary of its rows may declare another builder: what is shared
+        has to be the same, and is compared.
     algorithm
         The algorithm, with the same settings at every site and at the server.
     load_data
@@ -47,6 +49,9 @@ def client_app(
     client_id
         Function from the node config to this client's id; by default its entry ``client-id``, or nothing where
         the server knows the site by its authenticated name.
+    kind
+        The kind of this site where the declaration has several builders, or a function from the node config to it; by
+        default as the declaration tells kinds.
     folder
         Folder in which this site keeps its audit log and its account of all that it has released (``audit.jsonl``,
         ``ledger.json``), its personal state, a salted digest of its data (other data are refused in a run that has
@@ -88,6 +93,11 @@ def client_app(
         raise DeclarationError(
             f"client_id={shown(client_id)} must be a function from the node config to this client's id."
         )
+    if not (kind is None or callable(kind) or (isinstance(kind, str) and kind in federated_model.builders)):
+        raise DeclarationError(
+            f"kind={shown(kind)} must be one of {list(federated_model.builders)}, or a function from the node config "
+            "to one."
+        )
     if not (folder is None or callable(folder) or (isinstance(folder, str | Path) and str(folder))):
         raise DeclarationError(f"folder={shown(folder)} must be a path, or a function from the node config to one.")
     draws, chains = whole("draws", draws), whole("chains", chains)
@@ -117,7 +127,8 @@ def client_app(
             path.mkdir(parents=True, exist_ok=True)
         chosen = policy(context.node_config) if callable(policy) else policy
         rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
-        return Node(token, federated_model, algorithm, load_data, named, path, draws, chains, rules)
+        of = kind(context.node_config) if callable(kind) else kind
+        return Node(token, federated_model, algorithm, load_data, named, path, draws, chains, rules, of)
 
     # Flower copies the app to its workers: nothing here may hold data, compiled models or locks.
     app = ClientApp()

@@ -55,6 +55,7 @@ class Node(NamedTuple):
     draws: int
     chains: int
     policy: Policy
+    kind: str | None = None  # of client, where it is said
 
 
 _models: dict[tuple[str, str, str], ClientModel] = {}  # of this process, by app, node config and agreement
@@ -76,12 +77,15 @@ def enrolled(node: Node, config: Mapping[str, Any], memory: Memory, called: str 
             for other in [other for other in _models if other[:2] == key[:2]]:
                 del _models[other]  # of an earlier agreement
             declaration = _declarations.setdefault((node.token, agreement), model)
-            data = declaration.read(name, node.load_data(config))
+            loaded = node.load_data(config)
+            kind = declaration.kind_of(name, loaded, node.kind)
+            data = declaration.read(name, loaded, kind)
             shapes = sorted((k, np.asarray(v).dtype.str, np.shape(v)[1:]) for k, v in data.items())
-            columns = (node.token, agreement, *shapes)
+            columns = (node.token, agreement, kind, *shapes)
             # Where one process serves many (virtual) clients, the second shows that their models are the same.
             pair = {**_first.setdefault(columns, {name: data}), name: data}
-            client = declaration.enrol(pair, kernel=node.algorithm.needs.kernel)[name]
+            kinds = dict.fromkeys(pair, kind)
+            client = declaration.enrol(pair, kernel=node.algorithm.needs.kernel, kinds=kinds)[name]
             require_fit(node.algorithm, client)
             if not any(token == node.token for token, *_ in _models):
                 say_unused(node.algorithm, client)

@@ -28,7 +28,7 @@ import cloudpickle
 
 from fedppl.contracts import AnyAlgorithm, Failure, Heard, Reply, Request, unheard
 from fedppl.engine.inprocess import ModelsHere
-from fedppl.model.declaration import FederatedModel
+from fedppl.model.declaration import declaration_of
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def _launch(
     connections: list[Connection],
 ) -> Connection:
     end = time.monotonic() + timeout
-    declaration = FederatedModel(*next(iter(models.values())).declared)
+    declaration = declaration_of(models)
     data = {client_id: dict(model.arrays) for client_id, model in models.items()}
     (folder / "payload").write_bytes(cloudpickle.dumps((declaration, algorithm, data)))
     key = secrets.token_bytes(32)

@@ -16,7 +16,7 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.groups import more
-from fedppl.results.rows import SUMS, implausible, rows_of, sums_of
+from fedppl.results.rows import SUMS, implausible, require_rows, rows_of, sums_of
 from fedppl.run.conflict import FEWEST, knows_cavities, tested
 from fedppl.types import Array, Message
 
@@ -55,6 +55,7 @@ def tell(
 
 def _loo(client: ClientModel, drawn: Any) -> Array:
     """Sums over rows left out."""
+    require_rows(client, "leaving rows out")
     if drawn["posterior"].attrs.get("fedppl_point_estimate") or client.pymc_model().potentials:
         raise ValueError("no rows are left out of point estimates or potentials")
     densities = more(client, idata.as_dataset(drawn["posterior"]), ("log_likelihood",), 0)

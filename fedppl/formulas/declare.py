@@ -166,19 +166,24 @@ class Formula:
 
     def __call__(self, **data: Any) -> pm.Model:
         """One client's model."""
-        spec, names = self.spec, self.containers
+        names = self.containers
         if names["outcome"] not in data:
             raise DataError(f"the data lack {list(self.terms.response.columns)}, the response of {self.text!r}.")
-        with pm.Model(coords=predictor.coords(spec)) as model:
+        with pm.Model(coords=predictor.coords(self.spec)) as model:
             held = {key: pm.Data(name, data[name]) for key, name in names.items() if name in data}
-            eta, at_means = predictor.linear_predictor(spec, held)
-            beside = self.family.parameters(spec.scales)
-            if "threshold" in beside:  # as an intercept's: of where columns are at their means
-                beside = {"threshold": beside["threshold"].with_(mu=at_means)}
-            parameters = {name: self.priors.get(name, prior).declared(name) for name, prior in beside.items()}
-            drawn = self.family.likelihood(eta, parameters, held, spec.scales)
+            eta, parameters = self.variables(held)
+            drawn = self.family.likelihood(eta, parameters, held, self.spec.scales)
             declare(self.terms.response.columns[0], drawn, held["outcome"], held.get("weights"))
         return model
+
+    def variables(self, held: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Declare all but the outcome in the model that is open: the linear predictor, and parameters beside it."""
+        spec = self.spec
+        eta, at_means = predictor.linear_predictor(spec, held)
+        beside = self.family.parameters(spec.scales)
+        if "threshold" in beside:  # as an intercept's: of where columns are at their means
+            beside = {"threshold": beside["threshold"].with_(mu=at_means)}
+        return eta, {name: self.priors.get(name, prior).declared(name) for name, prior in beside.items()}
 
     def _agreed(self) -> Design:
         if self.design is None:

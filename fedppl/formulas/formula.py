@@ -18,8 +18,10 @@ from fedppl.formulas.exchange import asked, sized, together
 from fedppl.formulas.families import family as family_of
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.strange import strange
+from fedppl.formulas.summaries import KINDS, EstimateOf, as_rows, kind_of
 from fedppl.formulas.terms import parse
 from fedppl.model.declaration import FederatedModel
+from fedppl.model.summaries import Estimate
 from fedppl.settings import flag, one_of, shown, whole
 from fedppl.types import DataError, DeclarationError
 
@@ -77,7 +79,8 @@ def formula(
     Returns
     -------
     FederatedModel
-        Its data are frames, or columns by name.
+        Its data are frames, or columns by name; of some clients a `fedppl.summaries.Estimate` of coefficients, or a
+        `fedppl.summaries.Table` of events.
 
     Raises
     ------
@@ -158,7 +161,7 @@ def agree(
     model
         What `formula` returned.
     data, by, missing
-        As for `fedppl.fit`.
+        As for `fedppl.fit`. Clients that give estimates take no part.
     min_count
         Rows that a client needs of a level, and in all, to tell of them.
     withheld
@@ -191,11 +194,15 @@ def agree(
     clients = clients_of(built, data, by, missing)
     what, told = asked(built), {}
     for client_id, one in clients.items():
+        if isinstance(one, Estimate):
+            continue
         if absent := [name for name in built.columns if name not in one]:
             raise DataError(
                 f"client {str(client_id)!r} lacks the columns {absent} of the formula; it has {sorted(one)[:20]}."
             )
         told[str(client_id)] = tell(sized(built, one), what.names, what.levels, min_count)
+    if not told:
+        raise DataError("all clients gave estimates, and none has rows to agree on levels and scales with.")
     return of_told(model, told, withheld)
 
 
@@ -213,11 +220,12 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
     """Clients' rows by id with the columns of the formula, texts among them."""
     if by is None and frames.is_frame(data) and built.terms.client is not None:
         by = built.terms.client
-    split = frames.by_client(data, by, built.columns, texts=True)
+    split = as_rows(built, frames.by_client(data, by, built.columns, texts=True))
     if missing == "impute" and isinstance(split, Mapping):
         outcomes, found = built.terms.response.columns[:1], gaps.read(split, built.columns, texts=True)
-        parts = {k: gaps.without_outcome(k, one, outcomes) for k, one in found.items()}
-        complete: Any = {k: found[k] if part is None else part.data for k, part in parts.items()}
+        with_rows = {k: one for k, one in found.items() if not isinstance(one, Estimate)}
+        parts = {k: gaps.without_outcome(k, one, outcomes) for k, one in with_rows.items()}
+        complete: Any = {k: one if (part := parts.get(k)) is None else part.data for k, one in found.items()}
     else:
         complete = gaps.complete(split, built.columns, missing, texts=True)
     if not isinstance(complete, Mapping) or not complete:
@@ -252,7 +260,8 @@ def _formula(model: Any) -> Formula:
 
 def _model(built: Formula) -> FederatedModel:
     agreement = None if built.design is None else built.design.agreement
-    return FederatedModel(built, built.shared, reads=built.read, reads_new=built.read_new, agreement=agreement)
+    builders: dict[str, Any] = dict(zip(KINDS, (built, EstimateOf(built)), strict=True))
+    return FederatedModel(builders, built.shared, kind=kind_of, agreement=agreement)
 
 
 def _table(agreement: Agreement) -> pd.DataFrame:

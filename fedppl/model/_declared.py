@@ -14,10 +14,11 @@ from fedppl.types import Array, DataError, DeclarationError, Variable
 
 
 class Declared(NamedTuple):
-    """The user's builder, and the names of the free variables that all clients share."""
+    """The user's builder, the names of the free variables that all clients share, and the kind of clients it is of."""
 
     builder: Callable[..., Any]
     shared: tuple[str, ...]
+    kind: str = ""
 
 
 def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]) -> Any:

@@ -6,7 +6,7 @@ They are compiled once, and shared by clients of every size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -77,6 +77,11 @@ class ClientModel:
             f"ClientModel({self.client_id!r}, data {{{shapes}}}, {self.shared_size} shared and {self.local_size} local "
             "coordinates)"
         )
+
+    @property
+    def kind(self) -> str:
+        """The kind of clients that its builder is for; empty where there is one."""
+        return self.declared.kind
 
     @property
     def kernel(self) -> Callable[..., Any]:
@@ -221,6 +226,11 @@ class ClientModel:
     def pymc_model(self) -> Any:
         """Build this client's PyMC model anew, with its own data, coords and dims."""
         return built(self.declared.builder, self.client_id, self.arrays)
+
+
+def reader_of(models: Iterable[ClientModel]) -> SharedReader:
+    """How draws of φ are read, by the client whose model computes most of them: of several kinds some declare more."""
+    return max(models, key=lambda model: len(model.template.public.names)).reader()
 
 
 def _no_kernel(*arguments: Any) -> Any:

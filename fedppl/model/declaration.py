@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from fedppl.data import frames
+from fedppl.model import _kinds
 from fedppl.model._data import as_arrays, group_by_columns, needs_same_keys, one_type
 from fedppl.model._declared import Declared, parts_of
 from fedppl.model._describe import describe
@@ -31,9 +32,15 @@ class FederatedModel:
     ----------
     builder
         Function from one client's data, as keyword arguments, to a ``pm.Model``. Put the data into ``pm.Data``
-        containers named like the keywords: then one compiled function serves clients of every size.
+        containers named like the keywords: then one compiled function serves clients of every size. Where clients are
+        of several kinds, such functions by kind, ``{"full": ..., "summary": ...}``: all declare the shared variables
+        alike, and each its own local variables and likelihood. `fedppl.summaries` has some.
     shared
         Names of the free random variables that all clients share, φ. Every other free variable is local, θ_k.
+    kind
+        The kind of each client where there are several: client id to kind, or a function ``kind(client_id, data)``. A
+        client that is not in it, or for which the function returns None, has the one builder whose arguments are its
+        data; where that is not exactly one, it is refused.
     reads
         ``reads(client_id, data) -> arrays``: what the builder takes from a client's data as they are given. By default
         arrays by name, columns of a data frame that are named like the builder's arguments, or a tuple in their order.
@@ -47,7 +54,8 @@ class FederatedModel:
     ------
     DeclarationError
         When clients enrol: a shared name that is not a free variable, a discrete variable, a shared prior
-        that depends on local variables or on data, data keys without a container, differing layouts.
+        that depends on local variables or on data, data keys without a container, differing layouts, kinds that
+        declare the shared variables differently.
 
     Examples
     --------
@@ -70,28 +78,26 @@ class FederatedModel:
     models are the same the builder is not called for further clients: checks of data inside it do not see those.
     """
 
-    builder: Callable[..., Any]
+    builders: _kinds.Builders
     shared: tuple[str, ...]
+    kind: _kinds.Kind
     reads: Callable[[str, Any], Mapping[str, Any]] | None
     reads_new: Callable[[str, Any, Mapping[str, Any]], Mapping[str, Any]] | None
     agreement: Any
-    # Templates by columns, for which two clients' builds were found equal: later fits need not build again.
-    _compared: dict[Any, Template] = field(init=False, repr=False)
+    # Templates by kind and columns, for which two clients' builds were found equal: later fits need not build again.
+    _compared: dict[str, dict[Any, Template]] = field(init=False, repr=False)
 
     def __init__(
         self,
-        builder: Callable[..., Any],
+        builder: Callable[..., Any] | _kinds.Builders,
         shared: Iterable[str],
         *,
+        kind: _kinds.Kind = None,
         reads: Callable[[str, Any], Mapping[str, Any]] | None = None,
         reads_new: Callable[[str, Any, Mapping[str, Any]], Mapping[str, Any]] | None = None,
         agreement: Any = None,
     ) -> None:
-        if not callable(builder):
-            raise DeclarationError(
-                f"builder is {type(builder).__name__}, not a function; pass a function from one client's data to a "
-                "pm.Model, not the model itself."
-            )
+        builders = _kinds.as_builders(builder)
         names = (shared,) if isinstance(shared, str) else tuple(shared) if isinstance(shared, Iterable) else (shared,)
         if not all(isinstance(name, str) for name in names) or isinstance(
             shared, set | frozenset
@@ -102,7 +108,8 @@ class FederatedModel:
         for name in names:
             if names.count(name) > 1:
                 raise DeclarationError(f"shared name {name!r} is listed {names.count(name)} times; list it once.")
-        object.__setattr__(self, "builder", builder)
+        object.__setattr__(self, "builders", builders)
+        object.__setattr__(self, "kind", _kinds.as_kind(kind, builders))
         object.__setattr__(self, "shared", names)
         object.__setattr__(self, "reads", reads)
         object.__setattr__(self, "reads_new", reads_new)
@@ -111,34 +118,76 @@ class FederatedModel:
 
     def __repr__(self) -> str:
         """The builder by name, and what is shared."""
-        return f"FederatedModel({builder_name(self.builder)}, shared={list(self.shared)})"
+        return f"FederatedModel({_kinds.listed(self.builders)}, shared={list(self.shared)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the declaration alone; what was compiled stays in its process."""
-        keywords = {"reads": self.reads, "reads_new": self.reads_new, "agreement": self.agreement}
-        return functools.partial(FederatedModel, **keywords), (self.builder, self.shared)
+        one = self.builder if list(self.builders) == [_kinds.ONLY] else self.builders
+        settings = {"kind": self.kind, "reads": self.reads, "reads_new": self.reads_new, "agreement": self.agreement}
+        return functools.partial(FederatedModel, **settings), (one, self.shared)
+
+    @property
+    def builder(self) -> Callable[..., Any]:
+        """The builder, of the kind that is declared first."""
+        return next(iter(self.builders.values()))
 
     @property
     def declared(self) -> Declared:
         """The builder, and what is shared."""
-        return Declared(self.builder, self.shared)
+        return self.declared_as(next(iter(self.builders)))
+
+    def declared_as(self, kind: str) -> Declared:
+        """The builder of a kind, and what is shared."""
+        return Declared(self.builders[kind], self.shared, kind)
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """What the builder calls its data, in order; None where it takes any name."""
-        return argument_names(self.builder)
+        """What the builders call their data, in order; None where one takes any name."""
+        return _kinds.names_of(self.builders)
 
-    def read(self, client_id: str, data: Any) -> Any:
+    def kind_of(self, client_id: str, data: Any, said: str | None = None) -> str:
+        """The kind of a client: as it was said, as `kind` says, or by the names of its data."""
+        return _kinds.kind_of(client_id, data, self.builders, self.kind, said)
+
+    def knowing(self, kinds: Mapping[str, str]) -> FederatedModel:
+        """The same declaration, in which the kinds of these clients are known. What was compiled is kept."""
+        if len(self.builders) == 1:
+            return self
+        found = FederatedModel(
+            self.builders,
+            self.shared,
+            kind=_kinds.knowing(kinds, self.kind),
+            reads=self.reads,
+            reads_new=self.reads_new,
+            agreement=self.agreement,
+        )
+        object.__setattr__(found, "_compared", self._compared)
+        return found
+
+    def by_kind(self, clients: Mapping[Any, Any], *, one_table: bool) -> tuple[FederatedModel, dict[Any, Any]]:
+        """Clients' data by the names of each one's builder, and the declaration that knows their kinds.
+
+        In one table of all kinds, a column without a value at a client is none of that client's.
+        """
+        given = {k: _kinds.without_empty(data) if one_table else data for k, data in clients.items()}
+        kinds = {str(k): self.kind_of(str(k), data) for k, data in given.items()}
+        return self.knowing(kinds), {k: self._named(str(k), data, kinds[str(k)]) for k, data in given.items()}
+
+    def _named(self, client_id: str, data: Any, kind: str) -> Any:
+        return frames.named(data, argument_names(self.builders[kind]), f"client {client_id!r}")
+
+    def read(self, client_id: str, data: Any, kind: str | None = None) -> Any:
         """A client's data by the builder's arguments; what is no data is handed on, and refused where it is checked."""
         if self.reads is not None:
             return self.reads(client_id, data)
-        return frames.named(data, self.names, f"client {client_id!r}")
+        kind = self.kind_of(client_id, data, kind)
+        own = getattr(self.builders[kind], "read", None)  # of what is more than a function: fedppl.summaries, formulas
+        return self._named(client_id, data, kind) if own is None else own(client_id, data)
 
-    def read_new(self, client_id: str, data: Any, arrays: Mapping[str, Any]) -> Any:
+    def read_new(self, client_id: str, data: Any, arrays: Mapping[str, Any], kind: str) -> Any:
         """New rows of a client that has these arrays, by the builder's arguments; of which outcomes are predicted."""
-        if self.reads_new is not None:
-            return self.reads_new(client_id, data, arrays)
-        return self.read(client_id, data)
+        own = self.reads_new or getattr(self.builders[kind], "read_new", None)
+        return self.read(client_id, data, kind) if own is None else own(client_id, data, arrays)
 
     def describe(self, data: Any = None) -> pd.DataFrame:
         """Say what all clients share: names, priors and entries, by which ``priors=`` of a formula are given.
@@ -177,7 +226,9 @@ class FederatedModel:
         arrays = as_arrays("described", self.read("described", data))
         return describe(parts_of(self.declared, "described", arrays))
 
-    def enrol(self, clients: Mapping[str, Any], *, kernel: bool = True) -> dict[str, ClientModel]:
+    def enrol(
+        self, clients: Mapping[str, Any], *, kernel: bool = True, kinds: Mapping[str, str | None] | None = None
+    ) -> dict[str, ClientModel]:
         """Check every client's data against the declaration and compile what is not compiled yet.
 
         Parameters
@@ -187,6 +238,8 @@ class FederatedModel:
         kernel
             Whether the compiled log density and its gradient are checked at the start. Without, as for algorithms that
             never call them, the value alone is, and no log density is compiled.
+        kinds
+            Kinds of some of the clients, whatever `kind` says.
 
         Returns
         -------
@@ -202,12 +255,30 @@ class FederatedModel:
             raise DataError(f"clients are {type(clients).__name__}; pass a mapping from client id to its data.")
         if not clients:
             raise DataError("no clients: pass a mapping from client id to that client's data.")
-        checked = {
-            str(client_id): as_arrays(str(client_id), self.read(str(client_id), data))
-            for client_id, data in clients.items()
-        }
-        if len(checked) < len(clients):
+        given = {str(client_id): data for client_id, data in clients.items()}
+        if len(given) < len(clients):
             raise DataError(f"client ids {list(clients)} are not distinct as strings; rename them.")
+        of = {name: self.kind_of(name, data, (kinds or {}).get(name)) for name, data in given.items()}
+        checked = {name: as_arrays(name, self.read(name, data, of[name])) for name, data in given.items()}
+        enrolled: dict[str, ClientModel] = {}
+        for kind in self.builders:
+            known = len(enrolled)
+            own = {name: checked[name] for name in checked if of[name] == kind}
+            try:
+                enrolled |= self._of_kind(kind, own, kernel)
+            except DeclarationError as error:
+                if len(own) == len(of):
+                    raise
+                raise DeclarationError(f"kind {kind!r}: {error}") from error
+            if 0 < known < len(enrolled):
+                _kinds.require_one_layout(*(list(enrolled.values())[place] for place in (0, known)))
+        return {client_id: enrolled[client_id] for client_id in checked}
+
+    def _of_kind(self, kind: str, checked: Mapping[str, Any], kernel: bool) -> dict[str, ClientModel]:
+        """Clients of one kind; a shared layout that is theirs alone is not looked for here."""
+        if not checked:
+            return {}
+        declared, compared = self.declared_as(kind), self._compared.setdefault(kind, {})
         needs_same_keys(checked)
         typed = one_type(checked)
         enrolled: dict[str, ClientModel] = {}
@@ -215,21 +286,30 @@ class FederatedModel:
         try:
             for group in group_by_columns(typed):
                 chosen = {k: typed[k] for k in group}
-                for client in enrol_group(self.declared, chosen, self._compared, reference, kernel=kernel):
+                for client in enrol_group(declared, chosen, compared, reference, kernel=kernel):
                     enrolled[client.client_id] = client
                     reference = reference or client
         except DataError as error:
-            if other := of_another_type(self.declared, checked, typed):
+            if other := of_another_type(declared, checked, typed):
                 raise DataError(f"{other} On reals: {error}") from error
             raise
-        return {client_id: enrolled[client_id] for client_id in checked}
+        return enrolled
 
     def with_data(self, like: ClientModel, client_id: str, arrays: Any, *, kernel: bool = True) -> ClientModel:
         """Another client's model by way of an enrolled one's: same compiled functions, other data."""
+        kind = like.declared.kind
         if like.template.functions.get("own"):  # data stand in the graph: nothing can be exchanged
-            return self.enrol({client_id: arrays}, kernel=kernel)[client_id]
-        checked = as_arrays(client_id, self.read(client_id, arrays))
+            return self.enrol({client_id: arrays}, kernel=kernel, kinds={client_id: kind})[client_id]
+        checked = as_arrays(client_id, self.read(client_id, arrays, kind))
         needs_same_keys({f"{like.client_id} as enrolled": like.arrays, client_id: checked})
-        client = client_of(self.declared, client_id, like.template, checked, like, kernel=kernel)
+        client = client_of(like.declared, client_id, like.template, checked, like, kernel=kernel)
         require_same_layout(like, client)
         return client
+
+
+def declaration_of(models: Mapping[str, ClientModel]) -> FederatedModel:
+    """The declaration of clients that are enrolled, with their kinds and without what reads data."""
+    builders = {model.kind: model.declared.builder for model in models.values()}
+    shared = next(iter(models.values())).declared.shared
+    one = next(iter(builders.values())) if len(builders) == 1 else builders
+    return FederatedModel(one, shared, kind={k: m.kind for k, m in models.items()} if len(builders) > 1 else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from fedppl.results import copies, influence, kept, saved, summary
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.at_client import client_posterior
 from fedppl.results.groups import required
+from fedppl.results.predict import new_inputs
 from fedppl.results.shared import at_mean, at_point, estimates, log_ratio, shared_posterior
 from fedppl.settings import whole
 from fedppl.types import Array, DeclarationError, NotConvergedError
@@ -319,6 +320,7 @@ class Fit(Ended):
         chains: int = 4,
         random_seed: int | None = None,
         name: str = "new client",
+        kind: str | None = None,
     ) -> Any:
         """Posterior of θ at a client that never took part, from q(φ) and its own data alone.
 
@@ -328,14 +330,14 @@ class Fit(Ended):
             The new client's data, as for `fedppl.fit`: by the builder's argument names, a data frame, or a tuple.
         predict, draws, chains, random_seed
             As in `client`.
-        name
-            Name in results and errors.
+        name, kind
+            Name in results and errors, and its kind where the declaration has several, by default as that tells kinds.
 
         Returns
         -------
         arviz.InferenceData or xarray.DataTree
         """
-        model = self.declaration.enrol({name: data}, kernel=self.algorithm.needs.kernel)[name]
+        model = self.declaration.enrol({name: data}, kernel=self.algorithm.needs.kernel, kinds={name: kind})[name]
         if model.layout.fingerprint != self.layout.fingerprint:
             raise DeclarationError(
                 f"{name!r} has shared layout {model.layout.variables}, the fit has {self.layout.variables}; "
@@ -378,11 +380,7 @@ class Fit(Ended):
         _check_draws(draws, chains)
         groups = required(groups)
         client_id = model.client_id
-        predict = None if predict is None else self.declaration.read_new(client_id, predict, model.arrays)
-        if predict is not None and not isinstance(predict, Mapping):
-            raise DeclarationError(
-                f'new data are {type(predict).__name__}; pass a mapping from name to array: {{"X": ...}}.'
-            )
+        predict = None if predict is None else new_inputs(self.declaration, model, predict)
         require_arrived(self, f"the posterior of client {client_id!r}")
         seed = self._seed(random_seed)
         message, personal = self.algorithm.result.final_message(self.state, client_id), self.personal.get(client_id)

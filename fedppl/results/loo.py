@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,13 @@ from fedppl.contracts import sum_replies
 from fedppl.results import idata
 from fedppl.results.arrival import require_arrived
 from fedppl.results.compare import require_names, require_same_data
+from fedppl.results.fallbacks import listed
 from fedppl.results.fit import Fit
-from fedppl.results.rows import SUMS, Rows, rows_of, sums_of
+from fedppl.results.rows import SUMS, Rows, has_rows, rows_of, sums_of
 from fedppl.settings import shown, whole
 from fedppl.types import Array, DeclarationError
+
+logger = logging.getLogger(__name__)
 
 _LEAST = 100  # draws in all
 
@@ -60,6 +64,8 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     .. math:: \mathrm{elpd} = \sum_k \sum_i \log p(y_{ki} \mid y_{-ki})
 
     Each client draws its posterior, computes the log density of its rows by ``az.loo`` and gives sums over its rows.
+    Clients that brought a summary of their rows (`fedppl.summaries`) have none to leave out: they are left out
+    themselves, and the log names them.
 
     Parameters
     ----------
@@ -214,20 +220,30 @@ def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[
     require_arrived(fit, "fedppl.loo")
     if whole("draws", draws) * whole("chains", chains) < _LEAST:
         raise DeclarationError(f"draws={draws} with chains={chains} are too few; use at least {_LEAST} in all.")
-    model = next(iter(fit.clients.values())).pymc_model()
-    if model.potentials:
+    kinds = {client.kind: client for client in fit.clients.values()}
+    if any(client.pymc_model().potentials for client in kinds.values()):
         raise DeclarationError(
             "a pm.Potential is part of the model, and has no rows that could be left out; declare the outcomes as an "
             "observed variable (pm.CustomDist)."
         )
     found = {}
-    for client_id in fit.client_ids:
+    for client_id in with_rows(fit):
         drawn = fit.client(client_id, groups="log_likelihood", draws=draws, chains=chains, random_seed=random_seed)
         if drawn["posterior"].attrs.get("fedppl_point_estimate"):
             raise DeclarationError(
                 f"{fit.algorithm.name} estimates points, and leaving rows out needs a posterior; use fedppl.EP()."
             )
         found[client_id] = rows_of(drawn)
+    return found
+
+
+def with_rows(fit: Fit) -> list[str]:
+    """Clients that brought rows; the others are named in the log."""
+    found = [client_id for client_id in fit.client_ids if has_rows(fit.clients[client_id])]
+    if not found:
+        raise DeclarationError("all clients brought summaries of their rows, and no row can be left out.")
+    if others := [client_id for client_id in fit.client_ids if client_id not in found]:
+        logger.warning("not in fedppl.loo, since they brought summaries of their rows: %s", listed(map(repr, others)))
     return found
 
 

@@ -15,8 +15,19 @@ from fedppl.model import _graph
 from fedppl.model._enrolment import held_exactly, mismatch
 from fedppl.model._indices import read_indices, require_not_negative
 from fedppl.model.client import ClientModel
+from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
-from fedppl.types import DataError
+from fedppl.results.rows import require_rows
+from fedppl.types import DataError, DeclarationError
+
+
+def new_inputs(declaration: FederatedModel, client: ClientModel, given: Any) -> Mapping[str, Any]:
+    """New inputs by name, as the client's builder takes them."""
+    require_rows(client, "predictions for new inputs")
+    read = declaration.read_new(client.client_id, given, client.arrays, client.kind)
+    if not isinstance(read, Mapping):
+        raise DeclarationError(f'new data are {type(read).__name__}; pass a mapping from name to array: {{"X": ...}}.')
+    return read
 
 
 def predictions(

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 from scipy.special import logsumexp
 
+from fedppl.model._summary import tells_summary
+from fedppl.model.client import ClientModel
 from fedppl.results import idata
-from fedppl.types import Array
+from fedppl.types import Array, DeclarationError
 
 SUMS = ("elpd", "p_loo", "rows", "good", "bad", "very_bad", "squares")
 
@@ -22,6 +24,21 @@ class Rows:
     p_loo: Array
     k: Array
     limit: float
+
+
+def has_rows(client: ClientModel) -> bool:
+    """Whether a client brought rows, and not a summary of them."""
+    return not tells_summary(client.pymc_model())
+
+
+def require_rows(client: ClientModel, what: str) -> None:
+    """Refuse what needs rows of a client that brought a summary."""
+    if not has_rows(client):
+        of = f" of kind {client.kind!r}" if client.kind else ""
+        raise DeclarationError(
+            f"client {client.client_id!r}{of} brought a summary of its rows, and {what} need a likelihood of rows, "
+            "which its model has not. Its posterior is fit.client(...); ask a client that brought rows for the rest."
+        )
 
 
 def rows_of(drawn: Any) -> Rows:

@@ -12,10 +12,12 @@ import pymc as pm
 from pytensor.graph.traversal import ancestors
 
 from fedppl.model import _graph
+from fedppl.model._summary import tells_grid
 from fedppl.model.client import ClientModel
 from fedppl.results import idata
 from fedppl.types import Array, DeclarationError
 
+NO_DRAWS = "it brought a likelihood on a grid, and outcomes cannot be drawn from that"
 _OR = ", or where fedppl.calibrate draws them pass simulate=, a function of (shared, client_id, data, rng)."
 
 
@@ -67,6 +69,8 @@ def truths(client: ClientModel, count: int, rng: np.random.Generator) -> Truths:
 def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Generator) -> dict[str, Array]:
     """Draw a client's own variables and outcomes for every row of the shared ones: name of an array to (N, *shape)."""
     model = client.pymc_model()
+    if tells_grid(model):
+        raise DeclarationError(f"client {client.client_id!r}: {NO_DRAWS}{_OR}")
     arrays = {rv.name: _array_of(client, model, rv) for rv in model.observed_RVs}
     if model.potentials:
         raise DeclarationError(

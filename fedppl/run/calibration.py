@@ -114,6 +114,7 @@ def calibrate(
             "fedppl.EP(correction=None)."
         )
     enrolled = model.enrol(clients, kernel=False)
+    model = model.knowing({name: client.kind for name, client in enrolled.items()})
     first = next(iter(enrolled.values()))
     drawn = truths(first, data_sets, rng)
     inputs = {name: client.arrays for name, client in enrolled.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,15 +14,18 @@ from fedppl.contracts import AnyAlgorithm, Posterior
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
+from fedppl.model._summary import tells_grid
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit
-from fedppl.results.simulate import outcomes
+from fedppl.results.simulate import NO_DRAWS, outcomes
 from fedppl.settings import chosen, whole
 from fedppl.types import Array, DeclarationError, LocalFailure
+
+logger = logging.getLogger(__name__)
 
 FEWEST = 199  # replicates
 _EXPAND = NestedLaplace().expand
@@ -76,7 +80,9 @@ def conflict(
     -----
     *When this fails.* Of many clients some have a small p by chance: adjust for their number. Where others are few, the
     cavity is wide and little can be told. A client that was let into q moved the others' sites a little, and p is
-    somewhat too large. NaN under a prior that is not smooth, such as Laplace's: there is no expansion then.
+    somewhat too large. NaN under a prior that is not smooth, such as Laplace's: there is no expansion then. NaN too for
+    clients that brought a likelihood on a grid, from which nothing can be drawn, and which are refused where named;
+    other summaries are drawn like rows.
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned.")
@@ -95,6 +101,9 @@ def conflict(
     seed = fit.seed if random_seed is None else whole("random_seed", random_seed, 0)
     values = np.full((2, len(names)), np.nan)
     for column, name in enumerate(names):
+        if clients is None and tells_grid(fit.clients[name].pymc_model()):
+            logger.warning("client %s has no p-value: %s", name, NO_DRAWS)
+            continue
         cavity = without(fit.state, name, None).gaussian
         rng = stream((seed, 4, *name.encode()))
         values[:, column] = tested(fit.declaration, fit.clients[name], cavity, replicates, rng)

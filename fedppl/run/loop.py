@@ -122,7 +122,7 @@ def fit(
             algorithm=algorithm,
             state=run.state,
             layout=run.layout,
-            declaration=model,
+            declaration=model.knowing({name: client.kind for name, client in run.models.items()}),
             client_ids=run.clients,
             clients=run.models,
             reader=run.engine.reader(),

@@ -16,6 +16,7 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.streams import stream
 from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit
+from fedppl.results.rows import require_rows
 from fedppl.settings import shown, takes, whole
 from fedppl.types import DataError, DeclarationError, Message
 
@@ -125,6 +126,7 @@ def _client_loss(
 ) -> tuple[float, int]:
     """One client's sum of losses over its held-out rows, and their number: what the client would send."""
     client_id = client.client_id
+    require_rows(client, "held-out data")
     held_out = _same_keys(client, data)
     held = fit.declaration.with_data(client, client_id, held_out, kernel=fit.algorithm.needs.kernel)
     if loss is not None:
@@ -147,6 +149,7 @@ def require_held_out(
     declaration: FederatedModel, client: ClientModel, data: Mapping[str, Any], loss: Loss | None, *, kernel: bool
 ) -> None:
     """Refuse held-out data of which no loss can be told, before there is a fit."""
+    require_rows(client, "held-out data")
     held = declaration.with_data(client, client.client_id, _same_keys(client, data), kernel=kernel)
     if loss is None:
         _without_rows(client, held)
