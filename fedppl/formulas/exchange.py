@@ -54,7 +54,7 @@ def answered(built: Formula, rows: Mapping[str, Any], min_count: float) -> dict[
     found = tell(rows, what.names, what.levels, min_count)
     for name in what.unscaled:
         if not found[name].text:
-            found[name] = Told(found[name].rows, 0.0, 0.0, {}, found[name].rows)
+            found[name] = Told(found[name].rows, 0.0, 0.0, {}, found[name].rows > 0)
     return found
 
 
