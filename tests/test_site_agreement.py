@@ -202,7 +202,7 @@ def test_a_column_is_told_once(tmp_path: Path) -> None:
 
 def test_the_larger_of_two_rules_holds(tmp_path: Path) -> None:
     data = sites()
-    strict = {"north": Policy(agreement=45), "south": Policy(agreement=math.inf), "west": Policy(epsilon=1.0)}
+    strict = {"north": Policy(rows=0, agreement=45), "south": Policy(rows=0, agreement=math.inf), "west": Policy(epsilon=1.0)}
     grid = FakeGrid({**nodes_of(data, tmp_path, policies=strict)})
     with pytest.raises(DataError, match="no client tells of column 'age'"):
         agree(grid)
@@ -223,9 +223,9 @@ def unprintable() -> dict[str, Any]:
 
 
 REFUSING: dict[str, tuple[Any, Policy]] = {
-    "asked enough": (lambda: sites()["north"], Policy(requests=1)),
-    "not approved": (lambda: sites()["north"], Policy(approval=lambda release: False)),
-    "not in the file": (lambda: sites()["north"], Policy(approval="runs.txt")),
+    "asked enough": (lambda: sites()["north"], Policy(rows=0, requests=1)),
+    "not approved": (lambda: sites()["north"], Policy(rows=0, approval=lambda release: False)),
+    "not in the file": (lambda: sites()["north"], Policy(rows=0, approval="runs.txt")),
     "values are missing": (incomplete, OPEN),
     "levels that cannot be written": (unprintable, OPEN),
 }
@@ -247,7 +247,7 @@ def test_refusals_are_the_same_words(case: str, tmp_path: Path) -> None:
 
 def test_an_approval_is_shown_what_leaves(tmp_path: Path) -> None:
     shown: list[Any] = []
-    rules = Policy(agreement=5, approval=lambda release: not shown.append(release))
+    rules = Policy(rows=0, agreement=5, approval=lambda release: not shown.append(release))
     agree(FakeGrid(nodes_of({"north": sites()["north"]}, tmp_path, policies={"north": rules})), clients=1)
     (release,) = shown
     assert release.run == named(MODEL) and set(release.arrays) == {"age", "arm", "y", "arm[drug]", "arm[none]"}
@@ -265,6 +265,32 @@ def test_columns_that_are_swapped_at_a_site_are_named(tmp_path: Path, caplog: py
     found = agree(FakeGrid(nodes_of(data, tmp_path)))
     assert found.strange and all("at client 'west'" in one for one in found.strange)
     assert "may be swapped" in caplog.text
+
+
+def test_rare_outcomes_are_no_outcome_of_their_own(tmp_path: Path) -> None:
+    """A response has no level "other": its levels are those that enough rows have somewhere, or that the user says."""
+    rows = {name: {**one, "died": np.where(np.arange(len(one["y"])) < 3, "yes", "no")} for name, one in DATA.items()}
+    model = fedppl.formula("died ~ age", "bernoulli")
+    with pytest.raises(DataError, match=r"formula\(levels="):
+        agree(FakeGrid(nodes_of(rows, tmp_path, model)), model)
+    said = fedppl.formula("died ~ age", "bernoulli", levels={"died": ["no", "yes"]})
+    found = agree(FakeGrid(nodes_of(rows, tmp_path, said)), said)
+    assert found.columns.loc["died", "levels"] == ("no", "yes")
+    rows["north"]["died"] = np.where(np.arange(40) < 20, "yes", "no")
+    found = agree(FakeGrid(nodes_of(rows, tmp_path / "anew", model)), model)
+    assert found.columns.loc["died", "levels"] == ("no", "yes")
+
+
+def test_a_site_that_will_take_no_part_tells_nothing(tmp_path: Path) -> None:
+    """Its rows are fewer than its policy wants: the same bit as its introduction."""
+    data = sites()
+    grid = FakeGrid(nodes_of(data, tmp_path, policies={"north": Policy(rows=41)}))
+    agree(grid)
+    assert {name: one["age"][0] > 0 for name, one in told(grid).items()} == {
+        "north": False,
+        "south": True,
+        "west": True,
+    }
 
 
 # --- what a site holds against an agreement -------------------------------------------------------------------

@@ -109,6 +109,7 @@ def agreed(
     *,
     others: bool = False,
     unscaled: Sequence[str] = (),
+    closed: Sequence[str] = (),
 ) -> Agreement:
     """What comes of it: the same levels in the same order at all clients, means and sds over all rows that were told.
 
@@ -122,6 +123,8 @@ def agreed(
         Whether rows of withheld levels are of the level "other".
     unscaled
         Columns whose mean and sd nobody needs.
+    closed
+        Columns that have no level "other": outcomes.
 
     Raises
     ------
@@ -141,7 +144,7 @@ def agreed(
         if name in (order or {}):
             columns[name] = _ordered(name, parts, list(map(str, (order or {})[name])))
         elif text:
-            columns[name] = _levels(name, parts, others=others)
+            columns[name] = _levels(name, parts, others=others, closed=name in closed)
         else:
             columns[name] = _constants(name, parts, needed=name not in unscaled)
     rows = sum(next(iter(one.values())).rows for one in told.values()) if columns else 0
@@ -156,7 +159,7 @@ def _counts(parts: Mapping[str, Told]) -> dict[str, int]:
     return counts
 
 
-def _levels(name: str, parts: Mapping[str, Told], *, others: bool) -> Column:
+def _levels(name: str, parts: Mapping[str, Told], *, others: bool, closed: bool) -> Column:
     counts = _counts(parts)
     # Of how many rows is not known: those that are not told among the levels, and one where that is none.
     withheld = {
@@ -171,14 +174,17 @@ def _levels(name: str, parts: Mapping[str, Told], *, others: bool) -> Column:
             "merge some before."
         )
     levels = sorted(counts, key=_order)
-    if withheld:
+    if withheld and not closed:
         levels = [*(level for level in levels if level != OTHER), OTHER]
         counts[OTHER] = counts.get(OTHER, 0) + sum(withheld.values())
     if len(levels) < 2:
-        what = (
-            "has no level that enough rows of a client have" if levels == [OTHER] else f"has the level {levels} alone"
-        )
-        raise DataError(f"column {name!r} {what} at all clients; leave it out of the formula.")
+        remedy = "leave it out of the formula"
+        if withheld:
+            remedy = (
+                "say all its levels in formula(levels=...), or lower min_count, at sites that of their policies too"
+            )
+        told = " that enough rows have" if withheld else ""
+        raise DataError(f"column {name!r} has the levels {levels} alone{told} at all clients; {remedy}.")
     total = sum(counts.values())
     return Column(tuple(levels), tuple(counts[level] / total for level in levels), 0.0, 1.0)
 
