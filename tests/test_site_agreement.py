@@ -202,7 +202,11 @@ def test_a_column_is_told_once(tmp_path: Path) -> None:
 
 def test_the_larger_of_two_rules_holds(tmp_path: Path) -> None:
     data = sites()
-    strict = {"north": Policy(rows=0, agreement=45), "south": Policy(rows=0, agreement=math.inf), "west": Policy(epsilon=1.0)}
+    strict = {
+        "north": Policy(rows=0, agreement=45),
+        "south": Policy(rows=0, agreement=math.inf),
+        "west": Policy(epsilon=1.0),
+    }
     grid = FakeGrid({**nodes_of(data, tmp_path, policies=strict)})
     with pytest.raises(DataError, match="no client tells of column 'age'"):
         agree(grid)
