@@ -208,9 +208,11 @@ def test_the_readme_begins_with_a_formula_that_runs(capsys: pytest.CaptureFixtur
 
 def test_a_client_tells_counts_and_sums_alone() -> None:
     rows = {"age": np.array([1.0, 2.0, 4.0]), "dose": np.array(["a", "b", "a"], dtype=object), "id": np.arange(3)}
-    told = tell(rows, ["age", "dose"], [], 2)
-    assert told["age"]._asdict() == {"rows": 3, "total": 7.0, "squares": 21.0, "levels": {}, "withheld": 0}
-    assert told["dose"]._asdict() == {"rows": 3, "total": 0.0, "squares": 0.0, "levels": {"a": 2}, "withheld": 1}
+    told = tell(rows, ["age", "dose"], [], 1)
+    numbers = {"rows": 3, "total": 7.0, "squares": 21.0, "levels": {}, "withheld": False, "text": False}
+    assert told["age"]._asdict() == numbers
+    assert told["dose"] == (3, 0.0, 0.0, {"a": 2, "b": 1}, False, True)
+    assert tell(rows, ["dose"], [], 2)["dose"] == (2, 0.0, 0.0, {"a": 2}, True, True)
     assert set(told) == {"age", "dose"}
 
 

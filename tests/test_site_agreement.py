@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -15,9 +16,17 @@ from numpy.testing import assert_allclose
 pytest.importorskip("flwr")
 
 import fedppl
-from fedppl import Policy, audit
+from fedppl import DataError, DeclarationError, Policy, audit
+from fedppl.engine import _account
+from fedppl.engine._guard import REFUSED
 from fedppl.engine.policy import NO_RULES
+from fedppl.flower import agreed as wire
+from fedppl.flower.decode import Malformed
+from fedppl.flower.memory import Memory, file_memory
 from fedppl.flower.records import AGREE
+from fedppl.flower.site_agreement import accept, declared, named
+from fedppl.formulas.agreement import Agreement, Column, Told, raised, tell
+from fedppl.formulas.exchange import asked
 from tests.support.fake_grid import FakeGrid, Node, node
 
 RNG = np.random.default_rng(5)
@@ -61,12 +70,6 @@ def agree(grid: FakeGrid, model: Any = MODEL, clients: Any = 3, **keywords: Any)
     return found
 
 
-def fit(grid: FakeGrid, found: fedppl.Agreed, clients: Any = 3) -> Any:
-    times = {"wait": 0.3, "deadline": 0.05, "poll": 0.001, "grace": 0.01}
-    engine = fedppl.Flower.grid(grid, clients=clients, model=found.model, **times)
-    return fedppl.fit(found.model, None, engine=engine, progressbar=False, random_seed=1)
-
-
 def replies(grid: FakeGrid, kind: str = AGREE) -> list[dict[str, str]]:
     """Texts of all replies to messages of a kind."""
     ids = {message.metadata.message_id for message in grid.sent if message.metadata.message_type == kind}
@@ -85,11 +88,15 @@ def told(grid: FakeGrid) -> dict[str, dict[str, list[Any]]]:
 
 
 def test_sites_fit_what_clients_here_fit(tmp_path: Path) -> None:
+    """By a server app; every message comes to sites that have nothing but their folders."""
     here = fedppl.fit(MODEL, DATA, fedppl.EP(correction=None), progressbar=False, random_seed=1)
-    grid = FakeGrid(nodes_of(DATA, tmp_path))
-    found = agree(grid)
-    assert found.clients == ("north", "south", "west") and found.columns.loc["arm", "levels"] == ("drug", "none")
-    there = fit(grid, found)
+    seen: list[Any] = []
+    app = fedppl.Flower.server_app(MODEL, fedppl.EP(), clients=3, on_fit=lambda result, context: seen.append(result))
+    nodes = nodes_of(DATA, tmp_path, policies=dict.fromkeys(DATA, dataclasses.replace(OPEN, agreement=1)))
+    context = node(nodes[10].app, 0).context
+    context.run_config = {"random_seed": 1, "wait": 1.0, "deadline": 0.05}
+    app(FakeGrid(nodes), context)
+    (there,) = seen
     assert there.status.ok and here.status is there.status
     assert_allclose(there.posterior.linear, here.posterior.linear, rtol=1e-6)
     assert_allclose(there.posterior.precision, here.posterior.precision, rtol=1e-6, atol=1e-8)
@@ -97,3 +104,350 @@ def test_sites_fit_what_clients_here_fit(tmp_path: Path) -> None:
     for name in DATA:
         assert (tmp_path / name / f"{name}.nc").exists()
         audit.head(tmp_path / name / "audit.jsonl")
+
+
+# --- what leaves ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_fewer_rows_leaves_but_that_there_are_some(tmp_path: Path) -> None:
+    """All that sites say: a rare level, a rare value and a site of few rows tell nothing of themselves."""
+    data = sites(rare="surgery")
+    data["tiny"] = {name: values[:4] for name, values in data["west"].items()}
+    data["north"]["y"] = np.where(np.arange(40) < 2, 3.5, 0.0)
+    grid = FakeGrid(nodes_of(data, tmp_path))
+    found = agree(grid, clients=4)
+    for one in replies(grid):
+        assert set(one) == {"client_id", "version", "told"} and "surgery" not in one["told"]
+    all_of = told(grid)
+    assert all_of["tiny"] == {
+        "age": [0, 0.0, 0.0, {}, False, False],
+        "arm": [0, 0.0, 0.0, {}, False, True],
+        "y": [0, 0.0, 0.0, {}, False, False],
+    }
+    assert all_of["north"]["y"] == [40, 0.0, 0.0, {}, True, False]
+    # 20 and 19 of 40 rows, told in fives: five are not among them, of which one to four have a level that is not told.
+    assert all_of["north"]["arm"] == [40, 0.0, 0.0, {"drug": 20, "none": 15}, True, True]
+    assert found.columns.loc["arm", "levels"] == ("drug", "none", "other")
+    others = np.concatenate([data[name]["age"] for name in ("north", "south", "west")])
+    assert_allclose(found.columns.loc["age", ["mean", "sd"]].astype(float), [others.mean(), others.std()], rtol=0.02)
+
+
+def possible(told: Told, of: int, most: int) -> set[int]:
+    """Rows of levels that are not told that so many rows in all can have had, by brute force."""
+    found = set()
+    for rows in range(1, most):
+        for counts in np.ndindex(*[most] * len(told.levels)):
+            hidden = rows - sum(counts)
+            if hidden < 1:
+                continue
+            arm = np.repeat([*told.levels, *(f"rare {k}" for k in range(hidden))], [*counts, *[1] * hidden])
+            if tell({"arm": arm.astype(object)}, ["arm"], [], of)["arm"] == told:
+                found.add(hidden)
+    return found
+
+
+@pytest.mark.parametrize("drug", [5, 7, 9, 10])
+def test_how_many_rows_have_a_rare_level_is_not_had_as_a_difference(drug: int) -> None:
+    """Whoever knows all that was told, and the rule, cannot tell one such row from min_count - 1."""
+    arm = np.array(["drug"] * drug + ["rare"], dtype=object)
+    told = tell({"arm": arm}, ["arm"], [], 5)["arm"]
+    assert told.withheld and "rare" not in told.levels
+    assert {1, 2, 3, 4} <= possible(told, 5, 20)
+
+
+def test_sums_do_not_tell_how_many_rows_there_are() -> None:
+    """Of a column of zeros and ones, of which an exact mean would."""
+    found = [tell({"x": np.arange(rows) % 2 * 1.0}, ["x"], [], 10)["x"] for rows in range(40, 50)]
+    assert {one.rows for one in found} == {40} and len({one.total for one in found}) == 2  # even or odd
+    exact = tell({"x": np.array([1.0, 2.0, 4.0])}, ["x"], [], 1)["x"]
+    assert exact == Told(3, 7.0, 21.0, {}, False)
+
+
+def test_what_is_told_again_tells_nothing_new() -> None:
+    """It is made of what was told before, and has nothing of fewer rows than are wanted now."""
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        arm = rng.choice(["a", "b", "c", "d"], rng.integers(1, 80), p=[0.6, 0.3, 0.07, 0.03]).astype(object)
+        rows = {"arm": arm, "x": rng.normal(50, 3, len(arm)), "died": 1.0 * (rng.random(len(arm)) < 0.05)}
+        first = tell(rows, list(rows), [], 5)
+        for one in (*first.values(), *(raised(one, 12) for one in first.values())):
+            least = 5 if one in first.values() else 12
+            for count in (one.rows, *one.levels.values()):
+                assert count == 0 or count >= least
+            assert not (one.withheld and one.total) and sum(one.levels.values()) <= one.rows
+
+
+def test_a_column_is_told_once(tmp_path: Path) -> None:
+    """Whatever the rows are by then, however few rows the server wants, and in another formula too."""
+    data = sites()
+    first = FakeGrid(nodes_of(data, tmp_path))
+    agree(first)
+    data["north"] = {name: values[:-1] for name, values in data["north"].items()}
+    again = FakeGrid(nodes_of(data, tmp_path))
+    agree(again, min_count=2)
+    assert told(again) == told(first)
+    higher = FakeGrid(nodes_of(data, tmp_path))
+    agree(higher, min_count=25)
+    assert told(higher)["north"]["arm"] == [25, 0.0, 0.0, {}, True, True]
+    other = fedppl.formula("y ~ age + (1 | site)")
+    narrower = FakeGrid(nodes_of(data, tmp_path, other))
+    agree(narrower, other)
+    assert told(narrower)["north"] == {name: told(first)["north"][name] for name in ("age", "y")}
+    lines = [line for line in audit.lines(tmp_path / "north" / "audit.jsonl") if not line["refused"]]
+    assert [line["event"] for line in lines] == ["request", "reply", *["agreement"] * 3]
+    assert lines[1]["released"] == {"age": 4, "arm": 4, "y": 4, "arm[drug]": 1, "arm[none]": 1}
+    ledger = json.loads((tmp_path / "north" / "ledger.json").read_bytes())["clients"]["north"]
+    assert (ledger["requests"], ledger["unknown"]) == (1, 1)
+
+
+def test_the_larger_of_two_rules_holds(tmp_path: Path) -> None:
+    data = sites()
+    strict = {
+        "north": Policy(rows=0, agreement=45),
+        "south": Policy(rows=0, agreement=math.inf),
+        "west": Policy(epsilon=1.0),
+    }
+    grid = FakeGrid({**nodes_of(data, tmp_path, policies=strict)})
+    with pytest.raises(DataError, match="no client tells of column 'age'"):
+        agree(grid)
+    silent = [0, 0.0, 0.0, {}, False, False]
+    assert {name: one["age"] for name, one in told(grid).items()} == dict.fromkeys(data, silent)
+    for name, requests in {"north": 1, "south": 0, "west": 0}.items():  # who looks at no row has told nothing
+        ledger = json.loads((tmp_path / name / "ledger.json").read_bytes())["clients"][name]
+        assert (ledger["requests"], ledger["unknown"]) == (requests, requests)
+
+
+def incomplete() -> dict[str, Any]:
+    rows = sites()["north"]
+    return {**rows, "age": np.where(np.arange(40) < 1, np.nan, rows["age"])}
+
+
+def unprintable() -> dict[str, Any]:
+    return {**sites()["north"], "arm": np.array(["a\nb", "c"] * 20, dtype=object)}
+
+
+REFUSING: dict[str, tuple[Any, Policy]] = {
+    "asked enough": (lambda: sites()["north"], Policy(rows=0, requests=1)),
+    "not approved": (lambda: sites()["north"], Policy(rows=0, approval=lambda release: False)),
+    "not in the file": (lambda: sites()["north"], Policy(rows=0, approval="runs.txt")),
+    "values are missing": (incomplete, OPEN),
+    "levels that cannot be written": (unprintable, OPEN),
+}
+
+
+@pytest.mark.parametrize("case", REFUSING)
+def test_refusals_are_the_same_words(case: str, tmp_path: Path) -> None:
+    load, policy = REFUSING[case]
+    grid = FakeGrid(nodes_of({"north": load()}, tmp_path, policies={"north": policy}))
+    if case == "asked enough":  # for another formula, which has used up the one request
+        other = fedppl.formula("arm ~ age", "bernoulli")
+        rules = {"north": policy}
+        agree(FakeGrid(nodes_of({"north": load()}, tmp_path, other, rules)), other, clients=1)
+    with pytest.raises(DeclarationError, match="only 0 of 1 sites told.*north"):
+        agree(grid, clients=1)
+    assert {one["refused"] for one in replies(grid)} == {REFUSED}
+    assert not told(grid)
+
+
+def test_an_approval_is_shown_what_leaves(tmp_path: Path) -> None:
+    shown: list[Any] = []
+    rules = Policy(rows=0, agreement=5, approval=lambda release: not shown.append(release))
+    agree(FakeGrid(nodes_of({"north": sites()["north"]}, tmp_path, policies={"north": rules})), clients=1)
+    (release,) = shown
+    assert release.run == named(MODEL) and set(release.arrays) == {"age", "arm", "y", "arm[drug]", "arm[none]"}
+
+
+def test_a_column_that_a_site_lacks_is_named(tmp_path: Path) -> None:
+    data = {name: {k: v for k, v in rows.items() if (name, k) != ("west", "arm")} for name, rows in sites().items()}
+    with pytest.raises(DeclarationError, match=r"'west': .*lacks the columns \['arm'\]"):
+        agree(FakeGrid(nodes_of(data, tmp_path)))
+
+
+def test_columns_that_are_swapped_at_a_site_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = sites()
+    data["west"] |= {"age": data["west"]["y"], "y": data["west"]["age"]}
+    found = agree(FakeGrid(nodes_of(data, tmp_path)))
+    assert found.strange and all("at client 'west'" in one for one in found.strange)
+    assert "may be swapped" in caplog.text
+
+
+def test_rare_outcomes_are_no_outcome_of_their_own(tmp_path: Path) -> None:
+    """A response has no level "other": its levels are those that enough rows have somewhere, or that the user says."""
+    rows = {name: {**one, "died": np.where(np.arange(len(one["y"])) < 3, "yes", "no")} for name, one in DATA.items()}
+    model = fedppl.formula("died ~ age", "bernoulli")
+    with pytest.raises(DataError, match=r"formula\(levels="):
+        agree(FakeGrid(nodes_of(rows, tmp_path, model)), model)
+    said = fedppl.formula("died ~ age", "bernoulli", levels={"died": ["no", "yes"]})
+    found = agree(FakeGrid(nodes_of(rows, tmp_path, said)), said)
+    assert found.columns.loc["died", "levels"] == ("no", "yes")
+    rows["north"]["died"] = np.where(np.arange(40) < 20, "yes", "no")
+    found = agree(FakeGrid(nodes_of(rows, tmp_path / "anew", model)), model)
+    assert found.columns.loc["died", "levels"] == ("no", "yes")
+
+
+def test_a_site_that_will_take_no_part_tells_nothing(tmp_path: Path) -> None:
+    """Its rows are fewer than its policy wants: the same bit as its introduction."""
+    data = sites()
+    grid = FakeGrid(nodes_of(data, tmp_path, policies={"north": Policy(rows=41)}))
+    agree(grid)
+    assert {name: one["age"][0] > 0 for name, one in told(grid).items()} == {
+        "north": False,
+        "south": True,
+        "west": True,
+    }
+
+
+# --- what a site holds against an agreement -------------------------------------------------------------------
+
+
+def agreement(**changes: Any) -> Agreement:
+    columns = {"age": Column((), (), 60.0, 9.0), "arm": Column(("drug", "none"), (0.5, 0.5), 0.0, 1.0)}
+    return Agreement({**columns, "y": Column((), (), 5.0, 1.5), **changes}, 180, False)
+
+
+APART: dict[str, Agreement] = {
+    "a level that is not in it": agreement(arm=Column(("drug", "surgery"), (0.5, 0.5), 0.0, 1.0)),
+    "numbers for levels": agreement(arm=Column((), (), 0.5, 0.5)),
+    "levels for numbers": agreement(age=Column(("60", "61"), (0.5, 0.5), 0.0, 1.0)),
+    "a prior that reaches anywhere": agreement(age=Column((), (), 60.0, 0.1)),
+    "a mean that is elsewhere": agreement(age=Column((), (), 1e6, 9.0)),
+    "outcomes of another size": agreement(y=Column((), (), 5.0, 1e4)),
+}
+
+
+def guarded(folder: Path, rules: Policy = OPEN) -> tuple[Memory, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return file_memory(folder), _account.in_folder(rules, folder, "north")
+
+
+def taken(folder: Path, found: Agreement | str, rules: Policy = OPEN, rows: Any = None) -> str:
+    """The digest that a site keeps."""
+    memory, guard = guarded(folder, rules)
+    text = found if isinstance(found, str) else wire.pack_agreement(found)
+    accept(MODEL, lambda: rows or DATA["north"], "north", {"agreement": text}, memory, guard)
+    return declared(MODEL, memory, "north")[1]
+
+
+def test_a_site_keeps_the_last_agreement_that_goes_with_its_rows(tmp_path: Path) -> None:
+    assert taken(tmp_path, agreement()) == wire.digest(agreement())
+    other = agreement(age=Column((), (), 61.0, 9.5))
+    assert taken(tmp_path, other) == wire.digest(other)
+    assert declared(MODEL, file_memory(tmp_path), "north")[0].agreement == other
+
+
+@pytest.mark.parametrize("case", APART)
+def test_a_site_takes_no_part_with_what_is_far_from_its_rows(case: str, tmp_path: Path) -> None:
+    with pytest.raises(DeclarationError) as caught:
+        taken(tmp_path, APART[case])
+    assert "takes no part" in str(caught.value) and declared(MODEL, file_memory(tmp_path), "north")[1] == ""
+    *_, last = audit.lines(tmp_path / "audit.jsonl")
+    assert last["refused"].startswith("agreement: ")
+    with pytest.raises(DeclarationError, match="takes no part"):  # the same again costs nothing
+        taken(tmp_path, APART[case])
+    ledger = json.loads((tmp_path / "ledger.json").read_bytes())["clients"]["north"]
+    assert ledger["requests"] == 1
+
+
+def test_agreements_are_counted_and_refused_in_the_same_words(tmp_path: Path) -> None:
+    """Each may tell a bit of the rows: whether they go with it."""
+    said = set()
+    for place in range(5):
+        try:
+            taken(tmp_path, agreement(age=Column((), (), 60.0, 0.1 + place)), Policy(requests=3))
+        except DeclarationError as error:
+            said.add(str(error))
+    assert len(said) == 1
+    *_, last = audit.lines(tmp_path / "audit.jsonl")
+    assert last["refused"].startswith("requests: 3 answered")
+
+
+BROKEN = [
+    ("{}", "agreement"),
+    ("[" * 9, "nested"),
+    (json.dumps({"columns": {}, "rows": 1, "others": False}), "columns"),
+    (wire.pack_agreement(agreement(age=Column((), (), math.inf, 1.0))), "finite"),
+    (wire.pack_agreement(agreement(age=Column((), (), 1e200, 1.0))), "number below"),
+    (wire.pack_agreement(agreement(age=Column((), (), 0.0, 0.0))), "above 0"),
+    (wire.pack_agreement(agreement(arm=Column(("a", "a"), (0.5, 0.5), 0.0, 1.0))), "twice"),
+    (wire.pack_agreement(agreement(arm=Column(("a",), (1.0,), 0.0, 1.0))), "1 levels"),
+    (wire.pack_agreement(agreement(arm=Column(("a", "b" * 300), (0.5, 0.5), 0.0, 1.0))), "characters"),
+    (wire.pack_agreement(agreement(arm=Column(("a", "b"), (0.5, 0.9), 0.0, 1.0))), "parts of 1"),
+    (wire.pack_agreement(agreement(arm=Column(tuple(map(str, range(1001))), (1 / 1001,) * 1001, 0.0, 1.0))), "1000 at"),
+]
+
+
+@pytest.mark.parametrize(("text", "told"), BROKEN)
+def test_an_agreement_that_is_none_is_malformed(text: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(Malformed, match=told):
+        wire.unpack_agreement({"agreement": text}, asked(MODEL.builder).names)  # type: ignore[arg-type]
+    with pytest.raises(DeclarationError, match="takes no part"):
+        taken(tmp_path, text)
+    assert not (tmp_path / "ledger.json").exists()  # nothing was looked at
+
+
+def test_what_is_written_is_read() -> None:
+    names = asked(MODEL.builder).names  # type: ignore[arg-type]
+    assert wire.unpack_agreement({"agreement": wire.pack_agreement(agreement())}, names) == agreement()
+    given = {name: Told(7, 1.0, 1.0, {}, False) for name in names} | {"arm": Told(7, 0.0, 0.0, {"a": 7}, False, True)}
+    assert wire.unpack_told({"told": wire.pack_told(given)}, names) == given
+
+
+IMPOSSIBLE = [
+    ([7, 10.0, 1.0, {}, False, False], "sum of squares"),
+    ([7, math.nan, 1.0, {}, False, False], "finite"),
+    ([-7, 1.0, 1.0, {}, False, False], "no count"),
+    ([7.5, 1.0, 1.0, {}, False, False], "no count"),
+    ([True, 1.0, 1.0, {}, False, False], "no count"),
+    ([0, 1.0, 1.0, {}, False, False], "does not tell"),
+    ([7, 1.0, 1.0, {"a": 1}, False, False], "levels too"),
+    ([7, 1.0, 1.0, {}, 0, False], "no kind"),
+    ([7, 0.0, 0.0, {"a": 5, "b": 3}, False, True], "7 rows"),
+    ([7, 1.0, 1.0, {"a": 7}, False, True], "sums too"),
+    ([7, 0.0, 0.0, {"": 7}, False, True], "characters"),
+    ([7, 0.0, 0.0, {"a": "x"}, False, True], "no count"),
+    ([7, 0.0], "no list"),
+    ("7", "no list"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), IMPOSSIBLE)
+def test_what_no_rows_could_have_is_refused(given: Any, said: str) -> None:
+    with pytest.raises(Malformed, match=said):
+        wire.unpack_told({"told": json.dumps({"age": given})}, ["age"])
+
+
+# --- the server -----------------------------------------------------------------------------------------------
+
+
+def test_sites_that_cannot_be_believed_are_named(tmp_path: Path) -> None:
+    def changed(message: Any, node_id: int) -> Any:
+        def reply(answer: Any) -> Any:
+            record = answer.content.config_records["texts"]
+            if node_id == 10:
+                record["version"] = "0.0"
+            elif node_id == 11:
+                record["told"] = "[1"
+            return answer
+
+        return reply
+
+    with pytest.raises(DeclarationError) as caught:
+        agree(FakeGrid(nodes_of(DATA, tmp_path), changed))
+    for part in ("only 1 of 3 sites", "'north': it runs fedppl 0.0", "'south': what it tells cannot be read"):
+        assert part in str(caught.value)
+
+
+def test_a_site_is_not_asked_again_that_has_told(tmp_path: Path) -> None:
+    grid = FakeGrid(nodes_of(DATA, tmp_path))
+    agree(grid, clients=list(DATA))
+    assert len(grid.sent) == 3
+    with pytest.raises(DeclarationError, match=r"not among the expected clients \['north'"):
+        agree(FakeGrid(nodes_of(DATA, tmp_path)), clients=["north", "east"])
+
+
+def test_a_formula_has_to_be_agreed_on_before_the_engine_takes_it() -> None:
+    with pytest.raises(DeclarationError, match=r"fedppl.Flower.agree\(grid"):
+        fedppl.Flower.grid(FakeGrid({}), clients=1, model=MODEL)
+    agreed = fedppl.agree(MODEL, DATA).model
+    with pytest.raises(DeclarationError, match="no formula that clients have to agree on"):
+        agree(FakeGrid({}), agreed)

@@ -81,10 +81,10 @@ class Policy:
         one more request, and q has to lie where one may ask. Not together with `epsilon`.
     agreement
         Fewest rows of all that is told before a run by a formula, when clients agree on levels and scales: of the
-        client, of a level, of levels that are withheld, of rows with another value than most. The server may want more,
-        not less. What was told of a column is told again, whatever the rows now are, until its file is deleted; telling
-        anew, and each other agreement that the site is sent, counts as a request. ``inf``, or `epsilon`, tells no more
-        than which columns are texts.
+        client, of a level, of rows with another value than most; rows are counted in its multiples. The server may want
+        more, not less. What was told of a column is told again, whatever the rows now are, until its file is deleted;
+        telling anew, and each other agreement that the site is sent, counts as a request. ``inf``, or `epsilon`, tells
+        no more than which columns are texts.
     epsilon
         None, or the total ε over all runs: then only algorithms whose ε is known are answered, `distance` and `cavity`
         are not looked at, and the release that would exceed it is refused.

@@ -39,18 +39,18 @@ def unpack_told(texts: Mapping[str, str], names: Sequence[str]) -> dict[str, Tol
 def _told(given: Any, field: str) -> Told:
     require(type(given) is list and len(given) == len(Told._fields), f"{field} is no list of {len(Told._fields)}")
     rows, total, squares, levels, withheld, text = given
-    require(type(levels) is dict and type(text) is bool, f"{field} has no levels, or no kind")
-    for what, count in {"rows": rows, "withheld": withheld, **{brief(k): n for k, n in levels.items()}}.items():
+    kinds = type(levels) is dict and type(withheld) is bool and type(text) is bool
+    require(kinds, f"{field} has no levels, or no kind")
+    for what, count in {"rows": rows, **{brief(level): n for level, n in levels.items()}}.items():
         require(type(count) is int and 0 <= count < _ROWS, f"{field} has {brief(count)} for {what!r}, no count")
     for what, number in {"total": total, "squares": squares}.items():
         _require_number(number, f"{field}, {what!r}")
     _require_levels(list(levels), field)
     if text:
-        together = sum(levels.values()) + withheld
-        require(together == rows, f"{field} has levels of {together} rows in all, and {rows} rows")
+        require(sum(levels.values()) <= rows, f"{field} has levels of {sum(levels.values())} rows, and {rows} rows")
         require(not total and not squares, f"{field} has levels, and sums too")
     else:
-        require(not levels and withheld in (0, rows), f"{field} has numbers, and levels too")
+        require(not levels, f"{field} has numbers, and levels too")
         idle = not rows or withheld
         require(not idle or (not total and not squares), f"{field} has sums of rows that it does not tell")
         possible = idle or total**2 / rows <= squares * (1 + _ROUNDING)

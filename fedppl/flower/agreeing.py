@@ -13,7 +13,7 @@ from fedppl.flower.agreed import unpack_told
 from fedppl.flower.decode import Malformed, brief, reading
 from fedppl.flower.post import Letter, Post, content_of, trouble
 from fedppl.flower.records import AGREE, texts_of
-from fedppl.flower.roll import identity
+from fedppl.flower.roll import expected_clients, identity
 from fedppl.flower.site_agreement import waits
 from fedppl.formulas.agreement import Told
 from fedppl.formulas.exchange import asked
@@ -98,7 +98,7 @@ def agree(
     whole("min_count", min_count)
     one_of("withheld", withheld, ("error", "other"))
     positive("wait", wait, "it is in seconds"), positive("poll", poll, "it is in seconds")
-    expected = clients if isinstance(clients, int) else tuple(clients)
+    expected = expected_clients(clients)
     asking = _Asking(Post(grid, poll, _GRACE), expected, asked(model.builder).names, min_count, wait)  # type: ignore[arg-type]
     return of_told(model, asking.told(), withheld)
 

@@ -15,7 +15,7 @@ from fedppl.engine.answer import require_fit
 from fedppl.flower.agreed import pack_agreement
 from fedppl.flower.agreeing import agree
 from fedppl.flower.grid import GridEngine, GridSettings
-from fedppl.flower.roll import Own
+from fedppl.flower.roll import Own, expected_clients
 from fedppl.flower.simulation import start
 from fedppl.flower.site_agreement import waits
 from fedppl.formulas.exchange import example
@@ -83,7 +83,7 @@ def grid(
     *When this fails.* A site that is silent, late, down or restarted is skipped, and the round's record says so. Two
     live sites with one id: the second is refused until the first has gone.
     """
-    expected = _expected(clients)
+    expected = expected_clients(clients)
     for name, value in {"wait": wait, "deadline": deadline, "poll": poll, "grace": grace}.items():
         positive(name, value, "it is in seconds")
     greeting: dict[str, str] = {}
@@ -115,18 +115,6 @@ def grid(
         return GridEngine(grid, algorithm, GridSettings(expected, wait, deadline, poll, grace), own, greeting)
 
     return factory
-
-
-def _expected(clients: Any) -> int | tuple[str, ...]:
-    """The number of sites to wait for, or their ids."""
-    if isinstance(clients, int) and not isinstance(clients, bool):
-        return whole("clients", clients)
-    names = clients if isinstance(clients, list | tuple) else ()
-    if not names or not all(isinstance(name, str) and name for name in names) or len({*names}) < len(names):
-        raise DeclarationError(
-            f"clients={shown(clients)} must be the number of sites to wait for, or a list of their ids, none twice."
-        )
-    return tuple(names)
 
 
 def server_app(
@@ -178,7 +166,7 @@ def server_app(
     *When this fails.* An exception ends the Flower run as failed, which ``flwr ls`` shows (``flwr run`` exits with 0
     all the same). A server that was killed goes on from `checkpoint` in a new run.
     """
-    _expected(clients)
+    expected_clients(clients)
     for name, value in {"wait": wait, "deadline": deadline}.items():
         positive(name, value, "it is in seconds")
     require_declared(federated_model, algorithm)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedppl.contracts import AnyAlgorithm, SharedReader
 from fedppl.flower import enrolment as _enrolment
@@ -16,6 +16,7 @@ from fedppl.flower.decode import text as one_text
 from fedppl.flower.post import Letter, Post, content_of, trouble
 from fedppl.flower.records import HELLO, from_content, texts_of
 from fedppl.run.replies import one_line
+from fedppl.settings import shown, whole
 from fedppl.types import DeclarationError, Layout
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,18 @@ class Own(NamedTuple):
 
     layout: Layout
     reader: SharedReader
+
+
+def expected_clients(clients: Any) -> int | tuple[str, ...]:
+    """The number of sites to wait for, or their ids, as a user says it."""
+    if isinstance(clients, int) and not isinstance(clients, bool):
+        return whole("clients", clients)
+    names = clients if isinstance(clients, list | tuple) else ()
+    if not names or not all(isinstance(name, str) and name for name in names) or len({*names}) < len(names):
+        raise DeclarationError(
+            f"clients={shown(clients)} must be the number of sites to wait for, or a list of their ids, none twice."
+        )
+    return tuple(names)
 
 
 def identity(node_id: int, authenticated: str, texts: Mapping[str, str]) -> tuple[str, str | None]:

@@ -32,7 +32,7 @@ _MOST = 2**31  # rows that a server may want
 
 def waits(model: FederatedModel) -> bool:
     """Whether a site's declaration is by a formula that clients have not agreed on yet."""
-    return is_formula(model) and model.agreement is None
+    return is_formula(model) and _built(model).design is None
 
 
 def declared(model: FederatedModel, memory: Memory, own: str) -> tuple[FederatedModel, str]:
@@ -88,6 +88,8 @@ def tell(
     except DeclarationError as error:  # names columns of the declaration, which the server has too
         logger.error("%s", error)
         return {"refused": str(error)}
+    if guard is not None and len(next(iter(rows.values()))) < guard.policy.rows:
+        fewest = np.inf  # it will take no part, which tells the same
     found = _told(built, rows, algorithm, own, run, fewest, memory, guard)
     return {"refused": REFUSED} if found is None else {"told": pack_told(found)}
 

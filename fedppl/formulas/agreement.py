@@ -22,7 +22,7 @@ class Told(NamedTuple):
     total: float  # Σ x of a numeric column
     squares: float  # Σ x²
     levels: Mapping[str, int]  # of another column, with at least so many rows as the policy wants
-    withheld: int  # rows of levels that are not told, or rows of a numeric column whose sums are not told
+    withheld: bool  # whether rows have levels that are not told, or a numeric column's sums are not told
     text: bool = False
 
 
@@ -46,48 +46,61 @@ class Agreement(NamedTuple):
 def tell(data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], min_count: float) -> dict[str, Told]:
     """What a client tells of its columns; of `levels` those of numbers too.
 
-    No number of rows between 1 and `min_count` - 1 leaves, nor can one be had as a difference: of levels so many are
-    withheld that together at least `min_count` rows, of two levels or more, have them; and sums of a numeric column
-    are withheld where fewer rows than that have another value than most, since a sum of such tells how many there are.
+    No number of rows between 1 and `min_count` - 1 leaves, nor can one be had as a difference. Rows are told in whole
+    multiples of `min_count`, rounded down, and so are those of levels: what is between them may be rows of levels that
+    are not told, or what was rounded off. Sums are those of so many rows, with a sd of two digits and a mean that ends
+    where the sd does, since exact ones would tell how many rows there are. They are withheld where fewer
+    than `min_count` rows have another value than most: a sum of such tells how many. With a `min_count` of 1 all is
+    exact.
     """
     found = {}
     for name in names:
         values = np.asarray(data[name])
         text = is_text(values) or name in levels
         if len(values) < min_count:
-            found[name] = Told(0, 0.0, 0.0, {}, 0, text)
+            found[name] = Told(0, 0.0, 0.0, {}, False, text)
         elif text:
             labels, counts = np.unique(as_texts(values), return_counts=True)
             every = {str(label): int(n) for label, n in zip(labels, counts, strict=True)}
-            found[name] = Told(len(values), 0.0, 0.0, *_withheld(every, 0, min_count), True)
+            seen = _rounded(every, min_count)
+            found[name] = Told(_whole(len(values), min_count), 0.0, 0.0, seen, len(seen) < len(every), True)
         else:
-            reals = np.asarray(values, dtype=float)
-            others = len(reals) - int(np.unique(reals, return_counts=True)[1].max(initial=0))
-            if 0 < others < min_count:
-                found[name] = Told(len(reals), 0.0, 0.0, {}, len(reals))
-            else:
-                found[name] = Told(len(reals), float(reals.sum()), float(np.sum(reals**2)), {}, 0)
+            found[name] = _sums(np.asarray(values, dtype=float), min_count)
     return found
+
+
+def _sums(reals: Array, min_count: float) -> Told:
+    others = len(reals) - int(np.unique(reals, return_counts=True)[1].max(initial=0))
+    rows = _whole(len(reals), min_count)
+    if 0 < others < min_count:
+        return Told(rows, 0.0, 0.0, {}, True)
+    if min_count <= 1:
+        return Told(rows, float(reals.sum()), float(np.sum(reals**2)), {}, False)
+    mean, sd = float(reals.mean()), float(reals.std())
+    if sd > 0:
+        step = 10.0 ** (np.floor(np.log10(sd)) - 1)
+        mean, sd = round(mean / step) * step, round(sd / step) * step
+    return Told(rows, rows * mean, rows * (sd**2 + mean**2), {}, False)
 
 
 def raised(told: Told, min_count: float) -> Told:
     """What was told before, as far as a larger `min_count` lets it be told again."""
     if told.rows < min_count:
-        return Told(0, 0.0, 0.0, {}, 0, told.text)
-    if not told.text:
-        return told
-    levels, withheld = _withheld(told.levels, told.withheld, min_count)
-    return told._replace(levels=levels, withheld=withheld)
+        return Told(0, 0.0, 0.0, {}, False, told.text)
+    rows, levels = _whole(told.rows, min_count), _rounded(told.levels, min_count)
+    part = rows / told.rows if told.rows else 1.0
+    withheld = told.withheld or len(levels) < len(told.levels)
+    return Told(rows, told.total * part, told.squares * part, levels, withheld, told.text)
 
 
-def _withheld(counts: Mapping[str, int], before: int, min_count: float) -> tuple[dict[str, int], int]:
-    """Levels that are told, and rows of the others: of none, or of at least two and `min_count` rows."""
-    told, hidden, number = dict(counts), before, 2 if before else 0
-    for level in sorted(counts, key=lambda level: (counts[level], level)):
-        if counts[level] >= min_count and (not hidden or (number > 1 and hidden >= min_count)):
-            break
-        hidden, number = hidden + told.pop(level), number + 1
-    return told, hidden
+def _rounded(counts: Mapping[str, int], min_count: float) -> dict[str, int]:
+    return {level: _whole(n, min_count) for level, n in counts.items() if n >= min_count}
+
+
+def _whole(count: int, min_count: float) -> int:
+    """The largest multiple of `min_count` that is not larger."""
+    step = max(int(min_count), 1)
+    return count // step * step
 
 
 def agreed(
@@ -96,6 +109,7 @@ def agreed(
     *,
     others: bool = False,
     unscaled: Sequence[str] = (),
+    closed: Sequence[str] = (),
 ) -> Agreement:
     """What comes of it: the same levels in the same order at all clients, means and sds over all rows that were told.
 
@@ -109,6 +123,8 @@ def agreed(
         Whether rows of withheld levels are of the level "other".
     unscaled
         Columns whose mean and sd nobody needs.
+    closed
+        Columns that have no level "other": outcomes.
 
     Raises
     ------
@@ -128,7 +144,7 @@ def agreed(
         if name in (order or {}):
             columns[name] = _ordered(name, parts, list(map(str, (order or {})[name])))
         elif text:
-            columns[name] = _levels(name, parts, others=others)
+            columns[name] = _levels(name, parts, others=others, closed=name in closed)
         else:
             columns[name] = _constants(name, parts, needed=name not in unscaled)
     rows = sum(next(iter(one.values())).rows for one in told.values()) if columns else 0
@@ -143,9 +159,14 @@ def _counts(parts: Mapping[str, Told]) -> dict[str, int]:
     return counts
 
 
-def _levels(name: str, parts: Mapping[str, Told], *, others: bool) -> Column:
+def _levels(name: str, parts: Mapping[str, Told], *, others: bool, closed: bool) -> Column:
     counts = _counts(parts)
-    withheld = {client_id: one.withheld for client_id, one in parts.items() if one.withheld or not one.rows}
+    # Of how many rows is not known: those that are not told among the levels, and one where that is none.
+    withheld = {
+        client_id: max(one.rows - sum(one.levels.values()), 1)
+        for client_id, one in parts.items()
+        if one.withheld or not one.rows
+    }
     if withheld and not others:
         raise DataError(
             f"column {name!r} has rows of levels that too few rows have, at clients {list(withheld)[:5]}. Say "
@@ -153,14 +174,17 @@ def _levels(name: str, parts: Mapping[str, Told], *, others: bool) -> Column:
             "merge some before."
         )
     levels = sorted(counts, key=_order)
-    if withheld:
+    if withheld and not closed:
         levels = [*(level for level in levels if level != OTHER), OTHER]
         counts[OTHER] = counts.get(OTHER, 0) + sum(withheld.values())
     if len(levels) < 2:
-        what = (
-            "has no level that enough rows of a client have" if levels == [OTHER] else f"has the level {levels} alone"
-        )
-        raise DataError(f"column {name!r} {what} at all clients; leave it out of the formula.")
+        remedy = "leave it out of the formula"
+        if withheld:
+            remedy = (
+                "say all its levels in formula(levels=...), or lower min_count, at sites that of their policies too"
+            )
+        told = " that enough rows have" if withheld else ""
+        raise DataError(f"column {name!r} has the levels {levels} alone{told} at all clients; {remedy}.")
     total = sum(counts.values())
     return Column(tuple(levels), tuple(counts[level] / total for level in levels), 0.0, 1.0)
 

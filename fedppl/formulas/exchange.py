@@ -61,13 +61,14 @@ def answered(built: Formula, rows: Mapping[str, Any], min_count: float) -> dict[
     found = tell(sized(built, rows), what.names, what.levels, min_count)
     for name in what.unscaled:
         if not found[name].text:
-            found[name] = Told(found[name].rows, 0.0, 0.0, {}, found[name].rows)
+            found[name] = Told(found[name].rows, 0.0, 0.0, {}, found[name].rows > 0)
     return found
 
 
 def together(built: Formula, told: Mapping[str, Mapping[str, Told]], *, others: bool) -> Formula:
     """The formula with what comes of all that clients told."""
-    return built.agreed(agreed(told, built.levels, others=others, unscaled=asked(built).unscaled))
+    outcomes, unscaled = built.terms.response.columns, asked(built).unscaled
+    return built.agreed(agreed(told, built.levels, others=others, unscaled=unscaled, closed=outcomes))
 
 
 def contradiction(built: Formula, rows: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:

@@ -150,11 +150,11 @@ def agree(
     """Have clients agree on levels, reference levels and scales, so that coefficients mean the same at all.
 
     Every client tells, of each column of the formula, how many rows it has, of numbers their sum and sum of squares,
-    of texts the levels that at least `min_count` of its rows have, and how many rows have others. Nothing else leaves,
-    and nothing of fewer rows than that: one with fewer tells nothing, and takes the constants of the others; of levels
-    so many are withheld that together at least `min_count` rows of two levels have them; of a numeric column in which
-    some rows but fewer than that have another value than most, the sums are withheld. Where clients are sites of their
-    own `fedppl.Flower.agree` asks them, under their own policies.
+    of texts the levels that at least `min_count` of its rows have, and whether rows have others. Nothing else leaves.
+    With a `min_count` above 1 rows are counted in its multiples, sds have two digits and means end where they do, a
+    client with fewer rows tells nothing and takes the constants of the others, and the sums of a numeric column are
+    withheld where some rows but fewer than that have another value than most. Where clients are sites of their own
+    `fedppl.Flower.agree` asks them, under their own policies.
 
     Parameters
     ----------

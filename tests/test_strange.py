@@ -1,0 +1,102 @@
+"""Columns that are other ones at one client: swapped or in another unit are named, honest ones are not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedppl
+from fedppl import FederatedModel
+from fedppl.formulas.agreement import Told, tell
+from fedppl.formulas.strange import strange, strange_arrays
+from tests.support import problems
+
+Draw = Callable[[np.random.Generator, int], Any]
+
+
+def told(*columns: Any) -> dict[str, dict[str, Told]]:
+    return {str(k): tell({"x": np.asarray(x)}, ["x"], [], 1) for k, x in enumerate(columns)}
+
+
+HONEST: dict[str, Draw] = {
+    "normal": lambda rng, n: rng.normal(60, 9, n),
+    "means as far apart as rows": lambda rng, n: rng.normal(60, 9) + rng.normal(0, 9, n),
+    "log-normal": lambda rng, n: np.exp(rng.normal(size=n)),
+    "t with 3 df": lambda rng, n: rng.standard_t(3, size=n),
+    "counts": lambda rng, n: rng.poisson(0.5, n),
+    "zeros and ones": lambda rng, n: rng.random(n) < 0.3,
+    "sds that differ": lambda rng, n: np.exp(0.5 * rng.normal()) * rng.normal(size=n),
+}
+
+
+@pytest.mark.parametrize("case", HONEST)
+def test_honest_clients_of_five_rows_raise_no_alarm(case: str) -> None:
+    """At most one data set of a thousand; 300 of each kind have none, or one by chance (P(2 or more) = 0.04)."""
+    rng = np.random.default_rng(1)
+    alarms = sum(bool(strange(told(*(HONEST[case](rng, 5) for _ in range(clients))))) for clients in [3, 6, 12] * 100)
+    assert alarms <= 1
+
+
+def height(rng: np.random.Generator) -> Any:
+    return rng.normal(170 + 2 * rng.normal(), 10, 20)
+
+
+def age(rng: np.random.Generator) -> Any:
+    return rng.normal(60 + 2 * rng.normal(), 9, 20)
+
+
+ODD: dict[str, tuple[Any, Any, str]] = {
+    "heights for ages": (age, height, "mean"),
+    "ages for heights": (height, age, "mean"),
+    "metres": (height, lambda rng: height(rng) / 100, "size"),
+    "Fahrenheit": (lambda rng: rng.normal(37, 0.5, 20), lambda rng: 32 + 1.8 * rng.normal(37, 0.5, 20), "mean"),
+    "thousands": (lambda rng: rng.exponential(5, 20), lambda rng: 1000 * rng.exponential(5, 20), "size"),
+    "a sd that is 25 times as large": (lambda rng: rng.normal(0, 1, 100), lambda rng: rng.normal(0, 28, 100), "sd"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_is_another_column_is_named(case: str) -> None:
+    usual, odd, what = ODD[case]
+    rng = np.random.default_rng(2)
+    for clients in (5, 12, 40):  # of so many, one is held against all
+        found = strange(told(odd(rng), *(usual(rng) for _ in range(clients - 1))))
+        assert len(found) == 1 and "'x' at client '0'" in found[0] and what in found[0]
+
+
+def test_where_nothing_can_be_said_nothing_is() -> None:
+    assert strange(told([1.0, 2.0], [1000.0, 2000.0])) == []  # one of two: which?
+    beds = [[40.0] * 5, [700.0] * 5, [90.0] * 5, [120.0] * 5]  # a column of clients
+    assert strange(told(*beds)) == []
+    assert strange({"a": {"x": Told(0, 0.0, 0.0, {}, False)}} | told(*beds[:2])) == []
+
+
+def test_arrays_of_a_builder_are_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    model, clients = problems.regression()
+    rng = np.random.default_rng(0)
+    arrays = {
+        str(k): {"X": rng.normal(0, 1, (20, 2)), "y": rng.normal(size=20), "n": rng.integers(9, size=20)}
+        for k in range(4)
+    }
+    assert strange_arrays(arrays) == []
+    arrays["2"]["X"][:, 1] *= 1000.0
+    arrays["1"]["n"] = arrays["1"]["n"] * 100_000  # integers may be indices
+    (found,) = strange_arrays(arrays)
+    assert "'X[:, 1]' at client '2'" in found
+    with caplog.at_level(logging.WARNING, logger="fedppl"):
+        fedppl.front._given(FederatedModel(lambda X, y, n: None, ["a"]), arrays, None, "error")
+    (record,) = caplog.records
+    assert "client '2'" in record.getMessage() and "units" in record.getMessage()
+    caplog.clear()
+    fedppl.front._given(model, clients, None, "error")
+    assert not caplog.records
+
+
+def test_many_clients_take_little_time() -> None:
+    rng = np.random.default_rng(0)
+    arrays = {k: {"X": rng.normal(size=(3, 50))} for k in range(1000)}
+    assert len(strange_arrays(arrays)) <= 3
