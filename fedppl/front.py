@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -328,6 +329,9 @@ def _given(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
     if is_formula(model):
         return ready(model, data, by, missing)
     split = frames.by_client(data, by, model.names)
+    orders = frames.categories(data, model.names) or frames.common_categories(split, model.names)
+    if orders and model.reads is None:  # so that a number means the same category in what comes after the fit
+        model = model.reading(functools.partial(frames.known, names=model.names, orders=orders))
     if missing == "impute":
         clients = _with_outcomes(model, split)
     else:

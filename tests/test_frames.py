@@ -134,7 +134,7 @@ def test_a_column_has_one_rule(values: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("values", [["a", "b"], [[1, 2], [3, 4]], [datetime.time(3), datetime.time(4)]])
 def test_what_has_no_numbers_is_refused(values: Any) -> None:
-    with pytest.raises(DataError, match="column 'x' has the type .*number its values alike"):
+    with pytest.raises(DataError, match="column 'x' has the type .*(number its values alike|one number a row)"):
         frames.columns(pd.DataFrame({"x": values}), None, "client 'a'")
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 
 from fedppl.data import frames
 from fedppl.data import missing as gaps
+from fedppl.formulas import checks, families
 from fedppl.formulas.agreement import Agreement, Told, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import asked, sized, together
@@ -102,30 +103,43 @@ def formula(
     that it stands for with it. Weights of a survey, which say how rare a row was in the sample, give too narrow
     intervals so; scale them to their effective number of rows.
     """
-    found, declared = family_of(family), parse(formula, tuple(constants or {}))
+    held = checks.mapping("constants", constants, '{"knots": [30, 50, 70]}')
+    found, declared = family_of(family), parse(formula, tuple(held))
     flag("correlated", correlated)
     if declared.response.kind not in found.responses:
         wanted = " or ".join(_RESPONSES[kind] for kind in found.responses)
-        raise DeclarationError(f"family={family!r} has {wanted} for a response; {formula!r} has another.")
+        others = families.taking(declared.response.kind)
+        raise DeclarationError(
+            f"family={family!r} has {wanted} for a response; {formula!r} has another, which {others[:6]} have."
+        )
     if found.name == "piecewise":
-        _require_cuts((constants or {}).get("cuts"))
+        _require_cuts(held.get("cuts"))
     if found.several and declared.offsets:
         raise DeclarationError(f"offset() is added to one linear predictor, and family={family!r} has several.")
     if weights is not None and (not isinstance(weights, str) or not weights):
         raise DeclarationError(f'weights={shown(weights)} is no name of a column; give one, such as "n".')
-    given = dict(priors or {})
+    given = checks.mapping("priors", priors, '{"age": fedppl.Prior("Normal", mu=0, sigma=1)}')
     for name, prior in given.items():
         if not isinstance(prior, Prior):
             raise DeclarationError(
                 f'priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass one: fedppl.Prior("Normal", mu=0, sigma=1).'
             )
-    order = {name: tuple(map(str, one)) for name, one in (levels or {}).items()}
-    built = Formula(formula, declared, found, given, correlated, order, dict(constants or {}), weights)
+    order = {
+        name: checks.order_of(name, one)
+        for name, one in checks.mapping("levels", levels, '{"dose": ["low", "high"]}').items()
+    }
+    built = Formula(formula, declared, found, given, correlated, order, held, weights)
     _require_names(built)
     if unknown := sorted(set(given) - set(built.shared)):
-        raise DeclarationError(f"priors of {unknown}: the shared variables are {list(built.shared)}.")
+        raise DeclarationError(
+            f"priors of {unknown}: the shared variables are {list(built.shared)}; name some of them."
+        )
+    for name, prior in given.items():
+        checks.prior(name, prior, built.positive.get(name))
     if unknown := sorted(set(built.levels) - set(built.columns)):
-        raise DeclarationError(f"levels of {unknown}: the columns of the formula are {list(built.columns)}.")
+        raise DeclarationError(
+            f"levels of {unknown}: the columns of the formula are {list(built.columns)}; name some of them."
+        )
     return _model(built)
 
 
@@ -172,7 +186,8 @@ class Agreed:
     columns
         A row for every column: its levels or its mean and sd.
     strange
-        Columns that are on another scale at one client than at most others, or elsewhere, in words.
+        Columns that are on another scale at one client than at most others, or elsewhere, and levels that look like a
+        mistake, in words.
     clients
         Ids of those who agreed.
     """
@@ -239,11 +254,11 @@ def agree(
     clients = clients_of(built, data, by, missing)
     what, told = asked(built), {}
     for client_id, one in clients.items():
-        if absent := [name for name in built.columns if name not in one]:
-            raise DataError(
-                f"client {str(client_id)!r} lacks the columns {absent} of the formula; it has {sorted(one)[:20]}."
-            )
+        checks.columns([name for name in built.columns if name not in one], one, f"client {str(client_id)!r}")
+        checks.rows(str(client_id), one, built.columns)
         told[str(client_id)] = tell(sized(built, one), what.names, what.levels, min_count)
+    if built.family.name == "ordinal" and built.terms.response.columns[0] not in built.levels:
+        checks.ordered(built.terms.response.columns[0], clients)
     return of_told(model, told, withheld)
 
 
@@ -251,16 +266,23 @@ def of_told(model: FederatedModel, told: Mapping[str, Mapping[str, Told]], withh
     """What clients agree on who have told this."""
     built = together(_formula(model), told, others=withheld == "other")
     assert built.design is not None
-    odd = tuple(strange(told))
-    if odd:
-        logger.warning("columns may be swapped, or units differ: %s; bring all clients to one form", "; ".join(odd[:5]))
+    units, levels = strange(told), checks.odd_levels(built.design.agreement, asked(built).levels)
+    if units:
+        logger.warning(
+            "columns may be swapped, or units differ: %s; bring all clients to one form", "; ".join(units[:5])
+        )
+    if levels:
+        logger.warning("levels may be mistaken: %s", "; ".join(levels[:5]))
+    odd = (*units, *levels)
     return Agreed(_model(built), _table(built.design.agreement), odd, tuple(sorted(told)))
 
 
 def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
     """Clients' rows by id with the columns of the formula, texts among them."""
-    if by is None and frames.is_frame(data) and built.terms.client is not None:
-        by = built.terms.client
+    factor = built.terms.client
+    if by is None and frames.is_frame(data) and factor is not None:
+        by = factor
+    checks.tables(built, data, by)
     split = frames.by_client(data, by, built.columns, texts=True)
     if missing == "impute" and isinstance(split, Mapping):
         outcomes, found = built.terms.response.columns[:1], gaps.read(split, built.columns, texts=True)
@@ -277,7 +299,11 @@ def ready(model: FederatedModel, data: Any, by: Any, missing: str) -> tuple[Fede
     """A formula's model that clients agreed on, by what is here, and their rows."""
     built = _formula(model)
     clients = clients_of(built, data, by, missing)
-    return (model if built.design is not None else agree(model, clients).model), clients
+    if built.design is not None:
+        return model, clients
+    agreed_on = agree(model, clients).model
+    checks.say_what_cannot_be_told(_formula(agreed_on), clients)
+    return agreed_on, clients
 
 
 def remembering(model: FederatedModel, agreement: Any) -> FederatedModel:
