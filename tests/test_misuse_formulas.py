@@ -83,7 +83,7 @@ ROWS: dict[str, Mistake] = {
     "a response computed": row(text("np.log(y) ~ x"), "column of its own"),
     "two responses": row(text("y + x ~ z"), "the response 'y + x'", "column"),
     "cbind": row(text("cbind(k, n) ~ x"), "'cbind'", "'prop'"),
-    "the response on both sides": row(text("y ~ x + y"), "'y' on both sides", "leave it out"),
+    "the response on both sides": row(text("y ~ x + y"), "['y']", "both sides", "leave them out"),
     "two factors beside each other": row(text("y ~ (1 | site) + (1 | ward)"), "(1 | site/ward)"),
     "a factor twice": row(text("y ~ site + (1 | site)"), "['site']", "leave one out"),
     # --- families
@@ -97,10 +97,8 @@ ROWS: dict[str, Mistake] = {
     "trials for another family": row(text("prop(k, n) ~ x"), "a column", "binomial"),
     # --- names of columns
     "called like the intercept": row(text("y ~ Intercept"), "['Intercept']", "rename"),
-    "called like a parameter": row(text("y ~ sigma"), "['sigma']", "'sigma_'"),
+    "called like a parameter": row(text("y ~ sigma"), "['sigma']", "rename these"),
     "called like a spread": row(text("y ~ site_sd + (1 | site)"), "['site_sd']", "rename"),
-    "a response called like a container": row(text("outcome ~ x"), "['outcome']", "rename"),
-    "called np": row(text("y ~ np"), "['np']", "rename"),
     # --- settings
     "priors in a list": row(text("y ~ x", priors=[Prior("Normal")]), "priors=", "mapping"),
     "levels in a list": row(text("y ~ arm", levels=["c", "d"]), "levels=['c', 'd']", "mapping"),
@@ -108,7 +106,7 @@ ROWS: dict[str, Mistake] = {
     "a level for levels": row(text("y ~ arm", levels={"arm": "c"}), "'c'", "list of levels"),
     "a level twice": row(text("y ~ arm", levels={"arm": ["c", "d", "d"]}), "twice", "once"),
     "levels of another column": row(text("y ~ arm", levels={"dose": ["low"]}), "['dose']", "name some"),
-    "levels of numbers": row(of("y ~ x", levels={"x": [0, 1]}), "'x'", "C(x)"),
+    "levels of numbers": row(of("y ~ x", levels={"x": [0, 1]}), "levels={'x'", "name them too", "recode"),
     "a level left out": row(of("y ~ arm", levels={"arm": ["c", "e"]}), "['d']", "name them too"),
     "correlated by a text": row(text("y ~ x", correlated="no"), "correlated='no'", "True or False"),
     "a constant that nobody gave": row(

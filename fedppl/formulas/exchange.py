@@ -67,7 +67,8 @@ def answered(built: Formula, rows: Mapping[str, Any], min_count: float) -> dict[
 
 def together(built: Formula, told: Mapping[str, Mapping[str, Told]], *, others: bool) -> Formula:
     """The formula with what comes of all that clients told."""
-    return built.agreed(agreed(told, built.levels, others=others, unscaled=asked(built).unscaled))
+    unscaled, constant = asked(built).unscaled, built.may_be_constant
+    return built.agreed(agreed(told, built.levels, others=others, unscaled=unscaled, constant=constant))
 
 
 def contradiction(built: Formula, rows: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:
