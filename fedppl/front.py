@@ -58,8 +58,8 @@ def rounds(
         these names (pandas, polars, pyarrow, xarray; other columns are left alone), or a tuple of arrays in the
         builder's order. Or one data frame of all clients with `by`, or its groups (``frame.groupby("site")``). None
         where the data are at sites and the engine finds them, as Flower's does. Of a frame's columns booleans stay so,
-        categories become their numbers in the order that they have, dates and times days since 1970, durations days;
-        texts are refused.
+        categories become their numbers in the order that they have, which has to be the same at all clients, dates and
+        times days since 1970, durations days; texts are refused. Ids are texts, whole numbers, dates or tuples of them.
     algorithm
         The algorithm; by default ``fedppl.EP()``.
     by

@@ -174,9 +174,9 @@ def test_a_gap_in_categories_is_no_category(caplog: pytest.LogCaptureFixture) ->
 
 def read(data: Any, **more: Any) -> dict[str, Any]:
     """What comes of clients' data."""
-    from fedppl.data import frames
+    from fedppl.data import frames, missing
 
-    return dict(frames.complete(frames.by_client(data, more.get("by"), MODEL.names), MODEL.names, "error"))
+    return dict(missing.complete(frames.by_client(data, more.get("by"), MODEL.names), MODEL.names, "error"))
 
 
 def test_ids_that_were_made_reals_by_a_gap_are_whole_again() -> None:
