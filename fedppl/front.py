@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -58,8 +59,8 @@ def rounds(
         these names (pandas, polars, pyarrow, xarray; other columns are left alone), or a tuple of arrays in the
         builder's order. Or one data frame of all clients with `by`, or its groups (``frame.groupby("site")``). None
         where the data are at sites and the engine finds them, as Flower's does. Of a frame's columns booleans stay so,
-        categories become their numbers in the order that they have, dates and times days since 1970, durations days;
-        texts are refused.
+        categories become their numbers in the order that they have, which has to be the same at all clients, dates and
+        times days since 1970, durations days; texts are refused. Ids are texts, whole numbers, dates or tuples of them.
     algorithm
         The algorithm; by default ``fedppl.EP()``.
     by
@@ -337,6 +338,9 @@ def _given(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
                 'missing="impute" is of one builder, and this declaration has several; impute before.'
             )
         return model, gaps.complete(named, None, missing)
+    orders = frames.categories(data, model.names) or frames.common_categories(split, model.names)
+    if orders and model.reads is None:  # so that a number means the same category in what comes after the fit
+        model = model.reading(functools.partial(frames.known, names=model.names, orders=orders))
     if missing == "impute":
         clients = _with_outcomes(model, split)
     else:

@@ -58,6 +58,13 @@ def one_of(name: str, value: Any, choices: Sequence[str], hint: str = "") -> str
     return str(value)
 
 
+def text(name: str, value: Any) -> str:
+    """A text."""
+    if not isinstance(value, str):
+        raise DeclarationError(f"{name}={shown(value)} must be a text.")
+    return value
+
+
 def flag(name: str, value: Any) -> bool:
     """True or False."""
     if not isinstance(value, bool | np.bool_):
@@ -87,7 +94,7 @@ def chosen(name: str, value: Any, known: Sequence[str], what: str) -> list[str]:
     """
     if value is None:
         return list(known)
-    single = isinstance(value, str | int)
+    single = isinstance(value, str | int | bytes)
     given: list[Any] | None = [value] if single else list(value) if isinstance(value, Iterable) else None
     if given is not None:
         given = [str(one) if isinstance(one, int | np.integer | tuple) else one for one in given]

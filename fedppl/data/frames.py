@@ -5,28 +5,18 @@ pandas, polars, pyarrow and whatever else narwhals reads, and xarray's Datasets.
 
 from __future__ import annotations
 
-import functools
+import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
+from fedppl.data import columns as columns_
+from fedppl.data.columns import Categories, eager, narwhals, read
+from fedppl.data.ids import id_of, keys_of, require_ids
 from fedppl.types import Array, DataError
-
-if TYPE_CHECKING:
-    import narwhals.stable.v2 as nw
-
-_EPOCH = np.datetime64("1970-01-01", "us")
-_DAY = np.timedelta64(1, "D")
-
-
-@functools.cache
-def _narwhals() -> Any:
-    """Loaded when the first table comes: it takes a tenth of what importing all of fedppl does."""
-    import narwhals.stable.v2 as nw
-
-    return nw
 
 
 def is_frame(data: Any) -> bool:
@@ -35,8 +25,47 @@ def is_frame(data: Any) -> bool:
         return data is not None
     if isinstance(data, Mapping | tuple | np.ndarray):  # of which narwhals makes none either
         return False
-    nw = _narwhals()
-    return isinstance(nw.from_native(data, pass_through=True), nw.DataFrame | nw.LazyFrame)
+    nw = narwhals()
+    return isinstance(read(data), nw.DataFrame | nw.LazyFrame)
+
+
+def names_of(data: Any) -> list[Any]:
+    """Names of a frame's columns."""
+    if isinstance(data, xr.Dataset):
+        return [str(name) for name in (*data.data_vars, *data.coords)]
+    return list(read(data).collect_schema())
+
+
+def categories(data: Any, names: Sequence[str] | None) -> Categories:
+    """By name the categories of those of a frame's columns that have some."""
+    if not is_frame(data) or isinstance(data, xr.Dataset):
+        return {}
+    table = eager(data)
+    found = {name: columns_.categories(table[name]) for name in table.columns if names is None or name in names}
+    return {name: order for name, order in found.items() if order is not None}
+
+
+def common_categories(clients: Any, names: Sequence[str] | None) -> Categories:
+    """The categories of clients' frames, which have to be the same at all: else one number has several meanings."""
+    if not isinstance(clients, Mapping):
+        return {}
+    known: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    for client_id, data in clients.items():
+        for name, order in categories(data, names).items():
+            first, expected = known.setdefault(name, (client_id, order))
+            if expected != order:
+                raise DataError(
+                    f"column {name!r} has the categories {list(expected)[:8]} at client {str(first)!r} and "
+                    f"{list(order)[:8]} at client {str(client_id)!r}, and they are numbered in their order; give all "
+                    "the same, column.cat.set_categories([...])."
+                )
+    return {name: order for name, (_, order) in known.items()}
+
+
+def known(client_id: str, data: Any, *, names: Sequence[str] | None, orders: Categories) -> Any:
+    """One client's data by name, categories and texts numbered in orders that are known."""
+    whose = f"client {client_id!r}"
+    return columns(data, names, whose, orders=orders) if is_frame(data) else named(data, names, whose)
 
 
 def column_names(frame: Any) -> set[str]:
@@ -77,99 +106,31 @@ def raw(data: Any, names: Sequence[str] | None, whose: str) -> Any:
     return {name: np.asarray(value) for name, value in data.items()} if isinstance(data, Mapping) else data
 
 
-def columns(frame: Any, names: Sequence[str] | None, whose: str, *, texts: bool = False) -> dict[str, Array]:
+def columns(
+    frame: Any, names: Sequence[str] | None, whose: str, *, texts: bool = False, orders: Categories | None = None
+) -> dict[str, Array]:
     """Columns of a frame as arrays of numbers or of booleans.
 
     Categories are numbered in the order that they have; dates and times are days since 1970, durations days; what is
     missing is NaN. Texts have no numbers that all clients would agree on, and are refused, unless `texts` are wanted:
-    then they, and categories, are arrays of objects.
+    then they, and categories, are arrays of objects. `orders` are of categories that are known.
     """
     if isinstance(frame, xr.Dataset):
         found = [str(name) for name in (*frame.data_vars, *frame.coords)]
         table: Any = {name: frame[name].to_numpy() for name in found}
     else:
-        nw = _narwhals()
-        read = nw.from_native(frame)
-        eager = read.collect() if isinstance(read, nw.LazyFrame) else read
-        found, table = list(eager.columns), eager
+        table = eager(frame)
+        found = list(table.columns)
     wanted = found if names is None else [name for name in names if name in found]
     if names is not None and not wanted:
         raise DataError(f"{whose}: the frame has the columns {found[:20]}, and {list(names)} are wanted; rename them.")
-    text = {name for name in wanted if texts and _is_text(table[name])}
+    text = {name for name in wanted if texts and columns_.is_text(table[name])}
     return {
-        name: _texts(table[name]) if name in text else _numbers(table[name], f"{whose}: column {name!r}")
+        name: columns_.texts(table[name])
+        if name in text
+        else columns_.numeric(table[name], f"{whose}: column {name!r}", (orders or {}).get(name))
         for name in wanted
     }
-
-
-def _is_text(column: Any) -> bool:
-    nw = _narwhals()
-    if not isinstance(column, nw.Series):
-        return np.asarray(column).dtype.kind in "OUS"
-    if isinstance(column.dtype, nw.Categorical | nw.Enum | nw.String):
-        return True
-    return column.dtype == nw.Object and any(isinstance(value, str) for value in column.to_list())
-
-
-def _texts(column: Any) -> Array:
-    """Texts, None where one is missing."""
-    nw = _narwhals()
-    values = column.to_list() if isinstance(column, nw.Series) else np.asarray(column).tolist()
-    found = np.empty(len(values), dtype=object)
-    found[:] = [None if value is None or value != value else str(value) for value in values]
-    return found
-
-
-def _numbers(column: Any, what: str) -> Array:
-    nw = _narwhals()
-    if not isinstance(column, nw.Series):
-        return _of_numpy(np.asarray(column), what)
-    kind = column.dtype
-    if isinstance(kind, nw.Categorical | nw.Enum):
-        return _codes(column)
-    if kind.is_numeric() or kind == nw.Boolean:
-        if not column.null_count():
-            return _of_numpy(column.to_numpy(), what)
-        return _of_numpy(column.cast(nw.Float64).to_numpy(), what)
-    if kind.is_temporal() and kind != nw.Time:
-        return _of_numpy(column.to_numpy(), what)
-    values = column.to_list()
-    if kind == nw.Object and any(value is not None for value in values):
-        plain = [np.nan if value is None else value for value in values]
-        if all(isinstance(value, bool | int | float | np.generic) for value in plain):
-            return _of_numpy(np.array(plain, dtype=float), what)
-    raise _not_numeric(what, str(kind), values)
-
-
-def _of_numpy(values: Array, what: str) -> Array:
-    if values.dtype.kind in "biufc":
-        return values
-    if values.dtype.kind == "M":
-        return np.asarray(_days(values.astype("datetime64[us]") - _EPOCH))
-    if values.dtype.kind == "m":
-        return np.asarray(_days(values))
-    raise _not_numeric(what, str(values.dtype), values.ravel()[:20].tolist())
-
-
-def _days(spans: Any) -> Array:
-    days: Array = spans / _DAY
-    return np.where(np.isnat(spans), np.nan, days)
-
-
-def _codes(column: nw.Series[Any]) -> Array:
-    """Places among the categories, in their order."""
-    places = {value: float(place) for place, value in enumerate(column.cat.get_categories().to_list())}
-    values = [places.get(value, np.nan) for value in column.to_list()]  # what is missing is no category
-    codes = np.array(values)
-    return codes if np.any(np.isnan(codes)) else codes.astype(np.int64)
-
-
-def _not_numeric(what: str, kind: str, values: Sequence[Any]) -> DataError:
-    shown = sorted({repr(value) for value in values if value is not None})[:4]
-    return DataError(
-        f"{what} has the type {kind} ({', '.join(shown)}), and a model computes with numbers: declare the model by "
-        "fedppl.formula, which agrees on levels, or number its values alike at all clients."
-    )
 
 
 def by_client(
@@ -181,36 +142,98 @@ def by_client(
     of first appearance. Missing values in the column are an error.
     """
     if by is None:
-        if is_frame(data):
-            raise DataError("data are one table; say by=, the column that tells clients apart, or pass {id: table}.")
-        if type(data).__name__.endswith("GroupBy"):
-            return {_unwrapped(key): frame for key, frame in data}
-        return data
+        return _given(data)
     if not is_frame(data):
-        raise DataError(f"by={by!r} is for one table, and data are {type(data).__name__}; leave by= out.")
-    keys = [by] if isinstance(by, str) or not isinstance(by, Sequence) else list(by)
+        more = ", or make a table of it, pandas.DataFrame(data)" if isinstance(data, Mapping) else ""
+        raise DataError(f"by={by!r} is for one table, and data are {type(data).__name__}; leave by= out{more}.")
+    keys = keys_of(by, names_of(data), getattr(getattr(data, "index", None), "names", ()) or ())
+    wanted = list(names) if names is not None else _others(data, keys)
+    if isinstance(data, xr.Dataset):
+        data = _rows_first(data, keys, wanted)
     ids, first = _groups(data, keys)
     order = np.argsort(ids, kind="stable")
     ends = np.flatnonzero(np.diff(ids[order])) + 1
-    table = columns(data, names if names is not None else _others(data, keys), "data", texts=texts)
+    table = columns(data, wanted, "data", texts=texts)
     split = {name: np.split(values[order], ends) for name, values in table.items()}
-    return {key: {name: parts[place] for name, parts in split.items()} for place, key in enumerate(first)}
+    found = {key: {name: parts[place] for name, parts in split.items()} for place, key in enumerate(first)}
+    require_ids(found)
+    return found
+
+
+def _given(data: Any) -> Any:
+    """Clients' data that need no column: a mapping from client to data, or groups made already."""
+    if is_frame(data):
+        raise DataError("data are one table; say by=, the column that tells clients apart, or pass {id: table}.")
+    if type(data).__name__.endswith("GroupBy"):
+        data = _of_groups(data)
+    if isinstance(data, Mapping):
+        require_ids(data)
+        return data
+    if isinstance(data, str | os.PathLike):
+        raise DataError(f"clients are {str(data)!r}; read the file first, such as pandas.read_csv, and say by=.")
+    return data
+
+
+def _of_groups(data: Any) -> dict[Any, Any]:
+    """Groups that pandas, polars or xarray have made; rows that are in none are no rows to leave out in silence."""
+    if not isinstance(data, Iterable):
+        raise DataError(f"data are a {type(data).__name__}; collect() the frame before it is grouped.")
+    found = {key[0] if isinstance(key, tuple) and len(key) == 1 else key: frame for key, frame in data}
+    whole = getattr(data, "obj", None)
+    if whole is not None and (lost := len(whole) - sum(len(frame) for frame in found.values())) > 0:
+        raise DataError(
+            f"{lost} of {len(whole)} rows are in no group, where the grouping column is missing; say whose they are, "
+            "or drop them before they are grouped."
+        )
+    return found
+
+
+def _rows_first(data: xr.Dataset, keys: Sequence[Any], names: Sequence[str]) -> xr.Dataset:
+    """A Dataset whose arrays have the dim of the clients' column first."""
+    dims = {data[key].dims for key in keys}
+    if len(dims) != 1 or len(one := next(iter(dims))) != 1:
+        raise DataError(f"by={list(keys)} has the dims {sorted(dims)}; in a Dataset it has one, that of the rows.")
+    for name in names:
+        if name in data and one[0] not in data[name].dims:
+            raise DataError(
+                f"{name!r} has the dims {data[name].dims}, and by={list(keys)} runs over {one[0]!r}; give every client "
+                "its own data, {id: {name: array}}, where an array has no rows of clients."
+            )
+    return data.transpose(one[0], ...)
+
+
+def require_clients(clients: Mapping[Any, Any], names: Sequence[str] | None) -> None:
+    """Refuse one client's arrays where clients by id are wanted."""
+    plain = not any(isinstance(value, Mapping) or is_frame(value) for value in clients.values())
+    if names and clients and plain and set(clients) <= set(names):
+        raise DataError(
+            f"data have the names {list(clients)}, which the model's data have, where ids of clients are wanted; pass "
+            '{"some client": data}, or a data frame with by=.'
+        )
+
+
+def require_alignment(client_id: Any, data: Any) -> None:
+    """Refuse Series whose indices have the same labels in another order: arrays go by position."""
+    if not isinstance(data, Mapping):
+        return
+    series = {name: value for name, value in data.items() if isinstance(value, pd.Series)}
+    for name, value in series.items():
+        first, other = next(iter(series.items()))
+        a, b = other.index, value.index
+        if len(a) == len(b) and not a.equals(b) and a.is_unique and b.is_unique and a.symmetric_difference(b).empty:
+            raise DataError(
+                f"client {str(client_id)!r}: {first!r} and {name!r} have the same index in another order, and rows go "
+                "by position; make one frame of them, pandas.DataFrame({...}), or pass .to_numpy()."
+            )
 
 
 def _groups(data: Any, keys: Sequence[Any]) -> tuple[Array, list[Any]]:
     """For each row the number of its group, in the order of first appearance, and the groups' names."""
     if isinstance(data, xr.Dataset):
-        found: Iterable[str] = [str(name) for name in (*data.data_vars, *data.coords)]
-        lists = {key: data[key].to_numpy().tolist() for key in keys if key in found}
+        lists = {key: data[key].to_numpy().tolist() for key in keys}
     else:
-        nw = _narwhals()
-        read = nw.from_native(data)
-        eager = read.collect() if isinstance(read, nw.LazyFrame) else read
-        found = eager.columns
-        lists = {key: eager[key].to_list() for key in keys if key in found}
-    absent = [key for key in keys if key not in lists]
-    if absent:
-        raise DataError(f"by={absent} is no column of the table; its columns are {list(found)[:20]}.")
+        table = eager(data)
+        lists = {key: table.get_column(key).to_list() for key in keys}
     rows = list(zip(*(lists[key] for key in keys), strict=True))
     if not rows:
         raise DataError("the table has no rows; there is nothing to fit.")
@@ -219,14 +242,8 @@ def _groups(data: Any, keys: Sequence[Any]) -> tuple[Array, list[Any]]:
         raise DataError(f"by={list(keys)} is missing in {empty} of {len(rows)} rows; say whose they are, or drop them.")
     numbers: dict[Any, int] = {}
     ids = np.array([numbers.setdefault(row, len(numbers)) for row in rows])
-    return ids, [_unwrapped(row) for row in numbers]
-
-
-def _unwrapped(key: Any) -> Any:
-    return key[0] if isinstance(key, tuple) and len(key) == 1 else key
+    return ids, [id_of(row, keys) for row in numbers]
 
 
 def _others(data: Any, keys: Sequence[Any]) -> list[str]:
-    is_dataset = isinstance(data, xr.Dataset)
-    found = (*data.data_vars, *data.coords) if is_dataset else _narwhals().from_native(data).collect_schema()
-    return [str(name) for name in found if name not in keys]
+    return [str(name) for name in names_of(data) if name not in keys]

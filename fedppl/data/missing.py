@@ -22,8 +22,7 @@ def complete(clients: Any, names: Sequence[str] | None, missing: str, *, texts: 
     """
     if not isinstance(clients, Mapping) or isinstance(clients, xr.Dataset):
         return clients
-    read = frames.raw if texts else frames.named
-    found = {k: read(data, names, f"client {str(k)!r}") for k, data in clients.items()}
+    found = read(clients, names, texts=texts)
     counts = {k: gaps(data) for k, data in found.items()}
     if not any(counts.values()):
         return found
@@ -57,7 +56,7 @@ def missing_rows(value: Any) -> Array | None:
     else:
         try:
             array = np.asarray(value)
-        except ValueError:
+        except (ValueError, TypeError, RuntimeError):  # said where arrays are made
             return None
         if array.dtype.kind not in "fO" or not array.ndim:
             return None
@@ -82,6 +81,11 @@ def dropped(client_id: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     (count,) = rows
     parts = [found for found in missing.values() if found is not None and len(found) == count]
     kept = ~np.logical_or.reduce(parts)
+    if not kept.any():
+        raise DataError(
+            f'client {str(client_id)!r}: values are missing in each of its {count} rows, and missing="drop" leaves '
+            "none; leave the client out."
+        )
     logger.warning("client %s: %d of %d rows are left out, values are missing", client_id, count - kept.sum(), count)
     return {
         name: np.asarray(array[kept] if array.ndim and len(array) == count else array) for name, array in arrays.items()
@@ -99,8 +103,12 @@ class Kept(NamedTuple):
 
 def read(clients: Mapping[Any, Any], names: Sequence[str] | None, *, texts: bool = False) -> dict[Any, Any]:
     """Clients' data by name, whatever is missing in them."""
+    frames.require_clients(clients, names)
     by_name = frames.raw if texts else frames.named
-    return {k: by_name(data, names, f"client {str(k)!r}") for k, data in clients.items()}
+    found = {k: by_name(data, names, f"client {str(k)!r}") for k, data in clients.items()}
+    for k, data in found.items():
+        frames.require_alignment(k, data)
+    return found
 
 
 def without_outcome(client_id: Any, data: Mapping[str, Any], outcomes: Sequence[str]) -> Kept | None:

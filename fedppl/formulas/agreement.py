@@ -5,7 +5,7 @@ One exchange: counts of levels, and of numeric columns counts, sums and sums of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,6 +110,7 @@ def agreed(
     others: bool = False,
     unscaled: Sequence[str] = (),
     closed: Sequence[str] = (),
+    constant: Collection[str] = (),
 ) -> Agreement:
     """What comes of it: the same levels in the same order at all clients, means and sds over all rows that were told.
 
@@ -125,6 +126,8 @@ def agreed(
         Columns whose mean and sd nobody needs.
     closed
         Columns that have no level "other": outcomes.
+    constant
+        Columns that may have the same value in all rows.
 
     Raises
     ------
@@ -146,7 +149,7 @@ def agreed(
         elif text:
             columns[name] = _levels(name, parts, others=others, closed=name in closed)
         else:
-            columns[name] = _constants(name, parts, needed=name not in unscaled)
+            columns[name] = _constants(name, parts, needed=name not in unscaled, varies=name not in constant)
     rows = sum(next(iter(one.values())).rows for one in told.values()) if columns else 0
     return Agreement(columns, rows, others)
 
@@ -193,14 +196,17 @@ def _ordered(name: str, parts: Mapping[str, Told], order: list[str]) -> Column:
     """Levels that the user named, in that order; those that nobody has stay."""
     counts = _counts(parts)
     if missing := sorted(set(counts) - set(order)):
-        raise DataError(f"levels={{{name!r}: {order}}} lacks {missing}, which clients have.")
+        raise DataError(
+            f"levels={{{name!r}: {order}}} lacks {missing[:8]}, which clients have; name them too, or "
+            "recode their rows."
+        )
     total = sum(counts.values())
     return Column(
         tuple(order), tuple(counts.get(one, 0) / total if total else 1 / len(order) for one in order), 0.0, 1.0
     )
 
 
-def _constants(name: str, parts: Mapping[str, Told], *, needed: bool) -> Column:
+def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bool) -> Column:
     telling = [one for one in parts.values() if one.rows and not one.withheld]
     if not telling:
         if not needed:
@@ -213,11 +219,11 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool) -> Column:
     mean = sum(one.total for one in telling) / rows
     variance = max(sum(one.squares for one in telling) / rows - mean**2, 0.0)
     if not variance > 1e-12 * mean**2:
-        if not needed:
+        if not needed or not varies:
             return Column((), (), float(mean), 1.0)
         raise DataError(
             f"column {name!r} is {mean:.6g} in all rows of all clients; leave it out of the formula, which has an "
-            "intercept."
+            "intercept. As a response it leaves nothing to be explained."
         )
     return Column((), (), float(mean), float(np.sqrt(variance)))
 

@@ -1,67 +1,206 @@
-"""What a formula, its family and the names in it have to be, before any data are seen."""
+"""What is wrong with a formula's names, priors and rows, before anything is computed from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import functools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from fedppl.formulas.declare import Formula
-from fedppl.formulas.family import Family
-from fedppl.formulas.predictor import tag
+from fedppl.data import frames
+from fedppl.formulas import predictor
+from fedppl.formulas.agreement import Agreement, is_text
 from fedppl.formulas.priors import Prior
-from fedppl.formulas.terms import Terms
 from fedppl.settings import shown
-from fedppl.types import DeclarationError
+from fedppl.types import Array, DataError, DeclarationError
 
-_RESPONSES = {
-    "plain": "a column",
-    "proportion": "prop(successes, trials)",
-    "survival": "Surv(time, event)",
-    "interval": 'Surv(lower, upper, "interval")',
-}
+logger = logging.getLogger(__name__)
+
+_MANY = 20  # levels, from where on a column looks like an identifier or like numbers
 
 
-def _require_cuts(cuts: Any) -> None:
-    values = np.asarray(cuts if isinstance(cuts, Sequence | np.ndarray) else [], dtype=object).tolist()
-    numbers = [float(one) if isinstance(one, int | float | np.integer | np.floating) else np.nan for one in values]
-    if not numbers or not np.all(np.diff([0.0, *numbers, np.inf]) > 0):
+def mapping(name: str, value: Any, example: str) -> dict[str, Any]:
+    """A setting that is a mapping by name, or None."""
+    if value is not None and not isinstance(value, Mapping):
+        raise DeclarationError(f"{name}={shown(value)} must be a mapping, such as {example}.")
+    return dict(value or {})
+
+
+def order_of(name: str, levels: Any) -> tuple[str, ...]:
+    """An order of levels as the user gave it: texts, each once."""
+    if isinstance(levels, str) or not isinstance(levels, Iterable):
+        raise DeclarationError(f"levels={{{name!r}: {shown(levels)}}} must be a list of levels in their order.")
+    found = tuple(map(str, levels))
+    if len(set(found)) < len(found):
+        raise DeclarationError(f"levels={{{name!r}: {list(found)}}} names a level twice; name each once.")
+    return found
+
+
+def prior(name: str, given: Prior, default: Prior | None) -> None:
+    """Refuse a prior that the variable of this name cannot have."""
+    if given.is_discrete:
+        raise DeclarationError(f"priors[{name!r}]={given!r} is discrete; choose a continuous distribution.")
+    extra = sorted({"observed", "dims", "shape", "size", "total_size"} & set(given.parameters))
+    if extra:
+        raise DeclarationError(f"priors[{name!r}] has {extra}, which the formula itself knows; leave them out.")
+    if default is not None and not default.has_negative and given.has_negative:
         raise DeclarationError(
-            f"family='piecewise' has a hazard that is constant between cut points, and constants={{'cuts': "
-            f"{shown(cuts)}}} are none: give times above 0 that rise, the same for all clients: "
-            "constants={'cuts': [30, 90]}."
+            f"priors[{name!r}]={given!r} has negative values, and {name!r} is positive; choose one such as "
+            'fedppl.Prior("HalfNormal", sigma=1).'
         )
 
 
-def require_family(family: Family, terms: Terms, text: str, constants: Mapping[str, Any]) -> None:
-    """Refuse a response, cut points or offsets that the family has no use for."""
-    if terms.response.kind not in family.responses:
-        wanted = " or ".join(_RESPONSES[kind] for kind in family.responses)
-        raise DeclarationError(f"family={family.name!r} has {wanted} for a response; {text!r} has another.")
-    if family.name == "piecewise":
-        _require_cuts(constants.get("cuts"))
-    if family.several and terms.offsets:
-        raise DeclarationError(f"offset() is added to one linear predictor, and family={family.name!r} has several.")
-
-
-def require_names(built: Formula) -> None:
-    """Refuse one name for two things, and priors and levels of what is not there."""
-    response, right = built.terms.response.columns, {*built.terms.columns, *built.terms.common}
-    if both := sorted(set(response) & right):
-        raise DeclarationError(f"{both} stand on both sides of {built.text!r}; leave them out of one.")
-    names = [*built.shared, response[0], *(f"{tag(one)}_effects" for one in built.terms.groups)]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DeclarationError(
-            f"{twice} are names of columns of {built.text!r} and of variables of the model, {sorted(set(names))}; "
-            "rename these columns."
-        )
-    for name, prior in built.priors.items():
-        if not isinstance(prior, Prior):
+def lengths(name: str, given: Prior, labels: Sequence[str]) -> None:
+    """Refuse parameters of a prior that are for another number of coefficients."""
+    for parameter, value in given.parameters.items():
+        if isinstance(value, np.ndarray | list | tuple) and np.ndim(value) == 1 and len(value) not in (1, len(labels)):
             raise DeclarationError(
-                f'priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass one: fedppl.Prior("Normal", mu=0, sigma=1).'
+                f"priors[{name!r}] has {len(value)} values of {parameter!r}, and {name!r} has {len(labels)} "
+                f"coefficients: {list(labels)[:8]}; give one value, or as many."
             )
-    if unknown := sorted(set(built.priors) - set(built.shared)):
-        raise DeclarationError(f"priors of {unknown}: the shared variables are {list(built.shared)}.")
-    if unknown := sorted(set(built.levels) - set(built.columns)):
-        raise DeclarationError(f"levels of {unknown}: the columns of the formula are {list(built.columns)}.")
+
+
+def columns(absent: Sequence[str], found: Iterable[Any], what: str) -> None:
+    """Refuse a table that lacks columns of the formula."""
+    if not absent:
+        return
+    known = [str(name) for name in found]
+    lower = {name.casefold(): name for name in known}
+    close = {name: difflib.get_close_matches(name.casefold(), lower, n=1) for name in absent}
+    meant = [f"{name!r} may be {lower[one[0]]!r}" for name, one in close.items() if one]
+    raise DataError(
+        f"{what} lacks the columns {list(absent)} of the formula; it has {sorted(known)[:20]}"
+        + (f": {', '.join(meant)}" if meant else "")
+        + ". Rename them, or give what is no column by fedppl.formula(..., constants={...})."
+    )
+
+
+def rows(client_id: str, data: Mapping[str, Any], wanted: Sequence[str]) -> None:
+    """Refuse columns that have not one value a row, no row, or numbers that are infinite or complex."""
+    what, count = f"client {client_id!r}", {}
+    for name in wanted:
+        values = np.asarray(data[name])
+        if values.ndim != 1:
+            raise DataError(f"{what}: column {name!r} has shape {values.shape}; give one value a row.")
+        if values.dtype.kind == "c":
+            raise DataError(f"{what}: column {name!r} is complex, and data must be real; give its parts as columns.")
+        if values.dtype.kind == "f" and np.any(wrong := np.isinf(values)):
+            where = int(np.argmax(wrong))
+            raise DataError(f"{what}: column {name!r} is {values[where]} in row {where}; correct or drop such rows.")
+        count[name] = len(values)
+    if len(set(count.values())) > 1:
+        raise DataError(f"{what}: columns have different numbers of rows, {count}; give one value of each a row.")
+    if 0 in count.values():
+        raise DataError(f"{what}: there are no rows; leave the client out.")
+
+
+def ordered(name: str, clients: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Refuse an ordinal outcome whose order is not known: of texts without levels=, or of fractions."""
+    found: set[str] = set()
+    for client_id, data in clients.items():
+        values = np.asarray(data[name])
+        if is_text(values):
+            found |= set(values.astype(str).tolist())
+        elif np.any(wrong := values.astype(float) != np.floor(values.astype(float))):
+            raise DataError(
+                f"client {str(client_id)!r}: {name!r} is {values[wrong][0]} in row {int(np.argmax(wrong))}, and levels "
+                "of an ordinal outcome are whole numbers or texts; cut it into levels, or choose another family."
+            )
+    if any(not _is_number(level) for level in found):
+        raise DeclarationError(
+            f"the ordinal response {name!r} has the levels {sorted(found)[:8]}, whose order is not known; say it, "
+            f"fedppl.formula(..., levels={{{name!r}: [lowest, ..., highest]}})."
+        )
+
+
+def odd_levels(agreement: Agreement, told_as: Iterable[str]) -> list[str]:
+    """Columns whose levels look like a mistake, in words; `told_as` were meant to be levels."""
+    found = []
+    for name, column in agreement.columns.items():
+        groups: dict[str, list[str]] = {}
+        for level in column.levels:
+            groups.setdefault(level.strip().casefold(), []).append(level)
+        alike = [same for same in groups.values() if len(same) > 1]
+        if alike:
+            found.append(f"levels {alike[0]} of {name!r} differ by blanks or capitals alone; recode what is one level")
+        if name not in told_as and any("." in level and _is_number(level) for level in column.levels):
+            found.append(
+                f"{name!r} is of texts that are numbers, and has {len(column.levels)} levels; make numbers of it"
+            )
+        elif len(column.levels) > max(_MANY, agreement.rows // 2):
+            found.append(f"{name!r} has {len(column.levels)} levels in {agreement.rows} rows; is it an identifier?")
+    return found
+
+
+def collinear(parts: Iterable[Array], labels: Sequence[str], has_intercept: bool) -> list[str]:
+    """Names of columns that the others, and the intercept, determine over all rows; none where all tell."""
+    size, count, total = len(labels), 0, np.zeros(len(labels))
+    gram = np.zeros((size, size))
+    for part in parts:
+        count, total, gram = count + len(part), total + part.sum(axis=0), gram + part.T @ part
+        if count > size and not (found := _dependent(gram, total, count, has_intercept)):
+            return []
+    return [labels[i] for i in found] if count > size else []
+
+
+def _dependent(gram: Array, total: Array, count: int, has_intercept: bool) -> list[int]:
+    """Columns with weight in a direction in which nothing varies."""
+    spread = gram - np.outer(total, total) / count if has_intercept else gram
+    size = np.sqrt(np.maximum(np.diag(gram), 1e-300))
+    values, vectors = np.linalg.eigh(spread / np.outer(size, size))
+    flat = vectors[:, values < 1e-10 * max(values[-1], 1e-300)] if len(values) else vectors
+    return np.flatnonzero(np.any(np.abs(flat) > 1e-3, axis=1)).tolist()
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def tables(built: Any, data: Any, by: Any) -> None:
+    """Refuse tables without the columns of a formula, and clients that are told apart by others than effects are."""
+    factor = built.terms.client
+    tables = {"the table": data} if frames.is_frame(data) else data if isinstance(data, Mapping) else {}
+    for client_id, table in tables.items():
+        if not frames.is_frame(table):
+            continue
+        found, what = frames.names_of(table), "the table" if table is data else f"client {str(client_id)!r}"
+        columns([name for name in built.columns if name not in found], found, what)
+        if table is data and factor in found and by not in (factor, [factor], (factor,)):
+            raise DataError(
+                f"effects of {built.text!r} vary by {factor!r}, and by={by!r} tells clients apart; effects vary by "
+                f"client: write (1 | {by if isinstance(by, str) else 'client'}), or by={factor!r}. Groups within a "
+                "client are written (1 | client/group)."
+            )
+
+
+def say_what_cannot_be_told(built: Any, clients: Mapping[Any, Any]) -> None:
+    """Warn of coefficients that no row tells apart, where the clients' rows are here: priors alone do."""
+    design, terms = built.design, built.terms
+    read = functools.cache(lambda client_id: built.read(str(client_id), clients[client_id]))
+    labels = [label for name in terms.common for label in design.labels[name]]
+    parts = (read(client_id)["common"] for client_id in clients) if labels else ()
+    if flat := collinear(parts, labels, predictor.has_intercept(terms, built.family)):
+        logger.warning("columns %s are collinear: only their priors tell them apart; leave one out", flat)
+    for number, names in enumerate(design.group_labels):
+        if len(names) < 2 or len(terms.groups[number].factor) > 1:
+            continue
+        parts = (read(client_id)[f"effects_{number}"] for client_id in clients)
+        constant = np.ones(len(names), dtype=bool)
+        for part in parts:
+            constant &= np.ptp(part, axis=0) == 0
+            if not np.any(constant[1:]):
+                break
+        else:
+            logger.warning(
+                "effects %s do not vary within any client, and cannot be told from its other effects; leave them out "
+                "of (... | %s)",
+                [name for name, one in zip(names[1:], constant[1:], strict=True) if one],
+                terms.groups[number].factor[0],
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +13,9 @@ import pandas as pd
 import pymc as pm
 
 from fedppl.data import frames
+from fedppl.formulas import checks, groups, predictor
 from fedppl.formulas import describe as descriptions
 from fedppl.formulas import design as designs
-from fedppl.formulas import groups, predictor
 from fedppl.formulas.agreement import Agreement
 from fedppl.formulas.design import Design
 from fedppl.formulas.family import Family, Scales, declare
@@ -99,12 +100,16 @@ class Formula:
 
     def agreed(self, agreement: Agreement) -> Formula:
         """The same with what clients agreed on."""
-        found = dataclasses.replace(self, design=designs.build(self.terms, agreement, self.constants))
+        design = designs.build(self.terms, agreement, self.constants)
+        found = dataclasses.replace(self, design=design)
         if unknown := sorted(set(self.priors) - set(found.shared)):
             raise DeclarationError(
                 f"priors of {unknown}: with the levels that clients agreed on, the shared variables are "
                 f"{list(found.shared)}."
             )
+        for name in self.priors:
+            if name in design.labels:
+                checks.lengths(name, self.priors[name], design.labels[name])
         return found
 
     def describe(self) -> pd.DataFrame:
@@ -150,6 +155,23 @@ class Formula:
             found |= {} if self.weights is None else {"weights": weights(self.weights, held, what)}
         names = self.containers
         return {names[name]: value for name, value in found.items()}
+
+    @property
+    def positive(self) -> dict[str, Prior]:
+        """Default priors of the variables that are sds or other parameters, by name."""
+        spreads = {
+            predictor.spread(one, count, correlated=True): Prior("HalfNormal", sigma=1.0)
+            for one in self.terms.groups
+            for count in (1, 2)
+        }
+        return {**spreads, **self.family.parameters(Scales(0.0, 1.0, ("a", "b", "c"), self.cuts))}
+
+    @property
+    def may_be_constant(self) -> frozenset[str]:
+        """Columns that tell something though all rows have the same value: offsets, trials."""
+        varying = [*self.terms.common, *(one for group in self.terms.groups for one in group.expressions)]
+        inside = {name for name in self.terms.columns if any(re.search(rf"\b{re.escape(name)}\b", t) for t in varying)}
+        return frozenset({*self.terms.columns, *self.terms.response.columns[1:]} - inside)
 
     @property
     def containers(self) -> dict[str, str]:

@@ -17,6 +17,7 @@ from fedppl.formulas.agreement import Agreement, coded, is_text
 from fedppl.formulas.terms import Group, Terms
 from fedppl.types import Array, DataError, DeclarationError
 
+_AGREED = "the agreed columns"
 _ROWS = 256  # of the rows that stand for all
 
 
@@ -72,12 +73,15 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
         try:
             matrices = DesignMatrices(described, frame, Environment([{"np": np, **constants}]))
         except Exception as error:
-            raise DeclarationError(f"the formula {terms.right!r} cannot be evaluated: {error}") from error
+            raise DeclarationError(
+                f"the formula {terms.right!r} cannot be evaluated: {error}; functions take columns of numbers, what is "
+                "no column is given by constants={...}, and what needs more is computed as a column before."
+            ) from error
         found = matrices.common.terms if matrices.common is not None else {}
         labels = {name: tuple(map(str, found[name].labels)) for name in terms.common}
         design = Design(terms, agreement, matrices, labels, (), np.zeros(0), np.ones(0), ())
-        common = design.common(frame, "the agreed columns")
-        groups = [design.group(number, frame, "the agreed columns") for number in range(len(terms.groups))]
+        common = design.common(frame, _AGREED)
+        groups = [design.group(number, frame, _AGREED) for number in range(len(terms.groups))]
         center, scale = np.nanmean(common, axis=0), np.nanstd(common, axis=0)
         sizes = tuple(np.sqrt(np.nanmean(one**2, axis=0)) for one in groups)
     effects = tuple(
@@ -152,10 +156,28 @@ def _labels(expression: Any) -> tuple[str, ...]:
 def _evaluated(term: Any, frame: pd.DataFrame, what: str) -> Array:
     """Columns of a term, (n, its own)."""
     try:
-        values = np.asarray(term.eval_new_data(frame), dtype=float)
+        with np.errstate(all="ignore"):  # what is not finite is told below
+            values = np.asarray(term.eval_new_data(frame), dtype=float)
     except Exception as error:
         raise DataError(f"{what}: {getattr(term, 'name', 'a term')!r} cannot be computed: {error}") from error
-    return values.reshape(len(frame), -1)
+    values = values.reshape(len(frame), -1)
+    if what != _AGREED and np.any(wrong := ~np.isfinite(values).all(axis=1)):
+        where = int(np.argmax(wrong))
+        read = [f"{name} is {frame[name].iloc[where]}" for name in sorted(map(str, term.var_names)) if name in frame]
+        value = values[where][~np.isfinite(values[where])][0]
+        raise DataError(
+            f"{what}: {getattr(term, 'name', 'a term')!r} is {value} in row {where}, where {', '.join(read)}; correct "
+            "such rows, or change the function."
+        )
+    name = str(getattr(term, "name", ""))
+    # A basis of splines is within 0 and 1 between its bounds, and nowhere else.
+    outside = (values < -1e-9) | (values > 1 + 1e-9)
+    if what != _AGREED and name.startswith("bs(") and ":" not in name and np.any(outside):
+        raise DataError(
+            f"{what}: row {int(np.argmax(outside.any(axis=1)))} lies outside of the bounds of {name!r}; widen "
+            "lower_bound and upper_bound, the same at all clients."
+        )
+    return values
 
 
 def _stacked(parts: list[Array], rows: int) -> Array:

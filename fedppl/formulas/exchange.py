@@ -67,8 +67,9 @@ def answered(built: Formula, rows: Mapping[str, Any], min_count: float) -> dict[
 
 def together(built: Formula, told: Mapping[str, Mapping[str, Told]], *, others: bool) -> Formula:
     """The formula with what comes of all that clients told."""
-    outcomes, unscaled = built.terms.response.columns, asked(built).unscaled
-    return built.agreed(agreed(told, built.levels, others=others, unscaled=unscaled, closed=outcomes))
+    outcomes, unscaled, constant = built.terms.response.columns, asked(built).unscaled, built.may_be_constant
+    found = agreed(told, built.levels, others=others, unscaled=unscaled, closed=outcomes, constant=constant)
+    return built.agreed(found)
 
 
 def contradiction(built: Formula, rows: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:

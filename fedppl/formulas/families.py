@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from scipy.special import expit, softmax
 from fedppl.formulas.family import Drawn, Family, Scales
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.survival import SURVIVAL
+from fedppl.settings import shown
 from fedppl.types import Array, DeclarationError
 
 _Parameters = Mapping[str, Any]
@@ -139,8 +141,31 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+# How other packages call them.
+_ALIASES = {
+    "normal": "gaussian",
+    "t": "student",
+    "logistic": "bernoulli",
+    "logit": "bernoulli",
+    "binary": "bernoulli",
+    "nbinom": "negativebinomial",
+    "negbinomial": "negativebinomial",
+    "negative_binomial": "negativebinomial",
+    "cumulative": "ordinal",
+    "count": "poisson",
+}
+
+
 def family(name: str) -> Family:
     """The family of a name."""
-    if name not in FAMILIES:
-        raise DeclarationError(f"family={name!r} is not known; choose one of {sorted(FAMILIES)}.")
+    if not isinstance(name, str) or name not in FAMILIES:
+        lower = name.casefold() if isinstance(name, str) else ""
+        close = [_ALIASES[lower]] if lower in _ALIASES else get_close_matches(lower, FAMILIES, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise DeclarationError(f"family={shown(name)} is not known; {hint}choose one of {sorted(FAMILIES)}.")
     return FAMILIES[name]
+
+
+def taking(kind: str) -> list[str]:
+    """Names of the families that have a response of this kind."""
+    return [one.name for one in FAMILIES.values() if kind in one.responses]

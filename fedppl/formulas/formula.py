@@ -11,7 +11,7 @@ import pandas as pd
 
 from fedppl.data import frames
 from fedppl.data import missing as gaps
-from fedppl.formulas import checks
+from fedppl.formulas import checks, required
 from fedppl.formulas.agreement import Agreement, Told, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import asked, sized, together
@@ -104,15 +104,21 @@ def formula(
     that it stands for with it. Weights of a survey, which say how rare a row was in the sample, give too narrow
     intervals so; scale them to their effective number of rows.
     """
-    found, declared = family_of(family), parse(formula, tuple(constants or {}))
+    held = checks.mapping("constants", constants, '{"knots": [30, 50, 70]}')
+    found, declared = family_of(family), parse(formula, tuple(held))
     flag("correlated", correlated)
-    checks.require_family(found, declared, formula, constants or {})
+    required.require_family(found, declared, formula, held)
     if weights is not None and (not isinstance(weights, str) or not weights):
         raise DeclarationError(f'weights={shown(weights)} is no name of a column; give one, such as "n".')
-    given = dict(priors or {})
-    order = {name: tuple(map(str, one)) for name, one in (levels or {}).items()}
-    built = Formula(formula, declared, found, given, correlated, order, dict(constants or {}), weights)
-    checks.require_names(built)
+    given = checks.mapping("priors", priors, '{"age": fedppl.Prior("Normal", mu=0, sigma=1)}')
+    order = {
+        name: checks.order_of(name, one)
+        for name, one in checks.mapping("levels", levels, '{"dose": ["low", "high"]}').items()
+    }
+    built = Formula(formula, declared, found, given, correlated, order, held, weights)
+    required.require_names(built)
+    for name, prior in given.items():
+        checks.prior(name, prior, built.positive.get(name))
     return _model(built)
 
 
@@ -127,7 +133,8 @@ class Agreed:
     columns
         A row for every column: its levels or its mean and sd.
     strange
-        Columns that are on another scale at one client than at most others, or elsewhere, in words.
+        Columns that are on another scale at one client than at most others, or elsewhere, and levels that look like a
+        mistake, in words.
     clients
         Ids of those who agreed.
     """
@@ -193,16 +200,18 @@ def agree(
     one_of("missing", missing, ("error", "drop", "impute"))
     clients = clients_of(built, data, by, missing)
     what, told = asked(built), {}
-    for client_id, one in clients.items():
-        if isinstance(one, Estimate):
-            continue
-        if absent := [name for name in built.columns if name not in one]:
-            raise DataError(
-                f"client {str(client_id)!r} lacks the columns {absent} of the formula; it has {sorted(one)[:20]}."
-            )
+    with_rows = {client_id: one for client_id, one in clients.items() if not isinstance(one, Estimate)}
+    endless = built.terms.response.columns[1:] if built.terms.response.kind == "interval" else ()  # never: inf
+    for client_id, one in with_rows.items():
+        checks.columns([name for name in built.columns if name not in one], one, f"client {str(client_id)!r}")
+        checks.rows(str(client_id), one, [name for name in built.columns if name not in endless])
         told[str(client_id)] = tell(sized(built, one), what.names, what.levels, min_count)
     if not told:
-        raise DataError("all clients gave estimates, and none has rows to agree on levels and scales with.")
+        raise DataError(
+            "all clients gave estimates, and none has rows to agree on levels and scales with; one client's rows do."
+        )
+    if built.family.name == "ordinal" and built.terms.response.columns[0] not in built.levels:
+        checks.ordered(built.terms.response.columns[0], with_rows)
     return of_told(model, told, withheld)
 
 
@@ -210,16 +219,23 @@ def of_told(model: FederatedModel, told: Mapping[str, Mapping[str, Told]], withh
     """What clients agree on who have told this."""
     built = together(_formula(model), told, others=withheld == "other")
     assert built.design is not None
-    odd = tuple(strange(told))
-    if odd:
-        logger.warning("columns may be swapped, or units differ: %s; bring all clients to one form", "; ".join(odd[:5]))
+    units, levels = strange(told), checks.odd_levels(built.design.agreement, asked(built).levels)
+    if units:
+        logger.warning(
+            "columns may be swapped, or units differ: %s; bring all clients to one form", "; ".join(units[:5])
+        )
+    if levels:
+        logger.warning("levels may be mistaken: %s", "; ".join(levels[:5]))
+    odd = (*units, *levels)
     return Agreed(_model(built), _table(built.design.agreement), odd, tuple(sorted(told)))
 
 
 def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
     """Clients' rows by id with the columns of the formula, texts among them."""
-    if by is None and frames.is_frame(data) and built.terms.client is not None:
-        by = built.terms.client
+    factor = built.terms.client
+    if by is None and frames.is_frame(data) and factor is not None:
+        by = factor
+    checks.tables(built, data, by)
     split = as_rows(built, frames.by_client(data, by, built.columns, texts=True))
     if missing == "impute" and isinstance(split, Mapping):
         outcomes, found = built.terms.response.columns[:1], gaps.read(split, built.columns, texts=True)
@@ -237,7 +253,12 @@ def ready(model: FederatedModel, data: Any, by: Any, missing: str) -> tuple[Fede
     """A formula's model that clients agreed on, by what is here, and their rows."""
     built = _formula(model)
     clients = clients_of(built, data, by, missing)
-    return (model if built.design is not None else agree(model, clients).model), clients
+    if built.design is not None:
+        return model, clients
+    agreed_on = agree(model, clients).model
+    with_rows = {client_id: one for client_id, one in clients.items() if not isinstance(one, Estimate)}
+    checks.say_what_cannot_be_told(_formula(agreed_on), with_rows)
+    return agreed_on, clients
 
 
 def remembering(model: FederatedModel, agreement: Any) -> FederatedModel:

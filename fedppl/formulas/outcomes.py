@@ -41,10 +41,16 @@ def outcome(
     if family.outcome == "binary" and is_text(values):
         column = agreement.columns[name]
         if len(column.levels) != 2:
-            raise DataError(f"{what}: {name!r} has the levels {list(column.levels)}; family {family.name!r} wants two.")
+            raise DataError(
+                f"{what}: {name!r} has the levels {list(column.levels)[:8]}, and family {family.name!r} wants two; "
+                "recode its rows to two, or choose family 'ordinal'."
+            )
         return {"outcome": (coded(column, values, agreement, what) == column.levels[1]).astype(np.int64)}
     if is_text(values):
-        raise DataError(f"{what}: {name!r} has texts, and family {family.name!r} wants numbers.")
+        raise DataError(
+            f"{what}: {name!r} has texts, and family {family.name!r} wants numbers; make numbers of them, or choose "
+            "family 'bernoulli' for two levels, 'ordinal' for more."
+        )
     rule, holds = _RULES[family.outcome]
     wrong = ~holds(values.astype(float))
     if np.any(wrong):
@@ -89,6 +95,8 @@ def weights(name: str, data: Mapping[str, Any], what: str) -> Array:
 
 
 def _trials(successes: Array, trials: Array, response: Response, what: str) -> Array:
+    if is_text(trials):
+        raise DataError(f"{what}: {response.columns[1]!r} has texts, and trials are whole numbers; correct the column.")
     wrong = ~(trials >= np.maximum(successes, 1)) | (trials != np.floor(trials))
     if np.any(wrong):
         where = int(np.argmax(wrong))

@@ -8,8 +8,14 @@ from typing import Any
 
 import numpy as np
 import pymc as pm
+from pymc.distributions.continuous import PositiveContinuous, UnitContinuous
+from pymc.distributions.distribution import Discrete
 
 from fedppl.types import DeclarationError
+
+# Parameters of PyMC's continuous distributions that are positive in all of them.
+_POSITIVE = ("sigma", "tau", "nu", "lam", "b", "beta", "kappa", "s")
+_BESIDE = ("default_transform", "transform", "initval", "dims", "observed", "total_size")  # not of a distribution alone
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -26,7 +32,7 @@ class Prior:
     Raises
     ------
     DeclarationError
-        If PyMC has no such distribution.
+        If PyMC has no such distribution, or it has no such parameters.
 
     Examples
     --------
@@ -38,10 +44,24 @@ class Prior:
     name: str
     parameters: Mapping[str, Any]
 
-    def __init__(self, name: str, **parameters: Any) -> None:
+    def __init__(self, name: str, *values: Any, **parameters: Any) -> None:
         found = getattr(pm, name, None) if isinstance(name, str) else None
+        if name == "LKJCholeskyCov":
+            raise DeclarationError(
+                "Prior('LKJCholeskyCov'): effects have it by themselves; give the prior of their sds, such as "
+                'fedppl.Prior("HalfNormal", sigma=1).'
+            )
         if not (isinstance(found, type) and issubclass(found, pm.Distribution)):
-            raise DeclarationError(f"Prior({name!r}): PyMC has no distribution of this name; pass one like 'Normal'.")
+            raise DeclarationError(
+                f"Prior({getattr(name, '__name__', name)!r}): PyMC has no distribution of this name; pass one like "
+                "'Normal'."
+            )
+        if values:
+            raise DeclarationError(
+                f"Prior({name!r}, ...) takes its parameters {list(values)} by name, such as "
+                'fedppl.Prior("Normal", mu=0, sigma=1).'
+            )
+        _require_parameters(name, parameters)
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "parameters", dict(parameters))
 
@@ -53,6 +73,19 @@ class Prior:
         """The same with other parameters."""
         return Prior(self.name, **{**self.parameters, **parameters})
 
+    @property
+    def is_discrete(self) -> bool:
+        """Whether it is of whole numbers."""
+        return issubclass(getattr(pm, self.name), Discrete)
+
+    @property
+    def has_negative(self) -> bool:
+        """Whether it has negative values, as far as its kind and a lower bound tell."""
+        if self.name == "Pareto" or issubclass(getattr(pm, self.name), PositiveContinuous | UnitContinuous):
+            return False
+        low = self.parameters.get("lower")
+        return not (isinstance(low, int | float | np.number) and low >= 0)
+
     def declared(self, name: str, **more: Any) -> Any:
         """A variable of this prior in the model that is open."""
         return getattr(pm, self.name)(name, **self.parameters, **more)
@@ -60,6 +93,24 @@ class Prior:
     def distribution(self, **more: Any) -> Any:
         """The distribution alone."""
         return getattr(pm, self.name).dist(**self.parameters, **more)
+
+
+def _require_parameters(name: str, parameters: Mapping[str, Any]) -> None:
+    """Refuse parameters that the distribution does not take, that are no numbers, or below zero where none may be."""
+    for key, value in parameters.items():
+        numbers = np.asarray(value) if isinstance(value, int | float | list | tuple | np.ndarray | np.number) else None
+        if isinstance(value, str) or (numbers is not None and numbers.dtype.kind not in "biuf"):
+            raise DeclarationError(f"Prior({name!r}, {key}={value!r}): parameters are numbers or arrays of them.")
+        if numbers is not None and np.any(np.isnan(numbers)):
+            raise DeclarationError(f"Prior({name!r}, {key}={_shown(value)}) is not a number; give one.")
+        if numbers is not None and key in _POSITIVE and not np.all(numbers > 0):
+            raise DeclarationError(f"Prior({name!r}, {key}={_shown(value)}): {key!r} must be positive.")
+    try:
+        getattr(pm, name).dist(**{key: value for key, value in parameters.items() if key not in _BESIDE})
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise DeclarationError(
+            f"Prior({name!r}, {', '.join(parameters)}) cannot be made: {error}; see the parameters of pm.{name}."
+        ) from error
 
 
 def _shown(value: Any) -> str:

@@ -6,7 +6,9 @@ import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import numpy as np
 from formulae.model_description import model_description
+from formulae.transforms import TRANSFORMS
 
 from fedppl.types import DeclarationError
 
@@ -16,6 +18,8 @@ _CALLS = {"prop": "proportion", "p": "proportion", "Surv": "survival"}
 # What formulae would compute from the rows of one client, so that coefficients would mean another thing at each.
 _CENTRED = {"center": 1, "scale": 1, "standardize": 1}
 _SPLINES = {"bs", "cr", "cc", "tp"}
+_FUNCTIONS = {*TRANSFORMS, "I"}
+_NESTED = re.compile(r"[\w.]+\([^()]*\)|\{[^{}]*\}")  # calls and computations, which have rules of their own
 
 
 class Response(NamedTuple):
@@ -56,12 +60,15 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
         raise DeclarationError(f"formula={formula!r} is no formula; write one like 'y ~ age + arm + (1 | site)'.")
     left, right = formula.split("~")
     response = _response(left)
+    _require_syntax(formula, right)
     levels = tuple(dict.fromkeys(_LEVELS.findall(right)))
     right = _LEVELS.sub(r"\1", right)
     try:
         described: Any = model_description(right)
     except Exception as error:  # of formulae's own kinds, which are not exported
-        raise DeclarationError(f"formula={formula!r} cannot be read: {error}") from error
+        raise DeclarationError(
+            f"formula={formula!r} cannot be read: {error}; write it like 'y ~ age + arm + (1 | site)'."
+        ) from error
     common: list[str] = []
     offsets: list[str] = []
     intercept = False
@@ -71,6 +78,8 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
             intercept = True
             continue
         for component in components:
+            _require_column(formula, component)
+            _require_known(component, constants)
             _require_stateless(component)
         is_offset = len(components) == 1 and term.name.startswith("offset(")
         (offsets if is_offset else common).append(term.name)
@@ -81,6 +90,8 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
     for term in described.group_terms:
         read |= set(getattr(term.expr, "var_names", ()))
         for component in getattr(term.expr, "components", ()):
+            _require_column(formula, component)
+            _require_known(component, constants)
             _require_stateless(component)
     read -= {*constants, "np", ""}  # formulae takes False for a variable without a name
     if clash := factors & read:
@@ -90,6 +101,69 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
         )
     return Terms(
         response, right.strip(), tuple(common), intercept, tuple(offsets), client, groups, tuple(sorted(read)), levels
+    )
+
+
+def _require_syntax(formula: str, right: str) -> None:
+    """Refuse what other packages read, and what formulae would read as something else without a word."""
+    bare = re.sub(r"`[^`]*`|'[^']*'", "_", right)
+    while (shorter := _NESTED.sub("_", bare)) != bare:
+        bare = shorter
+    # Parentheses that are no call's: of effects, and of sums.
+    outside = re.sub(r"\([^()]*\)", "", bare)
+    wrong = {
+        "it has nothing right of ~; write 'y ~ 1' for an intercept alone": not right.strip(),
+        "write (... | site), with correlated=False, for ||": "||" in right,
+        "write I(x**2) for a power, a * b or (a + b)**2 for interactions": "^" in right,
+        "write a:b, or a/b for nested factors": "%" in right,
+        "put an operator between two terms, and a name of several words into backquotes, `a b`": re.search(
+            r"[\w)]\s+[\w(]", bare
+        )
+        is not None,
+        "its parentheses do not match": bare.count("(") < bare.count(")"),
+        "it has signs that no formula has; there are + - * / : | ** and functions": re.search(
+            r"[^\w\s.+\-*/:|()^%]", bare
+        )
+        is not None,
+        "name the columns that . stands for": re.search(r"(^|[+*:\s(])\.($|[+*:\s)])", right) is not None,
+        "write effects in parentheses, + (1 | site)": "|" in outside,
+        "write I(x**2) for a power of a column": re.search(r"[\w`]\s*\*\*", bare) is not None,
+        "write C(column) alone, and the order of its levels as levels={'column': [...]}": re.search(
+            r"\bC\(\s*\w+\s*,", right
+        )
+        is not None,
+    }
+    for remedy, found in wrong.items():
+        if found:
+            raise DeclarationError(f"formula={formula!r} cannot be read: {remedy}.")
+
+
+def _require_column(formula: str, component: Any) -> None:
+    """Refuse a number where a column is named."""
+    if not isinstance(component.name, str) or component.name.replace(".", "").isdigit():
+        raise DeclarationError(
+            f"formula={formula!r} has the number {component.name} where a column is named; write I(5*x) for a "
+            "multiple, 0 or 1 for the intercept."
+        )
+
+
+def _require_known(component: Any, constants: Collection[str]) -> None:
+    """Refuse functions that nobody knows."""
+    call = getattr(component, "call", None)
+    if call is None:
+        return
+    name = str(getattr(call, "callee", component.name.partition("(")[0]))
+    root, _, rest = name.partition(".")
+    found: Any = np
+    for part in rest.split("."):
+        found = getattr(found, part, None)
+    if name in _FUNCTIONS or root in constants or (root == "np" and callable(found)):
+        return
+    numpy = f"np.{name}" if not rest and callable(getattr(np, name, None)) else "np.log"
+    raise DeclarationError(
+        f"{component.name} calls {name!r}, which formulas do not know; there are {numpy}(x) and others of NumPy, "
+        "I(x**2), center(x), scale(x), offset(x), C(x), bs(x, knots=...), poly(x, 2, raw=True), and functions that you "
+        f"give, constants={{{root!r}: function}}; or compute a column before."
     )
 
 

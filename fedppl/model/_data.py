@@ -33,8 +33,9 @@ def as_arrays(client_id: str, data: Any) -> dict[str, Any]:
             raise DataError(f"client {client_id!r}: {name!r} has masked values; drop or impute them before the fit.")
         try:
             array = np.array(value)  # a copy: later rounds must see the data of the first
-        except ValueError as error:
-            raise DataError(f"client {client_id!r}: {name!r} is no array: {error}; give rows of one length.") from error
+        except (ValueError, TypeError, RuntimeError) as error:  # torch's are RuntimeErrors
+            remedy = "give rows of one length" if isinstance(error, ValueError) else "pass an array of NumPy"
+            raise DataError(f"client {client_id!r}: {name!r} is no array: {error}; {remedy}.") from error
         if array.dtype.kind not in "biufc":
             what = f"is a {type(value).__name__} of dtype" if array.dtype == object else "has dtype"
             raise DataError(

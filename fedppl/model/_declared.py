@@ -57,7 +57,22 @@ def parts_of(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> _
             + (f"; {absent} have no data" if absent else "")
             + ". Name each container like the builder's argument it holds."
         )
+    for container in parts.data:
+        _require_as_given(client_id, container, np.asarray(arrays[container.name]))
     return parts
+
+
+def _require_as_given(client_id: str, container: Any, given: Array) -> None:
+    """A client's data are put into the containers, whatever the builder put there: it may not be something else."""
+    held = np.asarray(container.get_value())
+    if held.shape == given.shape and np.allclose(held, given, rtol=1e-6, atol=0.0):
+        return
+    name = container.name
+    raise DeclarationError(
+        f"client {client_id!r}: the builder puts other values into pm.Data({name!r}) than the data {name!r} have, and "
+        f"those would be lost. Hold the data as they are, {name} = pm.Data({name!r}, {name}), and compute from that, "
+        "or change the data before the fit."
+    )
 
 
 def template_of(declared: Declared, client_id: str, arrays: Mapping[str, Any]) -> Template:
@@ -78,7 +93,14 @@ def opened(
     except (ValueError, TypeError, IndexError, AssertionError) as error:
         raise mismatch(client_id, arrays, error) from error
     shared, local = (_graph.variables(parts, initial, local=which) for which in (False, True))
-    graph = _graph.site_graph(parts, shared, local)
+    try:
+        graph = _graph.site_graph(parts, shared, local)
+    except NotImplementedError as error:
+        why = str(error).strip().partition("\n")[0]
+        raise DeclarationError(
+            f"client {client_id!r}: PyMC has no log density of the model: {why} Give it one, such as "
+            "pm.CustomDist(..., logp=function)."
+        ) from error
     return Template(parts, (shared, local), graph, start, (*held, *_graph.alone(parts), *shapes(graph, local)))
 
 

@@ -95,6 +95,17 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
             "the model reads its data through pm.Minibatch; every evaluation uses all rows of a client. Remove "
             "pm.Minibatch and total_size=; algorithms that take batches have batch_size=."
         )
+    for rv in model.basic_RVs:
+        kinds = {kind.__name__ for kind in type(rv.owner.op).__mro__}
+        if "MinibatchRandomVariable" in kinds:
+            raise DeclarationError(
+                f"{rv.name!r} has total_size=, which counts every row several times over; every evaluation uses all "
+                "rows of a client. Remove total_size=."
+            )
+        if "SimulatorRV" in kinds:
+            raise DeclarationError(
+                f"{rv.name!r} is a pm.Simulator, which has no density; declare a distribution that has one."
+            )
     for rv in shared_rvs:
         above = set(ancestors([rv])) - {rv}
         for other in local_rvs:

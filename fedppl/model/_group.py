@@ -214,6 +214,11 @@ def client_of(
             layout, prior = shared_layout(template, shared, initial[: len(shared)])
         except DeclarationError as error:
             raise DeclarationError(f"client {client_id!r}: {error}") from None
+        except (ValueError, TypeError, IndexError, AssertionError) as error:
+            raise DeclarationError(
+                f"client {client_id!r}: the prior of the shared variables {[v.name for v in shared]} cannot be "
+                f"evaluated: {error}. Make their shapes, dims and coords fit together."
+            ) from error
     phi, theta = ([np.ravel(v) for v in values] for values in (initial[: len(shared)], initial[len(shared) :]))
     functions["shared start"] = np.concatenate(phi)
     client = ClientModel(

@@ -38,6 +38,7 @@ def shared_layout(
     log_density = _graph.batched(phi, [], [logp])
     gradient = _graph.python_function([phi], pt.grad(logp, phi, disconnected_inputs="ignore"))
     origin = np.concatenate([np.ravel(value).astype(float) for value in initial])
+    _require_density(parts, variables, origin, log_density)
     sizes = [variable.size for variable in variables]
     binary = np.repeat([variable.binary for variable in variables], sizes)
     owners = np.repeat([variable.name for variable in variables], sizes)
@@ -61,6 +62,24 @@ def shared_layout(
     layout = Layout(variables, n0, exact is not None, told, density)
     functions[key] = layout, prior
     return layout, prior
+
+
+def _require_density(
+    parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array, log_density: Callable[..., list[Array]]
+) -> None:
+    """Refuse a prior that has no density where it starts, and name the variables that have none."""
+    value = float(_by_row(log_density, origin[None], -np.inf, ())[0])
+    if np.isfinite(value):
+        return
+    odd = []
+    for term in parts.prior_terms:
+        phi, logp = _graph.prior_graph(parts._replace(prior_terms=(term,)), variables)
+        alone = _by_row(_graph.batched(phi, [], [logp]), origin[None], -np.inf, ())
+        odd += [] if np.isfinite(alone[0]) else [term.name]
+    raise DeclarationError(
+        f"the shared prior's log density at the starting point is {value}, by {odd or 'all together'}; is a scale not "
+        "positive, or the start outside of the support? Correct the prior, or set `initval=` on the variable."
+    )
 
 
 # With more shared coordinates than this, many calls of an interpreted prior take longer than compiling it once.

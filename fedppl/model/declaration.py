@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from fedppl.data import frames
+from fedppl.data.ids import require_ids
 from fedppl.model import _kinds
 from fedppl.model._data import as_arrays, group_by_columns, needs_same_keys, one_type
 from fedppl.model._declared import Declared, parts_of
@@ -19,6 +20,7 @@ from fedppl.model._group import client_of, enrol_group, of_another_type
 from fedppl.model._start import require_same_layout
 from fedppl.model._template import Template
 from fedppl.model.client import ClientModel
+from fedppl.settings import shown
 from fedppl.types import DataError, DeclarationError
 
 
@@ -100,11 +102,13 @@ class FederatedModel:
         builders = _kinds.as_builders(builder)
         names = (shared,) if isinstance(shared, str) else tuple(shared) if isinstance(shared, Iterable) else (shared,)
         if not all(isinstance(name, str) for name in names) or isinstance(
-            shared, set | frozenset
-        ):  # sets are unordered
+            shared, set | frozenset | Mapping
+        ):  # sets are unordered, and a mapping's values would go nowhere
             raise DeclarationError(f'shared={shared!r} must be a list of names of variables, such as ["mu", "tau"].')
         if not names:
             raise DeclarationError("shared=[] names no variable; name at least one free random variable to share.")
+        if reads is not None and not callable(reads):
+            raise DeclarationError(f"reads={shown(reads)} must be a function of (client_id, data), or None.")
         for name in names:
             if names.count(name) > 1:
                 raise DeclarationError(f"shared name {name!r} is listed {names.count(name)} times; list it once.")
@@ -226,6 +230,14 @@ class FederatedModel:
         arrays = as_arrays("described", self.read("described", data))
         return describe(parts_of(self.declared, "described", arrays))
 
+    def reading(self, reads: Callable[[str, Any], Mapping[str, Any]]) -> FederatedModel:
+        """The same declaration, whose clients' data are read in another way; it keeps what was compiled."""
+        found = FederatedModel(
+            self.builders, self.shared, kind=self.kind, reads=reads, reads_new=self.reads_new, agreement=self.agreement
+        )
+        object.__setattr__(found, "_compared", self._compared)
+        return found
+
     def enrol(
         self, clients: Mapping[str, Any], *, kernel: bool = True, kinds: Mapping[str, str | None] | None = None
     ) -> dict[str, ClientModel]:
@@ -252,12 +264,14 @@ class FederatedModel:
             Naming the client, the value and the remedy, before anything is compiled where possible.
         """
         if not isinstance(clients, Mapping):
-            raise DataError(f"clients are {type(clients).__name__}; pass a mapping from client id to its data.")
+            raise DataError(
+                f"clients are {type(clients).__name__}; pass a mapping from client id to its data, or to fedppl.fit "
+                "one data frame and by=, the column that tells clients apart."
+            )
         if not clients:
             raise DataError("no clients: pass a mapping from client id to that client's data.")
+        require_ids(clients)
         given = {str(client_id): data for client_id, data in clients.items()}
-        if len(given) < len(clients):
-            raise DataError(f"client ids {list(clients)} are not distinct as strings; rename them.")
         of = {name: self.kind_of(name, data, (kinds or {}).get(name)) for name, data in given.items()}
         checked = {name: as_arrays(name, self.read(name, data, of[name])) for name, data in given.items()}
         enrolled: dict[str, ClientModel] = {}

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, Posterior, SharedReader
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.results.records import Record
-from fedppl.types import Layout, Message, NotConvergedError, Status
+from fedppl.types import DeclarationError, Layout, Message, NotConvergedError, Status
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +35,15 @@ class Ended:
     seconds: float
     told: Mapping[str, Message] = field(default_factory=dict)
     drawn: Mapping[str, Any] | None = None
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """No array: ArviZ asks for one where it is given a fit, and hears what to be given instead."""
+        del copy
+        if dtype != np.dtype(object):
+            raise DeclarationError("a Fit is no ArviZ object and no array; pass fit.idata, or fit.client(id).")
+        found = np.empty((), dtype=object)  # an entry of a table of fits
+        found[()] = self
+        return found
 
 
 def unarrived(fit: Ended) -> str:

@@ -16,9 +16,16 @@ from fedppl.results import idata
 from fedppl.results.groups import more
 from fedppl.results.predict import predictions
 from fedppl.results.returned import draws_of
-from fedppl.types import Message, Status
+from fedppl.types import DeclarationError, Message, Status
 
 logger = logging.getLogger(__name__)
+
+
+def inputs(new_data: Any) -> Any:
+    """New inputs to predict at, as they are; None is none."""
+    if new_data is None:
+        raise DeclarationError('new_data=None: pass new inputs by name, such as {"X": X_new}, or a data frame.')
+    return new_data
 
 
 def client_posterior(

@@ -16,11 +16,11 @@ from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel
 from fedppl.results import copies, influence, kept, saved, summary
 from fedppl.results.arrival import Ended, require_arrived
-from fedppl.results.at_client import client_posterior
+from fedppl.results.at_client import client_posterior, inputs
 from fedppl.results.groups import required
 from fedppl.results.predict import new_inputs
 from fedppl.results.shared import at_mean, at_point, estimates, log_ratio, shared_posterior
-from fedppl.settings import whole
+from fedppl.settings import text, whole
 from fedppl.types import Array, DeclarationError, NotConvergedError
 
 
@@ -309,7 +309,7 @@ class Fit(Ended):
         self, client_id: Hashable, new_data: Any, *, draws: int = 1000, chains: int = 4, random_seed: int | None = None
     ) -> Any:
         """Predictive draws on a client's new inputs: `client` with ``predict=new_data``."""
-        return self.client(client_id, predict=new_data, draws=draws, chains=chains, random_seed=random_seed)
+        return self.client(client_id, predict=inputs(new_data), draws=draws, chains=chains, random_seed=random_seed)
 
     def new_client(
         self,
@@ -337,6 +337,7 @@ class Fit(Ended):
         -------
         arviz.InferenceData or xarray.DataTree
         """
+        text("name", name)
         model = self.declaration.enrol({name: data}, kernel=self.algorithm.needs.kernel, kinds={name: kind})[name]
         if model.layout.fingerprint != self.layout.fingerprint:
             raise DeclarationError(

@@ -154,7 +154,10 @@ def hypotheses(
         arrays: dict[Hashable, xr.DataArray] = {draws.name or "x": draws}
     else:
         posterior = _posterior(draws)
-        names = list(var_names) if var_names is not None else [str(name) for name in posterior.data_vars]
+        names = [str(name) for name in posterior.data_vars]
+        if var_names is not None and (not isinstance(var_names, Sequence) or not len(var_names)):
+            raise DeclarationError(f"var_names={shown(var_names)} must be a name or a list of names of {names}.")
+        names = names if var_names is None else [*map(str, var_names)]
         arrays = {name: _pick(draws, str(name), None) for name in names}
     rows = {}
     for name, array in arrays.items():

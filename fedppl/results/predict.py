@@ -57,8 +57,12 @@ def predictions(
             raise DataError(
                 f"new data {name!r} has shape {new.shape}, but the client's has {old.shape}; give it the same columns."
             )
-        if not (np.issubdtype(new.dtype, np.number) or new.dtype == bool):
-            raise DataError(f"new data {name!r} has dtype {new.dtype}, which is not numeric; encode it as numbers.")
+        if new.dtype.kind not in "biuf":
+            raise DataError(
+                f"new data {name!r} has dtype {new.dtype}, which is not numeric and real; encode it as numbers."
+            )
+        if new.size == 0:
+            raise DataError(f"new data {name!r} has shape {new.shape}, that is zero rows; give one row or more.")
         if not np.all(np.isfinite(new)):
             raise DataError(f"new data {name!r} holds missing or infinite values; drop or impute them.")
         values[name] = held_exactly(f"new data {name!r}", new, containers[name].type.dtype)

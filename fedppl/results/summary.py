@@ -14,7 +14,7 @@ from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.departure import shortfall
 from fedppl.results.fallbacks import added, fallen
 from fedppl.results.measure import Estimates
-from fedppl.settings import between, shown
+from fedppl.settings import between, shown, whole
 from fedppl.types import Array, DeclarationError
 
 _MOMENTS = ("corrected_mean",)  # of the fit group: of unconstrained variables, so that they stand in no row here
@@ -35,6 +35,7 @@ def summary(
             f"{fit.algorithm.name} has no parameters that all clients share; see fit.client(...) for a client's."
         )
     ci_prob = between("ci_prob", ci_prob, 0, 1)
+    round_to = None if round_to is None else whole("round_to", round_to, 0, "None keeps all decimals")
     require_arrived(fit, "fit.summary()")
     drawn = not isinstance(result.shared, Point)
     found = idata()["posterior" if drawn else "point_estimate"]
@@ -42,6 +43,8 @@ def summary(
     if var_names is not None and not isinstance(var_names, Iterable):
         raise DeclarationError(f"var_names={shown(var_names)} must be a name or a list of names of {names}.")
     chosen = names if var_names is None else [var_names] if isinstance(var_names, str) else list(var_names)
+    if not chosen:
+        raise DeclarationError(f"var_names={shown(var_names)} names none; name some of {names}, or leave it out.")
     if unknown := [name for name in chosen if name not in names]:
         raise DeclarationError(f"var_names={unknown} are not among the shared variables {names}.")
     known = {

@@ -7,7 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.contracts import Algorithm, Disclosure, Needs, Point, Posterior, Replies, Report, Result, Sampler
+from fedppl.contracts import (
+    Algorithm,
+    Disclosure,
+    LocalInference,
+    Needs,
+    Point,
+    Posterior,
+    Replies,
+    Report,
+    Result,
+    Sampler,
+)
 from fedppl.results.records import COLUMNS
 from fedppl.settings import not_called, shown, takes
 from fedppl.types import DeclarationError, Status
@@ -35,10 +46,10 @@ _OPTIONAL = {
 def require_algorithm(algorithm: Any) -> None:
     """Refuse what is no algorithm that is built, and one whose parts cannot be called as they will be."""
     if not isinstance(algorithm, Algorithm):
-        raise DeclarationError(
-            f"algorithm={shown(algorithm)} is no algorithm"
-            + (not_called(algorithm) or "; pass one that is built, like fedppl.EP().")
-        )
+        remedy = not_called(algorithm) or "; pass one that is built, like fedppl.EP()."
+        if isinstance(algorithm, LocalInference):
+            remedy = " but how clients compute; pass fedppl.EP(local=...)."
+        raise DeclarationError(f"algorithm={shown(algorithm)} is no algorithm{remedy}")
     if not isinstance(algorithm.name, str) or not algorithm.name:
         raise DeclarationError(f"an algorithm's name is {shown(algorithm.name)}; give it a text that is not empty.")
     name, settings = algorithm.name, algorithm.settings

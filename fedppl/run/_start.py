@@ -55,6 +55,11 @@ def start(
     if models:
         say_unused(algorithm, next(iter(models.values())))
     moving = (engine or InProcess())(algorithm, models)
+    if not callable(getattr(moving, "exchange", None)):
+        raise DeclarationError(
+            f"engine={settings.shown(engine)} gave {settings.shown(moving)}, which cannot exchange messages; pass one "
+            "that is built, like fedppl.InProcess()."
+        )
     try:
         run = Run(algorithm, moving, models, seed)
         if (found := tuple(variable.name for variable in run.layout.variables)) != model.shared:
@@ -102,9 +107,14 @@ def _take_over(run: Run, begin: Fit) -> None:
 def require_declared(model: Any, algorithm: Any) -> None:
     """Refuse what is no declaration, and what is no algorithm that is built."""
     if not isinstance(model, FederatedModel):
-        raise DeclarationError(
-            f"model is {type(model).__name__}; wrap the builder: FederatedModel(builder, shared=[...])."
-        )
+        remedy = "wrap the builder: FederatedModel(builder, shared=[...])"
+        if isinstance(getattr(model, "model", None), FederatedModel):
+            remedy = "pass its .model"
+        elif isinstance(model, str) and "~" in model:
+            remedy = f"declare it: fedppl.formula({model!r})"
+        elif isinstance(model, Mapping):
+            remedy = "the model comes first, then the data: fedppl.fit(model, data)"
+        raise DeclarationError(f"model is {type(model).__name__}; {remedy}.")
     require_algorithm(algorithm)
 
 

@@ -173,7 +173,9 @@ def grid_search(
     require_loss(loss)
     for what, data in (("clients", clients), ("validation", validation)):
         if not isinstance(data, Mapping):
-            raise DeclarationError(f"{what} is {type(data).__name__}; pass a mapping from client id to its data.")
+            raise DeclarationError(
+                f"{what} is {type(data).__name__}; pass a mapping from client id to its data, as fedppl.holdout gives."
+            )
     taking_part, holding = set(map(str, clients)), set(map(str, validation))
     if taking_part != holding:
         alone, without = sorted(holding - taking_part), sorted(taking_part - holding)

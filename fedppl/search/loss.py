@@ -91,7 +91,7 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit first, then the validation data.")
     require_loss(loss)
-    if not validation or not isinstance(validation, Mapping):
+    if not isinstance(validation, Mapping) or not validation:
         raise DataError("no validation data: pass a mapping from client id to that client's held-out data.")
     draws = whole("draws", draws)
     if not fit.clients:

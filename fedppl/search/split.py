@@ -61,7 +61,10 @@ def holdout(
         raise DeclarationError(f"rows={rows!r} must be a list of names: [{rows!r}].")
     fraction = between("fraction", fraction, 0, 1)
     if not isinstance(clients, Mapping):
-        raise DataError(f"clients are {type(clients).__name__}; pass a mapping from client id to its data.")
+        raise DataError(
+            f"clients are {type(clients).__name__}; pass a mapping from client id to its data, of a data frame "
+            '{site: dict(rows[["X", "y"]]) for site, rows in frame.groupby("site")}.'
+        )
     if not clients:
         raise DataError("no clients: pass a mapping from client id to that client's data.")
     if random_seed is None:

@@ -1,0 +1,71 @@
+"""What a formula, its family and the names in it have to be, before any data are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedppl.formulas import families
+from fedppl.formulas.declare import Formula
+from fedppl.formulas.family import Family
+from fedppl.formulas.predictor import tag
+from fedppl.formulas.priors import Prior
+from fedppl.formulas.terms import Terms
+from fedppl.settings import shown
+from fedppl.types import DeclarationError
+
+_RESPONSES = {
+    "plain": "a column",
+    "proportion": "prop(successes, trials)",
+    "survival": "Surv(time, event)",
+    "interval": 'Surv(lower, upper, "interval")',
+}
+
+
+def _require_cuts(cuts: Any) -> None:
+    values = np.asarray(cuts if isinstance(cuts, Sequence | np.ndarray) else [], dtype=object).tolist()
+    numbers = [float(one) if isinstance(one, int | float | np.integer | np.floating) else np.nan for one in values]
+    if not numbers or not np.all(np.diff([0.0, *numbers, np.inf]) > 0):
+        raise DeclarationError(
+            f"family='piecewise' has a hazard that is constant between cut points, and constants={{'cuts': "
+            f"{shown(cuts)}}} are none: give times above 0 that rise, the same for all clients: "
+            "constants={'cuts': [30, 90]}."
+        )
+
+
+def require_family(family: Family, terms: Terms, text: str, constants: Mapping[str, Any]) -> None:
+    """Refuse a response, cut points or offsets that the family has no use for."""
+    if terms.response.kind not in family.responses:
+        wanted = " or ".join(_RESPONSES[kind] for kind in family.responses)
+        raise DeclarationError(
+            f"family={family.name!r} has {wanted} for a response; {text!r} has another, "
+            f"which {families.taking(terms.response.kind)[:6]} have."
+        )
+    if family.name == "piecewise":
+        _require_cuts(constants.get("cuts"))
+    if family.several and terms.offsets:
+        raise DeclarationError(f"offset() is added to one linear predictor, and family={family.name!r} has several.")
+
+
+def require_names(built: Formula) -> None:
+    """Refuse one name for two things, and priors and levels of what is not there."""
+    response, right = built.terms.response.columns, {*built.terms.columns, *built.terms.common}
+    if both := sorted(set(response) & right):
+        raise DeclarationError(f"{both} stand on both sides of {built.text!r}; leave them out of one.")
+    names = [*built.shared, response[0], *(f"{tag(one)}_effects" for one in built.terms.groups)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DeclarationError(
+            f"{twice} are names of columns of {built.text!r} and of variables of the model, {sorted(set(names))}; "
+            "rename these columns."
+        )
+    for name, prior in built.priors.items():
+        if not isinstance(prior, Prior):
+            raise DeclarationError(
+                f'priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass one: fedppl.Prior("Normal", mu=0, sigma=1).'
+            )
+    if unknown := sorted(set(built.priors) - set(built.shared)):
+        raise DeclarationError(f"priors of {unknown}: the shared variables are {list(built.shared)}; name some.")
+    if unknown := sorted(set(built.levels) - set(built.columns)):
+        raise DeclarationError(f"levels of {unknown}: the formula's columns are {list(built.columns)}; name some.")
