@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from fedppl.contracts.html import facts
 from fedppl.data import frames
 from fedppl.model._data import as_arrays, group_by_columns, needs_same_keys, one_type
 from fedppl.model._declared import Declared, parts_of
@@ -112,6 +113,13 @@ class FederatedModel:
     def __repr__(self) -> str:
         """The builder by name, and what is shared."""
         return f"FederatedModel({builder_name(self.builder)}, shared={list(self.shared)})"
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        takes = ", ".join(self.names) if self.names else "any names"
+        return facts(
+            "FederatedModel", {"builder": builder_name(self.builder), "data": takes, "shared": list(self.shared)}
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the declaration alone; what was compiled stays in its process."""
