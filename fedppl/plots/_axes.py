@@ -51,7 +51,15 @@ def apart() -> Iterator[None]:
 
 
 def panels(
-    ax: Any, rows: int, columns: int, size: tuple[float, float], figsize: Any = None, count: int = 0, **layout: Any
+    ax: Any,
+    rows: int,
+    columns: int,
+    size: tuple[float, float],
+    figsize: Any = None,
+    *,
+    count: int = 0,
+    layout: str = "constrained",
+    **options: Any,
 ) -> list[Any]:
     """So many axes: those that were given, or those of a new figure, of which the last ones may stay empty."""
     count = count or rows * columns
@@ -61,8 +69,8 @@ def panels(
             raise DeclarationError(f"ax={shown(ax)} must be matplotlib axes, {count} here; or None for a new figure.")
         return given
     make = _figure.get() or matplotlib("pyplot").figure
-    figure = make(figsize=size if figsize is None else figsize, layout="constrained")
-    found = list(figure.subplots(rows, columns, squeeze=False, **layout).flat)
+    figure = make(figsize=size if figsize is None else figsize, layout=layout)
+    found = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
     for empty in found[count:]:
         empty.set_axis_off()
     return found[:count]

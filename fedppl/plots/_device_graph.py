@@ -40,7 +40,7 @@ def device_graph(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | 
     matrix = np.asarray(fit.idata["fit"]["correlation"].transpose("client", "other_client").values, dtype=float)
     names = [_axes.short(name) for name in fit.client_ids]
     side = float(np.clip(0.22 * len(names) + 2.4, 3.6, 14.0))
-    axes = _axes.panels(ax, 1, 1, (side + 0.9, side), figsize)[0]
+    axes = _axes.panels(ax, 1, 1, (side + 0.9, side), figsize, layout="compressed")[0]
     image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest", aspect="equal")
     _axes.client_columns(axes, names)
     _axes.client_lines(axes, names)

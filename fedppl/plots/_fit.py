@@ -91,6 +91,7 @@ class Entry(NamedTuple):
     name: str
     place: tuple[int, ...]
     label: str  # name[coordinates]
+    flat: int  # the same in the flat array
 
 
 def require_fit(fit: Any) -> None:
@@ -114,9 +115,9 @@ def entries(group: Any, names: Sequence[str]) -> list[Entry]:
         values = group[name]
         dims = [dim for dim in values.dims if dim not in ("chain", "draw")]
         labels = [[str(label) for label in values[dim].values] for dim in dims]
-        for index in np.ndindex(*(values.sizes[dim] for dim in dims)):
+        for flat, index in enumerate(np.ndindex(*(values.sizes[dim] for dim in dims))):
             where = ", ".join(labels[axis][i] for axis, i in enumerate(index))
-            found.append(Entry(name, tuple(index), f"{name}[{where}]" if index else name))
+            found.append(Entry(name, tuple(index), f"{name}[{where}]" if index else name, flat))
     return found
 
 
@@ -125,7 +126,7 @@ def draws_of(group: Any, entry: Entry) -> Array:
     values = group[entry.name]
     values = values.transpose("chain", "draw", *[dim for dim in values.dims if dim not in ("chain", "draw")])
     found = np.asarray(values.values, dtype=float)
-    return np.ravel(found[:, :, *entry.place])
+    return found.reshape(found.shape[0] * found.shape[1], -1)[:, entry.flat]
 
 
 def variables(group: Any, var_names: Any, what: str, default: Sequence[str] | None = None) -> list[str]:

@@ -112,8 +112,8 @@ def forest(
             group = alone.client(name, **settings)["posterior"]
             others[name] = [_line(draws_of(group, entry), ci_prob) for entry in wanted]
     levels = _levels(fit, wanted, population, ci_prob)
-    tall, columns = _axes.height(len(names)), min(len(wanted), 4)
-    rows = -(-len(wanted) // columns)
+    tall, rows = _axes.height(len(names)), -(-len(wanted) // 4)
+    columns = -(-len(wanted) // rows)
     size = (2.2 + 2.8 * columns, min(tall * rows, 60.0))
     axes = _axes.panels(ax, rows, columns, size, figsize, count=len(wanted), sharey="row")
     labels = [_axes.short(_with_rows(fit, name)) for name in names]

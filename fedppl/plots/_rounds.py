@@ -16,8 +16,8 @@ _UNITS = {
     "change_sd": "largest change of a log sd",
     "change_omega": "relative change of Ω",
     "local_change": "change of local variables",
-    "kernel_change": "largest change of a kernel",
 }
+_CHANGES = ("change", "local_change")  # tolerances are of these
 _INSTEAD = {"bound": "bound on the log evidence", "heard": "clients heard so far"}
 _PHASES = ("#ffffff", "#e9f0e2", "#f3ead9", "#ece3f0")
 
@@ -65,7 +65,7 @@ def rounds(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | None =
 
 def columns(fit: Fitted) -> dict[str, Array]:
     """Diagnostics of rounds that say what has changed, by name."""
-    names = dict.fromkeys(name for record in fit.records for name in record.info if "change" in name)
+    names = dict.fromkeys(name for record in fit.records for name in record.info if name.startswith(_CHANGES))
     return {name: _column(fit, name) for name in names}
 
 
