@@ -71,7 +71,7 @@ def prior_posterior(
     rows = -(-len(wanted) // columns)
     axes = _axes.panels(ax, rows, columns, (3.3 * columns, 2.4 * rows + 0.5), figsize, count=len(wanted))
     for number, (panel, entry) in enumerate(zip(axes, wanted, strict=True)):
-        old, new = before[entry.name].reshape(_count(before), -1)[:, entry.flat], draws_of(after, entry)
+        old, new = before[entry.name].reshape(len(before[entry.name]), -1)[:, entry.flat], draws_of(after, entry)
         kind = kinds.get(entry.name, "")
         low, high = _bounds(kind, np.concatenate([old, new]))
         x = np.linspace(*_window(old, new, low, high), _GRID + 1)[1:]  # without the bound
@@ -99,10 +99,6 @@ def prior_draws(fit: Fitted, seed: int) -> dict[str, Array]:
             "fedppl.load(path, model, clients=...) of a fit that was saved."
         )
     return {name: np.asarray(value, dtype=float) for name, value in fit.reader.constrain(phi).items()}
-
-
-def _count(draws: dict[str, Array]) -> int:
-    return len(next(iter(draws.values())))
 
 
 def density(draws: Array, x: Array, low: float = -np.inf, high: float = np.inf, *, positive: bool = False) -> Array:
