@@ -29,7 +29,7 @@ _figure: ContextVar[Callable[..., Any] | None] = ContextVar("figure", default=No
 
 
 def matplotlib(module: str) -> Any:
-    """A module of matplotlib, or an error that names the extra."""
+    """Module of matplotlib, or an error that names the extra."""
     try:
         return importlib.import_module(f"matplotlib.{module}")
     except ModuleNotFoundError as error:
@@ -90,7 +90,7 @@ def short(name: Any, longest: int = _LONGEST) -> str:
     """A name without its middle where it is long: clients often differ in their last characters alone.
 
     >>> short("the hospital of a very long name, ward 12")
-    'the hospital o…e, ward 12'
+    'the hospital o…me, ward 12'
     """
     text = " ".join(str(name).split())
     half = longest // 2

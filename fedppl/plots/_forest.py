@@ -85,7 +85,9 @@ def forest(
     >>> import fedppl
     >>> from fedppl.testing import normal_means
     >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
-    >>> axes = fedppl.plots.forest(fit, "theta", population="mu")  # doctest: +SKIP
+    >>> axes = fedppl.plots.forest(fit, "theta", population="mu")
+    >>> axes[0].get_xlabel()
+    'theta'
 
     Notes
     -----

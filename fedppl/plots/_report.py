@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fedppl.contracts import Posterior
 from fedppl.contracts.html import escaped, number, table
 from fedppl.plots import _axes
 from fedppl.plots._device_graph import device_graph
@@ -29,7 +30,7 @@ from fedppl.types import DataError, DeclarationError, NotConvergedError
 
 _DPI = 100
 _FOREST = 60  # clients, up to which each one's posterior is drawn unless variables are named
-_TABLE = 200  # rows of the table of shared variables
+_TABLE = 200  # shared coordinates, up to which they stand in a table
 _PACKAGES = ("fedppl", "pymc", "pytensor", "arviz", "numpy", "scipy", "numba", "nutpie", "torch", "flwr")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 72em; margin: 2em auto; padding: 0 1em; }
@@ -43,7 +44,7 @@ p.status.open { border-color: #b3261e; background: #fbeeed; }
 """
 _SAID = {
     "converged": "The fit converged: its figures can be read as they are.",
-    "max_rounds": "The fit did not converge: it ran out of rounds. Read its figures with caution.",
+    "max_rounds": "The fit did not converge before its rounds were over, or it was stopped. Read its figures with caution.",
     "stalled": "The fit did not converge: it made no more progress. Read its figures with caution.",
     "interrupted": "The fit was interrupted before it had converged. Read its figures with caution.",
     "running": "The fit was not finished. Read its figures with caution.",
@@ -133,14 +134,15 @@ def _shared(fit: Fitted) -> str:
     heading = "<h2>What all clients share</h2>"
     if fit.algorithm.result.shared is None:
         return f"{heading}<p>In this algorithm clients share no parameters; each has its own.</p>"
+    if fit.layout.size > _TABLE:
+        return f"{heading}<p>{fit.layout.size} numbers, which are too many for a table.</p>"
     try:
         found = fit.summary()
     except NotConvergedError as error:
         return f"{heading}<p>{escaped(error, 2000)}</p>"
     head = ["", *(str(name).replace("eti_", "interval ") for name in found.columns)]
     rows = [[index, *(number(value) for value in row)] for index, row in zip(found.index, found.values, strict=True)]
-    more = f"<p>{len(rows) - _TABLE} more entries are not shown.</p>" if len(rows) > _TABLE else ""
-    return f'{heading}<div class="wide">{table(head, rows[:_TABLE])}</div>{more}{_glossary(found.columns)}'
+    return f'{heading}<div class="wide">{table(head, rows)}</div>{_glossary(found.columns)}'
 
 
 def _glossary(columns: Any) -> str:
@@ -178,36 +180,40 @@ def _clients(fit: Fitted) -> str:
 
 
 def _pictures(fit: Fitted, var_names: Any, population: Any, conflict: Any) -> Iterator[str]:
-    """The pictures that there is something to draw for."""
-    shared = fit.algorithm.result.shared
-    named = var_names is not None
-    if fit.clients and (named or len(fit.clients) <= _FOREST):
+    """The pictures that there is something to draw for; what the caller asked for by name has to be drawn."""
+    shared, told = fit.algorithm.result.shared, fit.idata
+    asked = var_names is not None or population is not None
+    if fit.clients and (asked or len(fit.clients) <= _FOREST):
         yield _figure(
             "Clients beside each other",
             "Each client's estimate of its own parameters: a dot with the central half and the 94 % interval, beside "
             "what all clients have in common. In brackets, the client's number of rows.",
             lambda: forest(fit, var_names, population=population),
-            required=named,
+            required=asked,
         )
-    if shared is not None:
+    if "posterior" in told and fit.layout.size <= _TABLE:
         yield _figure(
             "Before and after the data",
             "What was assumed of the shared parameters (prior, dashed) and what is known now (posterior). Where both "
             "look alike, the data said little.",
             lambda: prior_posterior(fit),
         )
+    without = isinstance(shared, Posterior) and shared.without is not None and "posterior" in told
+    if conflict is not None or (without and fit.layout.size <= _TABLE):
         yield _figure(
             "What each client does to the result",
             "Left, how far a client moves the shared averages, in units of their uncertainty; right, the uncertainty "
             "with the client over that without it. Points far from the line belong to clients that matter most.",
             lambda: influence(fit, conflict=conflict),
+            required=conflict is not None,
         )
-    yield _figure(
-        "How alike clients are",
-        "Correlation of clients' parameters: 1 for clients that are alike, 0 for clients that tell nothing of each "
-        "other.",
-        lambda: device_graph(fit),
-    )
+    if "fit" in told and "correlation" in told["fit"]:
+        yield _figure(
+            "How alike clients are",
+            "Correlation of clients' parameters: 1 for clients that are alike, 0 for clients that tell nothing of each "
+            "other.",
+            lambda: device_graph(fit),
+        )
     if fit.records:
         yield _figure(
             "How the fit went",
@@ -222,14 +228,14 @@ def _pictures(fit: Fitted, var_names: Any, population: Any, conflict: Any) -> It
 
 
 def _figure(heading: str, caption: str, draw: Callable[[], Any], *, required: bool = False) -> str:
-    """A picture, or nothing where there is none of this fit: the functions say so by their errors."""
+    """A picture, or why there is none."""
     try:
         with _axes.apart():
             axes = draw()
-    except (DeclarationError, DataError, NotConvergedError):
+    except (DeclarationError, DataError, NotConvergedError) as error:
         if required:
             raise
-        return ""
+        return f"<h2>{escaped(heading)}</h2><p>Not drawn: {escaped(error, 1000)}</p>"
     one = axes.flat[0] if isinstance(axes, np.ndarray) else axes
     held = io.BytesIO()
     with warnings.catch_warnings():
