@@ -44,7 +44,7 @@ p.status.open { border-color: #b3261e; background: #fbeeed; }
 """
 _SAID = {
     "converged": "The fit converged: its figures can be read as they are.",
-    "max_rounds": "The fit did not converge before its rounds were over, or it was stopped. Read its figures with caution.",
+    "max_rounds": "The fit did not converge before it ended. Read its figures with caution.",
     "stalled": "The fit did not converge: it made no more progress. Read its figures with caution.",
     "interrupted": "The fit was interrupted before it had converged. Read its figures with caution.",
     "running": "The fit was not finished. Read its figures with caution.",
