@@ -449,6 +449,25 @@ def test_a_page_of_what_was_broken_off_says_so(tmp_path: Path) -> None:
     assert text.count("<img") == 2  # rounds and quality
 
 
+def test_a_page_of_a_fit_that_was_loaded_without_data_has_what_all_share(fit: fedppl.Fit, tmp_path: Path) -> None:
+    fit.save(tmp_path / "run.nc")
+    again = fedppl.load(tmp_path / "run.nc", fit.declaration, fit.algorithm)
+    text = again.report(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert text.count("<img") == 3 and "Not drawn: " in text and "with data elsewhere" in text
+    for value in fit.summary()["mean"]:
+        assert f"<td>{value:.4g}</td>" in text
+
+
+def test_newer_containers_of_arviz_are_drawn_alike(fit: fedppl.Fit) -> None:
+    tree = dataclasses.replace(fit)
+    groups = {name: fit.idata[name] for name in ("posterior", "fit", "rounds")}
+    tree.__dict__["idata"] = xr.DataTree.from_dict(groups)
+    for draw in (plots.rounds, plots.quality, plots.prior_posterior):
+        for one, two in zip(draw(fit), draw(tree), strict=True):
+            for a, b in zip(one.lines, two.lines, strict=True):
+                assert_array_equal(a.get_xydata(), b.get_xydata())
+
+
 def test_pages_of_other_algorithms_have_what_applies(coupled: fedppl.Fit, tmp_path: Path) -> None:
     text = coupled.report(tmp_path / "coupled.html", var_names="beta").read_text(encoding="utf-8")
     assert "How alike clients are" in text and "share no parameters" in text

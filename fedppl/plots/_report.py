@@ -171,9 +171,10 @@ def _clients(fit: Fitted) -> str:
         sent = told["bytes_up"].sum("round").values
         columns["bytes sent"] = [int(value) for value in sent]
     rows = [[name, *(column[k] for column in columns.values())] for k, name in enumerate(ids)]
-    where = "in this process" if fit.clients else "sites of their own"
+    many = f"{len(ids)} clients" if len(ids) > 1 else "One client"
+    where = "in this process" if fit.clients else "with data elsewhere"
     return (
-        f"<h2>Clients</h2><p>{len(ids)} clients, {where}. The columns from “used” on count rounds by what became of "
+        f"<h2>Clients</h2><p>{many}, {where}. The columns from “used” on count rounds by what became of "
         "the client's reply; quality figures are of its last one.</p>"
         f'<div class="wide">{table(["client", *columns], rows)}</div>'
     )
