@@ -427,6 +427,7 @@ def test_a_page_has_the_fits_numbers_pictures_and_settings(page: str, fit: fedpp
     for text in (*fit.algorithm.settings.values(), fedppl.__version__, pm.__version__, "12", "13", "14"):
         assert read.has(text)
     assert "<tr><th>seed</th><td>1</td></tr>" in page
+    assert re.search("<td>log</td><td>HalfNormal.{0,20}1", page)
     pictures = [value for _, name, value in read.attributes if name == "src"]
     assert len(pictures) == 5  # all but the device graph
     for one in pictures:
@@ -454,6 +455,11 @@ def test_a_page_of_a_fit_that_was_loaded_without_data_has_what_all_share(fit: fe
     again = fedppl.load(tmp_path / "run.nc", fit.declaration, fit.algorithm)
     text = again.report(tmp_path / "report.html").read_text(encoding="utf-8")
     assert text.count("<img") == 3 and "Not drawn: " in text and "with data elsewhere" in text
+    fit.save(tmp_path / "more.nc", include="clients")
+    more = fedppl.load(tmp_path / "more.nc", fit.declaration, fit.algorithm)
+    own = [fit.client(name)["posterior"]["noise"].values.mean() for name in fit.client_ids]
+    assert_allclose(dots(plots.forest(more, "noise")[0]), own)
+    assert len(plots.forest(more)) == 3
     for value in fit.summary()["mean"]:
         assert f"<td>{value:.4g}</td>" in text
 

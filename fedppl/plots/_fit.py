@@ -38,6 +38,10 @@ class Fitted(Protocol):
         """Compiled models of the clients in this process."""
 
     @property
+    def drawn(self) -> Mapping[str, Any] | None:
+        """Draws of clients' posteriors that a file had."""
+
+    @property
     def reader(self) -> SharedReader:
         """How draws of φ are read."""
 
@@ -98,6 +102,11 @@ def require_fit(fit: Any) -> None:
     """Refuse what is no fit."""
     if not all(callable(getattr(type(fit), name, None)) for name in _NEEDED):
         raise DeclarationError(f"fit={shown(fit)} is not what fedppl.fit returned.")
+
+
+def at_hand(fit: Fitted) -> list[str]:
+    """Clients whose posteriors can be had: their data are here, or draws of them came with a file."""
+    return [*fit.clients, *(name for name in fit.drawn or {} if name not in fit.clients)]
 
 
 def shared_draws(fit: Fitted) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.plots import _axes
-from fedppl.plots._fit import Entry, Fitted, draws_of, entries, require_fit, shared_draws, variables
+from fedppl.plots._fit import Entry, Fitted, at_hand, draws_of, entries, require_fit, shared_draws, variables
 from fedppl.settings import between, chosen, shown
 from fedppl.types import Array, DeclarationError
 
@@ -46,7 +46,8 @@ def forest(
     Parameters
     ----------
     fit
-        A `fedppl.Fit` whose clients are in this process: posteriors are drawn there.
+        A `fedppl.Fit` whose clients are in this process, where their posteriors are drawn; or one that was loaded with
+        draws of them.
     var_names
         Variables of a client's posterior, deterministics such as a total effect among them; by default its local ones.
     coords
@@ -63,7 +64,7 @@ def forest(
     ci_prob
         Probability of the equal-tailed interval.
     draws, chains, random_seed
-        Of clients' posteriors, as in `Fit.client`.
+        Of posteriors that are drawn here, as in `Fit.client`.
     ax
         Matplotlib axes, one a panel; by default those of a new figure.
     figsize
@@ -95,23 +96,23 @@ def forest(
     agree: see `fedppl.contrast`.
     """
     require_fit(fit)
-    if not fit.clients:
+    if not at_hand(fit):
         raise DeclarationError(
             "clients are sites of their own and draw their posteriors there: nothing of them is here to be drawn."
         )
-    names = chosen("clients", clients, list(fit.clients), "the clients whose data are here")
+    names = chosen("clients", clients, at_hand(fit), "the clients whose posteriors are here")
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     settings: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
-    groups = {name: fit.client(name, **settings)["posterior"] for name in names}
+    groups = {name: _posterior(fit, name, settings) for name in names}
     wanted = _entries(fit, groups, var_names, coords)
     lines = {name: [_line(draws_of(group, entry), ci_prob) for entry in wanted] for name, group in groups.items()}
     others: dict[str, list[Line]] = {}
     if alone is not None:
         require_fit(alone)
-        if lost := [name for name in names if name not in alone.clients]:
+        if lost := [name for name in names if name not in at_hand(alone)]:
             raise DeclarationError(f"alone= is a fit without the clients {lost[:5]}; fit the same ones.")
         for name in names:
-            group = alone.client(name, **settings)["posterior"]
+            group = _posterior(alone, name, settings)
             others[name] = [_line(draws_of(group, entry), ci_prob) for entry in wanted]
     levels = _levels(fit, wanted, population, ci_prob)
     tall, rows = _axes.height(len(names)), -(-len(wanted) // 4)
@@ -135,8 +136,9 @@ def forest(
 def default_names(fit: Fitted, groups: Mapping[str, Any]) -> list[str]:
     """Variables of a client's own whose shapes are equal at all clients, as many as there are panels for."""
     first = next(iter(groups.values()))
-    client = next(iter(fit.clients.values()))
-    local = [variable.name for variable in client.local]
+    client = next(iter(fit.clients.values()), None)
+    known = [str(name) for name in first.data_vars if name not in fit.reader.dims]
+    local = known if client is None else [variable.name for variable in client.local]
     own = local if fit.algorithm.result.shared is not None else [*client.layout.slices, *local]
     kept: list[str] = []
     for name in own:
@@ -244,4 +246,9 @@ def _apart(axes: Any, others: Sequence[Line], mine: Sequence[Line], *, first: bo
 
 
 def _with_rows(fit: Fitted, name: str) -> str:
-    return f"{name} ({fit.clients[name].rows})"
+    return f"{name} ({fit.clients[name].rows})" if name in fit.clients else name
+
+
+def _posterior(fit: Fitted, name: str, settings: Mapping[str, Any]) -> Any:
+    """Drawn where the data are; or as a file had it."""
+    return fit.client(name, **settings if name in fit.clients else {})["posterior"]

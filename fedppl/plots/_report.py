@@ -19,7 +19,7 @@ from fedppl.contracts import Posterior
 from fedppl.contracts.html import escaped, number, table
 from fedppl.plots import _axes
 from fedppl.plots._device_graph import device_graph
-from fedppl.plots._fit import Fitted, require_fit
+from fedppl.plots._fit import Fitted, at_hand, require_fit
 from fedppl.plots._forest import forest
 from fedppl.plots._influence import influence
 from fedppl.plots._prior_posterior import prior_posterior
@@ -184,7 +184,7 @@ def _pictures(fit: Fitted, var_names: Any, population: Any, conflict: Any) -> It
     """The pictures that there is something to draw for; what the caller asked for by name has to be drawn."""
     shared, told = fit.algorithm.result.shared, fit.idata
     asked = var_names is not None or population is not None
-    if fit.clients and (asked or len(fit.clients) <= _FOREST):
+    if asked or 0 < len(at_hand(fit)) <= _FOREST:
         yield _figure(
             "Clients beside each other",
             "Each client's estimate of its own parameters: a dot with the central half and the 94 % interval, beside "
@@ -250,17 +250,27 @@ def _figure(heading: str, caption: str, draw: Callable[[], Any], *, required: bo
 
 
 def _computed(fit: Fitted) -> str:
+    priors = _priors(fit)
     variables = [
-        [variable.name, " × ".join(map(str, variable.shape)) or "1", variable.transform or "none"]
-        for variable in fit.layout.variables
+        [one.name, " × ".join(map(str, one.shape)) or "1", one.transform or "none", priors.get(one.name, "–")]
+        for one in fit.layout.variables
     ]
     return (
         "<h2>What was computed</h2>"
         f"<p>{escaped(fit.declaration, 500)}, by the algorithm {escaped(fit.algorithm.name)}, in {len(fit.records)} "
         f"rounds and {number(fit.seconds)} seconds. Each client computed with its own rows, where they are; what it "
         f"sent in the last round: {escaped(fit.records[-1].released if fit.records else 'nothing', 500)}.</p>"
-        f"{table(['shared variable', 'entries', 'transform'], variables)}"
+        f"{table(['shared variable', 'entries', 'transform', 'prior'], variables)}"
     )
+
+
+def _priors(fit: Fitted) -> dict[str, str]:
+    """Priors in words, where the declared model can be built here."""
+    client = next(iter(fit.clients.values()), None)
+    if client is None:
+        return {}
+    told = fit.declaration.describe(client.arrays)["prior"]
+    return {str(name): str(prior) for name, prior in told.items()}
 
 
 def _settings(fit: Fitted) -> str:
