@@ -12,6 +12,8 @@ from tests.support import markers
 collect_ignore = ["fedppl/flower/virtual.py", "tests/deployed"]
 if importlib.util.find_spec("torch") is None:
     collect_ignore += ["fedppl/nn", "models/fedsi.py"]
+if importlib.util.find_spec("matplotlib") is None:
+    collect_ignore += ["fedppl/plots/_forest.py"]
 if importlib.util.find_spec("flwr") is None:
     edges = ("app", "client_app", "engines", "grid", "post", "records", "roll")
     collect_ignore += [

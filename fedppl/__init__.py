@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fedppl import metrics, privacy
+from fedppl import metrics, plots, privacy
 from fedppl.algorithms.averaging.ditto import Ditto
 from fedppl.algorithms.averaging.fedavg import FedAvg
 from fedppl.algorithms.averaging.fedprox import FedProx
@@ -116,6 +116,7 @@ __all__ = [
     "marginal_effects",
     "metrics",
     "plot_calibration",
+    "plots",
     "policy",
     "privacy",
     "rounds",

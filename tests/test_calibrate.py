@@ -12,6 +12,7 @@ from numpy.testing import assert_array_equal
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel
+from fedppl.results.simulate import outcomes, truths
 from fedppl.testing import normal_means
 from tests.support import problems
 
@@ -89,3 +90,17 @@ def test_measurements_that_were_whole_numbers_are_drawn_as_measurements() -> Non
     assert_array_equal(
         found["pit"], fedppl.calibrate(model, clients, GAUSSIAN, data_sets=5, progressbar=False, random_seed=1)["pit"]
     )
+
+
+def test_outcomes_are_those_of_the_shared_variables_also_where_these_have_dims() -> None:
+    """y ~ N(a + Xμ, I + ¼ XXᵀ), whose quadratic form has mean n and variance 2 n at every draw."""
+    model, clients = problems.regression(1)
+    (client,) = model.enrol(clients, kernel=False).values()
+    rng = np.random.default_rng(3)
+    drawn = truths(client, 200, rng)
+    y = outcomes(client, drawn.values, rng)["y"]
+    X = clients["clinic 0"]["X"]
+    residual = y - drawn.values["a"][:, None] - drawn.values["mu"] @ X.T
+    quadratic = np.einsum("si,ij,sj->s", residual, np.linalg.inv(np.eye(len(X)) + 0.25 * X @ X.T), residual)
+    error = np.sqrt(2 * len(X) / len(y))
+    assert quadratic.mean() == pytest.approx(len(X), abs=4 * error)

@@ -387,3 +387,19 @@ def test_what_is_no_fit_has_no_curves() -> None:
     ):
         with pytest.raises(DeclarationError, match="fit is NoneType; pass the fit"):
             read()
+
+
+def test_a_curve_is_drawn_with_its_interval_and_its_rows() -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    fit, x = fitted(), np.linspace(-0.5, 1.5, 21)
+    name = fit.client_ids[0]
+    figure, axes = plt.subplots()
+    assert curves.plot(fit, name, {"X": x}, probability=0.5, ax=axes) is axes
+    found = curves.predict(fit, name, {"X": x}, probability=0.5)
+    assert_array_equal(axes.lines[0].get_ydata(), found["mean"])
+    band = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert_allclose([band.min(), band.max()], [found["lower"].min(), found["upper"].max()])
+    own = fit.clients[name].arrays
+    assert_array_equal(axes.lines[1].get_data(), [np.ravel(own["X"]), own["y"]])
+    assert_array_equal(curves.plot(fit, newcomer(), {"X": x}, ax=axes).lines[-1].get_ydata(), newcomer()["y"])
+    plt.close(figure)

@@ -21,6 +21,7 @@ LAYERS = [
     ["algorithms", "search", "flower", "testing", "formulas"],
     ["local", "run"],
     ["results"],
+    ["plots"],
     ["engine"],
     ["model"],
     ["contracts", "numerics", "storage", "audit", "privacy", "metrics", "data"],

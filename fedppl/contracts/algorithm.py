@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl.contracts.client import CheckFn, ClientView, Draws
+from fedppl.contracts.html import facts
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
@@ -361,6 +362,10 @@ class Algorithm(NamedTuple, Generic[S, P]):
     def __repr__(self) -> str:
         """Name and settings; functions say nothing to a reader."""
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.settings.items())})"
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        return facts(self.name, self.settings)
 
 
 AnyAlgorithm = Algorithm[Any, Any]  # for those who look into neither state

@@ -12,6 +12,7 @@ import numpy as np
 import xarray as xr
 from scipy.stats import norm
 
+from fedppl import plots
 from fedppl.contracts import Sampler
 from fedppl.coregional.algorithms.ascent import Ascent
 from fedppl.coregional.algorithms.averaging import Averaging
@@ -25,7 +26,17 @@ from fedppl.results.fit import Fit
 from fedppl.settings import between, flag
 from fedppl.types import DeclarationError
 
-__all__ = ["Ascent", "Averaging", "BlockAscent", "Gradient", "coefficients", "latent_curves", "predict", "selection"]
+__all__ = [
+    "Ascent",
+    "Averaging",
+    "BlockAscent",
+    "Gradient",
+    "coefficients",
+    "latent_curves",
+    "plot",
+    "predict",
+    "selection",
+]
 
 
 def predict(
@@ -107,6 +118,39 @@ def predict(
         coords={"row": np.arange(len(mean))},
         attrs={"client": name, "probability": probability},
     )
+
+
+def plot(
+    fit: Fit,
+    unit: str | Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    *,
+    probability: float = 0.9,
+    ax: Any = None,
+    figsize: tuple[float, float] | None = None,
+) -> Any:
+    """Draw a unit's curve with its interval over inputs of one dimension, and its own rows where they are here.
+
+    Parameters
+    ----------
+    fit, unit, inputs, probability
+        As in `predict`.
+    ax, figsize
+        As in `fedppl.plots.curves`.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    DataError
+        If inputs are of several dimensions.
+    """
+    found = predict(fit, unit, inputs, probability=probability)
+    client = fit.clients[unit] if isinstance(unit, str) else fit.declaration.enrol({"new": unit}, kernel=False)["new"]
+    rows = client.arrays[next(iter(inputs))], client.view(unit_of).response
+    return plots.curves(found, inputs, observed=rows, ax=ax, figsize=figsize)
 
 
 def selection(fit: Fit) -> xr.Dataset:

@@ -153,7 +153,17 @@ def _gaussian_beside_binary(
     return Gaussian(linear, precision)
 
 
-def _prior_draws(parts: _graph.Parts) -> Array:
+def draw_prior(parts: _graph.Parts, count: int, seed: int) -> Array:
+    """Draws (S, m) of the shared prior on the unconstrained space, for who looks at it.
+
+    Of variables that are defined for some of their draws only, as ordered ones are, there are fewer than `count`.
+    """
+    if any(term not in parts.shared for term in parts.prior_terms):
+        raise DeclarationError("the shared prior has a pm.Potential, from which nothing can be drawn.")
+    return _prior_draws(parts, count, seed)
+
+
+def _prior_draws(parts: _graph.Parts, count: int = _PRIOR_DRAWS, seed: int = 0) -> Array:
     """Draws (S, m) of the shared prior on the unconstrained space."""
     model = parts.model
     values = []
@@ -161,20 +171,20 @@ def _prior_draws(parts: _graph.Parts) -> Array:
         transform = model.rvs_to_transforms[rv]
         values.append(rv if transform is None else transform.forward(rv, *rv.owner.inputs))
     try:
-        draws = pm.draw(values, draws=_PRIOR_DRAWS, random_seed=0, mode=_graph.PYTHON_MODE)
+        draws = pm.draw(values, draws=count, random_seed=seed, mode=_graph.PYTHON_MODE)
     except NotImplementedError as error:  # a flat one that a potential bounds, or one of the user's own
         names = [rv.name for rv in parts.shared]
         raise DeclarationError(
             f"the shared prior of {names} cannot be drawn from ({error}); the server needs a proper prior that can. "
             "Give every shared variable a distribution of PyMC, for example pm.Normal(0, 10) or pm.HalfNormal(1)."
         ) from error
-    flat = np.concatenate([np.reshape(value, (_PRIOR_DRAWS, -1)) for value in draws], axis=1)
+    flat = np.concatenate([np.reshape(value, (count, -1)) for value in draws], axis=1)
     # An ordered vector is drawn without its order: the draws that happen to have it are the prior's.
     inside = flat[np.all(np.isfinite(flat), axis=1)]
     if len(inside) < 10 * (flat.shape[1] + 1):
         names = [rv.name for rv in parts.shared]
         raise DeclarationError(
-            f"only {len(inside)} of {_PRIOR_DRAWS} draws of the shared prior of {names} lie where its transforms are "
+            f"only {len(inside)} of {count} draws of the shared prior of {names} lie where its transforms are "
             "defined (an ordered vector?). Give its entries ordered means, or share its increments instead."
         )
     return np.asarray(inside)

@@ -20,6 +20,7 @@ from fedppl.model import _graph, _rows
 from fedppl.model._declared import Declared, built, parts_of
 from fedppl.model._kinks import find_kink, points
 from fedppl.model._pack import pack
+from fedppl.model._shared_prior import draw_prior
 from fedppl.model._template import Template
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array, DeclarationError, Layout, Variable, coordinate_labels
@@ -211,6 +212,10 @@ class ClientModel:
         names = {*self.declared.shared, *public.names}
         kept = {name: of for name, of in dims.items() if name in names}
         return SharedReader(self.constrain_shared, kept, {dim: coords[dim] for dim in public.labelled})
+
+    def draw_prior(self, draws: int, random_seed: int) -> Array:
+        """Draws of the declared shared prior on the unconstrained space, (S, m)."""
+        return draw_prior(self.template.parts, draws, random_seed)
 
     def view(self, read: Callable[[ClientModel], T]) -> T:
         """What a family's reader makes of this client's model: read once, and kept."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from fedppl.contracts.html import facts
 from fedppl.data import frames
 from fedppl.data.ids import require_ids
 from fedppl.model import _kinds
@@ -123,6 +124,13 @@ class FederatedModel:
     def __repr__(self) -> str:
         """The builder by name, and what is shared."""
         return f"FederatedModel({_kinds.listed(self.builders)}, shared={list(self.shared)})"
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        takes = ", ".join(self.names) if self.names else "any names"
+        return facts(
+            "FederatedModel", {"builder": builder_name(self.builder), "data": takes, "shared": list(self.shared)}
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the declaration alone; what was compiled stays in its process."""

@@ -14,7 +14,7 @@ import xarray as xr
 from fedppl.contracts import LogEvidence, Point, Posterior
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel
-from fedppl.results import copies, influence, kept, saved, summary
+from fedppl.results import copies, html, influence, kept, saved, summary
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.at_client import client_posterior, inputs
 from fedppl.results.groups import required
@@ -69,6 +69,8 @@ class Fit(Ended):
             f"Fit({self.algorithm.name}, {self.status.value}, {len(self.records)} rounds, {len(self.client_ids)} "
             f"clients, {self.layout.size} shared coordinates)"
         )
+
+    _repr_html_, report = html.of_fit, html.report
 
     @property
     def posterior(self) -> Gaussian:

@@ -13,7 +13,7 @@ from pytensor.graph.traversal import ancestors
 
 from fedppl.model import _graph
 from fedppl.model._summary import tells_grid
-from fedppl.model.client import ClientModel
+from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.results import idata
 from fedppl.types import Array, DeclarationError
 
@@ -77,11 +77,8 @@ def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Ge
             "the model has a pm.Potential, from which outcomes cannot be drawn; declare them as observed variables "
             "(pm.CustomDist)" + _OR
         )
-    dims = {name: ("chain", "draw", *(f"{name}_{i}" for i in range(np.ndim(v) - 1))) for name, v in shared.items()}
-    count = len(next(iter(shared.values())))
-    group = idata.dataset(
-        {name: value[None] for name, value in shared.items()}, dims, {"chain": [0], "draw": np.arange(count)}
-    )
+    # With the model's own dims and coords: a variable whose coords differ PyMC draws anew, from its prior.
+    group = idata.posterior_dataset({name: value[None] for name, value in shared.items()}, *dims_and_coords(model))
     with model, proper_priors(), at_level("pymc.sampling.forward", logging.WARNING):
         drawn = pm.sample_posterior_predictive(
             idata.from_groups({"posterior": group}),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import settings
-from fedppl.contracts import Reply, Request
+from fedppl.contracts import Reply, Request, html
 from fedppl.numerics.streams import stream
 from fedppl.results import fallbacks
 from fedppl.results.records import Record
@@ -36,6 +36,20 @@ class Round(NamedTuple):
     status: Status
     message: str
     record: Record
+
+    def __repr__(self) -> str:
+        """One line; states fill pages."""
+        return f"Round({self.number}, {self.status.value}, {self._replies()})"
+
+    def _repr_html_(self) -> str:
+        """Its diagnostics as a table, for notebooks."""
+        said = {"status": self.status.value, "message": self.message, "replies": self._replies()}
+        numbers = {k: v if isinstance(v, str) else html.number(v) for k, v in self.record.info.items()}
+        return html.facts(f"Round {self.number}", {k: v for k, v in {**said, **numbers}.items() if v not in ("", "–")})
+
+    def _replies(self) -> str:
+        asked = len(self.record.asked) - len(self.record.silent)
+        return f"{len(self.record.bytes_up)} of {asked} replies"
 
     @property
     def failures(self) -> dict[str, str]:

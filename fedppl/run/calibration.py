@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 from scipy import stats
 
-from fedppl import gaussian
+from fedppl import gaussian, plots
 from fedppl.contracts import AnyAlgorithm, EngineFactory, Posterior
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
@@ -146,7 +146,7 @@ def calibrate(
 
 
 def plot_calibration(found: xr.Dataset, *, axes: Any = None) -> Any:
-    """Plot the distribution function of the transforms less the uniform one, with its simultaneous 95 % band.
+    """`fedppl.plots.calibration`: the transforms' distribution function less the uniform one, with its 95 % band.
 
     Parameters
     ----------
@@ -164,21 +164,7 @@ def plot_calibration(found: xr.Dataset, *, axes: Any = None) -> Any:
     DeclarationError
         For what is no such result.
     """
-    import matplotlib.pyplot as plt
-
-    if not isinstance(found, xr.Dataset) or "pit" not in found:
-        raise DeclarationError(f"found={shown(found)} is not what fedppl.calibrate returned.")
-    axes = plt.subplots()[1] if axes is None else axes
-    known = found.sizes["data_set"]
-    for label in found["rows"].values:
-        u = np.sort(found["pit"].sel(rows=label).dropna("data_set").values)
-        known = min(known, len(u))
-        axes.step(u, np.arange(1, len(u) + 1) / len(u) - u, where="post", label=str(label))
-    half = stats.kstwo.ppf(0.95, max(known, 1))
-    axes.axhspan(-half, half, alpha=0.2)
-    axes.set(xlabel="probability integral transform", ylabel="distribution function less the uniform", xlim=(0, 1))
-    axes.legend()
-    return axes
+    return plots.calibration(found, ax=axes)
 
 
 def _simulated(simulate: Simulate, shared: Mapping[str, Any], name: str, data: Any, rng: Any) -> dict[str, Any]:

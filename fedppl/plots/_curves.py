@@ -1,0 +1,85 @@
+"""A curve with its interval, as `fedppl.curves.predict` gives it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fedppl.plots import _axes
+from fedppl.settings import shown
+from fedppl.types import Array, DataError, DeclarationError
+
+
+def curves(
+    predicted: Any,
+    inputs: Any,
+    *,
+    observed: tuple[Any, Any] | None = None,
+    ax: Any = None,
+    figsize: tuple[float, float] | None = None,
+) -> Any:
+    """Draw predicted outputs with their interval; ``fedppl.curves.plot(fit, client, inputs)`` predicts them too.
+
+    Parameters
+    ----------
+    predicted
+        What `fedppl.curves.predict` returned: ``mean``, ``sd``, ``lower`` and ``upper``, dim row.
+    inputs
+        The inputs of these rows, (n,), or a mapping with one array.
+    observed
+        Inputs and outputs to draw as points, two arrays of one length.
+    ax
+        Matplotlib axes; by default those of a new figure.
+    figsize
+        Inches of a new figure.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    DeclarationError
+        For what is no prediction.
+    DataError
+        If inputs are of several dimensions, or not of as many rows.
+    """
+    if not {"mean", "lower", "upper"} <= set(getattr(predicted, "data_vars", ())):
+        raise DeclarationError(f"predicted={shown(predicted)} is not what fedppl.curves.predict returned.")
+    x, label = line(inputs)
+    mean = np.asarray(predicted["mean"].values, dtype=float)
+    if x.shape != mean.shape:
+        raise DataError(f"inputs have {len(x)} rows, the prediction {len(mean)}; pass the inputs it was made for.")
+    axes = _axes.panels(ax, 1, 1, (6.0, 3.6), figsize)[0]
+    order = np.argsort(x, kind="stable")
+    low, high = (np.asarray(predicted[end].values, dtype=float)[order] for end in ("lower", "upper"))
+    share = predicted.attrs.get("probability")
+    axes.fill_between(
+        x[order], low, high, color="C0", alpha=0.2, lw=0, label="interval" if share is None else f"{share:.0%} interval"
+    )
+    axes.plot(x[order], mean[order], color="C0", label="mean")
+    if observed is not None:
+        at, y = (np.ravel(np.asarray(values, dtype=float)) for values in observed)
+        if at.shape != y.shape:
+            raise DataError(f"observed= has {len(at)} inputs and {len(y)} outputs; give one of each a row.")
+        axes.plot(at, y, ".", color="black", ms=4, label="observed")
+    axes.set(xlabel=label, ylabel=_axes.short(f"output of {predicted.attrs.get('client', 'the unit')}", 44))
+    _axes.legend(axes)
+    return axes
+
+
+def line(inputs: Any) -> tuple[Array, str]:
+    """Inputs of one dimension, and what they are called."""
+    label = "input"
+    if hasattr(inputs, "keys"):
+        names = list(inputs.keys())
+        if len(names) != 1:
+            raise DataError(f"inputs are {names}; a curve is drawn over one.")
+        label, inputs = str(names[0]), inputs[names[0]]
+    x = np.asarray(inputs, dtype=float)
+    if x.ndim == 2 and x.shape[1] == 1:
+        x = x[:, 0]
+    if x.ndim != 1:
+        raise DataError(f"inputs have shape {x.shape}; a curve is drawn over one dimension, (n,).")
+    return x, _axes.short(label, 40)

@@ -1,0 +1,170 @@
+"""What pictures read of a fit. They stand below `fedppl.Fit`, so that its methods can draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from fedppl.contracts import AnyAlgorithm, SharedReader
+from fedppl.settings import chosen, shown
+from fedppl.types import Array, DeclarationError, Layout, NotConvergedError, Status
+
+_NEEDED = ("client", "influence", "summary")
+
+
+class Fitted(Protocol):
+    """A `fedppl.Fit`."""
+
+    @property
+    def algorithm(self) -> AnyAlgorithm:
+        """The algorithm that ran."""
+
+    @property
+    def layout(self) -> Layout:
+        """The shared parameters."""
+
+    @property
+    def declaration(self) -> Any:
+        """The declared model."""
+
+    @property
+    def client_ids(self) -> tuple[str, ...]:
+        """All clients that could be asked."""
+
+    @property
+    def clients(self) -> Mapping[str, Any]:
+        """Compiled models of the clients in this process."""
+
+    @property
+    def drawn(self) -> Mapping[str, Any] | None:
+        """Draws of clients' posteriors that a file had."""
+
+    @property
+    def reader(self) -> SharedReader:
+        """How draws of φ are read."""
+
+    @property
+    def records(self) -> tuple[Any, ...]:
+        """One a round."""
+
+    @property
+    def status(self) -> Status:
+        """Where the fit stands."""
+
+    @property
+    def message(self) -> str:
+        """What is said of that."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all rounds."""
+
+    @property
+    def estimate(self) -> dict[str, Array]:
+        """The shared variables at one point."""
+
+    @property
+    def posterior(self) -> Any:
+        """The Gaussian of the shared parameters."""
+
+    @property
+    def idata(self) -> Any:
+        """ArviZ object of all that is shared."""
+
+    def client(self, client_id: Any, *, draws: int = ..., chains: int = ..., random_seed: int | None = ...) -> Any:
+        """Posterior of one client."""
+
+    def influence(self, clients: Sequence[str] | str | None = None) -> Any:
+        """The posterior without each client."""
+
+    def summary(
+        self, var_names: Sequence[str] | str | None = None, *, ci_prob: float = ..., round_to: int | None = None
+    ) -> Any:
+        """Table of the shared variables."""
+
+
+class Entry(NamedTuple):
+    """One number of a variable."""
+
+    name: str
+    place: tuple[int, ...]
+    label: str  # name[coordinates]
+    flat: int  # the same in the flat array
+
+
+def require_fit(fit: Any) -> None:
+    """Refuse what is no fit."""
+    if not all(callable(getattr(type(fit), name, None)) for name in _NEEDED):
+        raise DeclarationError(f"fit={shown(fit)} is not what fedppl.fit returned.")
+
+
+def at_hand(fit: Fitted) -> list[str]:
+    """Clients whose posteriors can be had: their data are here, or draws of them came with a file."""
+    return [*fit.clients, *(name for name in fit.drawn or {} if name not in fit.clients)]
+
+
+def shared_draws(fit: Fitted) -> Any:
+    """Group posterior of the shared variables, or an error that says why there is none."""
+    if "posterior" not in fit.idata:
+        _ = fit.posterior  # says what there is in its place
+        raise NotConvergedError("this fit has no posterior of the shared variables.")
+    return fit.idata["posterior"]
+
+
+def entries(group: Any, names: Sequence[str]) -> list[Entry]:
+    """Every number of some variables of a group of draws, with its label."""
+    found = []
+    for name in names:
+        values = group[name]
+        dims = [dim for dim in values.dims if dim not in ("chain", "draw")]
+        labels = [[str(label) for label in values[dim].values] for dim in dims]
+        for flat, index in enumerate(np.ndindex(*(values.sizes[dim] for dim in dims))):
+            where = ", ".join(labels[axis][i] for axis, i in enumerate(index))
+            found.append(Entry(name, tuple(index), f"{name}[{where}]" if index else name, flat))
+    return found
+
+
+def draws_of(group: Any, entry: Entry) -> Array:
+    """All draws of one number, (S,)."""
+    values = group[entry.name]
+    values = values.transpose("chain", "draw", *[dim for dim in values.dims if dim not in ("chain", "draw")])
+    found = np.asarray(values.values, dtype=float)
+    return found.reshape(found.shape[0] * found.shape[1], -1)[:, entry.flat]
+
+
+def variables(group: Any, var_names: Any, what: str, default: Sequence[str] | None = None) -> list[str]:
+    """Names of variables of a group of draws; an error lists them where one is unknown."""
+    known = [str(name) for name in group.data_vars]
+    if var_names is None and default is not None:
+        return list(default)
+    return chosen("var_names", var_names, known, what)
+
+
+def coordinate_names(fit: Fitted) -> list[str]:
+    """Every coordinate of the flat vector as a reader would call it: "log tau[dose]" for ``tau_log__[1]``."""
+    told = iter(fit.layout.labels)
+    found = []
+    for variable in fit.layout.variables:
+        dims = fit.reader.dims.get(variable.name) or ()
+        labels = [fit.reader.coords.get(dim, ()) for dim in dims]
+        known = len(dims) > 0 and tuple(len(one) for one in labels) == variable.shape
+        name = f"log {variable.name}" if variable.transform == "log" else variable.name
+        plain = variable.transform in ("", "log") and (known or not variable.shape)
+        for index in np.ndindex(*variable.shape):
+            label = next(told)
+            where = ", ".join(str(labels[axis][i]) for axis, i in enumerate(index)) if known else ""
+            found.append((f"{name}[{where}]" if index else name) if plain else label)
+    return found
+
+
+def coordinates(fit: Fitted, var_names: Any) -> list[int]:
+    """Where some shared variables stand in the flat vector."""
+    slices = fit.layout.slices
+    names = chosen("var_names", var_names, list(slices), "the shared variables")
+    return [place for name in names for place in range(slices[name].start, slices[name].stop)]

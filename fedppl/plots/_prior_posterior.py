@@ -1,0 +1,134 @@
+"""What clients' data have taught: the prior of the shared variables against their posterior."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.numerics.streams import stream
+from fedppl.plots import _axes
+from fedppl.plots._fit import Fitted, draws_of, entries, require_fit, shared_draws, variables
+from fedppl.types import Array, DeclarationError
+
+MOST = 24  # panels
+_DRAWS = 4000
+_GRID = 300
+_POSITIVE = ("log", "log_exp_m1")
+
+
+def prior_posterior(
+    fit: Fitted,
+    var_names: Sequence[str] | str | None = None,
+    *,
+    random_seed: int | None = None,
+    ax: Any = None,
+    figsize: tuple[float, float] | None = None,
+) -> Any:
+    """Draw the densities of shared variables before and after the data, one panel for each number.
+
+    Parameters
+    ----------
+    fit
+        A `fedppl.Fit` with a posterior of the shared variables.
+    var_names
+        Shared variables, deterministics among them; by default all.
+    random_seed
+        Seed of the draws of the prior; by default the fit's.
+    ax
+        Matplotlib axes, one a panel; by default those of a new figure.
+    figsize
+        Inches of a new figure.
+
+    Returns
+    -------
+    numpy.ndarray of matplotlib.axes.Axes
+
+    Raises
+    ------
+    DeclarationError
+        If there are more than 24 panels, or the prior cannot be drawn from here: it is not Gaussian and clients are
+        sites of their own.
+    NotConvergedError
+        Where the fit was broken off before there was a posterior.
+
+    Notes
+    -----
+    Kernel estimates from 4000 draws each. The axis shows where the posterior lies, and three times as much to both
+    sides: a wide prior goes on beyond it.
+    """
+    require_fit(fit)
+    after = shared_draws(fit)
+    names = variables(after, var_names, "the shared variables")
+    wanted = entries(after, names)
+    if not 0 < len(wanted) <= MOST:
+        raise DeclarationError(f"{names} have {len(wanted)} entries; choose 1 to {MOST} by var_names=.")
+    before = prior_draws(fit, fit.seed if random_seed is None else random_seed)
+    kinds = {variable.name: variable.transform for variable in fit.layout.variables}
+    columns = min(len(wanted), 3)
+    rows = -(-len(wanted) // columns)
+    axes = _axes.panels(ax, rows, columns, (3.3 * columns, 2.4 * rows + 0.5), figsize, count=len(wanted))
+    for number, (panel, entry) in enumerate(zip(axes, wanted, strict=True)):
+        old, new = before[entry.name].reshape(len(before[entry.name]), -1)[:, entry.flat], draws_of(after, entry)
+        kind = kinds.get(entry.name, "")
+        low, high = _bounds(kind, np.concatenate([old, new]))
+        x = np.linspace(*_window(old, new, low, high), _GRID + 1)[1:]  # without the bound
+        before_at, y = (density(draws, x, low, high, positive=kind in _POSITIVE) for draws in (old, new))
+        panel.plot(x, before_at, color=_axes.GREY, ls="--", label="prior" if not number else None)
+        panel.plot(x, y, color="C0", label="posterior" if not number else None)
+        panel.fill_between(x, 0, y, color="C0", alpha=0.15, lw=0)
+        panel.set(xlabel=_axes.short(entry.label, 36), ylim=(0, None), yticks=[])
+        panel.set_ylabel("density" if number % columns == 0 else "")
+        _axes.few_ticks(panel)
+    _axes.legend_of_all(axes, ax)
+    return np.array(axes, dtype=object)
+
+
+def prior_draws(fit: Fitted, seed: int) -> dict[str, Array]:
+    """Draws of the shared prior by name of a variable, (S, *shape)."""
+    client = next(iter(fit.clients.values()), None)
+    if fit.layout.prior_is_gaussian and not fit.layout.binary:
+        phi = gaussian.draw(fit.layout.prior, stream((seed, 5)), _DRAWS)
+    elif client is not None:
+        phi = client.draw_prior(_DRAWS, seed % 2**32)
+    else:
+        raise DeclarationError(
+            "the declared prior is not Gaussian, and no client is here whose model could draw from it: "
+            "fedppl.load(path, model, clients=...) of a fit that was saved."
+        )
+    return {name: np.asarray(value, dtype=float) for name, value in fit.reader.constrain(phi).items()}
+
+
+def density(draws: Array, x: Array, low: float = -np.inf, high: float = np.inf, *, positive: bool = False) -> Array:
+    """A kernel estimate at x: of the log, where all is positive, else with what lies beyond a bound folded back."""
+    if positive:
+        return np.asarray(density(np.log(draws), np.log(x)) / x)
+    inner = np.subtract(*np.quantile(draws, [0.75, 0.25])) / 1.349
+    spread = min(s for s in (float(np.std(draws)), float(inner), np.inf) if s > 0)
+    if not np.isfinite(spread):  # all are equal
+        return np.zeros(len(x))
+    width = 0.9 * spread * len(draws) ** -0.2
+    mirrored = [draws, *(2 * bound - draws for bound in (low, high) if np.isfinite(bound))]
+    heights = sum(np.exp(-0.5 * ((x[:, None] - each) / width) ** 2).mean(axis=1) for each in mirrored)
+    inside = (x >= low) & (x <= high)
+    return np.asarray(np.where(inside, heights / (width * np.sqrt(2 * np.pi)), 0.0))
+
+
+def _bounds(transform: str, draws: Array) -> tuple[float, float]:
+    """Of a variable's own support, where its transform tells; of an interval's, as far as draws go."""
+    if transform == "interval":
+        return float(draws.min()), float(draws.max())
+    if transform in _POSITIVE:
+        return 0.0, np.inf
+    return (0.0, 1.0) if transform == "logodds" else (-np.inf, np.inf)
+
+
+def _window(old: Array, new: Array, low: float, high: float) -> tuple[float, float]:
+    """Where the posterior lies and three times as much to both sides, but not beyond the prior and its bounds."""
+    a, b = np.quantile(new, [0.001, 0.999])
+    first, last = np.quantile(old, [0.001, 0.999])
+    reach = 3 * max(b - a, 1e-12)
+    left, right = max(a - reach, min(first, a - 0.1 * reach), low), min(b + reach, max(last, b + 0.1 * reach), high)
+    return float(left), float(right)

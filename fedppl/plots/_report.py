@@ -1,0 +1,289 @@
+"""One page about a fit, for people who do not run Python: tables and pictures in a single HTML file."""
+
+from __future__ import annotations
+
+import base64
+import importlib.metadata
+import io
+import os
+import platform
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedppl.contracts import Posterior
+from fedppl.contracts.html import escaped, number, table
+from fedppl.plots import _axes
+from fedppl.plots._device_graph import device_graph
+from fedppl.plots._fit import Fitted, at_hand, require_fit
+from fedppl.plots._forest import forest
+from fedppl.plots._influence import influence
+from fedppl.plots._prior_posterior import prior_posterior
+from fedppl.plots._quality import counts, quality, reported, spans
+from fedppl.plots._rounds import rounds
+from fedppl.settings import shown
+from fedppl.types import DataError, DeclarationError, NotConvergedError
+
+_DPI = 100
+_FOREST = 60  # clients, up to which each one's posterior is drawn unless variables are named
+_TABLE = 200  # shared coordinates, up to which they stand in a table
+_PACKAGES = ("fedppl", "pymc", "pytensor", "arviz", "numpy", "scipy", "numba", "nutpie", "torch", "flwr")
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 72em; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.6em; margin-bottom: 0.2em; } h2 { font-size: 1.2em; margin: 2em 0 0.4em; }
+table { border-collapse: collapse; font-size: 0.9em; } div.wide { overflow-x: auto; }
+th, td { padding: 0.2em 0.8em; text-align: right; border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; }
+tbody th, td.text { text-align: left; font-weight: normal; } thead th { border-bottom: 2px solid #888; }
+figure { margin: 1.5em 0; } figure img { max-width: 100%; height: auto; } figcaption { max-width: 50em; color: #555; }
+p.status { padding: 0.7em 1em; border-left: 6px solid #2a7f3f; background: #eef6f0; }
+p.status.open { border-color: #b3261e; background: #fbeeed; }
+"""
+_SAID = {
+    "converged": "The fit converged: its figures can be read as they are.",
+    "max_rounds": "The fit did not converge before it ended. Read its figures with caution.",
+    "stalled": "The fit did not converge: it made no more progress. Read its figures with caution.",
+    "interrupted": "The fit was interrupted before it had converged. Read its figures with caution.",
+    "running": "The fit was not finished. Read its figures with caution.",
+}
+
+
+def report(
+    fit: Fitted,
+    path: str | os.PathLike[str],
+    *,
+    var_names: Sequence[str] | str | None = None,
+    population: str | float | Mapping[str, str | float] | None = None,
+    conflict: Any = None,
+    title: str = "Federated fit",
+) -> Path:
+    """Write one HTML page about a fit: status, tables, the pictures that apply, settings, versions and seed.
+
+    The page is complete in itself: pictures are in it, and nothing is loaded from elsewhere or run. Clients' rows are
+    not in it; their ids, numbers of rows and, where clients are in this process, summaries of their posteriors are.
+
+    Parameters
+    ----------
+    fit
+        A `fedppl.Fit`.
+    path
+        The file, such as ``"report.html"``; one that is there is replaced.
+    var_names, population
+        Of clients' posteriors, as in `forest`. By default the local variables that all clients have alike, where there
+        are at most 60 clients.
+    conflict
+        What `fedppl.conflict` returned.
+    title
+        Title of the page.
+
+    Returns
+    -------
+    pathlib.Path
+        The file.
+
+    Raises
+    ------
+    DeclarationError
+        If the path is none, or `var_names` or `population` cannot be shown.
+
+    Notes
+    -----
+    *When this fails.* Who reads a page of clients' posteriors learns of each client. Leave clients' own variables to
+    the clients where that is not agreed: of sites of their own nothing of the kind is here to be drawn.
+    """
+    require_fit(fit)
+    if not isinstance(path, str | os.PathLike):
+        raise DeclarationError(f"path={shown(path)} must be the path of a file, such as 'report.html'.")
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise DeclarationError(f"path={shown(str(path))} is in a folder that is not there; make it first.")
+    parts = [_head(fit, title), _shared(fit), _clients(fit)]
+    parts += list(_pictures(fit, var_names, population, conflict))
+    parts += [_computed(fit), _settings(fit), _versions(fit)]
+    partial = target.with_name(target.name + ".partial")
+    partial.write_text(_page(title, "\n".join(parts)), encoding="utf-8")
+    partial.replace(target)
+    return target
+
+
+def _page(title: str, body: str) -> str:
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+        "style-src 'unsafe-inline'\">"
+        f"<title>{escaped(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _head(fit: Fitted, title: str) -> str:
+    status = str(fit.status)
+    kind = "status" if fit.status.ok else "status open"
+    said = _SAID.get(status, status)
+    if fit.status.value == "max_rounds" and not fit.algorithm.result.tests_convergence:
+        said = "The fit ran the rounds that it was given; its algorithm does not test for convergence."
+    message = f"<br>{escaped(fit.message, 2000)}" if fit.message else ""
+    return (
+        f'<h1>{escaped(title)}</h1>\n<p class="{kind}"><strong>{escaped(status)}</strong>. {escaped(said)}{message}</p>'
+    )
+
+
+def _shared(fit: Fitted) -> str:
+    heading = "<h2>What all clients share</h2>"
+    if fit.algorithm.result.shared is None:
+        return f"{heading}<p>In this algorithm clients share no parameters; each has its own.</p>"
+    if fit.layout.size > _TABLE:
+        return f"{heading}<p>{fit.layout.size} numbers, which are too many for a table.</p>"
+    try:
+        found = fit.summary()
+    except NotConvergedError as error:
+        return f"{heading}<p>{escaped(error, 2000)}</p>"
+    head = ["", *(str(name).replace("eti_", "interval ") for name in found.columns)]
+    rows = [[index, *(number(value) for value in row)] for index, row in zip(found.index, found.values, strict=True)]
+    return f'{heading}<div class="wide">{table(head, rows)}</div>{_glossary(found.columns)}'
+
+
+def _glossary(columns: Any) -> str:
+    known = {
+        "sd": "sd: how uncertain the value is (posterior standard deviation)",
+        "eti_3%": "interval: between its ends the value lies with 94 % probability",
+        "mcse_mean": "mcse: error of the computation, which should be small beside sd",
+        "last_change": "last_change: how far the last round moved it, in sds",
+        "skewness": "skewness: how lopsided the posterior is; above 1, tails are rough",
+    }
+    told = "; ".join(text for name, text in known.items() if name in list(columns))
+    return f"<p><small>{escaped(told, 1000)}.</small></p>" if told else ""
+
+
+def _clients(fit: Fitted) -> str:
+    ids = list(fit.client_ids)
+    columns: dict[str, list[Any]] = {
+        "rows": [number(fit.clients[name].rows) if name in fit.clients else "not here" for name in ids]
+    }
+    if fit.records:
+        told = fit.idata["rounds"]
+        columns |= {word: [int(value) for value in values] for word, values in counts(told).items()}
+        for name, label in (("ess", "effective draws"), ("pareto_k", "Pareto k"), ("rhat", "R̂")):
+            if name in told and told[name].ndim == 2:
+                columns[label] = [number(value) for value in spans(reported(told, name))[0]]
+        sent = told["bytes_up"].sum("round").values
+        columns["bytes sent"] = [int(value) for value in sent]
+    rows = [[name, *(column[k] for column in columns.values())] for k, name in enumerate(ids)]
+    many = f"{len(ids)} clients" if len(ids) > 1 else "One client"
+    where = "in this process" if fit.clients else "with data elsewhere"
+    return (
+        f"<h2>Clients</h2><p>{many}, {where}. The columns from “used” on count rounds by what became of "
+        "the client's reply; quality figures are of its last one.</p>"
+        f'<div class="wide">{table(["client", *columns], rows)}</div>'
+    )
+
+
+def _pictures(fit: Fitted, var_names: Any, population: Any, conflict: Any) -> Iterator[str]:
+    """The pictures that there is something to draw for; what the caller asked for by name has to be drawn."""
+    shared, told = fit.algorithm.result.shared, fit.idata
+    asked = var_names is not None or population is not None
+    if asked or 0 < len(at_hand(fit)) <= _FOREST:
+        yield _figure(
+            "Clients beside each other",
+            "Each client's estimate of its own parameters: a dot with the central half and the 94 % interval, beside "
+            "what all clients have in common. In brackets, the client's number of rows.",
+            lambda: forest(fit, var_names, population=population),
+            required=asked,
+        )
+    if "posterior" in told and fit.layout.size <= _TABLE:
+        yield _figure(
+            "Before and after the data",
+            "What was assumed of the shared parameters (prior, dashed) and what is known now (posterior). Where both "
+            "look alike, the data said little.",
+            lambda: prior_posterior(fit),
+        )
+    without = isinstance(shared, Posterior) and shared.without is not None and "posterior" in told
+    if conflict is not None or (without and fit.layout.size <= _TABLE):
+        yield _figure(
+            "What each client does to the result",
+            "Left, how far a client moves the shared averages, in units of their uncertainty; right, the uncertainty "
+            "with the client over that without it. Points far from the line belong to clients that matter most.",
+            lambda: influence(fit, conflict=conflict),
+            required=conflict is not None,
+        )
+    if "fit" in told and "correlation" in told["fit"]:
+        yield _figure(
+            "How alike clients are",
+            "Correlation of clients' parameters: 1 for clients that are alike, 0 for clients that tell nothing of each "
+            "other.",
+            lambda: device_graph(fit),
+        )
+    if fit.records:
+        yield _figure(
+            "How the fit went",
+            "Above, how much each round still changed; below, which clients answered in each round.",
+            lambda: rounds(fit),
+        )
+        yield _figure(
+            "How well clients could compute",
+            "Effective draws should be many, Pareto k below 0.7, R̂ near 1, and skipped replies few.",
+            lambda: quality(fit),
+        )
+
+
+def _figure(heading: str, caption: str, draw: Callable[[], Any], *, required: bool = False) -> str:
+    """A picture, or why there is none."""
+    try:
+        with _axes.apart():
+            axes = draw()
+    except (DeclarationError, DataError, NotConvergedError) as error:
+        if required:
+            raise
+        return f"<h2>{escaped(heading)}</h2><p>Not drawn: {escaped(error, 1000)}</p>"
+    one = axes.flat[0] if isinstance(axes, np.ndarray) else axes
+    held = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # of names: the tables have them
+        one.figure.savefig(held, format="png", dpi=_DPI)
+    picture = base64.b64encode(held.getvalue()).decode("ascii")
+    return (
+        f'<h2>{escaped(heading)}</h2><figure><img alt="{escaped(heading)}" src="data:image/png;base64,{picture}">'
+        f"<figcaption>{escaped(caption, 1000)}</figcaption></figure>"
+    )
+
+
+def _computed(fit: Fitted) -> str:
+    priors = _priors(fit)
+    variables = [
+        [one.name, " × ".join(map(str, one.shape)) or "1", one.transform or "none", priors.get(one.name, "–")]
+        for one in fit.layout.variables
+    ]
+    return (
+        "<h2>What was computed</h2>"
+        f"<p>{escaped(fit.declaration, 500)}, by the algorithm {escaped(fit.algorithm.name)}, in {len(fit.records)} "
+        f"rounds and {number(fit.seconds)} seconds. Each client computed with its own rows, where they are; what it "
+        f"sent in the last round: {escaped(fit.records[-1].released if fit.records else 'nothing', 500)}.</p>"
+        f"{table(['shared variable', 'entries', 'transform', 'prior'], variables)}"
+    )
+
+
+def _priors(fit: Fitted) -> dict[str, str]:
+    """Priors in words, where the declared model can be built here."""
+    client = next(iter(fit.clients.values()), None)
+    if client is None:
+        return {}
+    told = fit.declaration.describe(client.arrays)["prior"]
+    return {str(name): str(prior) for name, prior in told.items()}
+
+
+def _settings(fit: Fitted) -> str:
+    rows = list(fit.algorithm.settings.items())
+    return f"<h2>Settings of {escaped(fit.algorithm.name)}</h2>{table(['setting', 'value'], rows)}"
+
+
+def _versions(fit: Fitted) -> str:
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    rows: list[list[Any]] = [["seed", fit.seed], ["page written", now], ["Python", platform.python_version()]]
+    for name in _PACKAGES:
+        try:
+            rows.append([name, importlib.metadata.version(name)])
+        except importlib.metadata.PackageNotFoundError:
+            continue  # one of the extras
+    return f"<h2>Versions and seed</h2>{table((), rows)}"
