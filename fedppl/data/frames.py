@@ -68,13 +68,6 @@ def known(client_id: str, data: Any, *, names: Sequence[str] | None, orders: Cat
     return columns(data, names, whose, orders=orders) if is_frame(data) else named(data, names, whose)
 
 
-def column_names(frame: Any) -> set[str]:
-    """Names of a frame's columns."""
-    if isinstance(frame, xr.Dataset):
-        return {str(name) for name in (*frame.data_vars, *frame.coords)}
-    return {str(name) for name in _narwhals().from_native(frame).collect_schema()}
-
-
 def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
     """One client's data by name: mappings as they are, columns of a frame, and arrays in the order of `names`.
 

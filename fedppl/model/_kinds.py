@@ -98,7 +98,7 @@ def _fits(data: Any, builder: Callable[..., Any]) -> bool:
 
 def _names(data: Any) -> set[str] | None:
     if frames.is_frame(data):
-        return frames.column_names(data)
+        return set(map(str, frames.names_of(data)))
     return set(map(str, data)) if isinstance(data, Mapping) else None
 
 

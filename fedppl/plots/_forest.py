@@ -139,7 +139,7 @@ def default_names(fit: Fitted, groups: Mapping[str, Any]) -> list[str]:
     client = next(iter(fit.clients.values()), None)
     known = [str(name) for name in first.data_vars if name not in fit.reader.dims]
     local = known if client is None else [variable.name for variable in client.local]
-    own = local if fit.algorithm.result.shared is not None else [*client.layout.slices, *local]
+    own = local if fit.algorithm.result.shared is not None else [*fit.layout.slices, *local]
     kept: list[str] = []
     for name in own:
         alike = all(name in group and group[name].shape == first[name].shape for group in groups.values())
