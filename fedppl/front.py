@@ -168,7 +168,8 @@ def fit(
     callback
         Function of a Round, called with each; it returns True to stop.
     progressbar
-        Whether to show progress.
+        Whether to show progress, in a terminal or a notebook: clients that have answered, the change against the
+        tolerance, and what is left. The logger ``fedppl`` tells the same at level INFO in any case.
 
     Returns
     -------
@@ -204,8 +205,9 @@ def fit(
 
     Notes
     -----
-    Ctrl-C ends a run after its last whole round: the fit is returned with status "interrupted", and with a checkpoint
-    the same call goes on.
+    Ctrl-C ends a run at once: the fit of its whole rounds is returned with status "interrupted", and with a checkpoint
+    the same call goes on. Clients that were computing finish in the background, and what they find is dropped. Before
+    the first round is over, and the second time, it is raised.
 
     *When this fails.* Look at `Fit.message`, `Fit.summary` and ``fit.idata["rounds"]``: not converging is a status and
     a warning. A fit that was broken off before there was a posterior has none, and says so when it is asked for it.
