@@ -62,6 +62,7 @@ def test_figures_are_of_errors_and_of_intervals_that_hold_the_truth() -> None:
             "pooled": [truth + 0.2, truth - 1, truth + (1 if k else -0.5)],
             "fixed": None if k == 1 else [truth - 0.3, truth, truth + 1],
             "random": [0.0, -1.0, 1.0],
+            "holds": {"fedppl": 0.8 + 0.1 * k, "pooled": 0.9, "fixed": 0.9, "random": 0.9},
             "sd": [0.5, 0.4],
             "status": "converged",
         }
@@ -73,7 +74,12 @@ def test_figures_are_of_errors_and_of_intervals_that_hold_the_truth() -> None:
     assert (found["fedppl"]["coverage"][0], found["pooled"]["coverage"][0]) == (1.0, 0.75)
     assert found["fixed"]["trials"] == 3 and found["random"]["coverage"][0] == 0.5
     assert found["fedppl_against_pooled"]["mean_apart_in_sd"] == [0.25, 0.25]
-    assert found["bars"] == {"coverage_near_pooled": False, "coverage_near_nominal": False, "rmse": False}
+    # over the pooled posterior N(pooled, 0.4²): 0.1² for the mean that is off, beside 0.4²
+    expected = found["expected"]["fedppl"]
+    assert_allclose(expected["rmse_over_pooled"], [np.sqrt(1 + 1 / 16), 0.0], atol=1e-4)
+    assert_allclose(expected["bias"], [-0.1, 0.0], atol=1e-4)
+    assert_allclose(expected["coverage"][0], 0.95)
+    assert found["bars"] == {"coverage": False, "rmse": False}
 
 
 def test_pieces_of_time_have_the_likelihood_of_a_hazard_that_is_constant_in_each() -> None:
@@ -96,7 +102,7 @@ def test_rare_events_are_kept_and_gone_on_with(tmp_path: Path) -> None:
     _, last = run("benchmarks/rare_events.py", "--repetitions", "2", *options)
     assert (first["repetitions"], last["repetitions"]) == (1, 2)
     assert last["fedppl_against_pooled"]["mean_apart_in_sd"][1] < 0.3 and last["by_patients_apart"] < 0.01
-    assert {"fedppl", "pooled", "fixed", "random", "bars", "trials"} <= set(last)
+    assert {"fedppl", "pooled", "fixed", "random", "expected", "bars"} <= set(last)
 
 
 @pytest.mark.slow
