@@ -68,7 +68,8 @@ def _compared(problem: Problem, draws: int, seed: int) -> dict[str, Any]:
     between = time.process_time()
     fit = fedppl.fit(declared, problem.clients, fedppl.EP(), progressbar=False, random_seed=seed)
     seconds = time.process_time() - between
-    reference, quality = of_pooled(problem.pooled(), None, draws, seed, ess=_ESS, most=_MOST_DRAWS)
+    enough = {"ess": _ESS, "ess_of_squares": _ESS, "most": _MOST_DRAWS}
+    reference, quality = of_pooled(problem.pooled(), None, draws, seed, **enough)
     labels = fit.layout.labels
     theirs = np.concatenate([_flat(reference, name) for name in problem.unconstrained()], axis=1)
     alone = plain.idata["fit"]

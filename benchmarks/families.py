@@ -1,8 +1,8 @@
 """Formulas of every family against the same models written by hand, and a Gaussian one against statsmodels' REML.
 
 Eight sites of 5 to 200 rows, some without an arm; ``y ~ x + arm + (1 | site)`` or ``(1 + x | site)`` from one data
-frame at default settings, against PyMC with all sites in one model, sampled by nutpie (ESS of shared variables and of
-their squares at least 4,000). z = (mean - theirs) / their sd, r = sd / theirs, of every shared variable as
+frame at default settings, against PyMC with all sites in one model, sampled by nutpie (ESS of shared variables at least
+4,000, of their squares 2,500). z = (mean - theirs) / their sd, r = sd / theirs, of every shared variable as
 `fit.summary` reports it. With ``--builders`` the same declaration stands beside as a builder of
 `fedppl.FederatedModel`: CPU seconds of reading, compiling and fitting, each in a process of its own that finds no
 compiled model.
@@ -42,7 +42,7 @@ from benchmarks._families import by_hand
 from benchmarks._families.cases import CASES, Case, simulate
 
 BARS = {"z": 0.1, "r": 0.05, "cpu": 1.2, "z_of_reml": 0.05}
-_ESS, _MOST_DRAWS = 4_000, 30_000
+_ESS, _ESS_OF_SQUARES, _MOST_DRAWS = 4_000, 2_500, 30_000  # the second: sds within 1.4 %
 
 
 def fitted(case: Case, way: str, seed: int) -> dict[str, Any]:
@@ -93,9 +93,8 @@ def compared(case: Case, draws: int, seed: int, *, builder: bool, first: str) ->
     else:
         found = {"formula": fitted(case, "formula", seed)}
     ours, names = found["formula"], by_hand.names(case)
-    posterior, quality = reference(
-        by_hand.pooled(case, simulate(case, seed)), names, draws, seed, ess=_ESS, most=_MOST_DRAWS
-    )
+    enough = {"ess": _ESS, "ess_of_squares": _ESS_OF_SQUARES, "most": _MOST_DRAWS, "tune": 1000, "divergences": 10}
+    posterior, quality = reference(by_hand.pooled(case, simulate(case, seed)), names, draws, seed, **enough)
     of: dict[str, list[list[float]]] = {}
     for name in names:
         theirs = np.asarray(posterior[name].values, dtype=float)
@@ -122,7 +121,7 @@ def compared(case: Case, draws: int, seed: int, *, builder: bool, first: str) ->
         "status": ours["status"] == "converged",
         "z": z_common <= BARS["z"],
         "r": max(abs(x - 1) for x in r) <= BARS["r"],
-        "ess": min(quality["ess"], quality["ess_of_squares"]) >= _ESS,
+        "ess": quality["ess"] >= _ESS and quality["ess_of_squares"] >= _ESS_OF_SQUARES,
     }
     if builder:
         theirs_too = found["builder"]
@@ -225,7 +224,7 @@ def main(argv: list[str] | None = None) -> None:
     known = [case.family for case in CASES]
     parser.add_argument("--parts", nargs="+", choices=["families", "reml"], default=["families", "reml"])
     parser.add_argument("--families", nargs="+", choices=known, default=known)
-    parser.add_argument("--draws", type=int, default=4_000, help="of each of four chains of the reference")
+    parser.add_argument("--draws", type=int, default=3_000, help="of each of four chains of the reference")
     parser.add_argument("--builders", nargs="*", choices=known, default=known, help="families that get the CPU ratio")
     parser.add_argument("--process", choices=["formula", "builder"], help=argparse.SUPPRESS)  # one fit, in here
     parser.add_argument("--seed", type=int, default=1)

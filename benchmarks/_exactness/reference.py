@@ -13,32 +13,42 @@ _ACCEPT = (0.9, 0.99)  # the second where the first diverges
 
 
 def reference(
-    model: pm.Model, names: Sequence[str] | None, draws: int, seed: int, *, ess: int, most: int
+    model: pm.Model,
+    names: Sequence[str] | None,
+    draws: int,
+    seed: int,
+    *,
+    ess: int,
+    ess_of_squares: int,
+    most: int,
+    tune: int = 2000,
+    divergences: int = 0,
 ) -> tuple[Any, dict[str, float]]:
-    """Draws of four chains; once more with as many as `ess` takes, at most `most` a chain, if they are too few.
+    """Draws of four chains; once more with as many as that takes, at most `most` a chain, if they are too few.
 
-    The effective sample size is the smallest of these variables and of their squares; without names, of all that do not
+    With smaller steps where more than so many draws diverge.
+    Effective sample sizes are the smallest of these variables and of their squares; without names, of all that do not
     begin with "site".
     """
     for accept in _ACCEPT:
-        posterior, quality = _sampled(model, names, draws, seed, accept)
-        if not quality["divergences"]:
+        posterior, quality = _sampled(model, names, draws, tune, seed, accept)
+        if quality["divergences"] <= divergences:
             break
-    least = min(quality["ess"], quality["ess_of_squares"])
-    if least < ess and draws < most:
-        more = min(most, int(1.3 * draws * ess / max(least, 1)))
-        posterior, quality = _sampled(model, names, more, seed, accept)
+    short = max(ess / max(quality["ess"], 1), ess_of_squares / max(quality["ess_of_squares"], 1))
+    if short > 1 and draws < most:
+        more = min(most, int(1.3 * draws * short))
+        posterior, quality = _sampled(model, names, more, tune, seed, accept)
     return posterior, quality
 
 
 def _sampled(
-    model: pm.Model, names: Sequence[str] | None, draws: int, seed: int, accept: float
+    model: pm.Model, names: Sequence[str] | None, draws: int, tune: int, seed: int, accept: float
 ) -> tuple[Any, dict[str, float]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = pm.sample(
             draws,
-            tune=2000,
+            tune=tune,
             chains=4,
             cores=1,
             nuts_sampler="nutpie",
