@@ -286,7 +286,9 @@ CASES = (
         _times(lambda rng, n: rng.weibull(1.3, size=n)),
         lambda sd: {"piece": pm.Normal("piece", 0, 1.5, shape=2)},
         lambda eta, s, y, extra: pm.Poisson(
-            "obs", extra[:, 0] * pm.math.exp(eta + pt.eq(extra[:, 1:], np.array([1.0, 2.0])) @ s["piece"]), observed=y
+            "obs",
+            extra[:, 0] * pm.math.exp(eta + pt.concatenate([pt.zeros(1), s["piece"]])[extra[:, 1].astype("int64")]),
+            observed=y,
         ),
         _exposures,
         "minus log",
