@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.contracts import Draws, LocalInference, Moments, Target
+from fedppl.local import _regressed
 from fedppl.local._chains import by_nutpie, by_pymc
 from fedppl.local.tilted import log_tilted, start
 from fedppl.results.idata import chain_diagnostics
@@ -93,13 +94,16 @@ def NUTS(
         between("target_accept", target_accept, 0, 1, hint="raise it towards 0.99 against divergences"),
         between("rhat_limit", rhat_limit, 1, np.inf, hint="1.01 is strict, 1.1 lenient"),
     )
+    drawn = functools.partial(draw, settings=settings)
     return LocalInference(
         name="NUTS",
         check=lambda client: None,
         expand=None,
         tilted=functools.partial(tilted, settings=settings),
-        draw=functools.partial(draw, settings=settings),
+        draw=drawn,
         settings=settings._asdict(),
+        factor=functools.partial(_regressed.factor, draw=drawn, draws=settings.draws),
+        draw_given=functools.partial(_regressed.draw_given, draw=drawn, draws=settings.draws),
     )
 
 

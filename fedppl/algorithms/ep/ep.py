@@ -228,7 +228,9 @@ def _closing(correction: Correction | str | None, matching: Matching) -> Closing
             f'correction={settings.shown(correction)} must be a fedppl.Correction, None or "auto"'
             + (settings.not_called(correction) or ".")
         )
-    return Closing(Correction(), _MOST_BY_ITSELF) if can and matching.structure == "full" else None
+    # What NUTS tells of factors takes draws at every exchange, and has errors of its own: only where it is asked for.
+    by_itself = can and matching.local.expand is not None and matching.structure == "full"
+    return Closing(Correction(), _MOST_BY_ITSELF) if by_itself else None
 
 
 def init(
