@@ -79,6 +79,9 @@ def NUTS(
     -----
     *When this fails.* A reply carries Monte Carlo error of about 1 / sqrt(ESS) posterior sd, and errors of K
     clients add up. EP averages its rounds once the change is down to that error; raise `draws` for less.
+    ``EP(local=NUTS(), correction=Correction())`` needs log densities with the local variables integrated. They come
+    from twice `draws` of two more chains at every exchange and a Student-t that is regressed on φ; where chains do not
+    mix, or few of their draws have all of the weight, the client does not answer, and says what to change.
     """
     sampler = "nutpie" if _HAS_NUTPIE else "pymc"
     if nuts_sampler is not None:

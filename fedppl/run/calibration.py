@@ -88,6 +88,10 @@ def calibrate(
 
     Notes
     -----
+    Data of sites of their own are not asked for: what they run is calibrated with made-up clients, whose inputs and
+    numbers of rows are like theirs, and the algorithm as they run it (``EP()`` corrects clients in this process, and
+    sites only where `correction` is given by name).
+
     *When this fails.* A prior so wide that its data break a fit says more of the prior than of the fit: look at
     ``status``. Uniform transforms do not prove a posterior right: the prior has them too.
 
@@ -103,6 +107,12 @@ def calibrate(
         raise DeclarationError(f"simulate={shown(simulate)} is not a function of (shared, client_id, data, rng).")
     seed = seed_of(random_seed)
     rng = np.random.default_rng((seed, 0))
+    if clients is None:
+        raise DeclarationError(
+            "clients=None: data sets are simulated here, and data of sites of their own are not; pass made-up clients "
+            "with inputs like the sites' and their numbers of rows, and the algorithm as the sites run it, such as "
+            "fedppl.EP(correction=None)."
+        )
     enrolled = model.enrol(clients, kernel=False)
     first = next(iter(enrolled.values()))
     drawn = truths(first, data_sets, rng)

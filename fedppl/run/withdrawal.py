@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.contracts import Posterior
+from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory, Posterior
 from fedppl.gaussian import Gaussian
 from fedppl.results.fit import Fit
 from fedppl.run.loop import fit as fit_clients
@@ -42,7 +42,7 @@ def without(
     Parameters
     ----------
     fit
-        Fit by `EP`, with its clients in this process.
+        Fit by `EP`.
     clients
         Ids of those that leave.
     certificate
@@ -51,7 +51,8 @@ def without(
     random_seed
         Seed; by default the fit's.
     **settings
-        More settings of `fedppl.fit`: rounds, engine, progressbar and others.
+        More settings of `fedppl.fit`: rounds, engine, progressbar and others. Where clients are sites of their own,
+        engine is needed, and has to find no others than those that stay.
 
     Returns
     -------
@@ -60,7 +61,8 @@ def without(
     Raises
     ------
     DeclarationError
-        If a client did not take part, nobody is left, the algorithm keeps no ledger, or data are not here.
+        If a client did not take part, nobody is left, the algorithm keeps no ledger, or clients are sites of their own
+        and no engine asks them.
 
     Examples
     --------
@@ -75,8 +77,8 @@ def without(
     -----
     *When this fails.* What was published stays published: `Withdrawal.still_held` lists what has to be deleted by hand,
     or cannot be. The distance is of two approximations of the same kind; with few draws (``local=fedppl.NUTS()``) it is
-    as large as their Monte Carlo error. Sites of their own are fitted anew by ``fedppl.fit(..., start=fit)`` with an
-    engine that no longer finds those that left.
+    as large as their Monte Carlo error. Sites of their own count the requests of both fits:
+    ``certificate=False`` has one, and of what they hold from before they are told nothing.
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned, then who leaves.")
@@ -86,15 +88,18 @@ def without(
         raise DeclarationError(f"clients={shown(clients)}: nobody is left; let at least one client stay.")
     if taken := {"start", "model", "clients", "algorithm"} & settings.keys():
         raise DeclarationError(f"{sorted(taken)} are those of the fit; leave them out.")
-    if any(name not in fit.clients for name in rest):
+    here = all(name in fit.clients for name in rest)
+    if not here and settings.get("engine") is None:
         raise DeclarationError(
-            "the clients are sites of their own, and this process cannot ask them; run fedppl.fit(..., start=fit) with "
-            "an engine that does not find those that left."
+            "the clients are sites of their own, and this process cannot ask them; pass an engine that does, and does "
+            f"not find those that left: engine=fedppl.Flower.grid(grid, clients={shown(rest)})."
         )
     shared = fit.algorithm.result.shared
     if not isinstance(shared, Posterior) or fit.algorithm.result.resume is None:
         raise DeclarationError(f"{fit.algorithm.name} keeps no ledger of what each client said; fit the others anew.")
-    data = {name: fit.clients[name].arrays for name in rest}
+    data = {name: fit.clients[name].arrays for name in rest} if here else None
+    if settings.get("engine") is not None:
+        settings["engine"] = _apart_from(settings["engine"], names)
     seed = fit.seed if random_seed is None else random_seed
     after = fit_clients(fit.declaration, data, fit.algorithm, random_seed=seed, start=fit, **settings)
     distance = np.nan
@@ -104,6 +109,24 @@ def without(
         if after.status.ok and never.status.ok:
             distance = _apart(shared.gaussian(after.state), shared.gaussian(never.state))
     return Withdrawal(after, names, distance, _STILL_HELD)
+
+
+def _apart_from(engine: Any, names: tuple[str, ...]) -> EngineFactory:
+    """The same engine, which ends before anybody is asked where it finds one of those that left."""
+    if not callable(engine):
+        return cast(EngineFactory, engine)  # and `fit` says what is wrong with it
+
+    def factory(algorithm: AnyAlgorithm, clients: Mapping[str, Any], /) -> Engine:
+        found: Engine = engine(algorithm, clients)
+        if back := sorted({*names} & {*found.clients()}):
+            found.close()
+            raise DeclarationError(
+                f"the engine finds {back}, who leave; give it the ids of those that stay: "
+                "fedppl.Flower.grid(grid, clients=[...])."
+            )
+        return found
+
+    return factory
 
 
 def _apart(one: Gaussian, other: Gaussian) -> float:

@@ -16,7 +16,7 @@ def without(names: list[str]) -> str:
         return ""
     return (
         f"clients {names[:5]} did not answer at the points of the correction, and their Gaussian sites stand for them; "
-        "ask again, or set correction=None"
+        "the reasons are in fit.idata['rounds']. Ask again, or set correction=None"
     )
 
 
@@ -55,8 +55,9 @@ def beyond_q(found: Reweighted, sites: Sites) -> str:
 def uncertain(noise: float, moved: float) -> str:
     return (
         f"clients' log densities are uncertain by {noise:.2g} in all over the posterior, which moves a mean by up to "
-        f"{moved:.2g} sds: their local variables are too far from normal given the shared ones. Use "
-        "local=fedppl.NUTS(), or declare local variables on a scale where they are closer to normal"
+        f"{moved:.2g} sds: their local variables are too far from normal given the shared ones. Declare them on a "
+        "scale where they are closer to normal, and standardised, z = (θ − μ) / τ, where data say little; or use "
+        "local=fedppl.NUTS(), with more draws= where it is used already"
     )
 
 

@@ -96,7 +96,8 @@ def EP(
     correction
         The `Correction` that turns q into the posterior once moments are matched, or None. "auto" is the default one
         where clients are in this process, share at most 20 coordinates, and have a local inference that can evaluate
-        their factors; sites of their own are asked for theirs only where this is a `Correction`. Its rounds do not
+        their factors without draws; those of `NUTS`, and of sites of their own, are asked for only where this is a
+        `Correction`. Its rounds do not
         count towards ``rounds=``. Where those run out at the end of a sweep, in a round that moved q by less than 0.1
         sds, it is corrected as it is: a correction that is to be trusted has the same posterior whatever q it began
         from.
@@ -217,7 +218,8 @@ def _closing(correction: Correction | str | None, matching: Matching) -> Closing
     if isinstance(correction, Correction) and not can:
         raise DeclarationError(
             f"correction={settings.shown(correction)} needs log densities with the local variables integrated, which "
-            f"local={matching.local.name} does not offer; use local=fedppl.NestedLaplace(), or correction=None."
+            f"local={matching.local.name} does not offer; use local=fedppl.NestedLaplace() or "
+            "fedppl.NUTS(), or correction=None."
         )
     if correction is None:
         return None

@@ -1,0 +1,93 @@
+"""What is read of a fit whose clients are sites of their own: from the server's ledger, or refused with the remedy."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+pytest.importorskip("flwr")
+
+import fedppl
+from fedppl import DeclarationError, Policy, gaussian
+from fedppl.testing import normal_means
+from tests.support.fake_grid import FakeGrid, node
+
+OPEN = Policy(rows=0, parameters_per_row=math.inf, events=0, requests=math.inf, distance=math.inf, correction=2**20)
+PLAIN, CORRECTED = fedppl.EP(tolerance=1e-3, correction=None), fedppl.EP(correction=fedppl.Correction())
+
+
+@functools.cache
+def declared() -> tuple[fedppl.FederatedModel, dict[str, Any]]:
+    return normal_means(3)
+
+
+def grid_of(folder: Any, algorithm: Any) -> FakeGrid:
+    model, clients = declared()
+    app = fedppl.Flower.client_app(
+        model,
+        algorithm,
+        lambda config: clients[config["client-id"]],
+        folder=lambda config: folder / str(config["client-id"]),
+        policy=lambda config: OPEN,
+    )
+    return FakeGrid({10 + i: node(app, 10 + i, **{"client-id": name}) for i, name in enumerate(clients)})
+
+
+def engine(grid: FakeGrid, clients: Any = 3) -> Any:
+    return fedppl.Flower.grid(grid, clients=clients, wait=0.2, deadline=60.0, poll=0.001, grace=0.01)
+
+
+def at_sites(grid: FakeGrid, algorithm: Any) -> fedppl.Fit:
+    model, _ = declared()
+    return fedppl.fit(model, None, algorithm, engine=engine(grid), progressbar=False, random_seed=1)
+
+
+def here(algorithm: Any) -> fedppl.Fit:
+    model, clients = declared()
+    return fedppl.fit(model, clients, algorithm, progressbar=False, random_seed=1)
+
+
+@pytest.mark.parametrize("algorithm", [PLAIN, CORRECTED], ids=["plain", "corrected"])
+def test_influence_is_read_from_the_ledger(tmp_path: Any, algorithm: Any) -> None:
+    grid = grid_of(tmp_path, algorithm)
+    there = at_sites(grid, algorithm)
+    asked = len(there.records)
+    found, expected = there.influence(), here(algorithm).influence()
+    assert len(there.records) == asked and not there.clients
+    assert bool(found["exact"].all()) == (algorithm is CORRECTED) == bool(expected["exact"].all())
+    for name in ("mean", "sd", "shift", "sd_ratio", "log_predictive"):
+        assert_allclose(found[name], expected[name], rtol=1e-6, atol=1e-9)
+
+
+def test_without_a_site_is_a_fit_that_never_saw_it(tmp_path: Any) -> None:
+    grid = grid_of(tmp_path, PLAIN)
+    before = at_sites(grid, PLAIN)
+    with pytest.raises(DeclarationError, match=r"engine=fedppl.Flower.grid\(grid, clients=\['client 0', 'client 2'\]"):
+        fedppl.without(before, "client 1", progressbar=False)
+    with pytest.raises(DeclarationError, match=r"finds \['client 1'\], who leave"):
+        fedppl.without(before, "client 1", progressbar=False, engine=engine(grid))
+    with pytest.raises(DeclarationError, match="engine="):
+        fedppl.without(before, "client 1", progressbar=False, engine="grid")
+    found = fedppl.without(before, "client 1", progressbar=False, engine=engine(grid, ["client 0", "client 2"]))
+    expected = fedppl.without(here(PLAIN), "client 1", progressbar=False)
+    assert found.fit.client_ids == ("client 0", "client 2")
+    assert found.fit.status is fedppl.Status.CONVERGED and found.distance < 0.01
+    assert_allclose(gaussian.mean(found.fit.posterior), gaussian.mean(expected.fit.posterior), rtol=1e-6)
+    assert all(record.info["phase"] == "EP" for record in found.fit.records)  # from the ledger, not from the prior
+    alone = fedppl.without(
+        before, "client 1", certificate=False, progressbar=False, engine=engine(grid, ["client 0", "client 2"])
+    )
+    assert np.isnan(alone.distance)
+
+
+def test_calibration_wants_clients_that_are_made_up(tmp_path: Any) -> None:
+    model, clients = declared()
+    with pytest.raises(DeclarationError, match="made-up clients"):
+        fedppl.calibrate(model, None, PLAIN, data_sets=2, progressbar=False)  # type: ignore[arg-type]
+    with pytest.raises(DeclarationError, match="the data are at the sites"):
+        fedppl.calibrate(model, clients, PLAIN, data_sets=2, progressbar=False, engine=engine(grid_of(tmp_path, PLAIN)))
