@@ -100,16 +100,16 @@ def _corrected(client: ClientView, points: Array, center: Array, laplace: Array)
     known = np.unique(np.linspace(0, len(points) - 1, _SOME[1]).astype(int))
     some = known[:: _SOME[1] // _SOME[0]]
     better, differ = _integrated(client, points[some], center)
-    smooth = _smooth(points, some, np.stack([better - laplace[some], differ], axis=1))
+    smooth = smooth_over(points, some, np.stack([better - laplace[some], differ], axis=1))
     if smooth is not None:
         return laplace + smooth[:, 0], smooth[:, 1]
     better, differ = _integrated(client, points[known], center)
-    smooth = _smooth(points, known, np.stack([better - laplace[known], differ], axis=1))
+    smooth = smooth_over(points, known, np.stack([better - laplace[known], differ], axis=1))
     if smooth is not None:
         return laplace + smooth[:, 0], smooth[:, 1]
     if client.local_size in _GRIDS:
         coarse, _ = _integrals(client, points, center, by_grid(client.local_size, _GRIDS[client.local_size][0]))
-        smooth = _smooth(points, known, np.stack([better - coarse[known], differ], axis=1))
+        smooth = smooth_over(points, known, np.stack([better - coarse[known], differ], axis=1))
         if smooth is not None:
             return coarse + smooth[:, 0], smooth[:, 1]
     return _integrated(client, points, center)
@@ -127,7 +127,7 @@ def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array
     return values, _varying(shares[:, 1], np.isfinite(values))  # what a grid misses is of the order of what its rim has
 
 
-def _smooth(points: Array, few: NDArray[np.intp], known: Array) -> Array | None:
+def smooth_over(points: Array, few: NDArray[np.intp], known: Array) -> Array | None:
     """Functions (P, n) known at a few of the points, at all of them (S, n), where they are smooth enough for that.
 
     A thin-plate spline of three quarters of the few has to foretell the first function at the others.

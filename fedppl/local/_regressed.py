@@ -21,12 +21,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, Factor, Target
 from fedppl.contracts.client import TiltedDrawFn
 from fedppl.gaussian import Gaussian
+from fedppl.local._factor import smooth_over
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import effective_size, normalise, stream_of
 from fedppl.numerics.marginal import site_batch
@@ -35,7 +37,8 @@ from fedppl.results.idata import chain_diagnostics
 from fedppl.types import Array, LocalFailure, Rng
 
 _NODES = 64  # of a scramble
-_ACROSS = 64  # of a scramble, of φ for D
+_ACROSS = 32  # of a scramble, of φ for D
+_SOME = (128, 512)  # points at which h is looked at first, and where they do not foretell the others
 _STEPS = 200  # for Z; each takes a share of what is left
 _LOOKED_AT = 32  # points near the middle, whose weights have to be good
 _RHAT = 1.05
@@ -73,15 +76,41 @@ def _marginalised(
     client: ClientView, points: Array, center: Array, draw: TiltedDrawFn, draws: int
 ) -> tuple[Array, Array]:
     pool = _pool(client, points, draw, draws)
+    _require_good(client, pool, points, center)
+    known = np.unique(np.linspace(0, len(points) - 1, _SOME[1]).astype(int))
+    for some in (known[:: _SOME[1] // _SOME[0]], known):
+        values, errors = _at(client, pool, points[some])
+        rough = _quadratic(points, some, values)
+        if rough is None:
+            continue
+        smooth = smooth_over(points, some, np.stack([values - rough[some], errors], axis=1))
+        if smooth is not None:
+            return rough + smooth[:, 0], smooth[:, 1]
+    return _at(client, pool, points)
+
+
+def _at(client: ClientView, pool: _Pool, points: Array) -> tuple[Array, Array]:
+    """log f_k at points (S, m) and its errors, from all of the sample and from its halves."""
     found = np.zeros((3, len(points)))
     chunk = max(1, _AT_ONCE // (len(pool.nodes) * (client.shared_size + client.local_size)))
     for first in range(0, len(points), chunk):
         terms = _log_joint(client, pool, points[first : first + chunk])
         found[:, first : first + chunk] = logsumexp(terms[None] + pool.log_weights[:, None], axis=2)
-    _require_good(client, pool, points, center)
     whole, halves = found[0], found[1:]
     bias = whole - halves.mean(axis=0)  # a logarithm of a mean is too low, and of half as many twice as much
     return whole + bias, 0.5 * (halves[0] - halves[1]) + 0.5 * bias
+
+
+def _quadratic(points: Array, some: Array, values: Array) -> Array | None:
+    """The quadratic that is nearest to values at some of the points, at all of them; None where there are few."""
+    z = (points - np.median(points, axis=0)) / np.maximum(np.std(points, axis=0), 1e-300)
+    rows, columns = np.triu_indices(points.shape[1])
+    design = np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
+    told = np.isfinite(values)
+    if np.sum(told) < 4 * design.shape[1]:
+        return None
+    coefficients, *_ = np.linalg.lstsq(design[some][told], values[told], rcond=None)
+    return np.asarray(design @ coefficients)
 
 
 def draw_given(client: ClientView, phi: Array, center: Array, rng: Rng, *, draw: TiltedDrawFn, draws: int) -> Array:
@@ -127,11 +156,11 @@ def _pool(client: ClientView, points: Array, draw: TiltedDrawFn, draws: int) -> 
     first = np.concatenate(
         [np.arange(len(nodes)) < len(nodes) // 2, np.arange(len(others)) < len(others) // 2]
     )  # scrambles, and chains
-    each = [_log_weights(log_t, marginal, len(nodes), effective, kept) for kept in (first | True, first, ~first)]
+    each = [_log_weights(log_t, marginal, len(nodes), effective, kept) for kept in (np.ones_like(first), first, ~first)]
     return pool._replace(log_weights=np.stack(each))
 
 
-def _log_weights(log_t: Array, marginal: Array, count: int, effective: float, kept: Array) -> Array:
+def _log_weights(log_t: Array, marginal: Array, count: int, effective: float, kept: NDArray[np.bool_]) -> Array:
     """Minus the log density of the mixture at those of the sample that are kept, with Z found from them alone.
 
     Draws count as so many as are effective.
