@@ -140,7 +140,7 @@ def default_names(fit: Fitted, groups: Mapping[str, Any]) -> list[str]:
     shared = {*fit.layout.slices, *(fit.idata["posterior"].data_vars if "posterior" in fit.idata else ())}
     known = [str(name) for name in first.data_vars if name not in shared]
     local = known if client is None else [_effects(first, variable.name) for variable in client.local]
-    own = local if fit.algorithm.result.shared is not None else [*client.layout.slices, *local]
+    own = local if fit.algorithm.result.shared is not None else [*fit.layout.slices, *local]
     kept: list[str] = []
     for name in own:
         alike = all(name in group and group[name].shape == first[name].shape for group in groups.values())
