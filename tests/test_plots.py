@@ -19,6 +19,7 @@ from scipy import stats
 
 import fedppl
 from fedppl import DataError, DeclarationError, plots
+from fedppl.plots._forest import _effects
 from fedppl.plots._prior_posterior import density
 from fedppl.testing import normal_means
 from tests.support import problems
@@ -516,3 +517,8 @@ def test_what_is_shown_in_a_notebook_is_short_and_escaped(fit: fedppl.Fit) -> No
 
 def test_a_fit_without_a_posterior_is_shown_too(coupled: fedppl.Fit) -> None:
     assert "HM1" in coupled._repr_html_() and "<table>" not in coupled._repr_html_()
+
+
+def test_a_formulas_effects_stand_for_what_they_are_before_they_are_scaled() -> None:
+    group = xr.Dataset({name: (("chain", "draw"), np.zeros((1, 2))) for name in ("site_z", "site_effects", "z", "a_z")})
+    assert [_effects(group, name) for name in ("site_z", "z", "a_z")] == ["site_effects", "z", "a_z"]

@@ -137,8 +137,9 @@ def default_names(fit: Fitted, groups: Mapping[str, Any]) -> list[str]:
     """Variables of a client's own whose shapes are equal at all clients, as many as there are panels for."""
     first = next(iter(groups.values()))
     client = next(iter(fit.clients.values()), None)
-    known = [str(name) for name in first.data_vars if name not in fit.reader.dims]
-    local = known if client is None else [variable.name for variable in client.local]
+    shared = {*fit.layout.slices, *(fit.idata["posterior"].data_vars if "posterior" in fit.idata else ())}
+    known = [str(name) for name in first.data_vars if name not in shared]
+    local = known if client is None else [_effects(first, variable.name) for variable in client.local]
     own = local if fit.algorithm.result.shared is not None else [*fit.layout.slices, *local]
     kept: list[str] = []
     for name in own:
@@ -146,6 +147,12 @@ def default_names(fit: Fitted, groups: Mapping[str, Any]) -> list[str]:
         if alike and len(entries(first, [*kept, name])) <= MOST:
             kept.append(name)
     return kept
+
+
+def _effects(group: Any, name: str) -> str:
+    """A formula's effects, in place of what they are before they are scaled."""
+    scaled = f"{name.removesuffix('_z')}_effects"
+    return scaled if name.endswith("_z") and scaled in group else name
 
 
 def _entries(fit: Fitted, groups: Mapping[str, Any], var_names: Any, coords: Mapping[str, Any] | None) -> list[Entry]:
