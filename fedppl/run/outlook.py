@@ -113,7 +113,7 @@ def spelled(seconds: float) -> str:
     """Time as one says it.
 
     >>> spelled(0.34), spelled(8.2), spelled(95), spelled(7300)
-    ('0.3 s', '8 s', '1 min 35 s', '2 h 2 min')
+    ('0.3 s', '8 s', '1 min 35 s', '2 h 1 min')
     """
     if seconds < 1:
         return f"{seconds:.1f} s"
