@@ -93,7 +93,7 @@ def compared(case: Case, draws: int, seed: int, *, builder: bool, first: str) ->
     else:
         found = {"formula": fitted(case, "formula", seed)}
     ours, names = found["formula"], by_hand.names(case)
-    enough = {"ess": _ESS, "ess_of_squares": _ESS_OF_SQUARES, "most": _MOST_DRAWS, "tune": 1000, "divergences": 10}
+    enough = {"ess": _ESS, "ess_of_squares": _ESS_OF_SQUARES, "most": _MOST_DRAWS, "tune": 700, "divergences": 10}
     posterior, quality = reference(by_hand.pooled(case, simulate(case, seed)), names, draws, seed, **enough)
     of: dict[str, list[list[float]]] = {}
     for name in names:
@@ -224,7 +224,7 @@ def main(argv: list[str] | None = None) -> None:
     known = [case.family for case in CASES]
     parser.add_argument("--parts", nargs="+", choices=["families", "reml"], default=["families", "reml"])
     parser.add_argument("--families", nargs="+", choices=known, default=known)
-    parser.add_argument("--draws", type=int, default=3_000, help="of each of four chains of the reference")
+    parser.add_argument("--draws", type=int, default=2_000, help="of each of four chains of the reference")
     parser.add_argument("--builders", nargs="*", choices=known, default=known, help="families that get the CPU ratio")
     parser.add_argument("--process", choices=["formula", "builder"], help=argparse.SUPPRESS)  # one fit, in here
     parser.add_argument("--seed", type=int, default=1)

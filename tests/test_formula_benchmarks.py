@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 from numpy.testing import assert_allclose
 
-from benchmarks._families import cases
+import fedppl
+from benchmarks._families import by_hand, cases
 from benchmarks._rare import trials
 from benchmarks.rare_events import results
 from tests.test_examples import run
@@ -93,6 +94,24 @@ def test_pieces_of_time_have_the_likelihood_of_a_hazard_that_is_constant_in_each
     cumulative = np.array([0.4, 0.8, 0.8 + 0.3, 0.8 + 0.8 + 8 * 0.3])
     exact = np.array([np.log(0.2), 0.0, np.log(0.1), np.log(0.3)]) - cumulative
     assert_allclose(np.bincount(rows, each), exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.family)
+def test_a_model_by_hand_is_what_the_formula_declares(case: cases.Case) -> None:
+    """Log densities of a site's model differ by a constant, whatever the variables are."""
+    frame = cases.simulate(case, 1)
+    declared = fedppl.formula(case.formula, case.family, constants=dict(case.constants))
+    formula = fedppl.agree(declared, frame, by="site").model.builder
+    hand, clients = by_hand.federated(case, frame)
+    models = formula(**formula.read("site 4", frame[frame["site"] == "site 4"])), hand.builder(**clients["site 4"])
+    start, rng, apart = models[1].initial_point(), np.random.default_rng(0), []
+    densities = [one.compile_logp(mode="FAST_COMPILE") for one in models]
+    for _ in range(4):
+        at = {name: value + 0.3 * rng.normal(size=np.shape(value)) for name, value in start.items()}
+        as_formula = {("site_z" if name == "z" else name): value for name, value in at.items()}
+        apart.append(float(densities[0](as_formula)) - float(densities[1](at)))
+    assert_allclose(apart, apart[0], atol=1e-3)  # shares of levels are those of 256 rows that stand for all
 
 
 @pytest.mark.slow

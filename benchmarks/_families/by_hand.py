@@ -117,9 +117,9 @@ def _shared(case: Case, known: Setup) -> dict[str, Any]:
     x = pm.Normal("x", 0, WIDE * unit / known.sd[0], **each)
     sd = WIDE * unit / known.sd[1:]
     arm = pm.Normal("arm", 0, sd[:, None] if levels else sd, shape=(2, levels) if levels else (2,))
+    at = known.mean[0] * x + known.mean[1] * arm[0] + known.mean[2] * arm[1]
     if case.intercept:  # its prior is of where x and arm are at their means
-        at = known.center - known.mean[0] * x - known.mean[1] * arm[0] - known.mean[2] * arm[1]
-        more["Intercept"] = pm.Normal("Intercept", at, WIDE * unit, **each)
+        more["Intercept"] = pm.Normal("Intercept", known.center - at, WIDE * unit, **each)
     sizes = np.repeat(unit / known.sizes, max(levels, 1))
     if len(sizes) > 1:
         spread = pm.HalfNormal.dist(sizes, shape=len(sizes))
@@ -130,7 +130,7 @@ def _shared(case: Case, known: Setup) -> dict[str, Any]:
         pm.Deterministic("site_corr", correlation[np.tril_indices(len(sizes), -1)])
     else:
         root = pm.HalfNormal("site_sd", float(sizes[0])).reshape((1, 1))
-    return {"x": x, "arm": arm, "root": root, **more, **case.beside(known.outcome_sd)}
+    return {"x": x, "arm": arm, "root": root, **more, **case.beside(known.outcome_sd, at)}
 
 
 def _predictor(case: Case, shared: Mapping[str, Any], X: Any, effects: Any) -> Any:

@@ -24,7 +24,7 @@ class Case(NamedTuple):
     right: str  # what the site's effects are: "(1 | site)" or "(1 + x | site)"
     response: str
     draw: Callable[[np.random.Generator, Array], Mapping[str, Array]]  # columns of outcomes at a linear predictor
-    beside: Callable[[float], Mapping[str, Any]]  # declares other shared variables, given the sd of outcomes
+    beside: Callable[[float, Any], Mapping[str, Any]]  # declares others, from outcomes' sd and η less level at means
     observe: Callable[[Any, Mapping[str, Any], Any, Any], Any]  # (η, those, y, extra) declares the outcome
     arrays: Callable[[pd.DataFrame], tuple[Array, Array, Array | None]]  # rows' numbers, y and what else is read
     scale: str = "none"  # of the linear predictor before the fit: "none", "outcome", "log" or "minus log"
@@ -96,7 +96,7 @@ def _letters(frame: pd.DataFrame) -> tuple[Array, Array, Array | None]:
     return _all(frame), np.searchsorted(["a", "b", "c"], frame["y"].to_numpy().astype(str)), None
 
 
-def _nothing(sd: float) -> Mapping[str, Any]:
+def _nothing(sd: float, at: Any) -> Mapping[str, Any]:
     return {}
 
 
@@ -126,9 +126,10 @@ def _binomial(rng: np.random.Generator, eta: Array) -> Mapping[str, Array]:
     return {"y": rng.binomial(n, _expit(eta)), "n": n}
 
 
-def _thresholds(sd: float) -> Mapping[str, Any]:
+def _thresholds(sd: float, at: Any) -> Mapping[str, Any]:
+    """Their prior is of where x and arm are at their means."""
     ordered = pm.distributions.transforms.ordered
-    return {"threshold": pm.Normal("threshold", 0, 2.5, shape=3, transform=ordered, initval=[-1.5, 0.0, 1.5])}
+    return {"threshold": pm.Normal("threshold", at, 2.5, shape=3, transform=ordered, initval=[-1.5, 0.0, 1.5])}
 
 
 def _at_most(distribution: Any, y: Any, limit: Any) -> Any:
@@ -143,7 +144,7 @@ CASES = (
         SLOPES,
         "y",
         lambda rng, eta: {"y": 20 + 4 * eta + 3 * rng.normal(size=len(eta))},
-        lambda sd: {"sigma": pm.HalfNormal("sigma", 2 * sd)},
+        lambda sd, at: {"sigma": pm.HalfNormal("sigma", 2 * sd)},
         lambda eta, s, y, _: pm.Normal("obs", eta, s["sigma"], observed=y),
         _plain,
         "outcome",
@@ -153,7 +154,7 @@ CASES = (
         SITE,
         "y",
         lambda rng, eta: {"y": 20 + 4 * eta + 2 * rng.standard_t(4, size=len(eta))},
-        lambda sd: {"sigma": pm.HalfNormal("sigma", 2 * sd), "nu": pm.Gamma("nu", 2, 0.1)},
+        lambda sd, at: {"sigma": pm.HalfNormal("sigma", 2 * sd), "nu": pm.Gamma("nu", 2, 0.1)},
         lambda eta, s, y, _: pm.StudentT("obs", nu=s["nu"], mu=eta, sigma=s["sigma"], observed=y),
         _plain,
         "outcome",
@@ -191,7 +192,7 @@ CASES = (
         SITE,
         "y",
         lambda rng, eta: {"y": rng.negative_binomial(3, 3 / (3 + np.exp(1 + eta)))},
-        lambda sd: {"alpha": pm.Gamma("alpha", 2, 0.2)},
+        lambda sd, at: {"alpha": pm.Gamma("alpha", 2, 0.2)},
         lambda eta, s, y, _: pm.NegativeBinomial("obs", mu=pm.math.exp(eta), alpha=s["alpha"], observed=y),
         _plain,
         "log",
@@ -201,7 +202,7 @@ CASES = (
         SITE,
         "y",
         lambda rng, eta: {"y": rng.gamma(2.0, np.exp(3 + eta) / 2.0)},
-        lambda sd: {"alpha": pm.Gamma("alpha", 2, 0.2)},
+        lambda sd, at: {"alpha": pm.Gamma("alpha", 2, 0.2)},
         lambda eta, s, y, _: pm.Gamma("obs", alpha=s["alpha"], beta=s["alpha"] / pm.math.exp(eta), observed=y),
         _plain,
         "log",
@@ -211,7 +212,7 @@ CASES = (
         SITE,
         "y",
         lambda rng, eta: {"y": np.clip(rng.beta(8 * _expit(eta), 8 * _expit(-eta)), 0.002, 0.998)},
-        lambda sd: {"kappa": pm.Gamma("kappa", 2, 0.1)},
+        lambda sd, at: {"kappa": pm.Gamma("kappa", 2, 0.1)},
         lambda eta, s, y, _: pm.Beta(
             "obs", pm.math.invlogit(eta) * s["kappa"], pm.math.invlogit(-eta) * s["kappa"], observed=y
         ),
@@ -254,7 +255,7 @@ CASES = (
         SITE,
         SURVIVAL,
         _times(lambda rng, n: rng.weibull(1.5, size=n)),
-        lambda sd: {"alpha": pm.Gamma("alpha", 2, 1)},
+        lambda sd, at: {"alpha": pm.Gamma("alpha", 2, 1)},
         lambda eta, s, y, limit: _at_most(pm.Weibull.dist(s["alpha"], pm.math.exp(eta)), y, limit),
         _until_limit,
         "log",
@@ -264,7 +265,7 @@ CASES = (
         SITE,
         SURVIVAL,
         _times(lambda rng, n: np.exp(0.8 * rng.normal(size=n))),
-        lambda sd: {"sigma": pm.HalfNormal("sigma", 2)},
+        lambda sd, at: {"sigma": pm.HalfNormal("sigma", 2)},
         lambda eta, s, y, limit: _at_most(pm.Normal.dist(eta, s["sigma"]), y, limit),
         _logs_until_limit,
         "log",
@@ -274,7 +275,7 @@ CASES = (
         SITE,
         SURVIVAL,
         _times(lambda rng, n: np.exp(rng.logistic(size=n) / 2.0)),
-        lambda sd: {"alpha": pm.Gamma("alpha", 2, 1)},
+        lambda sd, at: {"alpha": pm.Gamma("alpha", 2, 1)},
         lambda eta, s, y, limit: _at_most(pm.Logistic.dist(eta, 1 / s["alpha"]), y, limit),
         _logs_until_limit,
         "log",
@@ -284,7 +285,7 @@ CASES = (
         SITE,
         SURVIVAL,
         _times(lambda rng, n: rng.weibull(1.3, size=n)),
-        lambda sd: {"piece": pm.Normal("piece", 0, 1.5, shape=2)},
+        lambda sd, at: {"piece": pm.Normal("piece", 0, 1.5, shape=2)},
         lambda eta, s, y, extra: pm.Poisson(
             "obs",
             extra[:, 0] * pm.math.exp(eta + pt.concatenate([pt.zeros(1), s["piece"]])[extra[:, 1].astype("int64")]),
