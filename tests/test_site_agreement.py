@@ -26,7 +26,7 @@ from fedppl.flower.memory import Memory, file_memory
 from fedppl.flower.records import AGREE
 from fedppl.flower.site_agreement import accept, declared, named
 from fedppl.formulas.agreement import Agreement, Column, Told, raised, tell
-from fedppl.formulas.exchange import asked
+from fedppl.formulas.exchange import asked, contradiction, example
 from tests.support.fake_grid import FakeGrid, Node, node
 
 RNG = np.random.default_rng(5)
@@ -414,6 +414,51 @@ IMPOSSIBLE = [
 def test_what_no_rows_could_have_is_refused(given: Any, said: str) -> None:
     with pytest.raises(Malformed, match=said):
         wire.unpack_told({"told": json.dumps({"age": given})}, ["age"])
+
+
+RESPONSES = {
+    "gaussian": "y",
+    "bernoulli": "died",
+    "binomial": "prop(died, of)",
+    "poisson": "cases",
+    "gamma": "cost",
+    "beta": "share",
+    "ordinal": "pain",
+    "categorical": "pain",
+    "weibull": "Surv(cost, died)",
+    "lognormal": 'Surv(cost, later, "interval")',
+}
+
+
+@pytest.mark.parametrize("family", RESPONSES)
+def test_the_server_knows_the_model_from_rows_of_nobody(family: str) -> None:
+    """Made up from what was agreed on, they build the model that sites build, and sites find nothing against it."""
+    rng = np.random.default_rng(4)
+    rows = {
+        "age": rng.normal(60, 9, 60),
+        "arm": rng.choice(["a", "b"], 60).astype(object),
+        "ward": rng.choice(["x", "y"], 60).astype(object),
+        "pain": rng.choice(["some", "little", "much"], 60).astype(object),
+        "y": rng.normal(size=60),
+        "died": rng.integers(0, 2, 60),
+        "of": np.full(60, 3),
+        "cases": rng.poisson(2.0, 60),
+        "cost": rng.exponential(3.0, 60) + 0.1,
+        "share": rng.uniform(0.1, 0.9, 60),
+    }
+    rows["later"] = rows["cost"] + 1.0
+    right = "age * arm + (1 + age | site) + (1 | site/ward)"
+    levels = {"levels": {"pain": ["little", "some", "much"]}} if "pain" in RESPONSES[family] else {}
+    model = fedppl.formula(f"{RESPONSES[family]} ~ {right}", family, weights="of", **levels)
+    data = {name: {k: np.roll(v, place) for k, v in rows.items()} for place, name in enumerate("abc")}
+    built = fedppl.agree(model, data).model
+    there, here = (built.builder(**built.read("a", one)) for one in (example(built.builder), rows))  # type: ignore[arg-type]
+    for part in ("free_RVs", "observed_RVs"):
+        assert [one.name for one in getattr(there, part)] == [one.name for one in getattr(here, part)]
+    assert {name: list(there.coords[name]) for name in there.coords} == {
+        name: list(here.coords[name]) for name in here.coords
+    }
+    assert contradiction(built.builder, rows, built.read("a", rows)) is None  # type: ignore[arg-type]
 
 
 # --- the server -----------------------------------------------------------------------------------------------
