@@ -21,6 +21,7 @@ from fedppl.engine import _account
 from fedppl.engine._guard import REFUSED
 from fedppl.engine.policy import NO_RULES
 from fedppl.flower import agreed as wire
+from fedppl.flower.client_app import _context_memory as in_node
 from fedppl.flower.decode import Malformed
 from fedppl.flower.memory import Memory, file_memory
 from fedppl.flower.records import AGREE
@@ -333,6 +334,14 @@ def test_a_site_keeps_the_last_agreement_that_goes_with_its_rows(tmp_path: Path)
     other = agreement(age=Column((), (), 61.0, 9.5))
     assert taken(tmp_path, other) == wire.digest(other)
     assert declared(MODEL, file_memory(tmp_path), "north")[0].agreement == other
+
+
+def test_a_site_without_a_folder_keeps_it_in_its_node() -> None:
+    context = node(object(), 0).context  # type: ignore[arg-type]
+    accept(
+        MODEL, lambda: DATA["north"], "north", {"agreement": wire.pack_agreement(agreement())}, in_node(context), None
+    )
+    assert declared(MODEL, in_node(context), "north")[1] == wire.digest(agreement())
 
 
 @pytest.mark.parametrize("case", APART)
