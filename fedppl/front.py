@@ -364,7 +364,7 @@ def _with_outcomes(model: FederatedModel, split: Any) -> Any:
     whole = next((data for k, data in found.items() if k not in incomplete), None)
     first = str(incomplete[0])
     outcomes = outcomes_of(model.declared, first, whole or gaps.dropped(incomplete[0], found[incomplete[0]]))
-    kept = {k: gaps.without_outcome(k, found[k], outcomes) for k in incomplete}
+    kept = gaps.without_outcomes({k: found[k] for k in incomplete}, outcomes)
     one = next(part for part in kept.values() if part is not None)
     require_rows_apart(model.declared, first, one.filled, one.data, one.rows, one.outcomes)
     return {k: data if (part := kept.get(k)) is None else part.data for k, data in found.items()}

@@ -92,8 +92,11 @@ def test_rows_that_depend_on_each_other_are_refused(builder: Any) -> None:
 
 
 def test_predictors_that_are_missing_are_counted_and_refused() -> None:
-    with pytest.raises(DataError, match=r"'x' in 4 rows at client 'a'.*\['y'\].*predictor"):
-        given(line, {"a": {"x": np.where(np.arange(12) < 4, np.nan, X), "y": Y}})
+    with pytest.raises(
+        DataError, match=r"'x' in 4 rows at client 'a', 'x' in 1 rows at client 'b';.*\['y'\].*predictor"
+    ):
+        lacking = {k: {"x": np.where(np.arange(12) < n, np.nan, X), "y": Y} for k, n in {"a": 4, "b": 1}.items()}
+        given(line, lacking)
     with pytest.raises(DataError, match="all its outcomes.*leave the client out"):
         given(line, {"a": {"x": X, "y": np.full(12, np.nan)}, "b": {"x": X, "y": Y}})
 

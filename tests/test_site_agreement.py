@@ -21,12 +21,13 @@ from fedppl.engine import _account
 from fedppl.engine._guard import REFUSED
 from fedppl.engine.policy import NO_RULES
 from fedppl.flower import agreed as wire
+from fedppl.flower.client_app import _context_memory as in_node
 from fedppl.flower.decode import Malformed
 from fedppl.flower.memory import Memory, file_memory
 from fedppl.flower.records import AGREE
 from fedppl.flower.site_agreement import accept, declared, named
 from fedppl.formulas.agreement import Agreement, Column, Told, raised, tell
-from fedppl.formulas.exchange import asked
+from fedppl.formulas.exchange import asked, contradiction, example
 from tests.support.fake_grid import FakeGrid, Node, node
 
 RNG = np.random.default_rng(5)
@@ -335,6 +336,14 @@ def test_a_site_keeps_the_last_agreement_that_goes_with_its_rows(tmp_path: Path)
     assert declared(MODEL, file_memory(tmp_path), "north")[0].agreement == other
 
 
+def test_a_site_without_a_folder_keeps_it_in_its_node() -> None:
+    context = node(object(), 0).context  # type: ignore[arg-type]
+    accept(
+        MODEL, lambda: DATA["north"], "north", {"agreement": wire.pack_agreement(agreement())}, in_node(context), None
+    )
+    assert declared(MODEL, in_node(context), "north")[1] == wire.digest(agreement())
+
+
 @pytest.mark.parametrize("case", APART)
 def test_a_site_takes_no_part_with_what_is_far_from_its_rows(case: str, tmp_path: Path) -> None:
     with pytest.raises(DeclarationError) as caught:
@@ -414,6 +423,51 @@ IMPOSSIBLE = [
 def test_what_no_rows_could_have_is_refused(given: Any, said: str) -> None:
     with pytest.raises(Malformed, match=said):
         wire.unpack_told({"told": json.dumps({"age": given})}, ["age"])
+
+
+RESPONSES = {
+    "gaussian": "y",
+    "bernoulli": "died",
+    "binomial": "prop(died, of)",
+    "poisson": "cases",
+    "gamma": "cost",
+    "beta": "share",
+    "ordinal": "pain",
+    "categorical": "pain",
+    "weibull": "Surv(cost, died)",
+    "lognormal": 'Surv(cost, later, "interval")',
+}
+
+
+@pytest.mark.parametrize("family", RESPONSES)
+def test_the_server_knows_the_model_from_rows_of_nobody(family: str) -> None:
+    """Made up from what was agreed on, they build the model that sites build, and sites find nothing against it."""
+    rng = np.random.default_rng(4)
+    rows = {
+        "age": rng.normal(60, 9, 60),
+        "arm": rng.choice(["a", "b"], 60).astype(object),
+        "ward": rng.choice(["x", "y"], 60).astype(object),
+        "pain": rng.choice(["some", "little", "much"], 60).astype(object),
+        "y": rng.normal(size=60),
+        "died": rng.integers(0, 2, 60),
+        "of": np.full(60, 3),
+        "cases": rng.poisson(2.0, 60),
+        "cost": rng.exponential(3.0, 60) + 0.1,
+        "share": rng.uniform(0.1, 0.9, 60),
+    }
+    rows["later"] = rows["cost"] + 1.0
+    right = "age * arm + (1 + age | site) + (1 | site/ward)"
+    levels = {"levels": {"pain": ["little", "some", "much"]}} if "pain" in RESPONSES[family] else {}
+    model = fedppl.formula(f"{RESPONSES[family]} ~ {right}", family, weights="of", **levels)
+    data = {name: {k: np.roll(v, place) for k, v in rows.items()} for place, name in enumerate("abc")}
+    built = fedppl.agree(model, data).model
+    there, here = (built.builder(**built.read("a", one)) for one in (example(built.builder), rows))  # type: ignore[arg-type]
+    for part in ("free_RVs", "observed_RVs"):
+        assert [one.name for one in getattr(there, part)] == [one.name for one in getattr(here, part)]
+    assert {name: list(there.coords[name]) for name in there.coords} == {
+        name: list(here.coords[name]) for name in here.coords
+    }
+    assert contradiction(built.builder, rows, built.read("a", rows)) is None  # type: ignore[arg-type]
 
 
 # --- the server -----------------------------------------------------------------------------------------------

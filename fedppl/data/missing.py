@@ -111,25 +111,37 @@ def read(clients: Mapping[Any, Any], names: Sequence[str] | None, *, texts: bool
     return found
 
 
-def without_outcome(client_id: Any, data: Mapping[str, Any], outcomes: Sequence[str]) -> Kept | None:
-    """A client's data without rows in which all outcomes are missing; None where nothing is.
+def without_outcomes(clients: Mapping[Any, Mapping[str, Any]], outcomes: Sequence[str]) -> dict[Any, Kept | None]:
+    """Clients' data without rows in which all outcomes are missing; None of a client where nothing is.
 
     A row without outcome says nothing of the model's variables, where its being missing depends on no outcome. What is
-    missing in other rows is refused.
+    missing in other rows is refused, with counts of all clients.
     """
-    found: dict[str, Any] = {}
-    for name, value in data.items():
-        rows = missing_rows(value)
-        if rows is not None and rows.any():
-            found[name] = rows
-    if not found:
-        return None
-    of_outcomes = {name: rows for name, rows in found.items() if name in outcomes}
-    one_length = len({len(rows) for rows in of_outcomes.values()}) == 1
-    mask: Any = np.logical_or.reduce(list(of_outcomes.values())) if one_length else None
-    if mask is None:
-        left = {name: int(rows.sum()) for name, rows in found.items()}
-        raise _not_outcomes({client_id: left}, outcomes)
+    masks, elsewhere = {}, {}
+    for client_id, data in clients.items():
+        found: dict[str, Any] = {}
+        for name, value in data.items():
+            rows = missing_rows(value)
+            if rows is not None and rows.any():
+                found[name] = rows
+        of_outcomes = [rows for name, rows in found.items() if name in outcomes]
+        mask: Any = None
+        if len({len(rows) for rows in of_outcomes}) == 1:
+            mask = np.logical_or.reduce(of_outcomes)
+        masks[client_id] = mask
+        left = {
+            name: int(np.sum(rows & ~mask) if mask is not None and len(rows) == len(mask) else rows.sum())
+            for name, rows in found.items()
+            if name not in outcomes or mask is None
+        }
+        if any(left.values()):
+            elsewhere[client_id] = {name: count for name, count in left.items() if count}
+    if elsewhere:
+        raise _not_outcomes(elsewhere, outcomes)
+    return {k: None if mask is None else _without(k, clients[k], outcomes, mask) for k, mask in masks.items()}
+
+
+def _without(client_id: Any, data: Mapping[str, Any], outcomes: Sequence[str], mask: Any) -> Kept:
     alike = [name for name in outcomes if name in data and np.ndim(data[name]) and len(data[name]) == len(mask)]
     for name in alike:
         entries = _missing_entries(data[name]).reshape(len(mask), -1)
@@ -139,13 +151,6 @@ def without_outcome(client_id: Any, data: Mapping[str, Any], outcomes: Sequence[
                 f'outcomes {alike} and lack others; missing="impute" leaves out rows without any. Impute the others '
                 'before the fit, or say missing="drop".'
             )
-    elsewhere = {
-        name: int((rows & ~mask).sum() if len(rows) == len(mask) else rows.sum())
-        for name, rows in found.items()
-        if name not in outcomes
-    }
-    if any(elsewhere.values()):
-        raise _not_outcomes({client_id: {name: n for name, n in elsewhere.items() if n}}, outcomes)
     if mask.all():
         raise DataError(
             f"client {str(client_id)!r}: all its outcomes {alike} are missing; leave the client out, its posterior is "

@@ -24,6 +24,10 @@ class Memory(NamedTuple):
     keep: Callable[[str, bytes], None]
 
 
+BLANK = Memory(lambda name: None, lambda name, raw: None)
+"""Of a site that keeps nothing."""
+
+
 def file_memory(folder: Path) -> Memory:
     """Bytes mirrored to files, each replaced in one step."""
 

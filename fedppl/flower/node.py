@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -27,7 +28,7 @@ from fedppl.flower import site_agreement as _agreements
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed
 from fedppl.flower.hello import pack_hello
-from fedppl.flower.memory import Kept, Memory, keep_seal, name_of_kept, recalled, same_data
+from fedppl.flower.memory import BLANK, Kept, Memory, keep_seal, name_of_kept, recalled, same_data
 from fedppl.flower.told import tell
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
@@ -64,7 +65,7 @@ _first: dict[Any, dict[str, Mapping[str, Any]]] = {}  # the first client with su
 _lock = threading.Lock()
 
 
-def enrolled(node: Node, config: Mapping[str, Any], memory: Memory, called: str | None = None) -> ClientModel:
+def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, called: str | None = None) -> ClientModel:
     """Load the data and check them against the declaration, once a process.
 
     A site that the server knows by its authenticated name is `called` by it: random streams depend on the id.
@@ -121,7 +122,9 @@ def agree(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[
     return {}, {"client_id": name, "version": version("fedppl"), **found}
 
 
-def introduce(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> _wire.Parcel:
+def introduce(
+    node: Node, config: Mapping[str, Any], memory: Memory = BLANK, texts: Mapping[str, str] = MappingProxyType({})
+) -> _wire.Parcel:
     """Answer the server's first call: the layout, or why this site cannot take part.
 
     An exception's text may quote data, so only that of a wrong declaration travels.

@@ -142,7 +142,7 @@ def example(built: Formula) -> dict[str, Array]:
         held[name] = place % 2 + (outcome == "positive") * 1.0
     if built.terms.response.kind == "proportion":
         held[built.terms.response.columns[1]] = np.full(_EXAMPLE_ROWS, 2)
-    return held
+    return held if built.weights is None else {**held, built.weights: np.ones(_EXAMPLE_ROWS)}
 
 
 def _kind(agreement: Agreement, name: Any) -> Any:

@@ -222,7 +222,7 @@ def of_told(model: FederatedModel, told: Mapping[str, Mapping[str, Told]], withh
     units, levels = strange(told), checks.odd_levels(built.design.agreement, asked(built).levels)
     if units:
         logger.warning(
-            "columns may be swapped, or units differ: %s; bring all clients to one form", "; ".join(units[:5])
+            "columns may be swapped, or units differ: %s; bring all clients to one unit", "; ".join(units[:5])
         )
     if levels:
         logger.warning("levels may be mistaken: %s", "; ".join(levels[:5]))
@@ -240,7 +240,7 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
     if missing == "impute" and isinstance(split, Mapping):
         outcomes, found = built.terms.response.columns[:1], gaps.read(split, built.columns, texts=True)
         with_rows = {k: one for k, one in found.items() if not isinstance(one, Estimate)}
-        parts = {k: gaps.without_outcome(k, one, outcomes) for k, one in with_rows.items()}
+        parts = gaps.without_outcomes(with_rows, outcomes)
         complete: Any = {k: one if (part := parts.get(k)) is None else part.data for k, one in found.items()}
     else:
         complete = gaps.complete(split, built.columns, missing, texts=True)
