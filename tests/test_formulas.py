@@ -311,7 +311,7 @@ def test_results_are_asked_with_data_frames() -> None:
         ("prop(healed) ~ age", {"family": "binomial"}, "2 columns"),
         ("y ~ age", {"priors": {"age": 3}}, "no fedppl.Prior"),
         ("y ~ age", {"priors": {"weight": Prior("Normal")}}, "shared variables are"),
-        ("y ~ age", {"levels": {"weight": ["a"]}}, "columns of the formula"),
+        ("y ~ age", {"levels": {"weight": ["a"]}}, "formula's columns"),
     ],
 )
 def test_what_would_mean_another_thing_at_each_client_is_refused(formula: str, keywords: Any, told: str) -> None:

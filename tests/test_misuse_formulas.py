@@ -211,6 +211,12 @@ def test_trials_and_offsets_may_be_the_same_in_all_rows() -> None:
         assert set(found) >= {"outcome"} and len(found["outcome"]) == 8
 
 
+def test_times_may_be_beyond_all_bounds_and_columns_called_like_arrays(caplog: pytest.LogCaptureFixture) -> None:
+    frame = FRAME.assign(low=1.0 + FRAME["k"], high=np.where(FRAME["k"] > 1, np.inf, 3.0), common=FRAME["x"])
+    fedppl.agree(fedppl.formula('Surv(low, high, "interval") ~ x', family="weibull"), frame, by="site")
+    assert said("y ~ common + (1 + common | site)", frame, caplog) == []
+
+
 def test_integers_are_levels_of_an_ordinal_outcome_in_their_order() -> None:
     assert agreed("k ~ x", "ordinal").columns.loc["k", "levels"] == ("0", "1", "2", "3")
 

@@ -182,16 +182,16 @@ def tables(built: Any, data: Any, by: Any) -> None:
 
 def say_what_cannot_be_told(built: Any, clients: Mapping[Any, Any]) -> None:
     """Warn of coefficients that no row tells apart, where the clients' rows are here: priors alone do."""
-    design, terms = built.design, built.terms
+    design, terms, names_of = built.design, built.terms, built.containers
     read = functools.cache(lambda client_id: built.read(str(client_id), clients[client_id]))
     labels = [label for name in terms.common for label in design.labels[name]]
-    parts = (read(client_id)["common"] for client_id in clients) if labels else ()
+    parts = (read(client_id)[names_of["common"]] for client_id in clients) if labels else ()
     if flat := collinear(parts, labels, predictor.has_intercept(terms, built.family)):
         logger.warning("columns %s are collinear: only their priors tell them apart; leave one out", flat)
     for number, names in enumerate(design.group_labels):
         if len(names) < 2 or len(terms.groups[number].factor) > 1:
             continue
-        parts = (read(client_id)[f"effects_{number}"] for client_id in clients)
+        parts = (read(client_id)[names_of[f"effects_{number}"]] for client_id in clients)
         constant = np.ones(len(names), dtype=bool)
         for part in parts:
             constant &= np.ptp(part, axis=0) == 0
