@@ -225,7 +225,7 @@ class FederatedModel:
         --------
         >>> from fedppl.testing import normal_means
         >>> model, clients = normal_means()
-        >>> list(model.describe(clients["a"]).columns)
+        >>> list(model.describe(clients["client 0"]).columns)
         ['prior', 'entries']
         """
         if hasattr(self.builder, "describe"):
