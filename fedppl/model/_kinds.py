@@ -118,8 +118,8 @@ def knowing(kinds: Mapping[str, str], kind: Kind) -> Kind:
     if kind is None or isinstance(kind, Mapping):
         return {**(kind or {}), **kinds}
     if isinstance(kind, functools.partial) and kind.func is _remembered:
-        before, kind = kind.args
-        return functools.partial(_remembered, {**before, **kinds}, kind)
+        before, rule = kind.args
+        return functools.partial(_remembered, {**before, **kinds}, rule)
     return functools.partial(_remembered, dict(kinds), kind)
 
 
