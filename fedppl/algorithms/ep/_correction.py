@@ -337,7 +337,8 @@ def log_evidence(state: Correcting, sites: Sites, prior_share: float) -> LogEvid
     # Of what lies beyond the radius, the posterior is taken to have the share that q has.
     found = state.found
     cut = region.beyond(sites.prior, reached(state), sites.q, found.points, found.weights)
-    error = float(np.hypot(found.log_ratio_error, cut.mass.sum()))
+    of_clients = float(found.weights @ np.nan_to_num(state.noise))  # the square of what their integrals are wrong by
+    error = float(np.sqrt(found.log_ratio_error**2 + cut.mass.sum() ** 2 + of_clients))
     return LogEvidence(log_of_gaussians(sites, prior_share) + found.log_ratio, error)
 
 
