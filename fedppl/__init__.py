@@ -39,9 +39,9 @@ from fedppl.results.compare import compare
 from fedppl.results.fit import Fit
 from fedppl.results.hypotheses import contrast, hypotheses
 from fedppl.results.loo import Loo, loo, loo_compare
-from fedppl.run._round import Round
 from fedppl.run.calibration import calibrate, plot_calibration
 from fedppl.run.conflict import conflict
+from fedppl.run.one_round import Round
 from fedppl.run.participation import all_clients, bernoulli, fixed_size
 from fedppl.run.withdrawal import Withdrawal, without
 from fedppl.search.grid_search import grid, grid_search

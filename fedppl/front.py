@@ -24,9 +24,9 @@ from fedppl.model.unseen import outcomes_of, require_rows_apart
 from fedppl.results import idata, saved, sound
 from fedppl.results.fit import Fit
 from fedppl.run import loop
-from fedppl.run._round import Round
-from fedppl.run._start import require_declared
+from fedppl.run.one_round import Round
 from fedppl.run.participation import Participation
+from fedppl.run.start import require_declared
 from fedppl.types import DataError, DeclarationError
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from flwr.app import Message as FlowerMessage
 import fedppl
 from fedppl import DeclarationError, FederatedModel, Policy
 from fedppl.contracts import Request
-from fedppl.engine import _account
-from fedppl.engine._conclusions import let_out, tells
-from fedppl.engine._guard import Ledger, Run, in_memory
+from fedppl.engine import account as _account
+from fedppl.engine.conclusions import let_out, tells
+from fedppl.engine.guard import Ledger, Run, in_memory
 from fedppl.flower import node as _node
 from fedppl.flower.decode import Malformed
 from fedppl.flower.memory import file_memory

@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 
 import fedppl
 from fedppl import Status
-from fedppl.algorithms.hierarchical._confidences import confidence_of, terms_rule
+from fedppl.algorithms.hierarchical.confidences import confidence_of, terms_rule
 from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
 from fedppl.run.replies import received

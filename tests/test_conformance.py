@@ -18,12 +18,12 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl import gaussian
-from fedppl.algorithms.ep import _sites
+from fedppl.algorithms.ep import sites as _sites
 from fedppl.contracts import Failure, Posterior, Request, Target
 from fedppl.engine.answer import answer
 from fedppl.gaussian import Gaussian
-from fedppl.model._graph import python_function
 from fedppl.model.client import ClientModel
+from fedppl.model.graph import python_function
 from fedppl.numerics.newton import difference_hessian
 from fedppl.numerics.prior import SharedPrior
 from tests import cases

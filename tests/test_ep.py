@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 
 import fedppl
 from fedppl import gaussian
-from fedppl.algorithms.ep import _sites
+from fedppl.algorithms.ep import sites as _sites
 from fedppl.contracts import LocalInference, Moments
 from fedppl.gaussian import Gaussian
 from fedppl.types import LocalFailure, Status

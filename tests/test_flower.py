@@ -356,7 +356,7 @@ def test_the_servers_log_tells_phase_change_and_what_is_left(caplog: pytest.LogC
         patch.setattr(GridEngine, "exchange", listening)
         result = fit(FakeGrid(nodes_of(model, clients)), model, 3)
     assert [sorted(names) for names in heard] == [sorted(clients)] * len(result.records)
-    lines = [one.getMessage() for one in caplog.records if one.name == "fedppl.run._round"]
+    lines = [one.getMessage() for one in caplog.records if one.name == "fedppl.run.one_round"]
     assert len(lines) == len(result.records) and all("3 of 3 replies in " in line for line in lines)
     assert any("EP, change" in line and "(tolerance 0.01)" in line for line in lines)
 

@@ -18,7 +18,7 @@ from scipy.special import expit
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, Prior
 from fedppl.formulas.agreement import agreed, tell
-from fedppl.model._graph import PYTHON_MODE
+from fedppl.model.graph import PYTHON_MODE
 
 RNG = np.random.default_rng(7)
 

@@ -12,8 +12,8 @@ import pytest
 
 import fedppl
 from fedppl import FederatedModel
-from fedppl.model import _enrolment as _checks
-from fedppl.model import _graph
+from fedppl.model import enrolment as _checks
+from fedppl.model import graph as _graph
 from fedppl.model._declared import Declared, template_of
 from fedppl.model._kinks import find_kink, points
 

@@ -73,6 +73,11 @@ def unit(module: str) -> str:
     return module.split(".")[1] if "." in module else "fedppl"
 
 
+def folder(module: str) -> str:
+    """The package that a module lies in; a package's own."""
+    return module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
 def place(module: str) -> int:
     """Number of its layer, from the top."""
     return next(k for k, layer in enumerate(LAYERS) if unit(module) in layer)
@@ -122,6 +127,16 @@ def test_no_folders_import_each_other_in_a_circle() -> None:
 def test_imports_point_down() -> None:
     up = [f"{a} -> {b}" for a in modules() for b in sorted(own(a)) if place(b) < place(a)]
     assert up == []
+
+
+def test_a_private_module_is_imported_by_its_own_folder_alone() -> None:
+    foreign = [
+        f"{a} -> {b}"
+        for a in modules()
+        for b in sorted(own(a))
+        if b.rpartition(".")[2].startswith("_") and folder(a) != b.rpartition(".")[0]
+    ]
+    assert foreign == []
 
 
 def test_families_know_nothing_of_each_other_and_nobody_knows_them() -> None:

@@ -20,8 +20,8 @@ from fedppl.coregional.adam import flatten, flatten_unit, slopes, unflatten, unf
 from fedppl.coregional.bound import Globals, UnitClientState, curves, gradient, unit_bound
 from fedppl.coregional.unit import statistics
 from fedppl.coregional.view import unit_of
-from fedppl.model._graph import PYTHON_MODE
 from fedppl.model.client import ClientModel
+from fedppl.model.graph import PYTHON_MODE
 from tests.support import problems
 
 LATENTS, POINTS = 3, 6

@@ -263,7 +263,8 @@ def test_without_a_warm_start_a_vague_prior_is_no_singular_matrix() -> None:
 
 
 def test_a_skewed_margin_is_named_with_a_remedy_and_mild_ones_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    from fedppl.algorithms.ep import _sites, _state, _verdict
+    from fedppl.algorithms.ep import _state, _verdict
+    from fedppl.algorithms.ep import sites as _sites
 
     layout = MODEL.enrol(CLIENTS)["client 0"].layout
     sites = _sites.empty(layout, ("client 0",), _sites.structure_of("full", layout))

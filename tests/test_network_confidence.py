@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import fedppl
-from fedppl.algorithms.hierarchical._confidences import confidence_of
+from fedppl.algorithms.hierarchical.confidences import confidence_of
 from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import stream

@@ -16,7 +16,7 @@ from numpy.testing import assert_allclose
 
 from fedppl.local import _chains
 from fedppl.model import _template
-from fedppl.model._numba import MODE, without_notices
+from fedppl.model.numba_mode import MODE, without_notices
 from fedppl.results import idata
 from tests.support import problems
 

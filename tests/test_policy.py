@@ -15,9 +15,9 @@ import pytest
 import fedppl
 from fedppl import DeclarationError, FederatedModel, Policy, audit, gaussian, policy, privacy
 from fedppl.contracts import Asked, Disclosure, Failure, Reply, Request
-from fedppl.engine import _account
-from fedppl.engine._guard import REFUSED, Guard, admit, in_memory, released
+from fedppl.engine import account as _account
 from fedppl.engine._observed import holdings
+from fedppl.engine.guard import REFUSED, Guard, admit, in_memory, released
 from fedppl.engine.policy import NO_RULES, Holdings
 from fedppl.flower import node as _node
 from fedppl.flower import wire as _wire

@@ -15,7 +15,7 @@ from scipy.stats import chi2, kstest, norm
 import fedppl
 from benchmarks._attacks import budget
 from fedppl import gaussian, privacy, structure
-from fedppl.algorithms.ep import _sites
+from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._whitening import frame_of, length, unwhiten, whiten
 from fedppl.algorithms.ep.private import PrivateEPClientState
 from fedppl.contracts import AnyAlgorithm, LocalInference, Moments, Received, Request

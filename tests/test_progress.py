@@ -189,7 +189,7 @@ def test_the_log_has_a_line_every_so_often(caplog: pytest.LogCaptureFixture, mon
 def test_each_round_is_a_line_with_phase_change_and_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="fedppl"):
         fedppl.fit(*problems.noise(), fedppl.EP(correction=None, damping=0.5, tolerance=1e-6), **QUIET, rounds=4)
-    lines = [one.getMessage() for one in caplog.records if one.name == "fedppl.run._round"]
+    lines = [one.getMessage() for one in caplog.records if one.name == "fedppl.run.one_round"]
     assert "6 of 6 replies in " in lines[1] and "warm start, change" in lines[1] and "left" not in lines[1]
     assert any("EP, change" in one and "(tolerance 1e-06)" in one for one in lines)
     assert any("rounds left" in one or "of rounds=4 left" in one for one in lines)

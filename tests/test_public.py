@@ -38,13 +38,13 @@ def told(builder: Callable[..., Any], data: Any, shared: Any = ("beta", "tau")) 
         template = template_of(model.declared, "a", data)
         _group._judge(model.declared, "a", data, template, alone=True)
     public, variables = template.public, template.variables[0]
-    x, inputs, names, outputs = fedppl.model._graph.constrained_graph(
+    x, inputs, names, outputs = fedppl.model.graph.constrained_graph(
         template.parts, variables, (), public.names, only_shared=True
     )
-    arrays = fedppl.model._enrolment.containers("a", template.parts, data)
+    arrays = fedppl.model.enrolment.containers("a", template.parts, data)
     size = sum(variable.size for variable in variables)
     draws = np.linspace(-1, 1, 3 * size).reshape(3, size)
-    values = fedppl.model._graph.batched(x, inputs, outputs)(draws, *arrays[: len(inputs)])
+    values = fedppl.model.graph.batched(x, inputs, outputs)(draws, *arrays[: len(inputs)])
     dims, coords = dims_and_coords(template.parts.model)
     kept = {name: dims.get(name) for name in names}
     reader = SharedReader(lambda phi: {}, kept, {dim: coords[dim] for dim in public.labelled})

@@ -14,8 +14,8 @@ from numpy.testing import assert_array_equal
 
 import fedppl
 from fedppl import gaussian
-from fedppl.algorithms.ep import _sites
-from fedppl.algorithms.ep._warm_start import LENGTHS
+from fedppl.algorithms.ep import sites as _sites
+from fedppl.algorithms.ep.warm_start import LENGTHS
 from fedppl.contracts import Reply, Request
 from fedppl.gaussian import Gaussian
 from fedppl.types import Layout, Variable
@@ -69,7 +69,7 @@ def test_an_altered_reply_is_as_none_and_says_why(kind: str, name: str, caplog: 
         step = last_round(kind, alteration.change)
     assert list(step.failures) == [CLIENT]
     assert re.search(alteration.reason, step.failures[CLIENT])
-    lines = [record.getMessage() for record in caplog.records if record.name == "fedppl.run._round"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "fedppl.run.one_round"]
     assert_same_state(step.state, without_reply(kind).state)  # which logs too, when it is computed here
     assert lines == [f"round {step.number}, client {CLIENT} skipped: {step.failures[CLIENT]}"]
     assert "\n" not in lines[0] and len(lines[0]) < 600

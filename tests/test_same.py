@@ -10,8 +10,9 @@ import pytensor.tensor as pt
 import pytest
 
 from fedppl import FederatedModel
-from fedppl.model import _graph, _same
-from fedppl.model._graph import PYTHON_MODE
+from fedppl.model import graph as _graph
+from fedppl.model import same as _same
+from fedppl.model.graph import PYTHON_MODE
 from fedppl.types import DataError, DeclarationError
 
 

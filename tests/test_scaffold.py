@@ -11,7 +11,7 @@ from scipy.optimize import root
 
 import fedppl
 from fedppl import gaussian
-from fedppl.algorithms.averaging._controls import Controls, correction, ends_of, entered
+from fedppl.algorithms.averaging.controls import Controls, correction, ends_of, entered
 from fedppl.algorithms.averaging.fedavg import FedAvg
 from fedppl.numerics.streams import stream
 from fedppl.run.replies import received

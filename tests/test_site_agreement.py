@@ -17,8 +17,8 @@ pytest.importorskip("flwr")
 
 import fedppl
 from fedppl import DataError, DeclarationError, Policy, audit
-from fedppl.engine import _account
-from fedppl.engine._guard import REFUSED
+from fedppl.engine import account as _account
+from fedppl.engine.guard import REFUSED
 from fedppl.engine.policy import NO_RULES
 from fedppl.flower import agreed as wire
 from fedppl.flower.client_app import _context_memory as in_node

@@ -15,7 +15,7 @@ import fedppl
 from fedppl import DeclarationError, FederatedModel, Policy, gaussian
 from fedppl.algorithms.ep import _correction
 from fedppl.contracts import Request
-from fedppl.engine import _guard
+from fedppl.engine import guard as _guard
 from fedppl.numerics import region
 from fedppl.types import Status
 from tests.support import problems

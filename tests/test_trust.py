@@ -17,9 +17,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 import fedppl
 from benchmarks._attacks import trust as attacks
 from fedppl import gaussian
-from fedppl.algorithms.ep import _damping, _diagnosis, _moves, _sites, _trust
-from fedppl.algorithms.ep._sites import Sites
+from fedppl.algorithms.ep import _damping, _diagnosis, _moves, _trust
+from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._state import Taken
+from fedppl.algorithms.ep.sites import Sites
 from fedppl.contracts import Reply, Request
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means

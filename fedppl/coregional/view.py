@@ -15,10 +15,11 @@ from pytensor.graph.traversal import ancestors
 
 from fedppl.coregional.bound import Design, density
 from fedppl.coregional.roles import LogScale, Roles, roles
-from fedppl.model import _graph, _same
-from fedppl.model._inputs import new_inputs
-from fedppl.model._numba import MODE
+from fedppl.model import graph as _graph
+from fedppl.model import same as _same
 from fedppl.model.client import ClientModel
+from fedppl.model.inputs import new_inputs
+from fedppl.model.numba_mode import MODE
 from fedppl.numerics.prior import gaussian_prior
 from fedppl.types import Array, DataError, DeclarationError, Variable
 

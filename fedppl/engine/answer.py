@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedppl.contracts import AnyAlgorithm, ClientUpdate, ClientView, Failure, Reply, Request
-from fedppl.engine._guard import REFUSED, Guard, admit, released
+from fedppl.engine.guard import REFUSED, Guard, admit, released
 from fedppl.numerics.streams import stream
 from fedppl.types import DeclarationError, LocalFailure
 

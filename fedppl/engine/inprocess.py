@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 from fedppl.contracts import AnyAlgorithm, EngineFactory, Failure, Heard, Reply, Request, SharedReader, unheard
-from fedppl.engine._guard import admit_algorithm, in_memory, refuse_data
 from fedppl.engine.answer import answer
+from fedppl.engine.guard import admit_algorithm, in_memory, refuse_data
 from fedppl.engine.policy import Policy
 from fedppl.model.client import reader_of
 from fedppl.settings import shown, whole

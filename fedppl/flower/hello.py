@@ -18,7 +18,7 @@ from fedppl.flower.decode import name as checked_name
 from fedppl.flower.decode import text as one_text
 from fedppl.flower.wire import Parcel
 from fedppl.gaussian import Gaussian
-from fedppl.model._fingerprint import PROBES, fingerprint
+from fedppl.model.fingerprint import PROBES, fingerprint
 from fedppl.numerics.prior import DENSE
 from fedppl.types import Layout, Message, Variable
 

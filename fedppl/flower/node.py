@@ -19,10 +19,10 @@ import numpy as np
 from filelock import FileLock
 
 from fedppl.contracts import AnyAlgorithm, Failure, Request
-from fedppl.engine import _account
-from fedppl.engine._conclusions import concluded, let_out, tells
-from fedppl.engine._guard import REFUSED, Guard, admit_algorithm, digest, refuse_data, replayed
+from fedppl.engine import account as _account
 from fedppl.engine.answer import answer, require_fit, say_unused
+from fedppl.engine.conclusions import concluded, let_out, tells
+from fedppl.engine.guard import REFUSED, Guard, admit_algorithm, digest, refuse_data, replayed
 from fedppl.engine.policy import Policy
 from fedppl.flower import site_agreement as _agreements
 from fedppl.flower import wire as _wire

@@ -12,8 +12,8 @@ import numpy as np
 
 from fedppl.contracts import AnyAlgorithm
 from fedppl.engine import policy
-from fedppl.engine._agreements import admit_agreement, admit_telling, let_tell, note
-from fedppl.engine._guard import REFUSED, Guard
+from fedppl.engine.agreements import admit_agreement, admit_telling, let_tell, note
+from fedppl.engine.guard import REFUSED, Guard
 from fedppl.flower.agreed import digest, pack_agreement, pack_told, unpack_agreement
 from fedppl.flower.decode import Malformed, whole
 from fedppl.flower.memory import Memory

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl.model import _graph
-from fedppl.model._enrolment import containers, mismatch, require_arguments
+from fedppl.model import graph as _graph
 from fedppl.model._template import Template
+from fedppl.model.enrolment import containers, mismatch, require_arguments
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
 

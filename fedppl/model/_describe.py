@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from pymc.printing import str_for_dist
 
-from fedppl.model._graph import PYTHON_MODE, Parts
+from fedppl.model.graph import PYTHON_MODE, Parts
 
 
 def describe(parts: Parts) -> pd.DataFrame:

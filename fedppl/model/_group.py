@@ -9,10 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.model import _graph, _public, _same
-from fedppl.model._data import fits_integers
+from fedppl.model import _public
+from fedppl.model import graph as _graph
+from fedppl.model import same as _same
 from fedppl.model._declared import Declared, lengths_of, opened, parts_of, shapes, template_of
-from fedppl.model._enrolment import (
+from fedppl.model._reach import ignores_data
+from fedppl.model._shared_prior import shared_layout
+from fedppl.model._start import require_same_layout, require_start
+from fedppl.model._template import Template
+from fedppl.model.arrays import fits_integers
+from fedppl.model.client import ClientModel
+from fedppl.model.enrolment import (
     containers,
     ignored_data,
     mismatch,
@@ -21,12 +28,7 @@ from fedppl.model._enrolment import (
     private_prior,
     require_same_variables,
 )
-from fedppl.model._pack import pack
-from fedppl.model._reach import ignores_data
-from fedppl.model._shared_prior import shared_layout
-from fedppl.model._start import require_same_layout, require_start
-from fedppl.model._template import Template
-from fedppl.model.client import ClientModel
+from fedppl.model.pack import pack
 from fedppl.types import DataError, DeclarationError
 
 Clients = Mapping[str, Mapping[str, Any]]

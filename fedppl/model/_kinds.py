@@ -11,8 +11,8 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.data import frames
-from fedppl.model._enrolment import argument_names, builder_name
 from fedppl.model.client import ClientModel
+from fedppl.model.enrolment import argument_names, builder_name
 from fedppl.settings import shown, takes
 from fedppl.types import DataError, DeclarationError, Layout
 

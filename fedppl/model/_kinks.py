@@ -20,7 +20,7 @@ from pytensor.tensor.math import Argmax
 from pytensor.tensor.shape import Shape, Shape_i
 from pytensor.tensor.sort import ArgSortOp, SortOp
 
-from fedppl.model import _graph
+from fedppl.model import graph as _graph
 from fedppl.types import Array
 
 _PRIOR_DRAWS = 48

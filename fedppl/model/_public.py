@@ -14,7 +14,8 @@ import numpy as np
 from pytensor.graph.basic import Constant
 from pytensor.graph.traversal import ancestors
 
-from fedppl.model import _graph, _same
+from fedppl.model import graph as _graph
+from fedppl.model import same as _same
 from fedppl.types import Variable
 
 Arrays = Mapping[str, Any]

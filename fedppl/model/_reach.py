@@ -8,7 +8,7 @@ from typing import Any
 from pytensor.graph.basic import equal_computations
 from pytensor.graph.traversal import ancestors
 
-from fedppl.model import _graph
+from fedppl.model import graph as _graph
 from fedppl.model._public import altered, attempt
 
 Build = Callable[[Mapping[str, Any]], _graph.Parts]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.model._graph import Parts
-from fedppl.model._pack import pack
 from fedppl.model._template import Template
+from fedppl.model.graph import Parts
+from fedppl.model.pack import pack
 from fedppl.types import DataError
 
 

@@ -13,9 +13,9 @@ from pymc.distributions.continuous import FlatRV, HalfFlatRV
 from pymc.logprob.utils import ParameterValueError
 
 from fedppl.gaussian import Gaussian
-from fedppl.model import _graph
-from fedppl.model._fingerprint import fingerprint, probes
+from fedppl.model import graph as _graph
 from fedppl.model._template import Template, kernel_of
+from fedppl.model.fingerprint import fingerprint, probes
 from fedppl.numerics.newton import density_batch
 from fedppl.numerics.prior import SharedPrior, gaussian_prior, moment_match
 from fedppl.types import Array, DeclarationError, Layout, Variable

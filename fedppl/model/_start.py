@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.model._enrolment import mismatch, other_prior, require_same_variables
-from fedppl.model._indices import require_not_negative
 from fedppl.model.client import ClientModel
+from fedppl.model.enrolment import mismatch, other_prior, require_same_variables
+from fedppl.model.indices import require_not_negative
 from fedppl.types import Array, DataError
 
 

@@ -12,10 +12,12 @@ import numpy as np
 import pytensor
 import pytensor.tensor as pt
 
-from fedppl.model import _graph, _indices, _same
-from fedppl.model._numba import MODE, without_notices
-from fedppl.model._pack import unpacking_kernel
+from fedppl.model import graph as _graph
+from fedppl.model import indices as _indices
+from fedppl.model import same as _same
 from fedppl.model._public import Public
+from fedppl.model.numba_mode import MODE, without_notices
+from fedppl.model.pack import unpacking_kernel
 from fedppl.types import Array, Variable
 
 _KERNELS_KEPT = 64

@@ -16,12 +16,13 @@ from pymc.logprob.utils import ParameterValueError
 
 from fedppl import gaussian
 from fedppl.contracts import SharedReader
-from fedppl.model import _graph, _rows
+from fedppl.model import _rows
+from fedppl.model import graph as _graph
 from fedppl.model._declared import Declared, built, parts_of
 from fedppl.model._kinks import find_kink, points
-from fedppl.model._pack import pack
 from fedppl.model._shared_prior import draw_prior
 from fedppl.model._template import Template
+from fedppl.model.pack import pack
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array, DeclarationError, Layout, Variable, coordinate_labels
 

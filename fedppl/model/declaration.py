@@ -13,14 +13,14 @@ from fedppl.contracts.html import facts
 from fedppl.data import frames
 from fedppl.data.ids import require_ids
 from fedppl.model import _kinds
-from fedppl.model._data import as_arrays, group_by_columns, needs_same_keys, one_type
 from fedppl.model._declared import Declared, parts_of
 from fedppl.model._describe import describe
-from fedppl.model._enrolment import argument_names, builder_name
 from fedppl.model._group import client_of, enrol_group, of_another_type
 from fedppl.model._start import require_same_layout
 from fedppl.model._template import Template
+from fedppl.model.arrays import as_arrays, group_by_columns, needs_same_keys, one_type
 from fedppl.model.client import ClientModel
+from fedppl.model.enrolment import argument_names, builder_name
 from fedppl.settings import shown
 from fedppl.types import DataError, DeclarationError
 

@@ -15,9 +15,9 @@ from typing import Any
 import pymc as pm
 
 from fedppl.data import frames
-from fedppl.model._enrolment import builder_name
-from fedppl.model._summary import binomials, interpolated, normal
 from fedppl.model._summary_data import Estimate, Table, checked_estimate, checked_grid, checked_table, numbers
+from fedppl.model.enrolment import builder_name
+from fedppl.model.summary import binomials, interpolated, normal
 from fedppl.settings import shown
 from fedppl.types import Array, DeclarationError
 

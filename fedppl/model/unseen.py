@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.model import _graph
+from fedppl.model import graph as _graph
 from fedppl.model._declared import Declared, parts_of
 from fedppl.types import Array, DataError
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedppl.model._inputs import new_inputs
+from fedppl.model.inputs import new_inputs
 from fedppl.nn.functional import Places, call, cast, own_copy, state_of
 from fedppl.types import Array, DataError
 

@@ -16,7 +16,7 @@ from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 
 from fedppl.contracts import ClientView
-from fedppl.model import _graph
+from fedppl.model import graph as _graph
 from fedppl.model.client import ClientModel
 from fedppl.nn.functional import Places, call, cast, parameter_slices, state_of
 from fedppl.nn.head import Head, find_head

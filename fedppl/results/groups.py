@@ -9,7 +9,7 @@ import numpy as np
 import pymc as pm
 import xarray as xr
 
-from fedppl.model import _graph
+from fedppl.model import graph as _graph
 from fedppl.model.client import ClientModel
 from fedppl.results import idata
 from fedppl.results.simulate import proper_priors

@@ -11,11 +11,11 @@ import pymc as pm
 import xarray as xr
 from pytensor.graph.traversal import ancestors
 
-from fedppl.model import _graph
-from fedppl.model._enrolment import held_exactly, mismatch
-from fedppl.model._indices import read_indices, require_not_negative
+from fedppl.model import graph as _graph
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
+from fedppl.model.enrolment import held_exactly, mismatch
+from fedppl.model.indices import read_indices, require_not_negative
 from fedppl.results import idata
 from fedppl.results.rows import require_rows
 from fedppl.types import DataError, DeclarationError

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from scipy.special import logsumexp
 
-from fedppl.model._summary import tells_summary
 from fedppl.model.client import ClientModel
+from fedppl.model.summary import tells_summary
 from fedppl.results import idata
 from fedppl.types import Array, DeclarationError
 

@@ -11,9 +11,9 @@ import numpy as np
 import pymc as pm
 from pytensor.graph.traversal import ancestors
 
-from fedppl.model import _graph
-from fedppl.model._summary import tells_grid
+from fedppl.model import graph as _graph
 from fedppl.model.client import ClientModel, dims_and_coords
+from fedppl.model.summary import tells_grid
 from fedppl.results import idata
 from fedppl.types import Array, DeclarationError
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fedppl.engine._guard import REFUSED
+from fedppl.engine.guard import REFUSED
 from fedppl.results import departure, fallbacks
 from fedppl.results.records import Record
-from fedppl.run._round import without_numbers
 from fedppl.run._run import Run
+from fedppl.run.one_round import without_numbers
 from fedppl.types import Status
 
 

@@ -19,9 +19,9 @@ from fedppl.results import idata
 from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
 from fedppl.results.simulate import at_level, outcomes, truths
-from fedppl.run._start import require_declared, seed_of
 from fedppl.run.loop import fit
 from fedppl.run.progress import Progress
+from fedppl.run.start import require_declared, seed_of
 from fedppl.settings import shown, takes, whole
 from fedppl.types import Array, ConvergenceWarning, DeclarationError
 

@@ -14,9 +14,9 @@ from fedppl.contracts import AnyAlgorithm, Posterior
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.model._summary import tells_grid
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
+from fedppl.model.summary import tells_grid
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.arrival import require_arrived

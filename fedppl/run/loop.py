@@ -23,12 +23,12 @@ from fedppl.results import departure
 from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
 from fedppl.run._ending import ending
-from fedppl.run._round import Round, one_round
 from fedppl.run._run import Run, save
-from fedppl.run._start import require_callback
-from fedppl.run._start import start as begin
+from fedppl.run.one_round import Round, one_round
 from fedppl.run.participation import Participation
 from fedppl.run.progress import Progress
+from fedppl.run.start import require_callback
+from fedppl.run.start import start as begin
 from fedppl.types import ConvergenceWarning, DeclarationError, Status
 
 logger = logging.getLogger(__name__)

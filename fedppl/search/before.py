@@ -10,7 +10,7 @@ from typing import Any
 from fedppl.contracts import AnyAlgorithm
 from fedppl.engine.answer import require_fit
 from fedppl.model.declaration import FederatedModel
-from fedppl.run._start import require_declared
+from fedppl.run.start import require_declared
 from fedppl.search.loss import Clients, Loss, require_held_out
 from fedppl.settings import shown
 from fedppl.types import DeclarationError

@@ -16,9 +16,9 @@ from fedppl.contracts import AnyAlgorithm, EngineFactory, LocalInference
 from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.covariance import Covariance
 from fedppl.results.fit import Fit
-from fedppl.run._start import seed_of
 from fedppl.run.loop import fit
 from fedppl.run.participation import Participation
+from fedppl.run.start import seed_of
 from fedppl.search.before import named, require_keywords, require_usable
 from fedppl.search.loss import Clients, Loss, require_loss, validation_loss
 from fedppl.settings import shown

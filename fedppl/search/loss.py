@@ -9,10 +9,10 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedppl.contracts import sum_replies
-from fedppl.model._data import as_arrays
-from fedppl.model._pack import pack
+from fedppl.model.arrays import as_arrays
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
+from fedppl.model.pack import pack
 from fedppl.numerics.streams import stream
 from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.model._data import as_arrays
+from fedppl.model.arrays import as_arrays
 from fedppl.numerics.streams import stream
-from fedppl.run._start import seed_of
+from fedppl.run.start import seed_of
 from fedppl.search.loss import Clients
 from fedppl.settings import between
 from fedppl.types import DataError, DeclarationError

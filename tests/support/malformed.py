@@ -14,7 +14,7 @@ from fedppl.contracts import Reply, Request, SharedReader
 from fedppl.flower import hello as _hello
 from fedppl.flower import wire as _wire
 from fedppl.gaussian import Gaussian
-from fedppl.model._fingerprint import PROBES, fingerprint, probes
+from fedppl.model.fingerprint import PROBES, fingerprint, probes
 from fedppl.types import Layout, Variable
 
 Raw = tuple[dict[Any, Any], dict[str, Any]]  # bytes of arrays, and texts

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.testing import assert_allclose, assert_array_equal
 
-from fedppl.algorithms.ep._sites import dense
+from fedppl.algorithms.ep.sites import dense
 from fedppl.contracts import AnyAlgorithm, Point, Posterior
 
 

@@ -10,8 +10,8 @@ import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
 
-from fedppl.model._graph import python_function
 from fedppl.model._interpolation import interpolated, rises_beyond
+from fedppl.model.graph import python_function
 
 Function = Callable[[Any], Any]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.algorithms.averaging import fedavg
-from fedppl.algorithms.averaging._point import (
+from fedppl.algorithms.averaging.point import (
     client_loss,
     draw_point,
     fitting_own,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging._point import (
+from fedppl.algorithms.averaging.point import (
     KeptLocal,
     LocalClientState,
     client_loss,
@@ -20,7 +20,7 @@ from fedppl.algorithms.averaging._point import (
     weight_of,
     weights_rule,
 )
-from fedppl.algorithms.averaging._server import average, negative, not_positive, relative_change, weighted
+from fedppl.algorithms.averaging.server import average, negative, not_positive, relative_change, weighted
 from fedppl.contracts import ClientUpdate, ClientView, Draws, Received, Report
 from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points

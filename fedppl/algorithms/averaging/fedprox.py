@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from fedppl.algorithms.averaging import fedavg
-from fedppl.algorithms.averaging._point import (
+from fedppl.algorithms.averaging.point import (
     KeptLocal,
     LocalClientState,
     client_loss,

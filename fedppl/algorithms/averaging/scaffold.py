@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging._controls import Controls, correction, ends_of, entered, no_controls
-from fedppl.algorithms.averaging._point import (
+from fedppl.algorithms.averaging.controls import Controls, correction, ends_of, entered, no_controls
+from fedppl.algorithms.averaging.fedavg import draw, reject
+from fedppl.algorithms.averaging.point import (
     KeptLocal,
     LocalClientState,
     client_loss,
@@ -19,8 +20,7 @@ from fedppl.algorithms.averaging._point import (
     weight_of,
     weights_rule,
 )
-from fedppl.algorithms.averaging._server import relative_change
-from fedppl.algorithms.averaging.fedavg import draw, reject
+from fedppl.algorithms.averaging.server import relative_change
 from fedppl.contracts import Asked, ClientUpdate, ClientView, Received, Report
 from fedppl.local.descent import Descent, check_batches, checked, descend
 from fedppl.settings import described, positive

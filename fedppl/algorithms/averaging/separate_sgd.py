@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging._point import client_loss, draw_point, fitting_own, tolerance_rule
-from fedppl.algorithms.averaging._server import negative, relative_change
+from fedppl.algorithms.averaging.point import client_loss, draw_point, fitting_own, tolerance_rule
+from fedppl.algorithms.averaging.server import negative, relative_change
 from fedppl.contracts import Asked, ClientUpdate, ClientView, Draws, Received, Report
 from fedppl.local.descent import Descent, check_batches, checked, descend
 from fedppl.settings import described

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import gaussian
-from fedppl.algorithms.ep import _sites, _untrusted
-from fedppl.algorithms.ep._sites import NO_VALUE, Sites
+from fedppl.algorithms.ep import _untrusted
+from fedppl.algorithms.ep import sites as _sites
+from fedppl.algorithms.ep.sites import NO_VALUE, Sites
 from fedppl.contracts import ClientUpdate, ClientView, LocalInference, LogEvidence
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import region, student

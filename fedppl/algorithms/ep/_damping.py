@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import gaussian, structure
-from fedppl.algorithms.ep import _moves, _sites, _trust
-from fedppl.algorithms.ep._sites import Sites
+from fedppl.algorithms.ep import _moves, _trust
+from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._state import EPInfo, EPState, Taken
 from fedppl.algorithms.ep._trust import Bounded
 from fedppl.algorithms.ep._verdict import LESS_NOISE, Change, judge, shortest_step
+from fedppl.algorithms.ep.sites import Sites
 from fedppl.types import Array, Message, Status
 
 logger = logging.getLogger(__name__)

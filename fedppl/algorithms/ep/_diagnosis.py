@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.algorithms.ep._sites import Sites, dense
-from fedppl.algorithms.ep._warm_start import WarmStart
+from fedppl.algorithms.ep.sites import Sites, dense
+from fedppl.algorithms.ep.warm_start import WarmStart
 from fedppl.types import Array
 
 _ALONE = 100.0  # times the others' slope

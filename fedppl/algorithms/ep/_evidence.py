@@ -16,7 +16,8 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.ep import _correction, _sites
+from fedppl.algorithms.ep import _correction
+from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._state import EPState
 from fedppl.contracts import ClientView, LogEvidence
 from fedppl.gaussian import Gaussian

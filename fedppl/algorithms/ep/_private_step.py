@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import gaussian, privacy
-from fedppl.algorithms.ep import _sites
+from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._damping import damped_step
-from fedppl.algorithms.ep._sites import Sites
 from fedppl.algorithms.ep._state import EPInfo, EPState, Taken
 from fedppl.algorithms.ep._verdict import shortest_step
 from fedppl.algorithms.ep._whitening import frame_of, unwhiten
+from fedppl.algorithms.ep.sites import Sites
 from fedppl.contracts import Received, Report
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array, Status

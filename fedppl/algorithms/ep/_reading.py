@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.ep import _correction, _sites, _trust
+from fedppl.algorithms.ep import _correction, _trust
+from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._state import EPState
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.numerics import region

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.algorithms.ep import _correction, _sites, _starts, _warm_start
+from fedppl.algorithms.ep import _correction, _starts
+from fedppl.algorithms.ep import sites as _sites
+from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep._correction import Correcting
 from fedppl.algorithms.ep._damping import damped_step, hold_back, named, targets
 from fedppl.algorithms.ep._diagnosis import pulls_alone, why_not_arrived
 from fedppl.algorithms.ep._state import EPInfo, EPState, Taken
-from fedppl.algorithms.ep._warm_start import WarmStart
 from fedppl.algorithms.ep.correction import Correction
+from fedppl.algorithms.ep.warm_start import WarmStart
 from fedppl.types import Message, Status
 
 # Expansions a client: a dozen do even from a prior a million times too wide.

@@ -8,9 +8,11 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedppl import gaussian
-from fedppl.algorithms.ep import _correction, _sites, _warm_start
-from fedppl.algorithms.ep._sites import Sites
-from fedppl.algorithms.ep._warm_start import WarmStart
+from fedppl.algorithms.ep import _correction
+from fedppl.algorithms.ep import sites as _sites
+from fedppl.algorithms.ep import warm_start as _warm_start
+from fedppl.algorithms.ep.sites import Sites
+from fedppl.algorithms.ep.warm_start import WarmStart
 from fedppl.numerics.importance import whitened_points
 from fedppl.types import Array
 

@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 from scipy import special
 
 from fedppl import gaussian
-from fedppl.algorithms.ep import _sites
-from fedppl.algorithms.ep._sites import Sites
+from fedppl.algorithms.ep import sites as _sites
+from fedppl.algorithms.ep.sites import Sites
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array
 

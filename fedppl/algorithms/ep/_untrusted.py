@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.algorithms.ep._sites import Sites
+from fedppl.algorithms.ep.sites import Sites
 from fedppl.numerics import pareto
 from fedppl.numerics.region import Beyond
 from fedppl.numerics.reweighting import FEWEST, MOST_ERROR, MOST_SECOND_K, Reweighted

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.linalg import solve_triangular
 
 from fedppl import gaussian, structure
-from fedppl.algorithms.ep import _sites
+from fedppl.algorithms.ep import sites as _sites
 from fedppl.gaussian import Gaussian
 from fedppl.structure import Structure
 from fedppl.types import Array

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian, settings
-from fedppl.algorithms.ep import _correction, _moves, _reading, _sites, _starts, _warm_start
+from fedppl.algorithms.ep import _correction, _moves, _reading, _starts
+from fedppl.algorithms.ep import sites as _sites
+from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep._evidence import evidence
 from fedppl.algorithms.ep._rounds import (
     corrected_next,

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian, privacy, settings
-from fedppl.algorithms.ep import _sites, ep
+from fedppl.algorithms.ep import ep
+from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._private_step import (
     Mechanism,
     PrivateEPState,

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging._point import tolerance_rule
-from fedppl.algorithms.averaging._server import reject_weight, weighted
-from fedppl.algorithms.hierarchical._confidences import TERMS, confidence_of, ledger_sums, terms_rule
+from fedppl.algorithms.averaging.point import tolerance_rule
+from fedppl.algorithms.averaging.server import reject_weight, weighted
+from fedppl.algorithms.hierarchical.confidences import TERMS, confidence_of, ledger_sums, terms_rule
 from fedppl.algorithms.one_shot.separate import near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Moments, Received, Report, Target
 from fedppl.gaussian import Gaussian

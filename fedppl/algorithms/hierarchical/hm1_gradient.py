@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts
-from fedppl.algorithms.averaging._point import KeptLocal, LocalClientState, draw_point, fitting_local, kept_local
-from fedppl.algorithms.averaging._server import not_positive
+from fedppl.algorithms.averaging.point import KeptLocal, LocalClientState, draw_point, fitting_local, kept_local
+from fedppl.algorithms.averaging.server import not_positive
 from fedppl.algorithms.hierarchical._at_mode import frame_of, row_of
 from fedppl.contracts import ClientUpdate, ClientView, Draws, Received, Report
 from fedppl.local.descent import Descent, Objective, check_batches, checked, descend

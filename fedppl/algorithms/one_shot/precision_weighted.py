@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import contracts, gaussian, structure
-from fedppl.algorithms.ep import _sites
-from fedppl.algorithms.ep._sites import Sites
+from fedppl.algorithms.ep import sites as _sites
+from fedppl.algorithms.ep.sites import Sites
 from fedppl.algorithms.one_shot.separate import alone, near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian

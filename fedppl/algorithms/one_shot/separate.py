@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import contracts, gaussian, structure
-from fedppl.algorithms.ep import _sites, _warm_start
+from fedppl.algorithms.ep import sites as _sites
+from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Received, Report, Target
 from fedppl.gaussian import Gaussian
 from fedppl.local.chosen import local_inference

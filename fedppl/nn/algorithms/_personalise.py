@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.random import Generator
 
-from fedppl.algorithms.averaging._point import KeptLocal, fitting_local
+from fedppl.algorithms.averaging.point import KeptLocal, fitting_local
 from fedppl.contracts import ClientView, Details, Draws, Point, Result
 from fedppl.nn.algorithms._common import Tuning
 from fedppl.nn.subnet import inferred

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging._point import weight_of, weights_rule
-from fedppl.algorithms.averaging._server import not_positive
+from fedppl.algorithms.averaging.point import weight_of, weights_rule
+from fedppl.algorithms.averaging.server import not_positive
 from fedppl.contracts import ClientView, Details, Point, Received, Replies, Report, Result, always
 from fedppl.nn.algorithms._common import training_rule
 from fedppl.nn.algorithms._personalise import network_result

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging._server import average, reject_weight, root_mean_square_change
+from fedppl.algorithms.averaging.server import average, reject_weight, root_mean_square_change
 from fedppl.contracts import Disclosure, Point, Received, Replies, Report, always
 from fedppl.local.target import at_points
 from fedppl.types import Array, Layout, Message

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging._server import not_positive
-from fedppl.algorithms.hierarchical._confidences import TERMS, confidence_of, ledger_sums, terms_rule
+from fedppl.algorithms.averaging.server import not_positive
+from fedppl.algorithms.hierarchical.confidences import TERMS, confidence_of, ledger_sums, terms_rule
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report
 from fedppl.nn.algorithms._common import training_rule
 from fedppl.nn.algorithms._heads import Here, head_in, head_rule, here, joined, last_layer, parted

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from fedppl.algorithms.averaging._point import LocalClientState, kept_local, weight_of, weights_rule
-from fedppl.algorithms.averaging._server import weighted
+from fedppl.algorithms.averaging.point import LocalClientState, kept_local, weight_of, weights_rule
+from fedppl.algorithms.averaging.server import weighted
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView
 from fedppl.nn.algorithms._common import Tuning, check_network, names_in, needs, training_rule, tuning_rule
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message

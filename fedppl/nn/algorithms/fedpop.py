@@ -10,7 +10,7 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging._server import not_positive
+from fedppl.algorithms.averaging.server import not_positive
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms._common import training_rule
 from fedppl.nn.algorithms._heads import head_in, head_rule, here, joined, last_layer, parted

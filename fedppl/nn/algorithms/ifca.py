@@ -9,7 +9,7 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging._point import weight_of, weights_rule
+from fedppl.algorithms.averaging.point import weight_of, weights_rule
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Disclosure, Received, Replies, Report
 from fedppl.local.target import at_points
 from fedppl.nn.algorithms._common import training_rule, whole_network

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from numpy.random import Generator
 
-from fedppl.algorithms.averaging._point import weight_of, weights_rule
-from fedppl.algorithms.averaging._server import weighted
+from fedppl.algorithms.averaging.point import weight_of, weights_rule
+from fedppl.algorithms.averaging.server import weighted
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView
 from fedppl.nn.algorithms._common import training_rule, whole_network
 from fedppl.nn.algorithms._personalise import network_result

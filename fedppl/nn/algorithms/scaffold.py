@@ -10,9 +10,9 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging._controls import Controls, correction, ends_of, entered, no_controls
-from fedppl.algorithms.averaging._point import weight_of, weights_rule
-from fedppl.algorithms.averaging._server import not_positive
+from fedppl.algorithms.averaging.controls import Controls, correction, ends_of, entered, no_controls
+from fedppl.algorithms.averaging.point import weight_of, weights_rule
+from fedppl.algorithms.averaging.server import not_positive
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report
 from fedppl.nn.algorithms._common import training_rule, tuning_rule, whole_network
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message

@@ -138,6 +138,7 @@ def require_callback(callback: Any) -> None:
 
 
 def seed_of(random_seed: int | np.random.Generator | None) -> int:
+    """The number that all random streams of a run begin with."""
     if random_seed is None:
         return int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
     if isinstance(random_seed, np.random.Generator):

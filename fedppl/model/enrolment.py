@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from pytensor.graph.traversal import ancestors
 
-from fedppl.model import _graph
+from fedppl.model import graph as _graph
 from fedppl.types import DataError, DeclarationError, Variable
 
 

@@ -15,7 +15,7 @@ from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 from pytensor.tensor.random.type import RandomType
 
-from fedppl.model import _graph
+from fedppl.model import graph as _graph
 from fedppl.types import Array, Variable
 
 _POINTS = 3

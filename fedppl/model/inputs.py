@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.model._enrolment import held_exactly
+from fedppl.model.enrolment import held_exactly
 from fedppl.types import DataError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedppl import audit
-from fedppl.engine._guard import Guard, Ledger, Run
+from fedppl.engine.guard import Guard, Ledger, Run
 from fedppl.engine.policy import Policy
 from fedppl.storage import checkpoint
 from fedppl.types import DataError

@@ -6,7 +6,7 @@ import numpy as np
 
 from fedppl.contracts import AnyAlgorithm, ClientView, Reply, Request
 from fedppl.engine import policy
-from fedppl.engine._guard import Guard, Ledger, Run, checked, released
+from fedppl.engine.guard import Guard, Ledger, Run, checked, released
 from fedppl.types import Message
 
 _OF_POINTS = ("points", "weights", "joins")  # of a corrected posterior

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fedppl import gaussian
 from fedppl.algorithms.ep import _trust
 from fedppl.algorithms.ep._newton import bounded_step, newton_step
-from fedppl.algorithms.ep._sites import NO_VALUE, Sites, dense, implausible_expansion, in_structure, indices, update
+from fedppl.algorithms.ep.sites import NO_VALUE, Sites, dense, implausible_expansion, in_structure, indices, update
 from fedppl.contracts import ClientView, Expansion, LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array, Layout, LocalFailure, Message

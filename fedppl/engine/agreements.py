@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedppl.contracts import AnyAlgorithm, Reply, Request
-from fedppl.engine._guard import Guard, Run, not_approved, released
+from fedppl.engine.guard import Guard, Run, not_approved, released
 from fedppl.types import Message
 
 

@@ -11,7 +11,7 @@ from pytensor.graph.basic import Constant
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 
-from fedppl.model import _graph
+from fedppl.model import graph as _graph
 from fedppl.types import DataError
 
 

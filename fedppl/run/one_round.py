@@ -86,6 +86,7 @@ def _named(run: Run, function: str) -> Iterator[None]:
 
 
 def one_round(run: Run) -> Round:
+    """Ask clients, wait, check what comes, update the server, and record it."""
     result = run.algorithm.result
     preliminary, closing = result.preliminary(run.state), result.closing(run.state)
     number = len(run.records) + 1
@@ -221,4 +222,5 @@ def _log(number: int, failures: Mapping[str, str], said: set[tuple[str, str]]) -
 
 
 def without_numbers(reason: str) -> str:
+    """A reason with its numbers left out, so that reasons that differ in them alone are one."""
     return re.sub(r"\d[\d.]*(e[+-]?\d+)?", "#", reason)
