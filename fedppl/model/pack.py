@@ -67,7 +67,8 @@ def unpacking_kernel(kernel: Callable[..., Any], types: Sequence[tuple[str, int]
 def _key(kernel: Callable[..., Any], source: str) -> str | None:
     """Name of the compiled code in PyTensor's cache on disk, beside that of the kernel itself; None without one.
 
-    Otherwise every process would compile the whole of the kernel once more into the function that unpacks for it.
+    Otherwise every process would compile the whole of the kernel once more into the function that unpacks for it. What
+    is read from there imports the module that it was compiled in: where that has another name, it is another's.
     """
     known = cache.CACHED_SRC_FUNCTIONS.get(getattr(kernel, "py_func", None)) if config.numba__cache else None
-    return None if known is None else hashlib.sha256(f"{known}\n{source}".encode()).hexdigest()
+    return None if known is None else hashlib.sha256(f"{known}\n{__name__}\n{source}".encode()).hexdigest()
