@@ -107,7 +107,7 @@ def _columns(frame: pd.DataFrame) -> Array:
 def _declared(case: Case, known: Setup, X: Any, y: Any, extra: Any) -> None:
     shared = _shared(case, known)
     count = len(known.sizes) * max(case.levels, 1)
-    effects = shared["root"] @ pm.Normal("z", shape=count)
+    effects = pm.Deterministic("site_effects", shared["root"] @ pm.Normal("z", shape=count))
     case.observe(_predictor(case, shared, X, effects[None, :]), shared, y, extra)
 
 
