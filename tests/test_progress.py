@@ -59,6 +59,7 @@ def test_a_geometric_change_is_carried_on() -> None:
         ([0.4, 0.2, 0.1], {"info": {"mc_error": 0.1}}),  # ends by averaging
         ([0.4, 0.2, 0.1], {"silent": ("b",)}),  # one round is no sweep
         ([math.nan] * 3, {}),
+        ([0.4, 0.2, math.nan], {}),
     ],
 )
 def test_where_nothing_can_be_estimated_the_most_is_told(changes: list[float], fields: dict[str, Any]) -> None:

@@ -75,14 +75,19 @@ def rounds_left(records: Sequence[Record], limit: int | None, counted: int, tole
     alike = len({record.info.get("phase") for record in last}) == 1 and not any(record.preliminary for record in last)
     # Where only some are asked, one round's change is no measure; where Monte Carlo error is larger, it ends otherwise.
     whole = len({frozenset(record.asked) for record in last}) == 1 and not any(record.silent for record in last)
-    noisy = any(float(record.info.get("mc_error", 0.0)) > (tolerance or 0.0) for record in last)
-    if tolerance and len(last) == _LOOKED_AT and alike and whole and not noisy and min(sizes) > 0:
+    noisy = any(_number(record.info.get("mc_error")) > (tolerance or 0.0) for record in last)
+    told = all(size > 0 for size in sizes)  # not NaN either, as in a round that moved nothing
+    if tolerance and len(last) == _LOOKED_AT and alike and whole and told and not noisy:
         factors = [after / before for before, after in zip(sizes, sizes[1:], strict=False)]
         if max(factors) < _SHRINKING and max(factors) <= _ALIKE * min(factors):
             needed = max(1, math.ceil(math.log(tolerance / sizes[-1]) / math.log(max(factors))))
             if most is None or needed <= most:
                 return Left(needed, True)
     return None if most is None else Left(most, False)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def change(info: Mapping[str, Any]) -> tuple[float, str]:
