@@ -87,19 +87,19 @@ def test_every_family_predicts_at_new_rows(family: str) -> None:
         drawn = pm.draw([built[name] for name in free], 3, random_seed=1, mode=PYTHON_MODE)
         posterior = idata.posterior_dataset({k: v[None] for k, v in zip(free, drawn, strict=True)}, {}, {}, {})
     new = pd.DataFrame({"age": [40.0, 60.0, 50.0], "arm": ["drug", "none", "drug"], "ward": ["v", "v", "u"], "of": 5})
-    read = model.read_new("s1", new, client.arrays)
+    read = model.read_new("s1", new, client.arrays, client.declared.kind)
     known = np.unique(rows("s1")["ward"], return_inverse=True)
     assert read["row_1"].tolist() == [1, 1, 0] and known[0].tolist() == ["u", "v"]
     found, _ = predictions(client, posterior, read, 1, {})
     name = model.builder.terms.response.columns[0]
     assert found[name].shape == (1, 3, 3) and np.all(np.isfinite(found[name]))
     with pytest.raises(DataError, match="levels .*'other drug'"):
-        model.read_new("s1", new.assign(arm="other drug"), client.arrays)
+        model.read_new("s1", new.assign(arm="other drug"), client.arrays, client.declared.kind)
     with pytest.raises(DataError, match=r"groups \['w'\] of ward have no rows"):
-        model.read_new("s1", new.assign(ward="w"), client.arrays)
+        model.read_new("s1", new.assign(ward="w"), client.arrays, client.declared.kind)
     if family == "binomial":
         with pytest.raises(DataError, match="'of', the numbers of trials"):
-            model.read_new("s1", new.drop(columns="of"), client.arrays)
+            model.read_new("s1", new.drop(columns="of"), client.arrays, client.declared.kind)
 
 
 def test_columns_may_be_called_what_arrays_are() -> None:

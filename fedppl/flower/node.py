@@ -62,6 +62,7 @@ class Node(NamedTuple):
 _models: dict[tuple[str, str, str], ClientModel] = {}  # of this process, by app, node config and agreement
 _declarations: dict[tuple[str, str], FederatedModel] = {}  # by app and agreement
 _first: dict[Any, dict[str, Mapping[str, Any]]] = {}  # the first client with such columns, by app
+_UNNAMED = "not named yet"  # a site that the server will call by its authenticated name
 _lock = threading.Lock()
 
 
@@ -84,9 +85,11 @@ def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, call
             shapes = sorted((k, np.asarray(v).dtype.str, np.shape(v)[1:]) for k, v in data.items())
             columns = (node.token, agreement, kind, *shapes)
             # Where one process serves many (virtual) clients, the second shows that their models are the same.
-            pair = {**_first.setdefault(columns, {name: data}), name: data}
+            label = name or _UNNAMED
+            pair = {**_first.setdefault(columns, {label: data}), label: data}
             kinds = dict.fromkeys(pair, kind)
-            client = declaration.enrol(pair, kernel=node.algorithm.needs.kernel, kinds=kinds)[name]
+            enrolling = declaration.enrol(pair, kernel=node.algorithm.needs.kernel, kinds=kinds)
+            client = dataclasses.replace(enrolling[label], client_id=name)
             require_fit(node.algorithm, client)
             if not any(token == node.token for token, *_ in _models):
                 say_unused(node.algorithm, client)

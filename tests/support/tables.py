@@ -73,6 +73,8 @@ RESPONSES = {
 def agreed(text: str, family: str, frame: pd.DataFrame = FRAME, **keywords: Any) -> FederatedModel:
     if family == "piecewise":
         keywords = {"constants": {"cuts": CUTS}, **keywords}
+    if family == "ordinal":
+        keywords = {"levels": {"kind": ["death", "home", "ward"]}, **keywords}
     return fedppl.agree(fedppl.formula(text, family, **keywords), frame, by="site").model
 
 
