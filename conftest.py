@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 
 from tests.support import markers
+
+# Workers share the cores, and each computes in a pool of threads already. Before NumPy is loaded, here and in workers.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
 
 # Loaded by Flower alone, in a process whose environment says what to do.
 collect_ignore = ["fedppl/flower/virtual.py", "tests/deployed"]
