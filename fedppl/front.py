@@ -334,12 +334,13 @@ def _given(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
         return ready(model, data, by, missing)
     split = frames.by_client(data, by, model.names)
     if len(model.builders) > 1 and isinstance(split, Mapping):
+        frames.common_categories(split, None)  # refuses orders that differ
         model, named = model.by_kind(split, one_table=split is not data)
         if missing == "impute":
             raise DeclarationError(
                 'missing="impute" is of one builder, and this declaration has several; impute before.'
             )
-        return model, gaps.complete(named, None, missing)
+        return model, _said(gaps.complete(named, None, missing))
     orders = frames.categories(data, model.names) or frames.common_categories(split, model.names)
     if orders and model.reads is None:  # so that a number means the same category in what comes after the fit
         model = model.reading(functools.partial(frames.known, names=model.names, orders=orders))
@@ -347,10 +348,15 @@ def _given(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
         clients = _with_outcomes(model, split)
     else:
         clients = gaps.complete(split, model.names, missing)
+    return model, _said(clients)
+
+
+def _said(clients: Any) -> Any:
+    """Clients' data, after what is odd among them was named in the log."""
     if isinstance(clients, Mapping) and (odd := strange_arrays(clients)):
         more = f", and {len(odd) - 5} more" if len(odd) > 5 else ""
         logger.warning("columns may be swapped, or units differ: %s%s", "; ".join(odd[:5]), more)
-    return model, clients
+    return clients
 
 
 def _with_outcomes(model: FederatedModel, split: Any) -> Any:

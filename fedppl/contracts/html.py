@@ -16,6 +16,7 @@ def escaped(value: Any, longest: int = _LONGEST) -> str:
     '&lt;b&gt;a&lt;/b&gt;'
     """
     text = " ".join(str(value).split())
+    text = "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)  # turns no direction
     return html.escape(text if len(text) <= longest else f"{text[: longest - 1]}…", quote=True)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from fedppl.data import frames
@@ -54,18 +55,26 @@ def missing_rows(value: Any) -> Array | None:
     if np.ma.is_masked(value):
         rows = np.ma.getmaskarray(value)
     else:
-        try:
-            array = np.asarray(value)
-        except (ValueError, TypeError, RuntimeError):  # said where arrays are made
+        array = _array(value)
+        if array is None or array.dtype.kind not in "fO" or not array.ndim:
             return None
-        if array.dtype.kind not in "fO" or not array.ndim:
-            return None
-        rows = (
-            np.isnan(array)
-            if array.dtype.kind == "f"
-            else np.array([one is None for one in array.ravel()]).reshape(array.shape)
-        )
+        rows = _is_gone(array)
     return np.asarray(rows.any(axis=tuple(range(1, rows.ndim))))
+
+
+def _array(value: Any) -> Array | None:
+    """Values as an array, of pandas' own kinds with NA as it is; None of what is none."""
+    try:
+        own = isinstance(getattr(value, "dtype", None), pd.api.extensions.ExtensionDtype)
+        return np.asarray(value, dtype=object) if own else np.asarray(value)
+    except (ValueError, TypeError, RuntimeError):  # said where arrays are made
+        return None
+
+
+def _is_gone(array: Array) -> Array:
+    """None, NaN, NaT and NA, entry by entry."""
+    found = pd.isna(array) if array.dtype.kind in "fOMm" else np.zeros(array.shape, dtype=bool)
+    return np.asarray(found, dtype=bool)
 
 
 def dropped(client_id: Any, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,10 +180,8 @@ def _without(client_id: Any, data: Mapping[str, Any], outcomes: Sequence[str], m
 def _missing_entries(value: Any) -> Array:
     if np.ma.is_masked(value):
         return np.asarray(np.ma.getmaskarray(value))
-    array = np.asarray(value)
-    if array.dtype.kind == "f":
-        return np.asarray(np.isnan(array))
-    return np.array([one is None for one in array.ravel()], dtype=bool).reshape(array.shape)
+    array = _array(value)
+    return np.zeros(np.shape(value), dtype=bool) if array is None else _is_gone(array)
 
 
 def _not_outcomes(counts: Mapping[Any, Mapping[str, int]], outcomes: Sequence[str]) -> DataError:

@@ -40,6 +40,9 @@ def _count(model: Any) -> Holdings:
     return Holdings(min(lengths, default=0), min(events) if events else None)
 
 
+_EVER = 2.0**99  # times beyond are of what was never seen
+
+
 def _value(variable: Any) -> Any:
     if hasattr(variable, "get_value"):
         return np.asarray(variable.get_value())
@@ -53,6 +56,8 @@ def _events(rv: Any, value: Any) -> int | None:
     weighted, name = name.startswith("weighted_"), name.removeprefix("weighted_")
     if name == "right_censored":  # a time is an event where it is before its limit
         return int(np.sum(value < _value(op.dist_params(rv.owner)[-2 if weighted else -1])))
+    if name == "seen_between":  # an event was where the time is known to be before another
+        return int(np.sum(_value(op.dist_params(rv.owner)[-2 if weighted else -1]) < _EVER))
     if value.dtype.kind not in "biu":
         return None
     if name in ("binomial", "beta_binomial"):

@@ -9,6 +9,10 @@ from fedppl.contracts import AnyAlgorithm, Reply, Request
 from fedppl.engine.guard import Guard, Run, not_approved, released
 from fedppl.types import Message
 
+_AGREEMENT = "agreement "  # begins the names of agreements in a ledger
+_NO_PART = "no part"  # in the place of the digest of one that did not go with the rows
+_MOST_NO_PARTS = 2
+
 
 def admit_telling(guard: Guard, name: str, client_id: str, columns: Mapping[str, int]) -> bool:
     """Count that a client tells of columns (name to numbers) for the first time; False where a rule refuses it."""
@@ -38,12 +42,17 @@ def admit_agreement(guard: Guard, digest: str, client_id: str) -> bool:
 
     Whether it takes part with one depends on its rows, so that each may tell one bit of them.
     """
-    name = f"agreement {digest}"
+    name = f"{_AGREEMENT}{digest}"
     with guard.held():
         ledger = guard.read()
         if name in ledger.runs:
-            return True
+            return ledger.runs[name].digest != _NO_PART
         rule = _refused(guard, ledger.requests)
+        earlier = [run for known, run in ledger.runs.items() if known.startswith(_AGREEMENT)]
+        if sum(run.digest == _NO_PART for run in earlier) >= _MOST_NO_PARTS:
+            rule = f"agreements: {_MOST_NO_PARTS} did not go with the rows here, and each more could tell of one row"
+        if guard.policy.epsilon is not None and earlier:
+            rule = "epsilon: one agreement, since whether rows go with another is not paid for"
         after = ledger
         if rule is None:
             unknown = ledger.unknown + (guard.policy.epsilon is None)  # under a total nothing is looked at
@@ -51,6 +60,15 @@ def admit_agreement(guard: Guard, digest: str, client_id: str) -> bool:
             after = ledger._replace(requests=ledger.requests + 1, unknown=unknown, runs=runs)
         guard.write(after, {"event": "request", "run": name, "client": client_id, "asked": {}, "refused": rule})
         return rule is None
+
+
+def refuse_agreement(guard: Guard, digest: str, client_id: str, why: str) -> None:
+    """Note that an agreement does not go with the client's rows, which tells of them: only few such are borne."""
+    name = f"{_AGREEMENT}{digest}"
+    with guard.held():
+        ledger = guard.read()
+        after = ledger._replace(runs={**ledger.runs, name: Run(1, _NO_PART, concluded=True)})
+        guard.write(after, {"event": "agreement", "run": name, "client": client_id, "refused": f"agreement: {why}"})
 
 
 def _refused(guard: Guard, requests: int) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedppl.contracts import AnyAlgorithm
 from fedppl.engine import policy
-from fedppl.engine.agreements import admit_agreement, admit_telling, let_tell, note
+from fedppl.engine.agreements import admit_agreement, admit_telling, let_tell, note, refuse_agreement
 from fedppl.engine.guard import REFUSED, Guard
 from fedppl.flower.agreed import digest, pack_agreement, pack_told, unpack_agreement
 from fedppl.flower.decode import Malformed, whole
@@ -110,10 +110,11 @@ def _told(
             note(guard, run, own, told="nothing of the rows")
         return answered(built, rows, fewest)
     kept = _recalled(memory, where)
-    keys = {name: f"{name}, {'levels' if name in what.levels else 'as it is'}" for name in what.names}
+    own_fewest = policy.fewest(guard.policy, 1)  # whoever asks first decides nothing of what is kept
+    keys = {name: f"{name}, {_told_as(built, name)}" for name in what.names}
     fresh = [name for name in what.names if keys[name] not in kept]
     if fresh:
-        new = {name: one for name, one in answered(built, rows, fewest).items() if name in fresh}
+        new = {name: one for name, one in answered(built, rows, own_fewest).items() if name in fresh}
         pack_told(new)  # levels that cannot be written cost nothing
         numbers = {name: np.array([one.rows, one.total, one.squares, one.withheld]) for name, one in new.items()}
         levels = {f"{name}[{level}]": np.array(n) for name, one in new.items() for level, n in one.levels.items()}
@@ -121,11 +122,30 @@ def _told(
             return None
         if not let_tell(guard, algorithm, run, own, {**numbers, **levels}):
             return None
-        kept = {**kept, **{keys[name]: json.dumps(list(one)) for name, one in new.items()}}
+        texts = {keys[name]: json.dumps([own_fewest, *one], allow_nan=False) for name, one in new.items()}
+        kept = {**kept, **texts}
         memory.keep(where, pack(kept, where))
     else:
         note(guard, run, own, told="what was told before")
-    return {name: raised(Told(*json.loads(kept[keys[name]])), fewest) for name in what.names}
+    return {name: _again(json.loads(kept[keys[name]]), own_fewest, fewest) for name in what.names}
+
+
+def _told_as(built: Formula, name: str) -> str:
+    """How a column is told: what was told of it in another way is another answer."""
+    what, response = asked(built), built.terms.response
+    if name in what.levels:
+        return "levels"
+    if name in what.unscaled:
+        return "without sums"
+    return "middle of intervals" if response.kind == "interval" and name == response.columns[0] else "as it is"
+
+
+def _again(kept: list[Any], own_fewest: float, fewest: float) -> Told:
+    """What was kept, as far as the policy lets it be told now: of a stricter one than then, no sums."""
+    then, told = kept[0], Told(*kept[1:])
+    if then < own_fewest and not told.text:
+        told = told._replace(total=0.0, squares=0.0, withheld=True)
+    return raised(told, fewest)
 
 
 def accept(
@@ -151,21 +171,30 @@ def accept(
         return
     if guard is not None and not admit_agreement(guard, found, own):
         raise refused
-    if why := _why_not(model, agreement, data, own, looking=guard is None or guard.policy.epsilon is None):
+    looking = guard is None or guard.policy.epsilon is None
+    if why := _why_not(model, agreement, data, own) if looking else _odd_levels(_built(model), agreement):
         logger.error("what clients agreed on is not used: %s", why)
         if guard is not None:
-            note(guard, f"agreement {found}", own, refused=f"agreement: {why}")
+            refuse_agreement(guard, found, own, why)
         raise refused
     memory.keep(where, pack({"agreement": pack_agreement(agreement)}, where))
 
 
-def _why_not(model: FederatedModel, agreement: Agreement, data: Any, own: str, *, looking: bool) -> str | None:
+def _odd_levels(built: Formula, agreement: Agreement) -> str | None:
+    """Levels that a declaration did not name and that have no "other": under a total of epsilon no row may decide."""
+    for name, column in agreement.columns.items():
+        if column.levels and not agreement.others and column.levels != tuple(built.levels.get(name, ())):
+            return f"levels of {name!r} are neither those of levels= nor closed by 'other', and rows are not looked at"
+    return None
+
+
+def _why_not(model: FederatedModel, agreement: Agreement, data: Any, own: str) -> str | None:
     """What speaks against an agreement at this site, for its own log."""
     try:
         ready = remembering(model, agreement)
         rows = rows_of(_built(model), data(), "this site")
         read = ready.read(own, rows)
-        return contradiction(_built(ready), rows, read) if looking else None
+        return contradiction(_built(ready), rows, read)
     except ValueError as error:  # of data that do not go with it, or a formula that cannot be evaluated with it
         return str(error)
 

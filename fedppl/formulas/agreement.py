@@ -9,10 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from fedppl.types import Array, DataError
 
 OTHER = "other"
+_FEW_VALUES = 6
 
 
 class Told(NamedTuple):
@@ -46,11 +48,12 @@ class Agreement(NamedTuple):
 def tell(data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], min_count: float) -> dict[str, Told]:
     """What a client tells of its columns; of `levels` those of numbers too.
 
-    No number of rows between 1 and `min_count` - 1 leaves, nor can one be had as a difference. Rows are told in whole
-    multiples of `min_count`, rounded down, and so are those of levels: what is between them may be rows of levels that
-    are not told, or what was rounded off. Sums are those of so many rows, with a sd of two digits and a mean that ends
+    No number of rows between 1 and `min_count` - 1 leaves, nor can one of levels be had as a difference. Rows are told
+    in whole multiples of `min_count`, rounded down, and so are those of levels: what is between them may be rows of
+    levels that are not told, or what was rounded off. Sums are those of so many rows, with a sd of two digits and a mean that ends
     where the sd does, since exact ones would tell how many rows there are. They are withheld where fewer
-    than `min_count` rows have another value than most: a sum of such tells how many. With a `min_count` of 1 all is
+    than `min_count` rows have another value than most: a sum of such tells how many; and where a column has few values,
+    of which one is that rare. With a `min_count` of 1 all is
     exact.
     """
     found = {}
@@ -70,13 +73,17 @@ def tell(data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], m
 
 
 def _sums(reals: Array, min_count: float) -> Told:
-    others = len(reals) - int(np.unique(reals, return_counts=True)[1].max(initial=0))
+    counts = np.unique(reals, return_counts=True)[1]
+    others = len(reals) - int(counts.max(initial=0))
+    # An sd of equal numbers is rounding error, which depends on how many there are.
     rows = _whole(len(reals), min_count)
-    if 0 < others < min_count:
+    # Of few values a mean and a sd are two equations for how many rows have each.
+    rare = 1 < len(counts) <= _FEW_VALUES and bool(np.any(counts < min_count))
+    if 0 < others < min_count or rare:
         return Told(rows, 0.0, 0.0, {}, True)
     if min_count <= 1:
         return Told(rows, float(reals.sum()), float(np.sum(reals**2)), {}, False)
-    mean, sd = float(reals.mean()), float(reals.std())
+    mean, sd = (float(reals.mean()), float(reals.std())) if others else (float(reals[0]), 0.0)
     if sd > 0:
         step = 10.0 ** (np.floor(np.log10(sd)) - 1)
         mean, sd = round(mean / step) * step, round(sd / step) * step
@@ -230,6 +237,7 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bo
 
 def coded(column: Column, values: Array, agreement: Agreement, what: str) -> Array:
     """A client's texts as the levels that all know."""
+    require_present(values, what)
     texts = as_texts(values)
     unknown = sorted(set(np.unique(texts).tolist()) - set(column.levels))
     if unknown and OTHER in column.levels and agreement.others:
@@ -242,16 +250,25 @@ def coded(column: Column, values: Array, agreement: Agreement, what: str) -> Arr
     return np.asarray(texts)
 
 
+def require_present(values: Any, what: str) -> None:
+    """Refuse rows whose level is missing: what stands for it would be taken for a level."""
+    gone = np.asarray(pd.isna(np.asarray(values)))
+    if np.any(gone):
+        raise DataError(f"{what} has no value in row {int(np.argmax(gone))}; drop such rows, or impute them before.")
+
+
 def is_text(values: Any) -> bool:
     """Whether a column holds texts."""
     return np.asarray(values).dtype.kind in "OUS"
 
 
 def as_texts(values: Array) -> Array:
-    """Levels as texts; whole numbers without a fraction."""
-    if not is_text(values) and np.all(values == np.floor(values.astype(float))):
-        return values.astype(np.int64).astype(str)
-    return values.astype(str)
+    """Levels as texts; whole numbers without a fraction, whatever numbers stand beside them."""
+    if is_text(values):
+        return values.astype(str)
+    reals = values.astype(float)
+    is_whole = (reals == np.floor(reals)) & (np.abs(reals) < 2**53)
+    return np.where(is_whole, np.where(is_whole, reals, 0.0).astype(np.int64).astype(str), values.astype(str))
 
 
 def _order(level: str) -> tuple[float, str]:

@@ -185,8 +185,11 @@ def say_what_cannot_be_told(built: Any, clients: Mapping[Any, Any]) -> None:
     design, terms, names_of = built.design, built.terms, built.containers
     read = functools.cache(lambda client_id: built.read(str(client_id), clients[client_id]))
     labels = [label for name in terms.common for label in design.labels[name]]
-    parts = (read(client_id)[names_of["common"]] for client_id in clients) if labels else ()
-    if flat := collinear(parts, labels, predictor.has_intercept(terms, built.family)):
+    has_intercept = predictor.has_intercept(terms, built.family)
+    center = design.center if has_intercept else 0.0  # else rounding of what all rows have in common looks like it
+    common = (read(client_id)[names_of["common"]] for client_id in clients) if labels else ()
+    parts = ((one - center) / design.scale for one in common)
+    if flat := collinear(parts, labels, has_intercept):
         logger.warning("columns %s are collinear: only their priors tell them apart; leave one out", flat)
     for number, names in enumerate(design.group_labels):
         if len(names) < 2 or len(terms.groups[number].factor) > 1:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.data import frames, missing
+from fedppl.formulas import checks
 from fedppl.formulas.agreement import Agreement, Told, agreed, is_text, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.design import standing_for_all
@@ -46,7 +47,14 @@ def rows_of(built: Formula, data: Any, whose: str) -> dict[str, Array]:
     if absent := [name for name in built.columns if name not in held]:
         raise DeclarationError(f"{whose} lacks the columns {absent} of the formula.")
     rows: dict[str, Array] = missing.complete({whose: held}, built.columns, "error", texts=True)[whose]
+    checks.rows(whose, rows, [name for name in built.columns if name not in endless(built)])
     return rows
+
+
+def endless(built: Formula) -> tuple[str, ...]:
+    """Columns in which a number may be infinite: a time that is later than any."""
+    response = built.terms.response
+    return response.columns[1:2] if response.kind == "interval" else ()
 
 
 def sized(built: Formula, rows: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -115,7 +123,8 @@ def _other_outcomes(built: Formula, outcomes: Array) -> str | None:
     if built.family.outcome == "real":
         ratio = float(np.sqrt(np.mean((values - column.mean) ** 2)) / column.sd)
     else:
-        ratio = float(np.mean(values) / column.mean) if column.mean > 0 and np.mean(values) > 0 else 1.0
+        own = float(np.mean(values))
+        ratio = 1.0 if not own > 0 else own / column.mean if column.mean > 0 else np.inf
     if not 1 / MOST_APART <= ratio <= MOST_APART:
         return f"outcomes {name!r} are {ratio:.3g} times as large as the agreed ones"
     return None

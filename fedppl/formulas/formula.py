@@ -14,7 +14,7 @@ from fedppl.data import missing as gaps
 from fedppl.formulas import checks, required
 from fedppl.formulas.agreement import Agreement, Told, tell
 from fedppl.formulas.declare import Formula
-from fedppl.formulas.exchange import asked, sized, together
+from fedppl.formulas.exchange import asked, endless, sized, together
 from fedppl.formulas.families import family as family_of
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.strange import strange
@@ -201,10 +201,9 @@ def agree(
     clients = clients_of(built, data, by, missing)
     what, told = asked(built), {}
     with_rows = {client_id: one for client_id, one in clients.items() if not isinstance(one, Estimate)}
-    endless = built.terms.response.columns[1:] if built.terms.response.kind == "interval" else ()  # never: inf
     for client_id, one in with_rows.items():
         checks.columns([name for name in built.columns if name not in one], one, f"client {str(client_id)!r}")
-        checks.rows(str(client_id), one, [name for name in built.columns if name not in endless])
+        checks.rows(str(client_id), one, [name for name in built.columns if name not in endless(built)])
         told[str(client_id)] = tell(sized(built, one), what.names, what.levels, min_count)
     if not told:
         raise DataError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.formulas.agreement import as_texts
+from fedppl.formulas.agreement import as_texts, require_present
 from fedppl.formulas.terms import Group
 from fedppl.types import Array, DataError
 
@@ -20,6 +20,8 @@ def numbered(
     absent = [name for name in group.factor[1:] if name not in data]
     if absent:
         raise DataError(f"{what} lacks the columns {absent}, by which effects vary.")
+    for name in group.factor[1:]:
+        require_present(data[name], f"{what}: column {name!r}")
     texts = [as_texts(np.asarray(data[name])) for name in group.factor[1:]]
     names, rows = np.unique([":".join(row) for row in zip(*texts, strict=True)], return_inverse=True)
     marks = np.array([_mark(name) for name in names.tolist()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,11 @@ from fedppl.formulas.averages import at_levels, rows_of, slope
 from fedppl.formulas.declare import Formula
 from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit
+from fedppl.results.rows import has_rows, require_rows
 from fedppl.settings import between, shown
 from fedppl.types import Array, DeclarationError
+
+logger = logging.getLogger(__name__)
 
 ALL = "all"
 
@@ -144,7 +148,14 @@ def _ids(fit: Fit, clients: Any) -> list[str]:
         raise DeclarationError(
             f"clients {absent[:5]} are sites of their own, and their rows are not here; call it where their data are."
         )
-    return ids
+    if clients is not None:
+        for one in ids:
+            require_rows(fit.clients[one], "marginal effects")
+        return ids
+    kept = [one for one in ids if has_rows(fit.clients[one])]
+    if left_out := [one for one in ids if one not in kept]:
+        logger.info("clients %s brought no rows, and are left out of marginal effects", left_out[:10])
+    return kept
 
 
 def _stacked(posterior: Any) -> dict[str, Array]:

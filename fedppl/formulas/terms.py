@@ -83,6 +83,7 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
             _require_stateless(component)
         is_offset = len(components) == 1 and term.name.startswith("offset(")
         (offsets if is_offset else common).append(term.name)
+    _require_one_parenthesis(right)
     groups = _groups(described.group_terms)
     client = _client(groups, formula)
     factors = {name for group in groups for name in group.factor}
@@ -191,6 +192,16 @@ def _response(left: str) -> Response:
             + (': Surv(time, event), or Surv(lower, upper, "interval").' if kind == "survival" else ".")
         )
     return Response(kind, columns)
+
+
+def _require_one_parenthesis(right: str) -> None:
+    """Refuse effects of one factor in two places: elsewhere that says that they are independent of each other."""
+    factors = [found.replace(" ", "") for found in re.findall(r"\|([^|()]+)\)", right)]
+    if twice := sorted({name for name in factors if factors.count(name) > 1}):
+        raise DeclarationError(
+            f"effects vary by {twice} in two parentheses; write (1 + x | {twice[0]}), and "
+            "formula(..., correlated=False) where they are independent."
+        )
 
 
 def _groups(described: Any) -> tuple[Group, ...]:

@@ -94,6 +94,10 @@ def _values(one: h5py.Dataset, size: int, most: int) -> int:
     _require(not one.is_virtual and not one.external, f"{one.name!r} has its values in another file")
     made = one.id.get_create_plist()
     filters = {made.get_filter(k)[0] for k in range(made.get_nfilters())}
+    _require(made.get_nfilters() == len(filters), f"{one.name!r} is packed twice by one filter")
+    chunk = math.prod(one.chunks or ()) * max(int(one.dtype.itemsize), 1) if one.chunks else 0
+    held = math.prod(int(n) for n in one.shape or ()) * max(int(one.dtype.itemsize), 1)
+    _require(chunk <= 16 * max(held, 2**20), f"{one.name!r} has chunks of {chunk:.3g} bytes for {held:.3g}")
     _require(filters <= _FILTERS, f"{one.name!r} is packed by a filter that NetCDF has not")
     count: int = math.prod(int(n) for n in one.shape or ())
     # In HDF5 a text takes a place that points to it; many may point to one.

@@ -131,7 +131,7 @@ def _truncated(state: Correcting, sites: Sites) -> Correcting:
 
 def reached(state: Correcting) -> float:
     """Prior sds from the prior's mean within which points are asked for."""
-    return float(np.min(state.reach, initial=state.radius))
+    return float(np.min(state.reach[~state.distrusted], initial=state.radius))
 
 
 def _asked_at(state: Correcting) -> NDArray[np.intp]:
@@ -179,7 +179,7 @@ def answer(client: ClientView, message: Message, local: LocalInference) -> Clien
         "proper": np.array(float(client.has_proper_prior)),
         "reach": np.array(float(message.get("reach", 0.0))),
     }
-    return ClientUpdate(None, reply, {"values_lost": float(np.mean(values == NO_VALUE))})
+    return ClientUpdate(None, reply, {"values_lost": float(np.mean(values == NO_VALUE)) if len(values) else 0.0})
 
 
 def shapes(state: Correcting) -> dict[str, tuple[int, ...]]:
