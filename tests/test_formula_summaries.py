@@ -67,6 +67,9 @@ def test_an_estimate_joins_rows_in_a_fit_and_takes_no_part_in_the_agreement() ->
     assert_allclose(after.loc["Intercept", "sd"], before.loc["Intercept", "sd"], rtol=0.35)  # it says nothing of this
     with pytest.raises(fedppl.DeclarationError, match="told.*summary of its rows"):
         fit.predict("told", PARTS["s0"])
+    assert {one for one, *_ in fedppl.marginal_effects(fit, "arm", draws=20).index} == {"s0", "s1", "all"}
+    with pytest.raises(fedppl.DeclarationError, match="told.*summary of its rows"):
+        fedppl.marginal_effects(fit, "arm", clients=["told"])
     assert "site_effects" in fit.new_client(Estimate("arm", 0.1, 0.1), draws=20)["posterior"]
 
 

@@ -17,6 +17,7 @@ from scipy.special import expit
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, Prior
+from fedppl.formulas import checks
 from fedppl.formulas.agreement import agreed, tell
 from fedppl.model.graph import PYTHON_MODE
 
@@ -214,6 +215,41 @@ def test_a_client_tells_counts_and_sums_alone() -> None:
     assert told["dose"] == (3, 0.0, 0.0, {"a": 2, "b": 1}, False, True)
     assert tell(rows, ["dose"], [], 2)["dose"] == (2, 0.0, 0.0, {"a": 2}, True, True)
     assert set(told) == {"age", "dose"}
+
+
+@pytest.mark.parametrize("gone", [np.nan, None, pd.NA])
+def test_a_missing_text_is_no_level(gone: Any) -> None:
+    rows = {"arm": np.array(["a", gone, "b"], dtype=object), "y": np.arange(3.0)}
+    model = fedppl.formula("y ~ arm + (1 | site)")
+    with pytest.raises(DataError, match="'arm' in 1 rows at client 'A'"):
+        fedppl.agree(model, {"A": rows})
+    found = fedppl.agree(model, {"A": rows, "B": {"arm": np.array(["a", "b"]), "y": np.ones(2)}}, missing="drop")
+    assert found.columns.loc["arm", "levels"] == ("a", "b")
+    with pytest.raises(DataError, match="'arm' has no value in row 1"):
+        found.model.read("N", rows)
+
+
+def test_a_number_is_one_level_whatever_stands_beside_it() -> None:
+    clients = {k: {"dose": np.array(dose), "y": np.arange(2.0)} for k, dose in {"A": [1.0, 2.0], "B": [1, 1.5]}.items()}
+    found = fedppl.agree(fedppl.formula("y ~ C(dose) + (1 | site)"), clients)
+    assert found.columns.loc["dose", "levels"] == ("1", "1.5", "2")
+    assert found.model.read("A", {"dose": np.array([2.0, 1.0])})["common"].tolist() == [[0.0, 1.0], [0.0, 0.0]]
+
+
+def test_effects_of_a_factor_stand_in_one_place() -> None:
+    with pytest.raises(DeclarationError, match="correlated=False"):
+        fedppl.formula("y ~ x + (1 | site) + (0 + x | site)")
+
+
+def test_columns_far_from_zero_are_not_collinear(caplog: pytest.LogCaptureFixture) -> None:
+    rng = np.random.default_rng(3)
+    rows = {"t": rng.normal(1.7e9, 1e4, 60), "x": rng.normal(size=60), "y": rng.normal(size=60)}
+    model = fedppl.formula("y ~ t + x + (1 | site)")
+    built = fedppl.agree(model, {"A": rows}).model.builder
+    checks.say_what_cannot_be_told(built, {"A": rows})
+    assert "collinear" not in caplog.text
+    checks.say_what_cannot_be_told(built, {"A": {**rows, "x": 2.0 * rows["t"]}})
+    assert "collinear" in caplog.text
 
 
 def test_rows_of_withheld_levels_are_refused_or_others() -> None:

@@ -164,6 +164,17 @@ def test_sums_do_not_tell_how_many_rows_there_are() -> None:
     assert exact == Told(3, 7.0, 21.0, {}, False)
 
 
+def test_few_values_tell_no_rare_one() -> None:
+    """Of 0, 1 and 2 a mean and a sd are two equations for two counts."""
+    told = tell({"x": np.repeat([0.0, 1.0, 2.0], [41, 9, 1])}, ["x"], [], 10)["x"]
+    assert told.withheld and told.total == told.squares == 0.0
+    assert not tell({"x": np.repeat([0.0, 1.0, 2.0], [31, 12, 10])}, ["x"], [], 10)["x"].withheld
+
+
+def test_a_constant_tells_no_number_of_rows() -> None:
+    assert len({tell({"x": np.full(n, 0.1)}, ["x"], [], 10)["x"][:3] for n in range(50, 60)}) == 1
+
+
 def test_what_is_told_again_tells_nothing_new() -> None:
     """It is made of what was told before, and has nothing of fewer rows than are wanted now."""
     rng = np.random.default_rng(2)
@@ -368,6 +379,29 @@ def test_agreements_are_counted_and_refused_in_the_same_words(tmp_path: Path) ->
     assert len(said) == 1
     *_, last = audit.lines(tmp_path / "audit.jsonl")
     assert last["refused"].startswith("requests: 3 answered")
+
+
+def test_few_agreements_that_do_not_go_with_the_rows_are_looked_at(tmp_path: Path) -> None:
+    """By an expression such as log(4 - scale(age)) each could tell a bit of one row."""
+    for mean in (1e6, 2e6, 3e6):
+        with pytest.raises(DeclarationError, match="takes no part"):
+            taken(tmp_path, agreement(age=Column((), (), mean, 9.0)))
+    *_, last = audit.lines(tmp_path / "audit.jsonl")
+    assert "2 did not go with the rows" in last["refused"]
+    with pytest.raises(DeclarationError, match="takes no part"):
+        taken(tmp_path, agreement())
+
+
+def test_under_an_epsilon_no_row_decides(tmp_path: Path) -> None:
+    rules = Policy(rows=0, epsilon=1.0)
+    others = agreement(arm=Column(("drug", "none", "other"), (0.5, 0.4, 0.1), 0.0, 1.0))._replace(others=True)
+    for place, rows in enumerate((DATA["north"], {**DATA["north"], "age": DATA["north"]["age"] + 1e9})):
+        folder = tmp_path / str(place)
+        assert taken(folder, others, rules, rows) == wire.digest(others)
+        with pytest.raises(DeclarationError, match="takes no part"):  # one
+            taken(folder, agreement(), rules, rows)
+    with pytest.raises(DeclarationError, match="takes no part"):  # whether rows have other levels is not told
+        taken(tmp_path / "open", agreement(), rules)
 
 
 BROKEN = [

@@ -17,7 +17,7 @@ from fedppl.engine.guard import REFUSED, Guard
 from fedppl.flower.agreed import digest, pack_agreement, pack_told, unpack_agreement
 from fedppl.flower.decode import Malformed, whole
 from fedppl.flower.memory import Memory
-from fedppl.formulas.agreement import Agreement, Told, raised
+from fedppl.formulas.agreement import OTHER, Agreement, Told, raised
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import answered, asked, contradiction, rows_of
 from fedppl.formulas.formula import is_formula, remembering
@@ -183,7 +183,8 @@ def accept(
 def _odd_levels(built: Formula, agreement: Agreement) -> str | None:
     """Levels that a declaration did not name and that have no "other": under a total of epsilon no row may decide."""
     for name, column in agreement.columns.items():
-        if column.levels and not agreement.others and column.levels != tuple(built.levels.get(name, ())):
+        closed = column.levels == tuple(built.levels.get(name, ())) or (agreement.others and OTHER in column.levels)
+        if column.levels and not closed:
             return f"levels of {name!r} are neither those of levels= nor closed by 'other', and rows are not looked at"
     return None
 

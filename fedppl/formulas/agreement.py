@@ -50,8 +50,8 @@ def tell(data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], m
 
     No number of rows between 1 and `min_count` - 1 leaves, nor can one of levels be had as a difference. Rows are told
     in whole multiples of `min_count`, rounded down, and so are those of levels: what is between them may be rows of
-    levels that are not told, or what was rounded off. Sums are those of so many rows, with a sd of two digits and a mean that ends
-    where the sd does, since exact ones would tell how many rows there are. They are withheld where fewer
+    levels that are not told, or what was rounded off. Sums are those of so many rows, with a sd of two digits and a
+    mean that ends where the sd does, since exact ones would tell how many rows there are. They are withheld where fewer
     than `min_count` rows have another value than most: a sum of such tells how many; and where a column has few values,
     of which one is that rare. With a `min_count` of 1 all is
     exact.

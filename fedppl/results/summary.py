@@ -59,6 +59,8 @@ def summary(
         for name in chosen
     ]
     table = pd.concat(parts) if parts else pd.DataFrame()
+    if of is not None and not fit.status.ok:
+        table[["mcse_mean", "mcse_sd"]] = np.nan  # of moments that are off themselves
     table.attrs = _about(fit)
     return table if round_to is None else table.round(round_to)
 
