@@ -128,11 +128,12 @@ class Fit(Ended):
         -------
         pandas.DataFrame
             A row for every entry: ``mean``, ``sd``, the bounds of the interval, the standard errors ``mcse_mean`` and
-            ``mcse_sd``, which are of the points that moments come from and not of q (NaN unless converged), and what the
-            algorithm knows of the coordinate on the unconstrained space; for `EP` ``last_change``, what the last round
-            moved its mean or log sd by, in posterior sds, and ``skewness``, which a Gaussian q cannot have. Where the algorithm
-            estimates a point, ``mean`` is that. ``attrs`` has the ``status`` and its ``message``, the share of the
-            clients that ``answered`` when they were last asked, and what clients fell back to (``fallbacks``).
+            ``mcse_sd``, which are of the points that moments come from and not of q (NaN unless converged), and what
+            the algorithm knows of the coordinate on the unconstrained space; for `EP` ``last_change``, what the last
+            round moved its mean or log sd by, in posterior sds, and ``skewness``, which a Gaussian q cannot have. Where
+            the algorithm estimates a point, ``mean`` is that. ``attrs`` has the ``status`` and its ``message``, the
+            share of the clients that ``answered`` when they were last asked, and what clients fell back to
+            (``fallbacks``).
 
         Raises
         ------
