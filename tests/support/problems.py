@@ -350,12 +350,12 @@ class Remembering(FederatedModel):
     def _known(self) -> dict[Any, Any]:
         return {}
 
-    def enrol(self, clients: Mapping[str, Mapping[str, Any]], *, kernel: bool = True) -> dict[str, Any]:
+    def enrol(self, clients: Mapping[str, Mapping[str, Any]], *, kernel: bool = True, **more: Any) -> dict[str, Any]:
         """Return the clients that were enrolled before, where all of these were."""
         try:
             keys = {k: (k, *map(_content, sorted(data.items()))) for k, data in clients.items()}
         except (TypeError, AttributeError):  # what cannot be read is for the declaration to refuse
-            return super().enrol(clients, kernel=kernel)
+            return super().enrol(clients, kernel=kernel, **more)
         if not all(key in self._known for key in keys.values()):
             found = super().enrol(clients, kernel=False)
             self._known.update({keys[client_id]: found[client_id] for client_id in keys})

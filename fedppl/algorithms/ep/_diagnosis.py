@@ -51,6 +51,11 @@ def pulls_alone(sites: Sites, x: Array) -> str:
     )
 
 
+def hardly_a_prior(sites: Sites) -> str:
+    """Name priors on positive variables that are all but improper; empty where there are none."""
+    return _flat(sites.labels, gaussian.standard_deviations(sites.prior))
+
+
 def _cause(sites: Sites, point: Array, unusable: dict[str, str], earlier: dict[str, str]) -> str:
     """The likeliest cause, with a remedy, where `sites` are expansions at the point (m,) and nothing led on from there.
 

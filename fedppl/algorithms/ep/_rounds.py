@@ -12,7 +12,7 @@ from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep._correction import Correcting
 from fedppl.algorithms.ep._damping import damped_step, hold_back, named, targets
-from fedppl.algorithms.ep._diagnosis import pulls_alone, why_not_arrived
+from fedppl.algorithms.ep._diagnosis import hardly_a_prior, pulls_alone, why_not_arrived
 from fedppl.algorithms.ep._state import EPInfo, EPState, Taken
 from fedppl.algorithms.ep.correction import Correction
 from fedppl.algorithms.ep.warm_start import WarmStart
@@ -136,5 +136,6 @@ def correcting_round(
     status = Status.RUNNING
     if judged.done:
         status = Status.CONVERGED if judged.state.trusted else Status.STALLED
-    message = "; ".join(filter(None, (judged.message, judged.state.said)))
+    cause = hardly_a_prior(state.sites) if status is Status.STALLED else ""
+    message = "; ".join(filter(None, (judged.message, cause, judged.state.said)))
     return Taken(state._replace(correction=judged.state), info, status, message)
