@@ -233,7 +233,10 @@ def test_a_number_is_one_level_whatever_stands_beside_it() -> None:
     clients = {k: {"dose": np.array(dose), "y": np.arange(2.0)} for k, dose in {"A": [1.0, 2.0], "B": [1, 1.5]}.items()}
     found = fedppl.agree(fedppl.formula("y ~ C(dose) + (1 | site)"), clients)
     assert found.columns.loc["dose", "levels"] == ("1", "1.5", "2")
-    assert found.model.read("A", {"dose": np.array([2.0, 1.0])})["common"].tolist() == [[0.0, 1.0], [0.0, 0.0]]
+    assert found.model.read("A", {"dose": np.array([2.0, 1.0]), "y": np.ones(2)})["common"].tolist() == [
+        [0.0, 1.0],
+        [0.0, 0.0],
+    ]
 
 
 def test_effects_of_a_factor_stand_in_one_place() -> None:
