@@ -115,12 +115,12 @@ def _quadratic(points: Array, some: Array, values: Array) -> Array | None:
 
 def draw_given(client: ClientView, phi: Array, center: Array, rng: Rng, *, draw: TiltedDrawFn, draws: int) -> Array:
     """A draw of θ from p(θ | φ, y_k) for each row of phi (N, m): one of the sample, by its weight there."""
-    del center
     theta = np.zeros((len(phi), client.local_size))
     if not client.local_size or not len(phi):
         return theta
     unique, where = np.unique(phi, axis=0, return_inverse=True)
     pool = _pool(client, unique, draw, draws)
+    _require_good(client, pool, unique, center)
     chunk = max(1, _AT_ONCE // (len(pool.nodes) * (client.shared_size + client.local_size)))
     for first in range(0, len(unique), chunk):
         some = unique[first : first + chunk]
