@@ -179,6 +179,7 @@ def test_the_default_e_step_settles_where_its_line_search_once_stuck() -> None:
     assert_allclose(np.sqrt(q.variance), np.exp(best[3:]), rtol=0.06)
 
 
+@pytest.mark.slow
 def test_the_client_with_few_rows_is_less_sure_and_is_pulled_more() -> None:
     fit = whole()
     sd = {k: float(np.sqrt(np.mean(q.variance))) for k, q in fit.personal.items()}

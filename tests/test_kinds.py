@@ -107,6 +107,7 @@ def test_evidence_is_of_what_each_client_brought(mixed: Any) -> None:
     assert_allclose(fitted.log_evidence.value, stats.multivariate_normal.logpdf(means, np.zeros(3), covariance), 1e-5)
 
 
+@pytest.mark.slow
 def test_a_fit_is_kept_and_goes_on(mixed: Any, tmp_path: Path) -> None:
     mixed.save(tmp_path / "run.nc")
     again = fedppl.load(tmp_path / "run.nc", MODEL, clients=MIXED)
