@@ -119,8 +119,10 @@ def predictions(
 
 
 def _anew(model: Any, posterior: Any, changed: Sequence[Any]) -> dict[str, list[str]]:
-    """Variables that belong to rows, as a residual does, are drawn anew for new rows; PyMC 6 has to be told."""
+    """Variables that belong to rows, as a residual does, are drawn anew for new rows; PyMC 6 has to be told of all."""
     if "sample_vars" not in inspect.signature(pm.sample_posterior_predictive).parameters:
         return {}
-    names = [rv.name for rv in model.free_RVs if rv.name in posterior and set(changed) & set(ancestors([rv]))]
-    return {"sample_vars": names} if names else {}
+    known = [rv for rv in model.free_RVs if rv.name in posterior]
+    anew = [rv.name for rv in known if set(changed) & set(ancestors([rv]))]
+    told = {"sample_vars": anew, "freeze_vars": [rv.name for rv in known if rv.name not in anew]}
+    return {key: names for key, names in told.items() if names}
