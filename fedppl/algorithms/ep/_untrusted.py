@@ -73,9 +73,3 @@ def beyond_radius(cut: Beyond, radius: float, by: str, sites: Sites) -> str:
         f"posterior or of q may lie beyond, {side} along {sites.labels[worst]}: allow a larger distance, or declare a "
         "prior that is wider, or centered where the data are"
     )
-
-
-def no_value(radius: float, by: str) -> str:
-    """That nothing is known at all."""
-    far = f" within {radius:g} prior sds, as far out as site {by!r} answers by distance= of its policy" if by else ""
-    return f"no point of the correction has a value at every client{far}; use local=fedppl.NUTS()"
