@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 import fedppl
-from examples import air_temperature, battery, student_performance, turbofan
+from examples import air_temperature, battery, student_performance, trial, turbofan
 
 ROOT = Path(__file__).parents[1]
 
@@ -93,6 +93,13 @@ def of_engines(printed: str, last: dict[str, Any]) -> None:
     assert "Table 4" in printed
 
 
+def of_trial(printed: str, last: dict[str, Any]) -> None:
+    assert last["status"] == ["converged", "converged"] and last["kept"]
+    for figures, truth in ((last["log_odds"], trial.HEALED["arm"]), (last["log_time"], trial.LIVED["arm"])):
+        assert abs(figures[0] - truth) < 3 * figures[1]
+    assert f"'weight' at client '{trial.POUNDS}'" in printed and "in kg, odd: 0" in printed
+
+
 class Example(NamedTuple):
     """A script, options that make it small, what it has to say in the end, and what it needs."""
 
@@ -105,6 +112,7 @@ class Example(NamedTuple):
 
 EXAMPLES = {
     "quickstart": Example("quickstart", (), of_quickstart),
+    "trial": Example("trial", (), of_trial),
     "hospitals": Example(
         "hospitals", ("--hospitals", "4", "--patients", "240", "--rounds", "30", "--seed", "1"), of_hospitals
     ),

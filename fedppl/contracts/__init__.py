@@ -22,4 +22,14 @@ from fedppl.contracts.algorithm import (
     sum_replies,
 )
 from fedppl.contracts.client import CheckFn, ClientView, Draws, Expansion, Factor, LocalInference, Moments, Target
-from fedppl.contracts.engine import Engine, EngineFactory, Failure, Heard, Reply, Request, SharedReader, unheard
+from fedppl.contracts.engine import (
+    Engine,
+    EngineFactory,
+    Failure,
+    Heard,
+    Reply,
+    Request,
+    SharedReader,
+    coordinate_names,
+    unheard,
+)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from fedppl.contracts.algorithm import AnyAlgorithm
 from fedppl.types import Array, Layout, Message, Status
 
@@ -108,3 +110,16 @@ class EngineFactory(Protocol):
 
     def __call__(self, algorithm: AnyAlgorithm, clients: Mapping[str, Any], /) -> Engine:
         """Start the engine."""
+
+
+def coordinate_names(layout: Layout, reader: SharedReader) -> list[str]:
+    """Label every coordinate by its variable's coords: ``tau_log__[dose]``, and ``tau_log__[1]`` where it has none."""
+    told, found = iter(layout.labels), []
+    for variable in layout.variables:
+        labels = [reader.coords.get(dim, ()) for dim in reader.dims.get(variable.name) or ()]
+        known = len(labels) > 0 and tuple(len(one) for one in labels) == variable.shape
+        for index in np.ndindex(*variable.shape):
+            label = next(told)
+            where = ", ".join(str(labels[axis][i]) for axis, i in enumerate(index)) if known else ""
+            found.append(f"{label.split('[')[0]}[{where}]" if known else label)
+    return found

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.interpolate import RBFInterpolator
 
 from fedppl.contracts import ClientView, Factor
-from fedppl.local import _marginal
+from fedppl.local import _conditional, _marginal
 from fedppl.local._no_mode import no_mode
 from fedppl.local._separable import is_separable, one_by_one
 from fedppl.numerics import pareto, student
@@ -116,7 +116,10 @@ def _corrected(client: ClientView, points: Array, center: Array, laplace: Array)
 
 
 def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array, Array]:
-    """log f_k by a grid of nodes or by sampled ones, and what is not known of how it varies."""
+    """log f_k by a quadrature over few coordinates, a grid of nodes or sampled ones, and its errors but a constant."""
+    which = client.view(_conditional.find)
+    if which is not None:
+        return _conditional.integrated(client, points, center, which)
     if client.local_size not in _GRIDS:
         return _sampled(client, points, center)
     _, fine, finest = (by_grid(client.local_size, count) for count in _GRIDS[client.local_size])

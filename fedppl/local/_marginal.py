@@ -9,9 +9,8 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Expansion
 from fedppl.local import _inner
-from fedppl.local._inner import LeftOut
 from fedppl.local._no_mode import no_mode
-from fedppl.numerics.importance import has_enough_points, stream_of, whitened_points
+from fedppl.numerics.importance import stream_of, whitened_points
 from fedppl.numerics.integral import integral_batch
 from fedppl.numerics.marginal import expand_marginal, gradient_batch, inner_mode_at, marginal_batch
 from fedppl.numerics.newton import OK
@@ -105,12 +104,3 @@ def is_exact(client: ClientView) -> bool:
     z = whitened_points(client.shared_size, 2 * (client.shared_size + 1), 0)
     found = (difference(client, center + z * _prior_sds(client, most), center) for most in (1.0, 10.0))
     return all(one is not None and float(np.abs(one[0]).max()) < _ROUNDING for one in found)
-
-
-def left_out(client: ClientView, mean: Array, root: Array) -> LeftOut:
-    """What Laplace over θ leaves out of log f_k about q = N(mean, root rootᵀ)."""
-    if not client.local_size or client.view(is_exact):
-        return LeftOut(None, 1.0)
-    if not has_enough_points(client.shared_size):
-        return LeftOut(None, 0.0)
-    return _inner.left_out(lambda points: difference(client, points, mean), mean, root, stream_of(client.client_id))

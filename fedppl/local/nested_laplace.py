@@ -10,7 +10,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
-from fedppl.local import _factor, _from_q, _marginal, _student
+from fedppl.local import _conditional, _factor, _from_q, _marginal, _student
 from fedppl.local._no_mode import no_mode
 from fedppl.local._student import StudentSample
 from fedppl.local.nuts import NUTS
@@ -106,7 +106,7 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     client, global_, cavity, share = target
     mean, root = gaussian.affine(global_)
     site = gaussian.quotient(global_, cavity)
-    left_out = _marginal.left_out(client, mean, root)
+    left_out = _conditional.left_out(client, mean, root)
 
     def values(draws: Array) -> Array:
         found = _marginal.values(client, draws, mean, share) - gaussian.log_kernel(site, draws)

@@ -25,6 +25,7 @@ from fedppl.numerics.newton import (
     log_determinant,
     solve,
 )
+from fedppl.types import Array
 
 CUBE = types.float64[:, :, ::1]
 
@@ -242,9 +243,14 @@ def inner_mode_at(kernel: Any, phi: Any, theta: Any, data: Any) -> Any:
 
 
 @entry(KERNEL, MATRIX, DATA)
-def site_batch(kernel: Any, points: Any, data: Any) -> Any:
-    """log p(y, θ | φ) at every row x = (φ, θ) of points (S, m + d)."""
-    values = np.zeros(points.shape[0])
+def site_outputs(kernel: Any, points: Any, data: Any) -> Any:
+    """log p(y, θ | φ) and its gradient, (S, 1 + m + d), at every row x = (φ, θ) of points (S, m + d)."""
+    found = np.zeros((points.shape[0], 1 + points.shape[1]))
     for s in range(points.shape[0]):
-        values[s] = kernel(points[s], *data)[0]
-    return values
+        found[s] = kernel(points[s], *data)
+    return found
+
+
+def site_batch(kernel: Any, points: Any, data: Any) -> Array:
+    """log p(y, θ | φ) alone, (S,)."""
+    return np.asarray(site_outputs(kernel, points, data)[:, 0])

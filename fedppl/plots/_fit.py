@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fedppl import contracts
 from fedppl.contracts import AnyAlgorithm, SharedReader
 from fedppl.settings import chosen, shown
 from fedppl.types import Array, DeclarationError, Layout, NotConvergedError, Status
@@ -147,20 +148,13 @@ def variables(group: Any, var_names: Any, what: str, default: Sequence[str] | No
 
 
 def coordinate_names(fit: Fitted) -> list[str]:
-    """Every coordinate of the flat vector as a reader would call it: "log tau[dose]" for ``tau_log__[1]``."""
-    told = iter(fit.layout.labels)
-    found = []
-    for variable in fit.layout.variables:
-        dims = fit.reader.dims.get(variable.name) or ()
-        labels = [fit.reader.coords.get(dim, ()) for dim in dims]
-        known = len(dims) > 0 and tuple(len(one) for one in labels) == variable.shape
-        name = f"log {variable.name}" if variable.transform == "log" else variable.name
-        plain = variable.transform in ("", "log") and (known or not variable.shape)
-        for index in np.ndindex(*variable.shape):
-            label = next(told)
-            where = ", ".join(str(labels[axis][i]) for axis, i in enumerate(index)) if known else ""
-            found.append((f"{name}[{where}]" if index else name) if plain else label)
-    return found
+    """Every coordinate of the flat vector as a reader would call it: "log tau[dose]" for ``tau_log__[dose]``."""
+    found = iter(contracts.coordinate_names(fit.layout, fit.reader))
+    return [
+        f"log {label.replace('_log__', '', 1)}" if variable.transform == "log" else label
+        for variable in fit.layout.variables
+        for label in (next(found) for _ in range(variable.size))
+    ]
 
 
 def coordinates(fit: Fitted, var_names: Any) -> list[int]:

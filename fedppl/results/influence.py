@@ -8,7 +8,7 @@ import numpy as np
 import xarray as xr
 
 from fedppl import gaussian
-from fedppl.contracts import LogRatio, Posterior
+from fedppl.contracts import LogRatio, Posterior, coordinate_names
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.numerics.reweighting import is_trusted
 from fedppl.results import idata
@@ -52,7 +52,7 @@ def influence(fit: Ended, log_ratio: LogRatio | None, clients: Sequence[str] | s
         "log_predictive_error": np.where(exact, [one.log_predictive.error for one in each], np.nan),
     }
     dims = {name: ("client", "rows") if values[name].ndim == 2 else ("client",) for name in values}
-    coords = {"client": np.array(names), "rows": np.array(fit.layout.labels)}
+    coords = {"client": np.array(names), "rows": np.array(coordinate_names(fit.layout, fit.reader))}
     return idata.dataset(values, dims, coords, {"space": "unconstrained", "status": fit.status.value})
 
 

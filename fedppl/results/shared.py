@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from fedppl import gaussian
-from fedppl.contracts import LogRatio, Point, Posterior, Sampler
+from fedppl.contracts import LogRatio, Point, Posterior, Sampler, coordinate_names
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.importance import resample
 from fedppl.numerics.reweighting import Reweighted
@@ -124,7 +124,7 @@ def _point_dataset(fit: Ended, shared: Point[Any], attrs: Mapping[str, Any]) -> 
 
 
 def _fit_dataset(fit: Ended, q: Gaussian | None) -> xr.Dataset:
-    labels, clients = np.array(fit.layout.labels), np.array(fit.client_ids)
+    labels, clients = np.array(coordinate_names(fit.layout, fit.reader)), np.array(fit.client_ids)
     result = fit.algorithm.result
     known: dict[str, tuple[tuple[str, ...], Array]] = {}
     if q is not None:

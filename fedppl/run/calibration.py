@@ -13,7 +13,7 @@ import xarray as xr
 from scipy import stats
 
 from fedppl import gaussian, plots
-from fedppl.contracts import AnyAlgorithm, EngineFactory, Posterior
+from fedppl.contracts import AnyAlgorithm, EngineFactory, Posterior, coordinate_names
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
 from fedppl.results.arrival import unarrived
@@ -141,7 +141,7 @@ def calibrate(
     values |= {"p_value": p_value, "p_adjusted": _holm(p_value)}
     dims = {"pit": ("data_set", "rows"), "truth": ("data_set", "rows"), "status": ("data_set",)}
     dims |= {"p_value": ("rows",), "p_adjusted": ("rows",)}
-    coords = {"data_set": np.arange(data_sets), "rows": np.array(first.layout.labels)}
+    coords = {"data_set": np.arange(data_sets), "rows": np.array(coordinate_names(first.layout, first.reader()))}
     return idata.dataset(values, dims, coords, {"algorithm": repr(algorithm), "space": "unconstrained"})
 
 
