@@ -1,8 +1,8 @@
-"""A trial at eleven sites: did the drug heal, and did patients live longer?
+"""A trial at eleven sites, whose patients are in one table: did the drug heal, and did they live longer with it.
 
-The table has a row a patient. Sites are of 8 to 220 patients, two of them saw no patient of stage IV, one writes weight in
-pounds, and one tells nothing but the estimates of its own analysis. Formulas turn the table into one hierarchical model
-per outcome; a site's rows are read by that site alone. No data files are needed.
+Sites are of 8 to 220 patients, two of them saw no patient of stage IV, one writes weight in pounds, and one has no
+table to show: it tells the estimates of its own analysis, and nothing else. Formulas turn the table into one
+hierarchical model an outcome; a site's rows are read by that site alone. No data files are needed.
 
     python examples/trial.py --figure trial.png --report trial.html
 """
@@ -139,14 +139,16 @@ def page(fits: dict[str, Any], alone: Any, conflicts: Any, chance: Any, happened
     from fedppl import plots
 
     healed, lived = fits["healed"], fits["lived"]
-    canvas, axes = plt.subplots(3, 2, figsize=(13, 15), layout="constrained")
-    plots.forest(healed, "site_effects", alone=alone, random_seed=1, ax=axes[0, 0])
-    axes[0, 0].set_xlabel("site's own level of healing, log odds")
-    plots.influence(healed, "arm", conflict=conflicts, ax=axes[0, 1])
-    plots.prior_posterior(lived, ["arm", "site_sd"], ax=axes[1])
-    plots.rounds(lived, ax=axes[2, 0])
-    plots.reliability(chance, happened, ax=axes[2, 1])
-    axes[2, 1].set_xlabel("predicted probability of healing, new patients")
+    canvas = plt.figure(figsize=(15, 16), layout="constrained")
+    top, middle, low, bottom = canvas.subfigures(4, 1)
+    axes = top.subplots(1, 2)
+    plots.forest(healed, "site_effects", alone=alone, random_seed=1, ax=axes[0])
+    axes[0].set_xlabel("site's own level of healing, log odds")
+    plots.reliability(chance, happened, ax=axes[1])
+    axes[1].set_xlabel("predicted probability of healing, new patients")
+    plots.influence(healed, "arm", conflict=conflicts, ax=middle.subplots(1, 3))
+    plots.prior_posterior(lived, ["arm", "site_sd"], ax=low.subplots(1, 2))
+    plots.rounds(lived, ax=bottom.subplots(1, 2))
     canvas.savefig(path, dpi=100)
     print(f"wrote {path}")
 

@@ -14,9 +14,10 @@ import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
 
+from fedppl import FederatedModel
 from fedppl.local import _chains
 from fedppl.model import _template
-from fedppl.model.numba_mode import MODE, without_notices
+from fedppl.model.numba_mode import mode, without_notices
 from fedppl.results import idata
 from tests.support import problems
 
@@ -32,7 +33,7 @@ def test_a_batch_of_transposes_is_multiplied_without_a_warning(side: str, rng: n
             pass  # PyTensor's Numba backend is imported, with its own filters
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found = pytensor.function([x, y], product, mode=MODE)(a, b)
+            found = pytensor.function([x, y], product, mode=mode())(a, b)
     expected = a.transpose(0, 2, 1) @ b if side == "left" else a @ b.transpose(0, 2, 1)
     assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -78,14 +79,15 @@ def test_sampling_and_diagnostics_touch_no_warning_filter(monkeypatch: pytest.Mo
 
 
 def test_a_process_reads_what_one_before_it_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, clients = problems.noise()
+    _, clients = problems.noise()
     data = next(iter(clients.values()))
-    values = []
+    kernels, values = [], []
     for _ in range(2):
         monkeypatch.setattr(_template, "_kernels", [])
         monkeypatch.setattr(_template, "_in_use", weakref.WeakKeyDictionary())
-        client = model.enrol({"a": data})["a"]
-        kernel, x = client.kernel, np.concatenate([np.zeros(client.shared_size), client.initial])
-        values.append(kernel(x, *client.packed))
-    assert sum(kernel.stats.cache_hits.values()) == 1 and not kernel.stats.cache_misses
+        client = FederatedModel(problems.noise_builder, ["mu", "log_tau"]).enrol({"a": data})["a"]
+        kernels.append(client.kernel)
+        values.append(client.kernel(np.concatenate([np.zeros(client.shared_size), client.initial]), *client.packed))
+    first, second = kernels
+    assert second is not first and sum(second.stats.cache_hits.values()) == 1 and not second.stats.cache_misses
     assert_allclose(values[0], values[1], rtol=0, atol=0)

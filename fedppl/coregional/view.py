@@ -19,7 +19,7 @@ from fedppl.model import graph as _graph
 from fedppl.model import same as _same
 from fedppl.model.client import ClientModel
 from fedppl.model.inputs import new_inputs
-from fedppl.model.numba_mode import MODE
+from fedppl.model.numba_mode import mode
 from fedppl.numerics.prior import gaussian_prior
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
@@ -146,9 +146,9 @@ def _design_functions(
             return functions
     cotangents = pt.dtensor3("projection_cotangent"), pt.dmatrix("conditional_cotangent")
     cost = pt.sum(cotangents[0] * projection) + pt.sum(cotangents[1] * conditional)
-    forward = _locked(pytensor.function([x, *inputs], [projection, conditional], mode=MODE, on_unused_input="ignore"))
+    forward = _locked(pytensor.function([x, *inputs], [projection, conditional], mode=mode(), on_unused_input="ignore"))
     gradient = pt.grad(cost, x, disconnected_inputs="ignore")
-    backward = _locked(pytensor.function([x, *cotangents, *inputs], gradient, mode=MODE, on_unused_input="ignore"))
+    backward = _locked(pytensor.function([x, *cotangents, *inputs], gradient, mode=mode(), on_unused_input="ignore"))
     _compiled.append(((x, inputs, [projection, conditional]), (forward, backward)))
     del _compiled[:-_KEPT]
     return forward, backward

@@ -7,6 +7,8 @@ The inner integral is exact by one Newton step, wherever that begins; the outer 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
@@ -25,26 +27,47 @@ _MOST_LOCAL = 50  # coordinates of θ, so that finding c costs little
 _NODES = 11  # of each coordinate where there are two
 _AT_ONCE = 2**22  # numbers in the points that are held at a time
 _STEP, _CHANGED = 1e-2, 1e-6  # sds; change of a curvature, in its own units, that is none of rounding
-_EQUAL = 1e-8
+_EQUAL = 1e-7
 
 Places = NDArray[np.intp]
 
 
-def find(client: ClientView) -> Places | None:
-    """Coordinates c of θ, as few as will do, given which the others are Gaussian; None where these are too many."""
-    prior, d = client.prior.gaussian, client.local_size
-    if not 1 < d <= _MOST_LOCAL:
-        return None
-    points = gaussian.mean(prior) + np.array([[-1.0], [0.3], [1.0]]) * gaussian.standard_deviations(prior)
+class _Probes(NamedTuple):
+    """Points of the prior of φ, with the modes of θ there, and its sds, each given the others."""
+
+    phi: Array  # (P, m)
+    modes: Array  # (P, d)
+    sds: Array  # (P, d)
+
+
+def _probes(client: ClientView) -> _Probes | None:
+    """Near and far, of model and data alone; None where θ has no mode at one of them."""
+    center = gaussian.mean(client.prior.gaussian)
+    near, far = (_marginal.prior_sds(client, most) for most in (1.0, 10.0))
+    points = center + np.stack([-near, 0.3 * near, near, -far, far])
     try:
-        _, modes, factors = _marginal.modes(client, points, gaussian.mean(prior), factors=True)
+        _, modes, factors = _marginal.modes(client, points, center, factors=True)
     except LocalFailure:
         return None
     if not np.all(np.isfinite(factors)) or not np.all(np.diagonal(factors, axis1=1, axis2=2) > 0):
         return None
-    sds = 1.0 / np.sqrt(np.sum(factors**2, axis=2))  # of each coordinate given the others
+    return _Probes(points, modes, 1.0 / np.sqrt(np.sum(factors**2, axis=2)))
+
+
+def is_exact(client: ClientView) -> bool:
+    """Whether θ is Gaussian given φ, as far as points of the prior tell, near and far: from model and data alone."""
+    probes = client.view(_probes)
+    nothing = np.zeros(0, dtype=np.intp)
+    return probes is not None and all(_is_gaussian(client, *one, nothing) for one in zip(*probes, strict=True))
+
+
+def find(client: ClientView) -> Places | None:
+    """Coordinates c of θ, as few as will do, given which the others are Gaussian; None where these are too many."""
+    d, probes = client.local_size, client.view(_probes)
+    if probes is None or not 1 < d <= _MOST_LOCAL:
+        return None
     turns = np.zeros((d, d, d), dtype=bool)
-    for point, mode, sd in zip(points, modes, sds, strict=True):
+    for point, mode, sd in zip(*probes, strict=True):
         around = mode + np.concatenate([np.zeros((1, d)), np.diag(sd)])
         curved = np.array([_curvature(client, point, theta, sd) for theta in around]) * np.outer(sd, sd)
         if not np.all(np.isfinite(curved)):
@@ -60,7 +83,7 @@ def find(client: ClientView) -> Places | None:
         if len(chosen) > MOST:
             return None
     which = np.array(sorted(chosen), dtype=np.intp)
-    held = all(_is_gaussian(client, *one, which) for one in zip(points, modes, sds, strict=True))
+    held = all(_is_gaussian(client, *one, which) for one in zip(*probes, strict=True))
     return which if len(which) and held else None
 
 
@@ -77,7 +100,7 @@ def _is_gaussian(client: ClientView, point: Array, mode: Array, sd: Array, which
     """Whether the density itself is a Gaussian's in the rest of θ, near and far, wherever c is."""
     rest = np.setdiff1d(np.arange(len(mode)), which)
     rng = np.random.default_rng(0)
-    for far in (0.5, -1.0, 2.0):
+    for far in (0.5, -1.0, 2.0) if len(which) else (0.0,):
         center = mode.copy()
         center[which] += far * sd[which]
         z = rng.normal(size=(4, len(rest))) * np.array([[0.5], [1.0], [3.0], [10.0]])
@@ -154,7 +177,7 @@ def _terms(
 
 def left_out(client: ClientView, mean: Array, root: Array) -> LeftOut:
     """What Laplace over θ leaves out of log f_k about q = N(mean, root rootᵀ)."""
-    if not client.local_size or client.view(_marginal.is_exact):
+    if not client.local_size or client.view(is_exact):
         return LeftOut(None, 1.0)
     if not has_enough_points(client.shared_size):
         return LeftOut(None, 0.0)

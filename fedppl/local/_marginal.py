@@ -10,13 +10,11 @@ from fedppl import gaussian
 from fedppl.contracts import ClientView, Expansion
 from fedppl.local import _inner
 from fedppl.local._no_mode import no_mode
-from fedppl.numerics.importance import stream_of, whitened_points
+from fedppl.numerics.importance import stream_of
 from fedppl.numerics.integral import integral_batch
 from fedppl.numerics.marginal import expand_marginal, gradient_batch, inner_mode_at, marginal_batch
 from fedppl.numerics.newton import OK
 from fedppl.types import Array, LocalFailure
-
-_ROUNDING = 1e-7
 
 
 def _start(client: ClientView) -> Array:
@@ -28,7 +26,7 @@ def _start(client: ClientView) -> Array:
     return np.asarray(mode) if status == OK else client.initial
 
 
-def _prior_sds(client: ClientView, most: float) -> Array:
+def prior_sds(client: ClientView, most: float) -> Array:
     return np.minimum(gaussian.standard_deviations(client.prior.gaussian), most)
 
 
@@ -79,7 +77,7 @@ def gradients(client: ClientView, points: Array, center: Array, prior_share: flo
 def expand(client: ClientView, point: Array, prior_share: float) -> Expansion:
     """Quadratic expansion of log f_k (and of its share of a non-Gaussian prior) at a point."""
     status, value, gradient, hessian, _ = expand_marginal(
-        client.kernel, point, client.view(_start), _prior_sds(client, 1.0), client.packed
+        client.kernel, point, client.view(_start), prior_sds(client, 1.0), client.packed
     )
     if status != OK:
         raise LocalFailure(no_mode(client, point))
@@ -96,11 +94,3 @@ def difference(client: ClientView, points: Array, center: Array) -> tuple[Array,
         integral_batch, client.kernel, np.ascontiguousarray(points), center, client.view(_start), client.packed
     )
     return _inner.differences(batch, client.local_size, stream_of(client.client_id))
-
-
-def is_exact(client: ClientView) -> bool:
-    """Whether θ is Gaussian given φ, as far as points of the prior tell, near and far: from model and data alone."""
-    center = gaussian.mean(client.prior.gaussian)
-    z = whitened_points(client.shared_size, 2 * (client.shared_size + 1), 0)
-    found = (difference(client, center + z * _prior_sds(client, most), center) for most in (1.0, 10.0))
-    return all(one is not None and float(np.abs(one[0]).max()) < _ROUNDING for one in found)

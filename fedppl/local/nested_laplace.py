@@ -137,7 +137,7 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     found, step = (_student_moments(sample), 1.0) if sample is not None else (NUTS().tilted(target, rng), 2.0)
     cost = {"fallback": step, "fallback_seconds": time.perf_counter() - started}
     if sample is not None:  # of Laplace's approximation over θ, where NUTS has none
-        cost["inner_trust"] = float(not client.local_size or client.view(_marginal.is_exact))
+        cost["inner_trust"] = float(not client.local_size or client.view(_conditional.is_exact))
     return found._replace(diagnostics={**found.diagnostics, **why, **cost})
 
 

@@ -34,7 +34,8 @@ def shared_layout(
         return layout, prior
     parts = template.parts
     _refuse_flat(parts)
-    phi, logp = _graph.prior_graph(parts, variables)
+    graph = _graph.prior_graph(parts, variables)
+    phi, logp = graph.x, graph.logp
     log_density = _graph.batched(phi, [], [logp])
     gradient = _graph.python_function([phi], pt.grad(logp, phi, disconnected_inputs="ignore"))
     origin = np.concatenate([np.ravel(value).astype(float) for value in initial])
@@ -44,7 +45,7 @@ def shared_layout(
     owners = np.repeat([variable.name for variable in variables], sizes)
     exact = _gaussian_beside_binary(lambda draws: log_density(draws)[0], gradient, origin, binary, owners)
     n0 = exact if exact is not None else moment_match(_prior_draws(parts))
-    kernel = functools.cache(lambda: kernel_of(_graph.SiteGraph(phi, (), logp, ())))
+    kernel = functools.cache(lambda: kernel_of(graph))
     if len(origin) > _INTERPRETED and exact is None:
         values, gradients = _compiled_prior(kernel)
     else:
@@ -73,8 +74,8 @@ def _require_density(
         return
     odd = []
     for term in parts.prior_terms:
-        phi, logp = _graph.prior_graph(parts._replace(prior_terms=(term,)), variables)
-        alone = _by_row(_graph.batched(phi, [], [logp]), origin[None], -np.inf, ())
+        graph = _graph.prior_graph(parts._replace(prior_terms=(term,)), variables)
+        alone = _by_row(_graph.batched(graph.x, [], [graph.logp]), origin[None], -np.inf, ())
         odd += [] if np.isfinite(alone[0]) else [term.name]
     raise DeclarationError(
         f"the shared prior's log density at the starting point is {value}, by {odd or 'all together'}; is a scale not "

@@ -16,8 +16,8 @@ from fedppl.model import graph as _graph
 from fedppl.model import indices as _indices
 from fedppl.model import same as _same
 from fedppl.model._public import Public
-from fedppl.model.numba_mode import MODE, without_notices
-from fedppl.model.pack import unpacking_kernel
+from fedppl.model.numba_mode import mode, without_notices
+from fedppl.model.pack import Piece, unpacking_kernel
 from fedppl.types import Array, Variable
 
 _KERNELS_KEPT = 64
@@ -107,13 +107,22 @@ def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
     """Compile x, packed data -> [log density, gradient] in NUMBA mode, callable from other jitted loops."""
     global _compiled
     _compiled += 1
-    gradient = pt.grad(graph.logp, graph.x, disconnected_inputs="ignore")
-    output = pt.join(0, graph.logp[None], gradient)
+    # Of pieces of x in place of x itself: what cuts it up, and puts a gradient together, takes as long to compile as
+    # many a model, and is written out in few lines where the data are unpacked.
+    variables = [piece.variable for piece in graph.pieces]
+    slopes = pt.grad(graph.of_pieces, variables, disconnected_inputs="ignore", return_disconnected="none")
+    outputs = [graph.of_pieces, *(slope for slope in slopes if slope is not None)]
     # A parameter outside its domain is a point of zero density, not an exception in the middle of a search.
-    mode = MODE.including("local_check_parameter_to_ninf_switch")
+    numba = mode().including("local_check_parameter_to_ninf_switch")
     with without_notices():
-        function = pytensor.function([graph.x, *graph.inputs], [output], mode=mode, on_unused_input="ignore")
-        return unpacking_kernel(function.vm.jit_fn, [(v.type.dtype, v.type.ndim) for v in graph.inputs])
+        function = pytensor.function([*variables, *graph.inputs], outputs, mode=numba, on_unused_input="ignore")
+        shapes = [p.shape if isinstance(p.shape, tuple) else graph.inputs.index(p.shape) for p in graph.pieces]
+        pieces = [
+            Piece(variable.type.ndim, shape, slope is not None)
+            for variable, shape, slope in zip(variables, shapes, slopes, strict=True)
+        ]
+        types = [(v.type.dtype, v.type.ndim) for v in graph.inputs]
+        return unpacking_kernel(function.vm.jit_fn, pieces, types)
 
 
 def kernel_of(graph: _graph.SiteGraph) -> Callable[..., Any]:

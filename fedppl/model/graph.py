@@ -40,6 +40,13 @@ class Parts(NamedTuple):
     open: Mapping[str, int | None] = MappingProxyType({})
 
 
+class Piece(NamedTuple):
+    """A variable of its own in place of a part of the flat vector x."""
+
+    variable: Any
+    shape: tuple[int, ...] | Any  # or the input that has it
+
+
 @dataclass(frozen=True, eq=False)
 class SiteGraph:
     """log p(y, θ | φ) as a graph of x = (φ, θ), the data, and the shapes that depend on data."""
@@ -48,6 +55,8 @@ class SiteGraph:
     inputs: tuple[Any, ...]
     logp: Any
     free_shapes: tuple[int, ...]  # positions in Parts.local whose shape is an input, the last ones
+    pieces: tuple[Piece, ...]  # of x, in order
+    of_pieces: Any  # the same log density as a graph of these
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -253,6 +262,15 @@ def flat_values(
     parts: Parts, x: Any, shared: Sequence[Variable], local: Sequence[Variable]
 ) -> tuple[dict[Any, Any], tuple[Any, ...], tuple[int, ...]]:
     """Map each value variable to its piece of x. Local shapes that PyMC leaves open become inputs."""
+    _, of_x, shape_inputs, free = _in_pieces(parts, x, shared, local)
+    return of_x, shape_inputs, free
+
+
+def _in_pieces(
+    parts: Parts, x: Any, shared: Sequence[Variable], local: Sequence[Variable]
+) -> tuple[dict[Any, Piece], dict[Any, Any], tuple[Any, ...], tuple[int, ...]]:
+    """Of each value variable a piece by itself, and its part of x; inputs for open shapes, and whose these are."""
+    pieces: dict[Any, Piece] = {}
     replace: dict[Any, Any] = {}
     shape_inputs: list[Any] = []
     free: list[int] = []
@@ -263,9 +281,12 @@ def flat_values(
         if variable.binary:
             piece = pt.cast(piece, value.type.dtype)
         replace[value] = pt.specify_shape(piece, variable.shape) if variable.shape else piece
+        own = pt.tensor(f"piece_{variable.name}", dtype=value.type.dtype, shape=variable.shape)
+        pieces[value] = Piece(own, variable.shape)
         start += variable.size
     for position, (variable, rv) in enumerate(zip(local, parts.local, strict=True)):
         value = parts.model.rvs_to_values[rv]
+        own = pt.tensor(f"piece_{variable.name}", dtype=value.type.dtype, shape=value.type.shape)
         if None not in value.type.shape:
             shape: Any = tuple(value.type.shape)
             size: Any = int(np.prod(shape, dtype=np.int64))
@@ -275,27 +296,35 @@ def flat_values(
             shape_inputs.append(shape)
             free.append(position)
         replace[value] = x[start : start + size].reshape(shape, ndim=value.type.ndim)
+        pieces[value] = Piece(own, shape)
         start = start + size
-    return replace, tuple(shape_inputs), tuple(free)
+    return pieces, replace, tuple(shape_inputs), tuple(free)
+
+
+def _of_both(terms: Any, pieces: Mapping[Any, Piece], flat: Mapping[Any, Any], replace: Any) -> tuple[Any, Any]:
+    """A log density as a graph of x, and of pieces of it."""
+    (of_pieces,) = clone_replace([terms], {**replace, **{value: piece.variable for value, piece in pieces.items()}})
+    (of_x,) = clone_replace([of_pieces], {piece.variable: flat[value] for value, piece in pieces.items()})
+    return of_x, of_pieces
 
 
 def site_graph(parts: Parts, shared: Sequence[Variable], local: Sequence[Variable]) -> SiteGraph:
     """Graph of log p(y, θ | φ): every term but the shared prior, Jacobians of θ's transforms included."""
     x = pt.vector("x")
     replace, inputs = _inputs_for(parts)
-    values, shape_inputs, free = flat_values(parts, x, shared, local)
+    pieces, values, shape_inputs, free = _in_pieces(parts, x, shared, local)
     logp = parts.model.logp(vars=list(parts.site_terms), sum=True)
-    (flat,) = clone_replace([logp], {**replace, **values})
-    return SiteGraph(x, (*inputs, *shape_inputs), flat, free)
+    flat, of_pieces = _of_both(logp, pieces, values, replace)
+    return SiteGraph(x, (*inputs, *shape_inputs), flat, free, tuple(pieces.values()), of_pieces)
 
 
-def prior_graph(parts: Parts, shared: Sequence[Variable]) -> tuple[Any, Any]:
-    """Graph of the shared prior's log density on the unconstrained space: (φ, log p)."""
+def prior_graph(parts: Parts, shared: Sequence[Variable]) -> SiteGraph:
+    """Graph of the shared prior's log density on the unconstrained space, log p(φ), which has no data."""
     phi = pt.vector("phi")
-    values, _, _ = flat_values(parts._replace(local=()), phi, shared, ())
+    pieces, values, _, _ = _in_pieces(parts._replace(local=()), phi, shared, ())
     logp = parts.model.logp(vars=list(parts.prior_terms), sum=True)
-    (flat,) = clone_replace([logp], {**_constants(parts.model), **values})
-    return phi, flat
+    flat, of_pieces = _of_both(logp, pieces, values, _constants(parts.model))
+    return SiteGraph(phi, (), flat, (), tuple(pieces.values()), of_pieces)
 
 
 def computed_from_shared(parts: Parts) -> tuple[Any, ...]:

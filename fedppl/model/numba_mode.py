@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,8 @@ from pytensor.graph.rewriting.basic import in2out, node_rewriter
 from pytensor.tensor.basic import tensor_copy
 from pytensor.tensor.blas import BatchedDot
 from pytensor.tensor.elemwise import DimShuffle
+from pytensor.tensor.shape import SpecifyShape
+from pytensor.tensor.type_other import NoneTypeT
 
 
 def _contiguous(fgraph: Any, node: Any) -> list[Any] | None:
@@ -26,8 +29,40 @@ def _contiguous(fgraph: Any, node: Any) -> list[Any] | None:
     return None if inputs == node.inputs else [node.op(*inputs)]
 
 
-# After all of PyTensor's own rewrites, which would take the copies out.
-MODE = get_mode("NUMBA").register((in2out(node_rewriter([BatchedDot])(_contiguous)), 1000))
+_OTHER_SHAPE = "an array has another shape than the model declares"
+
+
+class _OfShape(SpecifyShape):  # type: ignore[misc]
+    """The same, but its compiled error has no numbers in it: what writes them out takes seconds to compile."""
+
+
+def _plain(fgraph: Any, node: Any) -> list[Any] | None:
+    """A check of a shape whose error is a constant."""
+    return None if isinstance(node.op, _OfShape) else [_OfShape()(*node.inputs)]
+
+
+def _checked(op: Any, node: Any, **_: Any) -> Any:
+    """Numba's code of such a check."""
+    lengths = [f"length_{axis}" for axis in range(len(node.inputs) - 1)]
+    known = [axis for axis, v in enumerate(node.inputs[1:]) if not isinstance(v.type, NoneTypeT)]
+    differs = " or ".join(f"x.shape[{axis}] != {lengths[axis]}.item()" for axis in known) or "False"
+    source = f"def of_shape(x, {', '.join(lengths)}):\n    assert not ({differs}), '{_OTHER_SHAPE}'\n    return x"
+    found: dict[str, Any] = {}
+    exec(source, found)  # as PyTensor does it
+    from pytensor.link.numba.dispatch.basic import numba_njit
+
+    return numba_njit(found["of_shape"])
+
+
+@functools.cache
+def mode() -> Any:
+    """PyTensor's mode for Numba, with less to compile."""
+    from pytensor.link.numba.dispatch.basic import register_funcify_default_op_cache_key
+
+    register_funcify_default_op_cache_key(_OfShape)(_checked)
+    # After all of PyTensor's own rewrites, which would take the copies out.
+    ours = in2out(node_rewriter([BatchedDot])(_contiguous)), in2out(node_rewriter([SpecifyShape])(_plain))
+    return get_mode("NUMBA").register(*((one, 1000 + place) for place, one in enumerate(ours)))
 
 
 @contextlib.contextmanager

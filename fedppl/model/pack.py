@@ -1,10 +1,10 @@
-"""A client's arrays as two flat buffers, so that every compiled kernel has one and the same signature."""
+"""A client's arrays as two flat buffers and x as one, so that every compiled kernel has one and the same signature."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -29,39 +29,87 @@ def pack(arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
     return reals, integers, np.asarray(where, dtype=np.int64)
 
 
-def unpacking_kernel(kernel: Callable[..., Any], types: Sequence[tuple[str, int]]) -> Callable[..., Any]:
-    """Wrap kernel(x, *arrays) -> (output,) as kernel(x, reals, integers, where) -> output.
+class Piece(NamedTuple):
+    """A part of the flat vector x that a kernel takes for a variable of its own."""
+
+    ndim: int
+    shape: tuple[int, ...] | int  # or which of the arrays has it
+    has_slope: bool  # whether the kernel gives the gradient in it; else it is 0
+
+
+def unpacking_kernel(
+    kernel: Callable[..., Any], pieces: Sequence[Piece], types: Sequence[tuple[str, int]]
+) -> Callable[..., Any]:
+    """Wrap kernel(*pieces, *arrays) -> (value, *slopes) as kernel(x, reals, integers, where) -> [value, gradient].
 
     Parameters
     ----------
     kernel
         Jitted function.
+    pieces
+        What x consists of, in order.
     types
         dtype and number of dimensions of each array, in the order of `pack`.
     """
-    lines, names, place = ["def unpacked(x, reals, integers, where):"], [], 0
-    for i, (dtype, ndim) in enumerate(types):
-        buffer = "reals" if dtype.startswith("float") else "integers"
-        shape = ", ".join(f"where[{place + 2 + axis}]" for axis in range(ndim))
-        piece = f"{buffer}[where[{place}]:where[{place + 1}]]"
-        if ndim == 0:
-            piece = f"np.asarray({buffer}[where[{place}]])"
-        elif ndim > 1:
-            piece += f".reshape(({shape}))"
-        if dtype not in ("float64", "int64"):
-            piece += f".astype(np.{dtype})"
-        lines.append(f"    a{i} = {piece}")
-        names.append(f"a{i}")
-        place += 2 + ndim
-    lines += [f"    (output,) = kernel({', '.join(['x', *names])})", "    return output"]
-    # Numba cannot loop over arrays of different types, so the unpacking is written out for these types.
-    source = "\n".join(lines)
+    # Numba cannot loop over arrays of different types, so all is written out for these types.
+    lines = ["def unpacked(x, reals, integers, where):", *_arrays(types), "    start = 0"]
+    for i, piece in enumerate(pieces):
+        lines += _cut(i, piece)
+    names = [*(f"p{i}" for i in range(len(pieces))), *(f"a{i}" for i in range(len(types)))]
+    lines += [f"    outputs = kernel({', '.join(names)})", "    found = np.zeros(1 + x.shape[0])"]
+    lines += ["    found[0] = np.asarray(outputs[0]).item()"]
+    given = 1
+    for i, piece in enumerate(pieces):
+        if piece.has_slope:
+            lines += _filled(i, given, piece.ndim)
+            given += 1
+    source = "\n".join([*lines, "    return found"])
     key = _key(kernel, source)
     unpacked = cache.compile_numba_function_src(
         source, "unpacked", {"kernel": kernel, "np": np, "__name__": __name__}, cache_key=key
     )
     wrapped: Callable[..., Any] = numba.njit(PACKED, nogil=True, cache=key is not None)(unpacked)
     return wrapped
+
+
+def _arrays(types: Sequence[tuple[str, int]]) -> list[str]:
+    """Lines that take a client's arrays out of its buffers."""
+    lines, place = [], 0
+    for i, (dtype, ndim) in enumerate(types):
+        buffer = "reals" if dtype.startswith("float") else "integers"
+        shape = ", ".join(f"where[{place + 2 + axis}]" for axis in range(ndim))
+        taken = f"{buffer}[where[{place}]:where[{place + 1}]]"
+        if ndim == 0:
+            taken = f"np.asarray({buffer}[where[{place}]])"
+        elif ndim > 1:
+            taken += f".reshape(({shape}))"
+        if dtype not in ("float64", "int64"):
+            taken += f".astype(np.{dtype})"
+        lines.append(f"    a{i} = {taken}")
+        place += 2 + ndim
+    return lines
+
+
+def _cut(i: int, piece: Piece) -> list[str]:
+    """Lines that take a piece out of x, and remember where it was."""
+    of = piece.shape
+    lengths = [str(length) for length in of] if isinstance(of, tuple) else [f"a{of}[{j}]" for j in range(piece.ndim)]
+    lines = [f"    at{i} = start", f"    start += {' * '.join(lengths) or 1}"]
+    if not piece.ndim:
+        return [*lines, f"    p{i} = np.asarray(x[at{i}])"]
+    shaped = f".reshape(({', '.join(lengths)}))" if piece.ndim > 1 else ""
+    return [*lines, f"    p{i} = x[at{i}:start]{shaped}"]
+
+
+def _filled(i: int, given: int, ndim: int) -> list[str]:
+    """Lines that put the slope in a piece where the piece was."""
+    lines = [f"    s{i} = outputs[{given}]", f"    at = 1 + at{i}"]
+    if not ndim:
+        return [*lines, f"    found[at] = np.asarray(s{i}).item()"]
+    for axis in range(ndim):
+        lines.append("    " * (1 + axis) + f"for i{axis} in range(s{i}.shape[{axis}]):")
+    inner = "    " * (1 + ndim)
+    return [*lines, f"{inner}found[at] = s{i}[{', '.join(f'i{axis}' for axis in range(ndim))}]", f"{inner}at += 1"]
 
 
 def _key(kernel: Callable[..., Any], source: str) -> str | None:

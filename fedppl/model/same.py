@@ -124,8 +124,8 @@ def same_types(a: _graph.SiteGraph, b: _graph.SiteGraph) -> bool:
 
 def same_prior(a: _graph.Parts, shared_a: Sequence[Variable], b: _graph.Parts, shared_b: Sequence[Variable]) -> bool:
     """Whether two builds give the shared variables one prior, to the last constant."""
-    (phi_a, logp_a), (phi_b, logp_b) = _graph.prior_graph(a, shared_a), _graph.prior_graph(b, shared_b)
-    return same_computations([logp_a], [logp_b], [phi_a], [phi_b])
+    of_a, of_b = _graph.prior_graph(a, shared_a), _graph.prior_graph(b, shared_b)
+    return same_computations([of_a.logp], [of_b.logp], [of_a.x], [of_b.x])
 
 
 def same_outputs(a: _graph.Parts, variables_a: _SharedAndLocal, b: _graph.Parts, variables_b: _SharedAndLocal) -> bool:

@@ -17,7 +17,7 @@ from numba import types
 
 from fedppl.numerics.importance import whitened_points
 from fedppl.numerics.marginal import _marginal_near, _origin, _third
-from fedppl.numerics.newton import DATA, KERNEL, MATRIX, OK, VECTOR, entry
+from fedppl.numerics.newton import DATA, KERNEL, MATRIX, OK, VECTOR, assign, entry
 from fedppl.types import Array
 
 SIZES = {1: 9, 2: 7, 3: 5}  # nodes of each coordinate in a grid, by the number of coordinates
@@ -49,7 +49,7 @@ def by_grid(size: int, count: int) -> Rule:
 
 @functools.cache
 def by_trapezoids() -> Rule:
-    """Trapezoids in u over one coordinate z = sinh u: dense near 0, and far out; every second is group 1, a rule too."""
+    """Trapezoids in u, z = sinh u: dense near 0, and far out; every second is group 1, which is a rule too."""
     steps = np.linspace(-4.0, 4.0, 25)
     nodes = np.sinh(steps)
     logs = np.log(np.cosh(steps) * (steps[1] - steps[0])) - 0.5 * nodes**2 - 0.5 * np.log(2.0 * np.pi)
@@ -78,11 +78,11 @@ def integral_batch(
     x, A, factor, mode = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d)), np.zeros(d)
     terms = np.zeros(len(nodes))
     for s in range(count):
-        x[:m] = draws[s]
+        assign(x, 0, draws[s])
         there, laplace = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
         if there != OK or not np.isfinite(laplace):
             continue
-        mode[:] = x[m:]
+        assign(mode, 0, x[m:])
         constant = 0.5 * d * np.log(2.0 * np.pi)
         for i in range(d):
             constant -= np.log(factor[i, i])

@@ -17,6 +17,7 @@ from fedppl.numerics.newton import (
     NO_MODE,
     OK,
     VECTOR,
+    assign,
     cholesky,
     entry,
     forward_curvature,
@@ -28,6 +29,7 @@ from fedppl.numerics.newton import (
 from fedppl.types import Array
 
 CUBE = types.float64[:, :, ::1]
+LIMIT = 100  # steps of a search; one number at all calls, as each would be compiled by itself
 
 
 @jit
@@ -65,8 +67,8 @@ def _marginal_near(
         if decrement < 1e-2:
             return OK, output[0] + 0.5 * decrement + constant - 0.5 * log_determinant(factor) + 0.5 * change
         output = kernel(x, *data)
-    x[m:] = origin[m:]
-    status, output, _ = inner_mode(kernel, x, m, scale.copy(), data, A, factor, cross, 1e-9, 60)
+    assign(x, m, origin[m:])
+    status, output, _ = inner_mode(kernel, x, m, scale.copy(), data, A, factor, cross, 1e-9, LIMIT)
     if status != OK:
         return status, -np.inf
     return OK, output[0] + constant - 0.5 * log_determinant(factor)
@@ -80,7 +82,7 @@ def _origin(kernel: Any, phi: Any, theta: Any, data: Any) -> Any:
     scale = np.full(d, 0.1)
     A, factor, cross = np.zeros((d, d)), np.zeros((d, d)), np.zeros((m, d))
     slope = np.zeros((d, m))
-    status, output, _ = inner_mode(kernel, x, m, scale, data, A, factor, cross, 1e-10, 100)
+    status, output, _ = inner_mode(kernel, x, m, scale, data, A, factor, cross, 1e-10, LIMIT)
     if status == OK:
         for i in range(m):
             solve(factor, cross[i], slope[:, i])
@@ -107,13 +109,13 @@ def _third(kernel: Any, x: Any, m: int, base: Any, factor: Any, data: Any, third
                 total -= factor[k, r] * direction[k]
             direction[r] = total / factor[r, r]
         step = 1e-2
-        x[m:] = here + step * direction
+        assign(x, m, here + step * direction)
         high = kernel(x, *data)
-        x[m:] = here - step * direction
+        assign(x, m, here - step * direction)
         low = kernel(x, *data)
         for j in range(n):
             third[j] += (high[1 + j] - 2.0 * base[1 + j] + low[1 + j]) / step**2
-    x[m:] = here
+    assign(x, m, here)
 
 
 @jit
@@ -158,12 +160,12 @@ def expand_marginal(kernel: Any, phi: Any, theta: Any, wanted_scale: Any, data: 
         return NO_MODE, -np.inf, gradient, hessian, mode
     there = np.zeros(m)
     for j in range(m):
-        x[:] = origin
+        assign(x, 0, origin)
         x[j] += 1e-6 * wanted_scale[j]
         nearby = kernel(x, *data)
         curvature = abs(nearby[1 + j] - output[1 + j]) / (1e-6 * wanted_scale[j])
         width = 1e-3 * min(wanted_scale[j], 1.0 / np.sqrt(max(curvature, 1e-300)))
-        x[:] = origin
+        assign(x, 0, origin)
         x[j] += width
         for i in range(d):
             x[m + i] += slope[i, j] * width
@@ -195,13 +197,14 @@ def marginal_batch(kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, mod
     _third(kernel, origin, m, output, center, data, third)
     x, A, factor = np.zeros(n), np.zeros((d, d)), np.zeros((d, d))
     for s in range(count):
-        x[:m] = draws[s]
+        assign(x, 0, draws[s])
         there, value = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
         if there == OK and np.isfinite(value):
             values[s] = value
-            modes[s] = x[m:]
+            assign(modes[s], 0, x[m:])
             if keep:
-                factors[s] = factor
+                for i in range(d):
+                    assign(factors[s, i], 0, factor[i])
         else:
             missed += 1
     return OK, values, missed
@@ -223,11 +226,11 @@ def gradient_batch(kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, gra
     _third(kernel, origin, m, output, center, data, third)
     x, A, factor = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d))
     for s in range(count):
-        x[:m] = draws[s]
+        assign(x, 0, draws[s])
         if d == 0:  # the density itself: one call has both
             output = kernel(x, *data)
             values[s] = output[0]
-            gradients[s] = output[1:]
+            assign(gradients[s], 0, output[1:])
             continue
         there, value = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
         if there == OK and np.isfinite(value) and _total_gradient(kernel, x, m, scale, data, gradients[s]):
@@ -247,7 +250,7 @@ def site_outputs(kernel: Any, points: Any, data: Any) -> Any:
     """log p(y, θ | φ) and its gradient, (S, 1 + m + d), at every row x = (φ, θ) of points (S, m + d)."""
     found = np.zeros((points.shape[0], 1 + points.shape[1]))
     for s in range(points.shape[0]):
-        found[s] = kernel(points[s], *data)
+        assign(found[s], 0, kernel(points[s], *data))
     return found
 
 

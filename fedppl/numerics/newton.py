@@ -47,6 +47,13 @@ def entry(*arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @jit
+def assign(out: Any, first: int, values: Any) -> None:
+    """Set out[first:] to values, as far as they go. A slice on the left takes seconds to compile, for its error."""
+    for i in range(values.shape[0]):
+        out[first + i] = values[i]
+
+
+@jit
 def cholesky(matrix: Any, out: Any) -> bool:
     """Lower Cholesky factor into `out`; False if the matrix is not positive definite (or has NaN)."""
     n = matrix.shape[0]
@@ -191,13 +198,13 @@ def inner_mode(
                 if trial[0] >= before[0] + 1e-4 * length * decrement - 1e-12 * abs(before[0]):
                     if not moved or trial[0] > output[0]:
                         output = trial
-                        best[:] = x[m:]
+                        assign(best, 0, x[m:])
                     moved = True
                     break
                 length *= 0.5
             if shift == 0.0:
                 break
-        x[m:] = best
+        assign(x, m, best)
         if shift == 0.0 and (decrement < tolerance or not moved):
             # one curvature at the point where we stop
             curvature(kernel, x, m, scale, 1e-3, data, A, cross)
@@ -230,5 +237,5 @@ def density_batch(kernel: Any, points: Any) -> Any:
     none, nowhere = np.zeros(0), np.zeros(0, np.int64)
     found = np.zeros((points.shape[0], 1 + points.shape[1]))
     for s in range(points.shape[0]):
-        found[s] = kernel(points[s], none, nowhere, nowhere)
+        assign(found[s], 0, kernel(points[s], none, nowhere, nowhere))
     return found

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 from numpy.testing import assert_array_equal
 
-from fedppl.model.pack import pack, unpacking_kernel
+from fedppl.model.pack import Piece, pack, unpacking_kernel
 
 
 def test_pack_lays_reals_and_integers_out_one_after_the_other() -> None:
@@ -32,13 +32,13 @@ def test_a_kernel_sees_the_arrays_it_was_written_for() -> None:
     @numba.njit
     def kernel(x: Any, matrix: Any, count: Any, scalar: Any, mask: Any, single: Any, table: Any) -> Any:
         out = np.zeros(6)
-        out[0] = x[0] * matrix[1, 2]
+        out[0] = x.item() * matrix[1, 2]
         out[1] = count[1] // 2
         out[2] = scalar.item() + matrix.shape[0]
         out[3] = 10.0 if mask[1] else 20.0
         out[4] = single[0] * single.itemsize
         out[5] = table[1, 0, 1] + 100 * table.shape[1]
-        return (out,)
+        return np.asarray(out.sum()), np.asarray(out[0])
 
     arrays = [
         np.arange(6.0).reshape(2, 3),
@@ -48,12 +48,27 @@ def test_a_kernel_sees_the_arrays_it_was_written_for() -> None:
         np.array([1.5], dtype=np.float32),
         np.arange(8, dtype=np.int32).reshape(2, 2, 2),
     ]
-    wrapped = unpacking_kernel(kernel, [(str(a.dtype), a.ndim) for a in arrays])
-    assert_array_equal(wrapped(np.array([2.0]), *pack(arrays)), [10, 3, 4.5, 10, 6, 205])
+    wrapped = unpacking_kernel(kernel, [Piece(0, (), True)], [(str(a.dtype), a.ndim) for a in arrays])
+    assert_array_equal(wrapped(np.array([2.0]), *pack(arrays)), [10 + 3 + 4.5 + 10 + 6 + 205, 10])
     # another client: other lengths, same compiled function
     table = np.zeros((3, 4, 2), dtype=np.int32)
     longer = [np.ones((5, 3)), np.arange(3), np.array(0.5), np.array([True, False]), arrays[4], table]
-    assert_array_equal(wrapped(np.array([3.0]), *pack(longer)), [3, 0, 5.5, 20, 6, 400])
+    assert_array_equal(wrapped(np.array([3.0]), *pack(longer)), [3 + 0 + 5.5 + 20 + 6 + 400, 3])
+
+
+def test_pieces_of_x_arrive_in_their_shapes_and_slopes_go_back_where_they_were() -> None:
+    """Numbers, vectors, and matrices whose shape is given by data; one in which the kernel has no slope."""
+
+    @numba.njit
+    def kernel(one: Any, pair: Any, unused: Any, table: Any, shape: Any) -> Any:
+        total = one.item() * pair[1] + unused[0, 0] + table[1, 2] * shape[0]
+        return np.asarray(total), np.asarray(2.0 * one), np.flip(pair), table.T.copy().T * 10.0
+
+    pieces = [Piece(0, (), True), Piece(1, (2,), True), Piece(2, (1, 2), False), Piece(2, 0, True)]
+    wrapped = unpacking_kernel(kernel, pieces, [("int64", 1)])
+    x = np.arange(1.0, 12.0)
+    found = wrapped(x, *pack([np.array([2, 3])]))
+    assert_array_equal(found, [1 * 3 + 4 + 11 * 2, 2, 3, 2, 0, 0, 60, 70, 80, 90, 100, 110])
 
 
 def test_every_kernel_has_the_same_type_whatever_its_arrays() -> None:
@@ -61,11 +76,15 @@ def test_every_kernel_has_the_same_type_whatever_its_arrays() -> None:
 
     @numba.njit
     def first(x: Any, a: Any) -> Any:
-        return (x + a.sum(),)
+        return np.asarray(x.sum() + a.sum()), x
 
     @numba.njit
-    def second(x: Any, a: Any, b: Any) -> Any:
-        return (x * a[0, 0] + b,)
+    def second(x: Any, y: Any, a: Any, b: Any) -> Any:
+        return np.asarray(x[0] * a[0, 0] + b.item()), y
 
-    wrapped = [unpacking_kernel(first, [("float64", 1)]), unpacking_kernel(second, [("int64", 2), ("float64", 0)])]
+    one, two = Piece(1, (2,), True), Piece(1, (2,), False)
+    wrapped = [
+        unpacking_kernel(first, [one], [("float64", 1)]),
+        unpacking_kernel(second, [two, one], [("int64", 2), ("float64", 0)]),
+    ]
     assert len({str(kernel.nopython_signatures) for kernel in wrapped}) == 1
