@@ -6,10 +6,12 @@ import _thread
 import io
 import logging
 import math
+import signal
 import sys
 import threading
 import time
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -211,6 +213,14 @@ def interrupting(when: Any) -> Any:
         return inner.tilted(target, rng)
 
     return inner._replace(tilted=tilted)
+
+
+@pytest.fixture(autouse=True)
+def _heard() -> Iterator[None]:
+    """A process that a script put in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

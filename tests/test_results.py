@@ -94,7 +94,8 @@ def test_draws_of_the_shared_posterior_are_draws_of_q() -> None:
 def test_the_fit_group_holds_q_with_labelled_rows() -> None:
     fit = regression_fit()
     group = dataset(fit.idata, "fit")
-    assert_array_equal(group["rows"], ["mu[0]", "mu[1]", "a"])
+    labels = fit.idata["posterior"]["mu"]["predictor"].values
+    assert_array_equal(group["rows"], [*(f"mu[{label}]" for label in labels), "a"])
     assert group["mean_vector"].dims == ("rows",)
     assert group["covariance_matrix"].dims == ("rows", "columns")
     assert_array_equal(group["mean_vector"], gaussian.mean(fit.posterior))
