@@ -16,6 +16,7 @@ from fedppl.model import graph as _graph
 from fedppl.model import indices as _indices
 from fedppl.model import same as _same
 from fedppl.model._public import Public
+from fedppl.model.graph_key import graph_key
 from fedppl.model.numba_mode import mode, without_notices
 from fedppl.model.pack import Piece, unpacking_kernel
 from fedppl.types import Array, Variable
@@ -112,17 +113,22 @@ def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
     variables = [piece.variable for piece in graph.pieces]
     slopes = pt.grad(graph.of_pieces, variables, disconnected_inputs="ignore", return_disconnected="none")
     outputs = [graph.of_pieces, *(slope for slope in slopes if slope is not None)]
-    # A parameter outside its domain is a point of zero density, not an exception in the middle of a search.
-    numba = mode().including("local_check_parameter_to_ninf_switch")
+    inputs = [*variables, *graph.inputs]
+    shapes = [p.shape if isinstance(p.shape, tuple) else graph.inputs.index(p.shape) for p in graph.pieces]
+    pieces = [
+        Piece(variable.type.ndim, shape, slope is not None)
+        for variable, shape, slope in zip(variables, shapes, slopes, strict=True)
+    ]
+    types = [(v.type.dtype, v.type.ndim) for v in graph.inputs]
+
+    def compiled() -> Callable[..., Any]:
+        # A parameter outside its domain is a point of zero density, not an exception in the middle of a search.
+        numba = mode().including("local_check_parameter_to_ninf_switch")
+        jitted: Callable[..., Any] = pytensor.function(inputs, outputs, mode=numba, on_unused_input="ignore").vm.jit_fn
+        return jitted
+
     with without_notices():
-        function = pytensor.function([*variables, *graph.inputs], outputs, mode=numba, on_unused_input="ignore")
-        shapes = [p.shape if isinstance(p.shape, tuple) else graph.inputs.index(p.shape) for p in graph.pieces]
-        pieces = [
-            Piece(variable.type.ndim, shape, slope is not None)
-            for variable, shape, slope in zip(variables, shapes, slopes, strict=True)
-        ]
-        types = [(v.type.dtype, v.type.ndim) for v in graph.inputs]
-        return unpacking_kernel(function.vm.jit_fn, pieces, types)
+        return unpacking_kernel(compiled, pieces, types, graph_key(inputs, [graph.of_pieces]))
 
 
 def kernel_of(graph: _graph.SiteGraph) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+from numba.core.errors import TypingError
 from pytensor.configdefaults import config
 from pytensor.link.numba import cache
 
@@ -38,18 +39,23 @@ class Piece(NamedTuple):
 
 
 def unpacking_kernel(
-    kernel: Callable[..., Any], pieces: Sequence[Piece], types: Sequence[tuple[str, int]]
+    compiled: Callable[[], Callable[..., Any]],
+    pieces: Sequence[Piece],
+    types: Sequence[tuple[str, int]],
+    name: str | None = None,
 ) -> Callable[..., Any]:
     """Wrap kernel(*pieces, *arrays) -> (value, *slopes) as kernel(x, reals, integers, where) -> [value, gradient].
 
     Parameters
     ----------
-    kernel
-        Jitted function.
+    compiled
+        Gives the jitted function, where it is not found on disk.
     pieces
         What x consists of, in order.
     types
         dtype and number of dimensions of each array, in the order of `pack`.
+    name
+        What the function computes, in a digest; None for none that is kept on disk.
     """
     # Numba cannot loop over arrays of different types, so all is written out for these types.
     lines = ["def unpacked(x, reals, integers, where):", *_arrays(types), "    start = 0"]
@@ -64,7 +70,20 @@ def unpacking_kernel(
             lines += _filled(i, given, piece.ndim)
             given += 1
     source = "\n".join([*lines, "    return found"])
-    key = _key(kernel, source)
+    key = _key(name, source) if name is not None and config.numba__cache else None
+    if key is not None:
+        try:  # with nothing to compile: it is read from disk, or it fails at once
+            return _jitted(source, None, key)
+        except TypingError:
+            pass
+    kernel = compiled()
+    # PyTensor names no function that holds pointers, which mean nothing in another process.
+    is_kept = cache.CACHED_SRC_FUNCTIONS.get(getattr(kernel, "py_func", None)) is not None
+    return _jitted(source, kernel, key if is_kept else None)
+
+
+def _jitted(source: str, kernel: Any, key: str | None) -> Callable[..., Any]:
+    """The function that unpacks for a kernel."""
     unpacked = cache.compile_numba_function_src(
         source, "unpacked", {"kernel": kernel, "np": np, "__name__": __name__}, cache_key=key
     )
@@ -112,11 +131,9 @@ def _filled(i: int, given: int, ndim: int) -> list[str]:
     return [*lines, f"{inner}found[at] = s{i}[{', '.join(f'i{axis}' for axis in range(ndim))}]", f"{inner}at += 1"]
 
 
-def _key(kernel: Callable[..., Any], source: str) -> str | None:
-    """Name of the compiled code in PyTensor's cache on disk, beside that of the kernel itself; None without one.
+def _key(name: str, source: str) -> str:
+    """Name of the compiled code in PyTensor's cache on disk.
 
-    Otherwise every process would compile the whole of the kernel once more into the function that unpacks for it. What
-    is read from there imports the module that it was compiled in: where that has another name, it is another's.
+    What is read from there imports the module that it was compiled in: where that has another name, it is another's.
     """
-    known = cache.CACHED_SRC_FUNCTIONS.get(getattr(kernel, "py_func", None)) if config.numba__cache else None
-    return None if known is None else hashlib.sha256(f"{known}\n{__name__}\n{source}".encode()).hexdigest()
+    return hashlib.sha256(f"{name}\n{__name__}\n{source}".encode()).hexdigest()

@@ -1,0 +1,120 @@
+"""The name by which compiled code is found again: one for one computation in all processes, another for any other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytensor.tensor as pt
+import pytest
+from pytensor.graph.basic import Apply
+from pytensor.graph.op import Op
+
+from fedppl.model.graph_key import graph_key
+
+
+class Doubled(Op):
+    """What a script may change from one run to the next."""
+
+    __props__ = ()
+
+    def make_node(self, x: Any) -> Any:
+        return Apply(self, [x], [x.type()])
+
+    def perform(self, node: Any, inputs: Any, outputs: Any) -> None:
+        outputs[0][0] = 2.0 * inputs[0]
+
+
+def key(of: Callable[..., Any], **types: Any) -> str | None:
+    x = pt.tensor("x", **({"dtype": "float64", "shape": (None, None)} | types))
+    y = pt.vector("y")
+    return graph_key([x, y], [of(x, y)])
+
+
+COMPUTATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "a sum": lambda x, y: x.sum(),
+    "over the first axis": lambda x, y: x.sum(axis=0),
+    "over the second": lambda x, y: x.sum(axis=1),
+    "a product with a number": lambda x, y: 2.0 * x,
+    "with another": lambda x, y: 3.0 * x,
+    "with one that is close": lambda x, y: (2.0 + 1e-15) * x,
+    "with a whole one": lambda x, y: pt.constant(np.array(2, dtype="int64")) * x,
+    "a difference": lambda x, y: x - y,
+    "the other way round": lambda x, y: y - x,
+    "some rows": lambda x, y: x[1:],
+    "other rows": lambda x, y: x[2:],
+    "every other row": lambda x, y: x[::2],
+    "a column": lambda x, y: x[:, 0],
+    "rows in an order": lambda x, y: x[[0, 1, 0]],
+    "in another": lambda x, y: x[[0, 1, 1]],
+    "a vector on the diagonal": lambda x, y: pt.diag(y),
+    "above it": lambda x, y: pt.diag(y, k=1),
+    "a triangular system": lambda x, y: pt.linalg.solve_triangular(x, y, lower=True),
+    "from above": lambda x, y: pt.linalg.solve_triangular(x, y, lower=False),
+    "transposed": lambda x, y: pt.linalg.solve_triangular(x, y, lower=True, trans=1),
+    "a density": lambda x, y: pm.logp(pm.Normal.dist(0, 1), y).sum(),
+    "of another sd": lambda x, y: pm.logp(pm.Normal.dist(0, 2), y).sum(),
+    "of another family": lambda x, y: pm.logp(pm.StudentT.dist(nu=4, mu=0, sigma=1), y).sum(),
+    "whole numbers": lambda x, y: pt.cast(x, "int32"),
+    "single precision": lambda x, y: pt.cast(x, "float32"),
+}
+
+
+def test_each_computation_has_a_name_of_its_own_and_the_same_twice() -> None:
+    keys = {name: key(of) for name, of in COMPUTATIONS.items()}
+    assert None not in keys.values()
+    assert len(set(keys.values())) == len(keys)
+    assert keys == {name: key(of) for name, of in COMPUTATIONS.items()}
+
+
+def test_types_count() -> None:
+    def total(x: Any, y: Any) -> Any:
+        return x.sum()
+
+    types: list[dict[str, Any]] = [{}, {"dtype": "float32"}, {"shape": (3, None)}, {"shape": (1, None)}]
+    assert len({key(total, **one) for one in types}) == len(types)
+
+
+def test_which_input_is_which_counts() -> None:
+    a, b = pt.vector("a"), pt.vector("b")
+    assert len({graph_key([a, b], [a / b]), graph_key([b, a], [a / b]), graph_key([a, b], [b / a, a])}) == 3
+    assert graph_key([a, b], [a / b]) == graph_key([b, a], [b / a])  # names are nothing
+
+
+@pytest.mark.parametrize(
+    "of",
+    [lambda x, y: Doubled()(x), lambda x, y: pt.constant(np.zeros(2)) * pt.vector("free"), lambda x, y: loop(y)],
+    ids=["an operation of a script", "a variable that nothing gives", "a loop"],
+)
+def test_what_may_mean_something_else_tomorrow_has_none(of: Callable[[Any, Any], Any]) -> None:
+    assert key(of) is None
+
+
+def loop(y: Any) -> Any:
+    from pytensor import scan
+
+    return scan(
+        lambda one, before: 0.5 * before + one, sequences=[y], outputs_info=[pt.zeros(())], return_updates=False
+    )
+
+
+def test_it_hangs_on_no_seed_of_a_process() -> None:
+    script = "from tests.test_graph_key import COMPUTATIONS, key; print([key(of) for of in COMPUTATIONS.values()])"
+    told = {
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "3")
+    }
+    assert len(told) == 1
