@@ -204,16 +204,18 @@ HERE = [name for name, case in CASES.items() if case.problem not in cases.ANY_MO
 
 
 @functools.cache
-def enrolled(problem: cases.Problem) -> dict[str, ClientModel]:
+def enrolled(problem: cases.Problem, kernel: bool) -> dict[str, ClientModel]:
     model, clients = problem()
-    models: dict[str, ClientModel] = model.enrol(clients)
+    models: dict[str, ClientModel] = model.enrol(clients, kernel=kernel)
     return models
 
 
 @pytest.mark.parametrize("name", cases.rows(HERE))
 def test_an_algorithm_keeps_what_all_promise_call_by_call(name: str) -> None:
     case = CASES[name]
-    contract.check(case.build(), enrolled(case.problem), summed=case.summed, ledger=case.ledger)
+    algorithm = case.build()
+    clients = enrolled(case.problem, algorithm.needs.kernel)
+    contract.check(algorithm, clients, summed=case.summed, ledger=case.ledger)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from fedppl.model import indices as _indices
 from fedppl.model import same as _same
 from fedppl.model._public import Public
 from fedppl.model.graph_key import graph_key
-from fedppl.model.numba_mode import mode, without_notices
+from fedppl.model.numba_mode import inlined, mode, without_notices
 from fedppl.model.pack import Piece, unpacking_kernel
 from fedppl.types import Array, Variable
 
@@ -121,11 +121,10 @@ def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
     ]
     types = [(v.type.dtype, v.type.ndim) for v in graph.inputs]
 
-    def compiled() -> Callable[..., Any]:
+    def compiled() -> tuple[Callable[..., Any], bool]:
         # A parameter outside its domain is a point of zero density, not an exception in the middle of a search.
-        numba = mode().including("local_check_parameter_to_ninf_switch")
-        jitted: Callable[..., Any] = pytensor.function(inputs, outputs, mode=numba, on_unused_input="ignore").vm.jit_fn
-        return jitted
+        ours = mode().including("local_check_parameter_to_ninf_switch")
+        return inlined(pytensor.function(inputs, outputs, mode=ours, on_unused_input="ignore").vm.jit_fn)
 
     with without_notices():
         return unpacking_kernel(compiled, pieces, types, graph_key(inputs, [graph.of_pieces]))

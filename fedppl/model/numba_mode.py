@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numba
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.errors import NumbaPerformanceWarning
 from pytensor.compile.mode import get_mode
 from pytensor.graph.rewriting.basic import in2out, node_rewriter
+from pytensor.link.numba.cache import CACHED_SRC_FUNCTIONS
 from pytensor.tensor.basic import tensor_copy
 from pytensor.tensor.blas import BatchedDot
 from pytensor.tensor.elemwise import DimShuffle
@@ -63,6 +65,18 @@ def mode() -> Any:
     # After all of PyTensor's own rewrites, which would take the copies out.
     ours = in2out(node_rewriter([BatchedDot])(_contiguous)), in2out(node_rewriter([SpecifyShape])(_plain))
     return get_mode("NUMBA").register(*((one, 1000 + place) for place, one in enumerate(ours)))
+
+
+def inlined(compiled: Any) -> tuple[Any, bool]:
+    """What PyTensor has Numba compile, to be compiled into what calls it, and whether it may be kept on disk.
+
+    PyTensor calls it by way of another function, under whose name it is kept. LLVM would go through all of the code
+    once for each of the two, and again for what calls them. What holds pointers, which mean nothing in another process,
+    has no name.
+    """
+    outer = compiled.py_func
+    inner = outer.__globals__.get("jitable_func", compiled) if outer in CACHED_SRC_FUNCTIONS else compiled
+    return numba.njit(inline="always")(getattr(inner, "py_func", outer)), outer in CACHED_SRC_FUNCTIONS
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 def unpacking_kernel(
-    compiled: Callable[[], Callable[..., Any]],
+    compiled: Callable[[], tuple[Callable[..., Any], bool]],
     pieces: Sequence[Piece],
     types: Sequence[tuple[str, int]],
     name: str | None = None,
@@ -49,7 +49,7 @@ def unpacking_kernel(
     Parameters
     ----------
     compiled
-        Gives the jitted function, where it is not found on disk.
+        Gives the jitted function, where it is not found on disk, and whether it may be kept there.
     pieces
         What x consists of, in order.
     types
@@ -76,10 +76,8 @@ def unpacking_kernel(
             return _jitted(source, None, key)
         except TypingError:
             pass
-    kernel = compiled()
-    # PyTensor names no function that holds pointers, which mean nothing in another process.
-    is_kept = cache.CACHED_SRC_FUNCTIONS.get(getattr(kernel, "py_func", None)) is not None
-    return _jitted(source, kernel, key if is_kept else None)
+    kernel, may_be_kept = compiled()
+    return _jitted(source, kernel, key if may_be_kept else None)
 
 
 def _jitted(source: str, kernel: Any, key: str | None) -> Callable[..., Any]:

@@ -48,7 +48,7 @@ def test_a_kernel_sees_the_arrays_it_was_written_for() -> None:
         np.array([1.5], dtype=np.float32),
         np.arange(8, dtype=np.int32).reshape(2, 2, 2),
     ]
-    wrapped = unpacking_kernel(lambda: kernel, [Piece(0, (), True)], [(str(a.dtype), a.ndim) for a in arrays])
+    wrapped = unpacking_kernel(lambda: (kernel, False), [Piece(0, (), True)], [(str(a.dtype), a.ndim) for a in arrays])
     assert_array_equal(wrapped(np.array([2.0]), *pack(arrays)), [10 + 3 + 4.5 + 10 + 6 + 205, 10])
     # another client: other lengths, same compiled function
     table = np.zeros((3, 4, 2), dtype=np.int32)
@@ -65,7 +65,7 @@ def test_pieces_of_x_arrive_in_their_shapes_and_slopes_go_back_where_they_were()
         return np.asarray(total), np.asarray(2.0 * one), np.flip(pair), table.T.copy().T * 10.0
 
     pieces = [Piece(0, (), True), Piece(1, (2,), True), Piece(2, (1, 2), False), Piece(2, 0, True)]
-    wrapped = unpacking_kernel(lambda: kernel, pieces, [("int64", 1)])
+    wrapped = unpacking_kernel(lambda: (kernel, False), pieces, [("int64", 1)])
     x = np.arange(1.0, 12.0)
     found = wrapped(x, *pack([np.array([2, 3])]))
     assert_array_equal(found, [1 * 3 + 4 + 11 * 2, 2, 3, 2, 0, 0, 60, 70, 80, 90, 100, 110])
@@ -84,7 +84,7 @@ def test_every_kernel_has_the_same_type_whatever_its_arrays() -> None:
 
     one, two = Piece(1, (2,), True), Piece(1, (2,), False)
     wrapped = [
-        unpacking_kernel(lambda: first, [one], [("float64", 1)]),
-        unpacking_kernel(lambda: second, [two, one], [("int64", 2), ("float64", 0)]),
+        unpacking_kernel(lambda: (first, False), [one], [("float64", 1)]),
+        unpacking_kernel(lambda: (second, False), [two, one], [("int64", 2), ("float64", 0)]),
     ]
     assert len({str(kernel.nopython_signatures) for kernel in wrapped}) == 1
