@@ -11,8 +11,12 @@ from benchmarks import attacks
 from tests.support import problems
 
 
+LONG = {"trust", "state"}
+PARTS = [pytest.param(part, marks=pytest.mark.slow if part in LONG else ()) for part in attacks.PARTS]
+
+
 @problems.few_rounds
-@pytest.mark.parametrize("part", attacks.PARTS)
+@pytest.mark.parametrize("part", PARTS)
 def test_every_attack_is_held(part: str) -> None:
     found: dict[str, Any] = attacks.rounded(attacks.run(part, quick=True))
     bars = {name: value for name, value in found.items() if name.endswith("_met")}

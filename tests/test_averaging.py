@@ -139,6 +139,7 @@ def test_batches_as_large_as_the_data_are_all_of_it() -> None:
         assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_small_batches_end_near_the_mode_and_do_not_claim_to_have_arrived() -> None:
     """An autoregression with rate ηλ about the mode: its mean has the sd of n ηλ/2 independent rounds."""
     model, clients = pooled.linear()

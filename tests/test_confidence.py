@@ -228,6 +228,7 @@ def test_silent_clients_find_their_q_too() -> None:
     assert "confidence" not in found.records[-1].infos["client 5"]
 
 
+@pytest.mark.slow
 def test_draws_are_those_of_q_and_a_new_client_finds_its_own() -> None:
     fit = whole()
     for name in ("client 0", "client 5"):

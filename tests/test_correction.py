@@ -422,6 +422,7 @@ def two_groups(y: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_several_modes_are_named_and_never_averaged_over() -> None:
     rng = np.random.default_rng(1)
     clients = {str(k): {"y": np.where(rng.random(30) < 0.4, -2, 3) + rng.normal(size=30)} for k in range(3)}

@@ -228,6 +228,7 @@ def in_a_fresh_process(path: Path, killed: int, until: int, *, die: bool) -> Non
     assert done.returncode == (9 if die else 0), done.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_server_goes_on_in_a_fresh_process(tmp_path: Path, rng: np.random.Generator) -> None:
     """Killed after some round, with faults until then; another process does the rest to the last bit.
 

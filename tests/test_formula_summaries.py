@@ -30,6 +30,7 @@ COVARIANCE = np.array([[0.4, 0.05, 0.1], [0.05, 0.3, 0.02], [0.1, 0.02, 0.5]])
 TOLD = Estimate(["arm", "Intercept", "dose[c]"], [0.3, -0.4, 0.2], COVARIANCE)
 
 
+@pytest.mark.slow
 def test_an_estimate_is_of_the_coefficients_with_the_clients_own_effects() -> None:
     model = fedppl.formula("healed ~ arm + age + dose + (1 + arm | site)", family="bernoulli")
     model = fedppl.agree(model, {**PARTS, "told": TOLD}).model
@@ -45,6 +46,7 @@ def test_an_estimate_is_of_the_coefficients_with_the_clients_own_effects() -> No
     assert_allclose(client.log_density(phi, z), expected, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_groups_within_a_client_have_no_part_in_its_estimate() -> None:
     rows = {site: rows.assign(ward=np.where(rows["age"] > 50, "x", "y")) for site, rows in PARTS.items()}
     model = fedppl.agree(fedppl.formula("healed ~ arm + (1 | site/ward)", family="bernoulli"), rows).model

@@ -311,6 +311,7 @@ def test_a_prior_of_ones_own() -> None:
     assert found.loc["age", "mean"] == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_far_origin_of_a_column_changes_nothing_but_the_intercept() -> None:
     model = fedppl.formula("died ~ age + (1 | site)", family="bernoulli")
     here, far = fit(model).summary(), fit(model, FRAME.assign(age=FRAME["age"] + 2000.0)).summary()

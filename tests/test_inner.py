@@ -69,7 +69,10 @@ def test_nine_nodes_leave_little_of_laplaces_error(successes: int) -> None:
 
 
 # Random points, for five coordinates, leave some noise: independent of one another in clients, and little in a mean.
-@pytest.mark.parametrize("size, noise", [(2, 0.15), (3, 0.15), (5, 0.4)])
+@pytest.mark.parametrize(
+    "size, noise",
+    [pytest.param(2, 0.15, marks=pytest.mark.slow), pytest.param(3, 0.15, marks=pytest.mark.slow), (5, 0.4)],
+)
 def test_independent_coordinates_leave_the_sum_of_what_each_leaves(size: int, noise: float) -> None:
     y = np.random.default_rng(1).integers(0, 2, (3, size))
     one, all_ = FederatedModel(intercepts, ["mu", "tau"]), FederatedModel(of_size(size), ["mu", "tau"])
@@ -267,6 +270,7 @@ def test_however_many_points_there_are_log_factors_are_those_of_quadrature(count
     assert np.all(np.isfinite(errors))
 
 
+@pytest.mark.slow
 def test_many_coordinates_that_depend_on_each_other_are_integrated_with_as_many_nodes_as_it_takes() -> None:
     """A level and an effect of each of fifteen counts: given the level, one integral for each count."""
 

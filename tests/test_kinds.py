@@ -121,6 +121,7 @@ def test_a_fit_is_kept_and_goes_on(mixed: Any, tmp_path: Path) -> None:
         fit(MODEL, {**MIXED, "site 1": estimate_of(ROWS["site 1"])}, **keep)
 
 
+@pytest.mark.slow
 def test_clients_leave_and_are_tested_and_have_rows_left_out(mixed: Any, caplog: pytest.LogCaptureFixture) -> None:
     left = fedppl.without(mixed, "site 3", certificate=False, progressbar=False).fit
     expected = [0.25 + 1 / len(ROWS[k]) for k in list(ROWS)[:3]]
@@ -249,6 +250,7 @@ def patients(drug: Any, died: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_a_table_is_as_good_as_its_rows() -> None:
     events, totals = np.array([[3, 7], [0, 2], [5, 4]]), np.array([[20, 22], [9, 11], [13, 12]])
     tables, rows = {}, {}
@@ -289,6 +291,7 @@ def test_sites_declare_what_they_bring_and_agree_on_what_is_shared(with_rows: An
         app(MODEL, "no such kind")
 
 
+@pytest.mark.slow
 def test_correlated_clients_of_several_kinds_are_as_those_with_rows() -> None:
     def own() -> Any:
         return pm.Normal("slope", 0, 2)

@@ -120,7 +120,12 @@ def enrolled(case: str) -> tuple[dict[str, Any], dict[str, fedppl.ClientModel]]:
     return clients, fedppl.FederatedModel(builder, shared).enrol(clients)
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = {"elastic net", "ridge", "regression"}  # to compile; the lasso and the horseshoe have all of their parts
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in LONG else case for case in CASES]
+)
 def test_log_density_is_the_one_written_by_hand_at_clients_of_every_size(case: str, rng: np.random.Generator) -> None:
     clients, models = enrolled(case)
     by_hand = CASES[case][2]

@@ -100,6 +100,7 @@ def test_whole_numbers_are_inputs_without_a_gradient() -> None:
     assert_allclose(slope, [1, 0, 0, 0, 2, 0, 0, 0])
 
 
+@pytest.mark.slow
 def test_two_builds_with_one_network_are_the_same_graph() -> None:
     """Or every client would be compiled on its own."""
     model, clients = problems.classification()
@@ -214,7 +215,7 @@ def exact(net: Any, data: dict[str, Any]) -> tuple[Any, Any]:
     [
         fedppl.NestedLaplace(),
         fedppl.Laplace(),
-        fedppl.ADVI(),
+        pytest.param(fedppl.ADVI(), marks=pytest.mark.slow),
         pytest.param(fedppl.NUTS(draws=400, tune=300, chains=2), marks=pytest.mark.slow),
     ],
     ids=["nested Laplace", "Laplace", "ADVI", "NUTS"],

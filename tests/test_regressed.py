@@ -110,6 +110,7 @@ def test_draws_of_local_variables_given_the_shared_ones_are_theirs() -> None:
         assert row.std() * np.sqrt(precision) == pytest.approx(1, abs=4 / np.sqrt(800))
 
 
+@pytest.mark.slow
 def test_a_correction_with_nuts_is_exact_up_to_what_it_says() -> None:
     """Means of a Gaussian model, whose posterior and evidence are known; only where it is asked for."""
     model, clients = normal_means(4)

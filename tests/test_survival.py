@@ -216,7 +216,7 @@ def test_the_page_on_formulas_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "none - drug" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("weights", [None, "n"])
+@pytest.mark.parametrize("weights", [pytest.param(None, marks=pytest.mark.slow), "n"])
 def test_the_owner_s_policy_sees_events(weights: str | None) -> None:
     data = rows("s1")
     for text, family, events in (

@@ -1,6 +1,6 @@
 """Runs that are saved in one process and read in another, and what each is asked for there.
 
-``python -m tests.support.saving FOLDER`` reads them all and prints their numbers.
+``python -m tests.support.saving FOLDER NAME NAME`` reads them and prints their numbers.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def told(run: Saving, fit: fedppl.Fit) -> str:
 
 if __name__ == "__main__":
     answers = {}
-    for name, build in RUNS.items():
-        one = build()
+    for name in sys.argv[2:]:
+        one = RUNS[name]()
         by = {k: v for k, v in one.settings.items() if k == "by"}
         loaded = fedppl.load(Path(sys.argv[1]) / f"{name}.nc", one.model, one.algorithm, clients=one.clients, **by)
         answers[name] = told(one, loaded)
