@@ -129,7 +129,7 @@ def agreement(table: pd.DataFrame) -> pd.DataFrame:
     return mended
 
 
-def page(fits: dict[str, Any], alone: Any, conflicts: Any, chance: Any, happened: Any, path: Path) -> None:
+def page(fits: dict[str, Any], conflicts: Any, chance: Any, happened: Any, path: Path) -> None:
     """Draw six pictures on one page."""
     import matplotlib
 
@@ -142,10 +142,9 @@ def page(fits: dict[str, Any], alone: Any, conflicts: Any, chance: Any, happened
     canvas = plt.figure(figsize=(15, 16), layout="constrained")
     top, middle, low, bottom = canvas.subfigures(4, 1)
     left, right = top.subfigures(1, 2)
-    forest = plots.forest(healed, "site_effects", alone=alone, random_seed=1, ax=left.subplots())
+    forest = plots.forest(healed, "site_effects", random_seed=1, ax=left.subplots())
     forest[0].set_xlabel("site's own level of healing, log odds")
-    reliability = plots.reliability(chance, happened, ax=right.subplots(2, 1, sharex=True, height_ratios=[3, 1]))
-    reliability[-1].set_xlabel("predicted probability of healing, new patients")
+    plots.reliability(chance, happened, ax=right.subplots(2, 1, sharex=True, height_ratios=[3, 1]))
     plots.influence(healed, "arm", conflict=conflicts, ax=middle.subplots(1, 3))
     plots.prior_posterior(lived, ["arm", "site_sd"], ax=low.subplots(1, 2))
     plots.rounds(lived, ax=bottom.subplots(1, 2))
@@ -212,8 +211,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"Saved and loaded: {'the same draws' if kept else 'other draws'}")
 
     if options.figure is not None:
-        alone = fedppl.fit(healed.declaration, clients["healed"], fedppl.Separate(), random_seed=options.seed)
-        page(fits, alone, conflicts, chance, happened, options.figure)
+        page(fits, conflicts, chance, happened, options.figure)
     if options.report is not None:
         healed.report(options.report, conflict=conflicts)
         print(f"wrote {options.report}")

@@ -1,0 +1,130 @@
+"""Local variables most of which are Gaussian given few: which these are, and the integral against its closed form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from scipy.special import logsumexp
+from scipy.stats import multivariate_normal, norm
+
+from fedppl import FederatedModel
+from fedppl.local import _conditional, _factor, _marginal
+from fedppl.types import Array
+from tests.support import problems
+
+STEPS = np.linspace(-5.0, 5.0, 801)  # sds of log sigma's prior: the trapezium rule is exact there
+
+
+def client_of(rows: int, seed: int = 3) -> tuple[Any, dict[str, Array]]:
+    """A regression with a noise sd of its own (θ, log σ), as `problems.noise_builder` declares it."""
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(rows, 2))
+    data = {"X": X, "y": X @ [1.0, -0.5] + 0.6 * rng.normal(size=rows)}
+    return FederatedModel(problems.noise_builder, ["mu", "log_tau"]).enrol({"a": data})["a"], data
+
+
+def exact(phi: Array, data: dict[str, Array]) -> Array:
+    """log f at rows (μ, log τ): given σ, y ~ N(Xμ, τ² X Xᵀ + σ² I)."""
+    X, y = data["X"], data["y"]
+    log_sigma = -0.5 + 0.5 * STEPS
+    found = []
+    for *mu, log_tau in phi:
+        spread = np.exp(2 * log_tau) * X @ X.T
+        terms = [
+            multivariate_normal.logpdf(y, X @ mu, spread + np.exp(2 * s) * np.eye(len(y))) + norm.logpdf(s, -0.5, 0.5)
+            for s in log_sigma
+        ]
+        found.append(logsumexp(terms) + np.log(log_sigma[1] - log_sigma[0]))
+    return np.array(found)
+
+
+def two_sds(y: Any, z: Any) -> pm.Model:
+    """Two measurements of one normal effect, each with an sd that the client alone knows of."""
+    with pm.Model() as model:
+        y, z = pm.Data("y", y), pm.Data("z", z)
+        theta = pm.Normal("theta", pm.Normal("mu"), 1)
+        for name, values in (("a", y), ("b", z)):
+            pm.Normal(f"of_{name}", theta, pm.math.exp(pm.Normal(f"log_{name}", 0, 0.5)), observed=values)
+    return model
+
+
+def binary(X: Any, y: Any) -> pm.Model:
+    with pm.Model() as model:
+        X, y = pm.Data("X", X), pm.Data("y", y)
+        theta = pm.Normal("theta", pm.Normal("mu", shape=3), 1, shape=3)
+        pm.Bernoulli("obs", logit_p=X @ theta, observed=y)
+    return model
+
+
+def nearly(y: Any) -> pm.Model:
+    """What is Gaussian but for a term that shows far from the mode alone."""
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        theta = pm.Normal("theta", pm.Normal("mu"), 1, shape=2)
+        pm.Normal("obs", theta.sum(), 1.0, observed=y)
+        pm.Potential("tail", -1e-4 * pm.math.log1p(theta[0] ** 2))
+    return model
+
+
+@pytest.mark.parametrize("rows", [3, 12, 200])
+def test_the_integral_is_that_of_the_closed_form_with_its_constant(rows: int) -> None:
+    client, data = client_of(rows)
+    which = _conditional.find(client)
+    assert which is not None
+    assert_array_equal(which, [2])
+    center = np.array([0.8, -0.4, -1.0])
+    phi = center + np.random.default_rng(0).standard_t(5, size=(40, 3)) * [0.4, 0.4, 0.6]
+    found, errors = _conditional.integrated(client, phi, center, which)
+    assert_allclose(found, exact(phi, data), atol=2e-5)
+    assert np.abs(errors).max() < 1e-4
+    laplace = _marginal.modes(client, phi, center, factors=False)[0] - exact(phi, data)
+    assert np.std(laplace) > 100 * np.std(found - exact(phi, data))
+    assert_allclose(_factor.factor(client, phi, center, 0.0).values, exact(phi, data), atol=2e-5)
+
+
+def test_two_coordinates_are_integrated_on_a_grid() -> None:
+    rng = np.random.default_rng(1)
+    y, z = 0.3 + rng.normal(size=9), 0.3 + 2.0 * rng.normal(size=7)
+    client = FederatedModel(two_sds, ["mu"]).enrol({"a": {"y": y, "z": z}})["a"]
+    which = _conditional.find(client)
+    assert which is not None
+    assert_array_equal(which, [1, 2])
+    phi = np.linspace(-1.5, 2.0, 7)[:, None]
+    found, _ = _conditional.integrated(client, phi, np.zeros(1), which)
+    grid = 0.5 * np.linspace(-6, 6, 241)
+    a, b = (one.ravel() for one in np.meshgrid(grid, grid))
+    expected = []
+    for mu in phi[:, 0]:
+        logs = norm.logpdf(a, 0, 0.5) + norm.logpdf(b, 0, 0.5)
+        precision, linear, constant = 1.0, mu, norm.logpdf(0) - 0.5 * mu**2
+        for values, log_sd in ((y, a), (z, b)):
+            precision = precision + len(values) * np.exp(-2 * log_sd)
+            linear = linear + values.sum() * np.exp(-2 * log_sd)
+            constant = (
+                constant + len(values) * (norm.logpdf(0) - log_sd) - 0.5 * (values**2).sum() * np.exp(-2 * log_sd)
+            )
+        logs = logs + constant + 0.5 * linear**2 / precision + 0.5 * np.log(2 * np.pi / precision)
+        expected.append(logsumexp(logs) + 2 * np.log(grid[1] - grid[0]))
+    assert_allclose(found, expected, atol=1e-4)
+
+
+def test_where_the_others_are_not_gaussian_nothing_is_found() -> None:
+    rng = np.random.default_rng(2)
+    X = rng.normal(size=(20, 3))
+    client = FederatedModel(binary, ["mu"]).enrol({"a": {"X": X, "y": rng.integers(0, 2, 20)}})["a"]
+    assert _conditional.find(client) is None and not _conditional.is_exact(client)
+
+
+def test_a_term_that_shows_far_from_the_mode_is_seen() -> None:
+    client = FederatedModel(nearly, ["mu"]).enrol({"a": {"y": np.array([0.2, 0.9])}})["a"]
+    assert not _conditional.is_exact(client)
+
+
+def test_without_the_coordinates_that_are_not_gaussian_all_is_exact() -> None:
+    model, clients = problems.regression()
+    client = model.enrol(dict([next(iter(clients.items()))]))
+    assert all(_conditional.is_exact(one) and _conditional.find(one) is None for one in client.values())
