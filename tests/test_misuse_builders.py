@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,12 @@ def below(y: Any) -> Any:
     return normal(y, mu=pm.Normal("mu", pm.Normal("theta"), 1))
 
 
+def simulated(y: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyMC 6 uses PyTensor's old way there
+        return pm.Simulator("obs", lambda rng, mu, size: mu, pm.Normal("mu"), observed=y)
+
+
 ROWS: dict[str, Mistake] = {
     # --- no builder
     "a model": row(lambda: FederatedModel(whole(Y), ["mu"]), "Model", "function"),
@@ -88,7 +95,7 @@ ROWS: dict[str, Mistake] = {
     "a variable returned": row(raw(variable), "TensorVariable", "return model"),
     "no model opened": row(raw(lambda y: normal(y)), "'a'", "with model"),
     "an error of its own": row(raw(lambda y: {}["beta"]), "'a'", "KeyError: 'beta'"),
-    "a parameter that PyMC lacks": row(of(lambda y: pm.Normal("mu", sd=1)), "'a'", "'sd'"),
+    "a parameter that is missing": row(of(lambda y: pm.Poisson("mu")), "'a'", "'mu'"),
     "a name twice": row(of(lambda y: [pm.Normal("mu"), pm.Normal("mu")]), "mu already exists"),
     "a dim without coords": row(of(lambda y: pm.Normal("mu", dims="k")), "'k'", "unknown"),
     # --- shared=
@@ -109,9 +116,7 @@ ROWS: dict[str, Mistake] = {
     "other values in a container": row(raw(standardised), "pm.Data('y')", "compute from that", "before the fit"),
     "batches": row(raw(in_batches), "pm.Minibatch", "batch_size="),
     "rows counted several times": row(of(lambda y: normal(y, total_size=300)), "'obs'", "Remove total_size="),
-    "a simulator": row(
-        of(lambda y: pm.Simulator("obs", lambda rng, mu, size: mu, pm.Normal("mu"), observed=y)), "'obs'", "density"
-    ),
+    "a simulator": row(of(simulated), "'obs'", "density"),
     "a distribution without a density": row(of(lambda y: pm.CustomDist("obs", pm.Normal("mu"), observed=y)), "logp="),
     # --- what is no posterior of continuous variables
     "a discrete local": row(of(lambda y: normal(y, pm.Normal("mu") + pm.Poisson("z", 3))), "'z'", "pm.Mixture"),

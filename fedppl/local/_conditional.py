@@ -73,18 +73,24 @@ def find(client: ClientView) -> Places | None:
         if not np.all(np.isfinite(curved)):
             return None
         turns |= np.abs(curved[1:] - curved[0]) > _CHANGED * np.abs(curved).max()
-    chosen: list[int] = []
-    while True:
-        rest = np.setdiff1d(np.arange(d), chosen)
-        among = turns[np.ix_(rest, rest, rest)]
-        if not among.any():
-            break
-        chosen.append(int(rest[np.argmax(among.sum(axis=(1, 2)))]))
-        if len(chosen) > MOST:
-            return None
+    chosen = _cover(turns, ())
+    if not chosen:
+        return None
     which = np.array(sorted(chosen), dtype=np.intp)
     held = all(_is_gaussian(client, *one, which) for one in zip(*probes, strict=True))
-    return which if len(which) and held else None
+    return which if held else None
+
+
+def _cover(turns: NDArray[np.bool_], chosen: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The fewest coordinates without which no curvature of the others turns with one of them; None beyond MOST."""
+    rest = np.setdiff1d(np.arange(len(turns)), chosen)
+    left = np.argwhere(turns[np.ix_(rest, rest, rest)])
+    if not len(left):
+        return chosen
+    if len(chosen) == MOST:
+        return None
+    covers = [_cover(turns, (*chosen, int(one))) for one in np.unique(rest[left[0]])]  # one of these it must be
+    return min((one for one in covers if one is not None), key=len, default=None)
 
 
 def _curvature(client: ClientView, point: Array, theta: Array, sd: Array) -> Array:
