@@ -142,7 +142,7 @@ def page(fits: dict[str, Any], conflicts: Any, chance: Any, happened: Any, path:
     canvas = plt.figure(figsize=(15, 16), layout="constrained")
     top, middle, low, bottom = canvas.subfigures(4, 1)
     left, right = top.subfigures(1, 2)
-    forest = plots.forest(healed, "site_effects", random_seed=1, ax=left.subplots())
+    forest = plots.forest(healed, "site_effects", draws=100, random_seed=1, ax=left.subplots())
     forest[0].set_xlabel("site's own level of healing, log odds")
     plots.reliability(chance, happened, ax=right.subplots(2, 1, sharex=True, height_ratios=[3, 1]))
     plots.influence(healed, "arm", conflict=conflicts, ax=middle.subplots(1, 3))
@@ -181,10 +181,10 @@ def main(argv: list[str] | None = None) -> None:
     print("\nPriors, on the agreed scales")
     print(healed.declaration.describe()["prior"].to_string())
 
-    effects = fedppl.marginal_effects(healed, "arm", random_seed=1)
+    effects = fedppl.marginal_effects(healed, "arm", draws=100, random_seed=1)
     print("\nProbability of healing, averaged over a site's own patients")
     print(effects.loc[["Aarhus", "Jena", "all"]].round(3).to_string())
-    survival = fedppl.marginal_effects(lived, "arm", at=180, random_seed=1)
+    survival = fedppl.marginal_effects(lived, "arm", at=180, draws=100, random_seed=1)
     print("\nProbability of living for 180 days and more")
     print(survival.loc[["all"]].round(3).to_string())
 
