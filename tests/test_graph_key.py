@@ -73,6 +73,23 @@ def test_each_computation_has_a_name_of_its_own_and_the_same_twice() -> None:
     assert keys == {name: key(of) for name, of in COMPUTATIONS.items()}
 
 
+class Held(Op):
+    __module__ = "pytensor.made_up"
+
+    def __init__(self, how: Any) -> None:
+        self.how = how
+
+    make_node, perform = Doubled.make_node, Doubled.perform
+
+
+@pytest.mark.parametrize(
+    "how", ["text".upper, np.exp, object(), lambda x: x], ids=["method", "ufunc", "bare", "lambda"]
+)
+def test_an_operation_that_holds_what_has_no_words_has_no_name(how: Any) -> None:
+    assert key(lambda x, y: Held(how)(x)) is None
+    assert key(lambda x, y: Held(2)(x)) not in (None, key(lambda x, y: Held(3)(x)))
+
+
 def test_types_count() -> None:
     def total(x: Any, y: Any) -> Any:
         return x.sum()

@@ -27,7 +27,7 @@ _MOST_LOCAL = 50  # coordinates of θ, so that finding c costs little
 _NODES = 11  # of each coordinate where there are two
 _AT_ONCE = 2**22  # numbers in the points that are held at a time
 _STEP, _CHANGED = 1e-2, 1e-6  # sds; change of a curvature, in its own units, that is none of rounding
-_EQUAL = 1e-7
+_EQUAL, _ROUNDING = 1e-7, 1e-10  # of what the density changes by, and of the density
 
 Places = NDArray[np.intp]
 
@@ -117,9 +117,9 @@ def _is_gaussian(client: ClientView, point: Array, mode: Array, sd: Array, which
         found = site_outputs(client.kernel, np.ascontiguousarray(x), client.packed)
         logs, slopes = found[:, 0], found[:, 1 + len(point) + rest] * sd[rest]
         curved = -(slopes[1 : 1 + len(rest)] - slopes[0])
-        told = logs[0] + z @ slopes[0] - 0.5 * np.sum((z @ curved) * z, axis=1)
-        size = _EQUAL * max(1.0, float(np.abs(logs[0])))
-        if not np.allclose(told, logs[1 + len(rest) :], rtol=_EQUAL, atol=size):
+        told = z @ slopes[0] - 0.5 * np.sum((z @ curved) * z, axis=1)
+        rounding = _ROUNDING * float(np.abs(logs[0]))  # many rows have a large density, and may hide nothing behind it
+        if not np.allclose(told, logs[1 + len(rest) :] - logs[0], rtol=_EQUAL, atol=_EQUAL + rounding):
             return False
     return True
 

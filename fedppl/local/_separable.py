@@ -12,15 +12,15 @@ from scipy.special import logsumexp
 from fedppl import gaussian
 from fedppl.contracts import ClientView
 from fedppl.local import _marginal
+from fedppl.numerics.integral import by_trapezoids
 from fedppl.numerics.marginal import site_batch
 from fedppl.types import Array, LocalFailure
 
 _AT_ONCE = 2**22  # numbers in the points that are held at a time
 _DIAGONAL = 1e-5  # of a curvature that differences tell, before the density itself is looked at
 _EQUAL = 1e-8
-# Trapezoids in u, where z = sinh u sds: dense near the mode, and far out on both sides. Every second is a rule too.
-_STEPS = np.linspace(-4.0, 4.0, 25)
-_NODES, _LOG_WEIGHTS = np.sinh(_STEPS), np.log(np.cosh(_STEPS) * (_STEPS[1] - _STEPS[0]))
+_NODES = by_trapezoids().nodes[:, 0]
+_LOG_WEIGHTS = by_trapezoids().log_weights + 0.5 * _NODES**2 + 0.5 * np.log(2.0 * np.pi)  # of the integral itself
 
 
 def is_separable(client: ClientView) -> bool:

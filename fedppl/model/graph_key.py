@@ -23,6 +23,7 @@ from pytensor.graph.traversal import io_toposort
 from pytensor.graph.type import Type
 
 _OURS = ("pytensor.", "pymc.", "numpy.", "builtins")  # whose code changes with a version, and not with a script
+_OPEN = ("pytensor.", "pymc.")
 _NUMPY_TYPES = (np.ndarray, np.generic)
 
 
@@ -93,9 +94,12 @@ def _told(value: Any) -> str:
     if isinstance(value, Op) and not isinstance(value, HasInnerGraph) and hasattr(value, "__props__"):
         # What makes two operations of a class equal, and so does of what is compiled of them.
         return f"{_named(type(value))} {_props(value)}"
-    if isinstance(value, HasInnerGraph | Variable):
+    # Of anything else only what an object of PyTensor or PyMC holds in plain sight says what it does: not a method, nor
+    # a class that keeps what it has where it cannot be read.
+    in_sight = type(value).__module__.startswith(_OPEN) and hasattr(value, "__dict__")
+    if isinstance(value, HasInnerGraph | Variable) or not in_sight:
         raise _Unknown
-    held = {name: one for name, one in getattr(value, "__dict__", {}).items() if name not in ("tag", "name")}
+    held = {name: one for name, one in vars(value).items() if name not in ("tag", "name")}
     return f"{_named(type(value))} {_told(held)}"
 
 
