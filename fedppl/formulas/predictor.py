@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -150,6 +152,11 @@ def _intercept(spec: Spec, at_means: Any) -> Any:
     return pm.Normal("Intercept", prior.parameters["mu"] - at_means, prior.parameters["sigma"], **dims)
 
 
+def _rotated(root: Any, z: Any) -> Any:
+    """Rows of z as effects with covariance L Lᵀ."""
+    return z @ root.T
+
+
 def _effects(spec: Spec, number: int, held: Mapping[str, Any]) -> Any:
     """What varies by a factor: local, with shared sds and correlation."""
     group, labels = spec.terms.groups[number], effect_labels(spec, number)
@@ -158,18 +165,19 @@ def _effects(spec: Spec, number: int, held: Mapping[str, Any]) -> Any:
         root, correlation, sd = pm.LKJCholeskyCov(
             name, eta=CORRELATION, n=len(labels), sd_dist=prior.distribution(shape=len(labels)), store_in_trace=False
         )
+        scaled = functools.partial(_rotated, root)
         pm.Deterministic(f"{start}_sd", sd, dims=f"{start}_effect")
         pm.Deterministic(f"{start}_corr", correlation[np.tril_indices(len(labels), -1)], dims=f"{start}_pair")
     else:
         dims = {"dims": f"{start}_effect"} if len(labels) > 1 else {}
-        root = pt.diag(pt.atleast_1d(prior.declared(name, **dims)))
+        scaled = functools.partial(operator.mul, pt.atleast_1d(prior.declared(name, **dims)))
     columns, width = held[f"effects_{number}"], len(spec.design.group_labels[number])
     if len(group.factor) == 1:
         z = pm.Normal(f"{start}_z", 0.0, 1.0, shape=len(labels))
-        effects = pm.Deterministic(f"{start}_effects", root @ z, dims=f"{start}_effect")
+        effects = pm.Deterministic(f"{start}_effects", scaled(z), dims=f"{start}_effect")
         return columns @ (effects.reshape((width, len(spec.levels))) if spec.levels else effects)
     z = pm.Normal(f"{start}_z", 0.0, 1.0, shape=(held[f"of_{number}"].shape[0], len(labels)))
-    effects = pm.Deterministic(f"{start}_effects", z @ root.T)[held[f"row_{number}"]]
+    effects = pm.Deterministic(f"{start}_effects", scaled(z))[held[f"row_{number}"]]
     if spec.levels:
         return (columns[:, :, None] * effects.reshape((-1, width, len(spec.levels)))).sum(axis=1)
     return (columns * effects).sum(axis=1)

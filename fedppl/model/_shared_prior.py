@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pymc as pm
 import pytensor.tensor as pt
 from pymc.distributions.continuous import FlatRV, HalfFlatRV
 from pymc.logprob.utils import ParameterValueError
 
 from fedppl.gaussian import Gaussian
 from fedppl.model import graph as _graph
+from fedppl.model._prior_draws import unconstrained
 from fedppl.model._template import Template, kernel_of
 from fedppl.model.fingerprint import fingerprint, probes
 from fedppl.numerics.newton import density_batch
@@ -36,46 +36,45 @@ def shared_layout(
     _refuse_flat(parts)
     graph = _graph.prior_graph(parts, variables)
     phi, logp = graph.x, graph.logp
-    log_density = _graph.batched(phi, [], [logp])
-    gradient = _graph.python_function([phi], pt.grad(logp, phi, disconnected_inputs="ignore"))
+    interpreted, slopes = _interpreted(phi, logp)
+
+    def gradient(point: Array) -> Array:
+        return np.asarray(slopes(point[None])[0])
+
     origin = np.concatenate([np.ravel(value).astype(float) for value in initial])
-    _require_density(parts, variables, origin, log_density)
+    _require_density(parts, variables, origin, interpreted)
     sizes = [variable.size for variable in variables]
     binary = np.repeat([variable.binary for variable in variables], sizes)
     owners = np.repeat([variable.name for variable in variables], sizes)
-    exact = _gaussian_beside_binary(lambda draws: log_density(draws)[0], gradient, origin, binary, owners)
-    n0 = exact if exact is not None else moment_match(_prior_draws(parts))
+    exact = _gaussian_beside_binary(interpreted, gradient, origin, binary, owners)
+    n0 = exact if exact is not None else moment_match(unconstrained(parts, _PRIOR_DRAWS, 0))
     kernel = functools.cache(lambda: kernel_of(graph))
-    if len(origin) > _INTERPRETED and exact is None:
-        values, gradients = _compiled_prior(kernel)
-    else:
-        values, gradients = _interpreted_prior(phi, logp, log_density)
+    many_calls = len(origin) > _INTERPRETED and exact is None
+    log_density, gradients = _compiled(kernel) if many_calls else (interpreted, slopes)
     prior = SharedPrior(
-        log_density=values,
+        log_density=log_density,
         gradient=gradient,
         gaussian=n0,
         is_gaussian=exact is not None,
         gradients=gradients,
         kernel=kernel,
     )
-    density = tuple(float(value) for value in _by_row(log_density, probes(variables, n0), -np.inf, ()))
+    density = tuple(float(value) for value in interpreted(probes(variables, n0)))
     told = fingerprint(variables, n0, exact is not None, density)
     layout = Layout(variables, n0, exact is not None, told, density)
     functions[key] = layout, prior
     return layout, prior
 
 
-def _require_density(
-    parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array, log_density: Callable[..., list[Array]]
-) -> None:
+def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array, log_density: _AtMany) -> None:
     """Refuse a prior that has no density where it starts, and name the variables that have none."""
-    value = float(_by_row(log_density, origin[None], -np.inf, ())[0])
+    value = float(log_density(origin[None])[0])
     if np.isfinite(value):
         return
     odd = []
     for term in parts.prior_terms:
         graph = _graph.prior_graph(parts._replace(prior_terms=(term,)), variables)
-        alone = _by_row(_graph.batched(graph.x, [], [graph.logp]), origin[None], -np.inf, ())
+        alone = _interpreted(graph.x, graph.logp)[0](origin[None])
         odd += [] if np.isfinite(alone[0]) else [term.name]
     raise DeclarationError(
         f"the shared prior's log density at the starting point is {value}, by {odd or 'all together'}; is a scale not "
@@ -88,16 +87,13 @@ _INTERPRETED = 30
 _AtMany = Callable[[Array], Array]  # (S, m) to (S,) or (S, m)
 
 
-def _interpreted_prior(phi: Any, logp: Any, log_density: Callable[..., list[Array]]) -> tuple[_AtMany, _AtMany]:
-    """log p(φ) and its gradient at many φ, vectorised; nothing is compiled."""
-    many = functools.cache(lambda: _graph.batched(phi, [], [pt.grad(logp, phi, disconnected_inputs="ignore")]))
-    return (
-        lambda draws: _by_row(log_density, draws, -np.inf, ()),
-        lambda draws: _by_row(many(), draws, np.nan, draws.shape[1:]),
-    )
+def _interpreted(phi: Any, logp: Any) -> tuple[_AtMany, _AtMany]:
+    """log p(φ) and its gradient at many φ, of one vectorised function; nothing is compiled."""
+    both = _graph.batched(phi, [], [logp, pt.grad(logp, phi, disconnected_inputs="ignore")])
+    return (lambda draws: _by_row(both, 0, draws, -np.inf), lambda draws: _by_row(both, 1, draws, np.nan))
 
 
-def _compiled_prior(kernel: Callable[[], Callable[..., Any]]) -> tuple[_AtMany, _AtMany]:
+def _compiled(kernel: Callable[[], Callable[..., Any]]) -> tuple[_AtMany, _AtMany]:
     """The same by a loop that is compiled at its first call."""
 
     def both(draws: Array) -> Array:
@@ -107,14 +103,14 @@ def _compiled_prior(kernel: Callable[[], Callable[..., Any]]) -> tuple[_AtMany, 
     return lambda draws: both(draws)[:, 0], lambda draws: both(draws)[:, 1:]
 
 
-def _by_row(function: Callable[..., list[Array]], draws: Array, outside: float, shape: tuple[int, ...]) -> Array:
-    """Values (S, *shape) at draws (S, m); where one of them has a parameter outside its domain, each by itself."""
+def _by_row(both: Callable[..., list[Array]], which: int, draws: Array, outside: float) -> Array:
+    """One of both at draws (S, m); where one of these has a parameter outside its domain, each by itself."""
     try:
-        return np.broadcast_to(function(draws)[0], (len(draws), *shape))
+        return both(draws)[which]
     except ParameterValueError:
         if len(draws) == 1:
-            return np.full((1, *shape), outside)
-        return np.concatenate([_by_row(function, row[None], outside, shape) for row in draws])
+            return np.full(draws.shape if which else 1, outside)
+        return np.concatenate([_by_row(both, which, row[None], outside) for row in draws])
 
 
 def _refuse_flat(parts: _graph.Parts) -> None:
@@ -152,40 +148,3 @@ def _gaussian_beside_binary(
     precision[binary, binary] = 1.0 / (chance * (1.0 - chance))
     linear[binary] = 1.0 / (1.0 - chance)
     return Gaussian(linear, precision)
-
-
-def draw_prior(parts: _graph.Parts, count: int, seed: int) -> Array:
-    """Draws (S, m) of the shared prior on the unconstrained space, for who looks at it.
-
-    Of variables that are defined for some of their draws only, as ordered ones are, there are fewer than `count`.
-    """
-    if any(term not in parts.shared for term in parts.prior_terms):
-        raise DeclarationError("the shared prior has a pm.Potential, from which nothing can be drawn.")
-    return _prior_draws(parts, count, seed)
-
-
-def _prior_draws(parts: _graph.Parts, count: int = _PRIOR_DRAWS, seed: int = 0) -> Array:
-    """Draws (S, m) of the shared prior on the unconstrained space."""
-    model = parts.model
-    values = []
-    for rv in parts.shared:
-        transform = model.rvs_to_transforms[rv]
-        values.append(rv if transform is None else transform.forward(rv, *rv.owner.inputs))
-    try:
-        draws = pm.draw(values, draws=count, random_seed=seed, mode=_graph.PYTHON_MODE)
-    except NotImplementedError as error:  # a flat one that a potential bounds, or one of the user's own
-        names = [rv.name for rv in parts.shared]
-        raise DeclarationError(
-            f"the shared prior of {names} cannot be drawn from ({error}); the server needs a proper prior that can. "
-            "Give every shared variable a distribution of PyMC, for example pm.Normal(0, 10) or pm.HalfNormal(1)."
-        ) from error
-    flat = np.concatenate([np.reshape(value, (count, -1)) for value in draws], axis=1)
-    # An ordered vector is drawn without its order: the draws that happen to have it are the prior's.
-    inside = flat[np.all(np.isfinite(flat), axis=1)]
-    if len(inside) < 10 * (flat.shape[1] + 1):
-        names = [rv.name for rv in parts.shared]
-        raise DeclarationError(
-            f"only {len(inside)} of {count} draws of the shared prior of {names} lie where its transforms are "
-            "defined (an ordered vector?). Give its entries ordered means, or share its increments instead."
-        )
-    return np.asarray(inside)

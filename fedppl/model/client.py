@@ -20,7 +20,7 @@ from fedppl.model import _rows
 from fedppl.model import graph as _graph
 from fedppl.model._declared import Declared, built, parts_of
 from fedppl.model._kinks import find_kink, points
-from fedppl.model._shared_prior import draw_prior
+from fedppl.model._prior_draws import draw_prior
 from fedppl.model._template import Template
 from fedppl.model.pack import pack
 from fedppl.numerics.prior import SharedPrior

@@ -70,7 +70,7 @@ def surely_same_model(a: _graph.Parts, b: _graph.Parts) -> bool:
         return False
     inputs = [*a.data, *streams, *(one.dim_lengths[dim] for dim in ours)]
     as_inputs = [*b.data, *as_streams, *(other.dim_lengths[dim] for dim in ours)]
-    return bool(equal_computations(declared, as_declared, in_xs=inputs, in_ys=as_inputs))
+    return same_computations(declared, as_declared, inputs, as_inputs)
 
 
 def _names(parts: _graph.Parts) -> list[Any]:

@@ -1,0 +1,83 @@
+"""Draws of the shared prior: all at once, they are what PyMC draws one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pymc as pm
+import pytest
+from scipy import stats
+
+from fedppl.model import _prior_draws, graph
+
+_COUNT = 2000
+
+
+def _plain():
+    pm.Normal("a", 0, 1, shape=4)
+    pm.HalfCauchy("b", 2)
+    pm.Gamma("c", 2, 1, shape=3)
+    pm.Uniform("d", -2, 3)
+    pm.Bernoulli("e", 0.3, shape=2)
+    pm.MvNormal("f", np.zeros(3), 2 * np.eye(3))
+
+
+def _one_on_the_other():
+    slope = pm.Normal("slope", 0, 1, shape=2)
+    pm.Normal("intercept", 3 - pm.math.sum(slope), 2)
+    pm.Uniform("between", slope[0] - 1, slope[0] + 1)
+
+
+def _of_many_parts():
+    pm.LKJCholeskyCov("L", n=3, eta=2, sd_dist=pm.HalfNormal.dist(1, shape=3))
+    pm.LKJCorr("C", n=3, eta=2)
+    pm.NormalMixture("mixed", [0.3, 0.7], [0, 4], [1, 2])
+    pm.GaussianRandomWalk("walk", 0, 0.1, init_dist=pm.Normal.dist(0, 1), steps=3)
+    pm.ZeroSumNormal("balanced", 1, shape=4)
+    pm.TruncatedNormal("cut", 0, 1, lower=0)
+
+
+def _sized_by_hand():
+    tau = pm.HalfNormal("tau", 1)
+    pm.Normal("beta", 0, tau, shape=3)
+
+
+def _ones_own():
+    pm.CustomDist("own", 0.0, logp=lambda v, m: -((v - m) ** 2), random=lambda m, rng=None, size=None: rng.normal(m, 1))
+
+
+def _built(declare):
+    with pm.Model() as model:
+        declare()
+    values = []
+    for rv in model.free_RVs:
+        transform = model.rvs_to_transforms[rv]
+        values.append(rv if transform is None else transform.forward(rv, *rv.owner.inputs))
+    return tuple(model.free_RVs), values
+
+
+@pytest.mark.parametrize("declare", [_plain, _one_on_the_other, _of_many_parts])
+def test_draws_at_once_are_spread_as_those_one_by_one(declare):
+    rvs, values = _built(declare)
+    at_once = _prior_draws._at_once(values, rvs, _COUNT, 1)
+    assert at_once is not None
+    one_by_one = pm.draw(values, draws=_COUNT, random_seed=2, mode=graph.PYTHON_MODE)
+    ours, theirs = (np.concatenate([np.reshape(v, (_COUNT, -1)) for v in d], axis=1) for d in (at_once, one_by_one))
+    assert ours.shape == theirs.shape
+    p = [stats.ks_2samp(a, b).pvalue for a, b in zip(ours.T, theirs.T, strict=True)]
+    assert min(p) * len(p) > 0.01
+    ranks = [stats.rankdata(d, axis=0) / _COUNT for d in (ours, theirs)]
+    apart = np.abs(np.corrcoef(ranks[0].T) - np.corrcoef(ranks[1].T))  # how variables hang together too
+    assert apart.max() < 5 * np.sqrt(2 / _COUNT)
+
+
+def test_plain_variables_are_drawn_to_the_bit_as_pymc_does():
+    rvs, values = _built(_plain)
+    at_once = _prior_draws._at_once(values, rvs, _COUNT, 3)
+    one_by_one = pm.draw(values, draws=_COUNT, random_seed=3, mode=graph.PYTHON_MODE)
+    assert all(np.array_equal(a, b) for a, b in zip(at_once, one_by_one, strict=True))
+
+
+@pytest.mark.parametrize("declare", [_sized_by_hand, _ones_own])
+def test_what_cannot_be_drawn_at_once_is_not(declare):
+    rvs, values = _built(declare)
+    assert _prior_draws._at_once(values, rvs, _COUNT, 1) is None
