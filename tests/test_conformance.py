@@ -23,7 +23,7 @@ from fedppl.contracts import Failure, Posterior, Request, Target
 from fedppl.engine.answer import answer
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel
-from fedppl.model.graph import python_function
+from fedppl.model.interpreted import python_function
 from fedppl.numerics.newton import difference_hessian
 from fedppl.numerics.prior import SharedPrior
 from tests import cases

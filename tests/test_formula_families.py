@@ -16,7 +16,7 @@ import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, Prior
 from fedppl.formulas.averages import at_levels, rows_of, slope
 from fedppl.formulas.families import FAMILIES
-from fedppl.model.graph import PYTHON_MODE
+from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.results import idata
 from fedppl.results.predict import predictions
 from tests.support.tables import FRAME, RESPONSES, agreed, log_densities, rows

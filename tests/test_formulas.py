@@ -19,7 +19,7 @@ import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, Prior
 from fedppl.formulas import checks
 from fedppl.formulas.agreement import agreed, tell
-from fedppl.model.graph import PYTHON_MODE
+from fedppl.model.interpreted import PYTHON_MODE
 
 RNG = np.random.default_rng(7)
 

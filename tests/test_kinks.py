@@ -13,7 +13,7 @@ import pytest
 import fedppl
 from fedppl import FederatedModel
 from fedppl.model import enrolment as _checks
-from fedppl.model import graph as _graph
+from fedppl.model import interpreted
 from fedppl.model._declared import Declared, template_of
 from fedppl.model._kinks import find_kink, points
 
@@ -138,7 +138,7 @@ def kink_of(body: Body, y: Any) -> str | None:
         if not kept:
             gradient = pt.grad(graph.logp, graph.x, disconnected_inputs="ignore")
             output = pt.join(0, graph.logp[None], gradient)
-            kept.append(_graph.python_function([graph.x, *graph.inputs], output))
+            kept.append(interpreted.python_function([graph.x, *graph.inputs], output))
         return kept[0](x, *inputs)
 
     start = np.concatenate([np.ravel(value).astype(float) for value in initial])

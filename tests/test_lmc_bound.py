@@ -21,7 +21,7 @@ from fedppl.coregional.bound import Globals, UnitClientState, curves, gradient, 
 from fedppl.coregional.unit import statistics
 from fedppl.coregional.view import unit_of
 from fedppl.model.client import ClientModel
-from fedppl.model.graph import PYTHON_MODE
+from fedppl.model.interpreted import PYTHON_MODE
 from tests.support import problems
 
 LATENTS, POINTS = 3, 6

@@ -20,7 +20,7 @@ from fedppl import DataError, DeclarationError, FederatedModel, gaussian
 from fedppl.model._template import compilations
 from fedppl.model.arrays import one_type
 from fedppl.model.client import ClientModel
-from fedppl.model.graph import PYTHON_MODE
+from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.testing import normal_means
 from tests.support import problems
 

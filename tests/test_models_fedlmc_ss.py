@@ -18,7 +18,7 @@ import fedppl
 from fedppl.contracts import Algorithm
 from fedppl.coregional.roles import roles
 from fedppl.engine.answer import require_fit
-from fedppl.model.graph import PYTHON_MODE
+from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.types import DeclarationError, Layout
 from models import fedlmc_ss
 from tests.support import problems

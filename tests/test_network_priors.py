@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.flower import node as _node  # noqa: E402
-from fedppl.model.graph import PYTHON_MODE  # noqa: E402
+from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
 from fedppl.run.replies import received  # noqa: E402

@@ -7,7 +7,7 @@ import pymc as pm
 import pytest
 from scipy import stats
 
-from fedppl.model import _prior_draws, graph
+from fedppl.model import _prior_draws, interpreted
 
 _COUNT = 2000
 
@@ -60,7 +60,7 @@ def test_draws_at_once_are_spread_as_those_one_by_one(declare):
     rvs, values = _built(declare)
     at_once = _prior_draws._at_once(values, rvs, _COUNT, 1)
     assert at_once is not None
-    one_by_one = pm.draw(values, draws=_COUNT, random_seed=2, mode=graph.PYTHON_MODE)
+    one_by_one = pm.draw(values, draws=_COUNT, random_seed=2, mode=interpreted.PYTHON_MODE)
     ours, theirs = (np.concatenate([np.reshape(v, (_COUNT, -1)) for v in d], axis=1) for d in (at_once, one_by_one))
     assert ours.shape == theirs.shape
     p = [stats.ks_2samp(a, b).pvalue for a, b in zip(ours.T, theirs.T, strict=True)]
@@ -73,7 +73,7 @@ def test_draws_at_once_are_spread_as_those_one_by_one(declare):
 def test_plain_variables_are_drawn_to_the_bit_as_pymc_does():
     rvs, values = _built(_plain)
     at_once = _prior_draws._at_once(values, rvs, _COUNT, 3)
-    one_by_one = pm.draw(values, draws=_COUNT, random_seed=3, mode=graph.PYTHON_MODE)
+    one_by_one = pm.draw(values, draws=_COUNT, random_seed=3, mode=interpreted.PYTHON_MODE)
     assert all(np.array_equal(a, b) for a, b in zip(at_once, one_by_one, strict=True))
 
 

@@ -12,7 +12,7 @@ import pytest
 from fedppl import FederatedModel
 from fedppl.model import graph as _graph
 from fedppl.model import same as _same
-from fedppl.model.graph import PYTHON_MODE
+from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.types import DataError, DeclarationError
 
 

@@ -21,7 +21,7 @@ from fedppl.engine.policy import Holdings
 from fedppl.formulas.families import FAMILIES
 from fedppl.formulas.family import Scales
 from fedppl.formulas.survival import NEVER
-from fedppl.model.graph import PYTHON_MODE
+from fedppl.model.interpreted import PYTHON_MODE
 from tests.support.tables import AT, CUTS, FRAME, agreed, log_densities, rows
 
 QUIET: Any = {"progressbar": False, "random_seed": 1}

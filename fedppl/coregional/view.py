@@ -16,6 +16,7 @@ from pytensor.graph.traversal import ancestors
 from fedppl.coregional.bound import Design, density
 from fedppl.coregional.roles import LogScale, Roles, roles
 from fedppl.model import graph as _graph
+from fedppl.model import interpreted
 from fedppl.model import same as _same
 from fedppl.model.client import ClientModel
 from fedppl.model.inputs import new_inputs
@@ -180,7 +181,7 @@ def _log_scale(client: ClientModel, name: str) -> LogScale:
     (logp,) = clone_replace([parts.model.logp(vars=[found[0][1]], sum=True)], {value: point[0]})
     if any(above.owner is None and above.name in places for above in ancestors([logp]) if above is not point):
         raise DeclarationError(f"{who}: the prior of {name!r} depends on another variable.")
-    gradient = _graph.python_function([point], pt.grad(logp, point))
+    gradient = interpreted.python_function([point], pt.grad(logp, point))
     prior = gaussian_prior(lambda z: np.asarray(gradient(z)), np.zeros(1))
     if prior is None:
         raise DeclarationError(f"{who}: the prior of {name!r} is not LogNormal; its mode has a closed form then.")

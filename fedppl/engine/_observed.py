@@ -9,7 +9,7 @@ import numpy as np
 from pytensor.graph.traversal import ancestors
 
 from fedppl.engine.policy import Holdings
-from fedppl.model.graph import PYTHON_MODE
+from fedppl.model.interpreted import PYTHON_MODE
 
 _known: weakref.WeakKeyDictionary[Any, Holdings] = weakref.WeakKeyDictionary()
 

@@ -136,6 +136,8 @@ class Formula:
             raise DataError(f"{what}: data are {type(data).__name__}; pass a data frame, or arrays by column.")
         table = designs.table(held, self.terms, design.agreement, what)
         rows = len(table)
+        if rows == 0:
+            raise DataError(f"{what}: the data have no rows; give one row or more, or leave the client out.")
         found: dict[str, Any] = {"rows": np.zeros(rows)}
         if self.terms.common:
             found = {"common": design.common(table, what)}

@@ -49,7 +49,10 @@ def modes(client: ClientView, points: Array, center: Array, *, factors: bool) ->
 def values(client: ClientView, points: Array, center: Array, prior_share: float) -> Array:
     """log f_k (and its share of a non-Gaussian prior) at points (S, m), (S,)."""
     found, _, _ = modes(client, points, center, factors=False)
-    return found + prior_share * client.prior.log_ratio(points) if prior_share else found
+    if not prior_share:
+        return found
+    with np.errstate(invalid="ignore"):  # where the prior has no density, or far from where it has one
+        return np.asarray(found + prior_share * client.prior.log_ratio(points))
 
 
 def log_factor(client: ClientView, points: Array, prior_share: float) -> Array:

@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 from pymc.printing import str_for_dist
 
-from fedppl.model.graph import PYTHON_MODE, Parts
+from fedppl.model.graph import Parts
+from fedppl.model.interpreted import PYTHON_MODE
 
 
 def describe(parts: Parts) -> pd.DataFrame:

@@ -21,6 +21,7 @@ from pytensor.tensor.shape import Shape, Shape_i
 from pytensor.tensor.sort import ArgSortOp, SortOp
 
 from fedppl.model import graph as _graph
+from fedppl.model import interpreted
 from fedppl.types import Array
 
 _PRIOR_DRAWS = 48
@@ -60,7 +61,7 @@ def find_kink(
     with np.errstate(all="ignore"):
         at = reach()
         for turn in turns:
-            function = _graph.python_function([graph.x, *graph.inputs], turn.values)
+            function = interpreted.python_function([graph.x, *graph.inputs], turn.values)
             values = np.stack([np.ravel(function(x, *inputs)) for x in at])
             looked = 0
             for element, before, after in _crossings(values, turn.by_sign):
@@ -86,7 +87,7 @@ def points(parts: _graph.Parts, start: Array) -> Array:
     transforms = [parts.model.rvs_to_transforms[rv] for rv in rvs]
     values = [rv if t is None else t.forward(rv, *rv.owner.inputs) for rv, t in zip(rvs, transforms, strict=True)]
     try:
-        drawn = pm.draw(values, draws=_PRIOR_DRAWS, random_seed=0, mode=_graph.PYTHON_MODE)
+        drawn = pm.draw(values, draws=_PRIOR_DRAWS, random_seed=0, mode=interpreted.PYTHON_MODE)
     except (NotImplementedError, ValueError, ArithmeticError, np.linalg.LinAlgError):
         return around  # a flat prior, or one that fails at its own extremes
     far = np.concatenate([np.reshape(value, (_PRIOR_DRAWS, -1)) for value in drawn], axis=1)

@@ -11,6 +11,8 @@ from pytensor.graph.replace import vectorize_graph
 from pytensor.graph.traversal import ancestors
 
 from fedppl.model import graph as _graph
+from fedppl.model import interpreted
+from fedppl.model.quiet import quiet
 from fedppl.types import Array, DeclarationError
 
 
@@ -32,9 +34,10 @@ def unconstrained(parts: _graph.Parts, count: int, seed: int) -> Array:
         transform = model.rvs_to_transforms[rv]
         values.append(rv if transform is None else transform.forward(rv, *rv.owner.inputs))
     try:
-        draws = _at_once(values, parts.shared, count, seed)
-        if draws is None:
-            draws = pm.draw(values, draws=count, random_seed=seed, mode=_graph.PYTHON_MODE)
+        with quiet():
+            draws = _at_once(values, parts.shared, count, seed)
+            if draws is None:
+                draws = pm.draw(values, draws=count, random_seed=seed, mode=interpreted.PYTHON_MODE)
     except NotImplementedError as error:  # a flat one that a potential bounds, or one of the user's own
         names = [rv.name for rv in parts.shared]
         raise DeclarationError(
@@ -62,7 +65,7 @@ def _at_once(values: list[Any], rvs: tuple[Any, ...], count: int, seed: int) -> 
         for rv in rvs:  # one that hangs on others is as many as they are
             if {*rvs}.isdisjoint(ancestors(rv.owner.inputs)):
                 many[rv] = change_dist_size(rv, (count,), expand=True)
-        drawn = pm.draw(vectorize_graph(values, many), random_seed=seed, mode=_graph.PYTHON_MODE)
+        drawn = pm.draw(vectorize_graph(values, many), random_seed=seed, mode=interpreted.PYTHON_MODE)
     except (NotImplementedError, TypeError, ValueError):
         return None
     shapes = [(np.shape(one)[:1], np.ndim(one) - 1) for one in drawn]

@@ -13,6 +13,7 @@ from pymc.logprob.utils import ParameterValueError
 
 from fedppl.gaussian import Gaussian
 from fedppl.model import graph as _graph
+from fedppl.model import interpreted
 from fedppl.model._prior_draws import unconstrained
 from fedppl.model._template import Template, kernel_of
 from fedppl.model.fingerprint import fingerprint, probes
@@ -36,21 +37,21 @@ def shared_layout(
     _refuse_flat(parts)
     graph = _graph.prior_graph(parts, variables)
     phi, logp = graph.x, graph.logp
-    interpreted, slopes = _interpreted(phi, logp)
+    of_points, slopes = _interpreted(phi, logp)
 
     def gradient(point: Array) -> Array:
         return np.asarray(slopes(point[None])[0])
 
     origin = np.concatenate([np.ravel(value).astype(float) for value in initial])
-    _require_density(parts, variables, origin, interpreted)
+    _require_density(parts, variables, origin, of_points)
     sizes = [variable.size for variable in variables]
     binary = np.repeat([variable.binary for variable in variables], sizes)
     owners = np.repeat([variable.name for variable in variables], sizes)
-    exact = _gaussian_beside_binary(interpreted, gradient, origin, binary, owners)
+    exact = _gaussian_beside_binary(of_points, gradient, origin, binary, owners)
     n0 = exact if exact is not None else moment_match(unconstrained(parts, _PRIOR_DRAWS, 0))
     kernel = functools.cache(lambda: kernel_of(graph))
     many_calls = len(origin) > _INTERPRETED and exact is None
-    log_density, gradients = _compiled(kernel) if many_calls else (interpreted, slopes)
+    log_density, gradients = _compiled(kernel) if many_calls else (of_points, slopes)
     prior = SharedPrior(
         log_density=log_density,
         gradient=gradient,
@@ -59,7 +60,7 @@ def shared_layout(
         gradients=gradients,
         kernel=kernel,
     )
-    density = tuple(float(value) for value in interpreted(probes(variables, n0)))
+    density = tuple(float(value) for value in of_points(probes(variables, n0)))
     told = fingerprint(variables, n0, exact is not None, density)
     layout = Layout(variables, n0, exact is not None, told, density)
     functions[key] = layout, prior
@@ -89,7 +90,7 @@ _AtMany = Callable[[Array], Array]  # (S, m) to (S,) or (S, m)
 
 def _interpreted(phi: Any, logp: Any) -> tuple[_AtMany, _AtMany]:
     """log p(φ) and its gradient at many φ, of one vectorised function; nothing is compiled."""
-    both = _graph.batched(phi, [], [logp, pt.grad(logp, phi, disconnected_inputs="ignore")])
+    both = interpreted.batched(phi, [], [logp, pt.grad(logp, phi, disconnected_inputs="ignore")])
     return (lambda draws: _by_row(both, 0, draws, -np.inf), lambda draws: _by_row(both, 1, draws, np.nan))
 
 

@@ -14,6 +14,7 @@ import pytensor.tensor as pt
 
 from fedppl.model import graph as _graph
 from fedppl.model import indices as _indices
+from fedppl.model import interpreted
 from fedppl.model import same as _same
 from fedppl.model._public import Public
 from fedppl.model.graph_key import graph_key
@@ -56,7 +57,7 @@ class Template:
     def density(self) -> Callable[..., Any]:
         """The log density as a function of x and the arrays themselves, interpreted, for the few calls of checks."""
         if "density" not in self.functions:
-            self.functions["density"] = _graph.python_function([self.graph.x, *self.graph.inputs], self.graph.logp)
+            self.functions["density"] = interpreted.python_function([self.graph.x, *self.graph.inputs], self.graph.logp)
         density: Callable[..., Any] = self.functions["density"]
         return density
 
@@ -76,8 +77,9 @@ class Template:
         """Raise IndexError where data index out of bounds: compiled code would read foreign memory instead."""
         if "interpreted" not in self.functions:
             graph, indexed = self.graph, _graph.indexes_by_data(self.graph)
-            interpreted = _graph.python_function([graph.x, *graph.inputs], graph.logp) if indexed else None
-            self.functions["interpreted"] = interpreted
+            inputs_of = [graph.x, *graph.inputs]
+            density = interpreted.python_function(inputs_of, graph.logp) if indexed else None
+            self.functions["interpreted"] = density
         if self.functions["interpreted"] is not None:
             self.functions["interpreted"](x, *inputs)
 

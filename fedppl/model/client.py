@@ -16,7 +16,7 @@ from pymc.logprob.utils import ParameterValueError
 
 from fedppl import gaussian
 from fedppl.contracts import SharedReader
-from fedppl.model import _rows
+from fedppl.model import _rows, interpreted
 from fedppl.model import graph as _graph
 from fedppl.model._declared import Declared, built, parts_of
 from fedppl.model._kinks import find_kink, points
@@ -201,7 +201,7 @@ class ClientModel:
             x, inputs, names, outputs = _graph.constrained_graph(
                 template.parts, shared, self.local, template.public.names, only_shared=only_shared
             )
-            functions[key] = names, _graph.batched(x, inputs, outputs), len(inputs)
+            functions[key] = names, interpreted.batched(x, inputs, outputs), len(inputs)
         names, function, n_inputs = functions[key]
         values = function(draws, *self.inputs[:n_inputs])
         return dict(zip(names, values, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,20 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pymc as pm
-import pytensor
 import pytensor.tensor as pt
 from pymc.data import MinibatchIndexRV, MinibatchOp
 from pymc.initial_point import make_initial_point_expression
-from pytensor.compile.mode import Mode
-from pytensor.graph.replace import clone_replace, vectorize_graph
+from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 from pytensor.scalar.basic import Cast
 from pytensor.tensor.shape import Shape, Shape_i
 
+from fedppl.model.interpreted import python_function
 from fedppl.types import Array, DeclarationError, Variable
-
-# Functions that run once per fit are interpreted: compiling them would take longer than every call together.
-PYTHON_MODE = Mode(linker="py", optimizer="fast_compile")
 
 
 class Parts(NamedTuple):
@@ -202,21 +197,6 @@ def open_lengths(parts: Parts, other: Any = None) -> dict[str, int | None]:
     return {name: place for name, place in sorted(rows.items()) if name in found and name not in shared}
 
 
-def python_function(inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
-    """Build an interpreted function: no compilation, slow per call, fast with large arrays.
-
-    PyTensor keeps a function's intermediate values in the function, so threads take turns.
-    """
-    function = pytensor.function(list(inputs), outputs, mode=PYTHON_MODE, on_unused_input="ignore")
-    lock = threading.Lock()
-
-    def call(*values: Any) -> Any:
-        with lock:
-            return function(*values)
-
-    return call
-
-
 def initial_values(parts: Parts) -> Callable[..., list[Array]]:
     """Function of the data arrays: unconstrained initial values of the shared, then the local variables."""
     model = parts.model
@@ -346,16 +326,6 @@ def constrained_graph(
     wanted = [*(parts.shared if only_shared else parts.local), *extra]
     outputs = clone_replace(list(parts.model.replace_rvs_by_values(wanted)), {**replace, **values}) if wanted else []
     return x, (*inputs, *shape_inputs), tuple(v.name for v in wanted), outputs
-
-
-def batched(x: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Array]]:
-    """Vectorise graphs of one vector x over a leading axis of draws, interpreted."""
-    many = pt.matrix("draws")
-    vectorised = []
-    for one, output in zip(outputs, vectorize_graph(list(outputs), {x: many}), strict=True):
-        constant = output.type.ndim == one.type.ndim  # without parameters: the same for every draw
-        vectorised.append(pt.broadcast_to(output, (many.shape[0], *output.shape)) if constant else output)
-    return python_function([many, *inputs], vectorised)
 
 
 def observed_through(parts: Parts) -> dict[Any, Any]:

@@ -12,6 +12,7 @@ from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 
 from fedppl.model import graph as _graph
+from fedppl.model import interpreted
 from fedppl.types import DataError
 
 
@@ -32,14 +33,14 @@ def site_indices(graph: _graph.SiteGraph, parts: _graph.Parts) -> Indices:
     beside = _expressions(parts.model.deterministics, {v: v.name for v in parts.data}, set(parts.model.basic_RVs))
     replace = dict(zip(parts.data, graph.inputs, strict=False))
     found |= dict(zip(clone_replace(list(beside), replace), beside.values(), strict=True)) if beside else {}
-    return Indices(tuple(found.values()), _graph.python_function(graph.inputs, list(found)))
+    return Indices(tuple(found.values()), interpreted.python_function(graph.inputs, list(found)))
 
 
 def read_indices(model: Any) -> Indices:
     """Indices in a PyMC model of what its containers hold now; the function has no arguments."""
     read = [*model.basic_RVs, *model.deterministics]
     found = _expressions(read, {v: v.name for v in model.data_vars}, set(model.basic_RVs))
-    return Indices(tuple(found.values()), _graph.python_function([], list(found)))
+    return Indices(tuple(found.values()), interpreted.python_function([], list(found)))
 
 
 def _expressions(outputs: Iterable[Any], data: Mapping[Any, str], parameters: set[Any]) -> dict[Any, tuple[str, ...]]:

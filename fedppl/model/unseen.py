@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedppl.model import graph as _graph
+from fedppl.model import interpreted
 from fedppl.model._declared import Declared, parts_of
 from fedppl.types import Array, DataError
 
@@ -62,9 +63,11 @@ def _densities(
 ) -> tuple[dict[str, Array], float]:
     """Log densities of outcomes by container, and of all else."""
     through = {str(variable.name): rv for variable, rv in _graph.observed_through(parts).items()}
-    compiled = parts.model.compile_logp(vars=[through[one] for one in outcomes], sum=False, mode=_graph.PYTHON_MODE)
+    compiled = parts.model.compile_logp(
+        vars=[through[one] for one in outcomes], sum=False, mode=interpreted.PYTHON_MODE
+    )
     found = {name: np.asarray(value) for name, value in zip(outcomes, compiled(point), strict=True)}
-    total = float(parts.model.compile_logp(mode=_graph.PYTHON_MODE)(point))
+    total = float(parts.model.compile_logp(mode=interpreted.PYTHON_MODE)(point))
     return found, total - float(sum(np.sum(value) for value in found.values()))
 
 

@@ -17,6 +17,7 @@ from pytensor.graph.traversal import ancestors
 
 from fedppl.contracts import ClientView
 from fedppl.model import graph as _graph
+from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
 from fedppl.nn.functional import Places, call, cast, parameter_slices, state_of
 from fedppl.nn.head import Head, find_head
@@ -181,8 +182,8 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
         shared_kinds={rv.name: _kind(rv) for rv in parts.shared},
         local_mean=mean,
         local_precision=precision,
-        rows=_graph.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, y_in]),
-        inputs=_graph.python_function([i for _, i in needed], X_in),
+        rows=interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, y_in]),
+        inputs=interpreted.python_function([i for _, i in needed], X_in),
         containers={v.name: v.type.dtype for v, _ in needed},
     )
 

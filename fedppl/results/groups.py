@@ -9,8 +9,9 @@ import numpy as np
 import pymc as pm
 import xarray as xr
 
-from fedppl.model import graph as _graph
+from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
+from fedppl.model.quiet import quiet
 from fedppl.results import idata
 from fedppl.results.simulate import proper_priors
 from fedppl.settings import shown
@@ -50,7 +51,7 @@ def _log_likelihood(client: ClientModel, posterior: xr.Dataset, seed: int) -> di
             idata.from_groups({"posterior": _free(model, posterior)}),
             extend_inferencedata=False,
             progressbar=False,
-            compile_kwargs={"mode": _graph.PYTHON_MODE},
+            compile_kwargs={"mode": interpreted.PYTHON_MODE},
         )
     return {"log_likelihood": _like(idata.as_dataset(computed, "log_likelihood"), posterior)}
 
@@ -58,13 +59,13 @@ def _log_likelihood(client: ClientModel, posterior: xr.Dataset, seed: int) -> di
 def _posterior_predictive(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
     """Replicates of the observations, one a draw, for the same inputs and the same local variables."""
     model = client.pymc_model()
-    with model:
+    with model, quiet():
         drawn = pm.sample_posterior_predictive(
             idata.from_groups({"posterior": posterior, "constant_data": _constant(model)}),
             var_names=[variable.name for variable in model.observed_RVs],
             random_seed=seed,
             progressbar=False,
-            compile_kwargs={"mode": _graph.PYTHON_MODE},
+            compile_kwargs={"mode": interpreted.PYTHON_MODE},
         )
     return {"posterior_predictive": _like(idata.as_dataset(drawn, "posterior_predictive"), posterior)}
 
@@ -72,8 +73,10 @@ def _posterior_predictive(client: ClientModel, posterior: xr.Dataset, seed: int)
 def _prior(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
     """Draws of the declared prior, and of what it predicts."""
     model = client.pymc_model()
-    with model, proper_priors():
-        drawn = pm.sample_prior_predictive(_PRIOR_DRAWS, random_seed=seed, compile_kwargs={"mode": _graph.PYTHON_MODE})
+    with model, proper_priors(), quiet():
+        drawn = pm.sample_prior_predictive(
+            _PRIOR_DRAWS, random_seed=seed, compile_kwargs={"mode": interpreted.PYTHON_MODE}
+        )
     return {name: _like(idata.as_dataset(drawn, name), posterior) for name in ("prior", "prior_predictive")}
 
 

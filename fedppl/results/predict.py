@@ -12,10 +12,12 @@ import xarray as xr
 from pytensor.graph.traversal import ancestors
 
 from fedppl.model import graph as _graph
+from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.enrolment import held_exactly, mismatch
 from fedppl.model.indices import read_indices, require_not_negative
+from fedppl.model.quiet import quiet
 from fedppl.results import idata
 from fedppl.results.rows import require_rows
 from fedppl.types import DataError, DeclarationError
@@ -90,7 +92,7 @@ def predictions(
         if model.coords.get(dim) is not None and len(model.coords[dim]) != len(value)
     }
     names = [variable.name for variable in model.observed_RVs]
-    with model:
+    with model, quiet():
         pm.set_data(values, coords=renewed)
         try:
             require_not_negative(client.client_id, read_indices(model), values, ())
@@ -101,7 +103,7 @@ def predictions(
                 random_seed=seed % 2**32,
                 progressbar=False,
                 **_anew(model, posterior, [containers[name] for name in values]),
-                compile_kwargs={"mode": _graph.PYTHON_MODE},
+                compile_kwargs={"mode": interpreted.PYTHON_MODE},
             )["predictions"]
         except (IndexError, ValueError, AssertionError) as error:
             if isinstance(error, DataError):

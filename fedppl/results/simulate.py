@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -11,8 +10,9 @@ import numpy as np
 import pymc as pm
 from pytensor.graph.traversal import ancestors
 
-from fedppl.model import graph as _graph
+from fedppl.model import interpreted
 from fedppl.model.client import ClientModel, dims_and_coords
+from fedppl.model.quiet import quiet
 from fedppl.model.summary import tells_grid
 from fedppl.results import idata
 from fedppl.types import Array, DeclarationError
@@ -40,18 +40,6 @@ def proper_priors() -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def at_level(name: str, level: int) -> Iterator[None]:
-    """Hold back what a logger says below a level: one line for each of many data sets tells nothing."""
-    log = logging.getLogger(name)
-    before = log.level
-    log.setLevel(level)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
-
-
 def truths(client: ClientModel, count: int, rng: np.random.Generator) -> Truths:
     """Draw the shared variables from their declared prior."""
     model = client.pymc_model()
@@ -59,8 +47,8 @@ def truths(client: ClientModel, count: int, rng: np.random.Generator) -> Truths:
     transforms = [model.rvs_to_transforms[rv] for rv in rvs]
     free = [rv if t is None else t.forward(rv, *rv.owner.inputs) for rv, t in zip(rvs, transforms, strict=True)]
     seed = int(rng.integers(2**31))
-    with proper_priors():
-        drawn = pm.draw([*rvs, *free], draws=count, random_seed=seed, mode=_graph.PYTHON_MODE)
+    with proper_priors(), quiet():
+        drawn = pm.draw([*rvs, *free], draws=count, random_seed=seed, mode=interpreted.PYTHON_MODE)
     values = {rv.name: np.asarray(value) for rv, value in zip(rvs, drawn, strict=False)}
     phi = np.concatenate([np.reshape(value, (count, -1)) for value in drawn[len(rvs) :]], axis=1)
     return Truths(values, phi)
@@ -79,13 +67,13 @@ def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Ge
         )
     # With the model's own dims and coords: a variable whose coords differ PyMC draws anew, from its prior.
     group = idata.posterior_dataset({name: value[None] for name, value in shared.items()}, *dims_and_coords(model))
-    with model, proper_priors(), at_level("pymc.sampling.forward", logging.WARNING):
+    with model, proper_priors(), quiet():
         drawn = pm.sample_posterior_predictive(
             idata.from_groups({"posterior": group}),
             var_names=list(arrays),
             random_seed=int(rng.integers(2**31)),
             progressbar=False,
-            compile_kwargs={"mode": _graph.PYTHON_MODE},
+            compile_kwargs={"mode": interpreted.PYTHON_MODE},
         )
     found = idata.as_dataset(drawn, "posterior_predictive")
     return {

@@ -10,7 +10,7 @@ from scipy.special import expit
 
 import fedppl
 from fedppl import FederatedModel
-from fedppl.model.graph import PYTHON_MODE
+from fedppl.model.interpreted import PYTHON_MODE
 
 CUTS = (1.5, 4.0)
 AT: dict[str, dict[str, Any]] = {

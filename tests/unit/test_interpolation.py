@@ -11,7 +11,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from fedppl.model._interpolation import interpolated, rises_beyond
-from fedppl.model.graph import python_function
+from fedppl.model.interpreted import python_function
 
 Function = Callable[[Any], Any]
 
