@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # What brings models that are compiled, networks of torch, and scripts that are run.
 BRINGS = {
-    "compiled": ("pymc", "models", "fedppl.testing", "examples", "benchmarks"),
+    "compiled": ("pymc", "pytensor", "numba", "models", "fedppl.testing", "examples", "benchmarks"),
     "torch": ("torch", "fedppl.nn", "models.fedsi", "models.pfedvem"),
     "examples": ("examples", "benchmarks"),
 }
