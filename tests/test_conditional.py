@@ -9,10 +9,10 @@ import pymc as pm
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy.special import logsumexp
-from scipy.stats import norm
+from scipy.stats import norm, t
 
 from fedppl import FederatedModel
-from fedppl.local import _conditional, _factor, _marginal
+from fedppl.local import _conditional, _factor, _gaussian_rest, _marginal
 from fedppl.types import Array
 from tests.support import problems
 
@@ -72,7 +72,7 @@ def nearly(y: Any) -> pm.Model:
 @pytest.mark.parametrize("rows", [3, 12, 200])
 def test_the_integral_is_that_of_the_closed_form_with_its_constant(rows: int) -> None:
     client, data = client_of(rows)
-    which = _conditional.find(client)
+    which = _gaussian_rest.find(client)
     assert which is not None
     assert_array_equal(which, [2])
     center = np.array([0.8, -0.4, -1.0])
@@ -90,7 +90,7 @@ def test_two_coordinates_are_integrated_on_a_grid() -> None:
     rng = np.random.default_rng(1)
     y, z = 0.3 + rng.normal(size=9), 0.3 + 2.0 * rng.normal(size=7)
     client = FederatedModel(two_sds, ["mu"]).enrol({"a": {"y": y, "z": z}})["a"]
-    which = _conditional.find(client)
+    which = _gaussian_rest.find(client)
     assert which is not None
     assert_array_equal(which, [1, 2])
     phi = np.linspace(-1.5, 2.0, 7)[:, None]
@@ -116,15 +116,91 @@ def test_where_the_others_are_not_gaussian_nothing_is_found() -> None:
     rng = np.random.default_rng(2)
     X = rng.normal(size=(20, 3))
     client = FederatedModel(binary, ["mu"]).enrol({"a": {"X": X, "y": rng.integers(0, 2, 20)}})["a"]
-    assert _conditional.find(client) is None and not _conditional.is_exact(client)
+    assert _gaussian_rest.find(client) is None and not _gaussian_rest.is_exact(client)
 
 
 def test_a_term_that_shows_far_from_the_mode_is_seen() -> None:
     client = FederatedModel(nearly, ["mu"]).enrol({"a": {"y": np.array([0.2, 0.9])}})["a"]
-    assert not _conditional.is_exact(client)
+    assert not _gaussian_rest.is_exact(client)
 
 
 def test_without_the_coordinates_that_are_not_gaussian_all_is_exact() -> None:
     model, clients = problems.regression()
     client = model.enrol(dict([next(iter(clients.items()))]))
-    assert all(_conditional.is_exact(one) and _conditional.find(one) is None for one in client.values())
+    assert all(_gaussian_rest.is_exact(one) and _gaussian_rest.find(one) is None for one in client.values())
+
+
+def schools(centred: bool) -> Any:
+    """Measurements of effects with a sd of their own that only this client has: a funnel in (log τ, effects)."""
+
+    def declare(y: Any, error: Any) -> pm.Model:
+        with pm.Model() as model:
+            y, error = pm.Data("y", y), pm.Data("error", error)
+            mu, tau = pm.Normal("mu", 0, 3), pm.math.exp(pm.Normal("log_tau", 0, 1))
+            if centred:
+                theta = pm.Normal("theta", mu, tau, shape=y.shape)
+            else:
+                theta = mu + tau * pm.Normal("z", 0, 1, shape=y.shape)
+            pm.Normal("obs", theta, error, observed=y)
+        return model
+
+    return declare
+
+
+@pytest.mark.parametrize("centred", [True, False], ids=["centred", "not centred"])
+@pytest.mark.parametrize("size", [3, 8])
+def test_a_funnel_is_integrated_where_its_mass_is(size: int, centred: bool) -> None:
+    rng = np.random.default_rng(0)
+    y, error = rng.normal(size=size), 0.5 + rng.uniform(0, 1, size)
+    client = FederatedModel(schools(centred), ["mu"]).enrol({"a": {"y": y, "error": error}})["a"]
+    which = _gaussian_rest.find(client)
+    assert which is not None
+    assert_array_equal(which, [0])
+    grid = np.linspace(-9, 9, 8001)
+    phi = np.linspace(-3, 3, 25)[:, None]
+    scale = np.sqrt(np.exp(2 * grid) + error[:, None] ** 2)
+    logs = np.array([norm.logpdf(grid) + norm.logpdf(y[:, None], mu, scale).sum(axis=0) for mu in phi[:, 0]])
+    expected = logsumexp(logs, axis=1) + np.log(grid[1] - grid[0])
+    found, errors = _conditional.integrated(client, phi, np.zeros(1), which)
+    assert_allclose(found, expected, atol=2e-3)
+    assert np.all(np.abs(found - expected) < 1e-4 + 3.0 * np.abs(errors))
+
+
+def heavy(y: Any) -> pm.Model:
+    """A shift of most of its mass at 0, where rows say 5."""
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        theta = pm.Normal("theta", pm.Normal("mu", 0, 3), 1)
+        pm.Normal("obs", theta + pm.StudentT("shift", nu=1, mu=0, sigma=0.05), 1, observed=y)
+    return model
+
+
+def test_what_a_heavy_tail_leaves_unknown_is_said() -> None:
+    y = np.array([5.0, 5.5, 4.8])
+    client = FederatedModel(heavy, ["mu"]).enrol({"a": {"y": y}})["a"]
+    which = _gaussian_rest.find(client)
+    assert which is not None
+    phi, shift = np.linspace(-3, 3, 13)[:, None], np.linspace(-60, 60, 400_001)
+    inside = -np.log(2 * np.pi) - 0.5 * np.log(3) - 0.5 * np.sum((y - y.mean()) ** 2)
+    logs = [
+        t.logpdf(shift, 1, 0, 0.05) + norm.logpdf(y.mean(), mu + shift, np.sqrt(4 / 3)) + inside for mu in phi[:, 0]
+    ]
+    expected = logsumexp(logs, axis=1) + np.log(shift[1] - shift[0])
+    found, errors = _conditional.integrated(client, phi, np.zeros(1), which)
+    missed = found - expected
+    assert np.ptp(missed) < 1e-4 + 3.0 * np.ptp(errors)
+
+
+def far_apart(y: Any) -> pm.Model:
+    """Two modes, thirty sds from each other, each of them a Gaussian."""
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        theta = pm.Normal("theta", pm.Normal("mu", 0, 3), 1)
+        shift = pm.NormalMixture("shift", [0.5, 0.5], [-3, 3], [0.2, 0.2])
+        pm.Normal("obs", theta + shift, 1, observed=y)
+    return model
+
+
+def test_a_mode_thirty_sds_away_makes_no_gaussian() -> None:
+    client = FederatedModel(far_apart, ["mu"]).enrol({"a": {"y": np.array([0.2, -0.3, 0.5])}})["a"]
+    assert not _gaussian_rest.is_exact(client) and _gaussian_rest.find(client) is None

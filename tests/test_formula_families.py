@@ -93,6 +93,8 @@ def test_every_family_predicts_at_new_rows(family: str) -> None:
     found, _ = predictions(client, posterior, read, 1, {})
     name = model.builder.terms.response.columns[0]
     assert found[name].shape == (1, 3, 3) and np.all(np.isfinite(found[name]))
+    several = model.builder.family.outcome == "level"
+    assert found[name].attrs.get("levels") == (sorted(map(str, set(FRAME[name]))) if several else None)
     with pytest.raises(DataError, match="levels .*'other drug'"):
         model.read_new("s1", new.assign(arm="other drug"), client.arrays, client.declared.kind)
     with pytest.raises(DataError, match=r"groups \['w'\] of ward have no rows"):

@@ -7,15 +7,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pymc as pm
 import pytensor.tensor as pt
 import pytest
+from pytensor.gradient import grad_clip
 from pytensor.graph.basic import Apply
 from pytensor.graph.op import Op
 
+from fedppl import FederatedModel
 from fedppl.model.graph_key import graph_key
 
 
@@ -85,9 +88,57 @@ class Held(Op):
 @pytest.mark.parametrize(
     "how", ["text".upper, np.exp, object(), lambda x: x], ids=["method", "ufunc", "bare", "lambda"]
 )
-def test_an_operation_that_holds_what_has_no_words_has_no_name(how: Any) -> None:
+def test_an_operation_that_holds_what_has_no_words_has_no_name(how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pytensor.made_up", SimpleNamespace(Held=Held))
     assert key(lambda x, y: Held(how)(x)) is None
     assert key(lambda x, y: Held(2)(x)) not in (None, key(lambda x, y: Held(3)(x)))
+
+
+class Hidden(Held):
+    """What keeps a setting where it is not seen."""
+
+    __module__ = "pytensor.made_up"
+    __slots__ = ("over",)
+
+    def __init__(self, over: str) -> None:
+        super().__init__(2)
+        self.over = over
+
+
+def test_an_operation_that_hides_what_it_holds_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pytensor.made_up", SimpleNamespace(Held=Held, Hidden=Hidden))
+    assert key(lambda x, y: Hidden("a")(x)) is None
+
+
+def test_an_operation_under_anothers_name_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pytensor.made_up", SimpleNamespace(Held=Doubled))
+    assert key(lambda x, y: Held(2)(x)) is None
+
+
+def test_matrices_that_are_kept_otherwise_have_no_name() -> None:
+    sparse = pytest.importorskip("pytensor.sparse")
+    assert key(lambda x, y: sparse.sp_sum(sparse.csr_from_dense(x))) is None
+
+
+def clipped(most: float) -> Any:
+    """A density whose gradient alone says how it was declared."""
+
+    def declare(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            mu = pm.Normal("mu", 0, 1)
+            pm.Potential("near", -0.5 * ((pm.Data("y", y) - grad_clip(mu, -1.0, most)) ** 2).sum())
+        return model
+
+    return declare
+
+
+def test_a_gradient_that_is_another_is_compiled_anew() -> None:
+    data = {"y": np.array([3.0, 5.0])}
+    found = []
+    for most in (1.0, 3.0, 1e9):
+        client = FederatedModel(clipped(most), ["mu"]).enrol({"a": data})["a"]
+        found.append(client.kernel(np.zeros(1), *client.packed)[1])
+    assert found == [1.0, 3.0, 8.0]
 
 
 def test_types_count() -> None:

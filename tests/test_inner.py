@@ -14,7 +14,7 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import FederatedModel, gaussian
-from fedppl.local import _conditional, _inner, _marginal
+from fedppl.local import _conditional, _gaussian_rest, _inner, _marginal
 from fedppl.local._separable import is_separable
 from fedppl.types import Array
 
@@ -96,10 +96,10 @@ def test_nothing_is_left_out_where_theta_is_gaussian() -> None:
         return model
 
     client = FederatedModel(normal, ["mu", "tau"]).enrol({"a": {"y": np.array([0.3, 1.2])}})["a"]
-    assert _conditional.is_exact(client)
+    assert _gaussian_rest.is_exact(client)
     assert _conditional.left_out(client, np.zeros(2), np.eye(2)) == (None, 1.0)
     binary = FederatedModel(intercepts, ["mu", "tau"]).enrol({"a": {"y": np.array([0, 1])}})["a"]
-    assert not _conditional.is_exact(binary)
+    assert not _gaussian_rest.is_exact(binary)
 
 
 def test_a_quadratic_difference_comes_back() -> None:
@@ -169,7 +169,7 @@ def test_a_prior_that_pins_theta_is_no_proof_of_a_gaussian() -> None:
         return model
 
     client = FederatedModel(pinned, ["mu", "tau"]).enrol({"a": {"y": np.array([0, 1, 1])}})["a"]
-    assert not _conditional.is_exact(client)
+    assert not _gaussian_rest.is_exact(client)
 
 
 def test_a_fit_says_whose_integrals_are_not_known() -> None:

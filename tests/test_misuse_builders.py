@@ -105,6 +105,11 @@ ROWS: dict[str, Mistake] = {
     "bytes for a name": row(lambda: FederatedModel(whole, b"mu"), "list of names"),  # type: ignore[arg-type]
     "a name twice in shared": row(lambda: FederatedModel(whole, ["mu", "mu"]), "'mu'", "list it once"),
     "a reader that is none": row(lambda: FederatedModel(whole, ["mu"], reads="csv"), "reads='csv'", "function"),  # type: ignore[arg-type]
+    "a reader of new rows that is none": row(
+        lambda: FederatedModel(whole, ["mu"], reads_new="csv"),  # type: ignore[arg-type]
+        "reads_new='csv'",
+        "function",
+    ),
     "another case": row(of(normal, ["Mu"]), "'Mu'", "'mu'"),
     "a transformed name": row(of(lambda y: normal(y, 0.0, pm.HalfNormal("s")), ["s_log__"]), "'s_log__'", "'s'"),
     "an outcome shared": row(of(normal, ["mu", "obs"]), "'obs'", "free random variables"),

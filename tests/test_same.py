@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import pymc as pm
 import pytensor.tensor as pt
 import pytest
+from pymc.distributions import transforms
+from pytensor.compile.builders import OpFromGraph
 
 from fedppl import FederatedModel
 from fedppl.model import graph as _graph
@@ -166,3 +169,70 @@ def test_a_model_with_one_difference_is_not_taken_for_the_same(name: str) -> Non
 
 def test_densities_of_ones_own_are_left_to_the_slow_comparison() -> None:
     assert not _same.surely_same_model(parts(own=1.0), parts(own=2.0))
+
+
+def scaled(y: Any) -> pm.Model:
+    """A distribution of one's own whose density, and not whose draws, holds a number of the client's."""
+    sd = float(np.std(y))
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        pm.CustomDist(
+            "obs",
+            pm.Normal("mu", 0, 1),
+            dist=lambda mu, size: pm.Normal.dist(mu, 1.0, size=size),
+            logp=lambda value, mu: -0.5 * ((value - mu) / sd) ** 2 - np.log(sd),
+            observed=y,
+        )
+    return model
+
+
+def test_a_density_that_holds_data_is_each_clients_own(rng: np.random.Generator) -> None:
+    data = {"a": {"y": rng.normal(size=20)}, "b": {"y": 10 * rng.normal(size=20)}}
+    with pytest.warns(UserWarning, match="bakes a client's data"):
+        clients = FederatedModel(scaled, ["mu"]).enrol(data)
+    for name, client in clients.items():
+        y = data[name]["y"]
+        expected = np.sum(-0.5 * ((y - 0.3) / y.std()) ** 2 - np.log(y.std()))
+        assert client.kernel(np.array([0.3]), *client.packed)[0] == pytest.approx(expected)
+
+
+def overridden(slope: float | None) -> Any:
+    """tanh, and what says that its gradient is another."""
+
+    def declare(y: Any) -> pm.Model:
+        x = pt.vector("x")
+        kind = {} if slope is None else {"lop_overrides": lambda ins, outs, given: [0.0 * given[0] + slope]}
+        with pm.Model() as model:
+            mu = pm.Normal("mu", shape=2)
+            pm.Potential("near", (pm.Data("y", y) * OpFromGraph([x], [pt.tanh(x)], **kind)(mu)).sum())
+        return model
+
+    return declare
+
+
+def test_gradients_that_are_declared_are_not_taken_for_others() -> None:
+    found = []
+    for slope in (None, 7.0, 5.0):
+        client = FederatedModel(overridden(slope), ["mu"]).enrol({"a": {"y": np.ones(2)}})["a"]
+        found.append(client.kernel(np.zeros(2), *client.packed)[1:].tolist())
+    assert found == [[1.0, 1.0], [7.0, 7.0], [5.0, 5.0]]
+
+
+LIMIT = 2.0
+
+
+def test_bounds_are_compared_with_all_that_they_hold() -> None:
+    def bounds(most: float) -> Any:
+        def of(*_: Any, most: float = most) -> tuple[float, float]:
+            return 0.0, most
+
+        return of
+
+    def of_globals(*_: Any) -> tuple[float, float]:
+        return 0.0, LIMIT
+
+    two, five = (transforms.Interval(bounds_fn=bounds(most)) for most in (2.0, 5.0))
+    assert _same._alike(two, transforms.Interval(bounds_fn=bounds(2.0))) and not _same._alike(two, five)
+    assert not _same._alike(
+        *(transforms.Interval(bounds_fn=FunctionType(of_globals.__code__, {"LIMIT": v})) for v in (2, 5))
+    )

@@ -86,6 +86,13 @@ class Formula:
         return (*first, *self.terms.common, *spreads, *beside)
 
     @property
+    def outcome_levels(self) -> dict[str, list[str]]:
+        """Levels of an outcome that is one of several: draws of it are their places, from 0."""
+        name = self.terms.response.columns[0]
+        levels = self._agreed().agreement.columns[name].levels
+        return {name: list(levels)} if levels else {}
+
+    @property
     def cuts(self) -> tuple[float, ...]:
         """Times between which the hazard is constant, where the family has it so."""
         return tuple(map(float, self.constants["cuts"])) if self.family.name == "piecewise" else ()

@@ -2,7 +2,8 @@ r"""log f_k where most of θ is Gaussian given φ and few coordinates c of θ, a
 
 .. math:: \log f_k(\varphi) = \log \int \Big[\int p(y_k, \theta_c, \theta_r \mid \varphi)\, d\theta_r\Big]\, d\theta_c
 
-The inner integral is exact by one Newton step, wherever that begins; the outer one is a quadrature over c.
+The inner integral is exact by Newton steps, wherever these begin; the outer one is a quadrature over c, which is
+centered anew where most of the integral is not about the mode of θ. Another mode of c far from the first is not seen.
 """
 
 from __future__ import annotations
@@ -10,118 +11,37 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import logsumexp
 
-from fedppl import gaussian
 from fedppl.contracts import ClientView
 from fedppl.local import _inner, _marginal
+from fedppl.local._gaussian_rest import Places, find, is_exact
 from fedppl.local._inner import LeftOut
 from fedppl.numerics.importance import has_enough_points, stream_of
 from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
 from fedppl.numerics.marginal import site_outputs
-from fedppl.types import Array, LocalFailure
+from fedppl.types import Array
 
-MOST = 2  # coordinates that may be integrated by quadrature
-_MOST_LOCAL = 50  # coordinates of θ, so that finding c costs little
 _NODES = 11  # of each coordinate where there are two
 _AT_ONCE = 2**22  # numbers in the points that are held at a time
-_STEP, _CHANGED = 1e-2, 1e-6  # sds; change of a curvature, in its own units, that is none of rounding
-_EQUAL, _ROUNDING = 1e-7, 1e-10  # of what the density changes by, and of the density
-
-Places = NDArray[np.intp]
-
-
-class _Probes(NamedTuple):
-    """Points of the prior of φ, with the modes of θ there, and its sds, each given the others."""
-
-    phi: Array  # (P, m)
-    modes: Array  # (P, d)
-    sds: Array  # (P, d)
+_TIMES = 4  # a quadrature is centered anew
+_OFF, _NARROW, _WIDE = (
+    1.0,
+    0.5,
+    2.0,
+)  # sds of a quadrature off its center; its own sds, below and above which it is made anew
+_MISSED, _LOW = 1e-6, 30.0  # by which a node's own mode may be missed, and below the largest which no term counts
+_DENSE = 2.0  # sds from the center within which nodes lie dense
 
 
-def _probes(client: ClientView) -> _Probes | None:
-    """Near and far, of model and data alone; None where θ has no mode at one of them."""
-    center = gaussian.mean(client.prior.gaussian)
-    near, far = (_marginal.prior_sds(client, most) for most in (1.0, 10.0))
-    points = center + np.stack([-near, 0.3 * near, near, -far, far])
-    try:
-        _, modes, factors = _marginal.modes(client, points, center, factors=True)
-    except LocalFailure:
-        return None
-    if not np.all(np.isfinite(factors)) or not np.all(np.diagonal(factors, axis1=1, axis2=2) > 0):
-        return None
-    return _Probes(points, modes, 1.0 / np.sqrt(np.sum(factors**2, axis=2)))
+class _Quadrature(NamedTuple):
+    """Where θ is expanded, and where nodes z are: c = mode_c + shift + spread z."""
 
-
-def is_exact(client: ClientView) -> bool:
-    """Whether θ is Gaussian given φ, as far as points of the prior tell, near and far: from model and data alone."""
-    probes = client.view(_probes)
-    nothing = np.zeros(0, dtype=np.intp)
-    return probes is not None and all(_is_gaussian(client, *one, nothing) for one in zip(*probes, strict=True))
-
-
-def find(client: ClientView) -> Places | None:
-    """Coordinates c of θ, as few as will do, given which the others are Gaussian; None where these are too many."""
-    d, probes = client.local_size, client.view(_probes)
-    if probes is None or not 1 < d <= _MOST_LOCAL:
-        return None
-    turns = np.zeros((d, d, d), dtype=bool)
-    for point, mode, sd in zip(*probes, strict=True):
-        around = mode + np.concatenate([np.zeros((1, d)), np.diag(sd)])
-        curved = np.array([_curvature(client, point, theta, sd) for theta in around]) * np.outer(sd, sd)
-        if not np.all(np.isfinite(curved)):
-            return None
-        turns |= np.abs(curved[1:] - curved[0]) > _CHANGED * np.abs(curved).max()
-    chosen = _cover(turns, ())
-    if not chosen:
-        return None
-    which = np.array(sorted(chosen), dtype=np.intp)
-    held = all(_is_gaussian(client, *one, which) for one in zip(*probes, strict=True))
-    return which if held else None
-
-
-def _cover(turns: NDArray[np.bool_], chosen: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The fewest coordinates without which no curvature of the others turns with one of them; None beyond MOST."""
-    rest = np.setdiff1d(np.arange(len(turns)), chosen)
-    left = np.argwhere(turns[np.ix_(rest, rest, rest)])
-    if not len(left):
-        return chosen
-    if len(chosen) == MOST:
-        return None
-    covers = [_cover(turns, (*chosen, int(one))) for one in np.unique(rest[left[0]])]  # one of these it must be
-    return min((one for one in covers if one is not None), key=len, default=None)
-
-
-def _curvature(client: ClientView, point: Array, theta: Array, sd: Array) -> Array:
-    """−∂²ℓ/∂θ² by central differences."""
-    d, m = len(theta), len(point)
-    x = np.concatenate([np.broadcast_to(point, (2 * d, m)), theta + _STEP * np.vstack([np.diag(sd), -np.diag(sd)])], 1)
-    slopes = site_outputs(client.kernel, np.ascontiguousarray(x), client.packed)[:, 1 + m :]
-    found = -(slopes[:d] - slopes[d:]) / (2.0 * _STEP * sd[:, None])
-    return np.asarray(0.5 * (found + found.T))
-
-
-def _is_gaussian(client: ClientView, point: Array, mode: Array, sd: Array, which: Places) -> bool:
-    """Whether the density itself is a Gaussian's in the rest of θ, near and far, wherever c is."""
-    rest = np.setdiff1d(np.arange(len(mode)), which)
-    rng = np.random.default_rng(0)
-    for far in (0.5, -1.0, 2.0) if len(which) else (0.0,):
-        center = mode.copy()
-        center[which] += far * sd[which]
-        z = rng.normal(size=(4, len(rest))) * np.array([[0.5], [1.0], [3.0], [10.0]])
-        ends = np.repeat(center[None], 1 + len(rest) + len(z), axis=0)
-        ends[1 : 1 + len(rest), rest] += np.diag(sd[rest])
-        ends[1 + len(rest) :, rest] += z * sd[rest]
-        x = np.concatenate([np.broadcast_to(point, (len(ends), len(point))), ends], axis=1)
-        found = site_outputs(client.kernel, np.ascontiguousarray(x), client.packed)
-        logs, slopes = found[:, 0], found[:, 1 + len(point) + rest] * sd[rest]
-        curved = -(slopes[1 : 1 + len(rest)] - slopes[0])
-        told = z @ slopes[0] - 0.5 * np.sum((z @ curved) * z, axis=1)
-        rounding = _ROUNDING * float(np.abs(logs[0]))  # many rows have a large density, and may hide nothing behind it
-        if not np.allclose(told, logs[1 + len(rest) :] - logs[0], rtol=_EQUAL, atol=_EQUAL + rounding):
-            return False
-    return True
+    phi: Array  # (S, m)
+    modes: Array  # (S, d)
+    curvature: Array  # (S, d, d) at the mode
+    shift: Array  # (S, q)
+    spread: Array  # (S, q, q)
 
 
 def integrated(client: ClientView, points: Array, center: Array, which: Places) -> tuple[Array, Array]:
@@ -129,37 +49,82 @@ def integrated(client: ClientView, points: Array, center: Array, which: Places) 
     q, m = len(which), points.shape[1]
     rule = by_trapezoids() if q == 1 else by_grid(q, _NODES)
     rest = np.setdiff1d(np.arange(client.local_size), which)
-    values, shares = np.full(len(points), np.nan), np.zeros(len(points))
+    values, errors = np.full(len(points), np.nan), np.zeros(len(points))
     chunk = max(1, _AT_ONCE // (len(rule.nodes) * (1 + len(rest)) * (m + client.local_size)))
     for first in range(0, len(points), chunk):
         some = points[first : first + chunk]
         found, modes, factors = _marginal.modes(client, some, center, factors=True)
         told = np.flatnonzero(np.isfinite(found))
-        terms = _terms(client, some[told], modes[told], factors[told], which, rest, rule)
+        terms = _centered(client, _about_modes(some[told], modes[told], factors[told], which, rest), which, rest, rule)
         total = logsumexp(terms, axis=1)
         values[first + told] = np.where(np.isfinite(total), total, np.nan)
         with np.errstate(invalid="ignore"):
-            shares[first + told] = np.exp(terms[:, rule.group == 1] - total[:, None]).sum(axis=1)
+            errors[first + told] = (_of_trapezoids if q == 1 else _of_grid)(terms - total[:, None], rule)
     known = np.isfinite(values)
-    if q == 1:  # the rule of every second node is wrong by about the root of what the whole one is wrong by
-        half = np.log(2.0 * np.clip(shares, 1e-12, 1.0))
-        shares = np.sign(half) * half**2
-    middle = np.median(shares[known]) if np.any(known) else 0.0
-    return values, np.where(known, shares - middle, 0.0)
+    middle = np.median(errors[known]) if np.any(known) else 0.0
+    return values, np.where(known, errors - middle, 0.0)
 
 
-def _terms(
-    client: ClientView, phi: Array, modes: Array, factors: Array, which: Places, rest: Places, rule: Rule
-) -> Array:
-    """Logarithms of what the nodes of c add to the integral, (S, L)."""
-    (count, m), nodes, r = phi.shape, len(rule.nodes), len(rest)
-    A = factors @ np.swapaxes(factors, 1, 2)
-    A_rr, A_rc = A[:, rest[:, None], rest], A[:, rest[:, None], which]
-    follow = np.linalg.solve(A_rr, A_rc)  # (S, r, q): how the mode of the rest moves with c
-    root = np.linalg.cholesky(A[:, which[:, None], which] - np.swapaxes(A_rc, 1, 2) @ follow)
-    step = np.linalg.solve(np.swapaxes(root, 1, 2), rule.nodes.T).swapaxes(1, 2)  # (S, L, q)
-    x = np.empty((count, nodes, 1 + r, m + modes.shape[1]))
-    x[..., :m], x[..., m:] = phi[:, None, None], modes[:, None, None]
+def _about_modes(phi: Array, modes: Array, factors: Array, which: Places, rest: Places) -> _Quadrature:
+    """Nodes where Laplace's approximation has c."""
+    curvature = factors @ np.swapaxes(factors, 1, 2)
+    follow = np.linalg.solve(curvature[:, rest[:, None], rest], curvature[:, rest[:, None], which])
+    of_c = curvature[:, which[:, None], which] - curvature[:, which[:, None], rest] @ follow
+    spread = np.linalg.inv(np.swapaxes(np.linalg.cholesky(of_c), 1, 2))
+    return _Quadrature(phi, modes, curvature, np.zeros((len(phi), len(which))), spread)
+
+
+def _centered(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
+    """Logarithms of what nodes add to the integral, (S, L), of nodes that lie where the integral is."""
+    terms = _terms(client, about, which, rest, rule)
+    gaps = np.gradient(rule.nodes[:, 0]) if len(which) == 1 else np.full(len(rule.nodes), 0.5)
+    off = np.arange(len(terms))
+    for _ in range(_TIMES):
+        off = off[np.isfinite(terms[off].max(axis=1))]
+        shares = np.exp(terms[off] - logsumexp(terms[off], axis=1, keepdims=True))
+        mean = shares @ rule.nodes
+        apart = rule.nodes - mean[:, None]
+        least = (0.5 * gaps[np.argmax(shares, axis=1)]) ** 2  # what lies at one node is as wide as nodes are apart
+        covariance = np.einsum("sl,slp,slq->spq", shares, apart, apart) + least[:, None, None] * np.eye(len(which))
+        wide = np.linalg.eigvalsh(covariance)
+        away = (np.abs(mean).max(axis=1) > _OFF) | (wide[:, 0] < _NARROW**2) | (wide[:, -1] > _WIDE**2)
+        off, mean, covariance = off[away], mean[away], covariance[away]
+        if not len(off):
+            break
+        shift = about.shift[off] + np.einsum("spq,sq->sp", about.spread[off], mean)
+        spread = about.spread[off] @ np.linalg.cholesky(covariance)
+        about.shift[off], about.spread[off] = shift, spread
+        terms[off] = _terms(client, _Quadrature(*(values[off] for values in about)), which, rest, rule)
+    return terms
+
+
+def _of_grid(terms: Array, rule: Rule) -> Array:
+    """What is not known of the logarithm of an integral: what its outermost nodes are of it."""
+    return np.asarray(np.exp(terms[:, rule.group == 1]).sum(axis=1))
+
+
+def _of_trapezoids(terms: Array, rule: Rule) -> Array:
+    """The same by the rule of every second node, and by what the outermost nodes are.
+
+    About one peak that is where nodes are dense, the whole rule is wrong by the square of what every second node is
+    wrong by. About another, which may lie between two nodes, no more is known than that it is less wrong.
+    """
+    half = np.log(2.0 * np.clip(np.exp(terms[:, rule.group == 1]).sum(axis=1), 1e-12, 1.0))
+    high = terms > terms.max(axis=1, keepdims=True) - _LOW
+    peaks = np.sum((terms[:, 1:-1] > terms[:, :-2]) & (terms[:, 1:-1] >= terms[:, 2:]) & high[:, 1:-1], axis=1)
+    central = (peaks == 1) & (np.abs(rule.nodes[np.argmax(terms, axis=1), 0]) < _DENSE)
+    ends = np.clip(np.exp(terms[:, [0, 1, -2, -1]]).sum(axis=1), 0.0, 1.0 - 1e-12)
+    return np.asarray(np.where(central, np.sign(half) * half**2, np.abs(half)) - np.log1p(-ends))
+
+
+def _terms(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
+    """Logarithms of what nodes of c add to the integral, (S, L)."""
+    (count, m), nodes, r = about.phi.shape, len(rule.nodes), len(rest)
+    A_rr = about.curvature[:, rest[:, None], rest]
+    follow = np.linalg.solve(A_rr, about.curvature[:, rest[:, None], which])  # (S, r, q): how the rest moves with c
+    step = about.shift[:, None] + rule.nodes @ np.swapaxes(about.spread, 1, 2)  # (S, L, q)
+    x = np.empty((count, nodes, 1 + r, m + about.modes.shape[1]))
+    x[..., :m], x[..., m:] = about.phi[:, None, None], about.modes[:, None, None]
     x[..., m + which] += step[:, :, None]
     x[..., m + rest] -= np.einsum("srq,slq->slr", follow, step)[:, :, None]
     widths = 1.0 / np.sqrt(np.diagonal(A_rr, axis1=1, axis2=2))  # the gradient is linear in the rest: any step is exact
@@ -169,16 +134,40 @@ def _terms(
     slopes = outputs[..., 1 + m + rest]
     slope = slopes[:, :, 0]
     curved = -(slopes[:, :, 1:] - slope[:, :, None]) / widths[:, None, :, None]
-    curved = 0.5 * (curved + np.swapaxes(curved, 2, 3))
-    sign, log_determinant = np.linalg.slogdet(curved)
-    good = (sign > 0) & np.isfinite(log_determinant) & np.isfinite(outputs[:, :, 0, 0]) & np.isfinite(slope).all(2)
-    curved[~good] = np.eye(r)
-    gain = 0.5 * np.sum(slope * np.linalg.solve(curved, slope[..., None])[..., 0], axis=2)
-    log_root = np.log(np.diagonal(root, axis1=1, axis2=2)).sum(axis=1)
-    constant = 0.5 * modes.shape[1] * np.log(2.0 * np.pi) - log_root[:, None]
+    inverse, log_determinant = _inverses(0.5 * (curved + np.swapaxes(curved, 2, 3)))
+    # The mode of the rest is where the density is read: what a Newton step from elsewhere gains may be as large as the
+    # density itself is there, and their rounding is then of any size.
+    x = np.ascontiguousarray(x[:, :, 0])
+    for _ in range(2):
+        x[..., m + rest] += np.einsum("slij,slj->sli", inverse, np.nan_to_num(slope))
+        there = site_outputs(client.kernel, x.reshape(-1, x.shape[-1]), client.packed).reshape(count, nodes, -1)
+        slope = there[..., 1 + m + rest]
+    logs, missed = there[..., 0], np.einsum("sli,slij,slj->sl", slope, inverse, slope)
+    proper = np.isfinite(log_determinant)
+    constant = 0.5 * about.modes.shape[1] * np.log(2.0 * np.pi) + np.linalg.slogdet(about.spread)[1][:, None]
     weight = 0.5 * np.sum(rule.nodes**2, axis=1) + rule.log_weights
-    terms = outputs[:, :, 0, 0] + gain - 0.5 * log_determinant + constant + weight
-    return np.asarray(np.where(good, terms, -np.inf))
+    terms = logs - 0.5 * np.where(proper, log_determinant, 0.0) + constant + weight
+    terms = np.where(np.isfinite(terms), terms, -np.inf)
+    good = proper & (missed < _MISSED)
+    least = np.max(np.where(good, terms, -np.inf), axis=1, keepdims=True) - _LOW
+    unknown = np.any(~good & (terms > least), axis=1)  # a node that counts is not known: nor is the integral
+    return np.asarray(np.where(good & ~unknown[:, None], terms, -np.inf))
+
+
+def _inverses(matrices: Array) -> tuple[Array, Array]:
+    """Inverses (..., r, r) and log determinants of those that are positive definite; 0 and NaN of others."""
+    inverses, logs = np.zeros_like(matrices), np.full(matrices.shape[:-2], np.nan)
+    if not matrices.size:
+        return inverses, np.zeros_like(logs)
+    whole = np.isfinite(matrices).all(axis=(-2, -1))
+    values, vectors = np.linalg.eigh(matrices[whole])
+    proper = values[:, 0] > 0.0
+    held = np.flatnonzero(whole)[proper]
+    values, vectors = values[proper], vectors[proper]
+    flat = inverses.reshape(-1, *matrices.shape[-2:])
+    flat[held] = (vectors / values[:, None, :]) @ np.swapaxes(vectors, 1, 2)
+    logs.reshape(-1)[held] = np.log(values).sum(axis=1)
+    return inverses, logs
 
 
 def left_out(client: ClientView, mean: Array, root: Array) -> LeftOut:

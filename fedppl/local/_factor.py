@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.interpolate import RBFInterpolator
 
 from fedppl.contracts import ClientView, Factor
-from fedppl.local import _conditional, _marginal
+from fedppl.local import _conditional, _gaussian_rest, _marginal
 from fedppl.local._no_mode import no_mode
 from fedppl.local._separable import is_separable, one_by_one
 from fedppl.numerics import pareto, student
@@ -85,7 +85,7 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     points = np.ascontiguousarray(points)
     found, _, _ = _marginal.modes(client, points, center, factors=False)
     values, errors = np.where(found > -np.inf, found, np.nan), np.zeros(len(points))
-    is_gaussian = not client.local_size or client.view(_conditional.is_exact)
+    is_gaussian = not client.local_size or client.view(_gaussian_rest.is_exact)
     if not is_gaussian and client.view(is_separable):
         values, errors = one_by_one(client, points, center)
     elif not is_gaussian:
@@ -117,7 +117,7 @@ def _corrected(client: ClientView, points: Array, center: Array, laplace: Array)
 
 def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array, Array]:
     """log f_k by a quadrature over few coordinates, a grid of nodes or sampled ones, and its errors but a constant."""
-    which = client.view(_conditional.find)
+    which = client.view(_gaussian_rest.find)
     if which is not None:
         return _conditional.integrated(client, points, center, which)
     if client.local_size not in _GRIDS:
@@ -217,7 +217,7 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
     _, modes, factors = _marginal.modes(client, unique, center, factors=True)
     modes, factors = modes[where.ravel()], factors[where.ravel()]
     upper = np.swapaxes(factors, 1, 2)
-    if client.view(_conditional.is_exact):
+    if client.view(_gaussian_rest.is_exact):
         return np.asarray(modes + np.linalg.solve(upper, rng.normal(size=(count, d, 1)))[..., 0])
     # Each time the last choice stands against fresh candidates: what few of them are wrong by falls geometrically.
     kept, kept_weight = np.zeros((count, d)), np.full(count, -np.inf)

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
-from fedppl.local import _conditional, _factor, _from_q, _marginal, _student
+from fedppl.local import _conditional, _factor, _from_q, _gaussian_rest, _marginal, _student
 from fedppl.local._no_mode import no_mode
 from fedppl.local._student import StudentSample
 from fedppl.local.nuts import NUTS
@@ -137,7 +137,7 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     found, step = (_student_moments(sample), 1.0) if sample is not None else (NUTS().tilted(target, rng), 2.0)
     cost = {"fallback": step, "fallback_seconds": time.perf_counter() - started}
     if sample is not None:  # of Laplace's approximation over θ, where NUTS has none
-        cost["inner_trust"] = float(not client.local_size or client.view(_conditional.is_exact))
+        cost["inner_trust"] = float(not client.local_size or client.view(_gaussian_rest.is_exact))
     return found._replace(diagnostics={**found.diagnostics, **why, **cost})
 
 

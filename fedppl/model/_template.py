@@ -129,7 +129,7 @@ def _compile(graph: _graph.SiteGraph) -> Callable[..., Any]:
         return inlined(pytensor.function(inputs, outputs, mode=ours, on_unused_input="ignore").vm.jit_fn)
 
     with without_notices():
-        return unpacking_kernel(compiled, pieces, types, graph_key(inputs, [graph.of_pieces]))
+        return unpacking_kernel(compiled, pieces, types, graph_key(inputs, outputs))
 
 
 def kernel_of(graph: _graph.SiteGraph) -> Callable[..., Any]:

@@ -110,6 +110,10 @@ class FederatedModel:
             raise DeclarationError("shared=[] names no variable; name at least one free random variable to share.")
         if reads is not None and not callable(reads):
             raise DeclarationError(f"reads={shown(reads)} must be a function of (client_id, data), or None.")
+        if reads_new is not None and not callable(reads_new):
+            raise DeclarationError(
+                f"reads_new={shown(reads_new)} must be a function of (client_id, data, arrays), or None."
+            )
         for name in names:
             if names.count(name) > 1:
                 raise DeclarationError(f"shared name {name!r} is listed {names.count(name)} times; list it once.")

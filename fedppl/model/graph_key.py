@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -21,9 +22,15 @@ from pytensor.graph.basic import Constant, Variable
 from pytensor.graph.op import HasInnerGraph, Op
 from pytensor.graph.traversal import io_toposort
 from pytensor.graph.type import Type
+from pytensor.scalar.basic import ScalarType
+from pytensor.tensor.type import TensorType
+from pytensor.tensor.type_other import NoneTypeT, SliceType
+
+from fedppl.model.same import has_own_gradient
 
 _OURS = ("pytensor.", "pymc.", "numpy.", "builtins")  # whose code changes with a version, and not with a script
 _OPEN = ("pytensor.", "pymc.")
+_TYPES = (TensorType, ScalarType, NoneTypeT, SliceType)  # of which dtype and shape are all
 _NUMPY_TYPES = (np.ndarray, np.generic)
 
 
@@ -34,8 +41,8 @@ class _Unknown(Exception):
 def graph_key(inputs: Sequence[Variable], outputs: Sequence[Variable]) -> str | None:
     """Digest of graphs and of all that decides what is compiled of them; None where that cannot be told."""
     places: dict[Variable, str] = {variable: f"input {i}" for i, variable in enumerate(inputs)}
-    digest = hashlib.sha256(repr((_compiled_by(), [_of_type(variable.type) for variable in inputs])).encode())
     try:
+        digest = hashlib.sha256(repr((_compiled_by(), [_of_type(variable.type) for variable in inputs])).encode())
         for number, node in enumerate(io_toposort(list(inputs), list(outputs))):
             for variable in node.inputs:
                 if isinstance(variable, Constant) and variable not in places:
@@ -55,13 +62,17 @@ def _compiled_by() -> tuple[str, ...]:
     import pymc
 
     here = Path(__file__).parent
-    own = [hashlib.sha256((here / name).read_bytes()).hexdigest() for name in ("pack.py", "numba_mode.py")]
+    own = [
+        hashlib.sha256((here / name).read_bytes()).hexdigest() for name in ("pack.py", "numba_mode.py", "_template.py")
+    ]
     flags = [str(getattr(config, name)) for name in ("floatX", "numba__fastmath", "cast_policy")]
     return (pytensor.__version__, pymc.__version__, *flags, *own)
 
 
 def _of_type(of: Type) -> str:
     """A type of tensors by its dtype and static shape."""
+    if type(of) not in _TYPES:
+        raise _Unknown
     return f"{type(of).__name__} {getattr(of, 'dtype', '')} {getattr(of, 'shape', '')}"
 
 
@@ -88,7 +99,7 @@ def _told(value: Any) -> str:
         isinstance(value, OpFromGraph) and type(value) is not OpFromGraph
     ):  # such as `pt.diag`, whose class says the rest
         inner = graph_key(value.fgraph.inputs, value.fgraph.outputs)
-        if inner is None:
+        if inner is None or has_own_gradient(value):
             raise _Unknown
         return f"{_named(type(value))} {inner} {_props(value)}"
     if isinstance(value, Op) and not isinstance(value, HasInnerGraph) and hasattr(value, "__props__"):
@@ -96,7 +107,8 @@ def _told(value: Any) -> str:
         return f"{_named(type(value))} {_props(value)}"
     # Of anything else only what an object of PyTensor or PyMC holds in plain sight says what it does: not a method, nor
     # a class that keeps what it has where it cannot be read.
-    in_sight = type(value).__module__.startswith(_OPEN) and hasattr(value, "__dict__")
+    hidden = any(vars(one).get("__slots__") for one in type(value).__mro__)
+    in_sight = type(value).__module__.startswith(_OPEN) and hasattr(value, "__dict__") and not hidden
     if isinstance(value, HasInnerGraph | Variable) or not in_sight:
         raise _Unknown
     held = {name: one for name, one in vars(value).items() if name not in ("tag", "name")}
@@ -111,5 +123,10 @@ def _named(value: Any) -> str:
     """A class or a function by its name, where that says what it is."""
     module, name = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", "")
     if not name or "<" in name or not f"{module}.".startswith(_OURS):
+        raise _Unknown
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not value:  # it was given the name of another
         raise _Unknown
     return f"{module}.{name}"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
+from pymc.distributions.distribution import SymbolicRandomVariable
 from pymc.logprob.transforms import Transform
 from pytensor.compile.builders import OpFromGraph
+from pytensor.gradient import GradClip, GradScale
 from pytensor.graph.basic import Constant, equal_computations
 from pytensor.graph.basic import Variable as PyTensorVariable
 from pytensor.graph.replace import clone_replace
@@ -36,15 +40,39 @@ def _inlined(outputs: Sequence[Any]) -> list[Any]:
 
 
 def same_computations(a: Sequence[Any], b: Sequence[Any], in_a: Sequence[Any], in_b: Sequence[Any]) -> bool:
-    """Whether graphs a of inputs in_a compute what graphs b of inputs in_b do.
+    """Whether graphs a of inputs in_a compute what graphs b of inputs in_b do, and have the same gradients.
 
-    PyTensor before 3 takes no two operations that are graphs themselves for equal: those are compared by their inside.
+    PyTensor before 3 takes no two operations that are graphs themselves for equal: those are compared by their inside,
+    where this is all that they are.
     """
+    ours, theirs = _operations(a), _operations(b)
+    if any(has_own_gradient(op) for op in (*ours, *theirs)):
+        return False
     if equal_computations(list(a), list(b), in_xs=list(in_a), in_ys=list(in_b)):
         return True
-    ops = [v.owner.op for v in ancestors([*a, *b]) if v.owner is not None and isinstance(v.owner.op, OpFromGraph)]
-    unequal = any(not hasattr(op.fgraph, "unfreeze") for op in ops)
-    return unequal and bool(equal_computations(_inlined(a), _inlined(b), in_xs=list(in_a), in_ys=list(in_b)))
+    inside, inside_b = ([op for op in ops if isinstance(op, OpFromGraph)] for ops in (ours, theirs))
+    if not any(not hasattr(op.fgraph, "unfreeze") for op in (*inside, *inside_b)):
+        return False
+    # Of a random variable the inside is how it is drawn; its density hangs on its class, which of a distribution of the
+    # user's own is another one in each model.
+    drawn, drawn_b = ([type(op) for op in ops if isinstance(op, SymbolicRandomVariable)] for ops in (inside, inside_b))
+    if Counter(drawn) != Counter(drawn_b):
+        return False
+    return bool(equal_computations(_inlined(a), _inlined(b), in_xs=list(in_a), in_ys=list(in_b)))
+
+
+def _operations(outputs: Sequence[Any]) -> list[Any]:
+    return list({v.owner: v.owner.op for v in ancestors(list(outputs)) if v.owner is not None}.values())
+
+
+_OVERRIDES = ("lop_overrides", "grad_overrides", "rop_overrides", "pullback_overrides", "pushforward_overrides")
+
+
+def has_own_gradient(op: Any) -> bool:
+    """Whether an operation may have another gradient than one that PyTensor takes for equal."""
+    if isinstance(op, GradClip | GradScale):
+        return True
+    return isinstance(op, OpFromGraph) and any(getattr(op, name, None) is not None for name in _OVERRIDES)
 
 
 def surely_same_model(a: _graph.Parts, b: _graph.Parts) -> bool:
@@ -97,8 +125,11 @@ def _alike(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, FunctionType):
+        if a.__code__ is not b.__code__ or any(_reads_globals(f) for f in (a, b)):
+            return False
         cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
-        return a.__code__ is b.__code__ and _alike([*cells[0], a.__defaults__], [*cells[1], b.__defaults__])
+        named = [sorted((f.__kwdefaults__ or {}).items()) for f in (a, b)]
+        return _alike([*cells[0], a.__defaults__, named[0]], [*cells[1], b.__defaults__, named[1]])
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, PyTensorVariable):
@@ -110,6 +141,12 @@ def _alike(a: Any, b: Any) -> bool:
         and vars(a).keys() == vars(b).keys()
         and _alike([*vars(a).values()], [*vars(b).values()])
     )
+
+
+def _reads_globals(function: FunctionType) -> bool:
+    """Whether a function reads what may have been another value when another one of its code was made."""
+    named = inspect.getclosurevars(function).globals.values()
+    return any(not isinstance(one, ModuleType | FunctionType | BuiltinFunctionType | type) for one in named)
 
 
 def same_graph(a: _graph.SiteGraph, b: _graph.SiteGraph) -> bool:

@@ -114,10 +114,11 @@ def predictions(
     arrays = {name: np.asarray(drawn[name]) for name in names}
     inputs = {name: values[name] for name in new_data}
     input_dims = {k: dims.get(k) or tuple(f"{k}_dim_{i}" for i in range(v.ndim)) for k, v in inputs.items()}
-    return (
-        idata.posterior_dataset(arrays, dims, all_coords, {"client": client.client_id}),
-        idata.dataset(inputs, input_dims, {}),
-    )
+    drawn = idata.posterior_dataset(arrays, dims, all_coords, {"client": client.client_id})
+    levels = getattr(client.declared.builder, "outcome_levels", {})  # of what is more than a function: formulas
+    for name in levels.keys() & drawn.data_vars.keys():
+        drawn[name].attrs["levels"] = levels[name]
+    return drawn, idata.dataset(inputs, input_dims, {})
 
 
 def _anew(model: Any, posterior: Any, changed: Sequence[Any]) -> dict[str, list[str]]:
