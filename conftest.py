@@ -22,12 +22,7 @@ if importlib.util.find_spec("torch") is None:
 if importlib.util.find_spec("matplotlib") is None:
     collect_ignore += ["fedppl/plots/_forest.py"]
 if importlib.util.find_spec("flwr") is None:
-    edges = ("app", "client_app", "engines", "grid", "post", "records", "roll")
-    collect_ignore += [
-        "tests/support/fake_grid.py",
-        "tests/support/hostile.py",
-        *(f"fedppl/flower/{name}.py" for name in edges),
-    ]
+    collect_ignore += ["fedppl/flower", "tests/support/fake_grid.py", "tests/support/hostile.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
