@@ -30,7 +30,7 @@ _OFF, _NARROW, _WIDE = (
     0.5,
     2.0,
 )  # sds of a quadrature off its center; its own sds, below and above which it is made anew
-_MISSED, _LOW = 1e-6, 30.0  # by which a node's own mode may be missed, and below the largest which no term counts
+_NEAR, _MISSED, _LOW = 1e3, 1e-6, 30.0  # what a step may gain, what steps may leave, below the largest what counts
 _DENSE = 2.0  # sds from the center within which nodes lie dense
 
 
@@ -135,14 +135,19 @@ def _terms(client: ClientView, about: _Quadrature, which: Places, rest: Places, 
     slope = slopes[:, :, 0]
     curved = -(slopes[:, :, 1:] - slope[:, :, None]) / widths[:, None, :, None]
     inverse, log_determinant = _inverses(0.5 * (curved + np.swapaxes(curved, 2, 3)))
-    # The mode of the rest is where the density is read: what a Newton step from elsewhere gains may be as large as the
-    # density itself is there, and their rounding is then of any size.
-    x = np.ascontiguousarray(x[:, :, 0])
-    for _ in range(2):
-        x[..., m + rest] += np.einsum("slij,slj->sli", inverse, np.nan_to_num(slope))
-        there = site_outputs(client.kernel, x.reshape(-1, x.shape[-1]), client.packed).reshape(count, nodes, -1)
-        slope = there[..., 1 + m + rest]
-    logs, missed = there[..., 0], np.einsum("sli,slij,slj->sl", slope, inverse, slope)
+    logs, gain = outputs[:, :, 0, 0], 0.5 * np.einsum("sli,slij,slj->sl", slope, inverse, slope)
+    # Where a Newton step gains as much as the density is itself, the rounding of both is of any size: the density is
+    # then read where the steps end.
+    far = ~(gain < _NEAR)
+    x = x[:, :, 0][far]
+    slope, inverse = slope[far], inverse[far]
+    for _ in range(2 if len(x) else 0):
+        x[:, m + rest] += np.einsum("nij,nj->ni", inverse, np.nan_to_num(slope))
+        there = site_outputs(client.kernel, np.ascontiguousarray(x), client.packed)
+        slope = there[:, 1 + m + rest]
+        logs[far], gain[far] = there[:, 0], 0.5 * np.einsum("ni,nij,nj->n", slope, inverse, slope)
+    missed = np.where(far, gain, 0.0)
+    logs = logs + np.where(far, 0.0, gain)
     proper = np.isfinite(log_determinant)
     constant = 0.5 * about.modes.shape[1] * np.log(2.0 * np.pi) + np.linalg.slogdet(about.spread)[1][:, None]
     weight = 0.5 * np.sum(rule.nodes**2, axis=1) + rule.log_weights
@@ -156,18 +161,22 @@ def _terms(client: ClientView, about: _Quadrature, which: Places, rest: Places, 
 
 def _inverses(matrices: Array) -> tuple[Array, Array]:
     """Inverses (..., r, r) and log determinants of those that are positive definite; 0 and NaN of others."""
-    inverses, logs = np.zeros_like(matrices), np.full(matrices.shape[:-2], np.nan)
-    if not matrices.size:
-        return inverses, np.zeros_like(logs)
-    whole = np.isfinite(matrices).all(axis=(-2, -1))
-    values, vectors = np.linalg.eigh(matrices[whole])
-    proper = values[:, 0] > 0.0
-    held = np.flatnonzero(whole)[proper]
-    values, vectors = values[proper], vectors[proper]
-    flat = inverses.reshape(-1, *matrices.shape[-2:])
-    flat[held] = (vectors / values[:, None, :]) @ np.swapaxes(vectors, 1, 2)
-    logs.reshape(-1)[held] = np.log(values).sum(axis=1)
-    return inverses, logs
+    if matrices.shape[-1] == 1:
+        held: Array = np.where(matrices > 0.0, matrices, np.nan)
+        return np.asarray(np.nan_to_num(1.0 / held)), np.asarray(np.log(held[..., 0, 0]))
+    try:
+        roots = np.linalg.cholesky(matrices)
+        logs: Array = 2.0 * np.log(np.diagonal(roots, axis1=-2, axis2=-1)).sum(axis=-1)
+        return np.asarray(np.linalg.inv(matrices)), logs
+    except np.linalg.LinAlgError:  # one of them at least is not
+        whole: Array = np.where(np.isfinite(matrices).all(axis=(-2, -1), keepdims=True), matrices, 0.0)
+        values, vectors = np.linalg.eigh(whole)
+        proper: Array = np.where(values[..., :1] > 0.0, 1.0, 0.0)
+        values = np.where(proper > 0.0, values, 1.0)
+        inverses = (vectors / values[..., None, :]) @ np.swapaxes(vectors, -2, -1)
+        return np.asarray(inverses * proper[..., None]), np.where(
+            proper[..., 0] > 0.0, np.log(values).sum(axis=-1), np.nan
+        )
 
 
 def left_out(client: ClientView, mean: Array, root: Array) -> LeftOut:

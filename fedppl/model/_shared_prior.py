@@ -85,13 +85,18 @@ def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origi
 
 # With more shared coordinates than this, many calls of an interpreted prior take longer than compiling it once.
 _INTERPRETED = 30
+_FEW = 32  # points, for which a gradient that nobody asks for costs less than a function without it
 _AtMany = Callable[[Array], Array]  # (S, m) to (S,) or (S, m)
 
 
 def _interpreted(phi: Any, logp: Any) -> tuple[_AtMany, _AtMany]:
     """log p(φ) and its gradient at many φ, of one vectorised function; nothing is compiled."""
     both = interpreted.batched(phi, [], [logp, pt.grad(logp, phi, disconnected_inputs="ignore")])
-    return (lambda draws: _by_row(both, 0, draws, -np.inf), lambda draws: _by_row(both, 1, draws, np.nan))
+    alone = functools.cache(lambda: interpreted.batched(phi, [], [logp]))  # a gradient takes PyTensor a loop over rows
+    return (
+        lambda draws: _by_row(both if len(draws) <= _FEW else alone(), 0, draws, -np.inf),
+        lambda draws: _by_row(both, 1, draws, np.nan),
+    )
 
 
 def _compiled(kernel: Callable[[], Callable[..., Any]]) -> tuple[_AtMany, _AtMany]:
@@ -104,14 +109,14 @@ def _compiled(kernel: Callable[[], Callable[..., Any]]) -> tuple[_AtMany, _AtMan
     return lambda draws: both(draws)[:, 0], lambda draws: both(draws)[:, 1:]
 
 
-def _by_row(both: Callable[..., list[Array]], which: int, draws: Array, outside: float) -> Array:
+def _by_row(function: Callable[..., list[Array]], which: int, draws: Array, outside: float) -> Array:
     """One of both at draws (S, m); where one of these has a parameter outside its domain, each by itself."""
     try:
-        return both(draws)[which]
+        return function(draws)[which]
     except ParameterValueError:
         if len(draws) == 1:
             return np.full(draws.shape if which else 1, outside)
-        return np.concatenate([_by_row(both, which, row[None], outside) for row in draws])
+        return np.concatenate([_by_row(function, which, row[None], outside) for row in draws])
 
 
 def _refuse_flat(parts: _graph.Parts) -> None:
