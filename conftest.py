@@ -7,11 +7,13 @@ import os
 
 import pytest
 
-from tests.support import c_sources, markers
+from tests.support import markers
 
 # Workers share the cores, and each computes in a pool of threads already. Before NumPy is loaded, here and in workers.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+
+from tests.support import c_sources  # noqa: E402  # it loads NumPy
 
 c_sources.read_once()
 

@@ -223,6 +223,18 @@ def test_gradients_that_are_declared_are_not_taken_for_others() -> None:
     assert found == [[1.0, 1.0], [7.0, 7.0], [5.0, 5.0]]
 
 
+def nested(slope: float) -> Any:
+    """The same inside of another operation that is a graph."""
+    x, z = pt.vector("x"), pt.vector("z")
+    inner = OpFromGraph([x], [pt.tanh(x)], **{OVERRIDE: lambda ins, outs, given: [0.0 * given[0] + slope]})
+    return z, OpFromGraph([x], [2.0 * inner(x)])(z)
+
+
+def test_nor_are_those_inside_of_others() -> None:
+    (a, of_a), (b, of_b) = nested(7.0), nested(5.0)
+    assert not _same.same_computations([of_a], [of_b], [a], [b])
+
+
 LIMIT = 2.0
 
 

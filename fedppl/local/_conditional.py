@@ -25,11 +25,8 @@ from fedppl.types import Array
 _NODES = 11  # of each coordinate where there are two
 _AT_ONCE = 2**22  # numbers in the points that are held at a time
 _TIMES = 4  # a quadrature is centered anew
-_OFF, _NARROW, _WIDE = (
-    1.0,
-    0.5,
-    2.0,
-)  # sds of a quadrature off its center; its own sds, below and above which it is made anew
+_OFF = 1.0  # sds that the mass may be off the center of its quadrature
+_NARROW, _WIDE = 0.5, 2.0  # of those that it was made for, between which the sds of the mass may be
 _NEAR, _MISSED, _LOW = 1e3, 1e-6, 30.0  # what a step may gain, what steps may leave, below the largest what counts
 _DENSE = 2.0  # sds from the center within which nodes lie dense
 

@@ -62,7 +62,9 @@ def same_computations(a: Sequence[Any], b: Sequence[Any], in_a: Sequence[Any], i
 
 
 def _operations(outputs: Sequence[Any]) -> list[Any]:
-    return list({v.owner: v.owner.op for v in ancestors(list(outputs)) if v.owner is not None}.values())
+    """All operations of graphs, those inside of operations that are graphs themselves too."""
+    found = list({v.owner: v.owner.op for v in ancestors(list(outputs)) if v.owner is not None}.values())
+    return [*found, *(one for op in found if isinstance(op, OpFromGraph) for one in _operations(op.fgraph.outputs))]
 
 
 _OVERRIDES = ("lop_overrides", "grad_overrides", "rop_overrides", "pullback_overrides", "pushforward_overrides")
