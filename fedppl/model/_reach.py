@@ -22,14 +22,17 @@ def ignores_data(build: Build, parts: _graph.Parts, arrays: Mapping[str, Any]) -
     A container that stands above them is enough. Arrays that went straight into the model show when the builder is
     called with others; where it fails on those nothing is known, and nothing is said.
     """
-    logp, inputs, read = _likelihood(parts)
-    if not read.isdisjoint(parts.data):
+    ends, above = _ends(parts)
+    if not above.isdisjoint(parts.data):
+        return False
+    logp, inputs = _likelihood(parts, ends, above)
+    if not set(ancestors([logp])).isdisjoint(parts.data):
         return False
     for other in _others(arrays):
         built = attempt(build, other)
         if built is None:
             return False
-        their_logp, their_inputs, _ = _likelihood(built)
+        their_logp, their_inputs = _likelihood(built, *_ends(built))
         if [v.type for v in inputs] != [v.type for v in their_inputs]:
             return False
         if not equal_computations([logp], [their_logp], in_xs=inputs, in_ys=their_inputs):
@@ -45,11 +48,16 @@ def _others(arrays: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield {name: value if value.dtype.kind != "f" else value + far for name, value in arrays.items()}
 
 
-def _likelihood(parts: _graph.Parts) -> tuple[Any, list[Any], set[Any]]:
-    """log p of what is observed with the locals above it, the variables it is a function of, and all it reads."""
+def _ends(parts: _graph.Parts) -> tuple[list[Any], set[Any]]:
+    """What is observed, and all that stands above it as it was declared."""
     model = parts.model
     ends = [term for term in parts.site_terms if term not in parts.local]
-    above = set(ancestors([*ends, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]))
+    return ends, set(ancestors([*ends, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]))
+
+
+def _likelihood(parts: _graph.Parts, ends: list[Any], above: set[Any]) -> tuple[Any, list[Any]]:
+    """log p of what is observed with the locals above it, and the variables it is a function of."""
+    model = parts.model
     logp = model.logp(vars=[*(rv for rv in parts.local if rv in above), *ends], sum=True)
     values = [model.rvs_to_values[rv] for rv in model.free_RVs]
-    return logp, [*values, *parts.data, *model.dim_lengths.values()], above | set(ancestors([logp]))
+    return logp, [*values, *parts.data, *model.dim_lengths.values()]

@@ -91,7 +91,8 @@ _AtMany = Callable[[Array], Array]  # (S, m) to (S,) or (S, m)
 
 def _interpreted(phi: Any, logp: Any) -> tuple[_AtMany, _AtMany]:
     """log p(φ) and its gradient at many φ, of one vectorised function; nothing is compiled."""
-    both = interpreted.batched(phi, [], [logp, pt.grad(logp, phi, disconnected_inputs="ignore")])
+    slopes = pt.grad(logp, phi, disconnected_inputs="ignore")
+    both = interpreted.batched(phi, [], [logp, slopes], interpreted.AS_WRITTEN)
     alone = functools.cache(lambda: interpreted.batched(phi, [], [logp]))  # a gradient takes PyTensor a loop over rows
     return (
         lambda draws: _by_row(both if len(draws) <= _FEW else alone(), 0, draws, -np.inf),

@@ -18,14 +18,16 @@ from fedppl.types import Array
 
 # Functions that run once per fit are interpreted: compiling them would take longer than every call together.
 PYTHON_MODE = Mode(linker="py", optimizer="fast_compile")
+# For what is called at a few points: graphs as they were written, which PyTensor has built in a fourth of the time.
+AS_WRITTEN = Mode(linker="py", optimizer="merge")
 
 
-def python_function(inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
+def python_function(inputs: Sequence[Any], outputs: Any, mode: Mode = PYTHON_MODE) -> Callable[..., Any]:
     """Build an interpreted function: no compilation, slow per call, fast with large arrays.
 
     PyTensor keeps a function's intermediate values in the function, so threads take turns.
     """
-    function = pytensor.function(list(inputs), outputs, mode=PYTHON_MODE, on_unused_input="ignore")
+    function = pytensor.function(list(inputs), outputs, mode=mode, on_unused_input="ignore")
     if any(isinstance(node.op, OpFromGraph) for node in function.maker.fgraph.apply_nodes):
         look_for_blas()  # PyTensor does, and warns, where it compiles such an operation at its first call
     lock = threading.Lock()
@@ -38,11 +40,13 @@ def python_function(inputs: Sequence[Any], outputs: Any) -> Callable[..., Any]:
     return call
 
 
-def batched(x: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Array]]:
+def batched(
+    x: Any, inputs: Sequence[Any], outputs: Sequence[Any], mode: Mode = PYTHON_MODE
+) -> Callable[..., list[Array]]:
     """Vectorise graphs of one vector x over a leading axis of draws, interpreted."""
     many = pt.matrix("draws")
     vectorised = []
     for one, output in zip(outputs, vectorize_graph(list(outputs), {x: many}), strict=True):
         constant = output.type.ndim == one.type.ndim  # without parameters: the same for every draw
         vectorised.append(pt.broadcast_to(output, (many.shape[0], *output.shape)) if constant else output)
-    return python_function([many, *inputs], vectorised)
+    return python_function([many, *inputs], vectorised, mode)

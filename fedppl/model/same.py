@@ -103,6 +103,28 @@ def surely_same_model(a: _graph.Parts, b: _graph.Parts) -> bool:
     return same_computations(declared, as_declared, inputs, as_inputs)
 
 
+def _surely_same_prior(a: _graph.Parts, b: _graph.Parts) -> bool:
+    """Whether two builds declare the prior of what is shared alike; False where that cannot be seen at once."""
+    terms, as_terms = list(a.prior_terms), list(b.prior_terms)
+    if [v.name for v in terms] != [v.name for v in as_terms]:
+        return False
+    pairs = list(zip(a.shared, b.shared, strict=True))
+    if not all(_alike(a.model.rvs_to_transforms[rv], b.model.rvs_to_transforms[as_rv]) for rv, as_rv in pairs):
+        return False
+    lengths, as_lengths = _lengths_read(a, terms), _lengths_read(b, as_terms)
+    if [name for name, _ in lengths] != [name for name, _ in as_lengths]:
+        return False
+    inputs = [*_streams(terms), *(length for _, length in lengths)]
+    as_inputs = [*_streams(as_terms), *(length for _, length in as_lengths)]
+    return len(inputs) == len(as_inputs) and same_computations(terms, as_terms, inputs, as_inputs)
+
+
+def _lengths_read(parts: _graph.Parts, outputs: Sequence[Any]) -> list[tuple[tuple[str, int], Any]]:
+    """Dims whose lengths outputs are computed from, with these lengths as they are now."""
+    read, sizes = set(ancestors(outputs)), _graph.lengths(parts.model)
+    return [((dim, sizes[dim]), v) for dim, v in parts.model.dim_lengths.items() if v in read and dim in sizes]
+
+
 def _names(parts: _graph.Parts) -> list[Any]:
     model = parts.model
     groups = (model.basic_RVs, model.potentials, model.deterministics, parts.shared, parts.local, model.observed_RVs)
@@ -163,6 +185,8 @@ def same_types(a: _graph.SiteGraph, b: _graph.SiteGraph) -> bool:
 
 def same_prior(a: _graph.Parts, shared_a: Sequence[Variable], b: _graph.Parts, shared_b: Sequence[Variable]) -> bool:
     """Whether two builds give the shared variables one prior, to the last constant."""
+    if list(shared_a) == list(shared_b) and _surely_same_prior(a, b):
+        return True
     of_a, of_b = _graph.prior_graph(a, shared_a), _graph.prior_graph(b, shared_b)
     return same_computations([of_a.logp], [of_b.logp], [of_a.x], [of_b.x])
 
