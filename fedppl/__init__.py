@@ -3,7 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fedppl import metrics, plots, privacy
 from fedppl.algorithms.averaging.ditto import Ditto
 from fedppl.algorithms.averaging.fedavg import FedAvg
 from fedppl.algorithms.averaging.fedprox import FedProx
@@ -22,36 +21,36 @@ from fedppl.contracts import Algorithm, LocalInference
 from fedppl.engine import policy
 from fedppl.engine.inprocess import InProcess
 from fedppl.engine.policy import Policy
-from fedppl.formulas.formula import Agreed, agree, formula
-from fedppl.formulas.marginal import marginal_effects
-from fedppl.formulas.priors import Prior
 from fedppl.front import fit, load, rounds
 from fedppl.local.advi import ADVI, MeanField
 from fedppl.local.gradient_steps import GradientSteps
 from fedppl.local.laplace import Laplace
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.nuts import NUTS
-from fedppl.model import summaries
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.numerics import covariance
 from fedppl.results.compare import compare
 from fedppl.results.fit import Fit
-from fedppl.results.hypotheses import contrast, hypotheses
 from fedppl.results.loo import Loo, loo, loo_compare
-from fedppl.run.calibration import calibrate, plot_calibration
 from fedppl.run.conflict import conflict
 from fedppl.run.one_round import Round
 from fedppl.run.participation import all_clients, bernoulli, fixed_size
 from fedppl.run.withdrawal import Withdrawal, without
-from fedppl.search.grid_search import grid, grid_search
-from fedppl.search.loss import validation_loss
-from fedppl.search.split import holdout
 from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
 
 if TYPE_CHECKING:
-    from fedppl import data
+    from fedppl import data, metrics, plots, privacy
     from fedppl.coregional import curves
+    from fedppl.formulas.formula import Agreed, agree, formula
+    from fedppl.formulas.marginal import marginal_effects
+    from fedppl.formulas.priors import Prior
+    from fedppl.model import summaries
+    from fedppl.results.hypotheses import contrast, hypotheses
+    from fedppl.run.calibration import calibrate, plot_calibration
+    from fedppl.search.grid_search import grid, grid_search
+    from fedppl.search.loss import validation_loss
+    from fedppl.search.split import holdout
 
 __version__ = "0.1.0"
 
@@ -131,12 +130,36 @@ _LAZY = {
     "Flower": ("fedppl.flower.app", "flwr", "flower"),
     "curves": ("fedppl.coregional.curves", "", ""),
     "data": ("fedppl.data", "", ""),
+    "metrics": ("fedppl.metrics", "", ""),
     "nn": ("fedppl.nn", "torch", "torch"),
+    "plots": ("fedppl.plots", "", ""),
+    "privacy": ("fedppl.privacy", "", ""),
+    "summaries": ("fedppl.model.summaries", "", ""),
+}
+
+# What not every script needs, so that none waits for it: the module that has it.
+_LATER = {
+    "Agreed": "fedppl.formulas.formula",
+    "Prior": "fedppl.formulas.priors",
+    "agree": "fedppl.formulas.formula",
+    "calibrate": "fedppl.run.calibration",
+    "contrast": "fedppl.results.hypotheses",
+    "formula": "fedppl.formulas.formula",
+    "grid": "fedppl.search.grid_search",
+    "grid_search": "fedppl.search.grid_search",
+    "holdout": "fedppl.search.split",
+    "hypotheses": "fedppl.results.hypotheses",
+    "marginal_effects": "fedppl.formulas.marginal",
+    "plot_calibration": "fedppl.run.calibration",
+    "validation_loss": "fedppl.search.loss",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Load a namespace of `_LAZY`: nothing else needs what it stands on installed, or the time that it takes."""
+    """Load what is in `_LAZY` or `_LATER`: nothing else needs what it stands on installed, or the time it takes."""
+    if name in _LATER:
+        globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+        return globals()[name]
     if name not in _LAZY:
         raise AttributeError(f"module 'fedppl' has no attribute {name!r}")
     module, package, extra = _LAZY[name]
@@ -149,3 +172,7 @@ def __getattr__(name: str) -> Any:
             f"fedppl.{name} needs {package}, which is not installed: pip install 'fedppl[{extra}]'", name=package
         ) from error
     return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_LATER})

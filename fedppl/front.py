@@ -16,8 +16,6 @@ from fedppl.algorithms.ep.ep import EP
 from fedppl.contracts import AnyAlgorithm, EngineFactory
 from fedppl.data import frames
 from fedppl.data import missing as gaps
-from fedppl.formulas.formula import is_formula, ready, remembering
-from fedppl.formulas.strange import strange_arrays
 from fedppl.model.client import reader_of
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.unseen import outcomes_of, require_rows_apart
@@ -286,6 +284,8 @@ def load(
     algorithm = EP() if algorithm is None else algorithm
     require_declared(model, algorithm)
     held = saved.read(path)
+    from fedppl.formulas.formula import is_formula, remembering  # at its first use: it takes a while
+
     if is_formula(model):
         model = remembering(model, held.agreement)
     saved.require_same(held, algorithm, model.shared)
@@ -330,6 +330,8 @@ def _given(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
     settings.one_of("missing", missing, ("error", "drop", "impute"))
     if not isinstance(model, FederatedModel) or data is None:
         return model, data
+    from fedppl.formulas.formula import is_formula, ready  # at its first use: it takes a while
+
     if is_formula(model):
         return ready(model, data, by, missing)
     split = frames.by_client(data, by, model.names)
@@ -353,6 +355,8 @@ def _given(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
 
 def _said(clients: Any) -> Any:
     """Clients' data, after what is odd among them was named in the log."""
+    from fedppl.formulas.strange import strange_arrays
+
     if isinstance(clients, Mapping) and (odd := strange_arrays(clients)):
         more = f", and {len(odd) - 5} more" if len(odd) > 5 else ""
         logger.warning("columns may be swapped, or units differ: %s%s", "; ".join(odd[:5]), more)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from fedppl import plots
 from fedppl.contracts.html import escaped, number, table
 from fedppl.results.arrival import Ended, unarrived
-
-report = plots.report  # of a fit: its method
 
 _ROWS = 20
 _MOST = 200  # coordinates, beyond which nothing is drawn for a look
@@ -35,3 +35,18 @@ def _summary(fit: Any) -> str:
     rows = [[name, *map(number, values)] for name, values in zip(found.index, found.values, strict=True)]
     more = f"<p>and {len(rows) - _ROWS} more rows: <code>fit.summary()</code></p>" if len(rows) > _ROWS else ""
     return table(["", *found.columns], rows[:_ROWS]) + more
+
+
+def report(
+    fit: Any,
+    path: str | os.PathLike[str],
+    *,
+    var_names: Sequence[str] | str | None = None,
+    population: str | float | Mapping[str, str | float] | None = None,
+    conflict: Any = None,
+    title: str = "Federated fit",
+) -> Path:
+    """Write one HTML page about this fit; parameters, what is on it and when it fails are in `fedppl.plots.report`."""
+    from fedppl import plots  # at its first use: it takes a while
+
+    return plots.report(fit, path, var_names=var_names, population=population, conflict=conflict, title=title)
