@@ -295,7 +295,7 @@ def load(
         models = model.enrol(given, kernel=algorithm.needs.kernel)
         model = model.knowing({name: client.kind for name, client in models.items()})
         if unknown := sorted(set(models) - set(held.client_ids)):
-            known = list(held.client_ids)[:10]
+            known = settings.some_of(held.client_ids)
             raise DataError(f"clients {unknown[:5]} did not take part; those that did are {known}.")
         if next(iter(models.values())).layout.fingerprint != held.layout.fingerprint:
             raise DeclarationError("the file is of another declaration: the shared prior or its shapes differ.")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,7 +98,7 @@ def chosen(name: str, value: Any, known: Sequence[str], what: str) -> list[str]:
     given: list[Any] | None = [value] if single else list(value) if isinstance(value, Iterable) else None
     if given is not None:
         given = [str(one) if isinstance(one, int | np.integer | tuple) else one for one in given]
-    listed = f"name some of {what}, each once: {list(known)[:10]}"
+    listed = f"name some of {what}, each once: {some_of(known)}"
     if given is None or not all(isinstance(one, str) for one in given):
         raise DeclarationError(f"{name}={shown(value)} is no list of names; {listed}.")
     if not given or len(set(given)) < len(given) or (set(given) - set(known)):
@@ -149,6 +149,12 @@ def takes(function: Any, count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def some_of(names: Collection[Any]) -> str:
+    """The first ten names of many, and how many more there are."""
+    first = list(names)[:10]
+    return f"{first}" + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def shown(value: Any) -> str:

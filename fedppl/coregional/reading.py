@@ -9,7 +9,7 @@ from fedppl.coregional.bound import UnitClientState
 from fedppl.coregional.result import Coefficients, Fitted, only, selected_only, settled, unpack
 from fedppl.coregional.view import CoregionalUnit, unit_of
 from fedppl.results.fit import Fit
-from fedppl.settings import shown
+from fedppl.settings import shown, some_of
 from fedppl.types import DataError, DeclarationError
 
 
@@ -47,7 +47,7 @@ def settled_for(
         fitted = unpack(final_message(fit, unit))
         if unit not in fit.clients:
             raise DeclarationError(
-                f"client {unit!r} is not in this process; its clients are {list(fit.clients)[:10]}. At a site of its "
+                f"client {unit!r} is not in this process; its clients are {some_of(fit.clients)}. At a site of its "
                 "own, its predictions are made there; for a new unit pass its data."
             )
         view, personal = fit.clients[unit].view(unit_of), fit.personal.get(unit)

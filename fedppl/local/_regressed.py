@@ -83,9 +83,9 @@ def _marginalised(
         rough = _quadratic(points, some, values)
         if rough is None:
             continue
-        smooth = smooth_over(points, some, np.stack([values - rough[some], errors], axis=1))
+        smooth = smooth_over(points, some, values - rough[some], errors)
         if smooth is not None:
-            return rough + smooth[:, 0], smooth[:, 1]
+            return rough + smooth[0], smooth[1]
     return _at(client, pool, points)
 
 

@@ -17,7 +17,7 @@ from fedppl.nn.view import NetworkResult, Own, network_of
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.fit import Fit
-from fedppl.settings import between, one_of, whole
+from fedppl.settings import between, one_of, some_of, whole
 from fedppl.types import Array, DataError, DeclarationError
 
 _LINKS = ("scaled", "by class", "monte carlo", "probit", "map")
@@ -51,9 +51,7 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     seed = _seed(fit, random_seed)
     if isinstance(client, str):
         if client not in fit.clients:
-            raise DeclarationError(
-                f"client {client!r} is not here; clients are {list(fit.clients)[:10]}, or pass data."
-            )
+            raise DeclarationError(f"client {client!r} is not here; clients are {some_of(fit.clients)}, or pass data.")
         model, name, personal = fit.clients[client], client, fit.personal.get(client)
     else:
         name, personal = "new client", None

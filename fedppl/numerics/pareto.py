@@ -9,6 +9,9 @@ import numpy as np
 from fedppl.types import Array
 
 
+_EQUAL = 1e-7  # log weights that differ by less do so by rounding, and move nothing
+
+
 class _Tail(NamedTuple):
     """A generalised Pareto fitted to the largest weights, in units of the largest of all."""
 
@@ -27,7 +30,7 @@ def _tail(ordered: Array) -> _Tail | None:
     count = int(min(0.2 * size, 3 * np.sqrt(size)))
     threshold = float(np.exp(ordered[-count - 1] - ordered[-1]))
     excess = np.exp(ordered[-count:] - ordered[-1]) - threshold
-    if ordered[-1] - ordered[0] < 1e-10 or excess[-1] <= 0:
+    if ordered[-1] - ordered[0] < _EQUAL or excess[-1] <= 0:
         return None
     guesses = 30 + int(np.sqrt(count))
     quartile = max(excess[int(count / 4 + 0.5) - 1], 1e-300)

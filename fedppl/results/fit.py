@@ -20,7 +20,7 @@ from fedppl.results.at_client import client_posterior, inputs
 from fedppl.results.groups import required
 from fedppl.results.predict import new_inputs
 from fedppl.results.shared import at_mean, at_point, estimates, log_ratio, shared_posterior
-from fedppl.settings import text, whole
+from fedppl.settings import some_of, text, whole
 from fedppl.types import Array, DeclarationError, NotConvergedError
 
 
@@ -300,7 +300,7 @@ class Fit(Ended):
         client_id = str(client_id)
         if client_id not in self.client_ids:
             raise DeclarationError(
-                f"client {client_id!r} did not take part; clients are {list(self.client_ids)[:10]}. For data of a "
+                f"client {client_id!r} did not take part; clients are {some_of(self.client_ids)}. For data of a "
                 "client that did not, use fit.new_client(data)."
             )
         if client_id not in self.clients:

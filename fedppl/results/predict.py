@@ -49,7 +49,10 @@ def predictions(
         )
     unknown = sorted(set(new_data) - set(containers))
     if unknown or not new_data:
-        raise DataError(f"new data {sorted(new_data)} must name containers of the model: {sorted(containers)}.")
+        raise DataError(
+            f"new data {sorted(new_data)} must name containers of the model: {sorted(containers)}. Where it has no "
+            "inputs, give the outcomes: their number is that of the predictions, and their values are not read."
+        )
     values = {}
     for name, value in new_data.items():
         if np.ma.is_masked(value):

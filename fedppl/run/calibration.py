@@ -24,7 +24,7 @@ from fedppl.run.loop import fit
 from fedppl.run.progress import Progress
 from fedppl.run.start import require_declared, seed_of
 from fedppl.settings import shown, takes, whole
-from fedppl.types import Array, ConvergenceWarning, DeclarationError
+from fedppl.types import Array, ConvergenceWarning, DataError, DeclarationError
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +127,14 @@ def calibrate(
                 data = {name: {**inputs[name], **{k: v[t] for k, v in replaced[name].items()}} for name in inputs}
             else:
                 shared = {name: value[t] for name, value in drawn.values.items()}
-                data = {name: _simulated(simulate, shared, name, inputs[name], rng) for name in inputs}
+                data = {name: _simulated(simulate, shared, name, inputs[name], rng, t + 1) for name in inputs}
             with _silence():
-                found = fit(
-                    model, data, algorithm, rounds=rounds, engine=engine, progressbar=False, random_seed=seed + t
-                )
+                try:
+                    found = fit(
+                        model, data, algorithm, rounds=rounds, engine=engine, progressbar=False, random_seed=seed + t
+                    )
+                except (DataError, DeclarationError) as error:
+                    raise type(error)(f"data set {t + 1} of {data_sets}: {error}") from error
             status.append(found.status.value)
             if not unarrived(found):
                 pit[t] = _transform(found, truth)
@@ -168,12 +171,24 @@ def plot_calibration(found: xr.Dataset, *, axes: Any = None) -> Any:
     return plots.calibration(found, ax=axes)
 
 
-def _simulated(simulate: Simulate, shared: Mapping[str, Any], name: str, data: Any, rng: Any) -> dict[str, Any]:
-    found: Any = simulate(shared, name, data, rng)
+def _simulated(
+    simulate: Simulate, shared: Mapping[str, Any], name: str, data: Any, rng: Any, number: int
+) -> dict[str, Any]:
+    """One client's data by a user's function, held against the shapes of those that it was given."""
+    who = f"simulate= for client {name!r} in data set {number}"
+    try:
+        found: Any = simulate(shared, name, data, rng)
+    except Exception as error:
+        raise DeclarationError(f"{who} failed with {type(error).__name__}: {error}") from error
     if not isinstance(found, Mapping):
-        raise DeclarationError(
-            f"simulate= returned {shown(found)} for client {name!r}; return its data, a mapping from name to array."
-        )
+        raise DeclarationError(f"{who} returned {shown(found)}; return its data, a mapping from name to array.")
+    for key in data.keys() & found.keys():
+        given, wanted = np.shape(found[key]), np.shape(data[key])
+        if given != wanted:
+            raise DeclarationError(
+                f"{who} returned {key!r} with shape {given}, and the client's has {wanted}: what is "
+                "calibrated are numbers of rows like the clients'. Return that shape, or pass other clients=."
+            )
     return dict(found)
 
 

@@ -12,7 +12,7 @@ from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory, Posterior
 from fedppl.gaussian import Gaussian
 from fedppl.results.fit import Fit
 from fedppl.run.loop import fit as fit_clients
-from fedppl.settings import chosen, shown
+from fedppl.settings import chosen, flag, shown
 from fedppl.types import DeclarationError
 
 _STILL_HELD = (
@@ -94,6 +94,7 @@ def without(
             "the clients are sites of their own, and this process cannot ask them; pass an engine that does, and does "
             f"not find those that left: engine=fedppl.Flower.grid(grid, clients={shown(rest)})."
         )
+    certificate = flag("certificate", certificate)
     shared = fit.algorithm.result.shared
     if not isinstance(shared, Posterior) or fit.algorithm.result.resume is None:
         raise DeclarationError(f"{fit.algorithm.name} keeps no ledger of what each client said; fit the others anew.")

@@ -17,7 +17,7 @@ from fedppl.numerics.streams import stream
 from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit
 from fedppl.results.rows import require_rows
-from fedppl.settings import shown, takes, whole
+from fedppl.settings import shown, some_of, takes, whole
 from fedppl.types import DataError, DeclarationError, Message
 
 Clients = Mapping[str, Mapping[str, Any]]
@@ -104,8 +104,7 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     for client_id, data in ((str(k), v) for k, v in validation.items()):
         if client_id not in fit.clients:
             raise DeclarationError(
-                f"validation has client {client_id!r}, which did not take part; clients are "
-                f"{list(fit.client_ids)[:10]}."
+                f"validation has client {client_id!r}, which did not take part; clients are {some_of(fit.client_ids)}."
             )
         value, rows = _client_loss(fit, fit.clients[client_id], data, loss, draws)
         losses[client_id] = {"total": np.array(value), "rows": np.array(float(rows))}

@@ -209,7 +209,7 @@ def _pole(label: str) -> str:
 def implausible_values(reply: Message, names: Sequence[str] = ("value", "ray")) -> str | None:
     """Why values of log f_k cannot be: as small as they like, never larger than any density is."""
     for name in names:
-        if float(np.max(reply[name])) > _LARGEST_VALUE:
+        if float(np.max(reply[name], initial=-np.inf)) > _LARGEST_VALUE:
             return f"{name!r} reaches {float(np.max(reply[name])):.2g}, at most {_LARGEST_VALUE:.0e} allowed; {_LOOK}"
     return None
 

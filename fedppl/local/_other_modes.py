@@ -1,0 +1,75 @@
+"""Whether θ has other modes given φ than the one that all integrals go about: searched for from many starts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedppl.contracts import ClientView
+from fedppl.local import _marginal
+from fedppl.numerics.importance import stream_of
+from fedppl.numerics.marginal import marginal_batch
+from fedppl.numerics.newton import OK
+from fedppl.types import Array, LocalFailure
+
+_FAR = (4.0, 12.0, 40.0, 120.0, 400.0, 1200.0)  # sds from the mode, in a direction and against it
+_FLIPPED = 8  # coordinates up to which each is tried with its sign turned
+_REACH = 5.0  # sds within which a quadrature about one mode sees the other
+_NEGLIGIBLE = np.log(1e-3)  # of the mass about the first mode
+
+
+def require_one_mode(client: ClientView, points: Array, center: Array) -> None:
+    """Refuse a client whose θ has mass about another mode, at the center or at a point near it.
+
+    Raises
+    ------
+    LocalFailure
+        Where another mode is found. It names variables, and no number of the client's.
+    """
+    for point in (center, _another(points, center)):
+        value, mode, factor = _search(client, point, client.view(_marginal._start))
+        if not np.isfinite(value):
+            continue
+        for start in _starts(client, mode, factor):
+            other_value, other, _ = _search(client, point, start)
+            away = float(np.linalg.norm(factor.T @ (other - mode)))
+            if other_value > value + _NEGLIGIBLE and away > _REACH:
+                raise LocalFailure(_several(client, np.abs(factor.T @ (other - mode)), point))
+
+
+def _another(points: Array, center: Array) -> Array:
+    """Of the half of the points that is nearest to the center, the farthest."""
+    scale = np.median(np.abs(points - center), axis=0)
+    far = np.linalg.norm((points - center) / np.where(scale > 0, scale, 1.0), axis=1)
+    return np.array(points[np.argsort(far)[len(far) // 2]])
+
+
+def _search(client: ClientView, point: Array, start: Array) -> tuple[float, Array, Array]:
+    """Laplace's log f_k about the mode that is found from a start, that mode, and the factor of the curvature there."""
+    d = client.local_size
+    modes, factors = np.zeros((1, d)), np.zeros((1, d, d))
+    status, values, _ = marginal_batch(
+        client.kernel, point[None], point, np.ascontiguousarray(start), client.packed, modes, factors
+    )
+    return (float(values[0]) if status == OK else -np.inf), modes[0], factors[0]
+
+
+def _starts(client: ClientView, mode: Array, factor: Array) -> list[Array]:
+    """Mirror images of the mode, exchanged coordinates, and points in random directions, near and far."""
+    d = len(mode)
+    starts = [-mode, mode[::-1].copy(), np.zeros(d), client.initial]
+    if 1 < d <= _FLIPPED:
+        starts += list(np.where(np.eye(d, dtype=bool), -mode, mode))
+    z = np.random.default_rng(stream_of(client.client_id)).normal(size=(len(_FAR), d))
+    z *= np.array(_FAR)[:, None] / np.linalg.norm(z, axis=1, keepdims=True)
+    moved = np.linalg.solve(factor.T, np.concatenate([z, -z]).T).T
+    return [*starts, *(mode + moved)]
+
+
+def _several(client: ClientView, away: Array, point: Array) -> str:
+    name = client.local_labels[int(np.argmax(away))]
+    where = np.array2string(point, precision=3)
+    return (
+        f"its local variables have more than one mode at φ = {where}, {name} apart by the most, and only "
+        "one is integrated over. Declare them so that one remains: with a sign (pm.HalfNormal) or an "
+        "order, where another sign or order gives the same likelihood; or a prior that decides between them"
+    )
