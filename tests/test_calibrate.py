@@ -72,8 +72,15 @@ def test_what_cannot_be_simulated_or_read_is_refused() -> None:
         fedppl.calibrate(FederatedModel(pulled, ["mu"]), clients, GAUSSIAN, data_sets=2)
     with pytest.raises(DeclarationError, match="has no posterior of the shared variables"):
         fedppl.calibrate(model, clients, fedppl.FedAvg(learning_rate=0.1), data_sets=2)
-    with pytest.raises(DeclarationError, match="returned None for client"):
+    with pytest.raises(DeclarationError, match="returned None; return its data"):
         fedppl.calibrate(model, clients, GAUSSIAN, data_sets=2, simulate=lambda *given: None)
+    for wrong, said in (
+        (lambda *given: 1 / 0, "'client 0' in data set 1 failed with ZeroDivisionError"),
+        (lambda shared, client_id, data, rng: {"y": data["y"][:2]}, r"in data set 1 returned 'y' with shape \(2,\)"),
+        (lambda shared, client_id, data, rng: {"y": np.nan * data["y"]}, "data set 1 of 2: client 'client 0'"),
+    ):
+        with pytest.raises((DeclarationError, fedppl.DataError), match=said):
+            fedppl.calibrate(model, clients, GAUSSIAN, data_sets=2, simulate=wrong)
     with pytest.raises(DeclarationError, match="is not what fedppl.calibrate returned"):
         fedppl.plot_calibration(3)  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match="cannot be drawn from"):

@@ -134,6 +134,13 @@ def test_a_site_counts_the_points_that_it_answers_and_says_how_far_it_does() -> 
     assert _guard.admit(guard, algorithm, client, Request("a", 1, 2, (1,), message, "run")) is None  # none is left
 
 
+def test_a_radius_without_any_point_in_it_ends_as_one_that_is_too_small_does() -> None:
+    model, clients = problems.schools()
+    with pytest.warns(fedppl.ConvergenceWarning, match="no point of the correction has a value"):
+        found = fit(model, clients, fedppl.Correction(radius=1e-9))
+    assert found.status.value == "stalled"
+
+
 @pytest.mark.parametrize("freedom, radius", [(np.inf, 3.5), (np.inf, 5.0), (3.0, 10.0), (5.0, 6.0)])
 def test_what_lies_beyond_is_bounded_for_tails_that_fall_like_a_power(freedom: float, radius: float) -> None:
     points = np.linspace(-radius, radius, 20001)[:, None]

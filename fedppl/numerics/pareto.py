@@ -8,7 +8,6 @@ import numpy as np
 
 from fedppl.types import Array
 
-
 _EQUAL = 1e-7  # log weights that differ by less do so by rounding, and move nothing
 
 
