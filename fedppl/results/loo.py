@@ -116,6 +116,7 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     table.insert(1, "se", _se(table["elpd"], table["squares"], table["rows"]))
     whole_numbers = ["rows", "good", "bad", "very_bad"]
     table = table.drop(columns="squares").astype(dict.fromkeys(whole_numbers, int))
+    _name_bad("fedppl.loo", int(table["bad"].sum() + table["very_bad"].sum()), int(table["rows"].sum()))
     return Loo(
         elpd=float(total["elpd"]),
         se=float(_se(total["elpd"], total["squares"], total["rows"])),
@@ -193,7 +194,20 @@ def loo_compare(
         index=names,
     ).sort_values("elpd", ascending=False, kind="stable")
     table.insert(0, "rank", range(len(table)))
+    for name, bad in table["bad"].items():
+        _name_bad(f"fedppl.loo_compare: {name}", int(bad), elpd.shape[1])
     return table
+
+
+def _name_bad(what: str, bad: int, rows: int) -> None:
+    if bad:
+        logger.warning(
+            "%s: %d of %d rows have a Pareto k above the limit, and elpd is not known well; where rows alone determine "
+            "a local variable, compare by clients: fit.influence(), fedppl.compare",
+            what,
+            bad,
+            rows,
+        )
 
 
 def _told(fit: Fit) -> dict[str, dict[str, Array]]:
