@@ -1,6 +1,6 @@
 """Federated Bayesian inference: one client's posterior declared in PyMC, a hierarchy fitted across all clients."""
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from fedppl.algorithms.averaging.ditto import Ditto
@@ -175,4 +175,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_LATER})
+    """What can be loaded here."""
+    here = [name for name, (_, package, _) in _LAZY.items() if not package or importlib.util.find_spec(package)]
+    return sorted({*globals(), *here, *_LATER})

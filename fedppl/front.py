@@ -355,7 +355,7 @@ def _given(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
 
 def _said(clients: Any) -> Any:
     """Clients' data, after what is odd among them was named in the log."""
-    from fedppl.formulas.strange import strange_arrays
+    from fedppl.formulas.strange import strange_arrays  # at its first use: it takes a while
 
     if isinstance(clients, Mapping) and (odd := strange_arrays(clients)):
         more = f", and {len(odd) - 5} more" if len(odd) > 5 else ""

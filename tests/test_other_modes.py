@@ -11,7 +11,7 @@ import pytest
 import fedppl
 from fedppl import FederatedModel, gaussian
 from fedppl.contracts import Factor
-from fedppl.local._factor import smooth_over
+from fedppl.local._smooth import smooth_over
 from fedppl.types import LocalFailure
 from tests.support import problems
 
@@ -71,7 +71,7 @@ def test_a_fit_names_who_has_them_and_is_not_converged(rng: np.random.Generator)
 
 
 def test_where_the_prior_decides_there_is_one_mode() -> None:
-    """Far from 0 the mirror image has e^-40 of the mass."""
+    """Far from 0 the mirror image has e^-160 of the mass."""
     found = factor(FederatedModel(squared, ["mu"]), {"a": {"y": np.array([81.0, 80.6])}}, np.array([9.0]))
     assert np.all(np.isfinite(found.values))
 
@@ -101,3 +101,18 @@ def test_what_a_spline_misses_is_among_the_errors(rough: float) -> None:
     rest = np.setdiff1d(np.arange(800), few)
     missed, told = (np.sqrt(np.mean(one[rest] ** 2)) for one in (found[0] - true, found[1]))
     assert 0.3 * missed < told < 10 * missed + 1e-6
+
+
+def spiked(y: Any) -> pm.Model:
+    """A prior of θ with a spike beside its bulk, within what a quadrature about the bulk reaches and cannot resolve."""
+    with pm.Model() as model:
+        mu = pm.Normal("mu", 0, 2)
+        bulk, spike = pm.Normal.dist(mu, 1), pm.Normal.dist(4.0, 0.02)
+        theta = pm.Mixture("theta", [0.5, 0.5], [bulk, spike])
+        pm.Normal("obs", theta, 10, observed=pm.Data("y", y))
+    return model
+
+
+def test_a_narrow_mode_near_by_is_found_by_its_own_width() -> None:
+    with pytest.raises(LocalFailure, match="more than one mode"):
+        factor(FederatedModel(spiked, ["mu"]), {"a": {"y": np.array([1.0, 2.0])}}, np.array([0.0]))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pymc as pm
 import pytest
+from numpy.testing import assert_allclose
 from scipy import stats
 
+from fedppl import gaussian
 from fedppl.model import _prior_draws, interpreted
+from tests.support import problems
 
 _COUNT = 2000
 
@@ -81,3 +86,15 @@ def test_plain_variables_are_drawn_to_the_bit_as_pymc_does():
 def test_what_cannot_be_drawn_at_once_is_not(declare):
     rvs, values = _built(declare)
     assert _prior_draws._at_once(values, rvs, _COUNT, 1) is None
+
+
+@pytest.mark.parametrize("problem", [problems.schools, problems.noise, problems.transforms, problems.lasso])
+def test_a_priors_density_is_one_at_few_points_and_at_many(problem: Any) -> None:
+    """Few points go through the graph as it was written, many through PyTensor's rewrites."""
+    model, clients = problem()
+    prior = next(iter(model.enrol(clients).values())).prior
+    points = gaussian.mean(prior.gaussian) + 3.0 * np.random.default_rng(2).normal(
+        size=(200, len(prior.gaussian.linear))
+    )
+    few = np.concatenate([prior.log_density(points[i : i + 10]) for i in range(0, 200, 10)])
+    assert_allclose(few, prior.log_density(points), rtol=1e-10, atol=1e-10)

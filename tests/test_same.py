@@ -168,6 +168,39 @@ def test_a_model_with_one_difference_is_not_taken_for_the_same(name: str) -> Non
     assert not _same.surely_same_model(parts(**MUTANTS[name]), parts())
 
 
+def same_prior(a: _graph.Parts, b: _graph.Parts) -> bool:
+    shared = _graph.variables(a, [np.zeros(()), np.zeros(())], local=False)
+    found = _same.same_prior(a, shared, b, shared)
+    assert found == _same.same_prior(b, shared, a, shared)
+    return found
+
+
+PRIORS = ["a number of the shared prior", "a transform's bound", "another transform", "a potential"]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_priors_are_told_apart_by_what_is_shared_alone(name: str) -> None:
+    assert same_prior(parts(), parts(**MUTANTS[name])) == (name not in PRIORS)
+
+
+def test_priors_are_told_apart_by_a_number_in_a_potential() -> None:
+    assert same_prior(parts(weight=0.5), parts(weight=0.5)) and not same_prior(parts(weight=0.5), parts(weight=0.6))
+
+
+@pytest.mark.parametrize("as_data", [False, True])
+def test_a_shared_prior_that_stands_on_what_is_observed_is_refused(as_data: bool) -> None:
+    def declare(z: Any, y: Any) -> pm.Model:
+        with pm.Model() as model:
+            above = pm.Normal("above", 0, 1, observed=pm.Data("z", z) if as_data else float(np.mean(z)))
+            pm.Normal("obs", pm.Normal("mu", above, 1), 1, observed=pm.Data("y", y))
+        return model
+
+    clients = {name: {"z": np.full(1, z), "y": np.zeros(3)} for name, z in (("a", 5.0), ("b", -7.0))}
+    for some in (clients, {"a": clients["a"]}):
+        with pytest.raises(DeclarationError, match="'mu' depends on (observed variable 'above'|client data 'z')"):
+            FederatedModel(declare, ["mu"]).enrol(some)
+
+
 def test_densities_of_ones_own_are_left_to_the_slow_comparison() -> None:
     assert not _same.surely_same_model(parts(own=1.0), parts(own=2.0))
 

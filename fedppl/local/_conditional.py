@@ -3,7 +3,7 @@ r"""log f_k where most of θ is Gaussian given φ and few coordinates c of θ, a
 .. math:: \log f_k(\varphi) = \log \int \Big[\int p(y_k, \theta_c, \theta_r \mid \varphi)\, d\theta_r\Big]\, d\theta_c
 
 The inner integral is exact by Newton steps, wherever these begin; the outer one is a quadrature over c, which is
-centered anew where most of the integral is not about the mode of θ. Another mode of c far from the first is not seen.
+centered anew where most of the integral is not about the mode of θ. For other modes `_other_modes` looks before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedppl.local import _inner, _marginal
 from fedppl.local._gaussian_rest import Places, find, is_exact
 from fedppl.local._inner import LeftOut
 from fedppl.numerics.importance import has_enough_points, stream_of
-from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
+from fedppl.numerics.integral import Rule, by_grid, by_trapezoids, missed_by_trapezoids
 from fedppl.numerics.marginal import site_outputs
 from fedppl.types import Array
 
@@ -28,7 +28,6 @@ _TIMES = 4  # a quadrature is centered anew
 _OFF = 1.0  # sds that the mass may be off the center of its quadrature
 _NARROW, _WIDE = 0.5, 2.0  # of those that it was made for, between which the sds of the mass may be
 _NEAR, _MISSED, _LOW = 1e3, 1e-6, 30.0  # what a step may gain, what steps may leave, below the largest what counts
-_DENSE = 2.0  # sds from the center within which nodes lie dense
 
 
 class _Quadrature(NamedTuple):
@@ -56,7 +55,7 @@ def integrated(client: ClientView, points: Array, center: Array, which: Places) 
         total = logsumexp(terms, axis=1)
         values[first + told] = np.where(np.isfinite(total), total, np.nan)
         with np.errstate(invalid="ignore"):
-            errors[first + told] = (_of_trapezoids if q == 1 else _of_grid)(terms - total[:, None], rule)
+            errors[first + told] = (missed_by_trapezoids if q == 1 else _of_grid)(terms - total[:, None], rule)
     known = np.isfinite(values)
     middle = np.median(errors[known]) if np.any(known) else 0.0
     return values, np.where(known, errors - middle, 0.0)
@@ -98,20 +97,6 @@ def _centered(client: ClientView, about: _Quadrature, which: Places, rest: Place
 def _of_grid(terms: Array, rule: Rule) -> Array:
     """What is not known of the logarithm of an integral: what its outermost nodes are of it."""
     return np.asarray(np.exp(terms[:, rule.group == 1]).sum(axis=1))
-
-
-def _of_trapezoids(terms: Array, rule: Rule) -> Array:
-    """The same by the rule of every second node, and by what the outermost nodes are.
-
-    About one peak that is where nodes are dense, the whole rule is wrong by the square of what every second node is
-    wrong by. About another, which may lie between two nodes, no more is known than that it is less wrong.
-    """
-    half = np.log(2.0 * np.clip(np.exp(terms[:, rule.group == 1]).sum(axis=1), 1e-12, 1.0))
-    high = terms > terms.max(axis=1, keepdims=True) - _LOW
-    peaks = np.sum((terms[:, 1:-1] > terms[:, :-2]) & (terms[:, 1:-1] >= terms[:, 2:]) & high[:, 1:-1], axis=1)
-    central = (peaks == 1) & (np.abs(rule.nodes[np.argmax(terms, axis=1), 0]) < _DENSE)
-    ends = np.clip(np.exp(terms[:, [0, 1, -2, -1]]).sum(axis=1), 0.0, 1.0 - 1e-12)
-    return np.asarray(np.where(central, np.sign(half) * half**2, np.abs(half)) - np.log1p(-ends))
 
 
 def _terms(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:

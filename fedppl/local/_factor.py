@@ -10,19 +10,17 @@ of the nodes, and in what the jackknife adds.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.interpolate import RBFInterpolator
-from scipy.spatial import cKDTree
 
 from fedppl.contracts import ClientView, Factor
 from fedppl.local import _conditional, _gaussian_rest, _marginal
 from fedppl.local._no_mode import no_mode
 from fedppl.local._other_modes import require_one_mode
 from fedppl.local._separable import is_separable, one_by_one
+from fedppl.local._smooth import smooth_over
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import effective_size, normalise, stream_of, weighted_moments
 from fedppl.numerics.integral import Rule, by_grid, integral_batch
@@ -37,8 +35,6 @@ _SHAPING = 64  # points of a scramble that tell where θ lies at the center
 _NODES = (32, 128, 512)  # of a scramble; more where they do not tell how log f_k varies
 _AGREE = 0.003  # sd over points of the errors, in log units, with which more nodes are not needed
 _SOME = (128, 512)  # points at which θ is integrated first, and where they do not foretell the others
-_NEAREST = 8  # points that tell how well those near to them are foretold
-_FORETOLD = 0.002  # median error of foretelling, in log units, with which that is enough
 _CANDIDATES, _TIMES = 8, 5  # of θ for each draw, half of them normal and half of a t, which reaches further
 _AT_ONCE = 2**22  # numbers in the factors that are held at a time
 
@@ -86,10 +82,10 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     Laplace's approximation everywhere, and what it leaves out at some of the points; at all where that is not smooth.
     """
     points = np.ascontiguousarray(points)
-    found, _, _ = _marginal.modes(client, points, center, factors=False)
-    values, errors = np.where(found > -np.inf, found, np.nan), np.zeros(len(points))
     if client.local_size:
         require_one_mode(client, points, center)
+    found, _, _ = _marginal.modes(client, points, center, factors=False)
+    values, errors = np.where(found > -np.inf, found, np.nan), np.zeros(len(points))
     is_gaussian = not client.local_size or client.view(_gaussian_rest.is_exact)
     if not is_gaussian and client.view(is_separable):
         values, errors = one_by_one(client, points, center)
@@ -133,35 +129,6 @@ def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array
     is_fine = float(np.max(np.abs(apart - np.median(apart)))) < _ALIKE  # a constant moves nothing; never where NaN
     values, shares = _integrals(client, points, center, fine if is_fine else finest)
     return values, _varying(shares[:, 1], np.isfinite(values))  # what a grid misses is of the order of what its rim has
-
-
-def smooth_over(points: Array, few: NDArray[np.intp], values: Array, errors: Array) -> tuple[Array, Array] | None:
-    """A function and its errors, known at a few of the points (P,), at all of them (S,), where it is smooth enough.
-
-    A thin-plate spline of three quarters of the few has to foretell the function at the others. By how much it misses
-    these is an error too, of the points that are near to them.
-    """
-    known = np.stack([values, errors], axis=1)
-    told = np.all(np.isfinite(known), axis=1)
-    few, known = few[told], known[told]
-    if len(few) < 4 * (points.shape[1] + 2):
-        return None
-    scale = np.median(np.abs(points - np.median(points, axis=0)), axis=0)
-    # far points are drawn in: what varies with the log of a distance is as smooth there as near the center
-    white = np.arcsinh((points - np.median(points, axis=0)) / scale)
-    held_out = np.arange(len(few)) % 4 == 3
-    fit = functools.partial(RBFInterpolator, kernel="thin_plate_spline", degree=1)
-    try:
-        foretold = fit(white[few[~held_out]], known[~held_out])(white[few[held_out]])
-        missed = np.abs(foretold[:, 0] - known[held_out, 0])
-        if float(np.median(missed)) > _FORETOLD or float(np.quantile(missed, 0.9)) > 10 * _FORETOLD:
-            return None
-        found = fit(white[few], known)(white)
-        nearest = cKDTree(white[few[held_out]]).query(white, k=min(_NEAREST, len(missed)))[1]
-        missing = np.sqrt(np.mean(missed[nearest] ** 2, axis=1))
-        return found[:, 0], np.copysign(np.hypot(found[:, 1], missing), found[:, 1])
-    except np.linalg.LinAlgError:  # points that coincide, or lie in a plane
-        return None
 
 
 def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, Array]:

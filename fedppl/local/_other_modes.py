@@ -12,8 +12,8 @@ from fedppl.numerics.newton import OK
 from fedppl.types import Array, LocalFailure
 
 _FAR = (4.0, 12.0, 40.0, 120.0, 400.0, 1200.0)  # sds from the mode, in a direction and against it
-_FLIPPED = 8  # coordinates up to which each is tried with its sign turned
-_REACH = 5.0  # sds within which a quadrature about one mode sees the other
+_FLIPPED, _EXCHANGED = 16, 12  # coordinates whose sign is turned one at a time, and pairs that are exchanged, at most
+_REACH = 5.0  # sds, by the curvature at either mode, within which a quadrature about one sees the other
 _NEGLIGIBLE = np.log(1e-3)  # of the mass about the first mode
 
 
@@ -25,15 +25,19 @@ def require_one_mode(client: ClientView, points: Array, center: Array) -> None:
     LocalFailure
         Where another mode is found. It names variables, and no number of the client's.
     """
+    begin = client.view(_marginal._start)
     for point in (center, _another(points, center)):
-        value, mode, factor = _search(client, point, client.view(_marginal._start))
+        value, mode, factor = _search(client, point, begin)
         if not np.isfinite(value):
-            continue
+            return  # who integrates about a mode says that there is none
         for start in _starts(client, mode, factor):
-            other_value, other, _ = _search(client, point, start)
-            away = float(np.linalg.norm(factor.T @ (other - mode)))
-            if other_value > value + _NEGLIGIBLE and away > _REACH:
-                raise LocalFailure(_several(client, np.abs(factor.T @ (other - mode)), point))
+            other_value, other, other_factor = _search(client, point, start)
+            if not other_value > value + _NEGLIGIBLE:
+                continue
+            away = np.abs(factor.T @ (other - mode))
+            if max(np.linalg.norm(away), np.linalg.norm(other_factor.T @ (other - mode))) > _REACH:
+                raise LocalFailure(_several(client, away, point))
+        begin = mode
 
 
 def _another(points: Array, center: Array) -> Array:
@@ -54,11 +58,17 @@ def _search(client: ClientView, point: Array, start: Array) -> tuple[float, Arra
 
 
 def _starts(client: ClientView, mode: Array, factor: Array) -> list[Array]:
-    """Mirror images of the mode, exchanged coordinates, and points in random directions, near and far."""
+    """Where likelihoods that do not tell signs or order have their other modes, and points far off in any direction."""
     d = len(mode)
-    starts = [-mode, mode[::-1].copy(), np.zeros(d), client.initial]
-    if 1 < d <= _FLIPPED:
-        starts += list(np.where(np.eye(d, dtype=bool), -mode, mode))
+    starts = [-mode, np.zeros(d), client.initial]
+    if d > 1:
+        starts += list(np.where(np.eye(d, dtype=bool), -mode, mode)[:_FLIPPED])
+    of = [label.partition("[")[0] for label in client.local_labels]
+    pairs = [(i, j) for i in range(d) for j in range(i + 1, d) if of[i] == of[j]][:_EXCHANGED]
+    for i, j in pairs:
+        exchanged = mode.copy()
+        exchanged[[i, j]] = mode[[j, i]]
+        starts.append(exchanged)
     z = np.random.default_rng(stream_of(client.client_id)).normal(size=(len(_FAR), d))
     z *= np.array(_FAR)[:, None] / np.linalg.norm(z, axis=1, keepdims=True)
     moved = np.linalg.solve(factor.T, np.concatenate([z, -z]).T).T

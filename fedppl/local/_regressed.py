@@ -28,7 +28,7 @@ from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, Factor, Target
 from fedppl.contracts.client import TiltedDrawFn
 from fedppl.gaussian import Gaussian
-from fedppl.local._factor import smooth_over
+from fedppl.local._smooth import smooth_over
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import effective_size, normalise, stream_of
 from fedppl.numerics.marginal import site_batch

@@ -12,15 +12,16 @@ from scipy.special import logsumexp
 from fedppl import gaussian
 from fedppl.contracts import ClientView
 from fedppl.local import _marginal
-from fedppl.numerics.integral import by_trapezoids
+from fedppl.numerics.integral import by_trapezoids, missed_by_trapezoids
 from fedppl.numerics.marginal import site_batch
 from fedppl.types import Array, LocalFailure
 
 _AT_ONCE = 2**22  # numbers in the points that are held at a time
 _DIAGONAL = 1e-5  # of a curvature that differences tell, before the density itself is looked at
 _EQUAL = 1e-8
-_NODES = by_trapezoids().nodes[:, 0]
-_LOG_WEIGHTS = by_trapezoids().log_weights + 0.5 * _NODES**2 + 0.5 * np.log(2.0 * np.pi)  # of the integral itself
+_RULE = by_trapezoids()
+_NODES = _RULE.nodes[:, 0]
+_LOG_WEIGHTS = _RULE.log_weights + 0.5 * _NODES**2 + 0.5 * np.log(2.0 * np.pi)  # of the integral itself
 
 
 def is_separable(client: ClientView) -> bool:
@@ -50,10 +51,7 @@ def is_separable(client: ClientView) -> bool:
 
 
 def one_by_one(client: ClientView, points: Array, center: Array) -> tuple[Array, Array]:
-    """log f_k at points (S, m), NaN where there is no mode, and what is not known of it.
-
-    The rule of half the nodes is wrong by about the root of what the whole one is wrong by.
-    """
+    """log f_k at points (S, m), NaN where there is no mode, and what is not known of it."""
     d, count = client.local_size, len(_NODES)
     values, errors = np.full(len(points), np.nan), np.zeros(len(points))
     chunk = max(1, _AT_ONCE // (d * count * (d + points.shape[1])))
@@ -71,10 +69,11 @@ def one_by_one(client: ClientView, points: Array, center: Array) -> tuple[Array,
         at_mode = _densities(client, some, modes)
         logs = _densities(client, phi.reshape(-1, some.shape[1]), theta).reshape(len(some), d, count)
         terms = logs - at_mode[:, None, None] + _LOG_WEIGHTS
-        whole, half = logsumexp(terms, axis=2), logsumexp(terms[:, :, ::2], axis=2) + np.log(2.0)
+        whole = logsumexp(terms, axis=2)
         at = first + np.flatnonzero(told)
         values[at] = at_mode + np.sum(whole - np.log(scales), axis=1)
-        errors[at] = np.sum(np.sign(half - whole) * (half - whole) ** 2, axis=1)
+        missed = missed_by_trapezoids((terms - whole[:, :, None]).reshape(-1, count), _RULE)
+        errors[at] = missed.reshape(len(some), d).sum(axis=1)
     return values, errors - np.median(errors)
 
 

@@ -124,6 +124,13 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
                     f"the prior of shared variable {rv.name!r} depends on client data {container.name!r}; then every "
                     "client would have another prior. Use a constant that is the same at all clients."
                 )
+        for observed in model.observed_RVs:
+            if observed in above:
+                raise DeclarationError(
+                    f"the prior of shared variable {rv.name!r} depends on observed variable {observed.name!r}, whose "
+                    "values are a client's own; then every client would have another prior. Use a constant that is the "
+                    "same at all clients."
+                )
     prior_terms: list[Any] = list(shared_rvs)
     site_terms: list[Any] = [*local_rvs, *model.observed_RVs]
     for potential in model.potentials:

@@ -18,7 +18,7 @@ from fedppl.types import Array
 
 # Functions that run once per fit are interpreted: compiling them would take longer than every call together.
 PYTHON_MODE = Mode(linker="py", optimizer="fast_compile")
-# For what is called at a few points: graphs as they were written, which PyTensor has built in a fourth of the time.
+# For what is called at a few points: graphs as they were written, which take longer to simplify than to call.
 AS_WRITTEN = Mode(linker="py", optimizer="merge")
 
 

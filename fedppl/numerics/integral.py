@@ -21,6 +21,8 @@ from fedppl.numerics.newton import DATA, KERNEL, MATRIX, OK, VECTOR, assign, ent
 from fedppl.types import Array
 
 SIZES = {1: 9, 2: 7, 3: 5}  # nodes of each coordinate in a grid, by the number of coordinates
+_LOW = 30.0  # log units below the largest from which nodes count for nothing
+_DENSE = 2.0  # sds from the center within which trapezoids lie dense
 
 
 class Rule(NamedTuple):
@@ -54,6 +56,21 @@ def by_trapezoids() -> Rule:
     nodes = np.sinh(steps)
     logs = np.log(np.cosh(steps) * (steps[1] - steps[0])) - 0.5 * nodes**2 - 0.5 * np.log(2.0 * np.pi)
     return Rule(nodes[:, None], logs, (np.arange(len(nodes)) % 2 == 0).astype(float))
+
+
+def missed_by_trapezoids(terms: Array, rule: Rule) -> Array:
+    """What is not known of the logarithm of an integral (S,), of logarithms of what each node is of it, (S, L).
+
+    By the rule of every second node, and by what the outermost nodes are. About one peak that is where nodes are dense,
+    the whole rule is wrong by the square of what every second node is wrong by. About another, which may lie between
+    two nodes, no more is known than that it is less wrong.
+    """
+    half = np.log(2.0 * np.clip(np.exp(terms[:, rule.group == 1]).sum(axis=1), 1e-12, 1.0))
+    high = terms > terms.max(axis=1, keepdims=True) - _LOW
+    peaks = np.sum((terms[:, 1:-1] > terms[:, :-2]) & (terms[:, 1:-1] >= terms[:, 2:]) & high[:, 1:-1], axis=1)
+    central = (peaks == 1) & (np.abs(rule.nodes[np.argmax(terms, axis=1), 0]) < _DENSE)
+    ends = np.clip(np.exp(terms[:, [0, 1, -2, -1]]).sum(axis=1), 0.0, 1.0 - 1e-12)
+    return np.asarray(np.where(central, np.sign(half) * half**2, np.abs(half)) - np.log1p(-ends))
 
 
 @entry(KERNEL, MATRIX, VECTOR, VECTOR, DATA, MATRIX, VECTOR, VECTOR, types.float64)

@@ -46,7 +46,24 @@ def report(
     conflict: Any = None,
     title: str = "Federated fit",
 ) -> Path:
-    """Write one HTML page about this fit; parameters, what is on it and when it fails are in `fedppl.plots.report`."""
+    """Write one HTML page about this fit: status, tables, pictures, settings, versions and seed.
+
+    Parameters
+    ----------
+    path
+        The file, such as ``"report.html"``; one that is there is replaced.
+    var_names, population
+        Of clients' posteriors, as in `fedppl.plots.forest`.
+    conflict
+        What `fedppl.conflict` returned.
+    title
+        Title of the page.
+
+    Returns
+    -------
+    pathlib.Path
+        The file. What is on the page, and when this fails: `fedppl.plots.report`.
+    """
     from fedppl import plots  # at its first use: it takes a while
 
     return plots.report(fit, path, var_names=var_names, population=population, conflict=conflict, title=title)

@@ -77,7 +77,10 @@ def calibrate(
     Raises
     ------
     DeclarationError
-        If the algorithm has no Gaussian or corrected posterior of the shared variables, or outcomes cannot be drawn.
+        If the algorithm has no Gaussian or corrected posterior of the shared variables, outcomes cannot be drawn, or
+        `simulate` fails or returns no data of the client's shapes.
+    DataError
+        If what `simulate` returns cannot be data.
 
     Examples
     --------
@@ -177,12 +180,12 @@ def _simulated(
     """One client's data by a user's function, held against the shapes of those that it was given."""
     who = f"simulate= for client {name!r} in data set {number}"
     try:
-        found: Any = simulate(shared, name, data, rng)
+        found: Any = simulate(shared, name, {key: np.array(value) for key, value in data.items()}, rng)
     except Exception as error:
         raise DeclarationError(f"{who} failed with {type(error).__name__}: {error}") from error
     if not isinstance(found, Mapping):
         raise DeclarationError(f"{who} returned {shown(found)}; return its data, a mapping from name to array.")
-    for key in data.keys() & found.keys():
+    for key in [key for key in data if key in found]:
         given, wanted = np.shape(found[key]), np.shape(data[key])
         if given != wanted:
             raise DeclarationError(

@@ -262,9 +262,10 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     by = next((name for name, k in sites.where.items() if state.reach[k] == radius), "")
     if found is None:
         far = f" (asked within {radius:g} prior sds, as site {by!r} answers)" if by else ""
-        return Judged(
-            state, True, f"no point of the correction has a value at every client{far}; use local=fedppl.NUTS()"
-        )
+        remedy = "use local=fedppl.NUTS()"
+        if np.isfinite(radius) and not np.any(state.within):
+            remedy = f"no point lies within {radius:g} prior sds: allow a larger distance, or raise radius="
+        return Judged(state, True, f"no point of the correction has a value at every client{far}; {remedy}")
     cut = region.beyond(sites.prior, radius, sites.q, found.points, found.weights)
     is_cut = float(cut.effect.sum()) > MOST_CUT
     # Points that were proposed for this posterior have its tails within them, and not those of one without a client.

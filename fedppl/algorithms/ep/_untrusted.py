@@ -16,7 +16,8 @@ def without(names: list[str]) -> str:
         return ""
     return (
         f"clients {names[:5]} did not answer at the points of the correction, and their Gaussian sites stand for them; "
-        "the reasons are in fit.idata['rounds']. Mend these and ask again; EP(correction=None) has q alone"
+        "the reasons are in fit.idata['rounds']. Correct what they name: without a correction nothing would show it, "
+        "and q may be wrong"
     )
 
 

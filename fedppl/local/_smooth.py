@@ -1,0 +1,46 @@
+"""A function of φ that is known at a few points, at all of them, where it is smooth enough: by a thin-plate spline."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.interpolate import RBFInterpolator
+from scipy.spatial import cKDTree
+
+from fedppl.types import Array
+
+_NEAREST = 8  # points that tell how well those near to them are foretold
+_FORETOLD = 0.002  # median error of foretelling, in log units, with which that is enough
+
+
+def smooth_over(points: Array, few: NDArray[np.intp], values: Array, errors: Array) -> tuple[Array, Array] | None:
+    """A function and its errors, known at a few of the points (P,), at all of them (S,), where it is smooth enough.
+
+    A thin-plate spline of three quarters of the few has to foretell the function at the others. By how much it misses
+    these is an error too, of the points that are near to them.
+    """
+    known = np.stack([values, errors], axis=1)
+    told = np.all(np.isfinite(known), axis=1)
+    few, known = few[told], known[told]
+    if len(few) < 4 * (points.shape[1] + 2):
+        return None
+    scale = np.median(np.abs(points - np.median(points, axis=0)), axis=0)
+    # far points are drawn in: what varies with the log of a distance is as smooth there as near the center
+    white = np.arcsinh((points - np.median(points, axis=0)) / scale)
+    held_out = np.arange(len(few)) % 4 == 3
+    fit = functools.partial(RBFInterpolator, kernel="thin_plate_spline", degree=1)
+    try:
+        foretold = fit(white[few[~held_out]], known[~held_out])(white[few[held_out]])
+        missed = foretold[:, 0] - known[held_out, 0]
+        if np.median(np.abs(missed)) > _FORETOLD or np.quantile(np.abs(missed), 0.9) > 10 * _FORETOLD:
+            return None
+        found = fit(white[few], known)(white)
+        nearest = cKDTree(white[few[held_out]]).query(white, k=min(_NEAREST, len(missed)))[1]
+        # Of the sign that they have on average, so that what many clients miss alike adds up, and nothing else does.
+        missing = np.copysign(np.sqrt(np.mean(missed[nearest] ** 2, axis=1)), np.mean(missed[nearest], axis=1))
+        missing[few] = 0.0
+        return found[:, 0], found[:, 1] + missing
+    except np.linalg.LinAlgError:  # points that coincide, or lie in a plane
+        return None
