@@ -17,8 +17,9 @@ from fedppl.contracts import ClientView
 from fedppl.local import _inner, _marginal
 from fedppl.local._gaussian_rest import Places, find, is_exact
 from fedppl.local._inner import LeftOut
+from fedppl.local._two_rules import by_two_rules
 from fedppl.numerics.importance import has_enough_points, stream_of
-from fedppl.numerics.integral import Rule, by_grid, by_trapezoids, missed_by_trapezoids
+from fedppl.numerics.integral import Rule, by_grid, missed_by_trapezoids
 from fedppl.numerics.marginal import site_outputs
 from fedppl.types import Array
 
@@ -42,8 +43,13 @@ class _Quadrature(NamedTuple):
 
 def integrated(client: ClientView, points: Array, center: Array, which: Places) -> tuple[Array, Array]:
     """log f_k at points (S, m), NaN where there is no mode, and what is not known of how it varies."""
+    if len(which) == 1:
+        return by_two_rules(lambda some, rule: _by_rule(client, some, center, which, rule), points)
+    return _by_rule(client, points, center, which, by_grid(len(which), _NODES))
+
+
+def _by_rule(client: ClientView, points: Array, center: Array, which: Places, rule: Rule) -> tuple[Array, Array]:
     q, m = len(which), points.shape[1]
-    rule = by_trapezoids() if q == 1 else by_grid(q, _NODES)
     rest = np.setdiff1d(np.arange(client.local_size), which)
     values, errors = np.full(len(points), np.nan), np.zeros(len(points))
     chunk = max(1, _AT_ONCE // (len(rule.nodes) * (1 + len(rest)) * (m + client.local_size)))

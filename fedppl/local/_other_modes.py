@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from fedppl.contracts import ClientView
@@ -13,6 +15,7 @@ from fedppl.types import Array, LocalFailure
 
 _FAR = (4.0, 12.0, 40.0, 120.0, 400.0, 1200.0)  # sds from the mode, in a direction and against it
 _FLIPPED, _EXCHANGED = 16, 12  # coordinates whose sign is turned one at a time, and pairs that are exchanged, at most
+_TURNED = 3  # variables whose signs are turned together, in all ways
 _REACH = 5.0  # sds, by the curvature at either mode, within which a quadrature about one sees the other
 _NEGLIGIBLE = np.log(1e-3)  # of the mass about the first mode
 
@@ -64,6 +67,10 @@ def _starts(client: ClientView, mode: Array, factor: Array) -> list[Array]:
     if d > 1:
         starts += list(np.where(np.eye(d, dtype=bool), -mode, mode)[:_FLIPPED])
     of = [label.partition("[")[0] for label in client.local_labels]
+    names = list(dict.fromkeys(of))[:_TURNED]
+    for signs in itertools.product((1.0, -1.0), repeat=len(names)):
+        sign = dict(zip(names, signs, strict=True))
+        starts.append(mode * np.array([sign.get(name, 1.0) for name in of]))
     pairs = [(i, j) for i in range(d) for j in range(i + 1, d) if of[i] == of[j]][:_EXCHANGED]
     for i, j in pairs:
         exchanged = mode.copy()

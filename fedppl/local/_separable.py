@@ -12,16 +12,14 @@ from scipy.special import logsumexp
 from fedppl import gaussian
 from fedppl.contracts import ClientView
 from fedppl.local import _marginal
-from fedppl.numerics.integral import by_trapezoids, missed_by_trapezoids
+from fedppl.local._two_rules import by_two_rules
+from fedppl.numerics.integral import Rule, missed_by_trapezoids
 from fedppl.numerics.marginal import site_batch
 from fedppl.types import Array, LocalFailure
 
 _AT_ONCE = 2**22  # numbers in the points that are held at a time
 _DIAGONAL = 1e-5  # of a curvature that differences tell, before the density itself is looked at
 _EQUAL = 1e-8
-_RULE = by_trapezoids()
-_NODES = _RULE.nodes[:, 0]
-_LOG_WEIGHTS = _RULE.log_weights + 0.5 * _NODES**2 + 0.5 * np.log(2.0 * np.pi)  # of the integral itself
 
 
 def is_separable(client: ClientView) -> bool:
@@ -52,7 +50,13 @@ def is_separable(client: ClientView) -> bool:
 
 def one_by_one(client: ClientView, points: Array, center: Array) -> tuple[Array, Array]:
     """log f_k at points (S, m), NaN where there is no mode, and what is not known of it."""
-    d, count = client.local_size, len(_NODES)
+    return by_two_rules(lambda some, rule: _by_rule(client, some, center, rule), points)
+
+
+def _by_rule(client: ClientView, points: Array, center: Array, rule: Rule) -> tuple[Array, Array]:
+    nodes = rule.nodes[:, 0]
+    log_weights = rule.log_weights + 0.5 * nodes**2 + 0.5 * np.log(2.0 * np.pi)  # of the integral itself
+    d, count = client.local_size, len(nodes)
     values, errors = np.full(len(points), np.nan), np.zeros(len(points))
     chunk = max(1, _AT_ONCE // (d * count * (d + points.shape[1])))
     for first in range(0, len(points), chunk):
@@ -63,16 +67,16 @@ def one_by_one(client: ClientView, points: Array, center: Array) -> tuple[Array,
         some, modes, scales = some[told], modes[told], scales[told]
         steps = np.zeros((len(some), d, count, d))
         for j in range(d):
-            steps[:, j, :, j] = _NODES / scales[:, j, None]
+            steps[:, j, :, j] = nodes / scales[:, j, None]
         phi = np.broadcast_to(some[:, None, None], (len(some), d, count, some.shape[1]))
         theta = (modes[:, None, None] + steps).reshape(-1, d)
         at_mode = _densities(client, some, modes)
         logs = _densities(client, phi.reshape(-1, some.shape[1]), theta).reshape(len(some), d, count)
-        terms = logs - at_mode[:, None, None] + _LOG_WEIGHTS
+        terms = logs - at_mode[:, None, None] + log_weights
         whole = logsumexp(terms, axis=2)
         at = first + np.flatnonzero(told)
         values[at] = at_mode + np.sum(whole - np.log(scales), axis=1)
-        missed = missed_by_trapezoids((terms - whole[:, :, None]).reshape(-1, count), _RULE)
+        missed = missed_by_trapezoids((terms - whole[:, :, None]).reshape(-1, count), rule)
         errors[at] = missed.reshape(len(some), d).sum(axis=1)
     return values, errors - np.median(errors)
 

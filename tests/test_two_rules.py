@@ -1,0 +1,102 @@
+"""Integrals over a local coordinate that are not smooth, or hardly bounded: right, or their errors say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytest
+from scipy import stats
+from scipy.special import logsumexp
+
+import fedppl
+from fedppl import FederatedModel
+from fedppl.local._two_rules import by_two_rules
+from fedppl.numerics.integral import Rule
+from fedppl.types import Array
+
+POINTS = np.linspace(-2.0, 2.0, 81)
+
+
+def shifted(y: Any) -> pm.Model:
+    """Times after an onset of the client's own: the density of y − e^θ has no second derivative at its end."""
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        onset = pm.math.exp(pm.Normal("theta", pm.Normal("mu", 0, 1), 1))
+        pm.CustomDist("obs", onset, logp=lambda value, onset: pm.logp(pm.Gamma.dist(1.5, 1), value - onset), observed=y)
+    return model
+
+
+def kinked(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        pm.Normal("obs", pm.Laplace("theta", pm.Normal("mu", 0, 1), 0.5), 1, observed=pm.Data("y", y))
+    return model
+
+
+def nothing_counted(y: Any) -> pm.Model:
+    """Counts of zero, where θ is bounded below by its prior alone, however wide."""
+    with pm.Model() as model:
+        theta = pm.Normal("theta", 0, pm.math.exp(pm.Normal("log_tau", 5, 4)))
+        pm.Poisson("obs", pm.math.exp(theta), observed=pm.Data("y", y))
+    return model
+
+
+def of_shifted(y: Array, mu: float, theta: Array) -> Array:
+    return stats.norm.logpdf(theta, mu) + stats.gamma.logpdf(y[:, None] - np.exp(theta), 1.5).sum(axis=0)
+
+
+def of_kinked(y: Array, mu: float, theta: Array) -> Array:
+    return stats.laplace.logpdf(theta, mu, 0.5) + stats.norm.logpdf(y[:, None], theta).sum(axis=0)
+
+
+def of_nothing(y: Array, log_tau: float, theta: Array) -> Array:
+    return stats.norm.logpdf(theta, 0, np.exp(log_tau)) - len(y) * np.exp(theta)
+
+
+@pytest.mark.parametrize(
+    "builder, density, y, points, grid",
+    [
+        (shifted, of_shifted, [1.5, 2.0, 2.5, 4.0], POINTS, np.linspace(-12, 2, 200_001)),
+        (kinked, of_kinked, [3.1, 3.4], POINTS, np.linspace(-12, 12, 200_001)),
+        (nothing_counted, of_nothing, [0, 0], 4 + POINTS, np.concatenate([-np.geomspace(1e7, 30, 200_001), POINTS])),
+    ],
+)
+def test_what_is_not_known_is_told(builder: Any, density: Any, y: Any, points: Array, grid: Array) -> None:
+    y = np.array(y)
+    grid = np.union1d(grid, np.linspace(-30, 5, 20_001))
+    (client,) = (
+        FederatedModel(builder, ["log_tau" if builder is nothing_counted else "mu"]).enrol({"a": {"y": y}}).values()
+    )
+    compute = fedppl.NestedLaplace().factor
+    assert compute is not None
+    found = compute(client, points[:, None], points[40:41], 0.0)
+    known = np.isfinite(found.values)
+    width = np.log(np.gradient(grid))
+    with np.errstate(over="ignore"):
+        truth = np.array([logsumexp(density(y, point, grid) + width) for point in points])
+    wrong = found.values - truth
+    wrong = np.abs(wrong - np.median(wrong[known]))[known]
+    assert known.mean() > 0.8
+    assert np.all(wrong < 1e-3 + 5 * np.abs(found.errors[known]))
+
+
+def test_smooth_functions_are_computed_by_one_rule_and_kinked_ones_by_two() -> None:
+    """The mean of e^(a|z|) or e^(a z) over a standard normal, at points a."""
+    calls: list[int] = []
+
+    def compute(points: Array, rule: Rule, kinked: bool) -> tuple[Array, Array]:
+        calls.append(len(points))
+        z = rule.nodes[:, 0]
+        logs = rule.log_weights + points * (10 * np.abs(z - 0.31) if kinked else z)
+        return logsumexp(logs, axis=1), np.zeros(len(points))
+
+    points = np.linspace(-1, 1, 50)[:, None]
+    values, errors = by_two_rules(lambda some, rule: compute(some, rule, False), points)
+    assert calls == [50, 16] and np.allclose(values, points[:, 0] ** 2 / 2, atol=1e-4) and not np.any(errors)
+    calls.clear()
+    values, errors = by_two_rules(lambda some, rule: compute(some, rule, True), points)
+    z = np.linspace(-15, 25, 400_001)
+    truth = logsumexp(stats.norm.logpdf(z) + points * 10 * np.abs(z - 0.31), axis=1) + np.log(z[1] - z[0])
+    assert calls == [50, 16, 50]
+    assert np.all(np.abs(values - truth - np.median(values - truth)) < 1e-3 + 3 * np.abs(errors))
