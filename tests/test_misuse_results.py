@@ -135,7 +135,7 @@ ROWS: dict[str, Mistake] = {
     "no file": row(lambda: fedppl.load("no such.nc", MODEL), "'no such.nc'", "fit.save"),
     "path and model swapped": row(lambda: fedppl.load(MODEL, "run.nc"), "str", "FederatedModel"),  # type: ignore[arg-type]
     # --- comparisons and tests
-    "loo of draws": row(of_fit(lambda fit: fedppl.loo(fit.idata)), "InferenceData", "fedppl.fit", kinds=Exception),
+    "loo of draws": row(of_fit(lambda fit: fedppl.loo(fit.idata)), "fit is ", "fedppl.fit", kinds=Exception),
     "loo of a list": row(of_fit(lambda fit: fedppl.loo([fit])), "list", "fedppl.fit"),
     "one fit to compare": row(of_fit(lambda fit: fedppl.compare({"a": fit})), "two or more"),
     "fits in a list": row(of_fit(lambda fit: fedppl.loo_compare([fit, fit])), "two or more", "by name"),

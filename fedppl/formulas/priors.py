@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from fedppl.types import DeclarationError
 
 # Parameters of PyMC's continuous distributions that are positive in all of them.
 _POSITIVE = ("sigma", "tau", "nu", "lam", "b", "beta", "kappa", "s")
+_SHAPES = ("shape", "size")
 _BESIDE = ("default_transform", "transform", "initval", "dims", "observed", "total_size")  # not of a distribution alone
 
 
@@ -105,6 +107,10 @@ def _require_parameters(name: str, parameters: Mapping[str, Any]) -> None:
             raise DeclarationError(f"Prior({name!r}, {key}={_shown(value)}) is not a number; give one.")
         if numbers is not None and key in _POSITIVE and not np.all(numbers > 0):
             raise DeclarationError(f"Prior({name!r}, {key}={_shown(value)}): {key!r} must be positive.")
+    known = inspect.signature(getattr(pm, name).dist).parameters
+    for key in parameters:  # PyMC before 6 refuses others itself
+        if key not in known and key not in (*_BESIDE, *_SHAPES):
+            raise DeclarationError(f"Prior({name!r}, ...) has no parameter {key!r}; see the parameters of pm.{name}.")
     try:
         getattr(pm, name).dist(**{key: value for key, value in parameters.items() if key not in _BESIDE})
     except (TypeError, ValueError, NotImplementedError) as error:

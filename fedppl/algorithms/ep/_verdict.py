@@ -146,7 +146,7 @@ def _skewed(state: EPState, limit: float) -> str:
         f"{state.sites.labels[i]} {state.skewness[i]:.1f}"
         # One client's word, of several, is told as such.
         + (
-            f" ({state.skewness_without[i]:.1f} without client {names[state.skewed_by[i]]})"
+            f" ({round(float(state.skewness_without[i]), 1) + 0.0:.1f} without client {names[state.skewed_by[i]]})"
             if len(names) > 1 and abs(state.skewness_without[i]) <= limit
             else ""
         )
