@@ -84,6 +84,15 @@ def test_clients_with_one_mode_are_not_accused(problem: Any) -> None:
         assert np.all(np.isfinite(factor(model, {client_id: data}, gaussian.mean(prior)).values))
 
 
+def test_no_points_have_no_values() -> None:
+    model, clients = problems.logistic()
+    client = next(iter(model.enrol(clients).values()))
+    compute = fedppl.NestedLaplace().factor
+    assert compute is not None
+    found = compute(client, np.zeros((0, client.shared_size)), np.zeros(client.shared_size), 0.0)
+    assert len(found.values) == len(found.errors) == 0
+
+
 def test_long_tails_alone_are_no_second_mode(rng: np.random.Generator) -> None:
     model = FederatedModel(outlying, ["mu", "tau"])
     assert np.all(np.isfinite(factor(model, {"a": {"y": rng.normal(1, 1, 6)}}, np.array([1.0, -1.0])).values))

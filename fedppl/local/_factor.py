@@ -82,6 +82,8 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     Laplace's approximation everywhere, and what it leaves out at some of the points; at all where that is not smooth.
     """
     points = np.ascontiguousarray(points)
+    if not len(points):  # a policy may leave none
+        return Factor(np.zeros(0), np.zeros(0))
     if client.local_size:
         require_one_mode(client, points, center)
     found, _, _ = _marginal.modes(client, points, center, factors=False)
