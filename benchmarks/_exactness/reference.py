@@ -9,7 +9,7 @@ from typing import Any
 import arviz as az
 import pymc as pm
 
-_ACCEPT = (0.9, 0.99)  # the second where the first diverges
+_ACCEPT = (0.9, 0.98, 0.995)  # the next where the one before diverges
 
 
 def reference(
@@ -32,12 +32,13 @@ def reference(
     """
     for accept in _ACCEPT:
         posterior, quality = _sampled(model, names, draws, tune, seed, accept)
+        short = max(ess / max(quality["ess"], 1), ess_of_squares / max(quality["ess_of_squares"], 1))
+        diverged = quality["divergences"] > divergences
+        if short > 1 and draws < most and (not diverged or accept == _ACCEPT[-1]):
+            more = min(most, int(1.3 * draws * short))
+            posterior, quality = _sampled(model, names, more, tune, seed, accept)
         if quality["divergences"] <= divergences:
             break
-    short = max(ess / max(quality["ess"], 1), ess_of_squares / max(quality["ess_of_squares"], 1))
-    if short > 1 and draws < most:
-        more = min(most, int(1.3 * draws * short))
-        posterior, quality = _sampled(model, names, more, tune, seed, accept)
     return posterior, quality
 
 
