@@ -9,6 +9,7 @@ from typing import Any
 
 import arviz as az
 import numpy as np
+import pymc as pm
 import pytensor
 import pytensor.tensor as pt
 import pytest
@@ -91,3 +92,29 @@ def test_a_process_reads_what_one_before_it_compiled(monkeypatch: pytest.MonkeyP
     first, second = kernels
     assert second is not first and sum(second.stats.cache_hits.values()) == 1 and not second.stats.cache_misses
     assert_allclose(values[0], values[1], rtol=0, atol=0)
+
+
+def test_a_term_read_twice_and_one_written_twice_are_two_kernels() -> None:
+    """They may differ in last digits: what a model gives does not hang on what a process compiled before."""
+
+    def read_twice(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            y = pm.Data("y", y)
+            mu = pm.Normal("mu", 0.0, 1.0)
+            rate = pm.math.exp(mu)
+            pm.Potential("fit", -((y - rate) ** 2).sum() - rate)
+        return model
+
+    def written_twice(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            y = pm.Data("y", y)
+            mu = pm.Normal("mu", 0.0, 1.0)
+            pm.Potential("fit", -((y - pm.math.exp(mu)) ** 2).sum() - pm.math.exp(mu))
+        return model
+
+    def kernel(builder: Any) -> Any:
+        return FederatedModel(builder, ["mu"]).enrol({"a": {"y": np.ones(3)}})["a"].kernel
+
+    first = kernel(read_twice)
+    assert kernel(written_twice) is not first
+    assert kernel(lambda y: read_twice(y)) is first

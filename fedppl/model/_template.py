@@ -23,8 +23,9 @@ from fedppl.model.pack import Piece, unpacking_kernel
 from fedppl.types import Array, Variable
 
 _KERNELS_KEPT = 64
-_kernels: list[tuple[_graph.SiteGraph, Callable[..., Any]]] = []  # the last ones compiled
-_in_use: weakref.WeakKeyDictionary[_graph.SiteGraph, Callable[..., Any]] = weakref.WeakKeyDictionary()
+_Kernel = tuple[str | None, Callable[..., Any]]  # with the name of the graph that it was compiled for
+_kernels: list[tuple[_graph.SiteGraph, _Kernel]] = []  # the last ones compiled
+_in_use: weakref.WeakKeyDictionary[_graph.SiteGraph, _Kernel] = weakref.WeakKeyDictionary()
 _compiled = 0
 _lock = threading.Lock()
 
@@ -137,12 +138,15 @@ def kernel_of(graph: _graph.SiteGraph) -> Callable[..., Any]:
 
     Only the site factor is looked up. Names, priors, transforms and deterministics are of each build its own.
     """
+    # Graphs that compute the same, written differently (one term twice, or once and read twice), may give other last
+    # digits. Names tell them apart, so that a model gives the same bits whatever the process compiled before.
+    key = graph_key([graph.x, *graph.inputs], [graph.logp])
     with _lock:
         known = [*_in_use.items(), *_kernels]
-        kernel = next((kernel for other, kernel in known if _same.same_graph(other, graph)), None)
-        if kernel is None:
-            kernel = _compile(graph)
-            _kernels.append((graph, kernel))
+        found = next((k for other, k in known if k[0] == key and _same.same_graph(other, graph)), None)
+        if found is None:
+            found = (key, _compile(graph))
+            _kernels.append((graph, found))
             del _kernels[:-_KERNELS_KEPT]
-        _in_use[graph] = kernel
-        return kernel
+        _in_use[graph] = found
+        return found[1]
