@@ -221,6 +221,20 @@ def test_integers_are_levels_of_an_ordinal_outcome_in_their_order() -> None:
     assert agreed("k ~ x", "ordinal").columns.loc["k", "levels"] == ("0", "1", "2", "3")
 
 
+def test_ordered_categories_say_the_order_of_an_ordinal_outcome() -> None:
+    order = ["low", "some", "high"]
+    column = pd.Categorical(np.array(order)[FRAME["k"] % 3], order, ordered=True)
+    model, frame = fedppl.formula("pain ~ x", "ordinal"), FRAME.assign(pain=column)
+    by_site = dict(tuple(frame.groupby("site")))
+    for data, by in ((frame, "site"), (by_site, None)):
+        assert fedppl.agree(model, data, by=by).columns.loc["pain", "levels"] == tuple(order)
+    turned = by_site["b"].assign(pain=by_site["b"]["pain"].cat.reorder_categories(order[::-1], ordered=True))
+    with pytest.raises(fedppl.DataError, match="different orders"):
+        fedppl.agree(model, {**by_site, "b": turned})
+    with pytest.raises(fedppl.DeclarationError, match="order is not known"):
+        fedppl.agree(model, frame.assign(pain=column.as_unordered()), by="site")
+
+
 def said(formula: str, frame: pd.DataFrame, caplog: pytest.LogCaptureFixture) -> list[str]:
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="fedppl"):

@@ -73,6 +73,13 @@ def categories(column: Any) -> tuple[Any, ...] | None:
     return None
 
 
+def order(column: Any) -> tuple[str, ...] | None:
+    """The categories of a column that has them in an order of its own, such as pandas' ordered ones; else None."""
+    nw = narwhals()
+    ordered = isinstance(column, nw.Series) and isinstance(column.dtype, nw.Enum)
+    return tuple(map(str, categories(column) or ())) if ordered else None
+
+
 def numeric(column: Any, what: str, known: Sequence[Any] | None = None) -> Array:
     """Numbers of a column; `known` are categories in the order that all clients have."""
     nw = narwhals()

@@ -62,6 +62,25 @@ def common_categories(clients: Any, names: Sequence[str] | None) -> Categories:
     return {name: order for name, (_, order) in known.items()}
 
 
+def order(data: Any, name: str) -> tuple[str, ...] | None:
+    """The order that a table, or the tables of all clients, give the categories of a column; None without one."""
+    tables = {"": data} if is_frame(data) else data if isinstance(data, Mapping) else {}
+    found: dict[str, tuple[str, ...]] = {}
+    for client_id, one in tables.items():
+        if not is_frame(one) or isinstance(one, xr.Dataset) or name not in names_of(one):
+            continue
+        own = columns_.order(eager(one)[name])
+        if own is None:
+            return None
+        found[str(client_id)] = own
+    if len(set(found.values())) > 1:
+        raise DataError(
+            f"clients have the categories of {name!r} in different orders, {found}; give all the same, "
+            "column.cat.set_categories([...], ordered=True)."
+        )
+    return next(iter(found.values()), None)
+
+
 def known(client_id: str, data: Any, *, names: Sequence[str] | None, orders: Categories) -> Any:
     """One client's data by name, categories and texts numbered in orders that are known."""
     whose = f"client {client_id!r}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -67,7 +67,8 @@ def formula(
         `FederatedModel.describe` shows. By default they are wide on the scales that clients agreed on.
     levels
         Orders of levels, by column: the first is the reference. By default levels are in the order of their numbers or
-        letters. An ordinal response whose levels are texts needs it. Of a categorical response too the first is the
+        letters. An ordinal response whose levels are texts needs it, unless tables have ordered categories (pandas'
+        ``ordered=True``, polars' ``Enum``). Of a categorical response too the first is the
         reference, which the others' logits are against.
     constants
         What the formula names that is no column, ``{"knots": [30, 50, 70]}``.
@@ -194,6 +195,7 @@ def agree(
     -----
     *When this fails.* Counts of levels and sums are of a client's rows: where a client has few, they tell much.
     """
+    model = _with_order(model, data)
     built = _formula(model)
     whole("min_count", min_count)
     one_of("withheld", withheld, ("error", "other"))
@@ -250,6 +252,7 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
 
 def ready(model: FederatedModel, data: Any, by: Any, missing: str) -> tuple[FederatedModel, Any]:
     """A formula's model that clients agreed on, by what is here, and their rows."""
+    model = _with_order(model, data)
     built = _formula(model)
     clients = clients_of(built, data, by, missing)
     if built.design is not None:
@@ -258,6 +261,16 @@ def ready(model: FederatedModel, data: Any, by: Any, missing: str) -> tuple[Fede
     with_rows = {client_id: one for client_id, one in clients.items() if not isinstance(one, Estimate)}
     checks.say_what_cannot_be_told(_formula(agreed_on), with_rows)
     return agreed_on, clients
+
+
+def _with_order(model: FederatedModel, data: Any) -> FederatedModel:
+    """The model with the order of an ordinal outcome's categories where the tables say it and the formula does not."""
+    built = _formula(model)
+    name = built.terms.response.columns[0]
+    if built.family.name != "ordinal" or name in built.levels or built.design is not None:
+        return model
+    order = frames.order(data, name)
+    return model if order is None else _model(replace(built, levels={**built.levels, name: order}))
 
 
 def remembering(model: FederatedModel, agreement: Any) -> FederatedModel:

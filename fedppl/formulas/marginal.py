@@ -29,7 +29,7 @@ def marginal_effects(
     *,
     at: float | None = None,
     clients: Sequence[Any] | None = None,
-    ci_prob: float = 0.9,
+    ci_prob: float = 0.94,
     draws: int = 250,
     chains: int = 4,
     random_seed: int | None = None,
@@ -147,7 +147,8 @@ def _ids(fit: Fit, clients: Any) -> list[str]:
         raise DeclarationError(f"clients={unknown[:5]} did not take part; those that did are {known}.")
     if absent := [one for one in ids if one not in fit.clients]:
         raise DeclarationError(
-            f"clients {absent[:5]} are sites of their own, and their rows are not here; call it where their data are."
+            f"the rows of clients {absent[:5]} are not here. Of a fit from a file give them, "
+            "fedppl.load(path, model, clients=...); of sites of their own call it where their data are."
         )
     if clients is not None:
         for one in ids:
