@@ -60,11 +60,6 @@ def _update_client(
     return ClientUpdate(None, {"linear": found.gradient - found.hessian @ point, "precision": -found.hessian})
 
 
-def _reject(state: NewtonState, reply: Message) -> str | None:
-    after = state.prior.precision + reply["precision"]
-    return None if np.all(np.linalg.eigvalsh(after + after.T) > 0) else "'precision' leaves no posterior"
-
-
 def _update_server(state: NewtonState, received: Received, *, tolerance: float) -> tuple[NewtonState, Report]:
     found = {**state.quadratics, **{k: Gaussian(r["linear"], r["precision"]) for k, r in received.each.items()}}
     q, after = _q(state), state._replace(quadratics=found)
@@ -72,6 +67,11 @@ def _update_server(state: NewtonState, received: Received, *, tolerance: float) 
     done = change < tolerance and received.clients == len(found)
     message = "" if done else f"q moved by {change:.2g} sds; raise rounds="
     return after, Report(NewtonInfo(change), Status.CONVERGED if done else Status.RUNNING, message)
+
+
+def _reject(state: NewtonState, reply: Message) -> str | None:
+    after = state.prior.precision + reply["precision"]
+    return None if np.all(np.linalg.eigvalsh(after + after.T) > 0) else "'precision' leaves no posterior"
 
 
 def _final_message(state: NewtonState, client_id: str) -> Message:
