@@ -3,18 +3,9 @@
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from fedppl.algorithms.averaging.ditto import Ditto
 from fedppl.algorithms.averaging.fedavg import FedAvg
-from fedppl.algorithms.averaging.fedprox import FedProx
-from fedppl.algorithms.averaging.scaffold import SCAFFOLD
-from fedppl.algorithms.averaging.separate_sgd import SeparateSGD
 from fedppl.algorithms.ep.correction import Correction
 from fedppl.algorithms.ep.ep import EP
-from fedppl.algorithms.ep.private import PrivateEP
-from fedppl.algorithms.hierarchical.confidence import Confidence
-from fedppl.algorithms.hierarchical.hm1 import HM1
-from fedppl.algorithms.hierarchical.hm1_gradient import HM1Gradient
-from fedppl.algorithms.one_shot.consensus import ConsensusMonteCarlo
 from fedppl.algorithms.one_shot.precision_weighted import PrecisionWeighted
 from fedppl.algorithms.one_shot.separate import Separate
 from fedppl.contracts import Algorithm, LocalInference
@@ -23,31 +14,40 @@ from fedppl.engine.inprocess import InProcess
 from fedppl.engine.policy import Policy
 from fedppl.front import fit, load, rounds
 from fedppl.local.advi import ADVI, MeanField
-from fedppl.local.gradient_steps import GradientSteps
 from fedppl.local.laplace import Laplace
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.nuts import NUTS
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.numerics import covariance
-from fedppl.results.compare import compare
 from fedppl.results.fit import Fit
-from fedppl.results.loo import Loo, loo, loo_compare
-from fedppl.run.conflict import conflict
 from fedppl.run.one_round import Round
 from fedppl.run.participation import all_clients, bernoulli, fixed_size
-from fedppl.run.withdrawal import Withdrawal, without
 from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
 
 if TYPE_CHECKING:
     from fedppl import data, metrics, plots, privacy
+    from fedppl.algorithms.averaging.ditto import Ditto
+    from fedppl.algorithms.averaging.fedprox import FedProx
+    from fedppl.algorithms.averaging.scaffold import SCAFFOLD
+    from fedppl.algorithms.averaging.separate_sgd import SeparateSGD
+    from fedppl.algorithms.ep.private import PrivateEP
+    from fedppl.algorithms.hierarchical.confidence import Confidence
+    from fedppl.algorithms.hierarchical.hm1 import HM1
+    from fedppl.algorithms.hierarchical.hm1_gradient import HM1Gradient
+    from fedppl.algorithms.one_shot.consensus import ConsensusMonteCarlo
     from fedppl.coregional import curves
     from fedppl.formulas.formula import Agreed, agree, formula
     from fedppl.formulas.marginal import marginal_effects
     from fedppl.formulas.priors import Prior
+    from fedppl.local.gradient_steps import GradientSteps
     from fedppl.model import summaries
+    from fedppl.results.compare import compare
     from fedppl.results.hypotheses import contrast, hypotheses
+    from fedppl.results.loo import Loo, loo, loo_compare
     from fedppl.run.calibration import calibrate, plot_calibration
+    from fedppl.run.conflict import conflict
+    from fedppl.run.withdrawal import Withdrawal, without
     from fedppl.search.grid_search import grid, grid_search
     from fedppl.search.loss import validation_loss
     from fedppl.search.split import holdout
@@ -140,18 +140,35 @@ _LAZY = {
 # What not every script needs, so that none waits for it: the module that has it.
 _LATER = {
     "Agreed": "fedppl.formulas.formula",
+    "Confidence": "fedppl.algorithms.hierarchical.confidence",
+    "ConsensusMonteCarlo": "fedppl.algorithms.one_shot.consensus",
+    "Ditto": "fedppl.algorithms.averaging.ditto",
+    "FedProx": "fedppl.algorithms.averaging.fedprox",
+    "GradientSteps": "fedppl.local.gradient_steps",
+    "HM1": "fedppl.algorithms.hierarchical.hm1",
+    "HM1Gradient": "fedppl.algorithms.hierarchical.hm1_gradient",
+    "Loo": "fedppl.results.loo",
     "Prior": "fedppl.formulas.priors",
+    "PrivateEP": "fedppl.algorithms.ep.private",
+    "SCAFFOLD": "fedppl.algorithms.averaging.scaffold",
+    "SeparateSGD": "fedppl.algorithms.averaging.separate_sgd",
+    "Withdrawal": "fedppl.run.withdrawal",
     "agree": "fedppl.formulas.formula",
     "calibrate": "fedppl.run.calibration",
+    "compare": "fedppl.results.compare",
+    "conflict": "fedppl.run.conflict",
     "contrast": "fedppl.results.hypotheses",
     "formula": "fedppl.formulas.formula",
     "grid": "fedppl.search.grid_search",
     "grid_search": "fedppl.search.grid_search",
     "holdout": "fedppl.search.split",
     "hypotheses": "fedppl.results.hypotheses",
+    "loo": "fedppl.results.loo",
+    "loo_compare": "fedppl.results.loo",
     "marginal_effects": "fedppl.formulas.marginal",
     "plot_calibration": "fedppl.run.calibration",
     "validation_loss": "fedppl.search.loss",
+    "without": "fedppl.run.withdrawal",
 }
 
 
