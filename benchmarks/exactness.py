@@ -7,12 +7,13 @@ What else stands on the correction is in `_exactness/tools.py`.
 
     python benchmarks/exactness.py
     python benchmarks/exactness.py --parts evidence leave_one_out withdrawal conflict
-    python benchmarks/exactness.py --parts models --models emax horseshoe --draws 20000
+    python benchmarks/exactness.py --parts models --models emax horseshoe --draws 20000 --references kept
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import sys
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fedppl
 from benchmarks._exactness import eight_schools, models, more_models, tools
 from benchmarks._exactness.models import Problem
+from benchmarks._exactness.reference import found_again
 from benchmarks._exactness.reference import reference as of_pooled
 from fedppl.types import Array
 
@@ -45,6 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--draws", type=int, default=10_000, help="of each of four chains of the reference")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--references", type=Path, help="folder where references are kept, and found again")
     options = parser.parse_args(argv)
     logging.getLogger("fedppl").setLevel(logging.ERROR)  # the table says what converged
     warnings.simplefilter("ignore", fedppl.ConvergenceWarning)
@@ -57,11 +60,11 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{name}: {line[name]}", flush=True)
     for part in [part for part in _PROBLEMS if part in options.parts]:
         chosen = [make for make in _PROBLEMS[part] if make.__name__ in options.models]
-        line[part] = [_compared(make(), options.draws, options.seed) for make in chosen]
+        line[part] = [_compared(make(), options.draws, options.seed, options.references) for make in chosen]
     print(json.dumps(line))
 
 
-def _compared(problem: Problem, draws: int, seed: int) -> dict[str, Any]:
+def _compared(problem: Problem, draws: int, seed: int, kept: Path | None) -> dict[str, Any]:
     started = time.process_time()
     declared = fedppl.FederatedModel(problem.builder(), problem.shared_names())
     plain = fedppl.fit(declared, problem.clients, fedppl.EP(correction=None), progressbar=False, random_seed=seed)
@@ -69,7 +72,8 @@ def _compared(problem: Problem, draws: int, seed: int) -> dict[str, Any]:
     fit = fedppl.fit(declared, problem.clients, fedppl.EP(), progressbar=False, random_seed=seed)
     seconds = time.process_time() - between
     enough = {"ess": _ESS, "ess_of_squares": _ESS, "most": _MOST_DRAWS}
-    reference, quality = of_pooled(problem.pooled(), None, draws, seed, **enough)
+    sample = functools.partial(of_pooled, problem.pooled(), None, draws, seed, **enough)
+    reference, quality = sample() if kept is None else found_again(sample, kept / f"{problem.name} {draws} {seed}.npz")
     labels = fit.layout.labels
     theirs = np.concatenate([_flat(reference, name) for name in problem.unconstrained()], axis=1)
     alone = plain.idata["fit"]

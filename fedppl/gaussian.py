@@ -269,6 +269,16 @@ def log_density(g: Gaussian, x: Array) -> Array:
     return np.asarray(constant - 0.5 * np.square(white).sum(axis=-1))
 
 
+def log_integral(g: Gaussian) -> float:
+    """Log of the integral of the kernel exp(rᵀx − xᵀQx / 2) of one Gaussian.
+
+    >>> round(log_integral(Gaussian(np.zeros(1), np.eye(1))), 6)
+    0.918939
+    """
+    center, root = affine(g)
+    return float(0.5 * g.linear @ center + np.sum(np.log(np.diag(root))) + 0.5 * len(center) * np.log(2 * np.pi))
+
+
 def draw(g: Gaussian, rng: np.random.Generator, draws: int) -> Array:
     """Draw μ + z Lᵀ with standard normal z (draws, m) from one proper Gaussian.
 

@@ -146,9 +146,9 @@ def lost(share: float) -> LocalInference:
     answer = inner.factor
 
     def factor(client: ClientView, points: Array, center: Array, prior_share: float) -> Factor:
-        values, errors = answer(client, points, center, prior_share)
+        values, errors, constant = answer(client, points, center, prior_share)
         values = np.where(np.arange(len(values)) % round(1 / share) == 7, np.nan, values)
-        return Factor(values, errors)
+        return Factor(values, errors, constant)
 
     return inner._replace(factor=factor)
 

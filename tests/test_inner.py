@@ -224,7 +224,7 @@ def test_independent_coordinates_are_integrated_alone_and_exactly(size: int) -> 
     points = np.array([[0.0, 0.0], [1.0, -2.0], [-2.0, 1.5], [0.5, 2.5]])
     found = fedppl.NestedLaplace().factor
     assert found is not None
-    values, errors = found(client, points, np.zeros(2), 0.0)
+    values, errors, _ = found(client, points, np.zeros(2), 0.0)
     assert_allclose(values, size * exact(points, 1, 2), rtol=1e-5)
     assert_allclose(errors, 0.0, atol=1e-3)
 
@@ -260,7 +260,7 @@ def test_however_many_points_there_are_log_factors_are_those_of_quadrature(count
     points = np.stack([rng.standard_t(5, size=count), rng.standard_t(5, size=count) * 0.7 - 0.3], axis=1)
     found = fedppl.NestedLaplace().factor
     assert found is not None
-    values, errors = found(of_one(coupled(0.8), y), points, np.zeros(2), 0.0)
+    values, errors, _ = found(of_one(coupled(0.8), y), points, np.zeros(2), 0.0)
     nodes, weights = np.polynomial.hermite_e.hermegauss(81)
     level = 1.8 * points[:, 0, None] + np.exp(points[:, 1, None]) * np.sqrt(1.64) * nodes
     logs = 3 * log_expit(level) + log_expit(-level) + np.log(weights / weights.sum())
@@ -287,7 +287,7 @@ def test_many_coordinates_that_depend_on_each_other_are_integrated_with_as_many_
     points = np.stack([1.1 + 0.25 * rng.normal(size=150), -0.55 + 0.2 * rng.normal(size=150)], axis=1)
     found = fedppl.NestedLaplace().factor
     assert found is not None
-    values, errors = found(of_one(builder, y), points, np.array([1.1, -0.55]), 0.0)
+    values, errors, _ = found(of_one(builder, y), points, np.array([1.1, -0.55]), 0.0)
     nodes, weights = np.polynomial.hermite_e.hermegauss(61)
     logs = np.log(weights / weights.sum())
     level = points[:, 0, None] + 0.5 * nodes  # (S, level)

@@ -124,6 +124,8 @@ ROWS: dict[str, Mistake] = {
     "a simulator": row(of(simulated), "'obs'", "density"),
     "a distribution without a density": row(of(lambda y: pm.CustomDist("obs", pm.Normal("mu"), observed=y)), "logp="),
     # --- what is no posterior of continuous variables
+    "a shared angle": row(of(lambda y: normal(y, pm.VonMises("mu", 0, 1))), "'mu'", "angle", "Interval(-np.pi"),
+    "a local angle": row(of(lambda y: normal(y, pm.Normal("mu") + pm.VonMises("a", 0, 1))), "'a'", "Interval(-np.pi"),
     "a discrete local": row(of(lambda y: normal(y, pm.Normal("mu") + pm.Poisson("z", 3))), "'z'", "pm.Mixture"),
     "a discrete shared": row(of(lambda y: normal(y, pm.Poisson("mu", 3))), "'mu'", "pm.Mixture"),
     "a flat prior": row(of(lambda y: normal(y, pm.Flat("mu"))), "'mu'", "pm.Normal(0, 10)"),

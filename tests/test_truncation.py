@@ -102,12 +102,14 @@ def test_the_least_of_what_sites_allow_holds_for_all() -> None:
     assert not np.any(np.isnan(state.residual)) and _correction.reached(state) == np.inf
     begun = state._replace(answered=np.array([True, True, False]))
     count = len(_correction.asked(begun))
-    reply = {"values": np.zeros(count), "errors": np.zeros(count), "proper": np.array(1.0), "reach": np.array(1.5)}
+    told = {"values": np.zeros(count), "errors": np.zeros(count), "constant": np.zeros(2)}
+    reply = {**told, "proper": np.array(1.0), "reach": np.array(1.5)}
     after = _correction.take(begun, sites, {"c": reply})
     assert _correction.reached(after) == 1.5
     assert np.array_equal(np.isnan(after.residual), np.abs(after.points[:, 0]) > 1.5)
     assert len(_correction.asked(after)) < count
-    assert _correction.implausible({**reply, "reach": np.array(-1.0)}) is not None
+    for wrong in ({"reach": np.array(-1.0)}, {"constant": np.array([0.0, 1e9])}):
+        assert _correction.implausible({**reply, **wrong}) is not None
     assert _correction.implausible(reply) is None
 
 

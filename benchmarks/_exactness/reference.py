@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import arviz as az
+import numpy as np
 import pymc as pm
+import xarray as xr
 
 _ACCEPT = (0.9, 0.98, 0.995)  # the next where the one before diverges
 
@@ -40,6 +44,20 @@ def reference(
         if quality["divergences"] <= divergences:
             break
     return posterior, quality
+
+
+def found_again(sample: Callable[[], tuple[Any, dict[str, float]]], path: Path) -> tuple[Any, dict[str, float]]:
+    """Draws from a file, which has them from an earlier run of the same models and settings; else sampled, and kept."""
+    if not path.exists():
+        posterior, quality = sample()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        values = {str(name): np.asarray(posterior[name].values) for name in posterior.data_vars}
+        np.savez(path, **values, quality=json.dumps(quality))
+    with np.load(path) as file:
+        values = {name: file[name] for name in file.files if name != "quality"}
+        quality = json.loads(str(file["quality"]))
+    dims = {name: ["chain", "draw", *(f"{name} {i}" for i in range(v.ndim - 2))] for name, v in values.items()}
+    return xr.Dataset({name: (dims[name], value) for name, value in values.items()}), quality
 
 
 def _sampled(

@@ -21,7 +21,17 @@ from fedppl.contracts.algorithm import (
     always,
     sum_replies,
 )
-from fedppl.contracts.client import CheckFn, ClientView, Draws, Expansion, Factor, LocalInference, Moments, Target
+from fedppl.contracts.client import (
+    CheckFn,
+    ClientView,
+    Constant,
+    Draws,
+    Expansion,
+    Factor,
+    LocalInference,
+    Moments,
+    Target,
+)
 from fedppl.contracts.engine import (
     Engine,
     EngineFactory,

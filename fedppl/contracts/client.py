@@ -113,11 +113,19 @@ class Draws(NamedTuple):
     diagnostics: Mapping[str, float]
 
 
+class Constant(NamedTuple):
+    """What is not known of a constant that all values of a factor are off by: it moves no moment, but the evidence."""
+
+    alike: float = 0.0  # as other clients' are off too: these add up
+    by_chance: float = 0.0  # a standard error of its own
+
+
 class Factor(NamedTuple):
     """log f_k at points as well as it can be had, with what is not known of it."""
 
     values: Array  # (S,); NaN where it could not be computed
     errors: Array  # (S,) signed, of how the values vary over the points; a constant moves nothing
+    constant: Constant = Constant()
 
 
 class Target(NamedTuple):

@@ -17,15 +17,16 @@ from fedppl.contracts import ClientView
 from fedppl.local import _inner, _marginal
 from fedppl.local._gaussian_rest import Places, find, is_exact
 from fedppl.local._inner import LeftOut
-from fedppl.local._two_rules import by_two_rules
+from fedppl.local._two_rules import by_rules, by_two_rules
 from fedppl.numerics.importance import has_enough_points, stream_of
-from fedppl.numerics.integral import Rule, by_grid, missed_by_trapezoids
+from fedppl.numerics.integral import Rule, beyond_grid, beyond_trapezoids, by_far_grid, by_grid, missed_by_trapezoids
 from fedppl.numerics.marginal import site_outputs
 from fedppl.types import Array
 
-_NODES = 11  # of each coordinate where there are two
+_NODES = (11, 15)  # of each coordinate where there are two
 _AT_ONCE = 2**22  # numbers in the points that are held at a time
 _TIMES = 4  # a quadrature is centered anew
+_IN = 3.0  # times half of the width of the middle two thirds, beyond which tails are drawn in
 _OFF = 1.0  # sds that the mass may be off the center of its quadrature
 _NARROW, _WIDE = 0.5, 2.0  # of those that it was made for, between which the sds of the mass may be
 _NEAR, _MISSED, _LOW = 1e3, 1e-6, 30.0  # what a step may gain, what steps may leave, below the largest what counts
@@ -42,13 +43,21 @@ class _Quadrature(NamedTuple):
 
 
 def integrated(client: ClientView, points: Array, center: Array, which: Places) -> tuple[Array, Array]:
-    """log f_k at points (S, m), NaN where there is no mode, and what is not known of how it varies."""
+    """log f_k at points (S, m), NaN where there is no mode, and what is not known of it."""
     if len(which) == 1:
         return by_two_rules(lambda some, rule: _by_rule(client, some, center, which, rule), points)
-    return _by_rule(client, points, center, which, by_grid(len(which), _NODES))
+    near = [by_grid(len(which), count) for count in _NODES]
+    far = [by_far_grid(len(which), finer=finer) for finer in (False, True)]
+
+    def compute(some: Array, rule: Rule) -> tuple[Array, Array]:
+        return _by_rule(client, some, center, which, rule, far=any(rule is one for one in far))
+
+    return by_rules(compute, points, (*near, *far))
 
 
-def _by_rule(client: ClientView, points: Array, center: Array, which: Places, rule: Rule) -> tuple[Array, Array]:
+def _by_rule(
+    client: ClientView, points: Array, center: Array, which: Places, rule: Rule, *, far: bool = False
+) -> tuple[Array, Array]:
     q, m = len(which), points.shape[1]
     rest = np.setdiff1d(np.arange(client.local_size), which)
     values, errors = np.full(len(points), np.nan), np.zeros(len(points))
@@ -57,14 +66,18 @@ def _by_rule(client: ClientView, points: Array, center: Array, which: Places, ru
         some = points[first : first + chunk]
         found, modes, factors = _marginal.modes(client, some, center, factors=True)
         told = np.flatnonzero(np.isfinite(found))
-        terms = _centered(client, _about_modes(some[told], modes[told], factors[told], which, rest), which, rest, rule)
+        about = _about_modes(some[told], modes[told], factors[told], which, rest)
+        if far:  # heavy tails are of priors: they reach out along coordinates, from where the data have the peak
+            sds = np.sqrt(np.sum(about.spread**2, axis=2))
+            terms = _terms(client, about._replace(spread=sds[:, :, None] * np.eye(q)), which, rest, rule)
+        else:
+            terms = _centered(client, about, which, rest, rule)
         total = logsumexp(terms, axis=1)
-        values[first + told] = np.where(np.isfinite(total), total, np.nan)
-        with np.errstate(invalid="ignore"):
-            errors[first + told] = (missed_by_trapezoids if q == 1 else _of_grid)(terms - total[:, None], rule)
-    known = np.isfinite(values)
-    middle = np.median(errors[known]) if np.any(known) else 0.0
-    return values, np.where(known, errors - middle, 0.0)
+        known = np.isfinite(total)
+        outside, missed = (_beyond if q == 1 else _beyond_grid)(terms[known] - total[known, None], rule)
+        values[first + told[known]] = total[known] + np.log1p(outside)
+        errors[first + told[known]] = missed
+    return values, errors
 
 
 def _about_modes(phi: Array, modes: Array, factors: Array, which: Places, rest: Places) -> _Quadrature:
@@ -79,15 +92,17 @@ def _about_modes(phi: Array, modes: Array, factors: Array, which: Places, rest: 
 def _centered(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
     """Logarithms of what nodes add to the integral, (S, L), of nodes that lie where the integral is."""
     terms = _terms(client, about, which, rest, rule)
-    gaps = np.gradient(rule.nodes[:, 0]) if len(which) == 1 else np.full(len(rule.nodes), 0.5)
+    gaps = np.stack([_gaps(column) for column in rule.nodes.T], axis=1)
     off = np.arange(len(terms))
     for _ in range(_TIMES):
         off = off[np.isfinite(terms[off].max(axis=1))]
         shares = np.exp(terms[off] - logsumexp(terms[off], axis=1, keepdims=True))
-        mean = shares @ rule.nodes
-        apart = rule.nodes - mean[:, None]
-        least = (0.5 * gaps[np.argmax(shares, axis=1)]) ** 2  # what lies at one node is as wide as nodes are apart
-        covariance = np.einsum("sl,slp,slq->spq", shares, apart, apart) + least[:, None, None] * np.eye(len(which))
+        here = gaps[np.argmax(shares, axis=1)]
+        held = _drawn_in(shares, rule.nodes, here)
+        mean = np.einsum("sl,slp->sp", shares, held)
+        held -= mean[:, None]
+        least = (0.5 * here[:, None]) ** 2  # what lies at one node is as wide as nodes are apart
+        covariance = np.einsum("sl,slp,slq->spq", shares, held, held) + least * np.eye(len(which))
         wide = np.linalg.eigvalsh(covariance)
         away = (np.abs(mean).max(axis=1) > _OFF) | (wide[:, 0] < _NARROW**2) | (wide[:, -1] > _WIDE**2)
         off, mean, covariance = off[away], mean[away], covariance[away]
@@ -100,9 +115,33 @@ def _centered(client: ClientView, about: _Quadrature, which: Places, rest: Place
     return terms
 
 
-def _of_grid(terms: Array, rule: Rule) -> Array:
-    """What is not known of the logarithm of an integral: what its outermost nodes are of it."""
-    return np.asarray(np.exp(terms[:, rule.group == 1]).sum(axis=1))
+def _gaps(column: Array) -> Array:
+    """How far apart nodes are where each is."""
+    nodes = np.unique(column)
+    return np.asarray(np.gradient(nodes)[np.searchsorted(nodes, column)])
+
+
+def _drawn_in(shares: Array, nodes: Array, gaps: Array) -> Array:
+    """Nodes (S, L, q) with tails drawn in, which say nothing of how wide the middle is: Cauchy's has no sd at all."""
+    held = np.empty((*shares.shape, nodes.shape[1]))
+    for place, column in enumerate(nodes.T):
+        order = np.argsort(column, kind="stable")
+        below = np.cumsum(shares[:, order], axis=1)
+        low, middle, high = (column[order][np.argmax(below > part, axis=1)] for part in (0.16, 0.5, 0.84))
+        width = _IN * np.maximum(0.5 * (high - low), gaps[:, place])
+        held[:, :, place] = np.clip(column, (middle - width)[:, None], (middle + width)[:, None])
+    return held
+
+
+def _beyond(terms: Array, rule: Rule) -> tuple[Array, Array]:
+    """What is outside of the nodes, in shares of the integral, and what is not known of its logarithm."""
+    outside, unknown = beyond_trapezoids(terms)
+    return outside, unknown + missed_by_trapezoids(terms, rule)
+
+
+def _beyond_grid(terms: Array, rule: Rule) -> tuple[Array, Array]:
+    groups = range(int(rule.group.max()) + 1)
+    return beyond_grid(np.stack([np.exp(terms[:, rule.group == one]).sum(axis=1) for one in groups], axis=1))
 
 
 def _terms(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:

@@ -3,9 +3,9 @@ r"""log f_k at points as well as it can be had, with errors: θ integrated, not 
 .. math:: \log f_k(\varphi) = \log \int p(y_k, \theta \mid \varphi)\, d\theta
 
 Where coordinates of θ are independent given φ, each by a quadrature of its own. Else by a grid about the mode of θ for
-up to three coordinates; beyond, importance sampling from multivariate t's there. The same nodes serve all φ, so that
-their error is smooth in φ and mostly a constant, which moves no moment; what of it is not constant shows in two halves
-of the nodes, and in what the jackknife adds.
+up to three coordinates, which reaches far out where tails are heavy; beyond, importance sampling from multivariate t's
+there. The same nodes serve all φ, so that their error is smooth in φ and mostly a constant, which moves no moment, but
+the evidence; what of it is not constant shows in two halves of the nodes, and in what the jackknife adds.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl.contracts import ClientView, Factor
+from fedppl.contracts import ClientView, Constant, Factor
 from fedppl.local import _conditional, _gaussian_rest, _marginal
 from fedppl.local._no_mode import no_mode
 from fedppl.local._other_modes import require_one_mode
 from fedppl.local._separable import is_separable, one_by_one
 from fedppl.local._smooth import smooth_over
+from fedppl.local._two_rules import by_rules
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import effective_size, normalise, stream_of, weighted_moments
-from fedppl.numerics.integral import Rule, by_grid, integral_batch
+from fedppl.numerics.integral import Rule, beyond_grid, by_far_grid, by_grid, integral_batch
 from fedppl.numerics.marginal import site_batch
 from fedppl.numerics.newton import OK
 from fedppl.numerics.proposals import whitened
 from fedppl.types import Array, LocalFailure, Rng
 
 _GRIDS = {2: (7, 9, 15), 3: (5, 7, 9)}  # nodes of each coordinate, by the number of coordinates
-_ALIKE, _LOOKED_AT = 0.001, 16  # log units at all of so many points, within which the second does for the last
 _SHAPING = 64  # points of a scramble that tell where θ lies at the center
 _NODES = (32, 128, 512)  # of a scramble; more where they do not tell how log f_k varies
 _AGREE = 0.003  # sd over points of the errors, in log units, with which more nodes are not needed
@@ -88,52 +88,65 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
         require_one_mode(client, points, center)
     found, _, _ = _marginal.modes(client, points, center, factors=False)
     values, errors = np.where(found > -np.inf, found, np.nan), np.zeros(len(points))
+    constant = Constant()
     is_gaussian = not client.local_size or client.view(_gaussian_rest.is_exact)
     if not is_gaussian and client.view(is_separable):
         values, errors = one_by_one(client, points, center)
+        constant = _alike(errors, values)
     elif not is_gaussian:
-        values, errors = _corrected(client, points, center, values)
+        values, errors, constant = _corrected(client, points, center, values)
     if prior_share:
         values = values + prior_share * client.prior.log_ratio(points)
-    return Factor(values, errors)
+    return Factor(values, errors, constant)
 
 
-def _corrected(client: ClientView, points: Array, center: Array, laplace: Array) -> tuple[Array, Array]:
+def _alike(errors: Array, values: Array) -> Constant:
+    """What errors of a quadrature have in common, which other clients' have too."""
+    told = np.isfinite(values)
+    return Constant(float(np.median(errors[told])) if np.any(told) else 0.0)
+
+
+def _corrected(client: ClientView, points: Array, center: Array, laplace: Array) -> tuple[Array, Array, Constant]:
     """log f_k from a spline of what a cheaper one leaves out, known at as few points as foretell the others."""
     known = np.unique(np.linspace(0, len(points) - 1, _SOME[1]).astype(int))
     some = known[:: _SOME[1] // _SOME[0]]
-    better, differ = _integrated(client, points[some], center)
+    better, differ, constant = _integrated(client, points[some], center)
     smooth = smooth_over(points, some, better - laplace[some], differ)
     if smooth is not None:
-        return laplace + smooth[0], smooth[1]
-    better, differ = _integrated(client, points[known], center)
+        return laplace + smooth[0], smooth[1], constant
+    better, differ, constant = _integrated(client, points[known], center)
     smooth = smooth_over(points, known, better - laplace[known], differ)
     if smooth is not None:
-        return laplace + smooth[0], smooth[1]
+        return laplace + smooth[0], smooth[1], constant
     if client.local_size in _GRIDS:
         coarse, _ = _integrals(client, points, center, by_grid(client.local_size, _GRIDS[client.local_size][0]))
         smooth = smooth_over(points, known, better - coarse[known], differ)
         if smooth is not None:
-            return coarse + smooth[0], smooth[1]
+            return coarse + smooth[0], smooth[1], constant
     return _integrated(client, points, center)
 
 
-def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array, Array]:
-    """log f_k by a quadrature over few coordinates, a grid of nodes or sampled ones, and its errors but a constant."""
+def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array, Array, Constant]:
+    """log f_k by a quadrature over few coordinates, a grid of nodes or sampled ones; its errors, and their constant."""
     which = client.view(_gaussian_rest.find)
     if which is not None:
-        return _conditional.integrated(client, points, center, which)
+        values, errors = _conditional.integrated(client, points, center, which)
+        return values, errors, _alike(errors, values)
     if client.local_size not in _GRIDS:
         return _sampled(client, points, center)
-    _, fine, finest = (by_grid(client.local_size, count) for count in _GRIDS[client.local_size])
-    looked_at = points[np.unique(np.linspace(0, len(points) - 1, _LOOKED_AT).astype(int))]
-    apart = _integrals(client, looked_at, center, fine)[0] - _integrals(client, looked_at, center, finest)[0]
-    is_fine = float(np.max(np.abs(apart - np.median(apart)))) < _ALIKE  # a constant moves nothing; never where NaN
-    values, shares = _integrals(client, points, center, fine if is_fine else finest)
-    return values, _varying(shares[:, 1], np.isfinite(values))  # what a grid misses is of the order of what its rim has
+    d = client.local_size
+    rules = [*(by_grid(d, count) for count in _GRIDS[d][1:]), by_far_grid(d), by_far_grid(d, finer=True)]
+
+    def compute(some: Array, rule: Rule) -> tuple[Array, Array]:
+        values, shares = _integrals(client, some, center, rule)
+        outside, unknown = beyond_grid(shares)
+        return values + np.log1p(outside), np.where(np.isfinite(values), unknown, 0.0)
+
+    values, errors = by_rules(compute, points, rules)
+    return values, errors, _alike(errors, values)
 
 
-def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, Array]:
+def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, Array, Constant]:
     """By importance sampling; as many nodes as it takes to know how log f_k varies.
 
     The logarithm of a mean is too low on average, and alike at all clients: by the jackknife over scrambles it is right
@@ -142,6 +155,7 @@ def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, A
     """
     shape = _shape(client, center)
     values, errors, before = np.zeros(len(points)), np.zeros(len(points)), None
+    constant = Constant()
     for count in _NODES:
         nodes = _student_rule(shape, count, stream_of(client.client_id))
         values, shares = _integrals(client, points, center, nodes)
@@ -155,13 +169,15 @@ def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, A
             apart = np.clip(np.log(half) - np.log1p(-half), -20.0, 20.0)
         values = values + bias
         errors = 0.5 * (_varying(apart, told) + _varying(bias, told))
+        spread = np.sqrt(student.SCRAMBLES) * np.std(shares[told], axis=1, ddof=1)  # of the mean of all scrambles
+        constant = Constant(0.5 * float(np.median(bias[told])), float(np.median(spread)))
         if before is not None:
             moved = _varying(values - before, told & np.isfinite(before))
             errors = errors + moved  # rare nodes of large weight: what is left falls slowly with their number
             if 1.48 * max(float(np.median(np.abs(one[told]))) for one in (errors, moved)) < _AGREE:
                 break
         before = values
-    return values, errors
+    return values, errors, constant
 
 
 def _varying(values: Array, told: NDArray[np.bool_]) -> Array:

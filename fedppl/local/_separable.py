@@ -13,7 +13,7 @@ from fedppl import gaussian
 from fedppl.contracts import ClientView
 from fedppl.local import _marginal
 from fedppl.local._two_rules import by_two_rules
-from fedppl.numerics.integral import Rule, missed_by_trapezoids
+from fedppl.numerics.integral import Rule, beyond_trapezoids, missed_by_trapezoids
 from fedppl.numerics.marginal import site_batch
 from fedppl.types import Array, LocalFailure
 
@@ -75,10 +75,12 @@ def _by_rule(client: ClientView, points: Array, center: Array, rule: Rule) -> tu
         terms = logs - at_mode[:, None, None] + log_weights
         whole = logsumexp(terms, axis=2)
         at = first + np.flatnonzero(told)
+        shares = (terms - whole[:, :, None]).reshape(-1, count)
+        outside, unknown = beyond_trapezoids(shares)
+        whole = whole + np.log1p(outside).reshape(len(some), d)
         values[at] = at_mode + np.sum(whole - np.log(scales), axis=1)
-        missed = missed_by_trapezoids((terms - whole[:, :, None]).reshape(-1, count), rule)
-        errors[at] = missed.reshape(len(some), d).sum(axis=1)
-    return values, errors - np.median(errors)
+        errors[at] = (missed_by_trapezoids(shares, rule) + unknown).reshape(len(some), d).sum(axis=1)
+    return values, errors
 
 
 def _densities(client: ClientView, phi: Array, theta: Array) -> Array:

@@ -1,32 +1,63 @@
-"""A quadrature by trapezoids, held against the one whose nodes lie between its nodes."""
+"""Quadratures held against others: trapezoids against those between them, grids against finer ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from scipy.spatial import cKDTree
 
 from fedppl.numerics.integral import Rule, between_trapezoids, by_trapezoids
 from fedppl.types import Array
 
+_Compute = Callable[[Array, Rule], tuple[Array, Array]]  # logarithms at points (S, m), and what is not known of them
+_NEAR, _FAR = 4, 6  # asinh of sds: 27, and where something is missing 202
 _LOOKED_AT = 16  # points at which both are computed
-_ALIKE = 0.001  # log units within which they are the same, but for a constant
+_ALIKE, _SAME = 0.001, 0.003  # log units within which they are the same, but for a constant; and within which it is
 
 
-def by_two_rules(compute: Callable[[Array, Rule], tuple[Array, Array]], points: Array) -> tuple[Array, Array]:
-    """Logarithms of integrals at points (S, m), and what is not known of how they vary.
+def by_two_rules(compute: _Compute, points: Array) -> tuple[Array, Array]:
+    """Logarithms of integrals at points (S, m), and what is not known of them.
 
     What one rule tells of its own error holds for smooth functions. Where both differ at some of the points, as about a
     kink or a spike, they are averaged at all, and half of their difference is an error.
     """
-    values, errors = compute(points, by_trapezoids())
+    far = _NEAR
+    values, errors = compute(points, by_trapezoids(far))
+    if np.median(np.abs(errors)) > _ALIKE:  # tails without end may have it
+        far = _FAR
+        values, errors = compute(points, by_trapezoids(far))
     some = np.unique(np.linspace(0, len(points) - 1, _LOOKED_AT).astype(int))
-    if _apart(compute(points[some], between_trapezoids())[0] - values[some]) < _ALIKE:
+    if _apart(compute(points[some], between_trapezoids(far))[0] - values[some]) < _ALIKE:
         return values, errors
-    half = 0.5 * (compute(points, between_trapezoids())[0] - values)
+    half = 0.5 * (compute(points, between_trapezoids(far))[0] - values)
     known = np.isfinite(half)
-    middle = np.median(half[known]) if np.any(known) else 0.0
-    return values + half, np.where(known, errors + half - middle, 0.0)
+    # Where a kink lies between nodes changes from point to point, and what both are off by may cancel at one.
+    usual = np.sqrt(np.mean(half[known] ** 2)) if np.any(known) else 0.0
+    error = np.copysign(np.maximum(np.abs(half), usual), half)
+    return values + half, np.where(known, errors + error, 0.0)
+
+
+def by_rules(compute: _Compute, points: Array, rules: Sequence[Rule]) -> tuple[Array, Array]:
+    """Logarithms of integrals at points (S, m) by the first rule that agrees with the next, and what is not known.
+
+    The last one is for comparison alone. What the last but one differs from it by, where it does not agree, is an error
+    of the points that are near to those at which both were computed.
+    """
+    some = np.unique(np.linspace(0, len(points) - 1, _LOOKED_AT).astype(int))
+    here, difference = compute(points[some], rules[0])[0], np.zeros(len(some))
+    for number, following in enumerate(rules[1:]):
+        there = compute(points[some], following)[0]
+        difference = np.where(np.isfinite(here) & np.isfinite(there), there - here, 0.0)
+        agrees = _apart(there - here) < _ALIKE and abs(float(np.median(difference))) < _SAME
+        if agrees or number == len(rules) - 2:
+            values, errors = compute(points, rules[number])
+            if not agrees:
+                scale = np.maximum(np.std(points, axis=0), 1e-300)
+                errors = errors + difference[cKDTree(points[some] / scale).query(points / scale)[1]]
+            return values, errors
+        here = there
+    raise AssertionError("two rules at least")
 
 
 def _apart(differences: Array) -> float:

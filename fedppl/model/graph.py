@@ -92,6 +92,12 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
                 "(for example with pm.Mixture) or replace it by a continuous variable."
                 + (indicator if _is_binary(rv) else "")
             )
+        if "CircularTransform" in [type(one).__name__ for one in _transforms(model.rvs_to_transforms[rv])]:
+            raise DeclarationError(
+                f"{rv.name!r} is an angle, and its density repeats itself with every turn, so that it has no integral. "
+                "Bound it to one turn, default_transform=pm.distributions.transforms.Interval(-np.pi, np.pi), about a "
+                "direction in which the posterior has next to nothing at ±π."
+            )
     data = tuple(model.data_vars)
     read = [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
     if any(isinstance(v.owner.op, MinibatchOp | MinibatchIndexRV) for v in ancestors(read) if v.owner is not None):
@@ -143,6 +149,11 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
             "cannot enter; pass `observed=` to a distribution."
         )
     return Parts(model, shared_rvs, local_rvs, data, tuple(prior_terms), tuple(site_terms))
+
+
+def _transforms(transform: Any) -> Sequence[Any]:
+    """A transform, or those that it is a chain of."""
+    return list(getattr(transform, "transform_list", [transform]))
 
 
 def _is_discrete(rv: Any) -> bool:

@@ -21,6 +21,8 @@ from fedppl.numerics.newton import DATA, KERNEL, MATRIX, OK, VECTOR, assign, ent
 from fedppl.types import Array
 
 SIZES = {1: 9, 2: 7, 3: 5}  # nodes of each coordinate in a grid, by the number of coordinates
+_FAR = {2: (6.0, 25), 3: (4.8, 17)}  # by the number of coordinates, how far u goes, and how many nodes each has
+_FLAT, _OF_POWER = 0.1, 0.3  # change of a logarithm that is none; of what a power foretells, what is not known
 _LOW = 30.0  # log units below the largest from which nodes count for nothing
 _DENSE = 2.0  # sds from the center within which trapezoids lie dense
 
@@ -50,15 +52,33 @@ def by_grid(size: int, count: int) -> Rule:
 
 
 @functools.cache
-def by_trapezoids() -> Rule:
+def by_trapezoids(far: int = 4) -> Rule:
     """Trapezoids in u, z = sinh u: dense near 0, and far out; every second is group 1, which is a rule too."""
-    return _trapezoids(np.linspace(-4.0, 4.0, 25))
+    return _trapezoids(np.linspace(-far, far, 6 * far + 1))
 
 
 @functools.cache
-def between_trapezoids() -> Rule:
+def by_far_grid(size: int, *, finer: bool = False) -> Rule:
+    """Trapezoids in u, z = sinh u, of two or three coordinates, out into heavy tails.
+
+    Of each side, 2 s and 2 s + 1 for axis s, the outermost nodes are group 1 + 2 side, and those before them the next.
+    """
+    far, count = _FAR[size]
+    count += (count - 1) // 2 * finer
+    steps = np.linspace(-far, far, count)
+    logs = np.log(np.cosh(steps) * (steps[1] - steps[0])) - 0.5 * np.sinh(steps) ** 2 - 0.5 * np.log(2.0 * np.pi)
+    each = np.array(list(itertools.product(range(count), repeat=size)))
+    ring = np.minimum(each, count - 1 - each)
+    axis, outermost = np.argmin(ring, axis=1), np.min(ring, axis=1)
+    side = 2 * axis + (each[np.arange(len(each)), axis] > count // 2)
+    group = np.where(outermost < 2, 1.0 + 2.0 * side + outermost, 0.0)
+    return Rule(np.sinh(steps)[each], logs[each].sum(axis=1), group)
+
+
+@functools.cache
+def between_trapezoids(far: int = 4) -> Rule:
     """The same with nodes halfway between those: together they are the rule of twice as many."""
-    return _trapezoids(np.linspace(-4.0 - 1.0 / 6.0, 4.0 + 1.0 / 6.0, 26))
+    return _trapezoids(np.linspace(-far - 1.0 / 6.0, far + 1.0 / 6.0, 6 * far + 2))
 
 
 def _trapezoids(steps: Array) -> Rule:
@@ -67,19 +87,43 @@ def _trapezoids(steps: Array) -> Rule:
     return Rule(nodes[:, None], logs, (np.arange(len(nodes)) % 2 == 0).astype(float))
 
 
+def beyond(outermost: Array, next_to_it: Array) -> tuple[Array, Array]:
+    """What lies beyond trapezoids in u, z = sinh u, in shares of the integral, and what is not known of it.
+
+    Tails that fall as a power of the distance fall exponentially in u: two nodes tell the power. Shares are of the
+    outermost nodes of sides, and of those before them, (S, sides).
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        falls = np.log(next_to_it) - np.log(outermost)
+    found = np.where(outermost > 0.0, outermost / np.expm1(np.maximum(falls, _FLAT)), 0.0)  # a geometric series
+    unknown = np.where(falls > 2.0 * _FLAT, _OF_POWER, 1.0) * found
+    return np.asarray(found.sum(axis=1)), np.asarray(unknown.sum(axis=1))
+
+
+def beyond_grid(shares: Array) -> tuple[Array, Array]:
+    """The same for a grid, by shares of its groups (S, G); of one without sides its rim is what is not known."""
+    if shares.shape[1] == 2:
+        return np.zeros(len(shares)), shares[:, 1]
+    return beyond(shares[:, 1::2], shares[:, 2::2])
+
+
+def beyond_trapezoids(terms: Array) -> tuple[Array, Array]:
+    """The same for one coordinate, by logarithms of what each node is of the integral, (S, L)."""
+    return beyond(np.exp(terms[:, [0, -1]]), np.exp(terms[:, [1, -2]]))
+
+
 def missed_by_trapezoids(terms: Array, rule: Rule) -> Array:
     """What is not known of the logarithm of an integral (S,), of logarithms of what each node is of it, (S, L).
 
-    By the rule of every second node, and by what the outermost nodes are. About one peak that is where nodes are dense,
-    the whole rule is wrong by the square of what every second node is wrong by. About another, which may lie between
-    two nodes, no more is known than that it is less wrong.
+    By the rule of every second node. About one peak that is where nodes are dense, the whole rule is wrong by the
+    square of what every second node is wrong by. About another, which may lie between two nodes, no more is known than
+    that it is less wrong.
     """
     half = np.log(2.0 * np.clip(np.exp(terms[:, rule.group == 1]).sum(axis=1), 1e-12, 1.0))
     high = terms > terms.max(axis=1, keepdims=True) - _LOW
     peaks = np.sum((terms[:, 1:-1] > terms[:, :-2]) & (terms[:, 1:-1] >= terms[:, 2:]) & high[:, 1:-1], axis=1)
     central = (peaks == 1) & (np.abs(rule.nodes[np.argmax(terms, axis=1), 0]) < _DENSE)
-    ends = np.clip(np.exp(terms[:, [0, 1, -2, -1]]).sum(axis=1), 0.0, 1.0 - 1e-12)
-    return np.asarray(np.where(central, np.sign(half) * half**2, np.abs(half)) - np.log1p(-ends))
+    return np.asarray(np.where(central, np.sign(half) * half**2, np.abs(half)))
 
 
 @entry(KERNEL, MATRIX, VECTOR, VECTOR, DATA, MATRIX, VECTOR, VECTOR, types.float64)

@@ -15,13 +15,13 @@ from fedppl import gaussian
 from fedppl.algorithms.ep import _untrusted
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep.sites import NO_VALUE, Sites
-from fedppl.contracts import ClientUpdate, ClientView, LocalInference, LogEvidence
+from fedppl.contracts import ClientUpdate, ClientView, Constant, LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import region, student
 from fedppl.numerics.importance import normalise, skewness
 from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, log_mixture, points_of, with_tails
 from fedppl.numerics.reweighting import MOST_SECOND_K, Reweighted, is_trusted, reweigh
-from fedppl.types import Array, DeclarationError, Message, NotConvergedError
+from fedppl.types import Array, Message
 
 _PATIENCE = 3  # rounds without any answer
 _LEAST = 400  # effective points with which no further exchange is asked for
@@ -51,6 +51,7 @@ class Correcting(NamedTuple):
     each: Array  # (K, J S) its terms; (0, J S) where they are too many to be kept
     distrusted: NDArray[np.bool_]  # (K,) moved the posterior by more than trust allows; their sites stand for them
     noise: Array  # (J S,) Σ_k squared errors
+    constants: Array  # (K, 2) what each does not know of a constant in its values: what all have alike, and by chance
     moved: Array  # (2, 2 m) what they move means and log sds by, in sds of q, in this exchange: Σ_k, and Σ_k of squares
     answered: NDArray[np.bool_]  # (K,) in this exchange
     missing: NDArray[np.bool_]  # (K,) did not answer in an exchange, so that its site stands for it
@@ -88,6 +89,7 @@ def start(sites: Sites, skewed: Array, points: int, radius: float, stream: int, 
         each=np.zeros((count if keep or count * points * _IN_ALL <= _KEPT else 0, 0)),
         distrusted=np.zeros(count, dtype=bool),
         noise=np.zeros(0),
+        constants=np.zeros((count, 2)),
         moved=np.zeros((2, 2 * empty.shape[1])),
         answered=np.zeros(count, dtype=bool),
         missing=np.zeros(count, dtype=bool),
@@ -167,15 +169,18 @@ def answer(client: ClientView, message: Message, local: LocalInference) -> Clien
     assert local.factor is not None
     points, center = (np.asarray(message[name], dtype=float) for name in ("points", "center"))
     values, errors = np.zeros(int(message["count"])), np.zeros(int(message["count"]))
+    constant = Constant()
     if len(points):
         inside = np.asarray(message.get("inside", np.ones(len(points))), dtype=bool)
         values[:] = NO_VALUE
         found = local.factor(client, points[inside], center, float(message["prior_share"]))
         values[inside] = np.where(np.isfinite(found.values), found.values, NO_VALUE)
         errors[inside] = np.where(np.isfinite(found.values), found.errors, 0.0)
+        constant = found.constant
     reply = {
         "values": values,
         "errors": errors,
+        "constant": np.array(constant),
         "proper": np.array(float(client.has_proper_prior)),
         "reach": np.array(float(message.get("reach", 0.0))),
     }
@@ -185,7 +190,7 @@ def answer(client: ClientView, message: Message, local: LocalInference) -> Clien
 def shapes(state: Correcting) -> dict[str, tuple[int, ...]]:
     """Values and errors at the points."""
     count = len(asked(state))
-    return {"values": (count,), "errors": (count,), "proper": (), "reach": ()}
+    return {"values": (count,), "errors": (count,), "constant": (2,), "proper": (), "reach": ()}
 
 
 def take(state: Correcting, sites: Sites, replies: Mapping[str, Message]) -> Correcting:
@@ -193,7 +198,7 @@ def take(state: Correcting, sites: Sites, replies: Mapping[str, Message]) -> Cor
     new = [client_id for client_id in replies if not state.answered[sites.where[client_id]]]
     points, where = asked(state), _asked_at(state)
     residual, noise, answered = state.residual.copy(), state.noise.copy(), state.answered.copy()
-    each, reach = state.each.copy(), state.reach.copy()
+    each, reach, constants = state.each.copy(), state.reach.copy(), state.constants.copy()
     is_proper, moved, effects = state.is_proper, state.moved, _effects(sites.q, _latest(state), points)
     for client_id in sorted(new):
         k, reply = sites.where[client_id], replies[client_id]
@@ -201,6 +206,7 @@ def take(state: Correcting, sites: Sites, replies: Mapping[str, Message]) -> Cor
         values = np.asarray(reply["values"], dtype=float)
         values = np.where(values <= 0.1 * NO_VALUE, np.nan, values)
         answered[k] = True
+        constants[k] = reply["constant"]
         reach[k] = float(reply["reach"]) or np.inf
         term = values - gaussian.log_kernel(site, points)
         if len(each):
@@ -218,6 +224,7 @@ def take(state: Correcting, sites: Sites, replies: Mapping[str, Message]) -> Cor
         each=each,
         reach=reach,
         noise=noise,
+        constants=constants,
         moved=moved,
         answered=answered,
         waited=0 if new else state.waited + 1,
@@ -329,42 +336,6 @@ def _apart(one: Reweighted | None, other: Reweighted | None, sd: Array) -> float
     return float(max(np.max(np.abs(one.mean - other.mean) / sd), np.max(np.abs(logs))))
 
 
-def log_evidence(state: Correcting, sites: Sites, prior_share: float) -> LogEvidence:
-    """Log of the integral of prior and factors over φ."""
-    if state.found is None or not state.trusted:
-        raise NotConvergedError(
-            "the correction of q is not to be trusted, so that there is no evidence: see fit.message."
-        )
-    require_proper(state.is_proper)
-    # Of what lies beyond the radius, the posterior is taken to have the share that q has.
-    found = state.found
-    cut = region.beyond(sites.prior, reached(state), sites.q, found.points, found.weights)
-    of_clients = float(found.weights @ np.nan_to_num(state.noise))  # the square of what their integrals are wrong by
-    error = float(np.sqrt(found.log_ratio_error**2 + cut.mass.sum() ** 2 + of_clients))
-    return LogEvidence(log_of_gaussians(sites, prior_share) + found.log_ratio, error)
-
-
-def require_proper(is_proper: bool) -> None:
-    """Refuse priors without a normalising constant."""
-    if not is_proper:
-        raise DeclarationError(
-            "a prior has no normalising constant that is known (pm.Potential, pm.Flat or pm.HalfFlat), so that "
-            "there is no evidence; declare proper priors."
-        )
-
-
-def log_of_gaussians(sites: Sites, prior_share: float) -> float:
-    """Log of the integral of q's kernel over that of the prior's."""
-    # Of a prior that is not Gaussian the clients' shares make up, its constant included.
-    return log_integral(sites.q) - (0.0 if prior_share else log_integral(sites.prior))
-
-
-def log_integral(g: Gaussian) -> float:
-    """Log of the integral of a Gaussian's kernel."""
-    mean, root = gaussian.affine(g)
-    return float(0.5 * g.linear @ mean + np.sum(np.log(np.diag(root))) + 0.5 * len(mean) * np.log(2 * np.pi))
-
-
 def says_more(state: Correcting) -> bool:
     """Whether the posterior differs from q by anything that shows."""
     if state.found is None:
@@ -382,8 +353,9 @@ def implausible(reply: Message) -> str | None:
         return (
             f"'reach' is {float(reply['reach']):.2g}, and must be a number of prior sds, or 0 where there is no bound"
         )
-    if not np.all(np.abs(reply["errors"]) <= _MOST_ERROR):
-        return f"'errors' reaches {float(np.abs(reply['errors']).max()):.2g}, at most {_MOST_ERROR:g} allowed"
+    largest = max(float(np.abs(reply[name]).max(initial=0.0)) for name in ("errors", "constant"))
+    if not largest <= _MOST_ERROR:
+        return f"'errors' or 'constant' reaches {largest:.2g}, at most {_MOST_ERROR:g} allowed"
     return None
 
 

@@ -13,16 +13,19 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from fedppl import contracts, gaussian
 from fedppl.algorithms.ep import _correction
 from fedppl.algorithms.ep import sites as _sites
+from fedppl.algorithms.ep._correction import Correcting
 from fedppl.algorithms.ep._state import EPState
+from fedppl.algorithms.ep.sites import Sites
 from fedppl.contracts import ClientView, LogEvidence
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.numerics import pareto
+from fedppl.numerics import pareto, region
 from fedppl.numerics.importance import normalise, standard_normal, stream_of
 from fedppl.types import Array, DeclarationError, LocalFailure, NotConvergedError
 
@@ -35,7 +38,7 @@ def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     """From the correction, which has to be trusted; without one from the clients that are in this process."""
     held = state.correction
     if held is not None:
-        return _correction.log_evidence(held, state.sites, state.prior_share)
+        return _of_correction(held, state.sites, state.prior_share)
     if state.corrects:
         raise NotConvergedError("the run ended before the correction, from which the evidence comes: see fit.message.")
     if not clients:
@@ -46,23 +49,67 @@ def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     return _own(state, clients)
 
 
+def _of_correction(state: Correcting, sites: Sites, prior_share: float) -> LogEvidence:
+    """Log of the integral of prior and factors over φ."""
+    if state.found is None or not state.trusted:
+        raise NotConvergedError(
+            "the correction of q is not to be trusted, so that there is no evidence: see fit.message."
+        )
+    require_proper(state.is_proper)
+    # Of what lies beyond the radius, the posterior is taken to have the share that q has.
+    found = state.found
+    cut = region.beyond(sites.prior, _correction.reached(state), sites.q, found.points, found.weights)
+    squares = squares_of_constants(state, ~state.distrusted)
+    if squares > _correction.NOISE**2:
+        raise NotConvergedError(
+            f"what tails of clients' own variables leave out of the log evidence may be {np.sqrt(squares):.2g}, though "
+            "it moves no moment of what is shared: declare priors with lighter tails (pm.Normal, or pm.StudentT with "
+            "nu=4 or more)."
+        )
+    of_clients = float(found.weights @ np.nan_to_num(state.noise))  # the square of what their integrals are wrong by
+    error = float(np.sqrt(found.log_ratio_error**2 + cut.mass.sum() ** 2 + of_clients + squares))
+    return LogEvidence(log_of_gaussians(sites, prior_share) + found.log_ratio, error)
+
+
+def squares_of_constants(state: Correcting, of: NDArray[np.bool_]) -> float:
+    """Square of what these clients' values are all off by: of some alike, of others by chance."""
+    alike, by_chance = state.constants[of].T
+    return float(np.abs(alike).sum() ** 2 + np.sum(by_chance**2))
+
+
+def require_proper(is_proper: bool) -> None:
+    """Refuse priors without a normalising constant."""
+    if not is_proper:
+        raise DeclarationError(
+            "a prior has no normalising constant that is known (pm.Potential, pm.Flat or pm.HalfFlat), so that "
+            "there is no evidence; declare proper priors."
+        )
+
+
+def log_of_gaussians(sites: Sites, prior_share: float) -> float:
+    """Log of the integral of q's kernel over that of the prior's."""
+    # Of a prior that is not Gaussian the clients' shares make up, its constant included.
+    return gaussian.log_integral(sites.q) - (0.0 if prior_share else gaussian.log_integral(sites.prior))
+
+
 def _own(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     sites = state.sites
-    _correction.require_proper(all(client.has_proper_prior for client in clients.values()))
+    require_proper(all(client.has_proper_prior for client in clients.values()))
     found = []
     for client_id in sorted(clients):
         k = sites.where[client_id]
         site = Gaussian(sites.linear[k], _sites.dense(sites.precision[k], sites.structure))
         found.append(_of_client(clients[client_id], sites.q, site, state.prior_share))
-    shift, unknown = sum(one.shift for one in found), float(np.sqrt(sum(one.unknown for one in found)))
-    if unknown > _correction.NOISE:
-        raise NotConvergedError(
-            f"clients' log densities are uncertain by {unknown:.2g} in sum, and EP's own evidence would be: declare "
-            "the model so that few local variables depend on each other, or with lighter tails."
-        )
     # Errors that clients have alike add up as they are, others by their squares.
+    shift, unknown = sum(one.shift for one in found), float(np.sqrt(sum(one.unknown for one in found)))
+    worst = max(unknown, abs(shift))
+    if worst > _correction.NOISE:
+        raise NotConvergedError(
+            f"clients' log densities are uncertain by {worst:.2g} in sum, and EP's own evidence would be: declare the "
+            "model so that few local variables depend on each other, or with lighter tails."
+        )
     squares = sum(one.variance for one in found) + max(shift**2, unknown**2)
-    value = _correction.log_of_gaussians(sites, state.prior_share) + sum(one.value for one in found)
+    value = log_of_gaussians(sites, state.prior_share) + sum(one.value for one in found)
     return contracts.LogEvidence(value, float(np.sqrt(squares)), "EP")
 
 
@@ -99,5 +146,8 @@ def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: flo
     ratios = np.exp(each - np.log(len(ratio) / _SCRAMBLES) - value)
     weights, errors = normalise(ratio), np.nan_to_num(factor.errors)
     return _Ratio(
-        value, float(np.var(ratios, ddof=1) / _SCRAMBLES), float(weights @ errors), float(weights @ errors**2)
+        value,
+        float(np.var(ratios, ddof=1) / _SCRAMBLES),
+        float(weights @ errors) + abs(factor.constant.alike),
+        float(weights @ errors**2) + factor.constant.by_chance**2,
     )

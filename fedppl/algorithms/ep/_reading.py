@@ -7,6 +7,7 @@ import numpy as np
 from fedppl import contracts, gaussian
 from fedppl.algorithms.ep import _correction, _trust
 from fedppl.algorithms.ep import sites as _sites
+from fedppl.algorithms.ep._evidence import squares_of_constants
 from fedppl.algorithms.ep._state import EPState
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.numerics import region
@@ -95,7 +96,10 @@ def without(state: EPState, client_id: str, log_ratio: contracts.LogRatio | None
         found = found if float(cut.effect.sum()) <= _correction.MOST_CUT else None
     if found is None or not held.is_proper:
         return WithoutClient(cavity, found, unknown)
-    with_it = _correction.log_integral(sites.q) + held.found.log_ratio
-    without_it = _correction.log_integral(base) + found.log_ratio
-    error = float(np.hypot(held.found.log_ratio_error, found.log_ratio_error))
+    with_it = gaussian.log_integral(sites.q) + held.found.log_ratio
+    without_it = gaussian.log_integral(base) + found.log_ratio
+    # What the client itself does not know of its values; that of the others is in both.
+    own = float(found.weights @ np.nan_to_num(held.noise))
+    own += squares_of_constants(held, np.arange(len(held.constants)) == k)
+    error = float(np.sqrt(held.found.log_ratio_error**2 + found.log_ratio_error**2 + own))
     return WithoutClient(cavity, found, contracts.LogEvidence(with_it - without_it, error))

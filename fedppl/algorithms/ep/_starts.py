@@ -8,7 +8,6 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedppl import gaussian
-from fedppl.algorithms.ep import _correction
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep.sites import Sites
@@ -52,7 +51,7 @@ def begin(prior: gaussian.Gaussian, starts: int, stream: int) -> Starts:
 def arrived_at(sites: Sites, search: WarmStart) -> Mode:
     """The mode near the point at which the sites were expanded."""
     x = search.anchor
-    mass = search.objective - float(gaussian.log_kernel(sites.q, x)) + _correction.log_integral(sites.q)
+    mass = search.objective - float(gaussian.log_kernel(sites.q, x)) + gaussian.log_integral(sites.q)
     return Mode(
         gaussian.mean(sites.q), gaussian.standard_deviations(sites.q), float(mass), sites.linear, sites.precision
     )
