@@ -25,7 +25,7 @@ from fedppl.types import Array, Message
 
 _PATIENCE = 3  # rounds without any answer
 _LEAST = 400  # effective points with which no further exchange is asked for
-_SMALL = 0.02  # error of a mean or an sd, in posterior sds, with which none is asked for either
+_SMALL = 0.012  # error of a mean or an sd, in posterior sds, with which none is asked for either
 _LOST = 0.01  # share of the points that may be without a value
 NOISE = 0.3  # sd of what is not known of the sum of log f_k over the points
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
