@@ -33,7 +33,7 @@ def by_two_rules(compute: _Compute, points: Array) -> tuple[Array, Array]:
     half = 0.5 * (compute(points, between_trapezoids(far))[0] - values)
     known = np.isfinite(half)
     # Where a kink lies between nodes changes from point to point, and what both are off by may cancel at one.
-    usual = np.sqrt(np.mean(half[known] ** 2)) if np.any(known) else 0.0
+    usual = np.median(np.abs(half[known])) if np.any(known) else 0.0
     error = np.copysign(np.maximum(np.abs(half), usual), half)
     return values + half, np.where(known, errors + error, 0.0)
 

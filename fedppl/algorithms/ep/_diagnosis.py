@@ -103,9 +103,9 @@ def _saddle(sites: Sites, point: Array) -> str:
     return (
         f"at {_at(sites.labels, point, named)} the density is level, but rises on both sides, and has several modes: "
         "it may be symmetric there, as where a sign or the labels of a mixture can be exchanged, or rows may "
-        "contradict a prior with heavy tails, or lie on either side of a threshold. Declare it so that one is left: positive "
-        "(pm.HalfNormal), ordered (pm.distributions.transforms.ordered), with lighter tails, or by a prior that rules "
-        "the others out"
+        "contradict a prior with heavy tails, or lie on either side of a threshold. Declare it so that one is left: "
+        "positive (pm.HalfNormal), ordered (pm.distributions.transforms.ordered), with lighter tails, or by a prior "
+        "that rules the others out"
     )
 
 
