@@ -19,8 +19,10 @@ from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model import same as _same
 from fedppl.model.client import ClientModel
+from fedppl.model.graph_key import graph_key
 from fedppl.model.inputs import new_inputs
-from fedppl.model.numba_mode import mode
+from fedppl.model.numba_mode import inlined, mode, without_notices
+from fedppl.model.pack import unpacked_function
 from fedppl.numerics.prior import gaussian_prior
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
@@ -147,23 +149,26 @@ def _design_functions(
             return functions
     cotangents = pt.dtensor3("projection_cotangent"), pt.dmatrix("conditional_cotangent")
     cost = pt.sum(cotangents[0] * projection) + pt.sum(cotangents[1] * conditional)
-    forward = _locked(pytensor.function([x, *inputs], [projection, conditional], mode=mode(), on_unused_input="ignore"))
-    gradient = pt.grad(cost, x, disconnected_inputs="ignore")
-    backward = _locked(pytensor.function([x, *cotangents, *inputs], gradient, mode=mode(), on_unused_input="ignore"))
+    forward = _compiled_function([x, *inputs], [projection, conditional])
+    gradient = _compiled_function([x, *cotangents, *inputs], [pt.grad(cost, x, disconnected_inputs="ignore")])
+
+    def backward(*values: Any) -> Any:
+        return gradient(*values)[0]
+
     _compiled.append(((x, inputs, [projection, conditional]), (forward, backward)))
     del _compiled[:-_KEPT]
     return forward, backward
 
 
-def _locked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """PyTensor keeps intermediate values in the function, so threads take turns."""
-    lock = threading.Lock()
+def _compiled_function(inputs: list[Any], outputs: list[Any]) -> Callable[..., Any]:
+    """A function compiled once for all processes, found again by the graph as it was declared."""
 
-    def call(*values: Any) -> Any:
-        with lock:
-            return function(*values)
+    def compiled() -> tuple[Callable[..., Any], bool]:
+        return inlined(pytensor.function(inputs, outputs, mode=mode(), on_unused_input="ignore").vm.jit_fn)
 
-    return call
+    with without_notices():
+        types = [(v.type.dtype, v.type.ndim) for v in inputs]
+        return unpacked_function(compiled, types, graph_key(inputs, outputs))
 
 
 def _log_scale(client: ClientModel, name: str) -> LogScale:

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+from numba import from_dtype
 from numba.core.errors import TypingError
+from numba.core.types import Array
 from pytensor.configdefaults import config
 from pytensor.link.numba import cache
 
@@ -69,23 +71,48 @@ def unpacking_kernel(
         if piece.has_slope:
             lines += _filled(i, given, piece.ndim)
             given += 1
-    source = "\n".join([*lines, "    return found"])
+    return _found_or_compiled("\n".join([*lines, "    return found"]), compiled, name, PACKED)
+
+
+def unpacked_function(
+    compiled: Callable[[], tuple[Callable[..., Any], bool]], types: Sequence[tuple[str, int]], name: str | None = None
+) -> Callable[..., Any]:
+    """Wrap kernel(*arrays) as a function of arrays, or what can be made arrays, that gives all outputs in a tuple.
+
+    Parameters
+    ----------
+    compiled, types, name
+        As of `unpacking_kernel`.
+    """
+    arguments = ", ".join(f"a{i}" for i in range(len(types)))
+    source = f"def unpacked({arguments}):\n    return kernel({arguments})"
+    jitted = _found_or_compiled(source, compiled, name, tuple(Array(from_dtype(np.dtype(d)), n, "C") for d, n in types))
+
+    def call(*values: Any) -> Any:
+        return jitted(*(np.asarray(v, dtype=dtype, order="C") for v, (dtype, _) in zip(values, types, strict=True)))
+
+    return call
+
+
+def _found_or_compiled(
+    source: str, compiled: Callable[[], tuple[Callable[..., Any], bool]], name: str | None, signature: Any
+) -> Callable[..., Any]:
     key = _key(name, source) if name is not None and config.numba__cache else None
     if key is not None:
         try:  # with nothing to compile: it is read from disk, or it fails at once
-            return _jitted(source, None, key)
+            return _jitted(source, None, key, signature)
         except TypingError:
             pass
     kernel, may_be_kept = compiled()
-    return _jitted(source, kernel, key if may_be_kept else None)
+    return _jitted(source, kernel, key if may_be_kept else None, signature)
 
 
-def _jitted(source: str, kernel: Any, key: str | None) -> Callable[..., Any]:
+def _jitted(source: str, kernel: Any, key: str | None, signature: Any) -> Callable[..., Any]:
     """The function that unpacks for a kernel."""
     unpacked = cache.compile_numba_function_src(
         source, "unpacked", {"kernel": kernel, "np": np, "__name__": __name__}, cache_key=key
     )
-    wrapped: Callable[..., Any] = numba.njit(PACKED, nogil=True, cache=key is not None)(unpacked)
+    wrapped: Callable[..., Any] = numba.njit(signature, nogil=True, cache=key is not None)(unpacked)
     return wrapped
 
 
