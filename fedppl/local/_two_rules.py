@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -41,23 +42,21 @@ def by_two_rules(compute: _Compute, points: Array) -> tuple[Array, Array]:
 def by_rules(compute: _Compute, points: Array, rules: Sequence[Rule]) -> tuple[Array, Array]:
     """Logarithms of integrals at points (S, m) by the first rule that agrees with the next, and what is not known.
 
-    The last one is for comparison alone. What the last but one differs from it by, where it does not agree, is an error
-    of the points that are near to those at which both were computed.
+    The last one is for comparison alone. Where no two agree, the second of those that differ least is taken, and what
+    they differ by is an error of the points that are near to those at which both were computed.
     """
     some = np.unique(np.linspace(0, len(points) - 1, _LOOKED_AT).astype(int))
-    here, difference = compute(points[some], rules[0])[0], np.zeros(len(some))
-    for number, following in enumerate(rules[1:]):
+    here, differences = compute(points[some], rules[0])[0], []
+    for rule, following in itertools.pairwise(rules):
         there = compute(points[some], following)[0]
-        difference = np.where(np.isfinite(here) & np.isfinite(there), there - here, 0.0)
-        agrees = _apart(there - here) < _ALIKE and abs(float(np.median(difference))) < _SAME
-        if agrees or number == len(rules) - 2:
-            values, errors = compute(points, rules[number])
-            if not agrees:
-                scale = np.maximum(np.std(points, axis=0), 1e-300)
-                errors = errors + difference[cKDTree(points[some] / scale).query(points / scale)[1]]
-            return values, errors
+        differences.append(np.where(np.isfinite(here) & np.isfinite(there), there - here, 0.0))
+        if _apart(there - here) < _ALIKE and abs(float(np.median(differences[-1]))) < _SAME:
+            return compute(points, rule)
         here = there
-    raise AssertionError("two rules at least")
+    least = min(range(len(differences)), key=lambda i: float(np.max(np.abs(differences[i]))))
+    values, errors = compute(points, rules[min(least + 1, len(rules) - 2)])
+    scale = np.maximum(np.std(points, axis=0), 1e-300)
+    return values, errors + differences[least][cKDTree(points[some] / scale).query(points / scale)[1]]
 
 
 def _apart(differences: Array) -> float:
