@@ -18,6 +18,7 @@ from fedppl.types import Array
 
 X = np.array([-1.0, 0.0, 1.0])
 POINTS = np.linspace(-6.0, 3.0, 46)
+POINTS_OF_SUM = np.linspace(-2.5, 2.5, 501)
 _u = np.linspace(-16.8, 16.8, 641)  # θ out to 1e7
 WIDE, WIDTHS = np.sinh(_u), np.log(np.cosh(_u) * (_u[1] - _u[0]))
 
@@ -92,3 +93,31 @@ def test_what_does_not_fall_is_not_known() -> None:
     share: Array = np.array([[0.01]])
     found, unknown = beyond(share, share)
     assert unknown[0] == found[0] >= share[0, 0]
+
+
+@pytest.mark.parametrize("degrees", [1, 3])
+def test_a_ridge_that_data_leave_is_integrated_along_itself(degrees: int) -> None:
+    """Two t's of which one row tells the sum: narrow across, and with heavy tails along neither coordinate."""
+
+    def of_a_sum(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            t, v = (pm.StudentT(name, nu=degrees, mu=0, sigma=1) for name in "tv")
+            pm.Normal("obs", pm.Normal("mu", 0, 1) + t + v, 0.05, observed=pm.Data("y", y))
+        return model
+
+    (client,) = FederatedModel(of_a_sum, ["mu"]).enrol({"a": {"y": np.array([0.5])}}).values()
+    compute = fedppl.NestedLaplace().factor
+    assert compute is not None
+    points = np.linspace(-1.0, 2.0, 25)
+    found = compute(client, points[:, None], np.array([0.0]), 0.0)
+    wide = np.sinh(np.linspace(-14, 14, 20001))
+    width = np.log(np.cosh(np.linspace(-14, 14, 20001)) * 0.0014)
+    near = np.linspace(-0.4, 0.4, 161)  # of the row's error, eight sds
+    inner = [
+        logsumexp(stats.t.logpdf(wide, degrees) + stats.t.logpdf(s - wide, degrees) + width) for s in POINTS_OF_SUM
+    ]
+    of_sum = np.interp(0.5 - points[:, None] - near, POINTS_OF_SUM, inner)
+    truth = logsumexp(of_sum + stats.norm.logpdf(near, 0, 0.05) + np.log(0.005), axis=1)
+    wrong = found.values - truth
+    assert np.max(np.abs(wrong)) < 0.003
+    assert np.all(np.abs(wrong) < 1e-3 + 3 * (np.abs(found.errors) + abs(found.constant.alike)))

@@ -8,6 +8,7 @@ centered anew where most of the integral is not about the mode of θ. For other 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from fedppl.contracts import ClientView
 from fedppl.local import _inner, _marginal
 from fedppl.local._gaussian_rest import Places, find, is_exact
 from fedppl.local._inner import LeftOut
-from fedppl.local._two_rules import by_rules, by_two_rules
+from fedppl.local._two_rules import Pair, by_pairs, by_two_rules
 from fedppl.numerics.importance import has_enough_points, stream_of
 from fedppl.numerics.integral import Rule, beyond_grid, beyond_trapezoids, by_far_grid, by_grid, missed_by_trapezoids
 from fedppl.numerics.marginal import site_outputs
@@ -46,17 +47,24 @@ def integrated(client: ClientView, points: Array, center: Array, which: Places) 
     """log f_k at points (S, m), NaN where there is no mode, and what is not known of it."""
     if len(which) == 1:
         return by_two_rules(lambda some, rule: _by_rule(client, some, center, which, rule), points)
-    near = [by_grid(len(which), count) for count in _NODES]
-    far = [by_far_grid(len(which), finer=finer) for finer in (False, True)]
-
-    def compute(some: Array, rule: Rule) -> tuple[Array, Array]:
-        return _by_rule(client, some, center, which, rule, far=any(rule is one for one in far))
-
-    return by_rules(compute, points, (*near, *far))
+    by_rule = functools.partial(_by_rule, client, center=center, which=which)
+    # Heavy tails are of priors, and reach out along their coordinates; or along a ridge that data leave.
+    ways = [functools.partial(by_rule, rule=by_grid(len(which), count)) for count in _NODES]
+    for along in (True, False):
+        far = [by_far_grid(len(which), finer=finer) for finer in (False, True)]
+        ways += [functools.partial(by_rule, rule=rule, far=True, along_axes=along) for rule in far]
+    return by_pairs(ways, points, (Pair(0, 1, 1), Pair(1, 2, 1), Pair(2, 3, 2), Pair(4, 5, 4)))
 
 
 def _by_rule(
-    client: ClientView, points: Array, center: Array, which: Places, rule: Rule, *, far: bool = False
+    client: ClientView,
+    points: Array,
+    center: Array,
+    which: Places,
+    rule: Rule,
+    *,
+    far: bool = False,
+    along_axes: bool = False,
 ) -> tuple[Array, Array]:
     q, m = len(which), points.shape[1]
     rest = np.setdiff1d(np.arange(client.local_size), which)
@@ -67,9 +75,10 @@ def _by_rule(
         found, modes, factors = _marginal.modes(client, some, center, factors=True)
         told = np.flatnonzero(np.isfinite(found))
         about = _about_modes(some[told], modes[told], factors[told], which, rest)
-        if far:  # heavy tails are of priors: they reach out along coordinates, from where the data have the peak
-            sds = np.sqrt(np.sum(about.spread**2, axis=2))
-            terms = _terms(client, about._replace(spread=sds[:, :, None] * np.eye(q)), which, rest, rule)
+        if along_axes:
+            about = about._replace(spread=np.sqrt(np.sum(about.spread**2, axis=2))[:, :, None] * np.eye(q))
+        if far:
+            terms = _terms(client, about, which, rest, rule)
         else:
             terms = _centered(client, about, which, rest, rule)
         total = logsumexp(terms, axis=1)

@@ -10,6 +10,7 @@ the evidence; what of it is not constant shows in two halves of the nodes, and i
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from fedppl.local._no_mode import no_mode
 from fedppl.local._other_modes import require_one_mode
 from fedppl.local._separable import is_separable, one_by_one
 from fedppl.local._smooth import smooth_over
-from fedppl.local._two_rules import by_rules
+from fedppl.local._two_rules import Pair, by_pairs
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import effective_size, normalise, stream_of, weighted_moments
 from fedppl.numerics.integral import Rule, beyond_grid, by_far_grid, by_grid, integral_batch
@@ -137,12 +138,13 @@ def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array
     d = client.local_size
     rules = [*(by_grid(d, count) for count in _GRIDS[d][1:]), by_far_grid(d), by_far_grid(d, finer=True)]
 
-    def compute(some: Array, rule: Rule) -> tuple[Array, Array]:
+    def compute(some: Array, *, rule: Rule) -> tuple[Array, Array]:
         values, shares = _integrals(client, some, center, rule)
         outside, unknown = beyond_grid(shares)
         return values + np.log1p(outside), np.where(np.isfinite(values), unknown, 0.0)
 
-    values, errors = by_rules(compute, points, rules)
+    ways = [functools.partial(compute, rule=rule) for rule in rules]
+    values, errors = by_pairs(ways, points, (Pair(0, 1, 1), Pair(1, 2, 1), Pair(2, 3, 2)))
     return values, errors, _alike(errors, values)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from scipy.spatial import cKDTree
@@ -13,7 +14,7 @@ from fedppl.types import Array
 
 _Compute = Callable[[Array, Rule], tuple[Array, Array]]  # logarithms at points (S, m), and what is not known of them
 _NEAR, _FAR = 4, 6  # asinh of sds: 27, and where something is missing 202
-_LOOKED_AT = 16  # points at which both are computed
+_LOOKED_AT = 32  # points at which both are computed
 _ALIKE, _SAME = 0.001, 0.003  # log units within which they are the same, but for a constant; and within which it is
 
 
@@ -39,24 +40,36 @@ def by_two_rules(compute: _Compute, points: Array) -> tuple[Array, Array]:
     return values + half, np.where(known, errors + error, 0.0)
 
 
-def by_rules(compute: _Compute, points: Array, rules: Sequence[Rule]) -> tuple[Array, Array]:
-    """Logarithms of integrals at points (S, m) by the first rule that agrees with the next, and what is not known.
+class Pair(NamedTuple):
+    """Two ways to integrate, by their places: one that is held against another, and which is taken if they differ."""
 
-    The last one is for comparison alone. Where no two agree, the second of those that differ least is taken, and what
-    they differ by is an error of the points that are near to those at which both were computed.
+    first: int
+    second: int
+    better: int
+
+
+def by_pairs(
+    ways: Sequence[Callable[[Array], tuple[Array, Array]]], points: Array, pairs: Sequence[Pair]
+) -> tuple[Array, Array]:
+    """Logarithms of integrals at points (S, m) by the first way that agrees with its other, and what is not known.
+
+    Where no two agree, those are taken that differ least. Twice what they differ by is then an error of the points that
+    are near to those at which both were computed.
     """
     some = np.unique(np.linspace(0, len(points) - 1, _LOOKED_AT).astype(int))
-    here, differences = compute(points[some], rules[0])[0], []
-    for rule, following in itertools.pairwise(rules):
-        there = compute(points[some], following)[0]
-        differences.append(np.where(np.isfinite(here) & np.isfinite(there), there - here, 0.0))
-        if _apart(there - here) < _ALIKE and abs(float(np.median(differences[-1]))) < _SAME:
-            return compute(points, rule)
-        here = there
-    least = min(range(len(differences)), key=lambda i: float(np.max(np.abs(differences[i]))))
-    values, errors = compute(points, rules[min(least + 1, len(rules) - 2)])
+    at = functools.cache(lambda place: ways[place](points[some])[0])
+    differences = []
+    for pair in pairs:
+        apart = at(pair.second) - at(pair.first)
+        differences.append(np.where(np.isfinite(apart), apart, 0.0))
+        if _apart(apart) < _ALIKE and abs(float(np.median(differences[-1]))) < _SAME:
+            return ways[pair.first](points)
+    least = min(range(len(pairs)), key=lambda i: float(np.max(np.abs(differences[i]))))
+    values, errors = ways[pairs[least].better](points)
     scale = np.maximum(np.std(points, axis=0), 1e-300)
-    return values, errors + differences[least][cKDTree(points[some] / scale).query(points / scale)[1]]
+    near = differences[least][cKDTree(points[some] / scale).query(points / scale)[1]]
+    usual = np.median(np.abs(differences[least]))
+    return values, errors + 2.0 * np.copysign(np.maximum(np.abs(near), usual), near)
 
 
 def _apart(differences: Array) -> float:
