@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pymc as pm
 import pytest
+from numpy.testing import assert_allclose
 from scipy import stats
 from scipy.special import logsumexp
 
 import fedppl
 from fedppl import FederatedModel
-from fedppl.local._two_rules import by_two_rules
+from fedppl.local._two_rules import Pair, by_pairs, by_two_rules
 from fedppl.numerics.integral import Rule
 from fedppl.types import Array
 
@@ -100,3 +101,21 @@ def test_smooth_functions_are_computed_by_one_rule_and_kinked_ones_by_two() -> N
     truth = logsumexp(stats.norm.logpdf(z) + points * 10 * np.abs(z - 0.31), axis=1) + np.log(z[1] - z[0])
     assert calls == [50, 32, 50]
     assert np.all(np.abs(values - truth - np.median(values - truth)) < 1e-3 + 3 * np.abs(errors))
+
+
+def test_what_is_held_against_nothing_agrees_with_nothing() -> None:
+    points = np.linspace(-1, 1, 50)[:, None]
+
+    def way(shift: float, known: float = 1.0) -> Any:
+        def compute(some: Array) -> tuple[Array, Array]:
+            values = some[:, 0] * (1.0 + shift)
+            return np.where(np.abs(some[:, 0]) <= known, values, np.nan), np.zeros(len(some))
+
+        return compute
+
+    ways = [way(0.0), way(0.0, known=0.1), way(0.01), way(0.03), way(0.03)]
+    assert_allclose(by_pairs(ways, points, [Pair(0, 2, 2), Pair(0, 1, 1)])[0], points[:, 0] * 1.01)
+    assert_allclose(by_pairs(ways, points, [Pair(2, 3, 3), Pair(3, 4, 4)])[0], points[:, 0] * 1.03)
+    values, errors = by_pairs(ways, points, [Pair(0, 3, 3), Pair(0, 2, 2)])
+    assert_allclose(values, points[:, 0] * 1.01)
+    assert np.all(np.abs(errors) >= np.abs(values - points[:, 0]))

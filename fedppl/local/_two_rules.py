@@ -58,18 +58,21 @@ def by_pairs(
     """
     some = np.unique(np.linspace(0, len(points) - 1, _LOOKED_AT).astype(int))
     at = functools.cache(lambda place: ways[place](points[some])[0])
-    differences = []
+    least, better, worst = np.zeros(len(some)), pairs[0].first, np.inf
     for pair in pairs:
         apart = at(pair.second) - at(pair.first)
-        differences.append(np.where(np.isfinite(apart), apart, 0.0))
-        if _apart(apart) < _ALIKE and abs(float(np.median(differences[-1]))) < _SAME:
+        told = np.isfinite(apart)
+        if 2 * np.sum(told) < np.sum(np.isfinite(at(pair.first))):  # most of it is held against nothing
+            continue
+        difference = np.where(told, apart, 0.0)
+        if _apart(apart) < _ALIKE and abs(float(np.median(difference))) < _SAME:
             return ways[pair.first](points)
-    least = min(range(len(pairs)), key=lambda i: float(np.max(np.abs(differences[i]))))
-    values, errors = ways[pairs[least].better](points)
+        if float(np.max(np.abs(difference))) < worst:
+            least, better, worst = difference, pair.better, float(np.max(np.abs(difference)))
+    values, errors = ways[better](points)
     scale = np.maximum(np.std(points, axis=0), 1e-300)
-    near = differences[least][cKDTree(points[some] / scale).query(points / scale)[1]]
-    usual = np.median(np.abs(differences[least]))
-    return values, errors + 2.0 * np.copysign(np.maximum(np.abs(near), usual), near)
+    near = least[cKDTree(points[some] / scale).query(points / scale)[1]]
+    return values, errors + 2.0 * np.copysign(np.maximum(np.abs(near), np.median(np.abs(least))), near)
 
 
 def _apart(differences: Array) -> float:
