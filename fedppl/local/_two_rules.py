@@ -15,7 +15,8 @@ from fedppl.types import Array
 _Compute = Callable[[Array, Rule], tuple[Array, Array]]  # logarithms at points (S, m), and what is not known of them
 _NEAR, _FAR = 4, 6  # asinh of sds: 27, and where something is missing 202
 _LOOKED_AT = 32  # points at which both are computed
-_ALIKE, _SAME = 0.001, 0.003  # log units within which they are the same, but for a constant; and within which it is
+_CLOSE = 0.003  # log units within which they hardly differ
+_ALIKE, _SAME = 0.001, 0.02  # log units within which they are the same, but for a constant; and most that this may be
 
 
 def by_two_rules(compute: _Compute, points: Array) -> tuple[Array, Array]:
@@ -53,8 +54,8 @@ def by_pairs(
 ) -> tuple[Array, Array]:
     """Logarithms of integrals at points (S, m) by the first way that agrees with its other, and what is not known.
 
-    Where no two agree, those are taken that differ least. Twice what they differ by is then an error of the points that
-    are near to those at which both were computed.
+    Where no two agree, the better of those is taken that hardly differ, else of those that differ least. What they
+    differ by, or twice that, is then an error of the points that are near to those at which both were computed.
     """
     some = np.unique(np.linspace(0, len(points) - 1, _LOOKED_AT).astype(int))
     at = functools.cache(lambda place: ways[place](points[some])[0])
@@ -65,14 +66,19 @@ def by_pairs(
         if 2 * np.sum(told) < np.sum(np.isfinite(at(pair.first))):  # most of it is held against nothing
             continue
         difference = np.where(told, apart, 0.0)
-        if _apart(apart) < _ALIKE and abs(float(np.median(difference))) < _SAME:
-            return ways[pair.first](points)
+        constant = float(np.median(difference[told])) if np.any(told) else 0.0
+        if _apart(apart) < _ALIKE and abs(constant) < _SAME:
+            values, errors = ways[pair.first](points)
+            return values + constant, errors + 0.5 * constant
         if float(np.max(np.abs(difference))) < worst:
             least, better, worst = difference, pair.better, float(np.max(np.abs(difference)))
+        if worst < _CLOSE:
+            break
     values, errors = ways[better](points)
     scale = np.maximum(np.std(points, axis=0), 1e-300)
     near = least[cKDTree(points[some] / scale).query(points / scale)[1]]
-    return values, errors + 2.0 * np.copysign(np.maximum(np.abs(near), np.median(np.abs(least))), near)
+    times = 1.0 if worst < _CLOSE else 2.0
+    return values, errors + times * np.copysign(np.maximum(np.abs(near), np.median(np.abs(least))), near)
 
 
 def _apart(differences: Array) -> float:
