@@ -34,6 +34,7 @@ from benchmarks._exactness.reference import reference as of_pooled
 from fedppl.types import Array
 
 _ESS = 10_000  # of the reference
+_SD_ERROR = 0.01  # of the reference, as a share of the sd
 _MOST_DRAWS = 40_000  # of a chain
 _PROBLEMS = {"models": models.PROBLEMS, "more_models": more_models.PROBLEMS}
 
@@ -71,7 +72,8 @@ def _compared(problem: Problem, draws: int, seed: int, kept: Path | None) -> dic
     between = time.process_time()
     fit = fedppl.fit(declared, problem.clients, fedppl.EP(), progressbar=False, random_seed=seed)
     seconds = time.process_time() - between
-    enough = {"ess": _ESS, "ess_of_squares": _ESS, "most": _MOST_DRAWS}
+    enough: dict[str, Any] = {"ess": _ESS, "ess_of_squares": _ESS, "most": _MOST_DRAWS}
+    enough |= {"transforms": dict(problem.unconstrained()), "sd_error": _SD_ERROR}
     sample = functools.partial(of_pooled, problem.pooled(), None, draws, seed, **enough)
     reference, quality = sample() if kept is None else found_again(sample, kept / f"{problem.name} {draws} {seed}.npz")
     labels = fit.layout.labels

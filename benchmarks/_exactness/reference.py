@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pymc as pm
 import xarray as xr
 
+Transform = Callable[[Any], Any]
 _ACCEPT = (0.9, 0.98, 0.995)  # the next where the one before diverges
 
 
@@ -27,20 +28,25 @@ def reference(
     most: int,
     tune: int = 2000,
     divergences: int = 0,
+    sd_error: float = np.inf,
+    transforms: Mapping[str, Transform] | None = None,
 ) -> tuple[Any, dict[str, float]]:
     """Draws of four chains; once more with as many as that takes, at most `most` a chain, if they are too few.
 
     With smaller steps where more than so many draws diverge.
     Effective sample sizes are the smallest of these variables and of their squares; without names, of all that do not
-    begin with "site".
+    begin with "site". `sd_error` is the largest standard error of an sd, as a share of it. Those that have a transform
+    are transformed before, draws (S, ...) to (S, p): of a scale whose logarithm is compared, the logarithm has to be
+    known.
     """
     for accept in _ACCEPT:
-        posterior, quality = _sampled(model, names, draws, tune, seed, accept)
+        posterior, quality = _sampled(model, names, draws, tune, seed, accept, transforms or {})
         short = max(ess / max(quality["ess"], 1), ess_of_squares / max(quality["ess_of_squares"], 1))
+        short = max(short, (quality["sd_error"] / sd_error) ** 2)
         diverged = quality["divergences"] > divergences
         if short > 1 and draws < most and (not diverged or accept == _ACCEPT[-1]):
             more = min(most, int(1.3 * draws * short))
-            posterior, quality = _sampled(model, names, more, tune, seed, accept)
+            posterior, quality = _sampled(model, names, more, tune, seed, accept, transforms or {})
         if quality["divergences"] <= divergences:
             break
     return posterior, quality
@@ -60,8 +66,22 @@ def found_again(sample: Callable[[], tuple[Any, dict[str, float]]], path: Path) 
     return xr.Dataset({name: (dims[name], value) for name, value in values.items()}), quality
 
 
+def _transformed(values: Any, transform: Transform | None) -> Any:
+    if transform is None:
+        return values
+    chains, draws = values.shape[:2]
+    found = np.asarray(transform(np.asarray(values, dtype=float).reshape(chains * draws, -1)))
+    return xr.DataArray(found.reshape(chains, draws, -1), dims=["chain", "draw", f"{values.name} coordinates"])
+
+
 def _sampled(
-    model: pm.Model, names: Sequence[str] | None, draws: int, tune: int, seed: int, accept: float
+    model: pm.Model,
+    names: Sequence[str] | None,
+    draws: int,
+    tune: int,
+    seed: int,
+    accept: float,
+    transforms: Mapping[str, Transform],
 ) -> tuple[Any, dict[str, float]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -80,13 +100,19 @@ def _sampled(
     if names is None:
         every = [str(name) for name in posterior.data_vars]
         names = [name for name in every if not name.startswith("site") and "corr" not in name]
-    of = posterior[list(names)]
-    squares = (of - of.mean()) ** 2
+    of = xr.Dataset({name: _transformed(posterior[name], transforms.get(name)) for name in names})
+    dims = ("chain", "draw")
+    squares = (of - of.mean(dims)) ** 2
+    # Effective sizes are of ranks, and say nothing of an sd that few far draws have.
+    kurtosis = (squares**2).mean(dims) / squares.mean(dims) ** 2
+    spread_of_sd = 0.5 * np.sqrt((kurtosis - 1.0) / az.ess(squares, method="mean"))
+    sd_error = max(float(x.max()) for x in spread_of_sd.values())
     spread = [min(float(x.min()) for x in az.ess(part).values()) for part in (of, squares)]
     rhat = max(float(x.max()) for x in az.rhat(of).values())
     return posterior, {
         "ess": round(spread[0]),
         "ess_of_squares": round(spread[1]),
+        "sd_error": round(sd_error, 4),
         "r_hat": round(rhat, 4),
         "divergences": int(found["sample_stats"]["diverging"].sum()),
     }
