@@ -108,7 +108,8 @@ def test_the_least_of_what_sites_allow_holds_for_all() -> None:
     assert _correction.reached(after) == 1.5
     assert np.array_equal(np.isnan(after.residual), np.abs(after.points[:, 0]) > 1.5)
     assert len(_correction.asked(after)) < count
-    for wrong in ({"reach": np.array(-1.0)}, {"constant": np.array([0.0, 1e9])}):
+    odd = [np.array([0.0, 1e9]), np.array([np.nan, 0.0]), np.array([-np.inf, 0.0])]
+    for wrong in ({"reach": np.array(-1.0)}, *({"constant": one} for one in odd)):
         assert _correction.implausible({**reply, **wrong}) is not None
     assert _correction.implausible(reply) is None
 

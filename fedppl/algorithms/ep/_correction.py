@@ -353,7 +353,8 @@ def implausible(reply: Message) -> str | None:
         return (
             f"'reach' is {float(reply['reach']):.2g}, and must be a number of prior sds, or 0 where there is no bound"
         )
-    largest = max(float(np.abs(reply[name]).max(initial=0.0)) for name in ("errors", "constant"))
+    # By NumPy, for which a NaN is the largest: Python's max() passes over it.
+    largest = float(np.abs(np.concatenate([reply["errors"], reply["constant"]])).max())
     if not largest <= _MOST_ERROR:
         return f"'errors' or 'constant' reaches {largest:.2g}, at most {_MOST_ERROR:g} allowed"
     return None
