@@ -48,9 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--draws", type=int, default=10_000, help="of each of four chains of the reference")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--references", type=Path, help="folder that keeps references by name; empty it when a model changes"
-    )
+    parser.add_argument("--references", type=Path, help="folder that keeps them by name; empty it when a model changes")
     options = parser.parse_args(argv)
     logging.getLogger("fedppl").setLevel(logging.ERROR)  # the table says what converged
     warnings.simplefilter("ignore", fedppl.ConvergenceWarning)
