@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.numerics import student
-from fedppl.numerics.importance import weighted_moments
+from fedppl.numerics.importance import WeightedMoments, weighted_moments
 from fedppl.types import Array
 
 _SKEWED = 0.15  # skewness from which a coordinate has points of its own in its longer tail
@@ -20,8 +20,9 @@ class Proposal(NamedTuple):
     """A multivariate t, and how many of its points there are."""
 
     mean: Array  # (m,)
-    root: Array  # (m, m), lower-triangular
+    root: Array  # (m, m), of x = mean + root z
     per_scramble: int
+    is_along: bool = False  # whether the first coordinate of z has heavier tails, by itself
 
 
 def propose(mean: Array, covariance: Array, count: int) -> Proposal:
@@ -49,21 +50,52 @@ def with_tails(mean: Array, covariance: Array, count: int, skewness: Array) -> t
 
 
 def beyond(points: Array, weights: Array, count: int) -> tuple[Proposal, ...]:
-    """Where weighted points (S, m) have heavy tails, the t that is best for second moments; nothing elsewhere.
+    """Where weighted points (S, m) have heavy tails, the t's that are best for second moments; nothing elsewhere.
 
-    Its moments are those of the points under weights times squared distance from their mean.
+    One for each coordinate whose tails are heavy, and where only directions between axes have them, one in all. Their
+    moments are those of the points under weights times squared distance from the mean.
     """
-    squared = _squared_distances(points, weights)
-    if not _is_heavy(squared, weights, points.shape[1]) or count < 1:
+    mean, covariance = weighted_moments(points, weights)
+    fourth = weights @ ((points - mean) ** 2 / np.diag(covariance)) ** 2
+    order = np.argsort(-fourth, kind="stable")[:_MOST_TAILS]
+    heavy = [int(i) for i in order if fourth[i] > _HEAVY * 3.0]
+    each = 2 ** int(np.log2(max(count // max(len(heavy), 1), 1)))  # Sobol's points are balanced in such numbers
+    if count < 1:
         return ()
-    mean, covariance = weighted_moments(points, weights * squared / (weights @ squared))
+    if heavy:
+        return tuple(_along(i, points, weights, covariance, each) for i in heavy)
+    if not has_heavy_tails(points, weights):
+        return ()
+    moments = _far(points, weights * _squared_distances(points, weights), covariance)
+    return (propose(moments.mean, moments.covariance, count),)
+
+
+def _far(points: Array, weights: Array, covariance: Array) -> WeightedMoments:
+    moments = weighted_moments(points, weights / weights.sum())
     # one far point may have nearly all of these weights
-    return (propose(mean, covariance + 0.1 * weighted_moments(points, weights).covariance, count),)
+    return moments._replace(covariance=moments.covariance + 0.1 * covariance)
+
+
+def _along(i: int, points: Array, weights: Array, covariance: Array, count: int) -> Proposal:
+    """What is best for the second moment of coordinate i: a t with few degrees along it, others as they are out there."""
+    distance = np.abs(points[:, i] - weights @ points[:, i])
+    shares = weights * distance**2
+    moments = _far(points, shares, covariance)
+    order = np.array([i, *(j for j in range(len(covariance)) if j != i)])
+    root = np.linalg.cholesky(moments.covariance[np.ix_(order, order)])
+    nearest = np.argsort(distance, kind="stable")
+    middle = distance[nearest][np.searchsorted(np.cumsum(shares[nearest]), 0.5 * shares.sum())]
+    root[:, 0] *= middle / (student.MIDDLE_ALONG * root[0, 0])  # few far points make a variance
+    root[:, 1:] *= np.sqrt((student.DEGREES - 2.0) / student.DEGREES)
+    back = np.empty_like(root)
+    back[order] = root
+    return Proposal(moments.mean, back, count, is_along=True)
 
 
 def has_heavy_tails(points: Array, weights: Array) -> bool:
     """Whether fourth moments of weighted points (S, m) exceed a normal's: Mardia's kurtosis."""
-    return _is_heavy(_squared_distances(points, weights), weights, points.shape[1])
+    m = points.shape[1]
+    return bool(weights @ _squared_distances(points, weights) ** 2 > _HEAVY * m * (m + 2))
 
 
 def _squared_distances(points: Array, weights: Array) -> Array:
@@ -72,29 +104,26 @@ def _squared_distances(points: Array, weights: Array) -> Array:
     return np.asarray(np.sum(whitened(points, mean, root) ** 2, axis=1))
 
 
-def _is_heavy(squared: Array, weights: Array, m: int) -> bool:
-    return bool(weights @ squared**2 > _HEAVY * m * (m + 2))
-
-
 def points_of(proposal: Proposal, stream: int) -> Array:
     """Points of a proposal, scramble after scramble, (scrambles x count, m)."""
-    t = student.standard_points(len(proposal.mean), proposal.per_scramble, stream)
-    return np.asarray(proposal.mean + t @ proposal.root.T)
+    standard = student.points_along if proposal.is_along else student.standard_points
+    z = standard(len(proposal.mean), proposal.per_scramble, stream)
+    return np.asarray(proposal.mean + z @ proposal.root.T)
 
 
 def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
     """Log density of the proposals' mixture by their numbers of points, at points (S, m): the balance heuristic."""
-    total = sum(count for _, _, count in proposals)
-    logs = [
-        student.log_density(whitened(points, mean, root), root) + np.log(count / total)
-        for mean, root, count in proposals
-    ]
+    total = sum(one.per_scramble for one in proposals)
+    logs = []
+    for mean, root, count, is_along in proposals:
+        log_density = student.log_density_along if is_along else student.log_density
+        logs.append(log_density(whitened(points, mean, root), root) + np.log(count / total))
     return np.asarray(np.logaddexp.reduce(logs, axis=0))
 
 
 def scrambles(proposals: tuple[Proposal, ...]) -> Array:
     """Which of the independent scrambles each of the proposals' points is of, (S,)."""
-    return np.concatenate([np.repeat(np.arange(student.SCRAMBLES), count) for _, _, count in proposals])
+    return np.concatenate([np.repeat(np.arange(student.SCRAMBLES), one.per_scramble) for one in proposals])
 
 
 def whitened(points: Array, mean: Array, root: Array) -> Array:

@@ -23,7 +23,7 @@ from fedppl.types import Array
 
 MOST_ERROR = 0.05  # of a mean or an sd, in posterior sds
 FEWEST = 100  # effective points
-MOST_SECOND_K = 1.0  # from which on a second moment by weights has no expectation
+MOST_SECOND_K = 0.7  # to which a second moment by weights can be had, as Pareto smoothed weights themselves
 _OUTERMOST = 0.02  # share of a second moment that is looked at
 
 

@@ -11,6 +11,8 @@ from fedppl.numerics.kept import kept
 from fedppl.types import Array
 
 DEGREES = 5.0
+ALONG = 2.0  # degrees of a coordinate that has heavier tails than all others
+MIDDLE_ALONG = (2.0 / 3.0) ** 0.5  # half of it lies within
 SCRAMBLES = 8  # independent ones, whose estimates' spread is the error
 
 
@@ -18,18 +20,50 @@ SCRAMBLES = 8  # independent ones, whose estimates' spread is the error
 def standard_points(size: int, count: int, stream: int) -> Array:
     """Points of a standard multivariate t, `count` of each scramble one after the other, (scrambles x count, size)."""
     parts = []
-    for scramble in range(SCRAMBLES):
-        sequence = qmc.Sobol(size + 1, seed=np.random.default_rng((stream, scramble)))
-        uniform = sequence.random_base2(int(np.ceil(np.log2(count))))[:count]  # balanced where count is a power of 2
-        uniform = np.clip(uniform, 1e-12, 1 - 1e-12)
+    for uniform in _uniform(size, count, stream):
         chi2 = stats.chi2.ppf(uniform[:, 0], DEGREES)
         parts.append(ndtri(uniform[:, 1:]) * np.sqrt(DEGREES / chi2)[:, None])
     return np.concatenate(parts)
 
 
+@kept(most_bytes=2**27)
+def points_along(size: int, count: int, stream: int) -> Array:
+    """Points whose first coordinate is a t with two degrees by itself, and whose others are a multivariate t.
+
+    A multivariate t of m dimensions falls by m powers more along an axis than its marginal does: hardly any of its
+    points are far along one axis and in the middle of all others, which is where independent heavy tails are.
+    """
+    parts = []
+    for uniform in _uniform(size, count, stream):
+        chi2 = stats.chi2.ppf(uniform[:, 0], DEGREES)
+        u = uniform[:, 1]
+        others = ndtri(uniform[:, 2:]) * np.sqrt(DEGREES / chi2)[:, None]
+        parts.append(np.column_stack([(2.0 * u - 1.0) / np.sqrt(2.0 * u * (1.0 - u)), others]))
+    return np.concatenate(parts)
+
+
+def _uniform(size: int, count: int, stream: int) -> list[Array]:
+    """Sobol points of each scramble, (count, size + 1)."""
+    found = []
+    for scramble in range(SCRAMBLES):
+        sequence = qmc.Sobol(size + 1, seed=np.random.default_rng((stream, scramble)))
+        uniform = sequence.random_base2(int(np.ceil(np.log2(count))))[:count]  # balanced where count is a power of 2
+        found.append(np.clip(uniform, 1e-12, 1 - 1e-12))
+    return found
+
+
 def log_density(white: Array, root: Array) -> Array:
-    """Log density of mean + root t at points whose t is `white`, (S, m), for a triangular root: (S,)."""
+    """Log density of mean + root t at points whose t is `white`, (S, m): (S,)."""
+    return np.asarray(_log_standard(white, DEGREES) - np.linalg.slogdet(root)[1])
+
+
+def log_density_along(white: Array, root: Array) -> Array:
+    """Log density of mean + root z where the first coordinate of z has two degrees, as `points_along` are: (S,)."""
+    parts = _log_standard(white[:, :1], ALONG) + _log_standard(white[:, 1:], DEGREES)
+    return np.asarray(parts - np.linalg.slogdet(root)[1])
+
+
+def _log_standard(white: Array, degrees: float) -> Array:
     m = white.shape[1]
-    constant = gammaln((DEGREES + m) / 2) - gammaln(DEGREES / 2) - 0.5 * m * np.log(DEGREES * np.pi)
-    constant -= np.sum(np.log(np.abs(np.diag(root))))
-    return np.asarray(constant - 0.5 * (DEGREES + m) * np.log1p(np.sum(white**2, axis=1) / DEGREES))
+    constant = gammaln((degrees + m) / 2) - gammaln(degrees / 2) - 0.5 * m * np.log(degrees * np.pi)
+    return np.asarray(constant - 0.5 * (degrees + m) * np.log1p(np.sum(white**2, axis=1) / degrees))
