@@ -77,7 +77,7 @@ def _far(points: Array, weights: Array, covariance: Array) -> WeightedMoments:
 
 
 def _along(i: int, points: Array, weights: Array, covariance: Array, count: int) -> Proposal:
-    """What is best for the second moment of coordinate i: a t with few degrees along it, others as they are out there."""
+    """Best for the second moment of coordinate i: a t with two degrees along it, others as they are out there."""
     distance = np.abs(points[:, i] - weights @ points[:, i])
     shares = weights * distance**2
     moments = _far(points, shares, covariance)
