@@ -124,7 +124,7 @@ class Factor(NamedTuple):
     """log f_k at points as well as it can be had, with what is not known of it."""
 
     values: Array  # (S,); NaN where it could not be computed
-    errors: Array  # (S,) signed, of how the values vary over the points; a constant moves nothing
+    errors: Array  # (S,) signed; what they have alike moves no moment, and may be in the constant too
     constant: Constant = Constant()
 
 

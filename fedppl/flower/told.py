@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.contracts import AnyAlgorithm
+from fedppl.contracts import AnyAlgorithm, LogEvidence
+from fedppl.contracts.algorithm import WithoutClient
 from fedppl.flower.decode import require
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
@@ -71,7 +72,8 @@ def _conflict(
         raise ValueError(f"{algorithm.name} has no posterior of the shared variables without each client")
     ((_, cavity),) = concludes(client.layout, message).targets
     rng = stream((seed, 4, *client.client_id.encode()))
-    return np.array(tested(declaration, client, cavity, FEWEST, rng))
+    others = WithoutClient(cavity, None, LogEvidence(np.nan, np.nan))
+    return np.array(tested(declaration, client, others, FEWEST, rng))
 
 
 def read_told(arrays: Message) -> Message:

@@ -24,7 +24,7 @@ from fedppl.local._separable import is_separable, one_by_one
 from fedppl.local._smooth import smooth_over
 from fedppl.local._two_rules import Pair, by_pairs
 from fedppl.numerics import pareto, student
-from fedppl.numerics.importance import effective_size, normalise, stream_of, weighted_moments
+from fedppl.numerics.importance import STREAMS, effective_size, normalise, stream_of, weighted_moments
 from fedppl.numerics.integral import Rule, beyond_grid, by_far_grid, by_grid, integral_batch
 from fedppl.numerics.marginal import site_batch
 from fedppl.numerics.newton import OK
@@ -51,7 +51,8 @@ def _shape(client: ClientView, center: Array) -> _Shape:
     """What Laplace's approximation misses of θ at the center: where it lies, and how wide it is."""
     d = client.local_size
     _, modes, factors = _marginal.modes(client, center[None], center, factors=True)
-    z = student.standard_points(d, _SHAPING, stream_of(client.client_id))
+    # Others than the nodes: what is fitted to nodes and integrated by them is too small, alike at all clients.
+    z = student.standard_points(d, _SHAPING, stream_of(client.client_id) + STREAMS)
     theta = modes + np.linalg.solve(factors[0].T, z.T).T
     x = np.concatenate([np.broadcast_to(center, (len(z), len(center))), theta], axis=1)
     logs = site_batch(client.kernel, np.ascontiguousarray(x), client.packed) - student.log_density(z, np.eye(d))
@@ -92,8 +93,7 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     constant = Constant()
     is_gaussian = not client.local_size or client.view(_gaussian_rest.is_exact)
     if not is_gaussian and client.view(is_separable):
-        values, errors = one_by_one(client, points, center)
-        constant = _alike(errors, values)
+        values, errors, constant = _with_alike(*one_by_one(client, points, center))
     elif not is_gaussian:
         values, errors, constant = _corrected(client, points, center, values)
     if prior_share:
@@ -101,10 +101,10 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     return Factor(values, errors, constant)
 
 
-def _alike(errors: Array, values: Array) -> Constant:
-    """What errors of a quadrature have in common, which other clients' have too."""
+def _with_alike(values: Array, errors: Array) -> tuple[Array, Array, Constant]:
+    """Values and errors of a quadrature, and what these have in common, which other clients' have too."""
     told = np.isfinite(values)
-    return Constant(float(np.median(errors[told])) if np.any(told) else 0.0)
+    return values, errors, Constant(float(np.median(errors[told])) if np.any(told) else 0.0)
 
 
 def _corrected(client: ClientView, points: Array, center: Array, laplace: Array) -> tuple[Array, Array, Constant]:
@@ -131,8 +131,7 @@ def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array
     """log f_k by a quadrature over few coordinates, a grid of nodes or sampled ones; its errors, and their constant."""
     which = client.view(_gaussian_rest.find)
     if which is not None:
-        values, errors = _conditional.integrated(client, points, center, which)
-        return values, errors, _alike(errors, values)
+        return _with_alike(*_conditional.integrated(client, points, center, which))
     if client.local_size not in _GRIDS:
         return _sampled(client, points, center)
     d = client.local_size
@@ -144,8 +143,7 @@ def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array
         return values + np.log1p(outside), np.where(np.isfinite(values), unknown, 0.0)
 
     ways = [functools.partial(compute, rule=rule) for rule in rules]
-    values, errors = by_pairs(ways, points, (Pair(0, 1, 1), Pair(1, 2, 1), Pair(2, 3, 2)))
-    return values, errors, _alike(errors, values)
+    return _with_alike(*by_pairs(ways, points, (Pair(0, 1, 1), Pair(1, 2, 1), Pair(2, 3, 2))))
 
 
 def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, Array, Constant]:

@@ -4,8 +4,8 @@ r"""What Laplace's approximation over θ leaves out of log f_k, as a quadratic i
 
 The integral is adaptive: Gauss-Hermite nodes around the mode of θ, in units of the curvature there, up to three
 coordinates, and quasi-random points with importance weights beyond. The same nodes serve all φ, so that what they miss
-is smooth in φ and mostly a constant, which moves no moment; random points are of each client its own, so that errors of
-clients do not add up.
+is smooth in φ and mostly a constant, which moves no moment; random points are nearly always of a client's own, so that
+errors of clients do not add up.
 """
 
 from __future__ import annotations

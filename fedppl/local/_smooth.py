@@ -19,11 +19,12 @@ def smooth_over(points: Array, few: NDArray[np.intp], values: Array, errors: Arr
     """A function and its errors, known at a few of the points (P,), at all of them (S,), where it is smooth enough.
 
     A thin-plate spline of three quarters of the few has to foretell the function at the others. By how much it misses
-    these is an error too, of the points that are near to them.
+    these is an error too, of the points that are near to them. Where the nearest of the few is not known, the function
+    is not: NaN.
     """
     known = np.stack([values, errors], axis=1)
     told = np.all(np.isfinite(known), axis=1)
-    few, known = few[told], known[told]
+    all_few, few, known = few, few[told], known[told]
     if len(few) < 4 * (points.shape[1] + 2):
         return None
     scale = np.median(np.abs(points - np.median(points, axis=0)), axis=0)
@@ -41,6 +42,8 @@ def smooth_over(points: Array, few: NDArray[np.intp], values: Array, errors: Arr
         # Of the sign that they have on average, so that what many clients miss alike adds up, and nothing else does.
         missing = np.copysign(np.sqrt(np.mean(missed[nearest] ** 2, axis=1)), np.mean(missed[nearest], axis=1))
         missing[few] = 0.0
-        return found[:, 0], found[:, 1] + missing
+        if not np.all(told):
+            found[~told[cKDTree(white[all_few]).query(white)[1]]] = np.nan
+        return found[:, 0], np.where(np.isfinite(found[:, 0]), found[:, 1] + missing, 0.0)
     except np.linalg.LinAlgError:  # points that coincide, or lie in a plane
         return None

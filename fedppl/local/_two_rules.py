@@ -16,6 +16,7 @@ _Compute = Callable[[Array, Rule], tuple[Array, Array]]  # logarithms at points 
 _NEAR, _FAR = 4, 6  # asinh of sds: 27, and where something is missing 202
 _LOOKED_AT = 32  # points at which both are computed
 _CLOSE = 0.003  # log units within which they hardly differ
+_MOST_TOLD = 0.95  # share of the known points at which another way has to have a value too
 _ALIKE, _SAME = 0.001, 0.02  # log units within which they are the same, but for a constant; and most that this may be
 
 
@@ -31,7 +32,9 @@ def by_two_rules(compute: _Compute, points: Array) -> tuple[Array, Array]:
         far = _FAR
         values, errors = compute(points, by_trapezoids(far))
     some = np.unique(np.linspace(0, len(points) - 1, _LOOKED_AT).astype(int))
-    if _apart(compute(points[some], between_trapezoids(far))[0] - values[some]) < _ALIKE:
+    apart = compute(points[some], between_trapezoids(far))[0] - values[some]
+    told = apart[np.isfinite(apart)]
+    if _apart(apart) < _ALIKE and abs(np.median(told) if len(told) else 0.0) < _ALIKE:
         return values, errors
     half = 0.5 * (compute(points, between_trapezoids(far))[0] - values)
     known = np.isfinite(half)
@@ -63,7 +66,7 @@ def by_pairs(
     for pair in pairs:
         apart = at(pair.second) - at(pair.first)
         told = np.isfinite(apart)
-        if 2 * np.sum(told) < np.sum(np.isfinite(at(pair.first))):  # most of it is held against nothing
+        if np.sum(told) < _MOST_TOLD * np.sum(np.isfinite(at(pair.first))):  # some of it is held against nothing
             continue
         difference = np.where(told, apart, 0.0)
         constant = float(np.median(difference[told])) if np.any(told) else 0.0

@@ -12,9 +12,11 @@ from scipy.stats import qmc
 from fedppl.numerics.kept import kept
 from fedppl.types import Array
 
+STREAMS = 256  # of random points; of many clients some have one in common
+
 
 def stream_of(client_id: str) -> int:
-    """One of 256 streams of points for a client, so that errors of clients do not add up, yet points are kept."""
+    """One of few streams of points for a client, so that errors of clients hardly add up, yet points are kept."""
     return hashlib.blake2b(client_id.encode(), digest_size=1).digest()[0]
 
 

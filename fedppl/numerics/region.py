@@ -17,7 +17,8 @@ from fedppl.gaussian import Gaussian
 from fedppl.types import Array
 
 _STEP = np.sqrt(2.0)
-_SLOWEST = 0.9  # share that a tail keeps with a step; what keeps more has no mean
+_SLOWEST = 0.9  # share that a tail keeps with a step
+_LEAST_POWER = 2.1
 
 
 class Beyond(NamedTuple):
@@ -48,7 +49,7 @@ def beyond(prior: Gaussian, radius: float, q: Gaussian, points: Array, weights: 
     mean = weights @ points
     sd = np.sqrt(np.maximum(weights @ (points - mean) ** 2, 1e-300))
     own, own_sd = gaussian.mean(q), gaussian.standard_deviations(q)
-    mass, of_q = np.zeros((m, 2)), np.zeros((m, 2))
+    mass, of_q, power = np.zeros((m, 2)), np.zeros((m, 2)), np.zeros((m, 2))
     away, away_of_q = np.zeros((m, 2)), np.zeros((m, 2))
     for side, edge in enumerate(_edges(prior, radius)):
         sign = 2.0 * side - 1.0
@@ -57,16 +58,22 @@ def beyond(prior: Gaussian, radius: float, q: Gaussian, points: Array, weights: 
         inner = weights @ ((out > reach / 2) & (out <= reach / _STEP))
         outer = weights @ (out > reach / _STEP)
         ratio = np.minimum(outer / np.maximum(inner, 1e-300), _SLOWEST)  # few points tell none of a far tail
+        power[:, side] = -2.0 * np.log2(np.maximum(ratio, 1e-12))
         mass[:, side] = np.minimum(outer * ratio / (1.0 - ratio), 1.0)
         away[:, side] = np.maximum(reach, 0.0) / sd
         away_of_q[:, side] = np.abs(edge - own) / own_sd
         of_q[:, side] = ndtr(-sign * (edge - own) / own_sd)
-    # Beyond an edge that is e sds away, a tail that falls as an exponential has its mean at e + 1 sds at most.
-    return Beyond(np.maximum(mass, of_q), np.maximum(_effect(mass, away), _effect(of_q, away_of_q)))
+    return Beyond(np.maximum(mass, of_q), np.maximum(_effect(mass, away, power), _effect(of_q, away_of_q, np.inf)))
 
 
-def _effect(mass: Array, away: Array) -> Array:
-    return np.asarray(mass * np.maximum(away + 1.0, 0.5 * ((away + 1.0) ** 2 + 1.0)))
+def _effect(mass: Array, away: Array, power: Array | float) -> Array:
+    """What mass beyond an edge that is e sds away adds to a log sd, which is more than it adds to a mean.
+
+    A tail that falls as an exponential has its mean at e + 1 sds at most. One that falls as a power α has a mean square
+    of e² α / (α − 2); that of a tail with hardly any mass is not known well enough to say that it has none.
+    """
+    times = 1.0 / (1.0 - 2.0 / np.maximum(power, _LEAST_POWER))
+    return np.asarray(mass * np.maximum(0.5 * ((away + 1.0) ** 2 + 1.0), 0.5 * away**2 * times))
 
 
 def _edges(prior: Gaussian, radius: float) -> tuple[Array, Array]:

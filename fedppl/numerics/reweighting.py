@@ -42,7 +42,7 @@ class Reweighted(NamedTuple):
     ess: float
     pareto_k: float
     second_k: float  # largest Pareto k of weights times a squared coordinate; −inf where no tail has a share of it
-    lost: float  # share of the points without a weight
+    told: int  # number of points that have a weight
 
 
 def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residual: Array) -> Reweighted | None:
@@ -57,6 +57,7 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
     if not np.any(np.isfinite(raw)):
         return None
     log_weights, shape = pareto.smoothed(raw)
+    unsmoothed = normalise(raw) - normalise(of_q)
     of_q, _ = pareto.smoothed(of_q)  # as the others are, so that they are equal where the posterior is q
     weights, control = normalise(log_weights), normalise(of_q)
     center, root = gaussian.affine(q)
@@ -80,26 +81,28 @@ def reweigh(q: Gaussian, proposals: tuple[Proposal, ...], points: Array, residua
         log_ratio_error=log_ratio_error,
         ess=effective_size(weights),
         pareto_k=shape,
-        second_k=_second_k(raw, points, weights),
-        lost=1.0 - float(np.mean(found)),
+        second_k=_second_k(unsmoothed, points, weights),
+        told=int(found.sum()),
     )
 
 
 def is_trusted(found: Reweighted) -> bool:
     """Whether weights, means and sds are near enough to those of the posterior."""
-    return bool(found.pareto_k <= pareto.limit(len(found.points)) and found.error <= MOST_ERROR and found.ess >= FEWEST)
+    by_weights = found.pareto_k <= pareto.limit(found.told) and found.second_k <= MOST_SECOND_K
+    return bool(by_weights and found.error <= MOST_ERROR and found.ess >= FEWEST)
 
 
-def _second_k(log_weights: Array, points: Array, weights: Array) -> float:
-    """Few points of little weight may have most of an sd, and then neither weights nor scrambles tell its error.
+def _second_k(added: Array, points: Array, weights: Array) -> float:
+    """Few points may have most of an sd, or of what is added to q's, and then no scramble tells its error.
 
     Only where the outermost points have a share of it: else it ends within what the points reach.
     """
     outermost, found = max(4, len(points) // 200), -np.inf
     for one in (points - weights @ points).T:
-        shares = (weights * one**2)[np.argsort(one, kind="stable")]
-        if max(shares[:outermost].sum(), shares[-outermost:].sum()) > _OUTERMOST * shares.sum():
-            found = max(found, pareto.pareto_k(log_weights + 2.0 * np.log(np.maximum(np.abs(one), 1e-150))))
+        shares = np.abs(added) * one**2
+        sorted_ = shares[np.argsort(one, kind="stable")]
+        if max(sorted_[:outermost].sum(), sorted_[-outermost:].sum()) > _OUTERMOST * (weights @ one**2):
+            found = max(found, pareto.pareto_k(np.log(np.maximum(shares, 1e-300))))
     return float(found)
 
 

@@ -176,9 +176,8 @@ class Fit(Ended):
         Notes
         -----
         *When this fails.* The points lie around the mode that EP found. Another one, apart from it, is not seen, and
-        its mass is missing without a word: ``EP(starts=...)`` looks for others first. Where more than three local
-        variables depend on each other given the shared ones, they are integrated by sampled nodes, whose error has a
-        part that is alike at all points: it moves no moment, and is not in the standard error here.
+        its mass is missing without a word: ``EP(starts=...)`` looks for others first. A client that adds a constant to
+        its log densities moves no moment, but this: `trust=` does not protect from it.
         """
         shared = self.algorithm.result.shared
         if not isinstance(shared, Posterior):
@@ -210,7 +209,8 @@ class Fit(Ended):
             of the posterior itself, from reweighting the points of the correction with Pareto k ``pareto_k``, or of
             the Gaussian q without the client's site; NaN where the others determine no posterior. They are exact where
             the correction would be trusted without the client: ``error``, of a mean or an sd in sds, is at most .05,
-            and 100 points or more are effective. Then ``log_predictive`` is the log density of the client's data given
+            100 points or more are effective, and few points make no second moment. Tails that no point lies in are not
+            seen. Then ``log_predictive`` is the log density of the client's data given
             all others', log p(y_k | y_{-k}), with its standard error ``log_predictive_error``; NaN where a prior has no
             normalising constant that is known (pm.Potential, pm.Flat).
 

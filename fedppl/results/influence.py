@@ -56,11 +56,16 @@ def influence(fit: Ended, log_ratio: LogRatio | None, clients: Sequence[str] | s
     return idata.dataset(values, dims, coords, {"space": "unconstrained", "status": fit.status.value})
 
 
+def is_exact(without: WithoutClient) -> bool:
+    """Whether what is left of the posterior is known by the points of the correction."""
+    return without.corrected is not None and is_trusted(without.corrected)
+
+
 def _moments(without: WithoutClient, size: int) -> tuple[Array, Array, float, bool, float]:
     """Mean, sds and Pareto k of what is left, whether they are of the posterior or of its Gaussian, and the error."""
     known = without.corrected
     k, error = (np.nan, np.nan) if known is None else (known.pareto_k, known.error)
-    if known is not None and is_trusted(known):
+    if known is not None and is_exact(without):
         return known.mean, np.sqrt(np.diag(known.covariance)), k, True, error
     if not gaussian.is_proper(without.gaussian):
         nothing = np.full(size, np.nan)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import ndtri
 from scipy.stats import qmc
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
+from fedppl.numerics.importance import standard_normal
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.student import SCRAMBLES
 from fedppl.types import Array
@@ -46,11 +46,7 @@ def measure(q: Gaussian, found: Reweighted | None) -> Measure | None:
     center, root = gaussian.affine(q)
     if len(center) > qmc.Sobol.MAXDIM:
         return None
-    uniform = [
-        qmc.Sobol(len(center), seed=np.random.default_rng((0, scramble))).random(_POINTS)
-        for scramble in range(SCRAMBLES)
-    ]
-    of_q = center + ndtri(np.clip(np.concatenate(uniform), 1e-12, 1 - 1e-12)) @ root.T
+    of_q = center + standard_normal(len(center), _POINTS, 0, SCRAMBLES) @ root.T
     equal = _leaving_out(np.full(len(of_q), 1.0 / len(of_q)), np.repeat(np.arange(SCRAMBLES), _POINTS))
     if found is None:
         return Measure(of_q, (equal,))

@@ -16,20 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
-from fedppl import contracts, gaussian
-from fedppl.algorithms.ep import _correction
+from fedppl import gaussian
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep._correction import Correcting
+from fedppl.algorithms.ep._correction import Correcting, reached
+from fedppl.algorithms.ep._judged import NOISE
 from fedppl.algorithms.ep._state import EPState
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.contracts import ClientView, LogEvidence
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.numerics import pareto, region
-from fedppl.numerics.importance import normalise, standard_normal, stream_of
+from fedppl.numerics.importance import STREAMS, normalise, standard_normal, stream_of
+from fedppl.numerics.student import SCRAMBLES
 from fedppl.types import Array, DeclarationError, LocalFailure, NotConvergedError
 
-_SCRAMBLES, _POINTS = 8, 256  # of q, for each client
+_POINTS = 256  # of a scramble of q, for each client
 _LOST = 0.01  # share of them that may be without a value
 _FACTOR = NestedLaplace().factor
 
@@ -41,9 +42,11 @@ def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
         return _of_correction(held, state.sites, state.prior_share)
     if state.corrects:
         raise NotConvergedError("the run ended before the correction, from which the evidence comes: see fit.message.")
-    if not clients:
+    absent = [name for name in state.sites.where if name not in clients]
+    if absent:
         raise DeclarationError(
-            "there was no correction, and the evidence comes from it where clients are sites of their own; use "
+            f"EP's own evidence needs the data of all clients in this process, and those of {absent[:5]} are not here: "
+            "give fedppl.load(..., clients=) the data of all; where clients are sites of their own, use "
             "EP(correction=fedppl.Correction()), with local=fedppl.NestedLaplace() or fedppl.Laplace()."
         )
     return _own(state, clients)
@@ -58,23 +61,29 @@ def _of_correction(state: Correcting, sites: Sites, prior_share: float) -> LogEv
     require_proper(state.is_proper)
     # Of what lies beyond the radius, the posterior is taken to have the share that q has.
     found = state.found
-    cut = region.beyond(sites.prior, _correction.reached(state), sites.q, found.points, found.weights)
+    cut = region.beyond(sites.prior, reached(state), sites.q, found.points, found.weights)
     squares = squares_of_constants(state, ~state.distrusted)
-    if squares > _correction.NOISE**2:
+    if squares > NOISE**2:
         raise NotConvergedError(
             f"what tails of clients' own variables leave out of the log evidence may be {np.sqrt(squares):.2g}, though "
             "it moves no moment of what is shared: declare priors with lighter tails (pm.Normal, or pm.StudentT with "
             "nu=4 or more)."
         )
-    of_clients = float(found.weights @ np.nan_to_num(state.noise))  # the square of what their integrals are wrong by
-    error = float(np.sqrt(found.log_ratio_error**2 + cut.mass.sum() ** 2 + of_clients + squares))
+    squares += squares_of_errors(found.weights, state.alike, state.noise)
+    error = float(np.sqrt(found.log_ratio_error**2 + cut.mass.sum() ** 2 + squares))
     return LogEvidence(log_of_gaussians(sites, prior_share) + found.log_ratio, error)
+
+
+def squares_of_errors(weights: Array, alike: Array, noise: Array) -> float:
+    """Square of what clients' errors (S,) shift a log integral by: their sum, and their squares."""
+    return float((weights @ np.nan_to_num(alike)) ** 2 + weights @ np.nan_to_num(noise))
 
 
 def squares_of_constants(state: Correcting, of: NDArray[np.bool_]) -> float:
     """Square of what these clients' values are all off by: of some alike, of others by chance."""
     alike, by_chance = state.constants[of].T
-    return float(np.abs(alike).sum() ** 2 + np.sum(by_chance**2))
+    same = 1.0 + (len(alike) - 1.0) / STREAMS  # of many clients some have their random points in common
+    return float(np.abs(alike).sum() ** 2 + same * np.sum(by_chance**2))
 
 
 def require_proper(is_proper: bool) -> None:
@@ -97,20 +106,19 @@ def _own(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     require_proper(all(client.has_proper_prior for client in clients.values()))
     found = []
     for client_id in sorted(clients):
-        k = sites.where[client_id]
-        site = Gaussian(sites.linear[k], _sites.dense(sites.precision[k], sites.structure))
+        site = _sites.site(sites, sites.where[client_id])
         found.append(_of_client(clients[client_id], sites.q, site, state.prior_share))
     # Errors that clients have alike add up as they are, others by their squares.
     shift, unknown = sum(one.shift for one in found), float(np.sqrt(sum(one.unknown for one in found)))
     worst = max(unknown, abs(shift))
-    if worst > _correction.NOISE:
+    if worst > NOISE:
         raise NotConvergedError(
             f"clients' log densities are uncertain by {worst:.2g} in sum, and EP's own evidence would be: declare the "
             "model so that few local variables depend on each other, or with lighter tails."
         )
     squares = sum(one.variance for one in found) + max(shift**2, unknown**2)
     value = log_of_gaussians(sites, state.prior_share) + sum(one.value for one in found)
-    return contracts.LogEvidence(value, float(np.sqrt(squares)), "EP")
+    return LogEvidence(value, float(np.sqrt(squares)), "EP")
 
 
 class _Ratio(NamedTuple):
@@ -126,7 +134,7 @@ def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: flo
     """From points of independent scrambles, as they come: whitened ones have too little spread of distances."""
     assert _FACTOR is not None
     mean, root = gaussian.affine(q)
-    points = mean + standard_normal(len(mean), _POINTS, stream_of(client.client_id), _SCRAMBLES) @ root.T
+    points = mean + standard_normal(len(mean), _POINTS, stream_of(client.client_id), SCRAMBLES) @ root.T
     try:
         factor = _FACTOR(client, points, mean, prior_share)
     except LocalFailure as error:
@@ -141,13 +149,13 @@ def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: flo
             "EP(correction=fedppl.Correction(), local=fedppl.NestedLaplace())."
         )
     ratio = np.where(np.isfinite(ratio), ratio, -np.inf)
-    each = logsumexp(ratio.reshape(_SCRAMBLES, -1), axis=1)
+    each = logsumexp(ratio.reshape(SCRAMBLES, -1), axis=1)
     value = float(logsumexp(each) - np.log(len(ratio)))
-    ratios = np.exp(each - np.log(len(ratio) / _SCRAMBLES) - value)
+    ratios = np.exp(each - np.log(len(ratio) / SCRAMBLES) - value)
     weights, errors = normalise(ratio), np.nan_to_num(factor.errors)
     return _Ratio(
         value,
-        float(np.var(ratios, ddof=1) / _SCRAMBLES),
+        float(np.var(ratios, ddof=1) / SCRAMBLES),
         float(weights @ errors) + abs(factor.constant.alike),
         float(weights @ errors**2) + factor.constant.by_chance**2,
     )

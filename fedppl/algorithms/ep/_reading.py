@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.ep import _correction, _trust
+from fedppl.algorithms.ep import _judged, _trust
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep._evidence import squares_of_constants
+from fedppl.algorithms.ep._correction import reached, weighed
+from fedppl.algorithms.ep._evidence import squares_of_constants, squares_of_errors
 from fedppl.algorithms.ep._state import EPState
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.numerics import region
-from fedppl.numerics.reweighting import Reweighted, reweigh
+from fedppl.numerics.proposals import has_heavy_tails
+from fedppl.numerics.reweighting import Reweighted
 from fedppl.types import Array, DeclarationError, Message
 
 
@@ -23,7 +25,7 @@ def is_correcting(state: EPState) -> bool:
 def corrected(state: EPState) -> Reweighted | None:
     """The reweighted points, where they are to be trusted and say more than q does."""
     held = state.correction
-    return held.found if held is not None and held.trusted and _correction.says_more(held) else None
+    return held.found if held is not None and held.trusted and _judged.says_more(held) else None
 
 
 def conclusion(state: EPState, client_id: str) -> Message:
@@ -90,16 +92,21 @@ def without(state: EPState, client_id: str, log_ratio: contracts.LogRatio | None
     if not gaussian.is_proper(cavity):
         base, site = sites.q, gaussian.quotient(sites.q, cavity)
         residual = residual - gaussian.log_kernel(site, held.points)
-    found = reweigh(base, held.proposals, held.points, residual)
+    found = weighed(held, base, residual)
+    mass = 0.0
     if found is not None:  # it may reach farther out than the posterior of all does
-        cut = region.beyond(sites.prior, _correction.reached(held), base, found.points, found.weights)
-        found = found if float(cut.effect.sum()) <= _correction.MOST_CUT else None
+        cut = region.beyond(sites.prior, reached(held), base, found.points, found.weights)
+        mass = float(cut.mass.sum())
+        # Of one exchange no points are in its tails but those of a t about the posterior of all.
+        unseen = held.exchanges == 1 and has_heavy_tails(found.points, found.weights)
+        found = found if float(cut.effect.sum()) <= _judged.MOST_CUT and not unseen else None
     if found is None or not held.is_proper:
         return WithoutClient(cavity, found, unknown)
     with_it = gaussian.log_integral(sites.q) + held.found.log_ratio
     without_it = gaussian.log_integral(base) + found.log_ratio
     # What the client itself does not know of its values; that of the others is in both.
-    own = float(found.weights @ np.nan_to_num(held.noise))
+    own = squares_of_errors(found.weights, held.errors[k], held.errors[k] ** 2)
     own += squares_of_constants(held, np.arange(len(held.constants)) == k)
+    own += mass**2 + float(region.beyond(sites.prior, reached(held), sites.q, *held.found[:2]).mass.sum()) ** 2
     error = float(np.sqrt(held.found.log_ratio_error**2 + found.log_ratio_error**2 + own))
     return WithoutClient(cavity, found, contracts.LogEvidence(with_it - without_it, error))

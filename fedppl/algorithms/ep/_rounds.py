@@ -1,4 +1,4 @@
-"""EP's two kinds of rounds at the server: an expansion at a point taken in, and moments matched."""
+"""EP's kinds of rounds at the server: an expansion at a point, moments matched, and log factors at points."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.algorithms.ep import _correction, _starts
+from fedppl.algorithms.ep import _correction, _judged, _starts
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep._correction import Correcting
@@ -128,7 +128,7 @@ def correcting_round(
 ) -> Taken:
     """Clients' log factors taken in; converged once the reweighted points are to be trusted."""
     after = _correction.take(before, state.sites, replies)
-    judged = _correction.judge(after, state.sites, correction.exchanges, state.stream, trust)
+    judged = _judged.judge(after, state.sites, correction.exchanges, state.stream, trust)
     found = judged.state.found
     info = EPInfo("correction", np.nan, np.nan, state.damping, np.nan, np.nan, np.nan)
     if found is not None:

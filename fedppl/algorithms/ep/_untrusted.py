@@ -21,6 +21,29 @@ def without(names: list[str]) -> str:
     )
 
 
+def nowhere(names: list[str], radius: float | None, by: str) -> str:
+    """No point has a value at all clients: within a radius that holds none, or since some answer none."""
+    far = f" (asked within {radius:g} prior sds, as site {by!r} answers)" if radius is not None and by else ""
+    if radius is not None:
+        remedy = f"no point lies within {radius:g} prior sds: allow a larger distance, or raise radius="
+    elif names:
+        remedy = f"clients {names[:5]} have none at all; use local=fedppl.NUTS(), or look at their data"
+    else:
+        remedy = "use local=fedppl.NUTS()"
+    return f"no point of the correction has a value at every client{far}: {remedy}"
+
+
+def lost(share: float, most: float, names: list[str]) -> str:
+    """Too many points are without a value."""
+    where = f", at clients {names[:5]} above all" if names else ""
+    return (
+        f"{share:.1%} of the points of the correction are without a value (at most {most:.0%}){where}: log f_k is no "
+        "number there, or its integral over local variables was not found. Declare the model so that it has a smooth "
+        "density everywhere, with no bound of an outcome's support among the shared variables; or use "
+        "local=fedppl.NUTS()"
+    )
+
+
 def misleading(names: list[str], trust: float | None) -> str:
     if not names:
         return ""
@@ -36,7 +59,7 @@ def beyond_q(found: Reweighted, sites: Sites) -> str:
     shift = (found.mean - gaussian.mean(sites.q)) / sd
     wider = np.sqrt(np.diag(found.covariance)) / sd
     worst = int(np.argmax(np.maximum(np.abs(shift), np.abs(np.log(wider)))))
-    most_k = pareto.limit(len(found.points))
+    most_k = pareto.limit(found.told)
     short = [
         f"Pareto k {found.pareto_k:.2f} (at most {most_k:.2f})" if not found.pareto_k <= most_k else "",
         f"Pareto k {found.second_k:.2f} of squares (at most {MOST_SECOND_K:g})"

@@ -8,7 +8,7 @@ from fedppl import settings
 from fedppl.numerics.student import SCRAMBLES
 from fedppl.types import DeclarationError
 
-_MOST = 2**20
+_MOST, _MOST_EXCHANGES = 2**20, 8
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Correction:
     Parameters
     ----------
     points
-        Number of points of the first exchange, a multiple of 8 and at least 512: fewer do not tell whether they are
-        enough. Each further one has twice as many.
+        Number of points of the first exchange at most, a multiple of 8 and at least 512: fewer do not tell whether they
+        are enough. Each further one has twice as many.
     exchanges
-        Largest number of exchanges.
+        Largest number of exchanges, at most 8.
     radius
         Largest distance of a point from the prior's mean, per coordinate, in prior sds, as `fedppl.Policy` has it under
         `distance`; None asks for all. Where sites allow less, points beyond the least that they allow, which they tell
@@ -76,5 +76,10 @@ class Correction:
                 f"{-(-self.points // SCRAMBLES) * SCRAMBLES}."
             )
         settings.whole("exchanges", self.exchanges)
+        if self.exchanges > _MOST_EXCHANGES:
+            raise DeclarationError(
+                f"exchanges={self.exchanges}: at most {_MOST_EXCHANGES}, since each has twice as many points as the "
+                "one before; raise points= in its place."
+            )
         if self.radius is not None:
             settings.positive("radius", self.radius, "it is in prior sds, or None for no bound")

@@ -118,13 +118,16 @@ def in_structure(matrices: Array, form: Structure) -> Array:
     return structure.pack_precision(matrices, form)
 
 
+def site(sites: Sites, k: int) -> Gaussian:
+    """The site of the client in row k, with a full precision."""
+    return Gaussian(sites.linear[k], dense(sites.precision[k], sites.structure))
+
+
 def cavity(sites: Sites, client_id: str) -> Gaussian:
     """q without one client's site; q itself for a client that has none."""
     if client_id not in sites.where:
         return sites.q
-    k = sites.where[client_id]
-    site = Gaussian(sites.linear[k], dense(sites.precision[k], sites.structure))
-    return gaussian.quotient(sites.q, site)
+    return gaussian.quotient(sites.q, site(sites, sites.where[client_id]))
 
 
 def conclusion(sites: Sites, client_id: str, prior_share: float) -> Message:

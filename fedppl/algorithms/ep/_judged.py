@@ -1,0 +1,185 @@
+"""What an exchange of the correction came to: done and trusted, done and not, or another exchange to be begun."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.algorithms.ep import _untrusted
+from fedppl.algorithms.ep._correction import Correcting, exchange, latest, reached, weighed
+from fedppl.algorithms.ep.sites import Sites
+from fedppl.gaussian import Gaussian
+from fedppl.numerics import region
+from fedppl.numerics.importance import skewness
+from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, with_tails
+from fedppl.numerics.reweighting import Reweighted, is_trusted, reweigh
+from fedppl.types import Array
+
+_PATIENCE = 3  # rounds without any answer
+_LEAST = 400  # effective points with which no further exchange is asked for
+_SMALL = 0.012  # error of a mean or an sd, in posterior sds, with which none is asked for either
+_LOST = 0.01  # share of the points that may be without a value
+NOISE = 0.3  # sd of what is not known of the sum of log f_k over the points
+_MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
+MOST_CUT = 0.05  # sds that what lies beyond the radius may move a mean or a log sd by
+_SHOWS = 1e-6  # sd under q of what the posterior's log density differs from q's by
+_CANDIDATES, _CLEARLY = 4, 0.5  # clients that are suspected, and how much better the others agree without one
+
+
+class Judged(NamedTuple):
+    """What an exchange came to."""
+
+    state: Correcting
+    done: bool
+    message: str
+
+
+def is_over(state: Correcting) -> bool:
+    """Whether everyone has answered, or nobody new has for longer than chance would have it."""
+    answered = int(state.answered.sum())
+    if answered == len(state.answered):
+        return True
+    if not answered:
+        return state.waited > _PATIENCE
+    a_round = answered / (state.rounds - state.waited)
+    return state.waited > 2 + 5 * (len(state.answered) / a_round - 1)
+
+
+def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: float | None) -> Judged:
+    """Reweigh once an exchange is over: done, or another exchange from a proposal fitted to what was found."""
+    if not is_over(state):
+        left = int(len(state.answered) - state.answered.sum())
+        return Judged(state, False, f"{left} clients have not answered yet at the points of the correction")
+    state = state._replace(missing=state.missing | ~state.answered)
+    if trust is not None and len(state.answered) > 1:
+        state = _without_liars(state, sites, trust)
+    found = weighed(state, sites.q, state.residual)
+    state = state._replace(found=found)
+    radius = reached(state)
+    by = next((name for name, k in sites.where.items() if state.reach[k] == radius), "") if np.isfinite(radius) else ""
+    if found is None:
+        bound = radius if np.isfinite(radius) and not np.any(state.within) else None
+        return Judged(state, True, _untrusted.nowhere(_mute(state, sites, 1.0), bound, by))
+    cut = region.beyond(sites.prior, radius, sites.q, found.points, found.weights)
+    is_cut = float(cut.effect.sum()) > MOST_CUT
+    trusted = is_trusted(found)
+    enough = trusted and found.ess >= _LEAST and found.error <= _SMALL
+    if enough and state.exchanges == 1:  # what lies far out may have been missed by all scrambles alike
+        enough = not has_heavy_tails(found.points, found.weights)
+    # whatever points there were
+    hopeless = bool(np.any(state.missing) or np.any(state.distrusted) or (is_cut and trusted))
+    if not enough and not hopeless and state.exchanges < exchanges:
+        count = 2 * sum(proposal.per_scramble for proposal in latest(state))
+        return Judged(exchange(state, sites, _refitted(found, count, sites.q), stream), False, "")
+    names = list(sites.where)
+    noise, moved = float(np.sqrt(found.weights @ np.nan_to_num(state.noise))), _moved(state, found)
+    lost = float(np.mean(np.isnan(state.residual[state.within])))
+    problems = [
+        _untrusted.without([names[k] for k in np.flatnonzero(state.missing)]),
+        _untrusted.misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),
+        _untrusted.beyond_radius(cut, radius, by, sites) if is_cut else "",
+        "" if trusted else _untrusted.beyond_q(found, sites),
+        _untrusted.lost(lost, _LOST, _mute(state, sites, _LOST)) if lost > _LOST else "",
+        _untrusted.uncertain(noise, moved) if noise > NOISE or moved > _MOVED else "",
+    ]
+    message = "; ".join(filter(None, problems))
+    return Judged(state._replace(trusted=not message), True, message)
+
+
+def _moved(state: Correcting, found: Reweighted) -> float:
+    """What errors of log f_k may move a mean or a log sd by, in posterior sds.
+
+    Errors that clients have alike add up as they are, and of any sign by their squares.
+    """
+    z = (found.points - found.mean) / np.sqrt(np.diag(found.covariance))
+    parts = np.concatenate([z, 0.5 * (z**2 - 1.0)], axis=1)
+    apart = parts - found.weights @ parts
+    effects = found.weights[:, None] * apart
+    alike = np.nan_to_num(state.alike) @ effects
+    if len(state.errors):
+        squares = np.square(np.nan_to_num(state.errors[~state.distrusted]) @ effects).sum(axis=0)
+    else:  # by the inequality of Cauchy and Schwarz
+        squares = (found.weights @ np.nan_to_num(state.noise)) * (found.weights @ apart**2)
+    return float(max(np.max(np.abs(alike)), np.sqrt(np.max(squares))))
+
+
+def _mute(state: Correcting, sites: Sites, share: float) -> list[str]:
+    """Clients that have no value at so many of the points that are asked for, as far as their answers are kept."""
+    if not len(state.each) or not np.any(state.within):
+        return []
+    lost = np.mean(np.isnan(state.each[:, state.within]), axis=1)
+    return [name for name, k in sites.where.items() if lost[k] >= share]
+
+
+def _without_liars(state: Correcting, sites: Sites, trust: float) -> Correcting:
+    """Leave out who moves a mean by more than `trust` sds of q, or a log sd by more than that, one after the other."""
+    while True:
+        by_each = _moves(state, sites)
+        if not np.max(by_each) > trust:
+            return state
+        state = _leave_out(state, _odd_one(state, sites, by_each))
+
+
+def _moves(state: Correcting, sites: Sites) -> Array:
+    """What each client's answers move the posterior by, (K,)."""
+    sd = gaussian.standard_deviations(sites.q)
+    by_each = np.zeros(len(state.distrusted))
+    found = reweigh(sites.q, state.proposals, state.points, state.residual)
+    for k in np.flatnonzero(~state.distrusted & state.answered):
+        rest = _leave_out(state, int(k))
+        by_each[k] = _apart(found, reweigh(sites.q, rest.proposals, rest.points, rest.residual), sd)
+    return by_each
+
+
+def _odd_one(state: Correcting, sites: Sites, by_each: Array) -> int:
+    """Who moves the posterior most; or another, without whom the others agree much better, by squared moves.
+
+    Beside a liar an honest client that says much seems to move it most, since it is measured against the liar.
+    """
+    candidates = [int(k) for k in np.argsort(-by_each, kind="stable")[:_CANDIDATES] if by_each[k] > 0]
+    left = [float(np.square(_moves(_leave_out(state, k), sites)).sum()) for k in candidates]
+    best = int(np.argmin(left))
+    return candidates[best if left[best] < _CLEARLY * left[0] else 0]
+
+
+def _leave_out(state: Correcting, k: int) -> Correcting:
+    """The site of client k stands for it."""
+    kept = ~state.distrusted & (np.arange(len(state.each)) != k)
+    return state._replace(
+        residual=np.asarray(state.each[kept].sum(axis=0)),
+        alike=state.errors[kept].sum(axis=0),
+        noise=np.square(state.errors[kept]).sum(axis=0),
+        distrusted=~kept,
+    )
+
+
+def _apart(one: Reweighted | None, other: Reweighted | None, sd: Array) -> float:
+    """Largest difference of means in sds of q, and of log sds; infinite where one has no point left."""
+    if other is None:
+        return 0.0
+    if one is None:
+        return np.inf
+    logs = 0.5 * np.log(np.diag(one.covariance) / np.diag(other.covariance))
+    return float(max(np.max(np.abs(one.mean - other.mean) / sd), np.max(np.abs(logs))))
+
+
+def says_more(state: Correcting) -> bool:
+    """Whether the posterior differs from q by anything that shows."""
+    if state.found is None:
+        return False
+    centred = state.residual - np.nanmedian(state.residual)
+    return float(np.sqrt(state.found.of_q @ np.nan_to_num(centred, nan=0.0, posinf=0.0, neginf=0.0) ** 2)) > _SHOWS
+
+
+def _refitted(found: Reweighted, count: int, q: Gaussian) -> tuple[Proposal, ...]:
+    """The t with the moments of the weighted points, somewhat wider where few are left, and out into their tails."""
+    m = len(found.mean)
+    covariance = found.covariance
+    few = found.ess < 10 * m  # too few to say how wide
+    if few:
+        covariance = covariance + 0.5 * gaussian.covariance(q) / max(found.ess / m, 1.0)
+    outer = () if few else beyond(found.points, found.weights, count // 2)
+    inner = count - sum(proposal.per_scramble for proposal in outer)
+    return (*with_tails(found.mean, covariance, inner, skewness(found.points, found.weights)), *outer)
