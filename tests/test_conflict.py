@@ -58,6 +58,16 @@ def test_p_is_uniform_where_the_model_is_right() -> None:
     assert stats.kstest(found, "uniform").pvalue > 0.01
 
 
+def test_where_the_correction_knows_the_others_replicates_are_of_their_posterior() -> None:
+    model, clients = normal_means(4)
+    found = fedppl.conflict(fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1))
+    assert bool(found["exact"].all()) and np.all((found["p_value"] > 0) & (found["p_value"] <= 1))
+    gaussian = fedppl.conflict(fit(model, clients))
+    assert not bool(gaussian["exact"].any())
+    # the posterior is Gaussian: both are of the same distribution, up to 199 replicates
+    assert np.max(np.abs(found["p_value"] - gaussian["p_value"])) < 0.15
+
+
 def test_without_others_there_is_no_p_and_strangers_are_refused() -> None:
     model, clients = normal_means(3)
     found = fit(model, clients)

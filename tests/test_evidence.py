@@ -1,4 +1,4 @@
-"""EP's own approximation of the log evidence, where there was no correction."""
+"""The log evidence: EP's own approximation where there was no correction, and which priors have one at all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pymc as pm
 import pytest
 from scipy import stats
+from scipy.special import logsumexp
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, NotConvergedError, gaussian
@@ -130,3 +131,84 @@ def test_comparisons_say_what_they_are_from() -> None:
     model, clients = normal_means()
     table = fedppl.compare({"corrected": fit(model, clients, fedppl.EP()), "not": fit(model, clients)})
     assert table.loc["corrected", "method"] == "correction" and table.loc["not", "method"] == "EP"
+
+
+def test_evidence_by_ep_needs_all_clients(tmp_path: Any) -> None:
+    model, clients = normal_means(4)
+    whole = fit(model, clients, fedppl.EP(correction=None))
+    whole.save(tmp_path / "run.nc")
+    part = fedppl.load(tmp_path / "run.nc", model, ALONE, clients={"client 0": clients["client 0"]})
+    with pytest.raises(DeclarationError, match=r"client 1.*clients="):
+        _ = part.log_evidence
+    again = fedppl.load(tmp_path / "run.nc", model, ALONE, clients=clients)
+    assert again.log_evidence.value == pytest.approx(whole.log_evidence.value, abs=1e-9)
+    with pytest.raises(DeclarationError, match=r"fit 'part'"):
+        fedppl.compare({"whole": whole, "part": part})
+
+
+def in_order(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        transform = pm.distributions.transforms.ordered
+        level = pm.Normal("level", 0, 1.5, shape=2, default_transform=transform, initval=[-1.0, 1.0])
+        theta = pm.Normal("theta", level[0], 0.5)
+        pm.Normal("obs", theta + 0.5 * level[1], 1, observed=y)
+    return model
+
+
+def test_values_in_order_have_the_density_of_ordered_values() -> None:
+    """PyMC's has all orders, of which one is left: evidence was too small by log 2."""
+    clients = {"a": {"y": np.array([0.3, -0.2])}, "b": {"y": np.array([0.9])}}
+    found = fit(FederatedModel(in_order, ["level"]), clients, fedppl.EP()).log_evidence
+    grid = np.linspace(-8, 8, 401)
+    first, second = np.meshgrid(grid, grid, indexing="ij")
+    logp = stats.norm.logpdf(first, 0, 1.5) + stats.norm.logpdf(second, 0, 1.5) + np.log(2)
+    for data in clients.values():
+        y, rows = data["y"], len(data["y"])
+        covariance = np.eye(rows) + 0.25
+        center = (first + 0.5 * second)[..., None] * np.ones(rows)
+        logp = logp + stats.multivariate_normal(np.zeros(rows), covariance).logpdf(y - center).reshape(logp.shape)
+    exact = logsumexp(np.where(first <= second, logp, -np.inf)) + 2 * np.log(grid[1] - grid[0])
+    assert abs(found.value - exact) < 0.01 + 4 * found.error < 0.1
+
+
+_W = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+_LOGP = {"logp": lambda value, mu: -0.5 * (value - mu) ** 2}
+_DIST = {"dist": lambda mu, size: pm.Normal.dist(mu, 1, size=size)}
+_T = pm.distributions.transforms
+PRIORS: dict[str, tuple[bool, Any]] = {
+    "normal": (True, lambda mu: pm.Normal("t", mu, 1, shape=3)),
+    "CAR": (False, lambda mu: pm.CAR("t", mu=np.zeros(3), W=_W, alpha=0.5, tau=1.0)),
+    "ICAR": (False, lambda mu: pm.ICAR("t", W=_W)),
+    "walk": (True, lambda mu: pm.GaussianRandomWalk("t", sigma=1.0, init_dist=pm.Normal.dist(), steps=2)),
+    "walk from nowhere": (False, lambda mu: pm.GaussianRandomWalk("t", sigma=1.0, init_dist=pm.Flat.dist(), steps=2)),
+    "custom density": (False, lambda mu: pm.CustomDist("t", mu, **_LOGP, shape=3)),
+    "custom draws": (True, lambda mu: pm.CustomDist("t", mu, **_DIST, shape=3)),
+    "custom both": (False, lambda mu: pm.CustomDist("t", mu, **_DIST, **_LOGP, shape=3)),
+    "cut": (False, lambda mu: pm.Normal("t", mu, 1, shape=3, default_transform=_T.log, initval=np.ones(3))),
+    "ordered": (True, lambda mu: pm.Normal("t", mu, 1, shape=3, default_transform=_T.ordered, initval=np.arange(3))),
+    "ordered, apart": (
+        False,
+        lambda mu: pm.Normal("t", np.arange(3), 1, shape=3, default_transform=_T.ordered, initval=np.arange(3)),
+    ),
+    "truncated": (True, lambda mu: pm.Truncated("t", pm.Normal.dist(mu, 1), lower=0, shape=3)),
+    "zero sum": (True, lambda mu: pm.ZeroSumNormal("t", shape=3)),
+    "simplex": (True, lambda mu: pm.Dirichlet("t", np.ones(3))),
+    "half-Cauchy": (True, lambda mu: pm.HalfCauchy("t", 1, shape=3)),
+    "uniform": (True, lambda mu: pm.Uniform("t", -1, 1, shape=3)),
+}
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_a_prior_that_is_no_density_has_no_evidence(name: str) -> None:
+    is_density, prior = PRIORS[name]
+
+    def builder(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            y = pm.Data("y", y)
+            mu = pm.Normal("mu")
+            pm.Normal("obs", prior(mu).sum() + mu, 1, observed=y)
+        return model
+
+    (client,) = FederatedModel(builder, ["mu"]).enrol({"a": {"y": np.array([0.3, 0.5])}}).values()
+    assert client.has_proper_prior == is_density

@@ -112,6 +112,10 @@ def test_the_least_of_what_sites_allow_holds_for_all() -> None:
     for wrong in ({"reach": np.array(-1.0)}, *({"constant": one} for one in odd)):
         assert _correction.implausible({**reply, **wrong}) is not None
     assert _correction.implausible(reply) is None
+    before = begun._replace(constants=np.array([[0.0, 0.0], [0.0, 0.0], [-5.0, 0.1]]))
+    assert np.array_equal(_correction.take(before, sites, {"c": reply}).constants[2], [-5.0, 0.1])
+    away = {**reply, "values": np.where(reply["values"] > -1e290, reply["values"] - 1e12, reply["values"])}
+    assert "rounding" in (_correction.implausible(away) or "")
 
 
 def test_a_site_counts_the_points_that_it_answers_and_says_how_far_it_does() -> None:
@@ -157,6 +161,18 @@ def test_what_lies_beyond_is_bounded_for_tails_that_fall_like_a_power(freedom: f
         radius / 2
     )
     assert not np.any(region.beyond(STANDARD, np.inf, wide, points, weights).effect)
+
+
+@pytest.mark.parametrize("freedom, radius", [(3.0, 15.0), (2.5, 30.0), (2.2, 100.0), (np.inf, 3.3)])
+def test_the_effect_of_what_lies_beyond_is_bounded_too(freedom: float, radius: float) -> None:
+    """On a log sd; of a t it is known."""
+    points = np.linspace(-radius, radius, 200_001)[:, None]
+    weights = stats.t(freedom).pdf(points[:, 0])
+    weights /= weights.sum()
+    narrow = gaussian.from_moments(np.zeros(1), 0.01 * np.eye(1))
+    found = region.beyond(STANDARD, radius, narrow, points, weights)
+    exact = 0.5 * np.log(stats.t(freedom).var() / (weights @ points[:, 0] ** 2))
+    assert exact < found.effect.sum() < 25 * exact + 0.1
 
 
 @pytest.mark.parametrize("radius", [0, -1.0, np.inf, np.nan, "far", True])

@@ -13,6 +13,7 @@ from scipy.special import logsumexp
 
 import fedppl
 from fedppl import FederatedModel
+from fedppl.local._smooth import smooth_over
 from fedppl.local._two_rules import Pair, by_pairs, by_two_rules
 from fedppl.numerics.integral import Rule
 from fedppl.types import Array
@@ -119,3 +120,42 @@ def test_what_is_held_against_nothing_agrees_with_nothing() -> None:
     values, errors = by_pairs(ways, points, [Pair(0, 3, 3), Pair(0, 2, 2)])
     assert_allclose(values, points[:, 0] * 1.01)
     assert np.all(np.abs(errors) >= np.abs(values - points[:, 0]))
+
+
+def test_a_difference_of_two_rules_that_is_the_same_everywhere_is_an_error_too() -> None:
+    points = np.linspace(-1, 1, 50)[:, None]
+
+    def compute(some: Array, rule: Rule) -> tuple[Array, Array]:
+        on_nodes = bool(np.any(np.abs(rule.nodes) < 1e-12))
+        return some[:, 0] + (-0.027 if on_nodes else 0.038), np.zeros(len(some))
+
+    values, errors = by_two_rules(compute, points)
+    assert_allclose(np.abs(values - points[:, 0]), 0.0055, rtol=1e-6)
+    assert_allclose(np.abs(errors), 0.0325, rtol=1e-6)
+
+
+def test_a_way_that_is_not_known_at_many_points_confirms_nothing() -> None:
+    """The first is off by 3 where the second has no value."""
+    points = np.linspace(-1, 1, 50)[:, None]
+    ways = [
+        lambda some: (some[:, 0] + 3.0 * (some[:, 0] > 0.2), np.zeros(len(some))),
+        lambda some: (np.where(some[:, 0] > 0.2, np.nan, some[:, 0]), np.zeros(len(some))),
+        lambda some: (some[:, 0], np.zeros(len(some))),
+        lambda some: (some[:, 0], np.zeros(len(some))),
+    ]
+    values, errors = by_pairs(ways, points, [Pair(0, 1, 1), Pair(2, 3, 3)])
+    assert_allclose(values, points[:, 0], atol=1e-12)
+    assert not np.any(errors)
+
+
+def test_a_spline_knows_nothing_where_its_points_know_nothing() -> None:
+    rng = np.random.default_rng(0)
+    points = rng.normal(size=(400, 2))
+    few = np.arange(0, 400, 4)
+    values = np.where(points[few, 0] > 1.0, np.nan, 2.0)
+    found = smooth_over(points, few, values, np.zeros(len(few)))
+    assert found is not None
+    known = np.isfinite(found[0])
+    assert 0.7 < known.mean() < 0.95 and np.all(points[known, 0] < 1.6) and np.all(known[points[:, 0] < 0.4])
+    assert_allclose(found[0][known], 2.0, atol=1e-6)
+    assert not np.any(found[1][~known])

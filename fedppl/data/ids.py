@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ def _require_id(client_id: Any) -> None:
             raise DataError(f"client id {client_id!r} is of bytes, and ids are texts; decode them: {part!r}.decode().")
         if isinstance(part, frozenset):
             raise DataError(f"client id {client_id!r} is a set, which has no order; pass a text or a tuple.")
+    if odd := [sign for sign in str(client_id) if unicodedata.category(sign) in ("Cc", "Cs")]:
+        raise DataError(f"client id {client_id!r} has {odd[0]!r}, which is no letter or sign; leave it out.")
     if not str(client_id).strip():
         raise DataError(f"a client's id is {client_id!r}, an empty text; name the client, or drop its rows.")
 

@@ -11,7 +11,6 @@ the evidence; what of it is not constant shows in two halves of the nodes, and i
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +27,12 @@ from fedppl.numerics.importance import STREAMS, effective_size, normalise, strea
 from fedppl.numerics.integral import Rule, beyond_grid, by_far_grid, by_grid, integral_batch
 from fedppl.numerics.marginal import site_batch
 from fedppl.numerics.newton import OK
-from fedppl.numerics.proposals import whitened
+from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
 from fedppl.types import Array, LocalFailure, Rng
 
 _GRIDS = {2: (7, 9, 15), 3: (5, 7, 9)}  # nodes of each coordinate, by the number of coordinates
-_SHAPING = 64  # points of a scramble that tell where θ lies at the center
+_SHAPING, _FITS = 64, 3  # points of a scramble that tell where θ lies at the center, and how often it is fitted
+_APART = 2**16  # between the streams of parts of a mixture
 _NODES = (32, 128, 512)  # of a scramble; more where they do not tell how log f_k varies
 _AGREE = 0.003  # sd over points of the errors, in log units, with which more nodes are not needed
 _SOME = (128, 512)  # points at which θ is integrated first, and where they do not foretell the others
@@ -40,42 +40,47 @@ _CANDIDATES, _TIMES = 8, 5  # of θ for each draw, half of them normal and half 
 _AT_ONCE = 2**22  # numbers in the factors that are held at a time
 
 
-class _Shape(NamedTuple):
-    """Mean and a root of the covariance of θ at the center, in sds of Laplace's approximation about its mode."""
+def _shapes(client: ClientView, center: Array) -> tuple[Proposal, ...]:
+    """T's that θ lies under at the center, in sds of Laplace's approximation about its mode.
 
-    mean: Array  # (d,)
-    root: Array  # (d, d)
-
-
-def _shape(client: ClientView, center: Array) -> _Shape:
-    """What Laplace's approximation misses of θ at the center: where it lies, and how wide it is."""
+    One about the mode, one of the moments that θ has, and where its tails are heavy others out there. Fitted a few
+    times, each with points of those before: of a shoulder beside the mode the first points see little.
+    """
     d = client.local_size
     _, modes, factors = _marginal.modes(client, center[None], center, factors=True)
-    # Others than the nodes: what is fitted to nodes and integrated by them is too small, alike at all clients.
-    z = student.standard_points(d, _SHAPING, stream_of(client.client_id) + STREAMS)
-    theta = modes + np.linalg.solve(factors[0].T, z.T).T
-    x = np.concatenate([np.broadcast_to(center, (len(z), len(center))), theta], axis=1)
-    logs = site_batch(client.kernel, np.ascontiguousarray(x), client.packed) - student.log_density(z, np.eye(d))
-    if not np.any(np.isfinite(logs)):
-        return _Shape(np.zeros(d), np.eye(d))
-    logs, _ = pareto.smoothed(np.nan_to_num(logs, nan=-np.inf, posinf=-np.inf))
-    weights = normalise(logs)
-    found = weighted_moments(z, weights)
-    kept = min(1.0, effective_size(weights) / (10.0 * d))  # few points do not tell a covariance
-    covariance = kept * found.covariance + (1.0 - kept) * np.eye(d)
-    return _Shape(kept * found.mean, np.asarray(np.linalg.cholesky(covariance), dtype=np.float64))
+    found: tuple[Proposal, ...] = (Proposal(np.zeros(d), np.eye(d), _SHAPING),)
+    for time in range(_FITS):
+        # Others than the nodes: what is fitted to nodes and integrated by them is too small, alike at all clients.
+        stream = stream_of(client.client_id) + STREAMS * (1 + time)
+        z = np.concatenate([points_of(one, stream + _APART * number) for number, one in enumerate(found)])
+        theta = modes + np.linalg.solve(factors[0].T, z.T).T
+        x = np.concatenate([np.broadcast_to(center, (len(z), len(center))), theta], axis=1)
+        logs = site_batch(client.kernel, np.ascontiguousarray(x), client.packed) - log_mixture(found, z)
+        if not np.any(np.isfinite(logs)):
+            break
+        logs, _ = pareto.smoothed(np.nan_to_num(logs, nan=-np.inf, posinf=-np.inf))
+        weights = normalise(logs)
+        moments = weighted_moments(z, weights)
+        kept = min(1.0, effective_size(weights) / (10.0 * d))  # few points do not tell a covariance
+        covariance = kept * moments.covariance + (1.0 - kept) * np.eye(d)
+        outer = beyond(z, weights, _SHAPING) if kept == 1.0 else ()
+        shaped = Proposal(kept * moments.mean, np.asarray(np.linalg.cholesky(covariance)), _SHAPING)
+        found = (found[0], shaped, *outer)
+    return found
 
 
-def _student_rule(shape: _Shape, count: int, stream: int) -> Rule:
-    """Nodes with weights for integrals over a standard normal: one of two of a t about 0, the others of its shape."""
-    size = len(shape.mean)
-    nodes = student.standard_points(size, count, stream).copy()
-    nodes[1::2] = shape.mean + nodes[1::2] @ shape.root.T
-    about = student.log_density(nodes, np.eye(size))
-    shaped = student.log_density(whitened(nodes, shape.mean, shape.root), shape.root)
-    log_normal = -0.5 * np.sum(nodes**2, axis=1) - 0.5 * size * np.log(2 * np.pi)
-    log_weights = log_normal - np.logaddexp(about, shaped) + np.log(2.0 / len(nodes))
-    return Rule(nodes, log_weights, np.repeat(np.arange(float(student.SCRAMBLES)), count))
+def _student_rule(shapes: tuple[Proposal, ...], count: int, stream: int) -> Rule:
+    """Nodes with weights for integrals over a standard normal, as many of each scramble: a mixture of these t's."""
+    first, outer = shapes[:2], shapes[2:]
+    parts = [one._replace(per_scramble=count // (4 if outer else 2)) for one in first]
+    parts += [one._replace(per_scramble=max(1, count // 2 // len(outer))) for one in outer]
+    if len(first) == 1:
+        parts = [first[0]._replace(per_scramble=count)]
+    mixture = tuple(parts)
+    nodes = np.concatenate([points_of(one, stream + _APART * number) for number, one in enumerate(mixture)])
+    log_normal = -0.5 * np.sum(nodes**2, axis=1) - 0.5 * nodes.shape[1] * np.log(2 * np.pi)
+    log_weights = log_normal - log_mixture(mixture, nodes) - np.log(len(nodes))
+    return Rule(nodes, log_weights, scrambles(mixture).astype(float))
 
 
 def factor(client: ClientView, points: Array, center: Array, prior_share: float) -> Factor:
@@ -153,11 +158,11 @@ def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, A
     to the second order, and what that adds says how far it may still be off. Where few nodes see the tails of θ both
     are too small; so four times as many nodes have to say the same.
     """
-    shape = _shape(client, center)
+    shapes = _shapes(client, center)
     values, errors, before = np.zeros(len(points)), np.zeros(len(points)), None
     constant = Constant()
     for count in _NODES:
-        nodes = _student_rule(shape, count, stream_of(client.client_id))
+        nodes = _student_rule(shapes, count, stream_of(client.client_id))
         values, shares = _integrals(client, points, center, nodes)
         told = np.isfinite(values)
         if not np.any(told):

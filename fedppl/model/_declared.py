@@ -90,6 +90,12 @@ def opened(
     held = containers(client_id, parts, arrays)
     try:
         initial = start(*held, *_graph.alone(parts))
+    except NotImplementedError as error:  # of an initial value that would be a draw
+        why = str(error).strip().partition("\n")[0]
+        raise DeclarationError(
+            f"client {client_id!r}: a variable has no starting point ({why}). Declare a prior that can be drawn from, "
+            "in init_dist= for example, or give initval=."
+        ) from error
     except (ValueError, TypeError, IndexError, AssertionError) as error:
         raise mismatch(client_id, arrays, error) from error
     shared, local = (_graph.variables(parts, initial, local=which) for which in (False, True))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from pymc.distributions.continuous import FlatRV, HalfFlatRV
 from pymc.logprob.utils import ParameterValueError
 
 from fedppl import gaussian
@@ -20,6 +19,7 @@ from fedppl.model import _rows, interpreted
 from fedppl.model import graph as _graph
 from fedppl.model._declared import Declared, built, parts_of
 from fedppl.model._kinks import find_kink, points
+from fedppl.model._normalised import unnormalised
 from fedppl.model._prior_draws import draw_prior
 from fedppl.model._template import Template
 from fedppl.model.pack import pack
@@ -120,9 +120,9 @@ class ClientModel:
 
     @property
     def has_proper_prior(self) -> bool:
-        """Whether no potential and no flat prior stands in the model, so that its prior integrates to one."""
+        """Whether the model's prior is known to integrate to one."""
         model = self.template.parts.model
-        return not model.potentials and not any(isinstance(rv.owner.op, FlatRV | HalfFlatRV) for rv in model.free_RVs)
+        return not model.potentials and not unnormalised(model)
 
     @property
     def has_kink(self) -> bool:

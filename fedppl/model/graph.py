@@ -18,6 +18,7 @@ from pytensor.graph.traversal import ancestors
 from pytensor.scalar.basic import Cast
 from pytensor.tensor.shape import Shape, Shape_i
 
+from fedppl.model._normalised import left_out, parts_of_transform
 from fedppl.model.interpreted import python_function
 from fedppl.types import Array, DeclarationError, Variable
 
@@ -92,7 +93,7 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
                 "(for example with pm.Mixture) or replace it by a continuous variable."
                 + (indicator if _is_binary(rv) else "")
             )
-        if "CircularTransform" in [type(one).__name__ for one in _transforms(model.rvs_to_transforms[rv])]:
+        if "CircularTransform" in [type(one).__name__ for one in parts_of_transform(model.rvs_to_transforms[rv])]:
             raise DeclarationError(
                 f"{rv.name!r} is an angle, and its density repeats itself with every turn, so that it has no integral. "
                 "Bound it to one turn, default_transform=pm.distributions.transforms.Interval(-np.pi, np.pi), about a "
@@ -149,11 +150,6 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
             "cannot enter; pass `observed=` to a distribution."
         )
     return Parts(model, shared_rvs, local_rvs, data, tuple(prior_terms), tuple(site_terms))
-
-
-def _transforms(transform: Any) -> Sequence[Any]:
-    """A transform, or those that it is a chain of."""
-    return list(getattr(transform, "transform_list", [transform]))
 
 
 def _is_discrete(rv: Any) -> bool:
@@ -311,16 +307,21 @@ def site_graph(parts: Parts, shared: Sequence[Variable], local: Sequence[Variabl
     x = pt.vector("x")
     replace, inputs = _inputs_for(parts)
     pieces, values, shape_inputs, free = _in_pieces(parts, x, shared, local)
-    logp = parts.model.logp(vars=list(parts.site_terms), sum=True)
+    logp = _log_density(parts.model, parts.site_terms)
     flat, of_pieces = _of_both(logp, pieces, values, replace)
     return SiteGraph(x, (*inputs, *shape_inputs), flat, free, tuple(pieces.values()), of_pieces)
+
+
+def _log_density(model: Any, terms: Sequence[Any]) -> Any:
+    logp, constant = model.logp(vars=list(terms), sum=True), left_out(model, terms)
+    return logp + constant if constant else logp
 
 
 def prior_graph(parts: Parts, shared: Sequence[Variable]) -> SiteGraph:
     """Graph of the shared prior's log density on the unconstrained space, log p(φ), which has no data."""
     phi = pt.vector("phi")
     pieces, values, _, _ = _in_pieces(parts._replace(local=()), phi, shared, ())
-    logp = parts.model.logp(vars=list(parts.prior_terms), sum=True)
+    logp = _log_density(parts.model, parts.prior_terms)
     flat, of_pieces = _of_both(logp, pieces, values, _constants(parts.model))
     return SiteGraph(phi, (), flat, (), tuple(pieces.values()), of_pieces)
 

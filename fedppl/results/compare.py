@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
 
+from fedppl.contracts import LogEvidence
 from fedppl.model.client import ClientModel
 from fedppl.results.at_client import observed_values
 from fedppl.results.fit import Fit
 from fedppl.settings import shown
-from fedppl.types import Array, DataError, DeclarationError
+from fedppl.types import Array, DataError, DeclarationError, NotConvergedError
+
+logger = logging.getLogger(__name__)
 
 
 def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
@@ -53,8 +57,9 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     Notes
     -----
     *When this fails.* The evidence depends on the priors, however many data there are: with priors that are wide for
-    want of knowledge it prefers the model that has fewer of them. Compare predictions then. Of sites of their own the
-    ids are compared, and no observations.
+    want of knowledge it prefers the model that has fewer of them. Compare predictions then. Of clients whose data are
+    not here (sites of their own, fits from a file) the ids are compared, and no observations; the log says so. A client
+    that adds a constant to its log densities decides which model is preferred, and `trust=` does not protect from it.
     """
     if not isinstance(fits, Mapping) or len(fits) < 2 or not all(isinstance(fit, Fit) for fit in fits.values()):
         raise DeclarationError(f"fits={shown(fits)} must be two or more fits by name: {{'a': fit_a, 'b': fit_b}}.")
@@ -62,7 +67,14 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     (first, reference), *others = fits.items()
     for name, fit in others:
         require_same_data(str(first), reference, str(name), fit)
-    found = {str(name): fit.log_evidence for name, fit in fits.items()}
+    found = {name: _evidence(name, fit) for name, fit in fits.items()}
+    absent = sorted({k for fit in fits.values() for k in fit.client_ids if k not in fit.clients})
+    if absent:
+        logger.warning(
+            "the data of %s are not here: that all models are of the same observations there, in the same units, was "
+            "not looked at",
+            absent[:5],
+        )
     values = np.array([one.value for one in found.values()])
     errors = np.array([one.error for one in found.values()])
     best = int(np.argmax(values))
@@ -80,6 +92,13 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     ).sort_values("log_evidence", ascending=False, kind="stable")
     table.insert(0, "rank", range(len(table)))
     return table
+
+
+def _evidence(name: str, fit: Fit) -> LogEvidence:
+    try:
+        return fit.log_evidence
+    except (DeclarationError, NotConvergedError) as error:
+        raise type(error)(f"fit {name!r}: {error}") from error
 
 
 def require_names(fits: Mapping[str, Fit]) -> None:

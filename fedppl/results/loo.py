@@ -213,11 +213,12 @@ def _name_bad(what: str, bad: int, rows: int) -> None:
 def _told(fit: Fit) -> dict[str, dict[str, Array]]:
     """What sites told of their rows when the run was over."""
     require_arrived(fit, "fedppl.loo")
-    silent = [client_id for client_id in fit.client_ids if "loo" not in fit.told.get(client_id, {})]
+    silent = [k for k in fit.client_ids if "loo" not in fit.told.get(k, {}) and k not in fit.clients]
     if silent:
         raise DeclarationError(
-            f"clients are sites of their own, and {silent[:5]} told nothing of their rows when the run was over. Sites "
-            'whose policy has conclusions=("loo",) do; their own logs say where they refuse.'
+            f"rows of {silent[:5]} are not here, and these told nothing of them when the run was over. Of a fit from a "
+            "file, give the data of all: fedppl.load(path, model, clients=...). Sites of their own tell, where their "
+            'policy has conclusions=("loo",); their logs say why they refuse.'
         )
     return {k: dict(zip(SUMS, fit.told[k]["loo"], strict=True)) for k in fit.client_ids}
 
@@ -228,8 +229,9 @@ def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[
         raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned.")
     if len(fit.clients) < len(fit.client_ids):
         raise DeclarationError(
-            "clients are sites of their own and their rows are not here, so that models cannot be compared row by row; "
-            "fedppl.compare compares them by their evidence."
+            "rows of all clients are not here, so that models cannot be compared by row. Of a fit from a file, give "
+            "the data of all: fedppl.load(path, model, clients=...). Of sites of their own, fedppl.compare compares "
+            "models by their evidence."
         )
     require_arrived(fit, "fedppl.loo")
     if whole("draws", draws) * whole("chains", chains) < _LEAST:

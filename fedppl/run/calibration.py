@@ -186,7 +186,10 @@ def _simulated(
     if not isinstance(found, Mapping):
         raise DeclarationError(f"{who} returned {shown(found)}; return its data, a mapping from name to array.")
     for key in [key for key in data if key in found]:
-        given, wanted = np.shape(found[key]), np.shape(data[key])
+        try:
+            given, wanted = np.shape(found[key]), np.shape(data[key])
+        except ValueError as error:
+            raise DeclarationError(f"{who} returned {key!r} that is no array: {error}") from error
         if given != wanted:
             raise DeclarationError(
                 f"{who} returned {key!r} with shape {given}, and the client's has {wanted}: what is "

@@ -128,8 +128,9 @@ def _as_told(fit: Fit, clients: Sequence[str] | str | None, replicates: int) -> 
         raise DeclarationError(f"replicates={replicates}: sites have {FEWEST}, drawn when the run was over.")
     if not any("conflict" in fit.told.get(name, {}) for name in names):
         raise DeclarationError(
-            "clients are sites of their own, and none gave a p-value when the run was over: their policies have to let "
-            'it out, conclusions=["conflict"].'
+            "no client's data are here, and none gave a p-value when the run was over. Of a fit from a file, give the "
+            "data: fedppl.load(path, model, clients=...). Sites of their own let it out where their policy has "
+            'conclusions=["conflict"].'
         )
     told = [fit.told.get(name, {}).get("conflict", np.full(2, np.nan)) for name in names]
     return _table(names, np.transpose(told), np.zeros(len(names), dtype=bool), FEWEST)

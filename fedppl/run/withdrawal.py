@@ -91,8 +91,9 @@ def without(
     here = all(name in fit.clients for name in rest)
     if not here and settings.get("engine") is None:
         raise DeclarationError(
-            "the clients are sites of their own, and this process cannot ask them; pass an engine that does, and does "
-            f"not find those that left: engine=fedppl.Flower.grid(grid, clients={shown(rest)})."
+            "the data of those that stay are not here. Of a fit from a file, give them: fedppl.load(path, model, "
+            "clients=...). Of sites of their own, pass an engine that asks them, and does not find those that left: "
+            f"engine=fedppl.Flower.grid(grid, clients={shown(rest)})."
         )
     certificate = flag("certificate", certificate)
     shared = fit.algorithm.result.shared

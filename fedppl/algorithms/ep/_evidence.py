@@ -90,8 +90,9 @@ def require_proper(is_proper: bool) -> None:
     """Refuse priors without a normalising constant."""
     if not is_proper:
         raise DeclarationError(
-            "a prior has no normalising constant that is known (pm.Potential, pm.Flat or pm.HalfFlat), so that "
-            "there is no evidence; declare proper priors."
+            "a prior has no normalising constant that is known, so that there is no evidence: a pm.Potential, pm.Flat "
+            "or pm.HalfFlat, pm.CAR or pm.ICAR, a pm.CustomDist with logp=, or a transform that cuts off a part of a "
+            "density. Declare priors that integrate to one."
         )
 
 

@@ -25,7 +25,6 @@ NOISE = 0.3  # sd of what is not known of the sum of log f_k over the points
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
 MOST_CUT = 0.05  # sds that what lies beyond the radius may move a mean or a log sd by
 _SHOWS = 1e-6  # sd under q of what the posterior's log density differs from q's by
-_CANDIDATES, _CLEARLY = 4, 0.5  # clients that are suspected, and how much better the others agree without one
 
 
 class Judged(NamedTuple):
@@ -119,7 +118,7 @@ def _without_liars(state: Correcting, sites: Sites, trust: float) -> Correcting:
         by_each = _moves(state, sites)
         if not np.max(by_each) > trust:
             return state
-        state = _leave_out(state, _odd_one(state, sites, by_each))
+        state = _leave_out(state, int(np.argmax(by_each)))
 
 
 def _moves(state: Correcting, sites: Sites) -> Array:
@@ -131,17 +130,6 @@ def _moves(state: Correcting, sites: Sites) -> Array:
         rest = _leave_out(state, int(k))
         by_each[k] = _apart(found, reweigh(sites.q, rest.proposals, rest.points, rest.residual), sd)
     return by_each
-
-
-def _odd_one(state: Correcting, sites: Sites, by_each: Array) -> int:
-    """Who moves the posterior most; or another, without whom the others agree much better, by squared moves.
-
-    Beside a liar an honest client that says much seems to move it most, since it is measured against the liar.
-    """
-    candidates = [int(k) for k in np.argsort(-by_each, kind="stable")[:_CANDIDATES] if by_each[k] > 0]
-    left = [float(np.square(_moves(_leave_out(state, k), sites)).sum()) for k in candidates]
-    best = int(np.argmin(left))
-    return candidates[best if left[best] < _CLEARLY * left[0] else 0]
 
 
 def _leave_out(state: Correcting, k: int) -> Correcting:

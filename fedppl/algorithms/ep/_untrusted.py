@@ -49,7 +49,8 @@ def misleading(names: list[str], trust: float | None) -> str:
         return ""
     return (
         f"clients {names[:5]} move the posterior by more than trust={trust:g} sds by what they answer at the points of "
-        "the correction, and their Gaussian sites stand for them; look at their data"
+        "the correction, and their Gaussian sites stand for them: look at their data, and at those of the clients that "
+        "they are held against, since of clients that disagree the one that says more moves it more"
     )
 
 

@@ -148,7 +148,8 @@ def EP(
     Not protected from: a client that pulls by less than c; q's variances, since what one client says of precision is
     cut only at 10¹⁰ times that of all others and the prior (and no client takes more than half of the others' away, or
     it has no say); clients that lie together; of two clients, the one whose data disagree with the prior less; and a
-    client that keeps q from converging. Below c, a client that moves q on and on is named only where rounds are
+    client that keeps q from converging; and `Fit.log_evidence`, to which a client may add what it likes without moving
+    a moment. Below c, a client that moves q on and on is named only where rounds are
     averaged.
 
     References
