@@ -347,7 +347,7 @@ def test_shoulders_beside_the_mode_are_integrated_within_what_is_told(seed: int)
     X = np.column_stack([np.ones(10), rng.normal(size=(10, 5))])
     y = X @ rng.normal(size=6) * 1.5 + rng.normal(size=10) * np.where(rng.random(10) < 0.2, 10.0, 1.0)
     (client,) = FederatedModel(contaminated, ["w"]).enrol({"a": {"X": X, "y": y}}).values()
-    points = np.linspace(-3, 1, 9)
+    points = np.linspace(-3, -0.5, 9)
     w = 1 / (1 + np.exp(-points))
     outliers = np.array(list(itertools.product([0, 1], repeat=10)))
     logs = [
