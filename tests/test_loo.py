@@ -13,7 +13,7 @@ from scipy import stats
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, NotConvergedError
-from fedppl.results import idata
+from fedppl.results import groups, idata
 from fedppl.testing import normal_means
 from tests.support import problems
 
@@ -167,3 +167,38 @@ def test_replicates_are_of_the_local_variables_that_were_drawn() -> None:
     replicates = idata.as_dataset(drawn, "posterior_predictive")["obs"].values.reshape(-1, 15)
     assert_allclose(replicates.std(axis=0), 0.1 * np.sqrt(2), rtol=0.1)
     assert np.abs(replicates.mean(axis=0) - clients["0"]["y"]).max() < 0.02
+
+
+def many_kinds(y: Any, z: Any) -> pm.Model:
+    with pm.Model(coords={"part": ["a", "b"]}) as model:
+        y, z = pm.Data("y", y), pm.Data("z", z)
+        mu, sigma = pm.Normal("mu"), pm.HalfNormal("sigma")
+        share = pm.Dirichlet("share", np.ones(2), dims="part")
+        pm.MvNormal("together", mu * np.ones(2), sigma**2 * np.eye(2) + 0.1, observed=np.array([0.3, -0.2]))
+        pm.Censored("cut", pm.Normal.dist(mu, sigma), lower=None, upper=1.0, observed=y)
+        kinds = [pm.Normal.dist(mu, 1), pm.Normal.dist(mu + 2, sigma)]
+        pm.Mixture("mixed", w=share, comp_dists=kinds, observed=z)
+        pm.Multinomial("counted", 5, share, observed=np.array([2, 3]))
+        pm.Normal("alone", 0, 1, observed=np.array([0.5]))
+    return model
+
+
+def test_log_likelihoods_of_all_draws_at_once_are_those_of_pymc() -> None:
+    model = FederatedModel(many_kinds, ["mu"])
+    found = fedppl.fit(
+        model,
+        {k: {"y": np.array([0.9, -0.5, 1.0]), "z": np.array([0.3, 1.4])} for k in "ab"},
+        fedppl.EP(correction=None),
+        progressbar=False,
+        random_seed=1,
+    )
+    drawn = found.client("b", draws=20, chains=2, groups=("log_likelihood",))
+    posterior = idata.as_dataset(drawn["posterior"])
+    client = found.clients["b"]
+    theirs = groups._by_pymc(client.pymc_model(), groups._free(client.pymc_model(), posterior))
+    at_once = groups._at_once(client.pymc_model(), groups._free(client.pymc_model(), posterior), theirs)
+    assert at_once is not None
+    ours = idata.as_dataset(drawn["log_likelihood"])
+    assert set(ours.data_vars) == set(theirs.data_vars) and ours["mixed"].dims == theirs["mixed"].dims
+    for name in theirs.data_vars:
+        assert_allclose(ours[name].values, theirs[name].values, rtol=1e-9, atol=1e-9)

@@ -45,8 +45,19 @@ def batched(
 ) -> Callable[..., list[Array]]:
     """Vectorise graphs of one vector x over a leading axis of draws, interpreted."""
     many = pt.matrix("draws")
-    vectorised = []
-    for one, output in zip(outputs, vectorize_graph(list(outputs), {x: many}), strict=True):
+    return python_function([many, *inputs], _vectorised({x: many}, outputs, many.shape[0]), mode)
+
+
+def over_draws(variables: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Array]]:
+    """The same for graphs of several variables, whose draws (S, ...) are the arguments."""
+    many = {v: pt.tensor(v.name, dtype=v.type.dtype, shape=(None, *v.type.shape)) for v in variables}
+    first = next(iter(many.values()))
+    return python_function(list(many.values()), _vectorised(many, outputs, first.shape[0]))
+
+
+def _vectorised(many: dict[Any, Any], outputs: Sequence[Any], count: Any) -> list[Any]:
+    found = []
+    for one, output in zip(outputs, vectorize_graph(list(outputs), many), strict=True):
         constant = output.type.ndim == one.type.ndim  # without parameters: the same for every draw
-        vectorised.append(pt.broadcast_to(output, (many.shape[0], *output.shape)) if constant else output)
-    return python_function([many, *inputs], vectorised, mode)
+        found.append(pt.broadcast_to(output, (count, *output.shape)) if constant else output)
+    return found

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pymc as pm
 import xarray as xr
+from pymc.logprob.utils import ParameterValueError
+from pymc.model.transform.conditioning import remove_value_transforms
 
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
@@ -15,9 +17,10 @@ from fedppl.model.quiet import quiet
 from fedppl.results import idata
 from fedppl.results.simulate import proper_priors
 from fedppl.settings import shown
-from fedppl.types import DeclarationError
+from fedppl.types import Array, DeclarationError
 
 _PRIOR_DRAWS = 500
+_AT_ONCE = 2**20  # numbers in an array of log densities that is computed at once
 
 
 def required(groups: Any) -> tuple[str, ...]:
@@ -43,17 +46,53 @@ def more(client: ClientModel, posterior: xr.Dataset, groups: Sequence[str], seed
 
 
 def _log_likelihood(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
-    """Of every observation at every draw. The graph has the client's own sizes, and is compiled for it alone."""
+    """Of every observation at every draw: of many at once, where that is what PyMC has for one."""
     del seed
     model = client.pymc_model()
+    draws = _free(model, posterior)
+    found = _by_pymc(model, draws.isel(chain=[0], draw=[0]))
+    values = _at_once(model, draws, found)
+    if values is None:
+        found = _by_pymc(model, draws)
+    else:
+        coords = {name: coord for name, coord in found.coords.items() if name not in ("chain", "draw")}
+        coords |= {name: draws[name] for name in ("chain", "draw")}
+        found = xr.Dataset({name: (found[name].dims, value) for name, value in values.items()}, coords, found.attrs)
+    return {"log_likelihood": _like(found, posterior)}
+
+
+def _by_pymc(model: Any, draws: xr.Dataset) -> xr.Dataset:
+    """Draw by draw. The graph has the client's own sizes, and is compiled for it alone."""
     with model:
         computed = pm.compute_log_likelihood(
-            idata.from_groups({"posterior": _free(model, posterior)}),
+            idata.from_groups({"posterior": draws}),
             extend_inferencedata=False,
             progressbar=False,
             compile_kwargs={"mode": interpreted.PYTHON_MODE},
         )
-    return {"log_likelihood": _like(idata.as_dataset(computed, "log_likelihood"), posterior)}
+    return idata.as_dataset(computed, "log_likelihood")
+
+
+def _at_once(model: Any, draws: xr.Dataset, first: xr.Dataset) -> dict[str, Array] | None:
+    """The same of all draws (chains, draws, ...), by operations on arrays; None where these are not what PyMC has."""
+    plain = remove_value_transforms(model)
+    of = [plain.rvs_to_values[rv] for rv in plain.free_RVs]
+    names = [rv.name for rv in plain.observed_RVs]
+    shape = draws.sizes["chain"], draws.sizes["draw"]
+    given = [np.asarray(draws[rv.name].values) for rv in plain.free_RVs]
+    flat = [value.reshape(shape[0] * shape[1], *value.shape[2:]) for value in given]
+    at_once = max(1, _AT_ONCE // max(1, sum(first[name].size for name in names)))
+    try:
+        function = interpreted.over_draws(of, plain.logp(vars=plain.observed_RVs, sum=False))
+        parts = [function(*(one[k : k + at_once] for one in flat)) for k in range(0, shape[0] * shape[1], at_once)]
+    except (NotImplementedError, ParameterValueError, ValueError, TypeError):
+        return None
+    found = {name: np.concatenate(each) for name, each in zip(names, zip(*parts, strict=True), strict=True)}
+    for name, value in found.items():
+        one = first[name].values[0, 0]
+        if value.shape[1:] != one.shape or not np.allclose(value[0], one, rtol=1e-8, atol=1e-8, equal_nan=True):
+            return None
+    return {name: value.reshape(*shape, *value.shape[1:]) for name, value in found.items()}
 
 
 def _posterior_predictive(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
