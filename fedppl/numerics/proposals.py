@@ -14,6 +14,7 @@ _SKEWED = 0.15  # skewness from which a coordinate has points of its own in its 
 _MOST_TAILS = 6
 _HEAVY = 1.2  # times a normal's fourth moment
 _SHIFT, _WIDER = 2.5, 2.5  # sds that they are moved by along it, and times that they are as wide
+_NONE = np.zeros(0)
 
 
 class Proposal(NamedTuple):
@@ -22,7 +23,7 @@ class Proposal(NamedTuple):
     mean: Array  # (m,)
     root: Array  # (m, m), of x = mean + root z
     per_scramble: int
-    is_along: bool = False  # whether the first coordinate of z has heavier tails, by itself
+    sides: Array = _NONE  # (3,) of the first coordinate of z, where it has heavier tails: share of one side, and scales
 
 
 def propose(mean: Array, covariance: Array, count: int) -> Proposal:
@@ -77,19 +78,33 @@ def _far(points: Array, weights: Array, covariance: Array) -> WeightedMoments:
 
 
 def _along(i: int, points: Array, weights: Array, covariance: Array, count: int) -> Proposal:
-    """Best for the second moment of coordinate i: a t with two degrees along it, others as they are out there."""
-    distance = np.abs(points[:, i] - weights @ points[:, i])
-    shares = weights * distance**2
+    """Best for the second moment of coordinate i: a t with few degrees along it, others as they are out there.
+
+    Each of its sides has the share of the second moment that it has, and is as wide: a logarithm has one long tail.
+    A multivariate t of m dimensions falls by m powers more along an axis than its marginal does: hardly any of its
+    points are far along one axis and in the middle of all others, which is where independent heavy tails are.
+    """
+    center = float(weights @ points[:, i])
+    shares = weights * (points[:, i] - center) ** 2
     moments = _far(points, shares, covariance)
     order = np.array([i, *(j for j in range(len(covariance)) if j != i)])
     root = np.linalg.cholesky(moments.covariance[np.ix_(order, order)])
-    nearest = np.argsort(distance, kind="stable")
-    middle = distance[nearest][np.searchsorted(np.cumsum(shares[nearest]), 0.5 * shares.sum())]
-    root[:, 0] *= middle / (student.MIDDLE_ALONG * root[0, 0])  # few far points make a variance
+    slope = root[:, 0] / root[0, 0]
+    root[:, 0] = slope
     root[:, 1:] *= np.sqrt((student.DEGREES - 2.0) / student.DEGREES)
-    back = np.empty_like(root)
-    back[order] = root
-    return Proposal(moments.mean, back, count, is_along=True)
+    back, along = np.empty_like(root), np.empty_like(slope)
+    back[order], along[order] = root, slope
+    is_lower = points[:, i] < center
+    share = np.clip(shares[is_lower].sum() / shares.sum(), 0.05, 0.95)
+    away = np.abs(points[:, i] - center)
+    scales = [_middle(away[side], shares[side]) / student.MIDDLE for side in (is_lower, ~is_lower)]
+    return Proposal(moments.mean - along * (moments.mean[i] - center), back, count, np.array([share, *scales]))
+
+
+def _middle(values: Array, weights: Array) -> float:
+    """Half of the weight is below."""
+    order = np.argsort(values, kind="stable")
+    return float(values[order][np.searchsorted(np.cumsum(weights[order]), 0.5 * weights.sum())])
 
 
 def has_heavy_tails(points: Array, weights: Array) -> bool:
@@ -106,8 +121,12 @@ def _squared_distances(points: Array, weights: Array) -> Array:
 
 def points_of(proposal: Proposal, stream: int) -> Array:
     """Points of a proposal, scramble after scramble, (scrambles x count, m)."""
-    standard = student.points_along if proposal.is_along else student.standard_points
-    z = standard(len(proposal.mean), proposal.per_scramble, stream)
+    size, count = len(proposal.mean), proposal.per_scramble
+    if len(proposal.sides):
+        z = student.points_across(size, count, stream).copy()
+        z[:, 0] = student.two_sided(z[:, 0], proposal.sides)
+    else:
+        z = student.standard_points(size, count, stream)
     return np.asarray(proposal.mean + z @ proposal.root.T)
 
 
@@ -115,9 +134,10 @@ def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
     """Log density of the proposals' mixture by their numbers of points, at points (S, m): the balance heuristic."""
     total = sum(one.per_scramble for one in proposals)
     logs = []
-    for mean, root, count, is_along in proposals:
-        log_density = student.log_density_along if is_along else student.log_density
-        logs.append(log_density(whitened(points, mean, root), root) + np.log(count / total))
+    for mean, root, count, sides in proposals:
+        z = whitened(points, mean, root)
+        log_density = student.log_density_along(z, root, sides) if len(sides) else student.log_density(z, root)
+        logs.append(log_density + np.log(count / total))
     return np.asarray(np.logaddexp.reduce(logs, axis=0))
 
 

@@ -11,8 +11,8 @@ from fedppl.numerics.kept import kept
 from fedppl.types import Array
 
 DEGREES = 5.0
-ALONG = 2.0  # degrees of a coordinate that has heavier tails than all others
-MIDDLE_ALONG = (2.0 / 3.0) ** 0.5  # half of it lies within
+ALONG = 3.0  # degrees along a coordinate whose tails are heavier than others'
+MIDDLE = 0.7648923284043543  # half of a t with so many lies within
 SCRAMBLES = 8  # independent ones, whose estimates' spread is the error
 
 
@@ -27,19 +27,22 @@ def standard_points(size: int, count: int, stream: int) -> Array:
 
 
 @kept(most_bytes=2**27)
-def points_along(size: int, count: int, stream: int) -> Array:
-    """Points whose first coordinate is a t with two degrees by itself, and whose others are a multivariate t.
-
-    A multivariate t of m dimensions falls by m powers more along an axis than its marginal does: hardly any of its
-    points are far along one axis and in the middle of all others, which is where independent heavy tails are.
-    """
+def points_across(size: int, count: int, stream: int) -> Array:
+    """A uniform number, and a standard multivariate t of one dimension less, as `standard_points` are."""
     parts = []
     for uniform in _uniform(size, count, stream):
         chi2 = stats.chi2.ppf(uniform[:, 0], DEGREES)
-        u = uniform[:, 1]
         others = ndtri(uniform[:, 2:]) * np.sqrt(DEGREES / chi2)[:, None]
-        parts.append(np.column_stack([(2.0 * u - 1.0) / np.sqrt(2.0 * u * (1.0 - u)), others]))
+        parts.append(np.column_stack([uniform[:, 1], others]))
     return np.concatenate(parts)
+
+
+def two_sided(uniform: Array, sides: Array) -> Array:
+    """Quantiles of a t with few degrees whose sides differ: share and scale of the lower one, scale of the upper."""
+    share, lower, upper = sides
+    p = np.where(uniform < share, 1.0 - uniform / share, (uniform - share) / (1.0 - share))
+    distance = stats.t.isf(0.5 * np.maximum(1.0 - p, 1e-12), ALONG)
+    return np.asarray(np.where(uniform < share, -lower * distance, upper * distance))
 
 
 def _uniform(size: int, count: int, stream: int) -> list[Array]:
@@ -57,10 +60,14 @@ def log_density(white: Array, root: Array) -> Array:
     return np.asarray(_log_standard(white, DEGREES) - np.linalg.slogdet(root)[1])
 
 
-def log_density_along(white: Array, root: Array) -> Array:
-    """Log density of mean + root z where the first coordinate of z has two degrees, as `points_along` are: (S,)."""
-    parts = _log_standard(white[:, :1], ALONG) + _log_standard(white[:, 1:], DEGREES)
-    return np.asarray(parts - np.linalg.slogdet(root)[1])
+def log_density_along(white: Array, root: Array, sides: Array) -> Array:
+    """Log density of mean + root z where the first coordinate of z is `two_sided`, and the others are a t: (S,)."""
+    share, lower, upper = sides
+    is_lower = white[:, 0] < 0
+    scale = np.where(is_lower, lower, upper)
+    first = np.log(2.0 * np.where(is_lower, share, 1.0 - share) / scale)
+    first += _log_standard(white[:, :1] / scale[:, None], ALONG)
+    return np.asarray(first + _log_standard(white[:, 1:], DEGREES) - np.linalg.slogdet(root)[1])
 
 
 def _log_standard(white: Array, degrees: float) -> Array:

@@ -157,8 +157,8 @@ def says_more(state: Correcting) -> bool:
     """Whether the posterior differs from q by anything that shows."""
     if state.found is None:
         return False
-    centred = state.residual - np.nanmedian(state.residual)
-    return float(np.sqrt(state.found.of_q @ np.nan_to_num(centred, nan=0.0, posinf=0.0, neginf=0.0) ** 2)) > _SHOWS
+    centred = np.nan_to_num(state.residual - np.nanmedian(state.residual), nan=0.0, posinf=0.0, neginf=0.0)
+    return float(np.sqrt(state.found.of_q @ np.clip(centred, -1e100, 1e100) ** 2)) > _SHOWS
 
 
 def _refitted(found: Reweighted, count: int, q: Gaussian) -> tuple[Proposal, ...]:
