@@ -68,18 +68,27 @@ RUNS: dict[str, Callable[[], Saving]] = {
 }
 
 
-def told(run: Saving, fit: fedppl.Fit) -> str:
-    """Digest of all that the fit tells, to the last bit."""
-    found = [fit.message, fit.client_ids, fit.algorithm.result.details(fit.state)]
-    drawn = [fit.predict(run.client, run.new, draws=20), fit.client(run.client, draws=10, chains=2, random_seed=7)]
+def told(run: Saving, fit: fedppl.Fit) -> dict[str, str]:
+    """Digests of all that the fit tells, to the last bit, by where it is told."""
+    found: dict[str, Any] = {"message": fit.message, "ids": fit.client_ids}
+    found |= {name: values for name, (_, values) in fit.algorithm.result.details(fit.state).items()}
+    drawn = {
+        "predict": fit.predict(run.client, run.new, draws=20),
+        "client": fit.client(run.client, draws=10, chains=2, random_seed=7),
+    }
     if run.new_client:
-        drawn.append(fit.new_client(run.new, predict=run.new, draws=20))
+        drawn["new client"] = fit.new_client(run.new, predict=run.new, draws=20)
     if run.algorithm.name not in ("HM1", "FedAvg", "Ditto"):
-        found += [fit.summary().to_json(double_precision=15), fit.posterior.precision.tobytes()]
-    for one in drawn:
-        groups = [one[name] for name in ("posterior", "predictions") if name in one]
-        found += [np.asarray(group[name]).tobytes() for group in groups for name in sorted(group.data_vars)]
-    return hashlib.sha256(repr(found).encode()).hexdigest()
+        found |= {"summary": fit.summary().to_numpy(), "precision": fit.posterior.precision}
+    for name, one in drawn.items():
+        groups = [(group, one[group]) for group in ("posterior", "predictions") if group in one]
+        found |= {f"{name}: {v} of {group}": np.asarray(x[v]) for group, x in groups for v in sorted(x.data_vars)}
+    return {name: _digest(value) for name, value in found.items()}
+
+
+def _digest(value: Any) -> str:
+    exact = value.tobytes() if isinstance(value, np.ndarray) and value.dtype != object else repr(value).encode()
+    return hashlib.sha256(exact).hexdigest()[:16]
 
 
 if __name__ == "__main__":
