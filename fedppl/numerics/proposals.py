@@ -13,8 +13,8 @@ from fedppl.types import Array
 _SKEWED = 0.15  # skewness from which a coordinate has points of its own in its longer tail
 _MOST_TAILS = 6
 _HEAVY = 1.2  # times a normal's fourth moment
+_LEAST_SHARE = 0.1  # of a coordinate's second moment, with which one of its sides has points of its own
 _SHIFT, _WIDER = 2.5, 2.5  # sds that they are moved by along it, and times that they are as wide
-_NONE = np.zeros(0)
 
 
 class Proposal(NamedTuple):
@@ -23,7 +23,7 @@ class Proposal(NamedTuple):
     mean: Array  # (m,)
     root: Array  # (m, m), of x = mean + root z
     per_scramble: int
-    sides: Array = _NONE  # (3,) of the first coordinate of z, where it has heavier tails: share of one side, and scales
+    is_along: bool = False  # whether the first coordinate of z is positive, and has heavier tails by itself
 
 
 def propose(mean: Array, covariance: Array, count: int) -> Proposal:
@@ -60,11 +60,12 @@ def beyond(points: Array, weights: Array, count: int) -> tuple[Proposal, ...]:
     fourth = weights @ ((points - mean) ** 2 / np.diag(covariance)) ** 2
     order = np.argsort(-fourth, kind="stable")[:_MOST_TAILS]
     heavy = [int(i) for i in order if fourth[i] > _HEAVY * 3.0]
-    each = 2 ** int(np.log2(max(count // max(len(heavy), 1), 1)))  # Sobol's points are balanced in such numbers
+    each = 2 ** int(np.log2(max(count // max(2 * len(heavy), 1), 1)))  # Sobol's points are balanced in such numbers
     if count < 1:
         return ()
     if heavy:
-        return tuple(_along(i, points, weights, covariance, each) for i in heavy)
+        sides = [_along(i, sign, points, weights, covariance, each) for i in heavy for sign in (-1.0, 1.0)]
+        return tuple(one for one in sides if one is not None)
     if not has_heavy_tails(points, weights):
         return ()
     moments = _far(points, weights * _squared_distances(points, weights), covariance)
@@ -77,34 +78,31 @@ def _far(points: Array, weights: Array, covariance: Array) -> WeightedMoments:
     return moments._replace(covariance=moments.covariance + 0.1 * covariance)
 
 
-def _along(i: int, points: Array, weights: Array, covariance: Array, count: int) -> Proposal:
-    """Best for the second moment of coordinate i: a t with few degrees along it, others as they are out there.
+def _along(i: int, sign: float, points: Array, weights: Array, covariance: Array, count: int) -> Proposal | None:
+    """Best for the second moment of coordinate i on one side of its mean; None where that side has hardly any of it.
 
-    Each of its sides has the share of the second moment that it has, and is as wide: a logarithm has one long tail.
-    A multivariate t of m dimensions falls by m powers more along an axis than its marginal does: hardly any of its
-    points are far along one axis and in the middle of all others, which is where independent heavy tails are.
+    Along it a t with few degrees, across it what the points have out there: in a funnel the log of a scale is larger on
+    both sides of a location. A multivariate t of m dimensions falls by m powers more along an axis than its marginal
+    does: hardly any of its points are far along one axis and in the middle of all others, where independent tails are.
     """
-    center = float(weights @ points[:, i])
-    shares = weights * (points[:, i] - center) ** 2
+    away = sign * (points[:, i] - weights @ points[:, i])
+    shares = weights * away**2
+    is_here = away > 0
+    if shares[is_here].sum() < _LEAST_SHARE * shares.sum():
+        return None
+    shares = np.where(is_here, shares, 0.0)
     moments = _far(points, shares, covariance)
     order = np.array([i, *(j for j in range(len(covariance)) if j != i)])
     root = np.linalg.cholesky(moments.covariance[np.ix_(order, order)])
     slope = root[:, 0] / root[0, 0]
-    root[:, 0] = slope
+    nearest = np.argsort(away, kind="stable")
+    middle = away[nearest][np.searchsorted(np.cumsum(shares[nearest]), 0.5 * shares.sum())]
+    root[:, 0] = slope * sign * middle / student.MIDDLE
     root[:, 1:] *= np.sqrt((student.DEGREES - 2.0) / student.DEGREES)
     back, along = np.empty_like(root), np.empty_like(slope)
     back[order], along[order] = root, slope
-    is_lower = points[:, i] < center
-    share = np.clip(shares[is_lower].sum() / shares.sum(), 0.05, 0.95)
-    away = np.abs(points[:, i] - center)
-    scales = [_middle(away[side], shares[side]) / student.MIDDLE for side in (is_lower, ~is_lower)]
-    return Proposal(moments.mean - along * (moments.mean[i] - center), back, count, np.array([share, *scales]))
-
-
-def _middle(values: Array, weights: Array) -> float:
-    """Half of the weight is below."""
-    order = np.argsort(values, kind="stable")
-    return float(values[order][np.searchsorted(np.cumsum(weights[order]), 0.5 * weights.sum())])
+    start = moments.mean - along * (moments.mean[i] - weights @ points[:, i])
+    return Proposal(start, back, count, is_along=True)
 
 
 def has_heavy_tails(points: Array, weights: Array) -> bool:
@@ -121,12 +119,8 @@ def _squared_distances(points: Array, weights: Array) -> Array:
 
 def points_of(proposal: Proposal, stream: int) -> Array:
     """Points of a proposal, scramble after scramble, (scrambles x count, m)."""
-    size, count = len(proposal.mean), proposal.per_scramble
-    if len(proposal.sides):
-        z = student.points_across(size, count, stream).copy()
-        z[:, 0] = student.two_sided(z[:, 0], proposal.sides)
-    else:
-        z = student.standard_points(size, count, stream)
+    standard = student.points_along if proposal.is_along else student.standard_points
+    z = standard(len(proposal.mean), proposal.per_scramble, stream)
     return np.asarray(proposal.mean + z @ proposal.root.T)
 
 
@@ -134,10 +128,9 @@ def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
     """Log density of the proposals' mixture by their numbers of points, at points (S, m): the balance heuristic."""
     total = sum(one.per_scramble for one in proposals)
     logs = []
-    for mean, root, count, sides in proposals:
-        z = whitened(points, mean, root)
-        log_density = student.log_density_along(z, root, sides) if len(sides) else student.log_density(z, root)
-        logs.append(log_density + np.log(count / total))
+    for mean, root, count, is_along in proposals:
+        log_density = student.log_density_along if is_along else student.log_density
+        logs.append(log_density(whitened(points, mean, root), root) + np.log(count / total))
     return np.asarray(np.logaddexp.reduce(logs, axis=0))
 
 

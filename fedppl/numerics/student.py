@@ -27,22 +27,14 @@ def standard_points(size: int, count: int, stream: int) -> Array:
 
 
 @kept(most_bytes=2**27)
-def points_across(size: int, count: int, stream: int) -> Array:
-    """A uniform number, and a standard multivariate t of one dimension less, as `standard_points` are."""
+def points_along(size: int, count: int, stream: int) -> Array:
+    """Points whose first coordinate is the absolute value of a t with few degrees; the others are a multivariate t."""
     parts = []
     for uniform in _uniform(size, count, stream):
         chi2 = stats.chi2.ppf(uniform[:, 0], DEGREES)
         others = ndtri(uniform[:, 2:]) * np.sqrt(DEGREES / chi2)[:, None]
-        parts.append(np.column_stack([uniform[:, 1], others]))
+        parts.append(np.column_stack([stats.t.isf(0.5 * uniform[:, 1], ALONG), others]))
     return np.concatenate(parts)
-
-
-def two_sided(uniform: Array, sides: Array) -> Array:
-    """Quantiles of a t with few degrees whose sides differ: share and scale of the lower one, scale of the upper."""
-    share, lower, upper = sides
-    p = np.where(uniform < share, 1.0 - uniform / share, (uniform - share) / (1.0 - share))
-    distance = stats.t.isf(0.5 * np.maximum(1.0 - p, 1e-12), ALONG)
-    return np.asarray(np.where(uniform < share, -lower * distance, upper * distance))
 
 
 def _uniform(size: int, count: int, stream: int) -> list[Array]:
@@ -60,14 +52,10 @@ def log_density(white: Array, root: Array) -> Array:
     return np.asarray(_log_standard(white, DEGREES) - np.linalg.slogdet(root)[1])
 
 
-def log_density_along(white: Array, root: Array, sides: Array) -> Array:
-    """Log density of mean + root z where the first coordinate of z is `two_sided`, and the others are a t: (S,)."""
-    share, lower, upper = sides
-    is_lower = white[:, 0] < 0
-    scale = np.where(is_lower, lower, upper)
-    first = np.log(2.0 * np.where(is_lower, share, 1.0 - share) / scale)
-    first += _log_standard(white[:, :1] / scale[:, None], ALONG)
-    return np.asarray(first + _log_standard(white[:, 1:], DEGREES) - np.linalg.slogdet(root)[1])
+def log_density_along(white: Array, root: Array) -> Array:
+    """Log density of mean + root z where z is as `points_along` are, at points whose z is `white`: (S,)."""
+    parts = np.log(2.0) + _log_standard(white[:, :1], ALONG) + _log_standard(white[:, 1:], DEGREES)
+    return np.asarray(np.where(white[:, 0] >= 0, parts - np.linalg.slogdet(root)[1], -np.inf))
 
 
 def _log_standard(white: Array, degrees: float) -> Array:

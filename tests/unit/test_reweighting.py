@@ -168,18 +168,20 @@ def test_independent_heavy_tails_have_points_along_each_axis(degrees: float) -> 
 
 
 def test_points_along_an_axis_are_of_their_density() -> None:
-    """Weighted by a normal density they have its mass and moments; half lie within the middle of their own axis."""
+    """With those of the other side they have the mass and moments of a normal; half lie within the middle."""
     root = np.array([[0.7, 1.2, 0.0], [2.0, 0.0, 0.0], [0.3, 0.4, 0.8]])  # along the second axis
-    one = Proposal(np.array([1.0, -2.0, 0.5]), root, 2048, np.array([0.3, 1.0, 1.5]))
-    points = points_of(one, 3)
+    one = Proposal(np.array([1.0, -2.0, 0.5]), root, 2048, is_along=True)
+    other = Proposal(np.array([1.0, -2.0, 0.5]), root * [-1.5, 1.0, 1.0], 1024, is_along=True)
+    both = (one, other)
+    points = np.concatenate([points_of(part, 3 + number) for number, part in enumerate(both)])
     normal = gaussian.from_moments(np.array([1.1, -1.5, 0.4]), np.diag([1.2, 2.0, 0.7]))
-    weights = np.exp(gaussian.log_density(normal, points) - log_mixture((one,), points)) / len(points)
+    weights = np.exp(gaussian.log_density(normal, points) - log_mixture(both, points)) / len(points)
     assert weights.sum() == pytest.approx(1.0, abs=0.005)
     assert_allclose(weights @ points, gaussian.mean(normal), atol=0.01)
-    away = (points[:, 1] + 2.0) / 2.0
-    assert np.mean(away < 0) == pytest.approx(0.3, abs=0.001)
-    assert np.mean((away < 0) & (away > -student.MIDDLE)) == pytest.approx(0.15, abs=0.002)
-    assert np.mean(away > 15.0) == pytest.approx(0.7 * 2 * stats.t.sf(10, student.ALONG), abs=2e-4)
+    away = (points_of(one, 3)[:, 1] + 2.0) / 2.0
+    assert np.all(away > 0)
+    assert np.mean(away < student.MIDDLE) == pytest.approx(0.5, abs=0.002)
+    assert np.mean(away > 10.0) == pytest.approx(2 * stats.t.sf(10, student.ALONG), abs=2e-4)
     assert stats.t.cdf(student.MIDDLE, student.ALONG) == pytest.approx(0.75)
 
 

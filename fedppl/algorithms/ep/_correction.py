@@ -127,7 +127,8 @@ def weighed(state: Correcting, q: Gaussian, residual: Array) -> Reweighted | Non
     """All exchanges' points as the posterior; its integral by those of the last exchange alone.
 
     Proposals were fitted to the points before them, and among many coordinates to their chance: under the mixture of
-    all, points before the last seem to be where a proposal is dense, and the integral is too small.
+    all, points before the last seem to be where a proposal is dense, and the integral is too small. Where the last
+    exchange alone has other moments, half of that is an error too: what all scrambles miss alike is in no spread.
     """
     found = reweigh(q, state.proposals, state.points, residual)
     if found is None or state.exchanges == 1:
@@ -136,7 +137,12 @@ def weighed(state: Correcting, q: Gaussian, residual: Array) -> Reweighted | Non
     last = reweigh(q, latest(state), state.points[-count:], residual[-count:])
     if last is None:
         return None
-    return found._replace(log_ratio=last.log_ratio, log_ratio_error=last.log_ratio_error)
+    sd = np.sqrt(np.diag(found.covariance))
+    logs = 0.5 * np.log(np.diag(last.covariance) / np.diag(found.covariance))
+    apart = max(np.max(np.abs(last.mean - found.mean) / sd), np.max(np.abs(logs)))
+    return found._replace(
+        log_ratio=last.log_ratio, log_ratio_error=last.log_ratio_error, error=max(found.error, 0.5 * float(apart))
+    )
 
 
 def _asked_at(state: Correcting) -> NDArray[np.intp]:
