@@ -53,23 +53,20 @@ def with_tails(mean: Array, covariance: Array, count: int, skewness: Array) -> t
 def beyond(points: Array, weights: Array, count: int) -> tuple[Proposal, ...]:
     """Where weighted points (S, m) have heavy tails, the t's that are best for second moments; nothing elsewhere.
 
-    One for each coordinate whose tails are heavy, and where only directions between axes have them, one in all. Their
-    moments are those of the points under weights times squared distance from the mean.
+    One in all directions, whose moments are those of the points under weights times squared distance from the mean; and
+    where single coordinates have heavy tails, as many points again along these.
     """
     mean, covariance = weighted_moments(points, weights)
     fourth = weights @ ((points - mean) ** 2 / np.diag(covariance)) ** 2
     order = np.argsort(-fourth, kind="stable")[:_MOST_TAILS]
     heavy = [int(i) for i in order if fourth[i] > _HEAVY * 3.0]
-    each = 2 ** int(np.log2(max(count // max(2 * len(heavy), 1), 1)))  # Sobol's points are balanced in such numbers
-    if count < 1:
+    if count < 1 or not (heavy or has_heavy_tails(points, weights)):
         return ()
-    if heavy:
-        sides = [_along(i, sign, points, weights, covariance, each) for i in heavy for sign in (-1.0, 1.0)]
-        return tuple(one for one in sides if one is not None)
-    if not has_heavy_tails(points, weights):
-        return ()
+    each = 2 ** int(np.log2(max(count // max(4 * len(heavy), 1), 1)))  # Sobol's points are balanced in such numbers
     moments = _far(points, weights * _squared_distances(points, weights), covariance)
-    return (propose(moments.mean, moments.covariance, count),)
+    sides = [_along(i, sign, points, weights, covariance, each) for i in heavy for sign in (-1.0, 1.0)]
+    along = tuple(one for one in sides if one is not None)
+    return propose(moments.mean, moments.covariance, max(1, count // 2) if along else count), *along
 
 
 def _far(points: Array, weights: Array, covariance: Array) -> WeightedMoments:
