@@ -199,7 +199,7 @@ def wrong_in_the_tail(size: float, where: float) -> LocalInference:
 
 @pytest.mark.parametrize(("size", "where"), [(0.1, 1.4), (0.12, 1.7), (0.2, 1.85)])
 def test_errors_are_weighed_by_the_posterior_not_by_q(size: float, where: float) -> None:
-    """They lie in the tail that q lacks: means were off by .2 to .4 sds in fits that were called converged."""
+    """They lie in the tail that q lacks."""
     model, clients = problems.schools()
     with pytest.warns(fedppl.ConvergenceWarning, match="uncertain"):
         assert fit(model, clients, fedppl.EP(local=wrong_in_the_tail(size, where))).status is Status.STALLED
@@ -294,6 +294,7 @@ def test_improper_priors_have_no_evidence() -> None:
         ({"points": 1001}, "take 1008"),
         ({"points": 2**40}, "at most 1048576"),
         ({"exchanges": 0}, "exchanges=0"),
+        ({"exchanges": 9}, "exchanges=9: at most 8"),
         ({"points": True}, "points=True"),
     ],
 )

@@ -195,6 +195,10 @@ PRIORS: dict[str, tuple[bool, Any]] = {
     "zero sum": (True, lambda mu: pm.ZeroSumNormal("t", shape=3)),
     "simplex": (True, lambda mu: pm.Dirichlet("t", np.ones(3))),
     "half-Cauchy": (True, lambda mu: pm.HalfCauchy("t", 1, shape=3)),
+    "bounds of one's own": (
+        False,
+        lambda mu: pm.Uniform("t", -1, 1, shape=3, default_transform=_T.Interval(-0.5, 0.5), initval=np.zeros(3)),
+    ),
     "uniform": (True, lambda mu: pm.Uniform("t", -1, 1, shape=3)),
 }
 
@@ -212,3 +216,15 @@ def test_a_prior_that_is_no_density_has_no_evidence(name: str) -> None:
 
     (client,) = FederatedModel(builder, ["mu"]).enrol({"a": {"y": np.array([0.3, 0.5])}}).values()
     assert client.has_proper_prior == is_density
+
+
+def test_a_prior_that_has_no_point_to_start_from_is_named() -> None:
+    def builder(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            y = pm.Data("y", y)
+            steps = pm.AR("steps", rho=[0.5], sigma=1, init_dist=pm.Flat.dist(), steps=2)
+            pm.Normal("obs", pm.Normal("mu") + steps.sum(), 1, observed=y)
+        return model
+
+    with pytest.raises(DeclarationError, match=r"client 'a'.*init_dist="):
+        FederatedModel(builder, ["mu"]).enrol({"a": {"y": np.array([0.3])}})

@@ -341,7 +341,7 @@ def contaminated(X: Any, y: Any) -> pm.Model:
 def test_shoulders_beside_the_mode_are_integrated_within_what_is_told(seed: int) -> None:
     """Six coefficients of a regression with outliers: exactly, a sum over which rows are.
 
-    From t's that were fitted once log f_k was too small by .04, .04 and .02, at every such client alike.
+    From t's that were fitted once log f_k was too small, at every such client alike.
     """
     rng = np.random.default_rng(seed)
     X = np.column_stack([np.ones(10), rng.normal(size=(10, 5))])

@@ -103,6 +103,8 @@ ROWS: dict[str, Mistake] = {
     "an id of NaT": row(named(pd.NaT, "b"), "id is NaT", "name the client"),
     "an empty id": row(named("", "b"), "id is ''", "name the client"),
     "bytes": row(named(b"a", "b"), "b'a'", "decode"),
+    "an end of a text": row(named("a\0", "a"), "'a\\x00'", "leave it out"),
+    "half a sign": row(named("\ud800", "a"), "ud800", "leave it out"),
     "a set": row(named(frozenset("ab"), "b"), "frozenset", "text or a tuple"),
     "a number and its text": row(named(1, "1"), "[1, '1']", "rename"),
     "blanks": row(named("a", "a "), "'a' and 'a '", "strip"),

@@ -71,12 +71,10 @@ def _shapes(client: ClientView, center: Array) -> tuple[Proposal, ...]:
 
 def _student_rule(shapes: tuple[Proposal, ...], count: int, stream: int) -> Rule:
     """Nodes with weights for integrals over a standard normal, as many of each scramble: a mixture of these t's."""
-    first, outer = shapes[:2], shapes[2:]
-    parts = [one._replace(per_scramble=count // (4 if outer else 2)) for one in first]
-    parts += [one._replace(per_scramble=max(1, count // 2 // len(outer))) for one in outer]
-    if len(first) == 1:
-        parts = [first[0]._replace(per_scramble=count)]
-    mixture = tuple(parts)
+    inner, outer = shapes[:2], shapes[2:]
+    each = count // (4 if outer else len(inner))
+    parts = [one._replace(per_scramble=each) for one in inner]
+    mixture = (*parts, *(one._replace(per_scramble=max(1, count // 2 // len(outer))) for one in outer))
     nodes = np.concatenate([points_of(one, stream + _APART * number) for number, one in enumerate(mixture)])
     log_normal = -0.5 * np.sum(nodes**2, axis=1) - 0.5 * nodes.shape[1] * np.log(2 * np.pi)
     log_weights = log_normal - log_mixture(mixture, nodes) - np.log(len(nodes))

@@ -62,8 +62,11 @@ def _is_usual(model: Any, rv: Any) -> bool:
         usual = _default_transform(rv.owner.op, rv)
     except NotImplementedError:
         return False
-    of_angle = type(usual).__name__ == "CircularTransform" and type(transform).__name__ == "Interval"
-    return of_angle or type(transform) is type(usual)
+    if type(transform) is not type(usual):
+        return False
+    # Bounds of one's own may be narrower than those of the distribution, whose transform reads them off its parameters.
+    reads = [getattr(getattr(one, "args_fn", None), "__code__", None) for one in (transform, usual)]
+    return reads[0] is reads[1]
 
 
 def parts_of_transform(transform: Any) -> list[Any]:

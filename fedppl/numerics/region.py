@@ -18,7 +18,7 @@ from fedppl.types import Array
 
 _STEP = np.sqrt(2.0)
 _SLOWEST = 0.9  # share that a tail keeps with a step
-_LEAST_POWER = 2.1
+_LEAST_POWER = 2.1  # of a tail; with 2 it has no mean square
 
 
 class Beyond(NamedTuple):

@@ -92,6 +92,12 @@ def is_trusted(found: Reweighted) -> bool:
     return bool(by_weights and found.error <= MOST_ERROR and found.ess >= FEWEST)
 
 
+def apart(one: Reweighted, other: Reweighted, sd: Array) -> float:
+    """Largest difference of means in sds, and of log sds."""
+    logs = 0.5 * np.log(np.diag(one.covariance) / np.diag(other.covariance))
+    return float(max(np.max(np.abs(one.mean - other.mean) / sd), np.max(np.abs(logs))))
+
+
 def _second_k(added: Array, points: Array, weights: Array) -> float:
     """Few points may have most of an sd, or of what is added to q's, and then no scramble tells its error.
 

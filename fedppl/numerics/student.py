@@ -12,7 +12,7 @@ from fedppl.types import Array
 
 DEGREES = 5.0
 ALONG = 3.0  # degrees along a coordinate whose tails are heavier than others'
-MIDDLE = 0.7648923284043543  # half of a t with so many lies within
+MIDDLE = float(stats.t.ppf(0.75, ALONG))  # half of it lies within
 SCRAMBLES = 8  # independent ones, whose estimates' spread is the error
 
 

@@ -213,10 +213,11 @@ def _name_bad(what: str, bad: int, rows: int) -> None:
 def _told(fit: Fit) -> dict[str, dict[str, Array]]:
     """What sites told of their rows when the run was over."""
     require_arrived(fit, "fedppl.loo")
-    silent = [k for k in fit.client_ids if "loo" not in fit.told.get(k, {}) and k not in fit.clients]
+    silent = [k for k in fit.client_ids if "loo" not in fit.told.get(k, {})]
     if silent:
+        absent = [k for k in silent if k not in fit.clients]
         raise DeclarationError(
-            f"rows of {silent[:5]} are not here, and these told nothing of them when the run was over. Of a fit from a "
+            f"rows of {absent[:5]} are not here, and these told nothing of them when the run was over. Of a fit from a "
             "file, give the data of all: fedppl.load(path, model, clients=...). Sites of their own tell, where their "
             'policy has conclusions=("loo",); their logs say why they refuse.'
         )

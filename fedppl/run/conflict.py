@@ -83,10 +83,9 @@ def conflict(
     -----
     *When this fails.* Of many clients some have a small p by chance: adjust for their number. Where others are few, the
     cavity is wide and little can be told. Where ``exact`` is False and the others are few, so that their posterior is
-    far from Gaussian, p tends to be too small: of two clients with four rows each and an unknown noise sd, one in eight
-    was below 0.05 though the model was right. NaN under a prior that is not smooth, such as Laplace's: there is no
-    expansion then. NaN too for clients that brought a likelihood on a grid, from which nothing can be drawn, and which
-    are refused where named; other summaries are drawn like rows.
+    far from Gaussian, p is too small, as of two clients with four rows each and an unknown noise sd. NaN under a prior
+    that is not smooth, such as Laplace's: there is no expansion then. NaN too for clients that brought a likelihood on
+    a grid, from which nothing can be drawn, and which are refused where named; other summaries are drawn like rows.
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass what fedppl.fit returned.")

@@ -16,9 +16,9 @@ from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep.sites import NO_VALUE, Sites
 from fedppl.contracts import ClientUpdate, ClientView, Constant, LocalInference
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import region, student
+from fedppl.numerics import pareto, region, student
 from fedppl.numerics.proposals import Proposal, points_of, with_tails
-from fedppl.numerics.reweighting import Reweighted, reweigh
+from fedppl.numerics.reweighting import Reweighted, apart, reweigh
 from fedppl.types import Array, Message
 
 _MOST_ERROR, _MOST_VALUE = 1e6, 1e9
@@ -128,7 +128,8 @@ def weighed(state: Correcting, q: Gaussian, residual: Array) -> Reweighted | Non
 
     Proposals were fitted to the points before them, and among many coordinates to their chance: under the mixture of
     all, points before the last seem to be where a proposal is dense, and the integral is too small. Where the last
-    exchange alone has other moments, half of that is an error too: what all scrambles miss alike is in no spread.
+    exchange alone has other moments, half of that is an error too: what all scrambles miss alike is in no spread. Where
+    few of its points have the weight, so is what the two integrals differ by.
     """
     found = reweigh(q, state.proposals, state.points, residual)
     if found is None or state.exchanges == 1:
@@ -137,11 +138,11 @@ def weighed(state: Correcting, q: Gaussian, residual: Array) -> Reweighted | Non
     last = reweigh(q, latest(state), state.points[-count:], residual[-count:])
     if last is None:
         return None
-    sd = np.sqrt(np.diag(found.covariance))
-    logs = 0.5 * np.log(np.diag(last.covariance) / np.diag(found.covariance))
-    apart = max(np.max(np.abs(last.mean - found.mean) / sd), np.max(np.abs(logs)))
+    differ = 0.0 if last.pareto_k <= pareto.limit(last.told) else last.log_ratio - found.log_ratio
     return found._replace(
-        log_ratio=last.log_ratio, log_ratio_error=last.log_ratio_error, error=max(found.error, 0.5 * float(apart))
+        log_ratio=last.log_ratio,
+        log_ratio_error=float(np.hypot(last.log_ratio_error, differ)),
+        error=max(found.error, 0.5 * apart(last, found, np.sqrt(np.diag(found.covariance)))),
     )
 
 

@@ -14,7 +14,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.numerics import region
 from fedppl.numerics.importance import skewness
 from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, with_tails
-from fedppl.numerics.reweighting import Reweighted, is_trusted, reweigh
+from fedppl.numerics.reweighting import Reweighted, apart, is_trusted, reweigh
 from fedppl.types import Array
 
 _PATIENCE = 3  # rounds without any answer
@@ -149,8 +149,7 @@ def _apart(one: Reweighted | None, other: Reweighted | None, sd: Array) -> float
         return 0.0
     if one is None:
         return np.inf
-    logs = 0.5 * np.log(np.diag(one.covariance) / np.diag(other.covariance))
-    return float(max(np.max(np.abs(one.mean - other.mean) / sd), np.max(np.abs(logs))))
+    return apart(one, other, sd)
 
 
 def says_more(state: Correcting) -> bool:

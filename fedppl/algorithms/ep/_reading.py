@@ -107,6 +107,7 @@ def without(state: EPState, client_id: str, log_ratio: contracts.LogRatio | None
     # What the client itself does not know of its values; that of the others is in both.
     own = squares_of_errors(found.weights, held.errors[k], held.errors[k] ** 2)
     own += squares_of_constants(held, np.arange(len(held.constants)) == k)
-    own += mass**2 + float(region.beyond(sites.prior, reached(held), sites.q, *held.found[:2]).mass.sum()) ** 2
+    of_all = region.beyond(sites.prior, reached(held), sites.q, held.found.points, held.found.weights)
+    own += mass**2 + float(of_all.mass.sum()) ** 2
     error = float(np.sqrt(held.found.log_ratio_error**2 + found.log_ratio_error**2 + own))
     return WithoutClient(cavity, found, contracts.LogEvidence(with_it - without_it, error))
