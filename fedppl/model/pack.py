@@ -98,25 +98,13 @@ def _found_or_compiled(
     source: str, compiled: Callable[[], tuple[Callable[..., Any], bool]], name: str | None, signature: Any
 ) -> Callable[..., Any]:
     key = _key(name, source) if name is not None and config.numba__cache else None
-    found = _from_disk(source, key, signature)
-    if found is not None:
-        return found
+    if key is not None:
+        try:  # with nothing to compile: it is read from disk, or it fails at once
+            return _jitted(source, None, key, signature)
+        except TypingError:
+            pass
     kernel, may_be_kept = compiled()
-    if not may_be_kept:
-        return _jitted(source, kernel, None, signature)
-    made = _jitted(source, kernel, key, signature)
-    # LLVM may merge what was compiled here into what calls it, and not what was read: last digits would then depend on
-    # whether this process is the first.
-    return _from_disk(source, key, signature) or made
-
-
-def _from_disk(source: str, key: str | None, signature: Any) -> Callable[..., Any] | None:
-    if key is None:
-        return None
-    try:  # with nothing to compile: it is read, or it fails at once
-        return _jitted(source, None, key, signature)
-    except TypingError:
-        return None
+    return _jitted(source, kernel, key if may_be_kept else None, signature)
 
 
 def _jitted(source: str, kernel: Any, key: str | None, signature: Any) -> Callable[..., Any]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -68,10 +67,10 @@ RUNS: dict[str, Callable[[], Saving]] = {
 }
 
 
-def told(run: Saving, fit: fedppl.Fit) -> dict[str, str]:
-    """Digests of all that the fit tells, to the last bit, by where it is told."""
-    found: dict[str, Any] = {"message": fit.message, "ids": fit.client_ids}
-    found |= {name: values for name, (_, values) in fit.algorithm.result.details(fit.state).items()}
+def told(run: Saving, fit: fedppl.Fit) -> dict[str, Any]:
+    """All that the fit tells: texts, and numbers in flat lists, by where they are told."""
+    found: dict[str, Any] = {"message": fit.message, "ids": list(fit.client_ids)}
+    arrays = {name: values for name, (_, values) in fit.algorithm.result.details(fit.state).items()}
     drawn = {
         "predict": fit.predict(run.client, run.new, draws=20),
         "client": fit.client(run.client, draws=10, chains=2, random_seed=7),
@@ -79,16 +78,11 @@ def told(run: Saving, fit: fedppl.Fit) -> dict[str, str]:
     if run.new_client:
         drawn["new client"] = fit.new_client(run.new, predict=run.new, draws=20)
     if run.algorithm.name not in ("HM1", "FedAvg", "Ditto"):
-        found |= {"summary": fit.summary().to_numpy(), "precision": fit.posterior.precision}
+        arrays |= {"summary": fit.summary().to_numpy(dtype=float), "precision": fit.posterior.precision}
     for name, one in drawn.items():
         groups = [(group, one[group]) for group in ("posterior", "predictions") if group in one]
-        found |= {f"{name}: {v} of {group}": np.asarray(x[v]) for group, x in groups for v in sorted(x.data_vars)}
-    return {name: _digest(value) for name, value in found.items()}
-
-
-def _digest(value: Any) -> str:
-    exact = value.tobytes() if isinstance(value, np.ndarray) and value.dtype != object else repr(value).encode()
-    return hashlib.sha256(exact).hexdigest()[:16]
+        arrays |= {f"{name}: {v} of {group}": np.asarray(x[v]) for group, x in groups for v in sorted(x.data_vars)}
+    return found | {name: np.ravel(values).tolist() for name, values in arrays.items()}
 
 
 if __name__ == "__main__":
