@@ -28,7 +28,7 @@ from fedppl.numerics.integral import Rule, beyond_grid, by_far_grid, by_grid, in
 from fedppl.numerics.marginal import site_batch
 from fedppl.numerics.newton import OK
 from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
-from fedppl.types import Array, LocalFailure, Rng
+from fedppl.types import Array, LocalFailure
 
 _GRIDS = {2: (7, 9, 15), 3: (5, 7, 9)}  # nodes of each coordinate, by the number of coordinates
 _SHAPING, _FITS = 64, 3  # points of a scramble that tell where θ lies at the center, and how often it is fitted
@@ -36,8 +36,6 @@ _APART = 2**16  # between the streams of parts of a mixture
 _NODES = (32, 128, 512)  # of a scramble; more where they do not tell how log f_k varies
 _AGREE = 0.003  # sd over points of the errors, in log units, with which more nodes are not needed
 _SOME = (128, 512)  # points at which θ is integrated first, and where they do not foretell the others
-_CANDIDATES, _TIMES = 8, 5  # of θ for each draw, half of them normal and half of a t, which reaches further
-_AT_ONCE = 2**22  # numbers in the factors that are held at a time
 
 
 def _shapes(client: ClientView, center: Array) -> tuple[Proposal, ...]:
@@ -195,48 +193,3 @@ def _integrals(client: ClientView, points: Array, center: Array, nodes: Rule) ->
     if status != OK:
         raise LocalFailure(no_mode(client, center))
     return values, shares
-
-
-def draw_given(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
-    """A draw of θ from p(θ | φ, y_k) for each row of phi (N, m): (N, d), of a few candidates each."""
-    d = client.local_size
-    chunk = max(1, _AT_ONCE // max(1, d * d))
-    order = np.lexsort(phi.T)  # equal rows together: one search serves them
-    theta = np.zeros((len(phi), d))
-    for first in range(0, len(phi) if d else 0, chunk):
-        some = order[first : first + chunk]
-        theta[some] = _drawn(client, phi[some], center, rng)
-    return theta
-
-
-def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
-    count, d = len(phi), client.local_size
-    unique, where = np.unique(phi, axis=0, return_inverse=True)
-    _, modes, factors = _marginal.modes(client, unique, center, factors=True)
-    modes, factors = modes[where.ravel()], factors[where.ravel()]
-    upper = np.swapaxes(factors, 1, 2)
-    if client.view(_gaussian_rest.is_exact):
-        return np.asarray(modes + np.linalg.solve(upper, rng.normal(size=(count, d, 1)))[..., 0])
-    # Each time the last choice stands against fresh candidates: what few of them are wrong by falls geometrically.
-    kept, kept_weight = np.zeros((count, d)), np.full(count, -np.inf)
-    for _ in range(_TIMES):
-        z = rng.normal(size=(_CANDIDATES, count, d))
-        reach = z[1::2]
-        reach *= np.sqrt(student.DEGREES / rng.chisquare(student.DEGREES, size=(*reach.shape[:2], 1)))
-        theta = modes + np.linalg.solve(upper[None], z[..., None])[..., 0]
-        log_weights = np.concatenate([kept_weight[None], _log_weights(client, phi, theta, z)])
-        chosen = np.argmax(log_weights + rng.gumbel(size=log_weights.shape), axis=0)
-        each = np.arange(count)
-        kept, kept_weight = np.concatenate([kept[None], theta])[chosen, each], log_weights[chosen, each]
-    return kept
-
-
-def _log_weights(client: ClientView, phi: Array, theta: Array, z: Array) -> Array:
-    """log p(y, θ | φ) less the log density of the candidates, up to a constant of each φ, (candidates, N)."""
-    candidates, count, d = z.shape
-    x = np.concatenate([np.broadcast_to(phi, (candidates, *phi.shape)), theta], axis=2)
-    values = site_batch(client.kernel, np.ascontiguousarray(x.reshape(candidates * count, -1)), client.packed)
-    white = z.reshape(-1, d)
-    log_normal = -0.5 * np.sum(white**2, axis=1) - 0.5 * d * np.log(2 * np.pi)
-    log_proposal = np.logaddexp(log_normal, student.log_density(white, np.eye(d)))
-    return np.asarray(np.nan_to_num((values - log_proposal).reshape(candidates, count), nan=-np.inf))

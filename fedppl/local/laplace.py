@@ -6,6 +6,7 @@ import numpy as np
 
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
 from fedppl.local import _factor
+from fedppl.local._given import draw_given
 from fedppl.local.tilted import gaussian_draws, gaussian_moments, log_tilted, negative_hessian, require_smooth, start
 from fedppl.types import Array, LocalFailure, Rng
 
@@ -37,13 +38,7 @@ def Laplace() -> LocalInference:
     `NestedLaplace` unless the model is Gaussian with known variances.
     """
     return LocalInference(
-        "Laplace",
-        check=_check,
-        expand=None,
-        tilted=tilted,
-        draw=draw,
-        factor=_factor.factor,
-        draw_given=_factor.draw_given,
+        "Laplace", check=_check, expand=None, tilted=tilted, draw=draw, factor=_factor.factor, draw_given=draw_given
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
 from fedppl.local import _conditional, _factor, _from_q, _gaussian_rest, _marginal, _student
+from fedppl.local._given import draw_given
 from fedppl.local._no_mode import no_mode
 from fedppl.local._student import StudentSample
 from fedppl.local.nuts import NUTS
@@ -93,7 +94,7 @@ def NestedLaplace(*, points: int = 64, pareto_limit: float = 0.7, fallback: bool
         settings=settings._asdict(),
         log_factor=_marginal.log_factor,
         factor=_factor.factor,
-        draw_given=_factor.draw_given,
+        draw_given=draw_given,
     )
 
 
