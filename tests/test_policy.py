@@ -638,12 +638,12 @@ def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
     """Three releases with little noise, and an app with much noise gets nothing more."""
     total = (privacy.epsilon(1.5, 2) + privacy.epsilon(1.5, 3)) / 2
     rules = Policy(rows=0, parameters_per_row=math.inf, requests=math.inf, epsilon=total)
-    loud, quiet = (fedppl.PrivateEP(clip=1.0, noise_multiplier=z, releases=500) for z in (1.5, 20.0))
+    loud, quiet = (fedppl.PrivateEP(clip=1.0, noise_multiplier=z, releases=500) for z in (1.5, 8.0))
     message = loud.broadcast(loud.init(LAYOUT, ("clinic 3",), np.random.default_rng(0)), "clinic 3")
     first = [sent(site_of(tmp_path, rules, loud), ask(1, f"a{i}")._replace(message=message)) for i in range(3)]
     assert [refused(reply) for reply in first] == [False, False, True]
     room = 0
-    while privacy.epsilon([1.5, 20.0], [2, room + 1]) <= total:
+    while privacy.epsilon([1.5, 8.0], [2, room + 1]) <= total:
         room += 1
     site = site_of(tmp_path, rules, quiet)._replace(token="quiet")
     later = [sent(site, ask(1, f"b{i}")._replace(message=message)) for i in range(room + 1)]

@@ -391,9 +391,10 @@ def test_without_trust_the_same_lie_moves_the_mean_by_far_more_and_shows_in_the_
     assert np.abs(_trust.pulls(taken[-1].state.sites)[1]).max() > 1e4
 
 
-@pytest.mark.parametrize("trust", [None, 3.0])
-@pytest.mark.parametrize("sds", [1.0, 0.3])
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("count", "sds", "trust"),
+    [(1, 1.0, None), (1, 0.3, 3.0), (2, 0.3, None), (2, 1.0, 3.0), (4, 1.0, None), (4, 0.3, 3.0)],
+)
 def test_a_client_that_claims_noise_and_goes_on_and_on_is_not_converged(
     count: int, sds: float, trust: float | None
 ) -> None:
