@@ -229,6 +229,7 @@ def test_sites_keep_the_form_of_their_structure(structure: Any) -> None:
     assert fit.status.ok, fit.message
     full = fitted(model, clients)
     precision = fit.posterior.precision
+    assert ("correlated" in fit.message) == (structure != [["log_tau", "mu"]])
     if structure == "diagonal":
         np.testing.assert_array_equal(precision, np.diag(np.diag(precision)))
     elif len(structure) == 2:

@@ -1,8 +1,8 @@
 """Draws of θ given φ and a client's rows, from a few candidates about the mode of θ.
 
-Half of the candidates are of Laplace's approximation, and half of a t about it, which reaches further. The choice stands
-against fresh candidates a few times, which leaves p(θ | φ, y_k) as it is and has what few candidates are wrong by fall
-geometrically. Where the density is all but that approximation, candidates are of it alone, and once is enough.
+Half of the candidates are of Laplace's approximation, and half of a t about it, which reaches further. The choice
+stands against fresh candidates a few times, which leaves p(θ | φ, y_k) as it is and has what few candidates are wrong
+by fall geometrically. Where the density is all but that approximation, candidates are of it alone, and once is enough.
 """
 
 from __future__ import annotations

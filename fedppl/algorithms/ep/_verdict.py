@@ -9,6 +9,7 @@ from scipy import special
 
 from fedppl.algorithms.ep import _moves, _trust
 from fedppl.algorithms.ep._state import EPState, Taken
+from fedppl.structure import Structure
 from fedppl.types import Array, Status
 
 # Monte Carlo error of the shared means, in posterior sds after averaging, beyond which nothing is called converged.
@@ -81,6 +82,7 @@ def judge(taken: Taken, last: Change, rows: list[int], tolerance: float, largest
         status = Status.CONVERGED
         message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
         skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * min(mc_error, _MOST_ERROR_LEFT)))
+        skewed = "; ".join(filter(None, (skewed, _uncoupled(state.sites.structure))))
         message = "; ".join(filter(None, (message, _far_off(state))))
     else:
         status = Status.RUNNING
@@ -132,6 +134,17 @@ def _far_off(state: EPState) -> str:
     return (
         f"client {list(state.sites.where)[k]} pulls {state.sites.labels[i]} by {pull[k, i]:+.2g} sds of what others "
         "know: look at its data, at the units first; EP(trust=3) holds it back"
+    )
+
+
+def _uncoupled(form: Structure) -> str:
+    """What a precision without some of its entries cannot have; empty where it has all, in whatever order."""
+    if form.size == 1 or (form.blocks is not None and len(form.blocks) == 1):
+        return ""
+    return (
+        f"a {'diagonal structure' if form.blocks is None else 'structure of blocks'} leaves out how shared variables "
+        'are correlated, and sds may be far too small where they are: structure="full" has that, and '
+        "correction=fedppl.Correction() the posterior itself"
     )
 
 
