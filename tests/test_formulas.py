@@ -187,6 +187,21 @@ def test_a_family_has_the_density_that_scipy_has(family: str) -> None:
     assert_allclose(found, densities(rows, family, eta.to_numpy(), AT), rtol=1e-8, atol=1e-14)
 
 
+def test_the_prior_of_an_intercept_allows_for_offsets() -> None:
+    """Counts over thousands of days: the rate is far below 1, and so is the middle of its prior."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"site": np.repeat(["a", "b"], 40), "exposure": rng.normal(8.0, 0.3, 80)})
+    frame["cases"] = rng.poisson(np.exp(frame["exposure"] - 7))
+    declared = fedppl.formula("cases ~ offset(exposure) + (1 | site)", family="poisson")
+    model = fedppl.agree(declared, frame, by="site").model
+    built = model.builder(**model.read("a", frame[frame["site"] == "a"]))
+    middle = np.log(frame["cases"].mean()) - frame["exposure"].mean()
+    assert built["Intercept"].owner.op.dist_params(built["Intercept"].owner)[0].eval() == pytest.approx(
+        middle, abs=1e-6
+    )
+    assert "offsets" in str(model.describe().loc["Intercept", "prior"])
+
+
 def test_effects_of_a_client_are_a_multivariate_normal() -> None:
     model = fedppl.agree(fedppl.formula("y ~ age + (1 + age | site)"), FRAME, by="site").model
     built = model.builder(**model.read("s1", FRAME[FRAME["site"] == "s1"]))
@@ -294,6 +309,34 @@ def test_splines_have_knots_that_all_know() -> None:
     full = np.r_[[0.0] * 4, 45.0, 55.0, [120.0] * 4]
     expected = BSpline.design_matrix(FRAME.loc[FRAME["site"] == "s1", "age"], full, 3).toarray()
     assert_allclose(found, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("right", ["{}", "1 + ({} | site)"])
+@pytest.mark.parametrize("more", ["", ", center=True"])
+def test_centred_splines_are_combinations_of_the_same_basis_at_all_clients(right: str, more: str) -> None:
+    constants = {"knots": [45.0, 55.0]}
+    declared, plain = (
+        fedppl.formula(
+            "y ~ " + right.format(f"bs(age, knots=knots, lower_bound=0, upper_bound=120{kind})"), constants=constants
+        )
+        for kind in (more, ", center=False")
+    )
+    declared, plain = (fedppl.agree(one, FRAME, by="site").model for one in (declared, plain))
+    name = "common" if right == "{}" else "effects_0"
+    ways = []
+    for site in ("s1", "s2"):
+        rows = FRAME[FRAME["site"] == site]
+        centred, basis = (one.read(site, rows)[name] for one in (declared, plain))
+        ways.append(np.linalg.lstsq(basis, centred, rcond=None)[0])
+        assert_allclose(basis @ ways[0], centred, atol=1e-10)
+    beyond = FRAME.assign(age=FRAME["age"] * np.where(FRAME.index == 3, 10, 1))
+    with pytest.raises(DataError, match="row 3 lies outside of the bounds"):
+        declared.read("s1", beyond)
+
+
+def test_a_name_may_have_commas() -> None:
+    found = fit(fedppl.formula("y ~ poly(age, 2, raw=True) + (1 | site)"))
+    assert found.status.ok
 
 
 def test_a_column_in_another_unit_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -50,11 +50,11 @@ def _told(spec: Spec, name: str) -> tuple[str, Any, Any]:
             text = f"sds {text}, correlations LKJ(eta={predictor.CORRELATION:g})"
         return text, predictor.effect_labels(spec, groups[name]), None
     if name in beside:
-        where = " where columns are at their means" if name == "threshold" and name not in spec.priors else ""
+        where = predictor.at_means(spec) if name == "threshold" and name not in spec.priors else ""
         return _shown(spec.priors.get(name, beside[name])) + where, _beside(spec, name) or None, None
     reference = f"{spec.terms.response.columns[0]}={spec.scales.levels[0]}" if spec.levels else None
     if name == "Intercept":
-        where = " where columns are at their means" if name not in spec.priors and spec.terms.common else ""
+        where = predictor.at_means(spec) if name not in spec.priors else ""
         return repr(predictor.intercept(spec)) + where, spec.levels or None, reference
     labels = spec.design.labels[name]
     entries = tuple(predictor.short(labels)) if predictor.is_labelled(name, labels) else ()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,10 @@ class Design:
         Means and sds of the columns of the common terms over rows that stand for all, (p,).
     group_scale
         Sizes of the effects' columns, by group.
+    offset_center
+        Mean of the sum of the offsets over these rows.
+    splines
+        Terms ``bs(...)`` as they are before their columns are centred, by name.
     """
 
     terms: Terms
@@ -47,11 +52,13 @@ class Design:
     center: Array
     scale: Array
     group_scale: tuple[Array, ...]
+    offset_center: float
+    splines: Mapping[str, Any]
 
     def common(self, frame: pd.DataFrame, what: str) -> Array:
         """Columns of the common terms, (n, p)."""
         found = self.matrices.common.terms if self.matrices.common is not None else {}
-        return _stacked([_evaluated(found[name], frame, what) for name in self.terms.common], len(frame))
+        return self._columns([found[name] for name in self.terms.common], frame, what)
 
     def offset(self, frame: pd.DataFrame, what: str) -> Array:
         """Sum of the offsets, (n,)."""
@@ -61,7 +68,20 @@ class Design:
     def group(self, number: int, frame: pd.DataFrame, what: str) -> Array:
         """Columns of the effects of a group, (n, q)."""
         group = self.terms.groups[number]
-        return _stacked([_evaluated(one, frame, what) for one in _expressions(self.matrices, group)], len(frame))
+        return self._columns(_expressions(self.matrices, group), frame, what)
+
+    def _columns(self, terms: Sequence[Any], frame: pd.DataFrame, what: str) -> Array:
+        """Columns of terms, (n, theirs), of rows that lie within the bounds of splines."""
+        for name in {str(getattr(term, "name", "")) for term in terms} & set(self.splines):
+            values = _evaluated(self.splines[name], frame, what)
+            # A basis of splines is within 0 and 1 between its bounds, and nowhere else.
+            outside = np.any((values < -1e-9) | (values > 1 + 1e-9), axis=1)
+            if what != _AGREED and np.any(outside):
+                raise DataError(
+                    f"{what}: row {int(np.argmax(outside))} lies outside of the bounds of {name!r}; widen lower_bound "
+                    "and upper_bound, the same at all clients."
+                )
+        return np.concatenate([np.zeros((len(frame), 0)), *(_evaluated(t, frame, what) for t in terms)], axis=1)
 
 
 def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> Design:
@@ -71,7 +91,9 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # of functions at rows that nobody has
         try:
-            matrices = DesignMatrices(described, frame, Environment([{"np": np, **constants}]))
+            known = Environment([{"np": np, **constants}])
+            matrices = DesignMatrices(described, frame, known)
+            splines = _before_centring(matrices, terms, frame, known)
         except Exception as error:
             raise DeclarationError(
                 f"the formula {terms.right!r} cannot be evaluated: {error}; functions take columns of numbers, what is "
@@ -79,16 +101,19 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
             ) from error
         found = matrices.common.terms if matrices.common is not None else {}
         labels = {name: tuple(map(str, found[name].labels)) for name in terms.common}
-        design = Design(terms, agreement, matrices, labels, (), np.zeros(0), np.ones(0), ())
+        design = Design(terms, agreement, matrices, labels, (), np.zeros(0), np.ones(0), (), 0.0, {})
         common = design.common(frame, _AGREED)
         groups = [design.group(number, frame, _AGREED) for number in range(len(terms.groups))]
         center, scale = np.nanmean(common, axis=0), np.nanstd(common, axis=0)
         sizes = tuple(np.sqrt(np.nanmean(one**2, axis=0)) for one in groups)
+        offset = float(np.nanmean(design.offset(frame, _AGREED))) if terms.offsets else 0.0
     effects = tuple(
         tuple(label for one in _expressions(matrices, group) for label in _labels(one)) for group in terms.groups
     )
     center = np.where(np.isfinite(center), center, 0.0)
-    return Design(terms, agreement, matrices, labels, effects, center, _usable(scale), tuple(map(_usable, sizes)))
+    offset = offset if np.isfinite(offset) else 0.0
+    usable = tuple(map(_usable, sizes))
+    return Design(terms, agreement, matrices, labels, effects, center, _usable(scale), usable, offset, splines)
 
 
 def standing_for_all(terms: Terms, agreement: Agreement) -> pd.DataFrame:
@@ -169,19 +194,19 @@ def _evaluated(term: Any, frame: pd.DataFrame, what: str) -> Array:
             f"{what}: {getattr(term, 'name', 'a term')!r} is {value} in row {where}, where {', '.join(read)}; correct "
             "such rows, or change the function."
         )
-    name = str(getattr(term, "name", ""))
-    # A basis of splines is within 0 and 1 between its bounds, and nowhere else.
-    outside = (values < -1e-9) | (values > 1 + 1e-9)
-    if what != _AGREED and name.startswith("bs(") and ":" not in name and np.any(outside):
-        raise DataError(
-            f"{what}: row {int(np.argmax(outside.any(axis=1)))} lies outside of the bounds of {name!r}; widen "
-            "lower_bound and upper_bound, the same at all clients."
-        )
     return values
 
 
-def _stacked(parts: list[Array], rows: int) -> Array:
-    return np.concatenate([np.zeros((rows, 0)), *parts], axis=1)
+def _before_centring(matrices: Any, terms: Terms, frame: pd.DataFrame, known: Environment) -> dict[str, Any]:
+    """Every ``bs(...)`` as it is with ``center=False``, by the name that it has in the formula."""
+    every = [matrices.common.terms[name] for name in terms.common] if matrices.common is not None else []
+    every += [one for group in terms.groups for one in _expressions(matrices, group)]
+    found = {}
+    for name in {str(getattr(term, "name", "")) for term in every}:
+        if name.startswith("bs("):
+            plain = re.sub(r",\s*(center|intercept)\s*=\s*\w+", "", name)[:-1] + ", center=False)"
+            (found[name],) = DesignMatrices(model_description(f"0 + {plain}"), frame, known).common.terms.values()
+    return found
 
 
 def _usable(scale: Array) -> Array:

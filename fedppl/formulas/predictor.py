@@ -76,9 +76,15 @@ def coefficients(spec: Spec) -> dict[str, Prior]:
 
 
 def intercept(spec: Spec) -> Prior:
-    """Prior of the predictor where columns are at their means, wherever 0 of them may be; a user's is of itself."""
+    """Prior of the predictor where columns and offsets are at their means; a user's is of the intercept itself."""
     default = Prior("Normal", mu=spec.family.center(spec.scales), sigma=_WIDE * spec.family.unit(spec.scales))
     return spec.priors.get("Intercept", default)
+
+
+def at_means(spec: Spec) -> str:
+    """Where the predictor has the prior of `intercept`, wherever 0 of columns and offsets may be."""
+    moved = [*(["columns"] if spec.terms.common else []), *(["offsets"] if spec.terms.offsets else [])]
+    return f" where {' and '.join(moved)} are at their means" if moved else ""
 
 
 def sds(spec: Spec, number: int) -> Prior:
@@ -118,19 +124,21 @@ def short(labels: Sequence[str]) -> list[str]:
 
 
 def linear_predictor(spec: Spec, held: Mapping[str, Any]) -> tuple[Any, Any]:
-    """η in the model that is open, (n,), or (n, levels) where levels have one each; and its part at columns' means."""
+    """η in the model that is open, (n,), or (n, levels) where levels have one each; and its part `at_means`."""
     beta = _beta(spec)
-    at_means: Any = 0.0 if beta is None else pt.dot(spec.design.center, beta)
+    middle: Any = spec.design.offset_center
+    if beta is not None:
+        middle = middle + pt.dot(spec.design.center, beta)
     eta = held["rows"] if beta is None else held["common"] @ beta
     if beta is None and spec.levels:
         eta = eta[:, None]
     if has_intercept(spec.terms, spec.family):
-        eta = eta + _intercept(spec, at_means)
+        eta = eta + _intercept(spec, middle)
     if "offset" in held:
         eta = eta + held["offset"]
     for number in range(len(spec.terms.groups)):
         eta = eta + _effects(spec, number, held)
-    return eta, at_means
+    return eta, middle
 
 
 def _beta(spec: Spec) -> Any:
@@ -144,12 +152,12 @@ def _beta(spec: Spec) -> Any:
     return pt.concatenate(parts) if parts else None
 
 
-def _intercept(spec: Spec, at_means: Any) -> Any:
+def _intercept(spec: Spec, middle: Any) -> Any:
     dims = {"dims": spec.level_dim} if spec.levels else {}
     prior = intercept(spec)
     if "Intercept" in spec.priors:
         return prior.declared("Intercept", **dims)
-    return pm.Normal("Intercept", prior.parameters["mu"] - at_means, prior.parameters["sigma"], **dims)
+    return pm.Normal("Intercept", prior.parameters["mu"] - middle, prior.parameters["sigma"], **dims)
 
 
 def _rotated(root: Any, z: Any) -> Any:

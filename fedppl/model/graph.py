@@ -275,12 +275,12 @@ def _in_pieces(
         if variable.binary:
             piece = pt.cast(piece, value.type.dtype)
         replace[value] = pt.specify_shape(piece, variable.shape) if variable.shape else piece
-        own = pt.tensor(f"piece_{variable.name}", dtype=value.type.dtype, shape=variable.shape)
+        own = pt.tensor(name=f"piece_{variable.name}", dtype=value.type.dtype, shape=variable.shape)
         pieces[value] = Piece(own, variable.shape)
         start += variable.size
     for position, (variable, rv) in enumerate(zip(local, parts.local, strict=True)):
         value = parts.model.rvs_to_values[rv]
-        own = pt.tensor(f"piece_{variable.name}", dtype=value.type.dtype, shape=value.type.shape)
+        own = pt.tensor(name=f"piece_{variable.name}", dtype=value.type.dtype, shape=value.type.shape)
         if None not in value.type.shape:
             shape: Any = tuple(value.type.shape)
             size: Any = int(np.prod(shape, dtype=np.int64))

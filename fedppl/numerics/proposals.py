@@ -14,16 +14,25 @@ _SKEWED = 0.15  # skewness from which a coordinate has points of its own in its 
 _MOST_TAILS = 6
 _HEAVY = 1.2  # times a normal's fourth moment
 _LEAST_SHARE = 0.1  # of a coordinate's second moment, with which one of its sides has points of its own
+# Degrees along a side: those with which second moments of a t with more than 2.5 have a variance, where nine tenths of
+# a second moment reach more than so many times as far as half of it; else those of tails that fall faster.
+_OF_POWERS, _POWER, _OF_OTHERS = 1.0, 2.5, 3.0
+_FEW = 0.1  # of a covariance that is added out there: one far point may have nearly all of the weights
 _SHIFT, _WIDER = 2.5, 2.5  # sds that they are moved by along it, and times that they are as wide
 
 
 class Proposal(NamedTuple):
-    """A multivariate t, and how many of its points there are."""
+    """A multivariate t, and how many of its points there are; or points along one side of a coordinate.
+
+    There z₁ ≥ 0 has heavier tails by itself, and x = mean + root z + bend log(1 + z₁): in a funnel the log of a scale
+    rises with the log of a location's distance, along correlated tails a coordinate rises with the distance itself.
+    """
 
     mean: Array  # (m,)
     root: Array  # (m, m), of x = mean + root z
     per_scramble: int
-    is_along: bool = False  # whether the first coordinate of z is positive, and has heavier tails by itself
+    bend: Array = np.zeros(0)  # (m,) for points along a side; (0,) for a t
+    degrees: float = 0.0  # of z₁ along a side
 
 
 def propose(mean: Array, covariance: Array, count: int) -> Proposal:
@@ -71,35 +80,53 @@ def beyond(points: Array, weights: Array, count: int) -> tuple[Proposal, ...]:
 
 def _far(points: Array, weights: Array, covariance: Array) -> WeightedMoments:
     moments = weighted_moments(points, weights / weights.sum())
-    # one far point may have nearly all of these weights
-    return moments._replace(covariance=moments.covariance + 0.1 * covariance)
+    return moments._replace(covariance=moments.covariance + _FEW * covariance)
 
 
 def _along(i: int, sign: float, points: Array, weights: Array, covariance: Array, count: int) -> Proposal | None:
     """Best for the second moment of coordinate i on one side of its mean; None where that side has hardly any of it.
 
-    Along it a t with few degrees, across it what the points have out there: in a funnel the log of a scale is larger on
-    both sides of a location. A multivariate t of m dimensions falls by m powers more along an axis than its marginal
-    does: hardly any of its points are far along one axis and in the middle of all others, where independent tails are.
+    Along it a t with few degrees, across it what the points have out there. A multivariate t of m dimensions falls by m
+    powers more along an axis than its marginal does: hardly any of its points are far along one axis and in the middle
+    of all others, where independent tails are.
     """
     away = sign * (points[:, i] - weights @ points[:, i])
-    shares = weights * away**2
     is_here = away > 0
-    if shares[is_here].sum() < _LEAST_SHARE * shares.sum():
+    shares = np.where(is_here, weights * away**2, 0.0)
+    if shares.sum() < _LEAST_SHARE * (weights @ away**2):
         return None
-    shares = np.where(is_here, shares, 0.0)
-    moments = _far(points, shares, covariance)
-    order = np.array([i, *(j for j in range(len(covariance)) if j != i)])
-    root = np.linalg.cholesky(moments.covariance[np.ix_(order, order)])
-    slope = root[:, 0] / root[0, 0]
     nearest = np.argsort(away, kind="stable")
-    middle = away[nearest][np.searchsorted(np.cumsum(shares[nearest]), 0.5 * shares.sum())]
-    root[:, 0] = slope * sign * middle / student.MIDDLE
-    root[:, 1:] *= np.sqrt((student.DEGREES - 2.0) / student.DEGREES)
-    back, along = np.empty_like(root), np.empty_like(slope)
-    back[order], along[order] = root, slope
-    start = moments.mean - along * (moments.mean[i] - weights @ points[:, i])
-    return Proposal(start, back, count, is_along=True)
+    reached = np.searchsorted(np.cumsum(shares[nearest]), [0.5 * shares.sum(), 0.9 * shares.sum()])
+    middle, far = away[nearest][reached]
+    degrees = _OF_POWERS if far > _POWER * middle else _OF_OTHERS
+    scale = float(middle) / student.middle(degrees)
+    m = len(covariance)
+    start, along, bend, root = points[0].copy(), np.zeros(m), np.zeros(m), np.zeros((m, m))
+    start[i], along[i] = weights @ points[:, i], sign * scale
+    others = [j for j in range(m) if j != i]
+    shares, z = shares[is_here] / shares.sum(), away[is_here] / scale
+    left = np.zeros((len(z), len(others)))
+    for place, j in enumerate(others):
+        straight, bent = (_line(feature, points[is_here, j], shares) for feature in (z, np.log1p(z)))
+        is_bent = shares @ bent.left**2 < shares @ straight.left**2
+        start[j], (bend if is_bent else along)[j], left[:, place] = bent if is_bent else straight
+    root[:, 0] = along
+    if others:
+        spread = (left * shares[:, None]).T @ left + _FEW * covariance[np.ix_(others, others)]
+        root[others, 1:] = np.linalg.cholesky(spread * (student.DEGREES - 2.0) / student.DEGREES)
+    return Proposal(start, root, count, bend, degrees)
+
+
+class _Line(NamedTuple):
+    intercept: float
+    slope: float
+    left: Array  # (S,) of y
+
+
+def _line(x: Array, y: Array, weights: Array) -> _Line:
+    x_mean, y_mean = weights @ x, weights @ y
+    slope = (weights @ ((x - x_mean) * (y - y_mean))) / ((1.0 + _FEW) * (weights @ (x - x_mean) ** 2) + 1e-300)
+    return _Line(float(y_mean - slope * x_mean), float(slope), y - y_mean - slope * (x - x_mean))
 
 
 def has_heavy_tails(points: Array, weights: Array) -> bool:
@@ -116,19 +143,31 @@ def _squared_distances(points: Array, weights: Array) -> Array:
 
 def points_of(proposal: Proposal, stream: int) -> Array:
     """Points of a proposal, scramble after scramble, (scrambles x count, m)."""
-    standard = student.points_along if proposal.is_along else student.standard_points
-    z = standard(len(proposal.mean), proposal.per_scramble, stream)
-    return np.asarray(proposal.mean + z @ proposal.root.T)
+    mean, root, count, bend, degrees = proposal
+    if not len(bend):
+        return np.asarray(mean + student.standard_points(len(mean), count, stream) @ root.T)
+    z = student.points_along(len(mean), count, stream, degrees)
+    return np.asarray(mean + z @ root.T + np.log1p(z[:, :1]) * bend)
 
 
 def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
     """Log density of the proposals' mixture by their numbers of points, at points (S, m): the balance heuristic."""
     total = sum(one.per_scramble for one in proposals)
     logs = []
-    for mean, root, count, is_along in proposals:
-        log_density = student.log_density_along if is_along else student.log_density
-        logs.append(log_density(whitened(points, mean, root), root) + np.log(count / total))
+    for mean, root, count, bend, degrees in proposals:
+        if len(bend):
+            straight = points - np.log1p(_distance(points, mean, root))[:, None] * bend
+            log_density = student.log_density_along(whitened(straight, mean, root), root, degrees)
+        else:
+            log_density = student.log_density(whitened(points, mean, root), root)
+        logs.append(log_density + np.log(count / total))
     return np.asarray(np.logaddexp.reduce(logs, axis=0))
+
+
+def _distance(points: Array, mean: Array, root: Array) -> Array:
+    """z₁ of points along a side, by the coordinate that hangs on nothing else; 0 on the other side."""
+    i = int(np.flatnonzero(~np.any(root[:, 1:], axis=1))[0])
+    return np.asarray(np.maximum((points[:, i] - mean[i]) / root[i, 0], 0.0))
 
 
 def scrambles(proposals: tuple[Proposal, ...]) -> Array:

@@ -11,8 +11,6 @@ from fedppl.numerics.kept import kept
 from fedppl.types import Array
 
 DEGREES = 5.0
-ALONG = 3.0  # degrees along a coordinate whose tails are heavier than others'
-MIDDLE = float(stats.t.ppf(0.75, ALONG))  # half of it lies within
 SCRAMBLES = 8  # independent ones, whose estimates' spread is the error
 
 
@@ -27,13 +25,13 @@ def standard_points(size: int, count: int, stream: int) -> Array:
 
 
 @kept(most_bytes=2**27)
-def points_along(size: int, count: int, stream: int) -> Array:
+def points_along(size: int, count: int, stream: int, degrees: float) -> Array:
     """Points whose first coordinate is the absolute value of a t with few degrees; the others are a multivariate t."""
     parts = []
     for uniform in _uniform(size, count, stream):
         chi2 = stats.chi2.ppf(uniform[:, 0], DEGREES)
         others = ndtri(uniform[:, 2:]) * np.sqrt(DEGREES / chi2)[:, None]
-        parts.append(np.column_stack([stats.t.isf(0.5 * uniform[:, 1], ALONG), others]))
+        parts.append(np.column_stack([stats.t.isf(0.5 * uniform[:, 1], degrees), others]))
     return np.concatenate(parts)
 
 
@@ -52,9 +50,14 @@ def log_density(white: Array, root: Array) -> Array:
     return np.asarray(_log_standard(white, DEGREES) - np.linalg.slogdet(root)[1])
 
 
-def log_density_along(white: Array, root: Array) -> Array:
+def middle(degrees: float) -> float:
+    """What half of the absolute value of a t lies within."""
+    return float(stats.t.ppf(0.75, degrees))
+
+
+def log_density_along(white: Array, root: Array, degrees: float) -> Array:
     """Log density of mean + root z where z is as `points_along` are, at points whose z is `white`: (S,)."""
-    parts = np.log(2.0) + _log_standard(white[:, :1], ALONG) + _log_standard(white[:, 1:], DEGREES)
+    parts = np.log(2.0) + _log_standard(white[:, :1], degrees) + _log_standard(white[:, 1:], DEGREES)
     return np.asarray(np.where(white[:, 0] >= 0, parts - np.linalg.slogdet(root)[1], -np.inf))
 
 

@@ -170,8 +170,9 @@ def test_independent_heavy_tails_have_points_along_each_axis(degrees: float) -> 
 def test_points_along_an_axis_are_of_their_density() -> None:
     """With those of the other side they have the mass and moments of a normal; half lie within the middle."""
     root = np.array([[0.7, 1.2, 0.0], [2.0, 0.0, 0.0], [0.3, 0.4, 0.8]])  # along the second axis
-    one = Proposal(np.array([1.0, -2.0, 0.5]), root, 2048, is_along=True)
-    other = Proposal(np.array([1.0, -2.0, 0.5]), root * [-1.5, 1.0, 1.0], 1024, is_along=True)
+    bend = np.array([0.3, 0.0, -0.6])
+    one = Proposal(np.array([1.0, -2.0, 0.5]), root, 2048, bend, 1.5)
+    other = Proposal(np.array([1.0, -2.0, 0.5]), root * [-1.5, 1.0, 1.0], 1024, np.zeros(3), 3.0)
     both = (one, other)
     points = np.concatenate([points_of(part, 3 + number) for number, part in enumerate(both)])
     normal = gaussian.from_moments(np.array([1.1, -1.5, 0.4]), np.diag([1.2, 2.0, 0.7]))
@@ -180,8 +181,8 @@ def test_points_along_an_axis_are_of_their_density() -> None:
     assert_allclose(weights @ points, gaussian.mean(normal), atol=0.01)
     away = (points_of(one, 3)[:, 1] + 2.0) / 2.0
     assert np.all(away > 0)
-    assert np.mean(away < student.MIDDLE) == pytest.approx(0.5, abs=0.002)
-    assert np.mean(away > 10.0) == pytest.approx(2 * stats.t.sf(10, student.ALONG), abs=2e-4)
+    assert np.mean(away < student.middle(1.5)) == pytest.approx(0.5, abs=0.002)
+    assert np.mean(away > 10.0) == pytest.approx(2 * stats.t.sf(10, 1.5), abs=2e-4)
 
 
 def test_where_few_points_have_most_of_an_sd_it_shows() -> None:

@@ -14,12 +14,13 @@ from fedppl.gaussian import Gaussian
 from fedppl.numerics import region
 from fedppl.numerics.importance import skewness
 from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, with_tails
-from fedppl.numerics.reweighting import Reweighted, apart, is_trusted, reweigh
+from fedppl.numerics.reweighting import MOST_ERROR, Reweighted, apart, is_trusted, reweigh
 from fedppl.types import Array
 
 _PATIENCE = 3  # rounds without any answer
 _LEAST = 400  # effective points with which no further exchange is asked for
 _SMALL = 0.012  # error of a mean or an sd, in posterior sds, with which none is asked for either
+_GROWN = 0.02  # by which a log sd grew since the exchange before, with which none is asked for either
 _LOST = 0.01  # share of the points that may be without a value
 NOISE = 0.3  # sd of what is not known of the sum of log f_k over the points
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
@@ -54,7 +55,10 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     state = state._replace(missing=state.missing | ~state.answered)
     if trust is not None and len(state.answered) > 1:
         state = _without_liars(state, sites, trust)
-    found = weighed(state, sites.q, state.residual)
+    before, found = state.found, weighed(state, sites.q, state.residual)
+    grown = _grown(before, found)
+    if found is not None and grown > MOST_ERROR:
+        found = found._replace(error=max(found.error, grown))
     state = state._replace(found=found)
     radius = reached(state)
     by = next((name for name, k in sites.where.items() if state.reach[k] == radius), "") if np.isfinite(radius) else ""
@@ -64,7 +68,7 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     cut = region.beyond(sites.prior, radius, sites.q, found.points, found.weights)
     is_cut = float(cut.effect.sum()) > MOST_CUT
     trusted = is_trusted(found)
-    enough = trusted and found.ess >= _LEAST and found.error <= _SMALL
+    enough = trusted and found.ess >= _LEAST and found.error <= _SMALL and grown <= _GROWN
     if enough and state.exchanges == 1:  # what lies far out may have been missed by all scrambles alike
         enough = not has_heavy_tails(found.points, found.weights)
     # whatever points there were
@@ -85,6 +89,15 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     ]
     message = "; ".join(filter(None, problems))
     return Judged(state._replace(trusted=not message), True, message)
+
+
+def _grown(before: Reweighted | None, found: Reweighted | None) -> float:
+    """What a log sd grew by since the exchange before: of tails that points reach farther into each time, errors are
+    those of what has been reached.
+    """
+    if before is None or found is None:
+        return 0.0
+    return float(np.max(0.5 * np.log(np.diag(found.covariance) / np.diag(before.covariance))))
 
 
 def _moved(state: Correcting, found: Reweighted) -> float:
