@@ -171,9 +171,7 @@ def _constants(model: Any) -> dict[Any, Any]:
 
 def _inputs_for(parts: Parts) -> tuple[dict[Any, Any], tuple[Any, ...]]:
     """What stands for containers and lengths of dims; the inputs are the data, then lengths that no container has."""
-    inputs = tuple(
-        pt.tensor(name=f"data_{v.name}", dtype=v.type.dtype, shape=(None,) * v.type.ndim) for v in parts.data
-    )
+    inputs = tuple(pt.TensorType(v.type.dtype, shape=(None,) * v.type.ndim)(f"data_{v.name}") for v in parts.data)
     replace: dict[Any, Any] = dict(zip(parts.data, inputs, strict=True))
     replace.update(_constants(parts.model))
     alone = {name: pt.lscalar(f"length_{name}") for name, place in parts.open.items() if place is None}
@@ -275,12 +273,12 @@ def _in_pieces(
         if variable.binary:
             piece = pt.cast(piece, value.type.dtype)
         replace[value] = pt.specify_shape(piece, variable.shape) if variable.shape else piece
-        own = pt.tensor(name=f"piece_{variable.name}", dtype=value.type.dtype, shape=variable.shape)
+        own = pt.TensorType(value.type.dtype, shape=variable.shape)(f"piece_{variable.name}")
         pieces[value] = Piece(own, variable.shape)
         start += variable.size
     for position, (variable, rv) in enumerate(zip(local, parts.local, strict=True)):
         value = parts.model.rvs_to_values[rv]
-        own = pt.tensor(name=f"piece_{variable.name}", dtype=value.type.dtype, shape=value.type.shape)
+        own = pt.TensorType(value.type.dtype, shape=value.type.shape)(f"piece_{variable.name}")
         if None not in value.type.shape:
             shape: Any = tuple(value.type.shape)
             size: Any = int(np.prod(shape, dtype=np.int64))

@@ -50,7 +50,7 @@ def batched(
 
 def over_draws(variables: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Array]]:
     """The same for graphs of several variables, whose draws (S, ...) are the arguments."""
-    many = {v: pt.tensor(v.name, dtype=v.type.dtype, shape=(None, *v.type.shape)) for v in variables}
+    many = {v: pt.TensorType(v.type.dtype, shape=(None, *v.type.shape))(v.name) for v in variables}
     first = next(iter(many.values()))
     return python_function(list(many.values()), _vectorised(many, outputs, first.shape[0]))
 
