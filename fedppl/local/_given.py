@@ -1,8 +1,8 @@
-"""Draws of θ given φ and a client's rows, from a few candidates about the mode of θ.
+"""Draws of θ given φ and a client's rows.
 
-Half of the candidates are of Laplace's approximation, and half of a t about it, which reaches further. The choice
-stands against fresh candidates a few times, which leaves p(θ | φ, y_k) as it is and has what few candidates are wrong
-by fall geometrically. Where the density is all but that approximation, candidates are of it alone, and once is enough.
+Where the density is all but Laplace's approximation, one of a few candidates of that is taken, twice. Elsewhere
+coordinates that are independent given φ are drawn each by its distribution function, and others by Hamiltonian
+trajectories that begin at a candidate.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from scipy.special import softmax
 
 from fedppl.contracts import ClientView
 from fedppl.local import _gaussian_rest, _marginal
+from fedppl.local._separable import is_separable
 from fedppl.numerics import student
-from fedppl.numerics.marginal import site_batch
+from fedppl.numerics.distribution import draw_by_slopes
+from fedppl.numerics.hamiltonian import trajectories
+from fedppl.numerics.marginal import site_outputs
 from fedppl.types import Array, Rng
 
-_CANDIDATES, _TIMES = 8, 5
+_CANDIDATES, _TIMES = 8, 2  # half of them normal, half of a t, which reaches further
 _DIFFERS = 0.005  # variance of the density's ratio to Laplace's up to which its candidates will do
 _NONE = -1e300  # the log density where it has no value: taken only where no candidate has one
 _AT_ONCE = 2**22  # numbers in the factors that are held at a time
+_NODES = np.linspace(-6.0, 6.0, 65)  # arsinh of sds of Laplace's approximation: out to 200
 
 
 def draw_given(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
-    """A draw of θ from p(θ | φ, y_k) for each row of phi (N, m): (N, d), of a few candidates each."""
+    """A draw of θ from p(θ | φ, y_k) for each row of phi (N, m): (N, d)."""
     d = client.local_size
-    chunk = max(1, _AT_ONCE // max(1, d * d))
+    chunk = max(1, _AT_ONCE // max(1, d * d, 4 * d * len(_NODES)))
     order = np.lexsort(phi.T)  # equal rows together: one search serves them
     theta = np.zeros((len(phi), d))
     for first in range(0, len(phi) if d else 0, chunk):
@@ -42,30 +46,50 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
     upper = np.swapaxes(factors, 1, 2)
     if client.view(_gaussian_rest.is_exact):
         return np.asarray(modes + np.linalg.solve(upper, rng.normal(size=(count, d, 1)))[..., 0])
-    kept, kept_weight, near = np.zeros((count, d)), np.full(count, -np.inf), False
+    is_near, kept, kept_weight = False, np.zeros((count, d)), np.full(count, -np.inf)
     for time in range(_TIMES):
-        z = rng.normal(size=(_CANDIDATES, count, d))
-        if not near:
-            reach = z[1::2]
-            reach *= np.sqrt(student.DEGREES / rng.chisquare(student.DEGREES, size=(*reach.shape[:2], 1)))
+        z = _candidates(rng, count, d, normal=is_near)
         theta = modes + np.linalg.solve(upper[None], z[..., None])[..., 0]
-        values, (log_normal, log_mixture) = _values(client, phi, theta), _log_candidates(z)
-        near = near or (time == 0 and _differs_by(values, log_normal, log_mixture) <= _DIFFERS)
-        log_weights = values - (log_normal if near else log_mixture)
-        if near and time == 0:
+        values, (log_normal, log_mixture) = _outputs(client, phi, theta)[0], _log_candidates(z)
+        is_near = is_near or (time == 0 and _differs_by(values, log_normal, log_mixture) <= _DIFFERS)
+        if not is_near and client.view(is_separable):
+            return _one_by_one(client, phi, modes, np.diagonal(factors, axis1=1, axis2=2), rng)
+        log_weights = values - (log_normal if is_near else log_mixture)
+        if is_near and time == 0:
             theta, log_weights = theta[::2], log_weights[::2]
-        kept, kept_weight = _chosen(
-            np.concatenate([kept[None], theta]), np.concatenate([kept_weight[None], log_weights]), rng
-        )
-        if near and time == 1:
-            break
-    return kept
+        theta, log_weights = np.concatenate([kept[None], theta]), np.concatenate([kept_weight[None], log_weights])
+        chosen, each = np.argmax(log_weights + rng.gumbel(size=log_weights.shape), axis=0), np.arange(count)
+        kept, kept_weight = theta[chosen, each], log_weights[chosen, each]
+    return kept if is_near else _moved_on(client, phi, kept, factors, rng)
 
 
-def _chosen(theta: Array, log_weights: Array, rng: Rng) -> tuple[Array, Array]:
-    """One of the candidates (C, N, d) for each draw, by weights (C, N), and the weights that they have."""
-    chosen, each = np.argmax(log_weights + rng.gumbel(size=log_weights.shape), axis=0), np.arange(theta.shape[1])
-    return theta[chosen, each], log_weights[chosen, each]
+def _one_by_one(client: ClientView, phi: Array, modes: Array, scales: Array, rng: Rng) -> Array:
+    """Each coordinate by itself: of a sum of functions of one each, the slopes along all are had at once."""
+    theta = modes + np.sinh(_NODES)[:, None, None] / scales
+    _, slopes = _outputs(client, phi, theta)
+    drawn = draw_by_slopes(_NODES, slopes / scales * np.cosh(_NODES)[:, None, None], np.log(np.cosh(_NODES)), rng)
+    return np.asarray(modes + np.sinh(drawn) / scales)
+
+
+def _moved_on(client: ClientView, phi: Array, theta: Array, factors: Array, rng: Rng) -> Array:
+    """Hamiltonian trajectories from θ, in sds of Laplace's approximation."""
+    upper = np.swapaxes(factors, 1, 2)
+
+    def density(z: Array) -> tuple[Array, Array]:
+        values, slopes = _outputs(client, phi, (theta + np.linalg.solve(upper, z[..., None])[..., 0])[None])
+        return values[0], np.linalg.solve(factors, slopes[0][..., None])[..., 0]
+
+    z = trajectories(density, np.zeros_like(theta), rng)
+    return np.asarray(theta + np.linalg.solve(upper, z[..., None])[..., 0])
+
+
+def _candidates(rng: Rng, count: int, d: int, *, normal: bool) -> Array:
+    """(candidates, N, d) in sds of Laplace's approximation: normal, and where that is not enough every other of a t."""
+    z = rng.normal(size=(_CANDIDATES, count, d))
+    if not normal:
+        reach = z[1::2]
+        reach *= np.sqrt(student.DEGREES / rng.chisquare(student.DEGREES, size=(*reach.shape[:2], 1)))
+    return z
 
 
 def _differs_by(values: Array, log_normal: Array, log_mixture: Array) -> float:
@@ -78,12 +102,12 @@ def _differs_by(values: Array, log_normal: Array, log_mixture: Array) -> float:
     return float(0.5 * np.pi * np.mean(np.abs(ours - normal).sum(axis=0) ** 2))
 
 
-def _values(client: ClientView, phi: Array, theta: Array) -> Array:
-    """log p(y, θ | φ) of candidates (C, N, d), (C, N)."""
-    candidates, count, _ = theta.shape
-    x = np.concatenate([np.broadcast_to(phi, (candidates, *phi.shape)), theta], axis=2)
-    found = site_batch(client.kernel, np.ascontiguousarray(x.reshape(candidates * count, -1)), client.packed)
-    return np.where(np.isfinite(found), found, _NONE).reshape(candidates, count)
+def _outputs(client: ClientView, phi: Array, theta: Array) -> tuple[Array, Array]:
+    """log p(y, θ | φ) of candidates (C, N, d), (C, N), and its slopes along θ, (C, N, d)."""
+    x = np.concatenate([np.broadcast_to(phi, (len(theta), *phi.shape)), theta], axis=2)
+    found = site_outputs(client.kernel, np.ascontiguousarray(x.reshape(-1, x.shape[2])), client.packed)
+    found = found.reshape(*theta.shape[:2], -1)
+    return np.where(np.isfinite(found[..., 0]), found[..., 0], _NONE), found[..., 1 + phi.shape[1] :]
 
 
 def _log_candidates(z: Array) -> tuple[Array, Array]:

@@ -128,8 +128,8 @@ def weighed(state: Correcting, q: Gaussian, residual: Array) -> Reweighted | Non
 
     Proposals were fitted to the points before them, and among many coordinates to their chance: under the mixture of
     all, points before the last seem to be where a proposal is dense, and the integral is too small. Where the last
-    exchange alone has other moments, half of that is an error too: what all scrambles miss alike is in no spread. Where
-    few of its points have the weight, so is what the two integrals differ by.
+    exchange alone has other moments or another integral, half of that is an error too: what all scrambles miss alike is
+    in no spread, and eight of them may agree by chance. Where few of its points have the weight, all of the latter is.
     """
     found = reweigh(q, state.proposals, state.points, residual)
     if found is None or state.exchanges == 1:
@@ -138,7 +138,7 @@ def weighed(state: Correcting, q: Gaussian, residual: Array) -> Reweighted | Non
     last = reweigh(q, latest(state), state.points[-count:], residual[-count:])
     if last is None:
         return None
-    differ = 0.0 if last.pareto_k <= pareto.limit(last.told) else last.log_ratio - found.log_ratio
+    differ = (last.log_ratio - found.log_ratio) * (0.5 if last.pareto_k <= pareto.limit(last.told) else 1.0)
     return found._replace(
         log_ratio=last.log_ratio,
         log_ratio_error=float(np.hypot(last.log_ratio_error, differ)),
