@@ -23,7 +23,7 @@ _CANDIDATES, _TIMES = 8, 2  # half of them normal, half of a t, which reaches fu
 _DIFFERS = 0.005  # variance of the density's ratio to Laplace's up to which its candidates will do
 _NONE = -1e300  # the log density where it has no value: taken only where no candidate has one
 _AT_ONCE = 2**22  # numbers in the factors that are held at a time
-_NODES = np.linspace(-6.0, 6.0, 65)  # arsinh of sds of Laplace's approximation: out to 200
+_NODES = np.linspace(-9.0, 9.0, 85)  # arsinh of sds of Laplace's approximation: out to 4,000
 
 
 def draw_given(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
