@@ -66,8 +66,9 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
 def _one_by_one(client: ClientView, phi: Array, modes: Array, scales: Array, rng: Rng) -> Array:
     """Each coordinate by itself: of a sum of functions of one each, the slopes along all are had at once."""
     theta = modes + np.sinh(_NODES)[:, None, None] / scales
-    _, slopes = _outputs(client, phi, theta)
-    drawn = draw_by_slopes(_NODES, slopes / scales * np.cosh(_NODES)[:, None, None], np.log(np.cosh(_NODES)), rng)
+    with np.errstate(all="ignore"):  # far out a slope may be no number
+        slopes = _outputs(client, phi, theta)[1] / scales * np.cosh(_NODES)[:, None, None]
+    drawn = draw_by_slopes(_NODES, slopes, np.log(np.cosh(_NODES)), rng)
     return np.asarray(modes + np.sinh(drawn) / scales)
 
 

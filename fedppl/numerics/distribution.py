@@ -17,13 +17,13 @@ def draw_by_slopes(nodes: Array, slopes: Array, extra: Array, rng: Rng) -> Array
     What has no slope, or lies beyond where there is none, has no density. The middle node has one.
     """
     step, middle = nodes[1] - nodes[0], len(nodes) // 2
-    grown = _between(slopes, step)
     logs = np.zeros_like(slopes)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
+        grown = _between(slopes, step)
         logs[middle + 1 :] = np.cumsum(grown[middle:], axis=0)
         logs[:middle] = -np.cumsum(grown[:middle][::-1], axis=0)[::-1]
-    top = np.nanmax(logs, axis=0)
-    logs = np.maximum(np.where(np.isfinite(logs), logs - top, _LEAST), _LEAST)
+    logs = np.where(np.isfinite(logs), logs, -np.inf)
+    logs = np.maximum(logs - logs.max(axis=0), _LEAST)
     places = np.linspace(nodes[0], nodes[-1], _PARTS * (len(nodes) - 1) + 1)
     density = np.exp(_interpolated(logs, slopes * step) + _column(np.interp(places, nodes, extra), logs.ndim))
     below = np.zeros_like(density)
@@ -39,10 +39,8 @@ def _between(slopes: Array, step: float) -> Array:
     """Integrals between nodes, by the cubic through four of them; by two alone where that is far from it."""
     plain = 0.5 * step * (slopes[1:] + slopes[:-1])
     found = plain.copy()
-    with np.errstate(invalid="ignore", over="ignore"):
-        inner = step / 24.0 * (13.0 * (slopes[1:-2] + slopes[2:-1]) - slopes[:-3] - slopes[3:])
-        is_smooth = np.abs(inner - plain[1:-1]) < _ROUGH
-    found[1:-1] = np.where(is_smooth, inner, plain[1:-1])
+    inner = step / 24.0 * (13.0 * (slopes[1:-2] + slopes[2:-1]) - slopes[:-3] - slopes[3:])
+    found[1:-1] = np.where(np.abs(inner - plain[1:-1]) < _ROUGH, inner, plain[1:-1])
     return found
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from fedppl.types import Array, Rng
 
 _TRAJECTORIES, _STEPS = 8, 5
-_SHORTEST, _LONGEST = 0.3, 0.9  # step of a standard normal in one dimension
+_SHORTEST, _LONGEST = 0.2, 0.6  # steps in one dimension: a quarter turn on average
 
 
 def trajectories(density: Callable[[Array], tuple[Array, Array]], z: Array, rng: Rng) -> Array:
