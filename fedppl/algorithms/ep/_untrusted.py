@@ -54,8 +54,8 @@ def misleading(names: list[str], trust: float | None) -> str:
     )
 
 
-def beyond_q(found: Reweighted, sites: Sites) -> str:
-    """What q could not follow, and where."""
+def beyond_q(found: Reweighted, sites: Sites, grown: float) -> str:
+    """What q could not follow, and where; `grown` is what a log sd still grew by, where that is too much."""
     sd = gaussian.standard_deviations(sites.q)
     shift = (found.mean - gaussian.mean(sites.q)) / sd
     wider = np.sqrt(np.diag(found.covariance)) / sd
@@ -68,6 +68,7 @@ def beyond_q(found: Reweighted, sites: Sites) -> str:
         else "",
         f"{found.ess:.0f} effective points (at least {FEWEST})" if not found.ess >= FEWEST else "",
         f"an error of {found.error:.2g} sds (at most {MOST_ERROR:g})" if not found.error <= MOST_ERROR else "",
+        f"an sd that still grew by {grown:.1%} with the last of them" if grown else "",
     ]
     return (
         f"{len(found.points)} points of the correction do not tell the posterior: {', '.join(filter(None, short))}. "
