@@ -139,3 +139,27 @@ def test_coordinates_that_hang_on_each_other() -> None:
     for i in range(2):
         below = np.cumsum(weights.sum(axis=1 - i)) / weights.sum()
         assert stats.kstest(np.interp(theta[:, i], axis, below), "uniform").statistic < 0.02
+
+
+def own_spread(y: Any) -> pm.Model:
+    """Five effects and their sd, all of the client's own."""
+    with pm.Model() as model:
+        y, mu, sd = pm.Data("y", y), pm.Normal("mu", 0, 2), pm.HalfNormal("sd", 2)
+        pm.Normal("obs", mu + sd * pm.Normal("z", 0, 1, shape=5), 1.0, observed=y)
+    return model
+
+
+@pytest.mark.parametrize("y", [[0.3, -0.2, 0.5, 0.1, -0.4], [2.0, -1.5, 0.5, 3.0, -2.0]])
+def test_a_sd_of_a_clients_own_effects_is_drawn_into_its_long_tail(y: list[float]) -> None:
+    client = fedppl.FederatedModel(own_spread, ["mu"]).enrol({"A": {"y": np.array(y)}})["A"]
+    theta = _given.draw_given(client, np.zeros((8000, 1)), np.zeros(1), np.random.default_rng(6))
+    grid = np.linspace(-14, 4, 6001)
+    sd = np.exp(grid)
+    logs = stats.halfnorm.logpdf(sd, scale=2) + grid
+    logs += stats.norm.logpdf(np.array(y)[:, None], 0, np.sqrt(1 + sd**2)).sum(axis=0)
+    weights = np.exp(logs - logs.max())
+    mean = weights @ grid / weights.sum()
+    spread = np.sqrt(weights @ (grid - mean) ** 2 / weights.sum())
+    log_sd = theta[:, int(np.argmin(np.abs(theta.mean(axis=0) - mean) + np.abs(theta.std(axis=0) - spread)))]
+    assert abs(log_sd.mean() - mean) < 0.1 * spread
+    assert abs(log_sd.std() / spread - 1) < 0.08  # a tail that falls as a density of 1 does, and trajectories are few

@@ -8,8 +8,8 @@ import numpy as np
 
 from fedppl.types import Array, Rng
 
-_TRAJECTORIES, _STEPS = 8, 5
-_SHORTEST, _LONGEST = 0.2, 0.6  # steps in one dimension: a quarter turn on average
+_TRAJECTORIES, _STEPS = 8, 15  # long ones: in a funnel short ones go up and down by chance alone
+_SHORTEST, _LONGEST = 0.2, 0.6  # steps in one dimension: a whole turn on average
 
 
 def trajectories(density: Callable[[Array], tuple[Array, Array]], z: Array, rng: Rng) -> Array:
