@@ -14,7 +14,9 @@ from scipy import stats
 
 import fedppl
 from fedppl import DeclarationError, FederatedModel, NotConvergedError, gaussian
+from fedppl.algorithms.ep import _judged
 from fedppl.contracts import ClientView, Factor, LocalInference
+from fedppl.numerics.reweighting import apart
 from fedppl.testing import normal_means
 from fedppl.types import Array, LocalFailure, Status
 from tests.support import problems
@@ -161,6 +163,33 @@ def test_few_points_without_a_value_do_no_harm_and_many_are_said() -> None:
     assert 1 - found.told / len(found.points) == pytest.approx(1 / 200, rel=0.25)
     with pytest.warns(fedppl.ConvergenceWarning, match="without a value"):
         assert fit(model, clients, fedppl.EP(local=lost(1 / 20))).status is Status.STALLED
+
+
+def lost_below(bound: float) -> LocalInference:
+    """Nested Laplace whose search fails where the second coordinate is small."""
+    inner = fedppl.NestedLaplace()
+    assert inner.factor is not None
+    answer = inner.factor
+
+    def factor(client: ClientView, points: Array, center: Array, prior_share: float) -> Factor:
+        found = answer(client, points, center, prior_share)
+        return found._replace(values=np.where(points[:, 1] < bound, np.nan, found.values))
+
+    return inner._replace(factor=factor)
+
+
+def test_points_without_a_value_are_said_by_what_they_may_move_however_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_judged, "_LOST", 0.5)  # points are many in such a tail: the share alone would say it
+    model, clients = problems.schools()
+    whole = fit(model, clients, fedppl.EP())
+    with pytest.warns(fedppl.ConvergenceWarning, match="without a value"):
+        cut = fit(model, clients, fedppl.EP(local=lost_below(-2.0)))
+    moved = apart(
+        whole.state.correction.found, cut.state.correction.found, gaussian.standard_deviations(whole.posterior)
+    )
+    assert moved > 0.05
+    assert cut.status is Status.STALLED
+    assert fit(model, clients, fedppl.EP(local=lost(1 / 20))).status is Status.CONVERGED  # spread evenly
 
 
 def unsure(size: float) -> LocalInference:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from scipy import spatial
 
 from fedppl import gaussian
 from fedppl.algorithms.ep import _untrusted
@@ -26,6 +27,8 @@ _LOST = 0.01  # share of the points that may be without a value
 NOISE = 0.3  # sd of what is not known of the sum of log f_k over the points
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
 MOST_CUT = 0.05  # sds that what lies beyond the radius may move a mean or a log sd by
+_NEARBY = 3  # times as many points nearby as a plane has coefficients
+_NOWHERE = 50.0  # log units below the densest point, where a density counts as none
 _SHOWS = 1e-6  # sd under q of what the posterior's log density differs from q's by
 
 
@@ -79,12 +82,13 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     names = list(sites.where)
     noise, moved = float(np.sqrt(found.weights @ np.nan_to_num(state.noise))), _moved(state, found)
     lost = float(np.mean(np.isnan(state.residual[state.within])))
+    hidden = _hidden(state, sites, found) if 0 < lost <= _LOST else 0.0
     problems = [
         _untrusted.without([names[k] for k in np.flatnonzero(state.missing)]),
         _untrusted.misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),
         _untrusted.beyond_radius(cut, radius, by, sites) if is_cut else "",
         "" if trusted else _untrusted.beyond_q(found, sites, grown if grows else 0.0),
-        _untrusted.lost(lost, _LOST, _mute(state, sites, _LOST)) if lost > _LOST else "",
+        _untrusted.lost(lost, _LOST, hidden, _mute(state, sites, _LOST)) if lost > _LOST or hidden > _MOVED else "",
         _untrusted.uncertain(noise, moved) if noise > NOISE or moved > _MOVED else "",
     ]
     message = "; ".join(filter(None, problems))
@@ -115,6 +119,26 @@ def _moved(state: Correcting, found: Reweighted) -> float:
     else:  # by the inequality of Cauchy and Schwarz
         squares = (found.weights @ np.nan_to_num(state.noise)) * (found.weights @ apart**2)
     return float(max(np.max(np.abs(alike)), np.sqrt(np.max(squares))))
+
+
+def _hidden(state: Correcting, sites: Sites, found: Reweighted) -> float:
+    """What points without a value would move a mean or a log sd by, did the log density go on as a plane there.
+
+    A plane through the points nearby that have one, and nowhere above them: tails of q would leave out what q lacks.
+    """
+    lost = np.flatnonzero(np.isnan(state.residual) & state.within)
+    known = np.flatnonzero(~np.isnan(state.residual))
+    of_q = gaussian.log_density(sites.q, state.points)
+    logs = (state.residual + of_q)[known]
+    logs = np.maximum(logs, logs.max() - _NOWHERE)
+    sd = np.sqrt(np.diag(found.covariance))
+    white = (state.points - found.mean) / sd
+    _, nearest = spatial.cKDTree(white[known]).query(white[lost], k=min(_NEARBY * (len(sd) + 1), len(known)))
+    filled = state.residual.copy()
+    for s, by in zip(lost, np.reshape(nearest, (len(lost), -1)), strict=True):
+        plane = np.column_stack([np.ones(len(by)), white[known[by]] - white[s]])
+        filled[s] = min(np.linalg.lstsq(plane, logs[by])[0][0], logs[by].max()) - of_q[s]
+    return _apart(found, reweigh(sites.q, state.proposals, state.points, filled), sd)
 
 
 def _mute(state: Correcting, sites: Sites, share: float) -> list[str]:

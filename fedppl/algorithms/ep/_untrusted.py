@@ -33,13 +33,14 @@ def nowhere(names: list[str], radius: float | None, by: str) -> str:
     return f"no point of the correction has a value at every client{far}: {remedy}"
 
 
-def lost(share: float, most: float, names: list[str]) -> str:
-    """Too many points are without a value."""
+def lost(share: float, most: float, hidden: float, names: list[str]) -> str:
+    """Too many points are without a value, or those that are would move the posterior by `hidden`."""
+    effect = "" if share > most else f", and they may move a mean or a log sd by {hidden:.2g} sds"
     where = f", at clients {names[:5]} above all" if names else ""
     return (
-        f"{share:.1%} of the points of the correction are without a value (at most {most:.0%}){where}: log f_k is no "
-        "number there, or its integral over local variables was not found. Declare the model so that it has a smooth "
-        "density everywhere, with no bound of an outcome's support among the shared variables; or use "
+        f"{share:.1%} of the points of the correction are without a value (at most {most:.0%}){effect}{where}: log f_k "
+        "is no number there, or its integral over local variables was not found. Declare the model so that it has a "
+        "smooth density everywhere, with no bound of an outcome's support among the shared variables; or use "
         "local=fedppl.NUTS()"
     )
 
