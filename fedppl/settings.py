@@ -36,8 +36,8 @@ def positive(name: str, value: Any, hint: str = "") -> float:
     return between(name, value, 0, np.inf, hint=hint)
 
 
-def whole(name: str, value: Any, least: int = 1, hint: str = "") -> int:
-    """A whole number that is not too small.
+def whole(name: str, value: Any, least: int = 1, hint: str = "", most: int | None = None) -> int:
+    """A whole number that is neither too small nor too large.
 
     Examples
     --------
@@ -46,6 +46,8 @@ def whole(name: str, value: Any, least: int = 1, hint: str = "") -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise DeclarationError(f"{name}={shown(value)} must be a whole number, at least {least}{_remedy(hint)}.")
+    if most is not None and value > most:
+        raise DeclarationError(f"{name}={shown(value)} must be a whole number from {least} to {most}{_remedy(hint)}.")
     return int(value)
 
 

@@ -88,6 +88,7 @@ ROWS: dict[str, Mistake] = {
     "a tolerance of one": row(setting(fedppl.EP, tolerance=1), "tolerance=1", "posterior sds"),
     "too long a step": row(setting(fedppl.EP, damping=2), "damping=2", "undamped"),
     "a text for a switch": row(setting(fedppl.EP, warm_start="yes"), "warm_start='yes'", "True or False"),
+    "a billion starts": row(setting(fedppl.EP, starts=10**9), "starts=1000000000", "from 1 to 1000"),
     "half a start": row(setting(fedppl.EP, starts=1.5), "starts=1.5", "whole number"),
     "a form of one word": row(setting(fedppl.EP, structure="diag"), "structure='diag'", '"diagonal"'),
     "a block of another name": row(start(algorithm=fedppl.EP(structure=[["mu"], ["tau"]])), "'tau'", "['mu']"),

@@ -106,7 +106,7 @@ def calibrate(
     require_declared(model, algorithm)
     if not isinstance(algorithm.result.shared, Posterior):
         raise DeclarationError(f"{algorithm.name} has no posterior of the shared variables; use fedppl.EP().")
-    data_sets = whole("data_sets", data_sets, 2)
+    data_sets, rounds = whole("data_sets", data_sets, 2), whole("rounds", rounds)
     if simulate is not None and not (callable(simulate) and takes(simulate, 4)):
         raise DeclarationError(f"simulate={shown(simulate)} is not a function of (shared, client_id, data, rng).")
     seed = seed_of(random_seed)

@@ -83,8 +83,9 @@ def uncertain(noise: float, moved: float) -> str:
     return (
         f"clients' log densities are uncertain by {noise:.2g} in all over the posterior, which moves a mean by up to "
         f"{moved:.2g} sds: their local variables are too far from normal given the shared ones. Declare them on a "
-        "scale where they are closer to normal, and standardised, z = (θ − μ) / τ, where data say little; or use "
-        "local=fedppl.NUTS(), with more draws= where it is used already"
+        "scale where they are closer to normal, and standardised, z = (θ − μ) / τ, where data say little and they have "
+        "a location μ and a scale τ; integrate them out where that is known, as pm.BetaBinomial does with a pm.Beta; "
+        "or use local=fedppl.NUTS(), with more draws= where it is used already"
     )
 
 

@@ -36,6 +36,7 @@ from fedppl.types import DeclarationError, Layout, Message, Rng, Status
 
 # Shared coordinates up to which "auto" corrects: beyond, few of the points have most of the weight.
 _MOST_BY_ITSELF = 20
+_MOST_STARTS = 1000  # each is a search of its own
 
 
 class Closing(NamedTuple):
@@ -87,9 +88,10 @@ def EP(
         their own, 25 expansions a client, and do not count towards ``rounds=``. A point is left when every client has
         answered there: where few are asked in a round, that takes many rounds.
     starts
-        Number of warm starts, one after the other, each with a budget of its own: the first from the prior mean, the
-        others from quasi-random points of the prior. The mode with the most mass is refined. Where others have more
-        than a thousandth of the mass, they are named, and the fit is not called converged: q is of one of them.
+        Number of warm starts, at most 1000, one after the other, each with a budget of its own: the first from the
+        prior mean, the others from quasi-random points of the prior. The mode with the most mass is refined. Where
+        others have more than a thousandth of the mass, they are named, and the fit is not called converged: q is of
+        one of them.
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
     trust
@@ -165,7 +167,7 @@ def EP(
             "trust", trust, 0, 1e6, "(]", "it is in posterior sds, such as 3, or None for no bound"
         )
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None
-    starts = settings.whole("starts", starts)
+    starts = settings.whole("starts", starts, most=_MOST_STARTS)
     if starts > 1 and (trust is not None or not warm):
         raise DeclarationError(
             f"starts={starts} compares clients' log densities, "
