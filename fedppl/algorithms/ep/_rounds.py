@@ -100,8 +100,9 @@ def corrected_next(taken: Taken, correction: Correction, trust: float | None) ->
     begun = _correction.start(
         state.sites, state.skewness, correction.points, radius, state.stream, keep=trust is not None
     )
+    said = f"of q before its correction: {taken.message}" if taken.message else ""
     return taken._replace(
-        state=state._replace(correction=begun._replace(said=taken.message or "")),
+        state=state._replace(correction=begun._replace(said=said)),
         status=Status.RUNNING,
         message="the correction of q is not done",
         skewed="",
@@ -116,8 +117,8 @@ def out_of_rounds(state: EPState, correction: Correction, trust: float | None) -
     if not ready or several or np.any(state.held) or not swept or not gaussian.is_proper(state.sites.q):
         return state
     moved = (
-        f"rounds ran out while q still moved by {state.change:.2g} posterior sds: the posterior is that of the "
-        "correction; raise rounds= where q itself (fit.posterior) is used"
+        f"rounds ran out while it still moved by {state.change:.2g} posterior sds: the posterior is that of the "
+        "correction; raise rounds= where fit.posterior is used"
     )
     unknown = EPInfo("correction", np.nan, np.nan, state.damping, np.nan, np.nan, np.nan)
     return corrected_next(Taken(state, unknown, message=moved), correction, trust).state

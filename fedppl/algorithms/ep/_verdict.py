@@ -14,7 +14,7 @@ from fedppl.types import Array, Status
 
 # Monte Carlo error of the shared means, in posterior sds after averaging, beyond which nothing is called converged.
 _MOST_ERROR_LEFT = 0.2
-LESS_NOISE = "raise draws= or points= of the local inference for less"
+LESS_NOISE = "raise points= of the local inference (draws= of NUTS) for less"
 # With this skewness, quantiles of a margin in the tails are off by a few tenths of an sd under a Gaussian.
 _SKEWED = 0.5
 # Averaged for so many rounds, and with so many replies of every client, before moves that cancel count as such.
@@ -133,7 +133,8 @@ def _far_off(state: EPState) -> str:
         return ""
     return (
         f"client {list(state.sites.where)[k]} pulls {state.sites.labels[i]} by {pull[k, i]:+.2g} sds of what others "
-        "know: look at its data, at the units first; EP(trust=3) holds it back"
+        "know: look at its data, at the units first; where they are right, it tells what the others hardly do, and all "
+        "is well. EP(trust=3) would hold it back"
     )
 
 
