@@ -12,7 +12,7 @@ from fedppl.storage import codec as _codec
 from fedppl.storage import key as _key
 from fedppl.types import DeclarationError
 
-FORMAT = 9
+FORMAT = 10
 MOST = 2**34  # bytes of a file
 _KIND = b"fedppl checkpoint "
 _MAGIC = _KIND + b"%d\n" % FORMAT

@@ -50,6 +50,7 @@ class Correcting(NamedTuple):
     rounds: int  # of this exchange
     is_proper: bool  # whether every client's local prior has a normalising constant that it knows
     found: Reweighted | None  # once there is something
+    grown: float  # what a log sd grew by from the exchange before to that one; 0 of the first
     trusted: bool
     said: str  # of q, when it converged
 
@@ -82,6 +83,7 @@ def start(sites: Sites, skewed: Array, points: int, radius: float, stream: int, 
         rounds=0,
         is_proper=True,
         found=None,
+        grown=0.0,
         trusted=False,
         said="",
     )

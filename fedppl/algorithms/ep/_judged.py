@@ -22,7 +22,8 @@ _PATIENCE = 3  # rounds without any answer
 _LEAST = 400  # effective points with which no further exchange is asked for
 _SMALL = 0.012  # error of a mean or an sd, in posterior sds, with which none is asked for either
 _GROWN = 0.02  # by which a log sd grew since the exchange before, with which none is asked for either
-_NO_VARIANCE, _STILL = 0.5, 0.01  # Pareto k of squares beyond which so much is more than may be
+_NO_VARIANCE = 0.5  # Pareto k of squares beyond which their weights have no variance, and errors say little
+_UNSURE = 0.02  # error with which the same holds
 _LOST = 0.01  # share of the points that may be without a value
 NOISE = 0.3  # sd of what is not known of the sum of log f_k over the points
 _MOVED = 0.05  # posterior sds that it may move a mean or a log sd by
@@ -60,8 +61,8 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     if trust is not None and len(state.answered) > 1:
         state = _without_liars(state, sites, trust)
     before, found = state.found, weighed(state, sites.q, state.residual)
-    grown = _grown(before, found)
-    state = state._replace(found=found)
+    earlier, grown = state.grown, _grown(before, found)
+    state = state._replace(found=found, grown=grown)
     radius = reached(state)
     by = next((name for name, k in sites.where.items() if state.reach[k] == radius), "") if np.isfinite(radius) else ""
     if found is None:
@@ -69,7 +70,9 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
         return Judged(state, True, _untrusted.nowhere(_mute(state, sites, 1.0), bound, by))
     cut = region.beyond(sites.prior, radius, sites.q, found.points, found.weights)
     is_cut = float(cut.effect.sum()) > MOST_CUT
-    grows = grown > (_STILL if found.second_k > _NO_VARIANCE else MOST_ERROR)
+    # Where little is known of its error, an sd that grew so much before may stand still by chance.
+    unsure = found.second_k > _NO_VARIANCE or found.error > _UNSURE
+    grows = max(grown, earlier if unsure else 0.0) > MOST_ERROR
     trusted = is_trusted(found) and not grows
     enough = trusted and found.ess >= _LEAST and found.error <= _SMALL and grown <= _GROWN
     if enough and state.exchanges == 1:  # what lies far out may have been missed by all scrambles alike
@@ -87,7 +90,7 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
         _untrusted.without([names[k] for k in np.flatnonzero(state.missing)]),
         _untrusted.misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),
         _untrusted.beyond_radius(cut, radius, by, sites) if is_cut else "",
-        "" if trusted else _untrusted.beyond_q(found, sites, grown if grows else 0.0),
+        "" if trusted else _untrusted.beyond_q(found, sites, max(grown, earlier) if grows else 0.0),
         _untrusted.lost(lost, _LOST, hidden, _mute(state, sites, _LOST)) if lost > _LOST or hidden > _MOVED else "",
         _untrusted.uncertain(noise, moved) if noise > NOISE or moved > _MOVED else "",
     ]

@@ -69,7 +69,7 @@ def beyond_q(found: Reweighted, sites: Sites, grown: float) -> str:
         else "",
         f"{found.ess:.0f} effective points (at least {FEWEST})" if not found.ess >= FEWEST else "",
         f"an error of {found.error:.2g} sds (at most {MOST_ERROR:g})" if not found.error <= MOST_ERROR else "",
-        f"an sd that still grew by {grown:.1%} with the last of them" if grown else "",
+        f"an sd that grew by {grown:.1%} with the last of them" if grown else "",
     ]
     return (
         f"{len(found.points)} points of the correction do not tell the posterior: {', '.join(filter(None, short))}. "
