@@ -121,7 +121,7 @@ def test_no_crafted_file_runs_code_or_changes_a_class(tmp_path: Path) -> None:
         ("format 2", "has format 2, .*finish it with the version that wrote it"),
         ("format 4", "has format 4, and this version of fedppl reads format 10"),
         ("npz with a pickle", "not a fedppl checkpoint; choose another path"),
-        ("cut at 40", "truncated or damaged; restore it"),
+        ("cut at 41", "truncated or damaged; restore it"),
         ("a bit of its arrays", "truncated or damaged"),
         ("another's key", "signed with another key than that in .*FEDPPL_KEY_FILE"),
         ("a personal state", "truncated or damaged"),
@@ -150,7 +150,7 @@ def test_the_size_is_looked_at_before_the_rest(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "large"
     size = 2**40
     with path.open("wb") as file:
-        file.write(crafted.MAGIC + bytes(8) + (size - 68).to_bytes(8, "little") + bytes(32))
+        file.write(crafted.MAGIC + bytes(8) + (size - len(crafted.MAGIC) - 48).to_bytes(8, "little") + bytes(32))
         file.truncate(size)
     with pytest.raises(DeclarationError, match="1099511627776 bytes, more than the 17179869184 that are read"):
         checkpoint.read(path)

@@ -147,7 +147,7 @@ def _foreign(trace: Path) -> Iterator[Crafted]:
         yield Crafted(f"{name}, signed", signed(raw))
         yield Crafted(f"{name}, as signed JSON", signed(struct.pack("<QQ", len(raw), 0) + raw))
         yield Crafted(f"{name}, as signed arrays", signed(body_of({"arrays": [], "content": None}, raw)))
-    for number in (0, 1, 2, 4, _signed.FORMAT + 1, 999999999):
+    for number in (0, 1, 2, 4, _signed.FORMAT + 100, 999999999):
         yield Crafted(f"format {number}", b"fedppl checkpoint %d\n" % number + bytes(100))
     objects, file = np.empty(1, dtype=object), io.BytesIO()
     objects[0] = _Reduced(trace)
@@ -200,17 +200,20 @@ def _altered(honest: Crafted) -> Iterator[Crafted]:
         raw = bytearray(records)
         raw[place] ^= 1
         yield Crafted(f"a bit of the records at {place}", honest.state, bytes(raw))
-    first = struct.unpack_from("<Q", records, 17)[0] + 8
+    begin = len(b"fedppl records %d\n" % _signed.FORMAT)
+    first = struct.unpack_from("<Q", records, begin)[0] + 8
     yield Crafted(
-        "records in another order", honest.state, records[:17] + records[17 + first :] + records[17 : 17 + first]
+        "records in another order",
+        honest.state,
+        records[:begin] + records[begin + first :] + records[begin : begin + first],
     )
     yield Crafted("a record left out", honest.state, records[: 17 + first])
     for name, raw in pickles(Path("trace")).items():
         frame = struct.pack("<Q", len(raw)) + raw
-        yield Crafted(f"records: {name}", honest.state, (records[:17] + frame).ljust(len(records), b"\0"))
+        yield Crafted(f"records: {name}", honest.state, (records[:begin] + frame).ljust(len(records), b"\0"))
     for name, length in {"huge": 2**63, "all": 2**64 - 1}.items():
         yield Crafted(
-            f"a record of length {name}", honest.state, records[:17] + struct.pack("<Q", length) + records[25:]
+            f"a record of length {name}", honest.state, records[:begin] + struct.pack("<Q", length) + records[25:]
         )
 
 
