@@ -163,3 +163,28 @@ def test_a_sd_of_a_clients_own_effects_is_drawn_into_its_long_tail(y: list[float
     log_sd = theta[:, 0]
     assert abs(log_sd.mean() - mean) < 0.1 * spread
     assert abs(log_sd.std() / spread - 1) < 0.08  # a tail that falls as a density of 1 does, and trajectories are few
+
+
+def effects(y: Any, error: Any) -> pm.Model:
+    """Centered effects with a sd of their own: the mode is in the neck of the funnel, the mass is not."""
+    with pm.Model() as model:
+        y, error = pm.Data("y", y), pm.Data("error", error)
+        tau = pm.math.exp(pm.Normal("log_tau", 0, 1))
+        pm.Normal("obs", pm.Normal("theta", pm.Normal("mu", 0, 3), tau, shape=y.shape), error, observed=y)
+    return model
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_a_funnel_is_drawn_where_its_mass_is(size: int) -> None:
+    rng = np.random.default_rng(0)
+    y, error = rng.normal(size=size), 0.5 + rng.uniform(0, 1, size)
+    client = fedppl.FederatedModel(effects, ["mu"]).enrol({"A": {"y": y, "error": error}})["A"]
+    theta = _given.draw_given(client, np.zeros((_DRAWS, 1)), np.zeros(1), np.random.default_rng(7))
+    grid = np.linspace(-9, 9, 8001)
+    scale = np.sqrt(np.exp(2 * grid) + error[:, None] ** 2)
+    logs = stats.norm.logpdf(grid) + stats.norm.logpdf(y[:, None], 0, scale).sum(axis=0)
+    weights = np.exp(logs - logs.max()) / np.exp(logs - logs.max()).sum()
+    assert stats.kstest(np.interp(theta[:, 0], grid, np.cumsum(weights)), "uniform").pvalue > 0.01
+    # The effects too: exact given log tau, and averaged over it.
+    spread = weights @ (np.exp(2 * grid) / (np.exp(2 * grid) + error[0] ** 2))
+    assert abs(theta[:, 1].mean() - spread * y[0]) < 4 * theta[:, 1].std() / np.sqrt(_DRAWS)

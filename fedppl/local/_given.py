@@ -2,7 +2,7 @@
 
 Where the density is all but Laplace's approximation, one of a few candidates of that is taken, twice. Elsewhere
 coordinates that are independent given φ are drawn each by its distribution function, and others by Hamiltonian
-trajectories that begin at a candidate.
+trajectories that begin at a candidate; or, where one coordinate leaves the others Gaussian, at a draw by quadrature.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from scipy.special import softmax
 
 from fedppl.contracts import ClientView
-from fedppl.local import _gaussian_rest, _marginal
+from fedppl.local import _funnel, _gaussian_rest, _marginal
 from fedppl.local._separable import is_separable
 from fedppl.numerics import student
 from fedppl.numerics.distribution import draw_by_slopes
@@ -22,14 +22,14 @@ from fedppl.types import Array, Rng
 _CANDIDATES, _TIMES = 8, 2  # half of them normal, half of a t, which reaches further
 _DIFFERS = 0.005  # variance of the density's ratio to Laplace's up to which its candidates will do
 _NONE = -1e300  # the log density where it has no value: taken only where no candidate has one
-_AT_ONCE = 2**22  # numbers in the factors that are held at a time
+_AT_ONCE = 2**22  # numbers in the points and factors that are held at a time
 _NODES = np.linspace(-9.0, 9.0, 85)  # arsinh of sds of Laplace's approximation: out to 4,000
 
 
 def draw_given(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
     """A draw of θ from p(θ | φ, y_k) for each row of phi (N, m): (N, d)."""
     d = client.local_size
-    chunk = max(1, _AT_ONCE // max(1, d * d, 4 * d * len(_NODES)))
+    chunk = max(1, _AT_ONCE // max(1, d * d, len(_NODES) * (client.shared_size + d)))
     order = np.lexsort(phi.T)  # equal rows together: one search serves them
     theta = np.zeros((len(phi), d))
     for first in range(0, len(phi) if d else 0, chunk):
@@ -60,7 +60,12 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
         theta, log_weights = np.concatenate([kept[None], theta]), np.concatenate([kept_weight[None], log_weights])
         chosen, each = np.argmax(log_weights + rng.gumbel(size=log_weights.shape), axis=0), np.arange(count)
         kept, kept_weight = theta[chosen, each], log_weights[chosen, each]
-    return kept if is_near else _moved_on(client, phi, kept, factors, rng)
+    if is_near:
+        return kept
+    which = client.view(_gaussian_rest.find)
+    if which is not None and len(which) == 1:
+        kept = _funnel.begun(client, phi, modes, factors, which, kept, rng)
+    return _moved_on(client, phi, kept, factors, rng)
 
 
 def _one_by_one(client: ClientView, phi: Array, modes: Array, scales: Array, rng: Rng) -> Array:

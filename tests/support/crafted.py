@@ -207,13 +207,15 @@ def _altered(honest: Crafted) -> Iterator[Crafted]:
         honest.state,
         records[:begin] + records[begin + first :] + records[begin : begin + first],
     )
-    yield Crafted("a record left out", honest.state, records[: 17 + first])
+    yield Crafted("a record left out", honest.state, records[: begin + first])
     for name, raw in pickles(Path("trace")).items():
         frame = struct.pack("<Q", len(raw)) + raw
         yield Crafted(f"records: {name}", honest.state, (records[:begin] + frame).ljust(len(records), b"\0"))
     for name, length in {"huge": 2**63, "all": 2**64 - 1}.items():
         yield Crafted(
-            f"a record of length {name}", honest.state, records[:begin] + struct.pack("<Q", length) + records[25:]
+            f"a record of length {name}",
+            honest.state,
+            records[:begin] + struct.pack("<Q", length) + records[begin + 8 :],
         )
 
 
