@@ -46,7 +46,12 @@ def sd_of_mean(data: dict[str, Any], log_prior: Any, grid: Array) -> float:
     return float(np.sqrt(np.sum(weights * (1 / known + (pulled / known) ** 2)) - mean**2))
 
 
-CASES = [("uniform", [3, 4, 5, 6]), ("half-Cauchy", [3, 4, 5]), ("precision", [5, 6, 7]), ("precision", [3, 4, 5, 6])]
+CASES = [
+    ("uniform", [3, 4, 5, 6]),
+    ("half-Cauchy", [3, 4, 5]),
+    ("precision", [5, 6, 7]),
+    pytest.param("precision", [3, 4, 5, 6], marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.filterwarnings("ignore::fedppl.ConvergenceWarning")
