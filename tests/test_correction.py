@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -141,18 +142,25 @@ def test_who_does_not_answer_is_named_and_evidence_is_withheld() -> None:
         _ = found.log_evidence
 
 
-def lost(share: float) -> LocalInference:
-    """Nested Laplace whose search fails at a share of the points."""
+def answering(change: Callable[[Factor, Array, Array], Factor]) -> LocalInference:
+    """Nested Laplace with other answers, of its own, the points and the center."""
     inner = fedppl.NestedLaplace()
-    assert inner.factor is not None
     answer = inner.factor
+    assert answer is not None
 
     def factor(client: ClientView, points: Array, center: Array, prior_share: float) -> Factor:
-        values, errors, constant = answer(client, points, center, prior_share)
-        values = np.where(np.arange(len(values)) % round(1 / share) == 7, np.nan, values)
-        return Factor(values, errors, constant)
+        return change(answer(client, points, center, prior_share), points, center)
 
     return inner._replace(factor=factor)
+
+
+def lost(share: float) -> LocalInference:
+    """The search fails at a share of the points."""
+    return answering(lambda found, points, _: without(found, np.arange(len(points)) % round(1 / share) == 7))
+
+
+def without(found: Factor, where: Any) -> Factor:
+    return found._replace(values=np.where(where, np.nan, found.values))
 
 
 def test_few_points_without_a_value_do_no_harm_and_many_are_said() -> None:
@@ -166,16 +174,8 @@ def test_few_points_without_a_value_do_no_harm_and_many_are_said() -> None:
 
 
 def lost_below(bound: float) -> LocalInference:
-    """Nested Laplace whose search fails where the second coordinate is small."""
-    inner = fedppl.NestedLaplace()
-    assert inner.factor is not None
-    answer = inner.factor
-
-    def factor(client: ClientView, points: Array, center: Array, prior_share: float) -> Factor:
-        found = answer(client, points, center, prior_share)
-        return found._replace(values=np.where(points[:, 1] < bound, np.nan, found.values))
-
-    return inner._replace(factor=factor)
+    """The search fails where the second coordinate is small."""
+    return answering(lambda found, points, _: without(found, points[:, 1] < bound))
 
 
 def test_points_without_a_value_are_said_by_what_they_may_move_however_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,16 +193,8 @@ def test_points_without_a_value_are_said_by_what_they_may_move_however_few(monke
 
 
 def unsure(size: float) -> LocalInference:
-    """Nested Laplace that says that its log factors are uncertain along the first coordinate."""
-    inner = fedppl.NestedLaplace()
-    assert inner.factor is not None
-    answer = inner.factor
-
-    def factor(client: ClientView, points: Array, center: Array, share: float) -> Factor:
-        found = answer(client, points, center, share)
-        return found._replace(errors=size * (points[:, 0] - center[0]))
-
-    return inner._replace(factor=factor)
+    """Log factors are said to be uncertain along the first coordinate."""
+    return answering(lambda found, points, center: found._replace(errors=size * (points[:, 0] - center[0])))
 
 
 def test_log_factors_that_are_not_known_well_enough_are_not_called_converged() -> None:
@@ -213,17 +205,13 @@ def test_log_factors_that_are_not_known_well_enough_are_not_called_converged() -
 
 
 def wrong_in_the_tail(size: float, where: float) -> LocalInference:
-    """Nested Laplace that adds so much where the log of tau is low, and says so."""
-    inner = fedppl.NestedLaplace()
-    assert inner.factor is not None
-    answer = inner.factor
+    """So much is added where the log of tau is low, and said."""
 
-    def factor(client: ClientView, points: Array, center: Array, share: float) -> Factor:
-        found = answer(client, points, center, share)
+    def change(found: Factor, points: Array, center: Array) -> Factor:
         added = size * (points[:, 1] < center[1] - where)
         return found._replace(values=found.values + added, errors=found.errors + added)
 
-    return inner._replace(factor=factor)
+    return answering(change)
 
 
 @pytest.mark.parametrize(("size", "where"), [(0.1, 1.4), (0.12, 1.7), (0.2, 1.85)])

@@ -2,7 +2,7 @@
 
 Where the density is all but Laplace's approximation, one of a few candidates of that is taken, twice. Elsewhere
 coordinates that are independent given φ are drawn each by its distribution function, and others by Hamiltonian
-trajectories that begin at a candidate; or, where one coordinate leaves the others Gaussian, at a draw by quadrature.
+trajectories that begin at a candidate; or, where one or two leave the others Gaussian, at a draw by quadrature.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
     if is_near:
         return kept
     which = client.view(_gaussian_rest.find)
-    if which is not None and len(which) == 1:
+    if which is not None:
         kept = _funnel.begun(client, phi, modes, factors, which, kept, rng)
     return _moved_on(client, phi, kept, factors, rng)
 

@@ -72,8 +72,8 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     is_cut = float(cut.effect.sum()) > MOST_CUT
     # Where little is known of its error, an sd that grew so much before may stand still by chance.
     unsure = found.second_k > _NO_VARIANCE or found.error > _UNSURE
-    grows = max(grown, earlier if unsure else 0.0) > MOST_ERROR
-    trusted = is_trusted(found) and not grows
+    growth = max(grown, earlier if unsure else 0.0)
+    trusted = is_trusted(found) and growth <= MOST_ERROR
     enough = trusted and found.ess >= _LEAST and found.error <= _SMALL and grown <= _GROWN
     if enough and state.exchanges == 1:  # what lies far out may have been missed by all scrambles alike
         enough = not has_heavy_tails(found.points, found.weights)
@@ -90,7 +90,7 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
         _untrusted.without([names[k] for k in np.flatnonzero(state.missing)]),
         _untrusted.misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),
         _untrusted.beyond_radius(cut, radius, by, sites) if is_cut else "",
-        "" if trusted else _untrusted.beyond_q(found, sites, max(grown, earlier) if grows else 0.0),
+        "" if trusted else _untrusted.beyond_q(found, sites, growth),
         _untrusted.lost(lost, _LOST, hidden, _mute(state, sites, _LOST)) if lost > _LOST or hidden > _MOVED else "",
         _untrusted.uncertain(noise, moved) if noise > NOISE or moved > _MOVED else "",
     ]

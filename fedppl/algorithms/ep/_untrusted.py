@@ -56,7 +56,7 @@ def misleading(names: list[str], trust: float | None) -> str:
 
 
 def beyond_q(found: Reweighted, sites: Sites, grown: float) -> str:
-    """What q could not follow, and where; `grown` is what a log sd grew by, where that is too much."""
+    """What q could not follow, and where; `grown` is what a log sd grew by from one exchange to the next."""
     sd = gaussian.standard_deviations(sites.q)
     shift = (found.mean - gaussian.mean(sites.q)) / sd
     wider = np.sqrt(np.diag(found.covariance)) / sd
@@ -69,7 +69,7 @@ def beyond_q(found: Reweighted, sites: Sites, grown: float) -> str:
         else "",
         f"{found.ess:.0f} effective points (at least {FEWEST})" if not found.ess >= FEWEST else "",
         f"an error of {found.error:.2g} sds (at most {MOST_ERROR:g})" if not found.error <= MOST_ERROR else "",
-        f"an sd that grew by {np.expm1(grown):.0%} from one exchange to the next" if grown else "",
+        f"an sd that grew by {np.expm1(grown):.0%} from one exchange to the next" if grown > MOST_ERROR else "",
     ]
     return (
         f"{len(found.points)} points of the correction do not tell the posterior: {', '.join(filter(None, short))}. "

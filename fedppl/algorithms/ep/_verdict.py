@@ -133,8 +133,8 @@ def _far_off(state: EPState) -> str:
         return ""
     return (
         f"client {list(state.sites.where)[k]} pulls {state.sites.labels[i]} by {pull[k, i]:+.2g} sds of what others "
-        "know: look at its data, at the units first; where they are right, it tells what the others hardly do, and all "
-        "is well. EP(trust=3) would hold it back"
+        "know: look at its data, at the units first, though one that alone tells much of it does so honestly. "
+        "EP(trust=3) would hold it back"
     )
 
 
