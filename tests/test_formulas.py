@@ -202,6 +202,19 @@ def test_the_prior_of_an_intercept_allows_for_offsets() -> None:
     assert "offsets" in str(model.describe().loc["Intercept", "prior"])
 
 
+def test_the_prior_of_an_intercept_allows_for_logs_of_skewed_columns() -> None:
+    """Cities of very different size: the mean of the logs is far from the log of the mean."""
+    rng = np.random.default_rng(1)
+    frame = pd.DataFrame({"site": np.repeat(["a", "b"], 400), "people": np.exp(rng.normal(9.0, 1.2, 800))})
+    frame["cases"] = rng.poisson(frame["people"] * 1e-3)
+    declared = fedppl.formula("cases ~ offset(np.log(people)) + (1 | site)", family="poisson")
+    model = fedppl.agree(declared, frame, by="site").model
+    built = model.builder(**model.read("a", frame[frame["site"] == "a"]))
+    middle = np.log(frame["cases"].mean()) - np.log(frame["people"]).mean()
+    # Known are the mean and the sd of people: what is far off is off by the spread of logs that they tell.
+    assert built["Intercept"].owner.op.dist_params(built["Intercept"].owner)[0].eval() == pytest.approx(middle, abs=0.3)
+
+
 def test_effects_of_a_client_are_a_multivariate_normal() -> None:
     model = fedppl.agree(fedppl.formula("y ~ age + (1 + age | site)"), FRAME, by="site").model
     built = model.builder(**model.read("s1", FRAME[FRAME["site"] == "s1"]))

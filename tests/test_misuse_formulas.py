@@ -79,6 +79,9 @@ ROWS: dict[str, Mistake] = {
     "a function that NumPy lacks": row(text("y ~ np.logg(x)"), "'np.logg'", "compute a column"),
     "a quoted column of patsy": row(text("y ~ Q('x')"), "'Q'", "compute a column"),
     "splines of each client": row(text("y ~ bs(x, df=4)"), "knots=", "constants="),
+    "splines within a function": row(
+        text("y ~ np.exp(bs(x, knots=k, lower_bound=0, upper_bound=9))"), "bs()", "term of its own"
+    ),
     "polynomials of each client": row(text("y ~ poly(x, 2)"), "raw=True"),
     "a response computed": row(text("np.log(y) ~ x"), "column of its own"),
     "two responses": row(text("y + x ~ z"), "the response 'y + x'", "column"),

@@ -13,6 +13,7 @@ import pandas as pd
 from formulae.environment import Environment
 from formulae.matrices import DesignMatrices
 from formulae.model_description import model_description
+from scipy import special
 
 from fedppl.formulas.agreement import Agreement, coded, is_text
 from fedppl.formulas.terms import Group, Terms
@@ -106,7 +107,7 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
         groups = [design.group(number, frame, _AGREED) for number in range(len(terms.groups))]
         center, scale = np.nanmean(common, axis=0), np.nanstd(common, axis=0)
         sizes = tuple(np.sqrt(np.nanmean(one**2, axis=0)) for one in groups)
-        offset = float(np.nanmean(design.offset(frame, _AGREED))) if terms.offsets else 0.0
+        offset = _mean_offset(design, frame) if terms.offsets else 0.0
     effects = tuple(
         tuple(label for one in _expressions(matrices, group) for label in _labels(one)) for group in terms.groups
     )
@@ -116,8 +117,19 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
     return Design(terms, agreement, matrices, labels, effects, center, _usable(scale), usable, offset, splines)
 
 
-def standing_for_all(terms: Terms, agreement: Agreement) -> pd.DataFrame:
-    """Rows with the means, sds, levels and shares that clients agreed on, their columns independent of each other."""
+def _mean_offset(design: Design, frame: pd.DataFrame) -> float:
+    """Mean of the sum of the offsets, of log-normal columns where it is not known of uniform ones below 0."""
+    values = design.offset(frame, _AGREED)
+    if not np.all(np.isfinite(values)):
+        values = design.offset(standing_for_all(design.terms, design.agreement, positive=True), _AGREED)
+    return float(np.nanmean(values))
+
+
+def standing_for_all(terms: Terms, agreement: Agreement, positive: bool = False) -> pd.DataFrame:
+    """Rows with the means, sds, levels and shares that clients agreed on, their columns independent of each other.
+
+    Numbers are uniform, or log-normal where the mean is above 0 and they shall be `positive`.
+    """
     rng, held = np.random.default_rng(0), {}
     for name in terms.columns:
         column = agreement.columns[name]
@@ -127,7 +139,12 @@ def standing_for_all(terms: Terms, agreement: Agreement) -> pd.DataFrame:
             held[name] = pd.Categorical.from_codes(codes, list(column.levels), ordered=True)
         else:
             z = rng.permutation(np.linspace(-1.0, 1.0, _ROWS))
-            held[name] = column.mean + column.sd * z / np.std(z)  # so that center and scale find what was agreed on
+            if positive and column.mean > 0:
+                spread = np.log1p((column.sd / column.mean) ** 2)
+                quantiles = special.ndtri(np.argsort(np.argsort(z)) / _ROWS + 0.5 / _ROWS)
+                held[name] = np.exp(np.log(column.mean) - 0.5 * spread + np.sqrt(spread) * quantiles)
+            else:
+                held[name] = column.mean + column.sd * z / np.std(z)  # so that center and scale find what was agreed
     for name in {name for group in terms.groups for name in group.factor}:
         held[name] = np.full(_ROWS, "all", dtype=object)
     return pd.DataFrame(held, index=np.arange(_ROWS))

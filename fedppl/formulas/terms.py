@@ -247,6 +247,11 @@ def _require_stateless(component: Any) -> None:
             "another thing at each; use bs(x, knots=knots, lower_bound=0, upper_bound=90), and say knots that all know "
             "in formula(..., constants=...)."
         )
+    if re.search(r"\bbs\s*\(", inner):
+        raise DeclarationError(
+            f"{text} calls bs() within another function, where rows outside of its bounds cannot be told; write the "
+            "spline as a term of its own, or compute the column before."
+        )
     if name == "poly" and "raw=True" not in inner.replace(" ", ""):
         raise DeclarationError(f"{text} would be orthogonal on the rows of each client alone; use raw=True.")
     if name in ("C", "S", "T", "binary"):
