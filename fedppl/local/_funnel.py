@@ -1,7 +1,8 @@
-"""Where draws of θ begin if all but one or two coordinates c are Gaussian given these, as effects are given their sd.
+"""Draws of θ if all but one or two coordinates c are Gaussian given these, as effects are given their sd.
 
 Laplace's approximation may be in the neck of a funnel, where the mode is, and trajectories that begin there stay there.
-The density of c is that of the quadrature that `_conditional` has for log f_k, spread out between its nodes.
+The density of c is that of the quadrature that `_conditional` has for log f_k: of one coordinate as a curve through its
+nodes, and of two spread out between them, from where trajectories move on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from scipy.special import softmax
 from fedppl.contracts import ClientView
 from fedppl.local._conditional import _about_modes, _centered, _gaps, _inverses, _Quadrature
 from fedppl.local._gaussian_rest import Places
+from fedppl.numerics.distribution import draw_by_values
 from fedppl.numerics.integral import Rule, by_grid, by_trapezoids
 from fedppl.numerics.marginal import site_outputs
 from fedppl.types import Array, Rng
@@ -19,34 +21,72 @@ from fedppl.types import Array, Rng
 _AT_ONCE = 2**22  # numbers in the points that are held at a time
 _NODES = 11  # of each coordinate where there are two
 _NEWTON = 2  # steps: of what is Gaussian one would do, but for rounding
+_FAR = (4, 6)  # arsinh of sds: 27, and where something is left out there 202
+_OUTSIDE = np.log(1e-5)  # of the density at its largest, at the outermost nodes
 
 
-def begun(
-    client: ClientView, phi: Array, modes: Array, factors: Array, which: Places, otherwise: Array, rng: Rng
-) -> Array:
-    """θ (N, d) for rows of φ (N, m): c by its density, the others given c; `otherwise` where that has no value."""
-    (m, d), theta = (phi.shape[1], modes.shape[1]), otherwise.copy()
-    rest, rule = np.setdiff1d(np.arange(d), which), by_trapezoids() if len(which) == 1 else by_grid(2, _NODES)
-    chunk = max(1, _AT_ONCE // (len(rule.nodes) * d * (m + d)))
-    for first in range(0, len(phi), chunk):
-        some = slice(first, first + chunk)
-        about = _about_modes(phi[some], modes[some], factors[some], which, rest)
-        terms = _centered(client, about, which, rest, rule)
-        told = np.flatnonzero(np.isfinite(terms.max(axis=1)))
-        if not len(told):
-            continue
-        about = _Quadrature(*(values[told] for values in about))
-        x = np.concatenate([about.phi, about.modes], axis=1)
-        step = about.shift + np.einsum("npq,nq->np", about.spread, _between_nodes(terms[told], rule, rng))
-        x[:, m + which] += step
-        good: Places = np.arange(len(x))
-        if len(rest):
-            of_rest = about.curvature[:, rest[:, None], rest]
-            follow = np.linalg.solve(of_rest, about.curvature[:, rest[:, None], which])
-            x[:, m + rest] -= np.einsum("nrq,nq->nr", follow, step)
-            good = _draw_rest(client, x, m + rest, 1.0 / np.sqrt(np.diagonal(of_rest, axis1=1, axis2=2)), rng)
-        theta[first + told[good]] = x[good, m:]
-    return theta
+def drawn(
+    client: ClientView, phi: Array, where: Places, modes: Array, factors: Array, which: Places, rng: Rng
+) -> tuple[Array, Places]:
+    """θ (N, d) for rows `where` (N,) of φ (U, m), with modes (U, d) and factors (U, d, d) there, and which could be had.
+
+    c by its density, the others given c: exact where c is one coordinate, and else where trajectories may begin.
+    """
+    (m, d), theta = (phi.shape[1], modes.shape[1]), np.zeros((len(where), modes.shape[1]))
+    rest, is_one = np.setdiff1d(np.arange(d), which), len(which) == 1
+    about = _about_modes(phi, modes, factors, which, rest)
+    about, terms, rule = _spread_out(client, about, which, rest) if is_one else _by_grid(client, about, which, rest)
+    told = np.isfinite(terms.max(axis=1))
+    found: Places = np.flatnonzero(told[where])
+    if not len(found):
+        return theta, found
+    of = where[found]
+    if is_one:
+        renumbered = np.cumsum(told) - 1
+        u = draw_by_values(np.arcsinh(rule.nodes[:, 0]), terms[told].T, renumbered[of], rng)
+        z = np.sinh(u)[:, None]
+    else:
+        z = _between_nodes(terms[of], rule, rng)
+    x = np.concatenate([phi[of], about.modes[of]], axis=1)
+    step = about.shift[of] + np.einsum("npq,nq->np", about.spread[of], z)
+    x[:, m + which] += step
+    good: Places = np.arange(len(x))
+    if len(rest):
+        of_rest = about.curvature[:, rest[:, None], rest]
+        follow = np.linalg.solve(of_rest, about.curvature[:, rest[:, None], which])
+        x[:, m + rest] -= np.einsum("nrq,nq->nr", follow[of], step)
+        widths = 1.0 / np.sqrt(np.diagonal(of_rest, axis1=1, axis2=2))
+        good = _draw_rest(client, x, m + rest, widths[of], rng)
+    theta[found[good]] = x[good, m:]
+    return theta, found[good]
+
+
+def _spread_out(client: ClientView, about: _Quadrature, which: Places, rest: Places) -> tuple[_Quadrature, Array, Rule]:
+    """Logarithms (U, L) of what nodes add to the integral, of nodes that reach as far as there is anything."""
+    for far in _FAR:
+        rule = by_trapezoids(far)
+        held = about._replace(shift=about.shift.copy(), spread=about.spread.copy())
+        terms = _in_chunks(client, held, which, rest, rule)
+        outermost = np.maximum(terms[:, 0], terms[:, -1]) - np.max(terms, axis=1)
+        if not np.any(outermost > _OUTSIDE):
+            break
+    return held, terms, rule
+
+
+def _by_grid(client: ClientView, about: _Quadrature, which: Places, rest: Places) -> tuple[_Quadrature, Array, Rule]:
+    rule = by_grid(len(which), _NODES)
+    return about, _in_chunks(client, about, which, rest, rule), rule
+
+
+def _in_chunks(client: ClientView, about: _Quadrature, which: Places, rest: Places, rule: Rule) -> Array:
+    """As `_centered`, which moves the nodes, with not too much held at a time."""
+    count, m = about.phi.shape
+    chunk = max(1, _AT_ONCE // (len(rule.nodes) * about.modes.shape[1] * (m + about.modes.shape[1])))
+    found = []
+    for first in range(0, count, chunk):
+        part = _Quadrature(*(values[first : first + chunk] for values in about))
+        found.append(_centered(client, part, which, rest, rule))
+    return np.concatenate(found)
 
 
 def _between_nodes(terms: Array, rule: Rule, rng: Rng) -> Array:

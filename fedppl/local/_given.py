@@ -1,8 +1,9 @@
 """Draws of θ given φ and a client's rows.
 
 Where the density is all but Laplace's approximation, one of a few candidates of that is taken, twice. Elsewhere
-coordinates that are independent given φ are drawn each by its distribution function, and others by Hamiltonian
-trajectories that begin at a candidate; or, where one or two leave the others Gaussian, at a draw by quadrature.
+coordinates that are independent given φ are drawn each by its distribution function; so is one that leaves the others
+Gaussian, and these given it. Others are drawn by Hamiltonian trajectories that begin at a candidate; or, where two leave
+the others Gaussian, at a draw by quadrature.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def draw_given(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array
 def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
     count, d = len(phi), client.local_size
     unique, where = np.unique(phi, axis=0, return_inverse=True)
-    _, modes, factors = _marginal.modes(client, unique, center, factors=True)
-    modes, factors = modes[where.ravel()], factors[where.ravel()]
+    where = where.ravel()
+    _, modes_there, factors_there = _marginal.modes(client, unique, center, factors=True)
+    modes, factors = modes_there[where], factors_there[where]
     upper = np.swapaxes(factors, 1, 2)
     if client.view(_gaussian_rest.is_exact):
         return np.asarray(modes + np.linalg.solve(upper, rng.normal(size=(count, d, 1)))[..., 0])
@@ -63,9 +65,14 @@ def _drawn(client: ClientView, phi: Array, center: Array, rng: Rng) -> Array:
     if is_near:
         return kept
     which = client.view(_gaussian_rest.find)
+    moved = np.ones(count, dtype=bool)
     if which is not None:
-        kept = _funnel.begun(client, phi, modes, factors, which, kept, rng)
-    return _moved_on(client, phi, kept, factors, rng)
+        found, places = _funnel.drawn(client, unique, where, modes_there, factors_there, which, rng)
+        kept[places] = found[places]
+        moved[places] = len(which) > 1  # one coordinate has been drawn by its own density
+    if np.any(moved):
+        kept[moved] = _moved_on(client, phi[moved], kept[moved], factors[moved], rng)
+    return kept
 
 
 def _one_by_one(client: ClientView, phi: Array, modes: Array, scales: Array, rng: Rng) -> Array:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl.types import Array, Rng
 
 _PARTS = 4  # of the space between nodes
 _ROUGH = 0.5  # log units that two rules may differ by between nodes
 _LEAST = -700.0  # log density, below the middle's, that counts as none
+
+Places = NDArray[np.intp]
 
 
 def draw_by_slopes(nodes: Array, slopes: Array, extra: Array, rng: Rng) -> Array:
@@ -25,10 +28,32 @@ def draw_by_slopes(nodes: Array, slopes: Array, extra: Array, rng: Rng) -> Array
     logs = np.where(np.isfinite(logs), logs, -np.inf)
     logs = np.maximum(logs - logs.max(axis=0), _LEAST)
     places = np.linspace(nodes[0], nodes[-1], _PARTS * (len(nodes) - 1) + 1)
-    density = np.exp(_interpolated(logs, slopes * step) + _column(np.interp(places, nodes, extra), logs.ndim))
-    below = np.zeros_like(density)
+    below = _below(_interpolated(logs, slopes * step) + _column(np.interp(places, nodes, extra), logs.ndim))
+    return _drawn(places, below, rng.uniform(size=below.shape[1:]))
+
+
+def draw_by_values(nodes: Array, logs: Array, which: Places, rng: Rng) -> Array:
+    """Draw u of each of the densities `which` (N,), whose logarithms at equally spaced nodes (n,) are logs (n, U).
+
+    Each of these has a largest value; −inf says that there is no density.
+    """
+    logs = np.maximum(logs - logs.max(axis=0), _LEAST)
+    rises = np.gradient(logs, axis=0)
+    rises[2:-2] = (8.0 * (logs[3:-1] - logs[1:-3]) - (logs[4:] - logs[:-4])) / 12.0
+    places = np.linspace(nodes[0], nodes[-1], _PARTS * (len(nodes) - 1) + 1)
+    below = _below(_interpolated(logs, rises))
+    return _drawn(places, below[:, which], rng.uniform(size=len(which)))
+
+
+def _below(logs: Array) -> Array:
+    """What of each density (G, ...) lies below each place."""
+    density, below = np.exp(logs), np.zeros_like(logs)
     np.cumsum(0.5 * (density[1:] + density[:-1]), axis=0, out=below[1:])
-    wanted = rng.uniform(size=below.shape[1:]) * below[-1]
+    return below
+
+
+def _drawn(places: Array, below: Array, uniform: Array) -> Array:
+    wanted = uniform * below[-1]
     at = np.clip((below <= wanted).sum(axis=0) - 1, 0, len(places) - 2)[None]
     low, high = np.take_along_axis(below, at, axis=0)[0], np.take_along_axis(below, at + 1, axis=0)[0]
     share = (wanted - low) / np.maximum(high - low, 1e-300)
