@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedppl import settings
+from fedppl import given, settings
 from fedppl.algorithms.ep.ep import EP
 from fedppl.contracts import AnyAlgorithm, EngineFactory
-from fedppl.data import frames
-from fedppl.data import missing as gaps
 from fedppl.model.client import reader_of
 from fedppl.model.declaration import FederatedModel
-from fedppl.model.unseen import outcomes_of, require_rows_apart
 from fedppl.results import idata, saved, sound
 from fedppl.results.fit import Fit
-from fedppl.run import loop
+from fedppl.run import loop, together
 from fedppl.run.one_round import Round
 from fedppl.run.participation import Participation
 from fedppl.run.start import require_declared
 from fedppl.types import DataError, DeclarationError
-
-logger = logging.getLogger(__name__)
 
 
 def rounds(
@@ -121,7 +114,7 @@ def rounds(
     *When this fails.* A client that fails keeps its old site; `Round.failures` says why. A run that does not
     converge ends with status "max_rounds" and a message that names the setting to change.
     """
-    model, clients = _given(model, data, by, missing)
+    model, clients = given.clients(model, data, by, missing)
     return loop.rounds(
         model,
         clients,
@@ -210,11 +203,21 @@ def fit(
     *When this fails.* Look at `Fit.message`, `Fit.summary` and ``fit.idata["rounds"]``: not converging is a status and
     a warning. A fit that was broken off before there was a posterior has none, and says so when it is asked for it.
     """
-    model, clients = _given(model, data, by, missing)
+    algorithm = EP() if algorithm is None else algorithm
+    alone = (engine, participation, reporting, checkpoint, deadline, start)
+    if all(setting is None for setting in alone) and getattr(algorithm, "together", None) is not None:
+        ready, table = given.table(model, data, by, missing)
+        if table is not None:
+            found = together.fit(
+                ready, table, algorithm, callback=callback, progressbar=progressbar, random_seed=random_seed
+            )
+            if found is not None:
+                return found
+    model, clients = given.clients(model, data, by, missing)
     return loop.fit(
         model,
         clients,
-        EP() if algorithm is None else algorithm,
+        algorithm,
         rounds=rounds,
         engine=engine,
         participation=participation,
@@ -291,8 +294,8 @@ def load(
     saved.require_same(held, algorithm, model.shared)
     models: dict[str, Any] = {}
     if clients is not None:
-        model, given = _given(model, clients, by, missing)
-        models = model.enrol(given, kernel=algorithm.needs.kernel)
+        model, found_data = given.clients(model, clients, by, missing)
+        models = model.enrol(found_data, kernel=algorithm.needs.kernel)
         model = model.knowing({name: client.kind for name, client in models.items()})
         if unknown := sorted(set(models) - set(held.client_ids)):
             known = settings.some_of(held.client_ids)
@@ -323,58 +326,3 @@ def load(
         raise DataError(f"{str(path)!r} is damaged: {error}; take it from a copy, or fit again.") from error
     found.__dict__["idata"] = idata.from_groups(held.groups)  # as it was: draws of it are not made again
     return found
-
-
-def _given(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
-    """The declaration, and clients' data by id; what is no data is refused where it is used."""
-    settings.one_of("missing", missing, ("error", "drop", "impute"))
-    if not isinstance(model, FederatedModel) or data is None:
-        return model, data
-    from fedppl.formulas.formula import is_formula, ready  # at its first use: it takes a while
-
-    if is_formula(model):
-        return ready(model, data, by, missing)
-    split = frames.by_client(data, by, model.names)
-    if len(model.builders) > 1 and isinstance(split, Mapping):
-        frames.common_categories(split, None)  # refuses orders that differ
-        model, named = model.by_kind(split, one_table=split is not data)
-        if missing == "impute":
-            raise DeclarationError(
-                'missing="impute" is of one builder, and this declaration has several; impute before.'
-            )
-        return model, _said(gaps.complete(named, None, missing))
-    orders = frames.categories(data, model.names) or frames.common_categories(split, model.names)
-    if orders and model.reads is None:  # so that a number means the same category in what comes after the fit
-        model = model.reading(functools.partial(frames.known, names=model.names, orders=orders))
-    if missing == "impute":
-        clients = _with_outcomes(model, split)
-    else:
-        clients = gaps.complete(split, model.names, missing)
-    return model, _said(clients)
-
-
-def _said(clients: Any) -> Any:
-    """Clients' data, after what is odd among them was named in the log."""
-    from fedppl.formulas.strange import strange_arrays  # at its first use: it takes a while
-
-    if isinstance(clients, Mapping) and (odd := strange_arrays(clients)):
-        more = f", and {len(odd) - 5} more" if len(odd) > 5 else ""
-        logger.warning("columns may be swapped, or units differ: %s%s", "; ".join(odd[:5]), more)
-    return clients
-
-
-def _with_outcomes(model: FederatedModel, split: Any) -> Any:
-    """Clients' data without rows whose outcome is missing; the model says what that is, and whether rows depend."""
-    if not isinstance(split, Mapping):
-        return split
-    found = gaps.read(split, model.names)
-    incomplete = [k for k, data in found.items() if gaps.gaps(data)]
-    if not incomplete:
-        return found
-    whole = next((data for k, data in found.items() if k not in incomplete), None)
-    first = str(incomplete[0])
-    outcomes = outcomes_of(model.declared, first, whole or gaps.dropped(incomplete[0], found[incomplete[0]]))
-    kept = gaps.without_outcomes({k: found[k] for k in incomplete}, outcomes)
-    one = next(part for part in kept.values() if part is not None)
-    require_rows_apart(model.declared, first, one.filled, one.data, one.rows, one.outcomes)
-    return {k: data if (part := kept.get(k)) is None else part.data for k, data in found.items()}

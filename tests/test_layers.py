@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1] / "fedppl"
 LAYERS = [
     ["fedppl"],
     ["front"],
+    ["given"],
     ["nn", "coregional"],
     ["algorithms", "search", "flower", "testing", "formulas"],
     ["local", "run"],

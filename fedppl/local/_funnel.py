@@ -28,7 +28,7 @@ _OUTSIDE = np.log(1e-5)  # of the density at its largest, at the outermost nodes
 def drawn(
     client: ClientView, phi: Array, where: Places, modes: Array, factors: Array, which: Places, rng: Rng
 ) -> tuple[Array, Places]:
-    """θ (N, d) for rows `where` (N,) of φ (U, m), with modes (U, d) and factors (U, d, d) there, and which could be had.
+    """θ (N, d) for rows `where` of φ (U, m), with modes (U, d) and factors (U, d, d) there; and which could be had.
 
     c by its density, the others given c: exact where c is one coordinate, and else where trajectories may begin.
     """

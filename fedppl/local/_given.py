@@ -2,8 +2,8 @@
 
 Where the density is all but Laplace's approximation, one of a few candidates of that is taken, twice. Elsewhere
 coordinates that are independent given φ are drawn each by its distribution function; so is one that leaves the others
-Gaussian, and these given it. Others are drawn by Hamiltonian trajectories that begin at a candidate; or, where two leave
-the others Gaussian, at a draw by quadrature.
+Gaussian, and these given it. Others are drawn by Hamiltonian trajectories that begin at a candidate; or, where two
+leave the others Gaussian, at a draw by quadrature.
 """
 
 from __future__ import annotations

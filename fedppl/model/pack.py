@@ -74,6 +74,23 @@ def unpacking_kernel(
     return _found_or_compiled("\n".join([*lines, "    return found"]), compiled, name, PACKED)
 
 
+def vector_kernel(
+    compiled: Callable[[], tuple[Callable[..., Any], bool]], types: Sequence[tuple[str, int]], name: str | None = None
+) -> Callable[..., Any]:
+    """Wrap kernel(x, *arrays) -> (vector,) as kernel(x, reals, integers, where) -> vector.
+
+    Parameters
+    ----------
+    compiled, types, name
+        As of `unpacking_kernel`.
+    """
+    arguments = ", ".join(["x", *(f"a{i}" for i in range(len(types)))])
+    lines = ["def unpacked(x, reals, integers, where):", *_arrays(types), f"    vector = kernel({arguments})[0]"]
+    lines += ["    found = np.zeros(vector.shape[0])", "    for i in range(vector.shape[0]):"]
+    lines += ["        found[i] = vector[i]", "    return found"]
+    return _found_or_compiled("\n".join(lines), compiled, name, PACKED)
+
+
 def unpacked_function(
     compiled: Callable[[], tuple[Callable[..., Any], bool]], types: Sequence[tuple[str, int]], name: str | None = None
 ) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from numba import types
 
 from fedppl.numerics.importance import whitened_points
 from fedppl.numerics.marginal import _marginal_near, _origin, _third
-from fedppl.numerics.newton import DATA, KERNEL, MATRIX, OK, VECTOR, assign, entry
+from fedppl.numerics.newton import DATA, KERNEL, MATRIX, OK, VECTOR, assign, entry, jit
 from fedppl.types import Array
 
 SIZES = {1: 9, 2: 7, 3: 5}  # nodes of each coordinate in a grid, by the number of coordinates
@@ -126,6 +126,35 @@ def missed_by_trapezoids(terms: Array, rule: Rule) -> Array:
     return np.asarray(np.where(central, np.sign(half) * half**2, np.abs(half)))
 
 
+@jit
+def node_terms(
+    kernel: Any, x: Any, m: int, mode: Any, factor: Any, data: Any, nodes: Any, log_weights: Any, terms: Any
+) -> None:
+    """Logarithms of what nodes about a mode of θ add to the integral, into terms (L,); x[m:] is the last one's θ."""
+    d = mode.shape[0]
+    constant = 0.5 * d * np.log(2.0 * np.pi)
+    for i in range(d):
+        constant -= np.log(factor[i, i])
+    for node in range(len(nodes)):
+        squared = place_node(x, m, mode, factor, nodes, node)
+        terms[node] = kernel(x, *data)[0] + 0.5 * squared + constant + log_weights[node]
+        if not terms[node] < np.inf:  # NaN: no density there
+            terms[node] = -np.inf
+
+
+@jit
+def place_node(x: Any, m: int, mode: Any, factor: Any, nodes: Any, node: int) -> float:
+    """Set θ = mode + L⁻ᵀ z in x, for a node z; returns |z|²."""
+    squared = 0.0
+    for i in range(mode.shape[0] - 1, -1, -1):
+        total = nodes[node, i]
+        squared += total**2
+        for j in range(i + 1, mode.shape[0]):
+            total -= factor[j, i] * (x[m + j] - mode[j])
+        x[m + i] = mode[i] + total / factor[i, i]
+    return squared
+
+
 @entry(KERNEL, MATRIX, VECTOR, VECTOR, DATA, MATRIX, VECTOR, VECTOR, types.float64)
 def integral_batch(
     kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, nodes: Any, log_weights: Any, group: Any, least: Any
@@ -153,20 +182,7 @@ def integral_batch(
         if there != OK or not np.isfinite(laplace):
             continue
         assign(mode, 0, x[m:])
-        constant = 0.5 * d * np.log(2.0 * np.pi)
-        for i in range(d):
-            constant -= np.log(factor[i, i])
-        for node in range(len(nodes)):
-            squared = 0.0
-            for i in range(d - 1, -1, -1):  # θ = mode + L⁻ᵀ z
-                total = nodes[node, i]
-                squared += total**2
-                for j in range(i + 1, d):
-                    total -= factor[j, i] * (x[m + j] - mode[j])
-                x[m + i] = mode[i] + total / factor[i, i]
-            terms[node] = kernel(x, *data)[0] + 0.5 * squared + constant + log_weights[node]
-            if not terms[node] < np.inf:  # NaN: no density there
-                terms[node] = -np.inf
+        node_terms(kernel, x, m, mode, factor, data, nodes, log_weights, terms)
         largest = terms.max()
         if np.isfinite(largest):
             total = largest + np.log(np.sum(np.exp(terms - largest)))

@@ -14,7 +14,7 @@ import xarray as xr
 from fedppl.contracts import LogEvidence, Point, Posterior
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel
-from fedppl.results import copies, html, influence, kept, saved, summary
+from fedppl.results import clients, copies, html, influence, kept, saved, summary
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.at_client import client_posterior, inputs
 from fedppl.results.groups import required
@@ -70,7 +70,7 @@ class Fit(Ended):
             f"clients, {self.layout.size} shared coordinates)"
         )
 
-    _repr_html_, report = html.of_fit, html.report
+    _repr_html_, report, clients_summary = html.of_fit, html.report, clients.clients_summary
 
     @property
     def posterior(self) -> Gaussian:

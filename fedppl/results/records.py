@@ -31,6 +31,7 @@ class Record(NamedTuple):
     reasons: Mapping[str, str] = {}  # what clients could not compute whose replies were used
     message: str = ""  # what the algorithm said of how it stands
     mild: bool = False  # whether that was a remark
+    together: int = 0  # clients that were asked at once, of whom nothing is recorded one by one
 
 
 _OURS = ("seconds", "released")
@@ -40,19 +41,15 @@ COLUMNS = frozenset((*_OURS, "outcome", "reason", "bytes_down", "bytes_up", "rou
 
 def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.Dataset:
     """Diagnostics of every round, dims (round,), and of every client in it, dims (round, client)."""
+    if any(record.together for record in records):
+        return _of_all_at_once(records)
     where = {client_id: k for k, client_id in enumerate(clients)}
     shape = (len(records), len(clients))
     outcome = np.full(shape, "not asked", dtype="U9")
     reason = np.full(shape, "", dtype=object)
     traffic = {name: np.zeros(shape, dtype=np.int64) for name in ("bytes_down", "bytes_up")}
     values: dict[str, Array] = {}
-    per_round: dict[str, Any] = {
-        "seconds": np.array([record.seconds for record in records]),
-        "released": np.array([record.released for record in records], dtype=str),
-    }
-    for name in {name for record in records for name in record.info}:
-        column = [record.info.get(name, np.nan) for record in records]
-        per_round[name] = np.array(column, dtype=str if any(isinstance(v, str) for v in column) else float)
+    per_round = _per_round(records)
     for t, record in enumerate(records):
         for client_id in record.asked:
             k = where[client_id]
@@ -74,6 +71,25 @@ def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.
         {**dict.fromkeys(per_round, ("round",)), **dict.fromkeys(both, ("round", "client"))},
         {"round": [record.number for record in records], "client": list(clients)},
     )
+
+
+def _per_round(records: tuple[Record, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "seconds": np.array([record.seconds for record in records]),
+        "released": np.array([record.released for record in records], dtype=str),
+    }
+    for name in {name for record in records for name in record.info}:
+        column = [record.info.get(name, np.nan) for record in records]
+        found[name] = np.array(column, dtype=str if any(isinstance(v, str) for v in column) else float)
+    return found
+
+
+def _of_all_at_once(records: tuple[Record, ...]) -> xr.Dataset:
+    """What there is of rounds without an entry for each client."""
+    found = _per_round(records)
+    found["clients"] = np.array([record.together or len(record.asked) for record in records])
+    coords = {"round": [record.number for record in records]}
+    return idata.dataset(found, dict.fromkeys(found, ("round",)), coords)
 
 
 def _reports(records: tuple[Record, ...], client_id: str, name: str) -> bool:

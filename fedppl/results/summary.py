@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.departure import shortfall
 from fedppl.results.fallbacks import added, fallen
 from fedppl.results.measure import Estimates
-from fedppl.settings import between, shown, whole
+from fedppl.settings import between, names_among, whole
 from fedppl.types import Array, DeclarationError
 
 _MOMENTS = ("corrected_mean",)  # of the fit group: of unconstrained variables, so that they stand in no row here
@@ -40,13 +40,7 @@ def summary(
     drawn = not isinstance(result.shared, Point)
     found = idata()["posterior" if drawn else "point_estimate"]
     names = [str(name) for name in found.data_vars]
-    if var_names is not None and not isinstance(var_names, Iterable):
-        raise DeclarationError(f"var_names={shown(var_names)} must be a name or a list of names of {names}.")
-    chosen = names if var_names is None else [var_names] if isinstance(var_names, str) else list(var_names)
-    if not chosen:
-        raise DeclarationError(f"var_names={shown(var_names)} names none; name some of {names}, or leave it out.")
-    if unknown := [name for name in chosen if name not in names]:
-        raise DeclarationError(f"var_names={unknown} are not among the shared variables {names}.")
+    chosen = names_among("var_names", var_names, names, "shared variables")
     known = {
         name: values
         for name, (dims, values) in result.details(fit.state).items()
@@ -120,7 +114,7 @@ def _about(fit: Ended) -> dict[str, Any]:
         "message": fit.message,
         "rounds": len(fit.records),
         "last_round": dict(fit.records[-1].info) if fit.records else {},
-        "answered": float(np.mean(list(answered.values()))),
+        "answered": 1.0 if fit.records and fit.records[-1].together else float(np.mean(list(answered.values()))),
         "fallbacks": fallen(infos),
         "sd_shortfall": shortfall(infos),
     }

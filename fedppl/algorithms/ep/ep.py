@@ -28,6 +28,7 @@ from fedppl.algorithms.ep._rounds import (
 )
 from fedppl.algorithms.ep._state import EPState, reported
 from fedppl.algorithms.ep.correction import Correction
+from fedppl.algorithms.ep.together import together
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
@@ -199,7 +200,13 @@ def EP(
             at_sites=functools.partial(_at_sites, asked_for=isinstance(correction, Correction)),
             concludes=at_target,
         ),
+        together=together if _can_be_together(matching, closing, warm and starts == 1 and trust is None) else None,
     )
+
+
+def _can_be_together(matching: Matching, closing: Closing | None, plain: bool) -> bool:
+    """Whether the settings ask for nothing but the posterior, by log densities that loops can compute."""
+    return plain and closing is not None and matching.structure == "full" and matching.local.name == "nested Laplace"
 
 
 def checked(

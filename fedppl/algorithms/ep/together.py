@@ -1,0 +1,193 @@
+"""EP where all clients are in this process, of one density, and many: one search, with few of them first.
+
+What is found is a state of EP as any other: sites of all clients, q, and a correction that is to be trusted, so that
+results are read from it in the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedppl import gaussian
+from fedppl.algorithms.ep import sites as _sites
+from fedppl.algorithms.ep._correction import Correcting
+from fedppl.algorithms.ep._search import Fitted, Found, Search, begin, one_pass
+from fedppl.algorithms.ep._state import EPInfo, EPState
+from fedppl.contracts import Report
+from fedppl.contracts.many import ManyClients, Passed
+from fedppl.gaussian import Gaussian
+from fedppl.local import many as _many
+from fedppl.local.many import Way
+from fedppl.numerics.importance import standard_normal
+from fedppl.numerics.reweighting import Reweighted
+from fedppl.numerics.student import SCRAMBLES
+from fedppl.types import LocalFailure, Rng, Status
+
+_GROWTH = 64  # times as many clients are asked next
+_PASSES = 30
+_SAMPLE = 512  # clients by which a way to integrate θ is chosen
+_POINTS = 512  # of a scramble of the posterior
+
+Places = NDArray[np.int64]
+
+
+def together(many: ManyClients, state: EPState, few: Gaussian, asked: int, rng: Rng, workers: int) -> Iterator[Passed]:
+    """Passes over more and more clients, the last over all, from a q of some of them.
+
+    Parameters
+    ----------
+    many
+        All clients.
+    state
+        The state that `init` gives for all of them.
+    few
+        q of some clients, chosen at random.
+    asked
+        How many these are.
+    rng
+        Chooses clients.
+    workers
+        Number of threads.
+    """
+    prior, order = many.like.prior, rng.permutation(len(many)).astype(np.int64)
+    sample = np.sort(order[:_SAMPLE])
+    search, count = begin(few), asked
+    way: Way | None = None
+    while True:
+        count = min(_GROWTH * count, len(many))
+        count = len(many) if 4 * count > len(many) else count
+        places = np.arange(len(many), dtype=np.int64) if count == len(many) else np.sort(order[:count])
+        search = search._replace(done=False, found=None, multiple=1)
+        for _ in range(_PASSES):
+            try:
+                way = way or _many.chosen(many, sample, search.q, workers)
+            except LocalFailure as failure:
+                yield Passed(0, _report(search, Status.STALLED, str(failure)), None)
+                return
+
+            ask = functools.partial(_many.factors, many, places, nodes=way.nodes, workers=workers)
+            search, fitted, answers = one_pass(search, prior.gaussian, prior.log_ratio, ask)
+            if len(answers.failed) or search.stuck:
+                why = (
+                    _many.of_failed(many, answers.failed, gaussian.mean(search.q))
+                    if len(answers.failed)
+                    else search.stuck
+                )
+                yield Passed(count, _report(search, Status.STALLED, why), None)
+                return
+            if not search.done:
+                yield Passed(count, _report(search, Status.RUNNING, "the search has not arrived"), None)
+                continue
+            assert search.found is not None
+            if count < len(many):
+                # All clients' q is narrower; the moments of some are where it is looked for.
+                search = search._replace(q=gaussian.from_moments(search.found.mean, search.found.covariance))
+                yield Passed(count, _report(search, Status.RUNNING, "not all clients have been asked"), None)
+                break
+            ended = _ended(state, search, fitted(), many.like.has_proper_prior)
+            yield Passed(count, _report(search, Status.CONVERGED, _said(way)), ended)
+            return
+        else:
+            why = f"the search still moved by {search.change:.2g} posterior sds after {_PASSES} passes"
+            yield Passed(count, _report(search, Status.STALLED, why), None)
+            return
+
+
+def _said(way: Way) -> str:
+    if way.error <= _many.BIASED:
+        return ""
+    return (
+        f"integrals over clients' own variables may be off by as much as moves a mean or a log sd by {way.error:.2g} "
+        "posterior sds"
+    )
+
+
+def _report(search: Search, status: Status, message: str) -> Report:
+    found = search.found
+    info = EPInfo("all clients at once", search.change, np.nan, 1.0, np.nan, np.nan, np.nan)
+    if found is not None:
+        info = info._replace(
+            mc_error=found.error,
+            skewness=float(np.abs(found.skewness).max()),
+            correction_ess=found.ess,
+            correction_pareto_k=found.pareto_k,
+        )
+    return Report(info, status, message)
+
+
+def _ended(state: EPState, search: Search, fitted: Fitted, is_proper: bool) -> EPState:
+    """EP's state with these sites, moved alike so that q has the posterior's moments, and a correction that is done."""
+    found = search.found
+    assert found is not None
+    sites = state.sites
+    target = gaussian.from_moments(found.mean, found.covariance)
+    linear, precision = fitted
+    count = len(linear)
+    linear = linear + (target.linear - sites.prior.linear - linear.sum(axis=0)) / count
+    packed = _sites.in_structure(precision, sites.structure)
+    whole = _sites.in_structure(target.precision - sites.prior.precision, sites.structure)
+    packed = packed + (whole - packed.sum(axis=0)) / count
+    sites = _sites.update(sites, linear, packed)
+    return state._replace(
+        sites=sites,
+        warm_start=None,
+        change=search.change,
+        last_change=np.full_like(state.last_change, search.change),
+        skewness=found.skewness,
+        has_replied=np.ones_like(state.has_replied),
+        correction=_done(search, found, sites, is_proper),
+    )
+
+
+def _done(search: Search, found: Found, sites: _sites.Sites, is_proper: bool) -> Correcting:
+    """A correction that found q to be the posterior."""
+    mean, root = gaussian.affine(sites.q)
+    points = mean + standard_normal(len(mean), _POINTS, 0, SCRAMBLES) @ root.T
+    equal, nothing = np.full(len(points), 1.0 / len(points)), np.zeros(len(points))
+    log_ratio = gaussian.log_integral(search.q) + found.log_ratio - gaussian.log_integral(sites.q)
+    posterior = Reweighted(
+        points=points,
+        weights=equal,
+        of_q=equal,
+        scramble=np.repeat(np.arange(SCRAMBLES), _POINTS),
+        mean=found.mean,
+        covariance=found.covariance,
+        log_ratio=log_ratio,
+        error=found.error,
+        log_ratio_error=found.remainder,
+        ess=float(len(points)),
+        pareto_k=-np.inf,
+        second_k=-np.inf,
+        told=len(points),
+    )
+    count = len(sites.where)
+    none = np.zeros((0, len(points)))
+    return Correcting(
+        proposals=(),
+        latest=0,
+        exchanges=1,
+        points=points,
+        radius=np.inf,
+        reach=np.full(count, np.inf),
+        within=np.ones(len(points), dtype=bool),
+        residual=nothing,
+        each=none,
+        distrusted=np.zeros(count, dtype=bool),
+        alike=nothing,
+        noise=nothing,
+        errors=none,
+        constants=np.zeros((count, 2)),
+        answered=np.ones(count, dtype=bool),
+        missing=np.zeros(count, dtype=bool),
+        waited=0,
+        rounds=1,
+        is_proper=is_proper,
+        found=posterior,
+        grown=0.0,
+        trusted=True,
+        said="",
+    )

@@ -1,0 +1,50 @@
+"""A formula's columns of many clients at once: what all agree on, and rows as the builder takes them, of one table."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fedppl.data import frames, grouped
+from fedppl.data.grouped import Table
+from fedppl.formulas import checks
+from fedppl.formulas.agreement import tell
+from fedppl.formulas.declare import Formula
+from fedppl.formulas.exchange import asked, endless, sized
+from fedppl.formulas.formula import of_told
+from fedppl.model.declaration import FederatedModel
+
+_ALL = "all rows"
+
+
+def together(
+    model: FederatedModel, data: Any, by: Hashable | Sequence[Hashable] | None, missing: str, fewest: int
+) -> tuple[FederatedModel, Table] | None:
+    """The declaration that clients agreed on, and the arrays of its builder; None where they are read one by one.
+
+    That is where there are fewer clients than `fewest`, data are no table, or effects vary by groups within a client.
+    """
+    built = model.builder
+    assert isinstance(built, Formula)
+    factor, response = built.terms.client, built.terms.response.columns[0]
+    by = factor if by is None else by
+    if by is None or not frames.is_frame(data) or any(len(group.factor) > 1 for group in built.terms.groups):
+        return None
+    checks.tables(built, data, by)
+    table = grouped.of_frame(data, by, built.columns, missing, fewest, texts=True)
+    if table is None:
+        return None
+    checks.rows(_ALL, table.columns, [name for name in built.columns if name not in endless(built)])
+    if built.design is None:
+        if built.family.name == "ordinal" and response not in built.levels:
+            return None  # its order is looked for client by client
+        what = asked(built)
+        model = of_told(model, {_ALL: tell(sized(built, table.columns), what.names, what.levels, 1)}, "error").model
+        built = model.builder
+        assert isinstance(built, Formula)
+        checks.say_what_cannot_be_told(built, {_ALL: table.columns})
+    arrays = built.read(_ALL, table.columns)
+    if any(len(array) != table.begins[-1] for array in arrays.values()):
+        return None
+    return model, replace(table, columns=arrays)

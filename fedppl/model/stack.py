@@ -1,0 +1,197 @@
+"""Many clients of one template, their arrays one after the other: what a model of each would hold, without an object
+for each.
+
+Some of the clients are enrolled one by one, with all checks; what these share, and what may differ from client to
+client only by rows, holds for the others, whose arrays are checked as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedppl.data.grouped import Table
+from fedppl.model import graph as _graph
+from fedppl.model.client import ClientModel
+from fedppl.model.declaration import FederatedModel
+from fedppl.model.enrolment import held_exactly
+from fedppl.model.outputs import outputs_of
+from fedppl.numerics.stacked import Packs
+from fedppl.types import Array, DataError, Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Clients that have one compiled density.
+
+    Attributes
+    ----------
+    table
+        Their rows.
+    declaration
+        What was declared.
+    like
+        One of them, enrolled.
+    packs
+        Their arrays as the kernel reads them.
+    starts
+        Where searches for modes of θ begin, (K, d); what is found is written there.
+    """
+
+    table: Table
+    declaration: FederatedModel
+    like: ClientModel
+    packs: Packs
+    starts: Array
+
+    @property
+    def client_ids(self) -> tuple[str, ...]:
+        """Ids in the order of the rows."""
+        return self.table.client_ids
+
+    @property
+    def layout(self) -> Layout:
+        """The shared layout."""
+        return self.like.layout
+
+    def __len__(self) -> int:
+        """Return the number of clients."""
+        return len(self.table.client_ids)
+
+    def some(self, places: Sequence[int] | NDArray[np.int64]) -> Sequence[ClientModel]:
+        """Clients at these places as others know them."""
+        return [self.model(int(k)) for k in places]
+
+    def model(self, k: int) -> ClientModel:
+        """The client in place k as others know it."""
+        return self.declaration.with_data(self.like, self.table.client_ids[k], self.table.rows(k))
+
+
+# Means and sds (K, r) of what a kernel makes of (φ, θ), over points (S, m) of φ about a center (m,).
+MomentsFn = Callable[[Stack, Callable[..., Any], int, Array, Array], tuple[Array, Array]]
+
+
+class ClientsOf(Mapping[str, ClientModel]):
+    """Clients of a stack by id; each is made when it is asked for. `moments` computes those of all at once."""
+
+    def __init__(self, stack: Stack, moments: MomentsFn) -> None:
+        self._stack, self._moments = stack, moments
+        self._where = {client_id: k for k, client_id in enumerate(stack.table.client_ids)}
+
+    def __getitem__(self, client_id: str) -> ClientModel:
+        """Make the client."""
+        return self._stack.model(self._where[client_id])
+
+    def __contains__(self, client_id: object) -> bool:
+        """Whether there is such a client; none is made."""
+        return client_id in self._where
+
+    def __iter__(self) -> Iterator[str]:
+        """Ids in their order."""
+        return iter(self._stack.table.client_ids)
+
+    def __len__(self) -> int:
+        """Return the number of clients."""
+        return len(self._where)
+
+    def moments(self, points: Array, center: Array) -> dict[str, tuple[Array, Array]]:
+        """By variable the means and sds (K, ...) at all clients, over points (S, m) of φ with equal weights."""
+        counts = self._stack.table.counts
+        outputs = outputs_of(self._stack.some([int(np.argmin(counts)), int(np.argmax(counts))]))
+        sizes = [int(np.prod(shape, dtype=int)) for shape in outputs.shapes]
+        found = self._moments(self._stack, outputs.kernel, sum(sizes), points, center)
+        ends = np.cumsum(sizes)[:-1]
+        of = zip(outputs.names, outputs.shapes, *(np.split(one, ends, axis=1) for one in found), strict=True)
+        return {name: (mean.reshape(-1, *shape), sd.reshape(-1, *shape)) for name, shape, mean, sd in of}
+
+
+def why_not(clients: Sequence[ClientModel]) -> str:
+    """What keeps clients like these from being one stack, in the words of a log; nothing where nothing does."""
+    first = clients[0]
+    if any(client.template is not first.template for client in clients) or not first.template.parts.data:
+        return "clients do not share one compiled density"
+    if first.template.functions.get("own"):
+        return "the builder has no pm.Data containers"
+    if any(client.local != first.local or client.local_size != first.local_size for client in clients):
+        return "numbers of local variables differ from client to client"
+    if _graph.indexes_by_data(first.template.graph):
+        return "data are indices, which are checked client by client"
+    containers = len(first.template.parts.data)
+    tails = [[np.asarray(one).tolist() for one in client.inputs[containers:]] for client in clients]
+    if any(tail != tails[0] for tail in tails):
+        return "lengths that no data have differ from client to client"
+    if any(len({len(np.atleast_1d(one)) for one in client.inputs[:containers]}) > 1 for client in clients):
+        return "data are not one row of each array for every observation"
+    return ""
+
+
+def stacked(declaration: FederatedModel, table: Table, like: ClientModel) -> Stack:
+    """Put clients' arrays one after the other, as the kernel reads them.
+
+    Raises
+    ------
+    DataError
+        Where a column holds what its container cannot, naming the client.
+    """
+    parts = like.template.parts
+    observed = _graph.observed_through(parts)
+    held = []
+    for container in parts.data:
+        column = np.asarray(table.columns[container.name])
+        if container in observed and not np.all(np.isfinite(column)):
+            _refuse(declaration, table, int(np.argwhere(~np.isfinite(column))[0][0]))
+        try:
+            cast = held_exactly(container.name, column, container.type.dtype)
+        except DataError:
+            with np.errstate(invalid="ignore"):
+                odd = np.argwhere(column.astype(container.type.dtype) != column)
+            _refuse(declaration, table, int(odd[0][0]))
+            raise
+        held.append(np.ascontiguousarray(cast))
+    lengths = [np.asarray(one, dtype=np.int64) for one in like.inputs[len(parts.data) :]]
+    starts = np.tile(like.initial, (len(table.client_ids), 1))
+    return Stack(table, declaration, like, _packed(held, table.begins, lengths), starts)
+
+
+def _refuse(declaration: FederatedModel, table: Table, row: int) -> None:
+    """Have the client of a row refused with the words of whoever enrols it alone."""
+    k = int(np.searchsorted(table.begins, row, side="right")) - 1
+    declaration.enrol({table.client_ids[k]: table.rows(k)})
+
+
+def _packed(held: Sequence[Array], begins: NDArray[np.int64], lengths: Sequence[NDArray[np.int64]]) -> Packs:
+    """Arrays (N, ...) of all clients as `pack` packs one client's, and lengths that all clients have after them."""
+    count, rows = len(begins) - 1, np.diff(begins)
+    kinds = [bool(np.issubdtype(array.dtype, np.floating)) for array in held]
+    widths = [int(np.prod(array.shape[1:], dtype=int)) for array in held]
+    filled = {True: np.zeros(count, dtype=np.int64), False: np.zeros(count, dtype=np.int64)}
+    where, firsts = [], []
+    for array, real, width in zip(held, kinds, widths, strict=True):
+        firsts.append(filled[real])
+        where += [filled[real], filled[real] + rows * width, rows, *(np.full(count, n) for n in array.shape[1:])]
+        filled[real] = filled[real] + rows * width
+    for one in lengths:
+        where += [filled[False], filled[False] + one.size, *(np.full(count, n) for n in one.shape)]
+        filled[False] = filled[False] + one.size
+    at = {real: np.concatenate([[0], np.cumsum(filled[real])]) for real in (True, False)}
+    reals, integers = np.zeros(at[True][-1]), np.zeros(at[False][-1], dtype=np.int64)
+    for array, real, width, first in zip(held, kinds, widths, firsts, strict=True):
+        # A client's rows stay together: where they begin in its buffer, less where they begin in the table.
+        moved = np.repeat(at[real][:-1] + first - begins[:-1] * width, rows * width)
+        (reals if real else integers)[moved + np.arange(begins[-1] * width)] = array.reshape(-1)
+    last = at[False][1:]
+    for one in reversed(lengths):
+        last = last - one.size
+        for i, value in enumerate(np.ravel(one)):
+            integers[last + i] = value
+    places = np.stack(where, axis=1) if where else np.zeros((count, 0))
+    return Packs(
+        reals,
+        integers,
+        np.ascontiguousarray(places, dtype=np.int64),
+        np.ascontiguousarray(np.stack([at[True], at[False]], axis=1)),
+    )

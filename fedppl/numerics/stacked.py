@@ -1,0 +1,173 @@
+r"""Jitted loops over many clients whose data lie one after the other: no Python object for each.
+
+.. math:: \sum_k \log f_k(\varphi_s), \qquad \log f_k(\varphi) = \log \int p(y_k, \theta \mid \varphi)\, d\theta
+
+Every client writes rows of its own, and sums go over clients in their order: whoever calls these for parts of the
+clients in several threads, and adds what they give in the order of the parts, has the same numbers whatever their
+number is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from fedppl.numerics.integral import node_terms, place_node
+from fedppl.numerics.marginal import _marginal_near, _origin, _third
+from fedppl.numerics.newton import INTEGERS, KERNEL, MATRIX, OK, VECTOR, assign, entry, jit
+from fedppl.types import Array
+
+_PLACES = types.int64[:, ::1]
+_FLAGS = types.uint8[::1]
+# Reals and integers of all clients, where arrays of each lie in its own, and where its own begin.
+PACKS = types.Tuple((VECTOR, INTEGERS, _PLACES, _PLACES))
+
+
+class Packs(NamedTuple):
+    """Clients' arrays as `fedppl.model.pack.pack` has them, one after the other."""
+
+    reals: Array
+    integers: NDArray[np.int64]
+    where: NDArray[np.int64]  # (K, W) start, stop and shape of each array, within the client's own buffers
+    at: NDArray[np.int64]  # (K + 1, 2) where its reals and its integers begin
+
+
+@jit
+def _own(packs: Any, k: int) -> Any:
+    """A client's arrays, packed."""
+    reals, integers, where, at = packs
+    return reals[at[k, 0] : at[k + 1, 0]], integers[at[k, 1] : at[k + 1, 1]], where[k]
+
+
+@jit
+def _log_sum(terms: Any) -> Any:
+    largest = terms.max()
+    if not np.isfinite(largest):
+        return -np.inf
+    return largest + np.log(np.sum(np.exp(terms - largest)))
+
+
+@entry(KERNEL, VECTOR, MATRIX, PACKS, INTEGERS, VECTOR, _FLAGS)
+def densities_of_many(kernel: Any, phi: Any, starts: Any, packs: Any, places: Any, values: Any, failed: Any) -> None:
+    """log p(y_k, θ | φ) at one φ and each client's start, into values; `failed` where it or a slope is not finite."""
+    m, d = phi.shape[0], starts.shape[1]
+    x = np.zeros(m + d)
+    assign(x, 0, phi)
+    for row in range(len(places)):
+        assign(x, m, starts[places[row]])
+        found = kernel(x, *_own(packs, places[row]))
+        values[row] = found[0]
+        failed[row] = not np.all(np.isfinite(found))
+
+
+@entry(KERNEL, MATRIX, VECTOR, MATRIX, PACKS, INTEGERS, MATRIX, VECTOR, MATRIX, VECTOR, MATRIX, _FLAGS)
+def factors_of_many(
+    kernel: Any,
+    draws: Any,
+    phi: Any,
+    starts: Any,
+    packs: Any,
+    places: Any,
+    nodes: Any,
+    log_weights: Any,
+    project: Any,
+    totals: Any,
+    fitted: Any,
+    failed: Any,
+) -> None:
+    """log f_k at every row of draws (S, m) for the clients at these places (C,).
+
+    By way of an expansion at φ, as in `marginal_batch`, with θ integrated by nodes (L, d) about its mode, or by
+    Laplace's approximation where there are none. Adds each client's values to totals (S,), writes what `project` (q, S)
+    makes of them to its row of fitted (C, q), and the mode of its θ at φ to its place in starts (K, d), where searches
+    begin. A client without a value at one of the points is `failed`, and adds nothing.
+    """
+    count, m = draws.shape
+    d = starts.shape[1]
+    x, A, factor, mode = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d)), np.zeros(d)
+    third, terms, values = np.zeros(m + d), np.zeros(len(nodes)), np.zeros(count)
+    for row in range(len(places)):
+        k = places[row]
+        data = _own(packs, k)
+        status, origin, output, slope, center, _, scale = _origin(kernel, phi, starts[k], data)
+        failed[row] = status != OK
+        if status != OK:
+            continue
+        assign(starts[k], 0, origin[m:])
+        _third(kernel, origin, m, output, center, data, third)
+        for s in range(count):
+            assign(x, 0, draws[s])
+            there, value = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
+            if there == OK and len(nodes) and np.isfinite(value):
+                assign(mode, 0, x[m:])
+                node_terms(kernel, x, m, mode, factor, data, nodes, log_weights, terms)
+                value = _log_sum(terms)
+            values[s] = value
+            if there != OK or not np.isfinite(value):
+                failed[row] = 1
+                break
+        if failed[row]:
+            continue
+        for s in range(count):
+            totals[s] += values[s]
+        for i in range(project.shape[0]):
+            total = 0.0
+            for s in range(count):
+                total += project[i, s] * values[s]
+            fitted[row, i] = total
+
+
+@entry(KERNEL, KERNEL, MATRIX, VECTOR, MATRIX, PACKS, INTEGERS, MATRIX, VECTOR, MATRIX, MATRIX)
+def moments_of_many(
+    kernel: Any,
+    tell: Any,
+    draws: Any,
+    phi: Any,
+    starts: Any,
+    packs: Any,
+    places: Any,
+    nodes: Any,
+    log_weights: Any,
+    means: Any,
+    sds: Any,
+) -> None:
+    """Means and sds of what `tell` makes of (φ, θ), into rows of both (C, r): over draws of φ (S, m), and θ given φ.
+
+    By way of an expansion at φ, as in `factors_of_many`, with nodes (L, d) about modes of θ; NaN where there are none.
+    """
+    count, m = draws.shape
+    d = starts.shape[1]
+    x, A, factor, mode = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d)), np.zeros(d)
+    third, terms = np.zeros(m + d), np.zeros(len(nodes))
+    one, two = np.zeros(means.shape[1]), np.zeros(means.shape[1])
+    for row in range(len(places)):
+        data = _own(packs, places[row])
+        status, origin, output, slope, center, _, scale = _origin(kernel, phi, starts[places[row]], data)
+        one[:], two[:] = 0.0, 0.0
+        middle = tell(origin, *data)  # about which squares lose no digits
+        if status == OK:
+            _third(kernel, origin, m, output, center, data, third)
+        for s in range(count):
+            assign(x, 0, draws[s])
+            there = status
+            if there == OK:
+                there, _ = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
+            if there != OK:
+                one[:] = np.nan
+                break
+            assign(mode, 0, x[m:])
+            node_terms(kernel, x, m, mode, factor, data, nodes, log_weights, terms)
+            total = _log_sum(terms)
+            for node in range(len(nodes)):
+                place_node(x, m, mode, factor, nodes, node)
+                share = np.exp(terms[node] - total) / count
+                if share > 0.0:
+                    apart = tell(x, *data) - middle
+                    one += share * apart
+                    two += share * apart**2
+        for i in range(len(one)):
+            means[row, i] = middle[i] + one[i]
+            sds[row, i] = np.sqrt(max(two[i] - one[i] ** 2, 0.0)) if np.isfinite(one[i]) else np.nan

@@ -1,0 +1,110 @@
+"""Means and sds of all clients' own variables, as one dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from fedppl import gaussian
+from fedppl.contracts import Posterior
+from fedppl.model.client import ClientModel, dims_and_coords
+from fedppl.model.stack import ClientsOf
+from fedppl.numerics.importance import whitened_points
+from fedppl.results.arrival import Ended, require_arrived
+from fedppl.settings import names_among
+from fedppl.types import Array, DeclarationError
+
+_POINTS = 4  # times as many points of q as it has coordinates, with its moments
+
+
+def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> xr.Dataset:
+    """Posterior means and sds of all clients' own variables.
+
+    Where clients were fitted at once, as many are, by one compiled loop over all; else from draws of each, as
+    `client` gives them.
+
+    Parameters
+    ----------
+    var_names
+        Local variables and deterministics; by default all. Those with an entry for each row of a client are not
+        among them.
+
+    Returns
+    -------
+    xarray.Dataset
+        Dims ``statistic`` ("mean", "sd"), ``client``, and those of the variable.
+
+    Raises
+    ------
+    DeclarationError
+        If clients are sites of their own, or a name is unknown.
+    NotConvergedError
+        Where the fit was broken off before there was a posterior.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> fit.clients_summary()["theta"].sel(statistic="mean").dims
+    ('client',)
+
+    Notes
+    -----
+    *When this fails.* Of many local variables that depend on each other, and are transformed, sds are those of an
+    approximation with one node on each side of an axis.
+    """
+    require_arrived(fit, "fit.clients_summary()")
+    if isinstance(fit.clients, ClientsOf):
+        found = _at_once(fit, fit.clients)
+        one = fit.clients[fit.client_ids[0]]
+    else:
+        if not fit.clients:
+            raise DeclarationError("clients are sites of their own, and their posteriors are at the sites.")
+        one = next(iter(fit.clients.values()))
+        found = _one_by_one(fit)
+    kept = {name: found[name] for name in names_among("var_names", var_names, list(found))}
+    return _dataset(fit, one, kept)
+
+
+def _at_once(fit: Ended, clients: ClientsOf) -> dict[str, tuple[Array, Array]]:
+    """Over points that have the moments of q, which has those of the posterior."""
+    shared = fit.algorithm.result.shared
+    assert isinstance(shared, Posterior)
+    mean, root = gaussian.affine(shared.gaussian(fit.state))
+    z = whitened_points(len(mean), _POINTS * (len(mean) + 1), 0)
+    return clients.moments(mean + z @ root.T, mean)
+
+
+def _one_by_one(fit: Any) -> dict[str, tuple[Array, Array]]:
+    """From draws of each client's posterior; of variables that have one shape at all."""
+    each: list[dict[str, tuple[Array, Array]]] = []
+    shared = {variable.name for variable in fit.layout.variables}
+    for client_id in fit.clients:
+        drawn = fit.client(client_id)["posterior"]
+        each.append(
+            {
+                str(name): (values.mean(("chain", "draw")).values, values.std(("chain", "draw")).values)
+                for name, values in drawn.data_vars.items()
+                if str(name) not in shared
+            }
+        )
+    names = [name for name in each[0] if len({one[name][0].shape if name in one else None for one in each}) == 1]
+    return {
+        name: (np.stack([one[name][0] for one in each]), np.stack([one[name][1] for one in each])) for name in names
+    }
+
+
+def _dataset(fit: Ended, one: ClientModel, found: dict[str, tuple[Array, Array]]) -> xr.Dataset:
+    dims, coords = dims_and_coords(one.pymc_model())
+    variables: dict[str, tuple[tuple[str, ...], Array]] = {}
+    used: dict[str, Any] = {}
+    for name, (mean, sd) in found.items():
+        of = dims.get(name) or tuple(f"{name}_dim_{axis}" for axis in range(mean.ndim - 1))
+        variables[name] = ("statistic", "client", *of), np.stack([mean, sd])
+        used |= {dim: coords[dim] for axis, dim in enumerate(of) if len(coords.get(dim, ())) == mean.shape[1 + axis]}
+    places = {"statistic": ["mean", "sd"], "client": np.array(list(fit.clients)), **used}
+    return xr.Dataset(variables, places, {"status": fit.status.value, "algorithm": fit.algorithm.name})

@@ -1,0 +1,155 @@
+"""A fit of many clients at once, where all are in this process, rows of one table, and of one compiled density.
+
+Some clients, chosen at random, are enrolled and fitted as any others are, with every check and refusal; what they share
+serves all. Who cannot be fitted so is told why, and asked one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedppl.contracts import AnyAlgorithm, Posterior
+from fedppl.contracts.many import Passed
+from fedppl.data.grouped import Table
+from fedppl.engine.answer import require_fit
+from fedppl.local.many import cores, moments, without_density
+from fedppl.model.declaration import FederatedModel
+from fedppl.model.stack import ClientsOf, Stack, stacked, why_not
+from fedppl.results.fit import Fit
+from fedppl.results.records import Record
+from fedppl.run._algorithm import numbers_and_texts
+from fedppl.run._run import Run
+from fedppl.run.one_round import Round, one_round
+from fedppl.run.progress import Progress
+from fedppl.run.start import seed_of, start
+from fedppl.types import Array, ConvergenceWarning, Status
+
+logger = logging.getLogger(__name__)
+
+FEWEST = 1000  # clients from which loops over all of them are worth their compiling
+_FIRST = 128  # clients that the search begins with
+_ROUNDS = 40  # in which these are to be fitted
+_MOST_ONE_BY_ONE = 20_000  # clients that are asked one by one where they cannot be fitted at once
+
+
+def fit(
+    model: FederatedModel,
+    table: Table,
+    algorithm: AnyAlgorithm,
+    *,
+    callback: Callable[[Round], bool | None] | None,
+    progressbar: bool,
+    random_seed: int | np.random.Generator | None,
+) -> Fit | None:
+    """Fit all clients at once, or None where that cannot be; the log says why.
+
+    Raises
+    ------
+    DeclarationError, DataError
+        As `fedppl.fit` does.
+    """
+    assert algorithm.together is not None and isinstance(algorithm.result.shared, Posterior)
+    started, seed = time.perf_counter(), seed_of(random_seed)
+    rng = np.random.default_rng((seed, 0))
+    chosen = np.sort(rng.choice(len(table.client_ids), min(_FIRST, len(table.client_ids)), replace=False))
+    with Progress(show=progressbar, what="Pass") as progress:
+        progress.say(f"checking and compiling; {len(chosen)} of {len(table.client_ids)} clients are fitted first")
+        few = start(model, _data(table, chosen), algorithm, None, None, None, None, None, None, seed)
+        try:
+            stack = _stack(model, table, few, chosen)
+            if stack is None or not _arrived(few):
+                return None
+            posterior = algorithm.result.shared.gaussian(few.state)
+        finally:
+            few.engine.close()
+        state = algorithm.init(stack.layout, stack.client_ids, np.random.default_rng((seed, 1)))
+        records: list[Record] = []
+        last, since = None, time.perf_counter()
+        for last in algorithm.together(stack, state, posterior, len(chosen), rng, cores()):
+            seconds, since = time.perf_counter() - since, time.perf_counter()
+            records.append(_record(len(records) + 1, last, seconds))
+            told = f"{last.clients} clients: {last.report.message or last.report.status.value}"
+            logger.info("pass %d: %s, %.1f s", len(records), told, seconds, extra={"round": len(records)})
+            progress.update(len(records), told)
+            if callback is not None:
+                callback(Round(len(records), last.state, last.report.info, last.report.status, told, records[-1]))
+    assert last is not None
+    if last.state is None and len(stack) <= _MOST_ONE_BY_ONE:
+        logger.info("not all at once: %s; clients are asked one by one", last.report.message)
+        return None
+    found = Fit(
+        algorithm=algorithm,
+        state=state if last.state is None else last.state,
+        layout=stack.layout,
+        declaration=model,
+        client_ids=stack.client_ids,
+        clients=ClientsOf(stack, functools.partial(moments, workers=cores())),
+        reader=stack.like.reader(),
+        records=tuple(records),
+        status=last.report.status,
+        message=last.report.message or "",
+        personal={},
+        seed=seed,
+        seconds=time.perf_counter() - started,
+    )
+    if found.status is not Status.CONVERGED:
+        said = f"fit ended with status {found.status.value}: {found.message}"
+        warnings.warn(ConvergenceWarning(said, found), stacklevel=3)
+    return found
+
+
+def _data(table: Table, places: NDArray[np.int64]) -> dict[str, dict[str, Array]]:
+    return {table.client_ids[k]: table.rows(int(k)) for k in places}
+
+
+def _stack(model: FederatedModel, table: Table, few: Run, chosen: NDArray[np.int64]) -> Stack | None:
+    """All clients, checked as one; None where they are none of one kind, which the log tells."""
+    counts = table.counts
+    extremes = {int(np.argmin(counts)), int(np.argmax(counts))} - set(map(int, chosen))
+    models = dict(few.models)
+    if extremes:  # numbers of rows tell which lengths follow them
+        models |= model.enrol(_data(table, np.array(sorted(extremes))))
+    clients = list(models.values())
+    for client in clients[-len(extremes) :] if extremes else ():
+        require_fit(few.algorithm, client)
+    if reason := why_not(clients):
+        logger.info("clients are asked one by one, not all at once: %s", reason)
+        return None
+    stack = stacked(model, table, clients[0])
+    phi = np.ascontiguousarray(clients[0].template.functions["shared start"])
+    for k in without_density(stack, phi, cores())[:1]:
+        model.enrol(_data(table, np.array([k])))  # who enrols it alone says what is wrong with it
+    return stack
+
+
+def _arrived(few: Run) -> bool:
+    """Fit the first clients until there is a q; whether that came to an end."""
+    for _ in range(_ROUNDS):
+        done = one_round(few)
+        if done.status is not Status.RUNNING or not few.algorithm.result.preliminary(few.state):
+            return done.status in (Status.RUNNING, Status.CONVERGED)
+    return False
+
+
+def _record(number: int, passed: Passed, seconds: float) -> Record:
+    return Record(
+        number=number,
+        asked=(),
+        failures={},
+        infos={},
+        info=numbers_and_texts(passed.report.info),
+        bytes_down={},
+        bytes_up={},
+        released="",
+        seconds=seconds,
+        status=passed.report.status,
+        message=passed.report.message or "",
+        together=passed.clients,
+    )

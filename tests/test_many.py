@@ -1,0 +1,274 @@
+"""Many clients at once: the numbers of the path that asks them one by one, and closed forms."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pymc as pm
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from scipy import stats
+
+import fedppl
+from fedppl import gaussian
+from fedppl.data import grouped
+from fedppl.local import _marginal
+from fedppl.local import many as at_once
+from fedppl.local.many import Nodes
+from fedppl.model.stack import ClientsOf, Stack, stacked, why_not
+from fedppl.numerics.integral import by_grid
+from fedppl.run import together
+from fedppl.types import DataError
+
+LAPLACE = Nodes(np.zeros((0, 1)), np.zeros(0))
+
+
+def wards(x: Any, y: Any) -> pm.Model:
+    """A logistic regression whose intercept varies from ward to ward."""
+    with pm.Model() as model:
+        x, y = pm.Data("x", x), pm.Data("y", y)
+        intercept, slope = pm.Normal("intercept", 0, 2), pm.Normal("slope", 0, 2)
+        a = pm.Normal("a", 0, pm.HalfNormal("tau", 1))
+        pm.Deterministic("odds", pm.math.exp(a))
+        pm.Bernoulli("obs", logit_p=intercept + slope * x + a, observed=y)
+    return model
+
+
+WARDS = fedppl.FederatedModel(wards, ["intercept", "slope", "tau"])
+
+
+def rows_of_wards(count: int, seed: int = 0) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    ward = np.repeat(np.arange(count), rng.integers(3, 9, count))
+    x, a = rng.normal(size=len(ward)), rng.normal(0, 0.8, count)
+    y = rng.uniform(size=len(ward)) < 1 / (1 + np.exp(0.5 - 0.7 * x - a[ward]))
+    return pd.DataFrame({"ward": ward, "x": x, "y": y.astype(int)}).sample(frac=1.0, random_state=1)
+
+
+def stack_of(frame: pd.DataFrame) -> Stack:
+    table = grouped.of_frame(frame, "ward", WARDS.names, "error", 1)
+    assert table is not None
+    few = WARDS.enrol({table.client_ids[k]: table.rows(k) for k in range(5)})
+    assert why_not(list(few.values())) == ""
+    return stacked(WARDS, table, next(iter(few.values())))
+
+
+@pytest.fixture(scope="module")
+def stack() -> Stack:
+    return stack_of(rows_of_wards(40))
+
+
+@pytest.fixture(scope="module")
+def frame() -> pd.DataFrame:
+    return rows_of_wards(together.FEWEST)
+
+
+@pytest.fixture(scope="module")
+def fit(frame: pd.DataFrame) -> fedppl.Fit:
+    return fedppl.fit(WARDS, frame, by="ward", progressbar=False, random_seed=1)
+
+
+CENTER = np.array([-0.5, 0.7, np.log(0.8)])
+POINTS = CENTER + 0.3 * np.random.default_rng(0).normal(size=(11, 3))
+
+
+def test_arrays_are_packed_as_each_client_packs_its_own(stack: Stack) -> None:
+    reals, integers, where, at = stack.packs
+    for k in range(len(stack)):
+        own = reals[at[k, 0] : at[k + 1, 0]], integers[at[k, 1] : at[k + 1, 1]], where[k]
+        for ours, theirs in zip(own, stack.model(k).packed, strict=True):
+            assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("nodes", [0, 9])
+def test_factors_are_those_of_clients_one_by_one(stack: Stack, nodes: int) -> None:
+    rule = Nodes(by_grid(1, nodes).nodes, by_grid(1, nodes).log_weights) if nodes else LAPLACE
+    places = np.arange(len(stack))
+    found = at_once.factors(stack, places, POINTS, CENTER, np.eye(len(POINTS)), nodes=rule, workers=1)
+    for k, client in enumerate(stack.some(places)):
+        expected = _marginal.values(client, POINTS, CENTER, 0.0)
+        if nodes:
+            left_out = _marginal.difference(client, POINTS, CENTER)
+            assert left_out is not None
+            expected = expected + left_out[0]
+        assert_allclose(found.fitted[k], expected, rtol=0, atol=1e-10)
+    assert_allclose(found.totals, found.fitted.sum(axis=0), rtol=1e-13)
+    assert not len(found.failed)
+
+
+def test_numbers_do_not_hang_on_threads(monkeypatch: pytest.MonkeyPatch, stack: Stack) -> None:
+    monkeypatch.setattr(at_once, "_AT_ONCE", 7)
+    places = np.arange(len(stack))
+    at_once.factors(
+        stack, places, POINTS, CENTER, np.eye(len(POINTS)), nodes=LAPLACE, workers=1
+    )  # searches begin there
+    one, many = (
+        at_once.factors(stack, places, POINTS, CENTER, np.eye(len(POINTS)), nodes=LAPLACE, workers=workers)
+        for workers in (1, 3)
+    )
+    assert_array_equal(one.totals, many.totals)
+    assert_array_equal(one.fitted, many.fitted)
+
+
+def test_a_fit_is_that_of_clients_asked_one_by_one(fit: fedppl.Fit, frame: pd.DataFrame) -> None:
+    """The posterior, its evidence, and what is known of clients; of fewer clients, which both ways can do."""
+    few = frame[frame["ward"] < 60]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(together, "FEWEST", 50)
+        found = fedppl.fit(WARDS, few, by="ward", progressbar=False, random_seed=1)
+    expected = fedppl.fit(WARDS, few, by="ward", progressbar=False, random_seed=1)
+    assert found.records[-1].together == 60 and not expected.records[-1].together
+    ours, theirs = found.summary(), expected.summary()
+    assert_allclose((ours["mean"] - theirs["mean"]) / theirs["sd"], 0, atol=0.03)
+    assert_allclose(ours["sd"], theirs["sd"], rtol=0.03)
+    told, reference = found.log_evidence, expected.log_evidence
+    assert abs(told.value - reference.value) < 4 * np.hypot(told.error, reference.error) + 0.01
+    assert found.client_ids == expected.client_ids
+
+
+def test_clients_have_their_posteriors(fit: fedppl.Fit, frame: pd.DataFrame) -> None:
+    """Against quadrature over θ at draws of what is shared, a deterministic among what is told."""
+    told = fit.clients_summary()
+    assert told["a"].dims == ("statistic", "client") and set(told.data_vars) == {"a", "odds"}
+    shared = fit.idata["posterior"].stack(draw_of=("chain", "draw")).isel(draw_of=slice(0, None, 8))
+    grid = np.linspace(-5, 5, 801)
+    for client_id in fit.client_ids[:3]:
+        rows = frame[frame["ward"] == int(client_id)]
+        logits = shared["intercept"].values[:, None] + shared["slope"].values[:, None] * rows["x"].to_numpy()
+        logs = stats.norm.logpdf(grid, 0, shared["tau"].values[:, None])
+        logs = logs + sum(
+            -np.logaddexp(0, (1 - 2 * y) * (one[:, None] + grid)) for y, one in zip(rows["y"], logits.T, strict=True)
+        )
+        weights = np.exp(logs - logs.max(axis=1, keepdims=True))
+        weights = (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
+        for name, values in (("a", grid), ("odds", np.exp(grid))):
+            mean = weights @ values
+            sd = np.sqrt(weights @ (values - mean) ** 2)
+            ours = told[name].sel(client=client_id).values
+            assert_allclose(ours[0], mean, atol=0.02 * sd)
+            assert_allclose(ours[1], sd, rtol=0.02)
+        drawn = fit.client(client_id)["posterior"]["a"]
+        assert_allclose(drawn.mean(), told["a"].sel(client=client_id, statistic="mean"), atol=0.03)
+
+
+def test_what_a_fit_offers_is_there(fit: fedppl.Fit, frame: pd.DataFrame, tmp_path: Any) -> None:
+    assert fit.status.ok and isinstance(fit.clients, ClientsOf) and len(fit.clients) == together.FEWEST
+    assert fit.summary().attrs["answered"] == 1.0
+    assert list(fit.idata["rounds"]["clients"].values)[-1] == together.FEWEST
+    assert fit.new_client({"x": np.zeros(3), "y": np.ones(3, dtype=int)})["posterior"]["a"].mean() > 0
+    assert "obs" in fit.predict(3, {"x": np.zeros(2)})["predictions"]
+    assert "absent" not in fit.clients
+    fit.save(tmp_path / "run.nc")
+    again = fedppl.load(tmp_path / "run.nc", WARDS, clients=frame[frame["ward"] < 3], by="ward")
+    assert_array_equal(again.posterior.linear, fit.posterior.linear)
+    assert_array_equal(*(one.client(2, draws=50)["posterior"]["a"] for one in (fit, again)))
+
+
+def normal_rows(count: int) -> dict[str, dict[str, Any]]:
+    rng = np.random.default_rng(3)
+    return {f"g{k}": {"y": rng.normal(rng.normal(1.0, 0.5), 1.0, size=rng.integers(2, 6))} for k in range(count)}
+
+
+def means(y: Any) -> pm.Model:
+    """Normal means under a normal prior: the posterior of mu is known."""
+    with pm.Model() as model:
+        y, mu = pm.Data("y", y), pm.Normal("mu", 0, 2)
+        pm.Normal("obs", pm.Normal("theta", mu, 0.5), 1.0, observed=y)
+    return model
+
+
+def test_gaussians_are_exact() -> None:
+    clients = normal_rows(together.FEWEST)
+    fit = fedppl.fit(fedppl.FederatedModel(means, ["mu"]), clients, progressbar=False, random_seed=1)
+    assert fit.records[-1].together == together.FEWEST
+    variance = np.array([0.25 + 1 / len(one["y"]) for one in clients.values()])
+    precision = 0.25 + np.sum(1 / variance)
+    average = np.array([one["y"].mean() for one in clients.values()])
+    mean = np.sum(average / variance) / precision
+    assert_allclose(gaussian.mean(fit.posterior), [mean], atol=1e-6)
+    assert_allclose(gaussian.covariance(fit.posterior), [[1 / precision]], rtol=1e-6)
+    rows = np.concatenate([one["y"] for one in clients.values()])
+    ends = np.cumsum([len(one["y"]) for one in clients.values()])
+    evidence = 0.5 * np.log(0.25 / precision) + 0.5 * mean**2 * precision - 0.5 * np.sum(average**2 / variance)
+    for own, total in zip(np.split(rows, ends[:-1]), variance, strict=True):
+        n = len(own)
+        evidence -= 0.5 * (n * np.log(2 * np.pi) + np.log(n * total) + np.sum((own - own.mean()) ** 2))
+    assert_allclose(fit.log_evidence.value, evidence, atol=1e-4)
+    told = fit.clients_summary("theta")["theta"].values
+    share = 0.25 / variance
+    assert_allclose(told[0], share * average + (1 - share) * mean, atol=1e-5)
+    assert_allclose(told[1] ** 2, 0.25 * (1 - share) + (1 - share) ** 2 / precision, rtol=1e-4)
+
+
+def row_effects(y: Any) -> pm.Model:
+    """As many local variables as rows."""
+    with pm.Model() as model:
+        y, mu = pm.Data("y", y), pm.Normal("mu", 0, 2)
+        theta = pm.Normal("theta", mu, 0.5, shape=y.shape[0])
+        pm.Normal("obs", theta, 1.0, observed=y)
+    return model
+
+
+def test_clients_that_differ_in_more_than_rows_are_asked_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(together, "FEWEST", 5)
+    caplog.set_level(logging.INFO, "fedppl")
+    fit = fedppl.fit(fedppl.FederatedModel(row_effects, ["mu"]), normal_rows(6), progressbar=False, random_seed=1)
+    assert fit.status.ok and not fit.records[-1].together
+    assert "numbers of local variables differ" in caplog.text
+
+
+def test_columns_are_checked_as_clients_are(frame: pd.DataFrame) -> None:
+    wrong = frame.astype({"y": float})
+    wrong.loc[wrong["ward"] == 777, "y"] = np.inf
+    with pytest.raises(DataError, match="client '777': 'y' holds inf at index"):
+        fedppl.fit(WARDS, wrong, by="ward", progressbar=False)
+
+
+def test_missing_rows_are_refused_or_dropped(
+    frame: pd.DataFrame, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "FEWEST", 150)
+    gone = frame[frame["ward"] < 200].copy()
+    first = gone.index[gone["ward"].duplicated()][:2]
+    gone.loc[first, "x"] = np.nan
+    with pytest.raises(DataError, match="values are missing"):
+        fedppl.fit(WARDS, gone, by="ward", progressbar=False)
+    fit = fedppl.fit(WARDS, gone, by="ward", missing="drop", progressbar=False, random_seed=1)
+    kept = fedppl.fit(WARDS, gone.drop(index=first), by="ward", progressbar=False, random_seed=1)
+    assert_allclose(fit.posterior.linear, kept.posterior.linear, rtol=1e-8)
+    assert "2 of" in caplog.text
+
+
+def test_a_formula_is_read_from_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(2)
+    site = np.repeat(np.arange(60), 6)
+    arm, age = rng.choice(["drug", "placebo"], 360), rng.normal(50, 10, 360)
+    y = 2.0 + 0.03 * (age - 50) - 0.4 * (arm == "placebo") + rng.normal(0, 0.5, 60)[site] + rng.normal(size=360)
+    table = pd.DataFrame({"site": site, "arm": arm, "age": age, "y": y})
+    formula = fedppl.formula("y ~ age + arm + (1 | site)")
+    expected = fedppl.fit(formula, table, progressbar=False, random_seed=1)
+    monkeypatch.setattr(together, "FEWEST", 50)
+    found = fedppl.fit(formula, table, progressbar=False, random_seed=1)
+    assert found.records[-1].together == 60
+    ours, theirs = found.summary(), expected.summary()
+    assert list(ours.index) == list(theirs.index)
+    assert_allclose((ours["mean"] - theirs["mean"]) / theirs["sd"], 0, atol=0.03)
+    assert_allclose(ours["sd"], theirs["sd"], rtol=0.03)
+    new = pd.DataFrame({"age": [40.0], "arm": ["drug"]})
+    assert_allclose(
+        *(one.predict(7, new, random_seed=1)["predictions"]["y"].mean() for one in (found, expected)), atol=0.08
+    )
+
+
+def test_groups_are_those_of_the_frame() -> None:
+    frame = pd.DataFrame({"a": ["x", "y", "x", "z", "y"], "b": [1, 2, 1, 1, 2], "v": np.arange(5.0)})
+    table = grouped.of_frame(frame, ["a", "b"], ["v"], "error", 1)
+    assert table is not None
+    assert table.client_ids == ("('x', 1)", "('y', 2)", "('z', 1)")
+    assert [table.rows(k)["v"].tolist() for k in range(3)] == [[0.0, 2.0], [1.0, 4.0], [3.0]]
+    assert grouped.of_frame(frame, "a", ["v"], "error", 4) is None
