@@ -50,7 +50,7 @@ def below(x: Any, phi: Any, successes: int, rows: int) -> Any:
         ([30], [70]),
         ([90, 700], [400, 1000]),
         ([3, 0, 2, 9], [4, 5, 9, 9]),
-        ([40, 35, 52, 61, 70, 20], [100, 100, 100, 100, 100, 50]),
+        pytest.param([40, 35, 52, 61, 70, 20], [100, 100, 100, 100, 100, 50], marks=pytest.mark.slow),
     ],
 )
 def test_given_phi_wards_are_drawn_from_their_own_posterior(successes: list[int], rows: list[int]) -> None:
