@@ -23,7 +23,7 @@ from fedppl.numerics.integral import by_grid
 from fedppl.run import together
 from fedppl.types import DataError
 
-LAPLACE = Nodes(np.zeros((0, 1)), np.zeros(0))
+LAPLACE = Nodes(np.zeros((0, 1)), np.zeros(0), np.arange(1))
 
 
 def wards(x: Any, y: Any) -> pm.Model:
@@ -85,7 +85,7 @@ def test_arrays_are_packed_as_each_client_packs_its_own(stack: Stack) -> None:
 
 @pytest.mark.parametrize("nodes", [0, 9])
 def test_factors_are_those_of_clients_one_by_one(stack: Stack, nodes: int) -> None:
-    rule = Nodes(by_grid(1, nodes).nodes, by_grid(1, nodes).log_weights) if nodes else LAPLACE
+    rule = Nodes(by_grid(1, nodes).nodes, by_grid(1, nodes).log_weights, np.arange(1)) if nodes else LAPLACE
     places = np.arange(len(stack))
     found = at_once.factors(stack, places, POINTS, CENTER, np.eye(len(POINTS)), nodes=rule, workers=1)
     for k, client in enumerate(stack.some(places)):
@@ -97,6 +97,41 @@ def test_factors_are_those_of_clients_one_by_one(stack: Stack, nodes: int) -> No
         assert_allclose(found.fitted[k], expected, rtol=0, atol=1e-10)
     assert_allclose(found.totals, found.fitted.sum(axis=0), rtol=1e-13)
     assert not len(found.failed)
+
+
+def doses(X: Any, y: Any) -> pm.Model:
+    """A regression with coefficients and a noise sd of each client's own."""
+    with pm.Model() as model:
+        X, y, mu = pm.Data("X", X), pm.Data("y", y), pm.Normal("mu", 0, 1, shape=2)
+        theta = pm.Normal("theta", mu, pm.LogNormal("tau", 0, 1), shape=2)
+        pm.Normal("obs", X @ theta, pm.math.exp(pm.Normal("log_sigma", 0, 1)), observed=y)
+    return model
+
+
+def test_what_is_gaussian_given_one_coordinate_is_integrated_exactly() -> None:
+    """A noise sd by nodes, the coefficients given it in closed form, against two dimensions less of quadrature."""
+    rng = np.random.default_rng(5)
+    clients = {}
+    for k in range(6):
+        X = rng.normal(size=(4 + k, 2))
+        clients[f"g{k}"] = {"X": X, "y": X @ rng.normal(1, 0.7, 2) + 0.5 * rng.normal(size=4 + k)}
+    model = fedppl.FederatedModel(doses, ["mu", "tau"])
+    table = grouped.of_clients(clients, ("X", "y"))
+    assert table is not None
+    models = list(model.enrol(clients).values())
+    stack, (rule, *_) = stacked(model, table, models[0]), at_once.ways(models)
+    assert rule.which.tolist() == [2]
+    points = np.array([[1.0, 0.5, -0.3], [0.5, 1.5, 0.4]])
+    found = at_once.factors(stack, np.arange(6), points, points[0], np.eye(2), nodes=at_once.ways(models)[2], workers=1)
+    grid = np.linspace(-6, 5, 4001)
+    for k, client in enumerate(clients.values()):
+        X, y = client["X"], client["y"]
+        for s, (*mu, log_tau) in enumerate(points):
+            values, vectors = np.linalg.eigh(X @ X.T * np.exp(2 * log_tau))
+            off, variance = vectors.T @ (y - X @ mu), values + np.exp(2 * grid)[:, None]
+            logs = -0.5 * np.sum(np.log(2 * np.pi * variance) + off**2 / variance, axis=1) + stats.norm.logpdf(grid)
+            exact = np.log(np.sum(np.exp(logs - logs.max()))) + logs.max() + np.log(grid[1] - grid[0])
+            assert_allclose(found.fitted[k, s], exact, atol=2e-4)
 
 
 def test_numbers_do_not_hang_on_threads(monkeypatch: pytest.MonkeyPatch, stack: Stack) -> None:

@@ -40,8 +40,9 @@ Places = NDArray[np.int64]
 class Nodes(NamedTuple):
     """How θ is integrated: by nodes about its mode, or where there are none by Laplace's approximation."""
 
-    nodes: Array  # (L, d)
+    nodes: Array  # (L, q)
     log_weights: Array  # (L,)
+    which: Places  # (q,) coordinates that they are of; the others are Gaussian given these
 
 
 class Way(NamedTuple):
@@ -54,10 +55,15 @@ class Way(NamedTuple):
 def ways(clients: Sequence[ClientView]) -> tuple[Nodes, ...]:
     """Ways to integrate θ at clients like these, each better than the one before; none where there is no such way."""
     d = clients[0].local_size
-    laplace = Nodes(np.zeros((0, d)), np.zeros(0))
     if not d or all(client.view(_gaussian_rest.is_exact) for client in clients):
-        return (laplace,)
-    return tuple(Nodes(by_grid(d, count).nodes, by_grid(d, count).log_weights) for count in _GRIDS.get(d, ()))
+        return (Nodes(np.zeros((0, d)), np.zeros(0), np.arange(d)),)
+    found = [client.view(_gaussian_rest.find) for client in clients] if d > 1 else []
+    of_rest = [one for one in found if one is not None]
+    which = np.arange(d)
+    if found and len(of_rest) == len(found) and all(np.array_equal(one, of_rest[0]) for one in of_rest):
+        which = np.asarray(of_rest[0], dtype=np.int64)
+    rules = (by_grid(len(which), count) for count in _GRIDS.get(len(which), ()))
+    return tuple(Nodes(rule.nodes, rule.log_weights, which) for rule in rules)
 
 
 def factors(
@@ -98,6 +104,8 @@ def chosen(many: ManyClients, sample: Places, q: Gaussian, workers: int) -> Way:
     for client in many.some(sample[:_LOOKED_AT]) if many.starts.shape[1] else ():
         require_one_mode(client, points, mean)
     found = ways(many.some(sample[:_LOOKED_AT]))
+    if not found:
+        raise LocalFailure("several local variables depend on each other, and each client is to be integrated alone")
     if len(found) == 1:
         return Way(found[0], 0.0)
     values = []
@@ -126,7 +134,7 @@ def moments(
 
     def part(own: slice) -> None:
         stacked = many.starts, tuple(many.packs), places[own]
-        moments_of_many(*common, *stacked, *nodes, means[own], sds[own])
+        moments_of_many(*common, *stacked, *nodes[:2], means[own], sds[own])
 
     in_parts(part, len(many), workers)
     return means, sds
@@ -135,9 +143,9 @@ def moments(
 def _about(d: int) -> Nodes:
     """Nodes about a mode that tell first and second moments: a grid of few coordinates, of many one on each axis."""
     if d in _GRIDS:
-        return Nodes(by_grid(d, _GRIDS[d][0]).nodes, by_grid(d, _GRIDS[d][0]).log_weights)
+        return Nodes(by_grid(d, _GRIDS[d][0]).nodes, by_grid(d, _GRIDS[d][0]).log_weights, np.arange(d))
     axes = np.sqrt(d) * np.concatenate([np.eye(d), -np.eye(d)])
-    return Nodes(axes if d else np.zeros((1, 0)), np.full(max(2 * d, 1), -np.log(max(2 * d, 1))))
+    return Nodes(axes if d else np.zeros((1, 0)), np.full(max(2 * d, 1), -np.log(max(2 * d, 1))), np.arange(d))
 
 
 def without_density(many: ManyClients, phi: Array, workers: int) -> Places:

@@ -17,7 +17,19 @@ from numpy.typing import NDArray
 
 from fedppl.numerics.integral import node_terms, place_node
 from fedppl.numerics.marginal import _marginal_near, _origin, _third
-from fedppl.numerics.newton import INTEGERS, KERNEL, MATRIX, OK, VECTOR, assign, entry, jit
+from fedppl.numerics.newton import (
+    INTEGERS,
+    KERNEL,
+    MATRIX,
+    OK,
+    VECTOR,
+    assign,
+    cholesky,
+    entry,
+    jit,
+    log_determinant,
+    solve,
+)
 from fedppl.types import Array
 
 _PLACES = types.int64[:, ::1]
@@ -50,6 +62,79 @@ def _log_sum(terms: Any) -> Any:
     return largest + np.log(np.sum(np.exp(terms - largest)))
 
 
+@jit
+def _given_terms(
+    kernel: Any, x: Any, m: int, mode: Any, factor: Any, data: Any, nodes: Any, log_weights: Any, which: Any, terms: Any
+) -> bool:
+    """The same as `node_terms` where nodes are of few coordinates c, `which`, and the rest of θ is Gaussian given c.
+
+    The integral over the rest is exact: its slopes are linear, so that differences over any length tell its curvature.
+    False where a curvature is none of a Gaussian's.
+    """
+    d, q = mode.shape[0], which.shape[0]
+    r = d - q
+    rest, taken = np.zeros(r, np.int64), 0
+    for i in range(d):
+        if not np.any(which == i):
+            rest[taken] = i
+            taken += 1
+    A = factor @ factor.T
+    A_rr, root, follow, column = np.zeros((r, r)), np.zeros((r, r)), np.zeros((q, r)), np.zeros(r)
+    of_c, root_c, step = np.zeros((q, q)), np.zeros((q, q)), np.zeros(q)
+    for i in range(r):
+        for j in range(r):
+            A_rr[i, j] = A[rest[i], rest[j]]
+    if not cholesky(A_rr, root):
+        return False
+    for c in range(q):
+        for i in range(r):
+            column[i] = A[rest[i], which[c]]
+        solve(root, column, follow[c])
+    for c in range(q):
+        for e in range(q):
+            of_c[c, e] = A[which[c], which[e]]
+            for i in range(r):
+                of_c[c, e] -= A[which[c], rest[i]] * follow[e, i]
+    if not cholesky(of_c, root_c):
+        return False
+    constant = 0.5 * d * np.log(2.0 * np.pi) - 0.5 * log_determinant(root_c)
+    curved, root_rr, gain = np.zeros((r, r)), np.zeros((r, r)), np.zeros(r)
+    for node in range(len(nodes)):
+        squared = 0.0
+        for c in range(q - 1, -1, -1):
+            total = nodes[node, c]
+            squared += total**2
+            for e in range(c + 1, q):
+                total -= root_c[e, c] * step[e]
+            step[c] = total / root_c[c, c]
+            x[m + which[c]] = mode[which[c]] + step[c]
+        for i in range(r):
+            x[m + rest[i]] = mode[rest[i]]
+            for c in range(q):
+                x[m + rest[i]] -= follow[c, i] * step[c]
+        base = kernel(x, *data)
+        for j in range(r):
+            here, width = x[m + rest[j]], 1.0 / np.sqrt(A_rr[j, j])
+            x[m + rest[j]] = here + width
+            there = kernel(x, *data)
+            x[m + rest[j]] = here
+            for i in range(r):
+                curved[i, j] = -(there[1 + m + rest[i]] - base[1 + m + rest[i]]) / width
+            column[j] = base[1 + m + rest[j]]
+        for i in range(r):
+            for j in range(i):
+                curved[i, j] = 0.5 * (curved[i, j] + curved[j, i])
+        if not cholesky(curved, root_rr):
+            return False
+        solve(root_rr, column, gain)
+        terms[node] = base[0] - 0.5 * log_determinant(root_rr) + constant + 0.5 * squared + log_weights[node]
+        for i in range(r):
+            terms[node] += 0.5 * gain[i] * column[i]
+        if not terms[node] < np.inf:  # NaN: no density there
+            terms[node] = -np.inf
+    return True
+
+
 @entry(KERNEL, VECTOR, MATRIX, PACKS, INTEGERS, VECTOR, _FLAGS)
 def densities_of_many(kernel: Any, phi: Any, starts: Any, packs: Any, places: Any, values: Any, failed: Any) -> None:
     """log p(y_k, θ | φ) at one φ and each client's start, into values; `failed` where it or a slope is not finite."""
@@ -63,7 +148,7 @@ def densities_of_many(kernel: Any, phi: Any, starts: Any, packs: Any, places: An
         failed[row] = not np.all(np.isfinite(found))
 
 
-@entry(KERNEL, MATRIX, VECTOR, MATRIX, PACKS, INTEGERS, MATRIX, VECTOR, MATRIX, VECTOR, MATRIX, _FLAGS)
+@entry(KERNEL, MATRIX, VECTOR, MATRIX, PACKS, INTEGERS, MATRIX, VECTOR, INTEGERS, MATRIX, VECTOR, MATRIX, _FLAGS)
 def factors_of_many(
     kernel: Any,
     draws: Any,
@@ -73,6 +158,7 @@ def factors_of_many(
     places: Any,
     nodes: Any,
     log_weights: Any,
+    which: Any,
     project: Any,
     totals: Any,
     fitted: Any,
@@ -80,8 +166,9 @@ def factors_of_many(
 ) -> None:
     """log f_k at every row of draws (S, m) for the clients at these places (C,).
 
-    By way of an expansion at φ, as in `marginal_batch`, with θ integrated by nodes (L, d) about its mode, or by
-    Laplace's approximation where there are none. Adds each client's values to totals (S,), writes what `project` (q, S)
+    By way of an expansion at φ, as in `marginal_batch`, with θ integrated by nodes about its mode, (L, d); by nodes
+    (L, q) of the coordinates `which` alone, given which the others are Gaussian; or by Laplace's approximation where
+    there are none. Adds each client's values to totals (S,), writes what `project` (q, S)
     makes of them to its row of fitted (C, q), and the mode of its θ at φ to its place in starts (K, d), where searches
     begin. A client without a value at one of the points is `failed`, and adds nothing.
     """
@@ -103,7 +190,10 @@ def factors_of_many(
             there, value = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
             if there == OK and len(nodes) and np.isfinite(value):
                 assign(mode, 0, x[m:])
-                node_terms(kernel, x, m, mode, factor, data, nodes, log_weights, terms)
+                if len(which) == d:
+                    node_terms(kernel, x, m, mode, factor, data, nodes, log_weights, terms)
+                elif not _given_terms(kernel, x, m, mode, factor, data, nodes, log_weights, which, terms):
+                    terms[:] = -np.inf
                 value = _log_sum(terms)
             values[s] = value
             if there != OK or not np.isfinite(value):
