@@ -63,7 +63,7 @@ def table(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, grouped.Ta
         return model, None
     if by is None:
         many = isinstance(data, Mapping) and len(data) >= together.FEWEST
-        return model, grouped.of_clients(data, model.names) if many else None
+        return model, grouped.of_clients(data) if many else None
     found = grouped.of_frame(data, by, model.names, missing, together.FEWEST)
     if found is not None and (orders := frames.categories(data, model.names)):
         model = model.reading(functools.partial(frames.known, names=model.names, orders=orders))

@@ -95,14 +95,12 @@ def of_frame(
     return Table(tuple(map(str, ids)), begins, held)
 
 
-def of_clients(clients: Mapping[Any, Any], names: Sequence[str] | None) -> Table | None:
+def of_clients(clients: Mapping[Any, Any]) -> Table | None:
     """Clients' arrays by id, one after the other; None where they are no rows of one table."""
     first = next(iter(clients.values()), None)
     if not isinstance(first, Mapping) or any(set(first) != set(one) for one in clients.values() if one is not first):
         return None
-    parts: dict[str, list[Array]] = {str(name): [] for name in (names or first)}
-    if set(parts) != set(first):
-        return None
+    parts: dict[str, list[Array]] = {str(name): [] for name in first}
     counts = []
     for data in clients.values():
         arrays = [np.asarray(data[name]) for name in parts]

@@ -32,6 +32,7 @@ from fedppl.types import Array, LocalFailure
 _AT_ONCE = 1024  # clients of a part: whoever computes it, sums are over the same ones in the same order
 _LOOKED_AT = 24  # clients whose θ is searched for other modes
 BIASED = 0.02  # posterior sds that errors of clients' integrals may move a mean or a log sd by
+_FEWER = (5,)  # where each has to be paid for with a curvature of all others
 _GRIDS = {1: (9, 15, 25, 41), 2: (9, 13, 19), 3: (7, 9, 13)}  # nodes of each coordinate, by the number of coordinates
 
 Places = NDArray[np.int64]
@@ -62,7 +63,8 @@ def ways(clients: Sequence[ClientView]) -> tuple[Nodes, ...]:
     which = np.arange(d)
     if found and len(of_rest) == len(found) and all(np.array_equal(one, of_rest[0]) for one in of_rest):
         which = np.asarray(of_rest[0], dtype=np.int64)
-    rules = (by_grid(len(which), count) for count in _GRIDS.get(len(which), ()))
+    counts = _GRIDS.get(len(which), ())
+    rules = (by_grid(len(which), count) for count in ((*_FEWER, *counts) if len(which) < d else counts))
     return tuple(Nodes(rule.nodes, rule.log_weights, which) for rule in rules)
 
 

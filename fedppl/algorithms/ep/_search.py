@@ -34,7 +34,7 @@ _NEAR, _ALIKE = (
     0.5,
     0.25,
 )  # moves of a mean, in sds, and of a log sd up to which q's points tell the posterior's moments
-_REMAINDERS = ((1, 0.02), (4, 0.1), (16, 0.5))  # more points, where a quadratic leaves so much of the log density
+_REMAINDERS = ((1, 0.05), (4, 0.2), (16, 0.5))  # more points, where a quadratic leaves so much of the log density
 _CURVED = 0.05  # of the proposal's own curvature, the least that a step is made by
 _MOST_K = 0.7
 

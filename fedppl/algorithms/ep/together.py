@@ -29,7 +29,7 @@ from fedppl.types import LocalFailure, Rng, Status
 
 _GROWTH = 64  # times as many clients are asked next
 _PASSES = 30
-_SAMPLE = 512  # clients by which a way to integrate θ is chosen
+_SAMPLE = 256  # clients by which a way to integrate θ is chosen
 _POINTS = 512  # of a scramble of the posterior
 
 Places = NDArray[np.int64]
