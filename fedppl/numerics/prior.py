@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from fedppl import gaussian
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array, DeclarationError
 
+_KEPT, _KEPT_BYTES = 600, 2**15  # sets of points at which the prior is remembered, and the largest of them
+_Key = tuple[str, tuple[int, ...], bytes]
 DENSE = 2000  # coordinates, beyond which a prior has no matrix
 
 
@@ -41,12 +44,16 @@ class SharedPrior:
     is_gaussian: bool
     gradients: Callable[[Array], Array] | None = None
     kernel: Callable[[], Callable[..., Any]] | None = None
+    # All clients of a process are asked at the same points, one after the other.
+    _known: OrderedDict[_Key, Array] = field(default_factory=OrderedDict, repr=False, compare=False)
 
     def log_ratio(self, phi: Array) -> Array:
         """log p(φ) − log N_0(φ) at each row of phi, (S,), up to a constant."""
         if self.is_gaussian:
             return np.zeros(len(phi))
-        return np.asarray(self.log_density(phi) - gaussian.log_kernel(self.gaussian, phi))
+        return self._once(
+            "value", phi, lambda: np.asarray(self.log_density(phi) - gaussian.log_kernel(self.gaussian, phi))
+        )
 
     def log_ratio_gradient(self, phi: Array) -> Array:
         """Gradient of `log_ratio` at one φ, (m,)."""
@@ -56,8 +63,25 @@ class SharedPrior:
         """Gradient of `log_ratio` at each row of phi, (S, m)."""
         if self.is_gaussian:
             return np.zeros_like(phi)
+        return self._once("gradients", phi, lambda: self._ratio_gradients(phi))
+
+    def _ratio_gradients(self, phi: Array) -> Array:
         found = np.stack([self.gradient(row) for row in phi]) if self.gradients is None else self.gradients(phi)
         return np.asarray(found - self.gaussian.linear + phi @ self.gaussian.precision)
+
+    def _once(self, what: str, phi: Array, compute: Callable[[], Array]) -> Array:
+        """What was computed at these points before, or is now, read-only; of many points nothing is kept."""
+        if phi.nbytes > _KEPT_BYTES:
+            return compute()
+        key = what, phi.shape, phi.tobytes()
+        found = self._known.get(key)
+        if found is None:
+            found = np.array(compute())
+            found.flags.writeable = False
+            while len(self._known) >= _KEPT:
+                self._known.popitem(last=False)
+            self._known[key] = found
+        return found
 
     def log_ratio_hessian(self, phi: Array) -> Array:
         """Hessian of `log_ratio` at one φ, (m, m), by central differences of its gradient."""
