@@ -43,3 +43,4 @@ from fedppl.contracts.engine import (
     coordinate_names,
     unheard,
 )
+from fedppl.contracts.many import Answers, ManyClients, Passed, TogetherFn

@@ -48,9 +48,9 @@ class ManyClients(Protocol):
 class Answers(NamedTuple):
     """log f_k of clients at points, summed, with what becomes of each by a linear map."""
 
-    totals: Array  # (S,)
+    totals: Array  # (S,); NaN where one had no value
     fitted: Array  # (C, q)
-    failed: NDArray[np.int64]  # places of clients without a value at one of the points; they are in no sum
+    failed: NDArray[np.int64]  # places of clients without a value at one of the points
 
 
 class Passed(NamedTuple):

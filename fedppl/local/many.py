@@ -92,8 +92,10 @@ def of_failed(many: ManyClients, failed: Places, at: Array) -> str:
     return f"clients {names}{more} have no answer: {no_mode(many.some(failed[:1])[0], at)}"
 
 
-def chosen(many: ManyClients, sample: Places, q: Gaussian, workers: int) -> Way:
+def chosen(many: ManyClients, sample: Places, q: Gaussian, asked: int, workers: int) -> Way:
     """The cheapest way to integrate θ whose errors, over all clients, move nothing; by those of a sample.
+
+    q is that of as many clients as were `asked`.
 
     Raises
     ------
@@ -120,7 +122,7 @@ def chosen(many: ManyClients, sample: Places, q: Gaussian, workers: int) -> Way:
             continue
         # What the better one adds, along each axis of q and to its curvature there, in sds of all clients' posterior.
         differ = (values[-1] - values[-2]).mean(axis=0)
-        shift = float(np.max(np.abs(differ @ z))) / len(z) * np.sqrt(len(many) * len(sample))
+        shift = float(np.max(np.abs(differ @ z))) / len(z) * np.sqrt(len(many) * asked)
         if shift <= BIASED:
             return Way(found[len(values) - 2], shift)
     return Way(found[-1], shift)

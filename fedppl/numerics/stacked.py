@@ -170,7 +170,7 @@ def factors_of_many(
     (L, q) of the coordinates `which` alone, given which the others are Gaussian; or by Laplace's approximation where
     there are none. Adds each client's values to totals (S,), writes what `project` (q, S)
     makes of them to its row of fitted (C, q), and the mode of its θ at φ to its place in starts (K, d), where searches
-    begin. A client without a value at one of the points is `failed`, and adds nothing.
+    begin. A client without a value at one of the points is `failed`, and the total there is NaN.
     """
     count, m = draws.shape
     d = starts.shape[1]
@@ -182,6 +182,7 @@ def factors_of_many(
         status, origin, output, slope, center, _, scale = _origin(kernel, phi, starts[k], data)
         failed[row] = status != OK
         if status != OK:
+            totals[:] = np.nan
             continue
         assign(starts[k], 0, origin[m:])
         _third(kernel, origin, m, output, center, data, third)
@@ -197,10 +198,7 @@ def factors_of_many(
                 value = _log_sum(terms)
             values[s] = value
             if there != OK or not np.isfinite(value):
-                failed[row] = 1
-                break
-        if failed[row]:
-            continue
+                failed[row], values[s] = 1, np.nan
         for s in range(count):
             totals[s] += values[s]
         for i in range(project.shape[0]):

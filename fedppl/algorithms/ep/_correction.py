@@ -148,7 +148,7 @@ def weighed(state: Correcting, q: Gaussian, residual: Array) -> Reweighted | Non
     )
 
 
-def _asked_at(state: Correcting) -> NDArray[np.intp]:
+def asked_at(state: Correcting) -> NDArray[np.intp]:
     """Which points of all are those of this exchange that are asked for."""
     count = student.SCRAMBLES * sum(proposal.per_scramble for proposal in latest(state))
     first = len(state.points) - count
@@ -157,7 +157,7 @@ def _asked_at(state: Correcting) -> NDArray[np.intp]:
 
 def asked(state: Correcting) -> Array:
     """The points of this exchange, (S, m)."""
-    return state.points[_asked_at(state)]
+    return state.points[asked_at(state)]
 
 
 def latest(state: Correcting) -> tuple[Proposal, ...]:
@@ -208,7 +208,7 @@ def shapes(state: Correcting) -> dict[str, tuple[int, ...]]:
 def take(state: Correcting, sites: Sites, replies: Mapping[str, Message]) -> Correcting:
     """Add the residuals of the clients that had not answered."""
     new = [client_id for client_id in replies if not state.answered[sites.where[client_id]]]
-    points, where = asked(state), _asked_at(state)
+    points, where = asked(state), asked_at(state)
     residual, alike, noise = state.residual.copy(), state.alike.copy(), state.noise.copy()
     each, errors, constants = state.each.copy(), state.errors.copy(), state.constants.copy()
     reach, answered, is_proper = state.reach.copy(), state.answered.copy(), state.is_proper

@@ -35,8 +35,9 @@ _NEAR, _ALIKE = (
     0.25,
 )  # moves of a mean, in sds, and of a log sd up to which q's points tell the posterior's moments
 _REMAINDERS = ((1, 0.05), (4, 0.2), (16, 0.5))  # more points, where a quadratic leaves so much of the log density
-_CURVED = 0.05  # of the proposal's own curvature, the least that a step is made by
-_MOST_K = 0.7
+_CURVED = 0.25  # of the points' own curvature, the least that a step is made by
+_PATIENCE = 5  # passes after which q goes half of the way: it may have swung about where it belongs
+_MOST_K, _LEAST = 0.7, 0.5  # Pareto k, and share of the points that are effective, with which moments are trusted
 
 # log f_k of some clients at points (S, m), by way of a center (m,), summed and mapped by (q, S).
 Ask = Callable[[Array, Array, Array], Answers]
@@ -102,9 +103,8 @@ def one_pass(
     linear, curvature = coefficients[1 : 1 + m], _matrix(coefficients[1 + m :], m)
     precision = -curvature
     values, vectors = np.linalg.eigh(precision)
-    proper = values[0] > _CURVED
-    # Where the density curves upward over the points, a step is bounded by the points' own spread.
-    held = vectors @ (np.maximum(values, _CURVED)[:, None] * vectors.T)
+    # Where the density hardly curves over the points, or upward, they are as wide as is known.
+    held = vectors @ (np.where(values > _CURVED, values, 1.0)[:, None] * vectors.T)
     step = np.linalg.solve(held, linear)
     length = float(np.sqrt(step @ held @ step))
     step = step * min(1.0, _LONGEST / max(length, 1e-300))
@@ -113,14 +113,18 @@ def one_pass(
     widths = 0.5 * np.log(np.diag(root @ covariance @ root.T) / np.diag(root @ root.T))
     widened = float(np.max(np.abs(widths)))
     search = search._replace(change=max(moved, widened))
-    if proper and moved <= _NEAR and widened <= _ALIKE:
+    if moved <= _NEAR and widened <= _ALIKE:
         found = _found(z, key, total - gaussian.log_kernel(q, points), mean, root)
-        if found.remainder <= dict(_REMAINDERS)[search.multiple] and found.pareto_k <= _MOST_K:
+        proper, near = values[0] > _CURVED, found.ess > _LEAST * len(z) and found.pareto_k <= _MOST_K
+        if proper and near and found.remainder <= dict(_REMAINDERS)[search.multiple]:
             return search._replace(done=True, found=found), sites, answers
-        if search.multiple == _REMAINDERS[-1][0]:
+        if search.multiple == _REMAINDERS[-1][0] or not proper:
             why = f"the posterior departs from a Gaussian by {found.remainder:.2g} log units (sd over q's points)"
             return search._replace(stuck=why, found=found), sites, answers
         search = search._replace(multiple=4 * search.multiple)
+    if search.passes > _PATIENCE:
+        held, linear = 0.5 * (np.eye(m) + held), 0.5 * held @ step
+        step, covariance = np.linalg.solve(held, linear), np.linalg.inv(held)
     colour = root @ np.linalg.cholesky(covariance)
     return search._replace(q=_from_root(mean + root @ step, colour)), sites, answers
 

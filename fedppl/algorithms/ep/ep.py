@@ -200,13 +200,14 @@ def EP(
             at_sites=functools.partial(_at_sites, asked_for=isinstance(correction, Correction)),
             concludes=at_target,
         ),
-        together=together if _can_be_together(matching, closing, warm and starts == 1 and trust is None) else None,
+        together=_all_at_once(matching, closing) if warm and starts == 1 and trust is None else None,
     )
 
 
-def _can_be_together(matching: Matching, closing: Closing | None, plain: bool) -> bool:
-    """Whether the settings ask for nothing but the posterior, by log densities that loops can compute."""
-    return plain and closing is not None and matching.structure == "full" and matching.local.name == "nested Laplace"
+def _all_at_once(matching: Matching, closing: Closing | None) -> contracts.TogetherFn | None:
+    """Many clients at once, where settings ask for nothing but the posterior, by log densities that loops compute."""
+    plain = matching.structure == "full" and matching.local.name == "nested Laplace"
+    return functools.partial(together, correction=closing.correction) if plain and closing is not None else None
 
 
 def checked(

@@ -7,7 +7,8 @@ results are read from it in the same way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,10 @@ from numpy.typing import NDArray
 from fedppl import gaussian
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._correction import Correcting
-from fedppl.algorithms.ep._search import Fitted, Found, Search, begin, one_pass
+from fedppl.algorithms.ep._search import Ask, Fitted, Found, Search, begin, one_pass
 from fedppl.algorithms.ep._state import EPInfo, EPState
+from fedppl.algorithms.ep._together_corrected import corrected
+from fedppl.algorithms.ep.correction import Correction
 from fedppl.contracts import Report
 from fedppl.contracts.many import ManyClients, Passed
 from fedppl.gaussian import Gaussian
@@ -35,7 +38,9 @@ _POINTS = 512  # of a scramble of the posterior
 Places = NDArray[np.int64]
 
 
-def together(many: ManyClients, state: EPState, few: Gaussian, asked: int, rng: Rng, workers: int) -> Iterator[Passed]:
+def together(
+    many: ManyClients, state: EPState, few: Gaussian, asked: int, rng: Rng, workers: int, *, correction: Correction
+) -> Iterator[Passed]:
     """Passes over more and more clients, the last over all, from a q of some of them.
 
     Parameters
@@ -52,49 +57,59 @@ def together(many: ManyClients, state: EPState, few: Gaussian, asked: int, rng: 
         Chooses clients.
     workers
         Number of threads.
+    correction
+        Of the exchanges that follow where the posterior is far from q's form.
     """
-    prior, order = many.like.prior, rng.permutation(len(many)).astype(np.int64)
-    sample = np.sort(order[:_SAMPLE])
-    search, count = begin(few), asked
-    way: Way | None = None
-    while True:
+    order = rng.permutation(len(many)).astype(np.int64)
+    try:
+        way = _many.chosen(many, np.sort(order[:_SAMPLE]), few, asked, workers)
+    except LocalFailure as failure:
+        yield Passed(0, _report(begin(few), Status.STALLED, str(failure)))
+        return
+    q, count = few, asked
+    while count < len(many):
         count = min(_GROWTH * count, len(many))
         count = len(many) if 4 * count > len(many) else count
-        places = np.arange(len(many), dtype=np.int64) if count == len(many) else np.sort(order[:count])
-        search = search._replace(done=False, found=None, multiple=1)
-        for _ in range(_PASSES):
-            try:
-                way = way or _many.chosen(many, sample, search.q, workers)
-            except LocalFailure as failure:
-                yield Passed(0, _report(search, Status.STALLED, str(failure)), None)
+        places = np.sort(order[:count])
+        ask = functools.partial(_many.factors, many, places, nodes=way.nodes, workers=workers)
+        for at in _passes(many, begin(q), ask):
+            if at.why:
+                yield Passed(count, _report(at.search, Status.STALLED, at.why))
                 return
+            if at.search.done and count == len(many):
+                ended = _ended(state, at.search, at.sites(), many.like.has_proper_prior)
+                yield Passed(count, _report(at.search, Status.CONVERGED, _said(way)), ended)
+                return
+            waiting = "the search has not arrived" if at.search.found is None else "not all clients have been asked"
+            yield Passed(count, _report(at.search, Status.RUNNING, waiting))
+        assert at.search.found is not None
+        # All clients' q is narrower; the moments of some are where it is looked for.
+        q = gaussian.from_moments(at.search.found.mean, at.search.found.covariance)
+    yield from corrected(
+        many, _ended(state, at.search, at.sites(), many.like.has_proper_prior), correction, way, workers
+    )
 
-            ask = functools.partial(_many.factors, many, places, nodes=way.nodes, workers=workers)
-            search, fitted, answers = one_pass(search, prior.gaussian, prior.log_ratio, ask)
-            if len(answers.failed) or search.stuck:
-                why = (
-                    _many.of_failed(many, answers.failed, gaussian.mean(search.q))
-                    if len(answers.failed)
-                    else search.stuck
-                )
-                yield Passed(count, _report(search, Status.STALLED, why), None)
-                return
-            if not search.done:
-                yield Passed(count, _report(search, Status.RUNNING, "the search has not arrived"), None)
-                continue
-            assert search.found is not None
-            if count < len(many):
-                # All clients' q is narrower; the moments of some are where it is looked for.
-                search = search._replace(q=gaussian.from_moments(search.found.mean, search.found.covariance))
-                yield Passed(count, _report(search, Status.RUNNING, "not all clients have been asked"), None)
-                break
-            ended = _ended(state, search, fitted(), many.like.has_proper_prior)
-            yield Passed(count, _report(search, Status.CONVERGED, _said(way)), ended)
+
+class _At(NamedTuple):
+    """Where a search is after a pass, sites there, and what ended it without a result."""
+
+    search: Search
+    sites: Callable[[], Fitted]
+    why: str
+
+
+def _passes(many: ManyClients, search: Search, ask: Ask) -> Iterator[_At]:
+    """Passes until q has arrived, or is as near as a Gaussian comes: then there are moments."""
+    prior = many.like.prior
+    for _ in range(_PASSES):
+        search, sites, answers = one_pass(search, prior.gaussian, prior.log_ratio, ask)
+        why = search.stuck if search.found is None else ""
+        if len(answers.failed):
+            why = _many.of_failed(many, answers.failed, gaussian.mean(search.q))
+        yield _At(search, sites, why)
+        if why or search.found is not None:
             return
-        else:
-            why = f"the search still moved by {search.change:.2g} posterior sds after {_PASSES} passes"
-            yield Passed(count, _report(search, Status.STALLED, why), None)
-            return
+    yield _At(search, sites, f"the search still moved by {search.change:.2g} posterior sds after {_PASSES} passes")
 
 
 def _said(way: Way) -> str:
