@@ -132,7 +132,7 @@ def plot_reliability(probability: Array, label: Array, *, bins: int = 15, axes: 
     middle, width = (found.edges[1:] + found.edges[:-1]) / 2, 1.0 / bins
     axes[0].bar(middle, np.nan_to_num(found.accuracy), width=width, edgecolor="white", label="accuracy")
     axes[0].plot([0, 1], [0, 1], color="0.4", linestyle="--", linewidth=1)
-    axes[0].plot(found.confidence, found.accuracy, ".", color="black")
+    axes[0].plot(found.confidence, found.accuracy, ".", color="black", clip_on=False)
     ece = expected_calibration_error(probability, label, bins=bins)
     axes[0].set(ylabel="accuracy", xlim=(0, 1), ylim=(0, 1), title=f"ECE {ece:.3f}")
     axes[1].bar(middle, found.rows / found.rows.sum(), width=width, edgecolor="white")

@@ -21,6 +21,7 @@ import fedppl
 from fedppl import DataError, DeclarationError, plots
 from fedppl.plots._forest import _effects
 from fedppl.plots._prior_posterior import density
+from fedppl.plots._quality import _effective
 from fedppl.testing import normal_means
 from tests.support import problems
 
@@ -145,6 +146,8 @@ def test_a_forest_shows_local_variables_by_default_and_takes_axes(fit: fedppl.Fi
     axes = plots.forest(fit, ax=given, draws=20)
     assert [panel.get_xlabel() for panel in axes] == ["theta[<i>age</i>]", r"theta[\$dose\$]", "noise"]
     assert all(a is b for a, b in zip(axes, given, strict=True)) and axes[0].figure is figure
+    figure.canvas.draw()
+    assert axes[0].get_legend().get_window_extent().y0 >= axes[0].get_window_extent().y1  # over no data
     (only,) = plots.forest(fit, "noise", population=0.0, draws=20, figsize=(3, 2))
     assert_array_equal(only.lines[0].get_xdata(), [0, 0])
     assert only.figure.get_size_inches().tolist() == [3, 2]
@@ -186,7 +189,9 @@ def test_rounds_are_those_of_the_record(fit: fedppl.Fit) -> None:
     named = {label for label in above.get_legend_handles_labels()[1] if "phase" in label}
     assert named == {"phase: warm start", "phase: EP", "phase: correction"}
     assert_array_equal(below.collections[0].get_array(), np.zeros((3, len(fit.records))))
-    assert below.get_xlabel() == "round"
+    assert (above.get_xlabel(), below.get_xlabel()) == ("", "round")
+    for axes in plots.rounds(fit, ax=plt.subplots(1, 2)[1]):
+        assert axes.get_xlabel() == "round" and axes.get_xlim() == (0.5, len(fit.records) + 0.5)
 
 
 def test_who_did_not_answer_is_seen() -> None:
@@ -211,9 +216,20 @@ def test_quality_is_what_clients_said(fit: fedppl.Fit) -> None:
         assert_allclose(segments(panel, 0), [[np.nanmin(row), np.nanmax(row)] for row in told])
 
 
+def test_numbers_of_effective_draws_stay_apart_on_a_log_axis() -> None:
+    for low, high in ((150.0, 5000.0), (63.0, 9000.0), (3.0, 90_000.0)):
+        axes = plt.subplots(figsize=(2.9, 2))[1]
+        axes.plot([low, high], [0, 1])
+        _effective(axes, np.array([low, high]))
+        assert apart(axes) and not any(text for text in (one.get_text() for one in axes.get_xticklabels(minor=True)))
+        assert sum(low <= place <= high for place in axes.get_xticks()) >= 2
+
+
 def test_fallbacks_are_counted_apart() -> None:
     falling = fedppl.EP(local=problems.falling_back({"clinic 0": 2.0}), correction=None, warm_start=False)
-    found = problems.fit_some_rounds(*problems.regression(2), falling, rounds=2, progressbar=False, random_seed=1)
+    found = problems.fit_some_rounds(*problems.regression(2), falling, rounds=1, progressbar=False, random_seed=1)
+    ticks = plots.rounds(found)[1].get_xticks()
+    assert_array_equal(ticks, np.round(ticks))  # no halves of a round
     counted = {one.get_label(): [bar.get_width() for bar in one] for one in plots.quality(found)[-1].containers}
     assert counted["used, by NUTS"] == [len(found.records), 0] and counted["used"][0] == 0
 
@@ -285,6 +301,8 @@ def test_densities_keep_their_mass_inside_bounds(low: float, high: float, true: 
     x = np.linspace(0.02, 0.98, 50)
     assert_allclose(density(draws, x, low, high), true.pdf(x), rtol=0.1)
     assert_array_equal(density(draws, np.array([-0.5]), low, high), [0.0])
+    near = np.linspace(0.005, 0.3, 50)  # where logs are far apart: no jagged line there
+    assert_allclose(density(stats.halfnorm.rvs(size=4000, random_state=3), near, positive=True), 0.79, atol=0.15)
     if high > 1:
         assert_allclose(density(draws, x, positive=True)[10:], true.pdf(x)[10:], rtol=0.1)
     assert_array_equal(density(np.ones(5), x), np.zeros(50))
@@ -332,6 +350,11 @@ def test_calibration_is_drawn_with_names() -> None:
     axes = plots.calibration(found)
     assert [line.get_label() for line in axes.lines] == ["a", "b"]
     assert fedppl.plot_calibration(found, axes=axes) is axes
+    pit = np.tile(np.linspace(0.01, 0.99, 50)[:, None], 12)
+    pit[:, 3] /= 2  # leaves the band: of many it alone has a name
+    rows = xr.Dataset({"pit": (("data_set", "rows"), pit)}, coords={"rows": [f"mu[{k}]" for k in range(12)]})
+    named = [text.get_text() for text in plots.calibration(rows).get_legend().get_texts()]
+    assert named == ["mu[3]", "95 % band", "11 others"]
 
 
 # --- many clients, one client, no matplotlib ----------------------------------------------------------------------
@@ -409,6 +432,10 @@ def page(fit: fedppl.Fit, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_page_has_no_markup_but_ours_and_loads_nothing(page: str) -> None:
     read = Page(page)
     assert set(read.tags) <= SAFE
+    assert ("meta", "content", "width=device-width, initial-scale=1") in read.attributes  # small screens
+    assert read.tags.count("table") == page.count('<div class="wide"><table') + page.count(
+        '<div class="wide text"><table'
+    )
     assert {(tag, name) for tag, name, _ in read.attributes if name.startswith("on") or name == "href"} == set()
     assert all(value.startswith("data:image/png;base64,") for _, name, value in read.attributes if name == "src")
     assert "http" not in re.sub(r'src="[^"]*"', "", page).replace("http-equiv", "")

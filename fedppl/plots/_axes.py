@@ -121,12 +121,12 @@ def legend(axes: Any, columns: int = 2, handles: Sequence[Any] = ()) -> None:
 
 
 def legend_of_all(axes: Sequence[Any], given: Any) -> None:
-    """One legend for a row of panels: above a figure of ours, in the first panel of somebody else's."""
+    """One legend for a row of panels: above a figure of ours, above the first panel of somebody else's."""
     handles = axes[0].get_legend_handles_labels()[0]
     if not handles:
         return
     if given is not None:
-        axes[0].legend(handles=handles, fontsize="small")
+        legend(axes[0])
         return
     figure = axes[0].figure
     widest = max(len(handle.get_label()) for handle in handles)
@@ -137,6 +137,16 @@ def legend_of_all(axes: Sequence[Any], given: Any) -> None:
 def few_ticks(axes: Any, **options: Any) -> None:
     """So few numbers along the horizontal axis that they do not meet."""
     axes.xaxis.set_major_locator(matplotlib("ticker").MaxNLocator(nbins=4, **options))
+
+
+def log_ticks(axes: Any, low: float, high: float) -> None:
+    """Numbers along a logarithmic horizontal axis: those between powers of ten where there are few of these."""
+    ticker, few = matplotlib("ticker"), high < 300 * low
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 3.0) if few else (1.0,), numticks=5))
+    axes.xaxis.set_major_formatter(
+        ticker.FuncFormatter(lambda x, _: f"{x:g}") if few else ticker.LogFormatterMathtext()
+    )
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _places(axes: Any, count: int, *, vertical: bool) -> list[int]:

@@ -65,7 +65,7 @@ def curves(
             raise DataError(f"observed= has {len(at)} inputs and {len(y)} outputs; give one of each a row.")
         axes.plot(at, y, ".", color="black", ms=4, label="observed")
     axes.set(xlabel=label, ylabel=_axes.short(f"output of {predicted.attrs.get('client', 'the unit')}", 44))
-    _axes.legend(axes)
+    _axes.legend(axes, 3)
     return axes
 
 

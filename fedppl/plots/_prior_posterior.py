@@ -17,6 +17,7 @@ MOST = 24  # panels
 _DRAWS = 4000
 _GRID = 300
 _POSITIVE = ("log", "log_exp_m1")
+_NEAR_ZERO = 0.25  # of the width of kernels elsewhere
 
 
 def prior_posterior(
@@ -102,18 +103,37 @@ def prior_draws(fit: Fitted, seed: int) -> dict[str, Array]:
 
 
 def density(draws: Array, x: Array, low: float = -np.inf, high: float = np.inf, *, positive: bool = False) -> Array:
-    """A kernel estimate at x: of the log, where all is positive, else with what lies beyond a bound folded back."""
-    if positive:
-        return np.asarray(density(np.log(draws), np.log(x)) / x)
-    inner = np.subtract(*np.quantile(draws, [0.75, 0.25])) / 1.349
-    spread = min(s for s in (float(np.std(draws)), float(inner), np.inf) if s > 0)
-    if not np.isfinite(spread):  # all are equal
+    """A kernel estimate at x: of the log, where all is positive, else with what lies beyond a bound folded back.
+
+    Near zero few draws have a log that is close to that of x: there it is one of the draws themselves.
+    """
+    width = _width(draws)
+    if width == 0:  # all are equal
         return np.zeros(len(x))
-    width = 0.9 * spread * len(draws) ** -0.2
-    mirrored = [draws, *(2 * bound - draws for bound in (low, high) if np.isfinite(bound))]
-    heights = sum(np.exp(-0.5 * ((x[:, None] - each) / width) ** 2).mean(axis=1) for each in mirrored)
+    if positive:
+        log, near = np.log(draws), _NEAR_ZERO * width
+        part = 1 / (1 + (_width(log) * x / near) ** 2)
+        return np.asarray(
+            part * _kernels(draws, x, near, (0.0,)) + (1 - part) * _kernels(log, np.log(x), _width(log)) / x
+        )
     inside = (x >= low) & (x <= high)
-    return np.asarray(np.where(inside, heights / (width * np.sqrt(2 * np.pi)), 0.0))
+    return np.asarray(
+        np.where(inside, _kernels(draws, x, width, [one for one in (low, high) if np.isfinite(one)]), 0.0)
+    )
+
+
+def _kernels(draws: Array, x: Array, width: float, bounds: Sequence[float] = ()) -> Array:
+    """Mean of Gaussians about the draws and their mirror images beyond bounds."""
+    mirrored = [draws, *(2 * bound - draws for bound in bounds)]
+    heights = sum(np.exp(-0.5 * ((x[:, None] - each) / width) ** 2).mean(axis=1) for each in mirrored)
+    return np.asarray(heights / (width * np.sqrt(2 * np.pi)))
+
+
+def _width(draws: Array) -> float:
+    """Silverman's, of a kernel; zero where all draws are equal."""
+    inner = np.subtract(*np.quantile(draws, [0.75, 0.25])) / 1.349
+    spread = min((s for s in (float(np.std(draws)), float(inner)) if s > 0), default=0.0)
+    return float(0.9 * spread * len(draws) ** -0.2)
 
 
 def _bounds(transform: str, draws: Array) -> tuple[float, float]:

@@ -107,9 +107,10 @@ def _effective(axes: Any, values: Array) -> None:
     low, high = np.nanmin(values), np.nanmax(values)
     if 0 < low and high > 30 * low:
         axes.set_xscale("log")
+        _axes.log_ticks(axes, low, high)
     else:
         axes.set_xlim(0, 1.1 * max(high, 1.0))
-        _axes.few_ticks(axes, integer=True)
+        _axes.few_ticks(axes, integer=True, min_n_ticks=1)
 
 
 def _bars(axes: Any, table: Any) -> None:
@@ -118,6 +119,6 @@ def _bars(axes: Any, table: Any) -> None:
     for word, number in counts(table).items():
         axes.barh(np.arange(len(left)), number, left=left, height=0.7, color=colors[word], label=word)
         left = left + number
-    _axes.few_ticks(axes, integer=True)
+    _axes.few_ticks(axes, integer=True, min_n_ticks=1)
     axes.set_xlabel("rounds")
     _axes.legend(axes)

@@ -8,7 +8,7 @@ import io
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from fedppl.plots._forest import forest
 from fedppl.plots._influence import influence
 from fedppl.plots._prior_posterior import prior_posterior
 from fedppl.plots._quality import counts, quality, reported, spans
-from fedppl.plots._rounds import rounds
+from fedppl.plots._rounds import changed, rounds
 from fedppl.settings import shown
 from fedppl.types import DataError, DeclarationError, NotConvergedError
 
@@ -35,13 +35,19 @@ _PACKAGES = ("fedppl", "pymc", "pytensor", "arviz", "numpy", "scipy", "numba", "
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 72em; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.6em; margin-bottom: 0.2em; } h2 { font-size: 1.2em; margin: 2em 0 0.4em; }
+h1, p, figcaption { overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-size: 0.9em; } div.wide { overflow-x: auto; }
 th, td { padding: 0.2em 0.8em; text-align: right; border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; }
-tbody th, td.text { text-align: left; font-weight: normal; } thead th { border-bottom: 2px solid #888; }
+tbody th { font-weight: normal; } thead th { border-bottom: 2px solid #888; }
+th:first-child, div.text td, div.text th { text-align: left; }
 figure { margin: 1.5em 0; } figure img { max-width: 100%; height: auto; } figcaption { max-width: 50em; color: #555; }
 p.status { padding: 0.7em 1em; border-left: 6px solid #2a7f3f; background: #eef6f0; }
 p.status.open { border-color: #b3261e; background: #fbeeed; }
+@media (max-width: 45em) { body { margin: 1em auto; } tbody th { min-width: 9em; } figure img { max-width: none; } }
 """
+_CONFLICT = (
+    " Right, how likely a client that agrees with the others would be as far from them: small where it does not."
+)
 _SAID = {
     "converged": "The fit converged: its figures can be read as they are.",
     "max_rounds": "The fit did not converge before it ended. Read its figures with caution.",
@@ -49,6 +55,7 @@ _SAID = {
     "interrupted": "The fit was interrupted before it had converged. Read its figures with caution.",
     "running": "The fit was not finished. Read its figures with caution.",
 }
+_WANTED = {"ess": "many effective draws", "pareto_k": "Pareto k below 0.7", "rhat": "R̂ near 1"}
 
 
 def report(
@@ -112,6 +119,7 @@ def report(
 def _page(title: str, body: str) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'\">"
         f"<title>{escaped(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
@@ -140,9 +148,14 @@ def _shared(fit: Fitted) -> str:
         found = fit.summary()
     except NotConvergedError as error:
         return f"{heading}<p>{escaped(error, 2000)}</p>"
-    head = ["", *(str(name).replace("eti_", "interval ") for name in found.columns)]
+    head = ["shared variable", *(str(name).replace("eti_", "interval ") for name in found.columns)]
     rows = [[index, *(number(value) for value in row)] for index, row in zip(found.index, found.values, strict=True)]
-    return f'{heading}<div class="wide">{table(head, rows)}</div>{_glossary(found.columns)}'
+    return f"{heading}{_wide(head, rows)}{_glossary(found.columns)}"
+
+
+def _wide(head: Sequence[Any], rows: Iterable[Sequence[Any]], kind: str = "wide") -> str:
+    """A table that scrolls by itself where the page is narrower."""
+    return f'<div class="{kind}">{table(head, rows)}</div>'
 
 
 def _glossary(columns: Any) -> str:
@@ -174,9 +187,9 @@ def _clients(fit: Fitted) -> str:
     many = f"{len(ids)} clients" if len(ids) > 1 else "One client"
     where = "in this process" if fit.clients else "with data elsewhere"
     return (
-        f"<h2>Clients</h2><p>{many}, {where}. The columns from “used” on count rounds by what became of "
-        "the client's reply; quality figures are of its last one.</p>"
-        f'<div class="wide">{table(["client", *columns], rows)}</div>'
+        f"<h2>Clients</h2><p>{many}, {where}. “Used”, “silent” and “skipped”, where there are such, count rounds by "
+        "what became of the client's reply; quality figures are of its last one, bytes of all.</p>"
+        f"{_wide(['client', *columns], rows)}"
     )
 
 
@@ -188,7 +201,8 @@ def _pictures(fit: Fitted, var_names: Any, population: Any, conflict: Any) -> It
         yield _figure(
             "Clients beside each other",
             "Each client's estimate of its own parameters: a dot with the central half and the 94 % interval, beside "
-            "what all clients have in common. In brackets, the client's number of rows.",
+            f"{'the mean of all' if population is None else 'what all have in common'}. In brackets, the client's "
+            "number of rows.",
             lambda: forest(fit, var_names, population=population),
             required=asked,
         )
@@ -203,8 +217,10 @@ def _pictures(fit: Fitted, var_names: Any, population: Any, conflict: Any) -> It
     if conflict is not None or (without and fit.layout.size <= _TABLE):
         yield _figure(
             "What each client does to the result",
-            "Left, how far a client moves the shared averages, in units of their uncertainty; right, the uncertainty "
-            "with the client over that without it. Points far from the line belong to clients that matter most.",
+            "Left, how far a client moves the shared averages, in units of their uncertainty; "
+            f"{'right' if conflict is None else 'in the middle'}, the uncertainty with the client over that without "
+            "it. Points far from the line belong to clients that matter most; open ones are approximate."
+            f"{'' if conflict is None else _CONFLICT}",
             lambda: influence(fit, conflict=conflict),
             required=conflict is not None,
         )
@@ -218,12 +234,14 @@ def _pictures(fit: Fitted, var_names: Any, population: Any, conflict: Any) -> It
     if fit.records:
         yield _figure(
             "How the fit went",
-            "Above, how much each round still changed; below, which clients answered in each round.",
+            f"Above, {'how much each round still changed' if changed(fit) else 'the course of the fit'}; below, which "
+            "clients answered in each round.",
             lambda: rounds(fit),
         )
+        wanted = [text for name, text in _WANTED.items() if name in told["rounds"]]
         yield _figure(
             "How well clients could compute",
-            "Effective draws should be many, Pareto k below 0.7, R̂ near 1, and skipped replies few.",
+            f"What should be: {', '.join([*wanted, 'few skipped replies'])}.",
             lambda: quality(fit),
         )
 
@@ -244,7 +262,8 @@ def _figure(heading: str, caption: str, draw: Callable[[], Any], *, required: bo
         one.figure.savefig(held, format="png", dpi=_DPI)
     picture = base64.b64encode(held.getvalue()).decode("ascii")
     return (
-        f'<h2>{escaped(heading)}</h2><figure><img alt="{escaped(heading)}" src="data:image/png;base64,{picture}">'
+        f'<h2>{escaped(heading)}</h2><figure><div class="wide"><img alt="{escaped(heading)}" '
+        f'src="data:image/png;base64,{picture}"></div>'
         f"<figcaption>{escaped(caption, 1000)}</figcaption></figure>"
     )
 
@@ -255,12 +274,14 @@ def _computed(fit: Fitted) -> str:
         [one.name, " × ".join(map(str, one.shape)) or "1", one.transform or "none", priors.get(one.name, "–")]
         for one in fit.layout.variables
     ]
+    many = f"{len(fit.records)} round{'' if len(fit.records) == 1 else 's'}"
+    whose = "variable" if fit.algorithm.result.shared is None else "shared variable"
     return (
         "<h2>What was computed</h2>"
-        f"<p>{escaped(fit.declaration, 500)}, by the algorithm {escaped(fit.algorithm.name)}, in {len(fit.records)} "
-        f"rounds and {number(fit.seconds)} seconds. Each client computed with its own rows, where they are; what it "
+        f"<p>{escaped(fit.declaration, 500)}, by the algorithm {escaped(fit.algorithm.name)}, in {many} and "
+        f"{number(fit.seconds)} seconds. Each client computed with its own rows, where they are; what it "
         f"sent in the last round: {escaped(fit.records[-1].released if fit.records else 'nothing', 500)}.</p>"
-        f"{table(['shared variable', 'entries', 'transform', 'prior'], variables)}"
+        f"{_wide([whose, 'entries', 'transform', 'prior'], variables, 'wide text')}"
     )
 
 
@@ -275,7 +296,7 @@ def _priors(fit: Fitted) -> dict[str, str]:
 
 def _settings(fit: Fitted) -> str:
     rows = list(fit.algorithm.settings.items())
-    return f"<h2>Settings of {escaped(fit.algorithm.name)}</h2>{table(['setting', 'value'], rows)}"
+    return f"<h2>Settings of {escaped(fit.algorithm.name)}</h2>{_wide(['setting', 'value'], rows, 'wide text')}"
 
 
 def _versions(fit: Fitted) -> str:
@@ -286,4 +307,4 @@ def _versions(fit: Fitted) -> str:
             rows.append([name, importlib.metadata.version(name)])
         except importlib.metadata.PackageNotFoundError:
             continue  # one of the extras
-    return f"<h2>Versions and seed</h2>{table((), rows)}"
+    return f"<h2>Versions and seed</h2>{_wide((), rows, 'wide text')}"

@@ -60,6 +60,12 @@ def rounds(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | None =
     _phases(above, fit, number)
     _changes(above, fit, number)
     _answers(below, fit, number)
+    for axes in (above, below):
+        axes.xaxis.set_major_locator(_axes.matplotlib("ticker").MaxNLocator(integer=True, min_n_ticks=1))
+        axes.set_xlim(number[0] - 0.5, number[-1] + 0.5)
+    below.set_xlabel("round")
+    if not above.get_shared_x_axes().joined(above, below):  # somebody else's, perhaps side by side
+        above.set_xlabel("round")
     return np.array([above, below], dtype=object)
 
 
@@ -67,6 +73,11 @@ def columns(fit: Fitted) -> dict[str, Array]:
     """Diagnostics of rounds that say what has changed, by name."""
     names = dict.fromkeys(name for record in fit.records for name in record.info if name.startswith(_CHANGES))
     return {name: _column(fit, name) for name in names}
+
+
+def changed(fit: Fitted) -> dict[str, Array]:
+    """Those of `columns` that have something to draw."""
+    return {name: values for name, values in columns(fit).items() if np.any(_visible(values))}
 
 
 def outcomes(fit: Fitted) -> Array:
@@ -90,8 +101,7 @@ def _column(fit: Fitted, name: str) -> Array:
 
 
 def _changes(axes: Any, fit: Fitted, number: Array) -> None:
-    found = {name: values for name, values in columns(fit).items() if np.any(_visible(values))}
-    if found:
+    if found := changed(fit):
         for name, values in found.items():
             known = np.where(_visible(values), values, np.nan)
             axes.plot(number, known, "o-", ms=4, lw=1.2, label=_UNITS.get(name, name.replace("_", " ")))
@@ -142,8 +152,6 @@ def _answers(axes: Any, fit: Fitted, number: Array) -> None:
         linewidth=0.6 if len(number) <= 100 else 0.0,
     )
     _axes.client_lines(axes, names)
-    axes.xaxis.set_major_locator(_axes.matplotlib("ticker").MaxNLocator(integer=True))
-    axes.set(xlabel="round", xlim=(number[0] - 0.5, number[-1] + 0.5))
     shown = [word for k, word in enumerate(OUTCOMES) if np.any(table == k)]
     drawn = [patches.Patch(fc=OUTCOMES[word], ec="0.6", label=word) for word in shown]
     _axes.legend(axes, len(drawn), drawn)
