@@ -67,7 +67,7 @@ def together(
         yield Passed(0, _report(begin(few), Status.STALLED, str(failure)))
         return
     q, count = few, asked
-    while count < len(many):
+    while True:
         count = min(_GROWTH * count, len(many))
         count = len(many) if 4 * count > len(many) else count
         places = np.sort(order[:count])
@@ -83,6 +83,8 @@ def together(
             waiting = "the search has not arrived" if at.search.found is None else "not all clients have been asked"
             yield Passed(count, _report(at.search, Status.RUNNING, waiting))
         assert at.search.found is not None
+        if count == len(many):
+            break
         # All clients' q is narrower; the moments of some are where it is looked for.
         q = gaussian.from_moments(at.search.found.mean, at.search.found.covariance)
     yield from corrected(
