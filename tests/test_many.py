@@ -236,6 +236,51 @@ def test_gaussians_are_exact() -> None:
     assert_allclose(told[1] ** 2, 0.25 * (1 - share) + (1 - share) ** 2 / precision, rtol=1e-4)
 
 
+def scales(y: Any) -> pm.Model:
+    """Normal means whose spread is not known, and may be nothing."""
+    with pm.Model() as model:
+        y, mu, tau = pm.Data("y", y), pm.Normal("mu", 0, 2), pm.HalfNormal("tau", 1)
+        pm.Normal("obs", pm.Normal("theta", mu, tau), 1.0, observed=y)
+    return model
+
+
+def test_exchanges_follow_where_the_posterior_is_far_from_a_gaussian(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spread that may be nothing has a log with a long tail; against a grid over both shared variables."""
+    monkeypatch.setattr(together, "FEWEST", 40)
+    y = np.random.default_rng(7).normal(0.5, 0.9, size=60)
+    clients = {f"g{k}": {"y": y[k : k + 1]} for k in range(60)}
+    fit = fedppl.fit(fedppl.FederatedModel(scales, ["mu", "tau"]), clients, progressbar=False, random_seed=1)
+    assert fit.status.ok and fit.records[-1].info["phase"] == "correction" and fit.records[-1].together == 60
+    mu, log_tau = np.meshgrid(np.linspace(-1, 2, 301), np.linspace(-14, 2, 1601), indexing="ij")
+    tau, variance = np.exp(log_tau), 1 + np.exp(2 * log_tau)
+    logs = stats.norm.logpdf(mu, 0, 2) + stats.halfnorm.logpdf(tau) + log_tau - 30 * np.log(2 * np.pi * variance)
+    logs -= 0.5 * (np.sum((y - y.mean()) ** 2) + 60 * (y.mean() - mu) ** 2) / variance
+    weights = np.exp(logs - logs.max())
+    evidence = np.log(weights.sum() * 0.01 * 0.01) + logs.max()
+    weights /= weights.sum()
+    table = fit.summary()
+    for name, values in (("mu", mu), ("tau", tau)):
+        mean = np.sum(weights * values)
+        sd = np.sqrt(np.sum(weights * (values - mean) ** 2))
+        assert_allclose(table.loc[name, "mean"], mean, atol=0.05 * sd)
+        assert_allclose(table.loc[name, "sd"], sd, rtol=0.05)
+    assert abs(fit.log_evidence.value - evidence) < 4 * fit.log_evidence.error + 0.005
+
+
+def test_a_callback_sees_passes_and_may_stop_them(frame: pd.DataFrame) -> None:
+    seen = []
+
+    def stop(step: fedppl.Round) -> bool:
+        seen.append(step)
+        return True
+
+    with pytest.warns(fedppl.ConvergenceWarning, match="stopped by the callback"):
+        fit = fedppl.fit(WARDS, frame, by="ward", callback=stop, progressbar=False)
+    assert len(seen) == 1 and seen[0].record.together == together.FEWEST and not fit.status.ok
+    with pytest.raises(fedppl.NotConvergedError):
+        fit.summary()
+
+
 def row_effects(y: Any) -> pm.Model:
     """As many local variables as rows."""
     with pm.Model() as model:

@@ -160,7 +160,7 @@ def _followed(run: Run, callback: Callable[[Round], bool | None] | None) -> str:
     """Run to the end; what stopped it before, if something did: "the callback", or "Ctrl-C"."""
     try:
         for step in _run(run):
-            if callback is not None and _says_stop(callback(step), step.number):
+            if callback is not None and says_stop(callback(step), step.number):
                 return "the callback"
     except KeyboardInterrupt:
         if not run.records:  # there is nothing to give
@@ -169,7 +169,7 @@ def _followed(run: Run, callback: Callable[[Round], bool | None] | None) -> str:
     return ""
 
 
-def _says_stop(answer: Any, number: int) -> bool:
+def says_stop(answer: Any, number: int) -> bool:
     """What a callback's value means."""
     if answer is not None and not isinstance(answer, bool | np.bool_):
         raise DeclarationError(

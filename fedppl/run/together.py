@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl.contracts import AnyAlgorithm, Posterior
+from fedppl.contracts import AnyAlgorithm, Posterior, Report
 from fedppl.contracts.many import Passed
 from fedppl.data.grouped import Table
 from fedppl.engine.answer import require_fit
@@ -26,6 +26,7 @@ from fedppl.results.fit import Fit
 from fedppl.results.records import Record
 from fedppl.run._algorithm import numbers_and_texts
 from fedppl.run._run import Run
+from fedppl.run.loop import says_stop
 from fedppl.run.one_round import Round, one_round
 from fedppl.run.progress import Progress
 from fedppl.run.start import seed_of, start
@@ -78,10 +79,15 @@ def fit(
             told = f"{last.clients} clients: {last.report.message or last.report.status.value}"
             logger.info("pass %d: %s, %.1f s", len(records), told, seconds, extra={"round": len(records)})
             progress.update(len(records), told)
-            if callback is not None:
-                callback(Round(len(records), last.state, last.report.info, last.report.status, told, records[-1]))
+            step = Round(len(records), last.state, last.report.info, last.report.status, told, records[-1])
+            if callback is not None and says_stop(callback(step), step.number) and last.state is None:
+                stopped = Report(
+                    last.report.info, Status.MAX_ROUNDS, f"stopped by the callback after pass {step.number}"
+                )
+                last = Passed(last.clients, stopped)
+                break
     assert last is not None
-    if last.state is None and len(stack) <= _MOST_ONE_BY_ONE:
+    if last.state is None and last.report.status is Status.STALLED and len(stack) <= _MOST_ONE_BY_ONE:
         logger.info("not all at once: %s; clients are asked one by one", last.report.message)
         return None
     found = Fit(

@@ -4,13 +4,15 @@ r"""EP's fixed point over many clients at once: sites are quadratics fitted to l
           \quad \text{under } q, \qquad q = p \prod_k q_k
 
 With K clients q is as narrow as 1/√K, and log f_k hardly departs from a quadratic over it: a few points, the same for
-all clients, tell all sites and, summed, the posterior's own moments, q being the control variate. What the sum departs
-from a quadratic by says how good these are. A search begins with few of the clients, and ends with all.
+all clients, tell all sites and, summed, the posterior itself, as q times a polynomial's exponential. What the sum
+departs from that by says how good it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations_with_replacement
+from math import comb
 from typing import NamedTuple
 
 import numpy as np
@@ -19,14 +21,15 @@ from fedppl import gaussian
 from fedppl.contracts.many import Answers
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.importance import (
-    controlled_moments,
     effective_size,
     enough_points,
     normalise,
     skewness,
+    standard_normal,
     whitened_points,
 )
 from fedppl.numerics.pareto import pareto_k
+from fedppl.numerics.student import SCRAMBLES
 from fedppl.types import Array
 
 _LONGEST = 10.0  # sds of the new q that a step is believed to
@@ -34,10 +37,12 @@ _NEAR, _ALIKE = (
     0.5,
     0.25,
 )  # moves of a mean, in sds, and of a log sd up to which q's points tell the posterior's moments
-_REMAINDERS = ((1, 0.05), (4, 0.2), (16, 0.5))  # more points, where a quadratic leaves so much of the log density
+_MULTIPLES, _LEFT = (1, 4, 16), 0.05  # of points, where so much of the log density is left
+_DEGREES, _POINTS = (2, 3, 4), 512  # of polynomials that there are points enough for; points of a scramble
 _CURVED = 0.25  # of the points' own curvature, the least that a step is made by
 _PATIENCE = 5  # passes after which q goes half of the way: it may have swung about where it belongs
-_MOST_K, _LEAST = 0.7, 0.5  # Pareto k, and share of the points that are effective, with which moments are trusted
+_SKEWED = 0.25
+_MOST_K, _LEAST = 0.5, 0.5  # Pareto k, and share of the points that are effective, with which moments are trusted
 
 # log f_k of some clients at points (S, m), by way of a center (m,), summed and mapped by (q, S).
 Ask = Callable[[Array, Array, Array], Answers]
@@ -56,14 +61,17 @@ class Search(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The posterior's moments, and what the sum of log f_k departs from a quadratic by."""
+    """The posterior as weighted points of q, by a polynomial in z that the log density over q's was fitted by."""
 
+    points: Array  # (N, m)
+    scramble: Array  # (N,) which of the independent ones a point is of
+    log_weights: Array  # (N,)
     mean: Array  # (m,)
     covariance: Array  # (m, m)
     skewness: Array  # (m,)
     log_ratio: float  # log of its integral over that of q's kernel
     error: float  # of a mean or a log sd, in sds
-    remainder: float
+    remainder: float  # what the polynomial leaves of the log density, as an sd over q's points
     ess: float
     pareto_k: float
 
@@ -87,8 +95,7 @@ def one_pass(
     q = search.q
     mean, root = gaussian.affine(q)
     m = len(mean)
-    key = (m, search.multiple * enough_points(m, 16), 0)
-    z = whitened_points(*key)
+    z = whitened_points(m, search.multiple * enough_points(m, 16), 0)
     points = mean + z @ root.T
     answers = ask(points, mean, _coefficients(z))
     total = answers.totals + gaussian.log_kernel(prior, points) + log_ratio(points)
@@ -114,14 +121,15 @@ def one_pass(
     widened = float(np.max(np.abs(widths)))
     search = search._replace(change=max(moved, widened))
     if moved <= _NEAR and widened <= _ALIKE:
-        found = _found(z, key, total - gaussian.log_kernel(q, points), mean, root)
-        proper, near = values[0] > _CURVED, found.ess > _LEAST * len(z) and found.pareto_k <= _MOST_K
-        if proper and near and found.remainder <= dict(_REMAINDERS)[search.multiple]:
+        found = _found(z, total - gaussian.log_kernel(q, points), mean, root)
+        proper = values[0] > _CURVED and found.ess > _LEAST * len(found.points) and found.pareto_k <= _MOST_K
+        skewed = float(np.abs(found.skewness).max()) > _SKEWED  # a long tail is longer than a polynomial can tell
+        if proper and not skewed and found.remainder <= _LEFT:
             return search._replace(done=True, found=found), sites, answers
-        if search.multiple == _REMAINDERS[-1][0] or not proper:
-            why = f"the posterior departs from a Gaussian by {found.remainder:.2g} log units (sd over q's points)"
+        if search.multiple == _MULTIPLES[-1] or not proper or skewed:
+            why = f"the posterior departs from a polynomial by {found.remainder:.2g} log units (sd over q's points)"
             return search._replace(stuck=why, found=found), sites, answers
-        search = search._replace(multiple=4 * search.multiple)
+        search = search._replace(multiple=_MULTIPLES[_MULTIPLES.index(search.multiple) + 1])
     if search.passes > _PATIENCE:
         held, linear = 0.5 * (np.eye(m) + held), 0.5 * held @ step
         step, covariance = np.linalg.solve(held, linear), np.linalg.inv(held)
@@ -155,21 +163,46 @@ def _no_sites() -> Fitted:
     raise RuntimeError("there are no sites where the density is not finite")
 
 
-def _found(z: Array, key: tuple[int, int, int], log_weights: Array, mean: Array, root: Array) -> Found:
-    """Moments of q times the weights, the quadratic part of their logarithms done exactly."""
-    weights = normalise(log_weights)
-    white, remainder, error = controlled_moments(z, log_weights, weights, key)
-    covariance = root @ white.covariance @ root.T
+def _found(z: Array, log_weights: Array, mean: Array, root: Array) -> Found:
+    """Weighted points of q and their moments, q being the control variate."""
+    count, m = z.shape
+    degree = max((one for one in _DEGREES if 2 * comb(m + one, m) <= count), default=2)
+    design = _monomials(z, degree)
+    coefficients = np.linalg.lstsq(design, log_weights, rcond=None)[0]
+    left = log_weights - design @ coefficients
+    remainder = float(np.sqrt(left @ left / max(count - design.shape[1], 1)))
+    white = standard_normal(m, _POINTS, 0, SCRAMBLES)
+    logs = _monomials(white, degree) @ coefficients
+    weights = normalise(logs)
+    signed = weights - 1.0 / len(white)
+    shift = signed @ white
+    covariance = np.eye(m) + (white * signed[:, None]).T @ white - np.outer(shift, shift)
+    coloured = root @ covariance @ root.T
+    points = mean + white @ root.T
+    ess = effective_size(weights)
     return Found(
-        mean=mean + root @ white.mean,
-        covariance=(covariance + covariance.T) / 2,
-        skewness=skewness(mean + z @ root.T, weights),
-        log_ratio=float(np.logaddexp.reduce(log_weights) - np.log(len(z))),
-        error=max(error, remainder / np.sqrt(len(z))),
+        points=points,
+        scramble=np.repeat(np.arange(SCRAMBLES), _POINTS),
+        log_weights=logs,
+        mean=mean + root @ shift,
+        covariance=(coloured + coloured.T) / 2,
+        skewness=skewness(points, weights),
+        log_ratio=float(np.logaddexp.reduce(logs) - np.log(len(logs))),
+        error=remainder / np.sqrt(count),
         remainder=remainder,
-        ess=effective_size(weights),
-        pareto_k=pareto_k(log_weights) if effective_size(weights) < 0.9 * len(z) else -np.inf,
+        ess=ess,
+        pareto_k=pareto_k(logs) if ess < 0.9 * len(white) else -np.inf,
     )
+
+
+def _monomials(z: Array, degree: int) -> Array:
+    """All products of at most `degree` coordinates of points (S, m)."""
+    products = [np.ones(len(z))]
+    for order in range(1, degree + 1):
+        products += [
+            np.prod(z[:, list(one)], axis=1) for one in combinations_with_replacement(range(z.shape[1]), order)
+        ]
+    return np.stack(products, axis=1)
 
 
 def _from_root(mean: Array, root: Array) -> Gaussian:

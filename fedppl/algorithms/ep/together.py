@@ -25,15 +25,13 @@ from fedppl.contracts.many import ManyClients, Passed
 from fedppl.gaussian import Gaussian
 from fedppl.local import many as _many
 from fedppl.local.many import Way
-from fedppl.numerics.importance import standard_normal
+from fedppl.numerics.importance import normalise
 from fedppl.numerics.reweighting import Reweighted
-from fedppl.numerics.student import SCRAMBLES
 from fedppl.types import LocalFailure, Rng, Status
 
 _GROWTH = 64  # times as many clients are asked next
 _PASSES = 30
 _SAMPLE = 256  # clients by which a way to integrate θ is chosen
-_POINTS = 512  # of a scramble of the posterior
 
 Places = NDArray[np.int64]
 
@@ -161,26 +159,25 @@ def _ended(state: EPState, search: Search, fitted: Fitted, is_proper: bool) -> E
 
 
 def _done(search: Search, found: Found, sites: _sites.Sites, is_proper: bool) -> Correcting:
-    """A correction that found q to be the posterior."""
-    mean, root = gaussian.affine(sites.q)
-    points = mean + standard_normal(len(mean), _POINTS, 0, SCRAMBLES) @ root.T
-    equal, nothing = np.full(len(points), 1.0 / len(points)), np.zeros(len(points))
-    log_ratio = gaussian.log_integral(search.q) + found.log_ratio - gaussian.log_integral(sites.q)
+    """A correction whose points are those that were found."""
+    of_q = gaussian.log_kernel(sites.q, found.points) - gaussian.log_kernel(search.q, found.points)
+    points, residual = found.points, found.log_weights - of_q
     posterior = Reweighted(
         points=points,
-        weights=equal,
-        of_q=equal,
-        scramble=np.repeat(np.arange(SCRAMBLES), _POINTS),
+        weights=normalise(found.log_weights),
+        of_q=normalise(of_q),
+        scramble=found.scramble,
         mean=found.mean,
         covariance=found.covariance,
-        log_ratio=log_ratio,
+        log_ratio=gaussian.log_integral(search.q) + found.log_ratio - gaussian.log_integral(sites.q),
         error=found.error,
         log_ratio_error=found.remainder,
-        ess=float(len(points)),
-        pareto_k=-np.inf,
+        ess=found.ess,
+        pareto_k=found.pareto_k,
         second_k=-np.inf,
         told=len(points),
     )
+    nothing = np.zeros(len(points))
     count = len(sites.where)
     none = np.zeros((0, len(points)))
     return Correcting(
@@ -191,7 +188,7 @@ def _done(search: Search, found: Found, sites: _sites.Sites, is_proper: bool) ->
         radius=np.inf,
         reach=np.full(count, np.inf),
         within=np.ones(len(points), dtype=bool),
-        residual=nothing,
+        residual=residual,
         each=none,
         distrusted=np.zeros(count, dtype=bool),
         alike=nothing,
