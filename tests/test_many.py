@@ -200,6 +200,33 @@ def test_what_a_fit_offers_is_there(fit: fedppl.Fit, frame: pd.DataFrame, tmp_pa
     assert_array_equal(*(one.client(2, draws=50)["posterior"]["a"] for one in (fit, again)))
 
 
+def test_pages_and_comparisons_of_many_clients(fit: fedppl.Fit, frame: pd.DataFrame, tmp_path: Any) -> None:
+    fit.report(tmp_path / "report.html")
+    assert "too many for a table" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert set(np.unique(fit.idata["rounds"]["outcome"].isel(round=-1))) == {"used"}
+    other = fedppl.fit(WARDS, frame, by="ward", progressbar=False, random_seed=2)
+    assert fedppl.compare({"one": fit, "other": other})["log_evidence"].diff().abs().max() < 0.1
+
+
+def nothing_of_its_own(y: Any) -> pm.Model:
+    """No local variable at all."""
+    with pm.Model() as model:
+        y, mu = pm.Data("y", y), pm.Normal("mu", 0, 2)
+        pm.Normal("obs", mu, 1.0, observed=y)
+    return model
+
+
+def test_clients_without_variables_of_their_own() -> None:
+    clients = normal_rows(together.FEWEST)
+    fit = fedppl.fit(fedppl.FederatedModel(nothing_of_its_own, ["mu"]), clients, progressbar=False, random_seed=1)
+    y = np.concatenate([one["y"] for one in clients.values()])
+    precision = 0.25 + len(y)
+    assert_allclose(gaussian.mean(fit.posterior), [y.sum() / precision], atol=1e-8)
+    assert_allclose(gaussian.covariance(fit.posterior), [[1 / precision]], rtol=1e-6)
+    with pytest.raises(fedppl.DeclarationError, match="no variables of their own"):
+        fit.clients_summary()
+
+
 def normal_rows(count: int) -> dict[str, dict[str, Any]]:
     rng = np.random.default_rng(3)
     return {f"g{k}": {"y": rng.normal(rng.normal(1.0, 0.5), 1.0, size=rng.integers(2, 6))} for k in range(count)}
@@ -305,6 +332,8 @@ def test_columns_are_checked_as_clients_are(frame: pd.DataFrame) -> None:
     wrong.loc[wrong["ward"] == 777, "y"] = np.inf
     with pytest.raises(DataError, match="client '777': 'y' holds inf at index"):
         fedppl.fit(WARDS, wrong, by="ward", progressbar=False)
+    with pytest.raises(DataError, match="client '777': column 'y' is inf in row 0"):
+        fedppl.fit(fedppl.formula("y ~ x + (1 | ward)"), wrong, progressbar=False)
 
 
 def test_missing_rows_are_refused_or_dropped(frame: pd.DataFrame, caplog: pytest.LogCaptureFixture) -> None:

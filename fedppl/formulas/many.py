@@ -14,6 +14,7 @@ from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import asked, endless, sized
 from fedppl.formulas.formula import of_told
 from fedppl.model.declaration import FederatedModel
+from fedppl.types import DataError
 
 _ALL = "all rows"
 
@@ -27,7 +28,7 @@ def together(
     """
     built = model.builder
     assert isinstance(built, Formula)
-    factor, response = built.terms.client, built.terms.response.columns[0]
+    factor = built.terms.client
     by = factor if by is None else by
     if by is None or not frames.is_frame(data) or any(len(group.factor) > 1 for group in built.terms.groups):
         return None
@@ -35,14 +36,23 @@ def together(
     table = grouped.of_frame(data, by, built.columns, missing, fewest, texts=True)
     if table is None:
         return None
+    try:
+        return _read(model, built, table)
+    except DataError:
+        return None  # read client by client, errors name the client and its row
+
+
+def _read(model: FederatedModel, built: Formula, table: Table) -> tuple[FederatedModel, Table] | None:
+    response = built.terms.response.columns[0]
     checks.rows(_ALL, table.columns, [name for name in built.columns if name not in endless(built)])
     if built.design is None:
         if built.family.name == "ordinal" and response not in built.levels:
             return None  # its order is looked for client by client
         what = asked(built)
-        model = of_told(model, {_ALL: tell(sized(built, table.columns), what.names, what.levels, 1)}, "error").model
+        told = tell(sized(built, table.columns), what.names, what.levels, 1)
+        model = of_told(model, {_ALL: told}, "error").model
+        assert isinstance(model.builder, Formula)
         built = model.builder
-        assert isinstance(built, Formula)
         checks.say_what_cannot_be_told(built, {_ALL: table.columns})
     arrays = built.read(_ALL, table.columns)
     if any(len(array) != table.begins[-1] for array in arrays.values()):

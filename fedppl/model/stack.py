@@ -98,10 +98,18 @@ class ClientsOf(Mapping[str, ClientModel]):
         """Return the number of clients."""
         return len(self._where)
 
+    def observed(self) -> dict[str, Any]:
+        """Columns that are observed, with a row for each of all clients'."""
+        parts, table = self._stack.like.template.parts, self._stack.table
+        names = sorted(container.name for container in _graph.observed_through(parts))
+        return {"begins": table.begins, **{name: np.asarray(table.columns[name]) for name in names}}
+
     def moments(self, points: Array, center: Array) -> dict[str, tuple[Array, Array]]:
         """By variable the means and sds (K, ...) at all clients, over points (S, m) of φ with equal weights."""
         counts = self._stack.table.counts
         outputs = outputs_of(self._stack.some([int(np.argmin(counts)), int(np.argmax(counts))]))
+        if not outputs.names:
+            return {}
         sizes = [int(np.prod(shape, dtype=int)) for shape in outputs.shapes]
         found = self._moments(self._stack, outputs.kernel, sum(sizes), points, center)
         ends = np.cumsum(sizes)[:-1]

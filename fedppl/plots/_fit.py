@@ -105,6 +105,17 @@ def require_fit(fit: Any) -> None:
         raise DeclarationError(f"fit={shown(fit)} is not what fedppl.fit returned.")
 
 
+def require_by_client(fit: Fitted) -> Any:
+    """The table of rounds, which has to have an entry for each client; of very many it has none."""
+    table = fit.idata["rounds"]
+    if "outcome" not in table:
+        raise DeclarationError(
+            f"{len(fit.client_ids)} clients were fitted at once, and rounds have no entry for each; "
+            'fit.idata["rounds"] has what there is.'
+        )
+    return table
+
+
 def at_hand(fit: Fitted) -> list[str]:
     """Clients whose posteriors can be had: their data are here, or draws of them came with a file."""
     return [*fit.clients, *(name for name in fit.drawn or {} if name not in fit.clients)]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedppl.plots import _axes
-from fedppl.plots._fit import Fitted, require_fit
+from fedppl.plots._fit import Fitted, require_by_client, require_fit
 from fedppl.plots._rounds import OUTCOMES
 from fedppl.types import Array, DeclarationError
 
@@ -48,7 +48,7 @@ def quality(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | None 
     require_fit(fit)
     if not fit.records:
         raise DeclarationError("this fit has no rounds to draw.")
-    table = fit.idata["rounds"]
+    table = require_by_client(fit)
     kept = {name: reported(table, name) for name in _WORDS if name in table and table[name].ndim == 2}
     kept = {name: values for name, values in kept.items() if np.any(np.isfinite(values))}
     names = [_axes.short(name) for name in fit.client_ids]

@@ -30,6 +30,7 @@ from fedppl.types import DataError, DeclarationError, NotConvergedError
 
 _DPI = 100
 _FOREST = 60  # clients, up to which each one's posterior is drawn unless variables are named
+_LISTED = 500  # clients, up to which they stand in a table
 _TABLE = 200  # shared coordinates, up to which they stand in a table
 _PACKAGES = ("fedppl", "pymc", "pytensor", "arviz", "numpy", "scipy", "numba", "nutpie", "torch", "flwr")
 _STYLE = """
@@ -172,6 +173,8 @@ def _glossary(columns: Any) -> str:
 
 def _clients(fit: Fitted) -> str:
     ids = list(fit.client_ids)
+    if len(ids) > _LISTED:
+        return f"<h2>Clients</h2><p>{len(ids)} clients, which are too many for a table.</p>"
     columns: dict[str, list[Any]] = {
         "rows": [number(fit.clients[name].rows) if name in fit.clients else "not here" for name in ids]
     }

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedppl.plots import _axes
-from fedppl.plots._fit import Fitted, require_fit
+from fedppl.plots._fit import Fitted, require_by_client, require_fit
 from fedppl.types import Array, DeclarationError
 
 OUTCOMES = {"used": "#6fa8d6", "silent": "#d3e3f1", "skipped": "C3", "not asked": "white"}
@@ -83,7 +83,7 @@ def changed(fit: Fitted) -> dict[str, Array]:
 def outcomes(fit: Fitted) -> Array:
     """What became of each client in each round, (client, round), by place in `OUTCOMES`."""
     words = list(OUTCOMES)
-    told = np.asarray(fit.idata["rounds"]["outcome"].transpose("client", "round").values)
+    told = np.asarray(require_by_client(fit)["outcome"].transpose("client", "round").values)
     return np.asarray(np.vectorize(words.index, otypes=[float])(told))
 
 

@@ -63,9 +63,14 @@ def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> x
         one = fit.clients[fit.client_ids[0]]
     else:
         if not fit.clients:
-            raise DeclarationError("clients are sites of their own, and their posteriors are at the sites.")
+            raise DeclarationError(
+                "no client's data are here, so that its own variables cannot be told; of a fit that was loaded give "
+                "them, fedppl.load(..., clients=). Sites have their own posteriors."
+            )
         one = next(iter(fit.clients.values()))
         found = _one_by_one(fit)
+    if not found:
+        raise DeclarationError("clients have no variables of their own that all have alike: there is nothing to tell.")
     kept = {name: found[name] for name in names_among("var_names", var_names, list(found))}
     return _dataset(fit, one, kept)
 

@@ -10,6 +10,7 @@ import pandas as pd
 
 from fedppl.contracts import LogEvidence
 from fedppl.model.client import ClientModel
+from fedppl.model.stack import ClientsOf
 from fedppl.results.at_client import observed_values
 from fedppl.results.fit import Fit
 from fedppl.settings import shown
@@ -112,6 +113,11 @@ def require_same_data(first: str, reference: Fit, name: str, fit: Fit, *, in_ord
     if set(reference.client_ids) != set(fit.client_ids):
         odd = sorted(set(reference.client_ids) ^ set(fit.client_ids))
         raise DataError(f"fits {first!r} and {name!r} are not of the same clients: {odd[:5]} took part in one alone.")
+    if isinstance(reference.clients, ClientsOf) and isinstance(fit.clients, ClientsOf):
+        one, other = reference.clients.observed(), fit.clients.observed()
+        same = [np.array_equal(one[name], other[name]) for name in one if name in other]
+        if list(reference.clients) == list(fit.clients) and one.keys() == other.keys() and len(one) > 1 and all(same):
+            return
     for client_id, ours in reference.clients.items():
         theirs = fit.clients.get(client_id)
         if theirs is None:

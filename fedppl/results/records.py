@@ -35,6 +35,7 @@ class Record(NamedTuple):
 
 
 _OURS = ("seconds", "released")
+_MOST = 10_000  # clients of whom each has an entry where all were asked at once
 # Columns that no algorithm's diagnostics can have.
 COLUMNS = frozenset((*_OURS, "outcome", "reason", "bytes_down", "bytes_up", "round", "client"))
 
@@ -42,7 +43,7 @@ COLUMNS = frozenset((*_OURS, "outcome", "reason", "bytes_down", "bytes_up", "rou
 def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.Dataset:
     """Diagnostics of every round, dims (round,), and of every client in it, dims (round, client)."""
     if any(record.together for record in records):
-        return _of_all_at_once(records)
+        return _of_all_at_once(records, clients)
     where = {client_id: k for k, client_id in enumerate(clients)}
     shape = (len(records), len(clients))
     outcome = np.full(shape, "not asked", dtype="U9")
@@ -84,12 +85,19 @@ def _per_round(records: tuple[Record, ...]) -> dict[str, Any]:
     return found
 
 
-def _of_all_at_once(records: tuple[Record, ...]) -> xr.Dataset:
-    """What there is of rounds without an entry for each client."""
+def _of_all_at_once(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.Dataset:
+    """What there is of rounds in which clients were asked at once; of very many nothing for each."""
     found = _per_round(records)
-    found["clients"] = np.array([record.together or len(record.asked) for record in records])
-    coords = {"round": [record.number for record in records]}
-    return idata.dataset(found, dict.fromkeys(found, ("round",)), coords)
+    asked = found["clients"] = np.array([record.together or len(record.asked) for record in records])
+    dims: dict[str, tuple[str, ...]] = dict.fromkeys(found, ("round",))
+    if len(clients) <= _MOST:
+        shape = (len(records), len(clients))
+        whole = np.broadcast_to((asked == len(clients))[:, None], shape)
+        by_client = {"outcome": np.where(whole, "used", "not asked"), "reason": np.full(shape, "")}
+        by_client |= dict.fromkeys(("bytes_down", "bytes_up"), np.zeros(shape, dtype=np.int64))
+        found, dims = found | by_client, dims | dict.fromkeys(by_client, ("round", "client"))
+    coords = {"round": [record.number for record in records], "client": list(clients)}
+    return idata.dataset(found, dims, coords)
 
 
 def _reports(records: tuple[Record, ...], client_id: str, name: str) -> bool:

@@ -19,7 +19,7 @@ from fedppl.local import many as _many
 from fedppl.local.many import Way
 from fedppl.types import Status
 
-_MOST = 2**28  # values of log f_k that an exchange may have
+_MOST = 2 * 10**9  # log densities that an exchange may take: an hour, at a microsecond each on one core
 _FIRST = 2  # exchanges after which a posterior that is to be trusted is not made better
 
 
@@ -30,9 +30,10 @@ def corrected(many: ManyClients, state: EPState, correction: Correction, way: Wa
     held = _correction.start(sites, state.skewness, correction.points, radius, state.stream, keep=False)
     held = held._replace(is_proper=many.like.has_proper_prior)
     while True:
-        if count * len(points := _correction.asked(held)) > _MOST:
-            far = "the posterior is far from a Gaussian"
-            why = f"{far}, and {len(points)} points at {count} clients are too many; fit a part of them"
+        densities = count * len(_correction.asked(held)) * max(1, len(way.nodes.nodes))
+        if densities > _MOST:
+            far = "the posterior is far from a Gaussian, and an exchange"
+            why = f"{far} with {count} clients would take {densities:.0e} log densities; fit a part of them"
             yield Passed(count, _report(held, Status.STALLED, why))
             return
         held = _answered(many, held, state, way, workers)

@@ -30,7 +30,7 @@ from fedppl.numerics.reweighting import Reweighted
 from fedppl.types import LocalFailure, Rng, Status
 
 _GROWTH = 64  # times as many clients are asked next
-_PASSES = 30
+_PASSES = 20  # over the same clients
 _SAMPLE = 256  # clients by which a way to integrate θ is chosen
 
 Places = NDArray[np.int64]
