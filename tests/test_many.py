@@ -119,10 +119,10 @@ def test_what_is_gaussian_given_one_coordinate_is_integrated_exactly() -> None:
     table = grouped.of_clients(clients)
     assert table is not None
     models = list(model.enrol(clients).values())
-    stack, (rule, *_) = stacked(model, table, models[0]), at_once.ways(models)
+    stack, (_, rule, *_) = stacked(model, table, models[0]), at_once.ways(models)
     assert rule.which.tolist() == [2]
     points = np.array([[1.0, 0.5, -0.3], [0.5, 1.5, 0.4]])
-    found = at_once.factors(stack, np.arange(6), points, points[0], np.eye(2), nodes=at_once.ways(models)[3], workers=1)
+    found = at_once.factors(stack, np.arange(6), points, points[0], np.eye(2), nodes=at_once.ways(models)[4], workers=1)
     grid = np.linspace(-6, 5, 4001)
     for k, client in enumerate(clients.values()):
         X, y = client["X"], client["y"]

@@ -54,11 +54,12 @@ class Answers(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """A pass over clients: how many, what is to be recorded, and the server's state once it is over."""
+    """A pass over clients: how many, what is to be recorded, and once it is over the server's state."""
 
     clients: int
     report: Report
     state: Any = None
+    way: Any = None  # how θ is integrated, for moments of clients
 
 
 # Passes over more and more clients from a q of some of them, which were so many: the state before, threads.

@@ -24,13 +24,14 @@ from fedppl.gaussian import Gaussian
 from fedppl.local import _gaussian_rest
 from fedppl.local._no_mode import no_mode
 from fedppl.local._other_modes import require_one_mode
-from fedppl.numerics.importance import whitened_points
-from fedppl.numerics.integral import by_grid
+from fedppl.numerics.importance import enough_points, whitened_points
+from fedppl.numerics.integral import by_far_grid, by_grid, by_trapezoids
 from fedppl.numerics.stacked import densities_of_many, factors_of_many, moments_of_many
 from fedppl.types import Array, LocalFailure
 
 _AT_ONCE = 1024  # clients of a part: whoever computes it, sums are over the same ones in the same order
 _LOOKED_AT = 24  # clients whose θ is searched for other modes
+_SAMPLES = {1: 1024, 2: 128, 3: 32}  # clients by whom ways are held against the last, by its coordinates
 BIASED = 0.02  # posterior sds that errors of clients' integrals may move a mean or a log sd by
 _FEWER = (5,)  # where each has to be paid for with a curvature of all others
 _GRIDS = {1: (9, 15, 25, 41), 2: (9, 13, 19), 3: (7, 9, 13)}  # nodes of each coordinate, by the number of coordinates
@@ -47,25 +48,34 @@ class Nodes(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How θ is integrated, and what is left of it, in sds of a posterior over all clients."""
+    """How θ is integrated, and what is left of it over all clients."""
 
     nodes: Nodes
-    error: float
+    error: float  # most that a mean or a log sd is moved by, in posterior sds
+    constant: float  # of each client's log f_k, which adds up in the evidence
 
 
 def ways(clients: Sequence[ClientView]) -> tuple[Nodes, ...]:
-    """Ways to integrate θ at clients like these, each better than the one before; none where there is no such way."""
+    """Ways to integrate θ at clients like these, each better than the one before; none where there is no such way.
+
+    The last reaches far out into tails: others are held against it.
+    """
     d = clients[0].local_size
-    if not d or all(client.view(_gaussian_rest.is_exact) for client in clients):
-        return (Nodes(np.zeros((0, d)), np.zeros(0), np.arange(d)),)
+    laplace = Nodes(np.zeros((0, d)), np.zeros(0), np.arange(d))
+    if not d:
+        return (laplace,)
     found = [client.view(_gaussian_rest.find) for client in clients] if d > 1 else []
     of_rest = [one for one in found if one is not None]
     which = np.arange(d)
     if found and len(of_rest) == len(found) and all(np.array_equal(one, of_rest[0]) for one in of_rest):
         which = np.asarray(of_rest[0], dtype=np.int64)
-    counts = _GRIDS.get(len(which), ())
-    rules = (by_grid(len(which), count) for count in ((*_FEWER, *counts) if len(which) < d else counts))
-    return tuple(Nodes(rule.nodes, rule.log_weights, which) for rule in rules)
+    q = len(which)
+    if q not in _GRIDS:
+        return (laplace,) if all(client.view(_gaussian_rest.is_exact) for client in clients) else ()
+    counts = (*_FEWER, *_GRIDS[q]) if q < d else _GRIDS[q]
+    far = (by_trapezoids(4), by_trapezoids(6)) if q == 1 else (by_far_grid(q),)
+    rules = (*(by_grid(q, count) for count in counts), *far)
+    return (laplace, *(Nodes(rule.nodes, rule.log_weights, which) for rule in rules))
 
 
 def factors(
@@ -92,60 +102,79 @@ def of_failed(many: ManyClients, failed: Places, at: Array) -> str:
     return f"clients {names}{more} have no answer: {no_mode(many.some(failed[:1])[0], at)}"
 
 
-def chosen(many: ManyClients, sample: Places, q: Gaussian, asked: int, workers: int) -> Way:
-    """The cheapest way to integrate θ whose errors, over all clients, move nothing; by those of a sample.
+def chosen(many: ManyClients, order: Places, q: Gaussian, asked: int, workers: int) -> Way:
+    """The cheapest way to integrate θ whose errors, over all clients, move nothing; by those that are first in `order`.
 
     q is that of as many clients as were `asked`.
 
     Raises
     ------
     LocalFailure
-        Where some of the sample have no mode there, or several.
+        Where some of them have no mode there, or several, or there is no way.
     """
     mean, root = gaussian.affine(q)
-    z = whitened_points(len(mean), 4 * (len(mean) + 1), 0)
+    m = len(mean)
+    z = whitened_points(m, enough_points(m, 16), 0)
     points = mean + z @ root.T
-    for client in many.some(sample[:_LOOKED_AT]) if many.starts.shape[1] else ():
+    some = many.some(np.sort(order[:_LOOKED_AT]))
+    for client in some if many.starts.shape[1] else ():
         require_one_mode(client, points, mean)
-    found = ways(many.some(sample[:_LOOKED_AT]))
+    found = ways(some)
     if not found:
         raise LocalFailure("several local variables depend on each other, and each client is to be integrated alone")
     if len(found) == 1:
-        return Way(found[0], 0.0)
-    values = []
-    for nodes in found:
-        answers = factors(many, sample, points, mean, np.eye(len(points)), nodes=nodes, workers=workers)
+        return Way(found[0], 0.0, 0.0)
+    sample = np.sort(order[: _SAMPLES[len(found[-1].which)]])
+    rows, columns = np.triu_indices(m)
+    design = np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
+    project = np.linalg.solve(design.T @ design, design.T)
+
+    def at(nodes: Nodes) -> Array:
+        answers = factors(many, sample, points, mean, project, nodes=nodes, workers=workers)
         if len(answers.failed):
             raise LocalFailure(of_failed(many, answers.failed, mean))
-        values.append(answers.fitted)
-        if len(values) < 2:
-            continue
-        # What the better one adds, along each axis of q and to its curvature there, in sds of all clients' posterior.
-        differ = (values[-1] - values[-2]).mean(axis=0)
-        shift = float(np.max(np.abs(differ @ z))) / len(z) * np.sqrt(len(many) * asked)
-        if shift <= BIASED:
-            return Way(found[len(values) - 2], shift)
-    return Way(found[-1], shift)
+        return answers.fitted
+
+    best, error, constant = at(found[-1]), np.inf, np.inf
+    for nodes in found[:-1]:
+        differ = at(nodes) - best
+        known = np.sqrt(1.0 - len(sample) / len(many)) / np.sqrt(len(sample))  # of a part nothing is left out
+        off = np.abs(differ.mean(axis=0)) + known * differ.std(axis=0)
+        # Slopes add up as K, against sds that are those of q times the root of its share of the clients.
+        slopes = float(np.max(off[1 : 1 + m])) * np.sqrt(len(many) * asked)
+        curved = float(np.max(off[1 + m :][rows == columns])) * asked
+        error, constant = max(slopes, curved), float(off[0])
+        if error <= BIASED:
+            return Way(nodes, error, constant)
+    return Way(found[-1], error, constant)
 
 
 def moments(
-    many: ManyClients, tell: Callable[..., Any], entries: int, points: Array, center: Array, workers: int
+    many: ManyClients,
+    tell: Callable[..., Any],
+    entries: int,
+    points: Array,
+    center: Array,
+    *,
+    nodes: Nodes,
+    workers: int,
 ) -> tuple[Array, Array]:
     """Means and sds (K, r) of what `tell` makes of (φ, θ), over points (S, m) of φ; NaN where θ has no mode."""
     means, sds = np.zeros((len(many), entries)), np.zeros((len(many), entries))
     common = many.like.kernel, tell, np.ascontiguousarray(points), np.ascontiguousarray(center)
-    places, nodes = np.arange(len(many), dtype=np.int64), _about(many.starts.shape[1])
+    places, d = np.arange(len(many), dtype=np.int64), many.starts.shape[1]
+    rule = nodes if len(nodes.nodes) else _about(d)
 
     def part(own: slice) -> None:
         stacked = many.starts, tuple(many.packs), places[own]
-        moments_of_many(*common, *stacked, *nodes[:2], means[own], sds[own])
+        moments_of_many(*common, *stacked, *rule, means[own], sds[own])
 
     in_parts(part, len(many), workers)
     return means, sds
 
 
 def _about(d: int) -> Nodes:
-    """Nodes about a mode that tell first and second moments: a grid of few coordinates, of many one on each axis."""
+    """Nodes about the mode of a Gaussian: a grid of few coordinates, of many one on each side of each axis."""
     if d in _GRIDS:
         return Nodes(by_grid(d, _GRIDS[d][0]).nodes, by_grid(d, _GRIDS[d][0]).log_weights, np.arange(d))
     axes = np.sqrt(d) * np.concatenate([np.eye(d), -np.eye(d)])

@@ -64,12 +64,24 @@ def _log_sum(terms: Any) -> Any:
 
 @jit
 def _given_terms(
-    kernel: Any, x: Any, m: int, mode: Any, factor: Any, data: Any, nodes: Any, log_weights: Any, which: Any, terms: Any
+    kernel: Any,
+    x: Any,
+    m: int,
+    mode: Any,
+    factor: Any,
+    data: Any,
+    nodes: Any,
+    log_weights: Any,
+    which: Any,
+    terms: Any,
+    middles: Any,
+    roots: Any,
 ) -> bool:
     """The same as `node_terms` where nodes are of few coordinates c, `which`, and the rest of θ is Gaussian given c.
 
     The integral over the rest is exact: its slopes are linear, so that differences over any length tell its curvature.
-    False where a curvature is none of a Gaussian's.
+    θ at each node with the rest at its mean given c goes to middles (L, d), and where there are roots (L, r, r) the
+    Cholesky factors of the rest's precision to these. False where a curvature is none of a Gaussian's.
     """
     d, q = mode.shape[0], which.shape[0]
     r = d - q
@@ -130,6 +142,11 @@ def _given_terms(
         terms[node] = base[0] - 0.5 * log_determinant(root_rr) + constant + 0.5 * squared + log_weights[node]
         for i in range(r):
             terms[node] += 0.5 * gain[i] * column[i]
+        if len(middles):
+            assign(middles[node], 0, x[m:])
+            for i in range(r):
+                middles[node, rest[i]] += gain[i]
+                assign(roots[node, i], 0, root_rr[i])
         if not terms[node] < np.inf:  # NaN: no density there
             terms[node] = -np.inf
     return True
@@ -176,6 +193,7 @@ def factors_of_many(
     d = starts.shape[1]
     x, A, factor, mode = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d)), np.zeros(d)
     third, terms, values = np.zeros(m + d), np.zeros(len(nodes)), np.zeros(count)
+    none, nothing = np.zeros((0, d)), np.zeros((0, d, d))
     for row in range(len(places)):
         k = places[row]
         data = _own(packs, k)
@@ -193,7 +211,9 @@ def factors_of_many(
                 assign(mode, 0, x[m:])
                 if len(which) == d:
                     node_terms(kernel, x, m, mode, factor, data, nodes, log_weights, terms)
-                elif not _given_terms(kernel, x, m, mode, factor, data, nodes, log_weights, which, terms):
+                elif not _given_terms(
+                    kernel, x, m, mode, factor, data, nodes, log_weights, which, terms, none, nothing
+                ):
                     terms[:] = -np.inf
                 value = _log_sum(terms)
             values[s] = value
@@ -208,7 +228,7 @@ def factors_of_many(
             fitted[row, i] = total
 
 
-@entry(KERNEL, KERNEL, MATRIX, VECTOR, MATRIX, PACKS, INTEGERS, MATRIX, VECTOR, MATRIX, MATRIX)
+@entry(KERNEL, KERNEL, MATRIX, VECTOR, MATRIX, PACKS, INTEGERS, MATRIX, VECTOR, INTEGERS, MATRIX, MATRIX)
 def moments_of_many(
     kernel: Any,
     tell: Any,
@@ -219,18 +239,27 @@ def moments_of_many(
     places: Any,
     nodes: Any,
     log_weights: Any,
+    which: Any,
     means: Any,
     sds: Any,
 ) -> None:
     """Means and sds of what `tell` makes of (φ, θ), into rows of both (C, r): over draws of φ (S, m), and θ given φ.
 
-    By way of an expansion at φ, as in `factors_of_many`, with nodes (L, d) about modes of θ; NaN where there are none.
+    By way of an expansion at φ, with nodes as in `factors_of_many`; the rest of θ, which is Gaussian given `which`, is
+    at two points of each axis. NaN where θ has no mode.
     """
     count, m = draws.shape
     d = starts.shape[1]
     x, A, factor, mode = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d)), np.zeros(d)
     third, terms = np.zeros(m + d), np.zeros(len(nodes))
     one, two = np.zeros(means.shape[1]), np.zeros(means.shape[1])
+    r, count_nodes = d - len(which), len(nodes)
+    middles, roots = np.zeros((count_nodes, d)), np.zeros((count_nodes, r, r))
+    rest, taken, away = np.zeros(r, np.int64), 0, np.zeros(r)
+    for i in range(d):
+        if not np.any(which == i):
+            rest[taken] = i
+            taken += 1
     for row in range(len(places)):
         data = _own(packs, places[row])
         status, origin, output, slope, center, _, scale = _origin(kernel, phi, starts[places[row]], data)
@@ -247,15 +276,35 @@ def moments_of_many(
                 one[:] = np.nan
                 break
             assign(mode, 0, x[m:])
-            node_terms(kernel, x, m, mode, factor, data, nodes, log_weights, terms)
+            if r == 0:
+                node_terms(kernel, x, m, mode, factor, data, nodes, log_weights, terms)
+            elif not _given_terms(kernel, x, m, mode, factor, data, nodes, log_weights, which, terms, middles, roots):
+                one[:] = np.nan
+                break
             total = _log_sum(terms)
-            for node in range(len(nodes)):
-                place_node(x, m, mode, factor, nodes, node)
+            for node in range(count_nodes):
                 share = np.exp(terms[node] - total) / count
-                if share > 0.0:
+                if not share > 0.0:
+                    continue
+                if r == 0:
+                    place_node(x, m, mode, factor, nodes, node)
                     apart = tell(x, *data) - middle
                     one += share * apart
                     two += share * apart**2
+                    continue
+                for axis in range(r):  # ± √r L⁻ᵀ e: these have the mean and the covariance of the rest
+                    for i in range(r - 1, -1, -1):
+                        total_i = np.sqrt(r) if i == axis else 0.0
+                        for j in range(i + 1, r):
+                            total_i -= roots[node, j, i] * away[j]
+                        away[i] = total_i / roots[node, i, i]
+                    for sign in (1.0, -1.0):
+                        assign(x, m, middles[node])
+                        for i in range(r):
+                            x[m + rest[i]] += sign * away[i]
+                        apart = tell(x, *data) - middle
+                        one += share / (2.0 * r) * apart
+                        two += share / (2.0 * r) * apart**2
         for i in range(len(one)):
             means[row, i] = middle[i] + one[i]
             sds[row, i] = np.sqrt(max(two[i] - one[i] ** 2, 0.0)) if np.isfinite(one[i]) else np.nan

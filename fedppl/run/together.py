@@ -65,7 +65,10 @@ def fit(
         few = start(model, _data(table, chosen), algorithm, None, None, None, None, None, None, seed)
         try:
             stack = _stack(model, table, few, chosen)
-            if stack is None or not _arrived(few):
+            if stack is None:
+                return None
+            if not _arrived(few):
+                logger.info("not all at once: the first clients' search did not arrive; clients are asked one by one")
                 return None
             posterior = algorithm.result.shared.gaussian(few.state)
         finally:
@@ -96,7 +99,7 @@ def fit(
         layout=stack.layout,
         declaration=model,
         client_ids=stack.client_ids,
-        clients=ClientsOf(stack, functools.partial(moments, workers=cores())),
+        clients=ClientsOf(stack, functools.partial(moments, nodes=last.way, workers=cores())),
         reader=stack.like.reader(),
         records=tuple(records),
         status=last.report.status,

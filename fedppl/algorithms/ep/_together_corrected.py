@@ -28,7 +28,8 @@ def corrected(many: ManyClients, state: EPState, correction: Correction, way: Wa
     sites, count = state.sites, len(many)
     radius = np.inf if correction.radius is None else correction.radius
     held = _correction.start(sites, state.skewness, correction.points, radius, state.stream, keep=False)
-    held = held._replace(is_proper=many.like.has_proper_prior)
+    constants = np.tile([way.constant, 0.0], (count, 1))
+    held = held._replace(is_proper=many.like.has_proper_prior, constants=constants)
     while True:
         densities = count * len(_correction.asked(held)) * max(1, len(way.nodes.nodes))
         if densities > _MOST:

@@ -31,7 +31,6 @@ from fedppl.types import LocalFailure, Rng, Status
 
 _GROWTH = 64  # times as many clients are asked next
 _PASSES = 20  # over the same clients
-_SAMPLE = 256  # clients by which a way to integrate θ is chosen
 
 Places = NDArray[np.int64]
 
@@ -59,13 +58,18 @@ def together(
         Of the exchanges that follow where the posterior is far from q's form.
     """
     order = rng.permutation(len(many)).astype(np.int64)
-    try:
-        way = _many.chosen(many, np.sort(order[:_SAMPLE]), few, asked, workers)
-    except LocalFailure as failure:
-        yield Passed(0, _report(begin(few), Status.STALLED, str(failure)))
-        return
     q, count = few, asked
+    way: Way | None = None
     while True:
+        # What the integrals leave depends on where q is, and on how narrow.
+        try:
+            now = _many.chosen(many, order, q, count, workers)
+        except LocalFailure as failure:
+            yield Passed(count, _report(begin(q), Status.STALLED, str(failure)))
+            return
+        if way is not None and count == len(many) and _better(way, now) is way:
+            break
+        way = _better(way, now)
         count = min(_GROWTH * count, len(many))
         count = len(many) if 4 * count > len(many) else count
         places = np.sort(order[:count])
@@ -74,20 +78,23 @@ def together(
             if at.why:
                 yield Passed(count, _report(at.search, Status.STALLED, at.why))
                 return
-            if at.search.done and count == len(many):
-                ended = _ended(state, at.search, at.sites(), many.like.has_proper_prior)
-                yield Passed(count, _report(at.search, Status.CONVERGED, _said(way)), ended)
-                return
-            waiting = "the search has not arrived" if at.search.found is None else "not all clients have been asked"
+            waiting = "the search has not arrived" if at.search.found is None else "what it found is not judged yet"
             yield Passed(count, _report(at.search, Status.RUNNING, waiting))
         assert at.search.found is not None
-        if count == len(many):
-            break
         # All clients' q is narrower; the moments of some are where it is looked for.
         q = gaussian.from_moments(at.search.found.mean, at.search.found.covariance)
-    yield from corrected(
-        many, _ended(state, at.search, at.sites(), many.like.has_proper_prior), correction, way, workers
-    )
+    way = way._replace(error=now.error, constant=now.constant)
+    ended = _ended(state, at.search, at.sites(), many.like.has_proper_prior, way)
+    if at.search.done:
+        yield Passed(count, _report(at.search, Status.CONVERGED, _said(way)), ended, way.nodes)
+        return
+    for passed in corrected(many, ended, correction, way, workers):
+        yield passed._replace(way=way.nodes)
+
+
+def _better(one: Way | None, other: Way) -> Way:
+    """The way with more nodes."""
+    return other if one is None or len(other.nodes.nodes) > len(one.nodes.nodes) else one
 
 
 class _At(NamedTuple):
@@ -134,7 +141,7 @@ def _report(search: Search, status: Status, message: str) -> Report:
     return Report(info, status, message)
 
 
-def _ended(state: EPState, search: Search, fitted: Fitted, is_proper: bool) -> EPState:
+def _ended(state: EPState, search: Search, fitted: Fitted, is_proper: bool, way: Way) -> EPState:
     """EP's state with these sites, moved alike so that q has the posterior's moments, and a correction that is done."""
     found = search.found
     assert found is not None
@@ -154,11 +161,11 @@ def _ended(state: EPState, search: Search, fitted: Fitted, is_proper: bool) -> E
         last_change=np.full_like(state.last_change, search.change),
         skewness=found.skewness,
         has_replied=np.ones_like(state.has_replied),
-        correction=_done(search, found, sites, is_proper),
+        correction=_done(search, found, sites, is_proper, way.constant),
     )
 
 
-def _done(search: Search, found: Found, sites: _sites.Sites, is_proper: bool) -> Correcting:
+def _done(search: Search, found: Found, sites: _sites.Sites, is_proper: bool, unknown: float) -> Correcting:
     """A correction whose points are those that were found."""
     of_q = gaussian.log_kernel(sites.q, found.points) - gaussian.log_kernel(search.q, found.points)
     points, residual = found.points, found.log_weights - of_q
@@ -194,7 +201,7 @@ def _done(search: Search, found: Found, sites: _sites.Sites, is_proper: bool) ->
         alike=nothing,
         noise=nothing,
         errors=none,
-        constants=np.zeros((count, 2)),
+        constants=np.tile([unknown, 0.0], (count, 1)),
         answered=np.ones(count, dtype=bool),
         missing=np.zeros(count, dtype=bool),
         waited=0,
