@@ -16,7 +16,7 @@ from scipy import stats
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, summaries
-from fedppl.front import _given
+from fedppl.given import clients as given_clients
 
 RNG = np.random.default_rng(5)
 ROWS = {f"site {k}": 0.8 + 0.5 * RNG.normal() + RNG.normal(size=4 + 3 * k) for k in range(4)}
@@ -162,7 +162,7 @@ def test_one_table_may_hold_clients_of_all_kinds() -> None:
     table = pd.DataFrame(
         {"site": ["a", "a", "b"], "y": [1.0, 0.5, nan], "estimate": [nan, nan, 0.7], "covariance": [nan, nan, 0.2]}
     )
-    model, given = _given(MODEL, table, "site", "error")
+    model, given = given_clients(MODEL, table, "site", "error")
     assert {k: sorted(data) for k, data in given.items()} == {"a": ["y"], "b": ["covariance", "estimate"]}
     enrolled = model.enrol(given, kernel=False)
     assert [client.kind for client in enrolled.values()] == ["full", "estimate"]

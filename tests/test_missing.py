@@ -62,7 +62,7 @@ GAPS = np.where(np.arange(12) % 5 == 1, np.nan, Y)  # three of them
 
 def given(builder: Any, data: Any, missing: str = "impute") -> dict[str, Any]:
     """What clients take part with. Nothing is compiled."""
-    found: dict[str, Any] = fedppl.front._given(FederatedModel(builder, ["slope"]), data, None, missing)[1]
+    found: dict[str, Any] = fedppl.given.clients(FederatedModel(builder, ["slope"]), data, None, missing)[1]
     return found
 
 
@@ -120,8 +120,8 @@ def test_a_formula_leaves_out_rows_without_its_response(formula: str, family: st
     column = "pain" if family == "ordinal" else "healed"
     gaps = FRAME.copy()
     gaps.loc[[1, 4, 30], column] = None
-    agreed, clients = fedppl.front._given(model, gaps, "site", "impute")
-    other, expected = fedppl.front._given(model, FRAME.drop(index=[1, 4, 30]), "site", "error")
+    agreed, clients = fedppl.given.clients(model, gaps, "site", "impute")
+    other, expected = fedppl.given.clients(model, FRAME.drop(index=[1, 4, 30]), "site", "error")
     assert agreed.builder.design.agreement == other.builder.design.agreement
     for name in ("a", "b"):
         read, wanted = agreed.read(name, clients[name]), other.read(name, expected[name])
@@ -130,4 +130,4 @@ def test_a_formula_leaves_out_rows_without_its_response(formula: str, family: st
             assert_allclose(read[key], wanted[key])
     gaps.loc[[7, 8], "age"] = np.nan
     with pytest.raises(DataError, match="'age' in 2 rows at client 'a'.*impute it before"):
-        fedppl.front._given(model, gaps, "site", "impute")
+        fedppl.given.clients(model, gaps, "site", "impute")

@@ -88,11 +88,11 @@ def test_arrays_of_a_builder_are_looked_at(caplog: pytest.LogCaptureFixture) -> 
     (found,) = strange_arrays(arrays)
     assert "'X[:, 1]' at client '2'" in found
     with caplog.at_level(logging.WARNING, logger="fedppl"):
-        fedppl.front._given(FederatedModel(lambda X, y, n: None, ["a"]), arrays, None, "error")
+        fedppl.given.clients(FederatedModel(lambda X, y, n: None, ["a"]), arrays, None, "error")
     (record,) = caplog.records
     assert "client '2'" in record.getMessage() and "units" in record.getMessage()
     caplog.clear()
-    fedppl.front._given(model, clients, None, "error")
+    fedppl.given.clients(model, clients, None, "error")
     assert not caplog.records
 
 
