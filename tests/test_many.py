@@ -292,6 +292,15 @@ def test_exchanges_follow_where_the_posterior_is_far_from_a_gaussian(monkeypatch
         assert_allclose(table.loc[name, "mean"], mean, atol=0.05 * sd)
         assert_allclose(table.loc[name, "sd"], sd, rtol=0.05)
     assert abs(fit.log_evidence.value - evidence) < 4 * fit.log_evidence.error + 0.005
+    told = fit.clients_summary("theta")["theta"]
+    share = tau**2 / variance  # of a client's own row in its mean
+    for k in (0, 1, 2):
+        center, spread = share * y[k] + (1 - share) * mu, share
+        mean = np.sum(weights * center)
+        sd = np.sqrt(np.sum(weights * (spread + center**2)) - mean**2)
+        ours = told.sel(client=f"g{k}").values
+        assert_allclose(ours[0], mean, atol=0.1 * sd)  # 256 points of what is shared, drawn
+        assert_allclose(ours[1], sd, rtol=0.1)
 
 
 def test_a_callback_sees_passes_and_may_stop_them(frame: pd.DataFrame) -> None:
@@ -306,6 +315,37 @@ def test_a_callback_sees_passes_and_may_stop_them(frame: pd.DataFrame) -> None:
     assert len(seen) == 1 and seen[0].record.together == together.FEWEST and not fit.status.ok
     with pytest.raises(fedppl.NotConvergedError):
         fit.summary()
+
+
+def heavy(y: Any) -> pm.Model:
+    """Effects with heavy tails, so narrow that few clients tell: quadratures about a mode do not see them."""
+    with pm.Model() as model:
+        y, mu, tau = pm.Data("y", y), pm.Normal("mu", 0, 2), pm.HalfNormal("tau", 1)
+        pm.Normal("obs", mu + tau * pm.StudentT("u", 3), 1.0, observed=y)
+    return model
+
+
+def test_integrals_are_judged_where_q_has_arrived() -> None:
+    """Against the sum over clients of a quadrature that is dense and wide, at a grid of what is shared."""
+    rng = np.random.default_rng(9)
+    y = 1.0 + 0.3 * rng.standard_t(3, size=together.FEWEST) + rng.normal(size=together.FEWEST)
+    clients = {f"g{k}": {"y": y[k : k + 1]} for k in range(len(y))}
+    fit = fedppl.fit(fedppl.FederatedModel(heavy, ["mu", "tau"]), clients, progressbar=False, random_seed=1)
+    assert fit.status.ok and fit.records[-1].together == len(y)
+    u = np.sinh(np.linspace(-6, 6, 301))
+    prior = stats.t.pdf(u, 3) * np.gradient(u)
+    mus, taus = np.linspace(0.85, 1.15, 16), np.exp(np.linspace(-3, 0, 37))
+    logs = np.zeros((len(mus), len(taus)))
+    for j, tau in enumerate(taus):
+        for i, mu in enumerate(mus):
+            total = np.exp(-0.5 * (y[:, None] - mu - tau * u) ** 2) @ prior
+            logs[i, j] = np.log(total).sum()
+    logs += stats.norm.logpdf(mus, 0, 2)[:, None] + stats.halfnorm.logpdf(taus) + np.log(taus)
+    weights = np.exp(logs - logs.max())
+    weights /= weights.sum()
+    mean = weights.sum(axis=0) @ taus
+    sd = np.sqrt(weights.sum(axis=0) @ (taus - mean) ** 2)
+    assert_allclose(fit.summary().loc["tau", ["mean", "sd"]].astype(float), [mean, sd], rtol=0, atol=0.08 * sd)
 
 
 def row_effects(y: Any) -> pm.Model:

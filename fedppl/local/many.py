@@ -206,4 +206,4 @@ def in_parts(compute: Callable[[slice], Any], count: int, workers: int) -> list[
 
 def cores() -> int:
     """Threads by default: one a core."""
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -34,6 +34,7 @@ from fedppl.types import Array
 
 _PLACES = types.int64[:, ::1]
 _FLAGS = types.uint8[::1]
+_LOW = 30.0  # log units below the largest term from which one does not count
 # Reals and integers of all clients, where arrays of each lie in its own, and where its own begin.
 PACKS = types.Tuple((VECTOR, INTEGERS, _PLACES, _PLACES))
 
@@ -81,7 +82,8 @@ def _given_terms(
 
     The integral over the rest is exact: its slopes are linear, so that differences over any length tell its curvature.
     θ at each node with the rest at its mean given c goes to middles (L, d), and where there are roots (L, r, r) the
-    Cholesky factors of the rest's precision to these. False where a curvature is none of a Gaussian's.
+    Cholesky factors of the rest's precision to these. False where a curvature is none of a Gaussian's
+    at a node that counts.
     """
     d, q = mode.shape[0], which.shape[0]
     r = d - q
@@ -110,7 +112,7 @@ def _given_terms(
     if not cholesky(of_c, root_c):
         return False
     constant = 0.5 * d * np.log(2.0 * np.pi) - 0.5 * log_determinant(root_c)
-    curved, root_rr, gain = np.zeros((r, r)), np.zeros((r, r)), np.zeros(r)
+    curved, root_rr, gain, unknown = np.zeros((r, r)), np.zeros((r, r)), np.zeros(r), -np.inf
     for node in range(len(nodes)):
         squared = 0.0
         for c in range(q - 1, -1, -1):
@@ -137,7 +139,9 @@ def _given_terms(
             for j in range(i):
                 curved[i, j] = 0.5 * (curved[i, j] + curved[j, i])
         if not cholesky(curved, root_rr):
-            return False
+            terms[node], there_too = -np.inf, base[0] + constant + 0.5 * squared + log_weights[node]
+            unknown = max(unknown, there_too if np.isfinite(there_too) else -np.inf)
+            continue
         solve(root_rr, column, gain)
         terms[node] = base[0] - 0.5 * log_determinant(root_rr) + constant + 0.5 * squared + log_weights[node]
         for i in range(r):
@@ -149,7 +153,7 @@ def _given_terms(
                 assign(roots[node, i], 0, root_rr[i])
         if not terms[node] < np.inf:  # NaN: no density there
             terms[node] = -np.inf
-    return True
+    return bool(unknown < terms.max() - _LOW)  # far out rounding leaves no curvature, nor does it matter there
 
 
 @entry(KERNEL, VECTOR, MATRIX, PACKS, INTEGERS, VECTOR, _FLAGS)

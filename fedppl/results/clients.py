@@ -10,14 +10,18 @@ import xarray as xr
 
 from fedppl import gaussian
 from fedppl.contracts import Posterior
+from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.model.stack import ClientsOf
-from fedppl.numerics.importance import whitened_points
+from fedppl.numerics.importance import resample, whitened_points
+from fedppl.numerics.reweighting import Reweighted
+from fedppl.numerics.streams import stream
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.settings import names_among
 from fedppl.types import Array, DeclarationError
 
 _POINTS = 4  # times as many points of q as it has coordinates, with its moments
+_SHOWS, _DRAWN = 0.01, 256  # sds that q's moments may be off, beyond which so many points are drawn
 
 
 def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> xr.Dataset:
@@ -76,12 +80,23 @@ def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> x
 
 
 def _at_once(fit: Ended, clients: ClientsOf) -> dict[str, tuple[Array, Array]]:
-    """Over points that have the moments of q, which has those of the posterior."""
+    """Over points that have the moments of the posterior, or where q is another, over weighted points of that."""
     shared = fit.algorithm.result.shared
     assert isinstance(shared, Posterior)
-    mean, root = gaussian.affine(shared.gaussian(fit.state))
+    q, found = shared.gaussian(fit.state), shared.corrected(fit.state)
+    mean, root = gaussian.affine(q)
+    if found is not None and _differs(q, found):
+        chosen = resample(found.weights, _DRAWN, stream((fit.seed, 3)))
+        return clients.moments(found.points[chosen], mean)
     z = whitened_points(len(mean), _POINTS * (len(mean) + 1), 0)
     return clients.moments(mean + z @ root.T, mean)
+
+
+def _differs(q: Gaussian, found: Reweighted) -> bool:
+    """Whether weighted points have other moments than q, to what shows in a client's own."""
+    sd = gaussian.standard_deviations(q)
+    means = np.abs(found.mean - gaussian.mean(q)) / sd
+    return bool(max(np.max(means), np.max(np.abs(np.log(np.sqrt(np.diag(found.covariance)) / sd)))) > _SHOWS)
 
 
 def _one_by_one(fit: Any) -> dict[str, tuple[Array, Array]]:

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 FEWEST = 1000  # clients from which loops over all of them are worth their compiling
 _FIRST = 128  # clients that the search begins with
 _ROUNDS = 40  # in which these are to be fitted
+_MOST_SHARED = 20  # coordinates, as for a correction: a quadratic of more has too many coefficients
 _MOST_ONE_BY_ONE = 20_000  # clients that are asked one by one where they cannot be fitted at once
 
 
@@ -64,6 +65,8 @@ def fit(
         progress.say(f"checking and compiling; {len(chosen)} of {len(table.client_ids)} clients are fitted first")
         few = start(model, _data(table, chosen), algorithm, None, None, None, None, None, None, seed)
         try:
+            if few.layout.size > _MOST_SHARED:
+                return None
             stack = _stack(model, table, few, chosen)
             if stack is None:
                 return None

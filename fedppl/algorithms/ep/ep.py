@@ -37,6 +37,7 @@ from fedppl.types import DeclarationError, Layout, Message, Rng, Status
 
 # Shared coordinates up to which "auto" corrects: beyond, few of the points have most of the weight.
 _MOST_BY_ITSELF = 20
+_USUAL = 0.01, 1.0  # tolerance and damping, of which passes over all clients at once know nothing
 _MOST_STARTS = 1000  # each is a search of its own
 
 
@@ -206,7 +207,8 @@ def EP(
 
 def _all_at_once(matching: Matching, closing: Closing | None) -> contracts.TogetherFn | None:
     """Many clients at once, where settings ask for nothing but the posterior, by log densities that loops compute."""
-    plain = matching.structure == "full" and matching.local.name == "nested Laplace"
+    usual = matching.local.settings == NestedLaplace().settings and (matching.tolerance, matching.damping) == _USUAL
+    plain = matching.structure == "full" and matching.local.name == "nested Laplace" and usual
     return functools.partial(together, correction=closing.correction) if plain and closing is not None else None
 
 

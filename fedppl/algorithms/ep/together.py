@@ -26,7 +26,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.local import many as _many
 from fedppl.local.many import Way
 from fedppl.numerics.importance import normalise
-from fedppl.numerics.reweighting import Reweighted
+from fedppl.numerics.reweighting import MOST_ERROR, Reweighted
 from fedppl.types import LocalFailure, Rng, Status
 
 _GROWTH = 64  # times as many clients are asked next
@@ -82,8 +82,15 @@ def together(
             yield Passed(count, _report(at.search, Status.RUNNING, waiting))
         assert at.search.found is not None
         # All clients' q is narrower; the moments of some are where it is looked for.
-        q = gaussian.from_moments(at.search.found.mean, at.search.found.covariance)
+        try:
+            q = gaussian.from_moments(at.search.found.mean, at.search.found.covariance)
+        except ValueError:  # few of the points have all the weight
+            yield Passed(count, _report(at.search, Status.STALLED, "points of q tell no moments of the posterior"))
+            return
     way = way._replace(error=now.error, constant=now.constant)
+    if way.error > MOST_ERROR:
+        yield Passed(count, _report(at.search, Status.STALLED, _said(way)))
+        return
     ended = _ended(state, at.search, at.sites(), many.like.has_proper_prior, way)
     if at.search.done:
         yield Passed(count, _report(at.search, Status.CONVERGED, _said(way)), ended, way.nodes)
