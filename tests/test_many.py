@@ -166,12 +166,13 @@ def test_clients_have_their_posteriors(fit: fedppl.Fit, frame: pd.DataFrame) -> 
     """Against quadrature over θ at draws of what is shared, a deterministic among what is told."""
     told = fit.clients_summary()
     assert told["a"].dims == ("statistic", "client") and set(told.data_vars) == {"a", "odds"}
-    shared = fit.idata["posterior"].stack(draw_of=("chain", "draw")).isel(draw_of=slice(0, None, 8))
+    drawn = fit.idata["posterior"]
+    shared = {name: np.ravel(drawn[name].values)[::8] for name in ("intercept", "slope", "tau")}
     grid = np.linspace(-5, 5, 801)
     for client_id in fit.client_ids[:3]:
         rows = frame[frame["ward"] == int(client_id)]
-        logits = shared["intercept"].values[:, None] + shared["slope"].values[:, None] * rows["x"].to_numpy()
-        logs = stats.norm.logpdf(grid, 0, shared["tau"].values[:, None])
+        logits = shared["intercept"][:, None] + shared["slope"][:, None] * rows["x"].to_numpy()
+        logs = stats.norm.logpdf(grid, 0, shared["tau"][:, None])
         logs = logs + sum(
             -np.logaddexp(0, (1 - 2 * y) * (one[:, None] + grid)) for y, one in zip(rows["y"], logits.T, strict=True)
         )
