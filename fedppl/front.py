@@ -19,7 +19,7 @@ from fedppl.results.fit import Fit
 from fedppl.run import loop, together
 from fedppl.run.one_round import Round
 from fedppl.run.participation import Participation
-from fedppl.run.start import require_declared
+from fedppl.run.start import require_declared, require_settings
 from fedppl.types import DataError, DeclarationError
 
 
@@ -197,7 +197,8 @@ def fit(
     Notes
     -----
     From 1,000 clients on, `EP` with its defaults fits all at once where the data are here and no setting concerns
-    messages: passes over all clients take the place of rounds, and `callback` sees those. The posterior is the same.
+    messages: passes over all clients take the place of rounds, however many there are, and `callback` sees those. The
+    posterior is the same.
 
     Ctrl-C ends a run at once: the fit of its whole rounds is returned with status "interrupted", and with a checkpoint
     the same call goes on. Clients that were computing finish in the background, and what they find is dropped. Before
@@ -211,6 +212,7 @@ def fit(
     if all(setting is None for setting in alone) and getattr(algorithm, "together", None) is not None:
         ready, table = given.table(model, data, by, missing)
         if table is not None:
+            require_settings(rounds, None, None, None, None)
             found = together.fit(
                 ready, table, algorithm, callback=callback, progressbar=progressbar, random_seed=random_seed
             )

@@ -153,18 +153,6 @@ def takes(function: Any, count: int) -> bool:
     return True
 
 
-def names_among(name: str, value: Any, known: Sequence[str], what: str = "variables") -> list[str]:
-    """One name, or several, out of those that are known; None for all."""
-    if value is not None and not isinstance(value, Iterable):
-        raise DeclarationError(f"{name}={shown(value)} must be a name or a list of names of {list(known)}.")
-    chosen = list(known) if value is None else [value] if isinstance(value, str) else list(value)
-    if not chosen:
-        raise DeclarationError(f"{name}={shown(value)} names none; name some of {list(known)}, or leave it out.")
-    if unknown := [one for one in chosen if one not in known]:
-        raise DeclarationError(f"{name}={unknown} are not among the {what} {list(known)}.")
-    return chosen
-
-
 def some_of(names: Collection[Any]) -> str:
     """The first ten names of many, and how many more there are."""
     first = list(names)[:10]

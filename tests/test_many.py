@@ -349,6 +349,46 @@ def test_integrals_are_judged_where_q_has_arrived() -> None:
     assert_allclose(fit.summary().loc["tau", ["mean", "sd"]].astype(float), [mean, sd], rtol=0, atol=0.08 * sd)
 
 
+def noises(X: Any, y: Any) -> pm.Model:
+    """A noise sd of each client's own whose prior nothing shared is in: what integrals miss of it moves no other."""
+    with pm.Model() as model:
+        X, y, mu = pm.Data("X", X), pm.Data("y", y), pm.Normal("mu", 0, 1)
+        theta = pm.Normal("theta", mu, 0.5, shape=2)
+        pm.Normal("obs", X @ theta, pm.math.exp(pm.Normal("log_sigma", 0, 1)), observed=y)
+    return model
+
+
+def test_moments_of_clients_are_those_of_their_own_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skewed log sds of few rows, against quadrature given what is shared, whose posterior is narrow."""
+    monkeypatch.setattr(together, "FEWEST", 100)
+    rng = np.random.default_rng(6)
+    clients = {}
+    for k in range(100):
+        X = rng.normal(size=(6, 2))
+        clients[f"g{k}"] = {"X": X, "y": X @ rng.normal(0.5, 0.5, 2) + 0.3 * rng.normal(size=6)}
+    fit = fedppl.fit(fedppl.FederatedModel(noises, ["mu"]), clients, progressbar=False, random_seed=1)
+    assert fit.status.ok and fit.records[-1].together == 100
+    told, grid = fit.clients_summary("log_sigma")["log_sigma"], np.linspace(-5, 4, 2001)
+    mus = float(gaussian.mean(fit.posterior)[0]) + float(gaussian.standard_deviations(fit.posterior)[0]) * np.array(
+        [-np.sqrt(3), 0.0, np.sqrt(3)]
+    )
+    for name in fit.client_ids[:20]:
+        X, y = clients[name]["X"], clients[name]["y"]
+        values, vectors = np.linalg.eigh(0.25 * X @ X.T)
+        variance = values + np.exp(2 * grid)[:, None]
+        density = 0.0
+        for mu, weight in zip(mus, (1 / 6, 2 / 3, 1 / 6), strict=True):
+            off = vectors.T @ (y - X @ np.full(2, mu))
+            logs = stats.norm.logpdf(grid) - 0.5 * np.sum(np.log(variance) + off**2 / variance, axis=1)
+            one = np.exp(logs - logs.max())
+            density = density + weight * one / one.sum()
+        mean = density @ grid
+        sd = np.sqrt(density @ (grid - mean) ** 2)
+        ours = told.sel(client=name).values
+        assert_allclose(ours[0], mean, atol=0.05 * sd)
+        assert_allclose(ours[1], sd, rtol=0.05)
+
+
 def row_effects(y: Any) -> pm.Model:
     """As many local variables as rows."""
     with pm.Model() as model:

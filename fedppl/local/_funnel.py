@@ -67,8 +67,8 @@ def _spread_out(client: ClientView, about: _Quadrature, which: Places, rest: Pla
         rule = by_trapezoids(far)
         held = about._replace(shift=about.shift.copy(), spread=about.spread.copy())
         terms = _in_chunks(client, held, which, rest, rule)
-        outermost = np.maximum(terms[:, 0], terms[:, -1]) - np.max(terms, axis=1)
-        if not np.any(outermost > _OUTSIDE):
+        ends = np.maximum(terms[:, 0], terms[:, -1])
+        if not np.any(ends > np.max(terms, axis=1) + _OUTSIDE):
             break
     return held, terms, rule
 

@@ -24,7 +24,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.local import _gaussian_rest
 from fedppl.local._no_mode import no_mode
 from fedppl.local._other_modes import require_one_mode
-from fedppl.numerics.importance import enough_points, whitened_points
+from fedppl.numerics.importance import enough_points, quadratic_map, whitened_points
 from fedppl.numerics.integral import by_far_grid, by_grid, by_trapezoids
 from fedppl.numerics.stacked import densities_of_many, factors_of_many, moments_of_many
 from fedppl.types import Array, LocalFailure
@@ -126,8 +126,7 @@ def chosen(many: ManyClients, order: Places, q: Gaussian, asked: int, workers: i
         return Way(found[0], 0.0, 0.0)
     sample = np.sort(order[: _SAMPLES[len(found[-1].which)]])
     rows, columns = np.triu_indices(m)
-    design = np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
-    project = np.linalg.solve(design.T @ design, design.T)
+    project = quadratic_map(z)
 
     def at(nodes: Nodes) -> Array:
         answers = factors(many, sample, points, mean, project, nodes=nodes, workers=workers)
@@ -162,8 +161,8 @@ def moments(
     """Means and sds (K, r) of what `tell` makes of (φ, θ), over points (S, m) of φ; NaN where θ has no mode."""
     means, sds = np.zeros((len(many), entries)), np.zeros((len(many), entries))
     common = many.like.kernel, tell, np.ascontiguousarray(points), np.ascontiguousarray(center)
-    places, d = np.arange(len(many), dtype=np.int64), many.starts.shape[1]
-    rule = nodes if len(nodes.nodes) else _about(d)
+    places = np.arange(len(many), dtype=np.int64)
+    rule = _for_moments(many.some(range(min(_LOOKED_AT, len(many)))), nodes)
 
     def part(own: slice) -> None:
         stacked = many.starts, tuple(many.packs), places[own]
@@ -171,6 +170,17 @@ def moments(
 
     in_parts(part, len(many), workers)
     return means, sds
+
+
+def _for_moments(clients: Sequence[ClientView], nodes: Nodes) -> Nodes:
+    """Nodes for moments of θ: Laplace's approximation may move nothing that is shared, and be far off there."""
+    d = clients[0].local_size
+    if not d or all(client.view(_gaussian_rest.is_exact) for client in clients):
+        return _about(d)
+    found = ways(clients)
+    if len(found[-1].which) == 1:
+        return found[-1]
+    return nodes if len(nodes.nodes) else found[-2]
 
 
 def _about(d: int) -> Nodes:
@@ -184,11 +194,10 @@ def _about(d: int) -> Nodes:
 def without_density(many: ManyClients, phi: Array, workers: int) -> Places:
     """Places of clients whose log density or gradient is not finite where searches begin."""
     places = np.arange(len(many), dtype=np.int64)
-    values, failed = np.zeros(len(many)), np.zeros(len(many), np.uint8)
+    failed = np.zeros(len(many), np.uint8)
 
     def part(own: slice) -> None:
-        stacked = many.starts, tuple(many.packs), places[own]
-        densities_of_many(many.like.kernel, phi, *stacked, values[own], failed[own])
+        densities_of_many(many.like.kernel, phi, many.starts, tuple(many.packs), places[own], failed[own])
 
     in_parts(part, len(many), workers)
     return places[failed > 0]

@@ -128,11 +128,9 @@ def why_not(clients: Sequence[ClientModel]) -> str:
         return "numbers of local variables differ from client to client"
     if _graph.indexes_by_data(first.template.graph):
         return "data are indices, which are checked client by client"
-    containers = len(first.template.parts.data)
-    tails = [[np.asarray(one).tolist() for one in client.inputs[containers:]] for client in clients]
-    if any(tail != tails[0] for tail in tails):
-        return "lengths that no data have differ from client to client"
-    if any(len({len(np.atleast_1d(one)) for one in client.inputs[:containers]}) > 1 for client in clients):
+    if len(first.inputs) > len(first.template.parts.data):
+        return "shapes of variables depend on data, which of clients that are not enrolled nobody computes"
+    if any(len({len(np.atleast_1d(one)) for one in client.inputs}) > 1 for client in clients):
         return "data are not one row of each array for every observation"
     return ""
 
@@ -160,9 +158,8 @@ def stacked(declaration: FederatedModel, table: Table, like: ClientModel) -> Sta
             _refuse(declaration, table, int(odd[0][0]))
             raise
         held.append(np.ascontiguousarray(cast))
-    lengths = [np.asarray(one, dtype=np.int64) for one in like.inputs[len(parts.data) :]]
     starts = np.tile(like.initial, (len(table.client_ids), 1))
-    return Stack(table, declaration, like, _packed(held, table.begins, lengths), starts)
+    return Stack(table, declaration, like, _packed(held, table.begins), starts)
 
 
 def _refuse(declaration: FederatedModel, table: Table, row: int) -> None:
@@ -171,8 +168,8 @@ def _refuse(declaration: FederatedModel, table: Table, row: int) -> None:
     declaration.enrol({table.client_ids[k]: table.rows(k)})
 
 
-def _packed(held: Sequence[Array], begins: NDArray[np.int64], lengths: Sequence[NDArray[np.int64]]) -> Packs:
-    """Arrays (N, ...) of all clients as `pack` packs one client's, and lengths that all clients have after them."""
+def _packed(held: Sequence[Array], begins: NDArray[np.int64]) -> Packs:
+    """Arrays (N, ...) of all clients as `pack` packs one client's."""
     count, rows = len(begins) - 1, np.diff(begins)
     kinds = [bool(np.issubdtype(array.dtype, np.floating)) for array in held]
     widths = [int(np.prod(array.shape[1:], dtype=int)) for array in held]
@@ -182,21 +179,13 @@ def _packed(held: Sequence[Array], begins: NDArray[np.int64], lengths: Sequence[
         firsts.append(filled[real])
         where += [filled[real], filled[real] + rows * width, rows, *(np.full(count, n) for n in array.shape[1:])]
         filled[real] = filled[real] + rows * width
-    for one in lengths:
-        where += [filled[False], filled[False] + one.size, *(np.full(count, n) for n in one.shape)]
-        filled[False] = filled[False] + one.size
     at = {real: np.concatenate([[0], np.cumsum(filled[real])]) for real in (True, False)}
     reals, integers = np.zeros(at[True][-1]), np.zeros(at[False][-1], dtype=np.int64)
     for array, real, width, first in zip(held, kinds, widths, firsts, strict=True):
         # A client's rows stay together: where they begin in its buffer, less where they begin in the table.
         moved = np.repeat(at[real][:-1] + first - begins[:-1] * width, rows * width)
         (reals if real else integers)[moved + np.arange(begins[-1] * width)] = array.reshape(-1)
-    last = at[False][1:]
-    for one in reversed(lengths):
-        last = last - one.size
-        for i, value in enumerate(np.ravel(one)):
-            integers[last + i] = value
-    places = np.stack(where, axis=1) if where else np.zeros((count, 0))
+    places = np.stack(where, axis=1)
     return Packs(
         reals,
         integers,

@@ -69,12 +69,22 @@ def has_enough_points(size: int) -> bool:
     return enough_points(size, 0) <= 1024
 
 
+def quadratic_terms(z: Array) -> Array:
+    """Terms of a quadratic at points (S, m): 1, z, and products of two, (S, 1 + m + m (m + 1) / 2)."""
+    rows, columns = np.triu_indices(z.shape[1])
+    return np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
+
+
+def quadratic_map(z: Array) -> Array:
+    """What makes coefficients of a quadratic, by least squares, of values at points (S, m)."""
+    design = quadratic_terms(z)
+    return np.asarray(np.linalg.solve(design.T @ design, design.T))
+
+
 @kept(most_bytes=2**27)
 def _design(size: int, points: int, stream: int) -> Array:
     """Terms of a quadratic in z at the whitened points."""
-    z = whitened_points(size, points, stream)
-    rows, columns = np.triu_indices(size)
-    return np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
+    return quadratic_terms(whitened_points(size, points, stream))
 
 
 @kept(most_bytes=2**27)

@@ -71,13 +71,13 @@ class SharedPrior:
 
     def _once(self, what: str, phi: Array, compute: Callable[[], Array]) -> Array:
         """What was computed at these points before, or is now, read-only; of many points nothing is kept."""
-        if phi.nbytes > _KEPT_BYTES:
-            return compute()
         key = what, phi.shape, phi.tobytes()
-        found = self._known.get(key)
-        if found is None:
-            found = np.array(compute())
-            found.flags.writeable = False
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        found = np.array(compute())
+        found.flags.writeable = False
+        if phi.nbytes <= _KEPT_BYTES:
             while len(self._known) >= _KEPT:
                 self._known.popitem(last=False)
             self._known[key] = found

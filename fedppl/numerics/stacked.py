@@ -64,6 +64,17 @@ def _log_sum(terms: Any) -> Any:
 
 
 @jit
+def _others(which: Any, d: int) -> Any:
+    """Places of d that are none of these."""
+    rest, taken = np.zeros(d - which.shape[0], np.int64), 0
+    for i in range(d):
+        if not np.any(which == i):
+            rest[taken] = i
+            taken += 1
+    return rest
+
+
+@jit
 def _given_terms(
     kernel: Any,
     x: Any,
@@ -82,16 +93,12 @@ def _given_terms(
 
     The integral over the rest is exact: its slopes are linear, so that differences over any length tell its curvature.
     θ at each node with the rest at its mean given c goes to middles (L, d), and where there are roots (L, r, r) the
-    Cholesky factors of the rest's precision to these. False where a curvature is none of a Gaussian's
-    at a node that counts.
+    Cholesky factors of the rest's precision to these. False where a curvature is none of a Gaussian's at a node that
+    counts.
     """
     d, q = mode.shape[0], which.shape[0]
     r = d - q
-    rest, taken = np.zeros(r, np.int64), 0
-    for i in range(d):
-        if not np.any(which == i):
-            rest[taken] = i
-            taken += 1
+    rest = _others(which, d)
     A = factor @ factor.T
     A_rr, root, follow, column = np.zeros((r, r)), np.zeros((r, r)), np.zeros((q, r)), np.zeros(r)
     of_c, root_c, step = np.zeros((q, q)), np.zeros((q, q)), np.zeros(q)
@@ -156,17 +163,15 @@ def _given_terms(
     return bool(unknown < terms.max() - _LOW)  # far out rounding leaves no curvature, nor does it matter there
 
 
-@entry(KERNEL, VECTOR, MATRIX, PACKS, INTEGERS, VECTOR, _FLAGS)
-def densities_of_many(kernel: Any, phi: Any, starts: Any, packs: Any, places: Any, values: Any, failed: Any) -> None:
-    """log p(y_k, θ | φ) at one φ and each client's start, into values; `failed` where it or a slope is not finite."""
+@entry(KERNEL, VECTOR, MATRIX, PACKS, INTEGERS, _FLAGS)
+def densities_of_many(kernel: Any, phi: Any, starts: Any, packs: Any, places: Any, failed: Any) -> None:
+    """Where log p(y_k, θ | φ) or a slope is not finite at one φ and each client's start, `failed`."""
     m, d = phi.shape[0], starts.shape[1]
     x = np.zeros(m + d)
     assign(x, 0, phi)
     for row in range(len(places)):
         assign(x, m, starts[places[row]])
-        found = kernel(x, *_own(packs, places[row]))
-        values[row] = found[0]
-        failed[row] = not np.all(np.isfinite(found))
+        failed[row] = not np.all(np.isfinite(kernel(x, *_own(packs, places[row]))))
 
 
 @entry(KERNEL, MATRIX, VECTOR, MATRIX, PACKS, INTEGERS, MATRIX, VECTOR, INTEGERS, MATRIX, VECTOR, MATRIX, _FLAGS)
@@ -189,9 +194,9 @@ def factors_of_many(
 
     By way of an expansion at φ, as in `marginal_batch`, with θ integrated by nodes about its mode, (L, d); by nodes
     (L, q) of the coordinates `which` alone, given which the others are Gaussian; or by Laplace's approximation where
-    there are none. Adds each client's values to totals (S,), writes what `project` (q, S)
-    makes of them to its row of fitted (C, q), and the mode of its θ at φ to its place in starts (K, d), where searches
-    begin. A client without a value at one of the points is `failed`, and the total there is NaN.
+    there are none. Adds each client's values to totals (S,), writes what `project` (q, S) makes of them to its row of
+    fitted (C, q), and the mode of its θ at φ to its place in starts (K, d), where searches begin. A client without a
+    value at one of the points is `failed`, and the total there is NaN.
     """
     count, m = draws.shape
     d = starts.shape[1]
@@ -259,11 +264,7 @@ def moments_of_many(
     one, two = np.zeros(means.shape[1]), np.zeros(means.shape[1])
     r, count_nodes = d - len(which), len(nodes)
     middles, roots = np.zeros((count_nodes, d)), np.zeros((count_nodes, r, r))
-    rest, taken, away = np.zeros(r, np.int64), 0, np.zeros(r)
-    for i in range(d):
-        if not np.any(which == i):
-            rest[taken] = i
-            taken += 1
+    rest, away = _others(which, d), np.zeros(r)
     for row in range(len(places)):
         data = _own(packs, places[row])
         status, origin, output, slope, center, _, scale = _origin(kernel, phi, starts[places[row]], data)
@@ -286,6 +287,9 @@ def moments_of_many(
                 one[:] = np.nan
                 break
             total = _log_sum(terms)
+            if not np.isfinite(total):
+                one[:] = np.nan
+                break
             for node in range(count_nodes):
                 share = np.exp(terms[node] - total) / count
                 if not share > 0.0:

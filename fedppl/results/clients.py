@@ -17,7 +17,7 @@ from fedppl.numerics.importance import resample, whitened_points
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import stream
 from fedppl.results.arrival import Ended, require_arrived
-from fedppl.settings import names_among
+from fedppl.settings import chosen as among
 from fedppl.types import Array, DeclarationError
 
 _POINTS = 4  # times as many points of q as it has coordinates, with its moments
@@ -75,7 +75,7 @@ def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> x
         found = _one_by_one(fit)
     if not found:
         raise DeclarationError("clients have no variables of their own that all have alike: there is nothing to tell.")
-    kept = {name: found[name] for name in names_among("var_names", var_names, list(found))}
+    kept = {name: found[name] for name in among("var_names", var_names, list(found), "clients' variables")}
     return _dataset(fit, one, kept)
 
 

@@ -14,7 +14,8 @@ from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.departure import shortfall
 from fedppl.results.fallbacks import added, fallen
 from fedppl.results.measure import Estimates
-from fedppl.settings import between, names_among, whole
+from fedppl.settings import between, whole
+from fedppl.settings import chosen as among
 from fedppl.types import Array, DeclarationError
 
 _MOMENTS = ("corrected_mean",)  # of the fit group: of unconstrained variables, so that they stand in no row here
@@ -40,7 +41,7 @@ def summary(
     drawn = not isinstance(result.shared, Point)
     found = idata()["posterior" if drawn else "point_estimate"]
     names = [str(name) for name in found.data_vars]
-    chosen = names_among("var_names", var_names, names, "shared variables")
+    chosen = among("var_names", var_names, names, "the shared variables")
     known = {
         name: values
         for name, (dims, values) in result.details(fit.state).items()

@@ -29,7 +29,7 @@ from fedppl.run._run import Run
 from fedppl.run.loop import says_stop
 from fedppl.run.one_round import Round, one_round
 from fedppl.run.progress import Progress
-from fedppl.run.start import seed_of, start
+from fedppl.run.start import require_callback, seed_of, start
 from fedppl.types import Array, ConvergenceWarning, Status
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ def fit(
         As `fedppl.fit` does.
     """
     assert algorithm.together is not None and isinstance(algorithm.result.shared, Posterior)
+    require_callback(callback)
     started, seed = time.perf_counter(), seed_of(random_seed)
     rng = np.random.default_rng((seed, 0))
     chosen = np.sort(rng.choice(len(table.client_ids), min(_FIRST, len(table.client_ids)), replace=False))
@@ -65,13 +66,11 @@ def fit(
         progress.say(f"checking and compiling; {len(chosen)} of {len(table.client_ids)} clients are fitted first")
         few = start(model, _data(table, chosen), algorithm, None, None, None, None, None, None, seed)
         try:
-            if few.layout.size > _MOST_SHARED:
-                return None
             stack = _stack(model, table, few, chosen)
             if stack is None:
                 return None
             if not _arrived(few):
-                logger.info("not all at once: the first clients' search did not arrive; clients are asked one by one")
+                _one_by_one(table, "the first clients' search did not arrive")
                 return None
             posterior = algorithm.result.shared.gaussian(few.state)
         finally:
@@ -94,7 +93,7 @@ def fit(
                 break
     assert last is not None
     if last.state is None and last.report.status is Status.STALLED and len(stack) <= _MOST_ONE_BY_ONE:
-        logger.info("not all at once: %s; clients are asked one by one", last.report.message)
+        _one_by_one(table, str(last.report.message))
         return None
     found = Fit(
         algorithm=algorithm,
@@ -117,6 +116,13 @@ def fit(
     return found
 
 
+def _one_by_one(table: Table, reason: str) -> None:
+    """Say why clients are not asked at once; of very many that is a matter of hours."""
+    count = len(table.client_ids)
+    level = logging.WARNING if count > _MOST_ONE_BY_ONE else logging.INFO
+    logger.log(level, "%d clients are asked one by one, not all at once: %s", count, reason)
+
+
 def _data(table: Table, places: NDArray[np.int64]) -> dict[str, dict[str, Array]]:
     return {table.client_ids[k]: table.rows(int(k)) for k in places}
 
@@ -131,8 +137,11 @@ def _stack(model: FederatedModel, table: Table, few: Run, chosen: NDArray[np.int
     clients = list(models.values())
     for client in clients[-len(extremes) :] if extremes else ():
         require_fit(few.algorithm, client)
-    if reason := why_not(clients):
-        logger.info("clients are asked one by one, not all at once: %s", reason)
+    reason = why_not(clients)
+    if few.layout.size > _MOST_SHARED:
+        reason = f"they share {few.layout.size} coordinates, and {_MOST_SHARED} are the most"
+    if reason:
+        _one_by_one(table, reason)
         return None
     stack = stacked(model, table, clients[0])
     phi = np.ascontiguousarray(clients[0].template.functions["shared start"])

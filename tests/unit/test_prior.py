@@ -109,3 +109,25 @@ def test_the_ratio_of_a_gaussian_prior_is_one() -> None:
     assert not np.any(prior.log_ratio(np.ones((3, 2))))
     assert not np.any(prior.log_ratio_gradient(np.ones(2)))
     assert not np.any(prior.log_ratio_hessian(np.ones(2)))
+
+
+def test_a_prior_is_computed_once_at_the_same_points() -> None:
+    """All clients of a process are asked there; what they get is one array, which none may change."""
+    calls = []
+
+    def log_density(phi: Any) -> Any:
+        calls.append(len(phi))
+        return -np.abs(phi).sum(axis=1)
+
+    prior = SharedPrior(log_density, np.negative, Gaussian(np.zeros(2), np.eye(2)), False)
+    points = np.arange(6.0).reshape(3, 2)
+    first, again = prior.log_ratio(points), prior.log_ratio(points.copy())
+    assert calls == [3]
+    assert_allclose(again, -np.abs(points).sum(axis=1) + 0.5 * np.sum(points**2, axis=1))
+    with pytest.raises(ValueError, match="read-only"):
+        first += 1.0
+    assert_allclose(prior.log_ratio(points + 1.0), prior.log_ratio(points + 1.0))
+    assert calls == [3, 3]
+    for k in range(2000):  # what is kept has an end
+        prior.log_ratio(points + k)
+    assert len(prior._known) < 1000

@@ -59,15 +59,20 @@ def start(sites: Sites, skewed: Array, points: int, radius: float, stream: int, 
     """The first exchange, around q and along its skewness; `keep` single answers however many they are."""
     covariance = gaussian.covariance(sites.q) * _WIDER**2
     proposals = with_tails(gaussian.mean(sites.q), covariance, points // student.SCRAMBLES, skewed)
-    empty = np.zeros((0, len(covariance)))
     count = len(sites.where)
     kept = count if keep or count * points * _IN_ALL <= _KEPT else 0
-    begun = Correcting(
+    begun = blank(count, len(covariance), kept)._replace(radius=radius)
+    return exchange(begun, sites, proposals, stream)
+
+
+def blank(count: int, size: int, kept: int) -> Correcting:
+    """Nothing asked yet of so many clients, in so many coordinates; answers of single ones are kept of `kept`."""
+    return Correcting(
         proposals=(),
         latest=0,
         exchanges=0,
-        points=empty,
-        radius=radius,
+        points=np.zeros((0, size)),
+        radius=np.inf,
         reach=np.full(count, np.inf),
         within=np.zeros(0, dtype=bool),
         residual=np.zeros(0),
@@ -87,7 +92,6 @@ def start(sites: Sites, skewed: Array, points: int, radius: float, stream: int, 
         trusted=False,
         said="",
     )
-    return exchange(begun, sites, proposals, stream)
 
 
 def exchange(state: Correcting, sites: Sites, proposals: tuple[Proposal, ...], stream: int) -> Correcting:

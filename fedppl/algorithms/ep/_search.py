@@ -24,6 +24,7 @@ from fedppl.numerics.importance import (
     effective_size,
     enough_points,
     normalise,
+    quadratic_map,
     skewness,
     standard_normal,
     whitened_points,
@@ -33,15 +34,13 @@ from fedppl.numerics.student import SCRAMBLES
 from fedppl.types import Array
 
 _LONGEST = 10.0  # sds of the new q that a step is believed to
-_NEAR, _ALIKE = (
-    0.5,
-    0.25,
-)  # moves of a mean, in sds, and of a log sd up to which q's points tell the posterior's moments
+# Moves of a mean, in sds, and of a log sd, up to which q's points tell the posterior.
+_NEAR, _ALIKE = 0.5, 0.25
 _MULTIPLES, _LEFT = (1, 4, 16), 0.05  # of points, where so much of the log density is left
 _DEGREES, _POINTS = (2, 3, 4), 512  # of polynomials that there are points enough for; points of a scramble
 _CURVED = 0.25  # of the points' own curvature, the least that a step is made by
 _PATIENCE = 5  # passes after which q goes half of the way: it may have swung about where it belongs
-_SKEWED = 0.25
+_SKEWED = 0.25  # of a margin: a longer tail is longer than a polynomial can tell
 _MOST_K, _LEAST = 0.5, 0.5  # Pareto k, and share of the points that are effective, with which moments are trusted
 
 # log f_k of some clients at points (S, m), by way of a center (m,), summed and mapped by (q, S).
@@ -54,9 +53,10 @@ class Search(NamedTuple):
     q: Gaussian
     multiple: int  # of the fewest points
     passes: int
-    change: float  # of the last pass, in sds
-    done: bool
+    change: float  # of a mean in the last pass, in sds
+    change_sd: float  # of a log sd
     stuck: str  # why it cannot go on
+    done: bool  # what was found is the posterior; else it is as near as a polynomial comes
     found: Found | None
 
 
@@ -85,7 +85,7 @@ class Fitted(NamedTuple):
 
 def begin(q: Gaussian) -> Search:
     """Begin where a q of some of the clients is."""
-    return Search(q, 1, 0, np.inf, False, "", None)
+    return Search(q, 1, 0, np.inf, np.inf, "", False, None)
 
 
 def one_pass(
@@ -97,7 +97,8 @@ def one_pass(
     m = len(mean)
     z = whitened_points(m, search.multiple * enough_points(m, 16), 0)
     points = mean + z @ root.T
-    answers = ask(points, mean, _coefficients(z))
+    project = quadratic_map(z)
+    answers = ask(points, mean, project)
     total = answers.totals + gaussian.log_kernel(prior, points) + log_ratio(points)
     search = search._replace(passes=search.passes + 1)
     if not np.all(np.isfinite(total)):
@@ -106,7 +107,7 @@ def one_pass(
     def sites() -> Fitted:
         return _natural(answers.fitted[:, 1:], mean, root)
 
-    coefficients = _coefficients(z) @ total
+    coefficients = project @ total
     linear, curvature = coefficients[1 : 1 + m], _matrix(coefficients[1 + m :], m)
     precision = -curvature
     values, vectors = np.linalg.eigh(precision)
@@ -119,29 +120,20 @@ def one_pass(
     moved = float(np.max(np.abs(root @ step) / np.sqrt(np.diag(root @ covariance @ root.T))))
     widths = 0.5 * np.log(np.diag(root @ covariance @ root.T) / np.diag(root @ root.T))
     widened = float(np.max(np.abs(widths)))
-    search = search._replace(change=max(moved, widened))
+    search = search._replace(change=moved, change_sd=widened)
     if moved <= _NEAR and widened <= _ALIKE:
         found = _found(z, total - gaussian.log_kernel(q, points), mean, root)
         proper = values[0] > _CURVED and found.ess > _LEAST * len(found.points) and found.pareto_k <= _MOST_K
-        skewed = float(np.abs(found.skewness).max()) > _SKEWED  # a long tail is longer than a polynomial can tell
-        if proper and not skewed and found.remainder <= _LEFT:
-            return search._replace(done=True, found=found), sites, answers
-        if search.multiple == _MULTIPLES[-1] or not proper or skewed:
-            why = f"the posterior departs from a polynomial by {found.remainder:.2g} log units (sd over q's points)"
-            return search._replace(stuck=why, found=found), sites, answers
+        skewed = float(np.abs(found.skewness).max()) > _SKEWED
+        done = proper and not skewed and found.remainder <= _LEFT
+        if done or not proper or skewed or search.multiple == _MULTIPLES[-1]:
+            return search._replace(done=done, found=found), sites, answers
         search = search._replace(multiple=_MULTIPLES[_MULTIPLES.index(search.multiple) + 1])
     if search.passes > _PATIENCE:
         held, linear = 0.5 * (np.eye(m) + held), 0.5 * held @ step
         step, covariance = np.linalg.solve(held, linear), np.linalg.inv(held)
     colour = root @ np.linalg.cholesky(covariance)
     return search._replace(q=_from_root(mean + root @ step, colour)), sites, answers
-
-
-def _coefficients(z: Array) -> Array:
-    """What makes coefficients of a quadratic, (1 + m + m (m + 1) / 2, S), of values at points (S, m)."""
-    rows, columns = np.triu_indices(z.shape[1])
-    design = np.concatenate([np.ones((len(z), 1)), z, z[:, rows] * z[:, columns]], axis=1)
-    return np.asarray(np.linalg.solve(design.T @ design, design.T))
 
 
 def _matrix(coefficients: Array, m: int) -> Array:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import gaussian
+from fedppl.algorithms.ep import _correction
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._correction import Correcting
 from fedppl.algorithms.ep._search import Ask, Fitted, Found, Search, begin, one_pass
@@ -116,15 +117,16 @@ class _At(NamedTuple):
 def _passes(many: ManyClients, search: Search, ask: Ask) -> Iterator[_At]:
     """Passes until q has arrived, or is as near as a Gaussian comes: then there are moments."""
     prior = many.like.prior
-    for _ in range(_PASSES):
+    for number in range(_PASSES):
         search, sites, answers = one_pass(search, prior.gaussian, prior.log_ratio, ask)
-        why = search.stuck if search.found is None else ""
+        why = search.stuck
         if len(answers.failed):
             why = _many.of_failed(many, answers.failed, gaussian.mean(search.q))
+        elif number == _PASSES - 1 and search.found is None:
+            why = f"the search still moved by {search.change:.2g} posterior sds after {_PASSES} passes"
         yield _At(search, sites, why)
         if why or search.found is not None:
             return
-    yield _At(search, sites, f"the search still moved by {search.change:.2g} posterior sds after {_PASSES} passes")
 
 
 def _said(way: Way) -> str:
@@ -138,7 +140,7 @@ def _said(way: Way) -> str:
 
 def _report(search: Search, status: Status, message: str) -> Report:
     found = search.found
-    info = EPInfo("all clients at once", search.change, np.nan, 1.0, np.nan, np.nan, np.nan)
+    info = EPInfo("all clients at once", search.change, search.change_sd, 1.0, np.nan, np.nan, np.nan)
     if found is not None:
         info = info._replace(
             mc_error=found.error,
@@ -195,29 +197,19 @@ def _done(search: Search, found: Found, sites: _sites.Sites, is_proper: bool, un
     )
     nothing = np.zeros(len(points))
     count = len(sites.where)
-    none = np.zeros((0, len(points)))
-    return Correcting(
-        proposals=(),
-        latest=0,
+    return _correction.blank(count, len(found.mean), 0)._replace(
         exchanges=1,
         points=points,
-        radius=np.inf,
-        reach=np.full(count, np.inf),
         within=np.ones(len(points), dtype=bool),
         residual=residual,
-        each=none,
-        distrusted=np.zeros(count, dtype=bool),
+        each=np.zeros((0, len(points))),
         alike=nothing,
         noise=nothing,
-        errors=none,
+        errors=np.zeros((0, len(points))),
         constants=np.tile([unknown, 0.0], (count, 1)),
         answered=np.ones(count, dtype=bool),
-        missing=np.zeros(count, dtype=bool),
-        waited=0,
         rounds=1,
         is_proper=is_proper,
         found=posterior,
-        grown=0.0,
         trusted=True,
-        said="",
     )
