@@ -116,7 +116,7 @@ def test_nothing_is_told_of_a_run_that_was_not_answered_or_of_a_q_that_is_far(tm
     folder = tmp_path / "client 0"
     site = _node.Node("t", model, EP, lambda c: clients["client 0"], lambda c: "client 0", folder, 100, 4, TELLS)
     run = json.loads((folder / "audit.jsonl").read_text().splitlines()[1])["run"]
-    prior = model.enrol(clients)["client 0"].layout.prior
+    prior = model.enrol(clients, kernel=False)["client 0"].layout.prior
 
     def concluded(run: str, mean: float) -> Any:
         q = Gaussian(prior.precision @ np.array([mean]), prior.precision)
@@ -141,7 +141,7 @@ def test_nothing_is_told_of_a_run_that_was_not_answered_or_of_a_q_that_is_far(tm
 def test_what_is_drawn_is_what_the_policy_looked_at(algorithm: Any, beside: tuple[str, ...]) -> None:
     """The final message holds other names than requests do, and those of a request tell nothing of it."""
     model, clients = normal_means(2)
-    client = model.enrol(clients)["client 0"]
+    client = model.enrol(clients, kernel=False)["client 0"]
     guard, prior = in_memory(TELLS, "client 0"), client.layout.prior
     for mean, told in ((0.0, ("loo",)), (1e3, ())):
         guard.write(Ledger(requests=1, runs={"r": Run(1, "")}), {"event": "request"})
@@ -226,7 +226,7 @@ def test_what_cannot_be_told_costs_neither_the_rest_nor_the_posterior(
 
 def test_a_conclusion_that_is_not_approved_gives_back_what_it_was_counted_as() -> None:
     model, clients = normal_means(2)
-    client = model.enrol(clients)["client 0"]
+    client = model.enrol(clients, kernel=False)["client 0"]
     algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=2)
     guard = in_memory(dataclasses.replace(TELLS, approval=lambda release: False), "client 0")
     before = Ledger(requests=1, spent=0.25, runs={"r": Run(1, "")})
@@ -240,7 +240,7 @@ def test_a_conclusion_that_is_not_approved_gives_back_what_it_was_counted_as() -
 
 def test_points_of_a_posterior_lie_where_points_may_after_some_were_answered(tmp_path: Path) -> None:
     model, clients = normal_means(2)
-    client = model.enrol(clients)["client 0"]
+    client = model.enrol(clients, kernel=False)["client 0"]
     guard = in_memory(TELLS, "client 0")
     for answered, points, told in ((0, [[0.0]], ()), (512, [[0.0]], ("loo",)), (512, [[1e9]], ())):
         guard.write(Ledger(requests=1, points=answered, runs={"r": Run(1, "")}), {"event": "request"})

@@ -20,6 +20,7 @@ from fedppl.run.replies import received
 from fedppl.types import DataError, DeclarationError
 from models import pfedvem
 from tests.support import problems
+from tests.support.markers import slow_but
 
 NOISE, SIZE = 0.7, 40
 
@@ -187,7 +188,7 @@ def test_the_client_with_few_rows_is_less_sure_and_is_pulled_more() -> None:
 
 
 @problems.few_rounds
-@pytest.mark.parametrize("terms", [("uncertainty",), "deviation"])
+@pytest.mark.parametrize("terms", slow_but([("uncertainty",), "deviation"], "deviation"))
 def test_ablations_are_the_same_code_with_one_term(terms: Any) -> None:
     fit = fitted(terms=terms, run={"rounds": 5})
     for name, q in fit.personal.items():

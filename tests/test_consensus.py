@@ -57,7 +57,7 @@ def test_the_product_of_gaussian_posteriors_is_the_posterior() -> None:
 
 def test_replies_are_posteriors_under_a_part_of_the_prior_and_q_is_their_sum() -> None:
     model, clients = problems.regression()
-    models, algorithm = model.enrol(clients), fedppl.PrecisionWeighted()
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.PrecisionWeighted()
     state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
     replies = {}
     for client_id, client in models.items():
@@ -100,7 +100,7 @@ def test_clients_count_once_and_q_is_the_posterior_of_the_data_heard() -> None:
 
 def test_a_second_reply_changes_nothing_even_if_it_differs() -> None:
     model, clients = problems.regression()
-    models, algorithm = model.enrol(clients), fedppl.PrecisionWeighted()
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.PrecisionWeighted()
     state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
     reply = {"linear": np.ones(3), "precision": gaussian.pack_triangle(np.eye(3))}
     once, _ = algorithm.update_server(state, each({"clinic 1": reply}))
@@ -147,7 +147,7 @@ def test_a_prior_that_is_not_gaussian_is_shared_out() -> None:
 @pytest.mark.parametrize("name", ONE_SHOT)
 def test_replies_that_are_no_distribution_are_refused(name: str, matrix: Any) -> None:
     model, clients = problems.regression()
-    layout, algorithm = next(iter(model.enrol(clients).values())).layout, ONE_SHOT[name]()
+    layout, algorithm = next(iter(model.enrol(clients, kernel=False).values())).layout, ONE_SHOT[name]()
     state = algorithm.init(layout, tuple(clients), stream((1,)))
 
     def reply(matrix: Any) -> Any:
@@ -184,7 +184,7 @@ def test_consensus_of_gaussian_posteriors_is_the_posterior_up_to_monte_carlo_err
 def test_draws_are_averaged_one_by_one_by_the_clients_precisions() -> None:
     """φ_s = (Σ W_k)⁻¹ Σ W_k φ_ks from the clients' own draws, read off their replies."""
     model, clients = problems.regression()
-    models, algorithm = model.enrol(clients), fedppl.ConsensusMonteCarlo(draws=200)
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.ConsensusMonteCarlo(draws=200)
     state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
     replies, top, bottom = {}, np.zeros((200, 3)), np.zeros((3, 3))
     for k, (client_id, client) in enumerate(models.items()):
@@ -203,7 +203,7 @@ def test_draws_are_averaged_one_by_one_by_the_clients_precisions() -> None:
 
 def test_a_client_sends_the_same_draws_again_and_they_count_once() -> None:
     model, clients = problems.regression()
-    models, algorithm = model.enrol(clients), fedppl.ConsensusMonteCarlo(draws=100)
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.ConsensusMonteCarlo(draws=100)
     client = models["clinic 1"]
     state = algorithm.init(client.layout, tuple(models), stream((1,)))
     message = algorithm.broadcast(state, "clinic 1")
@@ -222,7 +222,7 @@ def test_a_client_sends_the_same_draws_again_and_they_count_once() -> None:
 
 def test_replies_that_were_summed_on_the_way_count_as_many() -> None:
     model, clients = problems.regression()
-    models, algorithm = model.enrol(clients), fedppl.ConsensusMonteCarlo(draws=50)
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.ConsensusMonteCarlo(draws=50)
     state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
     replies = {
         client_id: algorithm.update_client(client, None, algorithm.broadcast(state, client_id), stream((k,))).reply
@@ -239,7 +239,7 @@ def test_replies_that_were_summed_on_the_way_count_as_many() -> None:
 
 def test_before_and_while_clients_are_missing_the_prior_stands_in() -> None:
     model, clients = problems.regression()
-    models, algorithm = model.enrol(clients), fedppl.ConsensusMonteCarlo(draws=4000)
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.ConsensusMonteCarlo(draws=4000)
     state = algorithm.init(models["clinic 0"].layout, tuple(models), stream((1,)))
     assert state.draws.shape == (0, 3)
     assert_array_equal(algorithm.result.details(state)["skewness"][1], np.zeros(3))

@@ -55,7 +55,7 @@ def test_a_round_of_personal_steps_follows_its_closed_form() -> None:
     v: dict[str, Any] = {}
     phi = np.zeros(2)
     run = fedppl.rounds(model, clients, algorithm, rounds=6, random_seed=1)
-    models = model.enrol(clients)
+    models = model.enrol(clients, kernel=False)
     personal: dict[str, Any] = dict.fromkeys(clients)
     for step in run:
         message = {"phi": phi, "prior_share": np.array(0.25)}
@@ -87,7 +87,7 @@ def test_only_shared_coordinates_are_pulled() -> None:
 def test_nothing_personal_is_in_a_message() -> None:
     """Whatever v_k is, the reply and its diagnostics are the same, and the same as FedAvg's."""
     model, clients = problems.regression()
-    client = model.enrol(clients)["clinic 1"]
+    client = model.enrol(clients, kernel=False)["clinic 1"]
     algorithm = fedppl.Ditto(learning_rate=0.05, lam=0.7)
     message = {"phi": np.array([0.1, 0.2, 0.3]), "prior_share": np.array(0.25)}
     local = np.array([0.5, -0.5])
@@ -110,7 +110,7 @@ def test_nothing_personal_is_in_a_message() -> None:
 def test_a_blank_client_starts_from_phi_and_says_so() -> None:
     """Also where everything is shared, and only in rounds in which there is no v_k."""
     model, clients = pooled.linear()
-    client, d = model.enrol(clients)["plot 1"], clients["plot 1"]
+    client, d = model.enrol(clients, kernel=False)["plot 1"], clients["plot 1"]
     algorithm = fedppl.Ditto(learning_rate=0.05, lam=0.7, personal_steps=2, personal_rate=0.03)
     message = {"phi": np.array([0.4, -0.3]), "prior_share": np.array(0.25)}
     A, b = (d["X"].T @ d["X"] + 0.25 * pooled.PRIOR) / 10, d["X"].T @ d["y"] / 10

@@ -16,6 +16,7 @@ from fedppl.contracts import LocalInference, Moments
 from fedppl.gaussian import Gaussian
 from fedppl.types import LocalFailure, Status
 from tests.support import problems
+from tests.support.markers import slow_but
 
 
 def fitted(model: Any, clients: Any, algorithm: Any = None, **settings: Any) -> fedppl.Fit:
@@ -119,7 +120,7 @@ def test_rows_spread_over_clients_give_the_posterior_of_all_rows() -> None:
     np.testing.assert_allclose(parts.posterior.linear, X.T @ y, rtol=1e-7)
 
 
-@pytest.mark.parametrize("damping", [0.3, 0.7])
+@pytest.mark.parametrize("damping", slow_but([0.3, 0.7], 0.7))
 def test_damping_slows_down_and_changes_no_fixed_point(damping: float) -> None:
     model, clients = problems.noise()
     undamped = fitted(model, clients, fedppl.EP(correction=None, tolerance=1e-3))

@@ -22,6 +22,7 @@ from fedppl.storage import checkpoint
 from tests.support import problems
 from tests.support.fake_client import UNIT, layout_of
 from tests.support.faults import Faulty, Rates, ledger_gap, soak
+from tests.support.markers import slow_but
 from tests.support.states import assert_same_state
 
 LOCAL = fedppl.NestedLaplace(points=64)
@@ -62,7 +63,7 @@ def assert_near(q: gaussian.Gaussian, fit: fedppl.Fit) -> None:
 # --- one at a time --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", Rates._fields)
+@pytest.mark.parametrize("fault", slow_but(Rates._fields, "late", "altered", "wiped"))
 def test_one_fault_alone_is_recorded_and_does_no_harm(fault: str, calm: fedppl.Fit) -> None:
     model, clients = small()
     engine = Faulty(Rates(**{fault: 0.3}), seed=8)
@@ -144,7 +145,7 @@ def check_soak(problem: Any, rounds: int) -> None:
 
 def test_a_soak() -> None:
     """As benchmarks/fault_soak.py has it for a thousand rounds of twenty clients, on a part of that."""
-    check_soak(problems.noise(8), 80)
+    check_soak(problems.noise(8), 60)
 
 
 @pytest.mark.slow

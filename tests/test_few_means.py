@@ -47,8 +47,10 @@ def sd_of_mean(data: dict[str, Any], log_prior: Any, grid: Array) -> float:
 
 
 CASES = [
-    *(("uniform", [3, 4, 5, 6], seed) for seed in (1, 2)),
-    *(("half-Cauchy", [3, 4, 5], seed) for seed in (1, 2)),
+    ("uniform", [3, 4, 5, 6], 2),
+    pytest.param("uniform", [3, 4, 5, 6], 1, marks=pytest.mark.slow),
+    ("half-Cauchy", [3, 4, 5], 2),
+    pytest.param("half-Cauchy", [3, 4, 5], 1, marks=pytest.mark.slow),
     ("precision", [5, 6, 7], 4),  # an sd that grew by a fifth stands still by chance
     pytest.param("precision", [3, 4, 5, 6], 1, marks=pytest.mark.slow),
 ]

@@ -19,6 +19,7 @@ from fedppl.formulas.families import FAMILIES
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.results import idata
 from fedppl.results.predict import predictions
+from tests.support.markers import slow_but
 from tests.support.tables import FRAME, RESPONSES, agreed, log_densities, rows
 
 QUIET: Any = {"progressbar": False, "random_seed": 1}
@@ -75,7 +76,7 @@ def test_thresholds_are_expected_where_columns_are_at_their_means() -> None:
 
 
 QUICK = ("binomial", "categorical", "weibull")  # with trials, several predictors, limits
-PREDICTED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+PREDICTED = slow_but(FAMILIES, *QUICK)
 
 
 @pytest.mark.parametrize("family", PREDICTED)

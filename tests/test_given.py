@@ -48,8 +48,8 @@ def below(x: Any, phi: Any, successes: int, rows: int) -> Any:
         ([0], [2]),
         ([1], [40]),
         ([30], [70]),
-        ([90, 700], [400, 1000]),
-        ([3, 0, 2, 9], [4, 5, 9, 9]),
+        pytest.param([90, 700], [400, 1000], marks=pytest.mark.slow),
+        pytest.param([3, 0, 2, 9], [4, 5, 9, 9], marks=pytest.mark.slow),
         pytest.param([40, 35, 52, 61, 70, 20], [100, 100, 100, 100, 100, 50], marks=pytest.mark.slow),
     ],
 )
@@ -128,6 +128,7 @@ def turned(y: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_coordinates_that_hang_on_each_other() -> None:
     client = fedppl.FederatedModel(turned, ["mu"]).enrol({"A": {"y": np.array([0, 0])}})["A"]
     theta = _given.draw_given(client, np.zeros((_DRAWS, 1)), np.zeros(1), np.random.default_rng(5))
@@ -149,7 +150,9 @@ def own_spread(y: Any) -> pm.Model:
     return model
 
 
-@pytest.mark.parametrize("y", [[0.3, -0.2, 0.5, 0.1, -0.4], [2.0, -1.5, 0.5, 3.0, -2.0]])
+@pytest.mark.parametrize(
+    "y", [pytest.param([0.3, -0.2, 0.5, 0.1, -0.4], marks=pytest.mark.slow), [2.0, -1.5, 0.5, 3.0, -2.0]]
+)
 def test_a_sd_of_a_clients_own_effects_is_drawn_into_its_long_tail(y: list[float]) -> None:
     client = fedppl.FederatedModel(own_spread, ["mu"]).enrol({"A": {"y": np.array(y)}})["A"]
     theta = _given.draw_given(client, np.zeros((8000, 1)), np.zeros(1), np.random.default_rng(6))

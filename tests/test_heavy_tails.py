@@ -15,6 +15,7 @@ import fedppl
 from fedppl import FederatedModel
 from fedppl.numerics.integral import beyond
 from fedppl.types import Array
+from tests.support.markers import slow_but
 
 X = np.array([-1.0, 0.0, 1.0])
 POINTS = np.linspace(-6.0, 3.0, 46)
@@ -95,7 +96,7 @@ def test_what_does_not_fall_is_not_known() -> None:
     assert unknown[0] == found[0] >= share[0, 0]
 
 
-@pytest.mark.parametrize("degrees", [1, 3])
+@pytest.mark.parametrize("degrees", slow_but([1, 3], 1))
 def test_a_ridge_that_data_leave_is_integrated_along_itself(degrees: int) -> None:
     """Two t's of which one row tells the sum: narrow across, and with heavy tails along neither coordinate."""
 

@@ -135,7 +135,7 @@ def test_a_unit_that_forgot_starts_from_the_curves() -> None:
     clients = problems.coregional()[1]
     algorithm = fedppl.curves.Averaging(steps=5)
     played = play(algorithm, clients, 30)
-    client = problems.coregional()[0].enrol(clients)["unit 2"]
+    client = problems.coregional()[0].enrol(clients, kernel=False)["unit 2"]
     message = algorithm.broadcast(played.states[-1], "unit 2")
     _, kept, info = algorithm.update_client(client, played.personal[-1]["unit 2"], message, stream((1,)))
     _, blank, told = algorithm.update_client(client, None, message, stream((1,)))
@@ -167,7 +167,7 @@ def test_a_learning_rate_that_is_far_too_large_fails_at_the_unit_and_says_so() -
     clients = problems.coregional()[1]
     algorithm = fedppl.curves.Averaging(learning_rate=1e3, steps=20)
     played = play(fedppl.curves.Averaging(), clients, 1)
-    client = problems.coregional()[0].enrol(clients)["unit 0"]
+    client = problems.coregional()[0].enrol(clients, kernel=False)["unit 0"]
     message = algorithm.broadcast(played.states[1], "unit 0")
     with np.errstate(all="ignore"), pytest.raises(LocalFailure, match="no finite gradient; lower learning_rate="):
         algorithm.update_client(client, played.personal[1]["unit 0"], message, stream((1,)))

@@ -23,6 +23,7 @@ from fedppl.coregional.view import unit_of
 from fedppl.model.client import ClientModel
 from fedppl.model.interpreted import PYTHON_MODE
 from tests.support import problems
+from tests.support.markers import slow_but
 
 LATENTS, POINTS = 3, 6
 SIZES = (5, 8, 12)
@@ -36,7 +37,7 @@ def units() -> dict[str, ClientModel]:
     for rows in SIZES:
         x = rng.uniform(size=rows)
         data[f"{rows} rows"] = {"X": x, "y": np.sin(6 * x) * rng.normal() + 0.3 * rng.normal(size=rows)}
-    models: dict[str, ClientModel] = problems.coregional()[0].enrol(data)
+    models: dict[str, ClientModel] = problems.coregional()[0].enrol(data, kernel=False)
     return models
 
 
@@ -172,7 +173,7 @@ def monte_carlo(at: Parameters, replicates: int = 16, draws: int = 16) -> tuple[
     return float(np.mean(estimates)), float(np.std(estimates, ddof=1) / np.sqrt(replicates))
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", slow_but(PARAMETERS, "random", "narrow"))
 def test_the_bound_is_the_expectation_of_the_declared_log_density(name: str) -> None:
     """Within 3 standard errors; a divergence of the selection that each unit counts in full is off by more than 3."""
     at = PARAMETERS[name]

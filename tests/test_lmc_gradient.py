@@ -111,7 +111,7 @@ def test_a_unit_that_forgot_starts_from_the_curves_and_says_so() -> None:
     clients = problems.coregional()[1]
     algorithm = fedppl.curves.Gradient()
     played = play(algorithm, clients, 5)
-    client = problems.coregional()[0].enrol(clients)["unit 2"]
+    client = problems.coregional()[0].enrol(clients, kernel=False)["unit 2"]
     message = algorithm.broadcast(played.states[-1], "unit 2")
     rng = np.random.default_rng(1)
     _, kept, info = algorithm.update_client(client, played.personal[-1]["unit 2"], message, rng)

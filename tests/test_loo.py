@@ -7,6 +7,7 @@ from typing import Any
 import arviz as az
 import numpy as np
 import pymc as pm
+import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
 from scipy import stats
@@ -183,8 +184,19 @@ def many_kinds(y: Any, z: Any) -> pm.Model:
     return model
 
 
-def test_log_likelihoods_of_all_draws_at_once_are_those_of_pymc() -> None:
-    model = FederatedModel(many_kinds, ["mu"])
+def few_kinds(y: Any, z: Any) -> pm.Model:
+    with pm.Model() as model:
+        y, z = pm.Data("y", y), pm.Data("z", z)
+        mu = pm.Normal("mu")
+        pm.Poisson("counted", pm.math.exp(mu), observed=pt.cast(pt.ceil(pt.abs(y)), "int64"))
+        pm.Normal("mixed", pm.Normal("theta", mu, 1, shape=2)[:, None], 1, observed=z[None, :] + np.zeros((2, 1)))
+        pm.Normal("alone", 0, 1, observed=np.array([0.5]))
+    return model
+
+
+@pytest.mark.parametrize("builder", [few_kinds, pytest.param(many_kinds, marks=pytest.mark.slow)])
+def test_log_likelihoods_of_all_draws_at_once_are_those_of_pymc(builder: Any) -> None:
+    model = FederatedModel(builder, ["mu"])
     found = fedppl.fit(
         model,
         {k: {"y": np.array([0.9, -0.5, 1.0]), "z": np.array([0.3, 1.4])} for k in "ab"},

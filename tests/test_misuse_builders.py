@@ -24,11 +24,11 @@ def of(declare: Callable[[Any], Any], shared: Any = ("mu",), **more: Any) -> Cal
             declare(pm.Data("y", y))
         return model
 
-    return lambda: FederatedModel(builder, shared).enrol({"a": {"y": Y}, "b": {"y": Y + 1}})
+    return lambda: FederatedModel(builder, shared).enrol({"a": {"y": Y}, "b": {"y": Y + 1}}, kernel=False)
 
 
 def raw(builder: Any, shared: Any = ("mu",)) -> Callable[[], Any]:
-    return lambda: FederatedModel(builder, shared).enrol({"a": {"y": Y}, "b": {"y": Y + 1}})
+    return lambda: FederatedModel(builder, shared).enrol({"a": {"y": Y}, "b": {"y": Y + 1}}, kernel=False)
 
 
 def normal(y: Any, mu: Any = None, sigma: Any = 1.0, **more: Any) -> Any:

@@ -16,6 +16,7 @@ from scipy import integrate, special, stats
 import fedppl
 from models import hm2
 from tests.support import problems
+from tests.support.markers import slow_but
 
 NAMES = ("age", "dose", "weight")
 
@@ -117,15 +118,11 @@ def enrolled(case: str) -> tuple[dict[str, Any], dict[str, fedppl.ClientModel]]:
     if case in ("regression", "known noise"):
         shared = hm2.HIERARCHICAL_SHARED
     clients = {"small": client(rows=4, seed=1), "large": client(rows=30, seed=2)}
-    return clients, fedppl.FederatedModel(builder, shared).enrol(clients)
+    return clients, fedppl.FederatedModel(builder, shared).enrol(clients, kernel=False)
 
 
-LONG = {"elastic net", "ridge", "regression"}  # to compile; the lasso and the horseshoe have all of their parts
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in LONG else case for case in CASES]
-)
+# The lasso has all parts of the penalised ones but their priors, the logistic one all of the others.
+@pytest.mark.parametrize("case", slow_but(CASES, "lasso", "logistic", "known noise"))
 def test_log_density_is_the_one_written_by_hand_at_clients_of_every_size(case: str, rng: np.random.Generator) -> None:
     clients, models = enrolled(case)
     by_hand = CASES[case][2]

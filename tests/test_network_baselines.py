@@ -304,7 +304,7 @@ def test_bpfed_learns_and_sds_fall_with_rounds() -> None:
 # --- FedPop ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rate", "spread"), [(0.05, 0.7), (0.2, 0.02)])
+@pytest.mark.parametrize(("rate", "spread"), [(0.05, 0.7), pytest.param(0.2, 0.02, marks=pytest.mark.slow)])
 def test_the_chain_has_the_moments_of_its_steps(rate: float, spread: float) -> None:
     """On a linear model, with ρ = exp(−γ / (n s²)) and A's axes: mean and variance as in `langevin_steps`.
 

@@ -171,7 +171,7 @@ def test_labels_beyond_the_networks_outputs_are_refused_before_any_round() -> No
     model, clients = problems.classification()
     clients = {**clients, "odd": {**clients["device 0"], "y": np.full(20, 3)}}
     with pytest.raises(fedppl.DataError, match="client 'odd'.*class"):
-        model.enrol(clients)
+        model.enrol(clients, kernel=False)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_labels_beyond_the_networks_outputs_are_refused_before_any_round() -> No
 def test_data_that_cannot_be_used_are_refused_at_enrolment(change: dict[str, Any], message: str) -> None:
     model, clients = problems.classification()
     with pytest.raises((fedppl.DataError, fedppl.DeclarationError), match=message):
-        model.enrol({**clients, "odd": {**clients["device 0"], **change}})
+        model.enrol({**clients, "odd": {**clients["device 0"], **change}}, kernel=False)
 
 
 # --- local inference of the foundation ------------------------------------------------------------------------------

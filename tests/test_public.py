@@ -149,7 +149,7 @@ def test_a_builder_that_cannot_be_called_on_other_data_gives_nothing_away() -> N
     public = told(build, {"y": Y}, ["beta", "gamma"])[3]
     assert public == _public.Public((), ("d",), ("k",), ("who",))
     with pytest.warns(UserWarning, match="fails on altered data"):
-        FederatedModel(build, ["beta", "gamma"]).enrol({"a": {"y": Y}})
+        FederatedModel(build, ["beta", "gamma"]).enrol({"a": {"y": Y}}, kernel=False)
 
 
 def test_labels_of_shared_dims_stay_unless_they_come_from_data() -> None:
@@ -171,7 +171,7 @@ def test_a_prior_made_of_the_only_clients_data_is_refused(of: Callable[[Any], An
         return model
 
     with pytest.raises(DeclarationError, match="prior changes when this client's data") as caught:
-        FederatedModel(build, ["mu"]).enrol({"a": {"y": Y}})
+        FederatedModel(build, ["mu"]).enrol({"a": {"y": Y}}, kernel=False)
     assert str(of(Y)) not in str(caught.value)  # at a site this text travels
 
 
@@ -183,7 +183,7 @@ def test_bounds_made_of_data_are_refused_like_any_prior() -> None:
         return model
 
     with pytest.raises(DeclarationError, match="prior changes"):
-        FederatedModel(build, ["mu"]).enrol({"a": {"y": Y}})
+        FederatedModel(build, ["mu"]).enrol({"a": {"y": Y}}, kernel=False)
 
 
 # --- random models --------------------------------------------------------------------------------------------

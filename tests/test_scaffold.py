@@ -142,7 +142,7 @@ def test_the_ledger_is_in_balance_in_every_round_of_some_clients() -> None:
 
 def test_controls_are_mean_gradients_along_the_path() -> None:
     model, clients = pooled.linear()
-    models, algorithm = model.enrol(clients), fedppl.SCAFFOLD(learning_rate=0.05, steps=4)
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.SCAFFOLD(learning_rate=0.05, steps=4)
     state = algorithm.init(models["plot 0"].layout, tuple(models), stream((1,)))
     for number in range(3):
         messages = {client_id: algorithm.broadcast(state, client_id) for client_id in models}
@@ -161,7 +161,7 @@ def test_controls_are_mean_gradients_along_the_path() -> None:
 def test_lost_replies_and_wiped_clients_change_nothing_but_the_path() -> None:
     """A reply that never arrived leaves no trace: the client holds nothing that the server does not know."""
     model, clients = pooled.linear()
-    models, algorithm = model.enrol(clients), fedppl.SCAFFOLD(learning_rate=0.05, tolerance=1e-9)
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.SCAFFOLD(learning_rate=0.05, tolerance=1e-9)
     lost_on_the_way = np.random.default_rng(5)
     state = algorithm.init(models["plot 0"].layout, tuple(models), stream((1,)))
     personal: dict[str, Any] = dict.fromkeys(models)
@@ -187,7 +187,7 @@ def test_lost_replies_and_wiped_clients_change_nothing_but_the_path() -> None:
 
 def test_a_client_asked_for_the_first_time_takes_plain_steps() -> None:
     model, clients = pooled.linear()
-    models, algorithm = model.enrol(clients), fedppl.SCAFFOLD(learning_rate=0.05)
+    models, algorithm = model.enrol(clients, kernel=False), fedppl.SCAFFOLD(learning_rate=0.05)
     state = algorithm.init(models["plot 0"].layout, tuple(models), stream((1,)))
     for number, client_id in enumerate(("plot 0", "plot 1")):
         reply = algorithm.update_client(

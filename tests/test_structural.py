@@ -286,7 +286,7 @@ def test_a_silent_client_keeps_its_factor_and_the_others_go_on() -> None:
 def test_replies_hold_the_factor_and_requests_one_vector_and_its_weight() -> None:
     data, _ = clients()
     algorithm = fedppl.HM1()
-    enrolled = declared(noise_sd=0.7).enrol(data)
+    enrolled = declared(noise_sd=0.7).enrol(data, kernel=False)
     state = algorithm.init(enrolled["device 0"].layout, tuple(data), np.random.default_rng(0))
     message = algorithm.broadcast(state, "device 0")
     assert {name: np.shape(value) for name, value in message.items()} == {"start": (D,), "pull": (D,), "weight": ()}
@@ -306,7 +306,7 @@ def bad(reply: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
 def test_factors_that_are_none_are_rejected() -> None:
     data, _ = clients()
     algorithm = fedppl.HM1()
-    state = algorithm.init(declared(noise_sd=0.7).enrol(data)["device 0"].layout, tuple(data), None)  # type: ignore[arg-type]
+    state = algorithm.init(declared(noise_sd=0.7).enrol(data, kernel=False)["device 0"].layout, tuple(data), None)  # type: ignore[arg-type]
     good = {"linear": np.zeros(D), "precision": gaussian.pack_triangle(np.eye(D))}
     assert algorithm.replies.reject(state, good) is None
     indefinite = algorithm.replies.reject(
@@ -388,7 +388,7 @@ def test_what_does_not_fit_the_clients_is_refused_before_the_first_round() -> No
 
 def test_the_frame_is_the_declared_prior() -> None:
     data, _ = clients(2)
-    frame = frame_of(declared(noise_sd=0.7).enrol(data)["device 0"].layout)
+    frame = frame_of(declared(noise_sd=0.7).enrol(data, kernel=False)["device 0"].layout)
     assert_allclose(frame.center, 0.0)
     assert_allclose(frame.root, np.eye(D))
 
@@ -470,7 +470,7 @@ def test_a_shrinkage_that_diverges_stalls_and_says_so() -> None:
     """η far above the smallest eigenvalue of Ω, 10⁻⁶ here: each step is some 10⁴ times the parameters."""
     data, _ = clients()
     algorithm = fedppl.HM1Gradient(learning_rate=0.01, steps=5)
-    enrolled = declared(noise_sd=1.0).enrol(data)
+    enrolled = declared(noise_sd=1.0).enrol(data, kernel=False)
     state = last = fit(data, algorithm, declared(noise_sd=1.0), rounds=1).state
     for _ in range(4):
         last = state = state._replace(omega=1e-6 * np.eye(K), pulls=1e6 * state.theta)

@@ -27,6 +27,7 @@ from fedppl.testing import normal_means
 from fedppl.types import Layout, Variable
 from tests.support import problems
 from tests.support.faults import Tampering, ledger_gap, phase_of, with_message
+from tests.support.markers import slow_but
 from tests.support.states import assert_same_state
 
 CLIENT = "clinic 1"
@@ -337,7 +338,7 @@ def any_poison(rng: np.random.Generator) -> Callable[[Request, Reply], Any]:
 
 @pytest.mark.parametrize("form", ["full", "diagonal", [["mu"], ["a"]]])
 @pytest.mark.parametrize("trust", [0.5, 3.0])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_but(range(3), 2))
 def test_no_poison_pulls_beyond_the_bound_after_any_round(seed: int, trust: float, form: Any) -> None:
     """Of another size and direction in every round, in the warm start and, from a start without one, in EP."""
     held = 0
@@ -393,7 +394,12 @@ def test_without_trust_the_same_lie_moves_the_mean_by_far_more_and_shows_in_the_
 
 @pytest.mark.parametrize(
     ("count", "sds", "trust"),
-    [(1, 1.0, None), (1, 0.3, 3.0), (2, 0.3, None), (2, 1.0, 3.0), (4, 1.0, None), (4, 0.3, 3.0)],
+    slow_but(
+        [(1, 1.0, None), (1, 0.3, 3.0), (2, 0.3, None), (2, 1.0, 3.0), (4, 1.0, None), (4, 0.3, 3.0)],
+        (1, 0.3, 3.0),
+        (2, 1.0, 3.0),
+        (4, 1.0, None),
+    ),
 )
 def test_a_client_that_claims_noise_and_goes_on_and_on_is_not_converged(
     count: int, sds: float, trust: float | None
@@ -589,7 +595,7 @@ HONEST: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.parametrize("name", slow_but(HONEST, "regression", "counts", "two clients"))
 @pytest.mark.parametrize("how", ["all", "some", "no warm start", "diagonal"])
 def test_honest_clients_reach_the_same_posterior(name: str, how: str) -> None:
     settings: dict[str, Any] = {"rounds": 100, "progressbar": False, "random_seed": 1}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 # What brings models that are compiled, networks of torch, and scripts that are run.
@@ -15,6 +18,14 @@ BRINGS = {
     "examples": ("examples", "benchmarks"),
 }
 IN_DOCSTRINGS = {"compiled": ("fedppl.fit(", "normal_means(", "pm.Model(", "grid_search(", ".enrol(", "fedppl.rounds(")}
+
+
+def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
+    """All cases, of which those that are not named here are slow: a promise that few cases show as well as many."""
+    cases = list(cases)
+    missing = [one for one in quick if one not in cases]
+    assert not missing, missing
+    return [one if one in quick else pytest.param(one, marks=pytest.mark.slow) for one in cases]
 
 
 def of_file(path: Path) -> set[str]:
