@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pymc as pm
+import pytensor
+import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
+from scipy import stats
 from scipy.special import expit, log_softmax
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, Prior
+from fedppl.formulas import predictor
 from fedppl.formulas.averages import at_levels, rows_of, slope
 from fedppl.formulas.families import FAMILIES
 from fedppl.model.interpreted import PYTHON_MODE
@@ -131,7 +135,8 @@ def test_a_model_says_what_it_shares() -> None:
     assert found.loc["arm", "reference"] == "drug, kind=home"
     assert found.loc["Intercept", "prior"] == "Normal(mu=0, sigma=2.5) where columns are at their means"
     assert found.loc["age", "prior"] == f"Normal(mu=0, sigma={2.5 / np.std(FRAME['age']):.3g})"
-    assert "LKJ(eta=2)" in found.loc["site_covariance", "prior"]
+    assert found.loc["site_partial", "prior"].startswith("Beta(") and "LKJ(eta=2)" in found.loc["site_partial", "prior"]
+    assert found.loc["site_partial", "entries"] == ("Intercept:ward, Intercept:death",)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -292,7 +297,35 @@ def test_declarations_that_cannot_be(text: str, family: str, keywords: Any, told
         fedppl.formula(text, family, **keywords)
 
 
-def test_priors_of_names_that_levels_change_are_refused() -> None:
-    model = fedppl.formula("y ~ age + (0 + arm | site)", priors={"site_sd": Prior("HalfNormal", sigma=1)})
-    with pytest.raises(DeclarationError, match="site_covariance"):
-        fedppl.agree(model, FRAME, by="site")
+def test_priors_of_effects_are_known_before_their_number_is() -> None:
+    own = {"site_sd": Prior("Exponential", lam=2.0), "site_partial": Prior("Beta", alpha=3.0, beta=2.0)}
+    built = fedppl.agree(fedppl.formula("y ~ age + (0 + arm | site)", priors=own), FRAME, by="site").model.builder
+    told = built.describe()["prior"]
+    assert (told["site_sd"], told["site_partial"]) == ("Exponential(lam=2)", "Beta(alpha=3, beta=2)")
+    alone = fedppl.formula("y ~ age + (1 | site)", priors={"site_sd": own["site_sd"]})
+    assert alone.shared == ("Intercept", "age", "site_sd", "sigma")
+    with pytest.raises(DeclarationError, match="site_partial"):
+        fedppl.formula("y ~ age + (1 | site)", priors=own)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_correlations_from_partial_ones_are_lkj(count: int, rng: np.random.Generator) -> None:
+    """det(R)^(η − 1), once the change of variables is counted."""
+    pairs = np.tril_indices(count, -1)
+    a = 2.0 + (count - 2 - pairs[1]) / 2
+    x = pt.vector("x", shape=(len(a),))
+    root = predictor._correlation_root(x, count)
+    correlations = pt.stack([(root[i] * root[j]).sum() for i, j in zip(*pairs, strict=True)])
+    found = pytensor.function([x], [root, correlations, pytensor.gradient.jacobian(correlations, x)], mode=PYTHON_MODE)
+    constants = []
+    for partial in rng.uniform(0.05, 0.95, (20, len(a))):
+        L, r, slopes = found(partial)
+        R = L @ L.T
+        assert_allclose(np.diag(R), 1.0, rtol=1e-12)
+        assert_allclose(R[pairs], r, rtol=1e-12)
+        log_beta = stats.beta(a, a).logpdf(partial).sum()
+        constants.append(np.linalg.slogdet(R)[1] - (log_beta - np.linalg.slogdet(slopes)[1]))
+    assert_allclose(constants, constants[0], atol=1e-9)
+    right = {2: "1 + age", 3: "0 + arm + age", 4: "0 + arm * age"}[count]
+    spec = agreed(f"y ~ age + ({right} | site)", "gaussian").builder.spec
+    assert_allclose(predictor.partials(spec, 0).parameters["alpha"], a if count > 2 else a[0])

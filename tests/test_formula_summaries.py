@@ -37,9 +37,8 @@ def test_an_estimate_is_of_the_coefficients_with_the_clients_own_effects() -> No
     client = model.enrol({"s0": PARTS["s0"], "told": TOLD}, kernel=False)["told"]
     phi, z = np.array([0.2, -0.1, 0.03, 0.3, -0.2, -0.1, 0.4, 0.2]), np.array([0.7, -0.3])
     values = {name: value[0] for name, value in client.constrain_shared(phi[None]).items()}
-    packed = values["site_covariance"]
-    root = np.array([[packed[0], 0.0], [packed[1], packed[2]]])
-    own = root @ z
+    sd, r = values["site_sd"], values["site_corr"][0]
+    own = sd * np.array([z[0], r * z[0] + np.sqrt(1 - r**2) * z[1]])
     assert_allclose([v[0] for v in client.constrain(phi[None], z[None])["site_effects"].T], own)
     mean = [values["arm"][0] + own[1], values["Intercept"] + own[0], values["dose"][1]]
     expected = stats.multivariate_normal.logpdf(TOLD.estimate, mean, COVARIANCE) + stats.norm.logpdf(z).sum()

@@ -371,9 +371,9 @@ def test_a_prior_of_ones_own() -> None:
 def test_a_far_origin_of_a_column_changes_nothing_but_the_intercept() -> None:
     model = fedppl.formula("died ~ age + (1 | site)", family="bernoulli")
     here, far = fit(model).summary(), fit(model, FRAME.assign(age=FRAME["age"] + 2000.0)).summary()
-    assert_allclose(
-        far.loc[["age", "site_sd"], ["mean", "sd"]], here.loc[["age", "site_sd"], ["mean", "sd"]], rtol=0.02
-    )
+    for name in ("age", "site_sd"):  # each is known within 0.05 sds
+        assert abs(far.loc[name, "mean"] - here.loc[name, "mean"]) < 0.07 * here.loc[name, "sd"]
+        assert far.loc[name, "sd"] == pytest.approx(here.loc[name, "sd"], rel=0.07)
 
 
 # --- results ----------------------------------------------------------------------------------------------------

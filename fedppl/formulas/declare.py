@@ -74,12 +74,15 @@ class Formula:
         """Names of the variables that all clients share."""
         if self.design is not None:
             spec = self.spec
-            spreads = [predictor.spread_of(spec, number) for number in range(len(self.terms.groups))]
+            spreads = [name for n in range(len(self.terms.groups)) for name in predictor.spreads_of(spec, n)]
             beside = self.family.parameters(spec.scales)
         else:  # an outcome with predictors for its levels has two of them or more
             spreads = [
-                predictor.spread(one, len(one.expressions) + self.family.several, correlated=self.correlated)
+                name
                 for one in self.terms.groups
+                for name in predictor.spreads(
+                    one, len(one.expressions) + self.family.several, correlated=self.correlated
+                )
             ]
             beside = self.family.parameters(Scales(0.0, 1.0, ("a", "b", "c"), self.cuts))
         first = ["Intercept"] if predictor.has_intercept(self.terms, self.family) else []
@@ -168,11 +171,10 @@ class Formula:
     @property
     def positive(self) -> dict[str, Prior]:
         """Default priors of the variables that are sds or other parameters, by name."""
-        spreads = {
-            predictor.spread(one, count, correlated=True): Prior("HalfNormal", sigma=1.0)
-            for one in self.terms.groups
-            for count in (1, 2)
-        }
+        spreads: dict[str, Prior] = {}
+        for one in self.terms.groups:
+            sd, partial = predictor.spreads(one, 2, correlated=True)
+            spreads |= {sd: Prior("HalfNormal", sigma=1.0), partial: Prior("Beta", alpha=2.0, beta=2.0)}
         return {**spreads, **self.family.parameters(Scales(0.0, 1.0, ("a", "b", "c"), self.cuts))}
 
     @property

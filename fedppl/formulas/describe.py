@@ -42,13 +42,15 @@ def after(spec: Spec, shared: Sequence[str]) -> pd.DataFrame:
 
 def _told(spec: Spec, name: str) -> tuple[str, Any, Any]:
     """Prior, entries and reference."""
-    groups = {predictor.spread_of(spec, number): number for number in range(len(spec.terms.groups))}
+    groups = {name: n for n in range(len(spec.terms.groups)) for name in predictor.spreads_of(spec, n)}
     beside = spec.family.parameters(spec.scales)
     if name in groups:
-        text = repr(predictor.sds(spec, groups[name]))
-        if name.endswith("_covariance"):
-            text = f"sds {text}, correlations LKJ(eta={predictor.CORRELATION:g})"
-        return text, predictor.effect_labels(spec, groups[name]), None
+        number = groups[name]
+        if name == predictor.spreads_of(spec, number)[0]:
+            return repr(predictor.sds(spec, number)), predictor.effect_labels(spec, number), None
+        text = repr(predictor.partials(spec, number))
+        text = text if name in spec.priors else f"{text}: correlations are LKJ(eta={predictor.CORRELATION:g})"
+        return text, tuple(predictor.coords(spec)[f"{predictor.tag(spec.terms.groups[number])}_pair"]), None
     if name in beside:
         where = predictor.at_means(spec) if name == "threshold" and name not in spec.priors else ""
         return _shown(spec.priors.get(name, beside[name])) + where, _beside(spec, name) or None, None
@@ -84,7 +86,7 @@ def _meaning(terms: Terms, family: Family, name: str) -> str:
     return f"{_SPREADS[name.rpartition('_')[2]]} of effects by {':'.join(factor)}"
 
 
-_SPREADS = {"sd": "sd", "covariance": "sds and correlations"}
+_SPREADS = {"sd": "sd", "partial": "(1 + r) / 2 of partial correlations r"}
 
 
 def _predicted(family: Family) -> str:

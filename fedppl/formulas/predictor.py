@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,9 +52,9 @@ def tag(group: Group) -> str:
     return "_".join(group.factor)
 
 
-def spread(group: Group, count: int, *, correlated: bool) -> str:
-    """Name of the shared variable of a group's sds, and of their correlation where it has one."""
-    return f"{tag(group)}_{'covariance' if correlated and count > 1 else 'sd'}"
+def spreads(group: Group, count: int, *, correlated: bool) -> tuple[str, ...]:
+    """Names of the shared variables of a group's sds, and of their correlations where it has some."""
+    return (f"{tag(group)}_sd", *([f"{tag(group)}_partial"] if correlated and count > 1 else []))
 
 
 def effect_labels(spec: Spec, number: int) -> tuple[str, ...]:
@@ -91,12 +91,24 @@ def sds(spec: Spec, number: int) -> Prior:
     """Prior of the sds of a group's effects."""
     sizes = spec.family.unit(spec.scales) / np.repeat(spec.design.group_scale[number], max(len(spec.levels), 1))
     default = Prior("HalfNormal", sigma=sizes if len(sizes) > 1 else float(sizes[0]))
-    return spec.priors.get(spread_of(spec, number), default)
+    return spec.priors.get(spreads_of(spec, number)[0], default)
 
 
-def spread_of(spec: Spec, number: int) -> str:
-    """`spread` of a group."""
-    return spread(spec.terms.groups[number], len(effect_labels(spec, number)), correlated=spec.correlated)
+def partials(spec: Spec, number: int) -> Prior:
+    """Prior of (1 + r) / 2 of a group's partial correlations r, with which correlations are LKJ(η).
+
+    The correlation of effects i and j given effects 0 to j - 1 is r; (1 + r) / 2 has Beta(a, a) with
+    a = η + (d - 2 - j) / 2.
+    """
+    count = len(effect_labels(spec, number))
+    a = CORRELATION + (count - 2 - np.tril_indices(count, -1)[1]) / 2
+    shape = float(a[0]) if len(a) == 1 else a
+    return spec.priors.get(spreads_of(spec, number)[1], Prior("Beta", alpha=shape, beta=shape))
+
+
+def spreads_of(spec: Spec, number: int) -> tuple[str, ...]:
+    """`spreads` of a group."""
+    return spreads(spec.terms.groups[number], len(effect_labels(spec, number)), correlated=spec.correlated)
 
 
 def coords(spec: Spec) -> dict[str, list[str]]:
@@ -106,7 +118,7 @@ def coords(spec: Spec) -> dict[str, list[str]]:
     for number, group in enumerate(spec.terms.groups):
         labels = effect_labels(spec, number)
         found[f"{tag(group)}_effect"] = list(labels)
-        if spread_of(spec, number).endswith("_covariance"):
+        if len(spreads_of(spec, number)) > 1:
             pairs = zip(*np.tril_indices(len(labels), -1), strict=True)
             found[f"{tag(group)}_pair"] = [f"{labels[j]}, {labels[i]}" for i, j in pairs]
     return found
@@ -165,20 +177,36 @@ def _rotated(root: Any, z: Any) -> Any:
     return z @ root.T
 
 
+def _correlation_root(partial: Any, count: int) -> Any:
+    """The lower triangular root of a correlation matrix from (1 + r) / 2 of its partial correlations.
+
+    Of numbers one by one: arrays of constants in a graph may be a client's data, and what hangs on them is not shared.
+    """
+    rows, at = [], 0
+    for i in range(count):
+        row, left = [], pt.as_tensor_variable(1.0)  # sd of effect i given those before j
+        for _ in range(i):
+            row.append((2 * partial[at] - 1) * left)
+            left = left * 2 * pt.sqrt(partial[at] * (1 - partial[at]))
+            at += 1
+        rows.append(pt.stack([*row, left, *([0.0] * (count - 1 - i))]))
+    return pt.stack(rows)
+
+
 def _effects(spec: Spec, number: int, held: Mapping[str, Any]) -> Any:
     """What varies by a factor: local, with shared sds and correlation."""
     group, labels = spec.terms.groups[number], effect_labels(spec, number)
-    name, start, prior = spread_of(spec, number), tag(group), sds(spec, number)
-    if name.endswith("_covariance"):
-        root, correlation, sd = pm.LKJCholeskyCov(
-            name, eta=CORRELATION, n=len(labels), sd_dist=prior.distribution(shape=len(labels)), store_in_trace=False
-        )
-        scaled = functools.partial(_rotated, root)
-        pm.Deterministic(f"{start}_sd", sd, dims=f"{start}_effect")
-        pm.Deterministic(f"{start}_corr", correlation[np.tril_indices(len(labels), -1)], dims=f"{start}_pair")
-    else:
-        dims = {"dims": f"{start}_effect"} if len(labels) > 1 else {}
-        scaled = functools.partial(operator.mul, pt.atleast_1d(prior.declared(name, **dims)))
+    names, start = spreads_of(spec, number), tag(group)
+    dims = {"dims": f"{start}_effect"} if len(labels) > 1 else {}
+    sd = pt.atleast_1d(sds(spec, number).declared(names[0], **dims))
+    scaled: Callable[[Any], Any] = functools.partial(operator.mul, sd)
+    if len(names) > 1:
+        partial = partials(spec, number).declared(names[1], dims=f"{start}_pair")
+        root = _correlation_root(partial, len(labels))
+        pairs = zip(*np.tril_indices(len(labels), -1), strict=True)
+        correlations = pt.stack([(root[i] * root[j]).sum() for i, j in pairs])
+        pm.Deterministic(f"{start}_corr", correlations, dims=f"{start}_pair")
+        scaled = functools.partial(_rotated, sd[:, None] * root)
     columns, width = held[f"effects_{number}"], len(spec.design.group_labels[number])
     if len(group.factor) == 1:
         z = pm.Normal(f"{start}_z", 0.0, 1.0, shape=len(labels))

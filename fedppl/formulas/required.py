@@ -10,7 +10,7 @@ import numpy as np
 from fedppl.formulas import families
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.family import Family
-from fedppl.formulas.predictor import tag
+from fedppl.formulas.predictor import spreads, tag
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Terms
 from fedppl.settings import shown
@@ -65,7 +65,10 @@ def require_names(built: Formula) -> None:
             raise DeclarationError(
                 f'priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass one: fedppl.Prior("Normal", mu=0, sigma=1).'
             )
-    if unknown := sorted(set(built.priors) - set(built.shared)):
+    # One column may be several effects, once its levels are known.
+    several = [one for one in built.terms.groups if built.correlated and set(one.expressions) - {"1"}]
+    later = {name for one in several for name in spreads(one, 2, correlated=True)}
+    if unknown := sorted(set(built.priors) - set(built.shared) - later):
         raise DeclarationError(f"priors of {unknown}: the shared variables are {list(built.shared)}; name some.")
     if unknown := sorted(set(built.levels) - set(built.columns)):
         raise DeclarationError(f"levels of {unknown}: the formula's columns are {list(built.columns)}; name some.")
