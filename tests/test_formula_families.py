@@ -326,6 +326,6 @@ def test_correlations_from_partial_ones_are_lkj(count: int, rng: np.random.Gener
         log_beta = stats.beta(a, a).logpdf(partial).sum()
         constants.append(np.linalg.slogdet(R)[1] - (log_beta - np.linalg.slogdet(slopes)[1]))
     assert_allclose(constants, constants[0], atol=1e-9)
-    right = {2: "1 + age", 3: "0 + arm + age", 4: "0 + arm * age"}[count]
+    right = {2: "1 + age", 3: "0 + arm + age", 4: "1 + arm + age + time"}[count]
     spec = agreed(f"y ~ age + ({right} | site)", "gaussian").builder.spec
     assert_allclose(predictor.partials(spec, 0).parameters["alpha"], a if count > 2 else a[0])
