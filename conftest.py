@@ -27,6 +27,11 @@ if importlib.util.find_spec("flwr") is None:
     collect_ignore += ["fedppl/flower", "tests/support/fake_grid.py", "tests/support/hostile.py"]
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Say which worker's test it is: xdist reads that before it lets others modify what was collected."""
+    item.add_marker(pytest.mark.xdist_group(markers.worker_of(item.path)))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test by what its file imports."""
     for item in items:

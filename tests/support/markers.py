@@ -17,6 +17,8 @@ BRINGS = {
     "torch": ("torch", "fedppl.nn", "models.fedsi", "models.pfedvem"),
     "examples": ("examples", "benchmarks"),
 }
+# Compiling functions of curves takes a minute: files that do so wait for each other in one worker.
+TOGETHER = ("test_conformance", "test_runs", "test_curves", "test_lmc_", "test_models_fedlmc_ss", "coregional/")
 IN_DOCSTRINGS = {"compiled": ("fedppl.fit(", "normal_means(", "pm.Model(", "grid_search(", ".enrol(", "fedppl.rounds(")}
 
 
@@ -26,6 +28,12 @@ def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
     missing = [one for one in quick if one not in cases]
     assert not missing, missing
     return [one if one in quick else pytest.param(one, marks=pytest.mark.slow) for one in cases]
+
+
+def worker_of(path: Path) -> str:
+    """Files with the same name here are run by one worker, in which the second finds what the first compiled."""
+    name = path.relative_to(ROOT).as_posix()
+    return "curves" if any(part in name for part in TOGETHER) else name
 
 
 def of_file(path: Path) -> set[str]:
