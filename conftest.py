@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,14 @@ if importlib.util.find_spec("flwr") is None:
     collect_ignore += ["fedppl/flower", "tests/support/fake_grid.py", "tests/support/hostile.py"]
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Say which worker's test it is: xdist reads that before it lets others modify what was collected."""
-    item.add_marker(pytest.mark.xdist_group(markers.worker_of(item.path)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a file's tests to one worker, and files that compile the same to the same one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    found = LoadFileScheduling(config, log)
+    found._split_scope = lambda nodeid: markers.worker_of(nodeid.partition("::")[0])  # type: ignore[method-assign]
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

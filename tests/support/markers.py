@@ -30,9 +30,8 @@ def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
     return [one if one in quick else pytest.param(one, marks=pytest.mark.slow) for one in cases]
 
 
-def worker_of(path: Path) -> str:
+def worker_of(name: str) -> str:
     """Files with the same name here are run by one worker, in which the second finds what the first compiled."""
-    name = path.relative_to(ROOT).as_posix()
     return "curves" if any(part in name for part in TOGETHER) else name
 
 
