@@ -326,6 +326,7 @@ def heavy(y: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_integrals_are_judged_where_q_has_arrived() -> None:
     """Against the sum over clients of a quadrature that is dense and wide, at a grid of what is shared."""
     rng = np.random.default_rng(9)

@@ -1085,8 +1085,8 @@ def test_shared_only_models_have_no_local_part() -> None:
 
 
 def test_kinks_are_seen_and_smooth_models_are_not_accused() -> None:
-    for name, problem in problems.ALL.items():
-        model, clients = problem()
+    for name in sorted({*problems.ALL} - {"transforms"}):  # that takes a quarter of a minute to compile
+        model, clients = problems.ALL[name]()
         client = next(iter(model.enrol(clients, kernel=False).values()))
         assert client.has_kink == (name == "lasso"), name
 
