@@ -26,13 +26,15 @@ from fedppl.local._no_mode import no_mode
 from fedppl.local._other_modes import require_one_mode
 from fedppl.numerics.importance import enough_points, quadratic_map, whitened_points
 from fedppl.numerics.integral import by_far_grid, by_grid, by_trapezoids
-from fedppl.numerics.stacked import densities_of_many, factors_of_many, moments_of_many
+from fedppl.numerics.stacked import densities_of_many, factors_of_many
+from fedppl.numerics.stacked_moments import moments_of_many
 from fedppl.types import Array, LocalFailure
 
 _AT_ONCE = 1024  # clients of a part: whoever computes it, sums are over the same ones in the same order
 _LOOKED_AT = 24  # clients whose θ is searched for other modes
 _SAMPLES = {1: 1024, 2: 128, 3: 32}  # clients by whom ways are held against the last, by its coordinates
 BIASED = 0.02  # posterior sds that errors of clients' integrals may move a mean or a log sd by
+_FEW = 9  # nodes that may do for a client's own moments, where they tell the same as many
 _FEWER = (5,)  # where each has to be paid for with a curvature of all others
 _GRIDS = {1: (9, 15, 25, 41), 2: (9, 13, 19), 3: (7, 9, 13)}  # nodes of each coordinate, by the number of coordinates
 
@@ -163,10 +165,12 @@ def moments(
     common = many.like.kernel, tell, np.ascontiguousarray(points), np.ascontiguousarray(center)
     places = np.arange(len(many), dtype=np.int64)
     rule = _for_moments(many.some(range(min(_LOOKED_AT, len(many)))), nodes)
+    few = by_grid(1, _FEW) if len(rule.which) == 1 and len(rule.nodes) > _FEW else None
+    fewer = (rule.nodes[:0], rule.log_weights[:0]) if few is None else (few.nodes, few.log_weights)
 
     def part(own: slice) -> None:
         stacked = many.starts, tuple(many.packs), places[own]
-        moments_of_many(*common, *stacked, *rule, means[own], sds[own])
+        moments_of_many(*common, *stacked, *fewer, *rule, means[own], sds[own])
 
     in_parts(part, len(many), workers)
     return means, sds

@@ -15,7 +15,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from fedppl.numerics.integral import node_terms, place_node
+from fedppl.numerics.integral import node_terms
 from fedppl.numerics.marginal import _marginal_near, _origin, _third
 from fedppl.numerics.newton import (
     INTEGERS,
@@ -235,84 +235,3 @@ def factors_of_many(
             for s in range(count):
                 total += project[i, s] * values[s]
             fitted[row, i] = total
-
-
-@entry(KERNEL, KERNEL, MATRIX, VECTOR, MATRIX, PACKS, INTEGERS, MATRIX, VECTOR, INTEGERS, MATRIX, MATRIX)
-def moments_of_many(
-    kernel: Any,
-    tell: Any,
-    draws: Any,
-    phi: Any,
-    starts: Any,
-    packs: Any,
-    places: Any,
-    nodes: Any,
-    log_weights: Any,
-    which: Any,
-    means: Any,
-    sds: Any,
-) -> None:
-    """Means and sds of what `tell` makes of (φ, θ), into rows of both (C, r): over draws of φ (S, m), and θ given φ.
-
-    By way of an expansion at φ, with nodes as in `factors_of_many`; the rest of θ, which is Gaussian given `which`, is
-    at two points of each axis. NaN where θ has no mode.
-    """
-    count, m = draws.shape
-    d = starts.shape[1]
-    x, A, factor, mode = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d)), np.zeros(d)
-    third, terms = np.zeros(m + d), np.zeros(len(nodes))
-    one, two = np.zeros(means.shape[1]), np.zeros(means.shape[1])
-    r, count_nodes = d - len(which), len(nodes)
-    middles, roots = np.zeros((count_nodes, d)), np.zeros((count_nodes, r, r))
-    rest, away = _others(which, d), np.zeros(r)
-    for row in range(len(places)):
-        data = _own(packs, places[row])
-        status, origin, output, slope, center, _, scale = _origin(kernel, phi, starts[places[row]], data)
-        one[:], two[:] = 0.0, 0.0
-        middle = tell(origin, *data)  # about which squares lose no digits
-        if status == OK:
-            _third(kernel, origin, m, output, center, data, third)
-        for s in range(count):
-            assign(x, 0, draws[s])
-            there = status
-            if there == OK:
-                there, _ = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
-            if there != OK:
-                one[:] = np.nan
-                break
-            assign(mode, 0, x[m:])
-            if r == 0:
-                node_terms(kernel, x, m, mode, factor, data, nodes, log_weights, terms)
-            elif not _given_terms(kernel, x, m, mode, factor, data, nodes, log_weights, which, terms, middles, roots):
-                one[:] = np.nan
-                break
-            total = _log_sum(terms)
-            if not np.isfinite(total):
-                one[:] = np.nan
-                break
-            for node in range(count_nodes):
-                share = np.exp(terms[node] - total) / count
-                if not share > 0.0:
-                    continue
-                if r == 0:
-                    place_node(x, m, mode, factor, nodes, node)
-                    apart = tell(x, *data) - middle
-                    one += share * apart
-                    two += share * apart**2
-                    continue
-                for axis in range(r):  # ± √r L⁻ᵀ e: these have the mean and the covariance of the rest
-                    for i in range(r - 1, -1, -1):
-                        total_i = np.sqrt(r) if i == axis else 0.0
-                        for j in range(i + 1, r):
-                            total_i -= roots[node, j, i] * away[j]
-                        away[i] = total_i / roots[node, i, i]
-                    for sign in (1.0, -1.0):
-                        assign(x, m, middles[node])
-                        for i in range(r):
-                            x[m + rest[i]] += sign * away[i]
-                        apart = tell(x, *data) - middle
-                        one += share / (2.0 * r) * apart
-                        two += share / (2.0 * r) * apart**2
-        for i in range(len(one)):
-            means[row, i] = middle[i] + one[i]
-            sds[row, i] = np.sqrt(max(two[i] - one[i] ** 2, 0.0)) if np.isfinite(one[i]) else np.nan

@@ -13,14 +13,13 @@ from fedppl.contracts import Posterior
 from fedppl.gaussian import Gaussian
 from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.model.stack import ClientsOf
-from fedppl.numerics.importance import resample, whitened_points
+from fedppl.numerics.importance import resample
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import stream
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.settings import chosen as among
 from fedppl.types import Array, DeclarationError
 
-_POINTS = 4  # times as many points of q as it has coordinates, with its moments
 _SHOWS, _DRAWN = 0.01, 256  # sds that q's moments may be off, beyond which so many points are drawn
 
 
@@ -88,8 +87,9 @@ def _at_once(fit: Ended, clients: ClientsOf) -> dict[str, tuple[Array, Array]]:
     if found is not None and _differs(q, found):
         chosen = resample(found.weights, _DRAWN, stream((fit.seed, 3)))
         return clients.moments(found.points[chosen], mean)
-    z = whitened_points(len(mean), _POINTS * (len(mean) + 1), 0)
-    return clients.moments(mean + z @ root.T, mean)
+    # On both sides of each axis: they have q's mean, variances and third moments.
+    axes = np.sqrt(len(mean)) * np.eye(len(mean))
+    return clients.moments(mean + np.concatenate([axes, -axes]) @ root.T, mean)
 
 
 def _differs(q: Gaussian, found: Reweighted) -> bool:
