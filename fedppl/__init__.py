@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fedppl.algorithms.averaging.scaffold import SCAFFOLD
     from fedppl.algorithms.averaging.separate_sgd import SeparateSGD
     from fedppl.algorithms.ep.private import PrivateEP
+    from fedppl.algorithms.ep.warm_up import warm_up
     from fedppl.algorithms.hierarchical.confidence import Confidence
     from fedppl.algorithms.hierarchical.hm1 import HM1
     from fedppl.algorithms.hierarchical.hm1_gradient import HM1Gradient
@@ -121,6 +122,7 @@ __all__ = [
     "rounds",
     "summaries",
     "validation_loss",
+    "warm_up",
     "without",
 ]
 
@@ -168,6 +170,7 @@ _LATER = {
     "marginal_effects": "fedppl.formulas.marginal",
     "plot_calibration": "fedppl.run.calibration",
     "validation_loss": "fedppl.search.loss",
+    "warm_up": "fedppl.algorithms.ep.warm_up",
     "without": "fedppl.run.withdrawal",
 }
 

@@ -308,6 +308,45 @@ def test_priors_of_effects_are_known_before_their_number_is() -> None:
         fedppl.formula("y ~ age + (1 | site)", priors=own)
 
 
+@pytest.mark.parametrize(
+    ("right", "name", "prior", "told"),
+    [
+        ("1 + age", "site_sd", Prior("HalfNormal", sigma=[1, 2, 3]), r"3 values of 'sigma'.*2 entries"),
+        ("0 + arm", "site_sd", Prior("HalfNormal", sigma=[1, 2, 3]), r"3 values of 'sigma'.*2 entries"),
+        ("1 + age", "site_partial", Prior("Beta", alpha=[2, 2], beta=2), r"2 values of 'alpha'.*1 entries"),
+        ("1 + age", "age", Prior("Normal", mu=0, sigma=np.ones((3, 3))), r"shape \(3, 3\).*a list of 1"),
+        ("1 + age", "site_partial", Prior("HalfNormal", sigma=1), "beyond 0 and 1.*Beta"),
+        ("1 + age", "site_partial", Prior("Normal", mu=0, sigma=1), "beyond 0 and 1.*Beta"),
+        ("1 + age", "site_partial", Prior("Uniform", lower=0, upper=2), "beyond 0 and 1.*Beta"),
+    ],
+)
+def test_priors_that_effects_cannot_have_are_refused_before_the_fit(
+    right: str, name: str, prior: Any, told: str
+) -> None:
+    with pytest.raises(DeclarationError, match=told):
+        fedppl.agree(fedppl.formula(f"y ~ age + ({right} | site)", priors={name: prior}), FRAME, by="site")
+
+
+def test_shares_between_bounds_are_priors_of_partial_correlations() -> None:
+    own = {"site_partial": Prior("Uniform", lower=0.2, upper=0.9)}
+    assert "site_partial" in fedppl.formula("y ~ age + (1 + age | site)", priors=own).shared
+    with pytest.raises(DeclarationError, match="site_partial"):
+        Prior("LKJCorr", n=2, eta=2)
+
+
+@pytest.mark.parametrize("taken", ["site_corr", "site_z", "site_effects", "site_partial"])
+def test_columns_that_are_called_like_variables_are_to_be_renamed(taken: str) -> None:
+    for text in (f"y ~ {taken} + (1 + age | site)", f"{taken} ~ age + (1 + age | site)"):
+        with pytest.raises(DeclarationError, match="rename these columns"):
+            fedppl.formula(text)
+
+
+def test_columns_beyond_what_sums_tell_are_refused_with_the_remedy() -> None:
+    for change, told in (({"age": FRAME["age"] * 1e200}, "another unit"), ({"age": FRAME["age"] + 1e12}, "subtract")):
+        with pytest.raises(DataError, match=told):
+            fedppl.agree(fedppl.formula("y ~ age + (1 | site)"), FRAME.assign(**change), by="site")
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_correlations_from_partial_ones_are_lkj(count: int, rng: np.random.Generator) -> None:
     """det(R)^(η − 1), once the change of variables is counted."""

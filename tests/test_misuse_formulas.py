@@ -125,14 +125,14 @@ ROWS: dict[str, Mistake] = {
     "a scale below zero": row(lambda: Prior("Normal", mu=0, sigma=-1), "sigma=-1", "positive"),
     "a scale of NaN": row(lambda: Prior("Normal", sigma=np.nan), "sigma=nan", "give one"),
     "a text for a mean": row(lambda: Prior("Normal", mu="0"), "mu='0'", "numbers"),
-    "LKJ": row(lambda: Prior("LKJCholeskyCov", eta=2), "LKJCholeskyCov", "prior of their sds"),
+    "LKJ": row(lambda: Prior("LKJCholeskyCov", eta=2), "LKJCholeskyCov", "site_sd", "site_partial"),
     "a discrete prior": row(prior("x", Prior("Poisson", mu=1)), "priors['x']", "continuous"),
     "a normal sd": row(prior("sigma", Prior("Normal", sigma=1)), "priors['sigma']", "HalfNormal"),
     "a uniform sd below zero": row(
         prior("site_sd", Prior("Uniform", lower=-1, upper=1), "y ~ (1 | site)"), "priors['site_sd']", "HalfNormal"
     ),
     "an observed prior": row(prior("x", Prior("Normal", observed=3)), "['observed']", "leave them out"),
-    "as many means as levels": row(prior("dose", Prior("Normal", mu=[0, 0, 0])), "3 values of 'mu'", "2 coefficients"),
+    "as many means as levels": row(prior("dose", Prior("Normal", mu=[0, 0, 0])), "3 values of 'mu'", "2 entries"),
     # --- columns of the data
     "a column of another case": row(of("y ~ X"), "['X']", "'X' may be 'x'", "Rename"),
     "a response that is not there": row(of("yy ~ x"), "['yy']", "Rename"),

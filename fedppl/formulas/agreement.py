@@ -13,6 +13,7 @@ import pandas as pd
 
 from fedppl.types import Array, DataError
 
+_LARGEST = 1e150  # of a mean square, whose own square is a number still
 OTHER = "other"
 _FEW_VALUES = 6
 
@@ -81,13 +82,14 @@ def _sums(reals: Array, min_count: float) -> Told:
     rare = 1 < len(counts) <= _FEW_VALUES and bool(np.any(counts < min_count))
     if 0 < others < min_count or rare:
         return Told(rows, 0.0, 0.0, {}, True)
-    if min_count <= 1:
-        return Told(rows, float(reals.sum()), float(np.sum(reals**2)), {}, False)
-    mean, sd = (float(reals.mean()), float(reals.std())) if others else (float(reals[0]), 0.0)
-    if sd > 0:
-        step = 10.0 ** (np.floor(np.log10(sd)) - 1)
-        mean, sd = round(mean / step) * step, round(sd / step) * step
-    return Told(rows, rows * mean, rows * (sd**2 + mean**2), {}, False)
+    with np.errstate(over="ignore", invalid="ignore"):  # who puts them together refuses what is no number
+        if min_count <= 1:
+            return Told(rows, float(reals.sum()), float(np.sum(reals**2)), {}, False)
+        mean, sd = (reals.mean(), reals.std()) if others else (reals[0], np.float64(0.0))
+        if 0 < sd < np.inf:
+            step = 10.0 ** (np.floor(np.log10(sd)) - 1)
+            mean, sd = np.round(mean / step) * step, np.round(sd / step) * step
+        return Told(rows, float(rows * mean), float(rows * (sd**2 + mean**2)), {}, False)
 
 
 def raised(told: Told, min_count: float) -> Told:
@@ -224,13 +226,20 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bo
         )
     rows = sum(one.rows for one in telling)
     mean = sum(one.total for one in telling) / rows
-    variance = max(sum(one.squares for one in telling) / rows - mean**2, 0.0)
+    square = sum(one.squares for one in telling) / rows
+    if not square < _LARGEST or 0 < square < 1 / _LARGEST:
+        raise DataError(
+            f"column {name!r} has a mean square of {square:.3g}, which leaves no digits for products; give it in "
+            "another unit."
+        )
+    variance = max(square - mean**2, 0.0)
     if not variance > 1e-12 * mean**2:
         if not needed or not varies:
             return Column((), (), float(mean), 1.0)
         raise DataError(
-            f"column {name!r} is {mean:.6g} in all rows of all clients; leave it out of the formula, which has an "
-            "intercept. As a response it leaves nothing to be explained."
+            f"column {name!r} is {mean:.6g} in all rows of all clients, as far as their sums and sums of squares tell; "
+            "where it varies about that, subtract the same constant everywhere. Else leave it out of the formula, "
+            "which has an intercept; as a response it leaves nothing to be explained."
         )
     return Column((), (), float(mean), float(np.sqrt(variance)))
 

@@ -46,6 +46,11 @@ def prior(name: str, given: Prior, default: Prior | None) -> None:
     extra = sorted({"observed", "dims", "shape", "size", "total_size"} & set(given.parameters))
     if extra:
         raise DeclarationError(f"priors[{name!r}] has {extra}, which the formula itself knows; leave them out.")
+    if default is not None and default.name == "Beta" and not given.is_of_shares:
+        raise DeclarationError(
+            f"priors[{name!r}]={given!r} has values beyond 0 and 1, and {name!r} is (1 + r) / 2 of correlations r; "
+            'choose one such as fedppl.Prior("Beta", alpha=2, beta=2).'
+        )
     if default is not None and not default.has_negative and given.has_negative:
         raise DeclarationError(
             f"priors[{name!r}]={given!r} has negative values, and {name!r} is positive; choose one such as "
@@ -53,13 +58,20 @@ def prior(name: str, given: Prior, default: Prior | None) -> None:
         )
 
 
-def lengths(name: str, given: Prior, labels: Sequence[str]) -> None:
+def lengths(name: str, given: Prior, labels: Sequence[str], *, flat: bool) -> None:
     """Refuse parameters of a prior that are for another number of coefficients."""
     for parameter, value in given.parameters.items():
-        if isinstance(value, np.ndarray | list | tuple) and np.ndim(value) == 1 and len(value) not in (1, len(labels)):
+        if not isinstance(value, np.ndarray | list | tuple):
+            continue
+        if np.ndim(value) > 1 and flat:
+            raise DeclarationError(
+                f"priors[{name!r}] has {parameter!r} of shape {np.shape(value)}; give one value, or a list of "
+                f"{len(labels)}, for {list(labels)[:8]}."
+            )
+        if np.ndim(value) == 1 and len(value) not in (1, len(labels)):
             raise DeclarationError(
                 f"priors[{name!r}] has {len(value)} values of {parameter!r}, and {name!r} has {len(labels)} "
-                f"coefficients: {list(labels)[:8]}; give one value, or as many."
+                f"entries: {list(labels)[:8]}; give one value, or as many."
             )
 
 

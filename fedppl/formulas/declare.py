@@ -117,9 +117,12 @@ class Formula:
                 f"priors of {unknown}: with the levels that clients agreed on, the shared variables are "
                 f"{list(found.shared)}."
             )
+        spreads = predictor.spread_labels(found.spec)
+        labels = {**design.labels, **spreads}
         for name in self.priors:
-            if name in design.labels:
-                checks.lengths(name, self.priors[name], design.labels[name])
+            if name in labels:
+                flat = name in spreads or not self.family.several
+                checks.lengths(name, self.priors[name], labels[name], flat=flat)
         return found
 
     def describe(self) -> pd.DataFrame:

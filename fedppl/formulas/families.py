@@ -59,11 +59,13 @@ def _beta(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Dra
 
 def _ordinal(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
     cuts = parameters["threshold"]
-    below, above = -pt.softplus(eta[:, None] - cuts), -pt.softplus(cuts - eta[:, None])
+    beyond = eta[:, None] - cuts
+    below = -pt.softplus(beyond)  # log σ
+    above = below + beyond
     # log(σ(b) − σ(a)), of levels between two thresholds
     between = below[:, 1:] + above[:, :-1] + pt.log(-pt.expm1(cuts[:-1] - cuts[1:]))
     log_p = pt.concatenate([below[:, :1], between, above[:, -1:]], axis=1)
-    return Drawn(pm.Categorical, {"logit_p": log_p}, "(k)")
+    return Drawn(pm.Categorical, {"p": pt.exp(log_p)}, "(k)")
 
 
 def _categorical(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:

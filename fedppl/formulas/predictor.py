@@ -111,6 +111,15 @@ def spreads_of(spec: Spec, number: int) -> tuple[str, ...]:
     return spreads(spec.terms.groups[number], len(effect_labels(spec, number)), correlated=spec.correlated)
 
 
+def spread_labels(spec: Spec) -> dict[str, tuple[str, ...]]:
+    """What the entries of sds and partial correlations belong to, by their names."""
+    found: dict[str, tuple[str, ...]] = {}
+    for number, group in enumerate(spec.terms.groups):
+        names, pairs = spreads_of(spec, number), coords(spec).get(f"{tag(group)}_pair", [])
+        found |= dict(zip(names, (effect_labels(spec, number), tuple(pairs)), strict=False))
+    return found
+
+
 def coords(spec: Spec) -> dict[str, list[str]]:
     """Labels of all dims."""
     found = {f"{k}_dim": short(labels) for k, labels in spec.design.labels.items() if is_labelled(k, labels)}

@@ -48,10 +48,12 @@ class Prior:
 
     def __init__(self, name: str, *values: Any, **parameters: Any) -> None:
         found = getattr(pm, name, None) if isinstance(name, str) else None
-        if name == "LKJCholeskyCov":
+        if name in ("LKJCholeskyCov", "LKJCorr"):
             raise DeclarationError(
-                "Prior('LKJCholeskyCov'): effects have it by themselves; give the prior of their sds, such as "
-                'fedppl.Prior("HalfNormal", sigma=1).'
+                f"Prior({name!r}): correlations of effects are LKJ(2) by themselves, and sds have their own prior. "
+                'Give those of both by name: {"site_sd": fedppl.Prior("HalfNormal", sigma=1), "site_partial": '
+                'fedppl.Prior("Beta", alpha=2, beta=2)}, of (1 + r) / 2 of their partial correlations r. '
+                "Two effects are LKJ(eta) where alpha and beta are eta."
             )
         if not (isinstance(found, type) and issubclass(found, pm.Distribution)):
             raise DeclarationError(
@@ -87,6 +89,15 @@ class Prior:
             return False
         low = self.parameters.get("lower")
         return not (isinstance(low, int | float | np.number) and low >= 0)
+
+    @property
+    def is_of_shares(self) -> bool:
+        """Whether all its values are between 0 and 1, as far as its kind and its bounds tell."""
+        if issubclass(getattr(pm, self.name), UnitContinuous):
+            return True
+        low, high = (self.parameters.get(name, np.nan) for name in ("lower", "upper"))
+        known = isinstance(low, int | float | np.number) and isinstance(high, int | float | np.number)
+        return bool(known and 0 <= low and high <= 1)
 
     def declared(self, name: str, **more: Any) -> Any:
         """A variable of this prior in the model that is open."""

@@ -54,7 +54,8 @@ def require_names(built: Formula) -> None:
     response, right = built.terms.response.columns, {*built.terms.columns, *built.terms.common}
     if both := sorted(set(response) & right):
         raise DeclarationError(f"{both} stand on both sides of {built.text!r}; leave them out of one.")
-    names = [*built.shared, response[0], *(f"{tag(one)}_effects" for one in built.terms.groups)]
+    of_groups = [f"{tag(one)}_{what}" for one in built.terms.groups for what in ("effects", "z", "corr")]
+    names = [*built.shared, response[0], *of_groups]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DeclarationError(
             f"{twice} are names of columns of {built.text!r} and of variables of the model, {sorted(set(names))}; "
