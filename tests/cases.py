@@ -299,6 +299,7 @@ def exported() -> set[str]:
         module = getattr(fedppl, where) if where else fedppl
         for name in module.__all__:
             found_there = getattr(module, name)
-            if ".algorithms." in str(getattr(found_there, "__module__", "")) and not isinstance(found_there, type):
+            is_there = ".algorithms." in str(getattr(found_there, "__module__", ""))
+            if is_there and not isinstance(found_there, type) and found_there.__name__[0].isupper():
                 found.add(f"{where}.{name}" if where else name)
     return found

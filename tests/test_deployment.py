@@ -211,6 +211,7 @@ def _went_on_without_west(found: dict[str, Any], round_of_death: int) -> None:
     assert found["status"] == "converged"
 
 
+@pytest.mark.slow
 def test_a_killed_site_is_missed_and_comes_back(deployment: Deployment) -> None:
     """SIGKILL in mid-round: the others go on; restarted blank, it takes part again; the posterior is exact."""
     checkpoint = deployment.work / "means.ckpt"

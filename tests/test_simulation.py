@@ -82,6 +82,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_goes_on_in_a_new_flower_run(tmp_path: Path) -> None:
     script, path = tmp_path / "killed.py", tmp_path / "run.ckpt"
     script.write_text(_KILLED)
@@ -101,6 +102,7 @@ def test_a_server_that_was_killed_goes_on_in_a_new_flower_run(tmp_path: Path) ->
     assert_allclose(resumed.posterior.precision, free.posterior.precision, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_rounds_that_are_broken_off_end_the_simulation() -> None:
     model, clients = normal_means(2)
     steps = fedppl.rounds(model, clients, fedppl.EP(), engine=fedppl.Flower.simulation(workers=1), random_seed=1)
