@@ -328,8 +328,10 @@ def test_priors_that_effects_cannot_have_are_refused_before_the_fit(
 
 
 def test_shares_between_bounds_are_priors_of_partial_correlations() -> None:
-    own = {"site_partial": Prior("Uniform", lower=0.2, upper=0.9)}
-    assert "site_partial" in fedppl.formula("y ~ age + (1 + age | site)", priors=own).shared
+    for prior in (Prior("Uniform", lower=0.2, upper=0.9), Prior("Uniform"), Prior("Uniform", lower=[0.1], upper=[0.9])):
+        assert "site_partial" in fedppl.formula("y ~ age + (1 + age | site)", priors={"site_partial": prior}).shared
+    sds = Prior("Uniform", lower=[0, 0], upper=[1, 2])
+    assert "site_sd" in fedppl.formula("y ~ age + (1 + age | site)", priors={"site_sd": sds}).shared
     with pytest.raises(DeclarationError, match="site_partial"):
         Prior("LKJCorr", n=2, eta=2)
 
@@ -339,6 +341,10 @@ def test_columns_that_are_called_like_variables_are_to_be_renamed(taken: str) ->
     for text in (f"y ~ {taken} + (1 + age | site)", f"{taken} ~ age + (1 + age | site)"):
         with pytest.raises(DeclarationError, match="rename these columns"):
             fedppl.formula(text)
+    if taken in ("site_corr", "site_partial"):  # nothing has that name where there is one effect
+        assert taken in fedppl.formula(f"y ~ {taken} + (1 | site)").shared
+        with pytest.raises(DeclarationError, match="rename these columns"):
+            fedppl.formula(f"y ~ {taken} + (0 + arm | site)")
 
 
 def test_columns_beyond_what_sums_tell_are_refused_with_the_remedy() -> None:

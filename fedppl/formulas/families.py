@@ -60,7 +60,7 @@ def _beta(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Dra
 def _ordinal(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
     cuts = parameters["threshold"]
     beyond = eta[:, None] - cuts
-    below = -pt.softplus(beyond)  # log σ
+    below = -pt.softplus(beyond)  # log σ(cuts − η)
     above = below + beyond
     # log(σ(b) − σ(a)), of levels between two thresholds
     between = below[:, 1:] + above[:, :-1] + pt.log(-pt.expm1(cuts[:-1] - cuts[1:]))

@@ -87,17 +87,22 @@ class Prior:
         """Whether it has negative values, as far as its kind and a lower bound tell."""
         if self.name == "Pareto" or issubclass(getattr(pm, self.name), PositiveContinuous | UnitContinuous):
             return False
-        low = self.parameters.get("lower")
-        return not (isinstance(low, int | float | np.number) and low >= 0)
+        return not np.all(self._bound("lower") >= 0)
 
     @property
     def is_of_shares(self) -> bool:
         """Whether all its values are between 0 and 1, as far as its kind and its bounds tell."""
         if issubclass(getattr(pm, self.name), UnitContinuous):
             return True
-        low, high = (self.parameters.get(name, np.nan) for name in ("lower", "upper"))
-        known = isinstance(low, int | float | np.number) and isinstance(high, int | float | np.number)
-        return bool(known and 0 <= low and high <= 1)
+        low, high = self._bound("lower"), self._bound("upper")
+        return bool(np.all(low >= 0) and np.all(high <= 1))
+
+    def _bound(self, name: str) -> Any:
+        """A bound as given or as PyMC has it by default, NaN where it is no number."""
+        default = inspect.signature(getattr(pm, self.name).dist).parameters.get(name)
+        given = self.parameters.get(name, None if default is None else default.default)
+        found = np.asarray(given) if isinstance(given, int | float | list | tuple | np.ndarray | np.number) else np.nan
+        return found if np.asarray(found).dtype.kind in "biuf" else np.nan
 
     def declared(self, name: str, **more: Any) -> Any:
         """A variable of this prior in the model that is open."""

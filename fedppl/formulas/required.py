@@ -54,7 +54,13 @@ def require_names(built: Formula) -> None:
     response, right = built.terms.response.columns, {*built.terms.columns, *built.terms.common}
     if both := sorted(set(response) & right):
         raise DeclarationError(f"{both} stand on both sides of {built.text!r}; leave them out of one.")
-    of_groups = [f"{tag(one)}_{what}" for one in built.terms.groups for what in ("effects", "z", "corr")]
+    of_groups = [f"{tag(one)}_{what}" for one in built.terms.groups for what in ("effects", "z")]
+    # One column may be several effects, once its levels are known.
+    several = [one for one in built.terms.groups if built.correlated and set(one.expressions) - {"1"}]
+    later = {name for one in several for name in spreads(one, 2, correlated=True)}
+    of_groups += [f"{tag(one)}_corr" for one in several]
+    alone = [one for one in several if len(one.expressions) + built.family.several == 1]  # as far as is known
+    of_groups += [f"{tag(one)}_partial" for one in alone]
     names = [*built.shared, response[0], *of_groups]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DeclarationError(
@@ -66,9 +72,6 @@ def require_names(built: Formula) -> None:
             raise DeclarationError(
                 f'priors[{name!r}]={shown(prior)} is no fedppl.Prior; pass one: fedppl.Prior("Normal", mu=0, sigma=1).'
             )
-    # One column may be several effects, once its levels are known.
-    several = [one for one in built.terms.groups if built.correlated and set(one.expressions) - {"1"}]
-    later = {name for one in several for name in spreads(one, 2, correlated=True)}
     if unknown := sorted(set(built.priors) - set(built.shared) - later):
         raise DeclarationError(f"priors of {unknown}: the shared variables are {list(built.shared)}; name some.")
     if unknown := sorted(set(built.levels) - set(built.columns)):

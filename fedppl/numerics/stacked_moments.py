@@ -54,9 +54,10 @@ def _add_moments(
     if not np.isfinite(total):
         return False
     for node in range(count):
-        share = np.exp(terms[node] - total) * weight
+        share = np.exp(terms[node] - total)
         if not share > _NOTHING:
             continue
+        share *= weight
         if r == 0:
             place_node(x, m, mode, factor, nodes, node)
             apart = tell(x, *data)
@@ -86,9 +87,9 @@ def _alike(one: Any, two: Any, other: Any, other_two: Any) -> bool:
     """Whether two means and means of squares are those of the same distribution, to what shows."""
     for i in range(len(one)):
         variance = two[i] - one[i] ** 2
-        if abs(other[i] - one[i]) > _MEANS_SHOW * np.sqrt(max(variance, 0.0)):
+        if not abs(other[i] - one[i]) <= _MEANS_SHOW * np.sqrt(max(variance, 0.0)):  # nor where one is no number
             return False
-        if abs(other_two[i] - other[i] ** 2 - variance) > _VARIANCES_SHOW * variance:
+        if not abs(other_two[i] - other[i] ** 2 - variance) <= _VARIANCES_SHOW * variance:
             return False
     return True
 

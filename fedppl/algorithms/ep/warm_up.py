@@ -1,4 +1,4 @@
-"""Compile, ahead of the first fit, what all fits use."""
+"""Compile, ahead of the first fit, what fits by EP use."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _CLIENTS, _ROWS = 4, 6
 
 
 def warm_up() -> float:
-    """Compile what every fit needs, so that the first one on this machine does not wait for it.
+    """Compile what fits by EP need, so that the first one on this machine does not wait for it.
 
     Loops over clients, points and nodes are compiled once and kept in Numba's cache (``NUMBA_CACHE_DIR``), what
     PyTensor compiles in its own (``PYTENSOR_FLAGS=base_compiledir=...``). Run this when an image is built or a server
-    starts; a fit compiles its model's density alone then. Calls after the first take a few seconds.
+    starts; a fit compiles its model's density alone then, and the
+    loops over 1,000 clients or more where it has these. Calls after the first take a few seconds.
 
     Returns
     -------
