@@ -30,7 +30,9 @@ if importlib.util.find_spec("flwr") is None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give a file's tests to one worker, and files that compile the same to the same one."""
+    """With ``--dist=loadfile``, give files that compile the same to the same worker."""
+    if config.getvalue("dist") != "loadfile":
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     found = LoadFileScheduling(config, log)

@@ -37,8 +37,9 @@ import pymc as pm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fedppl
+from benchmarks.scale import ROWS
+from benchmarks.scale import groups as binary
 
-ROWS = 10
 TRUTH = {"b0": -0.5, "b1": 0.7, "tau": 0.8, "sigma": 0.6}
 OUTCOMES = ("binary", "gaussian")
 BARS = {"binary": ("mixedlm", 5.0), "gaussian": ("mixedlm-rs", 25.0)}
@@ -55,15 +56,6 @@ def simulate(outcome: str, count: int, seed: int) -> pd.DataFrame:
     if outcome == "binary":
         y = (rng.uniform(size=len(group)) < 1 / (1 + np.exp(-eta))).astype(int)
     return pd.DataFrame({"group": group, "x": x, "y": y})
-
-
-def binary(x: Any, y: Any) -> pm.Model:
-    """One group with a binary outcome."""
-    with pm.Model() as model:
-        x, y = pm.Data("x", x), pm.Data("y", y)
-        b0, b1, tau = pm.Normal("b0", 0, 2), pm.Normal("b1", 0, 2), pm.HalfNormal("tau", 1)
-        pm.Bernoulli("obs", logit_p=b0 + b1 * x + pm.Normal("a", 0, tau), observed=y)
-    return model
 
 
 def gaussian(x: Any, y: Any) -> pm.Model:
@@ -232,7 +224,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--groups", type=int, nargs="+", default=[1_000, 10_000])
     parser.add_argument("--outcomes", nargs="+", choices=OUTCOMES, default=list(OUTCOMES))
-    parser.add_argument("--without", nargs="*", default=[], help="ways that are left out")
+    others = sorted({way for ways in WAYS.values() for way in ways} - {"fedppl"})
+    parser.add_argument("--without", nargs="*", choices=others, default=[], help="ways that are left out")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--process", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

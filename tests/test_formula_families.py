@@ -327,6 +327,21 @@ def test_priors_that_effects_cannot_have_are_refused_before_the_fit(
         fedppl.agree(fedppl.formula(f"y ~ age + ({right} | site)", priors={name: prior}), FRAME, by="site")
 
 
+def test_a_list_is_of_coefficients_and_not_of_levels() -> None:
+    """PyMC would take it along the last dim, the outcome's levels."""
+    own = {"arm": Prior("Normal", mu=[0.0, 5.0], sigma=0.01), "Intercept": Prior("Normal", mu=[1.0, 2.0], sigma=0.01)}
+    text, levels = "kind ~ arm + (1 | site)", {"kind": ["home", "ward", "death"]}
+    frame = FRAME.assign(arm=np.where(np.arange(len(FRAME)) % 5 == 0, "third", FRAME["arm"]))
+    built = fedppl.agree(fedppl.formula(text, "categorical", levels=levels, priors=own), frame, by="site").model.builder
+    drawn = pm.draw(
+        built(**built.read("s1", frame[frame["site"] == "s1"]))["arm"], 20, random_seed=1, mode=PYTHON_MODE
+    ).mean(axis=0)
+    assert_allclose(drawn, [[0.0, 0.0], [5.0, 5.0]], atol=0.02)
+    wrong = {"arm": Prior("Normal", mu=np.zeros((2, 3)))}
+    with pytest.raises(DeclarationError, match=r"shape \(2, 3\).*ward.*death"):
+        fedppl.agree(fedppl.formula(text, "categorical", levels=levels, priors=wrong), frame, by="site")
+
+
 def test_shares_between_bounds_are_priors_of_partial_correlations() -> None:
     for prior in (Prior("Uniform", lower=0.2, upper=0.9), Prior("Uniform"), Prior("Uniform", lower=[0.1], upper=[0.9])):
         assert "site_partial" in fedppl.formula("y ~ age + (1 + age | site)", priors={"site_partial": prior}).shared

@@ -246,7 +246,7 @@ def test_bad_data_are_refused_before_anything_is_compiled(case: str, tmp_path: P
 )
 def test_missing_values_are_refused_where_a_site_enrols_alone(data: Any, fragments: list[str]) -> None:
     with pytest.raises(DataError) as caught:
-        FederatedModel(problems.regression_builder, problems.REGRESSION_SHARED).enrol({"bad": data}, kernel=False)
+        FederatedModel(problems.regression_builder, problems.REGRESSION_SHARED).enrol({"bad": data})
     for fragment in ["client 'bad'", *fragments]:
         assert fragment in str(caught.value)
 

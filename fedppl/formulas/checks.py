@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -58,17 +59,19 @@ def prior(name: str, given: Prior, default: Prior | None) -> None:
         )
 
 
-def lengths(name: str, given: Prior, labels: Sequence[str], *, flat: bool) -> None:
-    """Refuse parameters of a prior that are for another number of coefficients."""
+def lengths(name: str, given: Prior, labels: Sequence[str], levels: Sequence[str] = ()) -> None:
+    """Refuse parameters of a prior that are for another number of coefficients, each of which has all `levels`."""
     for parameter, value in given.parameters.items():
         if not isinstance(value, np.ndarray | list | tuple):
             continue
-        if np.ndim(value) > 1 and flat:
+        if np.ndim(value) > 1 and np.shape(value) not in itertools.product({1, len(labels)}, {1, len(levels)} - {0}):
+            more = f", or an array with a column for each of {list(levels)[:8]}" if levels else ""
             raise DeclarationError(
                 f"priors[{name!r}] has {parameter!r} of shape {np.shape(value)}; give one value, or a list of "
-                f"{len(labels)}, for {list(labels)[:8]}."
+                f"{len(labels)}, for {list(labels)[:8]}{more}."
             )
-        if np.ndim(value) == 1 and len(value) not in (1, len(labels)):
+        of_levels = len(labels) == 1 and len(value) == len(levels)
+        if np.ndim(value) == 1 and len(value) not in (1, len(labels)) and not of_levels:
             raise DeclarationError(
                 f"priors[{name!r}] has {len(value)} values of {parameter!r}, and {name!r} has {len(labels)} "
                 f"entries: {list(labels)[:8]}; give one value, or as many."

@@ -121,8 +121,7 @@ class Formula:
         labels = {**design.labels, **spreads}
         for name in self.priors:
             if name in labels:
-                flat = name in spreads or not self.family.several
-                checks.lengths(name, self.priors[name], labels[name], flat=flat)
+                checks.lengths(name, self.priors[name], labels[name], () if name in spreads else found.spec.levels)
         return found
 
     def describe(self) -> pd.DataFrame:

@@ -70,7 +70,9 @@ def coefficients(spec: Spec) -> dict[str, Prior]:
         count = len(spec.design.labels[name])
         sd: Any = _WIDE * unit / spec.design.scale[at : at + count]
         sd = float(sd[0]) if count == 1 else sd[:, None] if spec.levels else sd
-        found[name] = spec.priors.get(name, Prior("Normal", mu=0.0, sigma=sd))
+        own = spec.priors.get(name)
+        default = Prior("Normal", mu=0.0, sigma=sd)
+        found[name] = default if own is None else own.by_rows() if spec.levels and count > 1 else own
         at += count
     return found
 

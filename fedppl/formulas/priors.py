@@ -77,6 +77,11 @@ class Prior:
         """The same with other parameters."""
         return Prior(self.name, **{**self.parameters, **parameters})
 
+    def by_rows(self) -> Prior:
+        """The same where lists are of the first dimension of two: PyMC takes them for the last one's."""
+        lists = {k: np.asarray(v) for k, v in self.parameters.items() if isinstance(v, list | tuple | np.ndarray)}
+        return self.with_(**{k: v[:, None] for k, v in lists.items() if v.ndim == 1})
+
     @property
     def is_discrete(self) -> bool:
         """Whether it is of whole numbers."""

@@ -83,9 +83,31 @@ def _add_moments(
 
 
 @jit
-def _alike(one: Any, two: Any, other: Any, other_two: Any) -> bool:
-    """Whether two means and means of squares are those of the same distribution, to what shows."""
-    for i in range(len(one)):
+def _few_do(
+    kernel: Any,
+    tell: Any,
+    x: Any,
+    m: int,
+    mode: Any,
+    factor: Any,
+    data: Any,
+    few: Any,
+    few_log_weights: Any,
+    nodes: Any,
+    log_weights: Any,
+    which: Any,
+    middle: Any,
+) -> bool:
+    """Whether few nodes tell the same means and variances given φ as all do, to what shows."""
+    n = len(middle)
+    one, two, other, other_two = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n)
+    if not _add_moments(kernel, tell, x, m, mode, factor, data, nodes, log_weights, which, middle, 1.0, one, two):
+        return False
+    if not _add_moments(
+        kernel, tell, x, m, mode, factor, data, few, few_log_weights, which, middle, 1.0, other, other_two
+    ):
+        return False
+    for i in range(n):
         variance = two[i] - one[i] ** 2
         if not abs(other[i] - one[i]) <= _MEANS_SHOW * np.sqrt(max(variance, 0.0)):  # nor where one is no number
             return False
@@ -116,42 +138,38 @@ def moments_of_many(
     """Means and sds of what `tell` makes of (φ, θ), into rows of both (C, r): over draws of φ (S, m), and θ given φ.
 
     By way of an expansion at φ, with nodes as in `factors_of_many`: a few for clients at which these tell the same at φ
-    as all do, and all for the others. NaN where θ has no mode.
+    as all do, and all for the others. What is far from φ weighs little: with many clients q is narrow beside what φ
+    does to one of them. NaN where θ has no mode.
     """
     count, m = draws.shape
     d, entries = starts.shape[1], means.shape[1]
     x, A, factor, mode = np.zeros(m + d), np.zeros((d, d)), np.zeros((d, d)), np.zeros(d)
     third, one, two = np.zeros(m + d), np.zeros(entries), np.zeros(entries)
-    other, other_two = np.zeros(entries), np.zeros(entries)
     for row in range(len(places)):
         data = _own(packs, places[row])
         status, origin, output, slope, center, _, scale = _origin(kernel, phi, starts[places[row]], data)
-        one[:], two[:], other[:], other_two[:] = 0.0, 0.0, 0.0, 0.0
+        one[:], two[:] = 0.0, 0.0
         middle = tell(origin, *data)  # about which squares lose no digits
         known, rule, log_rule = status == OK, nodes, log_weights
         if known:
             _third(kernel, origin, m, output, center, data, third)
-        for s in range(-1 if len(few) else 0, count):
+        if known and len(few):
+            assign(x, 0, phi)
+            there, _ = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
+            assign(mode, 0, x[m:])
+            if there == OK and _few_do(
+                kernel, tell, x, m, mode, factor, data, few, few_log_weights, nodes, log_weights, which, middle
+            ):
+                rule, log_rule = few, few_log_weights
+        for s in range(count):
             if not known:
                 break
-            assign(x, 0, phi if s < 0 else draws[s])
+            assign(x, 0, draws[s])
             there, _ = _marginal_near(kernel, x, m, origin, slope, third, scale, data, A, factor)
-            known = there == OK
-            if known:
-                assign(mode, 0, x[m:])
-            if known and s < 0:
-                known = _add_moments(
-                    kernel, tell, x, m, mode, factor, data, nodes, log_weights, which, middle, 1.0, one, two
-                )
-                if _add_moments(
-                    kernel, tell, x, m, mode, factor, data, few, few_log_weights, which, middle, 1.0, other, other_two
-                ) and _alike(one, two, other, other_two):
-                    rule, log_rule = few, few_log_weights
-                one[:], two[:] = 0.0, 0.0
-            elif known:
-                known = _add_moments(
-                    kernel, tell, x, m, mode, factor, data, rule, log_rule, which, middle, 1.0 / count, one, two
-                )
+            assign(mode, 0, x[m:])
+            known = there == OK and _add_moments(
+                kernel, tell, x, m, mode, factor, data, rule, log_rule, which, middle, 1.0 / count, one, two
+            )
         for i in range(entries):
             means[row, i] = middle[i] + one[i] if known else np.nan
             sds[row, i] = np.sqrt(max(two[i] - one[i] ** 2, 0.0)) if known else np.nan
