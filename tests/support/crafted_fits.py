@@ -52,6 +52,15 @@ def poke(name: str, value: Any) -> Change:
     return within
 
 
+def flip(name: str) -> Change:
+    """One bit is another, whatever it was."""
+
+    def within(file: h5py.File) -> None:
+        file[name][0] = file[name][0] ^ 1
+
+    return within
+
+
 def without(name: str) -> Change:
     def within(file: h5py.File) -> None:
         del file[name]
@@ -186,7 +195,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "no posterior": (without("posterior"), "KeyError"),
     "no digest": (lambda file: file["fedppl"].attrs.__delitem__("digest"), "KeyError"),
     "another format": (lambda file: file["fedppl"].attrs.__setitem__("format", 99), "has format 99"),
-    "a bit of the state": (poke("fedppl/state", 255), "not what was saved"),
+    "a bit of the state": (flip("fedppl/state"), "not what was saved"),
     "a draw": (poke("posterior/mu", 3.0), r"\['posterior'\] are not what was saved"),
     "a NaN among draws": (poke("posterior/mu", np.nan), r"\['posterior'\] are not what was saved"),
     "a number of a round": (poke("rounds/seconds", 1e9), r"\['rounds'\] are not what was saved"),
