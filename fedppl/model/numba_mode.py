@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import numba
+import numpy as np
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.errors import NumbaPerformanceWarning
 from pytensor.compile.mode import get_mode
+from pytensor.graph.basic import Apply, Constant
+from pytensor.graph.op import Op
 from pytensor.graph.rewriting.basic import in2out, node_rewriter
 from pytensor.link.numba.cache import CACHED_SRC_FUNCTIONS
-from pytensor.tensor.basic import tensor_copy
+from pytensor.tensor.basic import Alloc, Split, tensor_copy
 from pytensor.tensor.blas import BatchedDot
 from pytensor.tensor.elemwise import DimShuffle
 from pytensor.tensor.shape import SpecifyShape
@@ -38,22 +41,97 @@ class _OfShape(SpecifyShape):  # type: ignore[misc]
     """The same, but its compiled error has no numbers in it: what writes them out takes seconds to compile."""
 
 
+class _View(Op):  # type: ignore[misc]
+    """Other axes, as `DimShuffle` has them, by indexing: a view by strides takes several times as long to compile."""
+
+    __props__ = ("input_ndim", "new_order")
+    view_map = {0: [0]}
+
+    def __init__(self, input_ndim: int, new_order: tuple[Any, ...]) -> None:
+        self.input_ndim, self.new_order = input_ndim, new_order
+        self.same = DimShuffle(input_ndim=input_ndim, new_order=new_order)
+
+    def make_node(self, x: Any) -> Any:
+        """Of the same type."""
+        return Apply(self, [x], [self.same(x).type()])
+
+    def perform(self, node: Any, inputs: Any, outputs: Any) -> None:
+        """As the other does."""
+        self.same.perform(node, inputs, outputs)
+
+
+class _Full(Alloc):  # type: ignore[misc]
+    """The same for one number, which needs no error of shapes."""
+
+
+class _Cut(Split):  # type: ignore[misc]
+    """The same by indexing."""
+
+
 def _plain(fgraph: Any, node: Any) -> list[Any] | None:
-    """A check of a shape whose error is a constant."""
-    return None if isinstance(node.op, _OfShape) else [_OfShape()(*node.inputs)]
+    """What compiles faster in its place."""
+    if isinstance(node.op, (_OfShape, _View, _Cut, _Full)):
+        return None
+    if isinstance(node.op, DimShuffle):
+        return [_View(input_ndim=node.op.input_ndim, new_order=node.op.new_order)(*node.inputs)]
+    if isinstance(node.op, Split):
+        is_known = isinstance(node.inputs[1], Constant)
+        return list(_Cut(node.op.len_splits).make_node(*node.inputs).outputs) if is_known else None
+    if isinstance(node.op, Alloc):
+        return [_Full()(*node.inputs)] if all(length == 1 for length in node.inputs[0].type.shape) else None
+    return [_OfShape()(*node.inputs)]
 
 
 def _checked(op: Any, node: Any, **_: Any) -> Any:
-    """Numba's code of such a check."""
+    """Numba's code of a check of a shape."""
     lengths = [f"length_{axis}" for axis in range(len(node.inputs) - 1)]
     known = [axis for axis, v in enumerate(node.inputs[1:]) if not isinstance(v.type, NoneTypeT)]
     differs = " or ".join(f"x.shape[{axis}] != {lengths[axis]}.item()" for axis in known) or "False"
-    source = f"def of_shape(x, {', '.join(lengths)}):\n    assert not ({differs}), '{_OTHER_SHAPE}'\n    return x"
-    found: dict[str, Any] = {}
-    exec(source, found)  # as PyTensor does it
+    return _function(f"of_shape(x, {', '.join(lengths)})", f"assert not ({differs}), '{_OTHER_SHAPE}'", "return x")
+
+
+def _viewed(op: Any, node: Any, **_: Any) -> Any:
+    """Numba's code of other axes: those of length one that are dropped, then their order, then new ones."""
+    if not op.input_ndim:  # a number, for all that Numba knows
+        return _function("dimshuffle(x)", f"return np.asarray(x).reshape({(1,) * len(op.new_order)})")
+    lines = [f"assert x.shape[{axis}] == 1, '{_OTHER_SHAPE}'" for axis in op.same.drop]
+    if op.same.drop:
+        lines += [f"x = x[{', '.join('0' if axis in op.same.drop else ':' for axis in range(op.input_ndim))}]"]
+    kept = [axis for axis in op.new_order if axis != "x"]
+    order = tuple(sorted(kept).index(axis) for axis in kept)
+    if not kept:
+        return _function("dimshuffle(x)", *lines, f"return np.asarray(x).reshape({(1,) * len(op.new_order)})")
+    if order != tuple(sorted(order)):
+        lines += ["x = x.T" if order == tuple(sorted(order)[::-1]) else f"x = np.transpose(x, {order})"]
+    if len(kept) < len(op.new_order):
+        lines += [f"x = x[{', '.join('None' if axis == 'x' else ':' for axis in op.new_order)}]"]
+    return _function("dimshuffle(x)", *lines, "return x")
+
+
+def _full(op: Any, node: Any, **_: Any) -> Any:
+    """Numba's code of an array of one number."""
+    lengths = [f"length_{axis}" for axis in range(len(node.inputs) - 1)]
+    shape = "".join(f"{length}.item(), " for length in lengths)
+    number = f"x[{', '.join('0' * node.inputs[0].type.ndim)}]" if node.inputs[0].type.ndim else "x.item()"
+    lines = [f"found = np.empty(({shape}), dtype=np.{node.inputs[0].type.dtype})", f"found[...] = {number}"]
+    return _function(f"alloc({', '.join(['x', *lengths])})", *lines, "return found")
+
+
+def _cut(op: Any, node: Any, **_: Any) -> Any:
+    """Numba's code of parts along an axis."""
+    axis, ends = int(node.inputs[1].data) % node.inputs[0].type.ndim, [f"end_{i}" for i in range(op.len_splits)]
+    lines = [f"{end} = {start} + sizes[{i}]" for i, (start, end) in enumerate(zip(["0", *ends], ends, strict=False))]
+    lines += [f"assert 0 <= {' <= '.join(ends)} == x.shape[{axis}], '{_OTHER_SHAPE}'"]
+    parts = (f"x[{':, ' * axis}{start}:{end}]" for start, end in zip(["0", *ends], ends, strict=False))
+    return _function("split(x, axis, sizes)", *lines, f"return ({', '.join(parts)},)")
+
+
+def _function(head: str, *lines: str) -> Any:
     from pytensor.link.numba.dispatch.basic import numba_njit
 
-    return numba_njit(found["of_shape"])
+    found: dict[str, Any] = {"np": np}
+    exec("\n    ".join([f"def {head}:", *lines]), found)  # as PyTensor does it
+    return numba_njit(found[head.split("(")[0]])
 
 
 @functools.cache
@@ -61,9 +139,13 @@ def mode() -> Any:
     """PyTensor's mode for Numba, with less to compile."""
     from pytensor.link.numba.dispatch.basic import register_funcify_default_op_cache_key
 
-    register_funcify_default_op_cache_key(_OfShape)(_checked)
+    for op, code in ((_OfShape, _checked), (_View, _viewed), (_Cut, _cut), (_Full, _full)):
+        register_funcify_default_op_cache_key(op)(code)
     # After all of PyTensor's own rewrites, which would take the copies out.
-    ours = in2out(node_rewriter([BatchedDot])(_contiguous)), in2out(node_rewriter([SpecifyShape])(_plain))
+    ours = (
+        in2out(node_rewriter([BatchedDot])(_contiguous)),
+        in2out(node_rewriter([SpecifyShape, DimShuffle, Split, Alloc])(_plain)),
+    )
     return get_mode("NUMBA").register(*((one, 1000 + place) for place, one in enumerate(ours)))
 
 

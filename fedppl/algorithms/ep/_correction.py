@@ -23,8 +23,8 @@ from fedppl.types import Array, Message
 
 _MOST_ERROR, _MOST_VALUE = 1e6, 1e9
 _WIDER = 1.2  # sds of the first proposal, in those of q
-_IN_ALL = 15  # times as many points as the first of four exchanges has
-_KEPT = 2**22  # numbers of single clients' answers that are kept, so that it is known what each does to the posterior
+_IN_ALL = 31  # times as many points as the first of five exchanges has
+_KEPT = 2**23  # numbers of single clients' answers that are kept, so that it is known what each does to the posterior
 
 
 class Correcting(NamedTuple):

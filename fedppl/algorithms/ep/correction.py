@@ -62,7 +62,7 @@ class Correction:
     """
 
     points: int = 1024
-    exchanges: int = 4
+    exchanges: int = 5
     radius: float | None = None
 
     def __post_init__(self) -> None:
