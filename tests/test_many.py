@@ -390,6 +390,50 @@ def test_moments_of_clients_are_those_of_their_own_posterior(monkeypatch: pytest
         assert_allclose(ours[1], sd, rtol=0.05)
 
 
+def predictors(X: Any, y: Any) -> pm.Model:
+    """The same with as many coefficients as the data have columns."""
+    with pm.Model(coords={"predictor": list("abc")}) as model:
+        X, y = pm.Data("X", X, dims=("row", "predictor")), pm.Data("y", y, dims="row")
+        theta = pm.Normal("theta", pm.Normal("mu", 0, 1), pm.LogNormal("tau", 0, 1), dims="predictor")
+        u = pm.Normal("u", 0, 1, shape=X.shape[1])
+        pm.Normal("obs", X @ (theta + 0.1 * u), 0.5, observed=y)
+    return model
+
+
+def test_shapes_that_hang_on_the_number_of_columns_are_those_of_all() -> None:
+    rng = np.random.default_rng(8)
+    clients = {f"g{k}": {"X": rng.normal(size=(3 + k, 3)), "y": rng.normal(size=3 + k)} for k in range(5)}
+    model = fedppl.FederatedModel(predictors, ["mu", "tau"])
+    models, table = list(model.enrol(clients).values()), grouped.of_clients(clients)
+    assert table is not None and models[0].template.graph.free_shapes and why_not(models) == ""
+    stack = stacked(model, table, models[0])
+    reals, integers, where, at = stack.packs
+    for k, client in enumerate(models):
+        own = reals[at[k, 0] : at[k + 1, 0]], integers[at[k, 1] : at[k + 1, 1]], where[k]
+        for ours, theirs in zip(own, client.packed, strict=True):
+            assert_array_equal(ours, theirs)
+    points = np.array([[0.3, -0.2], [0.1, 0.4]])
+    rule = Nodes(np.zeros((0, 6)), np.zeros(0), np.arange(6))
+    found = at_once.factors(stack, np.arange(5), points, points[0], np.eye(2), nodes=rule, workers=1)
+    for k, client in enumerate(models):
+        assert_allclose(found.fitted[k], _marginal.values(client, points, points[0], 0.0), rtol=0, atol=1e-10)
+
+
+def labels(group: Any, y: Any) -> pm.Model:
+    """As many local variables as labels say."""
+    with pm.Model() as model:
+        group, y, mu = pm.Data("group", group), pm.Data("y", y), pm.Normal("mu", 0, 2)
+        theta = pm.Normal("theta", mu, 0.5, shape=group.max() + 1)
+        pm.Normal("obs", theta.sum() + 0 * group, 1.0, observed=y)
+    return model
+
+
+def test_shapes_that_hang_on_what_data_hold_keep_clients_apart() -> None:
+    clients = {f"g{k}": {"group": np.array([0, 1, 1]), "y": np.zeros(3) + k} for k in range(3)}
+    models = list(fedppl.FederatedModel(labels, ["mu"]).enrol(clients).values())
+    assert "shapes of variables depend on data" in why_not(models)
+
+
 def row_effects(y: Any) -> pm.Model:
     """As many local variables as rows."""
     with pm.Model() as model:

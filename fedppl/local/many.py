@@ -9,6 +9,7 @@ clients' errors would come to.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from fedppl.types import Array, LocalFailure
 _AT_ONCE = 1024  # clients of a part: whoever computes it, sums are over the same ones in the same order
 _LOOKED_AT = 24  # clients whose θ is searched for other modes
 _SAMPLES = {1: 1024, 2: 128, 3: 32}  # clients by whom ways are held against the last, by its coordinates
+_FIRST_SAMPLE = 128  # of those by whom ways are held against the last, where they tell enough
 BIASED = 0.02  # posterior sds that errors of clients' integrals may move a mean or a log sd by
 _FEW = 9  # nodes that may do for a client's own moments, where they tell the same as many
 _FEWER = (5,)  # where each has to be paid for with a curvature of all others
@@ -126,28 +128,39 @@ def chosen(many: ManyClients, order: Places, q: Gaussian, asked: int, workers: i
         raise LocalFailure("several local variables depend on each other, and each client is to be integrated alone")
     if len(found) == 1:
         return Way(found[0], 0.0, 0.0)
-    sample = np.sort(order[: _SAMPLES[len(found[-1].which)]])
-    rows, columns = np.triu_indices(m)
     project = quadratic_map(z)
+    most = min(_SAMPLES[len(found[-1].which)], len(order))
 
-    def at(nodes: Nodes) -> Array:
-        answers = factors(many, sample, points, mean, project, nodes=nodes, workers=workers)
+    @functools.cache
+    def fitted(way: int, size: int) -> Array:
+        answers = factors(many, np.sort(order[:size]), points, mean, project, nodes=found[way], workers=workers)
         if len(answers.failed):
             raise LocalFailure(of_failed(many, answers.failed, mean))
         return answers.fitted
 
-    best, error, constant = at(found[-1]), np.inf, np.inf
-    for nodes in found[:-1]:
-        differ = at(nodes) - best
-        known = np.sqrt(1.0 - len(sample) / len(many)) / np.sqrt(len(sample))  # of a part nothing is left out
+    def held(way: int, against: int, size: int) -> Way:
+        known = np.sqrt(1.0 - size / len(many)) / np.sqrt(size)  # of a part nothing is left out
+        differ = fitted(way, size) - fitted(against, size)
         off = np.abs(differ.mean(axis=0)) + known * differ.std(axis=0)
         # Slopes add up as K, against sds that are those of q times the root of its share of the clients.
         slopes = float(np.max(off[1 : 1 + m])) * np.sqrt(len(many) * asked)
-        curved = float(np.max(off[1 + m :][rows == columns])) * asked
-        error, constant = max(slopes, curved), float(off[0])
-        if error <= BIASED:
-            return Way(nodes, error, constant)
-    return Way(found[-1], error, constant)
+        curved = float(np.max(off[1 + m :][np.equal(*np.triu_indices(m))])) * asked
+        return Way(found[way], max(slopes, curved), float(off[0]))
+
+    last = len(found) - 1
+    few = min(_FIRST_SAMPLE, most)
+    for way in range(last) if few < most else ():
+        # What reaches far is dear, so few clients are asked for it; the others, for the next way, which may do: rare
+        # clients whose integrals are hard show by that too.
+        if (by_few := held(way, last, few)).error <= BIASED:
+            by_all = held(way, way + 1, most)
+            if by_all.error <= BIASED:
+                return max(by_few, by_all, key=lambda one: one.error)
+            break
+    for way in range(last):
+        if (found_way := held(way, last, most)).error <= BIASED:
+            break
+    return found_way if found_way.error <= BIASED else found_way._replace(nodes=found[-1])
 
 
 def moments(

@@ -14,6 +14,7 @@ import pytensor.tensor as pt
 from pymc.data import MinibatchIndexRV, MinibatchOp
 from pymc.initial_point import make_initial_point_expression
 from pytensor.graph.replace import clone_replace
+from pytensor.graph.rewriting.utils import rewrite_graph
 from pytensor.graph.traversal import ancestors
 from pytensor.scalar.basic import Cast
 from pytensor.tensor.shape import Shape, Shape_i
@@ -211,6 +212,27 @@ def open_lengths(parts: Parts, other: Any = None) -> dict[str, int | None]:
 
 def initial_values(parts: Parts) -> Callable[..., list[Array]]:
     """Function of the data arrays: unconstrained initial values of the shared, then the local variables."""
+    return python_function(*_initial(parts))
+
+
+def shapes_follow_values(parts: Parts) -> bool:
+    """Whether the shape of a local variable may depend on what data hold, and not on their shapes alone."""
+    inputs, wanted = _initial(parts)
+    of_local = [value.shape for value in wanted[len(parts.shared) :] if value.type.ndim]
+    waiting, seen = list(rewrite_graph(of_local, include=("ShapeOpt", "canonicalize")) if of_local else ()), set()
+    while waiting:
+        variable = waiting.pop()
+        if variable in inputs:
+            return True
+        if variable in seen or variable.owner is None or isinstance(variable.owner.op, (Shape, Shape_i)):
+            continue
+        seen.add(variable)
+        waiting.extend(variable.owner.inputs)
+    return False
+
+
+def _initial(parts: Parts) -> tuple[tuple[Any, ...], list[Any]]:
+    """The data as inputs, and initial values of all variables as graphs of them."""
     model = parts.model
     expressions = make_initial_point_expression(
         free_rvs=model.free_RVs,
@@ -226,7 +248,7 @@ def initial_values(parts: Parts) -> Callable[..., list[Array]]:
     known = {(v.name, v.type.ndim): value for v, value in reversed(replace.items())}
     above = {v: (v.name, v.type.ndim) for v in ancestors(wanted) if hasattr(v, "get_value") and hasattr(v.type, "ndim")}
     clones = {v: known[key] for v, key in above.items() if key in known}
-    return python_function(inputs, clone_replace(wanted, clones))
+    return inputs, clone_replace(wanted, clones)
 
 
 def variables(parts: Parts, initial: Sequence[Array], *, local: bool) -> tuple[Variable, ...]:

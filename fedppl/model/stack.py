@@ -128,9 +128,14 @@ def why_not(clients: Sequence[ClientModel]) -> str:
         return "numbers of local variables differ from client to client"
     if _graph.indexes_by_data(first.template.graph):
         return "data are indices, which are checked client by client"
-    if len(first.inputs) > len(first.template.parts.data):
+    free = len(first.template.graph.free_shapes)
+    if len(first.inputs) > len(first.template.parts.data) + free or (
+        free and _graph.shapes_follow_values(first.template.parts)
+    ):
         return "shapes of variables depend on data, which of clients that are not enrolled nobody computes"
-    if any(len({len(np.atleast_1d(one)) for one in client.inputs}) > 1 for client in clients):
+    if any(
+        len({len(np.atleast_1d(one)) for one in client.inputs[: len(client.inputs) - free]}) > 1 for client in clients
+    ):
         return "data are not one row of each array for every observation"
     return ""
 
@@ -159,7 +164,7 @@ def stacked(declaration: FederatedModel, table: Table, like: ClientModel) -> Sta
             raise
         held.append(np.ascontiguousarray(cast))
     starts = np.tile(like.initial, (len(table.client_ids), 1))
-    return Stack(table, declaration, like, _packed(held, table.begins), starts)
+    return Stack(table, declaration, like, _packed(held, table.begins, like.inputs[len(held) :]), starts)
 
 
 def _refuse(declaration: FederatedModel, table: Table, row: int) -> None:
@@ -168,8 +173,8 @@ def _refuse(declaration: FederatedModel, table: Table, row: int) -> None:
     declaration.enrol({table.client_ids[k]: table.rows(k)})
 
 
-def _packed(held: Sequence[Array], begins: NDArray[np.int64]) -> Packs:
-    """Arrays (N, ...) of all clients as `pack` packs one client's."""
+def _packed(held: Sequence[Array], begins: NDArray[np.int64], shapes: Sequence[Array]) -> Packs:
+    """Arrays (N, ...) of all clients as `pack` packs one client's, each followed by shapes that all have alike."""
     count, rows = len(begins) - 1, np.diff(begins)
     kinds = [bool(np.issubdtype(array.dtype, np.floating)) for array in held]
     widths = [int(np.prod(array.shape[1:], dtype=int)) for array in held]
@@ -179,12 +184,18 @@ def _packed(held: Sequence[Array], begins: NDArray[np.int64]) -> Packs:
         firsts.append(filled[real])
         where += [filled[real], filled[real] + rows * width, rows, *(np.full(count, n) for n in array.shape[1:])]
         filled[real] = filled[real] + rows * width
+    alike = np.concatenate([np.zeros(0, dtype=np.int64), *shapes])
+    begin = filled[False]
+    for shape in shapes:
+        where += [filled[False], filled[False] + len(shape), np.full(count, len(shape))]
+        filled[False] = filled[False] + len(shape)
     at = {real: np.concatenate([[0], np.cumsum(filled[real])]) for real in (True, False)}
     reals, integers = np.zeros(at[True][-1]), np.zeros(at[False][-1], dtype=np.int64)
     for array, real, width, first in zip(held, kinds, widths, firsts, strict=True):
         # A client's rows stay together: where they begin in its buffer, less where they begin in the table.
         moved = np.repeat(at[real][:-1] + first - begins[:-1] * width, rows * width)
         (reals if real else integers)[moved + np.arange(begins[-1] * width)] = array.reshape(-1)
+    integers[(at[False][:-1] + begin)[:, None] + np.arange(len(alike))] = alike
     places = np.stack(where, axis=1)
     return Packs(
         reals,
