@@ -14,6 +14,7 @@ import pytensor
 import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
+from pytensor.graph.traversal import ancestors
 
 from fedppl import FederatedModel
 from fedppl.local import _chains
@@ -37,6 +38,67 @@ def test_a_batch_of_transposes_is_multiplied_without_a_warning(side: str, rng: n
             found = pytensor.function([x, y], product, mode=mode())(a, b)
     expected = a.transpose(0, 2, 1) @ b if side == "left" else a @ b.transpose(0, 2, 1)
     assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+X, V, N, T = pt.matrix("X"), pt.vector("V"), pt.scalar("N"), pt.tensor3("T")
+COLUMN, LINE = pt.tensor("COLUMN", shape=(None, 1), dtype="float64"), pt.tensor("LINE", shape=(1,), dtype="float64")
+VALUES = {
+    X: np.arange(9.0).reshape(3, 3) ** 1.5,
+    V: np.array([1.0, -2.0, 3.0]),
+    N: np.array(0.7),
+    T: np.arange(24.0).reshape(2, 3, 4) ** 0.5,
+    COLUMN: np.array([[1.0], [2.0], [4.0]]),
+    LINE: np.array([5.0]),
+}
+# What is taken by indexing, one after the other in one process: none may be given the code of another.
+GRAPHS = {
+    "parts along rows": lambda: pt.split(X, [1, 2], axis=0)[1],
+    "parts along columns": lambda: pt.split(X, [1, 2], axis=1)[1],
+    "other parts along columns": lambda: pt.split(X, [2, 1], axis=-1)[1],
+    "joined along rows": lambda: pt.concatenate([X, X * V], axis=0),
+    "joined along columns": lambda: pt.concatenate([X, X * V], axis=1),
+    "transposed": lambda: X.T @ V,
+    "turned": lambda: T.dimshuffle(2, 0, 1) * 2.0,
+    "turned back": lambda: T.dimshuffle(1, 2, 0) * 2.0,
+    "turned, with a new axis": lambda: T.dimshuffle(2, "x", 1, 0) * 2.0,
+    "a new axis first": lambda: V.dimshuffle("x", 0) + X,
+    "a new axis last": lambda: V.dimshuffle(0, "x") + X,
+    "without an axis": lambda: COLUMN.dimshuffle(0) * V,
+    "without an axis, with new ones": lambda: COLUMN.dimshuffle("x", 0, "x") + V,
+    "a number of one": lambda: LINE.dimshuffle() * V,
+    "one of a number": lambda: N.dimshuffle("x", "x") * X,
+    "one of one": lambda: LINE.dimshuffle("x", 0, "x") * X,
+    "full of a number": lambda: pt.full((V.shape[0], 2), N) * 2.0,
+    "full of one": lambda: pt.alloc(LINE, 4, 3) * V,
+    "full of a column": lambda: pt.alloc(COLUMN, 2, 3, 4) * T,
+    "zeros": lambda: pt.set_subtensor(pt.zeros((2, V.shape[0]))[0], V),
+    "whole numbers": lambda: pt.full((V.shape[0],), 2, dtype="int32") + V,
+    "a view that is written to": lambda: pt.set_subtensor(X.T[0], V) + X,
+    "a new axis that is written to": lambda: pt.inc_subtensor(V.dimshuffle("x", 0)[0, 1], 1.0) + V,
+}
+
+
+@pytest.mark.parametrize("names", [list(GRAPHS)[::2], list(GRAPHS)[1::2]])
+def test_what_is_taken_by_indexing_is_what_it_was(names: list[str]) -> None:
+    values = [GRAPHS[name]() for name in names]
+    slopes = pt.grad(sum((value**2).sum() for value in values), list(VALUES), disconnected_inputs="ignore")
+    ours, theirs = (
+        pytensor.function(list(VALUES), [*values, *slopes], mode=one)(*VALUES.values())
+        for one in (mode(), "FAST_COMPILE")
+    )
+    for name, a, b in zip([*names, *(f"slope in {v}" for v in VALUES)], ours, theirs, strict=True):
+        assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("value", [X.dimshuffle(0, 1), COLUMN.dimshuffle(0), pt.split(V, [1, 1], n_splits=2)[0]])
+def test_another_shape_than_declared_is_an_error(value: Any) -> None:
+    (given,) = [v for v in VALUES if v in ancestors([value])]
+    f = pytensor.function([given], value, mode=mode())
+    if given is X:
+        assert f(VALUES[X]).shape == (3, 3)
+        return
+    with pytest.raises((AssertionError, ValueError, TypeError)):
+        f(np.ones((3, 2)) if given is COLUMN else np.ones(5))
 
 
 def test_two_threads_that_compile_leave_the_warning_filters_as_they_were() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -82,7 +83,7 @@ def _plain(fgraph: Any, node: Any) -> list[Any] | None:
     return [_OfShape()(*node.inputs)]
 
 
-def _checked(op: Any, node: Any, **_: Any) -> Any:
+def _checked(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
     """Numba's code of a check of a shape."""
     lengths = [f"length_{axis}" for axis in range(len(node.inputs) - 1)]
     known = [axis for axis, v in enumerate(node.inputs[1:]) if not isinstance(v.type, NoneTypeT)]
@@ -90,7 +91,7 @@ def _checked(op: Any, node: Any, **_: Any) -> Any:
     return _function(f"of_shape(x, {', '.join(lengths)})", f"assert not ({differs}), '{_OTHER_SHAPE}'", "return x")
 
 
-def _viewed(op: Any, node: Any, **_: Any) -> Any:
+def _viewed(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
     """Numba's code of other axes: those of length one that are dropped, then their order, then new ones."""
     if not op.input_ndim:  # a number, for all that Numba knows
         return _function("dimshuffle(x)", f"return np.asarray(x).reshape({(1,) * len(op.new_order)})")
@@ -108,7 +109,7 @@ def _viewed(op: Any, node: Any, **_: Any) -> Any:
     return _function("dimshuffle(x)", *lines, "return x")
 
 
-def _full(op: Any, node: Any, **_: Any) -> Any:
+def _full(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
     """Numba's code of an array of one number."""
     lengths = [f"length_{axis}" for axis in range(len(node.inputs) - 1)]
     shape = "".join(f"{length}.item(), " for length in lengths)
@@ -117,7 +118,7 @@ def _full(op: Any, node: Any, **_: Any) -> Any:
     return _function(f"alloc({', '.join(['x', *lengths])})", *lines, "return found")
 
 
-def _cut(op: Any, node: Any, **_: Any) -> Any:
+def _cut(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
     """Numba's code of parts along an axis."""
     axis, ends = int(node.inputs[1].data) % node.inputs[0].type.ndim, [f"end_{i}" for i in range(op.len_splits)]
     lines = [f"{end} = {start} + sizes[{i}]" for i, (start, end) in enumerate(zip(["0", *ends], ends, strict=False))]
@@ -126,21 +127,23 @@ def _cut(op: Any, node: Any, **_: Any) -> Any:
     return _function("split(x, axis, sizes)", *lines, f"return ({', '.join(parts)},)")
 
 
-def _function(head: str, *lines: str) -> Any:
+def _function(head: str, *lines: str) -> tuple[Any, str]:
+    """A function of this source, and its name in PyTensor's cache: two sources of one Op are two functions."""
     from pytensor.link.numba.dispatch.basic import numba_njit
 
     found: dict[str, Any] = {"np": np}
-    exec("\n    ".join([f"def {head}:", *lines]), found)  # as PyTensor does it
-    return numba_njit(found[head.split("(")[0]])
+    source = "\n    ".join([f"def {head}:", *lines])
+    exec(source, found)  # as PyTensor does it
+    return numba_njit(found[head.split("(")[0]]), hashlib.sha256(f"{__name__}\n{source}".encode()).hexdigest()
 
 
 @functools.cache
 def mode() -> Any:
     """PyTensor's mode for Numba, with less to compile."""
-    from pytensor.link.numba.dispatch.basic import register_funcify_default_op_cache_key
+    from pytensor.link.numba.dispatch.basic import register_funcify_and_cache_key
 
     for op, code in ((_OfShape, _checked), (_View, _viewed), (_Cut, _cut), (_Full, _full)):
-        register_funcify_default_op_cache_key(op)(code)
+        register_funcify_and_cache_key(op)(code)
     # After all of PyTensor's own rewrites, which would take the copies out.
     ours = (
         in2out(node_rewriter([BatchedDot])(_contiguous)),

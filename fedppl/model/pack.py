@@ -16,6 +16,8 @@ from pytensor.link.numba import cache
 
 from fedppl.numerics.newton import PACKED
 
+_CODE = 2  # another where Ops have other code, so that what was compiled before is not taken for it
+
 
 def pack(arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
     """Return (reals, integers, where): where holds start, stop and shape of each array in turn."""
@@ -178,4 +180,4 @@ def _key(name: str, source: str) -> str:
 
     What is read from there imports the module that it was compiled in: where that has another name, it is another's.
     """
-    return hashlib.sha256(f"{name}\n{__name__}\n{source}".encode()).hexdigest()
+    return hashlib.sha256(f"{_CODE}\n{name}\n{__name__}\n{source}".encode()).hexdigest()
