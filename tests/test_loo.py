@@ -216,3 +216,20 @@ def test_log_likelihoods_of_all_draws_at_once_are_those_of_pymc(builder: Any) ->
     assert set(ours.data_vars) == set(theirs.data_vars) and ours["mixed"].dims == theirs["mixed"].dims
     for name in theirs.data_vars:
         assert_allclose(ours[name].values, theirs[name].values, rtol=1e-9, atol=1e-9)
+
+
+def test_starting_values_change_no_log_likelihood() -> None:
+    """PyMC copies no model that has them."""
+
+    def started(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            theta = pm.Normal("theta", pm.Normal("mu", 0, 5, initval=1.0), 1)
+            pm.Normal("obs", theta, 1, observed=pm.Data("y", y))
+        return model
+
+    clients = {f"c{k}": {"y": np.arange(3.0) + k} for k in range(3)}
+    found = fit(FederatedModel(started, ["mu"]), clients)
+    drawn = found.client("c1", groups="log_likelihood", draws=50, chains=2)
+    theta = idata.as_dataset(drawn, "posterior")["theta"].values[..., None]
+    expected = stats.norm.logpdf(clients["c1"]["y"], theta)
+    assert_allclose(idata.as_dataset(drawn, "log_likelihood")["obs"].values, expected)

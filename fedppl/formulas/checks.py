@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.data import frames
+from fedppl.data import frames, missing
 from fedppl.formulas import predictor
 from fedppl.formulas.agreement import Agreement, is_text
 from fedppl.formulas.priors import Prior
@@ -187,12 +187,27 @@ def tables(built: Any, data: Any, by: Any) -> None:
             continue
         found, what = frames.names_of(table), "the table" if table is data else f"client {str(client_id)!r}"
         columns([name for name in built.columns if name not in found], found, what)
+        limits(built, frames.raw(table, [built.terms.response.columns[-1]], what), what)
         if table is data and factor in found and by not in (factor, [factor], (factor,)):
             raise DataError(
                 f"effects of {built.text!r} vary by {factor!r}, and by={by!r} tells clients apart; effects vary by "
                 f"client: write (1 | {by if isinstance(by, str) else 'client'}), or by={factor!r}. Groups within a "
                 "client are written (1 | client/group)."
             )
+
+
+def limits(built: Any, held: Any, what: str) -> None:
+    """Refuse intervals without an upper limit: left out with missing values, those who had no event yet would be."""
+    response = built.terms.response
+    name = response.columns[-1]
+    if response.kind != "interval" or not isinstance(held, Mapping) or name not in held:
+        return
+    gone = missing.missing_rows(held[name])
+    if gone is not None and gone.any():
+        raise DataError(
+            f"{what}: {name!r} is missing in {int(gone.sum())} rows; the upper limit of an interval is inf where there "
+            "was no event yet, as in frame[" + f"{name!r}].fillna(np.inf)."
+        )
 
 
 def say_what_cannot_be_told(built: Any, clients: Mapping[Any, Any]) -> None:

@@ -46,6 +46,7 @@ def rows_of(built: Formula, data: Any, whose: str) -> dict[str, Array]:
         raise DataError(f"{whose}: data are {type(data).__name__}; pass a data frame, or arrays by column.")
     if absent := [name for name in built.columns if name not in held]:
         raise DeclarationError(f"{whose} lacks the columns {absent} of the formula.")
+    checks.limits(built, held, whose)
     rows: dict[str, Array] = missing.complete({whose: held}, built.columns, "error", texts=True)[whose]
     checks.rows(whose, rows, [name for name in built.columns if name not in endless(built)])
     return rows

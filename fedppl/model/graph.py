@@ -14,7 +14,6 @@ import pytensor.tensor as pt
 from pymc.data import MinibatchIndexRV, MinibatchOp
 from pymc.initial_point import make_initial_point_expression
 from pytensor.graph.replace import clone_replace
-from pytensor.graph.rewriting.utils import rewrite_graph
 from pytensor.graph.traversal import ancestors
 from pytensor.scalar.basic import Cast
 from pytensor.tensor.shape import Shape, Shape_i
@@ -212,26 +211,10 @@ def open_lengths(parts: Parts, other: Any = None) -> dict[str, int | None]:
 
 def initial_values(parts: Parts) -> Callable[..., list[Array]]:
     """Function of the data arrays: unconstrained initial values of the shared, then the local variables."""
-    return python_function(*_initial(parts))
+    return python_function(*initial_graphs(parts))
 
 
-def shapes_follow_values(parts: Parts) -> bool:
-    """Whether the shape of a local variable may depend on what data hold, and not on their shapes alone."""
-    inputs, wanted = _initial(parts)
-    of_local = [value.shape for value in wanted[len(parts.shared) :] if value.type.ndim]
-    waiting, seen = list(rewrite_graph(of_local, include=("ShapeOpt", "canonicalize")) if of_local else ()), set()
-    while waiting:
-        variable = waiting.pop()
-        if variable in inputs:
-            return True
-        if variable in seen or variable.owner is None or isinstance(variable.owner.op, (Shape, Shape_i)):
-            continue
-        seen.add(variable)
-        waiting.extend(variable.owner.inputs)
-    return False
-
-
-def _initial(parts: Parts) -> tuple[tuple[Any, ...], list[Any]]:
+def initial_graphs(parts: Parts) -> tuple[tuple[Any, ...], list[Any]]:
     """The data as inputs, and initial values of all variables as graphs of them."""
     model = parts.model
     expressions = make_initial_point_expression(

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pytensor.graph.rewriting.utils import rewrite_graph
+from pytensor.tensor.shape import Shape, Shape_i
 
 from fedppl.data.grouped import Table
 from fedppl.model import graph as _graph
@@ -130,7 +132,7 @@ def why_not(clients: Sequence[ClientModel]) -> str:
         return "data are indices, which are checked client by client"
     free = len(first.template.graph.free_shapes)
     if len(first.inputs) > len(first.template.parts.data) + free or (
-        free and _graph.shapes_follow_values(first.template.parts)
+        free and _shapes_follow_values(first.template.parts)
     ):
         return "shapes of variables depend on data, which of clients that are not enrolled nobody computes"
     if any(
@@ -138,6 +140,22 @@ def why_not(clients: Sequence[ClientModel]) -> str:
     ):
         return "data are not one row of each array for every observation"
     return ""
+
+
+def _shapes_follow_values(parts: _graph.Parts) -> bool:
+    """Whether the shape of a local variable may depend on what data hold, and not on their shapes alone."""
+    inputs, wanted = _graph.initial_graphs(parts)
+    of_local = [value.shape for value in wanted[len(parts.shared) :] if value.type.ndim]
+    waiting, seen = list(rewrite_graph(of_local, include=("ShapeOpt", "canonicalize")) if of_local else ()), set()
+    while waiting:
+        variable = waiting.pop()
+        if variable in inputs:
+            return True
+        if variable in seen or variable.owner is None or isinstance(variable.owner.op, (Shape, Shape_i)):
+            continue
+        seen.add(variable)
+        waiting.extend(variable.owner.inputs)
+    return False
 
 
 def stacked(declaration: FederatedModel, table: Table, like: ClientModel) -> Stack:

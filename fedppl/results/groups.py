@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,15 +51,27 @@ def _log_likelihood(client: ClientModel, posterior: xr.Dataset, seed: int) -> di
     del seed
     model = client.pymc_model()
     draws = _free(model, posterior)
-    found = _by_pymc(model, draws.isel(chain=[0, -1], draw=[0, -1]))
-    values = _at_once(model, draws, found)
-    if values is None:
-        found = _by_pymc(model, draws)
-    else:
+    with _without_starts(model):
+        found = _by_pymc(model, draws.isel(chain=[0, -1], draw=[0, -1]))
+        values = _at_once(model, draws, found)
+        if values is None:
+            found = _by_pymc(model, draws)
+    if values is not None:
         coords = {name: coord for name, coord in found.coords.items() if name not in ("chain", "draw")}
         coords |= {name: draws[name] for name in ("chain", "draw")}
         found = xr.Dataset({name: (found[name].dims, value) for name, value in values.items()}, coords, found.attrs)
     return {"log_likelihood": _like(found, posterior)}
+
+
+@contextlib.contextmanager
+def _without_starts(model: Any) -> Iterator[None]:
+    """A model without the values where searches begin: PyMC copies none that has them, and no density needs them."""
+    starts = dict(model.rvs_to_initial_values)
+    model.rvs_to_initial_values.update(dict.fromkeys(starts))
+    try:
+        yield
+    finally:
+        model.rvs_to_initial_values.update(starts)
 
 
 def _by_pymc(model: Any, draws: xr.Dataset) -> xr.Dataset:
