@@ -82,10 +82,11 @@ GRAPHS = {
 def test_what_is_taken_by_indexing_is_what_it_was(names: list[str]) -> None:
     values = [GRAPHS[name]() for name in names]
     slopes = pt.grad(sum((value**2).sum() for value in values), list(VALUES), disconnected_inputs="ignore")
-    ours, theirs = (
-        pytensor.function(list(VALUES), [*values, *slopes], mode=one)(*VALUES.values())
-        for one in (mode(), "FAST_COMPILE")
-    )
+    with without_notices():  # as the library compiles
+        ours, theirs = (
+            pytensor.function(list(VALUES), [*values, *slopes], mode=one)(*VALUES.values())
+            for one in (mode(), "FAST_COMPILE")
+        )
     for name, a, b in zip([*names, *(f"slope in {v}" for v in VALUES)], ours, theirs, strict=True):
         assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=name)
 
