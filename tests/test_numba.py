@@ -15,6 +15,7 @@ import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
 from pytensor.graph.traversal import ancestors
+from pytensor.tensor.slinalg import solve_triangular
 
 from fedppl import FederatedModel
 from fedppl.local import _chains
@@ -40,13 +41,14 @@ def test_a_batch_of_transposes_is_multiplied_without_a_warning(side: str, rng: n
     assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-X, V, N, T = pt.matrix("X"), pt.vector("V"), pt.scalar("N"), pt.tensor3("T")
+X, V, N, T, B = pt.matrix("X"), pt.vector("V"), pt.scalar("N"), pt.tensor3("T"), pt.tensor3("B")
 COLUMN, LINE = pt.tensor("COLUMN", shape=(None, 1), dtype="float64"), pt.tensor("LINE", shape=(1,), dtype="float64")
 VALUES = {
     X: np.arange(9.0).reshape(3, 3) ** 1.5,
     V: np.array([1.0, -2.0, 3.0]),
     N: np.array(0.7),
     T: np.arange(24.0).reshape(2, 3, 4) ** 0.5,
+    B: np.eye(3)[:, :, None] * [9.0, 11.0] + np.arange(18.0).reshape(3, 3, 2) / 9.0,
     COLUMN: np.array([[1.0], [2.0], [4.0]]),
     LINE: np.array([5.0]),
 }
@@ -71,6 +73,8 @@ GRAPHS = {
     "full of a number": lambda: pt.full((V.shape[0], 2), N) * 2.0,
     "full of one": lambda: pt.alloc(LINE, 4, 3) * V,
     "full of a column": lambda: pt.alloc(COLUMN, 2, 3, 4) * T,
+    "factors of what is turned around": lambda: pt.linalg.cholesky(B.T + B.T.mT),
+    "systems that are turned around": lambda: solve_triangular(B.T, B.T**2, lower=True, b_ndim=2),
     "zeros": lambda: pt.set_subtensor(pt.zeros((2, V.shape[0]))[0], V),
     "whole numbers": lambda: pt.full((V.shape[0],), 2, dtype="int32") + V,
     "a view that is written to": lambda: pt.set_subtensor(X.T[0], V) + X,

@@ -74,9 +74,14 @@ def _plain(fgraph: Any, node: Any) -> list[Any] | None:
     if isinstance(node.op, (_OfShape, _View, _Cut, _Full)):
         return None
     if isinstance(node.op, DimShuffle):
+        kept = [axis for axis in node.op.new_order if axis != "x"]
+        if len(kept) > 2 and kept != sorted(kept):
+            # Numba would know a batch that is turned around as one in Fortran's order, in which PyTensor's Cholesky
+            # factors and triangular systems of batches are wrong.
+            return None
         return [_View(input_ndim=node.op.input_ndim, new_order=node.op.new_order)(*node.inputs)]
     if isinstance(node.op, Split):
-        is_known = isinstance(node.inputs[1], Constant)
+        is_known = not hasattr(node.op, "axis") and isinstance(node.inputs[1], Constant)  # PyTensor 3 knows it already
         return list(_Cut(node.op.len_splits).make_node(*node.inputs).outputs) if is_known else None
     if isinstance(node.op, Alloc):
         return [_Full()(*node.inputs)] if all(length == 1 for length in node.inputs[0].type.shape) else None
