@@ -15,7 +15,6 @@ import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
 from pytensor.graph.traversal import ancestors
-from pytensor.tensor.slinalg import solve_triangular
 
 from fedppl import FederatedModel
 from fedppl.local import _chains
@@ -74,7 +73,7 @@ GRAPHS = {
     "full of one": lambda: pt.alloc(LINE, 4, 3) * V,
     "full of a column": lambda: pt.alloc(COLUMN, 2, 3, 4) * T,
     "factors of what is turned around": lambda: pt.linalg.cholesky(B.T + B.T.mT),
-    "systems that are turned around": lambda: solve_triangular(B.T, B.T**2, lower=True, b_ndim=2),
+    "systems that are turned around": lambda: pt.linalg.solve_triangular(B.T, B.T**2, lower=True, b_ndim=2),
     "zeros": lambda: pt.set_subtensor(pt.zeros((2, V.shape[0]))[0], V),
     "whole numbers": lambda: pt.full((V.shape[0],), 2, dtype="int32") + V,
     "a view that is written to": lambda: pt.set_subtensor(X.T[0], V) + X,
