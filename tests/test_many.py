@@ -428,9 +428,28 @@ def labels(group: Any, y: Any) -> pm.Model:
     return model
 
 
-def test_shapes_that_hang_on_what_data_hold_keep_clients_apart() -> None:
+def positive(group: Any, y: Any) -> pm.Model:
+    """As many as there are labels above 0."""
+    with pm.Model() as model:
+        group, y, mu = pm.Data("group", group), pm.Data("y", y), pm.Normal("mu", 0, 2)
+        theta = pm.Normal("theta", mu, 0.5, shape=group[group > 0].shape[0])
+        pm.Normal("obs", theta.sum() + 0 * group, 1.0, observed=y)
+    return model
+
+
+def every_other(group: Any, y: Any) -> pm.Model:
+    """Two where the number of rows is odd, else one: what the fewest and the most rows have, others need not have."""
+    with pm.Model() as model:
+        group, y, mu = pm.Data("group", group), pm.Data("y", y), pm.Normal("mu", 0, 2)
+        theta = pm.Normal("theta", mu, 0.5, shape=1 + group.shape[0] % 2)
+        pm.Normal("obs", theta.sum() + 0 * group, 1.0, observed=y)
+    return model
+
+
+@pytest.mark.parametrize("builder", [labels, positive, every_other])
+def test_shapes_that_hang_on_what_data_hold_keep_clients_apart(builder: Any) -> None:
     clients = {f"g{k}": {"group": np.array([0, 1, 1]), "y": np.zeros(3) + k} for k in range(3)}
-    models = list(fedppl.FederatedModel(labels, ["mu"]).enrol(clients).values())
+    models = list(fedppl.FederatedModel(builder, ["mu"]).enrol(clients).values())
     assert "shapes of variables depend on data" in why_not(models)
 
 

@@ -280,13 +280,16 @@ def test_levels_that_look_like_a_mistake_are_said(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("missing", ["error", "drop"])
-@pytest.mark.parametrize("by_client", [False, True])
-def test_an_interval_without_an_upper_limit_has_none_yet(missing: str, *, by_client: bool) -> None:
+@pytest.mark.parametrize("kind", ["a frame", "frames", "arrays"])
+def test_an_interval_without_an_upper_limit_has_none_yet(missing: str, kind: str) -> None:
     """Left out, those who had no event yet would make survival shorter."""
     frame = pd.DataFrame({"site": list("aabb"), "low": [1.0, 2.0, 3.0, 4.0], "high": [2.0, np.nan, np.nan, 6.0]})
     model = fedppl.formula('Surv(low, high, "interval") ~ 1', family="weibull")
-    data = {name: one.drop(columns="site") for name, one in frame.groupby("site")} if by_client else frame
+    frames = {name: one.drop(columns="site") for name, one in frame.groupby("site")}
+    arrays = {name: {column: one[column].to_numpy() for column in one} for name, one in frames.items()}
+    data: Any = {"a frame": frame, "frames": frames, "arrays": arrays}[kind]
+    by = "site" if kind == "a frame" else None
     with pytest.raises(fedppl.DataError, match=r"'high' is missing in [12] rows.*inf"):
-        fedppl.fit(model, data, by=None if by_client else "site", missing=missing, progressbar=False)
+        fedppl.fit(model, data, by=by, missing=missing, progressbar=False)
     with pytest.raises(fedppl.DataError, match=r"'high' is missing in [12] rows.*inf"):
-        fedppl.agree(model, data, by=None if by_client else "site", missing=missing)
+        fedppl.agree(model, data, by=by, missing=missing)

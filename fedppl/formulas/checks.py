@@ -179,13 +179,15 @@ def _is_number(text: str) -> bool:
 
 
 def tables(built: Any, data: Any, by: Any) -> None:
-    """Refuse tables without the columns of a formula, and clients that are told apart by others than effects are."""
+    """Refuse tables without the columns or limits of a formula, and clients told apart by others than effects are."""
     factor = built.terms.client
     tables = {"the table": data} if frames.is_frame(data) else data if isinstance(data, Mapping) else {}
     for client_id, table in tables.items():
+        what = "the table" if table is data else f"client {str(client_id)!r}"
         if not frames.is_frame(table):
+            limits(built, table, what)
             continue
-        found, what = frames.names_of(table), "the table" if table is data else f"client {str(client_id)!r}"
+        found = frames.names_of(table)
         columns([name for name in built.columns if name not in found], found, what)
         limits(built, frames.raw(table, [built.terms.response.columns[-1]], what), what)
         if table is data and factor in found and by not in (factor, [factor], (factor,)):
@@ -206,7 +208,7 @@ def limits(built: Any, held: Any, what: str) -> None:
     if gone is not None and gone.any():
         raise DataError(
             f"{what}: {name!r} is missing in {int(gone.sum())} rows; the upper limit of an interval is inf where there "
-            "was no event yet, as in frame[" + f"{name!r}].fillna(np.inf)."
+            f"was no event yet: frame[{name!r}].fillna(np.inf)."
         )
 
 

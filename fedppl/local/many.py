@@ -150,17 +150,17 @@ def chosen(many: ManyClients, order: Places, q: Gaussian, asked: int, workers: i
     last = len(found) - 1
     few = min(_FIRST_SAMPLE, most)
     for way in range(last) if few < most else ():
-        # What reaches far is dear, so few clients are asked for it; the others, for the next way, which may do: rare
-        # clients whose integrals are hard show by that too.
+        # What reaches far is dear, so few clients are asked for it, and all of the sample for the next way alone: that
+        # rare clients are hard to integrate shows by that too.
         if (by_few := held(way, last, few)).error <= BIASED:
             by_all = held(way, way + 1, most)
             if by_all.error <= BIASED:
-                return max(by_few, by_all, key=lambda one: one.error)
+                return Way(found[way], *(max(pair) for pair in zip(by_few[1:], by_all[1:], strict=True)))
             break
     for way in range(last):
-        if (found_way := held(way, last, most)).error <= BIASED:
-            break
-    return found_way if found_way.error <= BIASED else found_way._replace(nodes=found[-1])
+        if (by_all := held(way, last, most)).error <= BIASED:
+            return by_all
+    return by_all._replace(nodes=found[-1])
 
 
 def moments(

@@ -43,7 +43,7 @@ class _OfShape(SpecifyShape):  # type: ignore[misc]
 
 
 class _View(Op):  # type: ignore[misc]
-    """Other axes, as `DimShuffle` has them, by indexing: a view by strides takes several times as long to compile."""
+    """New axes, and none of length one, by indexing: a view by strides takes several times as long to compile."""
 
     __props__ = ("input_ndim", "new_order")
     view_map = {0: [0]}
@@ -74,10 +74,9 @@ def _plain(fgraph: Any, node: Any) -> list[Any] | None:
     if isinstance(node.op, (_OfShape, _View, _Cut, _Full)):
         return None
     if isinstance(node.op, DimShuffle):
-        kept = [axis for axis in node.op.new_order if axis != "x"]
-        if len(kept) > 2 and kept != sorted(kept):
-            # Numba would know a batch that is turned around as one in Fortran's order, in which PyTensor's Cholesky
-            # factors and triangular systems of batches are wrong.
+        # Of what is transposed Numba would know that it is in Fortran's order, in which some of PyTensor's code for
+        # batches is wrong; by strides it is in no order.
+        if node.op.shuffle != sorted(node.op.shuffle):
             return None
         return [_View(input_ndim=node.op.input_ndim, new_order=node.op.new_order)(*node.inputs)]
     if isinstance(node.op, Split):
@@ -97,19 +96,15 @@ def _checked(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
 
 
 def _viewed(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
-    """Numba's code of other axes: those of length one that are dropped, then their order, then new ones."""
+    """Numba's code of other axes: those of length one are dropped, then there are new ones."""
     if not op.input_ndim:  # a number, for all that Numba knows
         return _function("dimshuffle(x)", f"return np.asarray(x).reshape({(1,) * len(op.new_order)})")
     lines = [f"assert x.shape[{axis}] == 1, '{_OTHER_SHAPE}'" for axis in op.same.drop]
     if op.same.drop:
         lines += [f"x = x[{', '.join('0' if axis in op.same.drop else ':' for axis in range(op.input_ndim))}]"]
-    kept = [axis for axis in op.new_order if axis != "x"]
-    order = tuple(sorted(kept).index(axis) for axis in kept)
-    if not kept:
+    if not op.same.shuffle:
         return _function("dimshuffle(x)", *lines, f"return np.asarray(x).reshape({(1,) * len(op.new_order)})")
-    if order != tuple(sorted(order)):
-        lines += ["x = x.T" if order == tuple(sorted(order)[::-1]) else f"x = np.transpose(x, {order})"]
-    if len(kept) < len(op.new_order):
+    if "x" in op.new_order:
         lines += [f"x = x[{', '.join('None' if axis == 'x' else ':' for axis in op.new_order)}]"]
     return _function("dimshuffle(x)", *lines, "return x")
 

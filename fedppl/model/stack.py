@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from pytensor.graph.rewriting.utils import rewrite_graph
-from pytensor.tensor.shape import Shape, Shape_i
+from pytensor.tensor.shape import Shape_i
 
 from fedppl.data.grouped import Table
 from fedppl.model import graph as _graph
@@ -143,7 +143,7 @@ def why_not(clients: Sequence[ClientModel]) -> str:
 
 
 def _shapes_follow_values(parts: _graph.Parts) -> bool:
-    """Whether the shape of a local variable may depend on what data hold, and not on their shapes alone."""
+    """Whether the shape of a local variable may hang on what data hold, or on how many rows, not on columns alone."""
     inputs, wanted = _graph.initial_graphs(parts)
     of_local = [value.shape for value in wanted[len(parts.shared) :] if value.type.ndim]
     waiting, seen = list(rewrite_graph(of_local, include=("ShapeOpt", "canonicalize")) if of_local else ()), set()
@@ -151,10 +151,13 @@ def _shapes_follow_values(parts: _graph.Parts) -> bool:
         variable = waiting.pop()
         if variable in inputs:
             return True
-        if variable in seen or variable.owner is None or isinstance(variable.owner.op, (Shape, Shape_i)):
+        node = variable.owner
+        if variable in seen or node is None:
             continue
+        if isinstance(node.op, Shape_i) and node.op.i and node.inputs[0] in inputs:
+            continue  # all clients of a table have as many columns
         seen.add(variable)
-        waiting.extend(variable.owner.inputs)
+        waiting.extend(node.inputs)
     return False
 
 
