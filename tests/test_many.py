@@ -390,6 +390,23 @@ def test_moments_of_clients_are_those_of_their_own_posterior(monkeypatch: pytest
         assert_allclose(ours[1], sd, rtol=0.05)
 
 
+def test_clients_whose_integrals_are_hard_are_seen_where_the_first_that_are_asked_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Laplace's approximation does for wards of 300 rows, and not for those of three."""
+    monkeypatch.setattr(at_once, "_FIRST_SAMPLE", 40)
+    rng = np.random.default_rng(12)
+    ward = np.repeat(np.arange(80), [300] * 40 + [3] * 40)
+    x, a = rng.normal(size=len(ward)), rng.normal(0, 0.8, 80)
+    y = rng.uniform(size=len(ward)) < 1 / (1 + np.exp(0.5 - 0.7 * x - a[ward]))
+    stack = stack_of(pd.DataFrame({"ward": ward, "x": x, "y": y.astype(int)}))
+    q = gaussian.from_moments(np.array([-0.5, 0.7, np.log(0.8)]), np.eye(3) * 0.1**2)
+    order = np.argsort(-np.diff(stack.table.begins), kind="stable")
+    assert not len(at_once.chosen(stack, order[:40], q, 80, 1).nodes.nodes)
+    way = at_once.chosen(stack, order, q, 80, 1)
+    assert len(way.nodes.nodes) and way.error <= at_once.BIASED
+
+
 def predictors(X: Any, y: Any) -> pm.Model:
     """The same with as many coefficients as the data have columns."""
     with pm.Model(coords={"predictor": list("abc")}) as model:

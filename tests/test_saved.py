@@ -303,3 +303,19 @@ def test_draws_of_large_networks_are_refused_before_a_file_is_there(
     with pytest.raises(DeclarationError, match=r'draws of 1 of 2 clients take .* include="personal"'):
         fit.save(tmp_path / "run.nc", include="clients")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_formula_of_other_columns_is_another_declaration(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"site": list("aabbcc"), "x": np.arange(6.0), "y": [0.1, 1.2, 1.9, 3.2, 4.1, 4.8], "t": 1.0})
+    model = fedppl.formula("y ~ x", family="gaussian")
+    fedppl.fit(model, frame, fedppl.EP(correction=None), by="site", progressbar=False, random_seed=1).save(
+        tmp_path / "fit.nc"
+    )
+    with pytest.raises(DeclarationError, match=r"another declaration.*\['t'\].*\['x', 'y'\]"):
+        fedppl.load(tmp_path / "fit.nc", fedppl.formula("t ~ x", family="gaussian"), fedppl.EP(correction=None))
+    by_builder, clients = normal_means(3)
+    fedppl.fit(by_builder, clients, fedppl.EP(correction=None), progressbar=False, random_seed=1).save(
+        tmp_path / "other.nc"
+    )
+    with pytest.raises(DeclarationError, match="another declaration"):
+        fedppl.load(tmp_path / "other.nc", model, fedppl.EP(correction=None))

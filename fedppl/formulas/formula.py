@@ -276,7 +276,15 @@ def _with_order(model: FederatedModel, data: Any) -> FederatedModel:
 def remembering(model: FederatedModel, agreement: Any) -> FederatedModel:
     """A formula's model with what clients agreed on before, as a file has it."""
     built = _formula(model)
-    return model if built.design is not None else _model(built.agreed(agreement))
+    if built.design is not None:
+        return model
+    known = () if agreement is None else agreement.columns
+    if unknown := [name for name in asked(built).names if name not in known]:
+        raise DeclarationError(
+            f"the file is of another declaration: {built.text!r} reads the columns {unknown}, on which its clients did "
+            f"not agree; they did on {sorted(known)}."
+        )
+    return _model(built.agreed(agreement))
 
 
 def is_formula(model: Any) -> bool:
