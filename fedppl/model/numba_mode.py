@@ -35,6 +35,7 @@ def _contiguous(fgraph: Any, node: Any) -> list[Any] | None:
     return None if inputs == node.inputs else [node.op(*inputs)]
 
 
+_TRANSPOSE = (1, 0)
 _OTHER_SHAPE = "an array has another shape than the model declares"
 
 
@@ -43,7 +44,7 @@ class _OfShape(SpecifyShape):  # type: ignore[misc]
 
 
 class _View(Op):  # type: ignore[misc]
-    """New axes, and none of length one, by indexing: a view by strides takes several times as long to compile."""
+    """New axes, none of length one, or a transpose, by indexing: a view by strides takes several times as long to compile."""
 
     __props__ = ("input_ndim", "new_order")
     view_map = {0: [0]}
@@ -74,9 +75,9 @@ def _plain(fgraph: Any, node: Any) -> list[Any] | None:
     if isinstance(node.op, (_OfShape, _View, _Cut, _Full)):
         return None
     if isinstance(node.op, DimShuffle):
-        # Of what is transposed Numba would know that it is in Fortran's order, in which some of PyTensor's code for
-        # batches is wrong; by strides it is in no order.
-        if node.op.shuffle != sorted(node.op.shuffle):
+        # A transpose is copied: Numba would know that it is in Fortran's order, in which some of PyTensor's code for
+        # batches is wrong. By strides it would be in no order, and be copied for every product.
+        if node.op.shuffle != sorted(node.op.shuffle) and tuple(node.op.new_order) != _TRANSPOSE:
             return None
         return [_View(input_ndim=node.op.input_ndim, new_order=node.op.new_order)(*node.inputs)]
     if isinstance(node.op, Split):
@@ -104,6 +105,8 @@ def _viewed(op: Any, node: Any, **_: Any) -> tuple[Any, str]:
         lines += [f"x = x[{', '.join('0' if axis in op.same.drop else ':' for axis in range(op.input_ndim))}]"]
     if not op.same.shuffle:
         return _function("dimshuffle(x)", *lines, f"return np.asarray(x).reshape({(1,) * len(op.new_order)})")
+    if tuple(op.new_order) == _TRANSPOSE:
+        return _function("dimshuffle(x)", "return np.ascontiguousarray(x.T)")
     if "x" in op.new_order:
         lines += [f"x = x[{', '.join('None' if axis == 'x' else ':' for axis in op.new_order)}]"]
     return _function("dimshuffle(x)", *lines, "return x")

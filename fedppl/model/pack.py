@@ -16,7 +16,7 @@ from pytensor.link.numba import cache
 
 from fedppl.numerics.newton import PACKED
 
-_CODE = 2  # another where Ops have other code, so that what was compiled before is not taken for it
+_CODE = 3  # another where Ops have other code, so that what was compiled before is not taken for it
 
 
 def pack(arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
