@@ -44,7 +44,7 @@ class _OfShape(SpecifyShape):  # type: ignore[misc]
 
 
 class _View(Op):  # type: ignore[misc]
-    """New axes, none of length one, or a transpose, by indexing: a view by strides takes several times as long to compile."""
+    """New axes, none of length one, or a transpose, by indexing: views by strides take longer to compile."""
 
     __props__ = ("input_ndim", "new_order")
     view_map = {0: [0]}
