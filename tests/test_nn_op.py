@@ -238,22 +238,22 @@ def test_local_inferences_of_a_linear_network_are_the_regressions(line: Any, loc
 @problems.few_rounds
 @pytest.mark.slow
 def test_nuts_samples_a_network_with_a_hidden_layer_and_predicts(rng: np.random.Generator) -> None:
-    """200 rows of sin, noise 0.1: predictions of the curve are within noise of it, and intervals hold new outcomes."""
+    """60 rows of sin, noise 0.3: predictions of the curve are within noise of it, and intervals hold new outcomes."""
     torch.manual_seed(1)
-    net = torch.nn.Sequential(torch.nn.Linear(1, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
-    X = rng.uniform(-2, 2, size=(200, 1))
-    y = np.sin(2 * X) + 0.1 * rng.normal(size=X.shape)
+    net = torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    X = rng.uniform(-2, 2, size=(60, 1))
+    y = np.sin(2 * X) + 0.3 * rng.normal(size=X.shape)
     model = fedppl.FederatedModel(
-        functools.partial(fedsi.regressor, net=net, noise_sd=0.1, sigma=2.0), ["0.weight", "0.bias"]
+        functools.partial(fedsi.regressor, net=net, noise_sd=0.3, sigma=1.0), ["2.bias"]
     )
-    local = fedppl.NUTS(draws=300, tune=500, chains=2, rhat_limit=3.0)  # hidden units may change places
+    local = fedppl.NUTS(draws=150, tune=200, chains=2, rhat_limit=3.0)  # short chains, and hidden units may change places
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*object mode.*")  # an Op without Numba's own code
         data = {"a": {"X": X, "y": y}}
         fit = fedppl.fit(model, data, fedppl.EP(local=local), rounds=1, progressbar=False, random_seed=3)
         new = np.linspace(-1.8, 1.8, 50)[:, None]
-        drawn = fit.predict("a", {"X": new}, draws=300, chains=2)["predictions"]["outcome"].values.reshape(600, 50)
-    assert np.sqrt(np.mean((drawn.mean(axis=0) - np.sin(2 * new[:, 0])) ** 2)) < 0.06
+        drawn = fit.predict("a", {"X": new}, draws=150, chains=2)["predictions"]["outcome"].values.reshape(300, 50)
+    assert np.sqrt(np.mean((drawn.mean(axis=0) - np.sin(2 * new[:, 0])) ** 2)) < 0.25
     low, high = np.quantile(drawn, [0.05, 0.95], axis=0)
-    fresh = np.sin(2 * new[:, 0]) + 0.1 * np.random.default_rng(5).normal(size=50)
+    fresh = np.sin(2 * new[:, 0]) + 0.3 * np.random.default_rng(5).normal(size=50)
     assert np.mean((low < fresh) & (fresh < high)) > 0.75  # 0.9 ± 4 · 0.042 of fifty, less a little
