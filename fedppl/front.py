@@ -285,8 +285,8 @@ def load(
     Notes
     -----
     *When this fails.* That clients' data are the same as then is not known: only their ids and the declaration are
-    compared; without `clients` only the names of what is shared are, and a model with another prior is taken for the
-    one that was fitted. A file that is cut off, damaged or none of ours is refused, and nothing in it is run; but
+    compared; of a builder, without `clients`, only the names of what is shared are, and one with another prior is
+    taken for the one that was fitted. A file that is cut off, damaged or none of ours is refused, and nothing in it is run; but
     anyone who can write the file can write another result into it.
     """
     settings.one_of("missing", missing, ("error", "drop", "impute"))
@@ -297,7 +297,7 @@ def load(
 
     if is_formula(model):
         model = remembering(model, held.agreement)
-    saved.require_same(held, algorithm, model.shared)
+    saved.require_same(held, algorithm, model)
     models: dict[str, Any] = {}
     if clients is not None:
         model, found_data = given.clients(model, clients, by, missing)

@@ -126,6 +126,7 @@ ROWS: dict[str, Mistake] = {
     "a scale of NaN": row(lambda: Prior("Normal", sigma=np.nan), "sigma=nan", "give one"),
     "a text for a mean": row(lambda: Prior("Normal", mu="0"), "mu='0'", "numbers"),
     "LKJ": row(lambda: Prior("LKJCholeskyCov", eta=2), "LKJCholeskyCov", "site_sd", "site_partial"),
+    "bounds the wrong way round": row(lambda: Prior("Uniform", lower=1, upper=0), "lower=1, upper=0", "below"),
     "a discrete prior": row(prior("x", Prior("Poisson", mu=1)), "priors['x']", "continuous"),
     "a normal sd": row(prior("sigma", Prior("Normal", sigma=1)), "priors['sigma']", "HalfNormal"),
     "a uniform sd below zero": row(
@@ -147,6 +148,7 @@ ROWS: dict[str, Mistake] = {
     "a parenthesis too many": row(text("y ~ x) + arm"), "parentheses do not match"),
     "a constant": row(of("y ~ one"), "'one' is 1", "leave it out"),
     "effects of a constant": row(of("y ~ (one | site)"), "'one' is 1", "leave it out"),
+    "a response of no size": row(of("y ~ x", data=FRAME.assign(y=FRAME["y"] * 1e-200)), "'y'", "another unit"),
     "a constant response": row(of("one ~ x"), "'one' is 1", "response"),
     "one level": row(of("y ~ arm", data=FRAME.assign(arm="c")), "['c'] alone", "leave it out"),
     "infinity": row(of("y ~ x", data=FRAME.assign(x=[np.inf, *FRAME["x"][1:]])), "client 'a'", "'x' is inf", "drop"),
@@ -164,7 +166,7 @@ ROWS: dict[str, Mistake] = {
     "the mean of texts": row(of("y ~ center(arm)"), "center(arm)", "columns of numbers"),
     # --- outcomes
     "counts as yes and no": row(at_a("k ~ x", "bernoulli"), "'k' is 2", "0 or 1", "another family"),
-    "three levels as yes and no": row(at_a("dose ~ x", "bernoulli"), "'dose'", "two", "'ordinal'"),
+    "three levels as yes and no": row(of("dose ~ x", "bernoulli"), "'dose'", "two", "'ordinal'"),
     "texts as numbers": row(at_a("arm ~ x"), "'arm' has texts", "'bernoulli'"),
     "reals as counts": row(at_a("y ~ x", "poisson"), "'y' is", "whole numbers", "another family"),
     "zero of a gamma": row(at_a("k ~ x", "gamma"), "'k' is 0", "above 0", "another family"),

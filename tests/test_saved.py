@@ -319,3 +319,17 @@ def test_a_formula_of_other_columns_is_another_declaration(tmp_path: Path) -> No
     )
     with pytest.raises(DeclarationError, match="another declaration"):
         fedppl.load(tmp_path / "other.nc", model, fedppl.EP(correction=None))
+
+
+def test_a_formula_with_another_prior_is_another_declaration(tmp_path: Path) -> None:
+    """Without clients nothing is compiled that would tell; parameters are compared to the last digit."""
+    frame = pd.DataFrame({"site": list("aabbcc"), "x": np.arange(6.0), "y": [0.1, 1.2, 1.9, 3.2, 4.1, 4.8]})
+    own = {"x": fedppl.Prior("Normal", mu=0, sigma=np.array([1 / 3]))}
+    how = fedppl.EP(correction=None)
+    fit = fedppl.fit(fedppl.formula("y ~ x", priors=own), frame, how, by="site", progressbar=False, random_seed=1)
+    fit.save(tmp_path / "fit.nc")
+    again = fedppl.load(tmp_path / "fit.nc", fedppl.formula("y ~ x", priors=own), how)
+    pd.testing.assert_frame_equal(again.summary(), fit.summary())
+    for other in ({}, {"x": fedppl.Prior("Normal", mu=0, sigma=0.333)}):
+        with pytest.raises(DeclarationError, match="priors"):
+            fedppl.load(tmp_path / "fit.nc", fedppl.formula("y ~ x", priors=other), how)

@@ -7,6 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fedppl.settings import shown
 from fedppl.types import DataError
 
 
@@ -73,7 +74,7 @@ def keys_of(by: Any, found: Sequence[Any], index: Iterable[Any] = ()) -> list[An
         remedy = f"name one of them{f', such as {meant[0]!r}' if meant else ''}"
         if levels:
             remedy = f"{levels} is in its index: pass frame.reset_index()"
-        raise DataError(f"by={absent} is no column of the table; its columns are {list(found)[:20]}; {remedy}.")
+        raise DataError(f"by={shown(absent)} is no column of the table; its columns are {list(found)[:20]}; {remedy}.")
     if len(set(keys)) < len(keys):
         raise DataError(f"by={keys} names a column twice; name each once.")
     return keys

@@ -227,7 +227,7 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bo
     rows = sum(one.rows for one in telling)
     mean = sum(one.total for one in telling) / rows
     square = sum(one.squares for one in telling) / rows
-    if not square < _LARGEST or (needed and varies and 0 < square < 1 / _LARGEST):
+    if not square < _LARGEST or (needed and varies and mean != 0 and square < 1 / _LARGEST):
         raise DataError(
             f"column {name!r} has a mean square of {square:.3g}, which leaves no digits for products; give it in "
             "another unit."

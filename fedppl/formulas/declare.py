@@ -89,6 +89,13 @@ class Formula:
         return (*first, *self.terms.common, *spreads, *beside)
 
     @property
+    def written(self) -> dict[str, str]:
+        """What was declared, in texts that are equal where declarations are; but levels, which clients agree on."""
+        own = {name: [one.name, _plain(one.parameters)] for name, one in sorted(self.priors.items())}
+        found = {"formula": self.text, "family": self.family.name, "priors": str(own), "weights": str(self.weights)}
+        return {**found, "correlated": str(self.correlated), "constants": str(_plain(self.constants))}
+
+    @property
     def outcome_levels(self) -> dict[str, list[str]]:
         """Levels of an outcome that is one of several: draws of it are their places, from 0."""
         name = self.terms.response.columns[0]
@@ -227,3 +234,13 @@ class Formula:
                 "data, fedppl.agree, or fedppl.Flower.agree where clients are sites of their own."
             )
         return self.design
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and texts, in lists where there are several, and of other values their names."""
+    found = {}
+    for name, value in sorted(values.items()):
+        array = np.asarray(value)
+        named = getattr(value, "__qualname__", type(value).__qualname__)
+        found[name] = array.tolist() if array.dtype.kind in "biufU" else named
+    return found

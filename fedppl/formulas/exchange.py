@@ -12,6 +12,7 @@ from fedppl.formulas import checks
 from fedppl.formulas.agreement import Agreement, Told, agreed, is_text, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.design import standing_for_all
+from fedppl.formulas.outcomes import require_two
 from fedppl.formulas.times import size_of
 from fedppl.types import Array, DataError, DeclarationError
 
@@ -78,6 +79,7 @@ def together(built: Formula, told: Mapping[str, Mapping[str, Told]], *, others: 
     """The formula with what comes of all that clients told."""
     outcomes, unscaled, constant = built.terms.response.columns, asked(built).unscaled, built.may_be_constant
     found = agreed(told, built.levels, others=others, unscaled=unscaled, closed=outcomes, constant=constant)
+    require_two(built.family, outcomes[0], found, "all clients together")
     return built.agreed(found)
 
 

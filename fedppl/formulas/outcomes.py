@@ -40,11 +40,6 @@ def outcome(
         return {"outcome": np.array([places[text] for text in texts.tolist()])}
     if family.outcome == "binary" and is_text(values):
         column = agreement.columns[name]
-        if len(column.levels) != 2:
-            raise DataError(
-                f"{what}: {name!r} has the levels {list(column.levels)[:8]}, and family {family.name!r} wants two; "
-                "recode its rows to two, or choose family 'ordinal'."
-            )
         return {"outcome": (coded(column, values, agreement, what) == column.levels[1]).astype(np.int64)}
     if is_text(values):
         raise DataError(
@@ -63,6 +58,16 @@ def outcome(
     if response.kind == "proportion":
         found["trials"] = _trials(found["outcome"], np.asarray(data[response.columns[1]]), response, what)
     return found
+
+
+def require_two(family: Family, name: str, agreement: Agreement, what: str) -> None:
+    """Refuse an outcome of texts that are more than two, or one, where a family has two."""
+    levels = agreement.columns[name].levels
+    if family.outcome == "binary" and levels and len(levels) != 2:
+        raise DataError(
+            f"{what}: {name!r} has the levels {list(levels)[:8]}, and family {family.name!r} wants two; recode its "
+            "rows to two, or choose family 'ordinal'."
+        )
 
 
 def new_rows(family: Family, response: Response, data: Mapping[str, Any], rows: int, what: str) -> dict[str, Array]:

@@ -106,7 +106,7 @@ class Prior:
         """A bound as given or as PyMC has it by default, NaN where it is no number."""
         default = inspect.signature(getattr(pm, self.name).dist).parameters.get(name)
         given = self.parameters.get(name, None if default is None else default.default)
-        found = np.asarray(given) if isinstance(given, int | float | list | tuple | np.ndarray | np.number) else np.nan
+        found = np.asarray(given) if _are_numbers(given) else np.nan
         return found if np.asarray(found).dtype.kind in "biuf" else np.nan
 
     def declared(self, name: str, **more: Any) -> Any:
@@ -121,13 +121,18 @@ class Prior:
 def _require_parameters(name: str, parameters: Mapping[str, Any]) -> None:
     """Refuse parameters that the distribution does not take, that are no numbers, or below zero where none may be."""
     for key, value in parameters.items():
-        numbers = np.asarray(value) if isinstance(value, int | float | list | tuple | np.ndarray | np.number) else None
+        numbers = np.asarray(value) if _are_numbers(value) else None
         if isinstance(value, str) or (numbers is not None and numbers.dtype.kind not in "biuf"):
             raise DeclarationError(f"Prior({name!r}, {key}={value!r}): parameters are numbers or arrays of them.")
         if numbers is not None and np.any(np.isnan(numbers)):
             raise DeclarationError(f"Prior({name!r}, {key}={_shown(value)}) is not a number; give one.")
         if numbers is not None and key in _POSITIVE and not np.all(numbers > 0):
             raise DeclarationError(f"Prior({name!r}, {key}={_shown(value)}): {key!r} must be positive.")
+    low, high = parameters.get("lower"), parameters.get("upper")
+    if _are_numbers(low) and _are_numbers(high) and not np.all(np.asarray(low) < np.asarray(high)):
+        raise DeclarationError(
+            f"Prior({name!r}, lower={_shown(low)}, upper={_shown(high)}): 'lower' must be below 'upper'."
+        )
     known = inspect.signature(getattr(pm, name).dist).parameters
     for key in parameters:  # PyMC before 6 refuses others itself
         if key not in known and key not in (*_BESIDE, *_SHAPES):
@@ -138,6 +143,10 @@ def _require_parameters(name: str, parameters: Mapping[str, Any]) -> None:
         raise DeclarationError(
             f"Prior({name!r}, {', '.join(parameters)}) cannot be made: {error}; see the parameters of pm.{name}."
         ) from error
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, int | float | list | tuple | np.ndarray | np.number)
 
 
 def _shown(value: Any) -> str:

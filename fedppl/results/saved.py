@@ -16,6 +16,7 @@ import numpy as np
 import xarray as xr
 
 from fedppl.contracts import AnyAlgorithm, Point, Posterior, SharedReader
+from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata, netcdf
 from fedppl.results.arrival import Ended, unarrived
 from fedppl.results.kept import Kept, drawn_of, personal_of
@@ -28,7 +29,7 @@ from fedppl.types import Array, DataError, DeclarationError, Layout
 
 logger = logging.getLogger(__name__)
 
-_GROUP, _STATE, _FORMAT = "fedppl", "state", 2
+_GROUP, _STATE, _FORMAT = "fedppl", "state", 3
 _INCLUDED = ("personal", "clients")
 
 
@@ -38,6 +39,7 @@ class Saved(NamedTuple):
     algorithm: str
     settings: Mapping[str, str]
     agreement: Any  # of a formula's clients
+    written: Mapping[str, str]  # a declaration that can be written down: a formula
     state: Any
     layout: Layout
     client_ids: tuple[str, ...]
@@ -77,6 +79,7 @@ def save(
         "algorithm": fit.algorithm.name,
         "settings": dict(fit.algorithm.settings),
         "agreement": fit.declaration.agreement,
+        "written": _written(fit.declaration),
         "state": fit.state,
         "layout": [fit.layout.variables, fit.layout.prior, fit.layout.prior_is_gaussian],
         "fingerprint": fit.layout.fingerprint,
@@ -135,6 +138,7 @@ def _read(path: Path) -> Saved:
         content["algorithm"],
         content["settings"],
         content["agreement"],
+        content["written"],
         content["state"],
         Layout(variables, prior, is_gaussian, content["fingerprint"], content["density"]),
         content["clients"],
@@ -151,8 +155,9 @@ def _read(path: Path) -> Saved:
     )
 
 
-def require_same(saved: Saved, algorithm: AnyAlgorithm, shared: tuple[str, ...]) -> None:
+def require_same(saved: Saved, algorithm: AnyAlgorithm, declaration: FederatedModel) -> None:
     """Refuse an algorithm or a declaration that the file is not of."""
+    shared = declaration.shared
     if (saved.algorithm, dict(saved.settings)) != (algorithm.name, dict(algorithm.settings)):
         listed = ", ".join(f"{name}={value}" for name, value in saved.settings.items())
         raise DeclarationError(
@@ -160,6 +165,16 @@ def require_same(saved: Saved, algorithm: AnyAlgorithm, shared: tuple[str, ...])
         )
     if (found := tuple(variable.name for variable in saved.layout.variables)) != shared:
         raise DeclarationError(f"the file is of a fit that shares {list(found)}, and this model shares {list(shared)}.")
+    theirs, ours = saved.written, _written(declaration)
+    if other := [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)]:
+        was = ", ".join(f"{name} {theirs.get(name)}" for name in sorted(other))
+        now = ", ".join(f"{name} {ours.get(name)}" for name in sorted(other))
+        raise DeclarationError(f"the file is of a fit with {was}, and this model has {now}; pass what was fitted.")
+
+
+def _written(declaration: FederatedModel) -> dict[str, str]:
+    """What a builder says of itself that is more than a function: a formula."""
+    return dict(getattr(declaration.builder, "written", {}))
 
 
 def _target(path: Any) -> Path:

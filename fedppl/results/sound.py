@@ -18,6 +18,7 @@ _CONTENT: dict[str, type | tuple[type, ...]] = {
     "algorithm": str,
     "settings": dict,
     "agreement": object,
+    "written": dict,
     "state": object,
     "layout": list,
     "fingerprint": str,
@@ -48,6 +49,7 @@ def content_of(content: Any) -> dict[str, Any]:
     clients, layout = content["clients"], content["layout"]
     _texts("clients", clients)
     _texts("settings", (*content["settings"], *content["settings"].values()))
+    _texts("written", (*content["written"], *content["written"].values()))
     _texts("groups", (*content["groups"], *content["groups"].values()))
     _require(len(set(clients)) == len(clients) > 0, "its clients are none, or not distinct")
     for name in ("withheld", "drawn", "personal", "told"):
