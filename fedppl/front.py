@@ -286,8 +286,8 @@ def load(
     -----
     *When this fails.* That clients' data are the same as then is not known: only their ids and the declaration are
     compared; of a builder, without `clients`, only the names of what is shared are, and one with another prior is
-    taken for the one that was fitted. A file that is cut off, damaged or none of ours is refused, and nothing in it is run; but
-    anyone who can write the file can write another result into it.
+    taken for the one that was fitted. A file that is cut off, damaged or none of ours is refused, and nothing in it is
+    run; but anyone who can write the file can write another result into it.
     """
     settings.one_of("missing", missing, ("error", "drop", "impute"))
     algorithm = EP() if algorithm is None else algorithm

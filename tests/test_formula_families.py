@@ -17,9 +17,10 @@ from scipy.special import expit, log_softmax
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, Prior
+from fedppl.engine._observed import holdings
 from fedppl.formulas import predictor
 from fedppl.formulas.averages import at_levels, rows_of, slope
-from fedppl.formulas.families import FAMILIES
+from fedppl.formulas.families import FAMILIES, _draw_level, _log_level
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.results import idata
 from fedppl.results.predict import predictions
@@ -81,6 +82,38 @@ def test_thresholds_are_expected_where_columns_are_at_their_means() -> None:
 
 QUICK = ("binomial", "categorical", "weibull")  # with trials, several predictors, limits
 PREDICTED = slow_but(FAMILIES, *QUICK)
+
+
+def test_levels_far_from_their_thresholds_keep_their_log_probability() -> None:
+    """log P of each level against differences of logistic tails; 800 logits away, where P itself is 0, too."""
+    cuts, eta = np.array([-1.0, 0.5, 2.0]), np.array([-800.0, -3.0, 0.2, 4.0, 800.0])
+    value = np.repeat(np.arange(4), len(eta))
+    given = np.tile(eta, 4)
+    found = _log_level(pt.as_tensor(value), pt.as_tensor(given), pt.as_tensor(cuts)).eval(mode=PYTHON_MODE)
+    edges = np.array([-np.inf, *cuts, np.inf])
+    low, high = edges[value] - given, edges[value + 1] - given
+    flip = low > 0  # differences of the tail that is small
+    low, high = np.where(flip, -high, low), np.where(flip, -low, high)
+    with np.errstate(divide="ignore"):
+        exact = stats.logistic.logcdf(high) + np.log(
+            -np.expm1(stats.logistic.logcdf(low) - stats.logistic.logcdf(high))
+        )
+    assert np.all(np.isfinite(found))
+    assert_allclose(found, exact, rtol=1e-9, atol=1e-12)
+
+
+def test_ordinal_draws_have_their_probabilities_and_count_as_levels(rng: np.random.Generator) -> None:
+    cuts, eta = np.array([-1.0, 0.5, 2.0]), np.array([-0.5, 1.5])
+    draws = _draw_level(eta, cuts, rng=rng, size=(20_000, 2))
+    expected = np.diff(np.concatenate([np.zeros((2, 1)), expit(cuts - eta[:, None]), np.ones((2, 1))], axis=1), axis=1)
+    shares = np.stack([np.bincount(draws[:, k], minlength=4) for k in range(2)]) / 20_000
+    assert np.all(np.abs(shares - expected) < 4 * np.sqrt(expected * (1 - expected) / 20_000))
+    for weights in (None, "w"):  # a policy counts the rarest level
+        formula = fedppl.formula("kind ~ age", "ordinal", levels={"kind": ["home", "ward", "death"]}, weights=weights)
+        model = fedppl.agree(formula, FRAME.assign(w=2.0), by="site").model
+        table = rows("s2").assign(w=2.0)
+        client = model.enrol({"s2": model.read("s2", table, None)}, kernel=False)["s2"]
+        assert holdings(client).events == table["kind"].value_counts().min()
 
 
 @pytest.mark.parametrize("family", PREDICTED)

@@ -243,10 +243,10 @@ def test_nuts_samples_a_network_with_a_hidden_layer_and_predicts(rng: np.random.
     net = torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
     X = rng.uniform(-2, 2, size=(60, 1))
     y = np.sin(2 * X) + 0.3 * rng.normal(size=X.shape)
-    model = fedppl.FederatedModel(
-        functools.partial(fedsi.regressor, net=net, noise_sd=0.3, sigma=1.0), ["2.bias"]
-    )
-    local = fedppl.NUTS(draws=150, tune=200, chains=2, rhat_limit=3.0)  # short chains, and hidden units may change places
+    model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.3, sigma=1.0), ["2.bias"])
+    local = fedppl.NUTS(
+        draws=150, tune=200, chains=2, rhat_limit=3.0
+    )  # short chains, and hidden units may change places
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*object mode.*")  # an Op without Numba's own code
         data = {"a": {"X": X, "y": y}}

@@ -65,4 +65,4 @@ def _events(rv: Any, value: Any) -> int | None:
         return int(min(np.sum(value), np.sum(trials - value)))
     if np.all((value == 0) | (value == 1)):
         return int(min(np.sum(value), value.size - np.sum(value)))
-    return int(np.unique(value, return_counts=True)[1].min()) if name == "categorical" else None
+    return int(np.unique(value, return_counts=True)[1].min()) if name in ("categorical", "ordered_logistic") else None

@@ -58,14 +58,25 @@ def _beta(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Dra
 
 
 def _ordinal(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
-    cuts = parameters["threshold"]
-    beyond = eta[:, None] - cuts
-    below = -pt.softplus(beyond)  # log σ(cuts − η)
-    above = below + beyond
-    # log(σ(b) − σ(a)), of levels between two thresholds
-    between = below[:, 1:] + above[:, :-1] + pt.log(-pt.expm1(cuts[:-1] - cuts[1:]))
-    log_p = pt.concatenate([below[:, :1], between, above[:, -1:]], axis=1)
-    return Drawn(pm.Categorical, {"p": pt.exp(log_p)}, "(k)")
+    given = {"eta": eta, "threshold": parameters["threshold"]}
+    return Drawn(None, given, "(),(k)", _log_level, _draw_level, "ordered_logistic", "int64")
+
+
+def _log_level(value: Any, eta: Any, cuts: Any) -> Any:
+    """log(σ(b − η) − σ(a − η)) = log σ(b − η) + log σ(η − a) + log(1 − exp(a − b)), of a row's own thresholds a < b."""
+    cuts = cuts.reshape((cuts.shape[-1],))  # the same of all rows
+    last = cuts.shape[0]
+    is_first, is_last = pt.eq(value, 0), pt.eq(value, last)
+    above = pt.switch(is_last, 0.0, pt.softplus(eta - cuts[pt.minimum(value, last - 1)]))
+    below = pt.switch(is_first, 0.0, pt.softplus(cuts[pt.maximum(value - 1, 0)] - eta))
+    width = pt.log(-pt.expm1(cuts[:-1] - cuts[1:]))
+    return pt.concatenate([pt.zeros(1), width, pt.zeros(1)])[value] - above - below
+
+
+def _draw_level(eta: Array, cuts: Array, rng: Any = None, size: Any = None) -> Array:
+    shape = np.shape(eta) if size is None else size
+    latent = np.broadcast_to(eta, shape) + rng.logistic(size=shape)
+    return np.sum(latent[..., None] > cuts, axis=-1)
 
 
 def _categorical(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:

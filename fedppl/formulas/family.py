@@ -29,6 +29,7 @@ class Drawn(NamedTuple):
     logp: Callable[..., Any] | None = None
     random: Callable[..., Any] | None = None
     name: str = ""  # of one of our own, by which what is observed is told apart
+    dtype: str = "floatX"  # of one of our own
 
 
 Likelihood = Callable[[Any, Mapping[str, Any], Mapping[str, Any], Scales], Drawn]
@@ -114,4 +115,4 @@ def declare(name: str, drawn: Drawn, observed: Any, weights: Any = None) -> None
         def draw(*given: Any, rng: Any = None, size: Any = None) -> Any:
             return random(*given[:count], rng=rng, size=size)
 
-        pm.CustomDist(name, *given, logp=logp, random=draw, observed=observed, **kind)
+        pm.CustomDist(name, *given, logp=logp, random=draw, dtype=drawn.dtype, observed=observed, **kind)
