@@ -76,7 +76,7 @@ def _log_level(value: Any, eta: Any, cuts: Any) -> Any:
 def _draw_level(eta: Array, cuts: Array, rng: Any = None, size: Any = None) -> Array:
     shape = np.shape(eta) if size is None else size
     latent = np.broadcast_to(eta, shape) + rng.logistic(size=shape)
-    return np.sum(latent[..., None] > cuts, axis=-1)
+    return np.asarray(np.sum(latent[..., None] > cuts, axis=-1))
 
 
 def _categorical(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
