@@ -251,6 +251,41 @@ def test_a_fit_of_a_gaussian_model_ends_at_its_posterior(name: str) -> None:
         assert_allclose(gaussian.standard_deviations(fit.posterior), gaussian.standard_deviations(exact), rtol=0.01)
 
 
+AT_ONCE = [name for name in CASES if CASES[name].ending and CASES[name].build_ending().together is not None]
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_clients_that_are_asked_at_once_keep_the_promises_of_those_asked_one_by_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a Gaussian model, q without a client, and clients' own posteriors: from loops over stacked rows."""
+    monkeypatch.setattr("fedppl.run.together.FEWEST", 1)
+    model, clients = problems.regression()
+    algorithm = CASES[name].build_ending()
+    before = {client_id: {key: value.copy() for key, value in data.items()} for client_id, data in clients.items()}
+    fit = fedppl.fit(model, clients, algorithm, progressbar=False, random_seed=6)
+    again = fedppl.fit(model, clients, algorithm, progressbar=False, random_seed=6)
+    assert fit.status.ok, fit.message
+    assert [record.together for record in fit.records][-1] == len(clients)  # not one by one
+    assert_array_equal(again.posterior.linear, fit.posterior.linear)
+    for client_id, data in clients.items():
+        for key, value in data.items():
+            assert_array_equal(value, before[client_id][key])
+    exact = problems.regression_posterior(clients)
+    sd = gaussian.standard_deviations(exact)
+    assert_allclose((gaussian.mean(fit.posterior) - gaussian.mean(exact)) / sd, 0, atol=0.01)
+    assert_allclose(gaussian.standard_deviations(fit.posterior), sd, rtol=0.01)
+    for client_id, data in clients.items():
+        cavity = gaussian.quotient(exact, problems.regression_site(data))
+        found = _sites.cavity(fit.state.sites, client_id)
+        assert_allclose(gaussian.mean(found), gaussian.mean(cavity), atol=0.02 * sd.max())
+        mean, covariance = problems.regression_joint(data, cavity)
+        own = fit.client(client_id, draws=2000, chains=1, random_seed=2)["posterior"]["beta"].values[0]
+        error = (own.mean(axis=0) - mean[3:]) / np.sqrt(np.diag(covariance)[3:])
+        assert_allclose(error, 0, atol=4 / np.sqrt(2000) + 0.01)
+        assert_allclose(own.std(axis=0), np.sqrt(np.diag(covariance)[3:]), rtol=4 / np.sqrt(4000) + 0.01)
+
+
 @pytest.mark.parametrize("name", ending_in(Ends.MODE))
 def test_a_fit_of_a_gaussian_model_ends_at_its_mode(name: str) -> None:
     """Of (φ, β_1, ..., β_K) jointly, which for a Gaussian is the mean: that of φ, and of β_k at the clients."""
