@@ -196,7 +196,7 @@ def fit(
 
     Notes
     -----
-    From 1,000 clients on, `EP` with its defaults fits all at once where the data are here and no setting concerns
+    From 50 clients on, `EP` with its defaults fits all at once where the data are here and no setting concerns
     messages: passes over all clients take the place of rounds, however many there are, and `callback` sees those. The
     posterior is the same.
 

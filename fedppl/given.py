@@ -63,11 +63,18 @@ def table(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, grouped.Ta
         return model, None
     if by is None:
         many = isinstance(data, Mapping) and len(data) >= together.FEWEST
-        return model, grouped.of_clients(data) if many else None
-    found = grouped.of_frame(data, by, model.names, missing, together.FEWEST)
+        return model, _looked_at(grouped.of_clients(data)) if many else None
+    found = _looked_at(grouped.of_frame(data, by, model.names, missing, together.FEWEST))
     if found is not None and (orders := frames.categories(data, model.names)):
         model = model.reading(functools.partial(frames.known, names=model.names, orders=orders))
     return model, found
+
+
+def _looked_at(found: grouped.Table | None) -> grouped.Table | None:
+    """A table, after what is odd about one client was named, unless clients are too many to be looked at one by one."""
+    if found is not None and len(found.client_ids) < grouped.MANY:
+        _said(found.each())
+    return found
 
 
 def _said(clients: Any) -> Any:

@@ -19,6 +19,8 @@ from fedppl.types import Array
 
 logger = logging.getLogger(__name__)
 
+MANY = 1000  # clients from which none is looked at alone
+
 
 @dataclass(frozen=True, eq=False)
 class Table:
@@ -41,6 +43,10 @@ class Table:
     def rows(self, k: int) -> dict[str, Array]:
         """The arrays of the client in place k."""
         return {name: column[self.begins[k] : self.begins[k + 1]] for name, column in self.columns.items()}
+
+    def each(self) -> dict[str, dict[str, Array]]:
+        """The arrays of every client."""
+        return {client_id: self.rows(k) for k, client_id in enumerate(self.client_ids)}
 
     @property
     def counts(self) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedppl.data import frames, grouped
-from fedppl.data.grouped import Table
+from fedppl.data.grouped import MANY, Table
 from fedppl.formulas import checks
 from fedppl.formulas.agreement import tell
 from fedppl.formulas.declare import Formula
@@ -49,8 +49,9 @@ def _read(model: FederatedModel, built: Formula, table: Table) -> tuple[Federate
         if built.family.name == "ordinal" and response not in built.levels:
             return None  # its order is looked for client by client
         what = asked(built)
-        told = tell(sized(built, table.columns), what.names, what.levels, 1)
-        model = of_told(model, {_ALL: told}, "error").model
+        parts = table.each() if len(table.client_ids) < MANY else {_ALL: table.columns}
+        told = {name: tell(sized(built, rows), what.names, what.levels, 1) for name, rows in parts.items()}
+        model = of_told(model, told, "error").model
         assert isinstance(model.builder, Formula)
         built = model.builder
         checks.say_what_cannot_be_told(built, {_ALL: table.columns})

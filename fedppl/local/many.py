@@ -25,7 +25,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.local import _gaussian_rest
 from fedppl.local._no_mode import no_mode
 from fedppl.local._other_modes import require_one_mode
-from fedppl.numerics.importance import enough_points, quadratic_map, whitened_points
+from fedppl.numerics.importance import enough_points, whitened_points
 from fedppl.numerics.integral import by_far_grid, by_grid, by_trapezoids
 from fedppl.numerics.stacked import densities_of_many, factors_of_many
 from fedppl.numerics.stacked_moments import moments_of_many
@@ -33,6 +33,7 @@ from fedppl.types import Array, LocalFailure
 
 _AT_ONCE = 1024  # clients of a part: whoever computes it, sums are over the same ones in the same order
 _LOOKED_AT = 24  # clients whose θ is searched for other modes
+_END = np.sqrt(3.0)  # sds from the mean
 _SAMPLES = {1: 1024, 2: 128, 3: 32}  # clients by whom ways are held against the last, by its coordinates
 _FIRST_SAMPLE = 128  # of those by whom ways are held against the last, where they tell enough
 BIASED = 0.02  # posterior sds that errors of clients' integrals may move a mean or a log sd by
@@ -106,29 +107,45 @@ def of_failed(many: ManyClients, failed: Places, at: Array) -> str:
     return f"clients {names}{more} have no answer: {no_mode(many.some(failed[:1])[0], at)}"
 
 
-def chosen(many: ManyClients, order: Places, q: Gaussian, asked: int, workers: int) -> Way:
-    """The cheapest way to integrate θ whose errors, over all clients, move nothing; by those that are first in `order`.
+def looked_at(many: ManyClients, order: Places) -> Sequence[ClientView]:
+    """The first clients in `order`, by whom all are judged where each takes long."""
+    return many.some(np.sort(order[:_LOOKED_AT]))
 
-    q is that of as many clients as were `asked`.
+
+def require_one_mode_each(clients: Sequence[ClientView], q: Gaussian) -> None:
+    """Refuse clients whose θ has several modes at points of q.
 
     Raises
     ------
     LocalFailure
-        Where some of them have no mode there, or several, or there is no way.
+        Naming one.
     """
     mean, root = gaussian.affine(q)
-    m = len(mean)
-    z = whitened_points(m, enough_points(m, 16), 0)
-    points = mean + z @ root.T
-    some = many.some(np.sort(order[:_LOOKED_AT]))
-    for client in some if many.starts.shape[1] else ():
-        require_one_mode(client, points, mean)
-    found = ways(some)
+    points = mean + whitened_points(len(mean), enough_points(len(mean), 16), 0) @ root.T
+    for client in clients:
+        if client.local_size:
+            require_one_mode(client, points, mean)
+
+
+def chosen(many: ManyClients, found: Sequence[Nodes], order: Places, q: Gaussian, asked: int, workers: int) -> Way:
+    """The cheapest way to integrate θ whose errors, over all clients, move nothing; by those that are first in `order`.
+
+    Out of those that were `found`; q is that of as many clients as were `asked`.
+
+    Raises
+    ------
+    LocalFailure
+        Where some of them have no mode there, or there is no way.
+    """
     if not found:
         raise LocalFailure("several local variables depend on each other, and each client is to be integrated alone")
+    mean, root = gaussian.affine(q)
+    m = len(mean)
     if len(found) == 1:
         return Way(found[0], 0.0, 0.0)
-    project = quadratic_map(z)
+    # What is asked are slopes and curvatures along the axes: two points of each, where a Gauss rule of three has them.
+    ends = _END * np.concatenate([np.zeros((1, m)), np.eye(m), -np.eye(m)])
+    points, project = mean + ends @ root.T, _along_axes(m)
     most = min(_SAMPLES[len(found[-1].which)], len(order))
 
     @functools.cache
@@ -144,7 +161,7 @@ def chosen(many: ManyClients, order: Places, q: Gaussian, asked: int, workers: i
         off = np.abs(differ.mean(axis=0)) + known * differ.std(axis=0)
         # Slopes add up as K, against sds that are those of q times the root of its share of the clients.
         slopes = float(np.max(off[1 : 1 + m])) * np.sqrt(len(many) * asked)
-        curved = float(np.max(off[1 + m :][np.equal(*np.triu_indices(m))])) * asked
+        curved = float(np.max(off[1 + m :])) * asked
         return Way(found[way], max(slopes, curved), float(off[0]))
 
     last = len(found) - 1
@@ -161,6 +178,14 @@ def chosen(many: ManyClients, order: Places, q: Gaussian, asked: int, workers: i
         if (by_all := held(way, last, most)).error <= BIASED:
             return by_all
     return by_all._replace(nodes=found[-1])
+
+
+def _along_axes(m: int) -> Array:
+    """What makes a constant, and coefficients of z and z² along each axis, of values at 0, the ends and those below."""
+    each, zero = np.eye(m), np.zeros((m, 1))
+    slopes = np.concatenate([zero, each, -each], axis=1) / (2.0 * _END)
+    curved = np.concatenate([zero - 2.0, each, each], axis=1) / (2.0 * _END**2)
+    return np.concatenate([np.eye(1, 1 + 2 * m), slopes, curved])
 
 
 def moments(

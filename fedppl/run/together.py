@@ -19,7 +19,7 @@ from fedppl.contracts import AnyAlgorithm, Posterior, Report
 from fedppl.contracts.many import Passed
 from fedppl.data.grouped import Table
 from fedppl.engine.answer import require_fit
-from fedppl.local.many import cores, moments, without_density
+from fedppl.local.many import cores, moments, ways, without_density
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.stack import ClientsOf, Stack, stacked, why_not
 from fedppl.results.fit import Fit
@@ -34,8 +34,9 @@ from fedppl.types import Array, ConvergenceWarning, Status
 
 logger = logging.getLogger(__name__)
 
-FEWEST = 1000  # clients from which loops over all of them are worth their compiling
+FEWEST = 50  # clients from which loops over all of them are worth their compiling
 _FIRST = 128  # clients that the search begins with
+_JUDGED_BY = 4  # clients that tell whether there is a way to integrate what is their own
 _ROUNDS = 40  # in which these are to be fitted
 _MOST_SHARED = 20  # coordinates, as for a correction: a quadratic of more has too many coefficients
 _MOST_ONE_BY_ONE = 20_000  # clients that are asked one by one where they cannot be fitted at once
@@ -140,6 +141,8 @@ def _stack(model: FederatedModel, table: Table, few: Run, chosen: NDArray[np.int
     reason = why_not(clients)
     if few.layout.size > _MOST_SHARED:
         reason = f"they share {few.layout.size} coordinates, and {_MOST_SHARED} are the most"
+    elif not reason and not ways(clients[:_JUDGED_BY]):
+        reason = "several local variables depend on each other"
     if reason:
         _one_by_one(table, reason)
         return None

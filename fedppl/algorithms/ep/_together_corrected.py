@@ -21,6 +21,7 @@ from fedppl.types import Status
 
 _MOST = 2 * 10**9  # log densities that an exchange may take: an hour, at a microsecond each on one core
 _FIRST = 2  # exchanges after which a posterior that is to be trusted is not made better
+_CHEAP = 10**6  # log densities of an exchange that is worth any gain: some seconds
 
 
 def corrected(many: ManyClients, state: EPState, correction: Correction, way: Way, workers: int) -> Iterator[Passed]:
@@ -38,7 +39,8 @@ def corrected(many: ManyClients, state: EPState, correction: Correction, way: Wa
             yield Passed(count, _report(held, Status.STALLED, why))
             return
         held = _answered(many, held, state, way, workers)
-        judged = _judged.judge(held, sites, min(_FIRST, correction.exchanges), state.stream, None)
+        exchanges = correction.exchanges if densities <= _CHEAP else min(_FIRST, correction.exchanges)
+        judged = _judged.judge(held, sites, exchanges, state.stream, None)
         if judged.done and not judged.state.trusted:  # more points than will do are asked for where they will not
             judged = _judged.judge(held, sites, correction.exchanges, state.stream, None)
         held = judged.state

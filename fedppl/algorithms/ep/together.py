@@ -62,10 +62,14 @@ def together(
     order = rng.permutation(len(many)).astype(np.int64)
     q, count = few, asked
     way: Way | None = None
+    some = _many.looked_at(many, order)
+    found = _many.ways(some)
     while True:
         # What the integrals leave depends on where q is, and on how narrow.
         try:
-            now = _many.chosen(many, order, q, count, workers)
+            now = _many.chosen(many, found, order, q, count, workers)
+            if (way is None) == (count < len(many)):  # before long passes, and at the end
+                _many.require_one_mode_each(some, q)
         except LocalFailure as failure:
             yield Passed(count, _report(begin(q), Status.STALLED, str(failure)))
             return
