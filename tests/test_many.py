@@ -147,6 +147,31 @@ def test_numbers_do_not_hang_on_threads(monkeypatch: pytest.MonkeyPatch, stack: 
     assert_array_equal(found[0].fitted, found[1].fitted)
 
 
+def test_sums_at_many_points_are_foretold_from_few(monkeypatch: pytest.MonkeyPatch, stack: Stack) -> None:
+    """Laplace's approximation at 512 points, nodes at 128: the sums of nodes at all of them, within what is said."""
+    points = CENTER + 0.25 * np.random.default_rng(1).normal(size=(512, 3))
+    rule = by_grid(1, 15)
+    nodes = Nodes(rule.nodes, rule.log_weights, np.arange(1))
+    exact = at_once.factors(stack, np.arange(40), points, CENTER, np.zeros((0, 512)), nodes=nodes, workers=1).totals
+    asked, plain = [], at_once.factors
+
+    def counted(many: Any, places: Any, at: Any, *given: Any, nodes: Nodes, workers: int) -> Any:
+        asked.append((len(at), len(nodes.nodes)))
+        return plain(many, places, at, *given, nodes=nodes, workers=workers)
+
+    monkeypatch.setattr(at_once, "factors", counted)
+    found, errors = at_once.totals(stack, points, CENTER, nodes=nodes, workers=1)
+    assert asked == [(512, 0), (128, 15)]
+    laplace = plain(stack, np.arange(40), points, CENTER, np.zeros((0, 512)), nodes=LAPLACE, workers=1).totals
+    missed = found - exact
+    assert np.std(laplace - exact) > 5 * np.std(missed)
+    weights = np.exp(exact - exact.max()) / np.exp(exact - exact.max()).sum()  # the outermost points have none
+    assert weights @ np.abs(missed) < 2 * (weights @ np.abs(errors)) < 0.02
+    # Where nothing foretells the others, all are asked for.
+    monkeypatch.setattr(at_once, "_FORETOLD", 0.0)
+    assert_array_equal(at_once.totals(stack, points, CENTER, nodes=nodes, workers=1)[0], exact)
+
+
 def test_a_fit_is_that_of_clients_asked_one_by_one(fit: fedppl.Fit, frame: pd.DataFrame) -> None:
     """The posterior, its evidence, and what is known of clients; of fewer clients, which both ways can do."""
     few = frame[frame["ward"] < 60]

@@ -15,12 +15,14 @@ _NEAREST = 8  # points that tell how well those near to them are foretold
 _FORETOLD = 0.002  # median error of foretelling, in log units, with which that is enough
 
 
-def smooth_over(points: Array, few: NDArray[np.intp], values: Array, errors: Array) -> tuple[Array, Array] | None:
+def smooth_over(
+    points: Array, few: NDArray[np.intp], values: Array, errors: Array, enough: float = _FORETOLD
+) -> tuple[Array, Array] | None:
     """A function and its errors, known at a few of the points (P,), at all of them (S,), where it is smooth enough.
 
-    A thin-plate spline of three quarters of the few has to foretell the function at the others. By how much it misses
-    these is an error too, of the points that are near to them. Where the nearest of the few is not known, the function
-    is not: NaN.
+    A thin-plate spline of three quarters of the few has to foretell the function at the others, with a median error of
+    at most `enough`. By how much it misses these is an error too, of the points that are near to them. Where the
+    nearest of the few is not known, the function is not: NaN.
     """
     known = np.stack([values, errors], axis=1)
     told = np.all(np.isfinite(known), axis=1)
@@ -35,7 +37,7 @@ def smooth_over(points: Array, few: NDArray[np.intp], values: Array, errors: Arr
     try:
         foretold = fit(white[few[~held_out]], known[~held_out])(white[few[held_out]])
         missed = foretold[:, 0] - known[held_out, 0]
-        if np.median(np.abs(missed)) > _FORETOLD or np.quantile(np.abs(missed), 0.9) > 10 * _FORETOLD:
+        if np.median(np.abs(missed)) > enough or np.quantile(np.abs(missed), 0.9) > 10 * enough:
             return None
         found = fit(white[few], known)(white)
         nearest = cKDTree(white[few[held_out]]).query(white, k=min(_NEAREST, len(missed)))[1]

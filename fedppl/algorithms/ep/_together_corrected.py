@@ -54,15 +54,20 @@ def corrected(many: ManyClients, state: EPState, correction: Correction, way: Wa
 def _answered(many: ManyClients, held: Correcting, state: EPState, way: Way, workers: int) -> Correcting:
     """All clients' log factors at the points of an exchange, less those of their sites."""
     sites, points = state.sites, _correction.asked(held)
-    center, none = gaussian.mean(sites.q), np.zeros((0, len(points)))
-    places = np.arange(len(many), dtype=np.int64)
-    found = _many.factors(many, places, points, center, none, nodes=way.nodes, workers=workers)
+    found, errors = _many.totals(many, points, gaussian.mean(sites.q), nodes=way.nodes, workers=workers)
     dense = _sites.dense(sites.precision.sum(axis=0), sites.structure)
-    values = found.totals + many.like.prior.log_ratio(points)
+    values = found + many.like.prior.log_ratio(points)
     values = values - gaussian.log_kernel(Gaussian(sites.linear.sum(axis=0), dense), points)
-    residual = held.residual.copy()
-    residual[_correction.asked_at(held)] += values
-    return held._replace(residual=residual, answered=np.ones_like(held.answered), rounds=1)
+    residual, alike, noise, where = (
+        held.residual.copy(),
+        held.alike.copy(),
+        held.noise.copy(),
+        _correction.asked_at(held),
+    )
+    residual[where] += values
+    alike[where] += errors
+    noise[where] += errors**2
+    return held._replace(residual=residual, alike=alike, noise=noise, answered=np.ones_like(held.answered), rounds=1)
 
 
 def _report(held: Correcting, status: Status, message: str) -> Report:
