@@ -32,7 +32,7 @@ from fedppl.numerics.stacked import densities_of_many, factors_of_many
 from fedppl.numerics.stacked_moments import moments_of_many
 from fedppl.types import Array, LocalFailure
 
-_AT_ONCE = 1024  # clients of a part: whoever computes it, sums are over the same ones in the same order
+_AT_ONCE = 64  # clients of a part: whoever computes it, sums are over the same ones in the same order
 _LOOKED_AT = 24  # clients whose θ is searched for other modes
 _END = np.sqrt(3.0)  # sds from the mean
 _SAMPLES = {1: 1024, 2: 128, 3: 32}  # clients by whom ways are held against the last, by its coordinates
@@ -281,9 +281,9 @@ def in_parts(compute: Callable[[slice], Any], count: int, workers: int) -> list[
     parts = [slice(first, min(first + _AT_ONCE, count)) for first in range(0, count, _AT_ONCE)]
     if len(parts) <= 1 or workers <= 1:
         return [compute(part) for part in parts]
-    compute_first = compute(parts[0])  # compiles, in one thread
+    compute(slice(0, 0))  # compiles, in one thread
     with ThreadPoolExecutor(workers) as pool:
-        return [compute_first, *pool.map(compute, parts[1:])]
+        return list(pool.map(compute, parts))
 
 
 def cores() -> int:
