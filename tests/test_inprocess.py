@@ -7,6 +7,7 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytensor
 import pytest
 
 import fedppl
@@ -27,6 +28,7 @@ from fedppl.contracts import (
 from fedppl.engine.answer import answer
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.gaussian import Gaussian
+from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.numerics.streams import stream
 from fedppl.testing import normal_means
 from fedppl.types import Layout, LocalFailure, Status
@@ -257,3 +259,31 @@ def test_the_target_of_a_request_is_not_kept() -> None:
     fedppl.fit(model, clients, algorithm, progressbar=False, random_seed=1)
     again = [inner.tilted(target, np.random.default_rng(0)) for target in (seen[0], seen[0])]
     assert again[0].mean[0] == again[1].mean[0]
+
+
+def test_pytensors_settings_are_as_they_were_whatever_threads_do() -> None:
+    """One client's thread sets a mode after another's did, and sets it back after it: the other's would be left."""
+    mine, theirs = pytensor.config.mode, PYTHON_MODE
+    inner, order = fedppl.NestedLaplace(), [threading.Event() for _ in range(3)]
+    expand = inner.expand
+    assert expand is not None
+
+    def slow(client: Any, *given: Any) -> Any:
+        if client.client_id == "client 0" and not order[0].is_set():
+            with pytensor.config.change_flags(mode=theirs):
+                order[0].set()
+                assert order[1].wait(60)
+            order[2].set()
+        elif client.client_id == "client 1" and not order[1].is_set():
+            assert order[0].wait(60)
+            with pytensor.config.change_flags(mode=theirs):
+                order[1].set()
+                assert order[2].wait(60)
+            assert pytensor.config.mode is theirs  # what the other had set
+        return expand(client, *given)
+
+    model, clients = normal_means()
+    way = fedppl.EP(local=inner._replace(expand=slow), correction=None)
+    fedppl.fit(model, clients, way, engine=fedppl.InProcess(workers=2), progressbar=False, random_seed=1)
+    assert order[2].is_set()
+    assert pytensor.config.mode is mine

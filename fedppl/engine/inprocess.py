@@ -16,6 +16,7 @@ from fedppl.engine.answer import answer
 from fedppl.engine.guard import admit_algorithm, in_memory, refuse_data
 from fedppl.engine.policy import Policy
 from fedppl.model.client import reader_of
+from fedppl.model.quiet import settings_kept
 from fedppl.settings import shown, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
 
@@ -76,6 +77,7 @@ class InProcessEngine(ModelsHere):
         """Return whether clients keep to a policy, as at sites of their own."""
         return bool(self._guards)
 
+    @settings_kept()
     def exchange(
         self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
     ) -> dict[str, Reply | Failure]:

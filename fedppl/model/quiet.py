@@ -1,4 +1,4 @@
-"""What others say of themselves, held back while they are called from here."""
+"""What others say of themselves, held back while they are called from here, and what they set, set back."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytensor
 
+# What PyTensor sets while it compiles or builds a graph, and sets back.
+_SET = ("mode", "cxx", "optdb__max_use_ratio", "compute_test_value", "traceback__limit")
 _NO_BLAS = "PyTensor could not link to a BLAS"
 
 
@@ -42,3 +44,19 @@ def look_for_blas() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", _NO_BLAS, UserWarning)
         _ = pytensor.config.blas__ldflags
+
+
+@contextlib.contextmanager
+def settings_kept() -> Iterator[None]:
+    """Leave PyTensor's settings as they were, whatever threads do meanwhile.
+
+    Of two threads that compile, the one that ends last sets back what the other had set: without this a user's own
+    models might be interpreted from then on.
+    """
+    before = {name: getattr(pytensor.config, name) for name in _SET if hasattr(pytensor.config, name)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if getattr(pytensor.config, name) is not value:
+                setattr(pytensor.config, name, value)
