@@ -31,7 +31,7 @@ import fedppl, numpy as np
 from fedppl.testing import normal_means
 app = fedppl.Flower.client_app(
     normal_means(1)[0], fedppl.EP(), lambda config: {"y": np.load(config["data"])}, draws=50, chains=1,
-    client_id=lambda config: config["name"], folder=lambda config: config["folder"],
+    client_id=lambda config: config["who"], folder=lambda config: config["folder"],
     policy=lambda config: config["policy"],
 )
 """
@@ -51,7 +51,7 @@ class Place:
     def config(self, name: str, folder: str) -> dict[str, Any]:
         (self.root / folder).mkdir(exist_ok=True)
         paths = {"data": self.root / f"{name}.npy", "folder": self.root / folder / name}
-        return {"name": name, "policy": str(self.root / "policy.toml"), **{k: str(v) for k, v in paths.items()}}
+        return {"who": name, "policy": str(self.root / "policy.toml"), **{k: str(v) for k, v in paths.items()}}
 
     def grid(self, folder: str, idle: float) -> FakeGrid:
         app = fedppl.Flower.warm_app("warm_site:app", folder=lambda config: config["folder"], idle=idle)
@@ -59,7 +59,7 @@ class Place:
 
     def fit(self, folder: str, idle: float = 60.0) -> tuple[Any, FakeGrid]:
         grid = self.grid(folder, idle)
-        engine = fedppl.Flower.grid(grid, clients=2, deadline=60.0, wait=60.0, poll=0.001)
+        engine = fedppl.Flower.grid(grid, clients=2, deadline=60.0, wait=30.0, poll=0.001)
         model = normal_means(1)[0]
         return fedppl.fit(model, None, fedppl.EP(), engine=engine, progressbar=False, random_seed=1), grid
 
