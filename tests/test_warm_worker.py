@@ -21,6 +21,7 @@ pytest.importorskip("flwr")
 
 import fedppl
 from fedppl.flower import channel, warm_app, worker_folder
+from fedppl.flower.records import from_content
 from fedppl.testing import normal_means
 from tests.support.fake_grid import FakeGrid, node
 
@@ -115,8 +116,8 @@ def test_replies_are_those_of_the_old_path(place: Place) -> None:
     assert len(grid.replies) == len(old.replies) > 4
     assert_array_equal(warm.posterior.linear, cold.posterior.linear)
     assert_array_equal(warm.posterior.precision, cold.posterior.precision)
-    for one, other in zip(grid.replies, old.replies, strict=True):
-        mine, theirs = (fedppl.flower.records.from_content(each.content) for each in (one, other))
+    contents = [[from_content(each.content) for each in replies] for replies in (grid.replies, old.replies)]
+    for mine, theirs in zip(*(sorted(one, key=lambda c: c[1]["client_id"]) for one in contents), strict=True):
         assert mine[1] == theirs[1]
         for name, value in theirs[0].items():
             assert_array_equal(mine[0][name], value)

@@ -134,15 +134,18 @@ def _asked(app: str, site: Path, idle: float, message: FlowerMessage, config: di
                 if kind not in _STARTERS:
                     raise _NoWorker("none is running, and none is started to end a run")
                 connection = _started(opened, site, told)
-            with connection:
-                found = _heard(connection, raw, end)
+            try:
+                with connection:
+                    found = _heard(connection, raw, end)
+            except ConnectionError:  # it has died, or ended between two messages; what it had admitted stays admitted
+                found = {"status": "stale"}
             if found["status"] == "done":
                 sys.stderr.write(found["log"])
                 return found["arrays"], found["texts"]
             if found["status"] != "stale":
                 raise _NoWorker(f"its log, {str(site / 'worker' / 'log')!r}, says why")
             time.sleep(0.05)
-        raise _NoWorker("three in a row were stale")
+        raise _NoWorker("three in a row were stale or died")
     finally:
         os.close(opened)
 

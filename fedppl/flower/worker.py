@@ -117,17 +117,23 @@ def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, jobs: q
             job = jobs.get(timeout=_TICK)
         except queue.Empty:
             continue
-        goes_on = _do(job, told, site, declaration, marks, log)
+        status, more, goes_on = _do(job, told, site, declaration, marks, log)
+        if not goes_on:  # before the answer: whoever asks next finds no worker, rather than one that ends
+            _leave(site, folder, key)
+        job.end(status, **more)
         last = time.monotonic()
         if not goes_on:
             break
+    _leave(site, folder, key)
     while not jobs.empty():
         jobs.get().end(STALE)
     time.sleep(0.5)  # for threads to send what they have
 
 
-def _do(job: _Job, told: Mapping[str, Any], site: Path, declaration: Any, marks: list[str], log: int) -> bool:
-    """Answer one job; False where the worker has to end."""
+def _do(
+    job: _Job, told: Mapping[str, Any], site: Path, declaration: Any, marks: list[str], log: int
+) -> tuple[str, dict[str, Any], bool]:
+    """Status and content of the answer to a job, and whether the worker goes on after it."""
     from fedppl.flower.answers import answer
     from fedppl.flower.memory import file_memory
     from fedppl.flower.records import CONCLUDE
@@ -136,8 +142,7 @@ def _do(job: _Job, told: Mapping[str, Any], site: Path, declaration: Any, marks:
     try:
         asked = job.asked
         if asked["identity"] != told["identity"]:
-            job.end(STALE)
-            return False
+            return STALE, {}, False
         config, kind = asked["config"], asked["kind"]
         here = declaration.node(config)
         if here.folder is None or not os.path.samefile(here.folder, site):
@@ -146,20 +151,23 @@ def _do(job: _Job, told: Mapping[str, Any], site: Path, declaration: Any, marks:
             )
         loaded, mark = _loaded(here, config)
         if marks and mark != marks[0]:
-            job.end(STALE)
-            return False
+            return STALE, {}, False
         marks[:] = [mark]
         if loaded is not None:  # what was looked at is what is used
             here = here._replace(load_data=lambda _: loaded)
         arrays, texts = answer(kind, here, config, file_memory(here.folder), (asked["arrays"], asked["texts"]))
         told_log = os.pread(log, _LOG_BYTES, start).decode(errors="replace")
         plain = {name: np.asarray(value) for name, value in arrays.items()}
-        job.end(DONE, arrays=plain, texts=dict(texts), log=told_log)
-        return bool(kind != CONCLUDE)
+        return DONE, {"arrays": plain, "texts": dict(texts), "log": told_log}, kind != CONCLUDE
     except Exception:  # the app answers by itself then, and fails in the same way where it does
         logger.exception("the warm worker does not answer")
-        job.end(FAILED)
-        return False
+        return FAILED, {}, False
+
+
+def _leave(site: Path, folder: int, key: bytes) -> None:
+    """Take key and socket away, unless they are another worker's by now."""
+    if worker_folder.is_there(folder, site, key):
+        worker_folder.remove(folder)
 
 
 def _loaded(here: Any, config: Mapping[str, Any]) -> tuple[Any, str]:

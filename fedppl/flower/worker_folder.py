@@ -68,6 +68,15 @@ def open_log(folder: int) -> int:
     return descriptor
 
 
+def remove(folder: int) -> None:
+    """Take key and socket away, so that nobody connects."""
+    for name in (KEY, SOCKET):
+        try:
+            os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            pass
+
+
 def is_there(folder: int, site: Path, key: bytes) -> bool:
     """Whether folder and key are still those of this worker."""
     try:
