@@ -118,7 +118,7 @@ def test_replies_are_those_of_the_old_path(place: Place) -> None:
     assert_array_equal(warm.posterior.precision, cold.posterior.precision)
     contents = [[from_content(each.content) for each in replies] for replies in (grid.replies, old.replies)]
     for mine, theirs in zip(*(sorted(one, key=lambda c: c[1]["client_id"]) for one in contents), strict=True):
-        assert mine[1] == theirs[1]
+        assert {**mine[1], "nonce": ""} == {**theirs[1], "nonce": ""}  # of the server, by chance
         for name, value in theirs[0].items():
             assert_array_equal(mine[0][name], value)
     for process in warm_app._workers:
