@@ -3,55 +3,54 @@
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from fedppl.algorithms.averaging.fedavg import FedAvg
-from fedppl.algorithms.ep.correction import Correction
-from fedppl.algorithms.ep.ep import EP
-from fedppl.algorithms.one_shot.precision_weighted import PrecisionWeighted
-from fedppl.algorithms.one_shot.separate import Separate
-from fedppl.contracts import Algorithm, LocalInference
-from fedppl.engine import policy
-from fedppl.engine.inprocess import InProcess
-from fedppl.engine.policy import Policy
-from fedppl.front import fit, load, rounds
-from fedppl.local.advi import ADVI, MeanField
-from fedppl.local.laplace import Laplace
-from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.local.nuts import NUTS
-from fedppl.model.client import ClientModel
-from fedppl.model.declaration import FederatedModel
-from fedppl.numerics import covariance
-from fedppl.results.fit import Fit
-from fedppl.run.one_round import Round
-from fedppl.run.participation import all_clients, bernoulli, fixed_size
-from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
-
 if TYPE_CHECKING:
     from fedppl import data, metrics, plots, privacy
     from fedppl.algorithms.averaging.ditto import Ditto
+    from fedppl.algorithms.averaging.fedavg import FedAvg
     from fedppl.algorithms.averaging.fedprox import FedProx
     from fedppl.algorithms.averaging.scaffold import SCAFFOLD
     from fedppl.algorithms.averaging.separate_sgd import SeparateSGD
+    from fedppl.algorithms.ep.correction import Correction
+    from fedppl.algorithms.ep.ep import EP
     from fedppl.algorithms.ep.private import PrivateEP
     from fedppl.algorithms.ep.warm_up import warm_up
     from fedppl.algorithms.hierarchical.confidence import Confidence
     from fedppl.algorithms.hierarchical.hm1 import HM1
     from fedppl.algorithms.hierarchical.hm1_gradient import HM1Gradient
     from fedppl.algorithms.one_shot.consensus import ConsensusMonteCarlo
+    from fedppl.algorithms.one_shot.precision_weighted import PrecisionWeighted
+    from fedppl.algorithms.one_shot.separate import Separate
+    from fedppl.contracts import Algorithm, LocalInference
     from fedppl.coregional import curves
+    from fedppl.engine import policy
+    from fedppl.engine.inprocess import InProcess
+    from fedppl.engine.policy import Policy
     from fedppl.formulas.formula import Agreed, agree, formula
     from fedppl.formulas.marginal import marginal_effects
     from fedppl.formulas.priors import Prior
+    from fedppl.front import fit, load, rounds
+    from fedppl.local.advi import ADVI, MeanField
     from fedppl.local.gradient_steps import GradientSteps
+    from fedppl.local.laplace import Laplace
+    from fedppl.local.nested_laplace import NestedLaplace
+    from fedppl.local.nuts import NUTS
     from fedppl.model import summaries
+    from fedppl.model.client import ClientModel
+    from fedppl.model.declaration import FederatedModel
+    from fedppl.numerics import covariance
     from fedppl.results.compare import compare
+    from fedppl.results.fit import Fit
     from fedppl.results.hypotheses import contrast, hypotheses
     from fedppl.results.loo import Loo, loo, loo_compare
     from fedppl.run.calibration import calibrate, plot_calibration
     from fedppl.run.conflict import conflict
+    from fedppl.run.one_round import Round
+    from fedppl.run.participation import all_clients, bernoulli, fixed_size
     from fedppl.run.withdrawal import Withdrawal, without
     from fedppl.search.grid_search import grid, grid_search
     from fedppl.search.loss import validation_loss
     from fedppl.search.split import holdout
+    from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
 
 __version__ = "0.1.0"
 
@@ -127,48 +126,80 @@ __all__ = [
 ]
 
 
-# Namespaces that are loaded when they are first asked for: module, and the package and extra that not everybody has.
-_LAZY = {
+# Nothing is loaded before it is asked for: a site's app is a process a message, which has no second for PyMC.
+# Namespaces: module, and the package and extra that not everybody has.
+_SPACES = {
     "Flower": ("fedppl.flower.app", "flwr", "flower"),
+    "covariance": ("fedppl.numerics.covariance", "", ""),
     "curves": ("fedppl.coregional.curves", "", ""),
     "data": ("fedppl.data", "", ""),
     "metrics": ("fedppl.metrics", "", ""),
     "nn": ("fedppl.nn", "torch", "torch"),
     "plots": ("fedppl.plots", "", ""),
+    "policy": ("fedppl.engine.policy", "", ""),
     "privacy": ("fedppl.privacy", "", ""),
     "summaries": ("fedppl.model.summaries", "", ""),
 }
 
-# What not every script needs, so that none waits for it: the module that has it.
-_LATER = {
+# Functions and classes: the module that has each.
+_NAMES = {
+    "ADVI": "fedppl.local.advi",
     "Agreed": "fedppl.formulas.formula",
+    "Algorithm": "fedppl.contracts",
+    "ClientModel": "fedppl.model.client",
     "Confidence": "fedppl.algorithms.hierarchical.confidence",
     "ConsensusMonteCarlo": "fedppl.algorithms.one_shot.consensus",
+    "ConvergenceWarning": "fedppl.types",
+    "Correction": "fedppl.algorithms.ep.correction",
+    "DataError": "fedppl.types",
+    "DeclarationError": "fedppl.types",
     "Ditto": "fedppl.algorithms.averaging.ditto",
+    "EP": "fedppl.algorithms.ep.ep",
+    "FedAvg": "fedppl.algorithms.averaging.fedavg",
     "FedProx": "fedppl.algorithms.averaging.fedprox",
+    "FederatedModel": "fedppl.model.declaration",
+    "Fit": "fedppl.results.fit",
     "GradientSteps": "fedppl.local.gradient_steps",
     "HM1": "fedppl.algorithms.hierarchical.hm1",
     "HM1Gradient": "fedppl.algorithms.hierarchical.hm1_gradient",
+    "InProcess": "fedppl.engine.inprocess",
+    "Laplace": "fedppl.local.laplace",
+    "LocalInference": "fedppl.contracts",
     "Loo": "fedppl.results.loo",
+    "MeanField": "fedppl.local.advi",
+    "NUTS": "fedppl.local.nuts",
+    "NestedLaplace": "fedppl.local.nested_laplace",
+    "NotConvergedError": "fedppl.types",
+    "Policy": "fedppl.engine.policy",
+    "PrecisionWeighted": "fedppl.algorithms.one_shot.precision_weighted",
     "Prior": "fedppl.formulas.priors",
     "PrivateEP": "fedppl.algorithms.ep.private",
+    "Round": "fedppl.run.one_round",
     "SCAFFOLD": "fedppl.algorithms.averaging.scaffold",
+    "Separate": "fedppl.algorithms.one_shot.separate",
     "SeparateSGD": "fedppl.algorithms.averaging.separate_sgd",
+    "Status": "fedppl.types",
     "Withdrawal": "fedppl.run.withdrawal",
     "agree": "fedppl.formulas.formula",
+    "all_clients": "fedppl.run.participation",
+    "bernoulli": "fedppl.run.participation",
     "calibrate": "fedppl.run.calibration",
     "compare": "fedppl.results.compare",
     "conflict": "fedppl.run.conflict",
     "contrast": "fedppl.results.hypotheses",
+    "fit": "fedppl.front",
+    "fixed_size": "fedppl.run.participation",
     "formula": "fedppl.formulas.formula",
     "grid": "fedppl.search.grid_search",
     "grid_search": "fedppl.search.grid_search",
     "holdout": "fedppl.search.split",
     "hypotheses": "fedppl.results.hypotheses",
+    "load": "fedppl.front",
     "loo": "fedppl.results.loo",
     "loo_compare": "fedppl.results.loo",
     "marginal_effects": "fedppl.formulas.marginal",
     "plot_calibration": "fedppl.run.calibration",
+    "rounds": "fedppl.front",
     "validation_loss": "fedppl.search.loss",
     "warm_up": "fedppl.algorithms.ep.warm_up",
     "without": "fedppl.run.withdrawal",
@@ -176,13 +207,15 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is in `_LAZY` or `_LATER`: nothing else needs what it stands on installed, or the time it takes."""
-    if name in _LATER:
-        globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    """Load what is in `_SPACES` or `_NAMES`, or a module, when it is asked for and not before."""
+    if name in _NAMES:
+        globals()[name] = getattr(importlib.import_module(_NAMES[name]), name)
         return globals()[name]
-    if name not in _LAZY:
-        raise AttributeError(f"module 'fedppl' has no attribute {name!r}")
-    module, package, extra = _LAZY[name]
+    if name not in _SPACES:
+        if name.startswith("_") or importlib.util.find_spec(f"fedppl.{name}") is None:
+            raise AttributeError(f"module 'fedppl' has no attribute {name!r}")
+        return importlib.import_module(f"fedppl.{name}")
+    module, package, extra = _SPACES[name]
     try:
         globals()[name] = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -196,5 +229,5 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """What can be loaded here."""
-    here = [name for name, (_, package, _) in _LAZY.items() if not package or importlib.util.find_spec(package)]
-    return sorted({*globals(), *here, *_LATER})
+    here = [name for name, (_, package, _) in _SPACES.items() if not package or importlib.util.find_spec(package)]
+    return sorted({*globals(), *here, *_NAMES})

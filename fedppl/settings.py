@@ -14,6 +14,9 @@ import numpy as np
 
 from fedppl.types import DeclarationError
 
+# Of a text that came from elsewhere, so that nobody can flood a log or forge its lines.
+_LONGEST = 500
+
 
 def between(name: str, value: Any, low: float, high: float, ends: str = "()", hint: str = "") -> float:
     """A finite number between two others; `ends` says by brackets which of them belongs to it: "(]" is low < x <= high.
@@ -205,3 +208,10 @@ def _interval(low: float, high: float, ends: str) -> str:
 
 def _remedy(hint: str) -> str:
     return f"; {hint}" if hint else ""
+
+
+def one_line(told: object, longest: int = _LONGEST) -> str:
+    """A text from elsewhere, in one line that is printable and not too long."""
+    cut = str(told)[: 4 * longest]
+    line = " ".join("".join(c if c.isprintable() else " " for c in cut).split())
+    return line if len(line) <= longest else line[: longest - 1] + "…"

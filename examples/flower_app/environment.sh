@@ -21,7 +21,7 @@ CONFIG
 start_site() { # start_site NAME PORT
     flower-supernode --superlink "127.0.0.1:$PORT" --port "$2" \
         --root-certificates "$WORK/keys/ca.crt" --auth-supernode-private-key "$WORK/keys/$1" \
-        --node-config "data=\"$WORK/data/$1.csv\" policy=\"$WORK/policies/$1.toml\" folder=\"$WORK/sites/$1\"" \
+        --node-config "data=\"$WORK/data/$1.csv\" policy=\"$WORK/policies/$1.toml\" folder=\"$WORK/sites/$1\" warm=${WARM:-0}" \
         > "$WORK/$1.log" 2>&1 &
     echo $! > "$WORK/$1.pid"
 }

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Stop the SuperNodes and the SuperLink.
+# Stop the SuperNodes with their warm workers, and the SuperLink.
 cd "$(dirname "$0")"
 source ./environment.sh
 for name in north south west superlink; do
     [ -f "$WORK/$name.pid" ] && kill "$(cat "$WORK/$name.pid")" 2>/dev/null
     rm -f "$WORK/$name.pid"
 done
+rm -f "$WORK"/sites/*/worker/key  # a warm worker ends when its key is gone
 echo "stopped"

@@ -19,8 +19,7 @@ from fedppl.formulas.agreement import Told
 from fedppl.formulas.exchange import asked
 from fedppl.formulas.formula import Agreed, of_told
 from fedppl.model.declaration import FederatedModel
-from fedppl.run.replies import one_line
-from fedppl.settings import one_of, positive, shown, whole
+from fedppl.settings import one_line, one_of, positive, shown, whole
 from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)

@@ -3,8 +3,38 @@
 The algorithms, the loop and the random streams are those of the embedded engine, so equal seeds give equal numbers.
 """
 
-from fedppl.flower.agreeing import agree
-from fedppl.flower.client_app import client_app
-from fedppl.flower.engines import grid, server_app, simulation
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["agree", "client_app", "grid", "server_app", "simulation"]
+import flwr  # noqa: F401  # what is missing is said where it is asked for
+
+if TYPE_CHECKING:
+    from fedppl.flower.agreeing import agree
+    from fedppl.flower.client_app import client_app
+    from fedppl.flower.engines import grid, server_app, simulation
+    from fedppl.flower.warm_app import warm_app
+
+__all__ = ["agree", "client_app", "grid", "server_app", "simulation", "warm_app"]
+
+# Loaded when asked for: `warm_app` has no time for what the others stand on.
+_NAMES = {
+    "agree": "fedppl.flower.agreeing",
+    "client_app": "fedppl.flower.client_app",
+    "grid": "fedppl.flower.engines",
+    "server_app": "fedppl.flower.engines",
+    "simulation": "fedppl.flower.engines",
+    "warm_app": "fedppl.flower.warm_app",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what is in `_NAMES`."""
+    if name not in _NAMES:
+        raise AttributeError(f"module 'fedppl.flower.app' has no attribute {name!r}")
+    globals()[name] = getattr(importlib.import_module(_NAMES[name]), name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """What can be loaded here."""
+    return sorted({*globals(), *_NAMES})

@@ -13,10 +13,10 @@ from flwr.clientapp import ClientApp
 
 from fedppl.contracts import Algorithm, AnyAlgorithm
 from fedppl.engine.policy import NO_RULES, Policy, read
-from fedppl.flower import node as _node
+from fedppl.flower.answers import Site, answer, declared
 from fedppl.flower.memory import Memory, file_memory
 from fedppl.flower.node import Node
-from fedppl.flower.records import AGREE, ASK, CONCLUDE, CONSTRAIN, HELLO, from_content, to_content
+from fedppl.flower.records import read_message, register, to_content
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import shown, whole
 from fedppl.types import DeclarationError
@@ -120,58 +120,28 @@ def client_app(
     named = client_id or (lambda config: str(config.get("client-id", "")))
     token = secrets.token_hex(8)
 
-    def node(context: Context) -> Node:
-        where = folder(context.node_config) if callable(folder) else folder
+    def node(config: Mapping[str, Any]) -> Node:
+        where = folder(config) if callable(folder) else folder
         path = None if where is None else Path(where)
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
-        chosen = policy(context.node_config) if callable(policy) else policy
+        chosen = policy(config) if callable(policy) else policy
         rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
-        of = kind(context.node_config) if callable(kind) else kind
+        of = kind(config) if callable(kind) else kind
         return Node(token, federated_model, algorithm, load_data, named, path, draws, chains, rules, of)
 
     # Flower copies the app to its workers: nothing here may hold data, compiled models or locks.
     app = ClientApp()
 
-    @app.query(HELLO.split(".")[1])
-    def hello(message: FlowerMessage, context: Context) -> FlowerMessage:
-        here, texts = node(context), _read(message)[1]
-        parcel = _node.introduce(here, context.node_config, _memory(here, context), texts)
+    def reply(message: FlowerMessage, context: Context) -> FlowerMessage:
+        here = node(context.node_config)
+        memory, parcel = _memory(here, context), read_message(message)
+        parcel = answer(message.metadata.message_type, here, context.node_config, memory, parcel)
         return FlowerMessage(to_content(*parcel), reply_to=message)
 
-    @app.query(AGREE.split(".")[1])
-    def agree(message: FlowerMessage, context: Context) -> FlowerMessage:
-        here, texts = node(context), _read(message)[1]
-        parcel = _node.agree(here, context.node_config, _memory(here, context), texts)
-        return FlowerMessage(to_content(*parcel), reply_to=message)
-
-    @app.train(ASK.split(".")[1])
-    def ask(message: FlowerMessage, context: Context) -> FlowerMessage:
-        here = node(context)
-        parcel = _node.answer_request(here, context.node_config, _memory(here, context), _read(message))
-        return FlowerMessage(to_content(*parcel), reply_to=message)
-
-    @app.query(CONSTRAIN.split(".")[1])
-    def constrain(message: FlowerMessage, context: Context) -> FlowerMessage:
-        here = node(context)
-        parcel = _node.constrain(here, context.node_config, _memory(here, context), _read(message)[0])
-        return FlowerMessage(to_content(*parcel), reply_to=message)
-
-    @app.evaluate(CONCLUDE.split(".")[1])
-    def conclude(message: FlowerMessage, context: Context) -> FlowerMessage:
-        here = node(context)
-        parcel = _node.conclude(here, context.node_config, _memory(here, context), _read(message))
-        return FlowerMessage(to_content(*parcel), reply_to=message)
-
+    register(app, reply)
+    declared[app] = Site(node)
     return app
-
-
-def _read(message: FlowerMessage) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """What came; nothing where it cannot be read, which the site refuses like anything else that is malformed."""
-    try:
-        return from_content(message.content)
-    except Exception:
-        return {}, {}
 
 
 def _memory(here: Node, context: Context) -> Memory:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.run.replies import one_line
+from fedppl.settings import one_line
 
 ARRAYS_BYTES = 2**30  # where nobody knows what to expect: two dense priors of the largest networks that were tried
 ARRAYS = 1_000  # shared variables and deterministics that a reader of draws may tell

@@ -22,7 +22,8 @@ from fedppl.flower.post import Letter, Post, content_of, trouble
 from fedppl.flower.records import ASK, CONCLUDE, CONSTRAIN, from_content, texts_of
 from fedppl.flower.roll import Own, Roll
 from fedppl.flower.told import MOST_BYTES, read_told
-from fedppl.run.replies import MOST_INFOS, one_line
+from fedppl.run.replies import MOST_INFOS
+from fedppl.settings import one_line
 from fedppl.types import Layout, Message, Status
 
 logger = logging.getLogger(__name__)

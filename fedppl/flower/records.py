@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import Message as FlowerMessage
+from flwr.clientapp import ClientApp
 
 from fedppl.flower import decode as _decode
 from fedppl.types import Message
@@ -14,6 +16,21 @@ from fedppl.types import Message
 # Message types: category and action.
 HELLO, ASK, CONSTRAIN, CONCLUDE = "query.fedppl_hello", "train.fedppl", "query.fedppl_constrain", "evaluate.fedppl"
 AGREE = "query.fedppl_agree"
+
+
+def register(app: ClientApp, reply: Callable[[FlowerMessage, Context], FlowerMessage]) -> None:
+    """Have a site's app answer all types of messages by one function."""
+    for kind in (HELLO, ASK, CONSTRAIN, CONCLUDE, AGREE):
+        category, action = kind.split(".")
+        {"query": app.query, "train": app.train, "evaluate": app.evaluate}[category](action)(reply)
+
+
+def read_message(message: FlowerMessage) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """What came; nothing where it cannot be read, which the site refuses like anything else that is malformed."""
+    try:
+        return from_content(message.content)
+    except Exception:
+        return {}, {}
 
 
 def to_content(arrays: Message, texts: Mapping[str, str]) -> RecordDict:

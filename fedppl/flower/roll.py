@@ -15,8 +15,7 @@ from fedppl.flower.decode import Malformed, name, reading
 from fedppl.flower.decode import text as one_text
 from fedppl.flower.post import Letter, Post, content_of, trouble
 from fedppl.flower.records import HELLO, from_content, texts_of
-from fedppl.run.replies import one_line
-from fedppl.settings import shown, whole
+from fedppl.settings import one_line, shown, whole
 from fedppl.types import DeclarationError, Layout
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,8 @@ from fedppl.results.records import Record
 from fedppl.run import outlook
 from fedppl.run._algorithm import numbers_and_texts, require_report
 from fedppl.run._run import Run, add, save
-from fedppl.run.replies import n_bytes, one_line, received, released, why_not
+from fedppl.run.replies import n_bytes, received, released, why_not
+from fedppl.settings import one_line
 from fedppl.types import DeclarationError, Message, Status
 
 logger = logging.getLogger(__name__)

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from fedppl.contracts import Failure, OnlySums, Received, Reply, Request, sum_replies
+from fedppl.settings import one_line
 from fedppl.types import Layout, Message
 
-# Of a reason that came from elsewhere, so that nobody can flood a log or forge its lines.
-_LONGEST = 500
 # Diagnostics of one reply, and of one client over a run; the table of rounds has a column for each.
 MOST_INFOS = 64
 _LONGEST_NAME = 100
@@ -28,13 +27,6 @@ def why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, t
     if reason is None:
         return None
     return one_line(reason)
-
-
-def one_line(told: object, longest: int = _LONGEST) -> str:
-    """A text from elsewhere, in one line that is printable and not too long."""
-    cut = str(told)[: 4 * longest]
-    line = " ".join("".join(c if c.isprintable() else " " for c in cut).split())
-    return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def _why_not(reply: Any, request: Request, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> str | None:

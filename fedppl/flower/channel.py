@@ -1,0 +1,80 @@
+"""Frames over a Unix socket, between two processes that prove to each other that they know a key. No pickles.
+
+Every wait has a limit: what stands still, or says something else, is an `OSError`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import struct
+
+_LENGTH = struct.Struct("<Q")
+_NONCE, _PROOF = 32, 32
+MOST = 2**31  # bytes of a frame: a message's arrays and texts
+_PIECE = 2**20
+
+
+class Refused(OSError):
+    """The other end does not know the key, or is of another user."""
+
+
+def send(connection: socket.socket, raw: bytes) -> None:
+    """Send a frame."""
+    connection.sendall(_LENGTH.pack(len(raw)) + raw)
+
+
+def receive(connection: socket.socket, most: int = MOST) -> bytes:
+    """Receive a frame; one that says that it is longer than `most` is refused before anything is allocated."""
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if length > most:
+        raise OSError(f"a frame of {length} bytes, expected {most} at most")
+    return _exactly(connection, length)
+
+
+def prove(connection: socket.socket, key: bytes, *, first: bool) -> None:
+    """Prove that both ends know the key; the end that connects is `first`, and proves last.
+
+    Raises
+    ------
+    Refused
+        If the other end does not know it.
+    """
+    own = secrets.token_bytes(_NONCE)
+    if first:
+        connection.sendall(own)
+        nonce, proof = _exactly(connection, _NONCE), _exactly(connection, _PROOF)
+        _require(proof, key, b"worker" + own + nonce)
+        connection.sendall(hmac.digest(key, b"app" + own + nonce, "sha256"))
+        return
+    nonce = _exactly(connection, _NONCE)
+    connection.sendall(own + hmac.digest(key, b"worker" + nonce + own, "sha256"))
+    _require(_exactly(connection, _PROOF), key, b"app" + nonce + own)
+
+
+def peer(connection: socket.socket) -> int:
+    """Process id of the other end, 0 where the system does not tell; that of another user is refused."""
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None:
+        return 0
+    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, option, struct.calcsize("3i")))
+    if user != os.geteuid():
+        raise Refused(f"the other end is of user {user}, expected {os.geteuid()}")
+    return int(pid)
+
+
+def _require(proof: bytes, key: bytes, told: bytes) -> None:
+    if not hmac.compare_digest(proof, hmac.digest(key, told, "sha256")):
+        raise Refused("the other end does not know the key")
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    found = bytearray()
+    while len(found) < length:
+        piece = connection.recv(min(_PIECE, length - len(found)))
+        if not piece:
+            raise ConnectionError("the other end has closed the connection")
+        found += piece
+    return bytes(found)

@@ -1,0 +1,182 @@
+"""A site's warm worker: a process that keeps the app imported and its model compiled, and answers as the app would.
+
+Started by `warm_app`, which tells it what to do by its standard input. Threads take connections and say every second
+that it lives; the main thread computes, one request after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+import pickle
+import queue
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedppl.flower import channel, worker_folder
+from fedppl.storage import codec
+
+logger = logging.getLogger(__name__)
+
+ALIVE, STALE, FAILED, DONE = "alive", "stale", "failed", "done"
+_HANDSHAKE = 10.0  # seconds for proofs and the request
+_TICK = 1.0
+_CONNECTIONS = 16  # at once
+_LOG_BYTES = 2**20  # of one request, to the app's own log
+
+
+class _Job:
+    """A request, and its answer when there is one."""
+
+    def __init__(self, asked: Mapping[str, Any]) -> None:
+        self.asked = asked
+        self.done = threading.Event()
+        self.answer: bytes = b""
+
+    def end(self, status: str, **more: Any) -> None:
+        """Answer it."""
+        self.answer = codec.encode({"status": status, **more})
+        self.done.set()
+
+
+def main(told: Mapping[str, Any]) -> None:
+    """Serve until told otherwise: `told` has the app's reference, the site's folder, seconds of idleness, identity."""
+    site = Path(told["folder"])
+    folder = worker_folder.opened(site)
+    log = worker_folder.open_log(folder)
+    os.dup2(log, 1), os.dup2(log, 2)
+    key = worker_folder.make_key(folder)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        os.unlink(worker_folder.SOCKET, dir_fd=folder)
+    except FileNotFoundError:
+        pass
+    before = os.umask(0o177)
+    listener.bind(worker_folder.address(folder, site))
+    os.umask(before)
+    listener.listen(_CONNECTIONS)
+    jobs: queue.Queue[_Job] = queue.Queue()
+    threading.Thread(target=_accept, args=(listener, key, jobs), daemon=True).start()
+    _serve(told, site, folder, key, jobs, log)
+    os._exit(0)  # threads and pools of libraries hold nobody up
+
+
+def _accept(listener: socket.socket, key: bytes, jobs: queue.Queue[_Job]) -> None:
+    free = threading.BoundedSemaphore(_CONNECTIONS)
+    while True:
+        free.acquire()
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            free.release()
+            time.sleep(_TICK)
+            continue
+        threading.Thread(target=_talk, args=(connection, key, jobs, free), daemon=True).start()
+
+
+def _talk(connection: socket.socket, key: bytes, jobs: queue.Queue[_Job], free: threading.BoundedSemaphore) -> None:
+    """One connection: proofs, a request, signs of life, the answer."""
+    try:
+        with connection:
+            connection.settimeout(_HANDSHAKE)
+            channel.peer(connection)
+            channel.prove(connection, key, first=False)
+            job = _Job(codec.decode(channel.receive(connection)))
+            jobs.put(job)
+            while not job.done.wait(_TICK):
+                channel.send(connection, codec.encode({"status": ALIVE}))
+            channel.send(connection, job.answer)
+    except Exception as error:  # whatever comes from elsewhere is no reason to end
+        logger.warning("a connection to the warm worker is refused: %s: %s", type(error).__name__, error)
+    finally:
+        free.release()
+
+
+def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, jobs: queue.Queue[_Job], log: int) -> None:
+    """Answer jobs until idle, concluded, stale, or no longer there."""
+    try:
+        module, _, name = told["app"].partition(":")
+        from fedppl.flower.answers import declared  # after the socket is there: it takes seconds
+
+        declaration = declared[getattr(importlib.import_module(module), name)]
+    except BaseException:
+        logger.exception("the warm worker cannot load %s", told["app"])
+        declaration = None
+    marks: list[str] = []
+    last = time.monotonic()
+    while worker_folder.is_there(folder, site, key) and time.monotonic() - last < told["idle"]:
+        try:
+            job = jobs.get(timeout=_TICK)
+        except queue.Empty:
+            continue
+        status, more, goes_on = _do(job, told, site, declaration, marks, log)
+        if not goes_on:  # before the answer: whoever asks next finds no worker, rather than one that ends
+            _leave(site, folder, key)
+        job.end(status, **more)
+        last = time.monotonic()
+        if not goes_on:
+            break
+    _leave(site, folder, key)
+    while not jobs.empty():
+        jobs.get().end(STALE)
+    time.sleep(0.5)  # for threads to send what they have
+
+
+def _do(
+    job: _Job, told: Mapping[str, Any], site: Path, declaration: Any, marks: list[str], log: int
+) -> tuple[str, dict[str, Any], bool]:
+    """Status and content of the answer to a job, and whether the worker goes on after it."""
+    from fedppl.flower.answers import answer
+    from fedppl.flower.memory import file_memory
+    from fedppl.flower.records import CONCLUDE
+
+    start = os.fstat(log).st_size
+    try:
+        asked = job.asked
+        if asked["identity"] != told["identity"]:
+            return STALE, {}, False
+        config, kind = asked["config"], asked["kind"]
+        here = declaration.node(config)
+        if here.folder is None or not os.path.samefile(here.folder, site):
+            raise ValueError(
+                f"client_app keeps its files in {here.folder}, warm_app in {site}; name one folder in both"
+            )
+        loaded, mark = _loaded(here, config)
+        if marks and mark != marks[0]:
+            return STALE, {}, False
+        marks[:] = [mark]
+        if loaded is not None:  # what was looked at is what is used
+            here = here._replace(load_data=lambda _: loaded)
+        arrays, texts = answer(kind, here, config, file_memory(here.folder), (asked["arrays"], asked["texts"]))
+        told_log = os.pread(log, _LOG_BYTES, start).decode(errors="replace")
+        plain = {name: np.asarray(value) for name, value in arrays.items()}
+        return DONE, {"arrays": plain, "texts": dict(texts), "log": told_log}, kind != CONCLUDE
+    except Exception:  # the app answers by itself then, and fails in the same way where it does
+        logger.exception("the warm worker does not answer")
+        return FAILED, {}, False
+
+
+def _leave(site: Path, folder: int, key: bytes) -> None:
+    """Take key and socket away, unless they are another worker's by now."""
+    if worker_folder.is_there(folder, site, key):
+        worker_folder.remove(folder)
+
+
+def _loaded(here: Any, config: Mapping[str, Any]) -> tuple[Any, str]:
+    """Data as loaded now, and a digest of them and of the policy; None where loading fails, as it will again."""
+    rules = [(name, value) for name, value in vars(here.policy).items() if not callable(value)]
+    state = hashlib.sha256(repr(rules).encode())
+    try:
+        loaded = here.load_data(config)
+        state.update(pickle.dumps(loaded))
+    except Exception:
+        return None, f"{state.hexdigest()} without data"
+    return loaded, state.hexdigest()

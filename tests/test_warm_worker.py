@@ -1,0 +1,238 @@
+"""A site's warm worker: equal replies, one at a time, replaced when what it stands on changes, deaf to strangers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+pytest.importorskip("flwr")
+
+import fedppl
+from fedppl.flower import channel, warm_app, worker_folder
+from fedppl.flower.records import from_content
+from fedppl.testing import normal_means
+from tests.support.fake_grid import FakeGrid, node
+
+pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="the tests read who listens from Linux")
+
+SITE = """
+import fedppl, numpy as np
+from fedppl.testing import normal_means
+app = fedppl.Flower.client_app(
+    normal_means(1)[0], fedppl.EP(), lambda config: {"y": np.load(config["data"])}, draws=50, chains=1,
+    client_id=lambda config: config["who"], folder=lambda config: config["folder"],
+    policy=lambda config: config["policy"],
+)
+"""
+
+
+class Place:
+    """Two sites' files, and an app that is thin."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "warm_site.py").write_text(SITE)
+        (root / "policy.toml").write_text("rows = 5\nrequests = 1000\n")
+        self.data = {name.replace(" ", ""): one["y"] for name, one in normal_means(2)[1].items()}
+        for name, y in self.data.items():
+            np.save(root / f"{name}.npy", y)
+
+    def config(self, name: str, folder: str) -> dict[str, Any]:
+        (self.root / folder).mkdir(exist_ok=True)
+        paths = {"data": self.root / f"{name}.npy", "folder": self.root / folder / name}
+        return {"who": name, "policy": str(self.root / "policy.toml"), **{k: str(v) for k, v in paths.items()}}
+
+    def grid(self, folder: str, idle: float) -> FakeGrid:
+        app = fedppl.Flower.warm_app("warm_site:app", folder=lambda config: config["folder"], idle=idle)
+        return FakeGrid({10 + k: node(app, 10 + k, **self.config(name, folder)) for k, name in enumerate(self.data)})
+
+    def fit(self, folder: str, idle: float = 60.0) -> tuple[Any, FakeGrid]:
+        grid = self.grid(folder, idle)
+        engine = fedppl.Flower.grid(grid, clients=2, deadline=60.0, wait=30.0, poll=0.001)
+        model = normal_means(1)[0]
+        return fedppl.fit(model, None, fedppl.EP(), engine=engine, progressbar=False, random_seed=1), grid
+
+    def started(self, idle: float = 60.0) -> tuple[socket.socket, int, Path]:
+        """A worker of the first site, a connection to it, and its process id."""
+        site = self.root / "one"
+        site.mkdir(exist_ok=True)
+        told = {"app": "warm_site:app", "folder": str(site), "idle": idle, "path": sys.path, "identity": "as it was"}
+        folder = worker_folder.opened(site)
+        connection = warm_app._started(folder, site, told)
+        os.close(folder)
+        return connection, channel.peer(connection), site
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield Place(tmp_path)
+    for key in tmp_path.rglob("worker/key"):
+        key.unlink()  # ends what is left
+    for process in warm_app._workers:
+        process.wait(30)
+    warm_app._workers.clear()
+    sys.modules.pop("warm_site", None)
+
+
+def _lives(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def _ends(pid: int, seconds: float = 30.0) -> bool:
+    end = time.monotonic() + seconds
+    while _lives(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not _lives(pid)
+
+
+def test_the_apps_process_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, fedppl; fedppl.Flower.warm_app('a.b:app', folder='x'); "
+        "print([m for m in ('pymc', 'pytensor', 'arviz', 'torch', 'numba', 'pandas') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_replies_are_those_of_the_old_path(place: Place) -> None:
+    warm, grid = place.fit("warm")
+    cold, old = place.fit("cold", idle=0.0)
+    assert len(warm_app._workers) == 2 and not list((place.root / "cold").rglob("worker"))
+    assert len(grid.replies) == len(old.replies) > 4
+    assert_array_equal(warm.posterior.linear, cold.posterior.linear)
+    assert_array_equal(warm.posterior.precision, cold.posterior.precision)
+    contents = [[from_content(each.content) for each in replies] for replies in (grid.replies, old.replies)]
+    for mine, theirs in zip(*(sorted(one, key=lambda c: c[1]["client_id"]) for one in contents), strict=True):
+        assert {**mine[1], "nonce": ""} == {**theirs[1], "nonce": ""}  # of the server, by chance
+        for name, value in theirs[0].items():
+            assert_array_equal(mine[0][name], value)
+    for process in warm_app._workers:
+        process.wait(30)  # the run is concluded
+    for name in place.data:
+        lines = [len((place.root / f / name / "audit.jsonl").read_text().splitlines()) for f in ("warm", "cold")]
+        assert lines[0] == lines[1] > 3
+        assert (place.root / "warm" / name / f"{name}.nc").exists()
+
+
+def test_a_wrong_key_and_garbage_are_refused_and_the_worker_lives(place: Place) -> None:
+    connection, pid, site = place.started()
+    connection.close()
+    folder = worker_folder.opened(site)
+    for garbage in (b"\x00" * 64, b"GET / HTTP/1.1\r\n\r\n" * 20, b""):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(worker_folder.address(folder, site))
+            stranger.sendall(garbage)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(10)
+        stranger.connect(worker_folder.address(folder, site))
+        with pytest.raises(channel.Refused, match="does not know the key"):
+            channel.prove(stranger, bytes(32), first=True)
+    with socket.socket(socket.AF_UNIX) as stranger:  # one that does not look at the worker's proof
+        stranger.settimeout(10)
+        stranger.connect(worker_folder.address(folder, site))
+        stranger.sendall(bytes(32))
+        stranger.recv(64, socket.MSG_WAITALL)
+        stranger.sendall(bytes(32))
+        assert stranger.recv(1) == b""
+    known = warm_app.connect(folder, site)
+    assert known is not None and channel.peer(known) == pid and _lives(pid)
+    channel.send(known, b"no state at all")
+    with known, pytest.raises(ConnectionError):
+        channel.receive(known)
+    assert _lives(pid)
+    assert [os.stat(site / "worker" / name).st_mode & 0o777 for name in ("", "key", "socket")] == [0o700, 0o600, 0o600]
+    os.close(folder)
+
+
+def test_it_ends_when_idle_and_when_its_key_is_gone(place: Place) -> None:
+    connection, pid, site = place.started()
+    connection.close()
+    (site / "worker" / "key").unlink()
+    assert _ends(pid)
+    connection, pid, _ = place.started(idle=1.0)
+    connection.close()
+    assert _ends(pid)
+
+
+def test_two_apps_at_once_start_one_worker_and_a_killed_one_is_replaced(place: Place) -> None:
+    found: list[int] = []
+
+    def start() -> None:
+        connection, pid, _ = place.started()
+        connection.close()
+        found.append(pid)
+
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and len(set(found)) == 1
+    os.kill(found[0], signal.SIGKILL)
+    assert _ends(found[0])
+    start()
+    assert found[2] != found[0] and _lives(found[2])
+
+
+def test_a_folder_that_is_open_to_others_or_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "worker").mkdir()
+    (tmp_path / "worker").chmod(0o755)
+    with pytest.raises(OSError, match="open to others"):
+        worker_folder.opened(tmp_path)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "worker").symlink_to(tmp_path / "worker")
+    with pytest.raises(OSError):
+        worker_folder.opened(tmp_path / "site")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["data", "policy", "declaration"])
+def test_a_worker_is_replaced_when_what_it_stands_on_changes(place: Place, what: str) -> None:
+    config = place.config("client0", "one")
+    app = fedppl.Flower.warm_app("warm_site:app", folder=config["folder"], idle=60.0)
+    (message,) = (m for m in _hello(place, app, config))
+    first = _listener(Path(config["folder"]))
+    app(message, node(app, 1, **config).context)
+    assert _listener(Path(config["folder"])) == first
+    if what == "data":
+        np.save(config["data"], place.data["client0"] + 1.0)
+    elif what == "policy":
+        Path(config["policy"]).write_text("rows = 6\n")
+    else:
+        (place.root / "warm_site.py").write_text(SITE + "\n# another\n")
+    app(message, node(app, 1, **config).context)
+    assert _listener(Path(config["folder"])) not in (first, 0)
+
+
+def _hello(place: Place, app: Any, config: dict[str, Any]) -> Iterator[Any]:
+    """The first message of a run to one site."""
+    grid = FakeGrid({1: node(app, 1, **config)})
+    with pytest.raises(fedppl.DeclarationError):
+        engine = fedppl.Flower.grid(grid, clients=2, wait=0.01, poll=0.001)
+        fedppl.fit(normal_means(1)[0], None, fedppl.EP(), engine=engine, progressbar=False)
+    yield grid.sent[0]
+
+
+def _listener(site: Path) -> int:
+    folder = worker_folder.opened(site)
+    connection = warm_app.connect(folder, site)
+    os.close(folder)
+    if connection is None:
+        return 0
+    with connection:
+        return channel.peer(connection)
