@@ -4,7 +4,6 @@ from fedppl.contracts.algorithm import (
     Algorithm,
     AnyAlgorithm,
     Asked,
-    ClientUpdate,
     Details,
     Disclosure,
     LogEvidence,
@@ -44,3 +43,4 @@ from fedppl.contracts.engine import (
     unheard,
 )
 from fedppl.contracts.many import Answers, ManyClients, Passed, TogetherFn
+from fedppl.contracts.update import Batch, ClientUpdate, Part

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fedppl.contracts.client import CheckFn, ClientView, Draws
 from fedppl.contracts.html import facts
+from fedppl.contracts.update import Batch, ClientFn, UnreportedFn
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
@@ -20,18 +21,6 @@ from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 S = TypeVar("S")
 P = TypeVar("P")
 Details = Mapping[str, tuple[tuple[str, ...], Array]]
-
-
-class ClientUpdate(NamedTuple, Generic[P]):
-    """What a client keeps, sends and says after a round; `personal` None leaves what it kept.
-
-    `info` is numbers by name, and may have a text under ``reason``, where something could not be computed and the reply
-    is of use all the same.
-    """
-
-    personal: P | None
-    reply: Message
-    info: Mapping[str, float | str] = {}
 
 
 def sum_replies(replies: Mapping[str, Message]) -> dict[str, NDArray[np.float64]]:
@@ -95,10 +84,7 @@ class Report(NamedTuple):
 
 InitFn = Callable[[Layout, tuple[str, ...], Rng], S]  # the server's state before any round
 BroadcastFn = Callable[[S, str], Message]  # the message to one client
-ClientFn = Callable[[ClientView, P | None, Message, Rng], ClientUpdate[P]]  # a client's part of a round
 ServerFn = Callable[[S, Received], tuple[S, Report]]  # the server's, with replies of any subset of the clients
-# A client's part of a round that asks it for no reply: what is kept, and diagnostics.
-UnreportedFn = Callable[[ClientView, P | None, Message, Rng], tuple[P | None, Mapping[str, float]]]
 ShapesFn = Callable[[S], Mapping[str, tuple[int, ...]]]  # names and shapes of the arrays expected next in replies
 RejectFn = Callable[[S, Message], str | None]  # why a reply of the right shapes cannot be used, or None
 # Draws of (φ, θ_k) at a client, old or new, from the final message, with numbers of draws and of chains.
@@ -347,6 +333,8 @@ class Algorithm(NamedTuple, Generic[S, P]):
     together
         A `fedppl.contracts.many.TogetherFn`: how many clients of one density that are all in one process are fitted at
         once, without messages. None where they are asked one by one.
+    batch
+        How clients of one kind compute a round together where all are in this process; None where each computes alone.
     """
 
     name: str
@@ -362,6 +350,7 @@ class Algorithm(NamedTuple, Generic[S, P]):
     unreported: UnreportedFn[P] | None = None
     persistent: bool = False
     together: Callable[..., Any] | None = None
+    batch: Batch[P] | None = None
 
     def __repr__(self) -> str:
         """Name and settings; functions say nothing to a reader."""

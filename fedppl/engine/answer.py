@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -67,15 +67,34 @@ def answer(
 def _answered(
     algorithm: AnyAlgorithm, client: ClientView, personal: Any, request: Request
 ) -> tuple[Any, Reply | Failure]:
-    update: ClientUpdate[Any] = ClientUpdate(personal, {})
-    # A copy: in one process the arrays are the server's own, and what a client writes into them is not.
-    message = {name: np.array(value) for name, value in request.message.items()}
+    return checked(algorithm, client, personal, request, lambda: _alone(algorithm, client, personal, request))
+
+
+def message_of(request: Request) -> dict[str, Any]:
+    """A copy: in one process the arrays are the server's own, and what a client writes into them is not."""
+    return {name: np.array(value) for name, value in request.message.items()}
+
+
+def _alone(algorithm: AnyAlgorithm, client: ClientView, personal: Any, request: Request) -> ClientUpdate[Any]:
+    message = message_of(request)
+    if request.report:
+        return algorithm.update_client(client, personal, message, stream(request.seed))
+    if algorithm.unreported is None:
+        return ClientUpdate(personal, {})
+    after, told = algorithm.unreported(client, personal, message, stream(request.seed))
+    return ClientUpdate(after, {}, told)
+
+
+def checked(
+    algorithm: AnyAlgorithm,
+    client: ClientView,
+    personal: Any,
+    request: Request,
+    compute: Callable[[], ClientUpdate[Any]],
+) -> tuple[Any, Reply | Failure]:
+    """What a client keeps and answers, from how its update is computed; what goes wrong there becomes a Failure."""
     try:
-        if request.report:
-            update = algorithm.update_client(client, personal, message, stream(request.seed))
-        elif algorithm.unreported is not None:
-            after, told = algorithm.unreported(client, personal, message, stream(request.seed))
-            update = ClientUpdate(after, {}, told)
+        update = compute()
         if not isinstance(update, ClientUpdate) or not isinstance(update.info, Mapping):
             raise LocalFailure(f"{algorithm.name}: the client's part returned {_kind(update)}, expected a ClientUpdate")
         numbers = {key: float(value) for key, value in update.info.items() if key != "reason"}

@@ -13,6 +13,7 @@ from typing import Any
 
 from fedppl.contracts import AnyAlgorithm, EngineFactory, Failure, Heard, Reply, Request, SharedReader, unheard
 from fedppl.engine.answer import answer
+from fedppl.engine.batches import answers, grouped
 from fedppl.engine.guard import admit_algorithm, in_memory, refuse_data
 from fedppl.engine.policy import Policy
 from fedppl.model.client import reader_of
@@ -65,7 +66,8 @@ class InProcessEngine(ModelsHere):
         self._models = dict(models)
         self._workers = workers
         self._pool: ThreadPoolExecutor | None = None  # kept from round to round
-        self._late: dict[str, Future[Reply | Failure]] = {}  # what clients still compute that missed a deadline
+        # What clients still compute that missed a deadline.
+        self._late: dict[str, Future[dict[str, Reply | Failure]]] = {}
         self._personal: dict[str, Any] = {}
         self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
         for client_id, guard in self._guards.items():
@@ -89,34 +91,32 @@ class InProcessEngine(ModelsHere):
         """
         self._late = {client_id: future for client_id, future in self._late.items() if not future.done()}
         pool = self._pool = self._pool or ThreadPoolExecutor(self._workers)
-        futures = {
-            client_id: pool.submit(self._one, request)
-            for client_id, request in requests.items()
-            if client_id not in self._late
-        }
-        names = {future: client_id for client_id, future in futures.items()}
+        idle = {client_id: request for client_id, request in requests.items() if client_id not in self._late}
+        names = {pool.submit(self._some, group): group for group in self._groups(idle, deadline)}
+        futures = {request.client_id: future for future, group in names.items() for request in group}
         with contextlib.suppress(TimeoutError):
             for done in as_completed(names, timeout=deadline):
-                heard(names[done])
+                for request in names[done]:
+                    heard(request.client_id)
         late = {client_id: future for client_id, future in futures.items() if not future.done() and not future.cancel()}
         if late:  # their threads are lost to the others, who get a new pool
             self._late |= late
             pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
-        answers: dict[str, Reply | Failure] = {}
+        replies: dict[str, Reply | Failure] = {}
         for client_id, request in requests.items():
             future = futures.get(client_id)
             if future is None:
-                answers[client_id] = Failure(client_id, request.nonce, "it is still busy with an earlier request")
+                replies[client_id] = Failure(client_id, request.nonce, "it is still busy with an earlier request")
             elif future.cancelled():
                 reason = f"not asked within the deadline of {deadline} s, since others took all workers={self._workers}"
-                answers[client_id] = Failure(client_id, request.nonce, reason)
+                replies[client_id] = Failure(client_id, request.nonce, reason)
             elif client_id in late:
                 reason = f"no reply within the deadline of {deadline} s"
-                answers[client_id] = Failure(client_id, request.nonce, reason)
+                replies[client_id] = Failure(client_id, request.nonce, reason)
             else:
-                answers[client_id] = future.result()
-        return answers
+                replies[client_id] = future.result()[client_id]
+        return replies
 
     def personal(self) -> Mapping[str, Any]:
         """Return what the clients keep to themselves."""
@@ -132,13 +132,23 @@ class InProcessEngine(ModelsHere):
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
 
-    def _one(self, request: Request) -> Reply | Failure:
-        client_id = request.client_id
-        before, guard = self._personal.get(client_id), self._guards.get(client_id)
-        personal, reply = answer(self._algorithm, self._models[client_id], before, request, guard)
-        if personal is not None:
-            self._personal[client_id] = personal
-        return reply
+    def _groups(self, requests: Mapping[str, Request], deadline: float | None) -> list[tuple[Request, ...]]:
+        """Requests that are answered together. A policy speaks to one client, and so does who is late."""
+        if self._guards or deadline is not None:
+            return [(request,) for request in requests.values()]
+        return grouped(self._algorithm, self._models, requests)
+
+    def _some(self, requests: tuple[Request, ...]) -> dict[str, Reply | Failure]:
+        if len(requests) > 1:
+            found = answers(self._algorithm, self._models, self._personal, requests)
+        else:
+            client_id = requests[0].client_id
+            before, guard = self._personal.get(client_id), self._guards.get(client_id)
+            found = {client_id: answer(self._algorithm, self._models[client_id], before, requests[0], guard)}
+        for client_id, (personal, _) in found.items():
+            if personal is not None:
+                self._personal[client_id] = personal
+        return {client_id: reply for client_id, (_, reply) in found.items()}
 
 
 def InProcess(*, workers: int | None = None, policy: Policy | None = None) -> EngineFactory:

@@ -36,8 +36,15 @@ class HeadSteps(NamedTuple):
     draws: int
 
 
-def _generator(rng: np.random.Generator) -> torch.Generator:
+def generator_of(rng: np.random.Generator) -> torch.Generator:
+    """Torch's draws from a client's stream."""
     return torch.Generator().manual_seed(int(rng.integers(2**62)))
+
+
+def softplus_backwards(sd: Array) -> torch.Tensor:
+    """The number whose softplus is this."""
+    given = torch.from_numpy(sd)
+    return torch.where(given > 20, given, torch.log(torch.expm1(given)))
 
 
 def head_posterior(
@@ -81,9 +88,8 @@ def head_posterior(
     dtype, rows = z.dtype, len(z)
     y, middle = outcomes(unit, dtype), torch.from_numpy(np.asarray(centre, dtype=float)).to(dtype)
     mean = torch.from_numpy(np.array(start[0], dtype=float)).to(dtype)
-    sd = torch.from_numpy(np.asarray(start[1], dtype=float))
-    raw = torch.where(sd > 20, sd, torch.log(torch.expm1(sd))).to(dtype)  # softplus backwards
-    optimizer, source = torch.optim.Adam([mean, raw], lr=steps.learning_rate, fused=True), _generator(rng)
+    raw = softplus_backwards(np.asarray(start[1], dtype=float)).to(dtype)
+    optimizer, source = torch.optim.Adam([mean, raw], lr=steps.learning_rate, fused=True), generator_of(rng)
     with torch.no_grad():
         for _ in range(steps.steps):
             spread = torch.nn.functional.softplus(raw)
@@ -99,12 +105,13 @@ def head_posterior(
     return found
 
 
-def _heads(q: tuple[torch.Tensor, torch.Tensor], draws: int, source: torch.Generator) -> Iterator[torch.Tensor]:
-    """Draws (K, d) of the head without end, made in blocks."""
-    size = draws * len(q[0])
-    block = max(1, _BLOCK // size)
+def head_noise(draws: int, size: int, source: torch.Generator, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Standard normal numbers (K, d) for draws of the head, without end, made in blocks."""
+    count = max(1, _BLOCK // (draws * size))
     while True:
-        yield from q[0] + q[1] * torch.randn(block, draws, len(q[0]), generator=source, dtype=q[0].dtype)
+        block = torch.randn(count, draws, size, generator=source, dtype=dtype)
+        for k in range(count):
+            yield block[k]
 
 
 def train_below(
@@ -131,14 +138,14 @@ def train_below(
     X, y = arranged(leaves.net, tensor(unit.X, dtype)), outcomes(unit, dtype)
     mean, spread = (torch.from_numpy(np.asarray(value, dtype=float)).to(dtype) for value in q)
     optimizer, body = optimizer_of(leaves.moving, settings), without_head(leaves.net, head)
-    heads = _heads((mean, spread), draws, _generator(rng))
+    noise = head_noise(draws, len(mean), generator_of(rng), dtype)
     with torch.no_grad():
         before = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
                 z = body(X[batch])
-                take_step(optimizer, leaves, expected_loss(unit, head, z, y[batch], next(heads)))
+                take_step(optimizer, leaves, expected_loss(unit, head, z, y[batch], mean + spread * next(noise)))
     with torch.no_grad():
         after = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
     if not after <= before + RISE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +55,20 @@ def here(client: ClientView, message: Message, head: tuple[str, ...]) -> Here:
     """Read a broadcast at a client."""
     network = client.view(network_of)
     found, w = network.head(head), network.at(message["mean"])
-    return Here(network.unit, found, w, w[found.places], np.setdiff1d(np.arange(len(w)), found.places))
+    below = np.ones(len(w), dtype=bool)
+    below[found.places] = False
+    return Here(network.unit, found, w, w[found.places], np.flatnonzero(below))
+
+
+def here_together(clients: Sequence[ClientView], messages: Sequence[Message], head: tuple[str, ...]) -> list[Here]:
+    """`here` at clients with one network, for which places are looked up once."""
+    first = here(clients[0], messages[0], head)
+    found = []
+    for client, message in zip(clients, messages, strict=True):
+        network = client.view(network_of)
+        w = network.at(message["mean"])
+        found.append(first._replace(unit=network.unit, w=w, centre=w[first.head.places]))
+    return found
 
 
 def parted(at: Here, w: Array) -> tuple[dict[str, Array], Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +12,14 @@ from numpy.random import Generator
 from fedppl import gaussian
 from fedppl.algorithms.averaging.server import not_positive
 from fedppl.algorithms.hierarchical.confidences import TERMS, confidence_of, ledger_sums, terms_rule
-from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report
+from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report
 from fedppl.nn.algorithms._common import training_rule
-from fedppl.nn.algorithms._heads import Here, head_in, head_rule, here, joined, last_layer, parted
+from fedppl.nn.algorithms._heads import Here, head_in, head_rule, here, here_together, joined, last_layer, parted
 from fedppl.nn.algorithms._personalise import network_result
 from fedppl.nn.algorithms._server import AT_MEAN, moved
+from fedppl.nn.batch import Stack, groups, stacked
+from fedppl.nn.batch_heads import features_together, head_posteriors, train_below_together
+from fedppl.nn.batch_train import Flags
 from fedppl.nn.functional import Places
 from fedppl.nn.head import features
 from fedppl.nn.head_steps import HeadSteps, head_posterior, train_below
@@ -149,12 +152,14 @@ def Confidence(
         flag("remember", remember),
         between("smoothing", smoothing, 0, 1, "[)"),
     )
+    update_client = functools.partial(_update_client, settings=settings)
+    unreported = functools.partial(_update_unreported, settings=settings)
     return Algorithm[ConfidenceState, HeadClientState](
         name="nn.Confidence",
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
         broadcast=_broadcast,
-        update_client=functools.partial(_update_client, settings=settings),
+        update_client=update_client,
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(_shapes, _reject, lambda state: not settings.remember),
         result=network_result(
@@ -162,7 +167,14 @@ def Confidence(
         ),
         needs=last_layer("nn.Confidence", settings.head),
         disclosure=AT_MEAN,
-        unreported=functools.partial(_update_unreported, settings=settings),
+        unreported=unreported,
+        batch=Batch(
+            update_client,
+            unreported,
+            groups,
+            functools.partial(_update_together, settings=settings),
+            functools.partial(_update_unreported_together, settings=settings),
+        ),
     )
 
 
@@ -185,15 +197,21 @@ def _find_head(
     at: Here, personal: HeadClientState | None, rng: Generator, settings: _Settings
 ) -> tuple[HeadClientState, float]:
     """The M-step on τ_j at the new w, then steps on q_j; and the confidence of what came out."""
-    rule = settings.terms, (settings.strength, settings.spread)
-    if personal is not None and len(personal.mean) == len(at.centre):
-        start: tuple[Array, Array] = personal
-        confidence = confidence_of(personal.mean, personal.sd**2, at.centre, *rule)
-    else:
-        start, confidence = (at.centre, np.full(len(at.centre), settings.spread)), settings.spread**-2
+    start, confidence = _start(at.centre, personal, settings)
     z = features(at.unit, at.head, at.w)
     mean, sd = head_posterior(at.unit, at.head, z, start, at.centre, confidence, settings.head_steps, rng)
-    return HeadClientState(mean, sd), confidence_of(mean, sd**2, at.centre, *rule)
+    return HeadClientState(mean, sd), _confidence(mean, sd, at.centre, settings)
+
+
+def _start(centre: Array, personal: HeadClientState | None, settings: _Settings) -> tuple[HeadClientState, float]:
+    """q_j to go on from, and its confidence."""
+    if personal is not None and len(personal.mean) == len(centre):
+        return personal, _confidence(personal.mean, personal.sd, centre, settings)
+    return HeadClientState(centre, np.full(len(centre), settings.spread)), settings.spread**-2
+
+
+def _confidence(mean: Array, sd: Array, centre: Array, settings: _Settings) -> float:
+    return confidence_of(mean, sd**2, centre, settings.terms, (settings.strength, settings.spread))
 
 
 def _train(at: Here, q: HeadClientState, rng: Generator, settings: _Settings) -> Array:
@@ -211,8 +229,13 @@ def _update_client(
     """Head first, then the layers below it."""
     at = here(client, message, settings.head)
     q, confidence = _find_head(at, personal, rng, settings)
-    reply, head = parted(at, _train(at, q, rng, settings))
-    info = {"confidence": confidence, **({"blank": 1.0} if personal is None else {})}
+    return _update(at, q, confidence, _train(at, q, rng, settings), blank=personal is None)
+
+
+def _update(at: Here, q: HeadClientState, confidence: float, w: Array, *, blank: bool) -> ClientUpdate[HeadClientState]:
+    """What a client keeps, sends and says."""
+    reply, head = parted(at, w)
+    info = {"confidence": confidence, **({"blank": 1.0} if blank else {})}
     return ClientUpdate(q, {**reply, "weighted": confidence * head, "weight": np.array(confidence)}, info)
 
 
@@ -221,6 +244,60 @@ def _update_unreported(
 ) -> tuple[HeadClientState, Mapping[str, float]]:
     """The head alone: layers below are the server's again in the next round."""
     return _find_head(here(client, message, settings.head), personal, rng, settings)[0], {}
+
+
+class _Heads(NamedTuple):
+    """What clients with one network found of their heads."""
+
+    at: list[Here]
+    stack: Stack
+    mean: Array  # (K, d)
+    sd: Array  # (K, d)
+    well: Flags  # of which they are finite, (K,)
+
+
+def _find_heads(parts: Sequence[Part[HeadClientState]], settings: _Settings) -> _Heads:
+    """`_find_head` at clients with one network."""
+    at = here_together([part.client for part in parts], [part.message for part in parts], settings.head)
+    starts = [_start(one.centre, part.personal, settings) for one, part in zip(at, parts, strict=True)]
+    stack, head = stacked([one.unit for one in at]), at[0].head
+    mean, sd, well = head_posteriors(
+        stack,
+        head,
+        features_together(stack, head, np.stack([one.w for one in at])),
+        (np.stack([q.mean for q, _ in starts]), np.stack([q.sd for q, _ in starts])),
+        np.stack([one.centre for one in at]),
+        np.array([confidence for _, confidence in starts]),
+        settings.head_steps,
+        [part.rng for part in parts],
+    )
+    return _Heads(at, stack, mean, sd, well)
+
+
+def _update_together(
+    parts: Sequence[Part[HeadClientState]], *, settings: _Settings
+) -> list[ClientUpdate[HeadClientState] | None]:
+    """`_update_client` at clients with one network; None for those whose steps run away."""
+    at, stack, mean, sd, well = _find_heads(parts, settings)
+    W = np.stack([one.w for one in at])
+    W[:, at[0].head.places] = mean
+    if len(at[0].below):
+        rngs, draws = [part.rng for part in parts], settings.head_steps.draws
+        W, good = train_below_together(stack, at[0].head, W, at[0].below, (mean, sd), settings.training, draws, rngs)
+        well = well & good
+    found: list[ClientUpdate[HeadClientState] | None] = [None] * len(parts)
+    for k in np.flatnonzero(well).tolist():
+        q, blank = HeadClientState(mean[k], sd[k]), parts[k].personal is None
+        found[k] = _update(at[k], q, _confidence(*q, at[k].centre, settings), W[k], blank=blank)
+    return found
+
+
+def _update_unreported_together(
+    parts: Sequence[Part[HeadClientState]], *, settings: _Settings
+) -> list[ClientUpdate[HeadClientState] | None]:
+    """`_update_unreported` at clients with one network."""
+    _, _, mean, sd, well = _find_heads(parts, settings)
+    return [ClientUpdate(HeadClientState(mean[k], sd[k]), {}) if well[k] else None for k in range(len(parts))]
 
 
 def _update_server(

@@ -11,10 +11,12 @@ from numpy.random import Generator
 
 from fedppl.algorithms.averaging.point import LocalClientState, kept_local, weight_of, weights_rule
 from fedppl.algorithms.averaging.server import weighted
-from fedppl.contracts import Algorithm, ClientUpdate, ClientView
+from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part
 from fedppl.nn.algorithms._common import Tuning, check_network, names_in, needs, training_rule, tuning_rule
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
 from fedppl.nn.algorithms._server import AT_MEAN, ESTIMATE, REPLIES, NetworkState, broadcast, init, update_server
+from fedppl.nn.batch import groups, stacked
+from fedppl.nn.batch_train import train_together
 from fedppl.nn.functional import Places
 from fedppl.nn.train import Training, train
 from fedppl.nn.unit import NetworkUnit
@@ -122,12 +124,14 @@ def FedAvg(
     )
     tuning = settings.tuning
     trained = [*(which for which, _ in settings.phases), tuning.which]
+    update_client = functools.partial(_update_client, settings=settings)
+    unreported = functools.partial(_update_unreported, settings=settings)
     return Algorithm[NetworkState, LocalClientState](
         name="nn.FedAvg",
         settings=described({"learning_rate": learning_rate, "batch_size": batch_size}, **settings._asdict()),
         init=init,
         broadcast=broadcast,
-        update_client=functools.partial(_update_client, settings=settings),
+        update_client=update_client,
         update_server=update_server,
         replies=REPLIES,
         result=network_result(
@@ -137,7 +141,14 @@ def FedAvg(
         ),
         needs=needs(lambda client: check_network(client, "nn.FedAvg", *trained)),
         disclosure=AT_MEAN,
-        unreported=functools.partial(_update_unreported, settings=settings),
+        unreported=unreported,
+        batch=Batch(
+            update_client,
+            unreported,
+            groups,
+            functools.partial(_update_together, settings=settings),
+            functools.partial(_update_unreported_together, settings=settings),
+        ),
     )
 
 
@@ -190,3 +201,40 @@ def _update_unreported(
         return personal, {}
     update = _update_client(client, personal, message, rng, settings=settings)
     return update.personal, kept_local(client, personal and personal.local)[1]
+
+
+def _update_together(
+    parts: Sequence[Part[LocalClientState]], *, settings: _Settings
+) -> list[ClientUpdate[LocalClientState] | None]:
+    """`_update_client` at clients with one network; None for those whose training fails."""
+    networks = [part.client.view(network_of) for part in parts]
+    kept = [kept_local(part.client, part.personal and part.personal.local) for part in parts]
+    units, sent = [network.unit for network in networks], [np.asarray(part.message["mean"]) for part in parts]
+    W = np.stack([unit.weights(phi, local) for unit, phi, (local, _) in zip(units, sent, kept, strict=True)])
+    stack, rngs, well = stacked(units), [part.rng for part in parts], np.ones(len(parts), dtype=bool)
+    for which, training in settings.phases:
+        free = networks[0].places(which)
+        pulls = [_pull(unit, free, phi, settings.proximal) for unit, phi in zip(units, sent, strict=True)]
+        priors = [pull for pull in pulls if pull is not None]
+        W, good = train_together(stack, W, free, training, rngs, priors=priors or None)
+        well &= good
+    return [
+        ClientUpdate(
+            LocalClientState(w[unit.local_at]),
+            weighted(w[unit.shared_at], weight_of(part.client, settings.weights)),
+            info,
+        )
+        if fine
+        else None
+        for part, unit, w, (_, info), fine in zip(parts, units, W, kept, well, strict=True)
+    ]
+
+
+def _update_unreported_together(
+    parts: Sequence[Part[LocalClientState]], *, settings: _Settings
+) -> list[ClientUpdate[LocalClientState] | None]:
+    """`_update_unreported` at clients with one network."""
+    if not parts[0].client.local_size:
+        return [ClientUpdate(part.personal, {}) for part in parts]
+    found = _update_together(parts, settings=settings)
+    return [None if update is None else update._replace(reply={}) for update in found]

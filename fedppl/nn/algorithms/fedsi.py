@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Details, Point, Received, Replies, Report, always
+from fedppl.contracts import (
+    Algorithm,
+    Batch,
+    ClientUpdate,
+    ClientView,
+    Details,
+    Part,
+    Point,
+    Received,
+    Replies,
+    Report,
+    always,
+)
 from fedppl.nn.algorithms._common import Tuning, check_network, needs, training_rule, tuning_rule, unused_priors
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
 from fedppl.nn.algorithms._server import AT_MEAN, moved
+from fedppl.nn.batch import groups, stacked
+from fedppl.nn.batch_train import train_together
 from fedppl.nn.subnet import inferred
 from fedppl.nn.train import Training, train
+from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import network_of
 from fedppl.settings import between, described, flag, one_of, positive
-from fedppl.types import Array, Layout, Message
+from fedppl.types import Array, Layout, LocalFailure, Message
 
 
 class SubnetworkState(NamedTuple):
@@ -141,12 +158,13 @@ def FedSI(
         one_of("average", average, ("variance", "sd")),
     )
     tuning = tuning_rule(tune, tune_rate, tune_epochs, batch_size)
+    update_client = functools.partial(_update_client, settings=settings)
     return Algorithm[SubnetworkState, None](
         name="nn.FedSI",
         settings=described(settings, tuning=tuning),
         init=_init,
         broadcast=_broadcast,
-        update_client=functools.partial(_update_client, settings=settings),
+        update_client=update_client,
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(
             lambda state: {"mean": state.mean.shape, "spread": state.mean.shape, "clients": ()}, _reject, always
@@ -162,6 +180,7 @@ def FedSI(
             functools.partial(unused_priors, shared=True, tuned=tuning.which),
         ),
         disclosure=AT_MEAN,
+        batch=Batch(update_client, None, groups, functools.partial(_update_together, settings=settings)),
     )
 
 
@@ -196,8 +215,14 @@ def _update_client(
     """The mode with local weights where all start them, then the subnetwork's variances around it."""
     del personal
     network, mean, variance = client.view(network_of), np.asarray(message["mean"]), np.asarray(message["variance"])
-    unit, shared = network.unit, network.unit.shared_at
-    w = train(unit, network.at(mean), shared, settings.training, rng, prior=(mean, 1.0 / variance))
+    unit, prior = network.unit, (mean, 1.0 / variance)
+    w = train(unit, network.at(mean), unit.shared_at, settings.training, rng, prior=prior)
+    return _update(unit, w, message, settings)
+
+
+def _update(unit: NetworkUnit, w: Array, message: Message, settings: _Settings) -> ClientUpdate[None]:
+    """The subnetwork's variances around trained weights."""
+    mean, variance, shared = np.asarray(message["mean"]), np.asarray(message["variance"]), unit.shared_at
     believed = _believed(variance, float(message["declared"]), settings)
     count = _count(settings, len(mean))
     q = inferred(unit, w, believed, count, rule=settings.rule, diagonal=settings.diagonal)
@@ -211,6 +236,25 @@ def _update_client(
         "clients": np.array(1.0),
     }
     return ClientUpdate(None, reply, {"variance_ratio": float(np.mean(spread[chosen] / believed[chosen]))})
+
+
+def _update_together(parts: Sequence[Part[None]], *, settings: _Settings) -> list[ClientUpdate[None] | None]:
+    """`_update_client` at clients with one network, trained in a batch; None for those that fail."""
+    networks = [part.client.view(network_of) for part in parts]
+    units, means = [network.unit for network in networks], [np.asarray(part.message["mean"]) for part in parts]
+    W, well = train_together(
+        stacked(units),
+        np.stack([network.at(mean) for network, mean in zip(networks, means, strict=True)]),
+        units[0].shared_at,
+        settings.training,
+        [part.rng for part in parts],
+        priors=[(mean, 1.0 / np.asarray(part.message["variance"])) for mean, part in zip(means, parts, strict=True)],
+    )
+    found: list[ClientUpdate[None] | None] = [None] * len(parts)
+    for k in np.flatnonzero(well).tolist():
+        with contextlib.suppress(LocalFailure):
+            found[k] = _update(units[k], W[k], parts[k].message, settings)
+    return found
 
 
 def _update_server(

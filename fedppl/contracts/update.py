@@ -1,0 +1,65 @@
+"""What a client does in a round: one client, or many of one kind in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from fedppl.contracts.client import ClientView
+from fedppl.types import Message, Rng
+
+P = TypeVar("P")
+
+
+class ClientUpdate(NamedTuple, Generic[P]):
+    """What a client keeps, sends and says after a round; `personal` None leaves what it kept.
+
+    `info` is numbers by name, and may have a text under ``reason``, where something could not be computed and the reply
+    is of use all the same.
+    """
+
+    personal: P | None
+    reply: Message
+    info: Mapping[str, float | str] = {}
+
+
+ClientFn = Callable[[ClientView, P | None, Message, Rng], ClientUpdate[P]]  # a client's part of a round
+# A client's part of a round that asks it for no reply: what is kept, and diagnostics.
+UnreportedFn = Callable[[ClientView, P | None, Message, Rng], tuple[P | None, Mapping[str, float]]]
+
+
+class Part(NamedTuple, Generic[P]):
+    """One client's part of a round: what a `ClientFn` is called with."""
+
+    client: ClientView
+    personal: P | None
+    message: Message
+    rng: Rng
+
+
+# Updates of clients that `Batch.groups` put together. None where a client has to be asked alone, as one whose numbers
+# are not finite: what a single client fails by is said in one place.
+BatchFn = Callable[[Sequence[Part[P]]], Sequence[ClientUpdate[P] | None]]
+
+
+class Batch(NamedTuple, Generic[P]):
+    """How clients in one process are computed together. Numbers are those of one after another, but for rounding.
+
+    Attributes
+    ----------
+    update_client, unreported
+        The algorithm's own functions that this stands for. Where an algorithm has others in their place, as one that is
+        wrapped, the batch is not used.
+    groups
+        ``groups(clients)``: places of clients that go together, as many as memory allows; no client in two of them. One
+        that is in none is asked alone. It looks at models alone, so that groups do not hang on the number of threads.
+    together, unreported_together
+        ``together(parts)``, for a group of which each client replies, or none does. Of the latter `reply` is empty.
+        What is raised costs the batch and no more: each client is then asked alone.
+    """
+
+    update_client: ClientFn[P]
+    unreported: UnreportedFn[P] | None
+    groups: Callable[[Sequence[ClientView]], Sequence[Sequence[int]]]
+    together: BatchFn[P]
+    unreported_together: BatchFn[P] | None = None

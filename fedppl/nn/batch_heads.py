@@ -1,0 +1,155 @@
+"""Heads of clients with one network, and layers below them, in a batch: each takes the steps that it takes alone."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+
+from fedppl.nn.batch import Stack, forward
+from fedppl.nn.batch_train import Batch, Flags, Rngs, State, Weights, bounded, losses, take_steps
+from fedppl.nn.functional import Places, call, state_of
+from fedppl.nn.head import Head, without_head
+from fedppl.nn.head_steps import HeadSteps, generator_of, head_noise, softplus_backwards
+from fedppl.nn.train import RISE, Training
+from fedppl.nn.unit import Likelihood
+from fedppl.types import Array
+
+
+def features_together(stack: Stack, head: Head, W: Array, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What heads see of their clients' rows at weights W (K, D): (K, n, h), with zeros behind a client's last row."""
+    body = without_head(copy.deepcopy(stack.net), head)
+    own = set(dict(body.named_parameters())) | set(dict(body.named_buffers()))
+    parts = []
+    with torch.no_grad():
+        for k, w in enumerate(W):
+            state = state_of(stack.net, torch.from_numpy(w).to(dtype))
+            parts.append(call(body, {name: state[name] for name in own}, stack.X[stack.client(k)]))
+    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+
+
+def head_posteriors(
+    stack: Stack,
+    head: Head,
+    z: torch.Tensor,
+    starts: tuple[Array, Array],
+    centres: Array,
+    confidences: Array,
+    steps: HeadSteps,
+    rngs: Rngs,
+) -> tuple[Array, Array, Flags]:
+    """What `fedppl.nn.head_steps.head_posterior` does at each client.
+
+    Parameters
+    ----------
+    stack, head, z
+        The clients, their head and their features (K, n, h).
+    starts
+        μ and σ, (K, d) each.
+    centres, confidences
+        w (K, d) and τ (K,).
+    steps
+        Adam's rate and number of steps, and draws.
+    rngs
+        Each client's generator.
+
+    Returns
+    -------
+    tuple
+        μ and σ, (K, d) each, and which of them are finite.
+    """
+    dtype, likelihood = z.dtype, stack.units[0].likelihood
+    rows = torch.from_numpy(stack.rows).to(dtype)[:, None]
+    y = torch.nn.utils.rnn.pad_sequence([stack.y[stack.client(k)] for k in range(len(z))], batch_first=True)
+    share = (torch.arange(z.shape[1]) < rows) / rows
+    tau, middle = torch.from_numpy(confidences).to(dtype)[:, None], torch.from_numpy(centres).to(dtype)
+    mean, raw = torch.from_numpy(starts[0]).to(dtype, copy=True), softplus_backwards(starts[1]).to(dtype)
+    optimizer = torch.optim.Adam([mean, raw], lr=steps.learning_rate, fused=True)
+    sources = [generator_of(rng) for rng in rngs]
+    noise = torch.empty(len(z), steps.draws, mean.shape[1], dtype=dtype)
+    with torch.no_grad():
+        for _ in range(steps.steps):
+            spread = torch.nn.functional.softplus(raw)
+            for k, source in enumerate(sources):
+                torch.randn(noise.shape[1:], generator=source, dtype=dtype, out=noise[k])
+            slopes = _slopes(likelihood, head, z, y, share, mean[:, None] + spread[:, None] * noise)
+            mean.grad = slopes.mean(1) + (tau / rows) * (mean - middle)
+            by_spread = (slopes * noise).mean(1) + (tau * spread - 1 / spread) / rows
+            raw.grad = by_spread * torch.sigmoid(raw)  # softplus' slope
+            optimizer.step()
+    found = mean.double().numpy(), torch.nn.functional.softplus(raw).double().numpy()
+    return *found, np.all(np.isfinite(found), axis=(0, 2))
+
+
+def _logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Outputs (K, S, C, n) for S draws v (K, S, d) of each client's head."""
+    clients, draws = v.shape[:2]
+    matrix = v[:, :, head.matrix].reshape(clients, draws * head.outputs, -1)
+    output = torch.bmm(matrix, z.mT).view(clients, draws, head.outputs, z.shape[1])
+    return output + v[:, :, head.offset, None] if head.offset.stop > head.offset.start else output
+
+
+def _slopes(
+    likelihood: Likelihood, head: Head, z: torch.Tensor, y: torch.Tensor, share: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Gradients (K, S, d) of clients' mean losses at draws v (K, S, d): the residuals times the features."""
+    residuals = _logits(head, z, v)
+    if likelihood.family == "categorical":
+        residuals = torch.softmax(residuals, 2)
+        told = y[:, None, None].expand(-1, v.shape[1], 1, -1)
+        residuals.scatter_add_(2, told, -torch.ones(told.shape, dtype=z.dtype))
+        residuals *= share[:, None, None]
+    else:
+        residuals = (residuals - y.mT[:, None]) * (share[:, None, None] / likelihood.noise_sd**2)
+    slopes = torch.bmm(residuals.view(len(z), -1, z.shape[1]), z).view(len(z), v.shape[1], -1)
+    return torch.cat([slopes, residuals.sum(3)], 2) if head.offset.stop > head.offset.start else slopes
+
+
+def train_below_together(
+    stack: Stack,
+    head: Head,
+    W: Array,
+    below: Places,
+    q: tuple[Array, Array],
+    settings: Training,
+    draws: int,
+    rngs: Rngs,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Array, Flags]:
+    """What `fedppl.nn.head_steps.train_below` does at each client, for weights (K, D) and q (K, d).
+
+    Returns
+    -------
+    tuple
+        Weights (K, D), and which clients' training came to a good end; of the others weights say nothing.
+    """
+    body = without_head(copy.deepcopy(stack.net), head)
+    weights, through = Weights(stack.net, W, below, dtype), forward(body, dtype)
+    likelihood, own = stack.units[0].likelihood, [name for name, _ in body.named_parameters()]
+    means, spreads = (torch.from_numpy(value).to(dtype) for value in q)
+    noise = [head_noise(draws, means.shape[1], generator_of(rng), dtype) for rng in rngs]
+
+    def loss(state: State, batch: Batch) -> torch.Tensor:
+        count = len(batch.X)
+        v = means[:count, None] + spreads[:count, None] * torch.stack([next(each) for each in noise[:count]])
+        z = through({name: state[name] for name in own}, batch.X)
+        return _expected(likelihood, _logits(head, z, v), batch)
+
+    before = losses(stack, weights, dtype)
+    take_steps(stack, weights, settings, rngs, loss)
+    after = losses(stack, weights, dtype)
+    found = weights.result(W)
+    return found, (after <= before + RISE) & bounded(found, W)
+
+
+def _expected(likelihood: Likelihood, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Mean negative log likelihood over rows and draws, of outputs (A, S, C, b), summed over clients."""
+    draws, share = output.shape[1], batch.share[:, None]
+    if likelihood.family == "categorical":
+        y = batch.y[:, None].expand(-1, draws, -1)
+        each = torch.nn.functional.cross_entropy(output.flatten(0, 1), y.flatten(0, 1), reduction="none")
+        return torch.sum(each.view(y.shape) * share) / draws
+    square = (batch.y.mT[:, None] - output) ** 2
+    return 0.5 * torch.sum(square.sum(2) * share) / (draws * likelihood.noise_sd**2)
