@@ -365,7 +365,8 @@ def test_batches_are_cut_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     clients = list(enrolled(data=clients_of((8,) * 11)).values())
     monkeypatch.setattr(batch, "_WEIGHTS", 16.0 * 31 * 6)
     assert sorted(len(group) for group in batch.groups(clients)) == [5, 6]
-    monkeypatch.setattr(batch, "_ROWS", 4.0 * 8 * 3 * 4)
+    monkeypatch.setattr(batch, "_ROWS", 4.0 * 8 * 4 * 4)  # layers have up to four units
+
     assert sorted(len(group) for group in batch.groups(clients)) == [4, 4]  # the last three are asked alone
     monkeypatch.setattr(batch, "_ROWS", 1.0)
     assert batch.groups(clients) == []
@@ -384,6 +385,26 @@ def test_weights_that_a_mask_holds_do_not_move() -> None:
         wanted = train(unit, W[k], free, STEPS, stream((k,)), prior=priors[k])
         assert_allclose(found[k], wanted, rtol=2e-4, atol=2e-5)
         assert_array_equal(np.delete(found[k], free), np.delete(wanted, free))
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_without_rounding_there_is_no_difference(momentum: float | None) -> None:
+    """In float64, after so many steps that Adam's tell the smallest: training, and layers below draws of a head."""
+    network = [client.view(network_of) for client in enrolled(data=clients_of((31, 30, 20, 20, 7))).values()]
+    units, head, everything = [one.unit for one in network], network[0].head(HEAD), np.arange(31)
+    settings, W = Training(0.01, 10, 8, momentum), np.tile(units[0].held, (5, 1))
+    stack = batch.stacked(units, torch.float64)
+    found, _ = train_together(stack, W, everything, settings, [stream((k,)) for k in range(5)], dtype=torch.float64)
+    q, below = (W[:, head.places], np.full((5, 15), 0.3)), np.arange(16)
+    lower, _ = batch_heads.train_below_together(
+        stack, head, W, below, q, settings, 3, [stream((k,)) for k in range(5)], dtype=torch.float64
+    )
+    for k, unit in enumerate(units):
+        wanted = train(unit, W[k], everything, settings, stream((k,)), dtype=torch.float64)
+        assert_allclose(found[k], wanted, rtol=1e-9, atol=1e-11)
+        own = q[0][k], q[1][k]
+        wanted = head_steps.train_below(unit, head, W[k], below, own, settings, 3, stream((k,)), dtype=torch.float64)
+        assert_allclose(lower[k], wanted, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("outputs", [1, 2])

@@ -21,7 +21,7 @@ from fedppl.nn.view import network_of
 
 FEWEST = 4  # clients in a batch: fewer are faster one by one
 _WEIGHTS = 24e6  # bytes of weights, moments and slopes in a batch: more is slower than what a cache holds
-_ROWS = 128e6  # bytes of rows in a batch
+_ROWS = 128e6  # bytes of rows in a batch, and of what the widest layer makes of them
 _BYTES = 4  # of a number in float32
 # Elementwise layers: they treat the rows of many clients as those of one.
 _ELEMENTWISE = (
@@ -86,8 +86,11 @@ def groups(clients: Sequence[ClientView]) -> list[list[int]]:
 
 def _count(largest: NetworkUnit, waiting: int) -> int:
     """Number of clients in the next batch: even ones, within the limits, the first having most rows."""
-    # Weights, two moments and slopes.
-    limit = min(_WEIGHTS / (4 * _BYTES * largest.size), _ROWS / (_BYTES * max(1, largest.X.size)))
+    # Rows are kept as they are and as layers show them; of weights there are two moments and slopes beside them.
+    widest = max(
+        int(np.prod(largest.X.shape[1:])), *(value.shape[0] for value in largest.net.parameters() if value.ndim)
+    )
+    limit = min(_WEIGHTS / (4 * _BYTES * largest.size), _ROWS / (_BYTES * len(largest.X) * widest))
     most = max(1, int(limit))
     return int(np.ceil(waiting / np.ceil(waiting / most)))
 
@@ -102,7 +105,7 @@ def _takes(unit: NetworkUnit) -> bool:
 
 
 def _agrees(unit: NetworkUnit) -> bool:
-    """Try two clients' weights on two rows each. Convolutions over groups of weights are slower than one by one."""
+    """Try two clients' weights on two rows each. Convolutions take half as long again in a batch as one by one."""
     if any(isinstance(layer, torch.nn.modules.conv._ConvNd) for layer in unit.net.modules()):
         return False
     X = tensor(np.repeat(unit.X[:1], 2, axis=0) if len(unit.X) < 2 else unit.X[:2], torch.float64)
