@@ -304,7 +304,7 @@ class Faulty(InProcessEngine):
             self._note(request, "raises")
             broken = self._algorithm._replace(update_client=_raising)
             return answer(broken, self._models[client_id], self._personal.get(client_id), request)[1]
-        reply: Any = self._one(request)
+        reply: Any = self._some((request,))[request.client_id]
         if drawn["wiped"]:
             self._note(request, "wiped")
             self._personal.pop(client_id, None)
