@@ -604,3 +604,11 @@ def test_groups_are_those_of_the_frame() -> None:
     assert table.client_ids == ("('x', 1)", "('y', 2)", "('z', 1)")
     assert [table.rows(k)["v"].tolist() for k in range(3)] == [[0.0, 2.0], [1.0, 4.0], [3.0]]
     assert grouped.of_frame(frame, "a", ["v"], "error", 4) is None
+
+
+def test_fewer_than_a_thousand_clients_are_all_looked_at(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that differs in kind, or has two modes, is among them whatever the seed."""
+    order = np.random.default_rng(0).permutation(40)
+    assert len(at_once.looked_at(stack, order)) == 40
+    monkeypatch.setattr(at_once, "_MANY", 40)
+    assert len(at_once.looked_at(stack, order)) == 24

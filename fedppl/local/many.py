@@ -33,7 +33,8 @@ from fedppl.numerics.stacked_moments import moments_of_many
 from fedppl.types import Array, LocalFailure
 
 _AT_ONCE = 64  # clients of a part: whoever computes it, sums are over the same ones in the same order
-_LOOKED_AT = 24  # clients whose θ is searched for other modes
+_LOOKED_AT = 24  # clients whose θ is searched for other modes, of many; of fewer than these all are
+_MANY = 1000
 _END = np.sqrt(3.0)  # sds from the mean
 _SAMPLES = {1: 1024, 2: 128, 3: 32}  # clients by whom ways are held against the last, by its coordinates
 _FIRST_SAMPLE = 128  # of those by whom ways are held against the last, where they tell enough
@@ -139,8 +140,12 @@ def of_failed(many: ManyClients, failed: Places, at: Array) -> str:
 
 
 def looked_at(many: ManyClients, order: Places) -> Sequence[ClientView]:
-    """The first clients in `order`, by whom all are judged where each takes long."""
-    return many.some(np.sort(order[:_LOOKED_AT]))
+    """The first clients in `order`, by whom all are judged where each takes long: all, unless they are very many."""
+    return many.some(np.sort(order[: _looked_at(many)]))
+
+
+def _looked_at(many: ManyClients) -> int:
+    return len(many) if len(many) < _MANY else _LOOKED_AT
 
 
 def require_one_mode_each(clients: Sequence[ClientView], q: Gaussian) -> None:
@@ -233,7 +238,7 @@ def moments(
     means, sds = np.zeros((len(many), entries)), np.zeros((len(many), entries))
     common = many.like.kernel, tell, np.ascontiguousarray(points), np.ascontiguousarray(center)
     places = np.arange(len(many), dtype=np.int64)
-    rule = _for_moments(many.some(range(min(_LOOKED_AT, len(many)))), nodes)
+    rule = _for_moments(many.some(range(_looked_at(many))), nodes)
     few = by_grid(1, _FEW) if len(rule.which) == 1 and len(rule.nodes) > _FEW else None
     fewer = (rule.nodes[:0], rule.log_weights[:0]) if few is None else (few.nodes, few.log_weights)
 
