@@ -574,6 +574,7 @@ def test_missing_rows_are_refused_or_dropped(frame: pd.DataFrame, caplog: pytest
     assert sorted(found.client_ids) == sorted(kept.client_ids)
     assert len(found.columns["x"]) == len(gone) - 2
     assert f"2 of {len(gone)} rows" in caplog.text
+    assert f"at client '{gone.loc[first[0], 'ward']}'" in caplog.text
 
 
 def test_a_formula_is_read_from_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,5 +611,59 @@ def test_fewer_than_a_thousand_clients_are_all_looked_at(stack: Stack, monkeypat
     """One that differs in kind, or has two modes, is among them whatever the seed."""
     order = np.random.default_rng(0).permutation(40)
     assert len(at_once.looked_at(stack, order)) == 40
-    monkeypatch.setattr(at_once, "_MANY", 40)
+    monkeypatch.setattr(at_once, "MANY", 40)
     assert len(at_once.looked_at(stack, order)) == 24
+
+
+def of_two_kinds(y: Any, yes: Any) -> pm.Model:
+    """Rows are normal, or tell whether they are above a cut; the second kind alone tells the cut."""
+    with pm.Model() as model:
+        y, yes = pm.Data("y", y), pm.Data("yes", yes)
+        mu, cut, tau = pm.Normal("mu", 0, 2), pm.Normal("cut", 0, 3), pm.HalfNormal("tau", 2)
+        theta = mu + tau * pm.Normal("a", 0, 1)
+        logs = pm.math.log(pm.math.sigmoid(3 * (2 * y - 1) * (theta - cut))), pm.logp(pm.Normal.dist(theta, 1.0), y)
+        pm.Potential("obs", pm.math.sum(pm.math.where(yes > 0.5, *logs)))
+    return model
+
+
+def unseen(clients: tuple[int, ...], count: int) -> int:
+    """A seed with which none of these is among the first that a fit draws."""
+    for seed in range(1000):
+        rng = np.random.default_rng((seed, 0))
+        rng.choice(count, count, replace=False)
+        if not set(clients) & set(rng.permutation(count)[: at_once._LOOKED_AT].tolist()):
+            return seed
+    raise AssertionError("each is among the first, whatever the seed")
+
+
+def test_clients_of_a_rare_kind_are_integrated_as_they_need(rng: np.random.Generator) -> None:
+    """Laplace's approximation is exact at 57 clients, and moves the cut by .2 sd at the others."""
+    odd, clients = (3, 40, 57), {}
+    for k in range(60):
+        y = np.full(2, float(k != 40)) if k in odd else rng.normal(0, 2.5) + rng.normal(size=2)
+        clients[str(k)] = {"y": y, "yes": np.full(2, float(k in odd))}
+    model, keywords = fedppl.FederatedModel(of_two_kinds, ["mu", "cut", "tau"]), {"random_seed": unseen(odd, 60)}
+    found = fedppl.fit(model, clients, progressbar=False, **keywords)
+    expected = fedppl.fit(model, clients, engine=fedppl.InProcess(), progressbar=False, **keywords)
+    assert found.status.ok and found.records[-1].together == 60 and not expected.records[-1].together
+    ours, theirs = found.summary(), expected.summary()
+    assert_allclose((ours["mean"] - theirs["mean"]) / theirs["sd"], 0, atol=0.05)
+    assert_allclose(ours["sd"], theirs["sd"], rtol=0.05)
+
+
+def robust(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        y, mu, tau = pm.Data("y", y), pm.Normal("mu", 0, 2), pm.HalfNormal("tau", 1.5)
+        pm.StudentT("obs", nu=3, mu=pm.Normal("a", mu, tau), sigma=pm.HalfNormal("sigma", 1), observed=y)
+    return model
+
+
+def test_a_rare_client_with_two_modes_is_seen_whatever_the_seed() -> None:
+    rng, odd, clients = np.random.default_rng(5), (3, 40), {}
+    for k in range(60):
+        y = 1 + 0.8 * rng.normal() + 0.3 * rng.standard_t(3, 4)
+        clients[str(k)] = {"y": np.array([-1.5, -1.4, -1.45, 4.2, 4.25, 4.3]) if k in odd else y}
+    model = fedppl.FederatedModel(robust, ["mu", "tau", "sigma"])
+    with pytest.warns(fedppl.ConvergenceWarning):
+        fit = fedppl.fit(model, clients, progressbar=False, random_seed=unseen(odd, 60))
+    assert not fit.status.ok

@@ -19,7 +19,8 @@ from fedppl.types import Array
 
 logger = logging.getLogger(__name__)
 
-MANY = 1000  # clients from which none is looked at alone
+MANY = 1000  # clients from which not each is looked at alone
+_NAMED = 8  # clients in a line of the log
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +78,8 @@ def of_frame(
     if len(first) < fewest or np.any(numbers < 0):
         return None
     columns = frames.columns(table, wanted, "data", texts=texts)
+    whose = zip(*(table.get_column(key)[first].to_list() for key in keys), strict=True)
+    ids = [id_of(one, keys) for one in whose]
     gone = np.any([_missing(column) for column in columns.values()], axis=0)
     if np.any(gone):
         if missing != "drop":
@@ -85,17 +88,19 @@ def of_frame(
         kept[numbers[~gone]] = True
         if not np.all(kept):
             return None
+        lost, had = (np.bincount(rows, minlength=len(first)) for rows in (numbers[gone], numbers))
+        where = np.flatnonzero(lost)
         logger.warning(
-            "%d of %d rows are left out, at %d clients: values are missing",
+            "%d of %d rows are left out, at %d clients: values are missing: %s%s",
             gone.sum(),
             len(gone),
-            len(np.unique(numbers[gone])),
+            len(where),
+            ", ".join(f"{lost[k]} of {had[k]} at client {str(ids[k])!r}" for k in where[:_NAMED]),
+            f", and {len(where) - _NAMED} others" if len(where) > _NAMED else "",
         )
         numbers, columns = numbers[~gone], {name: column[~gone] for name, column in columns.items()}
     order = np.argsort(numbers, kind="stable")
     begins = np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=len(first)))])
-    whose = zip(*(table.get_column(key)[first].to_list() for key in keys), strict=True)
-    ids = [id_of(one, keys) for one in whose]
     require_ids(dict.fromkeys(ids))
     held = {name: np.ascontiguousarray(column[order]) for name, column in columns.items()}
     return Table(tuple(map(str, ids)), begins, held)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from fedppl import gaussian
 from fedppl.contracts import ClientView
 from fedppl.contracts.many import Answers, ManyClients
+from fedppl.data.grouped import MANY
 from fedppl.gaussian import Gaussian
 from fedppl.local import _gaussian_rest
 from fedppl.local._no_mode import no_mode
@@ -33,8 +34,7 @@ from fedppl.numerics.stacked_moments import moments_of_many
 from fedppl.types import Array, LocalFailure
 
 _AT_ONCE = 64  # clients of a part: whoever computes it, sums are over the same ones in the same order
-_LOOKED_AT = 24  # clients whose θ is searched for other modes, of many; of fewer than these all are
-_MANY = 1000
+_LOOKED_AT = 24  # clients whose kind is looked at, and whose θ is searched for other modes, where clients are many
 _END = np.sqrt(3.0)  # sds from the mean
 _SAMPLES = {1: 1024, 2: 128, 3: 32}  # clients by whom ways are held against the last, by its coordinates
 _FIRST_SAMPLE = 128  # of those by whom ways are held against the last, where they tell enough
@@ -145,7 +145,7 @@ def looked_at(many: ManyClients, order: Places) -> Sequence[ClientView]:
 
 
 def _looked_at(many: ManyClients) -> int:
-    return len(many) if len(many) < _MANY else _LOOKED_AT
+    return len(many) if len(many) < MANY else _LOOKED_AT
 
 
 def require_one_mode_each(clients: Sequence[ClientView], q: Gaussian) -> None:

@@ -23,7 +23,7 @@ from fedppl.results.kept import Kept, drawn_of, personal_of
 from fedppl.results.measure import measure
 from fedppl.results.shared import corrected
 from fedppl.results.sound import content_of
-from fedppl.settings import shown
+from fedppl.settings import one_line, shown
 from fedppl.storage import codec
 from fedppl.types import Array, DataError, DeclarationError, Layout
 
@@ -167,8 +167,7 @@ def require_same(saved: Saved, algorithm: AnyAlgorithm, declaration: FederatedMo
         raise DeclarationError(f"the file is of a fit that shares {list(found)}, and this model shares {list(shared)}.")
     theirs, ours = saved.written, _written(declaration)
     if other := [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)]:
-        was = ", ".join(f"{name} {theirs.get(name)}" for name in sorted(other))
-        now = ", ".join(f"{name} {ours.get(name)}" for name in sorted(other))
+        was, now = (", ".join(f"{k} {one_line(one.get(k), 300)}" for k in sorted(other)) for one in (theirs, ours))
         raise DeclarationError(f"the file is of a fit with {was}, and this model has {now}; pass what was fitted.")
 
 

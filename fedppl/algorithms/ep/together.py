@@ -68,7 +68,8 @@ def together(
         # What the integrals leave depends on where q is, and on how narrow.
         try:
             now = _many.chosen(many, found, order, q, count, workers)
-            if (way is None) == (count < len(many)):  # before long passes, and at the end
+            is_last = way is not None and count == len(many)
+            if is_last or (way is None and count < len(many)):  # before long passes, and where q has arrived
                 _many.require_one_mode_each(some, q)
         except LocalFailure as failure:
             yield Passed(count, _report(begin(q), Status.STALLED, str(failure)))
