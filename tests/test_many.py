@@ -667,3 +667,20 @@ def test_a_rare_client_with_two_modes_is_seen_whatever_the_seed() -> None:
     with pytest.warns(fedppl.ConvergenceWarning):
         fit = fedppl.fit(model, clients, progressbar=False, random_seed=unseen(odd, 60))
     assert not fit.status.ok
+
+
+def test_of_very_many_clients_others_are_asked_whether_laplace_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that are looked at have normal rows; of the sample that rules are held against each other by, not all have."""
+    clients = {str(k): {"y": np.full(2, k % 3 / 2.0), "yes": np.full(2, float(k > 30))} for k in range(60)}
+    for data in clients.values():
+        data["y"] = np.where(data["yes"] > 0, np.round(data["y"]), data["y"])
+    model, table = fedppl.FederatedModel(of_two_kinds, ["mu", "cut", "tau"]), grouped.of_clients(clients)
+    assert table is not None
+    stack = stacked(model, table, next(iter(model.enrol({"0": clients["0"], "50": clients["50"]}).values())))
+    monkeypatch.setattr(at_once, "MANY", 60)
+    order = np.arange(60)
+    some = at_once.looked_at(stack, order)
+    assert len(some) == 24 and at_once._are_exact(some)
+    q = gaussian.from_moments(np.array([0.5, 0.5, 0.0]), 0.2**2 * np.eye(3))
+    way = at_once.chosen(stack, at_once.ways_for(stack, some), order, q, 60, 1)
+    assert len(way.nodes.nodes)

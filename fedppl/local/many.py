@@ -70,7 +70,7 @@ def ways(clients: Sequence[ClientView]) -> tuple[Nodes, ...]:
     """
     d = clients[0].local_size
     laplace = Nodes(np.zeros((0, d)), np.zeros(0), np.arange(d))
-    if not d or all(client.view(_gaussian_rest.is_exact) for client in clients):
+    if not d:
         return (laplace,)
     found = [client.view(_gaussian_rest.find) for client in clients] if d > 1 else []
     of_rest = [one for one in found if one is not None]
@@ -79,11 +79,21 @@ def ways(clients: Sequence[ClientView]) -> tuple[Nodes, ...]:
         which = np.asarray(of_rest[0], dtype=np.int64)
     q = len(which)
     if q not in _GRIDS:
-        return ()
+        return (laplace,) if _are_exact(clients) else ()
     counts = (*_FEWER, *_GRIDS[q]) if q < d else _GRIDS[q]
     far = (by_trapezoids(4), by_trapezoids(6)) if q == 1 else (by_far_grid(q),)
     rules = (*(by_grid(q, count) for count in counts), *far)
     return (laplace, *(Nodes(rule.nodes, rule.log_weights, which) for rule in rules))
+
+
+def ways_for(many: ManyClients, some: Sequence[ClientView]) -> tuple[Nodes, ...]:
+    """The same for all, by some of them. Where these are not all, others may need nodes though these do not."""
+    found = ways(some)
+    return found[:1] if len(some) == len(many) and _are_exact(some) else found
+
+
+def _are_exact(clients: Sequence[ClientView]) -> bool:
+    return all(client.view(_gaussian_rest.is_exact) for client in clients)
 
 
 def factors(
@@ -253,7 +263,7 @@ def moments(
 def _for_moments(clients: Sequence[ClientView], nodes: Nodes) -> Nodes:
     """Nodes for moments of θ: Laplace's approximation may move nothing that is shared, and be far off there."""
     d = clients[0].local_size
-    if not d or all(client.view(_gaussian_rest.is_exact) for client in clients):
+    if not d or _are_exact(clients):
         return _about(d)
     found = ways(clients)
     if len(found[-1].which) == 1:

@@ -63,7 +63,7 @@ def together(
     q, count = few, asked
     way: Way | None = None
     some = _many.looked_at(many, order)
-    found = _many.ways(some)
+    found = _many.ways_for(many, some)
     while True:
         # What the integrals leave depends on where q is, and on how narrow.
         try:
