@@ -670,7 +670,7 @@ def test_a_rare_client_with_two_modes_is_seen_whatever_the_seed() -> None:
 
 
 def test_of_very_many_clients_others_are_asked_whether_laplace_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that are looked at have normal rows; of the sample that rules are held against each other by, not all have."""
+    """All that are looked at have normal rows, and not all of the sample that rules are held against each other by."""
     clients = {str(k): {"y": np.full(2, k % 3 / 2.0), "yes": np.full(2, float(k > 30))} for k in range(60)}
     for data in clients.values():
         data["y"] = np.where(data["yes"] > 0, np.round(data["y"]), data["y"])
