@@ -32,12 +32,15 @@ from fedppl.model.declaration import declaration_of
 
 logger = logging.getLogger(__name__)
 
-_QUIET = {
+_SETTINGS = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's workers step back behind everything else on a machine by default: on a busy one clients never answer.
+    "RAY_worker_niceness": "0",
 }
+_LOG = "superlink.log"
 _PYPROJECT = """\
 [project]
 name = "fedppl-simulation"
@@ -59,10 +62,11 @@ clientapp = "fedppl.flower.virtual:client_app"
 class SimulationEngine(ModelsHere):
     """Clients' models here, for reading results; their computations in Flower's workers."""
 
-    def __init__(self, models: Mapping[str, Any], deadline: float, relay: Connection) -> None:
+    def __init__(self, models: Mapping[str, Any], deadline: float, relay: Connection, log: Path) -> None:
         self._models = dict(models)
         self._deadline = deadline
         self._relay = relay
+        self._log = log
 
     def exchange(
         self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
@@ -73,7 +77,7 @@ class SimulationEngine(ModelsHere):
             while isinstance(answers := self._relay.recv(), str):
                 heard(answers)  # the id of a client that has answered
         except (EOFError, OSError) as error:
-            raise RuntimeError("Flower's simulation has ended; its log says why") from error
+            raise RuntimeError(f"Flower's simulation has ended. {_tail(self._log)}") from error
         found: dict[str, Reply | Failure] = answers
         return found
 
@@ -103,7 +107,7 @@ def start(
     except BaseException:
         _stop(processes, connections, folder)
         raise
-    engine = SimulationEngine(models, deadline, relay)
+    engine = SimulationEngine(models, deadline, relay, folder / _LOG)
     # Also where nobody closes the engine: a script that breaks off its rounds, or the end of the interpreter.
     engine.stop = weakref.finalize(engine, _stop, processes, connections, folder)
     return engine
@@ -136,13 +140,13 @@ def _launch(
     )
     environment = {
         **os.environ,
-        **_QUIET,
+        **_SETTINGS,
         "FLWR_HOME": str(home),
         "FEDPPL_SIMULATION": str(folder),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
     }
-    log = folder / "superlink.log"
+    log = folder / _LOG
     superlink = ["flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as file:
         processes.append(

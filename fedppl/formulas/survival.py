@@ -61,10 +61,11 @@ def _lognormal(cuts: Sequence[float]) -> _Hazard:
 
 
 def _minus_log_upper(z: Any) -> Any:
-    """−log Φ(−z): two forms that are equal where they meet, each kept where it is finite with its slope."""
-    above = pt.switch(z > 0, z, 0.0) / np.sqrt(2)
-    below = pt.switch(z > 0, 0.0, z) / np.sqrt(2)
-    return pt.switch(z > 0, above**2 - pt.log(pt.erfcx(above) / 2), -pt.log1p(-pt.erfc(-below) / 2))
+    """−log Φ(−z), by erfcx(a) = exp(a²) erfc(a) of a = |z| / √2: finite with its slope on both sides of 0."""
+    above = z > 0
+    a = pt.switch(above, z, -z) / np.sqrt(2)
+    half = pt.erfcx(a) / 2
+    return pt.switch(above, a**2 - pt.log(half), -pt.log1p(-half * pt.exp(-(a**2))))
 
 
 def _loglogistic(cuts: Sequence[float]) -> _Hazard:
