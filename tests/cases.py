@@ -141,7 +141,8 @@ class Case(NamedTuple):
     settings: Mapping[str, Any]
     problem: Problem
     rounds: int = 5
-    ledger: tuple[str, ...] = ()  # arrays of the state with a row per client, which nothing but its replies changes
+    # Arrays with a row per client, which nothing but its replies changes, of a state with `where`.
+    ledger: tuple[str, ...] = ()
     idle: tuple[int, ...] = ()  # rounds in which clients keep what they have to themselves
     summed: bool | None = False  # whether sums over clients are all that the server needs; None: in some phase
     ending: Ending | None = None

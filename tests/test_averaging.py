@@ -160,7 +160,7 @@ def row_effects(y: Any) -> Any:
 
 
 def mean_of_rows(y: Any) -> Any:
-    """The prior of θ hangs on the rows' mean: no sum over rows."""
+    """The prior of θ depends on the rows' mean: no sum over rows."""
     with pm.Model() as model:
         y = pm.Data("y", y)
         mu = pm.Normal("mu", 0, 1)

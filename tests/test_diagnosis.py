@@ -179,7 +179,7 @@ def test_a_scale_of_one_value_is_told_as_what_it_is() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_a_factor_that_is_hardly_one_is_no_converged_fit(shift: float) -> None:
-    """What stops first hangs on rounding; who is to blame is named in any case."""
+    """What stops first depends on rounding; who is to blame is named in any case."""
     builder = own_scale(lambda: pm.Gamma("scale", 0.001, 0.001), lambda scale: 1 / pm.math.sqrt(scale))
     fit = fitted(builder, ["mu"], outcomes(shift=shift))
     assert not fit.status.ok

@@ -21,7 +21,7 @@ from fedppl.local.many import Nodes
 from fedppl.model.stack import ClientsOf, Stack, stacked, why_not
 from fedppl.numerics.integral import by_grid
 from fedppl.run import together
-from fedppl.types import DataError
+from fedppl.types import DataError, Status
 
 LAPLACE = Nodes(np.zeros((0, 1)), np.zeros(0), np.arange(1))
 
@@ -340,6 +340,18 @@ def test_a_callback_sees_passes_and_may_stop_them(frame: pd.DataFrame) -> None:
     with pytest.warns(fedppl.ConvergenceWarning, match="stopped by the callback"):
         fit = fedppl.fit(WARDS, frame, by="ward", callback=stop, progressbar=False)
     assert len(seen) == 1 and seen[0].record.together == MANY and not fit.status.ok
+    with pytest.raises(fedppl.NotConvergedError):
+        fit.summary()
+
+
+def test_ctrl_c_after_a_pass_gives_its_record(frame: pd.DataFrame) -> None:
+    def interrupted(step: Any) -> None:
+        if step.number == 2:
+            raise KeyboardInterrupt
+
+    with pytest.warns(fedppl.ConvergenceWarning, match="Ctrl-C"):
+        fit = fedppl.fit(WARDS, frame, by="ward", callback=interrupted, progressbar=False, random_seed=1)
+    assert fit.status is Status.INTERRUPTED and len(fit.records) == 2
     with pytest.raises(fedppl.NotConvergedError):
         fit.summary()
 

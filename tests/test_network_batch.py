@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pymc as pm
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -421,6 +422,26 @@ def test_real_outcomes(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for algorithm in (nn.FedAvg(phases=WHOLE, batch_size=8), nn.Confidence(head=HEAD, epochs=2, batch_size=8)):
         require_equal(asked(algorithm, clients), asked(alone(algorithm), clients))
     assert used == [len(ROWS)] * 4
+
+
+def test_outcomes_of_one_number_a_row_are_those_of_one_column() -> None:
+    """As many clients as rows and draws: nothing may be taken for something else of the same size."""
+    rng = np.random.default_rng(6)
+    columns = {f"device {k}": {"X": rng.normal(size=(8, 3)), "y": rng.normal(size=(8, 1))} for k in range(8)}
+    numbers = {name: {**data, "y": data["y"][:, 0]} for name, data in columns.items()}
+    net = problems.network(outputs=1)
+
+    def build(X: Any, y: Any, net: Any) -> pm.Model:
+        with pm.Model() as model:
+            inputs, outcomes = pm.Data("X", X), pm.Data("y", y)
+            pm.Normal("outcome", nn.module(net, nn.parameters(net), inputs)[:, 0], 0.5, observed=outcomes)
+        return model
+
+    algorithm = nn.Confidence(head=HEAD, epochs=2, batch_size=8, draws=8)
+    clients = enrolled(net=net, data=numbers, build=build)
+    wanted = asked(algorithm, enrolled(net=net, data=columns, build=functools.partial(fedsi.regressor, noise_sd=0.5)))
+    for one in (algorithm, alone(algorithm)):
+        require_equal(asked(one, clients), wanted)
 
 
 def test_clients_step_as_often_as_alone() -> None:

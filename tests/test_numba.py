@@ -160,7 +160,7 @@ def test_a_process_reads_what_one_before_it_compiled(monkeypatch: pytest.MonkeyP
 
 
 def test_a_term_read_twice_and_one_written_twice_are_two_kernels() -> None:
-    """They may differ in last digits: what a model gives does not hang on what a process compiled before."""
+    """They may differ in last digits: what a model gives does not depend on what a process compiled before."""
 
     def read_twice(y: Any) -> pm.Model:
         with pm.Model() as model:

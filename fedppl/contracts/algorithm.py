@@ -334,7 +334,8 @@ class Algorithm(NamedTuple, Generic[S, P]):
         A `fedppl.contracts.many.TogetherFn`: how many clients of one density that are all in one process are fitted at
         once, without messages. None where they are asked one by one.
     batch
-        How clients of one kind compute a round together where all are in this process; None where each computes alone.
+        How clients with one network or density compute a round together where all are in this process; None where
+        each computes alone.
     """
 
     name: str

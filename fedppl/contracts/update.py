@@ -1,4 +1,4 @@
-"""What a client does in a round: one client, or many of one kind in a batch."""
+"""What a client does in a round: one client, or many at once in a batch."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Part(NamedTuple, Generic[P]):
 
 
 # Updates of clients that `Batch.groups` put together. None where a client has to be asked alone, as one whose numbers
-# are not finite: what a single client fails by is said in one place.
+# are not finite: asked alone, it says why it fails.
 BatchFn = Callable[[Sequence[Part[P]]], Sequence[ClientUpdate[P] | None]]
 
 
 class Batch(NamedTuple, Generic[P]):
-    """How clients in one process are computed together. Numbers are those of one after another, but for rounding.
+    """How clients in one process are computed together: results are those of one after another, up to rounding.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Batch(NamedTuple, Generic[P]):
         wrapped, the batch is not used.
     groups
         ``groups(clients)``: places of clients that go together, as many as memory allows; no client in two of them. One
-        that is in none is asked alone. It looks at models alone, so that groups do not hang on the number of threads.
+        that is in none is asked alone. It looks at models alone, so that groups do not depend on the number of threads.
     together, unreported_together
         ``together(parts)``, for a group of which each client replies, or none does. Of the latter `reply` is empty.
         What is raised costs the batch and no more: each client is then asked alone.

@@ -1,4 +1,4 @@
-"""What a client does with a request, wherever it runs. Every engine calls this and nothing else."""
+"""What a client does with a request, wherever it runs. Every engine calls this; `batches` does for many at once."""
 
 from __future__ import annotations
 
@@ -102,12 +102,17 @@ def checked(
     except LocalFailure as failure:
         return personal, Failure(request.client_id, request.nonce, str(failure))
     except Exception as error:  # one client's trouble, whatever it is, must not end the others' run
-        numerical = isinstance(error, ArithmeticError | np.linalg.LinAlgError | ValueError)
-        level = logging.DEBUG if numerical else logging.ERROR  # the rest is a mistake in somebody's code
-        logger.log(level, "client %s failed", request.client_id, exc_info=True, extra={"client": request.client_id})
+        extra = {"client": request.client_id}
+        logger.log(level_of(error), "client %s failed", request.client_id, exc_info=True, extra=extra)
         return personal, Failure(request.client_id, request.nonce, type(error).__name__, private=str(error))
     reply = Reply(request.client_id, request.nonce, client.layout.fingerprint, update.reply, numbers, reason)
     return update.personal, reply
+
+
+def level_of(error: Exception) -> int:
+    """How loudly a log tells of an error: what is not numerical is a mistake in somebody's code."""
+    numerical = isinstance(error, ArithmeticError | np.linalg.LinAlgError | ValueError | LocalFailure)
+    return logging.DEBUG if numerical else logging.ERROR
 
 
 def _kind(update: Any) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedppl.contracts import AnyAlgorithm, Batch, ClientUpdate, Failure, Part, Reply, Request
-from fedppl.engine.answer import answer, checked, message_of
+from fedppl.engine.answer import answer, checked, level_of, message_of
 from fedppl.numerics.streams import stream
 
 logger = logging.getLogger(__name__)
@@ -27,8 +27,8 @@ def grouped(
             try:
                 groups = batch.groups([clients[request.client_id] for request in asked])
                 found += [tuple(asked[place] for place in group) for group in groups]
-            except Exception:  # each client alone says what is wrong with its model
-                logger.debug("%s: no batches in this round", algorithm.name, exc_info=True)
+            except Exception as error:  # each client alone says what is wrong with its model
+                logger.log(level_of(error), "%s: no batches in this round", algorithm.name, exc_info=True)
     taken = {request.client_id for group in found for request in group}
     return [*found, *((request,) for client_id, request in requests.items() if client_id not in taken)]
 
@@ -68,15 +68,16 @@ def _updates(
     compute = None if batch is None else batch.together if requests[0].report else batch.unreported_together
     if compute is None or len(requests) == 1:
         return alone
-    parts = [
-        Part(clients[request.client_id], personal.get(request.client_id), message_of(request), stream(request.seed))
-        for request in requests
-    ]
     try:
+        parts = [
+            Part(clients[request.client_id], personal.get(request.client_id), message_of(request), stream(request.seed))
+            for request in requests
+        ]
         updates = compute(parts)
         if len(updates) != len(requests):
             raise ValueError(f"{len(updates)} updates for {len(requests)} clients")
-    except Exception:  # one client's trouble, or one of the batch: each alone says which
-        logger.debug("%s: a batch of %d clients failed", algorithm.name, len(requests), exc_info=True)
+    except Exception as error:  # one client's trouble, or one of the batch: each alone says which
+        told = "%s: a batch of %d clients failed, and each is asked alone"
+        logger.log(level_of(error), told, algorithm.name, len(requests), exc_info=True)
         return alone
     return updates

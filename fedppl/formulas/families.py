@@ -113,7 +113,7 @@ def _sigma_and_nu(scales: Scales) -> Mapping[str, Prior]:
     return {**_sigma(scales), "nu": Prior("Gamma", alpha=2.0, beta=0.1)}
 
 
-def _shape(scales: Scales) -> Mapping[str, Prior]:
+def _alpha(scales: Scales) -> Mapping[str, Prior]:
     return {"alpha": Prior("Gamma", alpha=2.0, beta=0.2)}
 
 
@@ -144,8 +144,8 @@ FAMILIES: Mapping[str, Family] = {
         Family("bernoulli", _bernoulli, _inverse_logit, "binary", link="logit"),
         Family("binomial", _binomial, _inverse_logit, "count", responses=("proportion",), link="logit"),
         Family("poisson", _poisson, _exponential, "count", center=_log_mean, link="log"),
-        Family("negativebinomial", _negative_binomial, _exponential, "count", _shape, _log_mean, link="log"),
-        Family("gamma", _gamma, _exponential, "positive", _shape, _log_mean, link="log"),
+        Family("negativebinomial", _negative_binomial, _exponential, "count", _alpha, _log_mean, link="log"),
+        Family("gamma", _gamma, _exponential, "positive", _alpha, _log_mean, link="log"),
         Family("beta", _beta, _inverse_logit, "unit", _concentration, link="logit"),
         Family("ordinal", _ordinal, _of_levels, "level", _thresholds, link="logit", intercept=False),
         Family("categorical", _categorical, _softmax, "level", link="logit against the reference", several=True),

@@ -191,7 +191,8 @@ def _rotated(root: Any, z: Any) -> Any:
 def _correlation_root(partial: Any, count: int) -> Any:
     """The lower triangular root of a correlation matrix from (1 + r) / 2 of its partial correlations.
 
-    Of numbers one by one: arrays of constants in a graph may be a client's data, and what hangs on them is not shared.
+    Of numbers one by one: arrays of constants in a graph may be a client's data, and what depends on them is not
+    shared.
     """
     rows, at = [], 0
     for i in range(count):

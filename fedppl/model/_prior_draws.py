@@ -63,7 +63,7 @@ def _at_once(values: list[Any], rvs: tuple[Any, ...], count: int, seed: int) -> 
         return None
     many: dict[Any, Any] = {}
     try:
-        for rv in rvs:  # one that hangs on others is as many as they are
+        for rv in rvs:  # one that depends on others is as many as they are
             if {*rvs}.isdisjoint(ancestors(rv.owner.inputs)):
                 many[rv] = change_dist_size(rv, (count,), expand=True)
         drawn = pm.draw(vectorize_graph(values, many), random_seed=seed, mode=interpreted.PYTHON_MODE)

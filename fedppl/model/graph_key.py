@@ -1,7 +1,7 @@
 """A name for a graph as it was declared, by which code that an earlier process compiled is found again.
 
 PyTensor names what it compiles by the graph after its rewrites. These take most of a second, and for some graphs their
-order, and so the name, hangs on the seed of Python's hashes, which each process draws anew.
+order, and so the name, depends on the seed of Python's hashes, which each process draws anew.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def same_computations(a: Sequence[Any], b: Sequence[Any], in_a: Sequence[Any], i
     inside, inside_b = ([op for op in ops if isinstance(op, OpFromGraph)] for ops in (ours, theirs))
     if not any(not hasattr(op.fgraph, "unfreeze") for op in (*inside, *inside_b)):
         return False
-    # Of a random variable the inside is how it is drawn; its density hangs on its class, which of a distribution of the
-    # user's own is another one in each model.
+    # Of a random variable the inside is how it is drawn; its density depends on its class, which of a distribution of
+    # the user's own is another one in each model.
     drawn, drawn_b = ([type(op) for op in ops if isinstance(op, SymbolicRandomVariable)] for ops in (inside, inside_b))
     if Counter(drawn) != Counter(drawn_b):
         return False

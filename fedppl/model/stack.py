@@ -143,7 +143,7 @@ def why_not(clients: Sequence[ClientModel]) -> str:
 
 
 def _shapes_follow_values(parts: _graph.Parts) -> bool:
-    """Whether the shape of a local variable may hang on what data hold, or on how many rows, not on columns alone."""
+    """Whether the shape of a local variable may depend on what data hold, or on how many rows, not on columns alone."""
     inputs, wanted = _graph.initial_graphs(parts)
     of_local = [value.shape for value in wanted[len(parts.shared) :] if value.type.ndim]
     waiting, seen = list(rewrite_graph(of_local, include=("ShapeOpt", "canonicalize")) if of_local else ()), set()

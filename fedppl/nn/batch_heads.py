@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fedppl.nn.batch import Stack, forward
-from fedppl.nn.batch_train import Batch, Flags, Rngs, State, Weights, bounded, losses, take_steps
+from fedppl.nn.batch_train import Flags, Minibatch, Rngs, State, Weights, bounded, losses, take_steps
 from fedppl.nn.functional import Places, call, state_of
 from fedppl.nn.head import Head, without_head
 from fedppl.nn.head_steps import HeadSteps, generator_of, head_noise, softplus_backwards
@@ -131,7 +131,7 @@ def train_below_together(
     means, spreads = (torch.from_numpy(value).to(dtype) for value in q)
     noise = [head_noise(draws, means.shape[1], generator_of(rng), dtype) for rng in rngs]
 
-    def loss(state: State, batch: Batch) -> torch.Tensor:
+    def loss(state: State, batch: Minibatch) -> torch.Tensor:
         count = len(batch.X)
         v = means[:count, None] + spreads[:count, None] * torch.stack([next(each) for each in noise[:count]])
         z = through({name: state[name] for name in own}, batch.X)
@@ -144,7 +144,7 @@ def train_below_together(
     return found, (after <= before + RISE) & bounded(found, W)
 
 
-def _expected(likelihood: Likelihood, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _expected(likelihood: Likelihood, output: torch.Tensor, batch: Minibatch) -> torch.Tensor:
     """Mean negative log likelihood over rows and draws, of outputs (A, S, C, b), summed over clients."""
     draws, share = output.shape[1], batch.share[:, None]
     if likelihood.family == "categorical":

@@ -20,7 +20,7 @@ Flags = NDArray[np.bool_]
 State = dict[str, torch.Tensor]
 
 
-class Batch(NamedTuple):
+class Minibatch(NamedTuple):
     """Rows of one step, of the clients that take it: the first A, since clients are sorted."""
 
     X: torch.Tensor  # (A, b, ...)
@@ -28,7 +28,7 @@ class Batch(NamedTuple):
     share: torch.Tensor  # of a row in the mean of its client, (A, b); 0 where the client has fewer rows than others
 
 
-LossFn = Callable[[State, Batch], torch.Tensor]  # the sum over clients of their losses
+LossFn = Callable[[State, Minibatch], torch.Tensor]  # the sum over clients of their losses
 
 
 class Weights:
@@ -132,7 +132,7 @@ def train_together(
     weights, through = Weights(stack.net, W, free, dtype), forward(stack.net, dtype)
     likelihood = stack.units[0].likelihood
 
-    def loss(state: State, batch: Batch) -> torch.Tensor:
+    def loss(state: State, batch: Minibatch) -> torch.Tensor:
         return shared_loss(likelihood, through(state, batch.X), batch)
 
     before = losses(stack, weights, dtype)
@@ -160,7 +160,7 @@ def losses(stack: Stack, weights: Weights, dtype: torch.dtype) -> Array:
     return found
 
 
-def shared_loss(likelihood: Likelihood, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+def shared_loss(likelihood: Likelihood, output: torch.Tensor, batch: Minibatch) -> torch.Tensor:
     """Mean negative log likelihood of each client's batch, summed over clients."""
     if likelihood.family == "categorical":
         each = torch.nn.functional.cross_entropy(output.flatten(0, 1), batch.y.flatten(), reduction="none")
@@ -214,7 +214,7 @@ def take_steps(
                 optimizer.step()
 
 
-def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Batch]:
+def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Minibatch]:
     """Batches of one pass, shuffled by each client as alone; short ones are filled up with rows that do not count."""
     rows = stack.rows
     width = int(min(size, rows[0]))
@@ -234,4 +234,4 @@ def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Batch]:
         chosen = places[:count, at]
         flat = chosen.reshape(-1)
         X = torch.index_select(stack.X, 0, flat, out=held[: len(flat)]).view(*chosen.shape, *stack.X.shape[1:])
-        yield Batch(X, stack.y[flat].view(*chosen.shape, *stack.y.shape[1:]), shares[:count, at].contiguous())
+        yield Minibatch(X, stack.y[flat].view(*chosen.shape, *stack.y.shape[1:]), shares[:count, at].contiguous())

@@ -198,9 +198,9 @@ def take_step(optimizer: torch.optim.Optimizer, leaves: Leaves, loss: torch.Tens
 
 
 def outcomes(unit: NetworkUnit, dtype: torch.dtype) -> torch.Tensor:
-    """The client's outcomes: whole numbers for classes."""
+    """The client's outcomes: whole numbers for classes, else a row (outputs,) for each row of inputs."""
     y = torch.from_numpy(np.array(unit.y))
-    return y.long() if unit.likelihood.family == "categorical" else y.to(dtype)
+    return y.long() if unit.likelihood.family == "categorical" else y.to(dtype).reshape(len(y), -1)
 
 
 def optimizer_of(moving: list[torch.Tensor], settings: Training) -> torch.optim.Optimizer:

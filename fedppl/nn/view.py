@@ -212,7 +212,7 @@ def _likelihood(who: str, observed: Any) -> Likelihood:
 
 
 def _constant(value: Any, what: str) -> Array:
-    """The value of a parameter that is equal at all clients: it hangs on no variable, and on no data."""
+    """The value of a parameter that is equal at all clients: it depends on no variable, and on no data."""
     if any(v.owner is None and not isinstance(v, Constant) for v in ancestors([value])):
         raise DeclarationError(f"{what} is no constant; {_CONTRACT}.")
     return np.asarray(value.eval(), dtype=float)

@@ -165,7 +165,7 @@ def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
 
 
 def _distance(points: Array, mean: Array, root: Array) -> Array:
-    """z₁ of points along a side, by the coordinate that hangs on nothing else; 0 on the other side."""
+    """z₁ of points along a side, by the coordinate that depends on nothing else; 0 on the other side."""
     i = int(np.flatnonzero(~np.any(root[:, 1:], axis=1))[0])
     return np.asarray(np.maximum((points[:, i] - mean[i]) / root[i, 0], 0.0))
 

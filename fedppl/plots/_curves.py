@@ -1,4 +1,4 @@
-"""A curve with its interval, as `fedppl.curves.predict` gives it."""
+"""A curve with its interval."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def curves(
     ax: Any = None,
     figsize: tuple[float, float] | None = None,
 ) -> Any:
-    """Draw predicted outputs with their interval; ``fedppl.curves.plot(fit, client, inputs)`` predicts them too.
+    """Draw predicted outputs with their interval.
 
     Parameters
     ----------
     predicted
-        What `fedppl.curves.predict` returned: ``mean``, ``sd``, ``lower`` and ``upper``, dim row.
+        A dataset of predictions: ``mean``, ``lower`` and ``upper``, dim row.
     inputs
         The inputs of these rows, (n,), or a mapping with one array.
     observed
@@ -46,7 +46,9 @@ def curves(
         If inputs are of several dimensions, or not of as many rows.
     """
     if not {"mean", "lower", "upper"} <= set(getattr(predicted, "data_vars", ())):
-        raise DeclarationError(f"predicted={shown(predicted)} is not what fedppl.curves.predict returned.")
+        raise DeclarationError(
+            f"predicted={shown(predicted)} is no dataset with mean, lower and upper: no predictions."
+        )
     x, label = line(inputs)
     mean = np.asarray(predicted["mean"].values, dtype=float)
     if x.shape != mean.shape:

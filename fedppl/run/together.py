@@ -65,7 +65,18 @@ def fit(
     chosen = np.sort(rng.choice(len(table.client_ids), min(_FIRST, len(table.client_ids)), replace=False))
     with Progress(show=progressbar, what="Pass") as progress:
         progress.say(f"checking and compiling; {len(chosen)} of {len(table.client_ids)} clients are fitted first")
-        few = start(model, _data(table, chosen), algorithm, None, None, None, None, None, None, seed)
+        few = start(
+            model,
+            _data(table, chosen),
+            algorithm,
+            limit=None,
+            engine=None,
+            participation=None,
+            reporting=None,
+            checkpoint=None,
+            deadline=None,
+            random_seed=seed,
+        )
         try:
             stack = _stack(model, table, few, chosen)
             if stack is None:
@@ -79,19 +90,23 @@ def fit(
         state = algorithm.init(stack.layout, stack.client_ids, np.random.default_rng((seed, 1)))
         records: list[Record] = []
         last, since = None, time.perf_counter()
-        for last in algorithm.together(stack, state, posterior, len(chosen), rng, cores()):
-            seconds, since = time.perf_counter() - since, time.perf_counter()
-            records.append(_record(len(records) + 1, last, seconds))
-            told = f"{last.clients} clients: {last.report.message or last.report.status.value}"
-            logger.info("pass %d: %s, %.1f s", len(records), told, seconds, extra={"round": len(records)})
-            progress.update(len(records), told)
-            step = Round(len(records), last.state, last.report.info, last.report.status, told, records[-1])
-            if callback is not None and says_stop(callback(step), step.number) and last.state is None:
-                stopped = Report(
-                    last.report.info, Status.MAX_ROUNDS, f"stopped by the callback after pass {step.number}"
-                )
-                last = Passed(last.clients, stopped)
-                break
+        try:
+            for last in algorithm.together(stack, state, posterior, len(chosen), rng, cores()):
+                seconds = time.perf_counter() - since
+                records.append(_record(len(records) + 1, last, seconds))
+                told = f"{last.clients} clients: {last.report.message or last.report.status.value}"
+                logger.info("pass %d: %s, %.1f s", len(records), told, seconds, extra={"round": len(records)})
+                progress.update(len(records), told)
+                step = Round(len(records), last.state, last.report.info, last.report.status, told, records[-1])
+                if callback is not None and says_stop(callback(step), step.number) and last.state is None:
+                    last = _stopped(last, Status.MAX_ROUNDS, f"the callback after pass {step.number}")
+                    break
+                since = time.perf_counter()
+        except KeyboardInterrupt:
+            if last is None:  # there is nothing to give
+                raise
+            if last.state is None:
+                last = _stopped(last, Status.INTERRUPTED, f"Ctrl-C after pass {len(records)}")
     assert last is not None
     if last.state is None and last.report.status is Status.STALLED and len(stack) <= _MOST_ONE_BY_ONE:
         _one_by_one(table, str(last.report.message))
@@ -115,6 +130,11 @@ def fit(
         said = f"fit ended with status {found.status.value}: {found.message}"
         warnings.warn(ConvergenceWarning(said, found), stacklevel=3)
     return found
+
+
+def _stopped(last: Passed, status: Status, what: str) -> Passed:
+    """A last pass that is not the end of the search: there is no posterior yet."""
+    return Passed(last.clients, Report(last.report.info, status, f"stopped by {what}, before there was a posterior"))
 
 
 def _one_by_one(table: Table, reason: str) -> None:

@@ -60,7 +60,7 @@ class Bounded(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What pulls hang on besides the sites' locations; an identity where it is not proper."""
+    """What pulls depend on besides the sites' locations; an identity where it is not proper."""
 
     covariance: Array  # (m, m) of q
     precisions: Array  # (K, m, m) of the cavities

@@ -41,7 +41,7 @@ def judge(taken: Taken, last: Change, rows: list[int], tolerance: float, largest
     """Set the next damping, and say whether this is converged.
 
     What clients say of their error starts the averaging, and too much of it keeps q from being called converged. How
-    small the moves have to be does not hang on it: they are averaged with their signs, so that noise cancels, and
+    small the moves have to be does not depend on it: they are averaged with their signs, so that noise cancels, and
     compared with the errors of all but the client that says it has most; of that one's, what its replies show.
     """
     state = taken.state
