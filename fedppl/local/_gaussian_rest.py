@@ -47,8 +47,7 @@ def _probes(client: ClientView) -> _Probes | None:
 def is_exact(client: ClientView) -> bool:
     """Whether θ is Gaussian given φ, as far as points of the prior tell, near and far: from model and data alone."""
     probes = client.view(_probes)
-    nothing = np.zeros(0, dtype=np.intp)
-    return probes is not None and all(_is_gaussian(client, *one, nothing) for one in zip(*probes, strict=True))
+    return probes is not None and _is_gaussian(client, probes, np.zeros(0, dtype=np.intp))
 
 
 def find(client: ClientView) -> Places | None:
@@ -56,19 +55,16 @@ def find(client: ClientView) -> Places | None:
     d, probes = client.local_size, client.view(_probes)
     if probes is None or not 1 < d <= _MOST_LOCAL:
         return None
-    turns = np.zeros((d, d, d), dtype=bool)
-    for point, mode, sd in zip(*probes, strict=True):
-        around = mode + np.concatenate([np.zeros((1, d)), np.diag(sd)])
-        curved = np.array([_curvature(client, point, theta, sd) for theta in around]) * np.outer(sd, sd)
-        if not np.all(np.isfinite(curved)):
-            return None
-        turns |= np.abs(curved[1:] - curved[0]) > _CHANGED * np.abs(curved).max()
+    curved = _curvatures(client, probes) * (probes.sds[:, None, :, None] * probes.sds[:, None, None, :])
+    if not np.all(np.isfinite(curved)):
+        return None
+    largest = np.abs(curved).max(axis=(1, 2, 3))[:, None, None, None]
+    turns = np.any(np.abs(curved[:, 1:] - curved[:, :1]) > _CHANGED * largest, axis=0)
     chosen = _cover(turns, ())
     if not chosen:
         return None
     which = np.array(sorted(chosen), dtype=np.intp)
-    held = all(_is_gaussian(client, *one, which) for one in zip(*probes, strict=True))
-    return which if held else None
+    return which if _is_gaussian(client, probes, which) else None
 
 
 def _cover(turns: NDArray[np.bool_], chosen: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -83,33 +79,44 @@ def _cover(turns: NDArray[np.bool_], chosen: tuple[int, ...]) -> tuple[int, ...]
     return min((one for one in covers if one is not None), key=len, default=None)
 
 
-def _curvature(client: ClientView, point: Array, theta: Array, sd: Array) -> Array:
-    """−∂²ℓ/∂θ² by central differences."""
-    d, m = len(theta), len(point)
-    x = np.concatenate([np.broadcast_to(point, (2 * d, m)), theta + _STEP * np.vstack([np.diag(sd), -np.diag(sd)])], 1)
-    slopes = site_outputs(client.kernel, np.ascontiguousarray(x), client.packed)[:, 1 + m :]
-    found = -(slopes[:d] - slopes[d:]) / (2.0 * _STEP * sd[:, None])
-    return np.asarray(0.5 * (found + found.T))
+def _curvatures(client: ClientView, probes: _Probes) -> Array:
+    """−∂²ℓ/∂θ² by central differences, (P, 1 + d, d, d): at each mode, and an sd from it along each coordinate."""
+    count, d = probes.modes.shape
+    along = probes.sds[:, :, None] * np.eye(d)  # (P, d, d)
+    around = probes.modes[:, None] + np.concatenate([np.zeros((count, 1, d)), along], axis=1)
+    steps = _STEP * np.concatenate([along, -along], axis=1)
+    ends = around[:, :, None] + steps[:, None]  # (P, 1 + d, 2d, d)
+    slopes = _outputs(client, probes.phi, ends)[..., 1 + probes.phi.shape[1] :]
+    found = -(slopes[:, :, :d] - slopes[:, :, d:]) / (2.0 * _STEP * probes.sds[:, None, :, None])
+    return np.asarray(0.5 * (found + np.swapaxes(found, -1, -2)))
 
 
-def _is_gaussian(client: ClientView, point: Array, mode: Array, sd: Array, which: Places) -> bool:
+def _outputs(client: ClientView, phi: Array, theta: Array) -> Array:
+    """The log density and its gradient (P, ..., 1 + m + d) at points φ (P, m) with θ (P, ..., d) for each."""
+    shape = theta.shape[:-1]
+    beside = np.broadcast_to(phi.reshape(len(phi), *(1,) * (theta.ndim - 2), -1), (*shape, phi.shape[1]))
+    x = np.concatenate([beside, theta], axis=-1)
+    found = site_outputs(client.kernel, np.ascontiguousarray(x.reshape(-1, x.shape[-1])), client.packed)
+    return np.asarray(found.reshape(*shape, -1))
+
+
+def _is_gaussian(client: ClientView, probes: _Probes, which: Places) -> bool:
     """Whether the density itself is a Gaussian's in the rest of θ, near and far, wherever c is."""
-    rest = np.setdiff1d(np.arange(len(mode)), which)
-    rng = np.random.default_rng(0)
-    for far in (0.5, -1.0, 2.0) if len(which) else (0.0,):
-        center = mode.copy()
-        center[which] += far * sd[which]
-        z = rng.normal(size=(len(_FAR), len(rest))) * np.array(_FAR)[:, None]
-        z = np.concatenate([z, -z])
-        ends = np.repeat(center[None], 1 + len(rest) + len(z), axis=0)
-        ends[1 : 1 + len(rest), rest] += np.diag(sd[rest])
-        ends[1 + len(rest) :, rest] += z * sd[rest]
-        x = np.concatenate([np.broadcast_to(point, (len(ends), len(point))), ends], axis=1)
-        found = site_outputs(client.kernel, np.ascontiguousarray(x), client.packed)
-        logs, slopes = found[:, 0], found[:, 1 + len(point) + rest] * sd[rest]
-        curved = -(slopes[1 : 1 + len(rest)] - slopes[0])
-        told = z @ slopes[0] - 0.5 * np.sum((z @ curved) * z, axis=1)
-        rounding = _ROUNDING * float(np.abs(logs[0]))  # many rows have a large density, and may hide nothing behind it
-        if not np.allclose(told, logs[1 + len(rest) :] - logs[0], rtol=_EQUAL, atol=_EQUAL + rounding):
-            return False
-    return True
+    m, rest = probes.phi.shape[1], np.setdiff1d(np.arange(client.local_size), which)
+    r, rng = len(rest), np.random.default_rng(0)
+    places = np.array((0.5, -1.0, 2.0) if len(which) else (0.0,))  # of c, in sds
+    z = rng.normal(size=(len(places), len(_FAR), r)) * np.array(_FAR)[:, None]
+    z = np.concatenate([z, -z], axis=1)
+    near = np.broadcast_to(np.concatenate([np.zeros((1, r)), np.eye(r)]), (len(places), 1 + r, r))
+    moved = np.concatenate([near, z], axis=1)  # (F, 1 + r + N, r)
+    theta = np.repeat(np.repeat(probes.modes[:, None, None], len(places), axis=1), moved.shape[1], axis=2)
+    theta[..., which] += places[:, None, None] * probes.sds[:, None, None, which]
+    theta[..., rest] += moved * probes.sds[:, None, None, rest]
+    found = _outputs(client, probes.phi, theta)
+    logs, slopes = found[..., 0], found[..., 1 + m + rest] * probes.sds[:, None, None, rest]
+    curved = -(slopes[:, :, 1 : 1 + r] - slopes[:, :, :1])
+    told = np.einsum("fnr,pfr->pfn", z, slopes[:, :, 0]) - 0.5 * np.einsum("fnr,pfrs,fns->pfn", z, curved, z)
+    differ = logs[..., 1 + r :] - logs[..., :1]
+    # Many rows have a large density, whose rounding may hide nothing behind it.
+    allowed = _EQUAL + _ROUNDING * np.abs(logs[..., :1]) + _EQUAL * np.abs(differ)
+    return bool(np.all(np.abs(told - differ) <= allowed))

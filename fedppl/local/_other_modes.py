@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 
 from fedppl.contracts import ClientView
-from fedppl.local import _marginal
+from fedppl.local import _gaussian_rest, _marginal
+from fedppl.local._gaussian_rest import Places
 from fedppl.numerics.importance import stream_of
-from fedppl.numerics.marginal import marginal_batch
-from fedppl.numerics.newton import OK
+from fedppl.numerics.marginal import modes_from
 from fedppl.types import Array, LocalFailure
 
 _FAR = (4.0, 12.0, 40.0, 120.0, 400.0, 1200.0)  # sds from the mode, in a direction and against it
@@ -28,19 +28,22 @@ def require_one_mode(client: ClientView, points: Array, center: Array) -> None:
     LocalFailure
         Where another mode is found. It names variables, and no number of the client's.
     """
-    begin = client.view(_marginal._start)
+    which = client.view(_gaussian_rest.find) if client.local_size > 1 else None
+    if which is None and client.view(_gaussian_rest.is_exact):
+        return  # a Gaussian has one mode
+    begin = client.view(_marginal._start)[None]
     for point in (center, _another(points, center)):
-        value, mode, factor = _search(client, point, begin)
+        (value,), (mode,), (factor,) = _search(client, point, begin)
         if not np.isfinite(value):
             return  # who integrates about a mode says that there is none
-        for start in _starts(client, mode, factor):
-            other_value, other, other_factor = _search(client, point, start)
+        for one in zip(*_search(client, point, _starts(client, mode, factor, which)), strict=True):
+            other_value, other, other_factor = one
             if not other_value > value + _NEGLIGIBLE:
                 continue
             away = np.abs(factor.T @ (other - mode))
             if max(np.linalg.norm(away), np.linalg.norm(other_factor.T @ (other - mode))) > _REACH:
                 raise LocalFailure(_several(client, away, point))
-        begin = mode
+        begin = mode[None]
 
 
 def _another(points: Array, center: Array) -> Array:
@@ -50,18 +53,21 @@ def _another(points: Array, center: Array) -> Array:
     return np.array(points[np.argsort(far)[len(far) // 2]])
 
 
-def _search(client: ClientView, point: Array, start: Array) -> tuple[float, Array, Array]:
-    """Laplace's log f_k about the mode that is found from a start, that mode, and the factor of the curvature there."""
-    d = client.local_size
-    modes, factors = np.zeros((1, d)), np.zeros((1, d, d))
-    status, values, _ = marginal_batch(
-        client.kernel, point[None], point, np.ascontiguousarray(start), client.packed, modes, factors
-    )
-    return (float(values[0]) if status == OK else -np.inf), modes[0], factors[0]
+def _search(client: ClientView, point: Array, starts: Array) -> tuple[Array, Array, Array]:
+    """Laplace's log f_k about the mode that is found from each start (S, d), these modes, the factors of curvatures."""
+    count, d = starts.shape
+    values, modes, factors = np.zeros(count), np.zeros((count, d)), np.zeros((count, d, d))
+    begins = np.ascontiguousarray(starts)
+    modes_from(client.kernel, np.ascontiguousarray(point), begins, client.packed, values, modes, factors)
+    return values, modes, factors
 
 
-def _starts(client: ClientView, mode: Array, factor: Array) -> list[Array]:
-    """Where likelihoods that do not tell signs or order have their other modes, and points far off in any direction."""
+def _starts(client: ClientView, mode: Array, factor: Array, which: Places | None) -> Array:
+    """Where likelihoods that do not tell signs or order have their other modes, and points far off in any direction.
+
+    Where θ is Gaussian given the coordinates `which`, one start for each of their values: the first step finds the
+    rest.
+    """
     d = len(mode)
     starts = [-mode, np.zeros(d), client.initial]
     if d > 1:
@@ -79,7 +85,9 @@ def _starts(client: ClientView, mode: Array, factor: Array) -> list[Array]:
     z = np.random.default_rng(stream_of(client.client_id)).normal(size=(len(_FAR), d))
     z *= np.array(_FAR)[:, None] / np.linalg.norm(z, axis=1, keepdims=True)
     moved = np.linalg.solve(factor.T, np.concatenate([z, -z]).T).T
-    return [*starts, *(mode + moved)]
+    found = np.stack([mode, *starts, *(mode + moved)])
+    _, first = np.unique(found if which is None else found[:, which], axis=0, return_index=True)
+    return found[np.sort(first[first > 0])]  # of the mode itself it is known
 
 
 def _several(client: ClientView, away: Array, point: Array) -> str:

@@ -238,6 +238,23 @@ def gradient_batch(kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, gra
     return OK, values
 
 
+@entry(KERNEL, VECTOR, MATRIX, DATA, VECTOR, MATRIX, CUBE)
+def modes_from(kernel: Any, phi: Any, starts: Any, data: Any, values: Any, modes: Any, factors: Any) -> None:
+    """Modes of θ at φ from each of many starts (S, d): Laplace's log f about it, −inf where there is none.
+
+    Fills values (S,), modes (S, d) and the Cholesky factors (S, d, d) of A.
+    """
+    m, d = phi.shape[0], starts.shape[1]
+    for s in range(starts.shape[0]):
+        status, x, output, _, factor, _, _ = _origin(kernel, phi, starts[s], data)
+        values[s] = -np.inf
+        if status == OK:
+            values[s] = output[0] + 0.5 * d * np.log(2.0 * np.pi) - 0.5 * log_determinant(factor)
+            assign(modes[s], 0, x[m:])
+            for i in range(d):
+                assign(factors[s, i], 0, factor[i])
+
+
 @entry(KERNEL, VECTOR, VECTOR, DATA)
 def inner_mode_at(kernel: Any, phi: Any, theta: Any, data: Any) -> Any:
     """Mode of θ at φ: (status, θ mode (d,))."""

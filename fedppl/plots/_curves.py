@@ -46,9 +46,7 @@ def curves(
         If inputs are of several dimensions, or not of as many rows.
     """
     if not {"mean", "lower", "upper"} <= set(getattr(predicted, "data_vars", ())):
-        raise DeclarationError(
-            f"predicted={shown(predicted)} is no dataset with mean, lower and upper: no predictions."
-        )
+        raise DeclarationError(f"predicted={shown(predicted)} is no dataset with mean, lower and upper.")
     x, label = line(inputs)
     mean = np.asarray(predicted["mean"].values, dtype=float)
     if x.shape != mean.shape:
