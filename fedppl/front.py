@@ -296,7 +296,7 @@ def load(
     from fedppl.formulas.formula import is_formula, remembering  # at its first use: it takes a while
 
     if is_formula(model):
-        model = remembering(model, held.agreement)
+        model = remembering(model, held.agreement, clients)
     saved.require_same(held, algorithm, model)
     models: dict[str, Any] = {}
     if clients is not None:

@@ -19,6 +19,7 @@ from fedppl import FederatedModel
 from fedppl.local import _chains
 from fedppl.model import _template
 from fedppl.model.numba_mode import mode, without_notices
+from fedppl.numerics.marginal import site_outputs
 from fedppl.results import idata
 from tests.support import problems
 
@@ -183,3 +184,19 @@ def test_a_term_read_twice_and_one_written_twice_are_two_kernels() -> None:
     first = kernel(read_twice)
     assert kernel(written_twice) is not first
     assert kernel(lambda y: read_twice(y)) is first
+
+
+def test_a_model_may_have_more_variables_than_python_passes_one_by_one(rng: np.random.Generator) -> None:
+    """Beyond thirty arguments of the compiled density."""
+
+    def build(**data: Any) -> pm.Model:
+        with pm.Model() as model:
+            means = [pm.Normal(f"m{k}", 0, 1) for k in range(20)]
+            for k, mean in enumerate(means):
+                pm.Normal(f"obs{k}", mean, 1, observed=pm.Data(f"y{k}", data[f"y{k}"]))
+        return model
+
+    data = {f"y{k}": rng.normal(size=2) for k in range(20)}
+    model = FederatedModel(build, [f"m{k}" for k in range(20)]).enrol({"a": data})["a"]
+    found = site_outputs(model.kernel, np.zeros((1, 20)), model.packed)[0]
+    assert_allclose(found[1:], [data[f"y{k}"].sum() for k in range(20)], rtol=1e-12)

@@ -12,6 +12,7 @@ from scipy import stats
 
 from fedppl import gaussian
 from fedppl.model import _prior_draws, interpreted
+from fedppl.model.graph import Parts
 from tests.support import problems
 
 _COUNT = 2000
@@ -98,3 +99,17 @@ def test_a_priors_density_is_one_at_few_points_and_at_many(problem: Any) -> None
     )
     few = np.concatenate([prior.log_density(points[i : i + 10]) for i in range(0, 200, 10)])
     assert_allclose(few, prior.log_density(points), rtol=1e-10, atol=1e-10)
+
+
+def test_ordered_entries_of_one_distribution_are_all_drawn() -> None:
+    """Their draws are order statistics: of as many as one likes, where only 1 in 8! draws happens to be in order."""
+    with pm.Model() as model:
+        pm.Normal("a", 0, 2.5, shape=8, transform=pm.distributions.transforms.ordered, initval=np.arange(8.0))
+        spread = pm.HalfNormal("spread", 1)
+        pm.Normal("b", 1, spread, shape=2, transform=pm.distributions.transforms.ordered, initval=np.arange(2.0))
+    rvs = tuple(model.free_RVs)
+    found = _prior_draws.unconstrained(Parts(model, rvs, (), (), rvs, ()), 4000, 1)
+    assert len(found) == 4000
+    first = stats.norm(0, 2.5).ppf(stats.beta(1, 8).ppf((np.arange(4000) + 0.5) / 4000))  # the lowest of eight
+    assert_allclose(found[:, 0].mean(), first.mean(), atol=5 * first.std() / np.sqrt(4000))
+    assert_allclose(found[:, 0].std(), first.std(), rtol=5 / np.sqrt(2 * 4000))

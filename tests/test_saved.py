@@ -333,3 +333,32 @@ def test_a_formula_with_another_prior_is_another_declaration(tmp_path: Path) -> 
     for other in ({}, {"x": fedppl.Prior("Normal", mu=0, sigma=0.333)}):
         with pytest.raises(DeclarationError, match="priors"):
             fedppl.load(tmp_path / "fit.nc", fedppl.formula("y ~ x", priors=other), how)
+
+
+def test_another_order_of_levels_is_another_declaration(tmp_path: Path) -> None:
+    """By levels=, or by the categories of the data."""
+    frame = pd.DataFrame({"site": list("aabbcc"), "arm": list("uvuvvu"), "y": [0.1, 1.2, 0.3, 1.1, 1.4, 0.2]})
+    frame["arm"] = frame["arm"].astype("category")
+    how = fedppl.EP(correction=None)
+    fit = fedppl.fit(fedppl.formula("y ~ arm"), frame, how, by="site", progressbar=False, random_seed=1)
+    fit.save(tmp_path / "fit.nc")
+    for same in ({}, {"levels": {"arm": ["u", "v"]}}):
+        assert fedppl.load(tmp_path / "fit.nc", fedppl.formula("y ~ arm", **same), how).client_ids == ("a", "b", "c")
+    with pytest.raises(DeclarationError, match=r"\['u', 'v'\] there.*\['v', 'u'\] here"):
+        fedppl.load(tmp_path / "fit.nc", fedppl.formula("y ~ arm", levels={"arm": ["v", "u"]}), how)
+
+
+def test_an_ordinal_outcome_in_another_order_is_another_declaration(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    frame = pd.DataFrame(
+        {"site": list("abcd") * 15, "x": rng.normal(size=60), "o": rng.choice(["lo", "mid", "hi"], 60)}
+    )
+    up, down = (
+        (pd.Categorical(frame["o"], order, ordered=True)) for order in (["lo", "mid", "hi"], ["hi", "mid", "lo"])
+    )
+    model, how = fedppl.formula("o ~ x", "ordinal"), fedppl.EP(correction=None)
+    fit = fedppl.fit(model, frame.assign(o=up), how, by="site", progressbar=False, random_seed=1)
+    fit.save(tmp_path / "fit.nc")
+    fedppl.load(tmp_path / "fit.nc", model, how, clients=frame.assign(o=up), by="site")
+    with pytest.raises(DeclarationError, match="in this order"):
+        fedppl.load(tmp_path / "fit.nc", model, how, clients=frame.assign(o=down), by="site")

@@ -12,7 +12,7 @@ import pytest
 import fedppl
 from fedppl import FederatedModel
 from fedppl.formulas.agreement import Told, tell
-from fedppl.formulas.strange import strange, strange_arrays
+from fedppl.formulas.strange import strange, strange_arrays, strange_levels
 from tests.support import problems
 
 Draw = Callable[[np.random.Generator, int], Any]
@@ -100,3 +100,18 @@ def test_many_clients_take_little_time() -> None:
     rng = np.random.default_rng(0)
     arrays = {k: {"X": rng.normal(size=(3, 50))} for k in range(1000)}
     assert len(strange_arrays(arrays)) <= 3
+
+
+@pytest.mark.parametrize(
+    ("levels", "odd"),
+    [
+        (["FM", "FM", "F", "12"], [3]),
+        (["FM", "FM", "12", "F1"], []),  # they have one in common
+        (["ab", "cd", "ef", "gh"], []),  # each has its own, as wards have
+        (["FM", "12"], []),  # one of two: which?
+    ],
+)
+def test_a_client_that_codes_levels_otherwise_is_named(levels: list[str], odd: list[int]) -> None:
+    told = {f"s{k}": {"sex": Told(9, 0.0, 0.0, dict.fromkeys(one, 4), False, True)} for k, one in enumerate(levels)}
+    found = strange_levels(told)
+    assert len(found) == len(odd) and all(f"at client 's{k}'" in one for k, one in zip(odd, found, strict=True))

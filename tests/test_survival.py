@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pymc as pm
+import pytensor
 import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
@@ -18,6 +19,7 @@ import fedppl
 from fedppl import DataError, FederatedModel
 from fedppl.engine._observed import holdings
 from fedppl.engine.policy import Holdings
+from fedppl.formulas import survival
 from fedppl.formulas.families import FAMILIES
 from fedppl.formulas.family import Scales
 from fedppl.formulas.survival import NEVER
@@ -74,6 +76,30 @@ def test_times_between_two_are_differences_of_survival(family: str) -> None:
     exact = survivors(family, np.full(len(data), 2.5), eta)[1]
     assert_allclose(found, np.where(low == high, exact, np.log(np.where(low == high, 1.0, alive))), rtol=1e-9)
     assert np.all(np.isfinite(slopes))
+
+
+@pytest.mark.parametrize(("low", "high", "eta", "sigma"), [(0, 1e-12, 0, 0.5), (0, 3, 10, 0.05), (1, 2, 10, 0.05)])
+def test_intervals_far_below_the_median_have_their_density(low: float, high: float, eta: float, sigma: float) -> None:
+    """There none has had an event, to all digits."""
+    place = pt.dscalar()
+    seen, until = (pt.constant(float(one)) for one in (low, high))
+    value = survival._between(survival._lognormal(()))(seen, place, pt.constant(sigma), seen, until)
+    found, slope = pytensor.function([place], [value, pt.grad(value, place)], mode=PYTHON_MODE)(eta)
+    with np.errstate(divide="ignore"):
+        z = (np.log([low, high]) - eta) / sigma
+    tails = stats.norm.logcdf(z)
+    assert_allclose(found, tails[1] + np.log1p(-np.exp(tails[0] - tails[1])), rtol=1e-12)
+    step = 1e-5
+    ends = [stats.norm.logcdf((np.log(high) - eta - h) / sigma) for h in (step, -step)]
+    assert_allclose(slope, (ends[0] - ends[1]) / (2 * step), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_the_unit_of_times_moves_the_intercept_alone(scale: float) -> None:
+    frame = FRAME.assign(time=FRAME["time"] * scale)
+    told = [agreed("Surv(time, event) ~ age", "lognormal", data).describe()["prior"] for data in (FRAME, frame)]
+    before, after = (float(re.search(r"mu=([-.\d]+)", one["Intercept"])[1]) for one in told)  # type: ignore[index]
+    assert_allclose(after - before, np.log(scale), atol=0.1)  # of three digits
 
 
 def test_narrow_and_far_intervals_keep_their_digits() -> None:

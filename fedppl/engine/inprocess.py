@@ -59,8 +59,8 @@ class InProcessEngine(ModelsHere):
     ) -> None:
         if not models:
             raise DeclarationError(
-                "clients=None needs an engine that finds the clients, like fedppl.Flower.grid(grid); "
-                "pass the clients' data to run them in this process."
+                "data are None, and only an engine that finds clients elsewhere, such as fedppl.Flower.grid(grid), "
+                "goes without; pass the clients' data to run them in this process."
             )
         self._algorithm = algorithm
         self._models = dict(models)

@@ -190,7 +190,7 @@ def _levels(name: str, parts: Mapping[str, Told], *, others: bool, closed: bool)
         levels = [*(level for level in levels if level != OTHER), OTHER]
         counts[OTHER] = counts.get(OTHER, 0) + sum(withheld.values())
     if len(levels) < 2:
-        remedy = "leave it out of the formula"
+        remedy = "leave it out of the formula; an outcome has to vary"
         if withheld:
             remedy = (
                 "say all its levels in formula(levels=...), or lower min_count, at sites that of their policies too"

@@ -22,7 +22,7 @@ _Data = Mapping[str, Any]
 
 
 def _log_mean(scales: Scales) -> float:
-    return float(np.log(max(scales.mean, 1e-6)))
+    return float(np.log(scales.mean)) if scales.mean > 0 else np.log(1e-6)
 
 
 def _gaussian(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:

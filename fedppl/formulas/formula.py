@@ -17,7 +17,7 @@ from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import asked, endless, sized, together
 from fedppl.formulas.families import family as family_of
 from fedppl.formulas.priors import Prior
-from fedppl.formulas.strange import strange
+from fedppl.formulas.strange import strange, strange_levels
 from fedppl.formulas.summaries import KINDS, EstimateOf, as_rows, kind_of
 from fedppl.formulas.terms import parse
 from fedppl.model.declaration import FederatedModel
@@ -220,7 +220,8 @@ def of_told(model: FederatedModel, told: Mapping[str, Mapping[str, Told]], withh
     """What clients agree on who have told this."""
     built = together(_formula(model), told, others=withheld == "other")
     assert built.design is not None
-    units, levels = strange(told), checks.odd_levels(built.design.agreement, asked(built).levels)
+    units = strange(told)
+    levels = [*strange_levels(told), *checks.odd_levels(built.design.agreement, asked(built).levels)]
     if units:
         logger.warning(
             "columns may be swapped, or units differ: %s; bring all clients to one unit", "; ".join(units[:5])
@@ -273,8 +274,8 @@ def _with_order(model: FederatedModel, data: Any) -> FederatedModel:
     return model if order is None else _model(replace(built, levels={**built.levels, name: order}))
 
 
-def remembering(model: FederatedModel, agreement: Any) -> FederatedModel:
-    """A formula's model with what clients agreed on before, as a file has it."""
+def remembering(model: FederatedModel, agreement: Any, data: Any = None) -> FederatedModel:
+    """A formula's model with what clients agreed on before, as a file has it; data may have an order of levels."""
     built = _formula(model)
     if built.design is not None:
         return model
@@ -284,6 +285,14 @@ def remembering(model: FederatedModel, agreement: Any) -> FederatedModel:
             f"the file is of another declaration: {built.text!r} reads the columns {unknown}, on which its clients did "
             f"not agree; they did on {sorted(known)}."
         )
+    ordered = built if data is None else _formula(_with_order(model, data))
+    for name, order in ordered.levels.items():
+        held = agreement.columns[name].levels
+        if [one for one in order if one in held] != [one for one in held if one in order]:
+            raise DeclarationError(
+                f"the file is of another declaration: {name!r} has the levels {list(held)} there, in this order, and "
+                f"{list(order)} here; pass what was fitted."
+            )
     return _model(built.agreed(agreement))
 
 

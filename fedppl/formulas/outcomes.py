@@ -66,7 +66,7 @@ def require_two(family: Family, name: str, agreement: Agreement, what: str) -> N
     if family.outcome == "binary" and levels and len(levels) != 2:
         raise DataError(
             f"{what}: {name!r} has the levels {list(levels)[:8]}, and family {family.name!r} wants two; recode its "
-            "rows to two, or choose family 'ordinal'."
+            "rows to two, or choose family 'ordinal' where they have an order and 'categorical' where they have none."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,5 +75,10 @@ def require_names(built: Formula) -> None:
             )
     if unknown := sorted(set(built.priors) - set(built.shared) - later):
         raise DeclarationError(f"priors of {unknown}: the shared variables are {list(built.shared)}; name some.")
+    if both := sorted(set(built.constants) & set(built.columns)):
+        raise DeclarationError(f"constants {both} are columns of {built.text!r} too; rename one of the two.")
+    words = set(re.findall(r"[A-Za-z_]\w*", built.text)) | ({"cuts"} if built.family.name == "piecewise" else set())
+    if unused := sorted(set(built.constants) - words):
+        raise DeclarationError(f"constants {unused} are not in {built.text!r}; write them in, or leave them out.")
     if unknown := sorted(set(built.levels) - set(built.columns)):
         raise DeclarationError(f"levels of {unknown}: the formula's columns are {list(built.columns)}; name some.")

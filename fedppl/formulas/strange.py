@@ -1,4 +1,4 @@
-"""Numeric columns that are other ones at one client than at the others: swapped, or in another unit."""
+"""Columns that are other ones at one client than at the others: swapped, in another unit, or of other levels."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _BEYOND = 3.0  # any of them
 _MANY = 30  # clients: of more, one does not move their medians
 _WIDEST = 100  # columns of an array
 _FEW = 8  # clients: of fewer, a median of deviations says nothing
+_SHOWN = 5  # levels in a message
 
 
 class _Moments(NamedTuple):
@@ -65,6 +66,21 @@ def strange(told: Mapping[str, Mapping[str, Told]]) -> list[str]:
             others = everyone or _others(moments, np.arange(len(rows)) != place)
             if why := _odd(moments, place, others):
                 found.append(f"{name!r} at client {client_id!r} {why}")
+    return found
+
+
+def strange_levels(told: Mapping[str, Mapping[str, Told]]) -> list[str]:
+    """Columns of which a client has no level that another has, while all the others have some in common, in words."""
+    found = []
+    for name in next(iter(told.values()), {}):
+        kept = {k: set(one[name].levels) for k, one in told.items() if one[name].levels}
+        others = {k: set().union(*(levels for other, levels in kept.items() if other != k)) for k in kept}
+        apart = [k for k in kept if not kept[k] & others[k]]
+        if len(apart) == 1 and len(kept) > 2:
+            here, there = sorted(kept[apart[0]])[:_SHOWN], sorted(others[apart[0]])[:_SHOWN]
+            found.append(
+                f"{name!r} at client {apart[0]!r} has the levels {here}, and no other has one of them: {there}"
+            )
     return found
 
 

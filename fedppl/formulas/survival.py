@@ -18,15 +18,21 @@ from fedppl.formulas.priors import Prior
 from fedppl.types import Array
 
 NEVER = 2.0**100  # a time that nothing is beyond: new inputs have to be finite
+_NO_TIME = 2.0**-1000  # before anything
 
 
 class _Hazard(NamedTuple):
-    """A distribution of times, of a linear predictor and shapes: in PyTensor, and what is drawn and read in NumPy."""
+    """A distribution of times, of a linear predictor and shapes: in PyTensor, and what is drawn and read in NumPy.
+
+    `log_within` is log(1 − exp(H(a) − H(b))), of an event until b where there was none until a; where H is nothing to
+    all digits long before b, a distribution has one of its own.
+    """
 
     log_hazard: Callable[..., Any]  # (t, eta, *shapes)
     cumulative: Callable[..., Any]  # (t, eta, *shapes)
     inverse: Callable[..., Array]  # (cumulative hazard, eta, *shapes), the time when it is reached
     reached: Callable[..., Array]  # (t, eta, *shapes), the same in NumPy
+    log_within: Callable[..., Any] | None = None  # (a, b, eta, *shapes) for 0 < a < b
 
 
 def _exponential(cuts: Sequence[float]) -> _Hazard:
@@ -52,11 +58,19 @@ def _lognormal(cuts: Sequence[float]) -> _Hazard:
         z = (pt.log(t) - eta) / sigma
         return -0.5 * z**2 - 0.5 * np.log(2 * np.pi) - pt.log(sigma * t) + _minus_log_upper(z)
 
+    def log_within(a: Any, b: Any, eta: Any, sigma: Any) -> Any:
+        low, high = (pt.log(a) - eta) / sigma, (pt.log(b) - eta) / sigma
+        # Below the median by the tail below, which has digits where that above has none.
+        near, far = pt.switch(high < 0, -high, low), pt.switch(high < 0, -low, high)
+        tail = _minus_log_upper(near)
+        return pt.log(-pt.expm1(tail - _minus_log_upper(far))) - tail + _minus_log_upper(low)
+
     return _Hazard(
         log_hazard,
         lambda t, eta, sigma: _minus_log_upper((pt.log(t) - eta) / sigma),
         lambda total, eta, sigma: np.exp(eta - sigma * special.ndtri_exp(-total)),
         lambda t, eta, sigma: -special.log_ndtr(-(np.log(t) - eta) / sigma),
+        log_within,
     )
 
 
@@ -135,7 +149,7 @@ def _family(
         return np.asarray(np.exp(-kind.reached(at, eta, *parameters.values())))
 
     def center(scales: Scales) -> float:
-        return sign * float(np.log(max(scales.mean, 1e-6)))
+        return sign * float(np.log(scales.mean))
 
     return Family(name, likelihood, mean, "time", shapes, center, responses=("survival", "interval"), link=link)
 
@@ -160,9 +174,14 @@ def _between(kind: _Hazard) -> Callable[..., Any]:
         end = pt.switch(value < lower, lower, pt.switch(value < upper, upper, NEVER))
         ends, starts = (end < NEVER) & ~exact, value > 0
         before = pt.switch(starts, kind.cumulative(pt.switch(starts, value, 1.0), eta, *shapes), 0.0)
-        width = pt.switch(ends, kind.cumulative(pt.switch(ends, end, 1.0), eta, *shapes) - before, 1.0)
         event = pt.switch(exact, kind.log_hazard(pt.switch(exact, value, 1.0), eta, *shapes), 0.0)
-        return event + pt.switch(ends, pt.log(-pt.expm1(-width)), 0.0) - before
+        if kind.log_within is not None:
+            begin = pt.switch(starts, value, _NO_TIME)
+            within = kind.log_within(begin, pt.switch(ends, end, 2.0 * begin), eta, *shapes)
+        else:
+            width = pt.switch(ends, kind.cumulative(pt.switch(ends, end, 1.0), eta, *shapes) - before, 1.0)
+            within = pt.log(-pt.expm1(-width))
+        return event + pt.switch(ends, within, 0.0) - before
 
     return logp
 

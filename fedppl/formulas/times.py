@@ -45,6 +45,8 @@ def _between(names: tuple[str, ...], lower: Array, upper: Array, what: str) -> d
     _refuse(
         ~((upper > 0) & (upper >= lower)), names[1], upper, what, f"it is above 0 and not below {names[0]!r}", lower
     )
+    far = (upper >= NEVER) & np.isfinite(upper)
+    _refuse(far, names[1], upper, what, f"times are below {NEVER:.2g}, or inf where there was no event", lower)
     nothing = (lower == 0) & ~(upper < NEVER)
     _refuse(nothing, names[1], upper, what, "from 0 to ever tells nothing of a time; leave the row out", lower)
     return {"outcome": lower, "lower": lower, "upper": np.minimum(upper, NEVER)}

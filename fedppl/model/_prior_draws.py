@@ -6,10 +6,14 @@ from typing import Any
 
 import numpy as np
 import pymc as pm
+import pytensor.tensor as pt
 from pymc.distributions.custom import CustomDistRV, CustomSymbolicDistRV
 from pymc.distributions.shape_utils import change_dist_size
+from pymc.distributions.transforms import Ordered
+from pytensor.graph.basic import Constant
 from pytensor.graph.replace import vectorize_graph
 from pytensor.graph.traversal import ancestors
+from pytensor.tensor.random.op import RandomVariable
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
@@ -33,7 +37,8 @@ def unconstrained(parts: _graph.Parts, count: int, seed: int) -> Array:
     values = []
     for rv in parts.shared:
         transform = model.rvs_to_transforms[rv]
-        values.append(rv if transform is None else transform.forward(rv, *rv.owner.inputs))
+        drawn = pt.sort(rv, axis=-1) if _is_ordered(transform) and _has_like_entries(rv) else rv
+        values.append(rv if transform is None else transform.forward(drawn, *rv.owner.inputs))
     try:
         with quiet():
             draws = _at_once(values, parts.shared, count, seed)
@@ -46,7 +51,7 @@ def unconstrained(parts: _graph.Parts, count: int, seed: int) -> Array:
             "Give every shared variable a distribution of PyMC, for example pm.Normal(0, 10) or pm.HalfNormal(1)."
         ) from error
     flat = np.concatenate([np.reshape(value, (count, -1)) for value in draws], axis=1)
-    # An ordered vector is drawn without its order: the draws that happen to have it are the prior's.
+    # An ordered vector whose entries differ is drawn without its order: draws that happen to have it are the prior's.
     inside = flat[np.all(np.isfinite(flat), axis=1)]
     if len(inside) < 10 * (flat.shape[1] + 1):
         names = [rv.name for rv in parts.shared]
@@ -55,6 +60,25 @@ def unconstrained(parts: _graph.Parts, count: int, seed: int) -> Array:
             "defined (an ordered vector?). Give its entries ordered means, or share its increments instead."
         )
     return np.asarray(inside)
+
+
+def _is_ordered(transform: Any) -> bool:
+    return isinstance(transform, Ordered)
+
+
+def _has_like_entries(rv: Any) -> bool:
+    """Whether entries along the last axis are independent and of one distribution: ordered ones are those sorted."""
+    op = rv.owner.op
+    if not isinstance(op, RandomVariable) or op.ndim_supp or any(op.ndims_params):
+        return False
+    for one in op.dist_params(rv.owner):
+        if (
+            one.type.ndim
+            and not one.type.broadcastable[-1]
+            and not (isinstance(one, Constant) and np.all(one.data == one.data[..., :1]))
+        ):
+            return False
+    return True
 
 
 def _at_once(values: list[Any], rvs: tuple[Any, ...], count: int, seed: int) -> list[Array] | None:

@@ -36,6 +36,7 @@ def _contiguous(fgraph: Any, node: Any) -> list[Any] | None:
 
 
 _TRANSPOSE = (1, 0)
+_MOST_ARGUMENTS = 30
 _OTHER_SHAPE = "an array has another shape than the model declares"
 
 
@@ -164,7 +165,10 @@ def inlined(compiled: Any) -> tuple[Any, bool]:
     """
     outer = compiled.py_func
     inner = outer.__globals__.get("jitable_func", compiled) if outer in CACHED_SRC_FUNCTIONS else compiled
-    return numba.njit(inline="always")(getattr(inner, "py_func", outer)), outer in CACHED_SRC_FUNCTIONS
+    function = getattr(inner, "py_func", outer)
+    # Python passes more arguments than these as a tuple, which Numba does not take apart where it inlines.
+    inline = "always" if function.__code__.co_argcount <= _MOST_ARGUMENTS else "never"
+    return numba.njit(inline=inline)(function), outer in CACHED_SRC_FUNCTIONS
 
 
 @contextlib.contextmanager
