@@ -9,18 +9,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import polars as pl
 import pytest
+import xarray as xr
 from numpy.testing import assert_array_equal
 
 pytest.importorskip("flwr")
 
 import fedppl
-from fedppl.flower import channel, warm_app, worker_folder
+from fedppl.flower import channel, warm_app, worker, worker_folder
+from fedppl.flower.loaded import digest, settled
 from fedppl.flower.records import from_content
 from fedppl.testing import normal_means
 from tests.support.fake_grid import FakeGrid, node
@@ -31,7 +36,7 @@ SITE = """
 import fedppl, numpy as np
 from fedppl.testing import normal_means
 app = fedppl.Flower.client_app(
-    normal_means(1)[0], fedppl.EP(), lambda config: {"y": np.load(config["data"])}, draws=50, chains=1,
+    normal_means(1)[0], fedppl.EP(), lambda config: np.load(config["data"]), draws=50, chains=1,
     client_id=lambda config: config["who"], folder=lambda config: config["folder"],
     policy=lambda config: config["policy"],
 )
@@ -47,11 +52,11 @@ class Place:
         (root / "policy.toml").write_text("rows = 5\nrequests = 1000\n")
         self.data = {name.replace(" ", ""): one["y"] for name, one in normal_means(2)[1].items()}
         for name, y in self.data.items():
-            np.save(root / f"{name}.npy", y)
+            np.savez(root / f"{name}.npz", y=y)  # a mapping that reads late, and cannot be pickled
 
     def config(self, name: str, folder: str) -> dict[str, Any]:
         (self.root / folder).mkdir(exist_ok=True)
-        paths = {"data": self.root / f"{name}.npy", "folder": self.root / folder / name}
+        paths = {"data": self.root / f"{name}.npz", "folder": self.root / folder / name}
         return {"who": name, "policy": str(self.root / "policy.toml"), **{k: str(v) for k, v in paths.items()}}
 
     def grid(self, folder: str, idle: float) -> FakeGrid:
@@ -201,7 +206,7 @@ def test_a_folder_that_is_open_to_others_or_a_link_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["data", "policy", "declaration"])
+@pytest.mark.parametrize("what", ["data", "declaration"])
 def test_a_worker_is_replaced_when_what_it_stands_on_changes(place: Place, what: str) -> None:
     config = place.config("client0", "one")
     app = fedppl.Flower.warm_app("warm_site:app", folder=config["folder"], idle=60.0)
@@ -210,13 +215,69 @@ def test_a_worker_is_replaced_when_what_it_stands_on_changes(place: Place, what:
     app(message, node(app, 1, **config).context)
     assert _listener(Path(config["folder"])) == first
     if what == "data":
-        np.save(config["data"], place.data["client0"] + 1.0)
-    elif what == "policy":
-        Path(config["policy"]).write_text("rows = 6\n")
+        np.savez(config["data"], y=place.data["client0"] + 1.0)
     else:
         (place.root / "warm_site.py").write_text(SITE + "\n# another\n")
     app(message, node(app, 1, **config).context)
     assert _listener(Path(config["folder"])) not in (first, 0)
+
+
+@pytest.mark.slow
+def test_another_policy_holds_at_once_and_the_worker_goes_on(place: Place) -> None:
+    own = place.root / "rules" / "own.toml"  # not among the app's sources
+    own.parent.mkdir()
+    own.write_text("rows = 5\n")
+    config = {**place.config("client0", "one"), "policy": str(own)}
+    app = fedppl.Flower.warm_app("warm_site:app", folder=config["folder"], idle=60.0)
+    (message,) = (m for m in _hello(place, app, config))
+    first = _listener(Path(config["folder"]))
+    assert "error" not in from_content(app(message, node(app, 1, **config).context).content)[1]
+    own.write_text("rows = 1000\n")
+    assert "policy of its site" in from_content(app(message, node(app, 1, **config).context).content)[1]["error"]
+    assert _listener(Path(config["folder"])) == first
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda k: {"y": np.array([1.0, k])},
+        lambda k: {"y": np.ma.array([1, 2, 3], mask=[False, False, k == 2])},
+        lambda k: {"group": ["a", None, str(k)]},
+        lambda k: (np.arange(3) + k, [1, 2]),
+        lambda k: {"y": np.zeros((k, 0))},
+        lambda k: pd.DataFrame({"y": [1.0, 2.0], "group": ["a", str(k)]}),
+        lambda k: pl.DataFrame({"y": [1.0, k]}),
+        lambda k: xr.Dataset({"y": ("time", [1.0, 2.0])}, coords={"time": [0, k]}),
+    ],
+)
+def test_a_digest_is_of_the_datas_values(data: Callable[[int], Any]) -> None:
+    assert digest(data(1)) == digest(data(1)) != digest(data(2))
+
+
+def test_data_whose_values_are_not_seen_have_no_digest(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="collect it in load_data"):
+        digest(pl.LazyFrame({"y": [1.0]}))
+    with pytest.raises(TypeError, match=r"the data\['y'\] hold object"):
+        digest({"y": object()})
+    np.savez(tmp_path / "y.npz", y=[1.0, 2.0])
+    looked_at = settled(np.load(tmp_path / "y.npz"))
+    np.savez(tmp_path / "y.npz", y=[3.0, 4.0])
+    assert_array_equal(looked_at["y"], [1.0, 2.0])
+
+
+def test_data_that_could_not_be_loaded_are_not_loaded_a_second_time() -> None:
+    calls: list[int] = []
+
+    def load(config: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("the disk is away")
+        return {"y": np.ones(2)}
+
+    again, mark = worker._loaded(types.SimpleNamespace(load_data=load), {})
+    with pytest.raises(OSError, match="the disk is away"):
+        again({})
+    assert mark != worker._loaded(types.SimpleNamespace(load_data=load), {})[1]
 
 
 def _hello(place: Place, app: Any, config: dict[str, Any]) -> Iterator[Any]:

@@ -84,10 +84,11 @@ def warm_app(
     Notes
     -----
     Policy, account and audit log are those of `client_app`, looked at for each message, and so are the data: a worker
-    whose data, policy, source files or node config are others is replaced.
+    whose data, source files or node config are others is replaced.
 
-    *When this fails.* Where no worker can be started, or one dies or hangs, the message is answered in Flower's
-    process, and the site's log says why. Needs Unix sockets; without, that is always so.
+    *When this fails.* Where no worker can be started, or one dies, hangs, or cannot see the values of the data (a lazy
+    frame), the message is answered in Flower's process, and the site's log says why. Needs Unix sockets; without, that
+    is always so.
     """
     if not isinstance(app, str) or app.count(":") != 1 or not all(app.split(":")):
         raise DeclarationError(f"app={shown(app)} must be a module and a name in it, like 'clinics.site:app'.")

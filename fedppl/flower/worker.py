@@ -6,16 +6,15 @@ that it lives; the main thread computes, one request after the other.
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import importlib
 import logging
 import os
-import pickle
 import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +148,11 @@ def _do(
             raise ValueError(
                 f"client_app keeps its files in {here.folder}, warm_app in {site}; name one folder in both"
             )
-        loaded, mark = _loaded(here, config)
+        load, mark = _loaded(here, config)
         if marks and mark != marks[0]:
             return STALE, {}, False
         marks[:] = [mark]
-        if loaded is not None:  # what was looked at is what is used
-            here = here._replace(load_data=lambda _: loaded)
+        here = here._replace(load_data=load)  # what was looked at is what is used
         arrays, texts = answer(kind, here, config, file_memory(here.folder), (asked["arrays"], asked["texts"]))
         told_log = os.pread(log, _LOG_BYTES, start).decode(errors="replace")
         plain = {name: np.asarray(value) for name, value in arrays.items()}
@@ -170,13 +168,20 @@ def _leave(site: Path, folder: int, key: bytes) -> None:
         worker_folder.remove(folder)
 
 
-def _loaded(here: Any, config: Mapping[str, Any]) -> tuple[Any, str]:
-    """Data as loaded now, and a digest of them and of the policy; None where loading fails, as it will again."""
-    rules = [(name, value) for name, value in vars(here.policy).items() if not callable(value)]
-    state = hashlib.sha256(repr(rules).encode())
+def _loaded(here: Any, config: Mapping[str, Any]) -> tuple[Callable[[Mapping[str, Any]], Any], str]:
+    """Data as loaded now, or that loading fails, behind a function; and a digest, by which a change is seen.
+
+    The policy is not part of it: it is read anew for each message, and nothing that is kept depends on it.
+    """
+    from fedppl.flower.loaded import digest, settled
+
     try:
-        loaded = here.load_data(config)
-        state.update(pickle.dumps(loaded))
-    except Exception:
-        return None, f"{state.hexdigest()} without data"
-    return loaded, state.hexdigest()
+        found = here.load_data(config)
+    except Exception as error:
+        return functools.partial(_raise, error), "loading fails"
+    found = settled(found)
+    return lambda _: found, digest(found)
+
+
+def _raise(error: Exception, config: Mapping[str, Any]) -> Any:
+    raise error
