@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -26,11 +27,14 @@ pytest.importorskip("flwr")
 import fedppl
 from fedppl.flower import channel, warm_app, worker, worker_folder
 from fedppl.flower.loaded import digest, settled
-from fedppl.flower.records import from_content
+from fedppl.flower.records import HELLO, from_content
+from fedppl.storage import codec
 from fedppl.testing import normal_means
 from tests.support.fake_grid import FakeGrid, node
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="the tests read who listens from Linux")
+
+IDENTITY = {"node config": "as it was"}
 
 SITE = """
 import fedppl, numpy as np
@@ -69,14 +73,14 @@ class Place:
         model = normal_means(1)[0]
         return fedppl.fit(model, None, fedppl.EP(), engine=engine, progressbar=False, random_seed=1), grid
 
-    def started(self, idle: float = 60.0) -> tuple[socket.socket, int, Path]:
+    def started(self, idle: float = 60.0, folder: str = "one") -> tuple[socket.socket, int, Path]:
         """A worker of the first site, a connection to it, and its process id."""
-        site = self.root / "one"
+        site = self.root / folder
         site.mkdir(exist_ok=True)
-        told = {"app": "warm_site:app", "folder": str(site), "idle": idle, "path": sys.path, "identity": "as it was"}
-        folder = worker_folder.opened(site)
-        connection = warm_app._started(folder, site, told)
-        os.close(folder)
+        told = {"app": "warm_site:app", "folder": str(site), "idle": idle, "path": sys.path, "identity": IDENTITY}
+        descriptor = worker_folder.opened(site)
+        connection = warm_app._started(descriptor, site, told)
+        os.close(descriptor)
         return connection, channel.peer(connection), site
 
 
@@ -146,7 +150,7 @@ def test_a_wrong_key_and_garbage_are_refused_and_the_worker_lives(place: Place) 
         stranger.settimeout(10)
         stranger.connect(worker_folder.address(folder, site))
         with pytest.raises(channel.Refused, match="does not know the key"):
-            channel.prove(stranger, bytes(32), first=True)
+            channel.prove(stranger, bytes(32), first=True, limit=10)
     with socket.socket(socket.AF_UNIX) as stranger:  # one that does not look at the worker's proof
         stranger.settimeout(10)
         stranger.connect(worker_folder.address(folder, site))
@@ -278,6 +282,69 @@ def test_data_that_could_not_be_loaded_are_not_loaded_a_second_time() -> None:
     with pytest.raises(OSError, match="the disk is away"):
         again({})
     assert mark != worker._loaded(types.SimpleNamespace(load_data=load), {})[1]
+
+
+def test_a_request_whose_asker_has_gone_is_neither_computed_nor_counted(place: Place) -> None:
+    config = place.config("client0", ".")
+    connection, pid, site = place.started(folder=config["folder"])
+    request = {"identity": IDENTITY, "config": config, "kind": HELLO, "arrays": {}, "texts": {}}
+    channel.send(connection, codec.encode(request))
+    connection.close()  # while the worker imports
+    folder = worker_folder.opened(site)
+    second = warm_app.connect(folder, site)
+    os.close(folder)
+    assert second is not None
+    with second:
+        assert (
+            warm_app._heard(second, codec.encode({**request, "identity": {}}), time.monotonic() + 60)["status"]
+            == "stale"
+        )
+    assert _ends(pid) and not (site / "audit.jsonl").exists()
+    assert "fedppl_hello has gone" in (site / "worker" / "log").read_text()
+
+
+def test_a_worker_that_ends_sends_all_answers_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long who asked takes to read: more than the half second that it once had."""
+    here, there = socket.socketpair()
+    answer = bytes(2**24)  # more than a socket holds
+    monkeypatch.setattr(worker, "_do", lambda *arguments: (answer, False))
+    monkeypatch.setattr(worker_folder, "is_there", lambda *arguments: True)
+    monkeypatch.setattr(worker_folder, "remove", lambda *arguments: None)
+    jobs: queue.Queue[Any] = queue.Queue()
+    free = threading.BoundedSemaphore(1)
+    free.acquire()
+    key = bytes(32)
+    threading.Thread(target=worker._talk, args=(there, key, jobs, free), daemon=True).start()
+    channel.prove(here, key, first=True, limit=10)
+    channel.send(here, codec.encode({}))
+    told = {"app": "fedppl.flower:app", "idle": 60.0}
+    serving = threading.Thread(target=worker._serve, args=(told, tmp_path, 0, key, jobs, 0), daemon=True)
+    serving.start()
+    serving.join(1.0)
+    assert serving.is_alive()
+    with here:
+        assert channel.receive(here) == answer
+    serving.join(30.0)
+    assert not serving.is_alive()
+
+
+def test_proofs_have_a_limit_in_all(tmp_path: Path) -> None:
+    here, there = socket.socketpair()
+
+    def trickle() -> None:
+        try:
+            while True:
+                there.send(b"\0")
+                time.sleep(0.05)
+        except OSError:
+            pass
+
+    threading.Thread(target=trickle, daemon=True).start()
+    start = time.monotonic()
+    with here, pytest.raises(OSError):
+        channel.prove(here, bytes(32), first=False, limit=0.3)
+    assert time.monotonic() - start < 1.5
+    there.close()
 
 
 def _hello(place: Place, app: Any, config: dict[str, Any]) -> Iterator[Any]:

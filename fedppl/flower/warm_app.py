@@ -173,10 +173,11 @@ def connect(folder: int, site: Path) -> socket.socket | None:
         key = worker_folder.read_key(folder)
         connection.connect(worker_folder.address(folder, site))
         try:
-            channel.prove(connection, key, first=True)
+            channel.prove(connection, key, first=True, limit=_SILENCE)
         except TimeoutError:
             _kill(connection)
             raise
+        connection.settimeout(_SILENCE)
     except OSError as error:
         connection.close()
         if not isinstance(error, FileNotFoundError | ConnectionError):

@@ -26,23 +26,26 @@ from fedppl.storage import codec
 logger = logging.getLogger(__name__)
 
 ALIVE, STALE, FAILED, DONE = "alive", "stale", "failed", "done"
-_HANDSHAKE = 10.0  # seconds for proofs and the request
+_PROOFS = 10.0  # seconds in all, until the other end has shown that it knows the key
+_PATIENCE = 60.0  # seconds in which a known end has to say more, or to take what it is sent
 _TICK = 1.0
 _CONNECTIONS = 16  # at once
 _LOG_BYTES = 2**20  # of one request, to the app's own log
 
 
 class _Job:
-    """A request, and its answer when there is one."""
+    """A request, who asks, and the answer when there is one."""
 
-    def __init__(self, asked: Mapping[str, Any]) -> None:
+    def __init__(self, asked: Mapping[str, Any], connection: socket.socket) -> None:
         self.asked = asked
+        self.connection = connection
         self.done = threading.Event()
+        self.sent = threading.Event()  # or nobody takes it
         self.answer: bytes = b""
 
-    def end(self, status: str, **more: Any) -> None:
+    def end(self, answer: bytes) -> None:
         """Answer it."""
-        self.answer = codec.encode({"status": status, **more})
+        self.answer = answer
         self.done.set()
 
 
@@ -83,19 +86,23 @@ def _accept(listener: socket.socket, key: bytes, jobs: queue.Queue[_Job]) -> Non
 
 def _talk(connection: socket.socket, key: bytes, jobs: queue.Queue[_Job], free: threading.BoundedSemaphore) -> None:
     """One connection: proofs, a request, signs of life, the answer."""
+    job = None
     try:
         with connection:
-            connection.settimeout(_HANDSHAKE)
+            connection.settimeout(_PROOFS)
             channel.peer(connection)
-            channel.prove(connection, key, first=False)
-            job = _Job(codec.decode(channel.receive(connection)))
+            channel.prove(connection, key, first=False, limit=_PROOFS)
+            connection.settimeout(_PATIENCE)
+            job = _Job(codec.decode(channel.receive(connection)), connection)
             jobs.put(job)
             while not job.done.wait(_TICK):
                 channel.send(connection, codec.encode({"status": ALIVE}))
             channel.send(connection, job.answer)
     except Exception as error:  # whatever comes from elsewhere is no reason to end
-        logger.warning("a connection to the warm worker is refused: %s: %s", type(error).__name__, error)
+        logger.warning("a connection to the warm worker is given up: %s: %s", type(error).__name__, error)
     finally:
+        if job is not None:
+            job.sent.set()
         free.release()
 
 
@@ -110,29 +117,34 @@ def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, jobs: q
         logger.exception("the warm worker cannot load %s", told["app"])
         declaration = None
     marks: list[str] = []
+    taken: list[_Job] = []
     last = time.monotonic()
     while worker_folder.is_there(folder, site, key) and time.monotonic() - last < told["idle"]:
         try:
             job = jobs.get(timeout=_TICK)
         except queue.Empty:
             continue
-        status, more, goes_on = _do(job, told, site, declaration, marks, log)
+        answer, goes_on = _do(job, told, site, declaration, marks, log)
         if not goes_on:  # before the answer: whoever asks next finds no worker, rather than one that ends
             _leave(site, folder, key)
-        job.end(status, **more)
+        job.end(answer)
+        taken = [one for one in (*taken, job) if not one.sent.is_set()]
         last = time.monotonic()
         if not goes_on:
             break
     _leave(site, folder, key)
     while not jobs.empty():
-        jobs.get().end(STALE)
-    time.sleep(0.5)  # for threads to send what they have
+        taken.append(jobs.get())
+        taken[-1].end(_packed(STALE, why="the one before it was its last"))
+    end = time.monotonic() + _PATIENCE
+    for job in taken:  # their threads die with this process
+        job.sent.wait(max(0.0, end - time.monotonic()))
 
 
 def _do(
     job: _Job, told: Mapping[str, Any], site: Path, declaration: Any, marks: list[str], log: int
-) -> tuple[str, dict[str, Any], bool]:
-    """Status and content of the answer to a job, and whether the worker goes on after it."""
+) -> tuple[bytes, bool]:
+    """The answer to a job, and whether the worker goes on after it."""
     from fedppl.flower.answers import answer
     from fedppl.flower.memory import file_memory
     from fedppl.flower.records import CONCLUDE
@@ -141,25 +153,39 @@ def _do(
     try:
         asked = job.asked
         if asked["identity"] != told["identity"]:
-            return STALE, {}, False
+            return _packed(STALE), False
         config, kind = asked["config"], asked["kind"]
         here = declaration.node(config)
         if here.folder is None or not os.path.samefile(here.folder, site):
             raise ValueError(
                 f"client_app keeps its files in {here.folder}, warm_app in {site}; name one folder in both"
             )
+        if channel.is_closed(job.connection):
+            return _given_up(kind), True
         load, mark = _loaded(here, config)
         if marks and mark != marks[0]:
-            return STALE, {}, False
+            return _packed(STALE), False
         marks[:] = [mark]
+        if channel.is_closed(job.connection):  # loading may take long; the next thing is to admit it
+            return _given_up(kind), True
         here = here._replace(load_data=load)  # what was looked at is what is used
         arrays, texts = answer(kind, here, config, file_memory(here.folder), (asked["arrays"], asked["texts"]))
         told_log = os.pread(log, _LOG_BYTES, start).decode(errors="replace")
         plain = {name: np.asarray(value) for name, value in arrays.items()}
-        return DONE, {"arrays": plain, "texts": dict(texts), "log": told_log}, kind != CONCLUDE
+        return _packed(DONE, arrays=plain, texts=dict(texts), log=told_log), kind != CONCLUDE
     except Exception:  # the app answers by itself then, and fails in the same way where it does
         logger.exception("the warm worker does not answer")
-        return FAILED, {}, False
+        return _packed(FAILED), True
+
+
+def _packed(status: str, **more: Any) -> bytes:
+    return codec.encode({"status": status, **more})
+
+
+def _given_up(kind: str) -> bytes:
+    """Of a request whose asker has gone: nobody reads it, and it counts against no limit of the policy."""
+    logger.warning("who asked for %s has gone; it is neither computed nor counted", kind)
+    return _packed(FAILED)
 
 
 def _leave(site: Path, folder: int, key: bytes) -> None:
