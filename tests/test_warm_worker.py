@@ -26,6 +26,7 @@ pytest.importorskip("flwr")
 
 import fedppl
 from fedppl.flower import channel, warm_app, worker, worker_folder
+from fedppl.flower.identity import changed, identity
 from fedppl.flower.loaded import digest, settled
 from fedppl.flower.records import HELLO, from_content
 from fedppl.storage import codec
@@ -73,11 +74,13 @@ class Place:
         model = normal_means(1)[0]
         return fedppl.fit(model, None, fedppl.EP(), engine=engine, progressbar=False, random_seed=1), grid
 
-    def started(self, idle: float = 60.0, folder: str = "one") -> tuple[socket.socket, int, Path]:
+    def started(
+        self, idle: float = 60.0, folder: str = "one", app: str = "warm_site:app"
+    ) -> tuple[socket.socket, int, Path]:
         """A worker of the first site, a connection to it, and its process id."""
         site = self.root / folder
         site.mkdir(exist_ok=True)
-        told = {"app": "warm_site:app", "folder": str(site), "idle": idle, "path": sys.path, "identity": IDENTITY}
+        told = {"app": app, "folder": str(site), "idle": idle, "path": sys.path, "identity": IDENTITY}
         descriptor = worker_folder.opened(site)
         connection = warm_app._started(descriptor, site, told)
         os.close(descriptor)
@@ -175,6 +178,7 @@ def test_it_ends_when_idle_and_when_its_key_is_gone(place: Place) -> None:
     assert _ends(pid)
     connection, pid, _ = place.started(idle=1.0)
     connection.close()
+    assert [process.pid for process in warm_app._workers] == [pid]  # those that have ended are forgotten
     assert _ends(pid)
 
 
@@ -211,7 +215,9 @@ def test_a_folder_that_is_open_to_others_or_a_link_is_refused(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["data", "declaration"])
-def test_a_worker_is_replaced_when_what_it_stands_on_changes(place: Place, what: str) -> None:
+def test_a_worker_is_replaced_when_what_it_stands_on_changes(
+    place: Place, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     config = place.config("client0", "one")
     app = fedppl.Flower.warm_app("warm_site:app", folder=config["folder"], idle=60.0)
     (message,) = (m for m in _hello(place, app, config))
@@ -224,6 +230,7 @@ def test_a_worker_is_replaced_when_what_it_stands_on_changes(place: Place, what:
         (place.root / "warm_site.py").write_text(SITE + "\n# another\n")
     app(message, node(app, 1, **config).context)
     assert _listener(Path(config["folder"])) not in (first, 0)
+    assert f"replaced: {'the data' if what == 'data' else place.root / 'warm_site.py'}" in caplog.text
 
 
 @pytest.mark.slow
@@ -317,8 +324,8 @@ def test_a_worker_that_ends_sends_all_answers_first(tmp_path: Path, monkeypatch:
     threading.Thread(target=worker._talk, args=(there, key, jobs, free), daemon=True).start()
     channel.prove(here, key, first=True, limit=10)
     channel.send(here, codec.encode({}))
-    told = {"app": "fedppl.flower:app", "idle": 60.0}
-    serving = threading.Thread(target=worker._serve, args=(told, tmp_path, 0, key, jobs, 0), daemon=True)
+    told = {"app": "not_there:app", "idle": 60.0}
+    serving = threading.Thread(target=worker._serve, args=(told, tmp_path, 0, key, jobs), daemon=True)
     serving.start()
     serving.join(1.0)
     assert serving.is_alive()
@@ -326,6 +333,83 @@ def test_a_worker_that_ends_sends_all_answers_first(tmp_path: Path, monkeypatch:
         assert channel.receive(here) == answer
     serving.join(30.0)
     assert not serving.is_alive()
+
+
+def test_a_worker_that_does_not_start_says_why(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_app, "_CODE", "raise SystemExit('no such interpreter')")
+    with pytest.raises(warm_app._NoWorker, match=r"exit code 1 before it listened; its log, .*: no such interpreter"):
+        place.started()
+
+
+@pytest.mark.parametrize(
+    "code, why", [("import not_there", "No module named 'not_there'"), ("app = 1", "client_app ret")]
+)
+def test_an_app_that_cannot_be_loaded_is_told(place: Place, code: str, why: str) -> None:
+    (place.root / "broken_site.py").write_text(code)
+    connection, pid, _ = place.started(app="broken_site:app")
+    request = {"identity": IDENTITY, "config": {}, "kind": HELLO, "arrays": {}, "texts": {}}
+    with connection:
+        found = warm_app._heard(connection, codec.encode(request), time.monotonic() + 60)
+    assert found["status"] == "failed" and why in found["log"]
+    assert _ends(pid)  # the next message has another try
+
+
+PLAIN = """
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+app = ClientApp()
+@app.query("fedppl_hello")
+def reply(message, context):
+    return Message(RecordDict({"plain": ConfigRecord({"here": "in Flower's process"})}), reply_to=message)
+"""
+
+
+@pytest.mark.parametrize("what", ["config", "failed"])
+def test_what_no_worker_answers_is_answered_in_flowers_process(
+    place: Place, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    (place.root / "plain_site.py").write_text(PLAIN)
+    app = fedppl.Flower.warm_app("plain_site:app", folder=place.root / "one", idle=60.0)
+    (message,) = (m for m in _hello(place, fedppl.Flower.warm_app("plain_site:app", folder="-", idle=0.0), {}))
+    if what == "failed":
+        found = {"status": "failed", "log": "ValueError: of the worker"}
+        monkeypatch.setattr(warm_app, "_started", lambda *arguments: socket.socket())
+        monkeypatch.setattr(warm_app, "_heard", lambda *arguments: found)
+    reply = app(message, node(app, 1, odd=object() if what == "config" else 1).context)
+    assert "plain" in reply.content
+    assert ("of type builtins.object" if what == "config" else "what it logged stands above") in caplog.text
+    assert ("of the worker" in capsys.readouterr().err) == (what == "failed")
+
+
+def test_the_identity_is_of_sources_and_not_of_what_the_site_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "spacious" / "work").mkdir(parents=True)  # a namespace: no __init__.py
+    (tmp_path / "spacious" / "site.py").write_text("")
+    ledger = tmp_path / "spacious" / "work" / "ledger.json"
+    told = {"app": "spacious.site:app", "folder": str(ledger.parent), "idle": 1.0, "path": []}
+    first = identity(told, {"a": 1})
+    ledger.write_text("{}")
+    assert identity(told, {"a": 1}) == first
+    (tmp_path / "spacious" / "more.toml").write_text("")
+    assert changed(first, identity(told, {"a": 2})) == f"{tmp_path}/spacious/more.toml, node config changed"
+    told["folder"] = str(tmp_path)  # a site that holds its sources
+    first = identity(told, {})
+    (tmp_path / "ledger.json").write_text("{}")
+    assert identity(told, {}) == first
+    (tmp_path / "spacious" / "site.py").write_text("a = 1")
+    assert changed(first, identity(told, {})) == f"{tmp_path}/spacious/site.py changed"
+    with pytest.raises(fedppl.DeclarationError, match="'not_there' is found"):
+        identity({**told, "app": "not_there:app"}, {})
+
+
+def test_only_what_was_killed_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "peer", lambda connection: 0)  # as on macOS
+    here, there = socket.socketpair()
+    here.settimeout(0.1)
+    with here, there, pytest.raises(warm_app._NoWorker, match="no sign of life for 60 s$"):
+        warm_app._heard(here, b"", time.monotonic() + 60)
 
 
 def test_proofs_have_a_limit_in_all(tmp_path: Path) -> None:

@@ -14,14 +14,18 @@ import queue
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedppl.flower import channel, worker_folder
+from fedppl.flower.identity import changed
+from fedppl.settings import shown
 from fedppl.storage import codec
+from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,7 @@ _PROOFS = 10.0  # seconds in all, until the other end has shown that it knows th
 _PATIENCE = 60.0  # seconds in which a known end has to say more, or to take what it is sent
 _TICK = 1.0
 _CONNECTIONS = 16  # at once
+_LOG = 2  # standard error, which whoever started it has opened
 _LOG_BYTES = 2**20  # of one request, to the app's own log
 
 
@@ -49,12 +54,23 @@ class _Job:
         self.done.set()
 
 
+class _App(NamedTuple):
+    """What the worker was told, and the app that it has loaded."""
+
+    told: Mapping[str, Any]
+    folder: Path
+    site_app: Any  # None where it could not be loaded
+    trouble: str  # why not
+    marks: list[str]  # of the data that it has worked with, when it has
+
+
 def main(told: Mapping[str, Any]) -> None:
-    """Serve until told otherwise: `told` has the app's reference, the site's folder, seconds of idleness, identity."""
+    """Serve until told otherwise: `told` has the app's reference, the site's folder, seconds of idleness, identity.
+
+    Standard output and error are the open log.
+    """
     site = Path(told["folder"])
     folder = worker_folder.opened(site)
-    log = worker_folder.open_log(folder)
-    os.dup2(log, 1), os.dup2(log, 2)
     key = worker_folder.make_key(folder)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -67,7 +83,7 @@ def main(told: Mapping[str, Any]) -> None:
     listener.listen(_CONNECTIONS)
     jobs: queue.Queue[_Job] = queue.Queue()
     threading.Thread(target=_accept, args=(listener, key, jobs), daemon=True).start()
-    _serve(told, site, folder, key, jobs, log)
+    _serve(told, site, folder, key, jobs)
     os._exit(0)  # threads and pools of libraries hold nobody up
 
 
@@ -106,17 +122,9 @@ def _talk(connection: socket.socket, key: bytes, jobs: queue.Queue[_Job], free: 
         free.release()
 
 
-def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, jobs: queue.Queue[_Job], log: int) -> None:
+def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, jobs: queue.Queue[_Job]) -> None:
     """Answer jobs until idle, concluded, stale, or no longer there."""
-    try:
-        module, _, name = told["app"].partition(":")
-        from fedppl.flower.answers import declared  # after the socket is there: it takes seconds
-
-        declaration = declared[getattr(importlib.import_module(module), name)]
-    except BaseException:
-        logger.exception("the warm worker cannot load %s", told["app"])
-        declaration = None
-    marks: list[str] = []
+    app = _loaded_app(told, site)
     taken: list[_Job] = []
     last = time.monotonic()
     while worker_folder.is_there(folder, site, key) and time.monotonic() - last < told["idle"]:
@@ -124,7 +132,7 @@ def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, jobs: q
             job = jobs.get(timeout=_TICK)
         except queue.Empty:
             continue
-        answer, goes_on = _do(job, told, site, declaration, marks, log)
+        answer, goes_on = _do(job, app)
         if not goes_on:  # before the answer: whoever asks next finds no worker, rather than one that ends
             _leave(site, folder, key)
         job.end(answer)
@@ -141,41 +149,60 @@ def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, jobs: q
         job.sent.wait(max(0.0, end - time.monotonic()))
 
 
-def _do(
-    job: _Job, told: Mapping[str, Any], site: Path, declaration: Any, marks: list[str], log: int
-) -> tuple[bytes, bool]:
-    """The answer to a job, and whether the worker goes on after it."""
-    from fedppl.flower.answers import answer
-    from fedppl.flower.memory import file_memory
-    from fedppl.flower.records import CONCLUDE
+def _loaded_app(told: Mapping[str, Any], site: Path) -> _App:
+    try:
+        module, _, name = told["app"].partition(":")
+        from fedppl.flower.answers import declared  # after the socket is there: it takes seconds
 
-    start = os.fstat(log).st_size
+        found = getattr(importlib.import_module(module), name)
+        if found not in declared:
+            raise DeclarationError(
+                f"app={told['app']!r} is {shown(found)}; name what fedppl.Flower.client_app returned."
+            )
+        return _App(told, site, declared[found], "", [])
+    except BaseException:
+        logger.exception("the warm worker cannot load %s", told["app"])
+        return _App(told, site, None, traceback.format_exc(), [])
+
+
+def _do(job: _Job, app: _App) -> tuple[bytes, bool]:
+    """The answer to a job, and whether the worker goes on after it."""
+    start = os.fstat(_LOG).st_size
     try:
         asked = job.asked
-        if asked["identity"] != told["identity"]:
-            return _packed(STALE), False
+        if asked["identity"] != app.told["identity"]:
+            return _packed(STALE, why=changed(app.told["identity"], asked["identity"])), False
+        if app.site_app is None:  # the next message has another try: what was missing may be there by then
+            return _packed(FAILED, log=app.trouble), False
+        from fedppl.flower.answers import answer
+        from fedppl.flower.memory import file_memory
+        from fedppl.flower.records import CONCLUDE
+
         config, kind = asked["config"], asked["kind"]
-        here = declaration.node(config)
-        if here.folder is None or not os.path.samefile(here.folder, site):
+        here = app.site_app.node(config)
+        if here.folder is None or not os.path.samefile(here.folder, app.folder):
             raise ValueError(
-                f"client_app keeps its files in {here.folder}, warm_app in {site}; name one folder in both"
+                f"client_app keeps its files in {here.folder}, warm_app in {app.folder}; name one folder in both"
             )
         if channel.is_closed(job.connection):
             return _given_up(kind), True
         load, mark = _loaded(here, config)
-        if marks and mark != marks[0]:
-            return _packed(STALE), False
-        marks[:] = [mark]
+        if app.marks and mark != app.marks[0]:
+            return _packed(STALE, why="the data that load_data returns changed"), False
+        app.marks[:] = [mark]
         if channel.is_closed(job.connection):  # loading may take long; the next thing is to admit it
             return _given_up(kind), True
         here = here._replace(load_data=load)  # what was looked at is what is used
         arrays, texts = answer(kind, here, config, file_memory(here.folder), (asked["arrays"], asked["texts"]))
-        told_log = os.pread(log, _LOG_BYTES, start).decode(errors="replace")
         plain = {name: np.asarray(value) for name, value in arrays.items()}
-        return _packed(DONE, arrays=plain, texts=dict(texts), log=told_log), kind != CONCLUDE
+        return _packed(DONE, arrays=plain, texts=dict(texts), log=_logged(start)), kind != CONCLUDE
     except Exception:  # the app answers by itself then, and fails in the same way where it does
         logger.exception("the warm worker does not answer")
-        return _packed(FAILED), True
+        return _packed(FAILED, log=_logged(start) or traceback.format_exc()), True  # the app's logging may go elsewhere
+
+
+def _logged(start: int) -> str:
+    return os.pread(_LOG, _LOG_BYTES, start).decode(errors="replace")
 
 
 def _packed(status: str, **more: Any) -> bytes:
@@ -185,7 +212,7 @@ def _packed(status: str, **more: Any) -> bytes:
 def _given_up(kind: str) -> bytes:
     """Of a request whose asker has gone: nobody reads it, and it counts against no limit of the policy."""
     logger.warning("who asked for %s has gone; it is neither computed nor counted", kind)
-    return _packed(FAILED)
+    return _packed(FAILED, log="")
 
 
 def _leave(site: Path, folder: int, key: bytes) -> None:
