@@ -317,15 +317,15 @@ def test_a_worker_that_ends_sends_all_answers_first(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(worker, "_do", lambda *arguments: (answer, False))
     monkeypatch.setattr(worker_folder, "is_there", lambda *arguments: True)
     monkeypatch.setattr(worker_folder, "remove", lambda *arguments: None)
-    jobs: queue.Queue[Any] = queue.Queue()
+    desk = worker._Desk(queue.Queue(), [])
     free = threading.BoundedSemaphore(1)
     free.acquire()
     key = bytes(32)
-    threading.Thread(target=worker._talk, args=(there, key, jobs, free), daemon=True).start()
+    threading.Thread(target=worker._talk, args=(there, key, desk, free), daemon=True).start()
     channel.prove(here, key, first=True, limit=10)
     channel.send(here, codec.encode({}))
     told = {"app": "not_there:app", "idle": 60.0}
-    serving = threading.Thread(target=worker._serve, args=(told, tmp_path, 0, key, jobs), daemon=True)
+    serving = threading.Thread(target=worker._serve, args=(told, tmp_path, 0, key, desk), daemon=True)
     serving.start()
     serving.join(1.0)
     assert serving.is_alive()
@@ -410,6 +410,32 @@ def test_only_what_was_killed_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> 
     here.settimeout(0.1)
     with here, there, pytest.raises(warm_app._NoWorker, match="no sign of life for 60 s$"):
         warm_app._heard(here, b"", time.monotonic() + 60)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_message_that_waits_behind_one_whose_asker_has_gone_ends_the_worker(
+    gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(warm_app, "_kill", lambda connection: killed.append(connection) or True)
+    monkeypatch.setattr(warm_app, "_BEHIND", 0.2)
+    monkeypatch.setattr(worker, "_TICK", 0.05)
+    first, asker = socket.socketpair()
+    if gone:
+        asker.close()
+    desk = worker._Desk(queue.Queue(), [worker._Job({}, first)])  # and it is never done
+    here, there = socket.socketpair()
+    free = threading.BoundedSemaphore(1)
+    free.acquire()
+    talking = threading.Thread(target=worker._talk, args=(there, bytes(32), desk, free), daemon=True)
+    talking.start()
+    channel.prove(here, bytes(32), first=True, limit=10)
+    with here, pytest.raises(RuntimeError, match="earlier one.*was killed" if gone else "it goes on computing"):
+        warm_app._heard(here, codec.encode({}), time.monotonic() + 0.5)
+    assert killed == [here] * gone
+    talking.join(10.0)
+    first.close()
+    asker.close()
 
 
 def test_proofs_have_a_limit_in_all(tmp_path: Path) -> None:

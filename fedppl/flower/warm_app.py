@@ -31,6 +31,7 @@ from fedppl.types import DeclarationError
 logger = logging.getLogger(__name__)
 
 _SILENCE = 60.0  # seconds without a sign of life, after which a worker hangs
+_BEHIND = 30.0  # seconds behind a request that nobody waits for, after which it is taken to have no end
 _STARTING = 60.0  # seconds until it listens; it imports afterwards
 _STARTERS = (HELLO, AGREE, ASK)  # others end a run: nothing is started for them
 _LOG_BYTES = 20_000  # of a worker that could not be started, its last ones
@@ -213,17 +214,26 @@ def _log(site: Path) -> str:
 
 
 def _heard(connection: socket.socket, raw: bytes, end: float) -> dict[str, Any]:
-    """The worker's answer: as long as it gives signs of life, until the message's time is over."""
+    """The worker's answer: as long as it gives signs of life, until the message's time is over.
+
+    What takes longer than its message lives goes on, since it may be compiling, and the next message finds it done. One
+    that has waited long behind such a request, and in vain, ends the worker: there may be no end.
+    """
+    since: float | None = None  # when it began to be behind one that nobody waits for
     try:
         channel.send(connection, raw)
         while time.monotonic() < end:
             found = codec.decode(channel.receive(connection))
             if found["status"] != "alive":
                 return dict(found)
+            since = (since or time.monotonic()) if found["behind"] else None
     except TimeoutError:
         killed = ", and was killed" if _kill(connection) else ""
         raise _NoWorker(f"it gave no sign of life for {_SILENCE:g} s{killed}") from None
-    raise RuntimeError("the message's time is over before the warm worker has answered; it goes on computing")
+    what = "it goes on computing"
+    if since is not None and time.monotonic() - since > _BEHIND and _kill(connection):
+        what = "it was still at an earlier one, which nobody waits for, and was killed"
+    raise RuntimeError(f"the message's time is over before the warm worker has answered; {what}")
 
 
 def _kill(connection: socket.socket) -> bool:

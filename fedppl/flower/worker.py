@@ -54,6 +54,13 @@ class _Job:
         self.done.set()
 
 
+class _Desk(NamedTuple):
+    """Jobs that wait, and the one that is computed."""
+
+    jobs: queue.Queue[_Job]
+    now: list[_Job]
+
+
 class _App(NamedTuple):
     """What the worker was told, and the app that it has loaded."""
 
@@ -81,13 +88,13 @@ def main(told: Mapping[str, Any]) -> None:
     listener.bind(worker_folder.address(folder, site))
     os.umask(before)
     listener.listen(_CONNECTIONS)
-    jobs: queue.Queue[_Job] = queue.Queue()
-    threading.Thread(target=_accept, args=(listener, key, jobs), daemon=True).start()
-    _serve(told, site, folder, key, jobs)
+    desk = _Desk(queue.Queue(), [])
+    threading.Thread(target=_accept, args=(listener, key, desk), daemon=True).start()
+    _serve(told, site, folder, key, desk)
     os._exit(0)  # threads and pools of libraries hold nobody up
 
 
-def _accept(listener: socket.socket, key: bytes, jobs: queue.Queue[_Job]) -> None:
+def _accept(listener: socket.socket, key: bytes, desk: _Desk) -> None:
     free = threading.BoundedSemaphore(_CONNECTIONS)
     while True:
         free.acquire()
@@ -97,10 +104,10 @@ def _accept(listener: socket.socket, key: bytes, jobs: queue.Queue[_Job]) -> Non
             free.release()
             time.sleep(_TICK)
             continue
-        threading.Thread(target=_talk, args=(connection, key, jobs, free), daemon=True).start()
+        threading.Thread(target=_talk, args=(connection, key, desk, free), daemon=True).start()
 
 
-def _talk(connection: socket.socket, key: bytes, jobs: queue.Queue[_Job], free: threading.BoundedSemaphore) -> None:
+def _talk(connection: socket.socket, key: bytes, desk: _Desk, free: threading.BoundedSemaphore) -> None:
     """One connection: proofs, a request, signs of life, the answer."""
     job = None
     try:
@@ -110,9 +117,11 @@ def _talk(connection: socket.socket, key: bytes, jobs: queue.Queue[_Job], free: 
             channel.prove(connection, key, first=False, limit=_PROOFS)
             connection.settimeout(_PATIENCE)
             job = _Job(codec.decode(channel.receive(connection)), connection)
-            jobs.put(job)
+            desk.jobs.put(job)
             while not job.done.wait(_TICK):
-                channel.send(connection, codec.encode({"status": ALIVE}))
+                # What may have no end, and who waits for this one has to know.
+                behind = any(one is not job and channel.is_closed(one.connection) for one in tuple(desk.now))
+                channel.send(connection, _packed(ALIVE, behind=behind))
             channel.send(connection, job.answer)
     except Exception as error:  # whatever comes from elsewhere is no reason to end
         logger.warning("a connection to the warm worker is given up: %s: %s", type(error).__name__, error)
@@ -122,17 +131,19 @@ def _talk(connection: socket.socket, key: bytes, jobs: queue.Queue[_Job], free: 
         free.release()
 
 
-def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, jobs: queue.Queue[_Job]) -> None:
+def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, desk: _Desk) -> None:
     """Answer jobs until idle, concluded, stale, or no longer there."""
     app = _loaded_app(told, site)
     taken: list[_Job] = []
     last = time.monotonic()
     while worker_folder.is_there(folder, site, key) and time.monotonic() - last < told["idle"]:
         try:
-            job = jobs.get(timeout=_TICK)
+            job = desk.jobs.get(timeout=_TICK)
         except queue.Empty:
             continue
+        desk.now.append(job)
         answer, goes_on = _do(job, app)
+        desk.now.clear()
         if not goes_on:  # before the answer: whoever asks next finds no worker, rather than one that ends
             _leave(site, folder, key)
         job.end(answer)
@@ -141,8 +152,8 @@ def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, jobs: q
         if not goes_on:
             break
     _leave(site, folder, key)
-    while not jobs.empty():
-        taken.append(jobs.get())
+    while not desk.jobs.empty():
+        taken.append(desk.jobs.get())
         taken[-1].end(_packed(STALE, why="the one before it was its last"))
     end = time.monotonic() + _PATIENCE
     for job in taken:  # their threads die with this process
