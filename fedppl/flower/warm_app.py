@@ -117,7 +117,7 @@ def warm_app(
 
 
 def _asked(app: str, site: Path, idle: float, message: FlowerMessage, config: dict[str, Any]) -> tuple[Any, Any]:
-    """What the worker answers; a stale one is replaced once."""
+    """What the worker answers; one that is stale or dies is replaced, twice at most."""
     if not hasattr(socket, "AF_UNIX"):
         raise _NoWorker("this system has no Unix sockets")
     site.mkdir(parents=True, exist_ok=True)
@@ -240,5 +240,6 @@ def _kill(connection: socket.socket) -> bool:
     """End the process at the other end, which is the one that listens in our own folder, if the system tells which."""
     pid = channel.peer(connection)
     if pid:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, signal.SIGKILL)
     return bool(pid)
