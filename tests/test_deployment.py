@@ -100,7 +100,16 @@ def free_ports(count: int) -> int:
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    work = tmp_path_factory.mktemp("deployment")
+    yield from _deployed(tmp_path_factory.mktemp("deployment"))
+
+
+@pytest.fixture
+def warm(tmp_path: Path) -> Iterator[Deployment]:
+    """Another, whose sites have warm workers."""
+    yield from _deployed(tmp_path, WARM="600")
+
+
+def _deployed(work: Path, **more: str) -> Iterator[Deployment]:
     root = str(Path(__file__).parents[1])
     environment = {
         **os.environ,
@@ -108,6 +117,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         "PORT": str(port := free_ports(4)),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        **more,
     }
     deployed = Deployment(work, port, environment)
     deployed.shell(f"python make_data.py {work}/data && python make_keys.py {work}/keys")
@@ -242,3 +252,21 @@ def test_a_killed_site_does_not_change_the_example(deployment: Deployment, refer
     found, q = posterior(results)
     _went_on_without_west(found, round_of_death)
     assert distance(q, reference.posterior) < 0.02
+
+
+@pytest.mark.slow
+def test_warm_workers_do_not_change_the_example(warm: Deployment, reference: fedppl.Fit) -> None:
+    """One process a site answers all messages: equal to the embedded engine's run."""
+    results = warm.submit("warm")
+    wait_for("the end of the run", (results / "fit.json").exists, warm, 400)
+    found, q = posterior(results)
+    assert found["status"] == "converged" and not any(found["failures"])
+    assert_allclose(q.linear, reference.posterior.linear, rtol=1e-12)
+    assert_allclose(q.precision, reference.posterior.precision, rtol=1e-12, atol=1e-14)
+    wait_for("Flower's word", lambda: warm.status() == "finished:completed", warm, 60)
+    for site in SITES:
+        folder = warm.work / "sites" / site
+        assert (folder / f"{site}.nc").stat().st_size > 10_000
+        assert (folder / "worker" / "log").exists() and not (folder / "worker" / "key").exists()  # concluded
+        assert "no warm worker answers" not in warm.log(site)
+        assert "is replaced" not in warm.log(site)

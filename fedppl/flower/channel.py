@@ -1,6 +1,6 @@
 """Frames over a Unix socket, between two processes that prove to each other that they know a key. No pickles.
 
-Every wait has a limit: what stands still, or says something else, is an `OSError`.
+Every wait has the socket's limit: what stands still, or says something else, is an `OSError`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import select
 import socket
 import struct
+import time
 
 _LENGTH = struct.Struct("<Q")
 _NONCE, _PROOF = 32, 32
@@ -34,24 +36,36 @@ def receive(connection: socket.socket, most: int = MOST) -> bytes:
     return _exactly(connection, length)
 
 
-def prove(connection: socket.socket, key: bytes, *, first: bool) -> None:
-    """Prove that both ends know the key; the end that connects is `first`, and proves last.
+def prove(connection: socket.socket, key: bytes, *, first: bool, limit: float) -> None:
+    """Prove that both ends know the key, within `limit` seconds in all; who connects is `first`, and proves last.
 
     Raises
     ------
     Refused
         If the other end does not know it.
     """
-    own = secrets.token_bytes(_NONCE)
+    own, end = secrets.token_bytes(_NONCE), time.monotonic() + limit
     if first:
         connection.sendall(own)
-        nonce, proof = _exactly(connection, _NONCE), _exactly(connection, _PROOF)
+        nonce, proof = _exactly(connection, _NONCE, end), _exactly(connection, _PROOF, end)
         _require(proof, key, b"worker" + own + nonce)
         connection.sendall(hmac.digest(key, b"app" + own + nonce, "sha256"))
         return
-    nonce = _exactly(connection, _NONCE)
+    nonce = _exactly(connection, _NONCE, end)
     connection.sendall(own + hmac.digest(key, b"worker" + nonce + own, "sha256"))
-    _require(_exactly(connection, _PROOF), key, b"app" + nonce + own)
+    _require(_exactly(connection, _PROOF, end), key, b"app" + nonce + own)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether one of the ends has closed the connection; it does not wait."""
+    if connection.fileno() < 0:
+        return True
+    try:
+        look = select.poll()
+        look.register(connection, select.POLLIN)
+        return bool(look.poll(0)) and connection.recv(1, socket.MSG_PEEK) == b""
+    except (OSError, ValueError):  # closed by another thread in between
+        return True
 
 
 def peer(connection: socket.socket) -> int:
@@ -70,9 +84,12 @@ def _require(proof: bytes, key: bytes, told: bytes) -> None:
         raise Refused("the other end does not know the key")
 
 
-def _exactly(connection: socket.socket, length: int) -> bytes:
+def _exactly(connection: socket.socket, length: int, end: float | None = None) -> bytes:
+    """So many bytes, until a time of the clock; without one, a socket that says a byte now and then is waited for."""
     found = bytearray()
     while len(found) < length:
+        if end is not None:
+            connection.settimeout(max(end - time.monotonic(), 1e-3))
         piece = connection.recv(min(_PIECE, length - len(found)))
         if not piece:
             raise ConnectionError("the other end has closed the connection")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import importlib
-import importlib.util
 import json
 import logging
 import os
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
 from fedppl.flower import channel, worker_folder
+from fedppl.flower.identity import identity
 from fedppl.flower.records import AGREE, ASK, HELLO, read_message, register, to_content
 from fedppl.settings import shown
 from fedppl.storage import codec
@@ -32,9 +31,10 @@ from fedppl.types import DeclarationError
 logger = logging.getLogger(__name__)
 
 _SILENCE = 60.0  # seconds without a sign of life, after which a worker hangs
+_BEHIND = 30.0  # seconds behind a request that nobody waits for, after which it is taken to have no end
 _STARTING = 60.0  # seconds until it listens; it imports afterwards
 _STARTERS = (HELLO, AGREE, ASK)  # others end a run: nothing is started for them
-_SOURCES = {".py", ".toml", ".json", ".yaml", ".md"}  # what Flower packs
+_LOG_BYTES = 20_000  # of a worker that could not be started, its last ones
 _CODE = (
     "import sys, json; told = json.load(sys.stdin); sys.path[:] = told['path']; "
     "from fedppl.flower.worker import main; main(told)"
@@ -84,10 +84,12 @@ def warm_app(
     Notes
     -----
     Policy, account and audit log are those of `client_app`, looked at for each message, and so are the data: a worker
-    whose data, policy, source files or node config are others is replaced.
+    whose data, source files or node config are others is replaced, and the log says why.
 
-    *When this fails.* Where no worker can be started, or one dies or hangs, the message is answered in Flower's
-    process, and the site's log says why. Needs Unix sockets; without, that is always so.
+    *When this fails.* Where no worker can be started, or one dies, hangs, or cannot see the values of the data (a lazy
+    frame), the message is answered in Flower's process, and the site's log says why. Needs Unix sockets; without, that
+    is always so. Source files are those of the package that `app` names first (``clinics``), or beside a module that is
+    in none: that other packages changed, a worker does not see, and it has to be ended by hand.
     """
     if not isinstance(app, str) or app.count(":") != 1 or not all(app.split(":")):
         raise DeclarationError(f"app={shown(app)} must be a module and a name in it, like 'clinics.site:app'.")
@@ -103,7 +105,7 @@ def warm_app(
             try:
                 site = Path(folder(config) if callable(folder) else folder)
                 return FlowerMessage(to_content(*_asked(app, site, seconds, message, config)), reply_to=message)
-            except (_NoWorker, OSError, codec.Unreadable) as error:
+            except (_NoWorker, OSError, codec.Unreadable, DeclarationError) as error:  # also: what it cannot be told
                 logger.warning("no warm worker answers, so this process does: %s", error)
         module, _, name = app.partition(":")
         found: ClientApp = getattr(importlib.import_module(module), name)
@@ -115,7 +117,7 @@ def warm_app(
 
 
 def _asked(app: str, site: Path, idle: float, message: FlowerMessage, config: dict[str, Any]) -> tuple[Any, Any]:
-    """What the worker answers; a stale one is replaced once."""
+    """What the worker answers; one that is stale or dies is replaced, twice at most."""
     if not hasattr(socket, "AF_UNIX"):
         raise _NoWorker("this system has no Unix sockets")
     site.mkdir(parents=True, exist_ok=True)
@@ -137,31 +139,19 @@ def _asked(app: str, site: Path, idle: float, message: FlowerMessage, config: di
             try:
                 with connection:
                     found = _heard(connection, raw, end)
-            except ConnectionError:  # it has died, or ended between two messages; what it had admitted stays admitted
-                found = {"status": "stale"}
+            except ConnectionError as error:  # between two messages, or in one: what it had admitted stays admitted
+                found = {"status": "stale", "why": f"it has ended or died ({error})"}
+            if found["status"] == "stale":
+                logger.warning("the warm worker is replaced: %s", found["why"])
+                time.sleep(0.05)
+                continue
+            sys.stderr.write(found["log"])
             if found["status"] == "done":
-                sys.stderr.write(found["log"])
                 return found["arrays"], found["texts"]
-            if found["status"] != "stale":
-                raise _NoWorker(f"its log, {str(site / 'worker' / 'log')!r}, says why")
-            time.sleep(0.05)
-        raise _NoWorker("three in a row were stale or died")
+            raise _NoWorker("it failed; what it logged stands above")
+        raise _NoWorker(f"three in a row were to be replaced, the last since {found['why']}; {_log(site)} may say more")
     finally:
         os.close(opened)
-
-
-def identity(told: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Digest of what a worker is started with: interpreter, version, app, its source files, node config."""
-    head = [sys.executable, version("fedppl"), *(told[name] for name in ("app", "folder", "idle", "path"))]
-    state = hashlib.sha256(json.dumps([head, config], sort_keys=True, default=str).encode())
-    top = importlib.util.find_spec(told["app"].partition(":")[0].partition(".")[0])
-    if top is None or not top.origin:
-        raise _NoWorker(f"{told['app']!r} is not found")
-    origin = Path(top.origin)
-    files = origin.parent.rglob("*") if top.submodule_search_locations else origin.parent.glob("*")
-    for file in sorted(one for one in files if one.suffix in _SOURCES and one.is_file()):
-        state.update(repr((str(file), hashlib.sha256(file.read_bytes()).hexdigest())).encode())
-    return state.hexdigest()
 
 
 def connect(folder: int, site: Path) -> socket.socket | None:
@@ -172,10 +162,11 @@ def connect(folder: int, site: Path) -> socket.socket | None:
         key = worker_folder.read_key(folder)
         connection.connect(worker_folder.address(folder, site))
         try:
-            channel.prove(connection, key, first=True)
+            channel.prove(connection, key, first=True, limit=_SILENCE)
         except TimeoutError:
             _kill(connection)
             raise
+        connection.settimeout(_SILENCE)
     except OSError as error:
         connection.close()
         if not isinstance(error, FileNotFoundError | ConnectionError):
@@ -189,37 +180,66 @@ def _started(folder: int, site: Path, told: Mapping[str, Any]) -> socket.socket:
     with FileLock(site / "worker" / worker_folder.LOCK, timeout=2 * _STARTING):
         if (connection := connect(folder, site)) is not None:
             return connection
-        null = subprocess.DEVNULL
-        command = [sys.executable, "-P", "-c", _CODE, "fedppl-worker"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True)
-        _workers.append(process)
-        assert process.stdin is not None
-        with process.stdin as pipe:
-            pipe.write(json.dumps(told).encode())
-        end = time.monotonic() + _STARTING
-        while time.monotonic() < end and process.poll() is None:
-            if (connection := connect(folder, site)) is not None:
-                return connection
-            time.sleep(0.02)
+        _workers[:] = [one for one in _workers if one.poll() is None]
+        log = worker_folder.open_log(folder)
+        try:
+            return _listening(folder, site, told, log)
+        finally:
+            os.close(log)
+
+
+def _listening(folder: int, site: Path, told: Mapping[str, Any], log: int) -> socket.socket:
+    """Start a worker that writes to an open log; what hinders it stands there from the beginning."""
+    command = [sys.executable, "-u", "-P", "-c", _CODE, "fedppl-worker"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+    _workers.append(process)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it may have ended already
+        pipe.write(json.dumps(told, default=str).encode())
+    end = time.monotonic() + _STARTING
+    while time.monotonic() < end and process.poll() is None:
+        if (connection := connect(folder, site)) is not None:
+            return connection
+        time.sleep(0.02)
+    how = f"it ended with exit code {process.poll()} before it listened"
+    if process.poll() is None:
         process.kill()
-        raise _NoWorker("it could not be started")
+        how = f"it did not listen within {_STARTING:g} s, and was killed"
+    last = os.pread(log, _LOG_BYTES, max(0, os.fstat(log).st_size - _LOG_BYTES)).decode(errors="replace")
+    raise _NoWorker(f"{how}; {_log(site)} says: {last.strip() or 'nothing'}")
+
+
+def _log(site: Path) -> str:
+    return f"its log, {str(site / 'worker' / 'log')!r},"
 
 
 def _heard(connection: socket.socket, raw: bytes, end: float) -> dict[str, Any]:
-    """The worker's answer: as long as it gives signs of life, until the message's time is over."""
-    channel.send(connection, raw)
-    while time.monotonic() < end:
-        try:
+    """The worker's answer: as long as it gives signs of life, until the message's time is over.
+
+    What takes longer than its message lives goes on, since it may be compiling, and the next message finds it done. One
+    that has waited long behind such a request, and in vain, ends the worker: there may be no end.
+    """
+    since: float | None = None  # when it began to be behind one that nobody waits for
+    try:
+        channel.send(connection, raw)
+        while time.monotonic() < end:
             found = codec.decode(channel.receive(connection))
-        except TimeoutError:
-            _kill(connection)
-            raise _NoWorker(f"it gave no sign of life for {_SILENCE:g} s, and was killed") from None
-        if found["status"] != "alive":
-            return dict(found)
-    raise RuntimeError("the message's time is over before the warm worker has answered; it goes on computing")
+            if found["status"] != "alive":
+                return dict(found)
+            since = (since or time.monotonic()) if found["behind"] else None
+    except TimeoutError:
+        killed = ", and was killed" if _kill(connection) else ""
+        raise _NoWorker(f"it gave no sign of life for {_SILENCE:g} s{killed}") from None
+    what = "it goes on computing"
+    if since is not None and time.monotonic() - since > _BEHIND and _kill(connection):
+        what = "it was still at an earlier one, which nobody waits for, and was killed"
+    raise RuntimeError(f"the message's time is over before the warm worker has answered; {what}")
 
 
-def _kill(connection: socket.socket) -> None:
-    """End the process at the other end, which is the one that listens in our own folder."""
-    if pid := channel.peer(connection):
-        os.kill(pid, signal.SIGKILL)
+def _kill(connection: socket.socket) -> bool:
+    """End the process at the other end, which is the one that listens in our own folder, if the system tells which."""
+    pid = channel.peer(connection)
+    if pid:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, signal.SIGKILL)
+    return bool(pid)

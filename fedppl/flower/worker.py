@@ -6,53 +6,78 @@ that it lives; the main thread computes, one request after the other.
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import importlib
 import logging
 import os
-import pickle
 import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedppl.flower import channel, worker_folder
+from fedppl.flower.identity import changed
+from fedppl.settings import shown
 from fedppl.storage import codec
+from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)
 
 ALIVE, STALE, FAILED, DONE = "alive", "stale", "failed", "done"
-_HANDSHAKE = 10.0  # seconds for proofs and the request
+_PROOFS = 10.0  # seconds in all, until the other end has shown that it knows the key
+_PATIENCE = 60.0  # seconds in which a known end has to say more, or to take what it is sent
 _TICK = 1.0
 _CONNECTIONS = 16  # at once
+_LOG = 2  # standard error, which whoever started it has opened
 _LOG_BYTES = 2**20  # of one request, to the app's own log
 
 
 class _Job:
-    """A request, and its answer when there is one."""
+    """A request, who asks, and the answer when there is one."""
 
-    def __init__(self, asked: Mapping[str, Any]) -> None:
+    def __init__(self, asked: Mapping[str, Any], connection: socket.socket) -> None:
         self.asked = asked
+        self.connection = connection
         self.done = threading.Event()
+        self.sent = threading.Event()  # or nobody takes it
         self.answer: bytes = b""
 
-    def end(self, status: str, **more: Any) -> None:
+    def end(self, answer: bytes) -> None:
         """Answer it."""
-        self.answer = codec.encode({"status": status, **more})
+        self.answer = answer
         self.done.set()
 
 
+class _Desk(NamedTuple):
+    """Jobs that wait, and the one that is computed."""
+
+    jobs: queue.Queue[_Job]
+    now: list[_Job]
+
+
+class _App(NamedTuple):
+    """What the worker was told, and the app that it has loaded."""
+
+    told: Mapping[str, Any]
+    folder: Path
+    site_app: Any  # None where it could not be loaded
+    trouble: str  # why not
+    marks: list[str]  # of the data that it has worked with, when it has
+
+
 def main(told: Mapping[str, Any]) -> None:
-    """Serve until told otherwise: `told` has the app's reference, the site's folder, seconds of idleness, identity."""
+    """Serve until told otherwise: `told` has the app's reference, the site's folder, seconds of idleness, identity.
+
+    Standard output and error are the open log.
+    """
     site = Path(told["folder"])
     folder = worker_folder.opened(site)
-    log = worker_folder.open_log(folder)
-    os.dup2(log, 1), os.dup2(log, 2)
     key = worker_folder.make_key(folder)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -63,13 +88,13 @@ def main(told: Mapping[str, Any]) -> None:
     listener.bind(worker_folder.address(folder, site))
     os.umask(before)
     listener.listen(_CONNECTIONS)
-    jobs: queue.Queue[_Job] = queue.Queue()
-    threading.Thread(target=_accept, args=(listener, key, jobs), daemon=True).start()
-    _serve(told, site, folder, key, jobs, log)
+    desk = _Desk(queue.Queue(), [])
+    threading.Thread(target=_accept, args=(listener, key, desk), daemon=True).start()
+    _serve(told, site, folder, key, desk)
     os._exit(0)  # threads and pools of libraries hold nobody up
 
 
-def _accept(listener: socket.socket, key: bytes, jobs: queue.Queue[_Job]) -> None:
+def _accept(listener: socket.socket, key: bytes, desk: _Desk) -> None:
     free = threading.BoundedSemaphore(_CONNECTIONS)
     while True:
         free.acquire()
@@ -79,89 +104,126 @@ def _accept(listener: socket.socket, key: bytes, jobs: queue.Queue[_Job]) -> Non
             free.release()
             time.sleep(_TICK)
             continue
-        threading.Thread(target=_talk, args=(connection, key, jobs, free), daemon=True).start()
+        threading.Thread(target=_talk, args=(connection, key, desk, free), daemon=True).start()
 
 
-def _talk(connection: socket.socket, key: bytes, jobs: queue.Queue[_Job], free: threading.BoundedSemaphore) -> None:
+def _talk(connection: socket.socket, key: bytes, desk: _Desk, free: threading.BoundedSemaphore) -> None:
     """One connection: proofs, a request, signs of life, the answer."""
+    job = None
     try:
         with connection:
-            connection.settimeout(_HANDSHAKE)
+            connection.settimeout(_PROOFS)
             channel.peer(connection)
-            channel.prove(connection, key, first=False)
-            job = _Job(codec.decode(channel.receive(connection)))
-            jobs.put(job)
+            channel.prove(connection, key, first=False, limit=_PROOFS)
+            connection.settimeout(_PATIENCE)
+            job = _Job(codec.decode(channel.receive(connection)), connection)
+            desk.jobs.put(job)
             while not job.done.wait(_TICK):
-                channel.send(connection, codec.encode({"status": ALIVE}))
+                # What may have no end, and who waits for this one has to know.
+                behind = any(one is not job and channel.is_closed(one.connection) for one in tuple(desk.now))
+                channel.send(connection, _packed(ALIVE, behind=behind))
             channel.send(connection, job.answer)
     except Exception as error:  # whatever comes from elsewhere is no reason to end
-        logger.warning("a connection to the warm worker is refused: %s: %s", type(error).__name__, error)
+        logger.warning("a connection to the warm worker is given up: %s: %s", type(error).__name__, error)
     finally:
+        if job is not None:
+            job.sent.set()
         free.release()
 
 
-def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, jobs: queue.Queue[_Job], log: int) -> None:
+def _serve(told: Mapping[str, Any], site: Path, folder: int, key: bytes, desk: _Desk) -> None:
     """Answer jobs until idle, concluded, stale, or no longer there."""
-    try:
-        module, _, name = told["app"].partition(":")
-        from fedppl.flower.answers import declared  # after the socket is there: it takes seconds
-
-        declaration = declared[getattr(importlib.import_module(module), name)]
-    except BaseException:
-        logger.exception("the warm worker cannot load %s", told["app"])
-        declaration = None
-    marks: list[str] = []
+    app = _loaded_app(told, site)
+    taken: list[_Job] = []
     last = time.monotonic()
     while worker_folder.is_there(folder, site, key) and time.monotonic() - last < told["idle"]:
         try:
-            job = jobs.get(timeout=_TICK)
+            job = desk.jobs.get(timeout=_TICK)
         except queue.Empty:
             continue
-        status, more, goes_on = _do(job, told, site, declaration, marks, log)
+        desk.now.append(job)
+        answer, goes_on = _do(job, app)
+        desk.now.clear()
         if not goes_on:  # before the answer: whoever asks next finds no worker, rather than one that ends
             _leave(site, folder, key)
-        job.end(status, **more)
+        job.end(answer)
+        taken = [one for one in (*taken, job) if not one.sent.is_set()]
         last = time.monotonic()
         if not goes_on:
             break
     _leave(site, folder, key)
-    while not jobs.empty():
-        jobs.get().end(STALE)
-    time.sleep(0.5)  # for threads to send what they have
+    while not desk.jobs.empty():
+        taken.append(desk.jobs.get())
+        taken[-1].end(_packed(STALE, why="the one before it was its last"))
+    end = time.monotonic() + _PATIENCE
+    for job in taken:  # their threads die with this process
+        job.sent.wait(max(0.0, end - time.monotonic()))
 
 
-def _do(
-    job: _Job, told: Mapping[str, Any], site: Path, declaration: Any, marks: list[str], log: int
-) -> tuple[str, dict[str, Any], bool]:
-    """Status and content of the answer to a job, and whether the worker goes on after it."""
-    from fedppl.flower.answers import answer
-    from fedppl.flower.memory import file_memory
-    from fedppl.flower.records import CONCLUDE
+def _loaded_app(told: Mapping[str, Any], site: Path) -> _App:
+    try:
+        module, _, name = told["app"].partition(":")
+        from fedppl.flower.answers import declared  # after the socket is there: it takes seconds
 
-    start = os.fstat(log).st_size
+        found = getattr(importlib.import_module(module), name)
+        if found not in declared:
+            raise DeclarationError(
+                f"app={told['app']!r} is {shown(found)}; name what fedppl.Flower.client_app returned."
+            )
+        return _App(told, site, declared[found], "", [])
+    except BaseException:
+        logger.exception("the warm worker cannot load %s", told["app"])
+        return _App(told, site, None, traceback.format_exc(), [])
+
+
+def _do(job: _Job, app: _App) -> tuple[bytes, bool]:
+    """The answer to a job, and whether the worker goes on after it."""
+    start = os.fstat(_LOG).st_size
     try:
         asked = job.asked
-        if asked["identity"] != told["identity"]:
-            return STALE, {}, False
+        if asked["identity"] != app.told["identity"]:
+            return _packed(STALE, why=changed(app.told["identity"], asked["identity"])), False
+        if app.site_app is None:  # the next message has another try: what was missing may be there by then
+            return _packed(FAILED, log=app.trouble), False
+        from fedppl.flower.answers import answer
+        from fedppl.flower.memory import file_memory
+        from fedppl.flower.records import CONCLUDE
+
         config, kind = asked["config"], asked["kind"]
-        here = declaration.node(config)
-        if here.folder is None or not os.path.samefile(here.folder, site):
+        here = app.site_app.node(config)
+        if here.folder is None or not os.path.samefile(here.folder, app.folder):
             raise ValueError(
-                f"client_app keeps its files in {here.folder}, warm_app in {site}; name one folder in both"
+                f"client_app keeps its files in {here.folder}, warm_app in {app.folder}; name one folder in both"
             )
-        loaded, mark = _loaded(here, config)
-        if marks and mark != marks[0]:
-            return STALE, {}, False
-        marks[:] = [mark]
-        if loaded is not None:  # what was looked at is what is used
-            here = here._replace(load_data=lambda _: loaded)
+        if channel.is_closed(job.connection):
+            return _given_up(kind), True
+        load, mark = _loaded(here, config)
+        if app.marks and mark != app.marks[0]:
+            return _packed(STALE, why="the data that load_data returns changed"), False
+        app.marks[:] = [mark]
+        if channel.is_closed(job.connection):  # loading may take long; the next thing is to admit it
+            return _given_up(kind), True
+        here = here._replace(load_data=load)  # what was looked at is what is used
         arrays, texts = answer(kind, here, config, file_memory(here.folder), (asked["arrays"], asked["texts"]))
-        told_log = os.pread(log, _LOG_BYTES, start).decode(errors="replace")
         plain = {name: np.asarray(value) for name, value in arrays.items()}
-        return DONE, {"arrays": plain, "texts": dict(texts), "log": told_log}, kind != CONCLUDE
+        return _packed(DONE, arrays=plain, texts=dict(texts), log=_logged(start)), kind != CONCLUDE
     except Exception:  # the app answers by itself then, and fails in the same way where it does
         logger.exception("the warm worker does not answer")
-        return FAILED, {}, False
+        return _packed(FAILED, log=_logged(start) or traceback.format_exc()), True  # the app's logging may go elsewhere
+
+
+def _logged(start: int) -> str:
+    return os.pread(_LOG, _LOG_BYTES, start).decode(errors="replace")
+
+
+def _packed(status: str, **more: Any) -> bytes:
+    return codec.encode({"status": status, **more})
+
+
+def _given_up(kind: str) -> bytes:
+    """Of a request whose asker has gone: nobody reads it, and it counts against no limit of the policy."""
+    logger.warning("who asked for %s has gone; it is neither computed nor counted", kind)
+    return _packed(FAILED, log="")
 
 
 def _leave(site: Path, folder: int, key: bytes) -> None:
@@ -170,13 +232,20 @@ def _leave(site: Path, folder: int, key: bytes) -> None:
         worker_folder.remove(folder)
 
 
-def _loaded(here: Any, config: Mapping[str, Any]) -> tuple[Any, str]:
-    """Data as loaded now, and a digest of them and of the policy; None where loading fails, as it will again."""
-    rules = [(name, value) for name, value in vars(here.policy).items() if not callable(value)]
-    state = hashlib.sha256(repr(rules).encode())
+def _loaded(here: Any, config: Mapping[str, Any]) -> tuple[Callable[[Mapping[str, Any]], Any], str]:
+    """Data as loaded now, or that loading fails, behind a function; and a digest, by which a change is seen.
+
+    The policy is not part of it: it is read anew for each message, and nothing that is kept depends on it.
+    """
+    from fedppl.flower.loaded import digest, settled
+
     try:
-        loaded = here.load_data(config)
-        state.update(pickle.dumps(loaded))
-    except Exception:
-        return None, f"{state.hexdigest()} without data"
-    return loaded, state.hexdigest()
+        found = here.load_data(config)
+    except Exception as error:
+        return functools.partial(_raise, error), "loading fails"
+    found = settled(found)
+    return lambda _: found, digest(found)
+
+
+def _raise(error: Exception, config: Mapping[str, Any]) -> Any:
+    raise error
