@@ -401,7 +401,7 @@ def test_columns_beyond_what_sums_tell_are_refused_with_the_remedy() -> None:
             fedppl.agree(fedppl.formula("y ~ age + (1 | site)"), FRAME.assign(**change), by="site")
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_correlations_from_partial_ones_are_lkj(count: int, rng: np.random.Generator) -> None:
     """det(R)^(η − 1), once the change of variables is counted."""
     pairs = np.tril_indices(count, -1)

@@ -6,6 +6,7 @@ export FLWR_TELEMETRY_ENABLED=0
 export FLWR_DISABLE_UPDATE_CHECK=1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
 export OMP_NUM_THREADS=1
+export FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1  # seconds; how often Flower looks for a message to start a process for
 mkdir -p "$WORK" "$FLWR_HOME"
 
 # The connection that `flwr ... loopback` uses.
