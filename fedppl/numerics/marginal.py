@@ -242,24 +242,26 @@ def gradient_batch(kernel: Any, draws: Any, phi: Any, theta: Any, data: Any, gra
 def modes_from(kernel: Any, phi: Any, starts: Any, data: Any, values: Any, modes: Any, factors: Any) -> None:
     """Modes of θ at φ from each of many starts (S, d): Laplace's log f about it, −inf where there is none.
 
-    Fills values (S,), modes (S, d) and the Cholesky factors (S, d, d) of A.
+    Fills values (S,), modes (S, d), or where searches ended, and the Cholesky factors (S, d, d) of A.
     """
     m, d = phi.shape[0], starts.shape[1]
     for s in range(starts.shape[0]):
         status, x, output, _, factor, _, _ = _origin(kernel, phi, starts[s], data)
         values[s] = -np.inf
+        assign(modes[s], 0, x[m:])
         if status == OK:
             values[s] = output[0] + 0.5 * d * np.log(2.0 * np.pi) - 0.5 * log_determinant(factor)
-            assign(modes[s], 0, x[m:])
             for i in range(d):
                 assign(factors[s, i], 0, factor[i])
 
 
-@entry(KERNEL, VECTOR, VECTOR, DATA)
-def inner_mode_at(kernel: Any, phi: Any, theta: Any, data: Any) -> Any:
-    """Mode of θ at φ: (status, θ mode (d,))."""
-    status, x, _, _, _, _, _ = _origin(kernel, phi, theta, data)
-    return status, x[phi.shape[0] :].copy()
+def inner_mode_at(kernel: Any, phi: Array, theta: Array, data: Any) -> tuple[int, Array]:
+    """Mode of θ at φ: (status, θ mode (d,)), where there is none where the search ended."""
+    d = len(theta)
+    values, modes = np.zeros(1), np.zeros((1, d))
+    starts = np.ascontiguousarray(theta)[None]
+    modes_from(kernel, np.ascontiguousarray(phi), starts, data, values, modes, np.zeros((1, d, d)))
+    return (OK if values[0] > -np.inf else NO_MODE), modes[0]
 
 
 @entry(KERNEL, MATRIX, DATA)
