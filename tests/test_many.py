@@ -344,6 +344,24 @@ def test_a_callback_sees_passes_and_may_stop_them(frame: pd.DataFrame) -> None:
         fit.summary()
 
 
+def test_who_pulls_further_than_chance_would_is_named() -> None:
+    rng = np.random.default_rng(3)
+    y = 0.8 * rng.normal(size=60) + rng.normal(size=60)
+    model = fedppl.FederatedModel(normal, ["mu", "tau"])
+    for far, named in ((0.0, False), (25.0, True)):
+        clients = {f"g{k}": {"y": np.array([y[k] + far * (k == 7)])} for k in range(60)}
+        fit = fedppl.fit(model, clients, progressbar=False, random_seed=1)
+        assert fit.status.ok and fit.records[-1].together == 60
+        assert ("client g7 pulls" in fit.message) == named
+
+
+def normal(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        y, mu, tau = pm.Data("y", y), pm.Normal("mu", 0, 10), pm.HalfNormal("tau", 2)
+        pm.Normal("obs", mu + tau * pm.Normal("z"), 1.0, observed=y)
+    return model
+
+
 def test_ctrl_c_after_a_pass_gives_its_record(frame: pd.DataFrame) -> None:
     def interrupted(step: Any) -> None:
         if step.number == 2:

@@ -83,7 +83,7 @@ def judge(taken: Taken, last: Change, rows: list[int], tolerance: float, largest
         message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
         skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * min(mc_error, _MOST_ERROR_LEFT)))
         skewed = "; ".join(filter(None, (skewed, _uncoupled(state.sites.structure))))
-        message = "; ".join(filter(None, (message, _far_off(state))))
+        message = "; ".join(filter(None, (message, far_off(state))))
     else:
         status = Status.RUNNING
         remedy = f"raise rounds=, or {LESS_NOISE}" if noisy else "raise rounds="
@@ -123,7 +123,7 @@ def _noisy(state: EPState, moves: Array, drift: Array, limit: float, left: float
     )
 
 
-def _far_off(state: EPState) -> str:
+def far_off(state: EPState) -> str:
     """Who pulls a mean further than chance would, given what the others know; empty where nobody does."""
     if len(state.sites.where) < 2:
         return ""

@@ -20,6 +20,7 @@ from fedppl.algorithms.ep._correction import Correcting
 from fedppl.algorithms.ep._search import Ask, Fitted, Found, Search, begin, one_pass
 from fedppl.algorithms.ep._state import EPInfo, EPState
 from fedppl.algorithms.ep._together_corrected import corrected
+from fedppl.algorithms.ep._verdict import far_off
 from fedppl.algorithms.ep.correction import Correction
 from fedppl.contracts import Report
 from fedppl.contracts.many import ManyClients, Passed
@@ -32,6 +33,7 @@ from fedppl.types import LocalFailure, Rng, Status
 
 _GROWTH = 64  # times as many clients are asked next
 _PASSES = 20  # over the same clients
+_NAMED = 100_000  # clients of whom it is said who pulls further than chance would: each takes a cavity
 _TAILS = 0.25  # log units of a posterior's integral that may be missing, by its skewness
 
 Places = NDArray[np.int64]
@@ -99,11 +101,16 @@ def together(
         yield Passed(count, _report(at.search, Status.STALLED, _said(way)))
         return
     ended = _ended(state, at.search, at.sites(), many.like.has_proper_prior, way)
+    who = far_off(ended) if count <= _NAMED else ""
     if at.search.done:
-        yield Passed(count, _report(at.search, Status.CONVERGED, _said(way)), ended, way.nodes)
+        said = "; ".join(filter(None, (_said(way), who)))
+        yield Passed(count, _report(at.search, Status.CONVERGED, said), ended, way.nodes)
         return
     for passed in corrected(many, ended, correction, way, workers):
-        yield passed._replace(way=way.nodes)
+        report = passed.report
+        if passed.state is not None:
+            report = report._replace(message="; ".join(filter(None, (report.message, who))))
+        yield passed._replace(report=report, way=way.nodes)
 
 
 def _better(one: Way | None, other: Way) -> Way:
