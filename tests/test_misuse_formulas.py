@@ -295,3 +295,10 @@ def test_an_interval_without_an_upper_limit_has_none_yet(missing: str, kind: str
         fedppl.fit(model, data, by=by, missing=missing, progressbar=False)
     with pytest.raises(fedppl.DataError, match=r"'high' is missing in [12] rows.*inf"):
         fedppl.agree(model, data, by=by, missing=missing)
+
+
+def test_levels_of_a_column_of_numbers_are_refused_without_its_rows() -> None:
+    frame = pd.DataFrame({"site": list("aabb"), "x": [0.25, -1.5, 2.75, 1e-7], "y": [1.0, 2.0, 0.5, 0.7]})
+    with pytest.raises(DataError, match="numbers with fractions") as error:
+        fedppl.agree(fedppl.formula("y ~ x", levels={"x": [1, 2]}), frame, by="site")
+    assert "2.75" not in str(error.value)

@@ -5,6 +5,7 @@ One exchange: counts of levels, and of numeric columns counts, sums and sums of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -205,6 +206,11 @@ def _ordered(name: str, parts: Mapping[str, Told], order: list[str]) -> Column:
     """Levels that the user named, in that order; those that nobody has stay."""
     counts = _counts(parts)
     if missing := sorted(set(counts) - set(order)):
+        if any(re.fullmatch(r"-?\d*\.\d*[1-9]\d*(e-?\d+)?", one) for one in missing):
+            raise DataError(
+                f"levels={{{name!r}: {order}}}, and {name!r} holds numbers with fractions; leave it out of levels=, or cut "
+                "it into levels as a column before."
+            )
         raise DataError(
             f"levels={{{name!r}: {order}}} lacks {missing[:8]}, which clients have; name them too, or "
             "recode their rows."
