@@ -208,8 +208,8 @@ def _ordered(name: str, parts: Mapping[str, Told], order: list[str]) -> Column:
     if missing := sorted(set(counts) - set(order)):
         if any(re.fullmatch(r"-?\d*\.\d*[1-9]\d*(e-?\d+)?", one) for one in missing):
             raise DataError(
-                f"levels={{{name!r}: {order}}}, and {name!r} holds numbers with fractions; leave it out of levels=, or cut "
-                "it into levels as a column before."
+                f"levels={{{name!r}: {order}}}, and {name!r} holds numbers with fractions; leave it out of levels=, or "
+                "cut it into levels as a column before."
             )
         raise DataError(
             f"levels={{{name!r}: {order}}} lacks {missing[:8]}, which clients have; name them too, or "
