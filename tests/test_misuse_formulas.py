@@ -109,7 +109,7 @@ ROWS: dict[str, Mistake] = {
     "a level for levels": row(text("y ~ arm", levels={"arm": "c"}), "'c'", "list of levels"),
     "a level twice": row(text("y ~ arm", levels={"arm": ["c", "d", "d"]}), "twice", "once"),
     "levels of another column": row(text("y ~ arm", levels={"dose": ["low"]}), "['dose']", "name some"),
-    "levels of numbers": row(of("y ~ x", levels={"x": [0, 1]}), "levels={'x'", "numbers with fractions", "leave it out"),
+    "levels of numbers": row(of("y ~ x", levels={"x": [0, 1]}), "levels={'x'", "numbers with fractions"),
     "a level left out": row(of("y ~ arm", levels={"arm": ["c", "e"]}), "['d']", "name them too"),
     "correlated by a text": row(text("y ~ x", correlated="no"), "correlated='no'", "True or False"),
     "a constant that nobody gave": row(
