@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
 import numpy as np
 import pymc as pm
+import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
 from scipy import stats
@@ -17,8 +19,9 @@ from scipy.stats import norm
 import fedppl
 from fedppl import FederatedModel, gaussian
 from fedppl.local import _conditional, _gaussian_rest, _inner, _marginal
+from fedppl.local._other_modes import require_one_mode
 from fedppl.local._separable import is_separable
-from fedppl.types import Array
+from fedppl.types import Array, LocalFailure
 
 
 def intercepts(y: Any) -> pm.Model:
@@ -362,3 +365,36 @@ def test_shoulders_beside_the_mode_are_integrated_within_what_is_told(seed: int)
     wrong = found.values - exact
     told = np.hypot(found.constant.alike, found.constant.by_chance) + np.abs(found.errors)
     assert np.all(np.abs(wrong) < 0.003 + 3 * told) and np.max(np.abs(wrong)) < 0.03
+
+
+@pytest.mark.parametrize(("place", "width"), [(-6, 0.5), (10, 0.3), (12, 0.1), (7.3, 0.3), (-3, 0.1)])
+def test_a_second_hump_of_a_prior_is_no_gaussian(place: float, width: float) -> None:
+    """Wherever it stands: points at a few distances do not see it. A search for modes comes in any case."""
+    client = enrolled_alone(functools.partial(hump, place=place, width=width), y=np.array([3.5]))
+    assert not client.view(_gaussian_rest.is_exact)
+    with pytest.raises(LocalFailure, match="more than one mode"):
+        require_one_mode(enrolled_alone(hump, y=np.array([3.5])), np.zeros((1, 1)), np.zeros(1))
+
+
+def hump(y: Any, place: float = 7.0, width: float = 0.5) -> pm.Model:
+    with pm.Model() as model:
+        y, mu = pm.Data("y", y), pm.Normal("mu", 0, 3)
+        th = pm.NormalMixture("th", [0.7, 0.3], pt.stack([mu, mu + place]), [1.0, width])
+        pm.Normal("obs", th, 5.0, observed=y)
+    return model
+
+
+def test_a_gaussian_with_an_edge_is_no_gaussian() -> None:
+    """The edge of a rate that a likelihood has by its domain."""
+
+    def build(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            y, mu = pm.Data("y", y), pm.Normal("mu", 1, 1)
+            pm.Poisson("obs", np.e * pm.Normal("th", mu, 1.5), observed=y)
+        return model
+
+    assert not enrolled_alone(build, y=np.zeros(3, dtype=int)).view(_gaussian_rest.is_exact)
+
+
+def enrolled_alone(build: Any, **data: Any) -> Any:
+    return FederatedModel(build, ["mu"]).enrol({"a": data})["a"]

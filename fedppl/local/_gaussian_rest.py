@@ -17,6 +17,7 @@ MOST = 2  # coordinates that may be integrated by quadrature
 _MOST_LOCAL = 50  # coordinates of θ, so that finding c costs little
 _STEP, _CHANGED = 1e-2, 1e-6  # sds; change of a curvature, in its own units, that is none of rounding
 _FAR = (0.5, 1.0, 3.0, 10.0, 30.0, 100.0)  # sds
+_ALONG = np.arange(1.0, 16.0)  # sds along a coordinate
 _EQUAL, _ROUNDING = 1e-7, 1e-10  # of what the density changes by, and of the density
 
 Places = NDArray[np.intp]
@@ -81,14 +82,15 @@ def _cover(turns: NDArray[np.bool_], chosen: tuple[int, ...]) -> tuple[int, ...]
 
 def _curvatures(client: ClientView, probes: _Probes) -> Array:
     """−∂²ℓ/∂θ² by central differences, (P, 1 + d, d, d): at each mode, and an sd from it along each coordinate."""
-    count, d = probes.modes.shape
-    along = probes.sds[:, :, None] * np.eye(d)  # (P, d, d)
-    around = probes.modes[:, None] + np.concatenate([np.zeros((count, 1, d)), along], axis=1)
-    steps = _STEP * np.concatenate([along, -along], axis=1)
-    ends = around[:, :, None] + steps[:, None]  # (P, 1 + d, 2d, d)
-    slopes = _outputs(client, probes.phi, ends)[..., 1 + probes.phi.shape[1] :]
-    found = -(slopes[:, :, :d] - slopes[:, :, d:]) / (2.0 * _STEP * probes.sds[:, None, :, None])
-    return np.asarray(0.5 * (found + np.swapaxes(found, -1, -2)))
+    found = []
+    for phi, mode, sd in zip(*probes, strict=True):  # one after the other: of many coordinates points take memory
+        d, along = len(mode), np.diag(sd)
+        around = mode + np.concatenate([np.zeros((1, d)), along])
+        ends = around[:, None] + _STEP * np.concatenate([along, -along])  # (1 + d, 2d, d)
+        slopes = _outputs(client, phi[None], ends[None])[0, ..., 1 + len(phi) :]
+        found.append(-(slopes[:, :d] - slopes[:, d:]) / (2.0 * _STEP * sd[:, None]))
+    stacked = np.stack(found)
+    return np.asarray(0.5 * (stacked + np.swapaxes(stacked, -1, -2)))
 
 
 def _outputs(client: ClientView, phi: Array, theta: Array) -> Array:
@@ -101,7 +103,13 @@ def _outputs(client: ClientView, phi: Array, theta: Array) -> Array:
 
 
 def _is_gaussian(client: ClientView, probes: _Probes, which: Places) -> bool:
-    """Whether the density itself is a Gaussian's in the rest of θ, near and far, wherever c is."""
+    """Whether the density itself is a Gaussian's in the rest of θ, near and far, wherever c is.
+
+    In random directions at all probes, and at the first one along each coordinate at every sd: a second hump of a
+    prior's own stands between a few points.
+    """
+    if not _is_along(client, probes, which):
+        return False
     m, rest = probes.phi.shape[1], np.setdiff1d(np.arange(client.local_size), which)
     r, rng = len(rest), np.random.default_rng(0)
     places = np.array((0.5, -1.0, 2.0) if len(which) else (0.0,))  # of c, in sds
@@ -119,4 +127,21 @@ def _is_gaussian(client: ClientView, probes: _Probes, which: Places) -> bool:
     differ = logs[..., 1 + r :] - logs[..., :1]
     # Many rows have a large density, whose rounding may hide nothing behind it.
     allowed = _EQUAL + _ROUNDING * np.abs(logs[..., :1]) + _EQUAL * np.abs(differ)
-    return bool(np.all(np.abs(told - differ) <= allowed))
+    return bool(np.all(np.isfinite(differ)) and np.all(np.abs(told - differ) <= allowed))
+
+
+def _is_along(client: ClientView, probes: _Probes, which: Places) -> bool:
+    """The same along each coordinate of the rest, at one probe and where c is there."""
+    m, rest = probes.phi.shape[1], np.setdiff1d(np.arange(client.local_size), which)
+    phi, mode, sd = (part[:1] for part in probes)
+    steps = np.concatenate([[0.0, 1.0], _ALONG, -_ALONG])
+    theta = np.repeat(np.repeat(mode[:, None, None], len(rest), axis=1), len(steps), axis=2)
+    for place, i in enumerate(rest):
+        theta[:, place, :, i] += steps * sd[:, i]
+    found = _outputs(client, phi, theta)[0]
+    logs = found[..., 0]
+    slopes = found[np.arange(len(rest))[:, None], np.arange(2), 1 + m + rest[:, None]] * sd[0, rest, None]  # (r, 2)
+    told = slopes[:, :1] * steps + 0.5 * (slopes[:, 1:] - slopes[:, :1]) * steps**2
+    differ = logs - logs[:, :1]
+    allowed = _EQUAL + _ROUNDING * np.abs(logs[:, :1]) + _EQUAL * np.abs(differ)
+    return bool(np.all(np.isfinite(differ)) and np.all(np.abs(told - differ) <= allowed))

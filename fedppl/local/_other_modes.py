@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 
 from fedppl.contracts import ClientView
-from fedppl.local import _gaussian_rest, _marginal
-from fedppl.local._gaussian_rest import Places
+from fedppl.local import _marginal
 from fedppl.numerics.importance import stream_of
 from fedppl.numerics.marginal import modes_from
 from fedppl.types import Array, LocalFailure
@@ -28,15 +27,12 @@ def require_one_mode(client: ClientView, points: Array, center: Array) -> None:
     LocalFailure
         Where another mode is found. It names variables, and no number of the client's.
     """
-    which = client.view(_gaussian_rest.find) if client.local_size > 1 else None
-    if which is None and client.view(_gaussian_rest.is_exact):
-        return  # a Gaussian has one mode
     begin = client.view(_marginal._start)[None]
     for point in (center, _another(points, center)):
         (value,), (mode,), (factor,) = _search(client, point, begin)
         if not np.isfinite(value):
             return  # who integrates about a mode says that there is none
-        for one in zip(*_search(client, point, _starts(client, mode, factor, which)), strict=True):
+        for one in zip(*_search(client, point, _starts(client, mode, factor)), strict=True):
             other_value, other, other_factor = one
             if not other_value > value + _NEGLIGIBLE:
                 continue
@@ -62,12 +58,8 @@ def _search(client: ClientView, point: Array, starts: Array) -> tuple[Array, Arr
     return values, modes, factors
 
 
-def _starts(client: ClientView, mode: Array, factor: Array, which: Places | None) -> Array:
-    """Where likelihoods that do not tell signs or order have their other modes, and points far off in any direction.
-
-    Where θ is Gaussian given the coordinates `which`, one start for each of their values: the first step finds the
-    rest.
-    """
+def _starts(client: ClientView, mode: Array, factor: Array) -> Array:
+    """Where likelihoods that do not tell signs or order have their other modes, and points far off in any direction."""
     d = len(mode)
     starts = [-mode, np.zeros(d), client.initial]
     if d > 1:
@@ -86,7 +78,7 @@ def _starts(client: ClientView, mode: Array, factor: Array, which: Places | None
     z *= np.array(_FAR)[:, None] / np.linalg.norm(z, axis=1, keepdims=True)
     moved = np.linalg.solve(factor.T, np.concatenate([z, -z]).T).T
     found = np.stack([mode, *starts, *(mode + moved)])
-    _, first = np.unique(found if which is None else found[:, which], axis=0, return_index=True)
+    _, first = np.unique(found, axis=0, return_index=True)
     return found[np.sort(first[first > 0])]  # of the mode itself it is known
 
 
