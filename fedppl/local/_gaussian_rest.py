@@ -99,7 +99,7 @@ def _outputs(client: ClientView, phi: Array, theta: Array) -> Array:
     beside = np.broadcast_to(phi.reshape(len(phi), *(1,) * (theta.ndim - 2), -1), (*shape, phi.shape[1]))
     x = np.concatenate([beside, theta], axis=-1)
     found = site_outputs(client.kernel, np.ascontiguousarray(x.reshape(-1, x.shape[-1])), client.packed)
-    return np.asarray(found.reshape(*shape, -1))
+    return np.asarray(found.reshape(*shape, found.shape[1]))  # which may be of no points
 
 
 def _is_gaussian(client: ClientView, probes: _Probes, which: Places) -> bool:
