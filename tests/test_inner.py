@@ -369,9 +369,13 @@ def test_shoulders_beside_the_mode_are_integrated_within_what_is_told(seed: int)
 
 @pytest.mark.parametrize(("place", "width"), [(-6, 0.5), (10, 0.3), (12, 0.1), (7.3, 0.3), (-3, 0.1)])
 def test_a_second_hump_of_a_prior_is_no_gaussian(place: float, width: float) -> None:
-    """Wherever it stands: points at a few distances do not see it. A search for modes comes in any case."""
+    """Wherever it stands: points at a few distances do not see it."""
     client = enrolled_alone(functools.partial(hump, place=place, width=width), y=np.array([3.5]))
     assert not client.view(_gaussian_rest.is_exact)
+
+
+def test_a_second_hump_of_a_prior_is_another_mode() -> None:
+    """Of a density that would be taken for a Gaussian's too: the search comes in any case."""
     with pytest.raises(LocalFailure, match="more than one mode"):
         require_one_mode(enrolled_alone(hump, y=np.array([3.5])), np.zeros((1, 1)), np.zeros(1))
 

@@ -113,3 +113,13 @@ def test_ordered_entries_of_one_distribution_are_all_drawn() -> None:
     first = stats.norm(0, 2.5).ppf(stats.beta(1, 8).ppf((np.arange(4000) + 0.5) / 4000))  # the lowest of eight
     assert_allclose(found[:, 0].mean(), first.mean(), atol=5 * first.std() / np.sqrt(4000))
     assert_allclose(found[:, 0].std(), first.std(), rtol=5 / np.sqrt(2 * 4000))
+
+
+def test_an_ordered_vector_that_others_depend_on_is_drawn_with_them() -> None:
+    """What is near its first entry is near the lowest one, and not near the first that was drawn."""
+    with pm.Model() as model:
+        a = pm.Normal("a", 0, 1, shape=2, transform=pm.distributions.transforms.ordered, initval=np.arange(2.0))
+        pm.Normal("b", a[0], 1e-3)
+    rvs = tuple(model.free_RVs)
+    found = _prior_draws.unconstrained(Parts(model, rvs, (), (), rvs, ()), 4000, 1)
+    assert_allclose(found[:, 2], found[:, 0], atol=0.01)

@@ -11,7 +11,7 @@ import pymc as pm
 import pytensor.tensor as pt
 from scipy.special import expit, softmax
 
-from fedppl.formulas.family import Drawn, Family, Scales
+from fedppl.formulas.family import Drawn, Family, Scales, log_mean
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.survival import SURVIVAL
 from fedppl.settings import shown
@@ -19,10 +19,6 @@ from fedppl.types import Array, DeclarationError
 
 _Parameters = Mapping[str, Any]
 _Data = Mapping[str, Any]
-
-
-def _log_mean(scales: Scales) -> float:
-    return float(np.log(scales.mean)) if scales.mean > 0 else np.log(1e-6)
 
 
 def _gaussian(eta: Any, parameters: _Parameters, data: _Data, scales: Scales) -> Drawn:
@@ -143,9 +139,9 @@ FAMILIES: Mapping[str, Family] = {
         Family("student", _student, _itself, "real", _sigma_and_nu, _mean, _sd),
         Family("bernoulli", _bernoulli, _inverse_logit, "binary", link="logit"),
         Family("binomial", _binomial, _inverse_logit, "count", responses=("proportion",), link="logit"),
-        Family("poisson", _poisson, _exponential, "count", center=_log_mean, link="log"),
-        Family("negativebinomial", _negative_binomial, _exponential, "count", _alpha, _log_mean, link="log"),
-        Family("gamma", _gamma, _exponential, "positive", _alpha, _log_mean, link="log"),
+        Family("poisson", _poisson, _exponential, "count", center=log_mean, link="log"),
+        Family("negativebinomial", _negative_binomial, _exponential, "count", _alpha, log_mean, link="log"),
+        Family("gamma", _gamma, _exponential, "positive", _alpha, log_mean, link="log"),
         Family("beta", _beta, _inverse_logit, "unit", _concentration, link="logit"),
         Family("ordinal", _ordinal, _of_levels, "level", _thresholds, link="logit", intercept=False),
         Family("categorical", _categorical, _softmax, "level", link="logit against the reference", several=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import pymc as pm
 
 from fedppl.formulas.priors import Prior
@@ -18,6 +19,11 @@ class Scales(NamedTuple):
     sd: float
     levels: tuple[str, ...]
     cuts: tuple[float, ...] = ()  # of time, where all clients know some
+
+
+def log_mean(scales: Scales) -> float:
+    """Log of the outcome's mean, however small; that of sites that round it may be 0."""
+    return float(np.log(scales.mean if scales.mean > 0 else 1e-6))
 
 
 class Drawn(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -73,13 +74,15 @@ def strange_levels(told: Mapping[str, Mapping[str, Told]]) -> list[str]:
     """Columns of which a client has no level that another has, while all the others have some in common, in words."""
     found = []
     for name in next(iter(told.values()), {}):
-        kept = {k: set(one[name].levels) for k, one in told.items() if one[name].levels}
-        others = {k: set().union(*(levels for other, levels in kept.items() if other != k)) for k in kept}
-        apart = [k for k in kept if not kept[k] & others[k]]
+        kept = {k: one[name].levels for k, one in told.items() if one[name].levels}
+        clients = Counter(level for levels in kept.values() for level in levels)
+        apart = [k for k, levels in kept.items() if all(clients[level] == 1 for level in levels)]
         if len(apart) == 1 and len(kept) > 2:
-            here, there = sorted(kept[apart[0]])[:_SHOWN], sorted(others[apart[0]])[:_SHOWN]
+            here = kept[apart[0]]
+            others = sorted(set(clients) - set(here))[:_SHOWN]
             found.append(
-                f"{name!r} at client {apart[0]!r} has the levels {here}, and no other has one of them: {there}"
+                f"{name!r} at client {apart[0]!r} has the levels {sorted(here)[:_SHOWN]}, and no other has one of them: "
+                f"{others}"
             )
     return found
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytensor.tensor as pt
 from scipy import special
 
-from fedppl.formulas.family import Drawn, Family, Scales
+from fedppl.formulas.family import Drawn, Family, Scales, log_mean
 from fedppl.formulas.priors import Prior
 from fedppl.types import Array
 
@@ -149,7 +149,7 @@ def _family(
         return np.asarray(np.exp(-kind.reached(at, eta, *parameters.values())))
 
     def center(scales: Scales) -> float:
-        return sign * float(np.log(scales.mean))
+        return sign * log_mean(scales)
 
     return Family(name, likelihood, mean, "time", shapes, center, responses=("survival", "interval"), link=link)
 

@@ -37,7 +37,8 @@ def unconstrained(parts: _graph.Parts, count: int, seed: int) -> Array:
     values = []
     for rv in parts.shared:
         transform = model.rvs_to_transforms[rv]
-        drawn = pt.sort(rv, axis=-1) if _is_ordered(transform) and _has_like_entries(rv) else rv
+        alone = isinstance(transform, Ordered) and not any(rv in ancestors(one.owner.inputs) for one in parts.shared)
+        drawn = pt.sort(rv, axis=-1) if alone and _has_like_entries(rv) else rv
         values.append(rv if transform is None else transform.forward(drawn, *rv.owner.inputs))
     try:
         with quiet():
@@ -51,7 +52,8 @@ def unconstrained(parts: _graph.Parts, count: int, seed: int) -> Array:
             "Give every shared variable a distribution of PyMC, for example pm.Normal(0, 10) or pm.HalfNormal(1)."
         ) from error
     flat = np.concatenate([np.reshape(value, (count, -1)) for value in draws], axis=1)
-    # An ordered vector whose entries differ is drawn without its order: draws that happen to have it are the prior's.
+    # An ordered vector whose entries differ, or that others depend on, is drawn without its order: draws that happen
+    # to have it are the prior's.
     inside = flat[np.all(np.isfinite(flat), axis=1)]
     if len(inside) < 10 * (flat.shape[1] + 1):
         names = [rv.name for rv in parts.shared]
@@ -60,10 +62,6 @@ def unconstrained(parts: _graph.Parts, count: int, seed: int) -> Array:
             "defined (an ordered vector?). Give its entries ordered means, or share its increments instead."
         )
     return np.asarray(inside)
-
-
-def _is_ordered(transform: Any) -> bool:
-    return isinstance(transform, Ordered)
 
 
 def _has_like_entries(rv: Any) -> bool:
