@@ -78,11 +78,11 @@ def strange_levels(told: Mapping[str, Mapping[str, Told]]) -> list[str]:
         clients = Counter(level for levels in kept.values() for level in levels)
         apart = [k for k, levels in kept.items() if all(clients[level] == 1 for level in levels)]
         if len(apart) == 1 and len(kept) > 2:
-            here = kept[apart[0]]
-            others = sorted(set(clients) - set(here))[:_SHOWN]
+            here = sorted(kept[apart[0]])
+            others = sorted(set(clients) - set(here))
             found.append(
-                f"{name!r} at client {apart[0]!r} has the levels {sorted(here)[:_SHOWN]}, and no other has one of them: "
-                f"{others}"
+                f"{name!r} at client {apart[0]!r} has the levels {here[:_SHOWN]}, and no other has one of them: "
+                f"{others[:_SHOWN]}"
             )
     return found
 
