@@ -1,12 +1,8 @@
-"""FedSI (Chen et al.): a network in a PyMC model, and the linearised model that a subnetwork's posterior is exact for.
+"""FedSI (Chen et al.): a network in a PyMC model, and the methods of its comparison.
 
 `classifier` and `regressor` are builders for `fedppl.FederatedModel`: share the weights of the representation, keep
-the head's local. `linearised` is the generalised linear model in the weights of a subnetwork,
-
-    θ_S ~ N(h_S, diag g_S),   logits = f(x; h) + J_S (θ_S − h_S),   y ~ Categorical(softmax(logits)),
-
-whose Laplace approximation at h is the posterior that `fedppl.nn.FedSI` computes in torch (eqs. 7, 12 and 17). Tests
-hold the one against the other. `METHODS` is the comparison of its paper, as far as it averages networks.
+the head's local. `fedppl.nn.FedSI` takes any other likelihood of the network's outputs too. `METHODS` is the comparison
+of its paper, as far as it averages networks.
 """
 
 from __future__ import annotations
@@ -16,20 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pymc as pm
-import pytensor.tensor as pt
 
 import fedppl
 
-__all__ = [
-    "METHODS",
-    "Method",
-    "classifier",
-    "labels_of_clients",
-    "linearised",
-    "regressor",
-    "representation",
-    "shared_names",
-]
+__all__ = ["METHODS", "Method", "classifier", "labels_of_clients", "regressor", "representation", "shared_names"]
 
 
 def classifier(X: Any, y: Any, *, net: Any, sigma: float | Mapping[str, float] = 1.0) -> pm.Model:
@@ -87,48 +73,6 @@ def representation(net: Any, head: int = 1) -> list[str]:
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in net.named_parameters()))
     last = set(owners[len(owners) - head :])
     return [name for name, _ in net.named_parameters() if name.rpartition(".")[0] not in last]
-
-
-def linearised(
-    J: np.ndarray,
-    f: np.ndarray,
-    y: np.ndarray,
-    *,
-    centre: np.ndarray,
-    variance: np.ndarray,
-    noise_sd: float | None = None,
-) -> pm.Model:
-    """The generalised linear model in a subnetwork's weights around h.
-
-    No algorithm calls it. It is the declaration that the posterior computed in torch belongs to: tests hold
-    `fedppl.nn.subnet.infer` against PyMC's second derivative of it.
-
-    Parameters
-    ----------
-    J
-        ∂f / ∂θ_S at h, (n, C, s).
-    f
-        Outputs at h, (n, C).
-    y
-        Classes (n,); or outcomes (n, C), with a noise_sd.
-    centre, variance
-        h_S and g_S, (s,).
-    noise_sd
-        Of a normal likelihood; None for classes.
-
-    Returns
-    -------
-    pm.Model
-        With one free variable, ``theta`` (s,).
-    """
-    with pm.Model() as model:
-        theta = pm.Normal("theta", centre, np.sqrt(variance), shape=len(centre))
-        linear = f + pt.tensordot(J, theta - centre, axes=[[2], [0]])
-        if noise_sd is None:
-            pm.Categorical("label", logit_p=linear, observed=y)
-        else:
-            pm.Normal("outcome", linear, noise_sd, observed=y)
-    return model
 
 
 class Method(NamedTuple):

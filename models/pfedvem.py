@@ -1,13 +1,8 @@
 """pFedVEM (Zhu, Ma and Blaschko): declarations, and the methods of its Table 1.
 
 `logistic` is a client whose shared block is the latent w: `fedppl.Confidence` gives every client its own copy, w_j ~
-N(w, I / τ_j). `hierarchical` says the same with one declared spread for all clients, which `fedppl.EP` fits. `head` is
-the last layer of a network on its features, a Bayesian model by itself,
-
-    v_j ~ N(w, ρ_j² I),   logits = V_j z(x; θ) + c_j,   y ~ Categorical(softmax(logits)),
-
-that `fedppl.nn.Confidence` fits in torch while it averages θ; tests hold the one against the other. `METHODS` is
-the comparison of the paper; docs/pfedvem.md says how their settings were chosen.
+N(w, I / τ_j). `hierarchical` says the same with one declared spread for all clients, which `fedppl.EP` fits.
+`METHODS` is the comparison of the paper; docs/pfedvem.md says how their settings were chosen.
 """
 
 from __future__ import annotations
@@ -17,12 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pymc as pm
-import pytensor.tensor as pt
 
 import fedppl
 from models.fedsi import classifier, shared_names
 
-__all__ = ["METHODS", "Method", "classifier", "head", "hierarchical", "logistic", "shared_names"]
+__all__ = ["METHODS", "Method", "classifier", "hierarchical", "logistic", "shared_names"]
 
 
 def logistic(X: Any, y: Any, *, scale: float = 2.5) -> pm.Model:
@@ -57,21 +51,6 @@ def hierarchical(X: Any, y: Any, *, scale: float = 2.5, spread: float = 1.0) -> 
         tau = pm.HalfNormal("tau", spread)
         w = pm.Normal("w", mu, tau, shape=columns)
         pm.Bernoulli("outcome", logit_p=inputs @ w, observed=outcomes)
-    return model
-
-
-def head(Z: Any, y: Any, *, outputs: int) -> pm.Model:
-    """A network's last layer on features Z (n, h), one vector ``"v"`` (C h + C,) as torch has it; share ``"v"``.
-
-    No algorithm calls it. It is the declaration of what `fedppl.nn.Confidence` fits in torch: tests hold the one
-    against `fedppl.MeanField` on the other.
-    """
-    width = np.shape(Z)[1]
-    with pm.Model() as model:
-        features, labels = pm.Data("Z", Z), pm.Data("y", y)
-        v = pm.Normal("v", 0.0, 1.0, shape=outputs * (width + 1))
-        matrix = pt.reshape(v[: outputs * width], (outputs, width))
-        pm.Categorical("label", logit_p=features @ matrix.T + v[outputs * width :], observed=labels)
     return model
 
 

@@ -424,6 +424,40 @@ def test_real_outcomes(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert used == [len(ROWS)] * 4
 
 
+@pytest.mark.parametrize("unknown", [False, True])
+def test_outcomes_that_are_computed_as_declared(unknown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts with an exposure and heads of clients' own; and an sd of each client's own beside averaged weights."""
+    rng = np.random.default_rng(6)
+    net = problems.network(outputs=1)
+
+    def build(X: Any, y: Any, z: Any, net: Any) -> pm.Model:
+        with pm.Model() as model:
+            f = nn.module(net, nn.parameters(net), pm.Data("X", X))[:, 0]
+            y, z = pm.Data("y", y), pm.Data("z", z)
+            if unknown:
+                pm.Normal("outcome", f + z, pm.HalfNormal("sd"), observed=y)
+            else:
+                pm.Poisson("outcome", z * pm.math.exp(f), observed=y)
+        return model
+
+    data = {
+        f"device {k}": {
+            "X": rng.normal(size=(count, 3)),
+            "y": rng.normal(size=count) if unknown else rng.poisson(2, size=count),
+            "z": rng.uniform(1, 2, size=count),
+        }
+        for k, count in enumerate(ROWS)
+    }
+    clients = enrolled(net=net, data=data, build=build)
+    used = groups_used(monkeypatch)
+    algorithms = [nn.FedAvg(phases=WHOLE, batch_size=8)]
+    if not unknown:
+        algorithms.append(nn.Confidence(head=HEAD, epochs=2, batch_size=8))
+    for algorithm in algorithms:
+        require_equal(asked(algorithm, clients), asked(alone(algorithm), clients))
+    assert set(used) == {len(ROWS)}
+
+
 def test_outcomes_of_one_number_a_row_are_those_of_one_column() -> None:
     """As many clients as rows and draws: nothing may be taken for something else of the same size."""
     rng = np.random.default_rng(6)

@@ -16,8 +16,8 @@ from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import stream
 from fedppl.run.replies import received
 from fedppl.types import DeclarationError, LocalFailure
-from models import fedsi, pfedvem
-from tests.support import problems
+from models import fedsi
+from tests.support import linear_models, problems
 
 torch = pytest.importorskip("torch")
 
@@ -49,7 +49,7 @@ def fitted(**settings: Any) -> fedppl.Fit:
 
 @pytest.mark.slow
 def test_the_e_step_is_the_mean_field_posterior_of_the_declared_head() -> None:
-    """Against `MeanField` on `models.pfedvem.head`. Adam with K draws wanders by about its rate, here 0.002."""
+    """Against `MeanField` on the declared head. Adam with K draws wanders by about its rate, here 0.002."""
     model, clients = problem()
     network = model.enrol(clients, kernel=False)["device 0"].view(network_of)
     head, w = network.head(HEAD), network.unit.held
@@ -59,7 +59,7 @@ def test_the_e_step_is_the_mean_field_posterior_of_the_declared_head() -> None:
     for rate, steps in ((0.05, 300), (0.01, 400), (0.002, 600)):
         q = head_posterior(network.unit, head, z, q, centre, tau, HeadSteps(rate, steps, 20), rng)
     rows = {"Z": z.double().numpy(), "y": clients["device 0"]["y"]}
-    declared = fedppl.FederatedModel(functools.partial(pfedvem.head, outputs=3), ["v"])
+    declared = fedppl.FederatedModel(functools.partial(linear_models.head, outputs=3), ["v"])
     prior = Gaussian(tau * centre, tau * np.eye(15))
     target = Target(declared.enrol({"a": rows}, kernel=False)["a"], prior, prior, 0.0)
     moments = fedppl.MeanField(points=256).tilted(target, rng)

@@ -14,10 +14,11 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl.nn import _slopes, subnet  # noqa: E402
 from fedppl.nn.functional import pieces  # noqa: E402
+from fedppl.nn.likelihood import Normal  # noqa: E402
 from fedppl.nn.unit import NetworkUnit  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from models import fedsi  # noqa: E402
-from tests.support import problems  # noqa: E402
+from tests.support import linear_models, problems  # noqa: E402
 
 
 class Convolution(torch.nn.Module):  # type: ignore[misc]
@@ -123,8 +124,8 @@ def jacobian(unit: NetworkUnit, w: Any, X: Any) -> tuple[Any, Any]:
 
 def hessian(unit: NetworkUnit, f: Any) -> Any:
     """Λ (n, C, C)."""
-    if unit.likelihood.family == "normal":
-        return np.broadcast_to(np.eye(f.shape[1]) / unit.likelihood.noise_sd**2, (*f.shape, f.shape[1]))
+    if isinstance(unit.likelihood, Normal):
+        return np.broadcast_to(np.eye(f.shape[1]) / unit.likelihood.sd**2, (*f.shape, f.shape[1]))
     p = np.exp(f) / np.exp(f).sum(axis=1, keepdims=True)
     return p[:, :, None] * np.eye(f.shape[1]) - p[:, :, None] * p[:, None]
 
@@ -189,8 +190,8 @@ def test_the_posterior_is_laplace_on_the_declared_linear_model(kind: str, rng: n
     w, chosen = rng.normal(size=own.size), np.sort(rng.permutation(own.size)[:9])
     variance = rng.uniform(0.5, 2.0, size=9)
     J, f = jacobian(own, w, own.X)
-    noise_sd = own.likelihood.noise_sd if kind == "normal" else None
-    model = fedsi.linearised(J[:, :, chosen], f, own.y, centre=w[chosen], variance=variance, noise_sd=noise_sd)
+    noise_sd = own.likelihood.sd if kind == "normal" else None
+    model = linear_models.linearised(J[:, :, chosen], f, own.y, centre=w[chosen], variance=variance, noise_sd=noise_sd)
     precision = -model.compile_d2logp(negate_output=False)({"theta": w[chosen]})
     q = subnet.infer(own, w, chosen, variance)
     assert_allclose(q.covariance, np.linalg.inv(precision), rtol=1e-6, atol=1e-9)
@@ -252,54 +253,3 @@ def test_draws_have_the_posteriors_covariance(rng: np.random.Generator) -> None:
         sd = np.sqrt(np.diag(full))
         found = np.cov(q.deviations(40_000, rng), rowvar=False)
         assert np.all(np.abs(found - full) < 5 * np.sqrt(2 / 40_000) * np.outer(sd, sd))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("two outcomes", "2 observed variables, and a network's has one"),
-        ("no network", "no network stands above"),
-        ("another weight", "free variables are .*, weights"),
-        ("a prior that is not normal", "the prior of '2.bias' is not normal"),
-        ("a scale of its own", "free variables are"),
-        ("counts", "the outcome 'y' is poisson"),
-        ("something beside", "the declared log density is .* where a network with independent"),
-    ],
-)
-def test_models_that_are_no_networks_are_refused(change: str, message: str) -> None:
-    import pymc as pm
-
-    from fedppl import nn
-
-    net = problems.network()
-
-    def builder(X: Any, y: Any) -> Any:
-        with pm.Model() as model:
-            X, y = pm.Data("X", X), pm.Data("y", y)
-            if change == "a prior that is not normal":
-                shapes = {name: tuple(value.shape) for name, value in net.named_parameters()}
-                weights = {name: pm.Normal(name, shape=shape) for name, shape in list(shapes.items())[:-1]}
-                weights["2.bias"] = pm.Laplace("2.bias", 0, 1, shape=shapes["2.bias"])
-            else:
-                weights = nn.parameters(net)
-            if change == "another weight":
-                pm.Normal("other")
-            f = nn.module(net, weights, X)
-            if change == "no network":
-                pm.Normal("y_", weights["2.bias"].sum(), observed=y)
-            elif change == "counts":
-                pm.Poisson("y_", pm.math.exp(f[:, 0]), observed=y)
-            elif change == "a scale of its own":
-                pm.Normal("y_", f[:, 0], pm.HalfNormal("sd"), observed=y)
-            else:
-                pm.Categorical("label", logit_p=f, observed=y)
-            if change == "two outcomes":
-                pm.Normal("y_", f[:, 0], observed=y)
-            if change == "something beside":
-                pm.Potential("extra", f.sum())
-        return model
-
-    model = fedppl.FederatedModel(builder, shared=["0.weight", "0.bias"])
-    client = model.enrol({"a": {"X": np.eye(3), "y": np.array([0, 1, 2])}}, kernel=False)["a"]
-    with pytest.raises(fedppl.DeclarationError, match=message.replace("'y'", "'y_'")):
-        network_of(client)

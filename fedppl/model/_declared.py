@@ -107,6 +107,11 @@ def opened(
             f"client {client_id!r}: PyMC has no log density of the model: {why} Give it one, such as "
             "pm.CustomDist(..., logp=function)."
         ) from error
+    except ValueError as error:
+        raise DeclarationError(
+            f"client {client_id!r}: PyMC cannot put the model's log density together: {error}. Give each observed "
+            "variable data of its own."
+        ) from error
     return Template(parts, (shared, local), graph, start, (*held, *_graph.alone(parts), *shapes(graph, local)))
 
 

@@ -55,6 +55,7 @@ def chunks(
 ) -> Iterator[Slopes]:
     """Derivatives at the client's rows, in the basis of √Λ; or those of the outputs themselves at other inputs."""
     inputs = unit.X if X is None else X
+    y = unit.likelihood.outcomes(unit.y, dtype) if X is None else None
     state = _state(unit, w, dtype)
     plan = _checked_plan(unit, state, tensor(inputs[:_LOOKED_AT], dtype), index)
     with torch.no_grad():
@@ -62,11 +63,14 @@ def chunks(
     rest = sum(unit.net.get_parameter(name).numel() for name in plan.rest)
     size = max(1, min(1024, _NUMBERS // max(1, wide * max(rest, len(index) if plan.rest else 1))))
     for start in range(0, len(inputs), size):
-        yield slopes(unit, state, tensor(inputs[start : start + size], dtype), plan, weighted=X is None)
+        rows = slice(start, start + size)
+        yield slopes(unit, state, tensor(inputs[rows], dtype), plan, None if y is None else y[rows])
 
 
-def slopes(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, plan: _Plan, *, weighted: bool) -> Slopes:
-    """Derivatives of one chunk."""
+def slopes(
+    unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, plan: _Plan, y: torch.Tensor | None = None
+) -> Slopes:
+    """Derivatives of one chunk: in the basis of √Λ where its outcomes are given, else of the outputs."""
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(name: str, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
@@ -87,8 +91,8 @@ def slopes(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, plan: _Pla
     finally:
         for hook in hooks:
             hook.remove()
-    factor = _factor(unit, output.detach()) if weighted else torch.eye(output.shape[1], dtype=output.dtype)
-    factor = factor.expand(len(X), *factor.shape[-2:])
+    eye = torch.eye(output.shape[1], dtype=output.dtype).expand(len(X), -1, -1)
+    factor = eye if y is None else unit.likelihood.root(output.detach(), y)
     slope = inputs = torch.zeros(len(X), 0, 0, dtype=output.dtype)
     if plan.layers:
         layers = [seen[name] for name in plan.layers]
@@ -142,15 +146,6 @@ def _row_by_row(one: Any, chosen: dict[str, torch.Tensor], X: torch.Tensor) -> d
     return {name: torch.stack([torch.stack([c[i] for c in row]) for row in rows]) for i, name in enumerate(live)}
 
 
-def _factor(unit: NetworkUnit, output: torch.Tensor) -> torch.Tensor:
-    """R (b, C, C) with R Rᵀ = Λ: diag(√p) − p √pᵀ for classes, I / σ for a normal likelihood."""
-    if unit.likelihood.family == "normal":
-        return torch.eye(output.shape[1], dtype=output.dtype) / unit.likelihood.noise_sd
-    p = torch.softmax(output, dim=1)
-    root = p.sqrt()
-    return torch.diag_embed(root) - p[:, :, None] * root[:, None, :]
-
-
 def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: torch.Tensor, index: Places) -> _Plan:
     """Factor what derivatives at a few rows say can be factored: a weight may also be used outside its layer's call."""
     plan = _plan(unit, state, x, index, ())
@@ -161,7 +156,7 @@ def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: torch.Tensor, ind
         slices = parameter_slices(unit.net)
         places = np.concatenate([np.arange(slices[name].start, slices[name].stop) for name in names])
         alone = _plan(unit, state, x, places, ())
-        factored = rows_of(slopes(unit, state, x, alone, weighted=False), len(places), flat=False)
+        factored = rows_of(slopes(unit, state, x, alone), len(places), flat=False)
         every = {name: np.arange(state[name].numel()) for name in names}
         wanted = _rest(unit, state, x, every, torch.eye(factored.shape[1], dtype=factored.dtype))
         scale = 1.0 + float(wanted.abs().max())

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fedppl.contracts import ClientView
 from fedppl.nn._slopes import tensor
 from fedppl.nn.functional import call, cast, pieces
+from fedppl.nn.likelihood import Categorical
 from fedppl.nn.train import outcomes
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import network_of
@@ -123,8 +124,9 @@ def _agrees(unit: NetworkUnit) -> bool:
             wanted = [call(unit.net, {**w, **buffers}, x.clone()) for w, x in zip(each, (X, X.flip(0)), strict=True)]
     except Exception:  # layers that go through time, change their input or look at values: one by one
         return False
-    classes = unit.likelihood.family == "categorical"
-    if not torch.equal(both, torch.stack([X, X.flip(0)])) or (classes and output.ndim != 3):
+    if not torch.equal(both, torch.stack([X, X.flip(0)])) or (
+        output.ndim != 3 and isinstance(unit.likelihood, Categorical)
+    ):
         return False
     again = torch.stack(wanted)
     return output.shape == again.shape and torch.allclose(output, again, rtol=1e-9, atol=1e-9)

@@ -12,8 +12,8 @@ from fedppl.nn.batch_train import Flags, Minibatch, Rngs, State, Weights, bounde
 from fedppl.nn.functional import Places, call, state_of
 from fedppl.nn.head import Head, without_head
 from fedppl.nn.head_steps import HeadSteps, generator_of, head_noise, softplus_backwards
+from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.train import RISE, Training
-from fedppl.nn.unit import Likelihood
 from fedppl.types import Array
 
 
@@ -94,14 +94,10 @@ def _slopes(
     likelihood: Likelihood, head: Head, z: torch.Tensor, y: torch.Tensor, share: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
     """Gradients (K, S, d) of clients' mean losses at draws v (K, S, d): the residuals times the features."""
-    residuals = _logits(head, z, v)
-    if likelihood.family == "categorical":
-        residuals = torch.softmax(residuals, 2)
-        told = y[:, None, None].expand(-1, v.shape[1], 1, -1)
-        residuals.scatter_add_(2, told, -torch.ones(told.shape, dtype=z.dtype))
-        residuals *= share[:, None, None]
-    else:
-        residuals = (residuals - y.mT[:, None]) * (share[:, None, None] / likelihood.noise_sd**2)
+    output = _logits(head, z, v)
+    residuals = likelihood.slopes_last(output.flatten(0, 1), _of_draws(y, v.shape[1])).view(output.shape)
+    # Behind a client's last row nothing counts, whatever the density of an outcome that is not there.
+    residuals = torch.where(share[:, None, None] > 0, residuals * share[:, None, None], 0.0)
     slopes = torch.bmm(residuals.view(len(z), -1, z.shape[1]), z).view(len(z), v.shape[1], -1)
     return torch.cat([slopes, residuals.sum(3)], 2) if head.offset.stop > head.offset.start else slopes
 
@@ -146,10 +142,11 @@ def train_below_together(
 
 def _expected(likelihood: Likelihood, output: torch.Tensor, batch: Minibatch) -> torch.Tensor:
     """Mean negative log likelihood over rows and draws, of outputs (A, S, C, b), summed over clients."""
-    draws, share = output.shape[1], batch.share[:, None]
-    if likelihood.family == "categorical":
-        y = batch.y[:, None].expand(-1, draws, -1)
-        each = torch.nn.functional.cross_entropy(output.flatten(0, 1), y.flatten(0, 1), reduction="none")
-        return torch.sum(each.view(y.shape) * share) / draws
-    square = (batch.y.mT[:, None] - output) ** 2
-    return 0.5 * torch.sum(square.sum(2) * share) / (draws * likelihood.noise_sd**2)
+    clients, draws = output.shape[:2]
+    each = likelihood.each_last(output.flatten(0, 1), _of_draws(batch.y, draws))
+    return torch.sum(each.view(clients, draws, -1) * batch.share[:, None]) / draws
+
+
+def _of_draws(y: torch.Tensor, draws: int) -> torch.Tensor:
+    """Outcomes (K, n, ...) of each client for each of its draws, (K S, n, ...)."""
+    return y[:, None].expand(-1, draws, *y.shape[1:]).flatten(0, 1)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from fedppl.nn.batch import Stack, forward
 from fedppl.nn.functional import Places, call, cast, parameter_slices
+from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.train import RISE, Training, mean_loss, optimizer_of
-from fedppl.nn.unit import Likelihood
 from fedppl.types import Array
 
 Rngs = Sequence[np.random.Generator]
@@ -162,11 +162,7 @@ def losses(stack: Stack, weights: Weights, dtype: torch.dtype) -> Array:
 
 def shared_loss(likelihood: Likelihood, output: torch.Tensor, batch: Minibatch) -> torch.Tensor:
     """Mean negative log likelihood of each client's batch, summed over clients."""
-    if likelihood.family == "categorical":
-        each = torch.nn.functional.cross_entropy(output.flatten(0, 1), batch.y.flatten(), reduction="none")
-        return torch.dot(each, batch.share.flatten())
-    square = (batch.y.view(output.shape) - output) ** 2
-    return 0.5 * torch.sum(square.reshape(*batch.share.shape, -1).sum(2) * batch.share) / likelihood.noise_sd**2
+    return torch.dot(likelihood.each(output.flatten(0, 1), batch.y.flatten(0, 1)), batch.share.flatten())
 
 
 _Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None

@@ -15,7 +15,6 @@ import torch
 
 from fedppl.nn._slopes import tensor
 from fedppl.nn.functional import Places, call, state_of
-from fedppl.nn.train import mean_loss
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError
 
@@ -40,6 +39,11 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Arra
     DeclarationError
         Where it is not one linear layer, or the network's output is not its output.
     """
+    if unit.declared.unknowns:
+        raise DeclarationError(
+            f"{list(unit.declared.unknowns)} of the likelihood are unknown, and this algorithm computes a head alone; "
+            "declare constants in their place, or use fedppl.nn.FedSI or fedppl.nn.FedAvg."
+        )
     owners = {name.rpartition(".")[0] for name in names}
     layer = next(iter(owners))
     found = unit.net.get_submodule(layer) if len(owners) == 1 else None
@@ -121,20 +125,11 @@ def features(unit: NetworkUnit, head: Head, w: Array, *, dtype: torch.dtype = to
 
 def expected_loss(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Mean negative log likelihood over rows and over the draws v (K, d)."""
-    output = _logits(head, z, v)
-    if unit.likelihood.family == "categorical":
-        return torch.nn.functional.cross_entropy(output, y.expand(len(v), -1))
-    return mean_loss(unit, output.mT.flatten(0, 1), y.repeat(len(v), 1))
+    return unit.likelihood.each_last(_logits(head, z, v), y.expand(len(v), *y.shape)).mean()
 
 
 def head_slopes(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Gradients of the mean loss at each of the draws v (K, d), in closed form: the residuals times the features."""
-    residuals = _logits(head, z, v)
-    if unit.likelihood.family == "categorical":
-        residuals = torch.softmax(residuals, 1)
-        residuals.scatter_add_(1, y.expand(len(v), 1, -1), -torch.ones(len(v), 1, len(y), dtype=z.dtype))
-        residuals /= len(y)
-    else:
-        residuals = (residuals - y.mT) / (len(y) * unit.likelihood.noise_sd**2)
+    """Gradients of the mean loss at each of the draws v (K, d), the losses' slopes times the features."""
+    residuals = unit.likelihood.slopes_last(_logits(head, z, v), y.expand(len(v), *y.shape)) / len(y)
     slopes = (residuals.view(-1, len(y)) @ z).view(len(v), -1)
     return torch.cat([slopes, residuals.sum(2)], 1) if head.offset.stop > head.offset.start else slopes

@@ -12,6 +12,9 @@ from scipy.special import log_softmax, ndtr, softmax
 from scipy.stats import norm
 
 from fedppl.contracts import Point
+from fedppl.nn.declared import Declared
+from fedppl.nn.likelihood import Normal
+from fedppl.nn.predict_outcomes import outcomes_at
 from fedppl.nn.subnet import output_covariance, outputs
 from fedppl.nn.view import NetworkResult, Own, network_of
 from fedppl.numerics.streams import stream
@@ -121,23 +124,26 @@ def predict(
     fit, client
         As in `personalise`, or what that returned.
     inputs
-        New inputs by name, for example ``{"X": X_new}``.
+        New inputs by name, for example ``{"X": X_new}``, with what else the likelihood reads, an exposure for example.
     link
         "scaled", the formula above; "by class", κ_c = (1 + π/8 Σ_cc)^(-1/2) for each class, eq. 9's κ in a softmax,
         which may change the most probable class; "monte carlo", the mean of softmax over draws of the linearised
         outputs; "probit", eq. 9 of FedSI as printed, normalised, which saturates; "map", the weights' point alone.
     draws
-        Number of draws for "monte carlo".
+        Number of draws of outputs for "monte carlo", and for likelihoods that are neither classes by logits nor normal
+        with a known sd; `link` says nothing of these, but for "map".
     probability
-        Probability of the intervals, for a normal likelihood.
+        Probability of the intervals, where there are some.
     random_seed
         Seed of draws and of fine-tuning; by default the fit's.
 
     Returns
     -------
     xarray.Dataset
-        With classes, ``probability`` (row, output), ``logit`` and ``logit_variance``; with a normal likelihood
-        ``mean``, ``sd``, ``lower`` and ``upper`` of outcomes (row, output).
+        With classes, ``probability`` (row, output), ``logit`` and ``logit_variance``; with a normal likelihood of
+        known sd ``mean``, ``sd``, ``lower`` and ``upper`` of outcomes (row, output). With any other the same of
+        outcomes that are drawn, or ``probability`` (row, class) of a categorical one, and ``output_mean``
+        and ``output_variance`` (row, output).
 
     Raises
     ------
@@ -163,8 +169,12 @@ def predict(
         covariance = output_covariance(unit, found.subnetwork, X)
     _require_finite(covariance, "the output's variance")
     variance = np.diagonal(covariance, axis1=1, axis2=2)
-    if unit.likelihood.family == "normal":
-        sd = np.sqrt(variance + unit.likelihood.noise_sd**2)
+    if isinstance(unit.likelihood, Declared):
+        rng = stream((seed, 3))
+        values, dims = outcomes_at(unit, unit.others(inputs), logits, covariance, draws, probability, rng)
+        return idata.dataset(values, dims, {}, {"client": found.client.client_id})
+    if isinstance(unit.likelihood, Normal):
+        sd = np.sqrt(variance + unit.likelihood.sd**2)
         half = norm.ppf(0.5 + probability / 2) * sd
         values = {"mean": logits, "sd": sd, "lower": logits - half, "upper": logits + half}
     else:

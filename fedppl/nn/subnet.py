@@ -5,7 +5,7 @@ r"""Linearised Laplace approximation on a subnetwork: curvature, selection, post
 
 Λ_n is the second derivative of the log likelihood with respect to the outputs, and g the prior's variance. With the
 other weights where they are, this is the exact posterior's Laplace approximation of the *linearised* model, a
-generalised linear model in w_S (`models.fedsi.linearised`), and the posterior itself where the likelihood is normal.
+generalised linear model in w_S, and the posterior itself where the likelihood is normal.
 
 No Jacobian of all weights stands in memory. A weight from column i to unit h of a linear layer has the derivative
 ∂f / ∂z_h · x_i, so that H[(h, i), (h', i')] = Σ_n x_i x_i' w_hh'(n) with w_hh'(n) = ∂f/∂z_h Λ_n ∂f/∂z_h'. Weights of
@@ -172,9 +172,11 @@ def inferred(
 
     With `diagonal`, all shared weights, with the diagonal of the curvature alone.
     """
-    shared = unit.shared_at
+    free = unit.inferable_at
+    shared, variance = unit.shared_at[free], variance[free]
     if diagonal:
         return infer(unit, w, shared, variance, dtype=dtype, diagonal=True)
+    count = min(count, len(free))
     chosen = select(variance, curvature_diagonal(unit, w, shared, dtype=dtype), count, rule=rule)
     return infer(unit, w, shared[chosen], variance[chosen], dtype=dtype)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ def train(
     *,
     prior: tuple[Array, Array] | None = None,
     linear: Array | None = None,
+    penalty: Callable[[torch.Tensor], torch.Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Array:
     r"""Move some of the weights towards the mode of the log posterior.
@@ -57,6 +59,8 @@ def train(
         Means m and precisions p of those, each as long as `free`; None leaves them without a prior.
     linear
         b, as long as `free`: a correction of the gradient.
+    penalty
+        Minus the log density of another prior, of local weights (d_k,); None where there is none.
     dtype
         Type of the computations.
 
@@ -81,6 +85,8 @@ def train(
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
                 loss = mean_loss(unit, leaves.net(X[batch]), y[batch])
+                if penalty is not None:
+                    loss = loss + penalty(leaves.at(unit.local_at)) / len(X)
                 take_step(optimizer, leaves, loss, pulls)
     with torch.no_grad():
         after = float(mean_loss(unit, leaves.net(X), y))
@@ -143,6 +149,11 @@ class Leaves:
             for name, leaf in zip(self._names, self.moving, strict=True)
         ]
 
+    def at(self, places: Places) -> torch.Tensor:
+        """Weights in these places of the flat vector, which torch can follow."""
+        flat = torch.cat([self.state[name].reshape(-1) for name in self._slices])
+        return flat[torch.from_numpy(np.asarray(places, dtype=np.int64))]
+
     def result(self, w: Array) -> Array:
         """The flat vector with what has moved."""
         found = w.copy()
@@ -198,9 +209,8 @@ def take_step(optimizer: torch.optim.Optimizer, leaves: Leaves, loss: torch.Tens
 
 
 def outcomes(unit: NetworkUnit, dtype: torch.dtype) -> torch.Tensor:
-    """The client's outcomes: whole numbers for classes, else a row (outputs,) for each row of inputs."""
-    y = torch.from_numpy(np.array(unit.y))
-    return y.long() if unit.likelihood.family == "categorical" else y.to(dtype).reshape(len(y), -1)
+    """The client's outcomes, as its likelihood takes them."""
+    return unit.likelihood.outcomes(unit.y, dtype)
 
 
 def optimizer_of(moving: list[torch.Tensor], settings: Training) -> torch.optim.Optimizer:
@@ -212,7 +222,4 @@ def optimizer_of(moving: list[torch.Tensor], settings: Training) -> torch.optim.
 
 def mean_loss(unit: NetworkUnit, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Mean negative log likelihood of a batch."""
-    if unit.likelihood.family == "categorical":
-        return torch.nn.functional.cross_entropy(output, y)
-    square = (y.view(output.shape) - output) ** 2
-    return 0.5 * square.sum() / (len(y) * unit.likelihood.noise_sd**2)
+    return unit.likelihood.mean(output, y)

@@ -10,32 +10,31 @@ import numpy as np
 import torch
 
 from fedppl.model.inputs import new_inputs
-from fedppl.nn.functional import Places, call, cast, own_copy, state_of
+from fedppl.nn.declared import Declared, columns
+from fedppl.nn.functional import Places, call, cast, own_copy, parameter_slices, state_of
+from fedppl.nn.likelihood import Likelihood
+from fedppl.nn.local_prior import LocalPrior
 from fedppl.types import Array, DataError
-
-
-class Likelihood(NamedTuple):
-    """How outputs meet outcomes."""
-
-    family: str  # "categorical", or "normal"
-    noise_sd: float  # of "normal"
 
 
 class DeclaredNetwork(NamedTuple):
     """What a declared model says of a network, alike for all clients of one template."""
 
-    net: torch.nn.Module
+    net: torch.nn.Module  # unknowns of the likelihood are parameters of it too
+    plain: torch.nn.Module  # as it was declared
     names: tuple[str, ...]  # torch's, of all parameters, in the order of the flat vector w (d,)
+    unknowns: tuple[str, ...]  # those of them that are the likelihood's
     shared_at: Places  # where φ lies in w, (m,)
     local_at: Places  # where θ lies in w, (d_k,)
     likelihood: Likelihood
     labels: tuple[str, ...]  # names of the containers that classes come from
     shared_kinds: Mapping[str, str]  # distribution of each shared variable, as PyTensor names it, by its name
-    local_mean: Array  # of the independent normal prior of θ, (d_k,)
-    local_precision: Array  # likewise
-    rows: Callable[..., Any]  # the client's arrays to (X, y)
+    local_prior: LocalPrior  # of θ, (d_k,)
+    rows: Callable[..., Any]  # the client's arrays to X, and what outcomes are read from
     inputs: Callable[..., Any]  # new values of the containers below to X
     containers: Mapping[str, str]  # dtypes of the containers that X is made of, by name
+    beside: Mapping[str, str]  # of those that the likelihood reads by rows beside the outcome
+    held: tuple[str, ...]  # names of those of which it reads one number, a client's own
 
 
 class NetworkUnit:
@@ -60,9 +59,11 @@ class NetworkUnit:
                     f"client {client_id!r}: {name!r} holds {given[given != np.round(given)][0]}, and classes "
                     "are whole numbers from 0; a categorical outcome would cut off what follows the point."
                 )
-        X, y = declared.rows(*inputs)
-        self.X: Array = np.asarray(X)
-        self.y: Array = np.asarray(y)
+        X, *told = (np.asarray(one) for one in declared.rows(*inputs))
+        self.X: Array = X
+        self.y: Array = told[0]
+        if isinstance(declared.likelihood, Declared):
+            self.y = columns(client_id, declared.likelihood.read, told, len(X))
         self._arrays = arrays
 
     @property
@@ -100,11 +101,20 @@ class NetworkUnit:
         """The values that the network itself holds, (d,)."""
         return torch.cat([value.detach().double().ravel() for value in self.declared.net.parameters()]).cpu().numpy()
 
+    @property
+    def inferable_at(self) -> Places:
+        """Where shared weights lie in φ; unknowns of the likelihood are points."""
+        slices = parameter_slices(self.declared.net)
+        points = [np.arange(slices[name].start, slices[name].stop) for name in self.declared.unknowns]
+        return np.flatnonzero(~np.isin(self.shared_at, np.concatenate([np.zeros(0, int), *points])))
+
     def loaded(self, w: Array) -> torch.nn.Module:
-        """A copy of the network with these weights."""
-        net = copy.deepcopy(self.declared.net)
-        flat = torch.from_numpy(np.asarray(w)).to(torch.get_default_dtype())
-        torch.nn.utils.vector_to_parameters(flat, net.parameters())
+        """A copy of the network, as it was declared, with these weights."""
+        net, flat = copy.deepcopy(self.declared.plain), torch.from_numpy(np.asarray(w)).to(torch.get_default_dtype())
+        slices = parameter_slices(self.declared.net)
+        with torch.no_grad():
+            for name, value in net.named_parameters():
+                value.copy_(flat[slices[name]].view_as(value))
         return net
 
     def weights(self, phi: Array, theta: Array) -> Array:
@@ -115,8 +125,17 @@ class NetworkUnit:
 
     def at(self, inputs: Mapping[str, Any]) -> Array:
         """The network's input for new rows, by the names of the model's containers."""
-        values = new_inputs(inputs, self.declared.containers, self._arrays)
-        return np.asarray(self.declared.inputs(*values.values()))
+        values = self._new(inputs)
+        return np.asarray(self.declared.inputs(*(values[name] for name in self.declared.containers)))
+
+    def others(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        """What the likelihood reads of new rows beside the network's output, by name."""
+        values = self._new(inputs)
+        held = {name: self._arrays[name] for name in self.declared.held}
+        return {name: np.asarray(value) for name, value in (held | values).items()}
+
+    def _new(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return new_inputs(inputs, {**self.declared.containers, **self.declared.beside}, self._arrays)
 
 
 def log_likelihood(unit: NetworkUnit, w: Array) -> float:
@@ -124,9 +143,4 @@ def log_likelihood(unit: NetworkUnit, w: Array) -> float:
     with torch.no_grad():
         state = state_of(unit.net, torch.from_numpy(np.asarray(w, dtype=float)))
         output = call(unit.net, state, cast(torch.from_numpy(unit.X), torch.float64))
-    y = torch.from_numpy(unit.y)
-    if unit.likelihood.family == "categorical":
-        return -float(torch.nn.functional.cross_entropy(output, y.long(), reduction="sum"))
-    sd = unit.likelihood.noise_sd
-    square = float(((y.view(output.shape) - output) ** 2).sum())
-    return -0.5 * square / sd**2 - y.numel() * float(np.log(sd) + 0.5 * np.log(2 * np.pi))
+    return unit.likelihood.log_density(output, unit.likelihood.outcomes(unit.y, torch.float64))

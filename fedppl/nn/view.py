@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from numpy.random import Generator
-from pytensor.graph.basic import Constant
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 
@@ -21,16 +20,16 @@ from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
 from fedppl.nn.functional import Places, call, cast, parameter_slices, state_of
 from fedppl.nn.head import Head, find_head
+from fedppl.nn.likelihood import Categorical
+from fedppl.nn.local_prior import local_prior
+from fedppl.nn.outcome import CONTRACT, kind_of, network_node, outcome_of
 from fedppl.nn.subnet import Subnetwork
-from fedppl.nn.unit import DeclaredNetwork, Likelihood, NetworkUnit, log_likelihood
+from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, log_likelihood
+from fedppl.nn.unknowns import with_unknowns
 from fedppl.types import Array, DeclarationError, Message, Variable
 
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
-_CONTRACT = (
-    "a network's client declares weights = fedppl.nn.parameters(net), output = fedppl.nn.module(net, weights, X), "
-    "and one outcome, pm.Categorical(logit_p=output) or pm.Normal(output, constant)"
-)
 P = TypeVar("P")
 
 
@@ -130,7 +129,7 @@ def network_of(client: ClientModel) -> Network:
 
 def _warn_of_softmax(unit: NetworkUnit) -> None:
     """Probabilities where logits should be flatten everything that is predicted, and nothing else shows it."""
-    if unit.likelihood.family != "categorical":
+    if not isinstance(unit.likelihood, Categorical):
         return
     with torch.no_grad():
         state = state_of(unit.net, torch.from_numpy(unit.held))
@@ -147,89 +146,65 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
     model, who = parts.model, f"client {client.client_id!r}"
     if len(model.observed_RVs) != 1:
         raise DeclarationError(
-            f"{who}: {len(model.observed_RVs)} observed variables, and a network's has one; {_CONTRACT}."
+            f"{who}: {len(model.observed_RVs)} observed variables, and a network's has one; {CONTRACT}."
         )
     observed = model.observed_RVs[0]
-    node = _network_node(observed)
+    node = network_node(observed)
     if node is None:
-        raise DeclarationError(f"{who}: no network stands above {observed.name!r}; {_CONTRACT}.")
+        raise DeclarationError(f"{who}: no network stands above {observed.name!r}; {CONTRACT}.")
     slices = parameter_slices(node.op.net)
     variables = (*client.layout.variables, *client.local)
-    if {v.name for v in variables} != set(slices) or any(
-        v.size != slices[v.name].stop - slices[v.name].start for v in variables
-    ):
+    sizes = {v.name: v.size for v in variables}
+    if any(sizes.get(name) != at.stop - at.start for name, at in slices.items()):
         raise DeclarationError(
-            f"{who}: free variables are {[v.name for v in variables]}, weights {list(slices)}; {_CONTRACT}."
+            f"{who}: free variables are {[v.name for v in variables]}, weights {list(slices)}; {CONTRACT}."
         )
+    replace, inputs = _graph._inputs_for(parts)
+    value = model.rvs_to_values[observed]
+    (X_in,) = clone_replace([node.inputs[1]], replace)
+    given = dict(zip(parts.data, client.inputs, strict=False))
+    read = outcome_of(client, node, given, who)
+    net = with_unknowns(node.op.net, {v.name: _start(client, v.name) for v in read.unknowns}, who)
+    slices = parameter_slices(net)
 
     def places(chosen: Sequence[Variable]) -> Places:
         return np.concatenate([np.zeros(0, int), *(slices[v.name].start + np.arange(v.size) for v in chosen)])
 
-    replace, inputs = _graph._inputs_for(parts)
-    value = model.rvs_to_values[observed]
-    X_in, y_in = clone_replace([node.inputs[1], value], replace)
     used, above = set(ancestors([X_in])), set(ancestors([value]))
     needed = [(v, i) for v, i in zip(parts.data, inputs, strict=False) if i in used]
-    likelihood = _likelihood(who, observed)
-    mean, precision = _local_prior(who, parts.local)
+    prior = local_prior(who, parts, client.local)
+    told = clone_replace(list(read.variables), replace)
     return DeclaredNetwork(
-        net=node.op.net,
+        net=net,
+        plain=node.op.net,
         names=tuple(slices),
+        unknowns=tuple(v.name for v in read.unknowns),
         shared_at=places(client.layout.variables),
         local_at=places(client.local),
-        likelihood=likelihood,
-        labels=tuple(v.name for v in parts.data if likelihood.family == "categorical" and v in above),
-        shared_kinds={rv.name: _kind(rv) for rv in parts.shared},
-        local_mean=mean,
-        local_precision=precision,
-        rows=interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, y_in]),
+        likelihood=read.likelihood,
+        labels=tuple(v.name for v in parts.data if read.likelihood.kind == "categorical" and v in above),
+        shared_kinds={rv.name: kind_of(rv) for rv in parts.shared},
+        local_prior=prior,
+        rows=interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, *told]),
         inputs=interpreted.python_function([i for _, i in needed], X_in),
         containers={v.name: v.type.dtype for v, _ in needed},
+        beside={what.name: what.dtype for what in read.read if what.by_row and not what.is_outcome},
+        held=tuple(what.name for what in read.read if not what.by_row),
     )
 
 
-def _network_node(output: Any) -> Any:
-    """The node that evaluates a network of torch, above this output; None where there is none."""
-    nodes = (variable.owner for variable in ancestors([output]) if variable.owner is not None)
-    return next((node for node in nodes if hasattr(node.op, "net")), None)
-
-
-def _kind(rv: Any) -> str:
-    """PyTensor's name of a distribution: "normal", "laplace"."""
-    return getattr(rv.owner.op, "name", None) or type(rv.owner.op).__name__
-
-
-def _likelihood(who: str, observed: Any) -> Likelihood:
-    kind = _kind(observed)
-    parameters = observed.owner.op.dist_params(observed.owner)
-    if kind == "categorical":
-        return Likelihood("categorical", np.nan)
-    if kind == "normal":
-        values = np.unique(_constant(parameters[1], f"{who}: the sd of {observed.name!r}"))
-        if len(values) == 1:
-            return Likelihood("normal", float(values[0]))
-    raise DeclarationError(f"{who}: the outcome {observed.name!r} is {kind}; {_CONTRACT}.")
-
-
-def _constant(value: Any, what: str) -> Array:
-    """The value of a parameter that is equal at all clients: it depends on no variable, and on no data."""
-    if any(v.owner is None and not isinstance(v, Constant) for v in ancestors([value])):
-        raise DeclarationError(f"{what} is no constant; {_CONTRACT}.")
-    return np.asarray(value.eval(), dtype=float)
-
-
-def _local_prior(who: str, local: Any) -> tuple[Array, Array]:
-    """Means and precisions of independent normal priors of local weights, (d_k,) each."""
-    means, precisions = [np.zeros(0)], [np.zeros(0)]
-    for rv in local:
-        if _kind(rv) != "normal":
-            raise DeclarationError(f"{who}: the prior of {rv.name!r} is not normal ({_kind(rv)}); {_CONTRACT}.")
-        what = f"{who}: a parameter of the prior of {rv.name!r}"
-        mu, sd = (_constant(value, what) for value in rv.owner.op.dist_params(rv.owner))
-        shape = tuple(rv.type.shape)
-        means.append(np.broadcast_to(mu, shape).ravel())
-        precisions.append(np.broadcast_to(sd, shape).ravel() ** -2.0)
-    return np.concatenate(means), np.concatenate(precisions)
+def _start(client: ClientModel, name: str) -> Array:
+    """Where a variable starts, on the unconstrained space."""
+    for variables, start in (
+        (client.layout.variables, client.template.functions["shared start"]),
+        (client.local, client.initial),
+    ):
+        first = 0
+        for variable in variables:
+            if variable.name == name:
+                return np.asarray(start[first : first + variable.size]).reshape(variable.shape)
+            first += variable.size
+    raise KeyError(name)
 
 
 def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:
@@ -242,14 +217,10 @@ def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:
         phi = start + 0.1 * rng.normal(size=len(start))
         theta = client.initial + 0.1 * rng.normal(size=client.local_size)
         declared = client.log_density(phi, theta)
-        apart = theta - unit.declared.local_mean
-        local = -0.5 * np.sum(apart**2 * unit.declared.local_precision) + 0.5 * np.sum(
-            np.log(unit.declared.local_precision / (2 * np.pi))
-        )
-        ours = log_likelihood(unit, unit.weights(phi, theta)) + float(local)
+        ours = log_likelihood(unit, unit.weights(phi, theta)) + unit.declared.local_prior.log_density(theta)
         if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)):
             raise DeclarationError(
-                f"client {client.client_id!r}: the declared log density is {declared:.8g} where a network with "
-                f"independent normal weights has {ours:.8g}; {_CONTRACT}. For other models use "
+                f"client {client.client_id!r}: the declared log density is {declared:.8g} where a network's outcomes, "
+                f"row by row, and its local priors have {ours:.8g}; {CONTRACT}. For other models use "
                 "fedppl.EP(local=fedppl.NUTS())."
             )

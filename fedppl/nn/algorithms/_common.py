@@ -70,7 +70,8 @@ def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str,
 def check_all_shared(client: ClientView, algorithm: str, *trained: str | tuple[str, ...]) -> None:
     """Refuse what `check_network` does, and networks of which a part is local."""
     check_network(client, algorithm, "shared")
-    if client.local_size:
+    unknowns = client.view(network_of).unit.declared.unknowns
+    if client.local_size and not set(unknowns) >= {v.name for v in client.local}:
         raise DeclarationError(
             f"the weights {[v.name for v in client.local]} are local, and this algorithm shares whole networks; name "
             "all weights in FederatedModel(shared=...)."

@@ -84,12 +84,13 @@ def tuned(
     rate, epochs, batch_size, momentum = (float(value) for value in message["tuning"])
     if which is not None and epochs:
         steps = Training(rate, int(epochs), int(batch_size), None if momentum < 0 else momentum)
-        free, prior = network.places(which), None
+        free, prior, penalty = network.places(which), None, None
         if variance is not None:
-            centre = unit.weights(mean, unit.declared.local_mean)
-            precision = unit.weights(1.0 / np.asarray(variance), unit.declared.local_precision)
-            prior = centre[free], precision[free]
-        w = train(unit, w, free, steps, rng, prior=prior)
+            declared = unit.declared.local_prior
+            centre = unit.weights(mean, declared.mean)
+            precision = unit.weights(1.0 / np.asarray(variance), declared.precision)
+            prior, penalty = (centre[free], precision[free]), declared.penalty if declared.others else None
+        w = train(unit, w, free, steps, rng, prior=prior, penalty=penalty)
     if variance is None:
         return Own(client, w, None)
     count, literal, diagonal = (int(value) for value in message["inference"])

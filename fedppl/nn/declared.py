@@ -1,0 +1,310 @@
+r"""Losses of a network's outcomes as they are declared, whatever the distribution, with slopes and curvatures.
+
+.. math:: \ell_n(f_n, e) = -\log p(y_n \mid f_n, e), \qquad
+          \Lambda_n = \partial^2 \ell_n / \partial f_n\, \partial f_n^\top
+
+PyTensor computes a row by itself, as if the client had no other, and then all rows at once; that rows do not depend on
+each other is so by construction, and that the declared density is their sum is checked where the network is read.
+Unknowns e of the likelihood, the sd of a normal outcome for example, stand beside the outputs of each row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytensor.tensor as pt
+import torch
+from pytensor.compile.mode import Mode
+from pytensor.gradient import NullTypeGradError
+from pytensor.graph.basic import Constant
+from pytensor.graph.replace import clone_replace, vectorize_graph
+from pytensor.graph.traversal import ancestors
+
+from fedppl.model import graph as _graph
+from fedppl.model import interpreted
+from fedppl.nn.declared_draws import Drawn
+from fedppl.types import Array, DataError, DeclarationError, LocalFailure
+
+# Parameters outside their domain are points without density, not exceptions in the middle of a search.
+_MODE = Mode(linker="py", optimizer="fast_compile").including("local_check_parameter_to_ninf_switch")
+_BENT = 1e-8  # share of the largest eigenvalue below 0 that is rounding
+_FLAT = 1e-12  # share of other rows' curvature that is none
+_DRAWS = 128  # of outcomes, for an expectation
+
+
+class Read(NamedTuple):
+    """What the likelihood of a row is computed from, beside the outputs: by name, with its shape and type."""
+
+    name: str  # of a container; of the observed variable where its values are no data
+    shape: tuple[int, ...]  # of one row
+    dtype: str
+    is_outcome: bool  # what is observed, as it is
+    by_row: bool = True  # or one number for all rows of the client
+
+    @property
+    def width(self) -> int:
+        """How many numbers a row has."""
+        return int(np.prod(self.shape, dtype=int))
+
+
+@dataclass(frozen=True, eq=False)
+class Declared:
+    """A likelihood that is computed from its declaration; see `fedppl.nn.likelihood.Likelihood`.
+
+    Attributes
+    ----------
+    kind
+        The distribution, as PyTensor names it.
+    outputs
+        How many outputs the network has, C.
+    read
+        What stands in the columns of `y`.
+    losses
+        Outputs with unknowns (n, C + e) and columns (n, q) to losses (n,) and their slopes (n, C + e).
+    curvatures
+        The same to Λ, (n, C, C).
+    drawn
+        Draws of outcomes, and their means; built at the first call.
+    """
+
+    kind: str
+    outputs: int
+    read: tuple[Read, ...]
+    losses: Callable[[Array, Array], tuple[Array, Array]]
+    curvatures: Callable[[Array, Array], Array]
+    drawn: Callable[[], Drawn]
+
+    def outcomes(self, y: Array, dtype: torch.dtype) -> torch.Tensor:
+        """Columns (n, q), as exact as they are: a count may be larger than single precision tells apart."""
+        return torch.from_numpy(np.array(y, dtype=float))
+
+    def mean(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Mean loss."""
+        return self.each(output, y).mean()
+
+    def each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Losses (n,), which torch can follow to the outputs."""
+        found: torch.Tensor = _Losses.apply(output.reshape(len(output), -1), y, self.losses)  # type: ignore[no-untyped-call]
+        return found
+
+    def each_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Losses (K, n) of outputs (K, C, n)."""
+        return self.each(output.mT.flatten(0, 1), y.flatten(0, 1)).view(len(output), -1)
+
+    def slopes_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """∂ℓ/∂f of outputs (K, C, n)."""
+        rows = output.mT.flatten(0, 1)
+        _, slopes = self.losses(rows.detach().double().numpy(), y.flatten(0, 1).numpy())
+        return torch.from_numpy(slopes).to(output.dtype).view(len(output), -1, output.shape[1]).mT.contiguous()
+
+    def root(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """R (n, C + e, C) with R Rᵀ = Λ; unknowns are points, and have no rows in it.
+
+        Where Λ is not positive semi-definite at a row, or is nothing there as beside a kink, its expectation over
+        outcomes stands in for it at all rows.
+
+        Raises
+        ------
+        LocalFailure
+            Where it is not finite, or has no expectation that can be computed.
+        """
+        outputs, told = output.detach().double().numpy(), y.numpy()
+        values, vectors = np.linalg.eigh(self._finite(self.curvatures(outputs, told)))
+        most = values[:, -1]
+        if np.any(values[:, 0] < -_BENT * np.maximum(most, 0.0)) or np.any(most <= _FLAT * most.max(initial=0.0)):
+            values, vectors = np.linalg.eigh(self._finite(self._expected(outputs, told)))
+        root = np.zeros((*output.shape, values.shape[1]))
+        root[:, : self.outputs] = vectors * np.sqrt(np.maximum(values, 0.0))[:, None, :]
+        return torch.from_numpy(root).to(output.dtype)
+
+    def _finite(self, curved: Array) -> Array:
+        if not np.all(np.isfinite(curved)):
+            raise LocalFailure(f"the curvature of the outcome's density ({self.kind}) is not finite at the weights")
+        return curved
+
+    def _expected(self, outputs: Array, y: Array) -> Array:
+        """E[g gᵀ] over outcomes at these outputs, which is E[Λ]; g is the slope of the loss."""
+        arrays, place = self.arrays(y), [what.is_outcome for what in self.read]
+        if sum(place) != 1:
+            raise LocalFailure(
+                f"the log density of the outcome ({self.kind}) bends upwards in the network's output, and outcomes "
+                "that are computed from data cannot be drawn; give the data as they are observed"
+            )
+        rng, total = np.random.default_rng(0), np.zeros((len(outputs), self.outputs, self.outputs))
+        names = [what.name for what in self.read]
+        for _ in range(_DRAWS):
+            arrays[place.index(True)] = self.drawn().draw(outputs, dict(zip(names, arrays, strict=True)), rng)
+            slopes = self.losses(outputs, beside(arrays, len(y)))[1][:, : self.outputs]
+            total += slopes[:, :, None] * slopes[:, None, :]
+        return total / _DRAWS
+
+    def arrays(self, y: Array) -> list[Array]:
+        """What stands in the columns, each by itself, (n, ...)."""
+        ends = np.cumsum([what.width for what in self.read])[:-1]
+        return [
+            (part.reshape(len(y), *what.shape) if what.by_row else part[0, 0]).astype(what.dtype)
+            for what, part in zip(self.read, np.split(y, ends, axis=1), strict=True)
+        ]
+
+    def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
+        """log p(y | f), all of it."""
+        return -float(np.sum(self.losses(output.reshape(len(output), -1).double().numpy(), y.numpy())[0]))
+
+
+class _Losses(torch.autograd.Function):
+    """Losses (n,) of rows (n, C + e); each depends on its own row alone."""
+
+    @staticmethod
+    def forward(context: Any, output: torch.Tensor, y: torch.Tensor, losses: Any) -> torch.Tensor:
+        """Compute the losses, and the slopes that `backward` needs."""
+        found, slopes = losses(output.detach().double().numpy(), y.numpy())
+        context.save_for_backward(torch.from_numpy(slopes).to(output.dtype))
+        return torch.from_numpy(found).to(output.dtype)
+
+    @staticmethod
+    def backward(context: Any, upstream: torch.Tensor) -> Any:
+        """Slopes of the outputs."""
+        (slopes,) = context.saved_tensors
+        return slopes * upstream[:, None], None, None
+
+
+def read_by(parts: _graph.Parts, given: Mapping[Any, Any], density: Any) -> dict[Any, Read]:
+    """Variables that the density of the outcome reads beside network and unknowns, with what a row of each is.
+
+    Containers have the values of `given`; an outcome that is no data is read as it stands in the model.
+    """
+    observed = parts.model.observed_RVs[0]
+    value = parts.model.rvs_to_values[observed]
+    above = set(ancestors([density]))
+    found = {v: np.asarray(one) for v, one in given.items() if v in above}
+    if isinstance(value, Constant):
+        found[value] = np.asarray(value.data)
+    outcomes = {value, *_graph.observed_through(parts)}
+    return {
+        v: Read(v.name or observed.name, one.shape[1:], str(one.dtype), v in outcomes, one.ndim > 0)
+        for v, one in found.items()
+    }
+
+
+def columns(client_id: str, read: Sequence[Read], arrays: Sequence[Array], rows: int) -> Array:
+    """What the likelihood reads of a client's rows, side by side, (n, q).
+
+    Raises
+    ------
+    DataError
+        Where an array has not a row for each observation, or rows of another shape than the first client's.
+    """
+    for what, array in zip(read, arrays, strict=True):
+        if array.shape != ((rows, *what.shape) if what.by_row else ()):
+            raise DataError(
+                f"client {client_id!r}: {what.name!r} has shape {array.shape}, and the likelihood of {rows} rows reads "
+                f"{(rows, *what.shape)}: one row for each observation, of the same shape at all clients. What is the "
+                "same for all clients is a constant of the builder; one number of a client's own is data without axes."
+            )
+    return beside(arrays, rows)
+
+
+def beside(arrays: Sequence[Array], rows: int) -> Array:
+    """Arrays (n, ...) as columns, (n, q), and numbers () in every row."""
+    parts = [np.broadcast_to(one, (rows, *np.shape(one)[1:])).astype(float).reshape(rows, -1) for one in arrays]
+    return np.concatenate([np.zeros((rows, 0)), *parts], axis=1)
+
+
+def declared(
+    parts: _graph.Parts,
+    density: Any,
+    output: Any,
+    wide: tuple[int, ...],
+    read: Mapping[Any, Read],
+    unknowns: Mapping[Any, tuple[int, ...]],
+    draws: Callable[[], Drawn],
+    who: str,
+) -> Declared:
+    """Build the functions of a likelihood.
+
+    Parameters
+    ----------
+    parts
+        The client's model.
+    density
+        Log density of the outcome, not summed, as a graph of the variables below.
+    output
+        What stands for the network's output in it.
+    wide
+        Shape of a row of the output.
+    read
+        What else it reads, in the order of the columns.
+    unknowns
+        Value variables of its unknowns, with the shapes that they have.
+    draws
+        Builds the functions that draw outcomes.
+    who
+        The client, in an error's words.
+
+    Raises
+    ------
+    DeclarationError
+        Where a row cannot be computed by itself, or has no slopes.
+    """
+    observed = parts.model.observed_RVs[0]
+    f, e, y = pt.vector("f"), pt.vector("e"), pt.vector("y")
+    replace: dict[Any, Any] = {output: f.reshape((1, *wide)), **_lengths_of_one(parts)}
+    first = 0
+    for value, shape in unknowns.items():
+        size = int(np.prod(shape, dtype=int))
+        replace[value] = e[first : first + size].reshape(shape)
+        first += size
+    column = 0
+    for value, what in read.items():
+        piece = y[column : column + what.width].reshape((1, *what.shape)) if what.by_row else y[column]
+        replace[value] = pt.cast(piece, value.type.dtype)
+        column += what.width
+    try:
+        (row,) = clone_replace([-density.sum()], replace, rebuild_strict=False)
+        both, told = pt.matrix("both"), pt.matrix("told")
+        count = int(np.prod(wide, dtype=int))
+        (losses,) = vectorize_graph([row], {f: both[:, :count], e: both[:, count:], y: told})
+        losses = pt.broadcast_to(losses, (both.shape[0],))
+        slopes = pt.grad(losses.sum(), both)
+        rows = [pt.grad(slopes[:, c].sum(), both, disconnected_inputs="ignore") for c in range(count)]
+        curved = pt.stack([one[:, :count] for one in rows], axis=1)
+        first_order = interpreted.python_function([both, told], [losses, slopes], _MODE)
+    except (NotImplementedError, NullTypeGradError, ValueError, TypeError, AssertionError) as error:
+        raise DeclarationError(
+            f"{who}: the likelihood of {observed.name!r} cannot be computed row by row ({type(error).__name__}: "
+            f"{str(error).strip().partition(chr(10))[0]}). For other models use fedppl.EP(local=fedppl.NUTS())."
+        ) from error
+    return Declared(
+        observed.owner.op.name or type(observed.owner.op).__name__,
+        count,
+        tuple(read.values()),
+        first_order,
+        _curvatures([both, told], curved),
+        functools.cache(draws),
+    )
+
+
+def _curvatures(inputs: Sequence[Any], curved: Any) -> Callable[[Array, Array], Array]:
+    """Built at the first call: algorithms of points have no use for it."""
+    known: list[Callable[..., Any]] = []
+
+    def call(output: Array, y: Array) -> Array:
+        if not known:
+            known.append(interpreted.python_function(inputs, curved, _MODE))
+        return np.asarray(known[0](output, y))
+
+    return call
+
+
+def _lengths_of_one(parts: _graph.Parts) -> dict[Any, Any]:
+    """Lengths of dims: of those that count rows, one."""
+    lengths = _graph.lengths(parts.model)
+    rows = {name for name, place in parts.open.items() if place is not None}
+    return {
+        parts.model.dim_lengths[name]: pt.constant(np.asarray(1 if name in rows else length))
+        for name, length in lengths.items()
+    }

@@ -1,0 +1,161 @@
+"""The outcome of a declared network: which likelihood its model gives it, and what that reads of the data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytensor.tensor as pt
+import torch
+from pytensor.graph.basic import Constant
+from pytensor.graph.replace import clone_replace
+from pytensor.graph.traversal import ancestors
+from pytensor.tensor.elemwise import DimShuffle
+from pytensor.tensor.shape import Reshape, SpecifyShape
+from pytensor.tensor.special import Softmax
+from pytensor.tensor.subtensor import Subtensor
+
+from fedppl.model import graph as _graph
+from fedppl.model import interpreted
+from fedppl.model.client import ClientModel
+from fedppl.nn.declared import Read, declared, read_by
+from fedppl.nn.declared_draws import drawn
+from fedppl.nn.functional import call, cast, parameter_slices, state_of
+from fedppl.nn.likelihood import Categorical, Likelihood, Normal
+from fedppl.types import DeclarationError, Variable
+
+CONTRACT = (
+    "a network's client declares weights = fedppl.nn.parameters(net), output = fedppl.nn.module(net, weights, X), "
+    "and one outcome of that output, such as pm.Categorical(logit_p=output) or pm.Normal(output, constant)"
+)
+_MOVED = (DimShuffle, Reshape, SpecifyShape, Subtensor)  # operations that leave numbers as they are
+
+
+class Outcome(NamedTuple):
+    """A likelihood, and the variables of the model that it is computed from."""
+
+    likelihood: Likelihood
+    unknowns: tuple[Variable, ...]  # free variables of the likelihood
+    variables: tuple[Any, ...]  # of the model, whose values are the outcomes
+    read: tuple[Read, ...]  # what these are, where a declared likelihood reads them
+
+
+def network_node(output: Any) -> Any:
+    """The node that evaluates a network of torch, above this output; None where there is none."""
+    nodes = (variable.owner for variable in ancestors([output]) if variable.owner is not None)
+    return next((node for node in nodes if hasattr(node.op, "net")), None)
+
+
+def kind_of(rv: Any) -> str:
+    """PyTensor's name of a distribution: "normal", "laplace"."""
+    return getattr(rv.owner.op, "name", None) or type(rv.owner.op).__name__
+
+
+def outcome_of(client: ClientModel, node: Any, given: Mapping[Any, Any], who: str) -> Outcome:
+    """Read the one observed variable.
+
+    Parameters
+    ----------
+    client
+        The client.
+    node
+        The node that evaluates the network.
+    given
+        Containers to their values.
+    who
+        The client, in an error's words.
+
+    Raises
+    ------
+    DeclarationError
+        Where outcomes do not come from the network's output, row by row.
+    """
+    parts = client.template.parts
+    observed = parts.model.observed_RVs[0]
+    slices = parameter_slices(node.op.net)
+    unknowns = tuple(v for v in (*client.layout.variables, *client.local) if v.name not in slices)
+    closed = None if unknowns else _closed(observed, node)
+    if closed is not None:
+        return Outcome(closed, (), (parts.model.rvs_to_values[observed],), ())
+    density, output = _without_network(parts, observed, who)
+    values = {rv.name: parts.model.rvs_to_values[rv] for rv in (*parts.shared, *parts.local)}
+    above = set(ancestors([density]))
+    if idle := [v.name for v in unknowns if values[v.name] not in above]:
+        raise DeclarationError(
+            f"{who}: free variables {idle} are neither weights of the network nor part of the likelihood of "
+            f"{observed.name!r}; {CONTRACT}."
+        )
+    if used := [name for name in slices if values[name] in above]:
+        raise DeclarationError(
+            f"{who}: the likelihood of {observed.name!r} reads the weights {used} beside the network's output; "
+            f"{CONTRACT}."
+        )
+    read = read_by(parts, given, density)
+    starts = {values[v.name]: v.shape for v in unknowns}
+    wide = _wide(client, node)
+    free = {rv: parts.model.rvs_to_values[rv] for rv in (*parts.shared, *parts.local)}
+    shapes = {rv: starts[value] for rv, value in free.items() if value in starts}
+    outcomes = {v: what.shape for v, what in read.items() if what.is_outcome}
+    draws = functools.partial(drawn, parts, node.outputs[0], wide, shapes, outcomes)
+    found = declared(parts, density, output, wide, read, starts, draws, who)
+    return Outcome(found, unknowns, tuple(read), found.read)
+
+
+def _without_network(parts: _graph.Parts, observed: Any, who: str) -> tuple[Any, Any]:
+    """The outcome's log density of what stands for the network's output."""
+    (density,) = parts.model.logp(vars=[observed], sum=False)
+    node = network_node(density)
+    if node is None:
+        raise DeclarationError(f"{who}: no network stands above {observed.name!r}; {CONTRACT}.")
+    output = pt.tensor(dtype=node.outputs[0].type.dtype, shape=node.outputs[0].type.shape)
+    (density,) = clone_replace([density], {node.outputs[0]: output})
+    if network_node(density) is not None:
+        raise DeclarationError(
+            f"{who}: the network stands more than once above {observed.name!r}; let one module make all of the output."
+        )
+    return density, output
+
+
+def _closed(observed: Any, node: Any) -> Likelihood | None:
+    """The likelihoods in closed form, where the distribution's parameter is the output and nothing else."""
+    kind, parameters = kind_of(observed), observed.owner.op.dist_params(observed.owner)
+    if kind == "categorical":
+        p = parameters[-1].owner
+        is_softmax = p is not None and isinstance(p.op, Softmax) and p.op.axis in (-1, p.inputs[0].type.ndim - 1)
+        return Categorical() if is_softmax and _is_output(p.inputs[0], node, ()) else None
+    if kind == "normal" and _is_output(parameters[0], node, _MOVED):
+        sd = _constant_sd(parameters[1])
+        return None if sd is None else Normal(sd)
+    return None
+
+
+def _is_output(variable: Any, node: Any, moved: Sequence[type]) -> bool:
+    """Whether a variable is the network's output, up to operations that leave numbers as they are."""
+    while variable is not node.outputs[0]:
+        if variable.owner is None or not isinstance(variable.owner.op, tuple(moved)):
+            return False
+        variable = variable.owner.inputs[0]
+    return True
+
+
+def _constant_sd(value: Any) -> float | None:
+    """An sd that is one number at all clients."""
+    if any(v.owner is None and not isinstance(v, Constant) for v in ancestors([value])):
+        return None
+    found = np.unique(np.asarray(value.eval(), dtype=float))
+    return float(found[0]) if len(found) == 1 else None
+
+
+def _wide(client: ClientModel, node: Any) -> tuple[int, ...]:
+    """Shape of a row of the network's output."""
+    net = node.op.net
+    replace, inputs = _graph._inputs_for(client.template.parts)
+    (X_in,) = clone_replace([node.inputs[1]], replace)
+    X = interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], X_in)(*client.inputs)
+    with torch.no_grad():
+        flat = torch.cat([value.detach().double().ravel() for value in net.parameters()])
+        rows = torch.from_numpy(np.asarray(X)[:2])
+        output = call(net, state_of(net, flat), cast(rows, torch.float64))
+    return tuple(output.shape[1:])

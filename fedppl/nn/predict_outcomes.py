@@ -1,0 +1,75 @@
+r"""Predicted outcomes of a network whose likelihood is computed as it is declared.
+
+.. math:: E[y] = E_f\, E[y \mid f], \qquad f \sim N(f(x), \Sigma(x))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from fedppl.nn.declared import Declared
+from fedppl.nn.unit import NetworkUnit
+from fedppl.types import Array, DataError
+
+_EACH = 10  # draws of an outcome for each of outputs
+
+
+def outcomes_at(
+    unit: NetworkUnit,
+    others: Mapping[str, Array],
+    outputs: Array,
+    covariance: Array,
+    draws: int,
+    probability: float,
+    rng: np.random.Generator,
+) -> tuple[dict[str, Array], dict[str, tuple[str, ...]]]:
+    """Means, sds and intervals of outcomes, or probabilities of classes, with dims of each.
+
+    Parameters
+    ----------
+    unit
+        The client.
+    others
+        What the likelihood reads of the new rows beside outputs, by name.
+    outputs, covariance
+        Of the network with unknowns of the likelihood, (n, C + e) and (n, C + e, C + e).
+    draws
+        Of outputs; one alone where they are known.
+    probability
+        Of the intervals.
+    rng
+        Draws.
+
+    Raises
+    ------
+    DataError
+        For arrays of another number of rows.
+    """
+    likelihood = unit.likelihood
+    assert isinstance(likelihood, Declared)
+    wrong = {name: len(value) for name, value in others.items() if value.ndim and len(value) != len(outputs)}
+    if wrong:
+        raise DataError(f"new inputs have {len(outputs)} rows, and {wrong}; give as many rows of each.")
+    functions, count = likelihood.drawn(), likelihood.outputs
+    variance = np.diagonal(covariance, axis1=1, axis2=2)[:, :count]
+    is_known = not np.any(covariance)
+    values, vectors = np.linalg.eigh(covariance)
+    root = vectors * np.sqrt(np.clip(values, 0.0, None))[:, None]
+    means, drawn = [], []
+    for _ in range(1 if is_known else draws):
+        at = outputs + np.einsum("ncd,nd->nc", root, rng.normal(size=outputs.shape))
+        if functions.mean is not None:
+            means.append(functions.mean(at, others))
+        if likelihood.kind != "categorical":
+            drawn += [functions.draw(at, others, rng) for _ in range(_EACH * (draws if is_known else 1))]
+    found = {"output_mean": outputs[:, :count], "output_variance": variance}
+    dims: dict[str, tuple[str, ...]] = dict.fromkeys(found, ("row", "output"))
+    if likelihood.kind == "categorical":
+        return {"probability": np.mean(means, axis=0), **found}, {"probability": ("row", "class"), **dims}
+    ends = np.quantile(drawn, [0.5 - probability / 2, 0.5 + probability / 2], axis=0)
+    mean = np.mean(means or drawn, axis=0)
+    own = ("row", *(f"outcome_{axis}" for axis in range(1, mean.ndim)))
+    told = {"mean": mean, "sd": np.std(drawn, axis=0), "lower": ends[0], "upper": ends[1]}
+    return {**told, **found}, {**dict.fromkeys(told, own), **dims}

@@ -1,0 +1,438 @@
+"""What networks' algorithms compute is what is declared: changes of a declaration change a fit, or are refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pymc as pm
+import pytest
+from numpy.testing import assert_allclose
+from pymc.distributions.transforms import ordered
+
+torch = pytest.importorskip("torch")
+
+import fedppl  # noqa: E402
+from fedppl import nn  # noqa: E402
+from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
+from fedppl.nn.declared import Declared  # noqa: E402
+from fedppl.nn.functional import call, state_of  # noqa: E402
+from fedppl.nn.train import outcomes  # noqa: E402
+from fedppl.nn.view import network_of  # noqa: E402
+from tests.support import problems  # noqa: E402
+
+BODY = ("0.weight", "0.bias")
+ROWS = 12
+
+
+class Change(NamedTuple):
+    """A declaration of a client: weights of the network, its inputs, and the outcome of its output."""
+
+    outcome: Callable[[Any, Any], Any]  # of the output and the data by name
+    values: Callable[[np.random.Generator], dict[str, Any]]  # data beside X, y among them
+    outputs: int = 1
+    weights: Callable[[Any], Any] = nn.parameters
+    inputs: Callable[[Any], Any] = lambda X: X
+    shared: tuple[str, ...] = BODY
+    refused: str = ""  # in the words of the refusal
+
+
+def real(rng: np.random.Generator) -> dict[str, Any]:
+    return {"y": rng.normal(size=ROWS)}
+
+
+def counts(rng: np.random.Generator) -> dict[str, Any]:
+    return {"y": rng.poisson(2.0, size=ROWS)}
+
+
+def binary(rng: np.random.Generator) -> dict[str, Any]:
+    return {"y": rng.integers(0, 2, size=ROWS)}
+
+
+def classes(rng: np.random.Generator) -> dict[str, Any]:
+    return {"y": np.arange(ROWS) % 3}
+
+
+def with_column(make: Any, name: str, low: float, high: float) -> Any:
+    return lambda rng: {**make(rng), name: rng.uniform(low, high, size=ROWS)}
+
+
+def normal(mean: Any, sd: Any, data: Any) -> Any:
+    return pm.Normal("o", mean, sd, observed=data["y"])
+
+
+def priors(change: Callable[[str, np.ndarray], Any]) -> Callable[[Any], Any]:
+    """Weights of which `change` declares those that it returns, by name and start."""
+
+    def declare(net: Any) -> Any:
+        starts = {name: value.detach().double().numpy() for name, value in net.named_parameters()}
+        changed = {name: change(name, start) for name, start in starts.items()}
+        return {
+            name: pm.Normal(name, start, 1.0, shape=start.shape) if changed[name] is None else changed[name]
+            for name, start in starts.items()
+        }
+
+    return declare
+
+
+def of(changed: str, build: Callable[[str, np.ndarray], Any]) -> Callable[[Any], Any]:
+    return priors(lambda name, start: build(name, start) if name == changed else None)
+
+
+def hierarchical(net: Any) -> Any:
+    scale = pm.HalfNormal("scale")
+    return of("2.weight", lambda name, start: pm.Normal(name, start, scale, shape=start.shape))(net)
+
+
+def penalised(net: Any) -> Any:
+    weights = nn.parameters(net)
+    pm.Potential("ridge", -(weights["2.weight"] ** 2).sum())
+    return weights
+
+
+def doubled(net: Any) -> Any:
+    return {name: 2.0 * value for name, value in nn.parameters(net).items()}
+
+
+def tied(net: Any) -> Any:
+    weights = nn.parameters(net)
+    return {**weights, "0.bias": weights["0.weight"][:, 0]}
+
+
+def beside(f: Any, data: Any) -> Any:
+    weights = pm.modelcontext(None)
+    return pm.Normal("o", f[:, 0] + weights["2.bias"].sum(), 1.0, observed=data["y"])
+
+
+def twice(f: Any, data: Any) -> Any:
+    node = f.owner
+    again = node.op(node.inputs[0], -node.inputs[1])
+    return pm.Normal("o", f[:, 0] - again[:, 0], 1.0, observed=data["y"])
+
+
+def two_outcomes(f: Any, data: Any) -> Any:
+    pm.Normal("also", f[:, 0], 1.0, observed=1.0 * data["y"])
+    return normal(f[:, 0], 1.0, data)
+
+
+def with_potential(f: Any, data: Any) -> Any:
+    pm.Potential("extra", -((data["y"] - f[:, 0]) ** 4).sum())
+    return normal(f[:, 0], 1.0, data)
+
+
+BASE = {
+    "real": Change(lambda f, d: normal(f[:, 0], 0.5, d), real),
+    "classes": Change(lambda f, d: pm.Categorical("o", logit_p=f, observed=d["y"]), classes, outputs=3),
+}
+CHANGES = {
+    # Outcomes
+    "another sd": BASE["real"]._replace(outcome=lambda f, d: normal(f[:, 0], 1.0, d)),
+    "an sd by row": BASE["real"]._replace(
+        outcome=lambda f, d: normal(f[:, 0], d["s"], d), values=with_column(real, "s", 0.5, 2.0)
+    ),
+    "an sd of the client": BASE["real"]._replace(
+        outcome=lambda f, d: normal(f[:, 0], d["s"], d),
+        values=lambda rng: {**real(rng), "s": np.array(rng.uniform(0.5, 2))},
+    ),
+    "an unknown sd": BASE["real"]._replace(outcome=lambda f, d: normal(f[:, 0], pm.HalfNormal("sd"), d)),
+    "an unknown sd that is shared": BASE["real"]._replace(
+        outcome=lambda f, d: normal(f[:, 0], pm.math.exp(pm.Normal("log_sd")), d), shared=(*BODY, "log_sd")
+    ),
+    "an sd that the network gives": BASE["real"]._replace(
+        outcome=lambda f, d: normal(f[:, 0], pm.math.exp(f[:, 1]), d), outputs=2
+    ),
+    "heavy tails": BASE["real"]._replace(
+        outcome=lambda f, d: pm.StudentT("o", nu=3, mu=f[:, 0], sigma=0.5, observed=d["y"])
+    ),
+    "a kink": BASE["real"]._replace(outcome=lambda f, d: pm.Laplace("o", f[:, 0], 0.5, observed=d["y"])),
+    "a clipped mean": BASE["real"]._replace(outcome=lambda f, d: normal(pm.math.clip(f[:, 0], -0.2, 0.2), 0.5, d)),
+    "a scaled mean": BASE["real"]._replace(outcome=lambda f, d: normal(3.0 * f[:, 0], 0.5, d)),
+    "an offset": BASE["real"]._replace(
+        outcome=lambda f, d: normal(f[:, 0] + d["z"], 0.5, d), values=with_column(real, "z", -1.0, 1.0)
+    ),
+    "a transformed outcome": BASE["real"]._replace(
+        outcome=lambda f, d: pm.Normal("o", f[:, 0], 0.5, observed=2.0 * d["y"])
+    ),
+    "censoring": BASE["real"]._replace(
+        outcome=lambda f, d: pm.Censored("o", pm.Normal.dist(f[:, 0], 0.5), None, 0.5, observed=d["y"]),
+        values=lambda rng: {"y": np.minimum(rng.normal(size=ROWS), 0.5)},
+    ),
+    "truncation": BASE["real"]._replace(
+        outcome=lambda f, d: pm.Truncated("o", pm.Normal.dist(f[:, 0], 0.5), upper=3.0, observed=d["y"])
+    ),
+    "a mixture": BASE["real"]._replace(
+        outcome=lambda f, d: pm.NormalMixture("o", w=[0.7, 0.3], mu=f, sigma=0.5, observed=d["y"]), outputs=2
+    ),
+    "counts": Change(lambda f, d: pm.Poisson("o", pm.math.exp(f[:, 0]), observed=d["y"]), counts),
+    "counts with an exposure": Change(
+        lambda f, d: pm.Poisson("o", d["e"] * pm.math.exp(f[:, 0]), observed=d["y"]), with_column(counts, "e", 0.5, 3.0)
+    ),
+    "overdispersed counts": Change(
+        lambda f, d: pm.NegativeBinomial("o", mu=pm.math.exp(f[:, 0]), alpha=2.0, observed=d["y"]), counts
+    ),
+    "binary": Change(lambda f, d: pm.Bernoulli("o", logit_p=f[:, 0], observed=d["y"]), binary),
+    "binary, probit": Change(lambda f, d: pm.Bernoulli("o", p=pm.math.invprobit(f[:, 0]), observed=d["y"]), binary),
+    "ordered": Change(
+        lambda f, d: pm.OrderedLogistic(
+            "o", eta=f[:, 0], cutpoints=pm.Normal("cuts", [-1.0, 1.0], 1.0, shape=2, transform=ordered), observed=d["y"]
+        ),
+        classes,
+    ),
+    "a temperature": BASE["classes"]._replace(
+        outcome=lambda f, d: pm.Categorical("o", logit_p=f / 2.0, observed=d["y"])
+    ),
+    "other logits": BASE["classes"]._replace(
+        outcome=lambda f, d: pm.Categorical("o", logit_p=f + np.array([0.0, 1.0, -1.0]), observed=d["y"])
+    ),
+    "some of the outputs": BASE["classes"]._replace(
+        outcome=lambda f, d: pm.Categorical("o", logit_p=f[:, :3], observed=d["y"]), outputs=4
+    ),
+    "smoothed labels": BASE["classes"]._replace(
+        outcome=lambda f, d: pm.Categorical("o", p=0.8 * pm.math.softmax(f, axis=-1) + 0.2 / 3, observed=d["y"])
+    ),
+    # Inputs and priors
+    "scaled inputs": BASE["real"]._replace(inputs=lambda X: X / 3.0),
+    "a narrow prior of the head": BASE["real"]._replace(
+        weights=lambda net: nn.parameters(net, sigma={"0.weight": 1.0, "0.bias": 1.0, "2.weight": 0.1, "2.bias": 0.1})
+    ),
+    "a narrow prior of what is shared": BASE["real"]._replace(
+        weights=lambda net: nn.parameters(net, sigma={"0.weight": 0.1, "0.bias": 0.1, "2.weight": 1.0, "2.bias": 1.0})
+    ),
+    "another mean of the head": BASE["real"]._replace(
+        weights=of("2.weight", lambda name, start: pm.Normal(name, start + 1.0, 1.0, shape=start.shape))
+    ),
+    "another mean of what is shared": BASE["real"]._replace(
+        weights=of("0.weight", lambda name, start: pm.Normal(name, start + 1.0, 1.0, shape=start.shape))
+    ),
+    "a prior of the head with a kink": BASE["real"]._replace(
+        weights=of("2.weight", lambda name, start: pm.Laplace(name, start, 0.1, shape=start.shape))
+    ),
+    "a prior of the head with heavy tails": BASE["real"]._replace(
+        weights=of("2.weight", lambda name, start: pm.StudentT(name, nu=2, mu=start, sigma=0.1, shape=start.shape))
+    ),
+    "a prior of what is shared with a kink": BASE["real"]._replace(
+        weights=of("0.weight", lambda name, start: pm.Laplace(name, start, 1.0, shape=start.shape)),
+        refused="'0.weight' .laplace. is not one of independent normals",
+    ),
+    "a scale of a prior": BASE["real"]._replace(
+        weights=hierarchical, refused=r"\['scale'\] are neither weights of the network nor part of the likelihood"
+    ),
+    "a penalty": BASE["real"]._replace(weights=penalised, refused="the declared log density is"),
+    "twice the weights": BASE["real"]._replace(weights=doubled, refused="the declared log density is"),
+    "tied weights": BASE["real"]._replace(weights=tied, refused="the declared log density is"),
+    "weights beside the network": BASE["real"]._replace(
+        outcome=beside, refused=r"reads the weights \['2.bias'\] beside"
+    ),
+    "the network twice": BASE["real"]._replace(outcome=twice, refused="stands more than once"),
+    "no network above the outcome": BASE["real"]._replace(
+        outcome=lambda f, d: normal(pm.modelcontext(None)["2.bias"].sum(), 1.0, d), refused="no network stands above"
+    ),
+    "another variable": BASE["real"]._replace(
+        weights=lambda net: (pm.Normal("other"), nn.parameters(net))[1],
+        refused=r"\['other'\] are neither weights of the network nor part of the likelihood",
+    ),
+    "two outcomes": BASE["real"]._replace(outcome=two_outcomes, refused="2 observed variables"),
+    "a potential of rows": BASE["real"]._replace(outcome=with_potential, refused="the declared log density is"),
+    "rows that depend on each other": BASE["real"]._replace(
+        outcome=lambda f, d: normal(f[:, 0] - f[:, 0].mean(), 0.5, d), refused="the declared log density is"
+    ),
+}
+FOLLOWED = [name for name, change in CHANGES.items() if not change.refused]
+
+
+@functools.cache
+def network(outputs: int) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, outputs))
+
+
+def declared(change: Change) -> tuple[fedppl.FederatedModel, dict[str, dict[str, Any]]]:
+    names = tuple(change.values(np.random.default_rng(0)))
+
+    def build(**data: Any) -> Any:
+        with pm.Model() as model:
+            held = {name: pm.Data(name, value) for name, value in data.items()}
+            net = network(change.outputs)
+            f = nn.module(net, change.weights(net), change.inputs(held.pop("X")))
+            change.outcome(f, held)
+        return model
+
+    arguments = ", ".join(("X", *names))
+    scope: dict[str, Any] = {"build": build}
+    exec(f"def builder({arguments}): return build({', '.join(f'{n}={n}' for n in ('X', *names))})", scope)
+    rng = np.random.default_rng(1)
+    clients = {k: {"X": rng.normal(size=(ROWS, 2)), **change.values(np.random.default_rng(7))} for k in ("a", "b")}
+    return fedppl.FederatedModel(scope["builder"], shared=change.shared), clients
+
+
+@functools.cache
+def fitted(base: str, name: str) -> np.ndarray:
+    """A client's own weights after a round, their variances, and predictions."""
+    change = CHANGES[name] if name else BASE[base]
+    model, clients = declared(change)
+    algorithm = nn.FedSI(ratio=0.5, epochs=3, learning_rate=0.05, batch_size=6, tune_epochs=3, tune_rate=0.05)
+    fit = problems.fit_some_rounds(model, clients, algorithm, rounds=1, progressbar=False, random_seed=1)
+    own = nn.personalise(fit, "a")
+    new = {k: v for k, v in clients["a"].items() if k != "y" and np.ndim(v)}
+    predicted = nn.predict(fit, own, new)
+    first = next(iter(predicted.data_vars))
+    slices = [own.weights[:9], np.sort(np.diag(own.subnetwork.covariance)), predicted[first].values.ravel()[:ROWS]]
+    return np.concatenate(slices)
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_changed_declaration_changes_the_fit(name: str) -> None:
+    change = CHANGES[name]
+    base = "classes" if change.values is classes and change.outputs > 1 else "real"
+    found, before = fitted(base, name), fitted(base, "")
+    assert np.all(np.isfinite(found))
+    assert found.shape != before.shape or np.max(np.abs(found - before)) > 1e-3
+
+
+@pytest.mark.parametrize("name", sorted(set(CHANGES) - set(FOLLOWED)))
+def test_what_cannot_be_followed_is_refused_before_any_round(name: str) -> None:
+    model, clients = declared(CHANGES[name])
+    seen: list[Any] = []
+    with pytest.raises(fedppl.DeclarationError, match=CHANGES[name].refused):
+        fedppl.fit(model, clients, nn.FedSI(), progressbar=False, callback=seen.append)
+    assert not seen
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_losses_and_slopes_are_those_of_pymc(name: str) -> None:
+    """Of weights and unknowns, at two points away from the start; curvatures by differences of slopes."""
+    model, clients = declared(CHANGES[name])
+    client = model.enrol(clients, kernel=False)["b"]
+    unit = client.view(network_of).unit
+    pymc_model = client.pymc_model()
+    observed = pymc_model.observed_RVs[0]
+    density = pymc_model.compile_logp(vars=[observed], mode=PYTHON_MODE)
+    rng = np.random.default_rng(3)
+    y = outcomes(unit, torch.float64)
+    for _ in range(2):
+        w = torch.from_numpy(unit.held + 0.3 * rng.normal(size=unit.size)).requires_grad_()
+        phi, theta = w.detach().numpy()[unit.shared_at], w.detach().numpy()[unit.local_at]
+        point = {}
+        for variables, values in ((client.layout.variables, phi), (client.local, theta)):
+            first = 0
+            for variable in variables:
+                rv = pymc_model[variable.name]
+                point[pymc_model.rvs_to_values[rv].name] = values[first : first + variable.size].reshape(variable.shape)
+                first += variable.size
+        with torch.enable_grad():
+            output = call(unit.net, state_of(unit.net, w), torch.from_numpy(unit.X))
+            loss = unit.likelihood.mean(output, y) * len(unit.X)
+            found = torch.autograd.grad(loss, w)[0].numpy()
+        assert_allclose(unit.likelihood.log_density(output.detach(), y), density(point), rtol=1e-8)
+        each = unit.likelihood.each(output.detach(), y)
+        assert_allclose(float(each.sum()), float(loss.detach()), rtol=1e-9)
+        step = 1e-5
+        for i in rng.choice(unit.size, 3, replace=False):
+            apart = np.zeros(unit.size)
+            apart[i] = step
+            values = []
+            for sign in (1, -1):
+                moved = torch.from_numpy(w.detach().numpy() + sign * apart)
+                with torch.no_grad():
+                    there = call(unit.net, state_of(unit.net, moved), torch.from_numpy(unit.X))
+                    values.append(unit.likelihood.log_density(there, y))
+            assert_allclose(found[i], -(values[0] - values[1]) / (2 * step), rtol=1e-5, atol=1e-6)
+
+
+def test_unknowns_are_told_apart_from_weights() -> None:
+    model, clients = declared(CHANGES["an unknown sd that is shared"])
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    assert unit.declared.unknowns == ("log_sd",)
+    assert len(unit.inferable_at) == len(unit.shared_at) - 1
+    assert isinstance(unit.likelihood, Declared)
+    assert [name for name, _ in unit.loaded(unit.held).named_parameters()] == [
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    ]
+
+
+def test_an_unknown_sd_of_all_clients_is_found() -> None:
+    """Of 2 x 400 rows whose noise has sd 0.5: the root mean square of what is left, within its own error of 2.5 %."""
+    rng = np.random.default_rng(5)
+    change = CHANGES["an unknown sd that is shared"]
+    model, _ = declared(change)
+    clients = {}
+    for k in ("a", "b"):
+        X = rng.normal(size=(400, 2))
+        clients[k] = {"X": X, "y": np.tanh(X[:, 0]) + 0.5 * rng.normal(size=400)}
+    algorithm = nn.FedAvg(phases=(("all", 5),), learning_rate=0.02)
+    fit = problems.fit_some_rounds(model, clients, algorithm, rounds=15, progressbar=False, random_seed=1)
+    assert_allclose(np.exp(float(fit.estimate["log_sd"])), 0.5, atol=0.05)
+
+
+def test_a_linear_network_of_counts_has_the_laplace_approximation_of_poisson_regression() -> None:
+    """All weights shared, one client: the covariance at the mode is (XᵀWX + I)⁻¹ with W the means."""
+    rng = np.random.default_rng(2)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        net = torch.nn.Linear(2, 1)
+    X = rng.normal(size=(60, 2))
+    exposure = rng.uniform(1, 3, size=60)
+    y = rng.poisson(exposure * np.exp(0.5 + X @ [0.3, -0.4]))
+
+    def builder(X: Any, y: Any, exposure: Any) -> Any:
+        with pm.Model() as model:
+            f = nn.module(net, nn.parameters(net), pm.Data("X", X))
+            pm.Poisson("o", pm.Data("exposure", exposure) * pm.math.exp(f[:, 0]), observed=pm.Data("y", y))
+        return model
+
+    model = fedppl.FederatedModel(builder, shared=("weight", "bias"))
+    clients = {"a": {"X": X, "y": y, "exposure": exposure}}
+    algorithm = nn.FedSI(ratio=1.0, epochs=200, learning_rate=0.05, batch_size=60, tune=None)
+    fit = problems.fit_some_rounds(model, clients, algorithm, rounds=1, progressbar=False, random_seed=1)
+    own = nn.personalise(fit, "a")
+    Z = np.column_stack([X, np.ones(60)])
+    means = exposure * np.exp(Z @ own.weights)
+    # One more inference, whose prior is the variance that the first one left.
+    variance = np.diag(np.linalg.inv(Z.T @ (means[:, None] * Z) + np.eye(3)))
+    expected = np.linalg.inv(Z.T @ (means[:, None] * Z) + np.diag(1.0 / variance))
+    assert_allclose(own.subnetwork.covariance, expected, rtol=2e-3)
+    mode = Z.T @ (y - means) - (
+        own.weights - np.concatenate([net.weight.detach().numpy()[0], net.bias.detach().numpy()])
+    )
+    assert np.max(np.abs(mode)) < 2.0  # against sds of sums of 60 counts, some 12
+    predicted = nn.predict(fit, own, {"X": X[:5], "exposure": exposure[:5]}, link="map")
+    assert_allclose(predicted["mean"], means[:5], rtol=1e-5)
+    drawn = nn.predict(fit, own, {"X": X[:5], "exposure": exposure[:5]}, draws=400)
+    spread = np.einsum("ni,ij,nj->n", Z[:5], own.subnetwork.covariance, Z[:5])
+    total = means[:5] * np.exp(spread / 2)
+    assert_allclose(drawn["mean"], total, rtol=5 * np.sqrt(spread.max() / 400))
+    sd = np.sqrt(total + total**2 * np.expm1(spread))
+    assert_allclose(drawn["sd"], sd, rtol=5 / np.sqrt(2 * 4000) + 0.03)
+
+
+@pytest.mark.parametrize("name", ["heavy tails", "a kink"])
+def test_where_a_density_bends_upwards_its_expected_curvature_stands_in(name: str) -> None:
+    """(ν + 1) / (ν + 3) / σ² of Student's t, 1 / b² of Laplace; of 128 draws, within five of their errors."""
+    model, clients = declared(CHANGES[name])
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    output = torch.full((ROWS, 1), 40.0, dtype=torch.float64)  # where all outcomes are far away
+    root = unit.likelihood.root(output, outcomes(unit, torch.float64)).numpy()
+    expected = 4.0 / 6.0 / 0.25 if name == "heavy tails" else 4.0
+    found = (root**2).sum(axis=(1, 2))
+    assert_allclose(found.mean(), expected, rtol=5 / np.sqrt(128 * ROWS) * 1.5)
+
+
+def test_rows_of_another_shape_are_refused_by_the_client_s_name() -> None:
+    model, clients = declared(CHANGES["an offset"])
+    clients["b"]["z"] = np.ones((ROWS, 1))
+    with pytest.raises(fedppl.DataError, match="'b'"):
+        fedppl.fit(model, clients, nn.FedSI(), progressbar=False)
+
+
+def test_outcomes_of_single_precision_are_exact() -> None:
+    """Counts beyond 2²⁴ stay what they are."""
+    model, clients = declared(CHANGES["counts"])
+    clients["a"]["y"] = np.array([2**24 + 1] + [1] * (ROWS - 1))
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    assert float(outcomes(unit, torch.float32)[0, 0]) == 2**24 + 1
