@@ -249,7 +249,10 @@ CASES: dict[str, Case] = {
     "LMCGradient": Case("curves.Gradient", {}, coregional, summed=None),
     "NetworkAveraging": Case("nn.FedAvg", {"phases": (("local", 1), ("shared", 1))}, classification, summed=True),
     "NetworkAveraging(proximal)": Case(
-        "nn.FedAvg", {"phases": (("all", 1),), "proximal": 1.0, "momentum": 0.9}, all_shared, summed=True
+        "nn.FedAvg",
+        {"phases": (("all", 1),), "proximal": 1.0, "momentum": 0.9, "smoothing": 0.5},
+        all_shared,
+        summed=True,
     ),
     "NetworkSCAFFOLD": Case("nn.SCAFFOLD", {"epochs": 1}, all_shared, ledger=CONTROLS),
     "IFCA": Case("nn.IFCA", {"epochs": 1}, all_shared),

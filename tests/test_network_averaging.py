@@ -79,6 +79,33 @@ def test_fedavg_weighs_by_rows_or_not() -> None:
     assert float(reply["weight"]) == 1.0
 
 
+def test_averages_over_rounds_are_the_estimate_and_nothing_else() -> None:
+    """With weights of rounds that sum to one, the start's none."""
+    model, clients = problems.classification(shared=ALL)
+    fits = [
+        problems.fit_some_rounds(
+            model,
+            clients,
+            nn.FedAvg(smoothing=smoothing, phases=(("all", 1),)),
+            rounds=4,
+            progressbar=False,
+            random_seed=2,
+        )
+        for smoothing in (0.0, 0.5)
+    ]
+    plain, smooth = fits
+    assert_array_equal(plain.state.phi, smooth.state.phi)
+    seen = [
+        step.state.phi
+        for step in fedppl.rounds(model, clients, nn.FedAvg(phases=(("all", 1),)), rounds=4, random_seed=2)
+    ]
+    wanted = np.average(seen, axis=0, weights=0.5 ** np.arange(4)[::-1])
+    estimate = np.concatenate([np.ravel(smooth.estimate[name]) for name in ALL])
+    assert_allclose(estimate, wanted, rtol=1e-12)
+    held = torch.cat([value.ravel() for value in nn.network(smooth).parameters()]).detach().numpy()
+    assert_allclose(held, wanted, rtol=1e-6, atol=1e-7)
+
+
 def test_fedbabu_leaves_the_head_until_the_end() -> None:
     fit = fitted(BODY, nn.FedAvg(phases=BABU, tune="local"))
     for name, client in fit.clients.items():

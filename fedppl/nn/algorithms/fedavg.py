@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.random import Generator
 
+from fedppl import gaussian
 from fedppl.algorithms.averaging.point import LocalClientState, kept_local, weight_of, weights_rule
-from fedppl.algorithms.averaging.server import weighted
-from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part
+from fedppl.algorithms.averaging.server import average, reject_weight, weighted
+from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms._common import Tuning, check_network, names_in, needs, training_rule, tuning_rule
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
-from fedppl.nn.algorithms._server import AT_MEAN, ESTIMATE, REPLIES, NetworkState, broadcast, init, update_server
+from fedppl.nn.algorithms._server import AT_MEAN, NetworkInfo, reported
 from fedppl.nn.batch import groups, stacked
 from fedppl.nn.batch_train import train_together
 from fedppl.nn.functional import Places
@@ -22,7 +23,15 @@ from fedppl.nn.train import Training, train
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import network_of
 from fedppl.settings import between, described, shown
-from fedppl.types import Array, DeclarationError, Message
+from fedppl.types import Array, DeclarationError, Layout, Message
+
+
+class AveragedState(NamedTuple):
+    """What the next round needs, and an average over rounds that no round goes on from."""
+
+    phi: Array  # (m,)
+    total: Array  # of earlier rounds' φ by their weights, (m,)
+    weight: float  # of all of them
 
 
 class _Settings(NamedTuple):
@@ -30,6 +39,7 @@ class _Settings(NamedTuple):
     proximal: float
     tuning: Tuning
     weights: str
+    smoothing: float
 
 
 def FedAvg(
@@ -40,10 +50,11 @@ def FedAvg(
     phases: Sequence[tuple[str | tuple[str, ...], int]] = (("all", 10),),
     batch_size: int = 50,
     weights: str = "rows",
+    smoothing: float = 0.0,
     tune: str | tuple[str, ...] | None = None,
     tune_rate: float = 1e-3,
     tune_epochs: int = 10,
-) -> Algorithm[NetworkState, LocalClientState]:
+) -> Algorithm[AveragedState, LocalClientState]:
     r"""Average the shared weights of networks that clients train.
 
     .. math:: \phi \leftarrow \frac{\sum_k n_k \phi_k}{\sum_k n_k}
@@ -80,6 +91,10 @@ def FedAvg(
         Rows a step.
     weights
         "rows" (n_k) or "equal".
+    smoothing
+        Weight, between 0 and 1, of earlier rounds in the estimate, an average over rounds; 1 − smoothing is that of
+        the last. Rounds go on from what is not averaged. Where few of many clients report it steadies the global model:
+        8 points of accuracy for one of ten (docs/pfedvem.md).
     tune
         Weights that a client fine-tunes when the rounds are over, on its own rows: "local", "all", torch's names, or
         None.
@@ -121,23 +136,26 @@ def FedAvg(
         between("proximal", proximal, 0, np.inf, "[)"),
         tuning_rule(tune, tune_rate, tune_epochs, batch_size, momentum=momentum),
         weights_rule(weights),
+        between("smoothing", smoothing, 0, 1, "[)"),
     )
     tuning = settings.tuning
     trained = [*(which for which, _ in settings.phases), tuning.which]
     update_client = functools.partial(_update_client, settings=settings)
     unreported = functools.partial(_update_unreported, settings=settings)
-    return Algorithm[NetworkState, LocalClientState](
+    return Algorithm[AveragedState, LocalClientState](
         name="nn.FedAvg",
         settings=described({"learning_rate": learning_rate, "batch_size": batch_size}, **settings._asdict()),
-        init=init,
-        broadcast=broadcast,
+        init=_init,
+        broadcast=lambda state, client_id: {"mean": state.phi},
         update_client=update_client,
-        update_server=update_server,
-        replies=REPLIES,
+        update_server=functools.partial(_update_server, smoothing=settings.smoothing),
+        replies=Replies[AveragedState](
+            lambda state: {"weighted": state.phi.shape, "weight": ()}, reject_weight, always
+        ),
         result=network_result(
-            lambda state, client_id: tuning_message(state.phi, tuning),
+            lambda state, client_id: tuning_message(_estimate(state), tuning),
             functools.partial(tuned, which=tuning.which),
-            ESTIMATE,
+            Point[AveragedState](_estimate),
         ),
         needs=needs(lambda client: check_network(client, "nn.FedAvg", *trained)),
         disclosure=AT_MEAN,
@@ -150,6 +168,27 @@ def FedAvg(
             functools.partial(_update_unreported_together, settings=settings),
         ),
     )
+
+
+def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> AveragedState:
+    """Start at the mean of the declared prior, which counts for nothing in the average."""
+    del clients, rng
+    phi = gaussian.mean(layout.prior)
+    return AveragedState(phi, np.zeros(len(phi)), 0.0)
+
+
+def _estimate(state: AveragedState) -> Array:
+    """φ, averaged over rounds."""
+    return state.total / state.weight if state.weight else state.phi
+
+
+def _update_server(state: AveragedState, received: Received, *, smoothing: float) -> tuple[AveragedState, Report]:
+    """φ is the weighted average of the clients' that replied."""
+    if not received.clients:
+        return state, Report(NetworkInfo(np.nan))
+    phi = average(received.total)
+    total, weight = smoothing * state.total + (1.0 - smoothing) * phi, smoothing * state.weight + (1.0 - smoothing)
+    return AveragedState(phi, total, weight), reported(state.phi, phi)
 
 
 def _phases_rule(phases: Any) -> list[tuple[str | tuple[str, ...], int]]:
