@@ -226,10 +226,13 @@ def test_effects_of_a_client_are_a_multivariate_normal() -> None:
     assert built.coords["site_pair"] == ("Intercept, age",)
 
 
-def test_the_readme_begins_with_a_formula_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_s_code_runs_as_pasted(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    exec(page.partition("```python\n")[2].partition("```")[0], {})
-    assert "arm[drug]" in capsys.readouterr().out
+    scope: dict[str, Any] = {}
+    for part in page.split("```python\n")[1:]:
+        exec(part.partition("```")[0], scope)
+    assert "arm[drug]" in (printed := capsys.readouterr().out)
+    assert "converged" in printed
 
 
 # --- what clients agree on --------------------------------------------------------------------------------------
