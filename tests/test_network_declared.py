@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,12 +12,14 @@ import pymc as pm
 import pytest
 from numpy.testing import assert_allclose
 from pymc.distributions.transforms import ordered
+from scipy.stats import norm
 
 torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
+from fedppl.nn import _slopes, subnet  # noqa: E402
 from fedppl.nn.declared import Declared  # noqa: E402
 from fedppl.nn.functional import call, state_of  # noqa: E402
 from fedppl.nn.train import outcomes  # noqa: E402
@@ -136,7 +139,18 @@ CHANGES = {
         outcome=lambda f, d: normal(f[:, 0], d["s"], d),
         values=lambda rng: {**real(rng), "s": np.array(rng.uniform(0.5, 2))},
     ),
-    "an unknown sd": BASE["real"]._replace(outcome=lambda f, d: normal(f[:, 0], pm.HalfNormal("sd"), d)),
+    "an unknown sd of the client": BASE["real"]._replace(
+        outcome=lambda f, d: normal(f[:, 0], pm.HalfNormal("sd"), d),
+        refused=r"\['sd'\] of the likelihood are unknown and local",
+    ),
+    "an unknown sd with a prior on the log scale": BASE["real"]._replace(
+        outcome=lambda f, d: normal(f[:, 0], pm.LogNormal("sd", -1.0, 1.0), d), shared=(*BODY, "sd")
+    ),
+    "an unknown sd with another prior": BASE["real"]._replace(
+        outcome=lambda f, d: normal(f[:, 0], pm.HalfNormal("sd"), d),
+        shared=(*BODY, "sd"),
+        refused="pm.LogNormal for a scale",
+    ),
     "an unknown sd that is shared": BASE["real"]._replace(
         outcome=lambda f, d: normal(f[:, 0], pm.math.exp(pm.Normal("log_sd")), d), shared=(*BODY, "log_sd")
     ),
@@ -175,10 +189,7 @@ CHANGES = {
     "binary": Change(lambda f, d: pm.Bernoulli("o", logit_p=f[:, 0], observed=d["y"]), binary),
     "binary, probit": Change(lambda f, d: pm.Bernoulli("o", p=pm.math.invprobit(f[:, 0]), observed=d["y"]), binary),
     "ordered": Change(
-        lambda f, d: pm.OrderedLogistic(
-            "o", eta=f[:, 0], cutpoints=pm.Normal("cuts", [-1.0, 1.0], 1.0, shape=2, transform=ordered), observed=d["y"]
-        ),
-        classes,
+        lambda f, d: pm.OrderedLogistic("o", eta=f[:, 0], cutpoints=[-1.0, 1.0], observed=d["y"]), classes
     ),
     "a temperature": BASE["classes"]._replace(
         outcome=lambda f, d: pm.Categorical("o", logit_p=f / 2.0, observed=d["y"])
@@ -264,7 +275,10 @@ def declared(change: Change) -> tuple[fedppl.FederatedModel, dict[str, dict[str,
     scope: dict[str, Any] = {"build": build}
     exec(f"def builder({arguments}): return build({', '.join(f'{n}={n}' for n in ('X', *names))})", scope)
     rng = np.random.default_rng(1)
-    clients = {k: {"X": rng.normal(size=(ROWS, 2)), **change.values(np.random.default_rng(7))} for k in ("a", "b")}
+    clients = {
+        k: {"X": rng.normal(size=(ROWS, 2)), **change.values(np.random.default_rng(seed))}
+        for k, seed in (("a", 7), ("b", 8))
+    }
     return fedppl.FederatedModel(scope["builder"], shared=change.shared), clients
 
 
@@ -330,6 +344,19 @@ def test_losses_and_slopes_are_those_of_pymc(name: str) -> None:
         each = unit.likelihood.each(output.detach(), y)
         assert_allclose(float(each.sum()), float(loss.detach()), rtol=1e-9)
         step = 1e-5
+        curved = None
+        if not unit.likelihood.may_bend or not unit.likelihood.bends(output.detach(), y):
+            root = unit.likelihood.root(output.detach(), y)
+            curved = (root @ root.mT).numpy()
+        for c in range(output.shape[1] if curved is not None and name != "a kink" else 0):
+            apart = np.zeros(output.shape[1])
+            apart[c] = step
+            both = [output.detach() + sign * torch.from_numpy(apart) for sign in (1, -1)]
+            ends = [unit.likelihood.slopes_last(one.mT[None].clone(), y[None])[0].mT.numpy() for one in both]
+            count = unit.likelihood.outputs if isinstance(unit.likelihood, Declared) else curved.shape[1]
+            if c < count:
+                differences = ((ends[0] - ends[1]) / (2 * step))[:, :count]
+                assert_allclose(curved[:, :count, c], differences, rtol=1e-4, atol=1e-6)
         for i in rng.choice(unit.size, 3, replace=False):
             apart = np.zeros(unit.size)
             apart[i] = step
@@ -416,11 +443,210 @@ def test_where_a_density_bends_upwards_its_expected_curvature_stands_in(name: st
     """(ν + 1) / (ν + 3) / σ² of Student's t, 1 / b² of Laplace; of 128 draws, within five of their errors."""
     model, clients = declared(CHANGES[name])
     unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
-    output = torch.full((ROWS, 1), 40.0, dtype=torch.float64)  # where all outcomes are far away
-    root = unit.likelihood.root(output, outcomes(unit, torch.float64)).numpy()
+    output, y = torch.full((ROWS, 1), 40.0, dtype=torch.float64), outcomes(unit, torch.float64)  # all are far away
+    assert unit.likelihood.bends(output, y) == (name == "heavy tails")
+    root = unit.likelihood.root(output, y, expected=name == "heavy tails").numpy()
     expected = 4.0 / 6.0 / 0.25 if name == "heavy tails" else 4.0
     found = (root**2).sum(axis=(1, 2))
     assert_allclose(found.mean(), expected, rtol=5 / np.sqrt(128 * ROWS) * 1.5)
+
+
+@pytest.mark.parametrize("name", ["temperature", "exposure", "kink"])
+def test_a_row_without_curvature_changes_no_other(name: str) -> None:
+    """A saturated row, one that was exposed to nothing, and a kink at which all rows are flat."""
+    change = CHANGES[{"temperature": "a temperature", "exposure": "counts with an exposure", "kink": "a kink"}[name]]
+    model, clients = declared(change)
+    if name == "exposure":
+        clients["a"]["y"][0], clients["a"]["e"][0] = 0, 0.0
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    y = outcomes(unit, torch.float64)
+    output = torch.from_numpy(np.random.default_rng(1).normal(size=(ROWS, change.outputs)))
+    if name == "temperature":
+        output[0] = torch.tensor([0.0, 400.0, 0.0])
+    found, alone = (unit.likelihood.root(output[at], y[at]) for at in (slice(None), slice(1, None)))
+    if name == "kink":
+        assert_allclose((found**2).sum((1, 2)), 4.0, rtol=1e-9)  # (1 / b)², whatever is drawn
+        return
+    assert_allclose((found @ found.mT)[1:], alone @ alone.mT, rtol=1e-12)
+    assert_allclose(found[0], 0.0, atol=1e-6)
+
+
+def test_expected_curvatures_hang_on_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One far outcome of Student's t: with all rows in one chunk, or a few in each."""
+    model, clients = declared(CHANGES["heavy tails"])
+    clients["a"]["y"][0] = 30.0
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    places = np.arange(unit.size)
+    whole = subnet.curvature(unit, unit.held, places)
+    monkeypatch.setattr(_slopes, "_NUMBERS", 5)
+    parts = subnet.curvature(unit, unit.held, places)
+    assert not np.array_equal(whole, parts)
+    scale = np.sqrt(np.outer(np.diag(whole), np.diag(whole)) + 1e-12)
+    assert np.max(np.abs(parts - whole) / scale) < 6 / np.sqrt(128 * ROWS)
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_rows_that_depend_on_each_other_are_seen_at_whichever_client_shows_it(first: str) -> None:
+    """Exposures divided by their mean: a client whose exposures are equal does not show that."""
+    change = CHANGES["counts with an exposure"]._replace(
+        outcome=lambda f, d: pm.Poisson("o", d["e"] / d["e"].mean() * pm.math.exp(f[:, 0]), observed=d["y"])
+    )
+    model, clients = declared(change)
+    clients["a"]["e"] = np.ones(ROWS)
+    ordered_clients = {first: clients[first], **clients}
+    with pytest.raises(fedppl.DeclarationError, match="client 'b': the declared log density is"):
+        fedppl.fit(model, ordered_clients, nn.FedAvg(phases=(("all", 1),)), progressbar=False)
+
+
+MOVED = {
+    "one of two outputs": (2, lambda f: f[:, 0], True),
+    "outputs backwards": (2, lambda f: f[:, ::-1].sum(axis=1), True),
+    "rows backwards": (1, lambda f: f[::-1, 0], False),
+    "all but one row": (1, lambda f: pm.math.concatenate([f[:-1, 0], f[:1, 0]]), False),
+    "squeezed": (1, lambda f: f.squeeze(axis=1), True),
+    "in one axis": (1, lambda f: f.reshape((-1,)), True),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_moved_outputs_are_followed_or_refused(name: str) -> None:
+    outputs, move, is_followed = MOVED[name]
+    change = BASE["real"]._replace(outcome=lambda f, d: normal(move(f), 0.5, d), outputs=outputs)
+    model, clients = declared(change)
+    if not is_followed:
+        with pytest.raises(fedppl.DeclarationError, match="the declared log density is"):
+            model.enrol(clients, kernel=False)["a"].view(network_of)
+        return
+    for client in model.enrol(clients, kernel=False).values():
+        unit = client.view(network_of).unit
+        with torch.no_grad():
+            output = call(unit.net, state_of(unit.net, torch.from_numpy(unit.held)), torch.from_numpy(unit.X))
+        mean = output.sum(dim=1) if name == "outputs backwards" else output[:, 0]
+        wanted = norm.logpdf(client.arrays["y"], mean.numpy(), 0.5).sum()
+        assert_allclose(unit.likelihood.log_density(output, outcomes(unit, torch.float64)), wanted, rtol=1e-8)
+
+
+ALL = (*BODY, "2.weight", "2.bias")
+SHARES = {"a": (0.2, 0.3, 0.5), "b": (0.5, 0.3, 0.2)}
+WHOLE: dict[str, Callable[[], fedppl.Algorithm]] = {
+    "FedAvg": lambda: nn.FedAvg(phases=(("all", 5),), learning_rate=0.02),
+    "SCAFFOLD": lambda: nn.SCAFFOLD(epochs=5, learning_rate=0.05),
+    "IFCA": lambda: nn.IFCA(epochs=5, learning_rate=0.02),
+    "PerFedAvg": lambda: nn.PerFedAvg(epochs=5, learning_rate=0.02, inner_rate=0.01),
+    "PFedMe": lambda: nn.PFedMe(epochs=5),
+    "PFedBayes": lambda: nn.PFedBayes(epochs=5, learning_rate=0.02, spread=0.1),
+    "FedSI": lambda: nn.FedSI(ratio=0.5, epochs=5, learning_rate=0.02, tune=None),
+    "BPFed": lambda: nn.BPFed(epochs=5, learning_rate=0.02),
+}
+
+
+def test_cut_points_of_each_client_are_found_beside_averaged_weights() -> None:
+    """Of 300 rows whose outcome depends on nothing: logits of the shares below each, within five of their errors."""
+    model, _ = declared(
+        Change(
+            lambda f, d: pm.OrderedLogistic(
+                "o",
+                eta=0.0 * f[:, 0],
+                cutpoints=pm.Normal("cuts", [-1.0, 1.0], 3.0, shape=2, transform=ordered),
+                observed=d["y"],
+            ),
+            classes,
+        )
+    )
+    rng = np.random.default_rng(4)
+    clients = {k: {"X": rng.normal(size=(300, 2)), "y": rng.choice(3, 300, p=p)} for k, p in SHARES.items()}
+    algorithm = nn.FedAvg(phases=(("local", 20),), learning_rate=0.05)
+    fit = problems.fit_some_rounds(model, clients, algorithm, rounds=3, progressbar=False, random_seed=1)
+    for k, data in clients.items():
+        below = np.array([np.mean(data["y"] <= c) for c in (0, 1)])
+        found = fit.client(k, draws=1, chains=1)["posterior"]["cuts"].values.ravel()
+        assert_allclose(found, np.log(below / (1 - below)), atol=5 / np.sqrt(300 * 0.2 * 0.8) / 5)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_algorithm_moves_an_unknown_that_is_shared(name: str) -> None:
+    """From an sd of 1 towards 0.1, which it predicts with."""
+    change = CHANGES["an unknown sd that is shared"]._replace(shared=(*ALL, "log_sd"))
+    if name == "BPFed":
+        change = change._replace(shared=(*BODY, "log_sd"))
+    model, _ = declared(change)
+    rng = np.random.default_rng(5)
+    clients = {}
+    for k in ("a", "b"):
+        X = rng.normal(size=(40, 2))
+        clients[k] = {"X": X, "y": 0.1 * rng.normal(size=40)}
+    fit = problems.fit_some_rounds(model, clients, WHOLE[name](), rounds=4, progressbar=False, random_seed=1)
+    predicted = nn.predict(fit, "a", {"X": clients["a"]["X"][:5]})
+    assert np.all(np.isfinite(predicted["sd"]))
+    assert float(predicted["sd"].mean()) < 0.99
+
+
+@pytest.mark.parametrize("name", ["SCAFFOLD", "IFCA", "PerFedAvg", "PFedMe", "PFedBayes"])
+def test_unknowns_that_would_be_forgotten_are_refused(name: str) -> None:
+    model, clients = declared(CHANGES["an unknown sd of the client"]._replace(shared=ALL))
+    with pytest.raises(fedppl.DeclarationError, match=r"\['sd'\] of the likelihood are unknown and local"):
+        fedppl.fit(model, clients, WHOLE[name](), progressbar=False)
+
+
+def test_phases_without_an_unknown_are_refused() -> None:
+    model, clients = declared(CHANGES["an unknown sd of the client"])
+    with pytest.raises(fedppl.DeclarationError, match=r"\['sd'\] .*phases="):
+        fedppl.fit(model, clients, nn.FedAvg(phases=(("shared", 1),), tune="local"), progressbar=False)
+
+
+@pytest.mark.parametrize("likelihood", ["poisson", "normal"])
+def test_data_outside_of_containers_are_told(likelihood: str) -> None:
+    net = network(1)
+
+    def build(X: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            f = nn.module(net, nn.parameters(net), X)
+            if likelihood == "poisson":
+                pm.Poisson("o", pm.math.exp(f[:, 0]), observed=y)
+            else:
+                pm.Normal("o", f[:, 0], 0.5, observed=y)
+        return model
+
+    rng = np.random.default_rng(1)
+    clients = {k: {"X": rng.normal(size=(ROWS, 2)), "y": rng.poisson(2.0, size=ROWS)} for k in ("a", "b")}
+    model, algorithm = fedppl.FederatedModel(build, shared=BODY), nn.FedAvg(phases=(("all", 1),))
+    with pytest.warns(UserWarning, match="pm.Data"), pytest.raises(fedppl.DeclarationError, match="pm.Data"):
+        fit = problems.fit_some_rounds(model, clients, algorithm, rounds=1, progressbar=False)
+        nn.predict(fit, "a", {"X": clients["a"]["X"]})
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bool"])
+def test_whole_numbers_for_a_network_of_reals_are_told(dtype: str) -> None:
+    model, clients = declared(BASE["real"])
+    for data in clients.values():
+        data["X"] = np.ones((ROWS, 2), dtype=dtype)
+    with pytest.raises(fedppl.DeclarationError, match=r"client 'a'.*astype\(float\)"):
+        model.enrol(clients, kernel=False)
+
+
+def test_what_is_built_later_is_built_once() -> None:
+    model, clients = declared(CHANGES["counts"])
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: unit.likelihood.drawn(), range(4)))
+    assert all(one is found[0] for one in found)
+
+
+def test_outcomes_that_cannot_be_drawn_are_told() -> None:
+    change = BASE["real"]._replace(
+        outcome=lambda f, d: pm.CustomDist(
+            "o", f[:, 0], logp=lambda value, mean: -pm.math.log(1.0 + (value - mean) ** 2), observed=d["y"]
+        )
+    )
+    model, clients = declared(change)
+    clients["a"]["y"][0] = 30.0
+    algorithm = nn.FedAvg(phases=(("all", 1),))
+    fit = problems.fit_some_rounds(model, clients, algorithm, rounds=1, progressbar=False, random_seed=1)
+    with pytest.raises(fedppl.DataError, match="cannot be drawn at the new inputs.*random="):
+        nn.predict(fit, "a", {"X": clients["a"]["X"]})
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    with pytest.raises(fedppl.types.LocalFailure, match="cannot be drawn.*random="):
+        subnet.curvature_diagonal(unit, unit.held, np.arange(3))
 
 
 def test_rows_of_another_shape_are_refused_by_the_client_s_name() -> None:

@@ -55,7 +55,9 @@ def chunks(
 ) -> Iterator[Slopes]:
     """Derivatives at the client's rows, in the basis of √Λ; or those of the outputs themselves at other inputs."""
     inputs = unit.X if X is None else X
-    y = unit.likelihood.outcomes(unit.y, dtype) if X is None else None
+    y, expected = unit.likelihood.outcomes(unit.y, dtype) if X is None else None, False
+    if y is not None and unit.likelihood.may_bend:  # for all chunks alike
+        expected = unit.likelihood.bends(torch.from_numpy(evaluate(unit, w, inputs)), y)
     state = _state(unit, w, dtype)
     plan = _checked_plan(unit, state, tensor(inputs[:_LOOKED_AT], dtype), index)
     with torch.no_grad():
@@ -64,11 +66,17 @@ def chunks(
     size = max(1, min(1024, _NUMBERS // max(1, wide * max(rest, len(index) if plan.rest else 1))))
     for start in range(0, len(inputs), size):
         rows = slice(start, start + size)
-        yield slopes(unit, state, tensor(inputs[rows], dtype), plan, None if y is None else y[rows])
+        yield slopes(unit, state, tensor(inputs[rows], dtype), plan, None if y is None else y[rows], expected=expected)
 
 
 def slopes(
-    unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, plan: _Plan, y: torch.Tensor | None = None
+    unit: NetworkUnit,
+    state: dict[str, Any],
+    X: torch.Tensor,
+    plan: _Plan,
+    y: torch.Tensor | None = None,
+    *,
+    expected: bool = False,
 ) -> Slopes:
     """Derivatives of one chunk: in the basis of √Λ where its outcomes are given, else of the outputs."""
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -92,7 +100,7 @@ def slopes(
         for hook in hooks:
             hook.remove()
     eye = torch.eye(output.shape[1], dtype=output.dtype).expand(len(X), -1, -1)
-    factor = eye if y is None else unit.likelihood.root(output.detach(), y)
+    factor = eye if y is None else unit.likelihood.root(output.detach(), y, expected=expected)
     slope = inputs = torch.zeros(len(X), 0, 0, dtype=output.dtype)
     if plan.layers:
         layers = [seen[name] for name in plan.layers]
@@ -131,7 +139,9 @@ def _rest(
         jacobian = torch.func.vmap(torch.func.jacrev(one), in_dims=(None, 0))(chosen, X)
     except RuntimeError:  # recurrent layers, for one, cannot be batched over parameters: a row and an output at a time
         jacobian = _row_by_row(one, chosen, X)
-    parts = [jacobian[name].flatten(2)[:, :, torch.from_numpy(at)] for name, at in wanted.items()]
+    parts = [
+        jacobian[name].reshape(*jacobian[name].shape[:2], -1)[:, :, torch.from_numpy(at)] for name, at in wanted.items()
+    ]
     return factor.mT @ torch.cat(parts, dim=2).detach()
 
 

@@ -10,10 +10,11 @@ Unknowns e of the likelihood, the sd of a normal outcome for example, stand besi
 
 from __future__ import annotations
 
-import functools
+import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import pytensor.tensor as pt
@@ -29,6 +30,7 @@ from fedppl.model import interpreted
 from fedppl.nn.declared_draws import Drawn
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure
 
+T = TypeVar("T")
 # Parameters outside their domain are points without density, not exceptions in the middle of a search.
 _MODE = Mode(linker="py", optimizer="fast_compile").including("local_check_parameter_to_ninf_switch")
 _BENT = 1e-8  # share of the largest eigenvalue below 0 that is rounding
@@ -77,6 +79,7 @@ class Declared:
     losses: Callable[[Array, Array], tuple[Array, Array]]
     curvatures: Callable[[Array, Array], Array]
     drawn: Callable[[], Drawn]
+    may_bend: ClassVar[bool] = True
 
     def outcomes(self, y: Array, dtype: torch.dtype) -> torch.Tensor:
         """Columns (n, q), as exact as they are: a count may be larger than single precision tells apart."""
@@ -101,11 +104,16 @@ class Declared:
         _, slopes = self.losses(rows.detach().double().numpy(), y.flatten(0, 1).numpy())
         return torch.from_numpy(slopes).to(output.dtype).view(len(output), -1, output.shape[1]).mT.contiguous()
 
-    def root(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def bends(self, output: torch.Tensor, y: torch.Tensor) -> bool:
+        """Whether Λ is not positive semi-definite at some row of the client."""
+        values = np.linalg.eigvalsh(self._finite(self.curvatures(output.detach().double().numpy(), y.numpy())))
+        return bool(np.any(values[:, 0] < -_BENT * np.maximum(values[:, -1], 0.0)))
+
+    def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
         """R (n, C + e, C) with R Rᵀ = Λ; unknowns are points, and have no rows in it.
 
-        Where Λ is not positive semi-definite at a row, or is nothing there as beside a kink, its expectation over
-        outcomes stands in for it at all rows.
+        Where Λ is nothing at a row, as beside a kink, its expectation over outcomes stands in for it there; where it is
+        `expected`, at all rows.
 
         Raises
         ------
@@ -113,10 +121,15 @@ class Declared:
             Where it is not finite, or has no expectation that can be computed.
         """
         outputs, told = output.detach().double().numpy(), y.numpy()
-        values, vectors = np.linalg.eigh(self._finite(self.curvatures(outputs, told)))
-        most = values[:, -1]
-        if np.any(values[:, 0] < -_BENT * np.maximum(most, 0.0)) or np.any(most <= _FLAT * most.max(initial=0.0)):
-            values, vectors = np.linalg.eigh(self._finite(self._expected(outputs, told)))
+        if expected:
+            curved = self._expected(outputs, told)
+        else:
+            curved = self._finite(self.curvatures(outputs, told))
+            most = np.abs(curved).max(axis=(1, 2))
+            flat = most <= _FLAT * most.max(initial=0.0)
+            if np.any(flat) and self._can_be_drawn():
+                curved[flat] = self._expected(outputs[flat], told[flat])
+        values, vectors = np.linalg.eigh(curved)
         root = np.zeros((*output.shape, values.shape[1]))
         root[:, : self.outputs] = vectors * np.sqrt(np.maximum(values, 0.0))[:, None, :]
         return torch.from_numpy(root).to(output.dtype)
@@ -126,21 +139,35 @@ class Declared:
             raise LocalFailure(f"the curvature of the outcome's density ({self.kind}) is not finite at the weights")
         return curved
 
+    def _can_be_drawn(self) -> bool:
+        """Whether draws of the outcome can stand in the place of what was observed."""
+        return sum(what.is_outcome for what in self.read) == 1
+
     def _expected(self, outputs: Array, y: Array) -> Array:
         """E[g gᵀ] over outcomes at these outputs, which is E[Λ]; g is the slope of the loss."""
-        arrays, place = self.arrays(y), [what.is_outcome for what in self.read]
-        if sum(place) != 1:
+        if not self._can_be_drawn():
             raise LocalFailure(
                 f"the log density of the outcome ({self.kind}) bends upwards in the network's output, and outcomes "
-                "that are computed from data cannot be drawn; give the data as they are observed"
+                "that are computed from data cannot be drawn; give data that are observed as they are, or take an "
+                "algorithm of points, such as fedppl.nn.FedAvg"
             )
-        rng, total = np.random.default_rng(0), np.zeros((len(outputs), self.outputs, self.outputs))
-        names = [what.name for what in self.read]
+        arrays, names = self.arrays(y), [what.name for what in self.read]
+        place = [what.is_outcome for what in self.read].index(True)
+        # Other rows have other draws, and the same ones the same, whatever chunk they are in.
+        rng = np.random.default_rng(zlib.crc32(np.ascontiguousarray(outputs).tobytes()))
+        total = np.zeros((len(outputs), self.outputs, self.outputs))
         for _ in range(_DRAWS):
-            arrays[place.index(True)] = self.drawn().draw(outputs, dict(zip(names, arrays, strict=True)), rng)
+            try:
+                arrays[place] = self.drawn().draw(outputs, dict(zip(names, arrays, strict=True)), rng)
+            except Exception as error:
+                raise LocalFailure(
+                    f"the log density of the outcome ({self.kind}) bends upwards in the network's output, and outcomes "
+                    f"of it cannot be drawn ({type(error).__name__}); declare a distribution that can be drawn from "
+                    "(random= of pm.CustomDist), or take an algorithm of points, such as fedppl.nn.FedAvg"
+                ) from error
             slopes = self.losses(outputs, beside(arrays, len(y)))[1][:, : self.outputs]
             total += slopes[:, :, None] * slopes[:, None, :]
-        return total / _DRAWS
+        return self._finite(total / _DRAWS)
 
     def arrays(self, y: Array) -> list[Array]:
         """What stands in the columns, each by itself, (n, ...)."""
@@ -278,26 +305,29 @@ def declared(
             f"{who}: the likelihood of {observed.name!r} cannot be computed row by row ({type(error).__name__}: "
             f"{str(error).strip().partition(chr(10))[0]}). For other models use fedppl.EP(local=fedppl.NUTS())."
         ) from error
+    curvatures = built_once(lambda: interpreted.python_function([both, told], curved, _MODE))
     return Declared(
         observed.owner.op.name or type(observed.owner.op).__name__,
         count,
         tuple(read.values()),
         first_order,
-        _curvatures([both, told], curved),
-        functools.cache(draws),
+        lambda output, y: np.asarray(curvatures()(output, y)),
+        built_once(draws),
     )
 
 
-def _curvatures(inputs: Sequence[Any], curved: Any) -> Callable[[Array, Array], Array]:
-    """Built at the first call: algorithms of points have no use for it."""
-    known: list[Callable[..., Any]] = []
+def built_once(build: Callable[[], T]) -> Callable[[], T]:
+    """What is built at the first call, by one thread for all: not every algorithm has a use for it."""
+    known: list[T] = []
+    lock = threading.Lock()
 
-    def call(output: Array, y: Array) -> Array:
-        if not known:
-            known.append(interpreted.python_function(inputs, curved, _MODE))
-        return np.asarray(known[0](output, y))
+    def get() -> T:
+        with lock:
+            if not known:
+                known.append(build())
+            return known[0]
 
-    return call
+    return get
 
 
 def _lengths_of_one(parts: _graph.Parts) -> dict[Any, Any]:

@@ -39,8 +39,15 @@ class Likelihood(Protocol):
     def slopes_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """∂ℓ/∂f of outputs (K, C, n), at outcomes (K, n, ...); what is given may be written over."""
 
-    def root(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """R (n, C, r) with R Rᵀ = Λ, of outputs (n, C)."""
+    @property
+    def may_bend(self) -> bool:
+        """Whether Λ may be other than positive semi-definite."""
+
+    def bends(self, output: torch.Tensor, y: torch.Tensor) -> bool:
+        """Whether it is so at one of a client's rows: then Λ is expected at all of them."""
+
+    def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
+        """R (n, C, r) with R Rᵀ = Λ, of outputs (n, C), or of its expectation over outcomes."""
 
     def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
         """log p(y | f) of all rows with its constants."""
@@ -51,6 +58,7 @@ class Categorical:
     """Classes 0 to C − 1, by logits."""
 
     kind: ClassVar[str] = "categorical"
+    may_bend: ClassVar[bool] = False
 
     def outcomes(self, y: Array, dtype: torch.dtype) -> torch.Tensor:
         """Whole numbers."""
@@ -74,7 +82,11 @@ class Categorical:
         told = y[:, None]
         return slopes.scatter_add_(1, told, -torch.ones_like(told, dtype=output.dtype))
 
-    def root(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def bends(self, output: torch.Tensor, y: torch.Tensor) -> bool:
+        """It is concave in its outputs."""
+        return False
+
+    def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
         """diag(√p) − p √pᵀ."""
         p = torch.softmax(output, dim=1)
         root = p.sqrt()
@@ -91,6 +103,7 @@ class Normal:
 
     sd: float
     kind: ClassVar[str] = "normal"
+    may_bend: ClassVar[bool] = False
 
     def outcomes(self, y: Array, dtype: torch.dtype) -> torch.Tensor:
         """A row (C,) for each row of inputs."""
@@ -115,7 +128,11 @@ class Normal:
         """Residuals over the variance."""
         return (output - y.mT) / self.sd**2
 
-    def root(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def bends(self, output: torch.Tensor, y: torch.Tensor) -> bool:
+        """It is concave in its outputs."""
+        return False
+
+    def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
         """I / σ."""
         return torch.eye(output.shape[1], dtype=output.dtype).expand(len(output), -1, -1) / self.sd
 

@@ -158,8 +158,15 @@ def parameter_names(net: torch.nn.Module) -> list[str]:
 
 def _output_ndim(net: torch.nn.Module, X: Array) -> int:
     rows = torch.from_numpy(np.array(X[:2]))
-    with torch.no_grad():
-        output = _call(net, torch.cat([value.detach().double().ravel() for value in net.parameters()]), rows)
+    try:
+        with torch.no_grad():
+            output = _call(net, torch.cat([value.detach().double().ravel() for value in net.parameters()]), rows)
+    except Exception as error:
+        remedy = "" if rows.is_floating_point() else " Give numbers as reals, X.astype(float), where they are no codes."
+        raise DeclarationError(
+            f"the network fails on inputs of shape {tuple(rows.shape)} and type {rows.dtype} ({type(error).__name__}: "
+            f"{str(error).strip().partition(chr(10))[0]}); look at the shapes that its layers take.{remedy}"
+        ) from error
     if not isinstance(output, torch.Tensor) or output.ndim < 1 or len(output) != len(rows):
         what = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
         raise DeclarationError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,9 +76,15 @@ def outcome_of(client: ClientModel, node: Any, given: Mapping[Any, Any], who: st
     observed = parts.model.observed_RVs[0]
     slices = parameter_slices(node.op.net)
     unknowns = tuple(v for v in (*client.layout.variables, *client.local) if v.name not in slices)
-    closed = None if unknowns else _closed(observed, node)
+    wide = _wide(client, node)
+    closed = None if unknowns else _closed(observed, node, wide)
     if closed is not None:
         return Outcome(closed, (), (parts.model.rvs_to_values[observed],), ())
+    if not parts.data:
+        raise DeclarationError(
+            f"{who}: the likelihood of {observed.name!r} is computed row by row, and the model holds its data as "
+            'constants; put them into pm.Data containers that are named as the builder\'s arguments, pm.Data("y", y).'
+        )
     density, output = _without_network(parts, observed, who)
     values = {rv.name: parts.model.rvs_to_values[rv] for rv in (*parts.shared, *parts.local)}
     above = set(ancestors([density]))
@@ -94,7 +100,6 @@ def outcome_of(client: ClientModel, node: Any, given: Mapping[Any, Any], who: st
         )
     read = read_by(parts, given, density)
     starts = {values[v.name]: v.shape for v in unknowns}
-    wide = _wide(client, node)
     free = {rv: parts.model.rvs_to_values[rv] for rv in (*parts.shared, *parts.local)}
     shapes = {rv: starts[value] for rv, value in free.items() if value in starts}
     outcomes = {v: what.shape for v, what in read.items() if what.is_outcome}
@@ -118,25 +123,32 @@ def _without_network(parts: _graph.Parts, observed: Any, who: str) -> tuple[Any,
     return density, output
 
 
-def _closed(observed: Any, node: Any) -> Likelihood | None:
+def _closed(observed: Any, node: Any, wide: tuple[int, ...]) -> Likelihood | None:
     """The likelihoods in closed form, where the distribution's parameter is the output and nothing else."""
-    kind, parameters = kind_of(observed), observed.owner.op.dist_params(observed.owner)
+    kind, parameters, output = kind_of(observed), observed.owner.op.dist_params(observed.owner), node.outputs[0]
     if kind == "categorical":
         p = parameters[-1].owner
         is_softmax = p is not None and isinstance(p.op, Softmax) and p.op.axis in (-1, p.inputs[0].type.ndim - 1)
-        return Categorical() if is_softmax and _is_output(p.inputs[0], node, ()) else None
-    if kind == "normal" and _is_output(parameters[0], node, _MOVED):
+        return Categorical() if is_softmax and p.inputs[0] is output and len(wide) == 1 else None
+    if kind == "normal" and (parameters[0] is output or (wide == (1,) and _is_column(parameters[0], output))):
         sd = _constant_sd(parameters[1])
         return None if sd is None else Normal(sd)
     return None
 
 
-def _is_output(variable: Any, node: Any, moved: Sequence[type]) -> bool:
-    """Whether a variable is the network's output, up to operations that leave numbers as they are."""
-    while variable is not node.outputs[0]:
-        if variable.owner is None or not isinstance(variable.owner.op, tuple(moved)):
+def _is_column(variable: Any, output: Any) -> bool:
+    """Whether a variable is the one column of the output: ``f[:, 0]`` or ``f.squeeze()``, and no other part of it."""
+    above = variable
+    while above is not output:
+        if above.owner is None or not isinstance(above.owner.op, _MOVED):
             return False
-        variable = variable.owner.inputs[0]
+        above = above.owner.inputs[0]
+    for rows in (1, 3):
+        values = np.arange(1.0, rows + 1.0)[:, None]
+        (moved,) = clone_replace([variable], {output: pt.constant(values)}, rebuild_strict=False)
+        found = np.asarray(moved.eval(mode=interpreted.PYTHON_MODE))
+        if found.shape != (rows,) or not np.array_equal(found, values[:, 0]):
+            return False
     return True
 
 

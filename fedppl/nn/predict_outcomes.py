@@ -60,10 +60,17 @@ def outcomes_at(
     means, drawn = [], []
     for _ in range(1 if is_known else draws):
         at = outputs + np.einsum("ncd,nd->nc", root, rng.normal(size=outputs.shape))
-        if functions.mean is not None:
-            means.append(functions.mean(at, others))
-        if likelihood.kind != "categorical":
-            drawn += [functions.draw(at, others, rng) for _ in range(_EACH * (draws if is_known else 1))]
+        try:
+            if functions.mean is not None:
+                means.append(functions.mean(at, others))
+            if likelihood.kind != "categorical":
+                drawn += [functions.draw(at, others, rng) for _ in range(_EACH * (draws if is_known else 1))]
+        except Exception as error:
+            raise DataError(
+                f"outcomes ({likelihood.kind}) cannot be drawn at the new inputs ({type(error).__name__}: "
+                f"{str(error).strip().partition(chr(10))[0]}); look at the size of inputs and at what the likelihood "
+                "reads beside them, and give pm.CustomDist a random=."
+            ) from error
     found = {"output_mean": outputs[:, :count], "output_variance": variance}
     dims: dict[str, tuple[str, ...]] = dict.fromkeys(found, ("row", "output"))
     if likelihood.kind == "categorical":

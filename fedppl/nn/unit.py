@@ -14,7 +14,7 @@ from fedppl.nn.declared import Declared, columns
 from fedppl.nn.functional import Places, call, cast, own_copy, parameter_slices, state_of
 from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.local_prior import LocalPrior
-from fedppl.types import Array, DataError
+from fedppl.types import Array, DataError, DeclarationError
 
 
 class DeclaredNetwork(NamedTuple):
@@ -64,6 +64,11 @@ class NetworkUnit:
         self.y: Array = told[0]
         if isinstance(declared.likelihood, Declared):
             self.y = columns(client_id, declared.likelihood.read, told, len(X))
+        elif len(self.y) != len(X):
+            raise DataError(
+                f"client {client_id!r}: {len(self.y)} outcomes and {len(X)} rows of inputs; give one outcome for each "
+                "row."
+            )
         self._arrays = arrays
 
     @property
@@ -135,6 +140,11 @@ class NetworkUnit:
         return {name: np.asarray(value) for name, value in (held | values).items()}
 
     def _new(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        if not self.declared.containers:
+            raise DeclarationError(
+                "the model holds its inputs as constants, so that there is no place for new ones; put them into "
+                'pm.Data, X = pm.Data("X", X), and fit again.'
+            )
         return new_inputs(inputs, {**self.declared.containers, **self.declared.beside}, self._arrays)
 
 

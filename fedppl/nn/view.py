@@ -18,6 +18,7 @@ from fedppl.contracts import ClientView
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
+from fedppl.nn.declared import Declared
 from fedppl.nn.functional import Places, call, cast, parameter_slices, state_of
 from fedppl.nn.head import Head, find_head
 from fedppl.nn.likelihood import Categorical
@@ -120,8 +121,10 @@ def network_of(client: ClientModel) -> Network:
         if "network" not in known:
             known["network"] = _declared(client)
     unit = NetworkUnit(client.client_id, known["network"], client.arrays, client.inputs)
-    if "network checked" not in known:
+    # Whether rows depend on each other shows at some clients and not at others: not where there is one row.
+    if "network checked" not in known or isinstance(unit.likelihood, Declared):
         _require_same_density(client, unit)
+    if "network checked" not in known:
         _warn_of_softmax(unit)
         known["network checked"] = True
     return Network(unit, client.initial)

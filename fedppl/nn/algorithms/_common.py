@@ -67,11 +67,30 @@ def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str,
             network.places(which)
 
 
+def check_unknowns(client: ClientView, algorithm: str, *trained: str | tuple[str, ...]) -> None:
+    """Refuse unknowns of the likelihood that are local, and that no round trains: they would stay where they start."""
+    network = client.view(network_of)
+    names = {v.name for v in client.local} & set(network.unit.declared.unknowns)
+    reached = set(np.concatenate([np.zeros(0, int), *(network.places(which) for which in trained)]))
+    if still := [name for name in sorted(names) if not set(network.places((name,))) <= reached]:
+        raise DeclarationError(
+            f"{still} of the likelihood are unknown and local, and no round of {algorithm} trains them; name them in "
+            "FederatedModel(shared=...), with pm.LogNormal for a scale, declare constants in their place, or use "
+            "fedppl.nn.FedAvg with phases= that train them."
+        )
+
+
 def check_all_shared(client: ClientView, algorithm: str, *trained: str | tuple[str, ...]) -> None:
     """Refuse what `check_network` does, and networks of which a part is local."""
     check_network(client, algorithm, "shared")
     unknowns = client.view(network_of).unit.declared.unknowns
-    if client.local_size and not set(unknowns) >= {v.name for v in client.local}:
+    if kept := [v.name for v in client.local if v.name in unknowns]:
+        raise DeclarationError(
+            f"{kept} of the likelihood are unknown and local, and {algorithm} keeps nothing at a client but networks "
+            "that are shared as a whole; name them in FederatedModel(shared=...), declare constants in their place, or "
+            "use fedppl.nn.FedAvg or fedppl.nn.FedSI."
+        )
+    if client.local_size:
         raise DeclarationError(
             f"the weights {[v.name for v in client.local]} are local, and this algorithm shares whole networks; name "
             "all weights in FederatedModel(shared=...)."
@@ -88,7 +107,8 @@ def _check_prior(layout: Layout, kinds: Mapping[str, str], algorithm: str) -> No
         raise DeclarationError(
             f"the prior of {', '.join(f'{name!r} ({kinds[name]})' for name in wrong)} is not one of independent "
             f"normals, and {algorithm} has no use for any other. Declare shared weights by pm.Normal with constant "
-            "parameters, as fedppl.nn.parameters does."
+            "parameters, as fedppl.nn.parameters does, and an unknown of the likelihood by pm.Normal, or by "
+            "pm.LogNormal for a scale."
         )
 
 

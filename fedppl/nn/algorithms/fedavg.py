@@ -13,7 +13,15 @@ from fedppl import gaussian
 from fedppl.algorithms.averaging.point import LocalClientState, kept_local, weight_of, weights_rule
 from fedppl.algorithms.averaging.server import average, reject_weight, weighted
 from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
-from fedppl.nn.algorithms._common import Tuning, check_network, names_in, needs, training_rule, tuning_rule
+from fedppl.nn.algorithms._common import (
+    Tuning,
+    check_network,
+    check_unknowns,
+    names_in,
+    needs,
+    training_rule,
+    tuning_rule,
+)
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
 from fedppl.nn.algorithms._server import AT_MEAN, NetworkInfo, reported
 from fedppl.nn.batch import groups, stacked
@@ -139,7 +147,6 @@ def FedAvg(
         between("smoothing", smoothing, 0, 1, "[)"),
     )
     tuning = settings.tuning
-    trained = [*(which for which, _ in settings.phases), tuning.which]
     update_client = functools.partial(_update_client, settings=settings)
     unreported = functools.partial(_update_unreported, settings=settings)
     return Algorithm[AveragedState, LocalClientState](
@@ -157,7 +164,7 @@ def FedAvg(
             functools.partial(tuned, which=tuning.which),
             Point[AveragedState](_estimate),
         ),
-        needs=needs(lambda client: check_network(client, "nn.FedAvg", *trained)),
+        needs=needs(functools.partial(_check, settings=settings)),
         disclosure=AT_MEAN,
         unreported=unreported,
         batch=Batch(
@@ -189,6 +196,12 @@ def _update_server(state: AveragedState, received: Received, *, smoothing: float
     phi = average(received.total)
     total, weight = smoothing * state.total + (1.0 - smoothing) * phi, smoothing * state.weight + (1.0 - smoothing)
     return AveragedState(phi, total, weight), reported(state.phi, phi)
+
+
+def _check(client: ClientView, *, settings: _Settings) -> None:
+    trained = [which for which, _ in settings.phases]
+    check_network(client, "nn.FedAvg", *trained, settings.tuning.which)
+    check_unknowns(client, "nn.FedAvg", *trained)
 
 
 def _phases_rule(phases: Any) -> list[tuple[str | tuple[str, ...], int]]:

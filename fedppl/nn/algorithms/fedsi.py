@@ -24,7 +24,15 @@ from fedppl.contracts import (
     Report,
     always,
 )
-from fedppl.nn.algorithms._common import Tuning, check_network, needs, training_rule, tuning_rule, unused_priors
+from fedppl.nn.algorithms._common import (
+    Tuning,
+    check_network,
+    check_unknowns,
+    needs,
+    training_rule,
+    tuning_rule,
+    unused_priors,
+)
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
 from fedppl.nn.algorithms._server import AT_MEAN, moved
 from fedppl.nn.batch import groups, stacked
@@ -176,12 +184,16 @@ def FedSI(
             _details,
         ),
         needs=needs(
-            lambda client: check_network(client, "nn.FedSI", "shared", tuning.which),
-            functools.partial(unused_priors, shared=True, tuned=tuning.which),
+            functools.partial(_check, tuning=tuning), functools.partial(unused_priors, shared=True, tuned=tuning.which)
         ),
         disclosure=AT_MEAN,
         batch=Batch(update_client, None, groups, functools.partial(_update_together, settings=settings)),
     )
+
+
+def _check(client: ClientView, *, tuning: Tuning) -> None:
+    check_network(client, "nn.FedSI", "shared", tuning.which)
+    check_unknowns(client, "nn.FedSI", "shared")
 
 
 def _believed(variance: Array, declared: float, settings: _Settings) -> Array:
