@@ -63,13 +63,13 @@ def reliability(probability: Array, label: Array, *, bins: int = 15) -> Reliabil
 
 
 def expected_calibration_error(probability: Array, label: Array, *, bins: int = 15) -> float:
-    r"""ECE, Σ_b n_b / n · |accuracy_b − confidence_b|."""
+    r"""ECE, ``Σ_b n_b / n · |accuracy_b − confidence_b|``."""
     found = reliability(probability, label, bins=bins)
     return float(np.nansum(found.rows * np.abs(found.accuracy - found.confidence)) / found.rows.sum())
 
 
 def maximum_calibration_error(probability: Array, label: Array, *, bins: int = 15) -> float:
-    r"""MCE, max_b |accuracy_b − confidence_b| over bins with rows: of one row, where a bin has one."""
+    r"""MCE, ``max_b |accuracy_b − confidence_b|`` over bins with rows: of one row, where a bin has one."""
     found = reliability(probability, label, bins=bins)
     return float(np.nanmax(np.abs(found.accuracy - found.confidence)))
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import fedppl
+
 ROOT = Path(__file__).parents[1]
-PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")})
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")})
 
 
 def named(page: Path) -> str:
@@ -44,7 +46,26 @@ def test_code_is_python(page: Path) -> None:
 def test_every_page_is_named_on_the_front_page() -> None:
     front = (ROOT / "README.md").read_text(encoding="utf-8")
     missing = [page.name for page in ROOT.glob("docs/*.md") if f"docs/{page.name}" not in front]
-    assert sorted(missing) == ["formulas_measured.md", "paper.md"]  # the page on formulas names the first
+    assert sorted(missing) == ["formulas_measured.md", "index.md", "paper.md"]  # the page on formulas names the first
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    page = (ROOT / "docs/reference/index.md").read_text(encoding="utf-8")
+    found: list[str] = []
+    for block in re.findall(r"```{eval-rst}\n(.*?)```", page, flags=re.DOTALL):
+        module = re.findall(r"currentmodule:: (\S+)", block)[0]
+        names = re.findall(r"^   ([\w.]+)$", block, flags=re.MULTILINE)
+        found += [f"{module}.{name}" for name in names]
+    networks = ast.parse((ROOT / "fedppl/nn/__init__.py").read_text(encoding="utf-8"))
+    (of_networks,) = (
+        ast.literal_eval(node.value)
+        for node in networks.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+    )
+    spaces = {f"fedppl.{module.removeprefix('fedppl.')}" for module, _, _ in fedppl._SPACES.values()} - {"fedppl.nn"}
+    wanted = {f"fedppl.{name}" for name in fedppl.__all__ if name not in fedppl._SPACES} | spaces
+    wanted |= {f"fedppl.nn.{name}" for name in of_networks}
+    assert sorted(found) == sorted(wanted)
 
 
 def test_the_front_page_is_short() -> None:
