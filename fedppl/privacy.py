@@ -17,6 +17,9 @@ from fedppl.types import Array, DeclarationError
 __all__ = ["clipped", "delta_at", "epsilon", "epsilon_at", "gaussian_mu", "system_normals"]
 
 
+__all__ = ["epsilon"]  # of a namespace that users have
+
+
 def epsilon(noise_multiplier: float | Sequence[float], releases: int | Sequence[int] = 1, delta: float = 1e-5) -> float:
     r"""ε of (ε, δ)-differential privacy for one client's whole data after some releases of `PrivateEP`.
 
