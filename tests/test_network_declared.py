@@ -283,10 +283,15 @@ def declared(change: Change) -> tuple[fedppl.FederatedModel, dict[str, dict[str,
 
 
 @functools.cache
-def fitted(base: str, name: str) -> np.ndarray:
+def known(name: str) -> tuple[fedppl.FederatedModel, dict[str, dict[str, Any]]]:
+    """A declaration and data that no test changes, read once."""
+    return declared(CHANGES[name] if name in CHANGES else BASE[name])
+
+
+@functools.cache
+def fitted(name: str) -> np.ndarray:
     """A client's own weights after a round, their variances, and predictions."""
-    change = CHANGES[name] if name else BASE[base]
-    model, clients = declared(change)
+    model, clients = known(name)
     algorithm = nn.FedSI(ratio=0.5, epochs=3, learning_rate=0.05, batch_size=6, tune_epochs=3, tune_rate=0.05)
     fit = problems.fit_some_rounds(model, clients, algorithm, rounds=1, progressbar=False, random_seed=1)
     own = nn.personalise(fit, "a")
@@ -301,7 +306,7 @@ def fitted(base: str, name: str) -> np.ndarray:
 def test_a_changed_declaration_changes_the_fit(name: str) -> None:
     change = CHANGES[name]
     base = "classes" if change.values is classes and change.outputs > 1 else "real"
-    found, before = fitted(base, name), fitted(base, "")
+    found, before = fitted(name), fitted(base)
     assert np.all(np.isfinite(found))
     assert found.shape != before.shape or np.max(np.abs(found - before)) > 1e-3
 
@@ -318,7 +323,7 @@ def test_what_cannot_be_followed_is_refused_before_any_round(name: str) -> None:
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_losses_and_slopes_are_those_of_pymc(name: str) -> None:
     """Of weights and unknowns, at two points away from the start; curvatures by differences of slopes."""
-    model, clients = declared(CHANGES[name])
+    model, clients = known(name)
     client = model.enrol(clients, kernel=False)["b"]
     unit = client.view(network_of).unit
     pymc_model = client.pymc_model()
