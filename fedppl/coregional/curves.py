@@ -144,8 +144,27 @@ def plot(
 
     Raises
     ------
+    DeclarationError
+        For a fit of another kind, a client that is not here, or `ax` that are no axes.
     DataError
-        If inputs are of several dimensions.
+        If inputs are of several dimensions, or do not fit the model.
+    ImportError
+        Where matplotlib is not installed.
+
+    Examples
+    --------
+    >>> import fedppl, numpy as np
+    >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
+    >>> model, units = fedlmc_ss.two_curves()  # doctest: +SKIP
+    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=40, random_seed=1)  # doctest: +SKIP
+    >>> fedppl.curves.plot(fit, "a", {"X": np.linspace(-5, 5, 100)})  # doctest: +SKIP
+    <Axes: xlabel='X', ylabel='output of a'>
+
+    Notes
+    -----
+    *When this fails.* The interval is of single new outputs, not of the whole curve: a curve leaves it somewhere more
+    often than the probability says. Inputs are joined by lines: where they are few, the curve between them is not
+    drawn. What misleads in `predict` misleads here.
     """
     found = predict(fit, unit, inputs, probability=probability)
     client = fit.clients[unit] if isinstance(unit, str) else fit.declaration.enrol({"new": unit}, kernel=False)["new"]
@@ -166,6 +185,11 @@ def selection(fit: Fit) -> xr.Dataset:
     xarray.Dataset
         ``inclusion_probability`` and ``selected``, with dim ``latent``, and what the kernels share.
 
+    Raises
+    ------
+    DeclarationError
+        For what is no fit, or a fit of another kind.
+
     Examples
     --------
     >>> import fedppl
@@ -174,6 +198,12 @@ def selection(fit: Fit) -> xr.Dataset:
     >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=40, progressbar=False, random_seed=1)
     >>> fedppl.curves.selection(fit)["selected"].dims
     ('latent',)
+
+    Notes
+    -----
+    *When this fails.* The mean field makes γ too sure: of two latent functions that explain the same, one is chosen
+    with a probability near 1, and another seed may choose the other. Numbers of latent functions have no meaning of
+    their own; do not compare them between fits. In a fit that has not converged, γ may still move.
     """
     require_fit(fit)
     fitted, shared = unpack(final_message(fit, fit.client_ids[0])), fit.algorithm.result.shared
@@ -205,6 +235,12 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     xarray.Dataset
         ``mean``, ``sd`` and ``expected`` (γ_l times the mean) with dims (client, latent); ``noise_sd`` (client).
 
+    Raises
+    ------
+    DeclarationError
+        For a fit of another kind, `clients` that are no list of ids, or a client that is not in this process; where no
+        client is named or here.
+
     Examples
     --------
     >>> import fedppl
@@ -213,6 +249,13 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=40, progressbar=False, random_seed=1)
     >>> fedppl.curves.coefficients(fit)["mean"].dims
     ('client', 'latent')
+
+    Notes
+    -----
+    *When this fails.* A latent function and its coefficients may change sign together, and with it scale: compare
+    clients within a fit, not signs between fits. An ``sd`` is given that l is used: where γ_l is near 0.5, it leaves
+    out that l may not be used. A client that never replied is fitted on its own rows with the selected functions alone;
+    where it is the first of the clients, ``expected`` takes 0 or 1 for γ, and that for all of them.
     """
     require_fit(fit)
     names = list(fit.clients) if clients is None else ids_of(clients)
@@ -248,6 +291,13 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     xarray.Dataset
         ``mean`` and ``sd`` with dims (latent, row), and ``inclusion_probability`` (latent).
 
+    Raises
+    ------
+    DeclarationError
+        For a fit of another kind, or one without a client in this process.
+    DataError
+        For inputs that do not fit the model.
+
     Examples
     --------
     >>> import fedppl
@@ -256,6 +306,12 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=40, progressbar=False, random_seed=1)
     >>> fedppl.curves.latent_curves(fit, {"X": [0.0, 0.5]})["mean"].dims
     ('latent', 'row')
+
+    Notes
+    -----
+    *When this fails.* Beyond the inducing points the curves go back to the prior, mean 0. A function that is not
+    selected has little more than its prior. Sign and scale are known only together with the coefficients,
+    and the mean field leaves out how latent functions depend on each other, so that ``sd`` is too small.
     """
     require_fit(fit)
     if not fit.clients:

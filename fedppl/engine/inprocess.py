@@ -157,7 +157,7 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None) -> En
     Parameters
     ----------
     workers
-        Number of threads; by default one per core.
+        Number of threads, at least 1; by default one per core.
     policy
         A `fedppl.Policy` that every client keeps to, as at a site of its own, to try one out; its limits count in one
         run. By default there is none: the data are yours.
@@ -169,12 +169,20 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None) -> En
     Raises
     ------
     DeclarationError
-        If `workers` is below one or `policy` is none; in a fit, where a client's data do not meet the policy.
+        If `workers` is below one or `policy` is no policy; in a fit, where there are no clients' data, or the policy
+        refuses the algorithm or a client's data.
 
     Examples
     --------
     >>> import fedppl
     >>> engine = fedppl.InProcess(workers=1)
+
+    Notes
+    -----
+    *When this fails.* All data are in one process, and nothing is kept from the caller: a policy here tries its rules
+    out, and protects nobody. A client that misses the ``deadline=`` of a fit is not stopped: its thread works on, is
+    not asked again before it is done, and takes time from the others. Code that keeps Python's lock, such as a custom
+    distribution written in Python, gains little from more threads.
     """
     count = whole("workers", workers) if workers is not None else (os.cpu_count() or 1)
     if policy is not None and not isinstance(policy, Policy):

@@ -28,13 +28,21 @@ def ADVI(*, points: int = 256, max_iterations: int = 2000) -> LocalInference:
     Parameters
     ----------
     points
-        Number of points S, raised to at least twice the dimension.
+        Number of points S, at least 16, raised to at least twice the dimension.
     max_iterations
-        Largest number of L-BFGS iterations.
+        Largest number of L-BFGS iterations, at least 1.
 
     Returns
     -------
     LocalInference
+
+    Raises
+    ------
+    DeclarationError
+        For `points` or `max_iterations` that are no whole numbers, or too small.
+    LocalFailure
+        In `Fit.client`, where the fit does not converge, or the tilted density does not fall off around it. In a round
+        of a fit such a client is left out, and its reason is in the log.
 
     Examples
     --------
@@ -62,13 +70,21 @@ def MeanField(*, points: int = 64, max_iterations: int = 2000) -> LocalInference
     Parameters
     ----------
     points
-        Number of fixed points of the objective.
+        Number of fixed points of the objective, at least 16, raised to at least twice the dimension.
     max_iterations
-        Largest number of L-BFGS iterations.
+        Largest number of L-BFGS iterations, at least 1.
 
     Returns
     -------
     LocalInference
+
+    Raises
+    ------
+    DeclarationError
+        For `points` or `max_iterations` that are no whole numbers, or too small.
+    LocalFailure
+        In `Fit.client`, where the fit does not converge, or the tilted density does not fall off around it. In a round
+        of a fit such a client is left out, and its reason is in the log.
 
     Examples
     --------

@@ -120,6 +120,12 @@ class Estimate:
     >>> import fedppl
     >>> fedppl.summaries.Estimate(["arm"], [0.4], [0.09])
     Estimate(['arm'])
+
+    Notes
+    -----
+    *When this fails.* An estimate that was shrunk, by a prior or a penalty, has had that prior already. One that was
+    adjusted for other columns than the formula's is of another quantity, though it has the same name. With few events
+    the likelihood is skewed, and a normal one with this covariance is not close to it: give a `Table` then.
     """
 
     names: tuple[str, ...]
@@ -167,6 +173,10 @@ class Table:
     >>> table = fedppl.summaries.Table("arm", {"control": 3, "drug": 5}, {"control": 40, "drug": 38})
     >>> {name: len(values) for name, values in table.rows("healed").items()}
     {'arm': 78, 'healed': 78}
+
+    Notes
+    -----
+    *When this fails.* A table is of one column, and adjusts for nothing else. Small counts may tell who is meant.
     """
 
     column: str

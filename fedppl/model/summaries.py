@@ -84,6 +84,8 @@ def estimate(effects: Effects, *, coords: Mapping[str, Sequence[Any]] | None = N
 
     Raises
     ------
+    DeclarationError
+        For `effects` that are no function.
     DataError
         When clients enrol: covariances that are not symmetric or not positive definite.
 
@@ -128,6 +130,8 @@ def grid(effects: Effects, *, coords: Mapping[str, Sequence[Any]] | None = None)
 
     Raises
     ------
+    DeclarationError
+        For `effects` that are no function.
     DataError
         When clients enrol: grids that do not increase, or do not cover where the likelihood is largest.
 
@@ -180,6 +184,8 @@ def two_by_two(
 
     Raises
     ------
+    DeclarationError
+        For `effects` or `baseline` that are no functions.
     DataError
         When clients enrol: counts that are no whole numbers, or more events than subjects.
 
@@ -192,6 +198,13 @@ def two_by_two(
     >>> clients = {"A": {"events": [4, 9], "totals": [40, 41]}, "B": {"events": [0, 3], "totals": [12, 13]}}
     >>> fedppl.fit(model, clients, progressbar=False, random_seed=1).client_ids
     ('A', 'B')
+
+    Notes
+    -----
+    *When this fails.* A table is not adjusted: where other clients bring rows, and their effect is adjusted for what
+    the arms differ in, the two log odds ratios are not the same quantity. With few events the prior of the reference
+    arm has a say, N(0, 2.5²) by default. Small counts may tell who is meant: a client's rules on disclosure hold for
+    tables, too.
     """
     start = None if baseline is None else _function(baseline)
     arms = functools.partial(_arms, baseline=start)

@@ -150,6 +150,11 @@ def binomials(effect: Any, events: Any, totals: Any, *, baseline: Any = None, na
     TensorVariable
         The observed variable. Its density is that of the counts: of rows, it lacks the binomial coefficients.
 
+    Raises
+    ------
+    DataError
+        If `effect` is not a scalar; in a fit, where counts have another shape, or more events than subjects.
+
     Examples
     --------
     >>> import fedppl, pymc as pm
@@ -158,6 +163,12 @@ def binomials(effect: Any, events: Any, totals: Any, *, baseline: Any = None, na
     ...         theta = pm.Normal("theta", pm.Normal("mu", 0, 2), 0.5)
     ...         fedppl.summaries.binomials(theta, pm.Data("events", events), pm.Data("totals", totals))
     ...     return model
+
+    Notes
+    -----
+    *When this fails.* The table adjusts for nothing: where arms differ in age or severity, θ holds that, too. With few
+    events the default prior of ``baseline`` has a say: give one that fits rare outcomes. Where one arm has no events or
+    nothing but events, θ is bounded by the table on one side alone, and its prior decides the other.
     """
     about = _stacked(effect)
     if about.ndim:

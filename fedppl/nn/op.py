@@ -118,6 +118,12 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
     ...     weights = parameters(torch.nn.Linear(3, 2), sigma={"weight": 1.0, "bias": 10.0})
     >>> weights["weight"].type.shape
     (2, 3)
+
+    Notes
+    -----
+    *When this fails.* A `net` that is made inside the builder starts elsewhere at every client, and the priors differ.
+    One `sigma` for all layers takes no account of their widths: the outputs' prior sd grows with the square root of a
+    layer's inputs. Some algorithms, `FedAvg` for one, make no use of `sigma`, which the log says.
     """
     require_module(net)
     try:
@@ -142,11 +148,32 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
 def parameter_names(net: torch.nn.Module) -> list[str]:
     """One label for every weight, in the order of a flat vector: coords for it.
 
+    Parameters
+    ----------
+    net
+        The network.
+
+    Returns
+    -------
+    list of str
+        Labels, (d,): torch's name and the index within it.
+
+    Raises
+    ------
+    DeclarationError
+        For what is no network.
+
     Examples
     --------
     >>> import torch
     >>> parameter_names(torch.nn.Linear(2, 1))
     ['weight[0,0]', 'weight[0,1]', 'bias[0]']
+
+    Notes
+    -----
+    *When this fails.* Labels are of the network as it is: after a change of its layers, vectors and coords from before
+    have other weights at the same places. A weight that two layers share is there once, by its first name. Buffers,
+    such as the running means of a batch norm, are no weights.
     """
     require_module(net)
     return [

@@ -46,9 +46,33 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     Raises
     ------
     DeclarationError
-        For a client that is not known, or a fit by another algorithm.
+        For a client that is not known or not here, a fit by another algorithm, data that the model does not fit, or a
+        seed that is negative.
+    DataError
+        For a new client's data that cannot be data.
     LocalFailure
         Where fine-tuning diverges.
+
+    Examples
+    --------
+    >>> import fedppl, numpy as np, pymc as pm, torch
+    >>> net = torch.nn.Linear(2, 2)
+    >>> def site(X, y):
+    ...     with pm.Model() as model:
+    ...         logits = fedppl.nn.module(net, fedppl.nn.parameters(net), pm.Data("X", X))
+    ...         pm.Categorical("label", logit_p=logits, observed=pm.Data("y", y))
+    ...     return model
+    >>> clients = {name: {"X": np.eye(2), "y": np.array([0, 1])} for name in "ab"}
+    >>> model = fedppl.FederatedModel(site, shared=["weight", "bias"])
+    >>> fit = fedppl.fit(model, clients, fedppl.nn.FedAvg(), rounds=1, progressbar=False, random_seed=1)
+    >>> fedppl.nn.personalise(fit, "a").weights.shape
+    (6,)
+
+    Notes
+    -----
+    *When this fails.* With few rows, fine-tuning fits these and little else: compare with the global model on rows that
+    were held out. A new client's own layers start where those of all clients do, and its rows alone train them. By an
+    algorithm without a posterior of weights ``subnetwork`` is None, and predictions take the weights for known.
     """
     _require_fit(fit)
     seed = _seed(fit, random_seed)
@@ -85,7 +109,28 @@ def network(fit: Fit) -> torch.nn.Module:
     Raises
     ------
     DeclarationError
-        For a fit that has no shared point, or whose clients are elsewhere.
+        For what is no fit, a fit that has no shared point of a network, or one whose clients are elsewhere.
+
+    Examples
+    --------
+    >>> import fedppl, numpy as np, pymc as pm, torch
+    >>> net = torch.nn.Linear(2, 2)
+    >>> def site(X, y):
+    ...     with pm.Model() as model:
+    ...         logits = fedppl.nn.module(net, fedppl.nn.parameters(net), pm.Data("X", X))
+    ...         pm.Categorical("label", logit_p=logits, observed=pm.Data("y", y))
+    ...     return model
+    >>> clients = {name: {"X": np.eye(2), "y": np.array([0, 1])} for name in "ab"}
+    >>> model = fedppl.FederatedModel(site, shared=["weight", "bias"])
+    >>> fit = fedppl.fit(model, clients, fedppl.nn.FedAvg(), rounds=1, progressbar=False, random_seed=1)
+    >>> fedppl.nn.network(fit)
+    Linear(in_features=2, out_features=2, bias=True)
+
+    Notes
+    -----
+    *When this fails.* Where layers are local, those of the copy have learned nothing, and its outputs say nothing of a
+    client: use `personalise`. The copy is in torch's default type, while densities are computed in float64. It is a
+    point: nothing in it says how sure the weights are.
     """
     if not isinstance(fit, Fit):
         raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit of a network.")
@@ -147,8 +192,28 @@ def predict(
 
     Raises
     ------
-    DeclarationError, DataError
-        For a link that is not known, or inputs of another shape.
+    DeclarationError
+        For a link that is not known, settings out of range, a client that is not known or not here, a fit by another
+        algorithm, or a model that holds its inputs as constants.
+    DataError
+        For inputs of other names or another shape, and for outputs or variances that are not finite there.
+    LocalFailure
+        Where fine-tuning diverges.
+
+    Examples
+    --------
+    >>> import fedppl, numpy as np, pymc as pm, torch
+    >>> net = torch.nn.Linear(2, 2)
+    >>> def site(X, y):
+    ...     with pm.Model() as model:
+    ...         logits = fedppl.nn.module(net, fedppl.nn.parameters(net), pm.Data("X", X))
+    ...         pm.Categorical("label", logit_p=logits, observed=pm.Data("y", y))
+    ...     return model
+    >>> clients = {name: {"X": np.eye(2), "y": np.array([0, 1])} for name in "ab"}
+    >>> model = fedppl.FederatedModel(site, shared=["weight", "bias"])
+    >>> fit = fedppl.fit(model, clients, fedppl.nn.FedAvg(), rounds=1, progressbar=False, random_seed=1)
+    >>> fedppl.nn.predict(fit, "a", {"X": np.eye(2)})["probability"].dims
+    ('row', 'output')
 
     Notes
     -----

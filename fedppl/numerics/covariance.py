@@ -76,6 +76,11 @@ def moving_average(alpha: float = 0.1) -> Covariance:
     -------
     Covariance
 
+    Raises
+    ------
+    DeclarationError
+        For `alpha` outside (0, 1).
+
     Examples
     --------
     >>> moving_average(0.2).describe()
@@ -117,6 +122,11 @@ def trace_constrained(trace: float | None = None, floor: float = 1e-3) -> Covari
     -------
     Covariance
 
+    Raises
+    ------
+    DeclarationError
+        For a `trace` or a `floor` that is not positive and finite.
+
     Examples
     --------
     >>> trace_constrained(trace=1.0).name
@@ -153,6 +163,11 @@ def exchangeable() -> Covariance:
     -------
     Covariance
 
+    Raises
+    ------
+    DeclarationError
+        In `fedppl.HM1`, where the function itself is passed and not what it builds.
+
     Examples
     --------
     >>> omega = exchangeable().update(exchangeable().start(2), np.ones((2, 1)), np.array([[2.0, 1.0], [1.0, 2.0]]))
@@ -165,7 +180,9 @@ def exchangeable() -> Covariance:
     The maximum of the EM objective in closed form: the moment's mean along 1 and its mean across it. A negative b is
     taken as 0: with K clients a common correlation cannot be below −1 / (K − 1).
 
-    *When this fails.* Clients that come in groups, or oppose each other: see `low_rank`.
+    *When this fails.* Clients that come in groups, or oppose each other: see `low_rank`. Where b would be negative, a
+    stays the mean across 1, which is up to K / (K − 1) times the best variance with b = 0, tr M / K: with two or three
+    clients that oppose each other, they are shrunk too little.
     """
 
     def update(omega: Omega, mean: Array, moment: Array) -> Omega:
@@ -241,6 +258,11 @@ def ledoit_wolf() -> Covariance:
     Returns
     -------
     Covariance
+
+    Raises
+    ------
+    DeclarationError
+        In `fedppl.HM1`, where the function itself is passed and not what it builds.
 
     Examples
     --------

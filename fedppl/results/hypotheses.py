@@ -118,13 +118,13 @@ def hypotheses(
         A fit, of which the shared posterior is taken, an ArviZ object with a posterior, or a DataArray of draws such
         as `contrast` gives.
     var_names
-        Variables; by default all of the posterior.
+        Names of variables, or one name; by default all of the posterior. Of a DataArray nothing is chosen.
     ci_prob
         Probability of the equal-tailed interval.
     rope
         Region of practical equivalence (low, high); adds its posterior probability.
     null
-        Value tested.
+        Value x₀ that is tested.
 
     Returns
     -------
@@ -134,7 +134,10 @@ def hypotheses(
     Raises
     ------
     DeclarationError
-        For an interval probability outside (0, 1), an empty region, or an unknown variable.
+        For an interval probability outside (0, 1), a null value that is not finite, an empty region, an unknown
+        variable, or draws without a posterior or without the dims chain and draw.
+    NotConvergedError
+        For a fit that was broken off before there was a posterior.
 
     Examples
     --------
@@ -142,6 +145,14 @@ def hypotheses(
     >>> draws = xr.DataArray(np.linspace(1, 2, 100)[None], dims=("chain", "draw"), name="effect")
     >>> bool(hypotheses(draws)["excludes_null"]["effect"])
     True
+
+    Notes
+    -----
+    *When this fails.* Entries are tested one by one: of many some exclude the null value by chance, unless a
+    hierarchical prior shrinks them. An interval that holds the null value does not show that there is no effect; the
+    region of practical equivalence can. Probabilities near 0 or 1 rest on few draws: of S draws none is known to better
+    than about 1 / S. Of entries with equal labels the last alone is in the table. Draws that are NaN count for
+    neither direction, and make the mean and the interval NaN.
     """
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     null = between("null", null, -np.inf, np.inf)

@@ -138,8 +138,10 @@ def loo_compare(
     ----------
     fits
         Name of a model to its fit; all of the same clients with the same rows, in this process.
-    draws, chains, random_seed
-        Of the clients' posteriors.
+    draws, chains
+        Numbers of draws and of chains of each client's posterior, at least 100 draws in all.
+    random_seed
+        Seed of these draws; by default each fit's.
 
     Returns
     -------
@@ -151,9 +153,12 @@ def loo_compare(
     Raises
     ------
     DeclarationError
-        If there are fewer than two fits, or one has no posterior of its clients.
+        If there are fewer than two fits, data of clients are not here, a model has a potential, one has no posterior of
+        its clients, draws are too few, or all clients brought summaries.
     DataError
         If the fits are of other clients, or of other observations or the same in another order.
+    NotConvergedError
+        Where a fit was broken off before there was a posterior.
 
     Examples
     --------
@@ -163,6 +168,13 @@ def loo_compare(
     >>> fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
     >>> list(fedppl.loo_compare({"one": fit, "the same": fit})["elpd_diff"])
     [0.0, 0.0]
+
+    Notes
+    -----
+    *When this fails.* A difference of about two ``dse`` or less says little, and ``dse`` is too small for fewer than
+    some 100 rows or for models that predict alike. It is of rows, as if these were independent: where clients differ,
+    a new client may prefer another model. Of rows counted in ``bad`` elpd is not known well, and the log says so.
+    The weights do not tell how probable a model is: of two models that predict alike, either may have most of it.
 
     References
     ----------

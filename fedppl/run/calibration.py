@@ -169,7 +169,22 @@ def plot_calibration(found: xr.Dataset, *, axes: Any = None) -> Any:
     Raises
     ------
     DeclarationError
-        For what is no such result.
+        For what is no such result, and for `axes` that are none of matplotlib's.
+    ImportError
+        Where matplotlib is not installed.
+
+    Examples
+    --------
+    >>> import fedppl, numpy as np, xarray as xr
+    >>> found = xr.Dataset({"pit": (("data_set", "rows"), np.linspace(0.1, 0.9, 9)[:, None])}, {"rows": ["mu"]})
+    >>> fedppl.plot_calibration(found).get_xlabel()
+    'probability integral transform'
+
+    Notes
+    -----
+    *When this fails.* The band is of one coordinate: of many some leave it by chance, and ``found["p_adjusted"]`` takes
+    their number into account. With few data sets the band is wide, and a posterior that is quite wrong stays within.
+    Data sets without a posterior are left out; where these are many, the rest may not stand for all.
     """
     return plots.calibration(found, ax=axes)
 

@@ -16,7 +16,36 @@ Participation = Callable[[Sequence[str], np.random.Generator], tuple[str, ...]]
 
 
 def all_clients(clients: Sequence[str], rng: np.random.Generator) -> tuple[str, ...]:
-    """Ask every client every round."""
+    """Ask every client every round.
+
+    Parameters
+    ----------
+    clients
+        Ids of the clients.
+    rng
+        Generator of the round, which is not used.
+
+    Returns
+    -------
+    tuple of str
+        All ids, in their order.
+
+    Raises
+    ------
+    TypeError
+        For `clients` that cannot be iterated over.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> all_clients(["a", "b"], np.random.default_rng(0))
+    ('a', 'b')
+
+    Notes
+    -----
+    *When this fails.* A round is as slow as the slowest client, and waits for a client that is away up to the
+    ``deadline=`` of the fit.
+    """
     del rng
     return tuple(clients)
 
@@ -24,11 +53,32 @@ def all_clients(clients: Sequence[str], rng: np.random.Generator) -> tuple[str, 
 def fixed_size(size: int) -> Participation:
     """Ask `size` clients, drawn without replacement.
 
+    Parameters
+    ----------
+    size
+        Number of clients a round, at least 1.
+
+    Returns
+    -------
+    Callable
+        Function of (clients, rng) that returns ids in the clients' order, for ``participation=`` of `fedppl.fit`.
+
+    Raises
+    ------
+    DeclarationError
+        For a `size` that is not a whole number, or below 1.
+
     Examples
     --------
     >>> import numpy as np
     >>> len(fixed_size(2)(["a", "b", "c"], np.random.default_rng(0)))
     2
+
+    Notes
+    -----
+    *When this fails.* With a `size` above the number of clients all of them are asked, and nothing is said;
+    ``participation=size``, the number itself, is refused then. In few rounds some clients may never be asked: of K
+    clients one is left out of all T rounds with the probability (1 − size / K)^T.
     """
     size = whole("size", size)
 
@@ -40,13 +90,36 @@ def fixed_size(size: int) -> Participation:
 
 
 def bernoulli(probability: float) -> Participation:
-    """Ask each client with a probability, given that at least one is asked.
+    r"""Ask each client with a probability, given that at least one is asked.
+
+    .. math:: P(A) = \frac{p^{|A|} (1 - p)^{K - |A|}}{1 - (1 - p)^K}, \qquad A \ne \emptyset
+
+    Parameters
+    ----------
+    probability
+        Probability p of each client, above 0 and at most 1.
+
+    Returns
+    -------
+    Callable
+        Function of (clients, rng) that returns ids in the clients' order, for ``participation=`` of `fedppl.fit`.
+
+    Raises
+    ------
+    DeclarationError
+        For a `probability` outside (0, 1].
 
     Examples
     --------
     >>> import numpy as np
     >>> bernoulli(1.0)(["a", "b", "c"], np.random.default_rng(0))
     ('a', 'b', 'c')
+
+    Notes
+    -----
+    *When this fails.* Since no round is without clients, each client is asked with probability p / (1 − (1 − p)^K),
+    which is well above p where p K is small. The number of clients differs from round to round, and with it the noise
+    of algorithms that average.
     """
     probability = between("probability", probability, 0, 1, "(]")
 

@@ -29,6 +29,13 @@ def warm_up() -> float:
     float
         Seconds that it took.
 
+    Raises
+    ------
+    OSError
+        Where the directory of PyTensor's cache cannot be made or written.
+    NotConvergedError
+        Where the fits of a few rows find no posterior, which says that what is installed does not work together.
+
     Examples
     --------
     >>> import fedppl
@@ -38,7 +45,8 @@ def warm_up() -> float:
     Notes
     -----
     *When this fails.* In a container whose file system is not kept, and for a user or a machine of another kind than
-    those of the caches, nothing is found again.
+    those of the caches, nothing is found again. Where ``NUMBA_CACHE_DIR`` cannot be written, nothing is said:
+    look whether it holds files afterwards.
     """
     started = time.perf_counter()
     rng = np.random.default_rng(0)
