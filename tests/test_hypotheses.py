@@ -138,3 +138,15 @@ def test_contrasts_of_different_numbers_of_draws_are_refused() -> None:
 def test_bad_settings_are_refused(keywords: Any, message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         hypotheses(posterior(x=np.ones((1, 3))), **keywords)
+
+
+def test_what_would_be_left_out_without_a_word_is_refused() -> None:
+    draws = xr.DataArray(np.random.default_rng(0).normal(size=(2, 50, 2)), dims=("chain", "draw", "arm"), name="effect")
+    with pytest.raises(DeclarationError, match=r"two entries .*'effect\[a\]'.*distinct coords"):
+        hypotheses(draws.assign_coords(arm=["a", "a"]))
+    with pytest.raises(DeclarationError, match="names none of the draws, which are 'effect'"):
+        hypotheses(draws, var_names="other")
+    assert len(hypotheses(draws, var_names="effect")) == 2
+    draws[0, 0, 1] = np.nan
+    with pytest.raises(fedppl.DataError, match=r"'effect\[1\]' hold values that are not finite"):
+        hypotheses(draws)

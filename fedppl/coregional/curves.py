@@ -254,8 +254,8 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     -----
     *When this fails.* A latent function and its coefficients may change sign together, and with it scale: compare
     clients within a fit, not signs between fits. An ``sd`` is given that l is used: where γ_l is near 0.5, it leaves
-    out that l may not be used. A client that never replied is fitted on its own rows with the selected functions alone;
-    where it is the first of the clients, ``expected`` takes 0 or 1 for γ, and that for all of them.
+    out that l may not be used. A client that never replied is fitted on its own rows with the selected functions alone:
+    its γ is 0 or 1.
     """
     require_fit(fit)
     names = list(fit.clients) if clients is None else ids_of(clients)
@@ -264,7 +264,7 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
         raise DeclarationError("there is no client in this process; its coefficients stay at its site.")
     mean = np.stack([own.mean for _, own, _ in found])
     sd = np.stack([np.sqrt(np.diag(own.covariance)) for _, own, _ in found])
-    gamma = found[0][2].shared.inclusion
+    gamma = np.stack([state.shared.inclusion for _, _, state in found])  # of clients that never replied the first ones
     return xr.Dataset(
         {
             "mean": (("client", "latent"), mean),

@@ -177,12 +177,10 @@ def exchangeable() -> Covariance:
 
     Notes
     -----
-    The maximum of the EM objective in closed form: the moment's mean along 1 and its mean across it. A negative b is
-    taken as 0: with K clients a common correlation cannot be below −1 / (K − 1).
+    The maximum of the EM objective in closed form: the moment's mean along 1 and its mean across it. Where b would be
+    negative it is 0, and a the mean of all, tr M / K.
 
-    *When this fails.* Clients that come in groups, or oppose each other: see `low_rank`. Where b would be negative, a
-    stays the mean across 1, which is up to K / (K − 1) times the best variance with b = 0, tr M / K: with two or three
-    clients that oppose each other, they are shrunk too little.
+    *When this fails.* Clients that come in groups, or oppose each other: see `low_rank`.
     """
 
     def update(omega: Omega, mean: Array, moment: Array) -> Omega:
@@ -190,6 +188,8 @@ def exchangeable() -> Covariance:
         count = len(moment)
         along = float(moment.sum()) / count
         across = (float(np.trace(moment)) - along) / max(count - 1, 1) if count > 1 else along
+        if along < across:  # the best b would be negative, and given b = 0 the best a is the mean of all
+            along = across = float(np.trace(moment)) / count
         across = max(across, _TINY * float(np.trace(moment)) / count)
         return _structured(across, np.full((count, 1), np.sqrt(max(along - across, 0.0) / count)))
 

@@ -12,7 +12,7 @@ import xarray as xr
 from fedppl.contracts import Posterior
 from fedppl.results.arrival import require_arrived
 from fedppl.settings import between, shown
-from fedppl.types import DeclarationError
+from fedppl.types import DataError, DeclarationError
 
 
 def contrast(first: Any, second: Any, var_name: str, *, coords: Mapping[str, Any] | None = None) -> xr.DataArray:
@@ -151,8 +151,7 @@ def hypotheses(
     *When this fails.* Entries are tested one by one: of many some exclude the null value by chance, unless a
     hierarchical prior shrinks them. An interval that holds the null value does not show that there is no effect; the
     region of practical equivalence can. Probabilities near 0 or 1 rest on few draws: of S draws none is known to better
-    than about 1 / S. Of entries with equal labels the last alone is in the table. Draws that are NaN count for
-    neither direction, and make the mean and the interval NaN.
+    than about 1 / S.
     """
     ci_prob = between("ci_prob", ci_prob, 0, 1)
     null = between("null", null, -np.inf, np.inf)
@@ -162,6 +161,8 @@ def hypotheses(
     if isinstance(draws, xr.DataArray):
         if not {"chain", "draw"} <= set(draws.dims):
             raise DeclarationError(f"draws has dims {draws.dims}; it needs chain and draw, as contrast gives.")
+        if var_names is not None and list(var_names) != [draws.name]:
+            raise DeclarationError(f"var_names={shown(var_names)} names none of the draws, which are {draws.name!r}.")
         arrays: dict[Hashable, xr.DataArray] = {draws.name or "x": draws}
     else:
         posterior = _posterior(draws)
@@ -176,8 +177,12 @@ def hypotheses(
         entries = [dim for dim in stacked.dims if dim != "sample"]
         for index in np.ndindex(*(stacked.sizes[dim] for dim in entries)):
             labels = [str(stacked[dim].values[i]) for dim, i in zip(entries, index, strict=True)]
-            x = stacked.values[(slice(None), *index)]
-            rows[f"{name}[{', '.join(labels)}]" if labels else str(name)] = _row(x, ci_prob, rope, null)
+            x, label = stacked.values[(slice(None), *index)], f"{name}[{', '.join(labels)}]" if labels else str(name)
+            if label in rows:
+                raise DeclarationError(f"two entries of the draws are called {label!r}; give the dim distinct coords.")
+            if not np.all(np.isfinite(x)):
+                raise DataError(f"draws of {label!r} hold values that are not finite; leave them out by var_names=.")
+            rows[label] = _row(x, ci_prob, rope, null)
     return pd.DataFrame.from_dict(rows, orient="index")
 
 

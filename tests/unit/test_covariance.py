@@ -67,11 +67,14 @@ def test_exchangeable_maximises_the_objective_among_its_kind() -> None:
     assert found[0, 1] == pytest.approx(np.exp(best.x[1]), rel=1e-4)
 
 
-def test_exchangeable_takes_a_negative_common_part_as_none() -> None:
-    """θ_1 = −θ_2: the common part is below the rest."""
-    some = np.array([[1.0, -0.9], [-0.9, 1.0]])
+@pytest.mark.parametrize("common", [-0.9, -0.2])
+def test_exchangeable_is_the_best_without_a_common_part_where_that_would_be_negative(common: float) -> None:
+    """−log|Ω| − tr(Ω⁻¹ M) is largest at a = tr M / K."""
+    moment = np.array([[1.0, common], [common, 2.0]])
     structure = covariance.exchangeable()
-    assert_allclose(structure.update(structure.start(2), np.zeros((2, 1)), some).matrix, 1.9 * np.eye(2))
+    found = structure.update(structure.start(2), np.zeros((2, 1)), moment).matrix
+    assert_allclose(found, 1.5 * np.eye(2), rtol=1e-12)
+    assert all(loss(found, moment) < loss(a * np.eye(2), moment) for a in (1.4, 1.6))
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
