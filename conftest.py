@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -22,10 +23,9 @@ c_sources.read_once()
 collect_ignore = ["fedppl/flower/virtual.py", "tests/deployed"]
 if importlib.util.find_spec("torch") is None:
     collect_ignore += ["fedppl/nn", "models/fedsi.py"]
-if importlib.util.find_spec("matplotlib") is None:
-    collect_ignore += ["fedppl/plots/_forest.py"]
 if importlib.util.find_spec("flwr") is None:
     collect_ignore += ["fedppl/flower", "tests/support/fake_grid.py", "tests/support/hostile.py"]
+_DRAWS = importlib.util.find_spec("matplotlib") is not None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -44,8 +44,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test by what its file imports."""
     for item in items:
         if isinstance(item, pytest.DoctestItem):
-            found = markers.of_docstring(item.path, "\n".join(one.source for one in item.dtest.examples))
+            text = "\n".join(one.source for one in item.dtest.examples)
+            found = markers.of_docstring(item.path, text)
+            if not _DRAWS and ("matplotlib" in text or "fedppl.plots." in text):
+                item.add_marker(pytest.mark.skip(reason="needs matplotlib"))
         else:
             found = markers.of_file(item.path)
         for marker in found:
             item.add_marker(marker)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Close what an example drew: matplotlib warns where more than 20 figures are open."""
+    if isinstance(item, pytest.DoctestItem) and "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")

@@ -30,7 +30,10 @@ class Reliability(NamedTuple):
 
 
 def reliability(probability: Array, label: Array, *, bins: int = 15) -> Reliability:
-    """Bin rows by confidence.
+    r"""Bin rows by confidence.
+
+    .. math:: \mathrm{confidence}_b = \frac{1}{n_b} \sum_{i \in b} \max_c p_{ic}, \qquad
+              \mathrm{accuracy}_b = \frac{1}{n_b} \sum_{i \in b} [y_i = \arg\max_c p_{ic}]
 
     Parameters
     ----------
@@ -44,11 +47,25 @@ def reliability(probability: Array, label: Array, *, bins: int = 15) -> Reliabil
     Returns
     -------
     Reliability
+        Edges of the bins, (B + 1,), and rows, mean confidence and accuracy of each bin, (B,).
 
     Raises
     ------
     DataError
-        For probabilities that are none, labels that are no classes, or no rows.
+        For probabilities that are none, labels that are no classes, or no rows; for `bins` below 1 or not whole.
+
+    Examples
+    --------
+    >>> found = reliability([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.4, 0.6]], [0, 1, 1, 1], bins=5)
+    >>> found.rows
+    array([0., 0., 1., 2., 1.])
+    >>> found.accuracy
+    array([nan, nan, 1. , 0.5, 1. ])
+
+    Notes
+    -----
+    *When this fails.* The accuracy of a bin with few rows is mostly noise: look at ``rows``. Confidence is at least
+    1 / C, so that bins below it are always empty, and the probabilities of the other classes are not looked at.
     """
     probability, label = _checked(probability, label)
     if isinstance(bins, bool) or not isinstance(bins, int | np.integer) or bins < 1:
@@ -63,31 +80,173 @@ def reliability(probability: Array, label: Array, *, bins: int = 15) -> Reliabil
 
 
 def expected_calibration_error(probability: Array, label: Array, *, bins: int = 15) -> float:
-    r"""ECE, ``Σ_b n_b / n · |accuracy_b − confidence_b|``."""
+    r"""ECE, ``Σ_b n_b / n · |accuracy_b − confidence_b|``.
+
+    Parameters
+    ----------
+    probability, label, bins
+        As in `reliability`.
+
+    Returns
+    -------
+    float
+        From 0 to 1.
+
+    Raises
+    ------
+    DataError
+        As in `reliability`.
+
+    Examples
+    --------
+    >>> probability = [[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.4, 0.6]]
+    >>> round(expected_calibration_error(probability, [0, 1, 1, 1], bins=5), 3)
+    0.25
+
+    Notes
+    -----
+    *When this fails.* It depends on the number of bins, and with few rows in a bin it is above 0 for probabilities
+    that are right: compare models on the same rows and bins. It does not reward knowledge. A model that gives the
+    shares of the classes to every row has an ECE near 0; `brier` tells it from a better one.
+    """
     found = reliability(probability, label, bins=bins)
     return float(np.nansum(found.rows * np.abs(found.accuracy - found.confidence)) / found.rows.sum())
 
 
 def maximum_calibration_error(probability: Array, label: Array, *, bins: int = 15) -> float:
-    r"""MCE, ``max_b |accuracy_b − confidence_b|`` over bins with rows: of one row, where a bin has one."""
+    r"""MCE, ``max_b |accuracy_b − confidence_b|`` over bins with rows: of one row, where a bin has one.
+
+    Parameters
+    ----------
+    probability, label, bins
+        As in `reliability`.
+
+    Returns
+    -------
+    float
+        From 0 to 1.
+
+    Raises
+    ------
+    DataError
+        As in `reliability`.
+
+    Examples
+    --------
+    >>> probability = [[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.4, 0.6]]
+    >>> round(maximum_calibration_error(probability, [0, 1, 1, 1], bins=5), 3)
+    0.4
+
+    Notes
+    -----
+    *When this fails.* The bin with the fewest rows often decides: in the example it is a bin of one row. More bins make
+    it larger. Look at the rows of each bin, as `reliability` counts them, before it is read as a fault of the model.
+    """
     found = reliability(probability, label, bins=bins)
     return float(np.nanmax(np.abs(found.accuracy - found.confidence)))
 
 
 def brier(probability: Array, label: Array) -> float:
-    r"""Mean over rows of Σ_c (p_c − [y = c])², from 0 to 2."""
+    r"""Mean over rows of Σ_c (p_c − [y = c])², from 0 to 2.
+
+    Parameters
+    ----------
+    probability
+        Class probabilities, (n, C), rows adding up to 1.
+    label
+        Classes 0 to C - 1, (n,).
+
+    Returns
+    -------
+    float
+        0 where every row has probability 1 for its class.
+
+    Raises
+    ------
+    DataError
+        For probabilities that are none, labels that are no classes, or no rows.
+
+    Examples
+    --------
+    >>> round(brier([[0.9, 0.1], [0.4, 0.6]], [0, 0]), 3)
+    0.37
+
+    Notes
+    -----
+    *When this fails.* For two classes it is twice the score Σ (p − y)² / n that others call by this name. It mixes
+    calibration with how far classes can be told apart, so that its size says little by itself: compare models on the
+    same rows. An event that was given probability 0 costs no more than 2.
+    """
     probability, label = _checked(probability, label)
     return float(np.mean(((probability - np.eye(probability.shape[1])[label]) ** 2).sum(axis=1)))
 
 
 def accuracy(probability: Array, label: Array) -> float:
-    """Share of rows whose most probable class came."""
+    r"""Share of rows whose most probable class came.
+
+    .. math:: \frac{1}{n} \sum_i [y_i = \arg\max_c p_{ic}]
+
+    Parameters
+    ----------
+    probability
+        Class probabilities, (n, C), rows adding up to 1.
+    label
+        Classes 0 to C - 1, (n,).
+
+    Returns
+    -------
+    float
+        From 0 to 1.
+
+    Raises
+    ------
+    DataError
+        For probabilities that are none, labels that are no classes, or no rows.
+
+    Examples
+    --------
+    >>> accuracy([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]], [0, 1, 1])  # two of three
+    0.6666666666666666
+
+    Notes
+    -----
+    *When this fails.* Where one class is frequent, a model that always names it has a high accuracy. Of classes that
+    are equally probable the first counts as the most probable one. How sure the model was does not enter.
+    """
     probability, label = _checked(probability, label)
     return float(np.mean(probability.argmax(axis=1) == label))
 
 
 def entropy(probability: Array) -> Array:
-    """Predictive entropy of each row in nats, (n,)."""
+    r"""Predictive entropy of each row in nats, (n,).
+
+    .. math:: H_i = -\sum_c p_{ic} \log p_{ic}, \qquad 0 \log 0 = 0
+
+    Parameters
+    ----------
+    probability
+        Class probabilities, (n, C), rows adding up to 1.
+
+    Returns
+    -------
+    numpy.ndarray
+        (n,), from 0 to log C.
+
+    Raises
+    ------
+    DataError
+        For probabilities that are none, or not of two dimensions.
+
+    Examples
+    --------
+    >>> entropy([[0.5, 0.5], [0.9, 0.1]]).round(3)
+    array([0.693, 0.325])
+
+    Notes
+    -----
+    *When this fails.* It does not say whether a row is uncertain because classes overlap there or because the
+    parameters are not known. A model that is overconfident far from its data has a low entropy there too.
+    """
     p = np.asarray(probability, dtype=float)
     if p.ndim != 2:
         raise DataError(f"probabilities have shape {p.shape}; pass (n, C).")
@@ -96,10 +255,37 @@ def entropy(probability: Array) -> Array:
 
 
 def auroc(positive: Array, negative: Array) -> float:
-    """Probability that a score of `positive` is above one of `negative`, ties counted half.
+    r"""Probability that a score of `positive` is above one of `negative`, ties counted half.
 
+    .. math:: \frac{1}{n m} \sum_{i=1}^{n} \sum_{j=1}^{m} \left([s_i > t_j] + \tfrac{1}{2} [s_i = t_j]\right)
+
+    Parameters
+    ----------
+    positive
+        Scores s of the rows that should have high ones, (n,).
+    negative
+        Scores t of the others, (m,).
+
+    Returns
+    -------
+    float
+        From 0 to 1; 0.5 for scores that tell nothing.
+
+    Raises
+    ------
+    DataError
+        If there are no scores on one side, or there is a NaN.
+
+    Examples
+    --------
     >>> auroc(np.array([3.0, 2.0]), np.array([1.0, 2.0]))
     0.875
+
+    Notes
+    -----
+    *When this fails.* It looks at the order of scores alone: probabilities that are far too large can have an area of
+    1. Where positives are rare, most rows that are flagged may be negative although the area is near 1. With few scores
+    on one side it is rough. Scores are taken to be one column: the shape is not checked.
     """
     positive, negative = np.asarray(positive, dtype=float), np.asarray(negative, dtype=float)
     if not len(positive) or not len(negative):
@@ -122,7 +308,28 @@ def plot_reliability(probability: Array, label: Array, *, bins: int = 15, axes: 
 
     Returns
     -------
-    The two axes.
+    Sequence of matplotlib.axes.Axes
+        The two axes.
+
+    Raises
+    ------
+    DataError
+        As in `reliability`.
+    ModuleNotFoundError
+        If `axes` are to be made and matplotlib is not installed.
+
+    Examples
+    --------
+    >>> import matplotlib; matplotlib.use("Agg")
+    >>> probability = [[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.4, 0.6]]
+    >>> axes = plot_reliability(probability, [0, 1, 1, 1], bins=5)
+    >>> axes[0].get_title()
+    'ECE 0.250'
+
+    Notes
+    -----
+    *When this fails.* An empty bin is drawn as a bar of height 0, like one of which no row was right: only the latter
+    has a dot. A bar of few rows is mostly noise; the histogram below shows how many there are.
     """
     found = reliability(probability, label, bins=bins)
     if axes is None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedppl.settings import shown, whole
 from fedppl.types import DataError, DeclarationError
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 Rows = NDArray[np.int64]
 
@@ -70,7 +66,7 @@ def label_skew(
     ----------
     .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, appendix A.
     """
-    y, rng = _column("labels", labels), _rng(random_seed)
+    y, rng = require_column("labels", labels), _rng(random_seed)
     known = np.unique(y)
     _whole(clients=clients, each=each)
     if each > len(known):
@@ -114,11 +110,17 @@ def concept_drift(
     >>> sorted(len(kinds) for kinds in parts.kinds.values())
     [2, 2, 2, 2, 2]
 
+    Notes
+    -----
+    *When this fails.* A class that has one subclass is the same at all clients. The subclass of each class is drawn by
+    itself, so that few clients have few of the combinations. Clients differ in their number of rows as well, and what
+    is due to that is not told apart from the drift.
+
     References
     ----------
     .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, section 5.1 and appendix A.
     """
-    upper, lower = _column("classes", classes), _column("subclasses", subclasses)
+    upper, lower = require_column("classes", classes), require_column("subclasses", subclasses)
     rng = _rng(random_seed)
     _whole(clients=clients)
     if len(upper) != len(lower):
@@ -135,11 +137,37 @@ def concept_drift(
 def quantity(rows: int, clients: int, *, random_seed: int | np.random.Generator | None = None) -> Partition:
     """Cut shuffled rows at random places: clients that differ in nothing but their number of rows.
 
+    Parameters
+    ----------
+    rows
+        Number of rows to divide.
+    clients
+        Number of clients, each of which has at least one row.
+    random_seed
+        Seed.
+
+    Returns
+    -------
+    Partition
+        Its ``kinds`` are "all" for every client.
+
+    Raises
+    ------
+    DataError
+        If there are fewer rows than clients.
+    DeclarationError
+        For numbers that are not whole or below 1, or a seed that is none.
+
     Examples
     --------
     >>> parts = quantity(100, 4, random_seed=0)
     >>> sum(len(rows) for rows in parts.rows.values())
     100
+
+    Notes
+    -----
+    *When this fails.* Labels are not looked at: a client with few rows lacks some of them by chance. Cuts are uniform,
+    so that some client may have a single row, which a model with several parameters for each client cannot use.
     """
     _whole(rows=rows, clients=clients)
     everyone = [("all",)] * clients
@@ -149,7 +177,11 @@ def quantity(rows: int, clients: int, *, random_seed: int | np.random.Generator 
 def dirichlet(
     labels: Any, clients: int, alpha: float, *, least: int = 1, random_seed: int | np.random.Generator | None = None
 ) -> Partition:
-    """Divide every label by shares from a symmetric Dirichlet distribution.
+    r"""Divide every label by shares from a symmetric Dirichlet distribution.
+
+    .. math:: (s_{c1}, \ldots, s_{cK}) \sim \mathrm{Dirichlet}(\alpha, \ldots, \alpha)
+
+    for each label c; client k has the share s_ck of its rows.
 
     Parameters
     ----------
@@ -170,6 +202,8 @@ def dirichlet(
 
     Raises
     ------
+    DataError
+        For labels that are none: not one for every row, of several types, or numbers that are missing or infinite.
     DeclarationError
         For numbers out of range, or where 1,000 draws leave some client with too few rows.
 
@@ -178,8 +212,14 @@ def dirichlet(
     >>> parts = dirichlet(np.repeat([0, 1, 2], 40), clients=4, alpha=0.5, random_seed=1)
     >>> sum(len(rows) for rows in parts.rows.values())
     120
+
+    Notes
+    -----
+    *When this fails.* Draws that leave a client with too few rows are thrown away: with a small `alpha`, many clients
+    or a large `least`, those that are kept are more equal than the Dirichlet distribution, or there are none. Shares
+    are rounded to rows, and of a label with fewer rows than clients some clients have none whatever `alpha` is.
     """
-    y, rng = _column("labels", labels), _rng(random_seed)
+    y, rng = require_column("labels", labels), _rng(random_seed)
     _whole(clients=clients, least=least)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < np.inf:
         raise DeclarationError(f"alpha={alpha!r} must be positive and finite.")
@@ -202,64 +242,46 @@ def feature_skew(sources: Any, clients: int, *, random_seed: int | np.random.Gen
 
     Sources take turns, so that each has about equally many clients; its rows are cut at random places.
 
+    Parameters
+    ----------
+    sources
+        Source of every row, (n,).
+    clients
+        Number of clients, at least as many as there are sources.
+    random_seed
+        Seed.
+
+    Returns
+    -------
+    Partition
+        Its ``kinds`` are the source of every client.
+
+    Raises
+    ------
+    DataError
+        If a source has fewer rows than clients, or sources are none: not one for every row, of several types, or
+        numbers that are missing or infinite.
+    DeclarationError
+        If there are fewer clients than sources, or for a seed that is none.
+
     Examples
     --------
     >>> parts = feature_skew(["mnist"] * 60 + ["usps"] * 40, clients=4, random_seed=1)
     >>> [kinds for kinds in parts.kinds.values()]
     [('mnist',), ('usps',), ('mnist',), ('usps',)]
+
+    Notes
+    -----
+    *When this fails.* Sources often differ in the shares of their labels too; `table` shows it. Then clients differ in
+    more than their inputs, and what is due to which is not told apart.
     """
-    where = _column("sources", sources)
+    where = require_column("sources", sources)
     known = np.unique(where).tolist()
     _whole(clients=clients)
     if clients < len(known):
         raise DeclarationError(f"{clients} clients cannot hold {len(known)} sources; raise clients=.")
     kinds = [(known[k % len(known)],) for k in range(clients)]
     return _sliced([kinds], [where], "independent", _rng(random_seed))
-
-
-def table(partition: Partition, labels: Any) -> pd.DataFrame:
-    """Rows of every label at every client, and their total: a row for each client.
-
-    Examples
-    --------
-    >>> labels = np.repeat([0, 1], 30)
-    >>> int(table(label_skew(labels, 4, 1, random_seed=0), labels)["rows"].sum())
-    60
-    """
-    import pandas as pd
-
-    if not isinstance(partition, Partition):
-        raise DeclarationError(
-            f"partition is {type(partition).__name__}; pass what label_skew and its like return, then the labels."
-        )
-    y = _column("labels", labels)
-    held = sum(len(at) for at in partition.rows.values())
-    if len(y) != held:
-        raise DataError(f"{len(y)} labels for a partition of {held} rows; pass those of the rows that were divided.")
-    known = np.unique(y)
-    counts = {name: [int(np.sum(y[at] == label)) for label in known] for name, at in partition.rows.items()}
-    found = pd.DataFrame.from_dict(counts, orient="index", columns=known.tolist())
-    found.insert(0, "rows", [len(at) for at in partition.rows.values()])
-    return found.rename_axis(index="client", columns="label")
-
-
-def plot(partition: Partition, labels: Any, ax: Any = None) -> Any:
-    """Draw rows of every label at every client as stacked bars; the axes are returned."""
-    import matplotlib.pyplot as plt
-
-    counts = table(partition, labels).drop(columns="rows")
-    axes = plt.subplots(figsize=(max(6.0, 0.18 * len(counts)), 3.5), layout="constrained")[1] if ax is None else ax
-    bottom, colours = np.zeros(len(counts)), plt.get_cmap("tab20")
-    for k, label in enumerate(counts.columns):
-        axes.bar(
-            np.arange(len(counts)), counts[label], bottom=bottom, width=0.9, color=colours(k % 20), label=str(label)
-        )
-        bottom += counts[label].to_numpy()
-    axes.set(xlabel="client", ylabel="rows", xlim=(-0.6, len(counts) - 0.4))
-    axes.set_xticks([])
-    if len(counts.columns) <= 20:
-        axes.legend(title="label", fontsize="small", ncols=2)
-    return axes
 
 
 def _rng(random_seed: Any) -> np.random.Generator:
@@ -271,7 +293,8 @@ def _rng(random_seed: Any) -> np.random.Generator:
         ) from error
 
 
-def _column(name: str, values: Any) -> NDArray[Any]:
+def require_column(name: str, values: Any) -> NDArray[Any]:
+    """One value for every row, all of one type, and numbers finite."""
     found = np.asarray(values)
     if found.ndim != 1 or not len(found):
         raise DataError(f"{name} have shape {found.shape}; pass one for every row.")

@@ -187,7 +187,7 @@ NO_RULES = Policy(
 
 
 def read(path: str | os.PathLike[str]) -> Policy:
-    """Read a policy from a TOML file, whose keys are the keywords of `Policy`; what is not there keeps its default.
+    r"""Read a policy from a TOML file, whose keys are the keywords of `Policy`; what is not there keeps its default.
 
     Parameters
     ----------
@@ -201,7 +201,23 @@ def read(path: str | os.PathLike[str]) -> Policy:
     Raises
     ------
     DeclarationError
-        If the file cannot be read, or has a key or a value that a policy cannot have.
+        If the file cannot be read, is no TOML, or has a key or a value that a policy cannot have.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "policy.toml"
+    ...     _ = path.write_text("rows = 300\nrequests = 10\n")
+    ...     policy = read(path)
+    >>> policy.rows, policy.requests, policy.distance
+    (300, 10, 10.0)
+
+    Notes
+    -----
+    *When this fails.* A key that is left out has the default of this version, which need not be what the site wants:
+    write out every limit that matters. The file is read once; what is changed in it later has no effect until it is
+    read again. An approval file is not opened here, and need not be there.
     """
     if not isinstance(path, str | os.PathLike):
         raise DeclarationError(f"path={settings.shown(path)} must be the path of a TOML file with a policy.")

@@ -13,7 +13,11 @@ from fedppl.types import DeclarationError
 
 
 def calibration(found: Any, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
-    """Draw the distribution function of the transforms less the uniform one, with its simultaneous 95 % band.
+    r"""Draw the distribution function of the transforms less the uniform one, with its simultaneous 95 % band.
+
+    .. math:: D_i(x) = \frac{1}{T} \sum_{t=1}^{T} [u_{ti} \le x] - x
+
+    with the transforms u of row i in T data sets; the band is the 95 % quantile of max |D_i|.
 
     Parameters
     ----------
@@ -31,7 +35,23 @@ def calibration(found: Any, *, ax: Any = None, figsize: tuple[float, float] | No
     Raises
     ------
     DeclarationError
-        For what is no such result.
+        For what is no such result, or axes that are none.
+
+    Examples
+    --------
+    >>> import matplotlib; matplotlib.use("Agg")
+    >>> import fedppl, xarray
+    >>> u = (np.arange(40)[:, None] + 0.5) / 40  # in place of fedppl.calibrate(...)
+    >>> found = xarray.Dataset({"pit": (("data_set", "rows"), u)}, {"rows": ["mu"]})
+    >>> axes = fedppl.plots.calibration(found)
+    >>> [text.get_text() for text in axes.get_legend().get_texts()]
+    ['mu', '95 % band']
+
+    Notes
+    -----
+    *When this fails.* The band is for one row: of twenty rows one leaves it by chance, and ``p_adjusted`` of
+    `fedppl.calibrate` counts them all. Few data sets have a wide band, which hides faults. Data sets without a
+    posterior are left out. The band is that of the row with the fewest data sets.
     """
     if "pit" not in getattr(found, "data_vars", ()):
         raise DeclarationError(f"found={shown(found)} is not what fedppl.calibrate returned.")

@@ -41,9 +41,26 @@ def curves(
     Raises
     ------
     DeclarationError
-        For what is no prediction.
+        For what is no prediction, or axes that are none.
     DataError
-        If inputs are of several dimensions, or not of as many rows.
+        If inputs are of several dimensions or not of as many rows, or `observed` has not one output for each input.
+
+    Examples
+    --------
+    >>> import matplotlib; matplotlib.use("Agg")
+    >>> import fedppl, xarray
+    >>> hours = np.array([2.0, 0.0, 1.0])
+    >>> values = {"mean": hours**2, "lower": hours**2 - 1, "upper": hours**2 + 1}  # in place of a prediction
+    >>> predicted = xarray.Dataset({name: ("row", value) for name, value in values.items()})
+    >>> axes = fedppl.plots.curves(predicted, {"hours": hours}, observed=([0.5], [0.2]))
+    >>> axes.get_xlabel()
+    'hours'
+
+    Notes
+    -----
+    *When this fails.* Only the number of inputs is checked: those of another prediction are drawn all the same. Between
+    inputs lines are straight, so that few inputs hide what the curve does there. The interval is that of each output by
+    itself, and a whole curve leaves it more often.
     """
     if not {"mean", "lower", "upper"} <= set(getattr(predicted, "data_vars", ())):
         raise DeclarationError(f"predicted={shown(predicted)} is no dataset with mean, lower and upper.")

@@ -14,7 +14,9 @@ _WRITTEN = 10  # clients, up to which every number is written
 
 
 def device_graph(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
-    """Draw the correlation of clients' parameters, ``fit.idata["fit"]["correlation"]``.
+    r"""Draw the correlation of clients' parameters, ``fit.idata["fit"]["correlation"]``.
+
+    .. math:: R_{ik} = \Omega_{ik} / \sqrt{\Omega_{ii}\, \Omega_{kk}}
 
     Parameters
     ----------
@@ -32,7 +34,23 @@ def device_graph(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | 
     Raises
     ------
     DeclarationError
-        If the algorithm estimates no covariance over clients.
+        If the algorithm estimates no covariance over clients, or for axes that are none.
+
+    Examples
+    --------
+    >>> import matplotlib; matplotlib.use("Agg")
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> fit = fedppl.fit(*normal_means(), fedppl.HM1(), progressbar=False, random_seed=1)
+    >>> axes = fedppl.plots.device_graph(fit)
+    >>> len(axes.texts)  # a number for each pair of 3 clients
+    9
+
+    Notes
+    -----
+    *When this fails.* Correlations are one estimate, drawn without its uncertainty: with few shared parameters, or few
+    rows at a client, they are rough. Their pattern is that of the fit's `structure`: under `exchangeable` all pairs
+    have the same one, whatever the clients are. They are of parameters on the unconstrained space, not of data.
     """
     require_fit(fit)
     if "fit" not in fit.idata or "correlation" not in fit.idata["fit"]:

@@ -50,15 +50,29 @@ def prior_posterior(
     Raises
     ------
     DeclarationError
-        If there are more than 24 panels, or the prior cannot be drawn from here: it is not Gaussian and clients are
-        sites of their own.
+        If a name is unknown, there are more than 24 panels, axes are none, or the prior cannot be drawn from here: it
+        is not Gaussian and clients are sites of their own.
     NotConvergedError
         Where the fit was broken off before there was a posterior.
+
+    Examples
+    --------
+    >>> import matplotlib; matplotlib.use("Agg")
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> axes = fedppl.plots.prior_posterior(fit, "mu")
+    >>> axes[0].get_xlabel()
+    'mu'
 
     Notes
     -----
     Kernel estimates from 4000 draws each. The axis shows where the posterior lies, and three times as much to both
     sides: a wide prior goes on beyond it.
+
+    *When this fails.* Kernels smooth out sharp edges and narrow peaks. A density that is like the prior's does not say
+    that the data told nothing: they may tell of a sum or a difference of variables, of which single densities show
+    nothing. A posterior that an algorithm approximates is drawn as it is, whether or not the fit has converged.
     """
     require_fit(fit)
     after = shared_draws(fit)

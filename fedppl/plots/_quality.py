@@ -39,11 +39,26 @@ def quality(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | None 
     Raises
     ------
     DeclarationError
-        If there was no round.
+        If there was no round, if clients were so many at once that rounds have no entry for each, or for axes that are
+        none.
+
+    Examples
+    --------
+    >>> import matplotlib; matplotlib.use("Agg")
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> axes = fedppl.plots.quality(fit)
+    >>> axes[-1].get_xlabel()
+    'rounds'
 
     Notes
     -----
     Effective draws that are infinite, of what is computed without draws, have no place on the axis and are left out.
+
+    *When this fails.* Figures are what clients say of themselves. Many effective draws and a small Pareto k do not say
+    that all modes were found, nor that the model fits. The last answer is drawn as a dot even where the client has not
+    answered for many rounds: `rounds` shows when it did.
     """
     require_fit(fit)
     if not fit.records:

@@ -13,7 +13,11 @@ from fedppl.plots import _axes
 def reliability(
     probabilities: Any, outcomes: Any, *, bins: int = 15, ax: Any = None, figsize: tuple[float, float] | None = None
 ) -> Any:
-    """Draw how often predictions were right against how sure they were, and how sure they were.
+    r"""Draw how often predictions were right against how sure they were, and how sure they were.
+
+    The bins, and the expected calibration error in the title, are those of `fedppl.metrics`:
+
+    .. math:: \mathrm{ECE} = \sum_b \frac{n_b}{n}\, |\mathrm{accuracy}_b - \mathrm{confidence}_b|
 
     Parameters
     ----------
@@ -35,7 +39,23 @@ def reliability(
     Raises
     ------
     DataError
-        For probabilities that are none, labels that are no classes, or no rows.
+        For probabilities that are none, labels that are no classes, or no rows; for `bins` below 1 or not whole.
+    DeclarationError
+        For axes that are not two.
+
+    Examples
+    --------
+    >>> import matplotlib; matplotlib.use("Agg")
+    >>> import fedppl
+    >>> axes = fedppl.plots.reliability([0.1, 0.2, 0.7, 0.6], [0, 1, 1, 1], bins=5)
+    >>> axes[0].get_title()
+    'ECE 0.250'
+
+    Notes
+    -----
+    *When this fails.* Confidence is the probability of the class that was predicted: with two classes nothing is below
+    0.5, and rows predicted as one class and as the other are in the same bins. A model that is too sure of one and not
+    sure enough of the other can look right. Bars of few rows are mostly noise.
     """
     probability = np.asarray(probabilities, dtype=float)
     if probability.ndim == 1:

@@ -95,7 +95,22 @@ def report(
     Raises
     ------
     DeclarationError
-        If the path is none, or `var_names` or `population` cannot be shown.
+        If the path is none, its folder is not there, or `var_names`, `population` or `conflict` cannot be shown.
+    NotConvergedError
+        If one of these is given, and the fit was broken off before there was a posterior.
+    OSError
+        If the file cannot be written.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     page = fedppl.plots.report(fit, Path(folder) / "report.html", title="Three clients")
+    ...     "<title>Three clients</title>" in page.read_text(encoding="utf-8")
+    True
 
     Notes
     -----

@@ -42,12 +42,27 @@ def rounds(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | None =
     Raises
     ------
     DeclarationError
-        If there was no round.
+        If there was no round, if clients were so many at once that rounds have no entry for each, or for axes that are
+        not two.
+
+    Examples
+    --------
+    >>> import matplotlib; matplotlib.use("Agg")
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
+    >>> axes = fedppl.plots.rounds(fit)
+    >>> axes[1].get_xlabel()
+    'round'
 
     Notes
     -----
     Changes that are zero or not known have no place on a log axis and are left out: a step of a search that was not
     finite, or a correction, which moves no q.
+
+    *When this fails.* A change below the tolerance in one round is no proof: few clients may have been asked in it, or
+    steps may have been short. The algorithm counts a whole sweep, and ``fit.status`` has what it found. Units are the
+    algorithm's own, so that curves of two algorithms are not comparable.
     """
     require_fit(fit)
     if not fit.records:
