@@ -248,10 +248,10 @@ def entropy(probability: Array) -> Array:
     parameters are not known. A model that is overconfident far from its data has a low entropy there too.
     """
     p = np.asarray(probability, dtype=float)
-    if p.ndim != 2:
+    if p.ndim != 2 or not p.shape[1]:
         raise DataError(f"probabilities have shape {p.shape}; pass (n, C).")
     _require_distributions(p)
-    return np.asarray(-np.sum(np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0), axis=1))
+    return np.asarray(0.0 - np.sum(np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0), axis=1))
 
 
 def auroc(positive: Array, negative: Array) -> float:
@@ -274,7 +274,7 @@ def auroc(positive: Array, negative: Array) -> float:
     Raises
     ------
     DataError
-        If there are no scores on one side, or there is a NaN.
+        If scores are not one column, there are none on one side, or there is a NaN.
 
     Examples
     --------
@@ -285,9 +285,11 @@ def auroc(positive: Array, negative: Array) -> float:
     -----
     *When this fails.* It looks at the order of scores alone: probabilities that are far too large can have an area of
     1. Where positives are rare, most rows that are flagged may be negative although the area is near 1. With few scores
-    on one side it is rough. Scores are taken to be one column: the shape is not checked.
+    on one side it is rough.
     """
     positive, negative = np.asarray(positive, dtype=float), np.asarray(negative, dtype=float)
+    if positive.ndim != 1 or negative.ndim != 1:
+        raise DataError(f"scores have shapes {positive.shape} and {negative.shape}; pass one column of each, (n,).")
     if not len(positive) or not len(negative):
         raise DataError(f"{len(positive)} positive and {len(negative)} negative scores; give at least one of each.")
     if np.any(np.isnan(positive)) or np.any(np.isnan(negative)):

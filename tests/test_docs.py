@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,3 +74,28 @@ def test_every_public_name_is_in_the_reference_once() -> None:
 
 def test_the_front_page_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def public() -> dict[str, Any]:
+    """Functions that users call, by name."""
+    found = {name: getattr(fedppl, name) for name in fedppl.__all__}
+    for space, (_, package, _) in fedppl._SPACES.items():
+        if importlib.util.find_spec(package or "fedppl") is None:
+            continue
+        module = getattr(fedppl, space)
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        names = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+        found |= {f"{space}.{name}": getattr(module, name) for name in names}
+    return {name: one for name, one in found.items() if inspect.isfunction(one)}
+
+
+def test_every_public_function_says_all_of_what_it_does() -> None:
+    missing: dict[str, list[str]] = {}
+    for name, function in public().items():
+        text = inspect.getdoc(function) or ""
+        wanted = {"Returns": "Returns\n---" in text or "Yields\n---" in text, "Raises": "Raises\n---" in text}
+        wanted["Parameters"] = "Parameters\n---" in text or not inspect.signature(function).parameters
+        wanted |= {"Examples": ">>>" in text, "when this fails": "hen this fails" in text}
+        if lacking := [part for part, there in wanted.items() if not there]:
+            missing[name] = lacking
+    assert not missing

@@ -46,8 +46,7 @@ def table(partition: Partition, labels: Any) -> pd.DataFrame:
     Notes
     -----
     *When this fails.* Only the number of labels is checked: those of other rows, or in another order, are counted all
-    the same. Outcomes that are no classes have a column for every value: bin them first. A label that is called "rows"
-    is refused by pandas, as a column of that name is there already.
+    the same. Outcomes that are no classes have a column for every value: bin them first.
     """
     import pandas as pd
 
@@ -62,6 +61,8 @@ def table(partition: Partition, labels: Any) -> pd.DataFrame:
     known = np.unique(y)
     counts = {name: [int(np.sum(y[at] == label)) for label in known] for name, at in partition.rows.items()}
     found = pd.DataFrame.from_dict(counts, orient="index", columns=known.tolist())
+    if "rows" in found:
+        raise DataError("a label is called 'rows', as the column of counts is; call it something else.")
     found.insert(0, "rows", [len(at) for at in partition.rows.values()])
     return found.rename_axis(index="client", columns="label")
 

@@ -155,6 +155,12 @@ def server_app(
     -------
     flwr.serverapp.ServerApp
 
+    Raises
+    ------
+    DeclarationError
+        For a setting out of range, where `on_fit` is no function of two arguments, and for a model or an algorithm that
+        is none.
+
     Examples
     --------
     >>> import fedppl

@@ -11,6 +11,7 @@ from fedppl import gaussian
 from fedppl.numerics.streams import stream
 from fedppl.plots import _axes
 from fedppl.plots._fit import Fitted, draws_of, entries, require_fit, shared_draws, variables
+from fedppl.settings import whole
 from fedppl.types import Array, DeclarationError
 
 MOST = 24  # panels
@@ -80,7 +81,8 @@ def prior_posterior(
     wanted = entries(after, names)
     if not 0 < len(wanted) <= MOST:
         raise DeclarationError(f"{names} have {len(wanted)} entries; choose 1 to {MOST} by var_names=.")
-    before = prior_draws(fit, fit.seed if random_seed is None else random_seed)
+    seed = fit.seed if random_seed is None else whole("random_seed", random_seed, 0, "None takes the fit's")
+    before = prior_draws(fit, seed)
     kinds = {variable.name: variable.transform for variable in fit.layout.variables}
     columns = min(len(wanted), 3)
     rows = -(-len(wanted) // columns)

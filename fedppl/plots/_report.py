@@ -121,6 +121,8 @@ def report(
     if not isinstance(path, str | os.PathLike):
         raise DeclarationError(f"path={shown(path)} must be the path of a file, such as 'report.html'.")
     target = Path(path)
+    if target.is_dir():
+        raise DeclarationError(f"path={str(target)!r} is a folder; name a file in it, such as 'report.html'.")
     if not target.parent.is_dir():
         raise DeclarationError(f"path={shown(str(path))} is in a folder that is not there; make it first.")
     parts = [_head(fit, title), _shared(fit), _clients(fit)]

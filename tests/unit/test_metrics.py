@@ -106,3 +106,10 @@ def test_the_diagram_has_a_bar_for_every_bin() -> None:
     assert len(upper.patches) == len(lower.patches) == 10
     assert upper.get_title() == "ECE 0.300"
     matplotlib.pyplot.close("all")
+
+
+def test_scores_of_two_columns_are_no_scores() -> None:
+    with pytest.raises(DataError, match=r"shapes \(4, 2\) and \(3,\); pass one column"):
+        metrics.auroc(np.ones((4, 2)), np.ones(3))
+    with pytest.raises(DataError, match=r"shape \(2, 0\)"):
+        metrics.entropy(np.zeros((2, 0)))
