@@ -17,7 +17,7 @@ def calibration(found: Any, *, ax: Any = None, figsize: tuple[float, float] | No
 
     .. math:: D_i(x) = \frac{1}{T} \sum_{t=1}^{T} [u_{ti} \le x] - x
 
-    with the transforms u of row i in T data sets; the band is the 95 % quantile of max |D_i|.
+    with the transforms u of row i in T data sets; the band is the 95 % quantile of ``max |D_i|``.
 
     Parameters
     ----------
