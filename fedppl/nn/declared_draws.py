@@ -20,6 +20,7 @@ from pytensor.tensor.random.type import RandomType
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
+from fedppl.nn.calls import one_call
 from fedppl.types import Array
 
 
@@ -34,7 +35,6 @@ class Drawn(NamedTuple):
 
 def drawn(
     parts: _graph.Parts,
-    output: Any,
     wide: tuple[int, ...],
     unknowns: Mapping[Any, tuple[int, ...]],
     outcomes: Mapping[Any, tuple[int, ...]],
@@ -45,8 +45,6 @@ def drawn(
     ----------
     parts
         The client's model.
-    output
-        The network's output in it.
     wide
         Shape of a row of the output.
     unknowns
@@ -59,7 +57,10 @@ def drawn(
     both = pt.matrix("both")
     count = int(np.prod(wide, dtype=int))
     given = {v: pt.TensorType(v.type.dtype, shape=(None,) * v.type.ndim)(v.name) for v in parts.data}
-    replace: dict[Any, Any] = {output: both[:, :count].reshape((both.shape[0], *wide)), **given}
+    means = _mean(observed)
+    wanted = [observed, *([] if means is None else [means])]
+    output = both[:, :count].reshape((both.shape[0], *wide))
+    replace: dict[Any, Any] = dict.fromkeys(one_call(wanted), output)
     for container, shape in outcomes.items():
         if container in given:
             replace[container] = pt.zeros((both.shape[0], *shape), dtype=container.type.dtype)
@@ -73,9 +74,8 @@ def drawn(
         (constrained,) = model.replace_rvs_by_values([rv])
         replace[rv] = clone_replace([constrained], {model.rvs_to_values[rv]: piece}, rebuild_strict=False)[0]
         first += size
-    means = _mean(observed)
-    wanted = [observed, *([] if means is None else [means])]
-    found = clone_replace(wanted, replace, rebuild_strict=False)
+    # Calls of the network first: with other containers above them they would no longer be these calls.
+    found = clone_replace(clone_replace(wanted, replace, rebuild_strict=False), given, rebuild_strict=False)
     used = [v for v in given if given[v] in set(ancestors(found))]
     inputs = [both, *(given[v] for v in used)]
     names = tuple(v.name for v in used)

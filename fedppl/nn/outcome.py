@@ -20,6 +20,7 @@ from pytensor.tensor.subtensor import Subtensor
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
+from fedppl.nn.calls import network_nodes, one_call
 from fedppl.nn.declared import Read, declared, read_by
 from fedppl.nn.declared_draws import drawn
 from fedppl.nn.functional import call, cast, parameter_slices, state_of
@@ -40,12 +41,6 @@ class Outcome(NamedTuple):
     unknowns: tuple[Variable, ...]  # free variables of the likelihood
     variables: tuple[Any, ...]  # of the model, whose values are the outcomes
     read: tuple[Read, ...]  # what these are, where a declared likelihood reads them
-
-
-def network_node(output: Any) -> Any:
-    """The node that evaluates a network of torch, above this output; None where there is none."""
-    nodes = (variable.owner for variable in ancestors([output]) if variable.owner is not None)
-    return next((node for node in nodes if hasattr(node.op, "net")), None)
 
 
 def kind_of(rv: Any) -> str:
@@ -103,7 +98,7 @@ def outcome_of(client: ClientModel, node: Any, given: Mapping[Any, Any], who: st
     free = {rv: parts.model.rvs_to_values[rv] for rv in (*parts.shared, *parts.local)}
     shapes = {rv: starts[value] for rv, value in free.items() if value in starts}
     outcomes = {v: what.shape for v, what in read.items() if what.is_outcome}
-    draws = functools.partial(drawn, parts, node.outputs[0], wide, shapes, outcomes)
+    draws = functools.partial(drawn, parts, wide, shapes, outcomes)
     found = declared(parts, density, output, wide, read, starts, draws, who)
     return Outcome(found, unknowns, tuple(read), found.read)
 
@@ -111,12 +106,12 @@ def outcome_of(client: ClientModel, node: Any, given: Mapping[Any, Any], who: st
 def _without_network(parts: _graph.Parts, observed: Any, who: str) -> tuple[Any, Any]:
     """The outcome's log density of what stands for the network's output."""
     (density,) = parts.model.logp(vars=[observed], sum=False)
-    node = network_node(density)
-    if node is None:
+    calls = one_call([density])
+    if not calls:
         raise DeclarationError(f"{who}: no network stands above {observed.name!r}; {CONTRACT}.")
-    output = pt.tensor(dtype=node.outputs[0].type.dtype, shape=node.outputs[0].type.shape)
-    (density,) = clone_replace([density], {node.outputs[0]: output})
-    if network_node(density) is not None:
+    output = pt.tensor(dtype=calls[0].type.dtype, shape=calls[0].type.shape)
+    (density,) = clone_replace([density], dict.fromkeys(calls, output))
+    if network_nodes([density]):
         raise DeclarationError(
             f"{who}: the network stands more than once above {observed.name!r}; let one module make all of the output."
         )
@@ -128,12 +123,18 @@ def _closed(observed: Any, node: Any, wide: tuple[int, ...]) -> Likelihood | Non
     kind, parameters, output = kind_of(observed), observed.owner.op.dist_params(observed.owner), node.outputs[0]
     if kind == "categorical":
         p = parameters[-1].owner
-        is_softmax = p is not None and isinstance(p.op, Softmax) and p.op.axis in (-1, p.inputs[0].type.ndim - 1)
-        return Categorical() if is_softmax and p.inputs[0] is output and len(wide) == 1 else None
+        is_softmax = p is not None and isinstance(p.op, Softmax) and p.inputs[0] is output and len(wide) == 1
+        return Categorical() if is_softmax and _is_last(p.op.axis, output.type.ndim) else None
     if kind == "normal" and (parameters[0] is output or (wide == (1,) and _is_column(parameters[0], output))):
         sd = _constant_sd(parameters[1])
         return None if sd is None else Normal(sd)
     return None
+
+
+def _is_last(axis: Any, ndim: int) -> bool:
+    """Whether an operation is along the last axis: a number, or from PyTensor 3 on a tuple of them."""
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    return len(axes) == 1 and axes[0] in (-1, ndim - 1)
 
 
 def _is_column(variable: Any, output: Any) -> bool:

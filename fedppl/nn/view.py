@@ -18,12 +18,13 @@ from fedppl.contracts import ClientView
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
+from fedppl.nn.calls import network_nodes
 from fedppl.nn.declared import Declared
 from fedppl.nn.functional import Places, call, cast, parameter_slices, state_of
 from fedppl.nn.head import Head, find_head
 from fedppl.nn.likelihood import Categorical
 from fedppl.nn.local_prior import local_prior
-from fedppl.nn.outcome import CONTRACT, kind_of, network_node, outcome_of
+from fedppl.nn.outcome import CONTRACT, kind_of, outcome_of
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, log_likelihood
 from fedppl.nn.unknowns import with_unknowns
@@ -152,9 +153,10 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
             f"{who}: {len(model.observed_RVs)} observed variables, and a network's has one; {CONTRACT}."
         )
     observed = model.observed_RVs[0]
-    node = network_node(observed)
-    if node is None:
+    nodes = network_nodes([observed])
+    if not nodes:
         raise DeclarationError(f"{who}: no network stands above {observed.name!r}; {CONTRACT}.")
+    node = nodes[0]
     slices = parameter_slices(node.op.net)
     variables = (*client.layout.variables, *client.local)
     sizes = {v.name: v.size for v in variables}

@@ -1,0 +1,23 @@
+"""Where a declared model calls a network of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pytensor.graph.basic import equal_computations
+from pytensor.graph.traversal import ancestors
+
+
+def network_nodes(outputs: Sequence[Any]) -> list[Any]:
+    """Nodes that evaluate a network of torch, above these outputs."""
+    nodes = (variable.owner for variable in ancestors(outputs) if variable.owner is not None)
+    return list(dict.fromkeys(node for node in nodes if hasattr(node.op, "net")))
+
+
+def one_call(outputs: Sequence[Any]) -> list[Any]:
+    """The output of the first of them, once for each time that PyMC put one and the same call there."""
+    nodes = network_nodes(outputs)
+    return [
+        node.outputs[0] for node in nodes if node.op == nodes[0].op and equal_computations(node.inputs, nodes[0].inputs)
+    ]
