@@ -246,6 +246,9 @@ CHANGES = {
     ),
     "two outcomes": BASE["real"]._replace(outcome=two_outcomes, refused="2 observed variables"),
     "a potential of rows": BASE["real"]._replace(outcome=with_potential, refused="the declared log density is"),
+    "an outcome among its own parameters": BASE["real"]._replace(
+        outcome=lambda f, d: normal(f[:, 0] + 0.5 * d["y"], 0.5, d), refused=r"\['y'\] are observed"
+    ),
     "rows that depend on each other": BASE["real"]._replace(
         outcome=lambda f, d: normal(f[:, 0] - f[:, 0].mean(), 0.5, d), refused="the declared log density is"
     ),
@@ -651,6 +654,28 @@ def test_outcomes_that_cannot_be_drawn_are_told() -> None:
         nn.predict(fit, "a", {"X": clients["a"]["X"]})
     unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
     with pytest.raises(fedppl.types.LocalFailure, match="cannot be drawn.*random="):
+        subnet.curvature_diagonal(unit, unit.held, np.arange(3))
+
+
+def test_an_index_of_the_client_s_is_no_part_of_a_closed_form() -> None:
+    """Rows forwards at one client and backwards at another: the second is refused."""
+    change = BASE["real"]._replace(
+        outcome=lambda f, d: normal(f[:: d["step"], 0], 0.5, d), values=lambda rng: {**real(rng), "step": np.array(1)}
+    )
+    model, clients = declared(change)
+    clients["b"]["step"] = np.array(-1)
+    enrolled = model.enrol(clients, kernel=False)
+    assert isinstance(enrolled["a"].view(network_of).unit.likelihood, Declared)
+    with pytest.raises(fedppl.DeclarationError, match="client 'b'"):
+        enrolled["b"].view(network_of)
+
+
+def test_a_kink_whose_outcomes_cannot_be_drawn_is_told() -> None:
+    """Without curvature the posterior would be the prior."""
+    change = BASE["real"]._replace(outcome=lambda f, d: pm.Laplace("o", f[:, 0], 0.5, observed=2.0 * d["y"]))
+    model, clients = declared(change)
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    with pytest.raises(fedppl.types.LocalFailure, match="kink.*computed from data"):
         subnet.curvature_diagonal(unit, unit.held, np.arange(3))
 
 

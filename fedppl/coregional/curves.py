@@ -264,7 +264,7 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
         raise DeclarationError("there is no client in this process; its coefficients stay at its site.")
     mean = np.stack([own.mean for _, own, _ in found])
     sd = np.stack([np.sqrt(np.diag(own.covariance)) for _, own, _ in found])
-    gamma = np.stack([state.shared.inclusion for _, _, state in found])  # of clients that never replied the first ones
+    gamma = np.stack([state.shared.inclusion for _, _, state in found])  # 0 or 1 at a client that never replied
     return xr.Dataset(
         {
             "mean": (("client", "latent"), mean),

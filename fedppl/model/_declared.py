@@ -108,9 +108,9 @@ def opened(
             "pm.CustomDist(..., logp=function)."
         ) from error
     except ValueError as error:
+        once = " Give each observed variable data of its own." if "More than one logprob" in str(error) else ""
         raise DeclarationError(
-            f"client {client_id!r}: PyMC cannot put the model's log density together: {error}. Give each observed "
-            "variable data of its own."
+            f"client {client_id!r}: PyMC cannot put the model's log density together: {error}.{once}"
         ) from error
     return Template(parts, (shared, local), graph, start, (*held, *_graph.alone(parts), *shapes(graph, local)))
 

@@ -1,4 +1,4 @@
-"""Where a declared model calls a network of torch."""
+"""What a declared model is made of: calls of a network of torch, and distributions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any
 
 from pytensor.graph.basic import equal_computations
 from pytensor.graph.traversal import ancestors
+
+
+def kind_of(rv: Any) -> str:
+    """PyTensor's name of a distribution: "normal", "laplace"."""
+    return getattr(rv.owner.op, "name", None) or type(rv.owner.op).__name__
 
 
 def network_nodes(outputs: Sequence[Any]) -> list[Any]:

@@ -4,31 +4,24 @@ r"""Losses of a network's outcomes as they are declared, whatever the distributi
           \Lambda_n = \partial^2 \ell_n / \partial f_n\, \partial f_n^\top
 
 PyTensor computes a row by itself, as if the client had no other, and then all rows at once; that rows do not depend on
-each other is so by construction, and that the declared density is their sum is checked where the network is read.
+each other is so by construction (`fedppl.nn.declared_graph`), and that the declared density is their sum is checked at
+every client.
 Unknowns e of the likelihood, the sd of a normal outcome for example, stand beside the outputs of each row.
 """
 
 from __future__ import annotations
 
-import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
-import pytensor.tensor as pt
 import torch
 from pytensor.compile.mode import Mode
-from pytensor.gradient import NullTypeGradError
-from pytensor.graph.basic import Constant
-from pytensor.graph.replace import clone_replace, vectorize_graph
-from pytensor.graph.traversal import ancestors
 
-from fedppl.model import graph as _graph
-from fedppl.model import interpreted
 from fedppl.nn.declared_draws import Drawn
-from fedppl.types import Array, DataError, DeclarationError, LocalFailure
+from fedppl.types import Array, DataError, LocalFailure
 
 T = TypeVar("T")
 # Parameters outside their domain are points without density, not exceptions in the middle of a search.
@@ -112,8 +105,8 @@ class Declared:
     def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
         """R (n, C + e, C) with R Rᵀ = Λ; unknowns are points, and have no rows in it.
 
-        Where Λ is nothing at a row, as beside a kink, its expectation over outcomes stands in for it there; where it is
-        `expected`, at all rows.
+        Where Λ is nothing at a row though the loss has a slope there, as beside a kink, its expectation over outcomes
+        stands in for it; where it is `expected`, at all rows.
 
         Raises
         ------
@@ -125,9 +118,10 @@ class Declared:
             curved = self._expected(outputs, told)
         else:
             curved = self._finite(self.curvatures(outputs, told))
-            most = np.abs(curved).max(axis=(1, 2))
-            flat = most <= _FLAT * most.max(initial=0.0)
-            if np.any(flat) and self._can_be_drawn():
+            slopes = np.abs(self.losses(outputs, told)[1][:, : self.outputs]).max(axis=1, initial=0.0)
+            most = np.abs(curved).max(axis=(1, 2), initial=0.0)
+            flat = (most <= _FLAT * most.max(initial=0.0)) & (slopes > _FLAT * slopes.max(initial=0.0))
+            if np.any(flat):
                 curved[flat] = self._expected(outputs[flat], told[flat])
         values, vectors = np.linalg.eigh(curved)
         root = np.zeros((*output.shape, values.shape[1]))
@@ -139,20 +133,16 @@ class Declared:
             raise LocalFailure(f"the curvature of the outcome's density ({self.kind}) is not finite at the weights")
         return curved
 
-    def _can_be_drawn(self) -> bool:
-        """Whether draws of the outcome can stand in the place of what was observed."""
-        return sum(what.is_outcome for what in self.read) == 1
-
     def _expected(self, outputs: Array, y: Array) -> Array:
         """E[g gᵀ] over outcomes at these outputs, which is E[Λ]; g is the slope of the loss."""
-        if not self._can_be_drawn():
+        place = next((place for place, what in enumerate(self.read) if what.is_outcome), None)
+        if place is None:
             raise LocalFailure(
-                f"the log density of the outcome ({self.kind}) bends upwards in the network's output, and outcomes "
-                "that are computed from data cannot be drawn; give data that are observed as they are, or take an "
-                "algorithm of points, such as fedppl.nn.FedAvg"
+                f"the log density of the outcome ({self.kind}) bends upwards or has a kink in the network's output, "
+                "and outcomes that are computed from data cannot be drawn; give data that are observed as they are, or "
+                "take an algorithm of points, such as fedppl.nn.FedAvg"
             )
         arrays, names = self.arrays(y), [what.name for what in self.read]
-        place = [what.is_outcome for what in self.read].index(True)
         # Other rows have other draws, and the same ones the same, whatever chunk they are in.
         rng = np.random.default_rng(zlib.crc32(np.ascontiguousarray(outputs).tobytes()))
         total = np.zeros((len(outputs), self.outputs, self.outputs))
@@ -161,9 +151,9 @@ class Declared:
                 arrays[place] = self.drawn().draw(outputs, dict(zip(names, arrays, strict=True)), rng)
             except Exception as error:
                 raise LocalFailure(
-                    f"the log density of the outcome ({self.kind}) bends upwards in the network's output, and outcomes "
-                    f"of it cannot be drawn ({type(error).__name__}); declare a distribution that can be drawn from "
-                    "(random= of pm.CustomDist), or take an algorithm of points, such as fedppl.nn.FedAvg"
+                    f"the log density of the outcome ({self.kind}) bends upwards or has a kink in the network's "
+                    f"output, and outcomes of it cannot be drawn ({type(error).__name__}); declare a distribution that "
+                    "can be drawn from (random= of pm.CustomDist), or take an algorithm of points, such as fedppl.nn.FedAvg"
                 ) from error
             slopes = self.losses(outputs, beside(arrays, len(y)))[1][:, : self.outputs]
             total += slopes[:, :, None] * slopes[:, None, :]
@@ -199,24 +189,6 @@ class _Losses(torch.autograd.Function):
         return slopes * upstream[:, None], None, None
 
 
-def read_by(parts: _graph.Parts, given: Mapping[Any, Any], density: Any) -> dict[Any, Read]:
-    """Variables that the density of the outcome reads beside network and unknowns, with what a row of each is.
-
-    Containers have the values of `given`; an outcome that is no data is read as it stands in the model.
-    """
-    observed = parts.model.observed_RVs[0]
-    value = parts.model.rvs_to_values[observed]
-    above = set(ancestors([density]))
-    found = {v: np.asarray(one) for v, one in given.items() if v in above}
-    if isinstance(value, Constant):
-        found[value] = np.asarray(value.data)
-    outcomes = {value, *_graph.observed_through(parts)}
-    return {
-        v: Read(v.name or observed.name, one.shape[1:], str(one.dtype), v in outcomes, one.ndim > 0)
-        for v, one in found.items()
-    }
-
-
 def columns(client_id: str, read: Sequence[Read], arrays: Sequence[Array], rows: int) -> Array:
     """What the likelihood reads of a client's rows, side by side, (n, q).
 
@@ -239,102 +211,3 @@ def beside(arrays: Sequence[Array], rows: int) -> Array:
     """Arrays (n, ...) as columns, (n, q), and numbers () in every row."""
     parts = [np.broadcast_to(one, (rows, *np.shape(one)[1:])).astype(float).reshape(rows, -1) for one in arrays]
     return np.concatenate([np.zeros((rows, 0)), *parts], axis=1)
-
-
-def declared(
-    parts: _graph.Parts,
-    density: Any,
-    output: Any,
-    wide: tuple[int, ...],
-    read: Mapping[Any, Read],
-    unknowns: Mapping[Any, tuple[int, ...]],
-    draws: Callable[[], Drawn],
-    who: str,
-) -> Declared:
-    """Build the functions of a likelihood.
-
-    Parameters
-    ----------
-    parts
-        The client's model.
-    density
-        Log density of the outcome, not summed, as a graph of the variables below.
-    output
-        What stands for the network's output in it.
-    wide
-        Shape of a row of the output.
-    read
-        What else it reads, in the order of the columns.
-    unknowns
-        Value variables of its unknowns, with the shapes that they have.
-    draws
-        Builds the functions that draw outcomes.
-    who
-        The client, in an error's words.
-
-    Raises
-    ------
-    DeclarationError
-        Where a row cannot be computed by itself, or has no slopes.
-    """
-    observed = parts.model.observed_RVs[0]
-    f, e, y = pt.vector("f"), pt.vector("e"), pt.vector("y")
-    replace: dict[Any, Any] = {output: f.reshape((1, *wide)), **_lengths_of_one(parts)}
-    first = 0
-    for value, shape in unknowns.items():
-        size = int(np.prod(shape, dtype=int))
-        replace[value] = e[first : first + size].reshape(shape)
-        first += size
-    column = 0
-    for value, what in read.items():
-        piece = y[column : column + what.width].reshape((1, *what.shape)) if what.by_row else y[column]
-        replace[value] = pt.cast(piece, value.type.dtype)
-        column += what.width
-    try:
-        (row,) = clone_replace([-density.sum()], replace, rebuild_strict=False)
-        both, told = pt.matrix("both"), pt.matrix("told")
-        count = int(np.prod(wide, dtype=int))
-        (losses,) = vectorize_graph([row], {f: both[:, :count], e: both[:, count:], y: told})
-        losses = pt.broadcast_to(losses, (both.shape[0],))
-        slopes = pt.grad(losses.sum(), both)
-        rows = [pt.grad(slopes[:, c].sum(), both, disconnected_inputs="ignore") for c in range(count)]
-        curved = pt.stack([one[:, :count] for one in rows], axis=1)
-        first_order = interpreted.python_function([both, told], [losses, slopes], _MODE)
-    except (NotImplementedError, NullTypeGradError, ValueError, TypeError, AssertionError) as error:
-        raise DeclarationError(
-            f"{who}: the likelihood of {observed.name!r} cannot be computed row by row ({type(error).__name__}: "
-            f"{str(error).strip().partition(chr(10))[0]}). For other models use fedppl.EP(local=fedppl.NUTS())."
-        ) from error
-    curvatures = built_once(lambda: interpreted.python_function([both, told], curved, _MODE))
-    return Declared(
-        observed.owner.op.name or type(observed.owner.op).__name__,
-        count,
-        tuple(read.values()),
-        first_order,
-        lambda output, y: np.asarray(curvatures()(output, y)),
-        built_once(draws),
-    )
-
-
-def built_once(build: Callable[[], T]) -> Callable[[], T]:
-    """What is built at the first call, by one thread for all: not every algorithm has a use for it."""
-    known: list[T] = []
-    lock = threading.Lock()
-
-    def get() -> T:
-        with lock:
-            if not known:
-                known.append(build())
-            return known[0]
-
-    return get
-
-
-def _lengths_of_one(parts: _graph.Parts) -> dict[Any, Any]:
-    """Lengths of dims: of those that count rows, one."""
-    lengths = _graph.lengths(parts.model)
-    rows = {name for name, place in parts.open.items() if place is not None}
-    return {
-        parts.model.dim_lengths[name]: pt.constant(np.asarray(1 if name in rows else length))
-        for name, length in lengths.items()
-    }

@@ -30,7 +30,6 @@ class Drawn(NamedTuple):
     draw: Callable[[Array, Mapping[str, Array], np.random.Generator], Array]  # outcomes (n, ...)
     # Means (n, ...), or probabilities (n, classes) of a categorical one; None where PyMC knows none.
     mean: Callable[[Array, Mapping[str, Array]], Array] | None
-    reads: tuple[str, ...]  # names of the containers
 
 
 def drawn(
@@ -86,7 +85,7 @@ def drawn(
         def mean(outputs: Array, others: Mapping[str, Array]) -> Array:
             return np.asarray(compute(outputs, *(others[name] for name in names)))
 
-    return Drawn(_draw(inputs, found[0], names), mean, names)
+    return Drawn(_draw(inputs, found[0], names), mean)
 
 
 def _mean(observed: Any) -> Any:

@@ -16,7 +16,8 @@ from pytensor.graph.traversal import ancestors
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
-from fedppl.nn.outcome import CONTRACT, kind_of
+from fedppl.nn.calls import kind_of
+from fedppl.nn.outcome import CONTRACT
 from fedppl.types import Array, DeclarationError, Variable
 
 

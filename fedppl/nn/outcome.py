@@ -20,9 +20,9 @@ from pytensor.tensor.subtensor import Subtensor
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
-from fedppl.nn.calls import network_nodes, one_call
-from fedppl.nn.declared import Read, declared, read_by
+from fedppl.nn.calls import kind_of, network_nodes, one_call
 from fedppl.nn.declared_draws import drawn
+from fedppl.nn.declared_graph import declared, read_by
 from fedppl.nn.functional import call, cast, parameter_slices, state_of
 from fedppl.nn.likelihood import Categorical, Likelihood, Normal
 from fedppl.types import DeclarationError, Variable
@@ -39,13 +39,7 @@ class Outcome(NamedTuple):
 
     likelihood: Likelihood
     unknowns: tuple[Variable, ...]  # free variables of the likelihood
-    variables: tuple[Any, ...]  # of the model, whose values are the outcomes
-    read: tuple[Read, ...]  # what these are, where a declared likelihood reads them
-
-
-def kind_of(rv: Any) -> str:
-    """PyTensor's name of a distribution: "normal", "laplace"."""
-    return getattr(rv.owner.op, "name", None) or type(rv.owner.op).__name__
+    variables: tuple[Any, ...]  # of the model, whose values are the outcomes and what else it reads
 
 
 def outcome_of(client: ClientModel, node: Any, given: Mapping[Any, Any], who: str) -> Outcome:
@@ -74,7 +68,7 @@ def outcome_of(client: ClientModel, node: Any, given: Mapping[Any, Any], who: st
     wide = _wide(client, node)
     closed = None if unknowns else _closed(observed, node, wide)
     if closed is not None:
-        return Outcome(closed, (), (parts.model.rvs_to_values[observed],), ())
+        return Outcome(closed, (), (parts.model.rvs_to_values[observed],))
     if not parts.data:
         raise DeclarationError(
             f"{who}: the likelihood of {observed.name!r} is computed row by row, and the model holds its data as "
@@ -98,9 +92,14 @@ def outcome_of(client: ClientModel, node: Any, given: Mapping[Any, Any], who: st
     free = {rv: parts.model.rvs_to_values[rv] for rv in (*parts.shared, *parts.local)}
     shapes = {rv: starts[value] for rv, value in free.items() if value in starts}
     outcomes = {v: what.shape for v, what in read.items() if what.is_outcome}
+    if twice := [v.name for v in outcomes if v in _graph.values_read(observed.owner.inputs)]:
+        raise DeclarationError(
+            f"{who}: {twice} are observed, and the distribution of {observed.name!r} has them among its parameters; "
+            "give what it depends on in a container of its own."
+        )
     draws = functools.partial(drawn, parts, wide, shapes, outcomes)
     found = declared(parts, density, output, wide, read, starts, draws, who)
-    return Outcome(found, unknowns, tuple(read), found.read)
+    return Outcome(found, unknowns, tuple(read))
 
 
 def _without_network(parts: _graph.Parts, observed: Any, who: str) -> tuple[Any, Any]:
@@ -147,6 +146,8 @@ def _is_column(variable: Any, output: Any) -> bool:
     for rows in (1, 3):
         values = np.arange(1.0, rows + 1.0)[:, None]
         (moved,) = clone_replace([variable], {output: pt.constant(values)}, rebuild_strict=False)
+        if not _is_constant(moved):  # an index may be a client's own
+            return False
         found = np.asarray(moved.eval(mode=interpreted.PYTHON_MODE))
         if found.shape != (rows,) or not np.array_equal(found, values[:, 0]):
             return False
@@ -155,10 +156,15 @@ def _is_column(variable: Any, output: Any) -> bool:
 
 def _constant_sd(value: Any) -> float | None:
     """An sd that is one number at all clients."""
-    if any(v.owner is None and not isinstance(v, Constant) for v in ancestors([value])):
+    if not _is_constant(value):
         return None
     found = np.unique(np.asarray(value.eval(), dtype=float))
     return float(found[0]) if len(found) == 1 else None
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it depends on no variable, and on no data."""
+    return all(v.owner is not None or isinstance(v, Constant) for v in ancestors([value]))
 
 
 def _wide(client: ClientModel, node: Any) -> tuple[int, ...]:

@@ -18,13 +18,13 @@ from fedppl.contracts import ClientView
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
-from fedppl.nn.calls import network_nodes
+from fedppl.nn.calls import kind_of, network_nodes
 from fedppl.nn.declared import Declared
 from fedppl.nn.functional import Places, call, cast, parameter_slices, state_of
 from fedppl.nn.head import Head, find_head
 from fedppl.nn.likelihood import Categorical
 from fedppl.nn.local_prior import local_prior
-from fedppl.nn.outcome import CONTRACT, kind_of, outcome_of
+from fedppl.nn.outcome import CONTRACT, outcome_of
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, log_likelihood
 from fedppl.nn.unknowns import with_unknowns
@@ -110,7 +110,7 @@ class NetworkResult(NamedTuple):
 
 
 def network_of(client: ClientModel) -> Network:
-    """Read a client's declared network; its density is held against torch's once per template.
+    """Read a client's declared network; its density is held against torch's, a closed form's once per template.
 
     Raises
     ------
@@ -178,6 +178,7 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
     used, above = set(ancestors([X_in])), set(ancestors([value]))
     needed = [(v, i) for v, i in zip(parts.data, inputs, strict=False) if i in used]
     prior = local_prior(who, parts, client.local)
+    columns = read.likelihood.read if isinstance(read.likelihood, Declared) else ()
     told = clone_replace(list(read.variables), replace)
     return DeclaredNetwork(
         net=net,
@@ -193,8 +194,8 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
         rows=interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, *told]),
         inputs=interpreted.python_function([i for _, i in needed], X_in),
         containers={v.name: v.type.dtype for v, _ in needed},
-        beside={what.name: what.dtype for what in read.read if what.by_row and not what.is_outcome},
-        held=tuple(what.name for what in read.read if not what.by_row),
+        beside={what.name: what.dtype for what in columns if what.by_row and not what.is_outcome},
+        held=tuple(what.name for what in columns if not what.by_row),
     )
 
 

@@ -158,6 +158,8 @@ def hypotheses(
     rope = None if rope is None else _region(rope)
     if isinstance(var_names, str):
         var_names = [var_names]
+    if var_names is not None and (not isinstance(var_names, Sequence) or not len(var_names)):
+        raise DeclarationError(f"var_names={shown(var_names)} must be a name or a list of names.")
     if isinstance(draws, xr.DataArray):
         if not {"chain", "draw"} <= set(draws.dims):
             raise DeclarationError(f"draws has dims {draws.dims}; it needs chain and draw, as contrast gives.")
@@ -167,8 +169,6 @@ def hypotheses(
     else:
         posterior = _posterior(draws)
         names = [str(name) for name in posterior.data_vars]
-        if var_names is not None and (not isinstance(var_names, Sequence) or not len(var_names)):
-            raise DeclarationError(f"var_names={shown(var_names)} must be a name or a list of names of {names}.")
         names = names if var_names is None else [*map(str, var_names)]
         arrays = {name: _pick(draws, str(name), None) for name in names}
     rows = {}
