@@ -153,7 +153,8 @@ class Declared:
                 raise LocalFailure(
                     f"the log density of the outcome ({self.kind}) bends upwards or has a kink in the network's "
                     f"output, and outcomes of it cannot be drawn ({type(error).__name__}); declare a distribution that "
-                    "can be drawn from (random= of pm.CustomDist), or take an algorithm of points, such as fedppl.nn.FedAvg"
+                    "can be drawn from (random= of pm.CustomDist), or take an algorithm of points, such as "
+                    "fedppl.nn.FedAvg"
                 ) from error
             slopes = self.losses(outputs, beside(arrays, len(y)))[1][:, : self.outputs]
             total += slopes[:, :, None] * slopes[:, None, :]
