@@ -100,6 +100,14 @@ def _region(rope: Any) -> tuple[float, float]:
     return low, high
 
 
+def _names(var_names: Any, known: Sequence[Any]) -> None:
+    """Refuse what is no list of names, and an empty one; all that there are stand in the message."""
+    if var_names is not None and (not isinstance(var_names, Sequence) or not len(var_names)):
+        raise DeclarationError(
+            f"var_names={shown(var_names)} must be a name or a list of names of the draws, which are {list(known)}."
+        )
+
+
 def hypotheses(
     draws: Any,
     *,
@@ -158,18 +166,18 @@ def hypotheses(
     rope = None if rope is None else _region(rope)
     if isinstance(var_names, str):
         var_names = [var_names]
-    if var_names is not None and (not isinstance(var_names, Sequence) or not len(var_names)):
-        raise DeclarationError(f"var_names={shown(var_names)} must be a name or a list of names.")
     if isinstance(draws, xr.DataArray):
         if not {"chain", "draw"} <= set(draws.dims):
             raise DeclarationError(f"draws has dims {draws.dims}; it needs chain and draw, as contrast gives.")
+        _names(var_names, [draws.name])
         if var_names is not None and list(var_names) != [draws.name]:
             raise DeclarationError(f"var_names={shown(var_names)} names none of the draws, which are {draws.name!r}.")
         arrays: dict[Hashable, xr.DataArray] = {draws.name or "x": draws}
     else:
         posterior = _posterior(draws)
-        names = [str(name) for name in posterior.data_vars]
-        names = names if var_names is None else [*map(str, var_names)]
+        every = [str(name) for name in posterior.data_vars]
+        _names(var_names, every)
+        names = every if var_names is None else [*map(str, var_names)]
         arrays = {name: _pick(draws, str(name), None) for name in names}
     rows = {}
     for name, array in arrays.items():
