@@ -10,7 +10,8 @@ Rows: a method at a learning rate. "map" is the same fit with its weights as a p
 clients, %) and calibration (over all clients' test rows): AUROC of the predictive entropy for images of labels that
 the client does not have, and for images of another data set. --rows has fewer training rows for each label, --novel
 leaves clients out of the training. --validation is for choosing settings: so many of the training rows are scored, and
-no test row is looked at.
+no test row is looked at. --folder keeps finished fits and checkpoints: the same command goes on from them, and so does
+one with more rounds.
 
 CIFAR-10 is a JPEG copy: its figures are not those of the exact pixels.
 
@@ -49,32 +50,35 @@ CLIENTS = {"mnist": 10, "fmnist": 10, "cifar10": 20}
 ROWS = {"small": (50, 950), "large": (900, 300)}  # CIFAR-10 has half of that
 RATIO = {"mnist": 0.05, "fmnist": 0.05, "cifar10": 0.07}
 OTHER = {"mnist": "fmnist", "fmnist": "mnist"}
-RATES = {"FedSI": (1e-2,), "FedSI-Fac": (1e-2,)}  # of all others: 1e-3 and 1e-2
+RATES = {"FedSI": (1e-2,), "FedSI-Fac": (1e-2,), "pFedBayes": (1e-4,)}  # as published; of all others: 1e-3 and 1e-2
 # Table I, accuracy, small and large; Table II, ECE, MCE and Brier score.
 PAPER: dict[str, dict[str, tuple[float, float]]] = {
     "mnist": {
         "Local": (91.38, 95.16), "FedAvg": (88.26, 89.54), "FedAvg-FT": (93.15, 94.42), "FedBABU": (91.38, 98.26),
         "FedPer": (91.82, 98.49), "FedRep": (90.68, 98.58), "LG-FedAvg": (91.64, 97.13), "BPFed": (92.96, 98.43),
-        "FedPop": (87.63, 89.35), "FedSI-Fac": (91.96, 97.96),
+        "FedPop": (87.63, 89.35), "pFedBayes": (84.61, 92.54), "FedSI-Fac": (91.96, 97.96),
         "FedSI": (93.98, 99.28),
     },
     "fmnist": {
         "Local": (86.51, 90.98), "FedAvg": (81.28, 82.54), "FedAvg-FT": (88.05, 89.67), "FedBABU": (87.70, 93.66),
         "FedPer": (86.62, 96.69), "FedRep": (86.13, 96.78), "LG-FedAvg": (86.35, 95.66), "BPFed": (86.54, 91.76),
-        "FedPop": (83.75, 82.17), "FedSI-Fac": (86.55, 94.41),
+        "FedPop": (83.75, 82.17), "pFedBayes": (76.74, 84.31), "FedSI-Fac": (86.55, 94.41),
         "FedSI": (88.41, 96.36),
     },
     "cifar10": {
         "Local": (40.98, 71.10), "FedAvg": (36.51, 58.15), "FedAvg-FT": (48.93, 76.11), "FedBABU": (49.05, 82.78),
         "FedPer": (48.16, 80.90), "FedRep": (46.17, 82.51), "LG-FedAvg": (42.15, 71.19), "BPFed": (49.79, 68.05),
-        "FedPop": (43.64, 51.29), "FedSI-Fac": (49.63, 74.61),
+        "FedPop": (43.64, 51.29), "pFedBayes": (48.24, 70.23), "FedSI-Fac": (49.63, 74.61),
         "FedSI": (51.21, 76.1),
     },
 }  # fmt: skip
 _WIDTHS = ("alpha", "variance", "diagonal_variance", "head_sd")
-_SAID = ("dataset", "size", "rows", "validation", "rounds", "seeds", "novel", *_WIDTHS)
-LEAST = {("mnist", "small"): 93.98, ("fmnist", "small"): 89.0, ("mnist", "large"): 98.2}
-MOST_ECE = {("mnist", "small"): 0.040, ("fmnist", "small"): 0.057}
+_SAID = ("dataset", "size", "rows", "validation", "rounds", "seeds", "novel", "ratio", "epochs", *_WIDTHS)
+LEAST = {
+    ("mnist", "small"): 93.98, ("fmnist", "small"): 89.0, ("cifar10", "small"): 51.21,
+    ("mnist", "large"): 99.2, ("fmnist", "large"): 95.5,
+}  # fmt: skip
+MOST_ECE = {("mnist", "small"): 0.040, ("fmnist", "small"): 0.057, ("cifar10", "small"): 0.10}
 
 
 class Images(NamedTuple):
@@ -109,9 +113,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--alpha", type=float, default=100.0, help="of FedSI: prior variance, training")
     parser.add_argument("--variance", type=float, default=3.0, help="of FedSI: prior variance, inference")
     parser.add_argument("--diagonal-variance", type=float, default=0.03, help="the same of FedSI-Fac")
+    parser.add_argument("--ratio", type=float, help="share of the shared weights that FedSI infers")
+    parser.add_argument("--epochs", type=int, help="passes over a client's rows in a round, of FedSI and its likes")
     parser.add_argument("--head-sd", type=float, default=100.0, help="declared prior sd of the head's weights")
     parser.add_argument("--novel", type=int, default=0, help="clients that are only tested")
     parser.add_argument("--processes", type=int, default=2, help="seeds at a time, each in a process of its own")
+    parser.add_argument("--folder", type=Path, help="keep finished fits and checkpoints here, and go on from them")
     parser.add_argument("--data", type=Path, help="folder with mnist/, fashion_mnist/ and cifar10/")
     options = parser.parse_args(argv)
     if min(options.seeds, options.rounds, options.processes) < 1 or min(options.seed, options.novel) < 0:
@@ -120,6 +127,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--rows must be at least 1")
     if not 0 <= options.validation < ROWS[options.size][0] or (options.validation and options.rows):
         parser.error("--validation must leave training rows, and does not go with --rows")
+    if options.ratio is not None and not 0 < options.ratio <= 1 or options.epochs is not None and options.epochs < 1:
+        parser.error("--ratio must lie above 0 and at most at 1, --epochs must be at least 1")
     if options.novel >= CLIENTS[options.dataset]:
         parser.error(f"--novel must leave some of {CLIENTS[options.dataset]} clients")
     return options
@@ -218,10 +227,11 @@ def algorithm_of(name: str, rate: float, head: tuple[str, ...], options: argpars
     """A method's algorithm; FedSI's two have settings of their own."""
     if not name.startswith("FedSI"):
         return fedsi.METHODS[name].algorithm(rate, head)
+    passes = {} if options.epochs is None else {"epochs": options.epochs}
     if name == "FedSI-Fac":
-        return fedppl.nn.FedSI(learning_rate=rate, diagonal=True, prior_variance=options.diagonal_variance)
-    settings = {"alpha": options.alpha, "prior_variance": options.variance, "ratio": RATIO[options.dataset]}
-    return fedppl.nn.FedSI(learning_rate=rate, **settings)
+        return fedppl.nn.FedSI(learning_rate=rate, diagonal=True, prior_variance=options.diagonal_variance, **passes)
+    settings = {"alpha": options.alpha, "prior_variance": options.variance, **passes}
+    return fedppl.nn.FedSI(learning_rate=rate, ratio=options.ratio or RATIO[options.dataset], **settings)
 
 
 def scores(problem: Problem, own: dict[str, Any], fits: dict[str, fedppl.Fit], link: str) -> dict[str, float]:
@@ -254,6 +264,49 @@ def scores(problem: Problem, own: dict[str, Any], fits: dict[str, fedppl.Fit], l
     return found
 
 
+def named(name: str, rate: float, seed: int, options: argparse.Namespace) -> str:
+    """A fit's file, less its number of rounds: what decides the numbers, and no more."""
+    of_data = [options.dataset, options.size, f"seed{seed}"]
+    of_data += [f"{what}{getattr(options, what)}" for what in ("rows", "validation", "novel") if getattr(options, what)]
+    of_fedsi = ["ratio", "epochs", *_WIDTHS] if name.startswith("FedSI") else ["head_sd"]
+    settings = [f"{what}{getattr(options, what):g}" for what in of_fedsi if getattr(options, what) is not None]
+    return "-".join([*of_data, name, f"{rate:g}", *settings])
+
+
+def fitted(
+    name: str, rate: float, net: Any, problem: Problem, seed: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One method at one rate: its row, and that of its weights as a point."""
+    method, head = fedsi.METHODS[name], tuple(fedsi.shared_names(net, "head"))
+    sigma = {weight: options.head_sd if weight in head else 1.0 for weight in fedsi.shared_names(net, "all")}
+    model = fedppl.FederatedModel(
+        functools.partial(fedsi.classifier, net=net, sigma=sigma), fedsi.shared_names(net, method.shares)
+    )
+    takes_part = {k: data for k, data in problem.train.items() if k not in problem.novel}
+    algorithm, started = algorithm_of(name, rate, head, options), time.process_time()
+    settings: dict[str, Any] = {"rounds": options.rounds, "progressbar": False, "random_seed": seed}
+    if options.folder is not None and not method.alone:
+        settings["checkpoint"] = options.folder / f"{named(name, rate, seed, options)}.ckpt"
+    fits: dict[str, fedppl.Fit] = {}
+    for group in [{k: v} for k, v in takes_part.items()] if method.alone else [takes_part]:
+        fit = fedppl.fit(model, group, algorithm, engine=fedppl.InProcess(workers=1), **settings)
+        fits |= dict.fromkeys(group, fit)
+    # Of this process alone: what a checkpoint brought is not in it.
+    seconds = (time.process_time() - started) / (len(takes_part) * options.rounds)
+    own = {k: fedppl.nn.personalise(fit, k) for k, fit in fits.items()}
+    extra: dict[str, float] = {"seconds": seconds}
+    if problem.novel and not method.alone:
+        fit = next(iter(fits.values()))
+        new = {k: fedppl.nn.personalise(fit, problem.train[k]) for k in problem.novel}
+        extra["novel"] = scores(problem, new, dict.fromkeys(new, fit), "scaled")["accuracy"]
+    label = f"{name} {rate:g}"
+    records = [{"seed": seed, "row": label, **scores(problem, own, fits, "scaled"), **extra}]
+    if name.startswith("FedSI"):
+        records.append({"seed": seed, "row": f"{label}, map", **scores(problem, own, fits, "map")})
+    print(f"seed {seed}: {label} {records[0]['accuracy']:.2f}", file=sys.stderr, flush=True)
+    return records
+
+
 def one_seed(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every method at every rate on one partition; a record for each row."""
     import torch
@@ -264,42 +317,27 @@ def one_seed(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     other = OTHER.get(options.dataset)
     problem = divide(images, None if other is None else load(find_data(options.data, other)), options, seed)
     net = network(options.dataset, seed)
-    head = tuple(fedsi.shared_names(net, "head"))
-    sigma = {weight: options.head_sd if weight in head else 1.0 for weight in fedsi.shared_names(net, "all")}
-    takes_part = {name: data for name, data in problem.train.items() if name not in problem.novel}
     records = []
     for name in options.methods:
-        method = fedsi.METHODS[name]
-        model = fedppl.FederatedModel(
-            functools.partial(fedsi.classifier, net=net, sigma=sigma), fedsi.shared_names(net, method.shares)
-        )
         for rate in RATES.get(name, tuple(options.rates)):
-            algorithm, started = algorithm_of(name, rate, head, options), time.process_time()
-            groups = [{k: v} for k, v in takes_part.items()] if method.alone else [takes_part]
-            settings: dict[str, Any] = {"rounds": options.rounds, "progressbar": False, "random_seed": seed}
-            fits: dict[str, fedppl.Fit] = {}
-            for group in groups:
-                fit = fedppl.fit(model, group, algorithm, engine=fedppl.InProcess(workers=1), **settings)
-                fits |= dict.fromkeys(group, fit)
-            seconds = (time.process_time() - started) / (len(takes_part) * options.rounds)
-            own = {k: fedppl.nn.personalise(fit, k) for k, fit in fits.items()}
-            extra: dict[str, float] = {"seconds": seconds}
-            if problem.novel and not method.alone:
-                fit = next(iter(fits.values()))
-                new = {k: fedppl.nn.personalise(fit, problem.train[k]) for k in problem.novel}
-                extra["novel"] = scores(problem, new, dict.fromkeys(new, fit), "scaled")["accuracy"]
-            label = f"{name} {rate:g}"
-            records.append({"seed": seed, "row": label, **scores(problem, own, fits, "scaled"), **extra})
-            if name.startswith("FedSI"):
-                records.append({"seed": seed, "row": f"{label}, map", **scores(problem, own, fits, "map")})
-            print(f"seed {seed}: {label} {records[-1]['accuracy']:.2f}", file=sys.stderr, flush=True)
+            done = None
+            if options.folder is not None:
+                done = options.folder / f"{named(name, rate, seed, options)}-rounds{options.rounds}.json"
+                if done.is_file():
+                    records += json.loads(done.read_text())
+                    continue
+            found = fitted(name, rate, net, problem, seed, options)
+            if done is not None:
+                done.write_text(json.dumps(found))
+            records += found
     return records
 
 
 def bars(table: pd.DataFrame, seeds: pd.DataFrame, options: argparse.Namespace) -> list[tuple[str, bool]]:
     """What FedSI must reach, as far as the methods that ran can tell."""
     key, ours = (options.dataset, options.size), "FedSI 0.01"
-    if ours not in table.index or options.rows is not None or options.novel or options.validation:
+    changed = options.rows, options.ratio, options.epochs
+    if ours not in table.index or any(value is not None for value in changed) or options.novel or options.validation:
         return []
     row, found = table.loc[ours], []
     if key in LEAST:
@@ -328,6 +366,8 @@ def main(argv: list[str] | None = None) -> int:
     options, started = arguments(argv), time.perf_counter()
     find_data(options.data, options.dataset)
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     job = functools.partial(one_seed, options=options)
     with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         records = [r for found in pool.map(job, range(options.seed, options.seed + options.seeds)) for r in found]
@@ -349,7 +389,7 @@ def main(argv: list[str] | None = None) -> int:
     judged = bars(table, seeds, options)
     for text, met in judged:
         print(f"{'met' if met else 'MISSED'}: {text}")
-    line = {name: value for name, value in vars(options).items() if name in _SAID}
+    line = {name: value for name, value in vars(options).items() if name in _SAID and value is not None}
     line["rows of the table"] = {str(k): v.dropna().round(4).to_dict() for k, v in table.iterrows()}
     line["missed"] = [text for text, met in judged if not met]
     line["seconds"] = round(time.perf_counter() - started, 1)

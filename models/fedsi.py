@@ -100,6 +100,7 @@ METHODS = {
     "FedPop": Method(
         "all", lambda rate, head: fedppl.nn.FedPop(head=head, learning_rate=rate, momentum=None, epochs=10)
     ),
+    "pFedBayes": Method("all", lambda rate, head: fedppl.nn.PFedBayes(learning_rate=rate, epochs=10, zeta=10.0)),
     "FedSI-Fac": Method("representation", lambda rate, head: fedppl.nn.FedSI(learning_rate=rate, diagonal=True)),
     "FedSI": Method("representation", lambda rate, head: fedppl.nn.FedSI(learning_rate=rate)),
 }
