@@ -31,6 +31,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,6 +73,7 @@ PAPER: dict[str, dict[str, tuple[float, float]]] = {
         "FedSI": (51.21, 76.1),
     },
 }  # fmt: skip
+Chances = Callable[[np.ndarray], np.ndarray]  # from images to classes' probabilities
 _WIDTHS = ("alpha", "variance", "diagonal_variance", "head_sd")
 _SAID = ("dataset", "size", "rows", "validation", "rounds", "seeds", "novel", "ratio", "epochs", *_WIDTHS)
 LEAST = {
@@ -236,19 +238,28 @@ def algorithm_of(name: str, rate: float, head: tuple[str, ...], options: argpars
 
 def scores(problem: Problem, own: dict[str, Any], fits: dict[str, fedppl.Fit], link: str) -> dict[str, float]:
     """Accuracy, calibration, and what entropies tell, over the clients in `own`."""
+
+    def way(name: str) -> Chances:
+        predict = functools.partial(fedppl.nn.predict, fits[name], own[name], link=link)
+        return lambda pixels: predict({"X": pixels})["probability"].values
+
+    return scored(problem, {name: way(name) for name in own})
+
+
+def scored(problem: Problem, ways: dict[str, Chances]) -> dict[str, float]:
+    """The same of any functions from images to classes' probabilities, by client."""
     accuracies, entropies = [], {"seen": [], "unseen": [], "strange": []}
     said, came = [], []
-    for name, personal in own.items():
-        predict = functools.partial(fedppl.nn.predict, fits[name], personal, link=link)
+    for name, predict in ways.items():
         test = problem.test[name]
-        probability = predict({"X": test.pixels})["probability"].values
+        probability = predict(test.pixels)
         accuracies.append(metrics.accuracy(probability, test.labels))
         said.append(probability)
         came.append(test.labels)
         entropies["seen"].append(metrics.entropy(probability))
-        entropies["unseen"].append(metrics.entropy(predict({"X": problem.unseen[name]})["probability"].values))
+        entropies["unseen"].append(metrics.entropy(predict(problem.unseen[name])))
         if problem.strange is not None:
-            entropies["strange"].append(metrics.entropy(predict({"X": problem.strange})["probability"].values))
+            entropies["strange"].append(metrics.entropy(predict(problem.strange)))
     pair = np.concatenate(said), np.concatenate(came)
     found = {
         "accuracy": 100 * float(np.mean(accuracies)),

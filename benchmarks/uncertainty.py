@@ -1,0 +1,287 @@
+"""What a posterior of a network is good for: personalised methods, and what a practitioner would take in their place.
+
+Clients and rows are those of `benchmarks/fedsi.py`, "small", with 5, 20 and 50 training rows for each label of a client
+(CIFAR-10: 25 in place of 50). Scored are test rows of a client's own labels: accuracy, NLL, ECE and Brier score; and
+AUROC of the predictive entropy, for images of labels that the client does not have, and for images of another data set.
+
+Beside fedppl's methods stand two peers. "Ensemble" is five fits of FedAvg-FT from different starts, whose probabilities
+are averaged. "Laplace" is FedAvg-FT with Laplace's approximation of the last layer, by its generalised Gauss-Newton
+matrix on the client's own rows, the prior's precision by the evidence, predictions by the formula of the others.
+
+Every method has the same rounds, and its learning rate from the same two, by the likelihood of a fifth of the training
+rows of another partition (seed 100) that are held out there. All weights then are fitted to all training rows. Nothing
+is chosen by test rows. --folder keeps finished fits, and the same command goes on from them.
+
+    python benchmarks/uncertainty.py --dataset mnist --seeds 1 --folder results
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import minimize_scalar
+from scipy.special import softmax
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import fedppl
+from benchmarks import fedsi as images
+from benchmarks.fedsi import Chances, Problem
+from fedppl.nn.predict import probabilities
+from fedppl.types import LocalFailure
+from models import fedsi, pfedvem
+
+ROWS = (5, 20, 50)
+FEWEST = {"cifar10": 25}  # of the last of these
+CHOSEN_BY = 100  # the partition whose rows choose the rates
+MEMBERS = 5
+OF_FEDSI = ("Local", "FedAvg-FT", "FedBABU", "FedPer", "FedRep", "LG-FedAvg", "BPFed", "FedPop", "pFedBayes")
+OF_PFEDVEM = ("PerFedAvg", "pFedMe", "pFedVEM")  # with the settings of benchmarks/pfedvem.py, and one rate
+OURS = ("FedSI-Fac", "FedSI")  # at the rate that was chosen for them
+PEERS = ("Ensemble", "Laplace")
+METHODS = (*OF_FEDSI, *OF_PFEDVEM, *OURS, *PEERS)
+RATES = {"pFedBayes": (1e-4, 1e-3)}
+HIGHER = ("accuracy", "AUROC unseen", "AUROC strange")
+
+
+class Cell(NamedTuple):
+    """One method on one partition."""
+
+    method: str
+    rows: int
+    seed: int
+    rate: float | None
+    validation: int
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dataset", choices=images.FOLDERS, default="mnist")
+    parser.add_argument("--rows", type=int, nargs="+", default=None, help="training rows for each label of a client")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--folder", type=Path, help="keep finished fits here, and go on from them")
+    parser.add_argument("--data", type=Path, help="folder with mnist/, fashion_mnist/ and cifar10/")
+    options = parser.parse_args(argv)
+    most = images.ROWS["small"][0] // (2 if options.dataset == "cifar10" else 1)
+    options.rows = [min(rows, most) for rows in ROWS] if options.rows is None else options.rows
+    if min(options.seeds, options.rounds) < 1 or not all(5 <= rows <= most for rows in options.rows):
+        parser.error(f"--seeds and --rounds must be at least 1, and --rows between 5 and {most}")
+    if options.seeds > CHOSEN_BY:
+        parser.error(f"--seeds must be at most {CHOSEN_BY}: that partition chooses the rates")
+    return options
+
+
+def problem_of(options: argparse.Namespace, cell: Cell) -> Problem:
+    """The partition, with the last of each label's training rows in place of the test rows where rates are chosen."""
+    other = images.OTHER.get(options.dataset)
+    strange = None if other is None else _loaded(images.find_data(options.data, other))
+    given = argparse.Namespace(dataset=options.dataset, size="small", rows=cell.rows, validation=0, novel=0)
+    problem = images.divide(_loaded(images.find_data(options.data, options.dataset)), strange, given, cell.seed)
+    if not cell.validation:
+        return problem
+    train, test = {}, {}
+    for name, data in problem.train.items():
+        held = np.zeros(len(data["y"]), dtype=bool)
+        for label in np.unique(data["y"]):
+            held[np.flatnonzero(data["y"] == label)[-cell.validation :]] = True
+        train[name] = {key: values[~held] for key, values in data.items()}
+        test[name] = images.Images(data["X"][held], data["y"][held])
+    return problem._replace(train=train, test=test)
+
+
+_loaded = functools.lru_cache(maxsize=2)(images.load)
+
+
+def declared(method: str, net: Any) -> tuple[fedppl.FederatedModel, bool]:
+    """A method's model, and whether every client is alone."""
+    if method in OF_PFEDVEM:
+        shares, alone = pfedvem.METHODS[method].shares, pfedvem.METHODS[method].alone
+        return fedppl.FederatedModel(
+            functools.partial(pfedvem.classifier, net=net), pfedvem.shared_names(net, shares)
+        ), alone
+    row = fedsi.METHODS["FedAvg-FT" if method in PEERS else method]
+    head = fedsi.shared_names(net, "head")
+    sigma = {weight: 100.0 if weight in head else 1.0 for weight in fedsi.shared_names(net, "all")}
+    builder = functools.partial(fedsi.classifier, net=net, sigma=sigma)
+    return fedppl.FederatedModel(builder, fedsi.shared_names(net, row.shares)), row.alone
+
+
+def algorithm_of(cell: Cell, head: tuple[str, ...], dataset: str) -> fedppl.Algorithm:
+    """A method's algorithm at a rate; FedSI's two as `benchmarks/fedsi.py` has them."""
+    if cell.method in OF_PFEDVEM:
+        return pfedvem.METHODS[cell.method].algorithm(head)
+    if cell.method in OURS:
+        return images.algorithm_of(cell.method, 1e-2, head, images.arguments(["--dataset", dataset]))
+    name = "FedAvg-FT" if cell.method in PEERS else cell.method
+    return fedsi.METHODS[name].algorithm(cell.rate, head)
+
+
+def fitted(cell: Cell, problem: Problem, options: argparse.Namespace, start: int) -> dict[str, Chances]:
+    """One fit from one start: every client's function from images to probabilities."""
+    net = images.network(options.dataset, start)
+    head = tuple(fedsi.shared_names(net, "head"))
+    if cell.method == "pFedVEM":
+        _to_zero(net, head)
+    model, alone = declared(cell.method, net)
+    ways: dict[str, Chances] = {}
+    for group in [{name: data} for name, data in problem.train.items()] if alone else [problem.train]:
+        settings: dict[str, Any] = {"engine": fedppl.InProcess(workers=1), "random_seed": start, "progressbar": False}
+        fit = fedppl.fit(model, group, algorithm_of(cell, head, options.dataset), rounds=options.rounds, **settings)
+        for name in group:
+            own = fedppl.nn.personalise(fit, name)
+            if cell.method == "Laplace":
+                ways[name] = last_layer(own, group[name])
+            else:
+                ways[name] = functools.partial(_probability, fit, own)
+    return ways
+
+
+def _probability(fit: fedppl.Fit, own: Any, pixels: np.ndarray) -> np.ndarray:
+    return fedppl.nn.predict(fit, own, {"X": pixels})["probability"].values
+
+
+def _to_zero(net: Any, head: tuple[str, ...]) -> None:
+    """pFedVEM's head starts at zero."""
+    import torch
+
+    with torch.no_grad():
+        for name, value in net.named_parameters():
+            if name in head:
+                value.zero_()
+
+
+def last_layer(own: Any, data: dict[str, np.ndarray]) -> Chances:
+    """Laplace's approximation of a classifier's last layer, its prior's precision by the evidence.
+
+    With features h (with a one) and probabilities p of a row, the curvature of the weights W (C, H) is
+    Σ (diag p − p pᵀ) ⊗ h hᵀ + δ I; δ maximises log p(y | W) − δ |W|² / 2 + C H log δ / 2 − log det / 2.
+    """
+    import torch
+
+    from fedppl.nn.view import network_of
+
+    net = own.client.view(network_of).unit.loaded(own.weights)
+    last = net[-1]
+
+    def features(pixels: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            h = net[:-1](torch.as_tensor(pixels, dtype=last.weight.dtype)).double().numpy()
+        return np.column_stack([h, np.ones(len(h))])
+
+    weights = np.column_stack([last.weight.detach().double().numpy(), last.bias.detach().double().numpy()])
+    h = features(data["X"])
+    chance = softmax(h @ weights.T, axis=1)
+    middle = np.einsum("nc,cd->ncd", chance, np.eye(len(weights))) - chance[:, :, None] * chance[:, None, :]
+    curvature = np.einsum("ncd,nh,ni->chdi", middle, h, h, optimize=True).reshape(weights.size, weights.size)
+    values, vectors = np.linalg.eigh(curvature)
+    values = np.maximum(values, 0.0)
+
+    def negative(log_precision: float) -> float:
+        precision = np.exp(log_precision)
+        shrunk = precision * np.sum(weights**2) - weights.size * log_precision
+        return 0.5 * float(shrunk + np.sum(np.log(values + precision)))
+
+    precision = np.exp(minimize_scalar(negative, bounds=(-10.0, 10.0), method="bounded").x)
+    covariance = ((vectors / (values + precision)) @ vectors.T).reshape(*weights.shape, *weights.shape)
+
+    def chances(pixels: np.ndarray) -> np.ndarray:
+        parts = []
+        for part in np.array_split(pixels, max(1, len(pixels) // 500)):
+            new = features(part)
+            spread = np.einsum("nh,chdi,ni->ncd", new, covariance, new, optimize=True)
+            parts.append(probabilities(new @ weights.T, spread))
+        return np.concatenate(parts)
+
+    return chances
+
+
+def averaged(members: list[Chances]) -> Chances:
+    """The mean of several models' probabilities."""
+    return lambda pixels: np.mean([member(pixels) for member in members], axis=0)
+
+
+def score(cell: Cell, options: argparse.Namespace) -> dict[str, float]:
+    """Fit and score one cell, or read what an earlier run found; empty where training fails at this rate."""
+    done = None
+    if options.folder is not None:
+        rate = "own" if cell.rate is None else f"{cell.rate:g}"
+        name = f"{options.dataset}-{options.rounds}-{cell.method}-{cell.rows}-{cell.validation}-{cell.seed}-{rate}.json"
+        done = options.folder / name
+        if done.is_file():
+            return dict(json.loads(done.read_text()))
+    problem, started = problem_of(options, cell), time.process_time()
+    try:
+        if cell.method == "Ensemble":
+            several = [fitted(cell, problem, options, cell.seed + 1000 * i) for i in range(MEMBERS)]
+            ways = {name: averaged([member[name] for member in several]) for name in problem.train}
+        else:
+            ways = fitted(cell, problem, options, cell.seed)
+        found = {**images.scored(problem, ways), "seconds": time.process_time() - started}
+    except LocalFailure as failure:
+        print(f"{cell}: {failure}", file=sys.stderr, flush=True)
+        found = {}
+    if done is not None:
+        done.write_text(json.dumps(found))
+    return found
+
+
+def chosen(method: str, rows: int, options: argparse.Namespace) -> float | None:
+    """The rate at which held-out training rows are likeliest; None where a method has one of its own."""
+    if method in (*OF_PFEDVEM, *OURS):
+        return None
+    alike = "FedAvg-FT" if method in PEERS else method
+    found = {}
+    for rate in RATES.get(alike, (1e-3, 1e-2)):
+        held = score(Cell(alike, rows, CHOSEN_BY, rate, max(1, rows // 5)), options)
+        found[rate] = held.get("NLL", np.inf)
+    return min(found, key=lambda rate: found[rate])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run all cells, print a table for each number of rows and one line of JSON."""
+    options, started = arguments(argv), time.perf_counter()
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    logging.getLogger("fedppl").setLevel(logging.ERROR)  # stopping at a set number of rounds is what was asked for
+    warnings.filterwarnings("ignore", category=fedppl.ConvergenceWarning)
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    line: dict[str, Any] = {name: getattr(options, name) for name in ("dataset", "rounds", "seeds")}
+    line["rows"] = {}
+    for rows in options.rows:
+        records = []
+        for method in options.methods:
+            rate = chosen(method, rows, options)
+            for seed in range(options.seeds):
+                found = score(Cell(method, rows, seed, rate, 0), options)
+                records.append({"method": method, "rate": rate, **found})
+                print(f"{rows} rows, seed {seed}: {method} {found.get('NLL', np.nan):.4f}", file=sys.stderr, flush=True)
+        table = pd.DataFrame(records).groupby("method", sort=False).mean()
+        best = {what: getattr(table[what], "idxmax" if what in HIGHER else "idxmin")() for what in table.columns[1:-1]}
+        print(f"\n{options.dataset}, {rows} rows a label, {options.rounds} rounds, mean over {options.seeds} seeds\n")
+        print(table.rename_axis(None).to_string(float_format="{:.4f}".format, na_rep=""))
+        print("best: " + ", ".join(f"{what} {method}" for what, method in best.items()), flush=True)
+        line["rows"][rows] = {"methods": {k: v.dropna().round(4).to_dict() for k, v in table.iterrows()}, "best": best}
+    line["seconds"] = round(time.perf_counter() - started, 1)
+    print(json.dumps(line))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
