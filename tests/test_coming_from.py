@@ -28,6 +28,7 @@ WITH_CODE = [page for page in PAGES if blocks(page, "python")]
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of PyMC's first steps
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_a_page_s_code_runs_as_pasted(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -39,7 +40,7 @@ def test_a_page_s_code_runs_as_pasted(
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for number, block in enumerate(blocks(page, "python"), start=1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)  # noqa: S102
-    assert namespace["fit"].status.value in ("converged", "completed")
+    assert namespace["fit"].status.value in ("converged", "max_rounds")  # networks may go on for ever
     assert capsys.readouterr().out
 
 
