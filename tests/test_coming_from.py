@@ -29,7 +29,7 @@ WITH_CODE = [page for page in PAGES if blocks(page, "python")]
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of PyMC's first steps
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: f"from_{page.stem}")
 def test_a_page_s_code_runs_as_pasted(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
