@@ -33,7 +33,7 @@ WITH_CODE = [page for page in PAGES if blocks(page, "python")]
 def test_a_page_s_code_runs_as_pasted(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fits end well; what they print stands on the page, but for what depends on versions."""
+    """And the last fit ends as it should, without a warning."""
     if (name := NEEDS.get(page.stem)) and importlib.util.find_spec(name) is None:
         pytest.skip(f"needs {name}")
     monkeypatch.chdir(tmp_path)
