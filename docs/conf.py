@@ -61,6 +61,7 @@ sphinx_gallery_conf = {
     "notebook_extensions": set(),
     "show_signature": False,
 }
+html_sidebars = {"gallery/**": []}  # room for code
 html_css_files = ["gallery.css"]
 html_static_path = ["_static"]
 _ZIP = re.compile(r"\n    \.\. container:: sphx-glr-download sphx-glr-download-zip\n\n.*\n")
