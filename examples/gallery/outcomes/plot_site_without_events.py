@@ -116,14 +116,14 @@ axes.annotate(" truth", (EFFECT, -0.75), fontsize="small", va="center")
 axes.axvline(0, color="0.7", lw=1, ls="--")
 axes.set_yticks(range(len(lines)), list(lines))
 axes.set_ylim(len(lines) - 0.5, -1)
-axes.set_xlabel("log odds ratio of a stroke, drug against control (90 % interval)")
+axes.set_xlabel("log odds ratio of a stroke, with 90 % interval")
 plt.show()
 
 # %%
 # What each site says
 # -------------------
-# A site's level is well defined even without events: a site with 20 patients and no stroke says little, one with 300
-# and no stroke says that its level is low.
+# A site's level is well defined without events too. Site A had none among 60 patients: that says little, and its
+# interval is wide. Site I had two among 600, so that its level is probably low.
 
 (axes,) = fedppl.plots.forest(fit, "site_effects", population=0, ci_prob=0.9, random_seed=1, figsize=(7, 4.4))
 axes.set_xlabel("level of the site minus the mean level, log odds")
