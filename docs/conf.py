@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 from numpydoc.xref import DEFAULT_LINKS
+from sphinx_gallery.sorting import ExplicitOrder
 
 project = "fedppl"
 templates_path = ["_templates"]
@@ -20,6 +23,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx.ext.mathjax",
     "sphinx_design",
+    "sphinx_gallery.gen_gallery",
 ]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 exclude_patterns = ["paper.md", "figures", "inventories"]
@@ -46,3 +50,40 @@ html_theme = "pydata_sphinx_theme"
 html_title = "fedppl"
 html_theme_options = {"navigation_with_keys": False, "show_nav_level": 2, "secondary_sidebar_items": ["page-toc"]}
 html_show_sourcelink = False
+
+# Scripts are executed where their digest is not that of what docs/gallery keeps; a fresh clone executes none.
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples/gallery",
+    "gallery_dirs": "gallery",
+    "subsection_order": ExplicitOrder(
+        [f"../examples/gallery/{part}" for part in ("start", "outcomes", "sites", "trust")]
+    ),
+    "within_subsection_order": "FileNameSortKey",
+    "nested_sections": False,  # one index page
+    "backreferences_dir": "gallery/backreferences",
+    "doc_module": ("fedppl",),
+    "inspect_global_variables": False,
+    "thumbnail_size": (320, 224),
+    "ignore_repr_types": r"matplotlib",
+    # What would differ from one execution to the next, or can be made from the script.
+    "min_reported_time": 10_000,
+    "write_computation_times": False,
+    "download_all_examples": False,
+    "notebook_extensions": set(),
+    "show_signature": False,
+}
+html_sidebars = {"gallery/**": []}  # room for code
+html_css_files = ["gallery.css"]
+html_static_path = ["_static"]
+_ZIP = re.compile(r"\n    \.\. container:: sphx-glr-download sphx-glr-download-zip\n\n.*\n")
+
+
+def without_zip(app: Any, docname: str, source: list[str]) -> None:
+    """Take out the link to an archive of one script, which is beside it anyway."""
+    if docname.startswith("gallery/"):
+        source[0] = _ZIP.sub("", source[0])
+
+
+def setup(app: Any) -> None:
+    """Connect what changes pages before they are read."""
+    app.connect("source-read", without_zip)
