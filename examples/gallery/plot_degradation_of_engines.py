@@ -45,8 +45,9 @@ print({name: len(data["y"]) for name, data in engines.items()})
 # One engine's model
 # ------------------
 #
-# This is an ordinary PyMC model. The mean of the fleet and the spread between engines are shared, the engine's own three
-# coefficients and its noise are not. The data stand in ``pm.Data``, so that one compiled function serves all engines.
+# This is an ordinary PyMC model. The mean of the fleet and the spread between engines are shared, the engine's own
+# three coefficients and its noise are not. The data stand in ``pm.Data``, so that one compiled function serves all
+# engines.
 
 
 def engine(X, y):
@@ -67,9 +68,9 @@ print(fit.status.value, "-", fit.message)
 print(fit.summary().iloc[:, :4].round(2))
 
 # %%
-# What left the operators: in each round a summary of what one engine's readings say of ``fleet`` and ``spread``, a mean, a
-# precision and a skewness, and at the end its log likelihood at points that the server chose. Readings did not leave, nor
-# did ``own``. A summary is not nothing: :doc:`/privacy` says what can be inferred from it.
+# What left the operators: in each round a summary of what one engine's readings say of ``fleet`` and ``spread``, a
+# mean, a precision and a skewness, and at the end its log likelihood at points that the server chose. Readings did not
+# leave, nor did ``own``. A summary is not nothing: :doc:`/privacy` says what can be inferred from it.
 #
 # Forecasts
 # ---------
@@ -134,8 +135,8 @@ for name in young:
 # An engine that is not part of the fleet's fit
 # ---------------------------------------------
 #
-# A seventeenth operator joins later, with five readings. Nobody else is asked again: its posterior comes from the shared
-# variables and its own readings.
+# A seventeenth operator joins later, with five readings. Nobody else is asked again: its posterior comes from the
+# shared variables and its own readings.
 
 flights = np.arange(0.0, 0.1, 0.02)
 newcomer = {"X": design(flights), "y": design(flights) @ [88.0, -15.0, -7.0] + rng.normal(0, NOISE, len(flights))}
@@ -147,8 +148,8 @@ print(f"margin at 1,500 flights: {low:.1f} to {high:.1f} °C (truth {design([OVE
 # What to take away
 # -----------------
 #
-# - A young engine by itself knows its level and hardly its curvature, and its interval at the overhaul is too wide to plan
-#   with. The fleet knows how engines wear; the interval is narrower and still holds the truth in the table above.
+# - A young engine by itself knows its level and hardly its curvature, and its interval at the overhaul is too wide to
+#   plan with. The fleet knows how engines wear; the interval is narrower and still holds the truth in the table above.
 # - Extrapolation is as good as the curve that was declared. An interval knows of noise and of engines that differ, and
 #   not of wear that follows another law: see the coverage on real engines in :doc:`/hm1`.
 # - Here every engine is compared with one fleet. Where some engines resemble each other more than the rest,

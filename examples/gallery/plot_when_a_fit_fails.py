@@ -2,9 +2,9 @@
 What does fedppl say when a fit fails, and what does it not say?
 ================================================================
 
-A declaration may be refused, a fit may stop before it has arrived, data may disagree with the prior, and a posterior may
-have a second mode that nobody looked for. Each is provoked here once. The messages are printed as they come, and each
-fit is mended.
+A declaration may be refused, a fit may stop before it has arrived, data may disagree with the prior, and a posterior
+may have a second mode that nobody looked for. Each is provoked here once. The messages are printed as they come, and
+each fit is mended.
 """
 
 # %%
@@ -41,8 +41,8 @@ def attempt(builder, shared, clients, **settings):
 # Refused: a variable that cannot be handled
 # ------------------------------------------
 #
-# Six clinics measure a blood value. It is low in some patients and high in others, and nobody knows in whom. The model is
-# declared with an indicator for each patient.
+# Six clinics measure a blood value. It is low in some patients and high in others, and nobody knows in whom. The model
+# is declared with an indicator for each patient.
 
 rng = np.random.default_rng(3)
 clinics = {}
@@ -64,8 +64,8 @@ def indicators(y):
 _ = attempt(indicators, ["level", "sd"], clinics)
 
 # %%
-# Nothing was computed, and nothing left a client. The message names the variable, the rule and a remedy: sum the indicator
-# out, which is a mixture.
+# Nothing was computed, and nothing left a client. The message names the variable, the rule and a remedy: sum the
+# indicator out, which is a mixture.
 
 
 def mixture(y):
@@ -129,8 +129,8 @@ scaled = {
 early = attempt(rents, ["mu", "tau"], scaled, rounds=1)
 
 # %%
-# The status is not ``converged``, a ``ConvergenceWarning`` says it a second time, and the message names the setting. With the
-# default there are enough rounds.
+# The status is not ``converged``, a ``ConvergenceWarning`` says it a second time, and the message names the setting.
+# With the default there are enough rounds.
 
 arrived = attempt(rents, ["mu", "tau"], scaled)
 
@@ -143,8 +143,8 @@ arrived = attempt(rents, ["mu", "tau"], scaled)
 raw = attempt(rents, ["mu", "tau"], towns)
 
 # %%
-# This is the posterior of what was declared, and the declaration was wrong: a mean level of about one euro, and a spread
-# between towns that has to make up for it. A fit that converged can have a message. Read it: it names a client
+# This is the posterior of what was declared, and the declaration was wrong: a mean level of about one euro, and a
+# spread between towns that has to make up for it. A fit that converged can have a message. Read it: it names a client
 # and a coordinate, and asks for the units. The mended fit is the one above, of scaled rows.
 #
 # Converged, no message, and a part of the posterior is missing
@@ -184,8 +184,8 @@ _ = axis.legend(frameon=False, fontsize=9, loc="upper center")
 print(f"share of the posterior below 6: {density[grid < 6].sum() / density.sum():.2f}")
 
 # %%
-# Points that are drawn around one mode do not see another one far away, and no diagnostic of the fit tells of it. Nor is
-# ``fedppl.conflict`` sure to: with heavy tails each laboratory may be an outlier, and the p-values say little.
+# Points that are drawn around one mode do not see another one far away, and no diagnostic of the fit tells of it. Nor
+# is ``fedppl.conflict`` sure to: with heavy tails each laboratory may be an outlier, and the p-values say little.
 
 print(fedppl.conflict(single).to_dataframe()["p_value"].round(2).to_string())
 
@@ -213,15 +213,16 @@ def own_mean(y):
 _ = attempt(own_mean, ["mu", "tau"], labs)
 
 # %%
-# The mean is now known as badly as six laboratories that disagree can know it. Which of them are right no model can say.
+# The mean is now known as badly as six laboratories that disagree can know it. Which of them are right no model can
+# say.
 #
 # What to take away
 # -----------------
 #
 # - A refusal comes before anything is computed or sent. Its last sentences are the remedy.
-# - Read ``fit.status`` and ``fit.message``, and the message also where the fit has converged: it may be about a client's
-#   units, or about a prior that its data contradict. :doc:`/models` has what a fit offers.
-# - ``converged`` says that rounds have come to rest and that the correction is trusted around there: :doc:`/exactness`. It
-#   does not say that there is no other mode. Labels that can be exchanged, signs that can be turned round, and heavy
+# - Read ``fit.status`` and ``fit.message``, and the message also where the fit has converged: it may be about a
+#   client's units, or about a prior that its data contradict. :doc:`/models` has what a fit offers.
+# - ``converged`` says that rounds have come to rest and that the correction is trusted around there: :doc:`/exactness`.
+#   It does not say that there is no other mode. Labels that can be exchanged, signs that can be turned round, and heavy
 #   tails with data in two places have several. Name what is exchangeable, and look at ``fedppl.Separate()``.
 # - A model that is refused because of a kink, such as a lasso's, has another way of computing: :doc:`/algorithms`.
