@@ -68,6 +68,9 @@ print(fit.status.value, "-", fit.message)
 print(fit.summary().iloc[:, :4].round(2))
 
 # %%
+# The log warns that the column of squared flights is much smaller at the young engines, as if units differed. That is
+# the point of this page: they have flown less. Where nobody knows of a reason, look at the units.
+#
 # What left the operators: in each round a summary of what one engine's readings say of ``fleet`` and ``spread``, a
 # mean, a precision and a skewness, and at the end its log likelihood at points that the server chose. Readings did not
 # leave, nor did ``own``. A summary is not nothing: :doc:`/privacy` says what can be inferred from it.
