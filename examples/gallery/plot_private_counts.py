@@ -81,7 +81,7 @@ for budget in budgets:
 # log likelihood for a correction. Sites of their own would send all of these to a plain fit, but for the last, for
 # which they have to be asked.
 
-print(set(fits[budgets[0]].idata["rounds"]["released"].values))
+print(sorted({str(what) for what in fits[budgets[0]].idata["rounds"]["released"].values}))
 
 # %%
 # Width
