@@ -23,8 +23,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 # models/ comes with a checkout, not with the wheel. A gallery runs this page in its folder, without __file__.
-here = pathlib.Path(globals().get("__file__", "page.py")).resolve()
-sys.path.insert(0, str(here.parents[2]))
+sys.path.insert(0, str(pathlib.Path(globals().get("__file__", "page.py")).resolve().parents[2]))
 
 import fedppl
 from models import fedlmc_ss
