@@ -78,12 +78,17 @@ def mixture(y):
     return model
 
 
-switched = attempt(mixture, ["level", "sd", "share"], clinics)
+_ = attempt(mixture, ["level", "sd", "share"], clinics)
 
 # %%
 # It converged, and nothing is said. But nothing in the declaration tells which level is the first: with both exchanged,
 # and the share turned round, the density is the same. The posterior has two modes, and the fit describes the one that
-# it came to. So name the lower one by what it is. The posterior then has one mode.
+# it came to. Searches from several points find both, and then the fit is not called converged.
+
+_ = attempt(mixture, ["level", "sd", "share"], clinics, algorithm=fedppl.EP(starts=8))
+
+# %%
+# So name the lower one by what it is. The posterior then has one mode.
 
 
 def ordered(y):
@@ -96,7 +101,7 @@ def ordered(y):
     return model
 
 
-mended = attempt(ordered, ["low", "gap", "sd", "share"], clinics)
+_ = attempt(ordered, ["low", "gap", "sd", "share"], clinics)
 
 # %%
 # Stopped before it arrived
@@ -198,6 +203,11 @@ axis = fedppl.plots.forest(alone, "mu", random_seed=1, figsize=(7, 3))[0]
 _ = axis.set_xlabel("mu of each laboratory alone, units of the measurement")
 
 # %%
+# A fit that is told to search from several points says so, and is not called converged.
+
+_ = attempt(one_mean, ["mu"], labs, algorithm=fedppl.EP(starts=8))
+
+# %%
 # There are two groups, so that laboratories have to be allowed to differ.
 
 
@@ -224,5 +234,6 @@ _ = attempt(own_mean, ["mu", "tau"], labs)
 #   client's units, or about a prior that its data contradict. :doc:`/models` has what a fit offers.
 # - ``converged`` says that rounds have come to rest and that the correction is trusted around there: :doc:`/exactness`.
 #   It does not say that there is no other mode. Labels that can be exchanged, signs that can be turned round, and heavy
-#   tails with data in two places have several. Name what is exchangeable, and look at ``fedppl.Separate()``.
+#   tails with data in two places have several. Name what is exchangeable, and where you are in doubt, search from
+#   several points: ``fedppl.EP(starts=8)``.
 # - A model that is refused because of a kink, such as a lasso's, has another way of computing: :doc:`/algorithms`.
