@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 # models/ comes with a checkout, not with the wheel. A gallery runs this page in its folder, without __file__.
-sys.path.insert(0, str(pathlib.Path(globals().get("__file__", "page.py")).resolve().parents[2]))
+sys.path.insert(0, str(pathlib.Path(globals().get("__file__", "page.py")).resolve().parents[3]))
 
 import fedppl
 from models import fedlmc_ss
