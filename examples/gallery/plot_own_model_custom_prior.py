@@ -107,8 +107,8 @@ print(f"largest Pareto k: {float(az.loo(small, pointwise=True).pareto_k.max()):.
 # %%
 # On the left is what the data have taught of the spread of log CL: the long tail of its half-Cauchy prior is gone,
 # and zero is unlikely too. On the right is the smallest hospital, with five samples. Its own curve goes through them,
-# and its interval is far narrower than that of the curves of hospitals at large, which is all that is known of a
-# hospital without samples.
+# and its interval is narrower than that of the curves of hospitals at large, which is all that is known of a hospital
+# without samples.
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
 spread = fit.idata["posterior"]["spread"].sel(parameter="log CL").values.ravel()

@@ -24,7 +24,7 @@ import fedppl
 
 logging.getLogger("fedppl").setLevel(logging.ERROR)
 pd.set_option("display.width", 110)
-rng = np.random.default_rng(12)
+rng = np.random.default_rng(17)
 SIZES = {"Hillside": 8, "Alder": 11, "Brook": 14, "Cedar": 18, "Dene": 24, "Elm": 30}
 SIZES |= {"Forge": 38, "Grange": 48, "Harbour": 60, "Ivy": 75, "Kings": 95, "Lake": 120}
 LEVELS = {name: level for name, level in zip(SIZES, [45.0, *rng.normal(50, 4, len(SIZES) - 1)], strict=True)}
