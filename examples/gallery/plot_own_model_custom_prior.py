@@ -106,7 +106,7 @@ print(f"largest Pareto k: {float(az.loo(small, pointwise=True).pareto_k.max()):.
 
 # %%
 # On the left is what the data have taught of the spread of log CL: the long tail of its half-Cauchy prior is gone,
-# and zero is unlikely too. On the right is the smallest hospital, with five samples. Its own curve goes through them,
+# and zero is unlikely too. On the right is the smallest hospital, with five samples. Its own curve lies among them,
 # and its interval is narrower than that of the curves of hospitals at large, which is all that is known of a hospital
 # without samples.
 
@@ -137,7 +137,14 @@ for theta, color, label in ((any_hospital, "C7", "hospitals at large"), (own, "C
     low, high = np.quantile(drawn, [0.03, 0.97], axis=0)
     right.fill_between(hours, low, high, color=color, alpha=0.35, lw=0, label=f"{label}, 94 %")
 right.plot(hours, curves(*truth["hospital 1"][:, None])[0], "k--", lw=1, label="truth of hospital 1")
-right.plot(data["hospital 1"]["hours"], np.exp(data["hospital 1"]["log_concentration"]), "o", color="C0", mec="white")
+right.plot(
+    data["hospital 1"]["hours"],
+    np.exp(data["hospital 1"]["log_concentration"]),
+    "o",
+    color="C0",
+    mec="white",
+    label="its samples",
+)
 right.set(xlabel="hours after the injection", ylabel="concentration, mg a litre", title="The smallest hospital")
 right.legend(fontsize=8)
 plt.show()
