@@ -91,9 +91,10 @@ elpd = fedppl.loo_compare(fits, draws=500, chains=2, random_seed=1)
 print(elpd.round(2).to_string())
 
 # %%
-# Leave-one-out prefers nurses under both priors, and hardly tells these apart. A difference ``elpd_diff`` is to be
-# held against its own standard error ``dse``, and not against the ``se`` of a model, which is mostly that wards
-# differ. The column ``bad`` counts wards for which the computation is not to be trusted.
+# Leave-one-out prefers nurses under both priors, by about two standard errors, and hardly tells these apart. A
+# difference ``elpd_diff`` is to be held against its own standard error ``dse``, and not against the ``se`` of a
+# model, which is mostly that wards differ. The column ``bad`` counts wards for which the computation is not to be
+# trusted.
 
 names = list(fits)
 places = np.arange(len(names))
