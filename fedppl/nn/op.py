@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,14 @@ from pytensor.gradient import DisconnectedType, grad_not_implemented
 from pytensor.graph.basic import Apply
 from pytensor.graph.op import Op
 
-from fedppl.nn.functional import call, cast, own_copy, require_module, require_pure, size_of, state_of
+from fedppl.nn.devices import device_for, host, placed, tensor
+from fedppl.nn.functional import call, own_copy, parts_of, require_module, require_pure, size_of, state_of
 from fedppl.types import Array, DeclarationError
 
 
-def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = None) -> Any:
+def module(
+    net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = None, device: str | torch.device | None = None
+) -> Any:
     r"""Evaluate a network on weights and inputs that stand in a PyMC model.
 
     .. math:: f(X; w), \qquad \bar w = \bar f^\top \frac{\partial f}{\partial w}
@@ -35,6 +38,11 @@ def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = Non
         Inputs, a row per observation, (n, ...): a ``pm.Data`` container, another tensor, or an array.
     ndim
         Dimensions of the output. By default those of the output at the value that `X` has, and 2 where it has none.
+    device
+        Where torch computes: "cpu", "cuda", "cuda:1", "mps". By default where `net` is, so that ``net.to("cuda")``
+        before is the same. It is a matter of this client's machine: others may have other devices, and messages are
+        NumPy's arrays whatever it is. On "mps", which has no float64, densities, checks and predictions are computed
+        on the CPU, training and inference in float32 there.
 
     Returns
     -------
@@ -44,7 +52,8 @@ def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = Non
     Raises
     ------
     DeclarationError
-        For weights that are not those of `net`, and for a module whose output depends on more than weights and inputs.
+        For weights that are not those of `net`, for a module whose output depends on more than weights and inputs, and
+        for a device that cannot be used here.
 
     Examples
     --------
@@ -63,6 +72,7 @@ def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = Non
     a network has many equal modes; NUTS sees some of them.
     """
     require_pure(net)
+    place = device_for(net, device)
     given = pt.as_tensor_variable(X)
     if isinstance(weights, Mapping):
         wanted = dict(net.named_parameters())
@@ -81,8 +91,8 @@ def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = Non
             )
     held = X.get_value() if hasattr(X, "get_value") else getattr(given, "data", None)
     if ndim is None:
-        ndim = 2 if held is None else _output_ndim(net, np.asarray(held))
-    return ModuleOp(net, ndim)(pt.cast(flat, "float64"), given)
+        ndim = 2 if held is None else _output_ndim(net, np.asarray(held), placed(place, torch.float64))
+    return ModuleOp(net, ndim, place)(pt.cast(flat, "float64"), given)
 
 
 def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0) -> dict[str, Any]:
@@ -183,11 +193,12 @@ def parameter_names(net: torch.nn.Module) -> list[str]:
     ]
 
 
-def _output_ndim(net: torch.nn.Module, X: Array) -> int:
+def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
     rows = torch.from_numpy(np.array(X[:2]))
     try:
         with torch.no_grad():
-            output = _call(net, torch.cat([value.detach().double().ravel() for value in net.parameters()]), rows)
+            flat = tensor(np.concatenate([host(value).ravel() for value in net.parameters()]), torch.float64, device)
+            output = _call(net, flat, tensor(np.array(X[:2]), torch.float64, device))
     except Exception as error:
         remedy = "" if rows.is_floating_point() else " Give numbers as reals, X.astype(float), where they are no codes."
         raise DeclarationError(
@@ -208,18 +219,31 @@ def _output_ndim(net: torch.nn.Module, X: Array) -> int:
 
 
 def _call(net: torch.nn.Module, flat: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
-    """The output in float64, by this thread's copy."""
+    """The output, by this thread's copy."""
     net = own_copy(net)
-    return call(net, state_of(net, flat), cast(X, torch.float64))
+    return call(net, state_of(net, flat), X)
+
+
+def _parts(net: torch.nn.Module, flat: torch.Tensor, X: Array, place: torch.device) -> Iterator[torch.Tensor]:
+    """Inputs, some rows at a time; all at once where rows depend on each other, which two of them show."""
+    parts = parts_of(net, X.shape)
+    if len(parts) > 1:
+        both = tensor(X[[0, -1]], torch.float64, place)
+        with torch.no_grad():
+            together, alone = _call(net, flat, both), torch.cat([_call(net, flat, row) for row in torch.split(both, 1)])
+        if together.shape != alone.shape or not torch.allclose(together, alone, rtol=1e-9, atol=1e-9):
+            parts = [slice(None)]
+    for rows in parts:
+        yield tensor(np.array(X[rows]), torch.float64, place)
 
 
 class ModuleOp(Op):  # type: ignore[misc]
     """Weights (d,) and inputs (n, ...) to the network's output. Two of one network are equal."""
 
-    __props__ = ("net", "ndim")
+    __props__ = ("net", "ndim", "device")
 
-    def __init__(self, net: torch.nn.Module, ndim: int) -> None:
-        self.net, self.ndim = net, ndim
+    def __init__(self, net: torch.nn.Module, ndim: int, device: torch.device) -> None:
+        self.net, self.ndim, self.device = net, ndim, device
 
     def make_node(self, flat: Any, X: Any) -> Apply:
         """Types of inputs and output."""
@@ -228,13 +252,15 @@ class ModuleOp(Op):  # type: ignore[misc]
 
     def perform(self, node: Apply, inputs: Any, outputs: Any) -> None:
         """Run the network."""
-        flat, X = (torch.from_numpy(np.array(value)) for value in inputs)
+        place = placed(self.device, torch.float64)
+        flat, X = tensor(np.array(inputs[0]), torch.float64, place), np.asarray(inputs[1])
         with torch.no_grad():
-            outputs[0][0] = _call(self.net, flat, X).numpy()
+            found = [host(_call(self.net, flat, rows)) for rows in _parts(self.net, flat, X, place)]
+        outputs[0][0] = np.concatenate(found) if len(found) > 1 else found[0]
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
         """Gradients with respect to the weights, and to inputs that are real numbers."""
-        pulled = ModuleGradientOp(self.net)(*inputs, *cotangents)
+        pulled = ModuleGradientOp(self.net, self.device)(*inputs, *cotangents)
         real = inputs[1].type.dtype.startswith("float")
         return [pulled[0], pulled[1] if real else DisconnectedType()()]
 
@@ -250,10 +276,10 @@ class ModuleOp(Op):  # type: ignore[misc]
 class ModuleGradientOp(Op):  # type: ignore[misc]
     """Weights, inputs and the output's cotangent to the cotangents of weights and inputs."""
 
-    __props__ = ("net",)
+    __props__ = ("net", "device")
 
-    def __init__(self, net: torch.nn.Module) -> None:
-        self.net = net
+    def __init__(self, net: torch.nn.Module, device: torch.device) -> None:
+        self.net, self.device = net, device
 
     def make_node(self, flat: Any, X: Any, cotangent: Any) -> Apply:
         """Types of inputs and outputs."""
@@ -262,17 +288,21 @@ class ModuleGradientOp(Op):  # type: ignore[misc]
 
     def perform(self, node: Apply, inputs: Any, outputs: Any) -> None:
         """Run the network forwards, and the cotangent backwards."""
-        flat, X, cotangent = (cast(torch.from_numpy(np.array(value)), torch.float64) for value in inputs)
+        place = placed(self.device, torch.float64)
+        flat, X, cotangent = tensor(np.array(inputs[0]), torch.float64, place), np.asarray(inputs[1]), inputs[2]
         real = node.inputs[1].type.dtype.startswith("float")
         flat.requires_grad_()
-        with torch.enable_grad():
-            given = X.requires_grad_() if real else X
-            output = _call(self.net, flat, given)
-            wanted = [flat, given] if real else [flat]
-            found = torch.autograd.grad(output, wanted, cotangent, allow_unused=True)
-        zeros = np.zeros(X.shape)
-        outputs[0][0] = np.zeros(len(flat)) if found[0] is None else found[0].numpy()
-        outputs[1][0] = zeros if not real or found[1] is None else found[1].numpy()
+        by_weights, by_inputs, first = np.zeros(len(flat)), np.zeros(X.shape), 0
+        for given in _parts(self.net, flat, X, place):
+            rows = slice(first, first + len(given))
+            with torch.enable_grad():
+                output = _call(self.net, flat, given.requires_grad_() if real else given)
+                pull = tensor(np.array(cotangent[rows]), torch.float64, place)
+                found = torch.autograd.grad(output, [flat, given] if real else [flat], pull, allow_unused=True)
+            by_weights += 0.0 if found[0] is None else host(found[0])
+            by_inputs[rows] = 0.0 if not real or found[1] is None else host(found[1])
+            first = rows.stop
+        outputs[0][0], outputs[1][0] = by_weights, by_inputs
 
     def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
         """Nothing: second derivatives are not offered."""
