@@ -245,6 +245,9 @@ class ModuleOp(Op):  # type: ignore[misc]
     def __init__(self, net: torch.nn.Module, ndim: int, device: torch.device) -> None:
         self.net, self.ndim, self.device = net, ndim, device
 
+    def __str__(self) -> str:
+        return f"module({type(self.net).__name__})"
+
     def make_node(self, flat: Any, X: Any) -> Apply:
         """Types of inputs and output."""
         flat, X = pt.as_tensor_variable(flat), pt.as_tensor_variable(X)
