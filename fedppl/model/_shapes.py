@@ -23,7 +23,7 @@ def apart(parts: _graph.Parts, arrays: Mapping[str, Any]) -> str:
         The client's data.
     """
     for rv in parts.model.observed_RVs:
-        if rv.owner is None or getattr(rv.owner.op, "ndim_supp", 1):
+        if rv.owner is None or getattr(rv.owner.op, "ndim_supp", None) != 0:
             continue
         parameters = rv.owner.op.dist_params(rv.owner)
         behind = rv.owner.op.ndims_params

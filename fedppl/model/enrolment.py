@@ -130,7 +130,7 @@ def mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception, apart:
             f"Its arrays have different numbers of rows, {rows}: give one row of each array per observation, or look "
             "at what indexes them."
         )
-    if apart:
+    elif apart:
         message, remedy = apart, "Give one outcome for each of these, or declare a distribution of that shape."
     return DataError(
         f"client {client_id!r}: the model cannot be evaluated on data of shapes {shapes}: {message}. {remedy}"

@@ -115,7 +115,9 @@ def call(net: torch.nn.Module, state: dict[str, torch.Tensor], X: torch.Tensor) 
 def parts_of(net: torch.nn.Module, shape: Sequence[int]) -> list[slice]:
     """Rows of inputs of this shape (n, ...) that are computed at once, so that memory does not grow with all rows."""
     rows, *one = shape
-    width = max(1, int(np.prod(one, dtype=int)), *(value.shape[0] for value in net.parameters() if value.ndim))
+    layers = (layer for layer in net.modules() if not isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag))
+    values = (value for layer in layers for value in layer.parameters(recurse=False) if value.ndim)
+    width = max(1, int(np.prod(one, dtype=int)), *(value.shape[0] for value in values))
     size = max(1, _NUMBERS // width)
     return [slice(start, start + size) for start in range(0, max(rows, 1), size)]
 
