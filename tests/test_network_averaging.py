@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import numpy as np
@@ -349,8 +350,10 @@ def test_a_fit_of_another_kind_has_no_network() -> None:
         nn.predict(fit, fit.client_ids[0], {"X": np.ones((1, 2))})
 
 
-def test_outputs_that_are_not_finite_are_no_prediction() -> None:
-    """Inputs that only a network without a saturating layer sees as they are."""
+@pytest.mark.parametrize("rows", [4096, 1])
+def test_outputs_that_are_not_finite_are_no_prediction(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that only a network without a saturating layer sees as they are; in one block and in blocks of a row."""
+    monkeypatch.setattr(importlib.import_module("fedppl.nn.predict"), "_ROWS", rows)
     net = torch.nn.Sequential(torch.nn.Linear(3, 3))
     torch.nn.init.constant_(net[0].weight, 10.0)
     model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["0.weight"])
@@ -397,3 +400,17 @@ def test_classes_with_something_after_the_point_are_refused() -> None:
     wrong = {name: {**data, "y": data["y"] + 0.5} for name, data in clients.items()}
     with pytest.raises(fedppl.DataError, match="'y' holds [0-9.]*5, and .* whole numbers"):
         fedppl.fit(model, wrong, nn.FedAvg(), progressbar=False)
+
+
+@pytest.mark.parametrize("link", ["scaled", "map", "probit"])
+def test_predictions_block_by_block_are_those_at_once(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the same rows; draws go on from block to block."""
+    fit, rows = fitted_once(), np.random.default_rng(4).normal(size=(23, 3))
+    wanted = nn.predict(fit, "device 0", {"X": rows}, link=link)
+    monkeypatch.setattr(importlib.import_module("fedppl.nn.predict"), "_ROWS", 5)
+    found = nn.predict(fit, "device 0", {"X": rows}, link=link)
+    assert found.sizes == wanted.sizes and found.attrs == wanted.attrs
+    for name in wanted:
+        assert_allclose(found[name], wanted[name], rtol=1e-10, atol=1e-12)
+    drawn = nn.predict(fit, "device 0", {"X": rows}, link="monte carlo", draws=30)["probability"]
+    assert_allclose(drawn.sum("output"), 1.0)

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import gaussian, nn  # noqa: E402
 from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
+from fedppl.nn import functional  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests.support import problems  # noqa: E402
 
@@ -257,3 +258,64 @@ def test_nuts_samples_a_network_with_a_hidden_layer_and_predicts(rng: np.random.
     low, high = np.quantile(drawn, [0.05, 0.95], axis=0)
     fresh = np.sin(2 * new[:, 0]) + 0.3 * np.random.default_rng(5).normal(size=50)
     assert np.mean((low < fresh) & (fresh < high)) > 0.75  # 0.9 ± 4 · 0.042 of fifty, less a little
+
+
+def test_some_rows_at_a_time_are_all_rows(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values, and gradients with respect to weights and inputs, in chunks that do not divide the rows."""
+    net, w, X, A = problems.network(), rng.normal(size=31), rng.normal(size=(23, 3)), rng.normal(size=(23, 3))
+    cost = lambda w, X: pt.sum(A * nn.module(net, w, X))  # noqa: E731
+    function = compiled(lambda w, X: [nn.module(net, w, X), *pt.grad(cost(w, X), [w, X])])
+    wanted = function(w, X)
+    monkeypatch.setattr(functional, "_NUMBERS", 20)  # five rows of four hidden units
+    assert len(functional.parts_of(net, X.shape)) == 5
+    for found, value in zip(function(w, X), wanted, strict=True):
+        assert_allclose(found, value, rtol=1e-12)
+
+
+class Centred(torch.nn.Module):  # type: ignore[misc]
+    """Rows that depend on each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+
+    def forward(self, X: Any) -> Any:
+        found = self.layer(X)
+        return found - found.mean(0)
+
+
+def test_rows_that_depend_on_each_other_are_computed_at_once(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, w, X = Centred(), rng.normal(size=8), rng.normal(size=(23, 3))
+    monkeypatch.setattr(functional, "_NUMBERS", 15)
+    output = X @ w[:6].reshape(2, 3).T + w[6:]
+    assert_allclose(compiled(lambda w, X: nn.module(net, w, X))(w, X), output - output.mean(axis=0), atol=1e-12)
+
+
+def outcome(X: Any, y: Any, *, outputs: int, declared: Any) -> Any:
+    net = problems.network(outputs=outputs)
+    with pm.Model() as model:
+        X, y = pm.Data("X", X), pm.Data("y", y)
+        declared(nn.module(net, nn.parameters(net), X), y)
+    return model
+
+
+WIDE = {
+    "classes": (lambda f, y: pm.Categorical("o", logit_p=f, observed=y), 10, (12, 3), ["(12, 3)", "(12,)", "(12, 10)"]),
+    "wide": (lambda f, y: pm.Normal("o", f, 1, observed=y), 10, (12, 3), ["(12, 3)", "(12, 10)"]),
+    "one output": (lambda f, y: pm.Normal("o", f, 1, observed=y), 1, (12, 3), ["(12, 3)", "(12, 1)"]),
+    "a column": (lambda f, y: pm.Poisson("o", pm.math.exp(f[:, 0]), observed=y), 1, (12, 3), ["(12, 3)", "(12,)"]),
+    "a vector": (lambda f, y: pm.Normal("o", f, 1, observed=y), 1, (12,), ["(12,)", "f[:, 0]", "module(Sequential)"]),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_outcomes_of_another_shape_than_the_output_are_told_by_both(name: str, rng: np.random.Generator) -> None:
+    declared, outputs, shape, words = WIDE[name]
+    builder = functools.partial(outcome, outputs=outputs, declared=declared)
+    model = fedppl.FederatedModel(builder, ["0.weight", "0.bias", "2.weight", "2.bias"])
+    with pytest.raises(fedppl.DataError) as refused:
+        model.enrol({"a": {"X": rng.normal(size=(12, 3)), "y": rng.integers(2, size=shape)}}, kernel=False)
+    for word in ("'a'", *words):
+        assert word in str(refused.value)

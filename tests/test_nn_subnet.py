@@ -253,3 +253,27 @@ def test_draws_have_the_posteriors_covariance(rng: np.random.Generator) -> None:
         sd = np.sqrt(np.diag(full))
         found = np.cov(q.deviations(40_000, rng), rowvar=False)
         assert np.all(np.abs(found - full) < 5 * np.sqrt(2 / 40_000) * np.outer(sd, sd))
+
+
+@pytest.mark.parametrize("net", [problems.network(), Convolution()])
+def test_the_posterior_of_few_rows_is_that_of_the_whole_matrix(net: Any, rng: np.random.Generator) -> None:
+    """By a matrix as large as the outputs of all rows, where they are few beside the weights."""
+    X = rng.normal(size=(2, 3)) if not isinstance(net, Convolution) else rng.normal(size=(2, 6, 6))
+    builder = functools.partial(fedsi.classifier, net=net)
+    names = [name for name, _ in net.named_parameters()]
+    client = fedppl.FederatedModel(builder, names).enrol({"a": {"X": X, "y": np.array([0, 2])}}, kernel=False)["a"]
+    unit = client.view(network_of).unit
+    index, variance = np.arange(3, 30), rng.uniform(0.5, 4.0, size=27)
+    few = subnet._of_few_rows(unit, unit.held, index, variance, torch.float64, torch.device("cpu"))
+    wanted = np.linalg.inv(subnet.curvature(unit, unit.held, index) + np.diag(1 / variance))
+    assert few is not None
+    assert_allclose(few, wanted, rtol=1e-9, atol=1e-12)
+    assert_array_equal(subnet.infer(unit, unit.held, index, variance).covariance, few)
+    assert subnet._of_few_rows(unit, unit.held, index, 1e20 * variance, torch.float64, torch.device("cpu")) is None
+
+
+def test_a_square_of_rows_is_added_block_by_block(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subnet, "_BLOCK", 3)
+    rows, matrix = torch.from_numpy(rng.normal(size=(5, 11))), torch.ones(11, 11, dtype=torch.float64)
+    subnet._add_square(matrix, rows, -1.0)
+    assert_allclose(np.triu(matrix.numpy()), np.triu(1.0 - (rows.T @ rows).numpy()), rtol=1e-12)

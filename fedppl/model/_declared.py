@@ -34,6 +34,11 @@ def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]
         reals = [name for name, value in arrays.items() if np.asarray(value).dtype.kind == "f"]
         if isinstance(error, TypeError) and "integers" in str(error) and reals:
             remedy = f"Of reals there are {', '.join(map(repr, reals))}: give as integers what is an index."
+        if "Size length is incompatible" in str(error):
+            remedy = (
+                "Outcomes have fewer axes than a parameter of their distribution: give outcomes with as many, (n, 1) "
+                "beside an output (n, 1), or take a column of it, f[:, 0]."
+            )
         raise DataError(
             f"client {client_id!r}: the builder failed on data of shapes {shapes}: {type(error).__name__}: "
             f"{str(error).rstrip('.')}. {remedy}"

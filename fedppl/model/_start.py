@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fedppl.model._shapes import apart
 from fedppl.model.client import ClientModel
 from fedppl.model.enrolment import mismatch, other_prior, require_same_variables
 from fedppl.model.indices import require_not_negative
@@ -40,7 +41,8 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
     except DataError:
         raise  # said already
     except (ValueError, TypeError, IndexError, AssertionError) as error:  # PyTensor asserts that shapes fit
-        raise mismatch(client.client_id, client.arrays, error) from error
+        unfit = apart(client.template.parts, client.arrays)
+        raise mismatch(client.client_id, client.arrays, error, unfit) from error
     if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
         raise DataError(
             f"client {client.client_id!r}: the log density at the starting point is {value}; this client's data are "

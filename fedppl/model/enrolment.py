@@ -112,8 +112,11 @@ def _require_finite(client_id: str, name: str, value: Any, rv: Any) -> None:
         )
 
 
-def mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception) -> DataError:
-    """Say that the model could not be evaluated on a client's data, with the shapes and what to look at."""
+def mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception, apart: str = "") -> DataError:
+    """Say that the model could not be evaluated on a client's data, with the shapes and what to look at.
+
+    `apart` says which outcomes do not have the shape of their distribution, where that is known.
+    """
     shapes = {name: np.shape(value) for name, value in arrays.items()}
     message = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
     remedy = "Give this client the same columns as the others, one row of each array per observation."
@@ -127,6 +130,8 @@ def mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception) -> Dat
             f"Its arrays have different numbers of rows, {rows}: give one row of each array per observation, or look "
             "at what indexes them."
         )
+    elif apart:
+        message, remedy = apart, "Give one outcome for each of these, or declare a distribution of that shape."
     return DataError(
         f"client {client_id!r}: the model cannot be evaluated on data of shapes {shapes}: {message}. {remedy}"
     )

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedppl.nn.functional import Places, call, cast, parameter_slices, state_of
-from fedppl.nn.unit import NetworkUnit
+from fedppl.nn.devices import host
+from fedppl.nn.functional import Places, call, parameter_slices, parts_of
+from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array
 
 _NUMBERS = 2**25  # in one array of a chunk
@@ -43,11 +44,9 @@ class _Plan(NamedTuple):
 def evaluate(unit: NetworkUnit, w: Array, X: Array, dtype: torch.dtype = torch.float64) -> Array:
     """f(X; w), (n, C)."""
     with torch.no_grad():
-        parts = [
-            call(unit.net, _state(unit, w, dtype), tensor(X[rows], dtype)).double().numpy()
-            for rows in np.array_split(np.arange(len(X)), max(1, len(X) // 4096))
-        ]
-    return np.concatenate(parts)
+        net, state = unit.net, unit.state(w, dtype)
+        found = [host(call(net, state, unit.tensor(X[rows], dtype))) for rows in parts_of(net, X.shape)]
+    return np.concatenate(found)
 
 
 def chunks(
@@ -55,18 +54,19 @@ def chunks(
 ) -> Iterator[Slopes]:
     """Derivatives at the client's rows, in the basis of √Λ; or those of the outputs themselves at other inputs."""
     inputs = unit.X if X is None else X
-    y, expected = unit.likelihood.outcomes(unit.y, dtype) if X is None else None, False
+    y, expected = outcomes(unit, dtype) if X is None else None, False
     if y is not None and unit.likelihood.may_bend:  # for all chunks alike
         expected = unit.likelihood.bends(torch.from_numpy(evaluate(unit, w, inputs)), y)
-    state = _state(unit, w, dtype)
-    plan = _checked_plan(unit, state, tensor(inputs[:_LOOKED_AT], dtype), index)
+    state = unit.state(w, dtype)
+    plan = _checked_plan(unit, state, unit.tensor(inputs[:_LOOKED_AT], dtype), index)
     with torch.no_grad():
-        wide = call(unit.net, state, tensor(inputs[:1], dtype)).shape[1:].numel()
+        wide = call(unit.net, state, unit.tensor(inputs[:1], dtype)).shape[1:].numel()
     rest = sum(unit.net.get_parameter(name).numel() for name in plan.rest)
     size = max(1, min(1024, _NUMBERS // max(1, wide * max(rest, len(index) if plan.rest else 1))))
     for start in range(0, len(inputs), size):
         rows = slice(start, start + size)
-        yield slopes(unit, state, tensor(inputs[rows], dtype), plan, None if y is None else y[rows], expected=expected)
+        x, told = unit.tensor(inputs[rows], dtype), None if y is None else y[rows]
+        yield slopes(unit, state, x, plan, told, expected=expected)
 
 
 def slopes(
@@ -99,9 +99,9 @@ def slopes(
     finally:
         for hook in hooks:
             hook.remove()
-    eye = torch.eye(output.shape[1], dtype=output.dtype).expand(len(X), -1, -1)
+    eye = torch.eye(output.shape[1], dtype=output.dtype, device=output.device).expand(len(X), -1, -1)
     factor = eye if y is None else unit.likelihood.root(output.detach(), y, expected=expected)
-    slope = inputs = torch.zeros(len(X), 0, 0, dtype=output.dtype)
+    slope = inputs = torch.zeros(len(X), 0, 0, dtype=output.dtype, device=output.device)
     if plan.layers:
         layers = [seen[name] for name in plan.layers]
         rows = [
@@ -109,7 +109,7 @@ def slopes(
             for c in range(factor.shape[2])
         ]
         slope = torch.stack([torch.cat(row, dim=1) for row in rows], dim=1)
-        one = torch.ones(len(X), 1, dtype=output.dtype)
+        one = torch.ones(len(X), 1, dtype=output.dtype, device=output.device)
         inputs = torch.cat([part for a, _ in layers for part in (a.detach(), one)], dim=1)
     rest = _rest(unit, state, X, plan.rest, factor) if plan.rest else None
     return Slopes(slope, inputs, plan.unit, plan.column, plan.places, rest, plan.rest_places)
@@ -117,8 +117,9 @@ def slopes(
 
 def rows_of(part: Slopes, size: int, *, flat: bool = True) -> torch.Tensor:
     """√Λ J of a chunk, (b C, s), or (b, C, s)."""
-    b, C = part.slope.shape[:2] if part.rest is None else part.rest.shape[:2]
-    J = torch.zeros(b, C, size, dtype=part.slope.dtype if part.rest is None else part.rest.dtype)
+    shown = part.slope if part.rest is None else part.rest
+    b, C = shown.shape[:2]
+    J = torch.zeros(b, C, size, dtype=shown.dtype, device=shown.device)
     if len(part.places):
         J[:, :, part.places] = part.slope[:, :, part.unit] * part.inputs[:, None, part.column]
     if part.rest is not None:
@@ -168,7 +169,8 @@ def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: torch.Tensor, ind
         alone = _plan(unit, state, x, places, ())
         factored = rows_of(slopes(unit, state, x, alone), len(places), flat=False)
         every = {name: np.arange(state[name].numel()) for name in names}
-        wanted = _rest(unit, state, x, every, torch.eye(factored.shape[1], dtype=factored.dtype))
+        eye = torch.eye(factored.shape[1], dtype=factored.dtype, device=factored.device)
+        wanted = _rest(unit, state, x, every, eye)
         scale = 1.0 + float(wanted.abs().max())
         if float((factored - wanted).abs().max()) > 1e-3 * scale:
             outside.append(layer)
@@ -226,12 +228,3 @@ def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Plac
         return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
 
     return _Plan(tuple(layers), joined(units), joined(columns), joined(places), rest, joined(rest_places))
-
-
-def _state(unit: NetworkUnit, w: Array, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return state_of(unit.net, torch.from_numpy(np.asarray(w, dtype=float)).to(dtype))
-
-
-def tensor(X: Array, dtype: torch.dtype) -> torch.Tensor:
-    """Inputs for torch: real numbers in this type, whole numbers as they are."""
-    return cast(torch.from_numpy(np.ascontiguousarray(X)), dtype)

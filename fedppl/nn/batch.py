@@ -13,11 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from fedppl.contracts import ClientView
-from fedppl.nn._slopes import tensor
-from fedppl.nn.functional import call, cast, pieces
+from fedppl.nn.functional import buffers_of, call, pieces
 from fedppl.nn.likelihood import Categorical
-from fedppl.nn.train import outcomes
-from fedppl.nn.unit import NetworkUnit
+from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import network_of
 
 FEWEST = 4  # clients in a batch: fewer are faster one by one
@@ -61,7 +59,7 @@ class Stack(NamedTuple):
 def stacked(units: Sequence[NetworkUnit], dtype: torch.dtype = torch.float32) -> Stack:
     """Put the rows of a group of `groups` one after the other."""
     rows = np.array([len(unit.X) for unit in units], dtype=np.int64)
-    X = torch.cat([tensor(unit.X, dtype) for unit in units])
+    X = torch.cat([unit.tensor(unit.X, dtype) for unit in units])
     y = torch.cat([outcomes(unit, dtype) for unit in units])
     return Stack(tuple(units), units[0].net, X, y, rows, np.concatenate([[0], np.cumsum(rows)[:-1]]))
 
@@ -109,17 +107,17 @@ def _agrees(unit: NetworkUnit) -> bool:
     """Try two clients' weights on two rows each. Convolutions take half as long again in a batch as one by one."""
     if any(isinstance(layer, torch.nn.modules.conv._ConvNd) for layer in unit.net.modules()):
         return False
-    X = tensor(np.repeat(unit.X[:1], 2, axis=0) if len(unit.X) < 2 else unit.X[:2], torch.float64)
-    held = torch.from_numpy(unit.held)
+    X = unit.tensor(np.repeat(unit.X[:1], 2, axis=0) if len(unit.X) < 2 else unit.X[:2], torch.float64)
+    held = unit.tensor(unit.held, torch.float64)
     each = [pieces(unit.net, w) for w in (held, 1.5 * held + 0.01)]
     names = {name: torch.stack([state[name] for state in each]).requires_grad_() for name in each[0]}
-    buffers = {name: cast(value, torch.float64) for name, value in unit.net.named_buffers()}
+    buffers = buffers_of(unit.net, torch.float64, X.device)
     try:
         # A warning is torch's remark that it goes client by client after all.
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("error")
             both = torch.stack([X, X.flip(0)])
-            output = forward(unit.net, torch.float64)(names, both)
+            output = forward(unit.net, torch.float64, X.device)(names, both)
             torch.autograd.grad(output.sum(), list(names.values()))
             wanted = [call(unit.net, {**w, **buffers}, x.clone()) for w, x in zip(each, (X, X.flip(0)), strict=True)]
     except Exception:  # layers that go through time, change their input or look at values: one by one
@@ -132,11 +130,11 @@ def _agrees(unit: NetworkUnit) -> bool:
     return output.shape == again.shape and torch.allclose(output, again, rtol=1e-9, atol=1e-9)
 
 
-def forward(net: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Forward:
+def forward(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Forward:
     """The network for stacked weights: by layers where all are linear or elementwise, else by `torch.func.vmap`."""
     layers = _layers(net, "")
     if layers is None:
-        buffers = {name: cast(value, dtype) for name, value in net.named_buffers()}
+        buffers = buffers_of(net, dtype, device)
         return torch.func.vmap(lambda state, X: call(net, {**state, **buffers}, X))
 
     def through(state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:

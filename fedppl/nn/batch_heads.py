@@ -9,11 +9,12 @@ import torch
 
 from fedppl.nn.batch import Stack, forward
 from fedppl.nn.batch_train import Flags, Minibatch, Rngs, State, Weights, bounded, losses, take_steps
+from fedppl.nn.devices import host, tensor
 from fedppl.nn.functional import Places, call, state_of
 from fedppl.nn.head import Head, without_head
 from fedppl.nn.head_steps import HeadSteps, generator_of, head_noise, softplus_backwards
 from fedppl.nn.likelihood import Likelihood
-from fedppl.nn.train import RISE, Training
+from fedppl.nn.train import RISE, Training, adam
 from fedppl.types import Array
 
 
@@ -24,7 +25,7 @@ def features_together(stack: Stack, head: Head, W: Array, *, dtype: torch.dtype 
     parts = []
     with torch.no_grad():
         for k, w in enumerate(W):
-            state = state_of(stack.net, torch.from_numpy(w).to(dtype))
+            state = state_of(stack.net, tensor(w, dtype, stack.X.device))
             parts.append(call(body, {name: state[name] for name in own}, stack.X[stack.client(k)]))
     return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
@@ -59,13 +60,13 @@ def head_posteriors(
     tuple
         μ and σ, (K, d) each, and which of them are finite.
     """
-    dtype, likelihood = z.dtype, stack.units[0].likelihood
-    rows = torch.from_numpy(stack.rows).to(dtype)[:, None]
+    dtype, place, likelihood = z.dtype, z.device, stack.units[0].likelihood
+    rows = torch.from_numpy(stack.rows).to(dtype).to(place)[:, None]
     y = torch.nn.utils.rnn.pad_sequence([stack.y[stack.client(k)] for k in range(len(z))], batch_first=True)
-    share = (torch.arange(z.shape[1]) < rows) / rows
-    tau, middle = torch.from_numpy(confidences).to(dtype)[:, None], torch.from_numpy(centres).to(dtype)
-    mean, raw = torch.from_numpy(starts[0]).to(dtype, copy=True), softplus_backwards(starts[1]).to(dtype)
-    optimizer = torch.optim.Adam([mean, raw], lr=steps.learning_rate, fused=True)
+    share = (torch.arange(z.shape[1], device=place) < rows) / rows
+    tau, middle = tensor(confidences, dtype, place)[:, None], tensor(centres, dtype, place)
+    mean, raw = tensor(starts[0].copy(), dtype, place), softplus_backwards(starts[1]).to(dtype).to(place)
+    optimizer = adam([mean, raw], steps.learning_rate)
     sources = [generator_of(rng) for rng in rngs]
     noise = torch.empty(len(z), steps.draws, mean.shape[1], dtype=dtype)
     with torch.no_grad():
@@ -73,12 +74,13 @@ def head_posteriors(
             spread = torch.nn.functional.softplus(raw)
             for k, source in enumerate(sources):
                 torch.randn(noise.shape[1:], generator=source, dtype=dtype, out=noise[k])
-            slopes = _slopes(likelihood, head, z, y, share, mean[:, None] + spread[:, None] * noise)
+            here = noise.to(place)
+            slopes = _slopes(likelihood, head, z, y, share, mean[:, None] + spread[:, None] * here)
             mean.grad = slopes.mean(1) + (tau / rows) * (mean - middle)
-            by_spread = (slopes * noise).mean(1) + (tau * spread - 1 / spread) / rows
+            by_spread = (slopes * here).mean(1) + (tau * spread - 1 / spread) / rows
             raw.grad = by_spread * torch.sigmoid(raw)  # softplus' slope
             optimizer.step()
-    found = mean.double().numpy(), torch.nn.functional.softplus(raw).double().numpy()
+    found = host(mean), host(torch.nn.functional.softplus(raw))
     return *found, np.all(np.isfinite(found), axis=(0, 2))
 
 
@@ -122,14 +124,16 @@ def train_below_together(
         Weights (K, D), and which clients' training came to a good end; of the others weights say nothing.
     """
     body = without_head(copy.deepcopy(stack.net), head)
-    weights, through = Weights(stack.net, W, below, dtype), forward(body, dtype)
+    place = stack.X.device
+    weights, through = Weights(stack.net, W, below, dtype, place), forward(body, dtype, place)
     likelihood, own = stack.units[0].likelihood, [name for name, _ in body.named_parameters()]
-    means, spreads = (torch.from_numpy(value).to(dtype) for value in q)
+    means, spreads = (tensor(value, dtype, place) for value in q)
     noise = [head_noise(draws, means.shape[1], generator_of(rng), dtype) for rng in rngs]
 
     def loss(state: State, batch: Minibatch) -> torch.Tensor:
         count = len(batch.X)
-        v = means[:count, None] + spreads[:count, None] * torch.stack([next(each) for each in noise[:count]])
+        drawn = torch.stack([next(each) for each in noise[:count]]).to(place)
+        v = means[:count, None] + spreads[:count, None] * drawn
         z = through({name: state[name] for name in own}, batch.X)
         return _expected(likelihood, _logits(head, z, v), batch)
 

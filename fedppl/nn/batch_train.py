@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedppl.nn.batch import Stack, forward
-from fedppl.nn.functional import Places, call, cast, parameter_slices
+from fedppl.nn.devices import host, taken, tensor
+from fedppl.nn.functional import Places, buffers_of, call, parameter_slices
 from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.train import RISE, Training, mean_loss, optimizer_of
 from fedppl.types import Array
@@ -42,10 +43,10 @@ class Weights:
         Parameters that hold some of the weights at `free`, by torch's names, (K, ...).
     """
 
-    def __init__(self, net: torch.nn.Module, W: Array, free: Places, dtype: torch.dtype) -> None:
+    def __init__(self, net: torch.nn.Module, W: Array, free: Places, dtype: torch.dtype, device: torch.device) -> None:
         chosen = np.zeros(W.shape[1], dtype=bool)
         chosen[free] = True
-        self._slices = parameter_slices(net)
+        self._slices, self._device = parameter_slices(net), device
         self._shapes = {name: value.shape for name, value in net.named_parameters()}
         self._turned = {
             f"{name}.weight" if name else "weight"
@@ -64,7 +65,7 @@ class Weights:
 
     def _cut(self, values: NDArray[np.generic], name: str, dtype: torch.dtype) -> torch.Tensor:
         """One parameter of flat vectors (K, d), as it lies in memory."""
-        part = torch.from_numpy(np.ascontiguousarray(values[:, self._slices[name]])).to(dtype)
+        part = tensor(np.asarray(values[:, self._slices[name]], dtype=float), dtype, self._device)
         part = part.view(len(values), *self._shapes[name])
         return (part.mT if name in self._turned else part).contiguous()
 
@@ -93,7 +94,7 @@ class Weights:
         """Flat vectors (K, d) with what has moved."""
         found = W.copy()
         for name, value in self.moving.items():
-            found[:, self._slices[name]] = self._shown(name, value).double().reshape(len(W), -1).numpy()
+            found[:, self._slices[name]] = host(self._shown(name, value)).reshape(len(W), -1)
         return found
 
 
@@ -129,7 +130,7 @@ def train_together(
     tuple
         Weights (K, d), and which clients' training came to a good end; of the others weights say nothing.
     """
-    weights, through = Weights(stack.net, W, free, dtype), forward(stack.net, dtype)
+    weights, through = Weights(stack.net, W, free, dtype, stack.X.device), forward(stack.net, dtype, stack.X.device)
     likelihood = stack.units[0].likelihood
 
     def loss(state: State, batch: Minibatch) -> torch.Tensor:
@@ -150,7 +151,7 @@ def bounded(found: Array, start: Array) -> Flags:
 
 def losses(stack: Stack, weights: Weights, dtype: torch.dtype) -> Array:
     """Mean loss of each client on all of its rows, (K,)."""
-    buffers = {name: cast(value, dtype) for name, value in stack.net.named_buffers()}
+    buffers = buffers_of(stack.net, dtype, stack.X.device)
     found = np.empty(len(stack.units))
     with torch.no_grad():
         for k, unit in enumerate(stack.units):
@@ -222,12 +223,14 @@ def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Minibatch]:
         order[k, :n] = stack.first[k] + rng.permutation(n)
         order[k, n:] = order[k, last]  # a row of the same batch
         share[k, :last], share[k, last:n] = 1.0 / width, 1.0 / (n - last)
-    places, shares = torch.from_numpy(order), torch.from_numpy(share)
-    held = torch.empty(len(rows) * width, *stack.X.shape[1:], dtype=stack.X.dtype)  # read in one step, then the next
+    place = stack.X.device
+    places, shares = torch.from_numpy(order).to(place), torch.from_numpy(share).to(place)
+    held = stack.X.new_empty(len(rows) * width, *stack.X.shape[1:])  # read in one step, then the next
     for step in range(int(steps[0])):
         count, start = int(np.sum(steps > step)), step * width
         at = slice(start, start + min(width, int(rows[0]) - start))
         chosen = places[:count, at]
         flat = chosen.reshape(-1)
         X = torch.index_select(stack.X, 0, flat, out=held[: len(flat)]).view(*chosen.shape, *stack.X.shape[1:])
-        yield Minibatch(X, stack.y[flat].view(*chosen.shape, *stack.y.shape[1:]), shares[:count, at].contiguous())
+        y = taken(stack.y, flat).view(*chosen.shape, *stack.y.shape[1:])
+        yield Minibatch(X, y, shares[:count, at].contiguous())

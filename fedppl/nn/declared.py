@@ -21,6 +21,7 @@ import torch
 from pytensor.compile.mode import Mode
 
 from fedppl.nn.declared_draws import Drawn
+from fedppl.nn.devices import host, tensor
 from fedppl.types import Array, DataError, LocalFailure
 
 T = TypeVar("T")
@@ -74,8 +75,11 @@ class Declared:
     drawn: Callable[[], Drawn]
     may_bend: ClassVar[bool] = True
 
-    def outcomes(self, y: Array, dtype: torch.dtype) -> torch.Tensor:
-        """Columns (n, q), as exact as they are: a count may be larger than single precision tells apart."""
+    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Columns (n, q), as exact as they are: a count may be larger than single precision tells apart.
+
+        They stay with PyTensor, on the host.
+        """
         return torch.from_numpy(np.array(y, dtype=float))
 
     def mean(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -94,12 +98,12 @@ class Declared:
     def slopes_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """∂ℓ/∂f of outputs (K, C, n)."""
         rows = output.mT.flatten(0, 1)
-        _, slopes = self.losses(rows.detach().double().numpy(), y.flatten(0, 1).numpy())
-        return torch.from_numpy(slopes).to(output.dtype).view(len(output), -1, output.shape[1]).mT.contiguous()
+        _, slopes = self.losses(host(rows), y.flatten(0, 1).numpy())
+        return tensor(slopes, output.dtype, output.device).view(len(output), -1, output.shape[1]).mT.contiguous()
 
     def bends(self, output: torch.Tensor, y: torch.Tensor) -> bool:
         """Whether Λ is not positive semi-definite at some row of the client."""
-        values = np.linalg.eigvalsh(self._finite(self.curvatures(output.detach().double().numpy(), y.numpy())))
+        values = np.linalg.eigvalsh(self._finite(self.curvatures(host(output), y.numpy())))
         return bool(np.any(values[:, 0] < -_BENT * np.maximum(values[:, -1], 0.0)))
 
     def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
@@ -113,7 +117,7 @@ class Declared:
         LocalFailure
             Where it is not finite, or has no expectation that can be computed.
         """
-        outputs, told = output.detach().double().numpy(), y.numpy()
+        outputs, told = host(output), y.numpy()
         if expected:
             curved = self._expected(outputs, told)
         else:
@@ -126,7 +130,7 @@ class Declared:
         values, vectors = np.linalg.eigh(curved)
         root = np.zeros((*output.shape, values.shape[1]))
         root[:, : self.outputs] = vectors * np.sqrt(np.maximum(values, 0.0))[:, None, :]
-        return torch.from_numpy(root).to(output.dtype)
+        return tensor(root, output.dtype, output.device)
 
     def _finite(self, curved: Array) -> Array:
         if not np.all(np.isfinite(curved)):
@@ -170,7 +174,7 @@ class Declared:
 
     def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
         """log p(y | f), all of it."""
-        return -float(np.sum(self.losses(output.reshape(len(output), -1).double().numpy(), y.numpy())[0]))
+        return -float(np.sum(self.losses(host(output.reshape(len(output), -1)), y.numpy())[0]))
 
 
 class _Losses(torch.autograd.Function):
@@ -179,9 +183,9 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, output: torch.Tensor, y: torch.Tensor, losses: Any) -> torch.Tensor:
         """Compute the losses, and the slopes that `backward` needs."""
-        found, slopes = losses(output.detach().double().numpy(), y.numpy())
-        context.save_for_backward(torch.from_numpy(slopes).to(output.dtype))
-        return torch.from_numpy(found).to(output.dtype)
+        found, slopes = losses(host(output), y.numpy())
+        context.save_for_backward(tensor(slopes, output.dtype, output.device))
+        return tensor(found, output.dtype, output.device)
 
     @staticmethod
     def backward(context: Any, upstream: torch.Tensor) -> Any:

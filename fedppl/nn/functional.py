@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedppl.nn.devices import moved
 from fedppl.types import DeclarationError
 
 Places = NDArray[np.integer[Any]]  # positions in a flat vector of weights
+_NUMBERS = 2**18  # of inputs, or of the units of the widest layer, that are computed at once
 
 
 class _Threads(threading.local):
@@ -93,17 +96,33 @@ def size_of(net: torch.nn.Module) -> int:
     return sum(value.numel() for value in net.parameters())
 
 
-def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Real numbers in this type; whole numbers as they are."""
-    return value.to(dtype) if value.is_floating_point() else value
-
-
 def state_of(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, in the flat vector's type."""
-    return pieces(net, flat) | {name: cast(value, flat.dtype) for name, value in net.named_buffers()}
+    """Parameters and buffers by name, in the flat vector's type and where it is."""
+    return pieces(net, flat) | buffers_of(net, flat.dtype, flat.device)
+
+
+def buffers_of(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """Buffers by name, real ones in this type, on this device."""
+    return {name: moved(value, dtype, device) for name, value in net.named_buffers()}
 
 
 def call(net: torch.nn.Module, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
     """The output for these parameters and buffers, one tensor."""
     output: torch.Tensor = torch.func.functional_call(net, state, (X,))
     return output
+
+
+def parts_of(net: torch.nn.Module, shape: Sequence[int]) -> list[slice]:
+    """Rows of inputs of this shape (n, ...) that are computed at once, so that memory does not grow with all rows."""
+    rows, *one = shape
+    layers = (layer for layer in net.modules() if not isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag))
+    values = (value for layer in layers for value in layer.parameters(recurse=False) if value.ndim)
+    width = max(1, int(np.prod(one, dtype=int)), *(value.shape[0] for value in values))
+    size = max(1, _NUMBERS // width)
+    return [slice(start, start + size) for start in range(0, max(rows, 1), size)]
+
+
+def by_parts(net: torch.nn.Module, compute: Callable[[torch.Tensor], torch.Tensor], X: torch.Tensor) -> torch.Tensor:
+    """What a function of rows gives for all of them, computed for some at a time."""
+    parts = parts_of(net, X.shape)
+    return compute(X) if len(parts) == 1 else torch.cat([compute(X[rows]) for rows in parts])

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fedppl.nn._slopes import tensor
-from fedppl.nn.functional import Places, call, state_of
+from fedppl.nn.functional import Places, call
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError
 
@@ -53,11 +52,11 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Arra
         )
     size = found.weight.numel()
     held = Head(layer, places, slice(0, size), slice(size, len(places)), found.out_features)
-    X = tensor(unit.X[:_LOOKED_AT], torch.float64)
+    X = unit.tensor(unit.X[:_LOOKED_AT], torch.float64)
     with torch.no_grad():
-        state = state_of(unit.net, torch.from_numpy(np.asarray(w, dtype=float)))
+        state = unit.state(w, torch.float64)
         z, output = _seen(unit, held, state, X)
-        ours = _logits(held, z, torch.from_numpy(np.asarray(w, dtype=float)[places])[None])[0].mT
+        ours = _logits(held, z, unit.tensor(np.asarray(w, dtype=float)[places], torch.float64)[None])[0].mT
     if output.shape != ours.shape or not torch.allclose(output, ours, rtol=1e-9, atol=1e-9):
         raise DeclarationError(
             f"head={names!r} is not the network's last layer: its output goes on into others. Name the last linear "
@@ -71,7 +70,7 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Arra
                 f"layer {layer!r} cannot be taken off the network ({type(error).__name__}: {error}); call it in "
                 "forward, and use its weights nowhere else."
             ) from error
-    if alone.shape != z.shape or not torch.equal(alone, z):
+    if alone.shape != z.shape or not torch.allclose(alone, z, rtol=1e-12, atol=1e-12):
         raise DeclarationError(f"layer {layer!r} does more than to end the network; call it last in forward.")
     return held
 
@@ -119,8 +118,7 @@ def _logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def features(unit: NetworkUnit, head: Head, w: Array, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What the head sees of the client's rows, (n, h)."""
     with torch.no_grad():
-        state = state_of(unit.net, torch.from_numpy(np.asarray(w)).to(dtype))
-        return _features(unit, head, state, tensor(unit.X, dtype))
+        return _features(unit, head, unit.state(w, dtype), unit.tensor(unit.X, dtype))
 
 
 def expected_loss(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -8,21 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fedppl.nn._slopes import tensor
+from fedppl.nn.devices import host, taken
 from fedppl.nn.functional import Places, call
 from fedppl.nn.head import Head, expected_loss, head_slopes, without_head
-from fedppl.nn.train import (
-    RISE,
-    Leaves,
-    Training,
-    arranged,
-    mean_loss,
-    optimizer_of,
-    outcomes,
-    require_bounded,
-    take_step,
-)
-from fedppl.nn.unit import NetworkUnit
+from fedppl.nn.train import RISE, Leaves, Training, adam, arranged, mean_loss, optimizer_of, require_bounded, take_step
+from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
 _BLOCK = 200_000  # numbers that are drawn at once
@@ -37,7 +27,7 @@ class HeadSteps(NamedTuple):
 
 
 def generator_of(rng: np.random.Generator) -> torch.Generator:
-    """Torch's draws from a client's stream."""
+    """Torch's draws from a client's stream, on the host: the same whatever the device."""
     return torch.Generator().manual_seed(int(rng.integers(2**62)))
 
 
@@ -86,20 +76,20 @@ def head_posterior(
         Where steps run away.
     """
     dtype, rows = z.dtype, len(z)
-    y, middle = outcomes(unit, dtype), torch.from_numpy(np.asarray(centre, dtype=float)).to(dtype)
-    mean = torch.from_numpy(np.array(start[0], dtype=float)).to(dtype)
-    raw = softplus_backwards(np.asarray(start[1], dtype=float)).to(dtype)
-    optimizer, source = torch.optim.Adam([mean, raw], lr=steps.learning_rate, fused=True), generator_of(rng)
+    y, middle = outcomes(unit, dtype), unit.tensor(np.asarray(centre, dtype=float), dtype)
+    mean = unit.tensor(np.array(start[0], dtype=float), dtype)
+    raw = softplus_backwards(np.asarray(start[1], dtype=float)).to(dtype).to(mean.device)
+    optimizer, source = adam([mean, raw], steps.learning_rate), generator_of(rng)
     with torch.no_grad():
         for _ in range(steps.steps):
             spread = torch.nn.functional.softplus(raw)
-            noise = torch.randn(steps.draws, len(mean), generator=source, dtype=dtype)
+            noise = torch.randn(steps.draws, len(mean), generator=source, dtype=dtype).to(mean.device)
             slopes = head_slopes(unit, head, z, y, mean + spread * noise)
             mean.grad = slopes.mean(0) + (confidence / rows) * (mean - middle)
             by_spread = (slopes * noise).mean(0) + (confidence * spread - 1 / spread) / rows
             raw.grad = by_spread * torch.sigmoid(raw)  # softplus' slope
             optimizer.step()
-    found = mean.double().numpy(), torch.nn.functional.softplus(raw).double().numpy()
+    found = host(mean), host(torch.nn.functional.softplus(raw))
     if not all(np.all(np.isfinite(value)) for value in found):
         raise LocalFailure("the head's posterior is not finite; lower head_rate=")
     return found
@@ -135,8 +125,8 @@ def train_below(
     """
     flat = np.asarray(w, dtype=float)
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
-    X, y = arranged(leaves.net, tensor(unit.X, dtype)), outcomes(unit, dtype)
-    mean, spread = (torch.from_numpy(np.asarray(value, dtype=float)).to(dtype) for value in q)
+    X, y = arranged(leaves.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
+    mean, spread = (unit.tensor(np.asarray(value, dtype=float), dtype) for value in q)
     optimizer, body = optimizer_of(leaves.moving, settings), without_head(leaves.net, head)
     noise = head_noise(draws, len(mean), generator_of(rng), dtype)
     with torch.no_grad():
@@ -144,8 +134,8 @@ def train_below(
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
-                z = body(X[batch])
-                take_step(optimizer, leaves, expected_loss(unit, head, z, y[batch], mean + spread * next(noise)))
+                z, v = body(taken(X, batch)), mean + spread * next(noise).to(mean.device)
+                take_step(optimizer, leaves, expected_loss(unit, head, z, taken(y, batch), v))
     with torch.no_grad():
         after = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
     if not after <= before + RISE:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fedppl.nn._slopes import tensor
-from fedppl.nn.functional import Places, call, state_of
+from fedppl.nn.devices import host, taken
+from fedppl.nn.functional import Places, call
 from fedppl.nn.head import Head, expected_loss, features, without_head
-from fedppl.nn.train import RISE, Leaves, Training, arranged, mean_loss, optimizer_of, outcomes, require_bounded
-from fedppl.nn.unit import NetworkUnit
+from fedppl.nn.train import RISE, Leaves, Training, arranged, mean_loss, optimizer_of, require_bounded
+from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
 
@@ -80,28 +80,28 @@ def langevin_steps(
     y = outcomes(unit, dtype)
     held = None if len(below) else features(unit, head, flat, dtype=dtype)
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
-    X = arranged(leaves.net, tensor(unit.X, dtype))
+    X = arranged(leaves.net, unit.tensor(unit.X, dtype))
     body = without_head(leaves.net, head)
     optimizer = optimizer_of(leaves.moving, settings) if leaves.moving else None
-    v = torch.from_numpy(np.array(start, dtype=float)).to(dtype).requires_grad_()
-    centre, spread = torch.from_numpy(np.array(prior[0], dtype=float)).to(dtype), prior[1]
+    v = unit.tensor(np.array(start, dtype=float), dtype).requires_grad_()
+    centre, spread = unit.tensor(np.array(prior[0], dtype=float), dtype), prior[1]
     kept = float(np.exp(-head_rate / (rows * spread**2)))
     source = torch.Generator().manual_seed(int(rng.integers(2**62)))
     before, drawn = _loss(unit, flat, X, y), []
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(rows)), settings.batch_size):
-                z = body(X[batch]) if held is None else held[batch]
-                loss = expected_loss(unit, head, z, y[batch], v[None])
+                z = body(taken(X, batch)) if held is None else taken(held, batch)
+                loss = expected_loss(unit, head, z, taken(y, batch), v[None])
                 *slopes, slope = torch.autograd.grad(loss, [*leaves.moving, v])
                 for leaf, gradient in zip(leaves.moving, slopes, strict=True):
                     leaf.grad = gradient.contiguous()  # fused optimizers go through memory, see take_step
                 if optimizer is not None:
                     optimizer.step()
                 with torch.no_grad():
-                    noise = torch.randn(len(v), generator=source, dtype=dtype)
+                    noise = torch.randn(len(v), generator=source, dtype=dtype).to(v.device)
                     v.copy_(centre + kept * (v - head_rate * slope - centre) + spread * (1 - kept**2) ** 0.5 * noise)
-                    drawn.append(v.double().numpy().copy())
+                    drawn.append(host(v).copy())
     half = np.array(drawn[len(drawn) // 2 :])
     found, mean = leaves.result(flat), half.mean(axis=0)
     found[head.places] = mean
@@ -114,4 +114,4 @@ def langevin_steps(
 
 def _loss(unit: NetworkUnit, w: Array, X: torch.Tensor, y: torch.Tensor) -> float:
     with torch.no_grad():
-        return float(mean_loss(unit, call(unit.net, state_of(unit.net, torch.from_numpy(w).to(X.dtype)), X), y))
+        return float(mean_loss(unit, call(unit.net, unit.state(w, X.dtype), X), y))

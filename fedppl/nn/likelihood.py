@@ -24,8 +24,8 @@ class Likelihood(Protocol):
     def kind(self) -> str:
         """The distribution, as PyTensor names it."""
 
-    def outcomes(self, y: Array, dtype: torch.dtype) -> torch.Tensor:
-        """Outcomes (n, ...) as the functions below take them."""
+    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Outcomes (n, ...) as the functions below take them, beside outputs of this type on this device."""
 
     def mean(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Mean loss of outputs (n, C) at outcomes (n, ...)."""
@@ -60,9 +60,9 @@ class Categorical:
     kind: ClassVar[str] = "categorical"
     may_bend: ClassVar[bool] = False
 
-    def outcomes(self, y: Array, dtype: torch.dtype) -> torch.Tensor:
+    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Whole numbers."""
-        return torch.from_numpy(np.array(y)).long()
+        return torch.from_numpy(np.array(y)).long().to(device)
 
     def mean(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """See `Likelihood`."""
@@ -105,9 +105,9 @@ class Normal:
     kind: ClassVar[str] = "normal"
     may_bend: ClassVar[bool] = False
 
-    def outcomes(self, y: Array, dtype: torch.dtype) -> torch.Tensor:
+    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A row (C,) for each row of inputs."""
-        return torch.from_numpy(np.array(y)).to(dtype).reshape(len(y), -1)
+        return torch.from_numpy(np.array(y)).to(dtype).to(device).reshape(len(y), -1)
 
     def mean(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """See `Likelihood`."""
@@ -134,7 +134,8 @@ class Normal:
 
     def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
         """I / σ."""
-        return torch.eye(output.shape[1], dtype=output.dtype).expand(len(output), -1, -1) / self.sd
+        eye = torch.eye(output.shape[1], dtype=output.dtype, device=output.device)
+        return eye.expand(len(output), -1, -1) / self.sd
 
     def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
         """See `Likelihood`."""

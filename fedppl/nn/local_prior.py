@@ -17,6 +17,7 @@ from pytensor.graph.traversal import ancestors
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.nn.calls import kind_of
+from fedppl.nn.devices import host, tensor
 from fedppl.nn.outcome import CONTRACT
 from fedppl.types import Array, DeclarationError, Variable
 
@@ -46,9 +47,9 @@ class _Density(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, theta: torch.Tensor, density: Any) -> torch.Tensor:
         """Compute the density, and the slopes that `backward` needs."""
-        value, slopes = density(theta.detach().double().numpy())
-        context.save_for_backward(torch.from_numpy(np.asarray(slopes)).to(theta.dtype))
-        return torch.as_tensor(np.asarray(value)).to(theta.dtype)
+        value, slopes = density(host(theta))
+        context.save_for_backward(tensor(np.asarray(slopes), theta.dtype, theta.device))
+        return tensor(np.asarray(value), theta.dtype, theta.device).reshape(())
 
     @staticmethod
     def backward(context: Any, upstream: torch.Tensor) -> Any:

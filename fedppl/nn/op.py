@@ -1,4 +1,4 @@
-"""A `torch.nn.Module` as an operation of a PyTensor graph: its value, and its vector-Jacobian product."""
+"""A `torch.nn.Module` as an operation of a PyTensor graph: how it is declared, with its weights."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import numpy as np
 import pymc as pm
 import pytensor.tensor as pt
 import torch
-from pytensor.gradient import DisconnectedType, grad_not_implemented
-from pytensor.graph.basic import Apply
-from pytensor.graph.op import Op
 
-from fedppl.nn.functional import call, cast, own_copy, require_module, require_pure, size_of, state_of
+from fedppl.nn.devices import device_for, host, placed, tensor
+from fedppl.nn.functional import require_module, require_pure, size_of
+from fedppl.nn.module_op import ModuleOp, called
 from fedppl.types import Array, DeclarationError
 
 
-def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = None) -> Any:
+def module(
+    net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = None, device: str | torch.device | None = None
+) -> Any:
     r"""Evaluate a network on weights and inputs that stand in a PyMC model.
 
     .. math:: f(X; w), \qquad \bar w = \bar f^\top \frac{\partial f}{\partial w}
@@ -35,6 +36,11 @@ def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = Non
         Inputs, a row per observation, (n, ...): a ``pm.Data`` container, another tensor, or an array.
     ndim
         Dimensions of the output. By default those of the output at the value that `X` has, and 2 where it has none.
+    device
+        Where torch computes: "cpu", "cuda", "cuda:1", "mps". By default where `net` is, so that ``net.to("cuda")``
+        before is the same. It is a matter of this client's machine: others may have other devices, and messages are
+        NumPy's arrays whatever it is. On "mps", which has no float64, densities, checks and predictions are computed
+        on the CPU, training and inference in float32 there.
 
     Returns
     -------
@@ -44,7 +50,8 @@ def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = Non
     Raises
     ------
     DeclarationError
-        For weights that are not those of `net`, and for a module whose output depends on more than weights and inputs.
+        For weights that are not those of `net`, for a module whose output depends on more than weights and inputs, and
+        for a device that cannot be used here.
 
     Examples
     --------
@@ -63,6 +70,7 @@ def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = Non
     a network has many equal modes; NUTS sees some of them.
     """
     require_pure(net)
+    place = device_for(net, device)
     given = pt.as_tensor_variable(X)
     if isinstance(weights, Mapping):
         wanted = dict(net.named_parameters())
@@ -81,8 +89,8 @@ def module(net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = Non
             )
     held = X.get_value() if hasattr(X, "get_value") else getattr(given, "data", None)
     if ndim is None:
-        ndim = 2 if held is None else _output_ndim(net, np.asarray(held))
-    return ModuleOp(net, ndim)(pt.cast(flat, "float64"), given)
+        ndim = 2 if held is None else _output_ndim(net, np.asarray(held), placed(place, torch.float64))
+    return ModuleOp(net, ndim, place)(pt.cast(flat, "float64"), given)
 
 
 def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0) -> dict[str, Any]:
@@ -183,11 +191,12 @@ def parameter_names(net: torch.nn.Module) -> list[str]:
     ]
 
 
-def _output_ndim(net: torch.nn.Module, X: Array) -> int:
+def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
     rows = torch.from_numpy(np.array(X[:2]))
     try:
         with torch.no_grad():
-            output = _call(net, torch.cat([value.detach().double().ravel() for value in net.parameters()]), rows)
+            flat = tensor(np.concatenate([host(value).ravel() for value in net.parameters()]), torch.float64, device)
+            output = called(net, flat, tensor(np.array(X[:2]), torch.float64, device))
     except Exception as error:
         remedy = "" if rows.is_floating_point() else " Give numbers as reals, X.astype(float), where they are no codes."
         raise DeclarationError(
@@ -205,81 +214,3 @@ def _output_ndim(net: torch.nn.Module, X: Array) -> int:
             "the network's output is not finite: look at the weights that it holds, and at the inputs."
         )
     return output.ndim
-
-
-def _call(net: torch.nn.Module, flat: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
-    """The output in float64, by this thread's copy."""
-    net = own_copy(net)
-    return call(net, state_of(net, flat), cast(X, torch.float64))
-
-
-class ModuleOp(Op):  # type: ignore[misc]
-    """Weights (d,) and inputs (n, ...) to the network's output. Two of one network are equal."""
-
-    __props__ = ("net", "ndim")
-
-    def __init__(self, net: torch.nn.Module, ndim: int) -> None:
-        self.net, self.ndim = net, ndim
-
-    def make_node(self, flat: Any, X: Any) -> Apply:
-        """Types of inputs and output."""
-        flat, X = pt.as_tensor_variable(flat), pt.as_tensor_variable(X)
-        return Apply(self, [flat, X], [pt.tensor(dtype="float64", shape=(None,) * self.ndim)])
-
-    def perform(self, node: Apply, inputs: Any, outputs: Any) -> None:
-        """Run the network."""
-        flat, X = (torch.from_numpy(np.array(value)) for value in inputs)
-        with torch.no_grad():
-            outputs[0][0] = _call(self.net, flat, X).numpy()
-
-    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
-        """Gradients with respect to the weights, and to inputs that are real numbers."""
-        pulled = ModuleGradientOp(self.net)(*inputs, *cotangents)
-        real = inputs[1].type.dtype.startswith("float")
-        return [pulled[0], pulled[1] if real else DisconnectedType()()]
-
-    def L_op(self, inputs: Any, outputs: Any, output_gradients: Any) -> list[Any]:
-        """`pullback`, as PyTensor before 3 calls it."""
-        return self.pullback(inputs, outputs, output_gradients)
-
-    def connection_pattern(self, node: Apply) -> list[list[bool]]:
-        """No gradient with respect to integer inputs."""
-        return [[True], [node.inputs[1].type.dtype.startswith("float")]]
-
-
-class ModuleGradientOp(Op):  # type: ignore[misc]
-    """Weights, inputs and the output's cotangent to the cotangents of weights and inputs."""
-
-    __props__ = ("net",)
-
-    def __init__(self, net: torch.nn.Module) -> None:
-        self.net = net
-
-    def make_node(self, flat: Any, X: Any, cotangent: Any) -> Apply:
-        """Types of inputs and outputs."""
-        flat, X, cotangent = map(pt.as_tensor_variable, (flat, X, cotangent))
-        return Apply(self, [flat, X, cotangent], [flat.type(), pt.tensor(dtype="float64", shape=X.type.shape)])
-
-    def perform(self, node: Apply, inputs: Any, outputs: Any) -> None:
-        """Run the network forwards, and the cotangent backwards."""
-        flat, X, cotangent = (cast(torch.from_numpy(np.array(value)), torch.float64) for value in inputs)
-        real = node.inputs[1].type.dtype.startswith("float")
-        flat.requires_grad_()
-        with torch.enable_grad():
-            given = X.requires_grad_() if real else X
-            output = _call(self.net, flat, given)
-            wanted = [flat, given] if real else [flat]
-            found = torch.autograd.grad(output, wanted, cotangent, allow_unused=True)
-        zeros = np.zeros(X.shape)
-        outputs[0][0] = np.zeros(len(flat)) if found[0] is None else found[0].numpy()
-        outputs[1][0] = zeros if not real or found[1] is None else found[1].numpy()
-
-    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
-        """Nothing: second derivatives are not offered."""
-        return [
-            grad_not_implemented(self, i, value, "use differences of the gradient") for i, value in enumerate(inputs)
-        ]
-
-    def L_op(self, inputs: Any, outputs: Any, output_gradients: Any) -> list[Any]:
-        """`pullback`, as PyTensor before 3 calls it."""
-        return self.pullback(inputs, outputs, output_gradients)

@@ -23,7 +23,8 @@ from fedppl.model.client import ClientModel
 from fedppl.nn.calls import kind_of, network_nodes, one_call
 from fedppl.nn.declared_draws import drawn
 from fedppl.nn.declared_graph import declared, read_by
-from fedppl.nn.functional import call, cast, parameter_slices, state_of
+from fedppl.nn.devices import host, placed, tensor
+from fedppl.nn.functional import call, parameter_slices, state_of
 from fedppl.nn.likelihood import Categorical, Likelihood, Normal
 from fedppl.types import DeclarationError, Variable
 
@@ -169,12 +170,12 @@ def _is_constant(value: Any) -> bool:
 
 def _wide(client: ClientModel, node: Any) -> tuple[int, ...]:
     """Shape of a row of the network's output."""
-    net = node.op.net
+    net, place = node.op.net, placed(node.op.device, torch.float64)
     replace, inputs = _graph._inputs_for(client.template.parts)
     (X_in,) = clone_replace([node.inputs[1]], replace)
     X = interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], X_in)(*client.inputs)
     with torch.no_grad():
-        flat = torch.cat([value.detach().double().ravel() for value in net.parameters()])
-        rows = torch.from_numpy(np.asarray(X)[:2])
-        output = call(net, state_of(net, flat), cast(rows, torch.float64))
+        flat = np.concatenate([host(value).ravel() for value in net.parameters()])
+        rows = tensor(np.asarray(X)[:2], torch.float64, place)
+        output = call(net, state_of(net, tensor(flat, torch.float64, place)), rows)
     return tuple(output.shape[1:])

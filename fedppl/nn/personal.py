@@ -7,22 +7,22 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from fedppl.nn._slopes import tensor
-from fedppl.nn.functional import call, pieces
-from fedppl.nn.train import RISE, Training, mean_loss, outcomes
-from fedppl.nn.unit import NetworkUnit
+from fedppl.nn.devices import host, taken
+from fedppl.nn.functional import call, state_of
+from fedppl.nn.train import RISE, Training, adam, mean_loss
+from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
 
 def loss_at(unit: NetworkUnit, w: Array, *, dtype: torch.dtype = torch.float32) -> float:
     """Mean negative log likelihood of the client's rows at w (d,)."""
     with torch.no_grad():
-        return float(_loss(unit, torch.from_numpy(w).to(dtype), tensor(unit.X, dtype), outcomes(unit, dtype)))
+        return float(_loss(unit, unit.tensor(w, dtype), unit.tensor(unit.X, dtype), outcomes(unit, dtype)))
 
 
 def _loss(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     net = unit.net
-    return mean_loss(unit, call(net, pieces(net, flat) | dict(net.named_buffers()), X), y)
+    return mean_loss(unit, call(net, state_of(net, flat), X), y)
 
 
 def _gradient(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -63,19 +63,19 @@ def meta_steps(
 
     The three gradients are of three batches; δ is `difference`.
     """
-    X, y, before = tensor(unit.X, dtype), outcomes(unit, dtype), loss_at(unit, w)
-    flat = torch.from_numpy(np.array(w)).to(dtype)
+    X, y, before = unit.tensor(unit.X, dtype), outcomes(unit, dtype), loss_at(unit, w)
+    flat = unit.tensor(np.array(w), dtype)
     for batch in _batches(len(X), steps, rng):
         second, third = (_draw(len(X), len(batch), rng) for _ in range(2))
-        there = flat - inner_rate * _gradient(unit, flat, X[batch], y[batch])
-        g = _gradient(unit, there, X[second], y[second])
+        there = flat - inner_rate * _gradient(unit, flat, taken(X, batch), taken(y, batch))
+        g = _gradient(unit, there, taken(X, second), taken(y, second))
         length = torch.linalg.vector_norm(g)
         if length > 0:
             u = difference * g / length
-            sides = [_gradient(unit, flat + sign * u, X[third], y[third]) for sign in (1, -1)]
+            sides = [_gradient(unit, flat + sign * u, taken(X, third), taken(y, third)) for sign in (1, -1)]
             g = g - inner_rate * length / (2 * difference) * (sides[0] - sides[1])
         flat = flat - steps.learning_rate * g
-    return _checked(unit, flat.double().numpy(), before, "learning_rate")
+    return _checked(unit, host(flat), before, "learning_rate")
 
 
 def moreau_steps(
@@ -95,18 +95,18 @@ def moreau_steps(
     by `inner` = (rate, number) gradient steps on one batch from w, which take the quadratic exactly: a step of rate p
     on f and then the proximal map of the quadratic. Returns w and the last θ.
     """
-    X, y, before = tensor(unit.X, dtype), outcomes(unit, dtype), loss_at(unit, w)
-    flat = torch.from_numpy(np.array(w)).to(dtype)
+    X, y, before = unit.tensor(unit.X, dtype), outcomes(unit, dtype), loss_at(unit, w)
+    flat = unit.tensor(np.array(w), dtype)
     theta = flat
     rate, count = inner
     for batch in _batches(len(X), steps, rng):
         theta = flat
         for _ in range(count):
-            theta = theta - rate * _gradient(unit, theta, X[batch], y[batch])
+            theta = theta - rate * _gradient(unit, theta, taken(X, batch), taken(y, batch))
             theta = (theta + rate * lam * flat) / (1.0 + rate * lam)
         flat = flat - steps.learning_rate * lam * (flat - theta)
-    found = _checked(unit, flat.double().numpy(), before, "learning_rate")
-    return found, _checked(unit, theta.double().numpy(), before, "inner_rate")
+    found = _checked(unit, host(flat), before, "learning_rate")
+    return found, _checked(unit, host(theta), before, "inner_rate")
 
 
 def bayes_steps(
@@ -129,33 +129,30 @@ def bayes_steps(
 
     q starts at `start`, or at p; p stays without `follow`. Returns means and sds of q and of p.
     """
-    X, y = tensor(unit.X, dtype), outcomes(unit, dtype)
+    X, y = unit.tensor(unit.X, dtype), outcomes(unit, dtype)
     source = torch.Generator().manual_seed(int(rng.integers(2**62)))
 
     def raw(pair: tuple[Array, Array]) -> list[torch.Tensor]:
         middle, spread = (torch.from_numpy(np.array(value, dtype=float)) for value in pair)
         backwards = torch.where(spread > 20, spread, torch.log(torch.expm1(spread)))
-        return [middle.to(dtype).requires_grad_(), backwards.to(dtype).requires_grad_()]
+        return [value.to(dtype).to(X.device).requires_grad_() for value in (middle, backwards)]
 
     q, p = raw((mean, sd) if start is None else start), raw((mean, sd))
-    optimizers = [torch.optim.Adam(pair, lr=steps.learning_rate, fused=True) for pair in (q, p)]
-    before = loss_at(unit, q[0].detach().double().numpy())
+    optimizers = [adam(pair, steps.learning_rate) for pair in (q, p)]
+    before = loss_at(unit, host(q[0]))
     with torch.enable_grad():
         for batch in _batches(len(X), steps, rng):
             spread = torch.nn.functional.softplus(q[1])
-            loss = torch.zeros((), dtype=dtype)
+            loss = torch.zeros((), dtype=dtype, device=X.device)
             for _ in range(draws):
-                w = q[0] + spread * torch.randn(len(spread), generator=source, dtype=dtype)
-                loss = loss + _loss(unit, w, X[batch], y[batch]) / draws
+                w = q[0] + spread * torch.randn(len(spread), generator=source, dtype=dtype).to(X.device)
+                loss = loss + _loss(unit, w, taken(X, batch), taken(y, batch)) / draws
             held = [value.detach() for value in p]
             _step(optimizers[0], q, loss + weight / len(X) * _kl(q, held))
             if follow:
                 held = [value.detach() for value in q]
                 _step(optimizers[1], p, weight / len(X) * _kl(held, p))
-    found = [
-        (pair[0].detach().double().numpy(), torch.nn.functional.softplus(pair[1].detach()).double().numpy())
-        for pair in (q, p)
-    ]
+    found = [(host(pair[0]), host(torch.nn.functional.softplus(pair[1].detach()))) for pair in (q, p)]
     for middle, width in found:
         if not np.all(np.isfinite(width)):
             raise LocalFailure("a posterior is not finite; lower learning_rate=")

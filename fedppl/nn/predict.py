@@ -14,8 +14,9 @@ from scipy.stats import norm
 from fedppl.contracts import Point
 from fedppl.nn.declared import Declared
 from fedppl.nn.likelihood import Normal
-from fedppl.nn.predict_outcomes import outcomes_at
+from fedppl.nn.predict_outcomes import outcomes_at, require_as_many
 from fedppl.nn.subnet import output_covariance, outputs
+from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import NetworkResult, Own, network_of
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
@@ -23,6 +24,7 @@ from fedppl.results.fit import Fit
 from fedppl.settings import between, one_of, some_of, whole
 from fedppl.types import Array, DataError, DeclarationError
 
+_ROWS = 4096  # that are predicted at once: covariances of their outputs, and draws, stand in memory together
 _LINKS = ("scaled", "by class", "monte carlo", "probit", "map")
 
 
@@ -218,7 +220,8 @@ def predict(
     Notes
     -----
     *When this fails.* With a posterior as wide as the prior, κ pulls all classes together. The linearised network is
-    not the network: far from the data its variance grows with the square of the inputs.
+    not the network: far from the data its variance grows with the square of the inputs. Rows are predicted by blocks of
+    4,096, so that memory holds the result of a million of them, and not what it is made of.
     """
     _require_fit(fit)
     seed = _seed(fit, random_seed)
@@ -226,28 +229,55 @@ def predict(
     probability, draws = between("probability", probability, 0, 1), whole("draws", draws)
     found = client if isinstance(client, Own) else personalise(fit, client, random_seed=random_seed)
     unit = found.client.view(network_of).unit
-    X = unit.at(inputs)
+    X, rng = unit.at(inputs), stream((seed, 3))
+    others = unit.others(inputs) if isinstance(unit.likelihood, Declared) else {}
+    require_as_many(others, len(X))
+    blocks = []
+    for start in range(0, max(len(X), 1), _ROWS):
+        rows = slice(start, start + _ROWS)
+        logits, covariance = _moments(unit, found, X[rows], start, link)
+        if isinstance(unit.likelihood, Declared):
+            read = {name: value[rows] if value.ndim else value for name, value in others.items()}
+            values, dims = outcomes_at(unit, read, logits, covariance, draws, probability, rng)
+        else:
+            values = _closed(unit, logits, covariance, link, draws, probability, rng)
+            dims = dict.fromkeys(values, ("row", "output"))
+        blocks.append(values)
+    values = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+    if isinstance(unit.likelihood, Declared):
+        return idata.dataset(values, dims, {}, {"client": found.client.client_id})
+    coords = {"output": np.arange(logits.shape[1])}
+    return idata.dataset(values, dims, coords, {"client": found.client.client_id, "link": link})
+
+
+def _moments(unit: NetworkUnit, found: Own, X: Array, first: int, link: str) -> tuple[Array, Array]:
+    """Means (n, C) and covariances (n, C, C) of the outputs at some of the rows; `first` is the number of the first."""
     logits = outputs(unit, found.weights, X)
-    _require_finite(logits, "the network's output")
+    _require_finite(logits, "the network's output", first)
     covariance = np.zeros((*logits.shape, logits.shape[1]))
     if found.subnetwork is not None and link != "map":
         covariance = output_covariance(unit, found.subnetwork, X)
-    _require_finite(covariance, "the output's variance")
-    variance = np.diagonal(covariance, axis1=1, axis2=2)
-    if isinstance(unit.likelihood, Declared):
-        rng = stream((seed, 3))
-        values, dims = outcomes_at(unit, unit.others(inputs), logits, covariance, draws, probability, rng)
-        return idata.dataset(values, dims, {}, {"client": found.client.client_id})
+    _require_finite(covariance, "the output's variance", first)
+    return logits, covariance
+
+
+def _closed(
+    unit: NetworkUnit,
+    logits: Array,
+    covariance: Array,
+    link: str,
+    draws: int,
+    probability: float,
+    rng: np.random.Generator,
+) -> dict[str, Array]:
+    """Predictions of outcomes whose likelihood is in closed form."""
+    variance = np.diagonal(covariance, axis1=1, axis2=2).copy()  # or all covariances would be kept
     if isinstance(unit.likelihood, Normal):
         sd = np.sqrt(variance + unit.likelihood.sd**2)
         half = norm.ppf(0.5 + probability / 2) * sd
-        values = {"mean": logits, "sd": sd, "lower": logits - half, "upper": logits + half}
-    else:
-        rng = stream((seed, 3))
-        chances = probabilities(logits, covariance, link=link, draws=draws, rng=rng)
-        values = {"probability": chances, "logit": logits, "logit_variance": variance}
-    dims, coords = dict.fromkeys(values, ("row", "output")), {"output": np.arange(logits.shape[1])}
-    return idata.dataset(values, dims, coords, {"client": found.client.client_id, "link": link})
+        return {"mean": logits, "sd": sd, "lower": logits - half, "upper": logits + half}
+    chances = probabilities(logits, covariance, link=link, draws=draws, rng=rng)
+    return {"probability": chances, "logit": logits, "logit_variance": variance}
 
 
 def _require_fit(fit: Any) -> None:
@@ -261,10 +291,10 @@ def _seed(fit: Fit, random_seed: Any) -> int:
     return fit.seed if random_seed is None else whole("random_seed", random_seed, 0, "None takes the fit's")
 
 
-def _require_finite(values: Array, what: str) -> None:
+def _require_finite(values: Array, what: str, first: int) -> None:
     """Refuse what overflows, by its row."""
     if not np.all(np.isfinite(values)):
-        row = int(np.argwhere(~np.isfinite(values))[0, 0])
+        row = first + int(np.argwhere(~np.isfinite(values))[0, 0])
         raise DataError(f"{what} is not finite at row {row} of the new inputs; look at their size.")
 
 

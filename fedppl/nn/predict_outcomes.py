@@ -16,6 +16,13 @@ from fedppl.types import Array, DataError
 _EACH = 10  # draws of an outcome for each of outputs
 
 
+def require_as_many(others: Mapping[str, Array], rows: int) -> None:
+    """Refuse what the likelihood reads beside the network where it has another number of rows."""
+    wrong = {name: len(value) for name, value in others.items() if value.ndim and len(value) != rows}
+    if wrong:
+        raise DataError(f"new inputs have {rows} rows, and {wrong}; give as many rows of each.")
+
+
 def outcomes_at(
     unit: NetworkUnit,
     others: Mapping[str, Array],
@@ -45,15 +52,12 @@ def outcomes_at(
     Raises
     ------
     DataError
-        For arrays of another number of rows.
+        Where outcomes cannot be drawn.
     """
     likelihood = unit.likelihood
     assert isinstance(likelihood, Declared)
-    wrong = {name: len(value) for name, value in others.items() if value.ndim and len(value) != len(outputs)}
-    if wrong:
-        raise DataError(f"new inputs have {len(outputs)} rows, and {wrong}; give as many rows of each.")
     functions, count = likelihood.drawn(), likelihood.outputs
-    variance = np.diagonal(covariance, axis1=1, axis2=2)[:, :count]
+    variance = np.diagonal(covariance, axis1=1, axis2=2)[:, :count].copy()
     is_known = not np.any(covariance)
     values, vectors = np.linalg.eigh(covariance)
     root = vectors * np.sqrt(np.clip(values, 0.0, None))[:, None]

@@ -21,9 +21,14 @@ import torch
 from numpy.typing import NDArray
 
 from fedppl.nn._slopes import Slopes, chunks, evaluate, rows_of
+from fedppl.nn.devices import factored_on, host, tensor
 from fedppl.nn.functional import Places
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError
+
+_BLOCK = 128  # columns of a product, at least
+_POWERS = 20  # products by which the largest eigenvalue is told
+_LOST = 1e-3  # of the smallest variance, to rounding
 
 
 class Subnetwork(NamedTuple):
@@ -46,11 +51,11 @@ def curvature_diagonal(unit: NetworkUnit, w: Array, index: Places, *, dtype: tor
     found = np.zeros(len(index))
     for part in chunks(unit, w, index, dtype):
         if part.rest is not None:
-            found[part.rest_places] += (part.rest**2).sum((0, 1)).double().numpy()
+            found[part.rest_places] += host((part.rest**2).sum((0, 1)))
         if len(part.places):
             squares = (part.slope**2).sum(1)  # (b, units)
             everything = squares.T @ part.inputs**2
-            found[part.places] += everything[part.unit, part.column].double().numpy()
+            found[part.places] += host(everything[part.unit, part.column])
     return found
 
 
@@ -97,18 +102,26 @@ def select(variance: Array, curvature: Array, count: int, *, rule: str = "live")
 
 def curvature(unit: NetworkUnit, w: Array, index: Places, *, dtype: torch.dtype = torch.float64) -> Array:
     """JᵀΛJ of the weights `index` (s,), (s, s)."""
-    matrix, order = torch.zeros(len(index), len(index), dtype=dtype), np.arange(len(index))
+    matrix = torch.zeros(len(index), len(index), dtype=dtype, device=unit.place(dtype))
+    order = np.arange(len(index))
     for part in chunks(unit, w, index, dtype):
         if part.rest is None:
             by_unit = np.argsort(part.unit, kind="stable")
             _add_pairs(matrix, part, by_unit)
             order = part.places[by_unit]
         else:
-            rows = rows_of(part, len(index))
-            matrix += rows.T @ rows
+            _add_square(matrix, rows_of(part, len(index)))
     upper = torch.triu(matrix)
     back = np.argsort(order)
-    return np.asarray((upper + torch.triu(matrix, 1).T).double().numpy()[np.ix_(back, back)])
+    return np.asarray(host(upper + torch.triu(matrix, 1).T)[np.ix_(back, back)])
+
+
+def _add_square(matrix: torch.Tensor, rows: torch.Tensor, sign: float = 1.0) -> None:
+    """Add ± rowsᵀ rows to the upper triangle, and to little of the lower one."""
+    size = max(_BLOCK, -(-len(matrix) // 8))
+    for start in range(0, len(matrix), size):
+        here = slice(start, start + size)
+        matrix[here, start:].addmm_(rows[:, here].T, rows[:, start:], alpha=sign)
 
 
 def _by_unit(part: Slopes, order: NDArray[np.int64]) -> list[tuple[int, slice, torch.Tensor]]:
@@ -152,10 +165,41 @@ def infer(
     if diagonal:
         found = 1.0 / (1.0 / variance + curvature_diagonal(unit, w, index, dtype=dtype))
         return Subnetwork(w, index, found)
-    matrix = torch.from_numpy(curvature(unit, w, index, dtype=dtype)).to(dtype)
-    matrix.diagonal().add_(torch.from_numpy(1.0 / variance).to(dtype))
+    there = factored_on(unit.place(dtype))
+    if 3 * len(unit.X) * evaluate(unit, w, unit.X[:1]).size <= len(index):
+        few = _of_few_rows(unit, w, index, variance, dtype, there)
+        if few is not None:
+            return Subnetwork(w, index, few)
+    matrix = tensor(curvature(unit, w, index, dtype=dtype), dtype, there)
+    matrix.diagonal().add_(tensor(1.0 / variance, dtype, there))
     covariance = torch.cholesky_inverse(torch.linalg.cholesky(matrix))
-    return Subnetwork(w, index, covariance.double().numpy())
+    return Subnetwork(w, index, host(covariance))
+
+
+def _of_few_rows(
+    unit: NetworkUnit, w: Array, index: Places, variance: Array, dtype: torch.dtype, there: torch.device
+) -> Array | None:
+    r"""The covariance from rows A = √Λ J √g, fewer than weights; None where rounding would show in it.
+
+    .. math:: (J^\top \Lambda J + \mathrm{diag}(g)^{-1})^{-1} = \sqrt g\, (I - A^\top (I + A A^\top)^{-1} A) \sqrt g
+    """
+    scale = tensor(np.sqrt(variance), dtype, there)
+    A = torch.cat([rows_of(part, len(index)) for part in chunks(unit, w, index, dtype)]).to(there) * scale
+    inner = A @ A.T
+    inner.diagonal().add_(1.0)
+    largest = torch.ones(len(inner), dtype=dtype, device=there)
+    for _ in range(_POWERS):
+        largest = inner @ largest
+        size = torch.linalg.vector_norm(largest)
+        largest = largest / size
+    if not float(size) * torch.finfo(dtype).eps <= _LOST:  # the narrowest direction's variance is 1 / size
+        return None
+    half = torch.linalg.solve_triangular(torch.linalg.cholesky(inner), A, upper=False)
+    matrix = torch.eye(len(index), dtype=dtype, device=there)
+    _add_square(matrix, half, -1.0)
+    matrix = torch.triu(matrix)
+    matrix += torch.triu(matrix, 1).T
+    return host(matrix.mul_(scale).mul_(scale[:, None]))
 
 
 def inferred(
@@ -188,12 +232,12 @@ def outputs(unit: NetworkUnit, w: Array, X: Array) -> Array:
 
 def output_covariance(unit: NetworkUnit, q: Subnetwork, X: Array, *, dtype: torch.dtype = torch.float64) -> Array:
     """J_S(x) Cov(w_S) J_S(x)ᵀ for each row of X, (n, C, C)."""
-    covariance = torch.from_numpy(np.asarray(q.covariance)).to(dtype)
+    covariance = unit.tensor(np.asarray(q.covariance), dtype)
     found = []
     for part in chunks(unit, q.weights, q.places, dtype, X=X):
         if q.covariance.ndim == 1 and part.rest is None:
             # A unit's weights are independent: Σ_u ∂f_c/∂z_u ∂f_c'/∂z_u Σ_i x_i² Var(w_ui).
-            spread = torch.zeros(part.slope.shape[2], part.inputs.shape[1], dtype=dtype)
+            spread = part.slope.new_zeros(part.slope.shape[2], part.inputs.shape[1])
             spread[part.unit, part.column] = covariance[part.places]
             weighted = part.slope * (part.inputs**2 @ spread.T)[:, None]
             found.append(weighted @ part.slope.mT)
@@ -206,11 +250,11 @@ def output_covariance(unit: NetworkUnit, q: Subnetwork, X: Array, *, dtype: torc
         by_unit = np.argsort(part.unit, kind="stable")
         groups, order = _by_unit(part, by_unit), part.places[by_unit]
         sorted_covariance = covariance[order][:, order]
-        middle = torch.zeros(len(part.inputs), part.slope.shape[2], part.slope.shape[2], dtype=dtype)
+        middle = part.slope.new_zeros(len(part.inputs), part.slope.shape[2], part.slope.shape[2])
         for position, (one, here, left) in enumerate(groups):
             for other, there, right in groups[position:]:
                 value = ((left @ sorted_covariance[here, there]) * right).sum(1)
                 middle[:, one, other] = value
                 middle[:, other, one] = value
         found.append(part.slope @ middle @ part.slope.mT)
-    return torch.cat(found).double().numpy()
+    return host(torch.cat(found))

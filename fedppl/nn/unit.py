@@ -11,7 +11,8 @@ import torch
 
 from fedppl.model.inputs import new_inputs
 from fedppl.nn.declared import Declared, columns
-from fedppl.nn.functional import Places, call, cast, own_copy, parameter_slices, state_of
+from fedppl.nn.devices import host, placed, tensor
+from fedppl.nn.functional import Places, call, own_copy, parameter_slices, parts_of, state_of
 from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.local_prior import LocalPrior
 from fedppl.types import Array, DataError, DeclarationError
@@ -22,6 +23,7 @@ class DeclaredNetwork(NamedTuple):
 
     net: torch.nn.Module  # unknowns of the likelihood are parameters of it too
     plain: torch.nn.Module  # as it was declared
+    device: torch.device  # where it is computed
     names: tuple[str, ...]  # torch's, of all parameters, in the order of the flat vector w (d,)
     unknowns: tuple[str, ...]  # those of them that are the likelihood's
     shared_at: Places  # where φ lies in w, (m,)
@@ -73,8 +75,20 @@ class NetworkUnit:
 
     @property
     def net(self) -> torch.nn.Module:
-        """The network, a copy for this thread."""
+        """The network, a copy for this thread; parameters and buffers for `call` come from `state`."""
         return own_copy(self.declared.net)
+
+    def place(self, dtype: torch.dtype) -> torch.device:
+        """Where numbers of this type are."""
+        return placed(self.declared.device, dtype)
+
+    def tensor(self, values: Array, dtype: torch.dtype) -> torch.Tensor:
+        """Numbers where the network is computed: real ones in this type, whole ones as they are."""
+        return tensor(values, dtype, self.place(dtype))
+
+    def state(self, w: Array, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Parameters, from w (d,), and buffers, where the network is computed."""
+        return state_of(self.net, self.tensor(np.asarray(w, dtype=float), dtype))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -104,7 +118,7 @@ class NetworkUnit:
     @property
     def held(self) -> Array:
         """The values that the network itself holds, (d,)."""
-        return torch.cat([value.detach().double().ravel() for value in self.declared.net.parameters()]).cpu().numpy()
+        return np.concatenate([host(value).ravel() for value in self.declared.net.parameters()])
 
     @property
     def inferable_at(self) -> Places:
@@ -151,6 +165,11 @@ class NetworkUnit:
 def log_likelihood(unit: NetworkUnit, w: Array) -> float:
     """log p(y | X, w) in float64."""
     with torch.no_grad():
-        state = state_of(unit.net, torch.from_numpy(np.asarray(w, dtype=float)))
-        output = call(unit.net, state, cast(torch.from_numpy(unit.X), torch.float64))
-    return unit.likelihood.log_density(output, unit.likelihood.outcomes(unit.y, torch.float64))
+        net, state = unit.net, unit.state(w, torch.float64)
+        outputs = [call(net, state, unit.tensor(unit.X[rows], torch.float64)) for rows in parts_of(net, unit.X.shape)]
+    return unit.likelihood.log_density(torch.cat(outputs), outcomes(unit, torch.float64))
+
+
+def outcomes(unit: NetworkUnit, dtype: torch.dtype) -> torch.Tensor:
+    """The client's outcomes, as its likelihood takes them."""
+    return unit.likelihood.outcomes(unit.y, dtype, unit.place(dtype))

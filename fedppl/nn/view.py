@@ -20,7 +20,8 @@ from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
 from fedppl.nn.calls import kind_of, network_nodes
 from fedppl.nn.declared import Declared
-from fedppl.nn.functional import Places, call, cast, parameter_slices, state_of
+from fedppl.nn.devices import host
+from fedppl.nn.functional import Places, call, parameter_slices
 from fedppl.nn.head import Head, find_head
 from fedppl.nn.likelihood import Categorical
 from fedppl.nn.local_prior import local_prior
@@ -136,9 +137,9 @@ def _warn_of_softmax(unit: NetworkUnit) -> None:
     if not isinstance(unit.likelihood, Categorical):
         return
     with torch.no_grad():
-        state = state_of(unit.net, torch.from_numpy(unit.held))
-        output = call(unit.net, state, cast(torch.from_numpy(unit.X[:3]), torch.float64))
-    if bool(torch.all(output >= 0)) and bool(torch.allclose(output.sum(1), torch.ones(len(output)).double())):
+        state = unit.state(unit.held, torch.float64)
+        output = host(call(unit.net, state, unit.tensor(unit.X[:3], torch.float64)))
+    if np.all(output >= 0) and np.allclose(output.sum(axis=1), 1.0):
         logger.warning(
             "the network's outputs are positive and sum to 1, as if it ended in a softmax, and the declared likelihood "
             "takes them for logits; leave the softmax out"
@@ -183,6 +184,7 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
     return DeclaredNetwork(
         net=net,
         plain=node.op.net,
+        device=node.op.device,
         names=tuple(slices),
         unknowns=tuple(v.name for v in read.unknowns),
         shared_at=places(client.layout.variables),
