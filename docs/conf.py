@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 project = "fedppl"
 templates_path = ["_templates"]
@@ -13,7 +17,7 @@ extensions = [
     "numpydoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
+    "mathml",  # docs/mathml.py
     "sphinx_design",
 ]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
@@ -30,6 +34,7 @@ numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False
 default_role = "code"
 
+html_math_renderer = "mathml"
 html_theme = "pydata_sphinx_theme"
 html_title = "fedppl"
 html_theme_options = {"navigation_with_keys": False, "show_nav_level": 2, "secondary_sidebar_items": ["page-toc"]}
