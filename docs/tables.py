@@ -50,7 +50,7 @@ def scale() -> str:
         lines = [
             _when(run),
             "",
-            "| groups | fit, CPU-s (first, second) | means and sds of all groups, CPU-s | peak memory | status | beside it |",
+            "| groups | fit, CPU-s (first, second) | all groups' means and sds, CPU-s | memory | status | beside it |",
             "|---|---|---|---|---|---|",
         ]
         for count, one in run["result"]["sizes"].items():
