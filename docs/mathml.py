@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from html.entities import html5
 from typing import Any
+from xml.etree import ElementTree
 
 from docutils import nodes
 from docutils.utils.math import MathError
@@ -12,19 +14,69 @@ from sphinx.util import logging
 
 logger = logging.getLogger(__name__)
 
+_SPACE = "{http://www.w3.org/1998/Math/MathML}"
+_APPLY = "\u2061"  # between a function's name and its argument
+_ACCENTS = {"~", "ˆ", "^", "¯", "‾", "→", "˙", "\u02dc", "\u20d7"}
+_LOOK = (
+    ".formula { margin: 1rem 0; overflow-x: auto; } "
+    ".ams-align mtd:nth-child(odd) { text-align: right; } .ams-align mtd:nth-child(even) { text-align: left; }"
+)
+ElementTree.register_namespace("", _SPACE[1:-1])
+
 # What the conversion knows by another name only.
 _ELSEWHERE = (
     (re.compile(r"\\([bB]ig)(?=[(\[{]|\\\{)"), r"\\\1l"),
     (re.compile(r"\\([bB]ig)(?=[)\]}]|\\\})"), r"\\\1r"),
     (re.compile(r"\\dots(?![a-zA-Z])"), r"\\ldots"),
 )
+# TeX takes one digit, letter or command where there are no braces; the conversion takes whole numbers, and scripts too.
+_ONE = r"\s*(\\[a-zA-Z]+|[^\s\\{}])"
+_FRACTION = re.compile(rf"\\([td]?frac)(?:{_ONE})?(\s*\{{[^{{}}]*\}})?(?:{_ONE})?")
+_ACCENT = re.compile(rf"\\(hat|tilde|bar|vec|dot|mathrm|mathbf|mathcal)(?![a-zA-Z]){_ONE}")
+_SCRIPT = re.compile(r"([\^_])(\d)(?=\d)")
+
+
+def _braced(found: re.Match[str]) -> str:
+    name, first, group, second = found.groups()
+    top = group if first is None else f"{{{first}}}"
+    if first is None:  # \frac{a}b, or both in braces
+        return f"\\{name}{top or ''}" + ("" if second is None else f"{{{second}}}" if group else second)
+    bottom = group or ("" if second is None else f"{{{second}}}")
+    return f"\\{name}{top}{bottom}" + (second or "" if group else "")
+
+
+def plain(tex: str) -> str:
+    """The same formula, with braces wherever TeX would read fewer characters than the conversion does."""
+    for pattern, known in _ELSEWHERE:
+        tex = pattern.sub(known, tex)
+    tex = _FRACTION.sub(_braced, tex)
+    tex = _ACCENT.sub(r"{\\\1{\2}}", tex)
+    return _SCRIPT.sub(r"\1{\2}", tex)
 
 
 def convert(tex: str, *, as_block: bool) -> str:
     """MathML of a formula; raises MathError where it has what cannot be converted."""
-    for pattern, known in _ELSEWHERE:
-        tex = pattern.sub(known, tex)
-    return str(tex2mathml(tex, as_block=as_block))
+    return mended(str(tex2mathml(plain(tex), as_block=as_block)))
+
+
+def mended(text: str) -> str:
+    """With indices of what has an accent beside it, not below, and a space between a function and its argument."""
+    entities = re.compile(r"&(?!lt;|gt;|amp;)(\w+;)")
+    root = ElementTree.fromstring(entities.sub(lambda found: html5[found[1]], text))
+    for element in root.iter():
+        if element.tag == f"{_SPACE}munderover" and (element[2].text or "") in _ACCENTS:
+            base, index, accent = element
+            over = ElementTree.Element(f"{_SPACE}mover", {"accent": "true"})
+            over.extend([base, accent])
+            element[:] = [over, index]
+            element.tag = f"{_SPACE}msub"
+        for place, child in enumerate(element):
+            if child.text == _APPLY:
+                after = element[place + 1].text if place + 1 < len(element) else "("
+                if (after or "").strip() not in ("(", "["):
+                    child.tag, child.text = f"{_SPACE}mspace", None
+                    child.set("width", "0.17em")
+    return ElementTree.tostring(root, encoding="unicode")
 
 
 def _put(writer: Any, node: Any, *, as_block: bool) -> None:
@@ -33,7 +85,7 @@ def _put(writer: Any, node: Any, *, as_block: bool) -> None:
     except MathError as error:
         logger.warning("formula %r: %s", node.astext(), error, location=node)
         found = writer.encode(node.astext())
-    writer.body.append(f'<div class="math">{found}</div>\n' if as_block else found)
+    writer.body.append(f'<div class="formula">{found}</div>\n' if as_block else found)
     raise nodes.SkipNode
 
 
@@ -45,7 +97,13 @@ def _block(writer: Any, node: Any) -> None:
     _put(writer, node, as_block=True)
 
 
+def _style(app: Any) -> None:
+    if app.builder.format == "html":
+        app.add_css_file(None, body=_LOOK)
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Make it a way to show formulas: ``html_math_renderer = "mathml"``."""
     app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
+    app.connect("builder-inited", _style)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -11,18 +11,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
 pytest.importorskip("flwr")
 
-from tests.test_deployment import APP, SITES, Deployment, free_ports, posterior
+from tests.test_deployment import APP, SITES, Deployment, embedded, free_ports, posterior
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow, pytest.mark.xdist_group("deployment")]
 
 FEDERATION = "num-supernodes=3 client-resources-num-cpus=1 init-args-num-cpus=2"
-LOCAL = "python local.py {work}/data"
 
 
 @pytest.fixture
@@ -40,10 +38,8 @@ def simulated(tmp_path: Path) -> Iterator[Deployment]:
     deployed.shell(f"python make_data.py {tmp_path}/data && python make_policies.py {tmp_path}/policies")
     # What outlives the call may not hold its pipes.
     start = "source ./environment.sh; start_simulation"
-    log = (tmp_path / "start.log").open("w")
-    subprocess.run(
-        ["bash", "-c", start], cwd=APP, env=environment, check=True, timeout=120, stdout=log, stderr=log, text=True
-    )
+    with (tmp_path / "start.log").open("w") as log:
+        subprocess.run(["bash", "-c", start], cwd=APP, env=environment, check=True, timeout=120, stdout=log, stderr=log)
     yield deployed
     deployed.shell("./stop.sh")
 
@@ -65,12 +61,15 @@ def test_the_app_runs_on_the_simulation_runtime(simulated: Deployment) -> None:
     found, q = posterior(results)
     assert found["status"] == "converged" and sorted(found["clients"]) == sorted(SITES)
     assert not any(found["failures"])
-    alone = json.loads(simulated.shell(LOCAL.format(work=simulated.work), timeout=300).strip().splitlines()[-1])
-    # The embedded engine has the correction too, which begins from the same q.
-    assert_allclose(q.linear, np.array(alone["linear"]), rtol=1e-6)
-    assert_allclose(q.precision, np.array(alone["precision"]), rtol=1e-6, atol=1e-8)
+    alone = embedded(simulated.work)
+    assert found["rounds"] == len(alone.records)
+    assert_allclose(q.linear, alone.posterior.linear, rtol=1e-12)
+    assert_allclose(q.precision, alone.posterior.precision, rtol=1e-12, atol=1e-14)
     for site in SITES:
         assert (simulated.work / "simulated" / site / f"{site}.nc").stat().st_size > 10_000
     rounds = re.findall(r"round (\d+): (\w+), 3 of 3 replies in ([^;\n]+)(.*)", said)
     assert [int(one[0]) for one in rounds] == list(range(1, found["rounds"] + 1))
-    assert any("start" in one[3] for one in rounds) and any("posterior sds" in one[3] for one in rounds)
+    ahead = [rest for _, status, _, rest in rounds if status == "running"]
+    assert all(re.match("; (warm start|EP)", rest) for rest in ahead)
+    assert sum("change" in rest for rest in ahead) > len(ahead) // 2
+    assert [rest for rest in ahead if "; EP" in rest and re.search(r"left, \d", rest)]
