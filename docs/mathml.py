@@ -17,41 +17,30 @@ logger = logging.getLogger(__name__)
 _SPACE = "{http://www.w3.org/1998/Math/MathML}"
 _APPLY = "\u2061"  # between a function's name and its argument
 _ACCENTS = {"~", "ˆ", "^", "¯", "‾", "→", "˙", "\u02dc", "\u20d7"}
-_LOOK = (
-    ".formula { margin: 1rem 0; overflow-x: auto; } "
-    ".ams-align mtd:nth-child(odd) { text-align: right; } .ams-align mtd:nth-child(even) { text-align: left; }"
-)
 ElementTree.register_namespace("", _SPACE[1:-1])
 
+# TeX takes one digit, letter or command where there are no braces; the conversion takes whole numbers, and scripts too.
+_ONE = r"\s*(\\[a-zA-Z]+|[^\s\\{}])"
+_BRACED = (
+    (re.compile(rf"\\([td]?frac){_ONE}{_ONE}"), r"\\\1{\2}{\3}"),
+    (re.compile(rf"\\([td]?frac){_ONE}(?=\s*{{)"), r"\\\1{\2}"),
+    (re.compile(rf"\\([td]?frac)(\s*{{[^{{}}]*}}){_ONE}"), r"\\\1\2{\3}"),
+    (re.compile(rf"\\(hat|tilde|bar|vec|dot|mathrm|mathbf|mathcal)(?![a-zA-Z]){_ONE}"), r"{\\\1{\2}}"),
+    (re.compile(r"([\^_])(\d)(?=\d)"), r"\1{\2}"),
+)
 # What the conversion knows by another name only.
 _ELSEWHERE = (
     (re.compile(r"\\([bB]ig)(?=[(\[{]|\\\{)"), r"\\\1l"),
     (re.compile(r"\\([bB]ig)(?=[)\]}]|\\\})"), r"\\\1r"),
     (re.compile(r"\\dots(?![a-zA-Z])"), r"\\ldots"),
 )
-# TeX takes one digit, letter or command where there are no braces; the conversion takes whole numbers, and scripts too.
-_ONE = r"\s*(\\[a-zA-Z]+|[^\s\\{}])"
-_FRACTION = re.compile(rf"\\([td]?frac)(?:{_ONE})?(\s*\{{[^{{}}]*\}})?(?:{_ONE})?")
-_ACCENT = re.compile(rf"\\(hat|tilde|bar|vec|dot|mathrm|mathbf|mathcal)(?![a-zA-Z]){_ONE}")
-_SCRIPT = re.compile(r"([\^_])(\d)(?=\d)")
-
-
-def _braced(found: re.Match[str]) -> str:
-    name, first, group, second = found.groups()
-    top = group if first is None else f"{{{first}}}"
-    if first is None:  # \frac{a}b, or both in braces
-        return f"\\{name}{top or ''}" + ("" if second is None else f"{{{second}}}" if group else second)
-    bottom = group or ("" if second is None else f"{{{second}}}")
-    return f"\\{name}{top}{bottom}" + (second or "" if group else "")
 
 
 def plain(tex: str) -> str:
     """The same formula, with braces wherever TeX would read fewer characters than the conversion does."""
-    for pattern, known in _ELSEWHERE:
+    for pattern, known in (*_ELSEWHERE, *_BRACED):
         tex = pattern.sub(known, tex)
-    tex = _FRACTION.sub(_braced, tex)
-    tex = _ACCENT.sub(r"{\\\1{\2}}", tex)
-    return _SCRIPT.sub(r"\1{\2}", tex)
+    return tex
 
 
 def convert(tex: str, *, as_block: bool) -> str:
@@ -63,6 +52,9 @@ def mended(text: str) -> str:
     """With indices of what has an accent beside it, not below, and a space between a function and its argument."""
     entities = re.compile(r"&(?!lt;|gt;|amp;)(\w+;)")
     root = ElementTree.fromstring(entities.sub(lambda found: html5[found[1]], text))
+    for row in root.iter(f"{_SPACE}mtr"):  # of equations below each other: both sides of the sign
+        for column, cell in enumerate(row):
+            cell.set("style", f"text-align: {'left' if column % 2 else 'right'}")
     for element in root.iter():
         if element.tag == f"{_SPACE}munderover" and (element[2].text or "") in _ACCENTS:
             base, index, accent = element
@@ -85,7 +77,9 @@ def _put(writer: Any, node: Any, *, as_block: bool) -> None:
     except MathError as error:
         logger.warning("formula %r: %s", node.astext(), error, location=node)
         found = writer.encode(node.astext())
-    writer.body.append(f'<div class="formula">{found}</div>\n' if as_block else found)
+    writer.body.append(
+        f'<div class="formula" style="margin: 1rem 0; overflow-x: auto">{found}</div>\n' if as_block else found
+    )
     raise nodes.SkipNode
 
 
@@ -97,13 +91,7 @@ def _block(writer: Any, node: Any) -> None:
     _put(writer, node, as_block=True)
 
 
-def _style(app: Any) -> None:
-    if app.builder.format == "html":
-        app.add_css_file(None, body=_LOOK)
-
-
 def setup(app: Any) -> dict[str, bool]:
     """Make it a way to show formulas: ``html_math_renderer = "mathml"``."""
     app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
-    app.connect("builder-inited", _style)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -32,6 +32,7 @@ def mathml() -> ModuleType:
         (r"\frac1{nK} \sum_k x", r"\frac{1}{nK} \sum_k x"),
         (r"\frac{a}2 x", r"\frac{a}{2} x"),
         (r"\tfrac\lambda2 x", r"\tfrac{\lambda}{2} x"),
+        (r"\frac1{n} \frac12", r"\frac{1}{n} \frac{1}{2}"),
         (r"x^12", r"x^{1}2"),
         (r"\mathrm E_q", r"{\mathrm{E}}_q"),
         (r"\Big(\sum_k x\Big)", r"\Bigl(\sum_k x\Bigr)"),
