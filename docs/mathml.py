@@ -78,7 +78,7 @@ def _put(writer: Any, node: Any, *, as_block: bool) -> None:
         logger.warning("formula %r: %s", node.astext(), error, location=node)
         found = writer.encode(node.astext())
     writer.body.append(
-        f'<div class="formula" style="margin: 1rem 0; overflow-x: auto">{found}</div>\n' if as_block else found
+        f'<div class="formula" style="margin: 1rem 0; padding: 0.3rem 0; overflow: auto hidden">{found}</div>\n' if as_block else found
     )
     raise nodes.SkipNode
 
