@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 _SPACE = "{http://www.w3.org/1998/Math/MathML}"
 _APPLY = "\u2061"  # between a function's name and its argument
 _ACCENTS = {"~", "ˆ", "^", "¯", "‾", "→", "˙", "\u02dc", "\u20d7"}
+_LOOK = "margin: 1rem 0; padding: 0.3rem 0; overflow: auto hidden"
 ElementTree.register_namespace("", _SPACE[1:-1])
 
 # TeX takes one digit, letter or command where there are no braces; the conversion takes whole numbers, and scripts too.
@@ -77,9 +78,8 @@ def _put(writer: Any, node: Any, *, as_block: bool) -> None:
     except MathError as error:
         logger.warning("formula %r: %s", node.astext(), error, location=node)
         found = writer.encode(node.astext())
-    writer.body.append(
-        f'<div class="formula" style="margin: 1rem 0; padding: 0.3rem 0; overflow: auto hidden">{found}</div>\n' if as_block else found
-    )
+    block = f'<div class="formula" style="{_LOOK}">{found}</div>\n'
+    writer.body.append(block if as_block else found)
     raise nodes.SkipNode
 
 
