@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
 from numpydoc.xref import DEFAULT_LINKS
 from sphinx_gallery.sorting import ExplicitOrder
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 project = "fedppl"
 templates_path = ["_templates"]
@@ -21,7 +24,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
-    "sphinx.ext.mathjax",
+    "mathml",  # docs/mathml.py
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
 ]
@@ -46,6 +49,7 @@ numpydoc_xref_param_type = True
 numpydoc_xref_ignore = "all"
 numpydoc_xref_aliases = {word: word for word in DEFAULT_LINKS} | _inventories["aliases"]()  # no others than ours
 
+html_math_renderer = "mathml"
 html_theme = "pydata_sphinx_theme"
 html_title = "fedppl"
 html_theme_options = {"navigation_with_keys": False, "show_nav_level": 2, "secondary_sidebar_items": ["page-toc"]}

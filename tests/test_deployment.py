@@ -131,12 +131,16 @@ def _deployed(work: Path, **more: str) -> Iterator[Deployment]:
 
 @pytest.fixture(scope="module")
 def reference(deployment: Deployment) -> fedppl.Fit:
+    return embedded(deployment.work)
+
+
+def embedded(work: Path) -> fedppl.Fit:
     """The same declaration, data and seed with the embedded engine, whose clients keep to a policy as sites do."""
     spec = importlib.util.spec_from_file_location("clinics_declaration", APP / "clinics" / "declaration.py")
     assert spec is not None and spec.loader is not None
     declaration = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(declaration)
-    data = {name: declaration.load_csv(deployment.work / "data" / f"{name}.csv") for name in SITES}
+    data = {name: declaration.load_csv(work / "data" / f"{name}.csv") for name in SITES}
     engine = fedppl.InProcess(policy=fedppl.policy.NO_RULES)
     return fedppl.fit(declaration.MODEL, data, declaration.ALGORITHM, engine=engine, random_seed=1, progressbar=False)
 

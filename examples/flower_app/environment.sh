@@ -7,9 +7,11 @@ export FLWR_DISABLE_UPDATE_CHECK=1
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
 export OMP_NUM_THREADS=1
 export FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.1  # seconds; how often Flower looks for a message to start a process for
+export RAY_USAGE_STATS_ENABLED=0
+export RAY_worker_niceness=0  # Ray's workers step back behind everything else on the machine by default
 mkdir -p "$WORK" "$FLWR_HOME"
 
-# The connection that `flwr ... loopback` uses.
+# The connections that `flwr ... loopback` and `flwr ... simulation` use.
 cat > "$FLWR_HOME/config.toml" <<CONFIG
 [superlink]
 default = "loopback"
@@ -17,6 +19,10 @@ default = "loopback"
 [superlink.loopback]
 address = "127.0.0.1:$PORT"
 root-certificates = "$WORK/keys/ca.crt"
+
+[superlink.simulation]
+address = "127.0.0.1:$((PORT + 4))"
+insecure = true
 CONFIG
 
 start_site() { # start_site NAME PORT
@@ -25,4 +31,14 @@ start_site() { # start_site NAME PORT
         --node-config "data=\"$WORK/data/$1.csv\" policy=\"$WORK/policies/$1.toml\" folder=\"$WORK/sites/$1\" warm=${WARM:-0}" \
         > "$WORK/$1.log" 2>&1 &
     echo $! > "$WORK/$1.pid"
+}
+
+start_simulation() { # a SuperLink that runs everything on this machine, on loopback, without sites
+    flower-superlink --insecure --simulation --host 127.0.0.1 --port "$((PORT + 4))" \
+        --disable-runtime-dependency-installation > "$WORK/simulation.log" 2>&1 &
+    echo $! > "$WORK/simulation.pid"
+    until (exec 3<> "/dev/tcp/127.0.0.1/$((PORT + 4))") 2>&-; do
+        kill -0 "$(cat "$WORK/simulation.pid")" || return 1
+        sleep 0.5
+    done
 }

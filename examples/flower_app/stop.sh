@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Stop the SuperNodes with their warm workers, and the SuperLink.
+# Stop the SuperNodes with their warm workers, the SuperLink, and that of a simulation.
 cd "$(dirname "$0")"
 source ./environment.sh
-for name in north south west superlink; do
+for name in north south west superlink simulation; do
     [ -f "$WORK/$name.pid" ] && kill "$(cat "$WORK/$name.pid")" 2>/dev/null
     rm -f "$WORK/$name.pid"
 done

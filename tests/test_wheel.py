@@ -1,0 +1,41 @@
+"""What is published: built here, without the network, and looked into."""
+
+from __future__ import annotations
+
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hatchling")
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
+
+ROOT = Path(__file__).parents[1]
+_LARGEST = 300_000  # bytes of a file
+
+
+def built(builder: type, folder: Path) -> Path:
+    (found,) = builder(str(ROOT)).build(directory=str(folder), versions=["standard"])
+    return Path(found)
+
+
+def test_the_wheel_holds_the_package_its_types_and_its_licence(tmp_path: Path) -> None:
+    with zipfile.ZipFile(built(WheelBuilder, tmp_path)) as wheel:
+        names = set(wheel.namelist())
+        (metadata,) = (wheel.read(name).decode() for name in names if name.endswith("METADATA"))
+    ours = {str(path.relative_to(ROOT)) for path in ROOT.glob("fedppl/**/*.py")} | {"fedppl/py.typed"}
+    held = {name for name in names if not name.partition("/")[0].endswith(".dist-info")}
+    assert held == ours
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "\nName: fedppl\n" in metadata and "\nRequires-Python: >=3.11\n" in metadata
+
+
+def test_the_source_archive_holds_tests_and_pages_and_nothing_large(tmp_path: Path) -> None:
+    with tarfile.open(built(SdistBuilder, tmp_path)) as archive:
+        sizes = {member.name.partition("/")[2]: member.size for member in archive.getmembers() if member.isfile()}
+    wanted = {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt", "tests/test_wheel.py"}
+    assert wanted | {"docs/index.md", "docs/conf.py", "examples/quickstart.py"} <= set(sizes)
+    assert max(sizes.values()) < _LARGEST
+    assert not [name for name in sizes if name.startswith(("build/", "dist/", ".venv")) or "__pycache__" in name]
