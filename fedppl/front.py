@@ -43,54 +43,11 @@ def rounds(
 
     Parameters
     ----------
-    model
-        The declaration.
-    data
-        Client id to that client's data: a mapping from the builder's arguments to arrays, a data frame with columns of
-        these names (pandas, polars, pyarrow, xarray; other columns are left alone), or a tuple of arrays in the
-        builder's order. Or one data frame of all clients with `by`, or its groups (``frame.groupby("site")``). None
-        where the data are at sites and the engine finds them, as Flower's does. Of a frame's columns booleans stay so,
-        categories become their numbers in the order that they have, which has to be the same at all clients, dates and
-        times days since 1970, durations days; texts are refused. Ids are texts, whole numbers, dates or tuples of them.
-    algorithm
-        The algorithm; by default ``fedppl.EP()``.
-    by
-        Column, or columns, of one data frame that tell clients apart. Their values are the clients' ids.
-    missing
-        What to do where values are missing (NaN, None, NA): "error" says how many of which column at which client,
-        "drop" leaves out those rows and says how many, "impute" those alone whose outcome is missing. An outcome is
-        what the model observes; without it a row says nothing of the model's variables, where its being missing depends
-        on no outcome (missing at random), so that leaving it out is exact, for counts and classes too, and
-        `Fit.predict` gives it afterwards. Missing predictors are refused, and rows that do not stand for themselves.
+    model, data, algorithm, by, missing, engine, participation, reporting, checkpoint, deadline, random_seed, start
+        As in `fit`.
     rounds
         Number of rounds in all after which it stops; None runs until converged or the caller stops. Rounds of a start
         that has a budget of its own, as EP's warm start has, do not count.
-    engine
-        The engine that moves the messages; by default ``fedppl.InProcess()``.
-    participation
-        None for all clients, an int for that many a round, a float for a probability, or a function
-        ``(clients, rng) -> clients``.
-    reporting
-        Clients among those asked that send a reply, given in the same ways; None for all. The others hear the
-        broadcast, update what they keep to themselves if the algorithm has such a thing, a personal head for example,
-        and send only word that they did.
-    checkpoint
-        File to write the state to after every round, and to resume from when it exists. A resumed run gives
-        the same numbers as an uninterrupted one. A salted digest tells whether a client's data are still those that the
-        run began with: here it is in the file, and other data are refused, of a finished run too; a site keeps its own,
-        and then takes no part. Another algorithm, settings, `participation` or `reporting` are refused. Functions are
-        told apart by their names. `rounds` and `deadline` may change. The records of all rounds are beside it, in a
-        file with ``.records`` added to its name. They are signed with the owner's key (the file at
-        ``FEDPPL_KEY_FILE``, else ``fedppl/key`` in the user's configuration folder, made on first use) and read with
-        that key only. Both files are as confidential as what clients send and keep.
-    deadline
-        Seconds to wait for replies in a round.
-    random_seed
-        Seed of every random stream.
-    start
-        A fit of the same declaration by the same algorithm, whose clients may be others or have had other rows: what it
-        knows of those that are here is where this one begins. For `EP`, which then has no warm start, whatever
-        `starts`. A run that goes on from a checkpoint goes on from there.
 
     Yields
     ------
@@ -152,15 +109,58 @@ def fit(
 
     Parameters
     ----------
-    model, data, algorithm, by, missing, engine, participation, reporting, checkpoint, deadline, random_seed, start
-        As in `rounds`.
+    model
+        The declaration.
+    data
+        Client id to that client's data: a mapping from the builder's arguments to arrays, a data frame with columns of
+        these names (pandas, polars, pyarrow, xarray; other columns are left alone), or a tuple of arrays in the
+        builder's order. Or one data frame of all clients with `by`, or its groups (``frame.groupby("site")``). None
+        where the data are at sites and the engine finds them, as Flower's does. Of a frame's columns booleans stay so,
+        categories become their numbers in the order that they have, which has to be the same at all clients, dates and
+        times days since 1970, durations days; texts are refused. Ids are texts, whole numbers, dates or tuples of them.
+    algorithm
+        The algorithm; by default ``fedppl.EP()``.
+    by
+        Column, or columns, of one data frame that tell clients apart. Their values are the clients' ids.
+    missing
+        What to do where values are missing (NaN, None, NA): "error" says how many of which column at which client,
+        "drop" leaves out those rows and says how many, "impute" those alone whose outcome is missing. An outcome is
+        what the model observes; without it a row says nothing of the model's variables, where its being missing depends
+        on no outcome (missing at random), so that leaving it out is exact, for counts and classes too, and
+        `Fit.predict` gives it afterwards. Missing predictors are refused, and rows that do not stand for themselves.
     rounds
         Largest number of rounds, those of EP's warm start not counted.
+    engine
+        The engine that moves the messages; by default ``fedppl.InProcess()``.
+    participation
+        None for all clients, an int for that many a round, a float for a probability, or a function
+        ``(clients, rng) -> clients``.
+    reporting
+        Clients among those asked that send a reply, given in the same ways; None for all. The others hear the
+        broadcast, update what they keep to themselves if the algorithm has such a thing, a personal head for example,
+        and send only word that they did.
+    checkpoint
+        File to write the state to after every round, and to resume from when it exists. A resumed run gives
+        the same numbers as an uninterrupted one. A salted digest tells whether a client's data are still those that the
+        run began with: here it is in the file, and other data are refused, of a finished run too; a site keeps its own,
+        and then takes no part. Another algorithm, settings, `participation` or `reporting` are refused. Functions are
+        told apart by their names. `rounds` and `deadline` may change. The records of all rounds are beside it, in a
+        file with ``.records`` added to its name. They are signed with the owner's key (the file at
+        ``FEDPPL_KEY_FILE``, else ``fedppl/key`` in the user's configuration folder, made on first use) and read with
+        that key only. Both files are as confidential as what clients send and keep.
     callback
         Function of a Round, called with each; it returns True to stop.
+    deadline
+        Seconds to wait for replies in a round.
     progressbar
         Whether to show progress, in a terminal or a notebook: clients that have answered, the change against the
         tolerance, and what is left. The logger ``fedppl`` tells the same at level INFO in any case.
+    random_seed
+        Seed of every random stream.
+    start
+        A fit of the same declaration by the same algorithm, whose clients may be others or have had other rows: what it
+        knows of those that are here is where this one begins. For `EP`, which then has no warm start, whatever
+        `starts`. A run that goes on from a checkpoint goes on from there.
 
     Returns
     -------

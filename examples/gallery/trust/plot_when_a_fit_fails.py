@@ -48,7 +48,8 @@ rng = np.random.default_rng(3)
 clinics = {}
 for number, patients in enumerate([60, 80, 100, 70, 90, 120], start=1):
     high = rng.random(patients) < 0.4
-    clinics[f"clinic {number}"] = {"y": np.where(high, rng.normal(2.0, 0.6, patients), rng.normal(-0.5, 0.6, patients))}
+    value = np.where(high, rng.normal(2.0, 0.6, patients), rng.normal(-0.5, 0.6, patients))
+    clinics[f"clinic {number}"] = {"y": value}
 
 
 def indicators(y):
@@ -230,6 +231,7 @@ _ = attempt(own_mean, ["mu", "tau"], labs)
 # -----------------
 #
 # - A refusal comes before anything is computed or sent. Its last sentences are the remedy.
+# - :doc:`/when_it_fails` has every status and what to do about each.
 # - Read ``fit.status`` and ``fit.message``, and the message also where the fit has converged: it may be about a
 #   client's units, or about a prior that its data contradict. :doc:`/models` has what a fit offers.
 # - ``converged`` says that rounds have come to rest and that the correction is trusted around there: :doc:`/exactness`.
