@@ -338,6 +338,11 @@ def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
                     found["PM"][str(end)] = personal_accuracies(setting, dict.fromkeys(setting.clients, fit))
                     notes.write_text(json.dumps(found))
                 before = time.process_time()
+        if not setting.method.alone and "confidence" in fit.idata["rounds"]:
+            for name in ("confidence", "deviation"):  # of a client's last reply
+                told = fit.idata["rounds"][name].transpose("client", "round").values
+                last = [row[np.isfinite(row)][-1:].tolist() for row in told]
+                found[name] = dict(zip(fit.client_ids, last, strict=True))
         found["sizes"] = {k: len(rows["y"]) for k, rows in setting.clients.items()}
         if options.folder is not None:
             done.write_text(json.dumps(found))

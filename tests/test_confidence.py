@@ -139,6 +139,14 @@ def test_full_covariances_give_a_higher_bound_on_the_evidence() -> None:
 
 
 @problems.few_rounds
+def test_rounds_tell_how_far_clients_are_from_what_was_sent() -> None:
+    sent, fit = fitted(run={"rounds": 1}).state.w, fitted(run={"rounds": 2})
+    for name, q in fit.personal.items():
+        told = fit.idata["rounds"]["deviation"].sel(client=name).values[-1]
+        assert_allclose(told, np.mean((q.mean - sent) ** 2), rtol=1e-12)
+
+
+@problems.few_rounds
 def test_one_client_may_get_all_the_confidence_unless_it_is_held() -> None:
     """H δ² < 1 has no fixed point: 1/τ = 1/(τ+H) + (Hδ/(τ+H))² gives τ = H / (H δ² − 1)."""
     clients = clients_of((60, 80, 120, 160))

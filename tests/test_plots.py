@@ -258,6 +258,27 @@ def test_influence_is_that_of_the_fit(fit: fedppl.Fit) -> None:
         plots.influence(fit, conflict=3)
 
 
+@problems.few_rounds
+def test_confidence_is_drawn_as_the_shares_and_distances_of_last_replies(fit: fedppl.Fit) -> None:
+    """Three of five clients reply in a round; everyone's last reply counts."""
+    model, clients = normal_means(5)
+    found = fedppl.fit(model, clients, fedppl.Confidence(), rounds=4, reporting=3, random_seed=2, progressbar=False)
+    table = found.idata["rounds"]
+    taus, distances = [], []
+    for name in found.client_ids:
+        tau = table["confidence"].sel(client=name).values
+        replied = np.flatnonzero(np.isfinite(tau))
+        if len(replied):
+            taus.append(tau[replied[-1]])
+            distances.append(table["deviation"].sel(client=name).values[replied[-1]])
+    shares, apart = plots.confidence(found)
+    assert_allclose(shares.lines[1].get_xdata(), np.sort(taus) / np.sum(taus))
+    assert_allclose(apart.lines[1].get_xdata(), np.sort(distances))
+    assert shares.lines[1].get_ydata()[-1] == 1
+    with pytest.raises(DeclarationError, match="Confidence"):
+        plots.confidence(fit)
+
+
 def test_a_device_graph_is_the_correlation(coupled: fedppl.Fit, fit: fedppl.Fit) -> None:
     axes = plots.device_graph(coupled)
     assert_allclose(axes.images[0].get_array(), coupled.idata["fit"]["correlation"].values)

@@ -1,6 +1,7 @@
 """Pictures of a fit, one a function: they take what `fedppl.fit` returned, draw with matplotlib and return axes."""
 
 from fedppl.plots._calibration import calibration
+from fedppl.plots._confidence import confidence
 from fedppl.plots._curves import curves
 from fedppl.plots._device_graph import device_graph
 from fedppl.plots._forest import forest
@@ -13,6 +14,7 @@ from fedppl.plots._rounds import rounds
 
 __all__ = [
     "calibration",
+    "confidence",
     "curves",
     "device_graph",
     "forest",

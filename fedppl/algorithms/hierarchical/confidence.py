@@ -105,7 +105,8 @@ def Confidence(
     Returns
     -------
     Algorithm
-        ``fit.estimate`` has w, ``fit.client(k)`` draws of w_k, and ``fit.idata["rounds"]["confidence"]`` every τ_j.
+        ``fit.estimate`` has w, ``fit.client(k)`` draws of w_k, and ``fit.idata["rounds"]`` every τ_j
+        as ``confidence`` and ‖μ_j − w‖² / d, at the w that was sent, as ``deviation``.
 
     Raises
     ------
@@ -229,7 +230,7 @@ def _update_client(
     w = np.asarray(message["w"], dtype=float)
     q, moments = _step(client, personal, w, rng, settings)
     confidence = _confidence(q, w, settings)
-    info = {**moments.diagnostics, "confidence": confidence}
+    info = {**moments.diagnostics, "confidence": confidence, "deviation": float(np.mean((q.mean - w) ** 2))}
     if personal is None:
         info["blank"] = 1.0
     return ClientUpdate(q, weighted(q.mean, confidence), info)

@@ -235,7 +235,8 @@ def _update_client(
 def _update(at: Here, q: HeadClientState, confidence: float, w: Array, *, blank: bool) -> ClientUpdate[HeadClientState]:
     """What a client keeps, sends and says."""
     reply, head = parted(at, w)
-    info = {"confidence": confidence, **({"blank": 1.0} if blank else {})}
+    deviation = float(np.mean((q.mean - at.centre) ** 2))
+    info = {"confidence": confidence, "deviation": deviation, **({"blank": 1.0} if blank else {})}
     return ClientUpdate(q, {**reply, "weighted": confidence * head, "weight": np.array(confidence)}, info)
 
 
