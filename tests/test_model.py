@@ -258,7 +258,7 @@ MISFITS = {
     "one row of X": ({"X": np.ones((1, 2)), "y": np.ones(5)}, ["{'X': (1, 2), 'y': (5,)}", "one row of each"]),
     "a column more": ({"X": np.ones((5, 3)), "y": np.ones(5)}, ["{'X': (5, 3), 'y': (5,)}", "same columns"]),
     "a column less": ({"X": np.ones((5, 1)), "y": np.ones(5)}, ["{'X': (5, 1), 'y': (5,)}", "same columns"]),
-    "dimensions": ({"X": np.ones((5, 2)), "y": np.ones((5, 1))}, ["'y': (5, 1)", "incompatible shape"]),
+    "dimensions": ({"X": np.ones((5, 2)), "y": np.ones((5, 1))}, ["'y': (5, 1)", "shape (5, 1)", "shape (5,)"]),
 }
 
 
