@@ -41,14 +41,19 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("benchmark", choices=["scale", "duel"])
     options, arguments = parser.parse_known_args(argv)
+    # Before the run: it takes hours, and what is changed meanwhile is not what ran. "-dirty" says that files differ.
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude", "*"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     command = [sys.executable, str(HERE / f"{options.benchmark}.py"), *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     print(done.stdout, end="")
-    head = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
     date = datetime.date.today().isoformat()
-    print(kept(options.benchmark, arguments, done.stdout, date, head.stdout.strip()))
+    print(kept(options.benchmark, arguments, done.stdout, date, commit.stdout.strip()))
 
 
 if __name__ == "__main__":

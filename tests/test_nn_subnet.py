@@ -17,6 +17,7 @@ from fedppl.nn.functional import pieces  # noqa: E402
 from fedppl.nn.likelihood import Normal  # noqa: E402
 from fedppl.nn.unit import NetworkUnit  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
+from fedppl.types import LocalFailure  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests.support import linear_models, problems  # noqa: E402
 
@@ -270,6 +271,49 @@ def test_the_posterior_of_few_rows_is_that_of_the_whole_matrix(net: Any, rng: np
     assert_allclose(few, wanted, rtol=1e-9, atol=1e-12)
     assert_array_equal(subnet.infer(unit, unit.held, index, variance).covariance, few)
     assert subnet._of_few_rows(unit, unit.held, index, 1e20 * variance, torch.float64, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+@pytest.mark.parametrize("scale", [100.0, 1e4])
+def test_inputs_of_another_scale_do_not_cost_the_posterior_its_digits(
+    rows: int, scale: float, rng: np.random.Generator
+) -> None:
+    """Single precision loses what the prior adds to 1e8 times as much; it is (JᵀJ / σ² + I)⁻¹ all the same."""
+    net, X = torch.nn.Linear(40, 3), scale * rng.normal(size=(rows, 40))
+    model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.3), ["weight", "bias"])
+    data = {"X": X, "y": rng.normal(size=(rows, 3))}
+    own = network_of(model.enrol({"a": data}, kernel=False)["a"]).unit
+    found = subnet.infer(own, own.held, np.arange(123), np.ones(123), dtype=torch.float32).covariance
+    D = np.column_stack([X, np.ones(rows)]) / 0.3
+    U, s, V = np.linalg.svd(D, full_matrices=False)
+    one = np.eye(41) - (V.T * (s**2 / (1 + s**2))) @ V  # of each output's weights
+    for c in range(3):
+        places = [*range(40 * c, 40 * c + 40), 120 + c]
+        own_block = found[np.ix_(places, places)]
+        assert_allclose(own_block, one, rtol=1e-3, atol=1e-5)
+        spread = s**2 / (1 + s**2)  # of the rows' outputs, where the posterior is narrowest
+        assert_allclose(np.einsum("ni,ij,nj->n", D, own_block, D), U**2 @ spread, rtol=1e-3)
+
+
+def test_weights_at_zero_do_not_hide_how_far_rows_narrow_the_posterior(rng: np.random.Generator) -> None:
+    """All classes are as probable there, so that the rows' roots of Λ sum to nothing."""
+    net, X = torch.nn.Linear(40, 4), 1e3 * rng.normal(size=(2, 40))
+    torch.nn.init.zeros_(net.weight)
+    torch.nn.init.zeros_(net.bias)
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["weight", "bias"])
+    own = network_of(model.enrol({"a": {"X": X, "y": np.array([0, 2])}}, kernel=False)["a"]).unit
+    found = subnet.infer(own, own.held, np.arange(164), np.ones(164), dtype=torch.float32).covariance
+    J, f = jacobian(own, own.held, X)
+    rows = (np.linalg.cholesky(hessian(own, f) + 1e-14 * np.eye(4)).transpose(0, 2, 1) @ J).reshape(8, -1)
+    _, s, V = np.linalg.svd(rows, full_matrices=False)
+    assert_allclose(found, np.eye(164) - (V.T * (s**2 / (1 + s**2))) @ V, rtol=1e-3, atol=1e-6)
+
+
+def test_what_double_precision_loses_too_is_refused(rng: np.random.Generator) -> None:
+    own = unit("normal")
+    everything = np.arange(own.size)
+    with pytest.raises(LocalFailure, match="bring inputs to sd 1"):
+        subnet.infer(own, own.held, everything, np.full(own.size, 1e18))
 
 
 def test_a_square_of_rows_is_added_block_by_block(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def test_the_wheel_holds_the_package_its_types_and_its_licence(tmp_path: Path) -
     with zipfile.ZipFile(built(WheelBuilder, tmp_path)) as wheel:
         names = set(wheel.namelist())
         (metadata,) = (wheel.read(name).decode() for name in names if name.endswith("METADATA"))
-    ours = {str(path.relative_to(ROOT)) for path in ROOT.glob("fedppl/**/*.py")} | {"fedppl/py.typed"}
+    ours = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("fedppl/**/*.py")} | {"fedppl/py.typed"}
     held = {name for name in names if not name.partition("/")[0].endswith(".dist-info")}
     assert held == ours
     assert any(name.endswith("licenses/LICENSE") for name in names)

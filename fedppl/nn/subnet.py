@@ -24,11 +24,12 @@ from fedppl.nn._slopes import Slopes, chunks, evaluate, rows_of
 from fedppl.nn.devices import factored_on, host, tensor
 from fedppl.nn.functional import Places
 from fedppl.nn.unit import NetworkUnit
-from fedppl.types import Array, DeclarationError
+from fedppl.types import Array, DeclarationError, LocalFailure
 
 _BLOCK = 128  # columns of a product, at least
 _POWERS = 20  # products by which the largest eigenvalue is told
 _LOST = 1e-3  # of the smallest variance, to rounding
+_WRONG = 1e-2  # of a variance, by rounding in the inverse of the whole matrix
 
 
 class Subnetwork(NamedTuple):
@@ -155,10 +156,14 @@ def infer(
 ) -> Subnetwork:
     """q(w_S) = N(ŵ_S, (JᵀΛJ + diag(1 / g))⁻¹) with prior variances g (s,); with a diagonal JᵀΛJ on request.
 
+    Where the data narrow a direction so far that single precision loses it, all is computed in double precision.
+
     Raises
     ------
     DeclarationError
         For weights that are not finite.
+    LocalFailure
+        Where double precision loses it too.
     """
     if not np.all(np.isfinite(w)):
         raise DeclarationError("the weights are not finite: lower learning_rate=.")
@@ -172,8 +177,30 @@ def infer(
             return Subnetwork(w, index, few)
     matrix = tensor(curvature(unit, w, index, dtype=dtype), dtype, there)
     matrix.diagonal().add_(tensor(1.0 / variance, dtype, there))
-    covariance = torch.cholesky_inverse(torch.linalg.cholesky(matrix))
-    return Subnetwork(w, index, host(covariance))
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if not failed:
+        covariance = torch.cholesky_inverse(factor)
+        sds = matrix.diagonal().sqrt()  # units in which all weights are alike
+        if torch.finfo(dtype).eps * _largest(matrix, 1 / sds) * _largest(covariance, sds) <= _WRONG:
+            return Subnetwork(w, index, host(covariance))
+    if dtype != torch.float64:
+        return infer(unit, w, index, variance)
+    raise LocalFailure(
+        "the data tell some directions of the subnetwork's weights too much better than others for double precision; "
+        "bring inputs to sd 1, or lower prior_variance="
+    )
+
+
+def _largest(matrix: torch.Tensor, scale: torch.Tensor) -> float:
+    """The largest eigenvalue of scale · matrix · scale, or a little less; at least its largest diagonal entry."""
+    vector = torch.zeros_like(scale)
+    vector[(matrix.diagonal() * scale**2).argmax()] = 1.0
+    size = torch.ones_like(scale[0])
+    for _ in range(_POWERS):
+        vector = scale * (matrix @ (scale * vector))
+        size = torch.linalg.vector_norm(vector)
+        vector = vector / size
+    return float(size)
 
 
 def _of_few_rows(
@@ -187,12 +214,8 @@ def _of_few_rows(
     A = torch.cat([rows_of(part, len(index)) for part in chunks(unit, w, index, dtype)]).to(there) * scale
     inner = A @ A.T
     inner.diagonal().add_(1.0)
-    largest = torch.ones(len(inner), dtype=dtype, device=there)
-    for _ in range(_POWERS):
-        largest = inner @ largest
-        size = torch.linalg.vector_norm(largest)
-        largest = largest / size
-    if not float(size) * torch.finfo(dtype).eps <= _LOST:  # the narrowest direction's variance is 1 / size
+    largest = _largest(inner, torch.ones(len(inner), dtype=dtype, device=there))
+    if not largest * torch.finfo(dtype).eps <= _LOST:  # the narrowest direction's variance is 1 / largest
         return None
     half = torch.linalg.solve_triangular(torch.linalg.cholesky(inner), A, upper=False)
     matrix = torch.eye(len(index), dtype=dtype, device=there)
