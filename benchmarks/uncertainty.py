@@ -6,11 +6,12 @@ AUROC of the predictive entropy, for images of labels that the client does not h
 
 Beside fedppl's methods stand two peers. "Ensemble" is five fits of FedAvg-FT from different starts, whose probabilities
 are averaged. "Laplace" is FedAvg-FT with Laplace's approximation of the last layer, by its generalised Gauss-Newton
-matrix on the client's own rows, the prior's precision by the evidence, predictions by the formula of the others.
+matrix on the client's own rows, predictions by the formula of the others.
 
 Every method has the same rounds. FedSI's two, Per-FedAvg, pFedMe and pFedVEM have the rates of their own benchmarks;
 any other method has one of two, by the likelihood of a fifth of the training rows of another partition (seed 100) that
-are held out there. All weights then are fitted to all training rows. No method sees the test rows of the partition that
+are held out there. So has "Laplace" its prior's precision, of six: by the evidence it would have none with few rows,
+which a network fits without an error. All weights then are fitted to all training rows. No method sees the test rows of the partition that
 it is scored on; but partitions are drawn from the same images, so that some by which a rate is chosen are test rows
 elsewhere. A method that fails at one seed has no mean. --folder keeps finished fits, and the same command goes on from
 them.
@@ -33,7 +34,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import minimize_scalar
 from scipy.special import softmax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -55,6 +55,7 @@ OURS = ("FedSI-Fac", "FedSI")  # at the rate that was chosen for them
 PEERS = ("Ensemble", "Laplace")
 METHODS = (*OF_FEDSI, *OF_PFEDVEM, *OURS, *PEERS)
 RATES = {"pFedBayes": (1e-4, 1e-3)}
+PRECISIONS = (0.1, 1.0, 10.0, 100.0, 1e3, 1e4)
 HIGHER = ("accuracy", "AUROC unseen", "AUROC strange")
 
 
@@ -66,6 +67,7 @@ class Cell(NamedTuple):
     seed: int
     rate: float | None
     validation: int
+    precision: float | None = None  # of the last layer's prior
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -147,7 +149,7 @@ def fitted(cell: Cell, problem: Problem, options: argparse.Namespace, start: int
         for name in group:
             own = fedppl.nn.personalise(fit, name)
             if cell.method == "Laplace":
-                ways[name] = last_layer(own, group[name])
+                ways[name] = last_layer(own, group[name], cell.precision)
             else:
                 ways[name] = functools.partial(_probability, fit, own)
     return ways
@@ -167,11 +169,11 @@ def _to_zero(net: Any, head: tuple[str, ...]) -> None:
                 value.zero_()
 
 
-def last_layer(own: Any, data: dict[str, np.ndarray]) -> Chances:
-    """Laplace's approximation of a classifier's last layer, its prior's precision by the evidence.
+def last_layer(own: Any, data: dict[str, np.ndarray], precision: float) -> Chances:
+    """Laplace's approximation of a classifier's last layer under a normal prior of this precision δ.
 
-    With features h (with a one) and probabilities p of a row, the curvature of the weights W (C, H) is
-    Σ (diag p − p pᵀ) ⊗ h hᵀ + δ I; δ maximises log p(y | W) − δ |W|² / 2 + C H log δ / 2 − log det / 2.
+    With features h (with a one) and probabilities p of a row, the curvature of the weights (C, H) is
+    Σ (diag p − p pᵀ) ⊗ h hᵀ + δ I.
     """
     import torch
 
@@ -190,16 +192,7 @@ def last_layer(own: Any, data: dict[str, np.ndarray]) -> Chances:
     chance = softmax(h @ weights.T, axis=1)
     middle = np.einsum("nc,cd->ncd", chance, np.eye(len(weights))) - chance[:, :, None] * chance[:, None, :]
     curvature = np.einsum("ncd,nh,ni->chdi", middle, h, h, optimize=True).reshape(weights.size, weights.size)
-    values, vectors = np.linalg.eigh(curvature)
-    values = np.maximum(values, 0.0)
-
-    def negative(log_precision: float) -> float:
-        precision = np.exp(log_precision)
-        shrunk = precision * np.sum(weights**2) - weights.size * log_precision
-        return 0.5 * float(shrunk + np.sum(np.log(values + precision)))
-
-    precision = np.exp(minimize_scalar(negative, bounds=(-10.0, 10.0), method="bounded").x)
-    covariance = ((vectors / (values + precision)) @ vectors.T).reshape(*weights.shape, *weights.shape)
+    covariance = np.linalg.inv(curvature + precision * np.eye(weights.size)).reshape(*weights.shape, *weights.shape)
 
     def chances(pixels: np.ndarray) -> np.ndarray:
         parts = []
@@ -222,8 +215,9 @@ def score(cell: Cell, options: argparse.Namespace) -> dict[str, float]:
     done = None
     if options.folder is not None:
         rate = "own" if cell.rate is None else f"{cell.rate:g}"
-        name = f"{options.dataset}-{options.rounds}-{cell.method}-{cell.rows}-{cell.validation}-{cell.seed}-{rate}.json"
-        done = options.folder / name
+        what = [options.dataset, options.rounds, cell.method, cell.rows, cell.validation, cell.seed, rate]
+        what += [] if cell.precision is None else [f"{cell.precision:g}"]
+        done = options.folder / f"{'-'.join(map(str, what))}.json"
         if done.is_file():
             return dict(json.loads(done.read_text()))
     problem, started = problem_of(options, cell), time.process_time()
@@ -242,16 +236,20 @@ def score(cell: Cell, options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def chosen(method: str, rows: int, options: argparse.Namespace) -> float | None:
-    """The rate at which held-out training rows are likeliest; None where a method has one of its own."""
+def chosen(method: str, rows: int, options: argparse.Namespace) -> tuple[float | None, float | None]:
+    """The rate and the precision at which held-out training rows are likeliest; None where none is chosen."""
     if method in (*OF_PFEDVEM, *OURS):
-        return None
+        return None, None
     alike = "FedAvg-FT" if method in PEERS else method
-    found = {}
-    for rate in RATES.get(alike, (1e-3, 1e-2)):
-        held = score(Cell(alike, rows, CHOSEN_BY, rate, max(1, rows // 5)), options)
-        found[rate] = held.get("NLL", np.inf)
-    return min(found, key=lambda rate: found[rate])
+    held = functools.partial(Cell, rows=rows, seed=CHOSEN_BY, validation=max(1, rows // 5))
+
+    def loss(cell: Cell) -> float:
+        return score(cell, options).get("NLL", np.inf)
+
+    rate = min(RATES.get(alike, (1e-3, 1e-2)), key=lambda one: loss(held(alike, rate=one)))
+    if method != "Laplace":
+        return rate, None
+    return rate, min(PRECISIONS, key=lambda one: loss(held(method, rate=rate, precision=one)))
 
 
 def averages(records: list[dict[str, Any]]) -> pd.DataFrame:
@@ -275,13 +273,13 @@ def main(argv: list[str] | None = None) -> int:
     for rows in options.rows:
         records = []
         for method in options.methods:
-            rate = chosen(method, rows, options)
+            rate, precision = chosen(method, rows, options)
             for seed in range(options.seeds):
-                found = score(Cell(method, rows, seed, rate, 0), options)
-                records.append({"method": method, "rate": rate, **found})
+                found = score(Cell(method, rows, seed, rate, 0, precision), options)
+                records.append({"method": method, "rate": rate, "precision": precision, **found})
                 print(f"{rows} rows, seed {seed}: {method} {found.get('NLL', np.nan):.4f}", file=sys.stderr, flush=True)
         table = averages(records)
-        scored = [what for what in table.columns[1:-1] if table[what].notna().any()]
+        scored = [what for what in table.columns[2:-1] if table[what].notna().any()]
         best = {what: getattr(table[what], "idxmax" if what in HIGHER else "idxmin")() for what in scored}
         print(f"\n{options.dataset}, {rows} rows a label, {options.rounds} rounds, mean over {options.seeds} seeds\n")
         print(table.rename_axis(None).to_string(float_format="{:.4f}".format, na_rep=""))
