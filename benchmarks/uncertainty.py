@@ -11,10 +11,10 @@ matrix on the client's own rows, predictions by the formula of the others.
 Every method has the same rounds. FedSI's two, Per-FedAvg, pFedMe and pFedVEM have the rates of their own benchmarks;
 any other method has one of two, by the likelihood of a fifth of the training rows of another partition (seed 100) that
 are held out there. So has "Laplace" its prior's precision, of six: by the evidence it would have none with few rows,
-which a network fits without an error. All weights then are fitted to all training rows. No method sees the test rows of the partition that
-it is scored on; but partitions are drawn from the same images, so that some by which a rate is chosen are test rows
-elsewhere. A method that fails at one seed has no mean. --folder keeps finished fits, and the same command goes on from
-them.
+which a network fits without an error. All weights then are fitted to all training rows. No method sees the test rows of
+the partition that it is scored on; but partitions are drawn from the same images, so that some by which a rate is
+chosen are test rows elsewhere. A method that fails at one seed has no mean. --folder keeps finished fits, and the same
+command goes on from them.
 
     python benchmarks/uncertainty.py --dataset mnist --seeds 1 --folder results
 """
