@@ -149,7 +149,13 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
     for name, value in scales.items():
         if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < np.inf:
             raise DeclarationError(f"sigma of {name!r} is {value!r} and must be positive and finite.")
-    starts = {name: value.detach().cpu().numpy().astype(float) for name, value in net.named_parameters()}
+    try:
+        starts = {name: host(value) for name, value in net.named_parameters()}
+    except (NotImplementedError, ValueError) as error:  # on "meta", or a layer that waits for its first inputs
+        raise DeclarationError(
+            "the network's parameters hold no values, and these are where all clients start; make the network on a "
+            "device that has numbers, without lazy layers."
+        ) from error
     return {name: pm.Normal(name, starts[name], float(scales[name]), shape=starts[name].shape) for name in names}
 
 
