@@ -67,7 +67,8 @@ def module(
     -----
     *When this fails.* Second derivatives are not there: nothing in this package needs them, since Hessians are
     differences of gradients. Dropout and batch norm in training mode are refused: call ``net.eval()``. A likelihood of
-    a network has many equal modes; NUTS sees some of them.
+    a network has many equal modes; NUTS sees some of them. A network whose output for a row depends on other rows can
+    be declared, and the algorithms of `fedppl.nn` refuse it.
     """
     require_pure(net)
     place = device_for(net, device)
