@@ -310,7 +310,7 @@ def test_weights_at_zero_do_not_hide_how_far_rows_narrow_the_posterior(rng: np.r
 
 
 def test_what_double_precision_loses_too_is_refused(rng: np.random.Generator) -> None:
-    """Twenty rows of forty columns leave directions to an endless prior; where data tell all weights, it is no matter."""
+    """Twenty rows of forty columns leave directions to an endless prior; where data tell all weights, it is none."""
     net, rows = torch.nn.Linear(40, 3), 20
     model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.3), ["weight", "bias"])
     data = {"X": rng.normal(size=(rows, 40)), "y": rng.normal(size=(rows, 3))}
