@@ -310,10 +310,16 @@ def test_weights_at_zero_do_not_hide_how_far_rows_narrow_the_posterior(rng: np.r
 
 
 def test_what_double_precision_loses_too_is_refused(rng: np.random.Generator) -> None:
-    own = unit("normal")
-    everything = np.arange(own.size)
+    """Twenty rows of forty columns leave directions to an endless prior; where data tell all weights, it is none."""
+    net, rows = torch.nn.Linear(40, 3), 20
+    model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.3), ["weight", "bias"])
+    data = {"X": rng.normal(size=(rows, 40)), "y": rng.normal(size=(rows, 3))}
+    own = network_of(model.enrol({"a": data}, kernel=False)["a"]).unit
     with pytest.raises(LocalFailure, match="bring inputs to sd 1"):
-        subnet.infer(own, own.held, everything, np.full(own.size, 1e18))
+        subnet.infer(own, own.held, np.arange(123), np.full(123, 1e18), dtype=torch.float32)
+    told = np.arange(0, 120, 10)
+    found = subnet.infer(own, own.held, told, np.full(12, 1e18), dtype=torch.float32).covariance
+    assert_allclose(found, np.linalg.inv(subnet.curvature(own, own.held, told)), rtol=1e-4, atol=1e-7)
 
 
 def test_a_square_of_rows_is_added_block_by_block(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,8 @@ def require_pure(net: Any) -> None:
             f"parameters {frozen} are frozen (requires_grad=False), and every parameter is a free variable of the "
             "model. Call requires_grad_(True), or make what is fixed a buffer."
         )
+    if unreal := [name for name, value in net.named_parameters() if not value.is_floating_point()]:
+        raise DeclarationError(f"parameters {unreal} are no real numbers, and weights of a model are; use real layers.")
     for name, layer in net.named_modules():
         random = isinstance(layer, torch.nn.modules.dropout._DropoutNd) and layer.p > 0
         if layer.training and (random or next(layer.buffers(recurse=False), None) is not None):

@@ -67,7 +67,8 @@ def module(
     -----
     *When this fails.* Second derivatives are not there: nothing in this package needs them, since Hessians are
     differences of gradients. Dropout and batch norm in training mode are refused: call ``net.eval()``. A likelihood of
-    a network has many equal modes; NUTS sees some of them.
+    a network has many equal modes; NUTS sees some of them. A network whose output for a row depends on other rows can
+    be declared, and the algorithms of `fedppl.nn` refuse it.
     """
     require_pure(net)
     place = device_for(net, device)
@@ -149,7 +150,13 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
     for name, value in scales.items():
         if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < np.inf:
             raise DeclarationError(f"sigma of {name!r} is {value!r} and must be positive and finite.")
-    starts = {name: value.detach().cpu().numpy().astype(float) for name, value in net.named_parameters()}
+    try:
+        starts = {name: host(value) for name, value in net.named_parameters()}
+    except (NotImplementedError, ValueError) as error:  # on "meta", or a layer that waits for its first inputs
+        raise DeclarationError(
+            "the network's parameters hold no values, and these are where all clients start; make the network on a "
+            "device that has numbers, without lazy layers."
+        ) from error
     return {name: pm.Normal(name, starts[name], float(scales[name]), shape=starts[name].shape) for name in names}
 
 
