@@ -4,7 +4,7 @@ Five minutes: from a data frame to a forest plot
 
 Ten hospitals ran the same trial of a drug against high blood pressure. What does the drug do, and how much do the
 hospitals differ? Here the rows of all hospitals are in one data frame, and a column says whose each row is. The same
-lines work where each hospital keeps its rows: only the engine changes.
+formula works where each hospital keeps its rows; there a server and each hospital run an app of their own.
 """
 
 # %%
