@@ -17,7 +17,7 @@ _QUANTITIES = ("confidence", "deviation")
 def confidence(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | None = None) -> Any:
     r"""Draw how weights of clients are distributed, and how far clients' own parameters are from the shared ones.
 
-    .. math:: \tau_k / \textstyle\sum_j \tau_j, \qquad \lVert \mu_k - w \rVert^2 / d
+    .. math:: \tau_k / \sum_j \tau_j, \qquad \lVert \mu_k - w \rVert^2 / d
 
     each as an empirical distribution over clients, of the last round in which a client replied.
 
