@@ -11,10 +11,13 @@ against new noise on the same curves; "own" is against the values that the fit h
 
 Rows: "Oracle" is the exact regression of the unit alone with the true covariance and noise, and so knows the six
 functions; "IGP" is one latent function fitted to the unit alone; LMC is Adam on the whole bound in one place; -avg is
-the paper's averaging; FedLMC and FedLMC-SS are coordinate ascent. -SS is with the selection.
+the paper's averaging; FedLMC and FedLMC-SS are coordinate ascent. -SS is with the selection, -point with coefficients
+as point estimates, -held with σ_w held at 1 where the others learn it. "ms a round" is processor time of a round and
+unit, the server's part with it.
 
     python benchmarks/lmc_simulation.py --processes 2
     python benchmarks/lmc_simulation.py --runs 1 --methods FedLMC-SS --skip-new --figure fits.png
+    python benchmarks/lmc_simulation.py --methods FedLMC-point FedLMC-held FedLMC-SS-held
     python benchmarks/lmc_simulation.py --runs 1 --methods FedLMC-SS --timing
 """
 
@@ -54,6 +57,7 @@ class Method(NamedTuple):
     rounds: int
     selects: bool
     latents: int = LATENTS
+    held: bool = False  # whether σ_w is 1
 
 
 METHODS = {
@@ -64,6 +68,9 @@ METHODS = {
     "FedLMC-SS-avg": Method(fedppl.curves.Averaging, 300, True),
     "FedLMC": Method(fedppl.curves.Ascent, 150, False),
     "FedLMC-SS": Method(fedppl.curves.Ascent, 150, True),
+    "FedLMC-point": Method(fedppl.curves.PointAscent, 150, False),
+    "FedLMC-held": Method(fedppl.curves.Ascent, 150, False, held=True),
+    "FedLMC-SS-held": Method(fedppl.curves.Ascent, 150, True, held=True),
 }
 # Table I: MSE and its sd over ten runs, selected functions and their sd.
 PAPER = {
@@ -163,9 +170,10 @@ def figures(problem: Problem, k: int, found: Any) -> dict[str, float]:
 
 
 @functools.cache
-def declaration(latents: int, selects: bool) -> fedppl.FederatedModel:
+def declaration(latents: int, selects: bool, held: bool = False) -> fedppl.FederatedModel:
     """One a process, so that every run finds it compiled."""
     settings = {"inducing": np.linspace(-5, 5, INDUCING), "latents": latents, "inclusion": 0.5 if selects else None}
+    settings |= {"slab_spread": None} if held else {}
     shared = fedlmc_ss.SHARED if selects else fedlmc_ss.SHARED_WITHOUT_SELECTION
     return fedppl.FederatedModel(functools.partial(fedlmc_ss.unit, **settings), shared)
 
@@ -173,7 +181,7 @@ def declaration(latents: int, selects: bool) -> fedppl.FederatedModel:
 def train(method: Method, problem: Problem, rounds: int | None, seed: int) -> Any:
     """Fit one method to the units of a run, the independent one to unit 0; its own number of rounds by default."""
     clients = {f"unit {k}": seen(problem, k) for k in range(1 if method.latents == 1 else UNITS)}
-    model, algorithm = declaration(method.latents, method.selects), method.algorithm()
+    model, algorithm = declaration(method.latents, method.selects, method.held), method.algorithm()
     settings: dict[str, Any] = {"engine": fedppl.InProcess(workers=1), "progressbar": False, "random_seed": seed}
     return fedppl.fit(model, clients, algorithm, rounds=method.rounds if rounds is None else rounds, **settings)
 
@@ -198,7 +206,9 @@ def one_run(run: int, methods: list[str], rounds: int | None, new: bool) -> list
         seconds = time.process_time() - started
         selected = int(fedppl.curves.selection(fits[name])["selected"].sum())
         own = figures(problem, 0, fedppl.curves.predict(fits[name], "unit 0", {"X": X}))
-        records.append({"table": "I", "method": name, **own, "selected": selected, "seconds": seconds})
+        each = 1000 * seconds / len(fits[name].records) / len(fits[name].clients)
+        speed = {"seconds": seconds, "ms a round": each}
+        records.append({"table": "I", "method": name, **own, "selected": selected, **speed})
     if new:
         for name, way in new_unit_ways(problem, fits).items():
             table = pd.DataFrame([figures(problem, k, way(k)) for k in range(UNITS, UNITS + NEW)])
@@ -225,6 +235,11 @@ def new_unit_ways(problem: Problem, fits: dict[str, Any]) -> dict[str, Callable[
             ways[f"FedLMC-SS-selected{suffix}"] = way(sparse, fixed)
     if "FedLMC-SS" in fits:
         ways["FedLMC-SS-fixed"] = way(fits["FedLMC-SS"], True)
+    for name in ("FedLMC-point", "FedLMC-held", "FedLMC-SS-held"):
+        if name in fits:
+            ways[name] = way(fits[name], False)
+    if "FedLMC-point" in fits:
+        ways["FedLMC-point-fixed"] = way(fits["FedLMC-point"], True)
     return ways
 
 

@@ -46,6 +46,8 @@ __all__ = ["SHARED", "SHARED_WITHOUT_SELECTION", "exp_quad", "matern52", "two_cu
 SHARED = ("v", "included", "lengthscale", "slab_sd")
 SHARED_WITHOUT_SELECTION = ("v", "lengthscale", "slab_sd")
 
+# Below 1e-3 the algorithms take σ_w for a constant.
+_HELD_SPREAD = 1e-4
 # Kernel matrices of close inducing points have condition numbers of 1e6 and more.
 _JITTER = 1e-6
 
@@ -103,7 +105,8 @@ def unit(
     lengthscale_spread: float = 1.0,
     noise_sd: float = 0.3,
     noise_spread: float = 2.0,
-    slab_spread: float = 1.0,
+    slab_sd: float = 1.0,
+    slab_spread: float | None = 1.0,
 ) -> pm.Model:
     r"""Declare one unit of a linear model of coregionalisation with spike-and-slab coefficients.
 
@@ -125,8 +128,9 @@ def unit(
         Median and spread on the log scale of each length-scale's prior, in units of x.
     noise_sd, noise_spread
         Median and spread on the log scale of the prior of the unit's own σ_m, in units of y.
-    slab_spread
-        Spread on the log scale of the prior of σ_w, whose median is 1.
+    slab_sd, slab_spread
+        Median and spread on the log scale of the prior of σ_w. None for the spread holds σ_w at ``slab_sd``, as the
+        paper does: the declared spread is 1e-4 then, and no update moves it.
 
     Returns
     -------
@@ -163,8 +167,10 @@ def unit(
         raise fedppl.DeclarationError(f"latents={latents!r} must be a whole number, at least 1.")
     if inclusion is not None and not (isinstance(inclusion, float | np.floating) and 0 < inclusion < 1):
         raise fedppl.DeclarationError(f"inclusion={inclusion} must lie between 0 and 1; None leaves the selection out.")
+    slab_spread = _HELD_SPREAD if slab_spread is None else slab_spread
     scales = {"lengthscale": lengthscale, "lengthscale_spread": lengthscale_spread, "noise_sd": noise_sd}
-    for name, value in {**scales, "noise_spread": noise_spread, "slab_spread": slab_spread}.items():
+    scales |= {"noise_spread": noise_spread, "slab_sd": slab_sd, "slab_spread": slab_spread}
+    for name, value in scales.items():
         if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < np.inf:
             raise fedppl.DeclarationError(f"{name}={value!r} must be a number, positive and finite.")
     if not callable(covariance) and (isinstance(covariance, str) or not isinstance(covariance, Sequence)):
@@ -186,8 +192,8 @@ def unit(
         v = pm.Normal("v", 0, 1, dims=("latent", "inducing"))
         included = 1.0 if inclusion is None else pm.Bernoulli("included", inclusion, dims="latent")
         scales = pm.LogNormal("lengthscale", np.log(lengthscale), lengthscale_spread, dims="latent")
-        slab_sd = pm.LogNormal("slab_sd", 0.0, slab_spread)
-        w = pm.Normal("w", 0, slab_sd, dims="latent")
+        sigma_w = pm.LogNormal("slab_sd", np.log(slab_sd), slab_spread)
+        w = pm.Normal("w", 0, sigma_w, dims="latent")
         sigma = pm.LogNormal("noise_sd", np.log(noise_sd), noise_spread)
         projection, conditional = _projection(kernels, scales, inputs, points)
         model.add_named_variable(projection)

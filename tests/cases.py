@@ -58,6 +58,12 @@ def coregional() -> tuple[FederatedModel, problems.Clients]:
     return problems.coregional(3)
 
 
+@functools.cache
+def coregional_all() -> tuple[FederatedModel, problems.Clients]:
+    """The same units, for a model that uses all of its functions."""
+    return problems.coregional_all_model(), problems.coregional(3)[1]
+
+
 HEAD = ("2.weight", "2.bias")
 
 
@@ -244,6 +250,10 @@ CASES: dict[str, Case] = {
     "LMCAscent": Case("curves.Ascent", {"warmup": 2}, coregional, idle=(2,), summed=None),
     "LMCAscent(batches)": Case("curves.Ascent", {"warmup": 2, "batch_size": 8}, coregional, idle=(2,), summed=None),
     "LMCBlockAscent": Case("curves.BlockAscent", {"warmup": 1}, coregional, idle=(2, 3), summed=None),
+    "LMCPointAscent": Case("curves.PointAscent", {"warmup": 2}, coregional_all, idle=(2,), summed=None),
+    "LMCPointAscent(batches)": Case(
+        "curves.PointAscent", {"warmup": 2, "batch_size": 8}, coregional_all, idle=(2,), summed=None
+    ),
     "LMCAveraging": Case("curves.Averaging", {"steps": 3}, coregional, summed=None),
     "LMCAveraging(batches)": Case("curves.Averaging", {"steps": 3, "batch_size": 8}, coregional, summed=None),
     "LMCGradient": Case("curves.Gradient", {}, coregional, summed=None),

@@ -87,7 +87,8 @@ def slopes(unit: Unit, x: Array, own: Array, share: float, rows: Any = None) -> 
         raise LocalFailure(_LOST) from error
     lower = np.tril_indices(role.points)
     kernel = slope.kernel - share * role.kernel_precision @ (shared.kernel - role.kernel_mean)
-    slab = slope.log_slab_sd - share * role.slab_prior.precision * (shared.log_slab_sd - role.slab_prior.mean)
+    held, prior = role.slab_prior.held, role.slab_prior
+    slab = 0.0 if held else slope.log_slab_sd - share * prior.precision * (shared.log_slab_sd - prior.mean)
     odds = np.zeros(role.latents) if role.included is None else slope.log_odds
     root = slope.root[:, lower[0], lower[1]].ravel()
     shared_slope = np.concatenate([slope.mean.ravel(), root, odds, kernel, np.array([slab])])

@@ -21,6 +21,9 @@ from scipy.special import expit, xlogy
 from fedppl.coregional.roles import LogScale, Roles
 from fedppl.types import Array
 
+# log τ² of a Gaussian whose entropy is 0.
+_NO_ENTROPY = -1.0 - float(np.log(2 * np.pi))
+
 
 class Design(NamedTuple):
     """What a unit's rows are to the latent functions at given kernel parameters."""
@@ -59,7 +62,7 @@ class UnitClientState(NamedTuple):
     """ψ_m, which stays at the unit: q(w_m | α = 1) and the estimate of σ_m."""
 
     mean: Array  # (L,) μ
-    variance: Array  # (L,) τ²
+    variance: Array  # (L,) τ², 0 for point estimates
     log_noise_sd: float
 
 
@@ -111,10 +114,16 @@ def expected_log_likelihood(design: Design, curve: Curves, inclusion: Array, uni
     return float(design.scale * value)
 
 
+def log_variance(unit: UnitClientState) -> Array:
+    """log τ² (L,), by which the entropy of q(w) counts; that of a point estimate counts as 0."""
+    nothing = np.full(unit.variance.shape, _NO_ENTROPY)
+    return np.asarray(np.log(unit.variance, out=nothing, where=unit.variance > 0))
+
+
 def slab_divergence(unit: UnitClientState, log_slab_sd: float) -> Array:
-    """KL(N(μ_l, τ_l²) ‖ N(0, σ_w²)) of each coefficient, (L,)."""
+    """KL(N(μ_l, τ_l²) ‖ N(0, σ_w²)) of each coefficient, (L,); −log N(μ_l; 0, σ_w²) of a point estimate."""
     second = (unit.mean**2 + unit.variance) * np.exp(-2 * log_slab_sd)
-    return np.asarray(0.5 * (second - 1.0 - np.log(unit.variance)) + log_slab_sd)
+    return np.asarray(0.5 * (second - 1.0 - log_variance(unit)) + log_slab_sd)
 
 
 def divergence_of_selection(inclusion: Array, log_odds: Array) -> float:

@@ -1,6 +1,7 @@
 """What a fitted linear model of coregionalisation says: predictions in closed form, selection, coefficients, curves.
 
-And the algorithms that fit one: `Ascent`, `BlockAscent`, `Averaging` and `Gradient`. All returned is labelled xarray.
+And the algorithms that fit one: `Ascent`, `BlockAscent`, `PointAscent`, `Averaging` and `Gradient`. All returned is
+labelled xarray.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fedppl.coregional.algorithms.ascent import Ascent
 from fedppl.coregional.algorithms.averaging import Averaging
 from fedppl.coregional.algorithms.block_ascent import BlockAscent
 from fedppl.coregional.algorithms.gradient import Gradient
+from fedppl.coregional.algorithms.point_ascent import PointAscent
 from fedppl.coregional.bound import curves
 from fedppl.coregional.reading import final_message, ids_of, require_fit, settled_for
 from fedppl.coregional.result import SELECTED, predictive, unpack
@@ -31,6 +33,7 @@ __all__ = [
     "Averaging",
     "BlockAscent",
     "Gradient",
+    "PointAscent",
     "coefficients",
     "latent_curves",
     "plot",

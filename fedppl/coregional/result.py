@@ -11,7 +11,7 @@ from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws
 from fedppl.coregional.bound import Design, Globals, Unit, UnitClientState, curves
 from fedppl.coregional.roles import Roles
-from fedppl.coregional.unit import best_unit, coefficient_covariance, statistics
+from fedppl.coregional.unit import POINT, POSTERIOR, Own, statistics
 from fedppl.coregional.view import unit_of
 from fedppl.settings import shown
 from fedppl.types import Array, DeclarationError, Message
@@ -27,6 +27,7 @@ class Fitted(NamedTuple):
     shared: Globals
     joint: Array  # (LQ, LQ)
     has_replied: bool = False  # whether the unit's own rows are in these
+    own: Own = POSTERIOR  # what units do with their own parameters
 
 
 class Coefficients(NamedTuple):
@@ -37,8 +38,11 @@ class Coefficients(NamedTuple):
     log_noise_sd: float
 
 
-def final_message(shared: Globals, joint: Array, *, has_replied: bool) -> Message:
-    """What a unit needs to know in the end; one that has not replied, a new one for example, is fitted anew."""
+def final_message(shared: Globals, joint: Array, *, has_replied: bool, point: bool = False) -> Message:
+    """What a unit needs to know in the end; one that has not replied, a new one for example, is fitted anew.
+
+    Where coefficients are point estimates, the message says so.
+    """
     return {
         "has_replied": np.array(float(has_replied)),
         "mean": shared.mean,
@@ -46,6 +50,7 @@ def final_message(shared: Globals, joint: Array, *, has_replied: bool) -> Messag
         "inclusion": shared.inclusion,
         "kernel": shared.kernel,
         "log_slab_sd": np.array(shared.log_slab_sd),
+        **({"point": np.array(1.0)} if point else {}),
     }
 
 
@@ -58,7 +63,7 @@ def unpack(message: Message) -> Fitted:
     blocks = np.linalg.inv(np.einsum("lqlp->lqp", np.linalg.inv(joint).reshape(latents, points, latents, points)))
     inclusion, kernel = (np.asarray(message[name], dtype=float) for name in ("inclusion", "kernel"))
     shared = Globals(mean, blocks, inclusion, kernel, float(message["log_slab_sd"]))
-    return Fitted(shared, joint, bool(message["has_replied"]))
+    return Fitted(shared, joint, bool(message["has_replied"]), POINT if "point" in message else POSTERIOR)
 
 
 def selected_only(fitted: Fitted) -> Fitted:
@@ -97,8 +102,8 @@ def _settle(unit: Unit, fitted: Fitted, log_noise_sd: float) -> Coefficients:
     """A unit's own parameters given the shared ones, starting from this noise."""
     shared = fitted.shared
     design = unit.design(shared.kernel)
-    state, curve = best_unit(design, shared, unit.noise, log_noise_sd)
-    covariance = coefficient_covariance(design, curve, fitted.joint, shared.log_slab_sd, state.log_noise_sd)
+    state, curve = fitted.own.best(design, shared, unit.noise, log_noise_sd)
+    covariance = fitted.own.covariance(design, curve, fitted.joint, shared.log_slab_sd, state.log_noise_sd)
     return Coefficients(state.mean, covariance, state.log_noise_sd)
 
 
@@ -118,7 +123,7 @@ def settle_new(unit: Unit, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients
     prior = np.linalg.inv(fitted.joint)
     linear, precision = prior @ shared.mean.ravel(), prior
     for _ in range(_NEW_UNIT_SWEEPS):
-        state, _ = best_unit(design, shared, unit.noise, noise)
+        state, _ = fitted.own.best(design, shared, unit.noise, noise)
         told = statistics(design, state, unit.noise)
         precision = prior + used[:, None] * told["precision"] * used
         solved = np.linalg.solve(precision, linear + used * told["linear"].ravel())
@@ -129,7 +134,7 @@ def settle_new(unit: Unit, fitted: Fitted, *, fixed: bool) -> tuple[Coefficients
         if still:
             break
     joint = np.linalg.inv(precision)
-    fitted = Fitted(shared, (joint + joint.T) / 2, has_replied=True)
+    fitted = fitted._replace(shared=shared, joint=(joint + joint.T) / 2, has_replied=True)
     return _settle(unit, fitted, noise), fitted
 
 

@@ -8,12 +8,20 @@ import numpy as np
 
 from fedppl.types import Array, DeclarationError, Layout
 
+# Precision of the log of a scale that no data would move by more than some 1e-3 of itself.
+_HELD = 1e6
+
 
 class LogScale(NamedTuple):
     """Prior N(mean, 1 / precision) of the log of a scale."""
 
     mean: float
     precision: float
+
+    @property
+    def held(self) -> bool:
+        """Whether the prior leaves so little open that the scale is a constant, and no update moves it."""
+        return self.precision > _HELD
 
     def log_density(self, log_scale: float) -> float:
         """log p(log σ)."""

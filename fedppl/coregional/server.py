@@ -90,25 +90,26 @@ def inducing(totals: Mapping[str, Array], inclusion: Array) -> tuple[Array, Arra
     return mean, (covariance + np.swapaxes(covariance, 1, 2)) / 2
 
 
-def size_factor(totals: Mapping[str, Array], shared: Globals) -> Array:
+def size_factor(totals: Mapping[str, Array], shared: Globals, spread: float = 1.0) -> Array:
     """The c (L,) that trades the size of each latent function against that of its coefficients for the best bound.
 
     v_l times c and every unit's w_ml by c leave all curves as they are, and the bound's divergences have one best c:
     with x = c², −s x / 2 + b log x / 2 − d / (2 x) is highest where s x² − b x − d = 0. Coordinate ascent alone creeps
     along this direction (parameter-expanded variational Bayes, Qi and Jaakkola 2006). Units need not be told: given
-    the new v, their best coefficients are the old ones by c.
+    the new v, their best coefficients are the old ones by c. `spread` is the share of units whose coefficients have a
+    variance, which shrinks with them: 0 for point estimates.
     """
     gamma, points = shared.inclusion, shared.mean.shape[1]
     size = np.trace(shared.covariance, axis1=1, axis2=2) + np.sum(shared.mean**2, axis=1)
-    excess = points - gamma * totals["units"]
+    excess = points - gamma * spread * totals["units"]
     cost = gamma * (np.exp(-2 * shared.log_slab_sd) * totals["second"] + 2.0 * totals["penalty"])
     root = np.sqrt(excess**2 + 4 * size * cost)
     return np.asarray(np.sqrt(np.where(cost > 0, (excess + root) / (2 * size), 1.0)))
 
 
-def rescale(totals: Mapping[str, Array], shared: Globals) -> tuple[dict[str, Array], Globals]:
+def rescale(totals: Mapping[str, Array], shared: Globals, spread: float = 1.0) -> tuple[dict[str, Array], Globals]:
     """Shared parameters with every latent function at its best size, and the statistics that belong to them."""
-    factor = size_factor(totals, shared)
+    factor = size_factor(totals, shared, spread)
     across = np.repeat(1.0 / factor, shared.mean.shape[1])
     changed = {
         **totals,
@@ -116,7 +117,7 @@ def rescale(totals: Mapping[str, Array], shared: Globals) -> tuple[dict[str, Arr
         "linear": totals["linear"] / factor[:, None],
         "penalty": totals["penalty"] / factor**2,
         "second": totals["second"] / factor**2,
-        "log_variance": totals["log_variance"] - 2.0 * totals["units"] * np.log(factor),
+        "log_variance": totals["log_variance"] - 2.0 * spread * totals["units"] * np.log(factor),
     }
     mean, covariance = shared.mean * factor[:, None], shared.covariance * (factor**2)[:, None, None]
     return changed, shared._replace(mean=mean, covariance=covariance)
@@ -129,7 +130,9 @@ def joint_covariance(totals: Mapping[str, Array], inclusion: Array) -> Array:
 
 
 def slab(totals: Mapping[str, Array], inclusion: Array, prior: LogScale) -> float:
-    """The log σ_w that maximises the bound with its prior."""
+    """The log σ_w that maximises the bound with its prior; the prior's median where that holds it."""
+    if prior.held:
+        return prior.mean
     return scale_mode(float(totals["units"] * inclusion.sum()), float(inclusion @ totals["second"]), prior)
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
 
-from fedppl.coregional.bound import Curves, Design, Globals, Unit, UnitClientState, curves, squared_residual
+from fedppl.coregional.bound import (
+    Curves,
+    Design,
+    Globals,
+    Unit,
+    UnitClientState,
+    curves,
+    log_variance,
+    squared_residual,
+)
 from fedppl.coregional.roles import LogScale
 from fedppl.types import Array
 
@@ -45,15 +56,29 @@ def coefficients(
     return mean, 1.0 / own
 
 
+def point_coefficients(
+    design: Design, curve: Curves, inclusion: Array, log_slab_sd: float, log_noise_sd: float
+) -> tuple[Array, Array]:
+    """w at the bound's mode where it is a parameter, with its prior, and no variance, each (L,)."""
+    mean, _ = coefficients(design, curve, inclusion, log_slab_sd, log_noise_sd)
+    return mean, np.zeros_like(mean)
+
+
 def best_unit(
-    design: Design, shared: Globals, noise: LogScale, log_noise_sd: float, sweeps: int = 20
+    design: Design,
+    shared: Globals,
+    noise: LogScale,
+    log_noise_sd: float,
+    sweeps: int = 20,
+    *,
+    solve: Callable[..., tuple[Array, Array]] = coefficients,
 ) -> tuple[UnitClientState, Curves]:
-    """ψ_m given the shared parameters: coefficients and noise in turn, each at its own maximum."""
+    """ψ_m given the shared parameters: coefficients, by `solve`, and noise in turn, each at its own maximum."""
     curve = curves(design, shared.mean, shared.covariance)
     unit = UnitClientState(np.zeros(0), np.zeros(0), log_noise_sd)
     for _ in range(sweeps):
         before = unit.log_noise_sd
-        mean, variance = coefficients(design, curve, shared.inclusion, shared.log_slab_sd, before)
+        mean, variance = solve(design, curve, shared.inclusion, shared.log_slab_sd, before)
         unit = UnitClientState(mean, variance, before)
         square = squared_residual(design, curve, shared.inclusion, unit)
         after = scale_mode(design.scale * len(design.response), design.scale * square, noise)
@@ -85,6 +110,44 @@ def random_unit(latents: int, log_noise_sd: float, rng: np.random.Generator) -> 
     return UnitClientState(rng.normal(size=latents), np.full(latents, 1e-2), log_noise_sd)
 
 
+def random_point(latents: int, log_noise_sd: float, rng: np.random.Generator) -> UnitClientState:
+    """The same without a variance."""
+    return random_unit(latents, log_noise_sd, rng)._replace(variance=np.zeros(latents))
+
+
+def towards(before: UnitClientState, after: UnitClientState, rate: float) -> UnitClientState:
+    """A natural-gradient step of q(w_m), and of log σ_m, towards what a mini-batch alone would have."""
+    precision = (1 - rate) / before.variance + rate / after.variance
+    linear = (1 - rate) * before.mean / before.variance + rate * after.mean / after.variance
+    log_noise_sd = (1 - rate) * before.log_noise_sd + rate * after.log_noise_sd
+    return UnitClientState(linear / precision, 1.0 / precision, log_noise_sd)
+
+
+def point_towards(before: UnitClientState, after: UnitClientState, rate: float) -> UnitClientState:
+    """Part of the way from one point to another."""
+    mean = (1 - rate) * before.mean + rate * after.mean
+    return UnitClientState(mean, after.variance, (1 - rate) * before.log_noise_sd + rate * after.log_noise_sd)
+
+
+def no_covariance(design: Design, curve: Curves, joint: Array, log_slab_sd: float, log_noise_sd: float) -> Array:
+    """Covariance (L, L) of coefficients that are estimates."""
+    del curve, joint, log_slab_sd, log_noise_sd
+    return np.zeros((len(design.projection),) * 2)
+
+
+class Own(NamedTuple):
+    """What a unit does with its own parameters."""
+
+    start: Callable[[int, float, np.random.Generator], UnitClientState]
+    best: Callable[..., tuple[UnitClientState, Curves]]
+    towards: Callable[[UnitClientState, UnitClientState, float], UnitClientState]
+    covariance: Callable[[Design, Curves, Array, float, float], Array]
+
+
+POSTERIOR = Own(random_unit, best_unit, towards, coefficient_covariance)
+POINT = Own(random_point, functools.partial(best_unit, solve=point_coefficients), point_towards, no_covariance)
+
+
 def statistics(design: Design, unit: UnitClientState, noise: LogScale) -> dict[str, Array]:
     """What the server needs of a unit to maximise the bound over q(v), q(α) and σ_w: its sum over units is enough.
 
@@ -110,7 +173,7 @@ def scalars(design: Design, unit: UnitClientState, noise: LogScale) -> dict[str,
     return {
         "penalty": 0.5 * rate * second * design.conditional.sum(axis=1),
         "second": second,
-        "log_variance": np.log(unit.variance),
+        "log_variance": log_variance(unit),
         "constant": np.array(
             -count * (unit.log_noise_sd + 0.5 * _LOG_2PI)
             - 0.5 * rate * float(design.response @ design.response)
@@ -188,7 +251,9 @@ def _negative_evidence(
         kernel, np.exp(log_sd)[:, None, None] * d_wide, np.ascontiguousarray(d_conditional)
     ) - precision @ (kernel - mean)
     value -= 0.5 * (kernel - mean) @ precision @ (kernel - mean)
-    for prior, at, into in ((slab_prior, log_sd, d_log_sd), (unit.noise, log_noise, d_log_noise)):
+    # The curve is as large as its coefficient, which is not known where σ_w is held.
+    size_prior = slab_prior._replace(precision=min(slab_prior.precision, 1.0))
+    for prior, at, into in ((size_prior, log_sd, d_log_sd), (unit.noise, log_noise, d_log_noise)):
         value -= 0.5 * prior.precision * np.sum((at - prior.mean) ** 2)
         into -= prior.precision * (at - prior.mean)
     return -float(value), -np.concatenate([d_kernel, d_log_sd, d_log_noise])

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _KEPT = 16
 _SPREADS = 3.0  # of the prior of log σ_m, below which outputs are constant
+_FAR = 5.0  # prior sds: of log σ_w, or of a curve at the median of σ_w
 _UNSEEN = 0.9  # of a latent function's variance, 1, that is left when all of v is known
 _compiled: list[tuple[tuple[Any, tuple[Any, ...], list[Any]], tuple[Callable[..., Any], Callable[..., Any]]]] = []
 _PARTS = ("projection", "conditional_variance")
@@ -224,7 +225,8 @@ def _require_scale(client: ClientModel, unit: CoregionalUnit) -> None:
     """
     y, noise, slab = unit.response, unit.noise, unit.roles.slab_prior
     least = float(np.exp(noise.mean - _SPREADS / np.sqrt(noise.precision)))
-    most = float(np.exp(slab.mean + 5.0 / np.sqrt(slab.precision)))
+    spread = np.exp(_FAR / np.sqrt(slab.precision))  # next to 1 where σ_w is held
+    most = float(np.exp(slab.mean) * max(spread, _FAR * np.sqrt(unit.roles.latents)))
     remedy = "bring outputs to mean 0 and unit scale by constants that all units agree on"
     if len(y) > 2 and np.std(y) < least:
         raise DataError(

@@ -380,6 +380,13 @@ def _coregional_model() -> FederatedModel:
     return Remembering(coregional_builder, fedlmc_ss.SHARED)
 
 
+@functools.cache
+def coregional_all_model(slab_sd: float = 1.0) -> FederatedModel:
+    """The same without a selection."""
+    builder = functools.partial(coregional_builder, inclusion=None, slab_sd=slab_sd)
+    return Remembering(builder, fedlmc_ss.SHARED_WITHOUT_SELECTION)
+
+
 def coregional(units: int = 3, *, seed: int = 17) -> tuple[FederatedModel, Clients]:
     """Units of 12, 20, 28, ... rows, each a sum of the same two curves, for a model that has three."""
     rng, data = np.random.default_rng(seed), {}

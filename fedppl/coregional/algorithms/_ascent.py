@@ -22,7 +22,7 @@ from fedppl.coregional.algorithms._common import (
 )
 from fedppl.coregional.bound import Curves, Design, Globals, UnitClientState, curves, gradient
 from fedppl.coregional.roles import LogScale, Roles
-from fedppl.coregional.unit import best_unit, random_unit
+from fedppl.coregional.unit import Own
 from fedppl.coregional.view import unit_of
 from fedppl.settings import between, whole
 from fedppl.types import Array, Message, Status
@@ -121,6 +121,7 @@ def update_client(
     rng: np.random.Generator,
     *,
     batch_size: int | None,
+    own: Own,
     tell: Callable[[Answer, Message], dict[str, Array]],
 ) -> ClientUpdate[UnitClientState]:
     """ψ_m at its maximum given what was sent; before there are curves, random coefficients. `tell` says the rest."""
@@ -128,19 +129,19 @@ def update_client(
     count = len(unit.response)
     known = {"rows": float(count)}
     if float(message["stage"]) == 0:
-        return ClientUpdate(*first_answer(unit, rng), known)
+        return ClientUpdate(*first_answer(unit, rng, start=own.start), known)
     shared, rows = read_globals(message), batch(count, batch_size, rng)
     design = unit.design(shared.kernel, rows)
     if float(message["stage"]) == 1:
-        state = personal if personal is not None else random_unit(unit.roles.latents, unit.noise.mean, rng)
+        state = personal if personal is not None else own.start(unit.roles.latents, unit.noise.mean, rng)
         curve = curves(design, shared.mean, shared.covariance)
     else:
         if personal is None:
             known["blank"] = 1.0
         start = unit.noise.mean if personal is None else personal.log_noise_sd
-        state, curve = best_unit(design, shared, unit.noise, start)
+        state, curve = own.best(design, shared, unit.noise, start)
         if rows is not None and personal is not None:
-            state = _part_of_the_way(personal, state, float(message["rate"]))
+            state = own.towards(personal, state, float(message["rate"]))
     pull = functools.partial(unit.kernel_gradient, shared.kernel, rows=rows)
     slope = gradient(design, shared, state, unit.noise, unit.roles.log_odds, 0.0, pull).kernel
     reply = tell(Answer(state, design, curve, shared, unit.noise), message)
@@ -155,14 +156,6 @@ def read_globals(message: Message) -> Globals:
     )
     covariance = gaussian.unpack_triangle(packed)
     return Globals(mean, covariance, inclusion, kernel, float(message["log_slab_sd"]))
-
-
-def _part_of_the_way(before: UnitClientState, after: UnitClientState, rate: float) -> UnitClientState:
-    """A natural-gradient step of q(w_m), and of log σ_m, towards what a mini-batch alone would have."""
-    precision = (1 - rate) / before.variance + rate / after.variance
-    linear = (1 - rate) * before.mean / before.variance + rate * after.mean / after.variance
-    log_noise_sd = (1 - rate) * before.log_noise_sd + rate * after.log_noise_sd
-    return UnitClientState(linear / precision, 1.0 / precision, log_noise_sd)
 
 
 def kernel_start(shared: Globals, received: Received, bound: float) -> tuple[Globals, Report]:

@@ -32,6 +32,7 @@ def _require_unit(client: ClientView) -> None:
 
 
 NEEDS = Needs(_require_unit, kernel=False, indicators=True)
+NEEDS_NO_SELECTION = NEEDS._replace(indicators=False)
 
 
 def batch_size_rule(value: int | None) -> int | None:
@@ -50,7 +51,11 @@ def batch(count: int, size: int | None, rng: np.random.Generator) -> Array | Non
 
 
 def first_answer(
-    unit: Unit, rng: np.random.Generator, initial_kernel: str = "median"
+    unit: Unit,
+    rng: np.random.Generator,
+    initial_kernel: str = "median",
+    *,
+    start: Callable[[int, float, np.random.Generator], UnitClientState] = random_unit,
 ) -> tuple[UnitClientState, Message]:
     """Coefficients to start from, and what is told: the unit's size, and the kernel of its own Gaussian process."""
     role = unit.roles
@@ -59,7 +64,7 @@ def first_answer(
         own = own_fit(unit, (role.kernel_mean, role.kernel_precision), role.slab_prior)
         kernel, log_noise_sd = own.kernel, float(np.median(own.log_noise_sd))
     reply = {"kernel": kernel, "rows": np.array(float(len(unit.response)))}
-    return random_unit(role.latents, log_noise_sd, rng), reply
+    return start(role.latents, log_noise_sd, rng), reply
 
 
 def first_shapes(role: Roles) -> dict[str, tuple[int, ...]]:
@@ -90,16 +95,17 @@ def read(
     draw: DrawFn[P],
     *,
     tests_convergence: bool = False,
+    point: bool = False,
 ) -> Result[S, P]:
     """How a state is read, from what it holds of the shared parameters, of cov(v) (LQ, LQ), and of who replied.
 
-    That is each client's row, and by row whether it ever replied, (K,).
+    That is each client's row, and by row whether it ever replied, (K,). `point`: whether coefficients are estimates.
     """
 
     def told(state: S, client_id: str) -> Message:
         where, replied = has_replied(state)
         known = client_id in where and bool(replied[where[client_id]])
-        return final_message(shared(state), joint(state), has_replied=known)
+        return final_message(shared(state), joint(state), has_replied=known, point=point)
 
     return Result(
         told,

@@ -25,6 +25,7 @@ from fedppl.coregional.blocks import (
 from fedppl.coregional.bound import Globals, UnitClientState
 from fedppl.coregional.result import draw
 from fedppl.coregional.roles import Roles, roles
+from fedppl.coregional.unit import POSTERIOR
 from fedppl.settings import described
 from fedppl.types import Array, Layout, Message
 
@@ -102,7 +103,9 @@ def BlockAscent(
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
         broadcast=functools.partial(_broadcast, settings=settings),
-        update_client=functools.partial(_ascent.update_client, batch_size=settings.batch_size, tell=_statistics),
+        update_client=functools.partial(
+            _ascent.update_client, batch_size=settings.batch_size, own=POSTERIOR, tell=_statistics
+        ),
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(_shapes, _reject, lambda state: bool(np.all(state.has_replied))),
         result=_common.read(
