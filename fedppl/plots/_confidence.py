@@ -24,7 +24,7 @@ def confidence(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | No
     Parameters
     ----------
     fit
-        A `fedppl.Fit` by `fedppl.Confidence` or ``fedppl.nn.Confidence``.
+        A `fedppl.Fit` by `fedppl.Confidence`, or by its like for networks.
     ax
         Two matplotlib axes; by default those of a new figure.
     figsize
