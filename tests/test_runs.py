@@ -36,6 +36,7 @@ SEED = 7
 UNKNOWN = {"state.change", "state.warm_start.change", "state.omega.remainder", "state.bound"}
 UNKNOWN |= {"state.last_change", "said.1['last_change']", "said.1['last_change'].1"}
 UNKNOWN |= {"said.1['pull']", "said.1['pull'].1"}  # of a client without whom q is not proper
+UNKNOWN |= {"state.roles.log_odds"}  # infinite by declaration where no function is left out
 every_algorithm = pytest.mark.parametrize("name", rows())
 
 
@@ -234,7 +235,8 @@ def _does_something(name: str, whole: Run) -> None:
         after, now = arrays(step.state), arrays(own, "personal")
         assert before.keys() != after.keys() or changed(list(before.values()), list(after.values())), step.number
         if step.number not in CASES[name].idle:
-            assert all(np.any(kept[path] != now[path]) for path in kept if now[path].size), step.number
+            # A point's variances are 0 and stay so.
+            assert all(np.any(kept[path] != now[path]) for path in kept if np.any(now[path])), step.number
         if CASES[name].algorithm == "EP" and step.number > 1:
             moved = after["state.sites.linear"] != before["state.sites.linear"]
             assert np.all(np.any(moved, axis=1)), step.number
