@@ -6,6 +6,7 @@ import importlib.metadata
 import re
 import runpy
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ html_theme = "pydata_sphinx_theme"
 html_title = "fedppl"
 html_theme_options = {"navigation_with_keys": False, "show_nav_level": 2, "secondary_sidebar_items": ["page-toc"]}
 html_show_sourcelink = False
+
+# What is kept of an execution names no folder of the machine that it was on.
+warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"
 
 # Scripts are executed where their digest is not that of what docs/gallery keeps; a fresh clone executes none.
 sphinx_gallery_conf = {

@@ -61,3 +61,8 @@ def test_an_example_runs_as_a_plain_script(example: Path, tmp_path: Path) -> Non
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_kept_outputs_name_no_folder_of_a_machine() -> None:
+    for page in sorted(KEPT.rglob("*.rst")):
+        assert not re.search(r"(?<![\w.:/])/\w+/[\w/.-]+\.py:\d+", page.read_text(encoding="utf-8")), page.name
