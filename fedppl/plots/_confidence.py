@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from fedppl.plots import _axes
 from fedppl.plots._fit import Fitted, require_by_client, require_fit
@@ -59,7 +60,7 @@ def confidence(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | No
     rounds = require_by_client(fit)
     if not all(name in rounds for name in _QUANTITIES):
         raise DeclarationError(f"fit={shown(fit)} has no confidence of clients; pass a fit by fedppl.Confidence.")
-    told = {name: _last(np.asarray(rounds[name].transpose("round", "client").values)) for name in _QUANTITIES}
+    told = {name: _last(rounds[name]) for name in _QUANTITIES}
     if not np.any(np.isfinite(told["confidence"])):
         raise DeclarationError("no client of this fit has replied.")
     left, right = _axes.panels(ax, 1, 2, (8.0, 3.2), figsize, sharey=True)
@@ -73,20 +74,15 @@ def confidence(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | No
     return np.array([left, right], dtype=object)
 
 
-def _last(values: Array) -> Array:
-    """What each client told last, of (round, client)."""
-    found = np.full(values.shape[1], np.nan)
-    for row in values:
-        found = np.where(np.isfinite(row), row, found)
-    return found
+def _last(told: Any) -> Array:
+    """What each client told last."""
+    return np.asarray(pd.DataFrame(told.transpose("round", "client").values).ffill().iloc[-1], dtype=float)
 
 
 def _distribution(axes: Any, values: Array) -> None:
-    """Steps of the empirical distribution of the positive ones, with a mark for each client."""
-    ordered = np.sort(values[np.isfinite(values) & (values > 0)])
-    if not len(ordered):
-        return
-    axes.step(ordered, np.arange(1, len(ordered) + 1) / len(ordered), where="post", color="C0")
+    """The empirical distribution of what is known, with a mark for each client; zeros lie left of the axis."""
+    ordered = np.sort(values[np.isfinite(values)])
+    axes.ecdf(ordered, color="C0")
     axes.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered), "o", color="C0", ms=3.5)
     axes.set_xscale("log")
     axes.set_ylim(0, 1.05)
