@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fedppl.settings import shown, whole
+from fedppl.data._slices import Partition, generator, kinds_of, names_of, require_column, require_whole, sliced
 from fedppl.types import DataError, DeclarationError
-
-Rows = NDArray[np.int64]
-
-
-class Partition(NamedTuple):
-    """Who holds which rows, and what kinds of rows a client was meant to hold."""
-
-    rows: Mapping[str, Rows]  # client id to positions, in rising order
-    kinds: Mapping[str, tuple[Any, ...]]  # labels, subclasses or sources of each client
 
 
 def label_skew(
@@ -38,7 +27,7 @@ def label_skew(
         Number of clients, and of labels that each holds.
     cuts
         Rule by which labels are cut. "same": all at the same fractions, so that a client with a large slice of one
-        label tends to have large slices of all. "independent": each label by itself.
+        label tends to have large slices of all. "independent": each label by itself. "equal": into slices of one size.
     random_seed
         Seed.
 
@@ -66,14 +55,14 @@ def label_skew(
     ----------
     .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, appendix A.
     """
-    y, rng = require_column("labels", labels), _rng(random_seed)
+    y, rng = require_column("labels", labels), generator(random_seed)
     known = np.unique(y)
-    _whole(clients=clients, each=each)
+    require_whole(clients=clients, each=each)
     if each > len(known):
         raise DeclarationError(f"each={each} labels a client, and there are {len(known)}.")
     if clients * each < len(known):
         raise DeclarationError(f"{clients} clients of {each} labels cannot hold all {len(known)}; raise one of them.")
-    return _sliced([_kinds_of(known.tolist(), clients, each, rng)], [y], cuts, rng)
+    return sliced([kinds_of(known.tolist(), clients, each, rng)], [y], cuts, rng)
 
 
 def concept_drift(
@@ -121,8 +110,8 @@ def concept_drift(
     .. [1] Zhu, Ma and Blaschko (2023), pFedVEM, section 5.1 and appendix A.
     """
     upper, lower = require_column("classes", classes), require_column("subclasses", subclasses)
-    rng = _rng(random_seed)
-    _whole(clients=clients)
+    rng = generator(random_seed)
+    require_whole(clients=clients)
     if len(upper) != len(lower):
         raise DataError(f"{len(upper)} classes and {len(lower)} subclasses; pass one of each for every row.")
     under = {kind: np.unique(lower[upper == kind]).tolist() for kind in np.unique(upper).tolist()}
@@ -131,7 +120,7 @@ def concept_drift(
     most = max(map(len, under.values()))
     if clients < most:
         raise DeclarationError(f"{clients} clients cannot hold a class with {most} subclasses; raise clients=.")
-    return _sliced([_kinds_of(below, clients, 1, rng) for below in under.values()], [lower] * len(under), cuts, rng)
+    return sliced([kinds_of(below, clients, 1, rng) for below in under.values()], [lower] * len(under), cuts, rng)
 
 
 def quantity(rows: int, clients: int, *, random_seed: int | np.random.Generator | None = None) -> Partition:
@@ -169,9 +158,9 @@ def quantity(rows: int, clients: int, *, random_seed: int | np.random.Generator 
     *When this fails.* Labels are not looked at: a client with few rows lacks some of them by chance. Cuts are uniform,
     so that some client may have a single row, which a model with several parameters for each client cannot use.
     """
-    _whole(rows=rows, clients=clients)
+    require_whole(rows=rows, clients=clients)
     everyone = [("all",)] * clients
-    return _sliced([everyone], [np.full(rows, "all")], "same", _rng(random_seed))
+    return sliced([everyone], [np.full(rows, "all")], "same", generator(random_seed))
 
 
 def dirichlet(
@@ -219,8 +208,8 @@ def dirichlet(
     or a large `least`, those that are kept are more equal than the Dirichlet distribution, or there are none. Shares
     are rounded to rows, and of a label with fewer rows than clients some clients have none whatever `alpha` is.
     """
-    y, rng = require_column("labels", labels), _rng(random_seed)
-    _whole(clients=clients, least=least)
+    y, rng = require_column("labels", labels), generator(random_seed)
+    require_whole(clients=clients, least=least)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < np.inf:
         raise DeclarationError(f"alpha={alpha!r} must be positive and finite.")
     for _ in range(1000):
@@ -230,17 +219,25 @@ def dirichlet(
             ends = np.round(np.cumsum(rng.dirichlet(np.full(clients, float(alpha)))) * len(places)).astype(np.int64)
             owner[places] = np.searchsorted(ends, np.arange(len(places)), side="right").clip(max=clients - 1)
         if np.bincount(owner, minlength=clients).min() >= least:
-            held = {name: np.flatnonzero(owner == k) for k, name in enumerate(_names(clients))}
+            held = {name: np.flatnonzero(owner == k) for k, name in enumerate(names_of(clients))}
             return Partition(held, {name: tuple(np.unique(y[at]).tolist()) for name, at in held.items()})
     raise DeclarationError(
         f"1,000 draws left a client with fewer than least={least} rows; raise alpha={alpha} or lower clients={clients}."
     )
 
 
-def feature_skew(sources: Any, clients: int, *, random_seed: int | np.random.Generator | None = None) -> Partition:
+def feature_skew(
+    sources: Any,
+    clients: int,
+    *,
+    labels: Any = None,
+    each: int | None = None,
+    random_seed: int | np.random.Generator | None = None,
+) -> Partition:
     """Give every client rows of one source, one of several data sets with the same labels.
 
-    Sources take turns, so that each has about equally many clients; its rows are cut at random places.
+    Sources take turns, so that each has about equally many clients; its rows are cut at random places. With labels,
+    a client holds only some of them, drawn from a pile for each source as in `label_skew`.
 
     Parameters
     ----------
@@ -248,118 +245,70 @@ def feature_skew(sources: Any, clients: int, *, random_seed: int | np.random.Gen
         Source of every row, (n,).
     clients
         Number of clients, at least as many as there are sources.
+    labels
+        Label of every row, (n,); None gives a client rows of all labels.
+    each
+        Number of labels that a client holds.
     random_seed
         Seed.
 
     Returns
     -------
     Partition
-        Its ``kinds`` are the source of every client.
+        Its ``kinds`` are the source of every client; with labels, pairs of its source and a label.
 
     Raises
     ------
     DataError
-        If a source has fewer rows than clients, or sources are none: not one for every row, of several types, or
-        numbers that are missing or infinite.
+        If a source, or a label of it, has fewer rows than clients, or sources and labels are none: not one for every
+        row, of several types, or numbers that are missing or infinite.
     DeclarationError
-        If there are fewer clients than sources, or for a seed that is none.
+        If there are fewer clients than sources, too few to hold all labels of a source, or for a seed that is none.
 
     Examples
     --------
     >>> parts = feature_skew(["mnist"] * 60 + ["usps"] * 40, clients=4, random_seed=1)
     >>> [kinds for kinds in parts.kinds.values()]
     [('mnist',), ('usps',), ('mnist',), ('usps',)]
+    >>> digits = [0, 1] * 50
+    >>> parts = feature_skew(["mnist"] * 60 + ["usps"] * 40, clients=4, labels=digits, each=1, random_seed=1)
+    >>> parts.kinds["client 0"]
+    (('mnist', 0),)
 
     Notes
     -----
     *When this fails.* Sources often differ in the shares of their labels too; `table` shows it. Then clients differ in
     more than their inputs, and what is due to which is not told apart.
     """
-    where = require_column("sources", sources)
+    where, rng = require_column("sources", sources), generator(random_seed)
     known = np.unique(where).tolist()
-    _whole(clients=clients)
+    require_whole(clients=clients)
     if clients < len(known):
         raise DeclarationError(f"{clients} clients cannot hold {len(known)} sources; raise clients=.")
-    kinds = [(known[k % len(known)],) for k in range(clients)]
-    return _sliced([kinds], [where], "independent", _rng(random_seed))
-
-
-def _rng(random_seed: Any) -> np.random.Generator:
-    try:
-        return np.random.default_rng(random_seed)
-    except (TypeError, ValueError) as error:
-        raise DeclarationError(
-            f"random_seed={shown(random_seed)} must be a non-negative int, a Generator or None."
-        ) from error
-
-
-def require_column(name: str, values: Any) -> NDArray[Any]:
-    """One value for every row, all of one type, and numbers finite."""
-    found = np.asarray(values)
-    if found.ndim != 1 or not len(found):
-        raise DataError(f"{name} have shape {found.shape}; pass one for every row.")
-    if found.dtype.kind == "O" and len({type(value) for value in found.tolist()}) > 1:
-        raise DataError(f"{name} are of several types, {found.tolist()[:3]} ...; pass numbers, or strings.")
-    if found.dtype.kind == "f" and not np.all(np.isfinite(found)):
-        raise DataError(f"{name} hold missing or infinite values; drop these rows.")
-    return found
-
-
-def _whole(**numbers: Any) -> None:
-    for name, value in numbers.items():
-        whole(name, value)
-
-
-def _names(clients: int) -> list[str]:
-    return [f"client {k}" for k in range(clients)]
-
-
-def _kinds_of(known: Sequence[Any], clients: int, each: int, rng: np.random.Generator) -> list[tuple[Any, ...]]:
-    """Draw kinds for every client from a pile that is refilled, none twice."""
-    pile: list[Any] = []
-    found = []
-    for _ in range(clients):
-        own: list[Any] = []
-        while len(own) < each:
-            if not any(kind not in own for kind in pile):
-                pile = pile + [known[i] for i in rng.permutation(len(known))]
-            own.append(pile.pop(next(i for i, kind in enumerate(pile) if kind not in own)))
-        found.append(tuple(own))
-    return found
-
-
-def _sliced(
-    drawn: Sequence[Sequence[tuple[Any, ...]]], columns: Sequence[NDArray[Any]], cuts: str, rng: np.random.Generator
-) -> Partition:
-    """Slice the rows of every kind among the clients that drew it."""
-    if cuts not in ("same", "independent"):
-        raise DeclarationError(f'cuts={cuts!r} must be "same" or "independent".')
-    names = _names(len(drawn[0]))
-    held: dict[str, list[Rows]] = {name: [] for name in names}
-    known_cuts: dict[int, NDArray[np.float64]] = {}
-    for kinds, column in zip(drawn, columns, strict=True):
-        for kind in dict.fromkeys(kind for own in kinds for kind in own):
-            owners = [name for name, own in zip(names, kinds, strict=True) if kind in own]
-            places = rng.permutation(np.flatnonzero(column == kind))
-            if len(places) < len(owners):
-                raise DataError(f"{len(places)} rows of {kind!r} for {len(owners)} clients; lower clients=.")
-            parts = len(owners)
-            if cuts == "independent" or parts not in known_cuts:
-                # M − 1 of N − 1 places, without replacement, as fractions of N.
-                chosen = np.sort(rng.choice(len(places) - 1, parts - 1, replace=False)) + 1
-                known_cuts[parts] = chosen / len(places)
-            ends = _places_of(known_cuts[parts], len(places))
-            for owner, part in zip(owners, np.split(places, ends), strict=True):
-                held[owner].append(part)
-    rows = {name: np.sort(np.concatenate(parts)).astype(np.int64) for name, parts in held.items()}
-    return Partition(rows, {name: tuple(kind for own in drawn for kind in own[k]) for k, name in enumerate(names)})
-
-
-def _places_of(fractions: NDArray[np.float64], rows: int) -> Rows:
-    """Cut points of N rows at these fractions, none of them equal, so that no slice is empty."""
-    ends = np.round(fractions * rows).astype(np.int64)
-    for k in range(len(ends)):  # push up what collides, then down what ran over
-        ends[k] = max(ends[k], 1 if k == 0 else ends[k - 1] + 1)
-    for k in reversed(range(len(ends))):
-        ends[k] = min(ends[k], rows - (len(ends) - k))
-    return ends
+    if (labels is None) != (each is None):
+        raise DeclarationError(f"each={each!r} and labels= go together; pass both or none.")
+    if labels is None or each is None:
+        return sliced([[(known[k % len(known)],) for k in range(clients)]], [where], "independent", rng)
+    y = require_column("labels", labels)
+    if len(y) != len(where):
+        raise DataError(f"{len(y)} labels for {len(where)} sources; pass one of each for every row.")
+    require_whole(each=each)
+    drawn: list[tuple[int, ...]] = [()] * clients  # numbers of pairs
+    pairs: list[tuple[Any, Any]] = []
+    numbers = np.empty(len(y), dtype=np.int64)
+    for i, source in enumerate(known):
+        own, members = np.unique(y[where == source]).tolist(), range(i, clients, len(known))
+        if not each <= len(own) <= each * len(members):
+            raise DeclarationError(
+                f"{len(members)} clients with each={each} cannot hold all {len(own)} labels of {source!r}, none twice; "
+                "change clients= or each=."
+            )
+        for number, label in enumerate(own, len(pairs)):
+            numbers[(where == source) & (y == label)] = number
+        held = kinds_of(range(len(pairs), len(pairs) + len(own)), len(members), each, rng)
+        drawn = [held[k // len(known)] if k in members else kinds for k, kinds in enumerate(drawn)]
+        pairs += [(source, label) for label in own]
+    parts = sliced([drawn], [numbers], "independent", rng)
+    return Partition(
+        parts.rows, {name: tuple(pairs[number] for number in kinds) for name, kinds in parts.kinds.items()}
+    )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedppl.data.partition import Partition, require_column
+from fedppl.data._slices import Partition, require_column
 from fedppl.types import DataError, DeclarationError
 
 if TYPE_CHECKING:

@@ -14,14 +14,17 @@ from fedppl.types import DataError, DeclarationError
 
 LABELS = np.repeat(np.arange(10), 200)[np.random.default_rng(0).permutation(2000)]
 SUBCLASSES = LABELS * 5 + np.arange(2000) % 5
+SOURCES = np.where(np.arange(2000) % 3 == 0, "a", "b")
 WAYS: dict[str, Callable[[int], data.Partition]] = {
     "label skew": lambda seed: data.label_skew(LABELS, 20, 5, random_seed=seed),
     "independent cuts": lambda seed: data.label_skew(LABELS, 20, 5, cuts="independent", random_seed=seed),
+    "equal cuts": lambda seed: data.label_skew(LABELS, 20, 5, cuts="equal", random_seed=seed),
     "uneven labels": lambda seed: data.label_skew(LABELS, 7, 3, random_seed=seed),
     "concept drift": lambda seed: data.concept_drift(LABELS, SUBCLASSES, 15, random_seed=seed),
     "quantity": lambda seed: data.quantity(2000, 20, random_seed=seed),
     "dirichlet": lambda seed: data.dirichlet(LABELS, 20, 0.3, random_seed=seed),
     "feature skew": lambda seed: data.feature_skew(np.where(LABELS < 3, "a", "b"), 9, random_seed=seed),
+    "feature skew by label": lambda seed: data.feature_skew(SOURCES, 9, labels=LABELS, each=5, random_seed=seed),
 }
 
 
@@ -70,6 +73,20 @@ def test_under_concept_drift_every_client_has_one_subclass_of_every_class() -> N
         assert all(len(np.unique(SUBCLASSES[rows][LABELS[rows] == label])) == 1 for label in range(10))
 
 
+def test_equal_cuts_make_slices_of_one_size() -> None:
+    """Each of 10 labels of 200 rows is at 10 clients of 20."""
+    table = data.table(WAYS["equal cuts"](2), LABELS).drop(columns="rows").to_numpy()
+    assert_array_equal(table[table > 0], np.full(100, 20))
+
+
+def test_with_labels_a_client_has_some_of_them_of_one_source() -> None:
+    parts = WAYS["feature skew by label"](1)
+    for k, (name, rows) in enumerate(parts.rows.items()):
+        assert len(parts.kinds[name]) == 5
+        assert set(zip(SOURCES[rows], LABELS[rows], strict=True)) == set(parts.kinds[name])
+        assert {source for source, _ in parts.kinds[name]} == {"ab"[k % 2]}
+
+
 def test_sources_take_turns() -> None:
     parts = WAYS["feature skew"](0)
     assert [kinds[0] for kinds in parts.kinds.values()] == list("ababababa")
@@ -113,6 +130,9 @@ def test_the_table_and_the_figure_count_the_same_rows() -> None:
         (lambda: data.dirichlet(LABELS, 5, 0.0), DeclarationError, "alpha=0.0 must be positive"),
         (lambda: data.dirichlet(LABELS, 50, 0.001, random_seed=0), DeclarationError, "1,000 draws left a client"),
         (lambda: data.feature_skew(LABELS, 4), DeclarationError, "4 clients cannot hold 10 sources"),
+        (lambda: data.feature_skew(SOURCES, 9, labels=LABELS), DeclarationError, "each=None and labels="),
+        (lambda: data.feature_skew(SOURCES, 4, labels=LABELS, each=4), DeclarationError, "all 10 labels of 'a'"),
+        (lambda: data.feature_skew(SOURCES, 9, labels=LABELS[1:], each=4), DataError, "1999 labels for 2000"),
         (lambda: data.feature_skew(["m", None, "u"], 2), DataError, "sources are of several types"),
         (lambda: data.table(data.quantity(9, 2), LABELS), DataError, "2000 labels for a partition of 9 rows"),
         (lambda: data.quantity(3, 5), DataError, "3 rows of 'all' for 5 clients"),
