@@ -1,12 +1,12 @@
 """pFedVEM beside the methods of its Table 1, on Fashion-MNIST, CIFAR-10, CIFAR-100 and digits of several sources.
 
 Clients hold 5 of 10 labels (CIFAR-100: one subclass of each of 20 classes; digits: 5 of one source), sliced at random
-places into very different sizes (`fedppl.data`). Of the published training rows every one is at one client. In a round each
-client reports with probability 0.1; all of them go on with their personal parts. PM is the mean over clients of the
-accuracy of their own models on all test rows of their labels, GM the accuracy of the global model on all test rows: in
-the last round, as a mean over the last 10, the same for an average of its weights over rounds, and in the best round,
-which is chosen on the test rows and no estimate of anything. Nothing else is chosen by test rows: --validation and
---set try settings on training rows that are held out.
+places into very different sizes (`fedppl.data`). Of the published training rows every one is at one client. In a
+round each client reports with probability 0.1; all of them go on with their personal parts. PM is the mean over
+clients of the accuracy of their own models on all test rows of their labels, GM the accuracy of the global model on
+all test rows: in the last round, as a mean over the last 10, the same for an average of its weights over rounds, and
+in the best round, which is chosen on the test rows and no estimate of anything. Nothing else is chosen by test rows:
+--validation and --set try settings on training rows that are held out.
 
 CIFAR-10 is a JPEG copy: its figures are not those of the exact pixels. digit5 is as many of its sources as the data
 folder holds.

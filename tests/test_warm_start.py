@@ -79,7 +79,7 @@ def test_vague_priors_and_raw_columns_converge_to_the_exact_posterior(
     model: fedppl.FederatedModel, seed: int, rows: int, parts: int
 ) -> None:
     X, y, clients = raw(seed, rows, parts)
-    fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
+    fit = fedppl.fit(model, clients, fedppl.EP(starts=1), progressbar=False, random_seed=1)
     mean, sd = exact(X, y)
     assert fit.status is Status.CONVERGED
     assert sum(record.preliminary for record in fit.records) <= 12
@@ -112,7 +112,7 @@ def test_the_budget_counts_expansions_a_client(participation: int | None) -> Non
     declared, clients = normal_means(4)
     asked = dict.fromkeys(clients, 0)
     for step in fedppl.rounds(
-        declared, clients, fedppl.EP(local=local), rounds=1, participation=participation, random_seed=1
+        declared, clients, fedppl.EP(local=local, starts=1), rounds=1, participation=participation, random_seed=1
     ):
         for client_id in step.record.infos:
             asked[client_id] += 1

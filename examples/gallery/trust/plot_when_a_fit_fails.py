@@ -82,11 +82,12 @@ def mixture(y):
 _ = attempt(mixture, ["level", "sd", "share"], clinics)
 
 # %%
-# It converged, and nothing is said. But nothing in the declaration tells which level is the first: with both exchanged,
-# and the share turned round, the density is the same. The posterior has two modes, and the fit describes the one that
-# it came to. Searches from several points find both, and then the fit is not called converged.
+# Nothing in the declaration tells which level is the first: with both exchanged, and the share turned round, the
+# density is the same. The posterior has two modes. The fit searched from four points, found both, describes one of
+# them, and is not called converged. A search from one point ends there without a word; it is what sites of their own
+# are asked for, since every search costs them queries.
 
-_ = attempt(mixture, ["level", "sd", "share"], clinics, algorithm=fedppl.EP(starts=8))
+_ = attempt(mixture, ["level", "sd", "share"], clinics, algorithm=fedppl.EP(starts=1))
 
 # %%
 # So name the lower one by what it is. The posterior then has one mode.
@@ -153,8 +154,8 @@ raw = attempt(rents, ["mu", "tau"], towns)
 # spread between towns that has to make up for it. A fit that converged can have a message. Read it: it names a client
 # and a coordinate, and asks for the units. The mended fit is the one above, of scaled rows.
 #
-# Converged, no message, and a part of the posterior is missing
-# -------------------------------------------------------------
+# Two groups of data, and a part of the posterior that is missing
+# ---------------------------------------------------------------
 #
 # Six laboratories measure one quantity. Three of them are calibrated differently, and the model, with heavy tails and
 # one mean, has no place for that.
@@ -171,6 +172,12 @@ def one_mean(y):
 
 
 single = attempt(one_mean, ["mu"], labs)
+
+# %%
+# The fit says that there is a second mode, and that its mean and sd are of the first alone. A search from one point, as
+# sites of their own are asked for by default, does not see it, and says nothing.
+
+_ = attempt(one_mean, ["mu"], labs, algorithm=fedppl.EP(starts=1))
 
 # %%
 # One shared number, so that the posterior can be computed on a grid, with all rows in one place.
@@ -190,7 +197,7 @@ _ = axis.legend(frameon=False, fontsize=9, loc="upper center")
 print(f"share of the posterior below 6: {density[grid < 6].sum() / density.sum():.2f}")
 
 # %%
-# Points that are drawn around one mode do not see another one far away, and no diagnostic of the fit tells of it. Nor
+# Points that are drawn around one mode do not see another one far away. Nor
 # is ``fedppl.conflict`` sure to: with heavy tails each laboratory may be an outlier, and the p-values say little.
 
 print(fedppl.conflict(single).to_dataframe()["p_value"].round(2).to_string())
@@ -202,11 +209,6 @@ one = fedppl.FederatedModel(one_mean, shared=["mu"])
 alone = fedppl.fit(one, labs, fedppl.Separate(), progressbar=False, random_seed=1)
 axis = fedppl.plots.forest(alone, "mu", random_seed=1, figsize=(7, 3))[0]
 _ = axis.set_xlabel("mu of each laboratory alone, units of the measurement")
-
-# %%
-# A fit that is told to search from several points says so, and is not called converged.
-
-_ = attempt(one_mean, ["mu"], labs, algorithm=fedppl.EP(starts=8))
 
 # %%
 # There are two groups, so that laboratories have to be allowed to differ.
@@ -235,7 +237,7 @@ _ = attempt(own_mean, ["mu", "tau"], labs)
 # - Read ``fit.status`` and ``fit.message``, and the message also where the fit has converged: it may be about a
 #   client's units, or about a prior that its data contradict. :doc:`/models` has what a fit offers.
 # - ``converged`` says that rounds have come to rest and that the correction is trusted around there: :doc:`/exactness`.
-#   It does not say that there is no other mode. Labels that can be exchanged, signs that can be turned round, and heavy
-#   tails with data in two places have several. Name what is exchangeable, and where you are in doubt, search from
-#   several points: ``fedppl.EP(starts=8)``.
+#   It says of other modes that a few searches came to none. Labels that can be exchanged, signs that can be turned
+#   round, and heavy tails with data in two places have several. Name what is exchangeable, and where you are in doubt,
+#   or data are at sites of their own, ask for more searches: ``fedppl.EP(starts=8)``.
 # - A model that is refused because of a kink, such as a lasso's, has another way of computing: :doc:`/algorithms`.

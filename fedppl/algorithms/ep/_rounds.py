@@ -29,6 +29,8 @@ _MOST_CLAIMED = 0.5
 def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Message], trust: float | None) -> Taken:
     """One round of the warm start; on arrival, sites and q stay and refinement begins."""
     sites, after, bounded = state.sites, before._replace(spent=before.spent + 1.0), None
+    if state.starts is not None and not state.starts.asked_for and len(replies) < len(sites.where):
+        state = state._replace(starts=None)  # searches that nobody asked for would take many rounds
     if replies:
         sites, after, bounded = _warm_start.step(sites, before, replies, trust)
     info = EPInfo("warm start", after.change, np.inf, 1.0, after.objective, 0.0, np.nan)
@@ -51,6 +53,8 @@ def _searched(taken: Taken, search: WarmStart) -> Taken:
     """Where a search is over and several were asked for: the next one, or the mode with the most mass."""
     starts = taken.state.starts
     if starts is None or (not search.arrived and taken.status is Status.RUNNING):
+        return taken
+    if not np.all(search.has_replied):  # no other search will have what a client does not answer
         return taken
     found = _starts.arrived_at(taken.state.sites, search) if search.arrived else None
     after, sites, following = _starts.next_search(starts, taken.state.sites, found)

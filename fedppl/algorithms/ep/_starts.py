@@ -35,9 +35,10 @@ class Starts(NamedTuple):
     left: Array  # (J, m)
     modes: tuple[Mode, ...]
     said: str  # of several modes, once all searches are over
+    asked_for: bool  # by a number; else they end where rounds are of some clients alone
 
 
-def begin(prior: gaussian.Gaussian, starts: int, stream: int) -> Starts:
+def begin(prior: gaussian.Gaussian, starts: int, stream: int, asked_for: bool) -> Starts:
     """The first search begins at the prior mean, the others at quasi-random points of the prior, some further out.
 
     A prior with heavy tails has little of them in its Gaussian, and modes far from its middle.
@@ -45,7 +46,7 @@ def begin(prior: gaussian.Gaussian, starts: int, stream: int) -> Starts:
     sd = gaussian.standard_deviations(prior)
     z = whitened_points(len(sd), 2 * (starts + len(sd)), stream)[: starts - 1]
     reach = 2.0 ** (np.arange(len(z)) % 3)
-    return Starts(gaussian.mean(prior) + z * reach[:, None] * sd, (), "")
+    return Starts(gaussian.mean(prior) + z * reach[:, None] * sd, (), "", asked_for)
 
 
 def arrived_at(sites: Sites, search: WarmStart) -> Mode:
@@ -64,15 +65,16 @@ def next_search(starts: Starts, sites: Sites, found: Mode | None) -> tuple[Start
     """
     modes = starts.modes if found is None else (*starts.modes, found)
     if len(starts.left):
-        search = _warm_start.start_at(starts.left[0], len(sites.where))
+        search = _warm_start.start_at(starts.left[0], gaussian.mean(sites.prior), len(sites.where))
         empty = _sites.update(sites, np.zeros_like(sites.linear), np.zeros_like(sites.precision))
-        return Starts(starts.left[1:], modes, ""), empty, search
+        return starts._replace(left=starts.left[1:], modes=modes), empty, search
     if not modes:
         return starts, sites, None
-    best = max(modes, key=lambda mode: mode.log_mass)
+    most = max(modes, key=lambda mode: mode.log_mass)
+    best = next(mode for mode in modes if not _are_apart(mode, most))  # the first that came there
     others = _distinct(best, modes)
     said = _told(best, others, sites.labels) if others else ""
-    return Starts(starts.left, modes, said), _sites.update(sites, best.linear, best.precision), None
+    return starts._replace(modes=modes, said=said), _sites.update(sites, best.linear, best.precision), None
 
 
 def _distinct(best: Mode, modes: tuple[Mode, ...]) -> list[Mode]:

@@ -38,6 +38,7 @@ from fedppl.types import DeclarationError, Layout, Message, Rng, Status
 # Shared coordinates up to which "auto" corrects: beyond, few of the points have most of the weight.
 _MOST_BY_ITSELF = 20
 _USUAL = 0.01, 1.0  # tolerance and damping, of which passes over all clients at once know nothing
+_STARTS = 4  # of "auto"
 _MOST_STARTS = 1000  # each is a search of its own
 
 
@@ -63,7 +64,7 @@ def EP(
     tolerance: float = 0.01,
     damping: float = 1.0,
     warm_start: bool = True,
-    starts: int = 1,
+    starts: int | str = "auto",
     structure: str | Sequence[Sequence[str]] = "full",
     trust: float | None = None,
     correction: Correction | str | None = "auto",
@@ -93,7 +94,9 @@ def EP(
         Number of warm starts, at most 1000, one after the other, each with a budget of its own: the first from the
         prior mean, the others from quasi-random points of the prior. The mode with the most mass is refined. Where
         others have more than a thousandth of the mass, they are named, and the fit is not called converged: q is of
-        one of them.
+        one of them. "auto" is 4 where clients are in this process and all of them answer in a round, with `warm_start`
+        and without `trust`, and else 1: searches cost a site queries. Passes over all clients at once, which fits of
+        many clients take where they can, search once.
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
     trust
@@ -169,8 +172,11 @@ def EP(
             "trust", trust, 0, 1e6, "(]", "it is in posterior sds, such as 3, or None for no bound"
         )
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None
-    starts = settings.whole("starts", starts, most=_MOST_STARTS)
-    if starts > 1 and (trust is not None or not warm):
+    by_number = starts != "auto"
+    searches = settings.whole("starts", starts, most=_MOST_STARTS) if by_number else _STARTS
+    if not by_number and (trust is not None or not warm):
+        searches = 1
+    if searches > 1 and (trust is not None or not warm):
         raise DeclarationError(
             f"starts={starts} compares clients' log densities, "
             + (f"which trust={trust:g} does not bound" if warm else "and there is no warm start that has them")
@@ -179,7 +185,9 @@ def EP(
     return contracts.Algorithm[EPState, None](
         name="EP",
         settings=settings.described(matching, warm_start=warm, starts=starts, trust=trust, correction=correction),
-        init=functools.partial(init, matching=matching, warm=warm, closing=closing, starts=starts),
+        init=functools.partial(
+            init, matching=matching, warm=warm, closing=closing, starts=searches, asked_for=by_number
+        ),
         broadcast=broadcast,
         update_client=functools.partial(_update_client, local=inference),
         update_server=functools.partial(_update_server, matching=matching, trust=trust, closing=closing),
@@ -198,10 +206,12 @@ def EP(
         needs=contracts.Needs(inference.check),
         disclosure=contracts.Disclosure(
             functools.partial(_asks, local=inference),
-            at_sites=functools.partial(_at_sites, asked_for=isinstance(correction, Correction)),
+            at_sites=functools.partial(_at_sites, corrects=isinstance(correction, Correction), searches=by_number),
             concludes=at_target,
         ),
-        together=_all_at_once(matching, closing) if warm and starts == 1 and trust is None else None,
+        together=_all_at_once(matching, closing)
+        if warm and (searches == 1 or not by_number) and trust is None
+        else None,
     )
 
 
@@ -222,9 +232,9 @@ def checked(
     return Matching(local_inference("local", local, NestedLaplace()), tolerance, damping, structure)
 
 
-def _at_sites(state: EPState, *, asked_for: bool) -> EPState:
-    """Sites answer for a correction only where one was asked for by name."""
-    return state._replace(corrects=state.corrects and asked_for)
+def _at_sites(state: EPState, *, corrects: bool, searches: bool) -> EPState:
+    """Sites answer for a correction, and for several warm starts, only where these were asked for by name."""
+    return state._replace(corrects=state.corrects and corrects, starts=state.starts if searches else None)
 
 
 def _closing(correction: Correction | str | None, matching: Matching) -> Closing | None:
@@ -259,13 +269,14 @@ def init(
     warm: bool,
     closing: Closing | None = None,
     starts: int = 1,
+    asked_for: bool = True,
 ) -> EPState:
     """Sites that say nothing."""
     stream = int(rng.integers(2**31))
     return EPState(
         sites=_sites.empty(layout, clients, _sites.structure_of(matching.structure, layout)),
         warm_start=_warm_start.start(layout, len(clients)) if warm else None,
-        starts=_starts.begin(layout.prior, starts, stream) if starts > 1 else None,
+        starts=_starts.begin(layout.prior, starts, stream, asked_for) if starts > 1 else None,
         prior_share=0.0 if layout.prior_is_gaussian else 1.0 / len(clients),
         damping=matching.damping,
         change=np.inf,

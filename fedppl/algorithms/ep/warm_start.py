@@ -25,6 +25,8 @@ from fedppl.types import Array, Layout, LocalFailure, Message
 LENGTHS = 2.0 ** np.arange(-10, 6)
 # In posterior sds: EP's importance weights are good from here, and the rest of the way is inside its first step.
 _ARRIVED = 0.3
+# What is left of the way to a search's first point, where clients have no expansion there.
+_NEARER = 0.25
 # Steps begin with at most this many prior sds, and grow where they prove right. A hierarchy among shared variables
 # has a density without bound where its scale is 0: long steps find that in place of the mode beside it.
 _RADIUS, _WIDEST = 1.5, 100.0
@@ -51,13 +53,14 @@ class WarmStart(NamedTuple):
 
 def start(layout: Layout, clients: int) -> WarmStart:
     """Begin at the prior mean."""
-    return start_at(gaussian.mean(layout.prior), clients)
+    mean = gaussian.mean(layout.prior)
+    return start_at(mean, mean, clients)
 
 
-def start_at(point: Array, clients: int) -> WarmStart:
-    """Begin at a point."""
-    has_replied, still = np.zeros(clients, dtype=bool), np.zeros_like(point)
-    return WarmStart(point, still, point, has_replied, -np.inf, np.inf, _RADIUS, False, 0.0, {}, {}, {}, False, False)
+def start_at(point: Array, middle: Array, clients: int) -> WarmStart:
+    """Begin at a point; where clients have no expansion there, nearer to the middle."""
+    replied, move = np.zeros(clients, dtype=bool), point - middle
+    return WarmStart(point, move, middle, replied, -np.inf, np.inf, _RADIUS, False, 0.0, {}, {}, {}, False, False)
 
 
 def along(point: Array, move: Array) -> Array:
@@ -136,6 +139,9 @@ def step(
     if not unusable:
         values = np.array([float(reply["value"]) for reply in everyone.values()])
         objective = float(values.sum() + gaussian.log_kernel(sites.prior, x))
+    if unusable and np.any(state.move) and not np.isfinite(state.objective):  # there is no anchor yet to go back to
+        move = _NEARER * state.move
+        return sites, state._replace(point=state.anchor + move, move=move), None
     better = _better_length(sites.prior, state, everyone, objective)
     if better == LENGTHS[0] and state.chosen:
         # A thousandth of a step that was a thousandth itself, and still below the anchor: what was said there is not
