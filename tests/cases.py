@@ -189,12 +189,14 @@ posterior = functools.partial(Ending, Ends.POSTERIOR)
 mode = functools.partial(Ending, Ends.MODE, rounds=3000)
 
 CASES: dict[str, Case] = {
-    "EP(NestedLaplace)": ep({}, noise, ending=posterior()),
+    "EP(NestedLaplace)": ep({"starts": 1}, noise, ending=posterior()),
     "EP(cold)": ep(
         {"warm_start": False, "damping": 0.3}, regression, ending=posterior({"warm_start": False, "damping": 0.3})
     ),
-    "EP(diagonal)": ep({"structure": "diagonal"}, noise, ending=posterior({"structure": "diagonal"})),
-    "EP(blocks)": ep({"structure": [["mu"], ["log_tau"]]}, noise, ending=posterior({"structure": [["a"], ["mu"]]})),
+    "EP(diagonal)": ep({"structure": "diagonal", "starts": 1}, noise, ending=posterior({"structure": "diagonal"})),
+    "EP(blocks)": ep(
+        {"structure": [["mu"], ["log_tau"]], "starts": 1}, noise, ending=posterior({"structure": [["a"], ["mu"]]})
+    ),
     "EP(Laplace)": ep({"local": fedppl.Laplace(), "tolerance": 1e-9}, noise),
     "EP(ADVI)": ep(
         {"local": fedppl.ADVI(points=32), "tolerance": 1e-9}, noise, ending=posterior({"local": fedppl.ADVI()})

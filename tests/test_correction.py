@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -522,6 +524,17 @@ def test_the_default_finds_a_second_mode_and_does_not_converge() -> None:
     assert fit(model, clients, fedppl.EP(starts=1)).status is Status.CONVERGED
     with pytest.warns(fedppl.ConvergenceWarning, match="several modes: along mu"):
         assert fit(model, clients).status is Status.STALLED
+
+
+def test_a_run_that_was_cut_off_between_searches_goes_on_as_it_would_have(tmp_path: Path) -> None:
+    model, clients = problems.regression()
+    whole, path = fit(model, clients), tmp_path / "run.ckpt"
+    assert searches(whole) > 7
+    begun = itertools.islice(fedppl.rounds(model, clients, fedppl.EP(), checkpoint=path, random_seed=1), 7)
+    assert [step.record.info["phase"] for step in begun] == 7 * ["warm start"]
+    resumed = fit(model, clients, checkpoint=path)
+    assert len(resumed.records) == len(whole.records)
+    assert_array_equal(gaussian.mean(resumed.posterior), gaussian.mean(whole.posterior))
 
 
 def test_searches_that_nobody_asked_for_are_left_out_where_rounds_are_of_few_clients() -> None:

@@ -112,7 +112,7 @@ def test_the_budget_counts_expansions_a_client(participation: int | None) -> Non
     declared, clients = normal_means(4)
     asked = dict.fromkeys(clients, 0)
     for step in fedppl.rounds(
-        declared, clients, fedppl.EP(local=local, starts=1), rounds=1, participation=participation, random_seed=1
+        declared, clients, fedppl.EP(local=local), rounds=1, participation=participation, random_seed=1
     ):
         for client_id in step.record.infos:
             asked[client_id] += 1

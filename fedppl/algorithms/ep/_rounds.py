@@ -54,8 +54,8 @@ def _searched(taken: Taken, search: WarmStart) -> Taken:
     starts = taken.state.starts
     if starts is None or (not search.arrived and taken.status is Status.RUNNING):
         return taken
-    if not np.all(search.has_replied):  # no other search will have what a client does not answer
-        return taken
+    if not starts.asked_for and not search.arrived and not starts.modes:
+        return taken  # what keeps the first search from arriving is told, and is not looked for from elsewhere
     found = _starts.arrived_at(taken.state.sites, search) if search.arrived else None
     after, sites, following = _starts.next_search(starts, taken.state.sites, found)
     if following is None and not after.modes:
