@@ -526,6 +526,25 @@ def test_the_default_finds_a_second_mode_and_does_not_converge() -> None:
         assert fit(model, clients).status is Status.STALLED
 
 
+def shared_out(y: Any) -> pm.Model:
+    """Two levels, and the share of the first: both may be exchanged, and the middle of the prior is no saddle."""
+    with pm.Model() as model:
+        y, share = pm.Data("y", y), pm.Beta("share", 2, 2)
+        level, sd = pm.Normal("level", 0, 2, shape=2), pm.HalfNormal("sd", 1)
+        pm.NormalMixture("obs", pm.math.stack([share, 1 - share]), level, sd, observed=y)
+    return model
+
+
+def test_the_default_finds_labels_that_may_be_exchanged() -> None:
+    rng = np.random.default_rng(3)
+    clients = {str(k): {"y": np.where(rng.random(60) < 0.6, -0.5, 2.0) + 0.6 * rng.normal(size=60)} for k in range(5)}
+    model = FederatedModel(shared_out, ["level", "sd", "share"])
+    with pytest.warns(fedppl.ConvergenceWarning, match="several modes: along level"):
+        found = fit(model, clients)
+    modes = found.state.starts.modes
+    assert any(np.max(np.abs(mode.point[:2] - modes[0].point[1::-1]) / mode.sd[:2]) < 1 for mode in modes)
+
+
 def test_a_run_that_was_cut_off_between_searches_goes_on_as_it_would_have(tmp_path: Path) -> None:
     model, clients = problems.regression()
     whole, path = fit(model, clients), tmp_path / "run.ckpt"

@@ -13,7 +13,7 @@ from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.algorithms.ep.warm_start import WarmStart
 from fedppl.numerics.importance import whitened_points
-from fedppl.types import Array
+from fedppl.types import Array, Layout
 
 _APART = 3.0  # posterior sds between modes that are not one
 _MATTERS = 1e-3  # share of the mass of a mode that is worth a word
@@ -33,20 +33,30 @@ class Starts(NamedTuple):
     """Points where searches are still to begin, and what those before them found."""
 
     left: Array  # (J, m)
+    turned: Array  # (m,) coordinates with each variable's elements in reversed order
     modes: tuple[Mode, ...]
     said: str  # of several modes, once all searches are over
     asked_for: bool  # by a number; else they end where rounds are of some clients alone
 
 
-def begin(prior: gaussian.Gaussian, starts: int, stream: int, asked_for: bool) -> Starts:
+def begin(layout: Layout, starts: int, stream: int, asked_for: bool) -> Starts:
     """The first search begins at the prior mean, the others at quasi-random points of the prior, some further out.
 
-    A prior with heavy tails has little of them in its Gaussian, and modes far from its middle.
+    A prior with heavy tails has little of them in its Gaussian, and modes far from its middle. What the first search
+    finds takes the place of two of these points, see `_images`.
     """
+    prior = layout.prior
     sd = gaussian.standard_deviations(prior)
+    turned = np.concatenate([np.arange(part.start, part.stop)[::-1] for part in layout.slices.values()])
     z = whitened_points(len(sd), 2 * (starts + len(sd)), stream)[: starts - 1]
     reach = 2.0 ** (np.arange(len(z)) % 3)
-    return Starts(gaussian.mean(prior) + z * reach[:, None] * sd, (), "", asked_for)
+    return Starts(gaussian.mean(prior) + z * reach[:, None] * sd, turned, (), "", asked_for)
+
+
+def _images(mode: Mode, middle: Array, turned: Array) -> list[Array]:
+    """Where exchangeable labels, and signs that the data do not tell, have their other mode: none where it is this."""
+    images = [2.0 * middle - mode.point, mode.point[turned]]
+    return [image for image in images if np.max(np.abs(image - mode.point) / mode.sd) > _APART]
 
 
 def arrived_at(sites: Sites, search: WarmStart) -> Mode:
@@ -64,10 +74,14 @@ def next_search(starts: Starts, sites: Sites, found: Mode | None) -> tuple[Start
     Where no search arrived, the last is handed back as it is.
     """
     modes = starts.modes if found is None else (*starts.modes, found)
-    if len(starts.left):
-        search = _warm_start.start_at(starts.left[0], gaussian.mean(sites.prior), len(sites.where))
+    left, middle = starts.left, gaussian.mean(sites.prior)
+    if found is not None and not starts.modes:
+        images = _images(found, middle, starts.turned)
+        left = np.array([*images, *left])[: len(left)]
+    if len(left):
+        search = _warm_start.start_at(left[0], middle, len(sites.where))
         empty = _sites.update(sites, np.zeros_like(sites.linear), np.zeros_like(sites.precision))
-        return starts._replace(left=starts.left[1:], modes=modes), empty, search
+        return starts._replace(left=left[1:], modes=modes), empty, search
     if not modes:
         return starts, sites, None
     most = max(modes, key=lambda mode: mode.log_mass)

@@ -92,7 +92,8 @@ def EP(
         answered there: where few are asked in a round, that takes many rounds.
     starts
         Number of warm starts, at most 1000, one after the other, each with a budget of its own: the first from the
-        prior mean, the others from quasi-random points of the prior. The mode with the most mass is refined. Where
+        prior mean, two from images of what it found (about the prior mean, and with the elements of each variable in
+        reversed order), the others from quasi-random points of the prior. The mode with the most mass is refined. Where
         others have more than a thousandth of the mass, they are named, and the fit is not called converged: q is of
         one of them. "auto" is 4 where clients are in this process and all of them answer in a round, with `warm_start`
         and without `trust`, and else 1: searches cost a site queries. Where the first does not arrive, it leaves the
@@ -276,7 +277,7 @@ def init(
     return EPState(
         sites=_sites.empty(layout, clients, _sites.structure_of(matching.structure, layout)),
         warm_start=_warm_start.start(layout, len(clients)) if warm else None,
-        starts=_starts.begin(layout.prior, starts, stream, asked_for) if starts > 1 else None,
+        starts=_starts.begin(layout, starts, stream, asked_for) if starts > 1 else None,
         prior_share=0.0 if layout.prior_is_gaussian else 1.0 / len(clients),
         damping=matching.damping,
         change=np.inf,
