@@ -39,9 +39,9 @@ myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 
 autosummary_generate = True
-# Pages of namespaces are called what users write, fedppl.curves for fedppl.coregional.curves.
+# Pages of namespaces are called what users write after "fedppl.": curves for coregional.curves.
 autosummary_context = {
-    "spaces": {f"fedppl.{module.removeprefix('fedppl.')}": f"fedppl.{name}" for name, (module, _, _) in _SPACES.items()}
+    "spaces": {f"fedppl.{module.removeprefix('fedppl.')}": name for name, (module, _, _) in _SPACES.items()}
 }
 autodoc_typehints = "none"  # types stand in the text
 autodoc_default_options = {"members": True, "inherited-members": False}

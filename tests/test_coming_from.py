@@ -22,7 +22,7 @@ PAGES = sorted((ROOT / "docs" / "coming_from").glob("*.md"))
 NEEDS = {"laplace": "torch"}
 
 
-SLOW = {"datashield", "meta_analysis", "pymc"}  # more than 20 CPU seconds each
+SLOW = {"datashield"}  # 70 CPU seconds; .ci/run has it all the same
 WITH_CODE = [
     pytest.param(page, marks=[pytest.mark.slow] * (page.stem in SLOW), id=f"from_{page.stem}")
     for page in PAGES
@@ -30,6 +30,7 @@ WITH_CODE = [
 ]
 
 
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of PyMC's first steps
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_a_page_s_code_runs_as_pasted(

@@ -113,7 +113,6 @@ PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "scale": lambda: {"model": fedppl.formula("y ~ x + (1 | group)"), "frame": grouped(60)},
     "summaries": dict,
 }
-SLOW = {"summaries"}
 # Pages that tests of their own run, block by block or whole. Folders stand for all pages in them.
 ELSEWHERE = {
     "README.md": "test_formulas.py::test_the_readme_s_code_runs_as_pasted",
@@ -133,7 +132,7 @@ COMMANDS = {
 }
 # Blocks that are marked "py" are of other packages: why no test runs them.
 OF_OTHERS = {
-    "docs/coming_from/flower.md": "it needs processes of Flower, and stands there to be compared with; its first line says so",
+    "docs/coming_from/flower.md": "it needs processes of Flower, and is there to compare with; its first line says so",
     "docs/coming_from/laplace.md": "laplace-torch is not installed; benchmarks/coming_from.py runs it where it is",
     "docs/coming_from/mixed_models.md": "bambi is not installed; benchmarks/coming_from.py runs it where it is",
 }
@@ -144,7 +143,7 @@ def has_cuda() -> bool:
     return bool(torch.cuda.is_available())
 
 
-@pytest.mark.parametrize("page", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PAGES])
+@pytest.mark.parametrize("page", PAGES)
 @problems.few_rounds
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
