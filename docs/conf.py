@@ -13,6 +13,8 @@ from typing import Any
 from numpydoc.xref import DEFAULT_LINKS
 from sphinx_gallery.sorting import ExplicitOrder
 
+from fedppl import _SPACES
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 project = "fedppl"
@@ -37,6 +39,10 @@ myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 
 autosummary_generate = True
+# Pages of namespaces are called what users write after "fedppl.": curves for coregional.curves.
+autosummary_context = {
+    "spaces": {f"fedppl.{module.removeprefix('fedppl.')}": name for name, (module, _, _) in _SPACES.items()}
+}
 autodoc_typehints = "none"  # types stand in the text
 autodoc_default_options = {"members": True, "inherited-members": False}
 numpydoc_show_class_members = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
+import logging
 import math
 import re
 import sys
@@ -19,9 +21,10 @@ import fedppl
 from fedppl.results.records import Record
 from fedppl.testing import normal_means
 from fedppl.types import Status
-from tests.support import problems
+from tests.support import page, problems
 
-PAGE = (Path(__file__).parents[1] / "docs" / "callbacks.md").read_text(encoding="utf-8")
+PAGE = (page.ROOT / "docs" / "callbacks.md").read_text(encoding="utf-8")
+RECIPES = ("MLflow", "TensorBoard", "Stopping early", "What a run says by itself")
 MODEL, CLIENTS = normal_means(3)
 # As the packages declare them; what they do not have is an error.
 SIGNATURES = {
@@ -54,6 +57,19 @@ def run(title: str, algorithm: Any) -> dict[str, Any]:
     names: dict[str, Any] = {"model": MODEL, "clients": CLIENTS, "algorithm": algorithm}
     exec(compile(recipe(title), f"{title} of docs/callbacks.md", "exec"), names)
     return names
+
+
+def test_every_recipe_of_the_page_is_run() -> None:
+    assert [recipe(title) for title in RECIPES] == page.blocks(page.ROOT / "docs" / "callbacks.md")
+
+
+def test_the_log_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, stream = logging.getLogger(), io.StringIO()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(sys, "stderr", stream)
+    run("What a run says by itself", fedppl.EP())
+    fit = fedppl.fit(MODEL, CLIENTS, fedppl.EP(correction=None), progressbar=False, random_seed=1)
+    assert stream.getvalue().count("fedppl") >= len(fit.records)
 
 
 @pytest.fixture(autouse=True)

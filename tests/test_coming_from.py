@@ -15,21 +15,24 @@ from typing import Any
 
 import pytest
 
+from tests.support.page import blocks
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "coming_from").glob("*.md"))
 NEEDS = {"laplace": "torch"}
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+SLOW = {"datashield"}  # 70 CPU seconds; .ci/run has it all the same
+WITH_CODE = [
+    pytest.param(page, marks=[pytest.mark.slow] * (page.stem in SLOW), id=f"from_{page.stem}")
+    for page in PAGES
+    if blocks(page, "python")
+]
 
 
-WITH_CODE = [page for page in PAGES if blocks(page, "python")]
-
-
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of PyMC's first steps
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: f"from_{page.stem}")
+@pytest.mark.parametrize("page", WITH_CODE)
 def test_a_page_s_code_runs_as_pasted(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,10 +54,14 @@ def test_the_page_for_r_runs(tmp_path: Path) -> None:
     asked = 'for (p in c("reticulate", "lme4")) stopifnot(requireNamespace(p, quietly = TRUE))'
     if subprocess.run([program, "-e", asked], capture_output=True, check=False).returncode:
         pytest.skip("needs R's packages reticulate and lme4")
-    script = tmp_path / "page.R"
+    script = tmp_path / "analysis.R"
     script.write_text("\n".join(blocks(ROOT / "docs/coming_from/r.md", "r")), encoding="utf-8")
-    given = {**os.environ, "RETICULATE_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
-    done = subprocess.run([program, str(script)], cwd=tmp_path, env=given, capture_output=True, text=True, check=False)
+    given = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    (command,) = blocks(ROOT / "docs/coming_from/r.md", "bash")
+    command = command.replace(".venv/bin/python", sys.executable)
+    done = subprocess.run(
+        ["bash", "-ec", command], cwd=tmp_path, env=given, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "converged" in done.stdout and "site_sd" in done.stdout
     assert (tmp_path / "forest.png").stat().st_size > 1000

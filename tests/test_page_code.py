@@ -1,12 +1,10 @@
 """Code of the pages, run as it stands there, beside the data that each takes for granted.
 
-Other tests run README, docs/callbacks.md, docs/coming_from, docs/privacy.md and docs/when_it_fails.md; what
-docs/deployment.md has needs processes of its own (tests/test_deployment.py).
+And a look over all pages: what has code is run here or by a test that is named, or has a reason why not.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,11 @@ import pytest
 
 import fedppl
 from models import hm1
+from tests.support import page as pages
 from tests.support import problems
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = pages.ROOT
+DOCS = ROOT / "docs"
 RNG = np.random.default_rng(7)
 
 
@@ -102,6 +102,7 @@ PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "ep_in_pictures": dict,
     "fedlmc_ss": dict,
     "fedsi": a_network,
+    "formulas": dict,
     "hm1": lambda: {"clients": {name: rows(20) for name in "ABCDE"}},
     "hm2": dict,
     "index": of_a_trial,
@@ -112,23 +113,78 @@ PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "scale": lambda: {"model": fedppl.formula("y ~ x + (1 | group)"), "frame": grouped(60)},
     "summaries": dict,
 }
-SLOW = {"models", "summaries"}
+# Pages that tests of their own run, block by block or whole. Folders stand for all pages in them.
+ELSEWHERE = {
+    "README.md": "test_formulas.py::test_the_readme_s_code_runs_as_pasted",
+    "docs/callbacks.md": "test_callbacks.py::test_every_recipe_of_the_page_is_run",
+    "docs/coming_from": "test_coming_from.py::test_a_page_s_code_runs_as_pasted",
+    "docs/deployment.md": "test_deployment_page.py::test_every_block_of_the_page_is_one_of_these",
+    "docs/privacy.md": "test_privacy_doc.py::test_the_code_on_the_page_runs",
+    "docs/when_it_fails.md": "test_when_it_fails.py::test_every_piece_of_code_ends_as_the_page_says",
+}
+# Blocks of commands by page, and what runs them, or why nothing does.
+COMMANDS = {
+    "README.md": ("set up: .ci/run has both, since a test cannot make what it runs in",) * 2,
+    "docs/coming_from/r.md": ("test_coming_from.py",),
+    "docs/deployment.md": ("test_deployment_page.py",) * 2,
+    "docs/index.md": ("set up: as in README, with other extras",),
+    "docs/security.md": ("takes minutes; test_attacks.py has its short form",),
+}
+# Blocks that are marked "py" are of other packages: why no test runs them.
+OF_OTHERS = {
+    "docs/coming_from/flower.md": "it needs processes of Flower, and is there to compare with; its first line says so",
+    "docs/coming_from/laplace.md": "laplace-torch is not installed; benchmarks/coming_from.py runs it where it is",
+    "docs/coming_from/mixed_models.md": "bambi is not installed; benchmarks/coming_from.py runs it where it is",
+}
 
 
-@pytest.mark.parametrize("page", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PAGES])
+def has_cuda() -> bool:
+    torch = pytest.importorskip("torch")
+    return bool(torch.cuda.is_available())
+
+
+@pytest.mark.parametrize("page", PAGES)
 @problems.few_rounds
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(globals(), "RNG", np.random.default_rng(7))
     names: dict[str, Any] = {"np": np, "pm": pm, "pt": pt, "fedppl": fedppl, **PAGES[page]()}
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert blocks
-    for number, block in enumerate(blocks):
-        if "cuda" not in block:  # nothing here has one
-            exec(compile(block, f"docs/{page}.md, block {number}", "exec"), names)  # noqa: S102
+    found = pages.blocks(DOCS / f"{page}.md")
+    assert found
+    for number, block in enumerate(found):
+        if "cuda" not in block or has_cuda():
+            pages.run(block, f"docs/{page}.md, block {number}", names)
+
+
+def with_blocks(*languages: str) -> dict[str, list[str]]:
+    """Pages that have blocks in these languages, and the blocks."""
+    found = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *DOCS.rglob("*.md")]}
+    each = {name: [text for kind, text in pages.fences(path) if kind in languages] for name, path in found.items()}
+    return {name: texts for name, texts in each.items() if texts}
 
 
 def test_no_page_with_code_is_left_out() -> None:
-    elsewhere = {"callbacks", "deployment", "formulas", "privacy", "when_it_fails"}
-    with_code = {page.stem for page in DOCS.glob("*.md") if "```python\n" in page.read_text(encoding="utf-8")}
-    assert with_code == {*PAGES, *elsewhere}
+    here = {f"docs/{name}.md" for name in PAGES}
+    folders = tuple(f"{name}/" for name in ELSEWHERE if not name.endswith(".md"))
+    found = {name for name in with_blocks("python") if not name.startswith(folders)}
+    assert found == here | {name for name in ELSEWHERE if name.endswith(".md")}
+
+
+def test_the_tests_that_run_other_pages_are_there() -> None:
+    for page, test in ELSEWHERE.items():
+        file, _, function = test.partition("::")
+        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert f"def {function}(" in text and Path(page).stem in text, test
+
+
+def test_python_by_another_name_is_of_other_packages() -> None:
+    assert with_blocks("py").keys() == OF_OTHERS.keys()
+    assert not any("import fedppl" in text for texts in with_blocks("py").values() for text in texts)
+    assert not with_blocks("", "python3", "Python", "pycon", "ipython", "{code-block} python")
+
+
+def test_no_command_is_left_out() -> None:
+    found = with_blocks("bash", "sh", "shell", "console")
+    assert {name: len(texts) for name, texts in found.items()} == {name: len(how) for name, how in COMMANDS.items()}
+    for how in {one for each in COMMANDS.values() for one in each if one.endswith(".py")}:
+        assert (ROOT / "tests" / how).is_file()

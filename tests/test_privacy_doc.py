@@ -128,7 +128,6 @@ def test_bytes_of_private_ep_are_those_of_the_ledger(form: Any, p: int) -> None:
 
 
 @problems.few_rounds
-@pytest.mark.slow
 def test_the_code_on_the_page_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     assert blocks

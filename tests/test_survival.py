@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -233,13 +232,6 @@ def test_a_fit_of_times_has_evidence_rows_and_predictions(weibull: Any) -> None:
 def test_times_that_cannot_be_name_the_row_and_the_client(text: str, changes: Any, told: str) -> None:
     with pytest.raises(DataError, match=f"client 's1': {told}"):
         agreed(text, "weibull").read("s1", rows("s1").assign(**changes))
-
-
-@pytest.mark.slow  # a fit
-def test_the_page_on_formulas_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "formulas.md").read_text(encoding="utf-8")
-    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
-    assert "none - drug" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("weights", [pytest.param(None, marks=pytest.mark.slow), "n"])

@@ -88,7 +88,8 @@ def agree(
     *When this fails.* What a site tells is believed: one that lies moves scales, and so the width of priors. It is
     named where it is out of all proportion (`Agreed.strange`), and sites with whose rows the result does not go take no
     part.
-    A site whose rows have changed tells what it told before, until ``<client>.told`` in its folder is deleted.
+    A site whose rows have changed tells what it told before, until ``<client>.told`` in its folder is deleted
+    (``site.told`` where its node config has no ``client-id``).
     """
     if not isinstance(model, FederatedModel) or not waits(model):
         raise DeclarationError(
