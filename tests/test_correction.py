@@ -545,6 +545,48 @@ def test_the_default_finds_labels_that_may_be_exchanged() -> None:
     assert any(np.max(np.abs(mode.point[:2] - modes[0].point[1::-1]) / mode.sd[:2]) < 1 for mode in modes)
 
 
+def scalars(y: Any) -> pm.Model:
+    """The same, whose levels are two variables, far from the middle of their prior."""
+    with pm.Model() as model:
+        y, share = pm.Data("y", y), pm.Beta("share", 2, 2)
+        first, second, sd = pm.Normal("first", 0, 10), pm.Normal("second", 0, 10), pm.HalfNormal("sd", 1)
+        pm.NormalMixture("obs", pm.math.stack([share, 1 - share]), pm.math.stack([first, second]), sd, observed=y)
+    return model
+
+
+def test_a_better_mode_that_is_found_late_has_images_of_its_own() -> None:
+    rng = np.random.default_rng(1)
+    clients = {str(k): {"y": np.where(rng.random(40) < 0.5, 9.5, 12.5) + 0.6 * rng.normal(size=40)} for k in range(4)}
+    model = FederatedModel(scalars, ["first", "second", "sd", "share"])
+    with pytest.warns(fedppl.ConvergenceWarning, match=r"several modes: along (first|second).*5.%.*5.%|4.%"):
+        assert fit(model, clients, fedppl.EP(starts=8)).status is Status.STALLED
+
+
+@pytest.mark.parametrize("missed", range(6, 24))
+def test_a_reply_that_is_missed_in_a_search_does_not_choose_the_mode(missed: int) -> None:
+    """Three clients of five are at 8: the mode there has all the mass."""
+    rng = np.random.default_rng(1)
+    clients = {str(k): {"y": (8.0 if k < 3 else -8.0) + rng.normal(size=3)} for k in range(5)}
+    model, rounds = FederatedModel(far_apart, ["mu"]), iter(range(10**6))
+
+    def broken(client: Any, personal: None, message: Any, rng: Any) -> Any:
+        if client.client_id == "0" and next(rounds) == missed:
+            raise LocalFailure("away")
+        return whole.update_client(client, personal, message, rng)
+
+    whole = fedppl.EP(starts="auto")
+    found = fit(model, clients, whole._replace(update_client=broken))
+    assert gaussian.mean(found.posterior)[0] > 5
+
+
+def test_modes_of_clients_that_left_are_forgotten() -> None:
+    rng = np.random.default_rng(1)
+    clients = {str(k): {"y": (8.0 if k < 2 else -8.0) + rng.normal(size=2)} for k in range(4)}
+    with pytest.warns(fedppl.ConvergenceWarning, match="several modes"):
+        found = fit(FederatedModel(far_apart, ["mu"]), clients)
+    assert fedppl.without(found, ["2", "3"], progressbar=False).fit.status is Status.CONVERGED
+
+
 def test_a_run_that_was_cut_off_between_searches_goes_on_as_it_would_have(tmp_path: Path) -> None:
     model, clients = problems.regression()
     whole, path = fit(model, clients), tmp_path / "run.ckpt"

@@ -79,7 +79,8 @@ def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origi
         odd += [] if np.isfinite(alone[0]) else [term.name]
     raise DeclarationError(
         f"the shared prior's log density at the starting point is {value}, by {odd or 'all together'}; is a scale not "
-        "positive, or the start outside of the support? Correct the prior, or set `initval=` on the variable."
+        "positive, the start outside of the support, or a limit a whole number that overflows (write -100.0 for -100)? "
+        "Correct the prior, or set `initval=` on the variable."
     )
 
 

@@ -71,8 +71,9 @@ def resume(first: EPState, last: EPState) -> EPState:
     sites = _sites.update(new, linear, precision)
     if not gaussian.is_proper(sites.q):
         return first
-    several = last.starts is not None and last.starts.said  # q is still of one of them
-    return first._replace(sites=sites, warm_start=None, starts=last.starts if several else first.starts)
+    if last.starts is not None and last.starts.said:  # of several modes, whose masses now are others
+        return first
+    return first._replace(sites=sites, warm_start=None)
 
 
 def without(state: EPState, client_id: str, log_ratio: contracts.LogRatio | None) -> WithoutClient:

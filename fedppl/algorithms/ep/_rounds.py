@@ -30,16 +30,22 @@ def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Messag
     """One round of the warm start; on arrival, sites and q stay and refinement begins."""
     sites, after, bounded = state.sites, before._replace(spent=before.spent + 1.0), None
     if state.starts is not None and not state.starts.asked_for and len(replies) < len(sites.where):
-        state = state._replace(starts=None)  # searches that nobody asked for would take many rounds
+        # Searches that nobody asked for would take many rounds.
+        if state.starts.modes:
+            ended, sites, _ = _starts.next_search(state.starts._replace(left=state.starts.left[:0]), sites, None)
+            info = EPInfo("warm start", before.change, np.inf, 1.0, before.objective, 0.0, np.nan)
+            return Taken(state._replace(sites=sites, starts=ended, warm_start=None), info)
+        state = state._replace(starts=None)
     if replies:
         sites, after, bounded = _warm_start.step(sites, before, replies, trust)
     info = EPInfo("warm start", after.change, np.inf, 1.0, after.objective, 0.0, np.nan)
     over = not after.arrived and after.spent >= _BUDGET
+    further = state.starts is not None and bool(state.starts.modes)  # from a point that nobody asked for
     taken = Taken(
         state._replace(sites=sites, warm_start=None if after.arrived else after),
         info,
         Status.STALLED if over else Status.RUNNING,
-        "" if after.arrived else why_not_arrived(sites, after),
+        "" if after.arrived or further else why_not_arrived(sites, after),
     )
     if bounded is not None and trust is not None:
         taken = hold_back(taken, _sites.indices(sites, replies), bounded, trust, 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from fedppl import gaussian
@@ -15,7 +16,9 @@ from fedppl.algorithms.ep.warm_start import WarmStart
 from fedppl.numerics.importance import whitened_points
 from fedppl.types import Array, Layout
 
+Indices = NDArray[np.int64]
 _APART = 3.0  # posterior sds between modes that are not one
+_ALIKE = 0.1  # sds of the prior by which moments of equal priors may differ
 _MATTERS = 1e-3  # share of the mass of a mode that is worth a word
 
 
@@ -33,7 +36,7 @@ class Starts(NamedTuple):
     """Points where searches are still to begin, and what those before them found."""
 
     left: Array  # (J, m)
-    turned: Array  # (m,) coordinates with each variable's elements in reversed order
+    turned: Indices  # (m,) coordinates in an order in which exchangeable ones have changed places
     modes: tuple[Mode, ...]
     said: str  # of several modes, once all searches are over
     asked_for: bool  # by a number; else they end where rounds are of some clients alone
@@ -42,18 +45,41 @@ class Starts(NamedTuple):
 def begin(layout: Layout, starts: int, stream: int, asked_for: bool) -> Starts:
     """The first search begins at the prior mean, the others at quasi-random points of the prior, some further out.
 
-    A prior with heavy tails has little of them in its Gaussian, and modes far from its middle. What the first search
-    finds takes the place of two of these points, see `_images`.
+    A prior with heavy tails has little of them in its Gaussian, and modes far from its middle. Images of the first mode
+    take the places of the last of these points, see `_images`.
     """
     prior = layout.prior
     sd = gaussian.standard_deviations(prior)
-    turned = np.concatenate([np.arange(part.start, part.stop)[::-1] for part in layout.slices.values()])
     z = whitened_points(len(sd), 2 * (starts + len(sd)), stream)[: starts - 1]
     reach = 2.0 ** (np.arange(len(z)) % 3)
-    return Starts(gaussian.mean(prior) + z * reach[:, None] * sd, turned, (), "", asked_for)
+    return Starts(gaussian.mean(prior) + z * reach[:, None] * sd, _turned(layout), (), "", asked_for)
 
 
-def _images(mode: Mode, middle: Array, turned: Array) -> list[Array]:
+def _turned(layout: Layout) -> Indices:
+    """Coordinates with variables of one prior in reversed order; the elements of a variable that has a prior alone.
+
+    Moments of a prior that is not Gaussian are of draws, so that equal priors differ a little.
+    """
+    mean, sd = gaussian.mean(layout.prior), gaussian.standard_deviations(layout.prior)
+    groups: list[list[slice]] = []
+    for part in layout.slices.values():
+        for group in groups:
+            first = group[0]
+            if len(mean[first]) == len(mean[part]) and np.allclose(sd[first], sd[part], rtol=_ALIKE, atol=0.0):
+                if np.all(np.abs(mean[first] - mean[part]) < _ALIKE * sd[part]):
+                    group.append(part)
+                    break
+        else:
+            groups.append([part])
+    turned = np.arange(layout.size, dtype=np.int64)
+    for group in groups:
+        for part, other in zip(group, reversed(group), strict=True):
+            taken = np.arange(other.start, other.stop)
+            turned[part] = taken if len(group) > 1 else taken[::-1]
+    return turned
+
+
+def _images(mode: Mode, middle: Array, turned: Indices) -> list[Array]:
     """Where exchangeable labels, and signs that the data do not tell, have their other mode: none where it is this."""
     images = [2.0 * middle - mode.point, mode.point[turned]]
     return [image for image in images if np.max(np.abs(image - mode.point) / mode.sd) > _APART]
@@ -75,9 +101,10 @@ def next_search(starts: Starts, sites: Sites, found: Mode | None) -> tuple[Start
     """
     modes = starts.modes if found is None else (*starts.modes, found)
     left, middle = starts.left, gaussian.mean(sites.prior)
-    if found is not None and not starts.modes:
-        images = _images(found, middle, starts.turned)
-        left = np.array([*images, *left])[: len(left)]
+    if found is not None and all(found.log_mass > mode.log_mass + 1.0 for mode in starts.modes):
+        images = _images(found, middle, starts.turned)  # beside the searches that are left where it came late
+        least = len(images) if starts.modes else 0
+        left = np.array([*images, *left]).reshape(-1, len(middle))[: max(len(left), least)]
     if len(left):
         search = _warm_start.start_at(left[0], middle, len(sites.where))
         empty = _sites.update(sites, np.zeros_like(sites.linear), np.zeros_like(sites.precision))
@@ -88,7 +115,16 @@ def next_search(starts: Starts, sites: Sites, found: Mode | None) -> tuple[Start
     best = next(mode for mode in modes if not _are_apart(mode, most))  # the first that came there
     others = _distinct(best, modes)
     said = _told(best, others, sites.labels) if others else ""
-    return starts._replace(modes=modes, said=said), _sites.update(sites, best.linear, best.precision), None
+    return (
+        starts._replace(left=left, modes=tuple(map(_without_sites, modes)), said=said),
+        _sites.update(sites, best.linear, best.precision),
+        None,
+    )
+
+
+def _without_sites(mode: Mode) -> Mode:
+    """What is of use when all searches are over."""
+    return mode._replace(linear=mode.linear[:0], precision=mode.precision[:0])
 
 
 def _distinct(best: Mode, modes: tuple[Mode, ...]) -> list[Mode]:
@@ -109,9 +145,11 @@ def _told(best: Mode, others: list[Mode], labels: tuple[str, ...]) -> str:
     """Where the modes are, and about how much of the posterior each has."""
     total = logsumexp([mode.log_mass for mode in (best, *others)])
     worst = int(np.argmax(np.max([np.abs(mode.point - best.point) / best.sd for mode in others], axis=0)))
-    places = [f"{np.exp(mode.log_mass - total):.0%} at {mode.point[worst]:.3g}" for mode in (best, *others[:3])]
+    shares = [np.exp(mode.log_mass - total) for mode in (best, *others[:3])]
+    told = [f"{share:.0%}" if 0.01 <= share <= 0.99 else f"{share:.2%}" for share in shares]
+    places = [f"{s} at {mode.point[worst]:.3g}" for s, mode in zip(told, (best, *others[:3]), strict=True)]
     return (
-        f"the posterior has several modes: along {labels[worst]}, about {', '.join(places)}; q is of the first alone. "
-        "Declare the model so that one is left: positive (pm.HalfNormal), ordered "
+        f"the posterior has several modes: along {labels[worst]}, of those found about {', '.join(places)}; q is of "
+        "the first alone. Declare the model so that one is left: positive (pm.HalfNormal), ordered "
         "(pm.distributions.transforms.ordered), or by a prior that rules the others out"
     )

@@ -92,12 +92,13 @@ def EP(
         answered there: where few are asked in a round, that takes many rounds.
     starts
         Number of warm starts, at most 1000, one after the other, each with a budget of its own: the first from the
-        prior mean, two from images of what it found (about the prior mean, and with the elements of each variable in
-        reversed order), the others from quasi-random points of the prior. The mode with the most mass is refined. Where
-        others have more than a thousandth of the mass, they are named, and the fit is not called converged: q is of
-        one of them. "auto" is 4 where clients are in this process and all of them answer in a round, with `warm_start`
-        and without `trust`, and else 1: searches cost a site queries. Where the first does not arrive, it leaves the
-        others out. Passes over all clients at once, which fits of many clients take where they can, search once.
+        prior mean, two from images of what it found (about the prior mean, and with variables of equal priors, or the
+        elements of a vector, in reversed order), the others from quasi-random points of the prior. The mode with the
+        most mass is refined. Where others have more than a thousandth of the mass, they are named, and the fit is not
+        called converged: q is of one of them. "auto" is 4 where clients are in this process and all of them answer in a
+        round, with `warm_start` and without `trust`, and else 1: searches cost a site queries. Where the first does not
+        arrive, it leaves the others out. Passes over all clients at once, which fits of many clients take where they
+        can, search once.
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
     trust
@@ -173,7 +174,11 @@ def EP(
             "trust", trust, 0, 1e6, "(]", "it is in posterior sds, such as 3, or None for no bound"
         )
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None
-    by_number = starts != "auto"
+    by_number = not isinstance(starts, str)
+    if not by_number and starts != "auto":
+        raise DeclarationError(
+            f'starts={settings.shown(starts)} must be "auto", or a whole number from 1 to {_MOST_STARTS}.'
+        )
     searches = settings.whole("starts", starts, most=_MOST_STARTS) if by_number else _STARTS
     if not by_number and (trust is not None or not warm):
         searches = 1
