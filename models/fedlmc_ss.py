@@ -50,6 +50,8 @@ SHARED_WITHOUT_SELECTION = ("v", "lengthscale", "slab_sd")
 _HELD_SPREAD = 1e-4
 # Kernel matrices of close inducing points have condition numbers of 1e6 and more.
 _JITTER = 1e-6
+# Medians and spreads of priors, for data at about unit scale: far beyond them squares overflow, or vanish beside 1.
+_SCALES = (1e-9, 1e9)
 
 
 def exp_quad(lengthscale: Any) -> Any:
@@ -142,7 +144,7 @@ def unit(
     ------
     fedppl.DeclarationError
         If inducing points are fewer than two, not distinct or of another dimension than X, the number of latent
-        functions is below one, the inclusion probability is outside (0, 1) or a scale is not positive.
+        functions is below one, the inclusion probability is outside (0, 1) or a scale is outside 1e-9 to 1e9.
 
     Examples
     --------
@@ -173,6 +175,11 @@ def unit(
     for name, value in scales.items():
         if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < np.inf:
             raise fedppl.DeclarationError(f"{name}={value!r} must be a number, positive and finite.")
+        if not _SCALES[0] <= value <= _SCALES[1]:
+            raise fedppl.DeclarationError(
+                f"{name}={value!r} must lie between {_SCALES[0]:g} and {_SCALES[1]:g}; bring X and y to about unit "
+                "scale, and give it in their units."
+            )
     if not callable(covariance) and (isinstance(covariance, str) or not isinstance(covariance, Sequence)):
         raise fedppl.DeclarationError(
             f"covariance={covariance!r} must be a function from a length-scale to a PyMC covariance, for example "
@@ -237,7 +244,13 @@ def two_curves(seed: int = 0) -> tuple[fedppl.FederatedModel, dict[str, dict[str
 
 def _points(inducing: Any, X: Any) -> np.ndarray:
     """Inducing points (Q, d), checked."""
-    points = np.asarray(inducing, dtype=float)
+    try:
+        points = np.asarray(inducing, dtype=float)
+    except (TypeError, ValueError) as error:
+        raise fedppl.DeclarationError(
+            f"inducing={inducing!r} must be numbers, an array (Q,) or (Q, d) of points in units of X; for example "
+            "np.linspace(-5, 5, 20)."
+        ) from error
     points = points[:, None] if points.ndim == 1 else points
     width = 1 if np.ndim(X) == 1 else np.shape(X)[1]
     if points.ndim != 2 or points.shape[1] != width or not np.all(np.isfinite(points)):

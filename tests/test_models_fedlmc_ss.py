@@ -190,6 +190,8 @@ def test_names_dims_and_roles_are_those_of_the_readme() -> None:
         ({"inducing": [0.0, np.inf]}, "inducing has shape (2,); pass finite points"),
         ({"inducing": np.zeros((4, 2))}, "inducing has shape (4, 2); pass finite points (Q,) or (Q, 1)"),
         ({"inducing": np.zeros((2, 2, 1))}, "inducing has shape (2, 2, 1)"),
+        ({"inducing": "ab"}, "inducing='ab' must be numbers, an array (Q,)"),
+        ({"inducing": [[0.0, 1.0], [2.0]]}, "inducing=[[0.0, 1.0], [2.0]] must be numbers"),
         ({"latents": 0}, "latents=0 must be a whole number"),
         ({"latents": 2.5}, "latents=2.5 must be a whole number"),
         ({"inclusion": 0.0}, "inclusion=0.0 must lie between 0 and 1; None leaves"),
@@ -202,6 +204,8 @@ def test_names_dims_and_roles_are_those_of_the_readme() -> None:
         ({"slab_spread": 0.0}, "slab_spread=0.0"),
         ({"lengthscale": np.nan}, "lengthscale=nan"),
         ({"noise_sd": np.nan}, "noise_sd=nan"),
+        ({"lengthscale": 1e-300}, "lengthscale=1e-300 must lie between 1e-09 and 1e+09; bring X"),
+        ({"slab_sd": 1e300}, "slab_sd=1e+300 must lie between"),
         ({"covariance": [fedlmc_ss.exp_quad]}, "covariance has 1 functions for 2 latent functions"),
     ],
 )

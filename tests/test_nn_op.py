@@ -19,7 +19,6 @@ import fedppl  # noqa: E402
 from fedppl import gaussian, nn  # noqa: E402
 from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
 from fedppl.nn import functional  # noqa: E402
-from fedppl.nn.view import network_of  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests.support import problems  # noqa: E402
 
@@ -128,6 +127,11 @@ class Odd(torch.nn.Module):  # type: ignore[misc]
         (torch.nn.Sequential(LINEAR, torch.nn.BatchNorm1d(2)), "'1' .BatchNorm1d. changes its buffers in"),
         (torch.nn.Sequential(LINEAR, torch.nn.Dropout(0.5)), "'1' .Dropout. draws at random .*net.eval()"),
         (Odd(), "the network Odd has no parameters"),
+        (
+            torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True), torch.nn.Flatten()),
+            "layer '0' .Embedding. has sparse=True.* make it with sparse=False",
+        ),
+        (torch.nn.EmbeddingBag(5, 2, sparse=True), "layer 'EmbeddingBag' .EmbeddingBag. has sparse=True"),
         ("net", "the network is str; pass a torch.nn.Module"),
     ],
 )
@@ -294,27 +298,6 @@ def test_rows_that_depend_on_each_other_are_computed_at_once(
     assert_allclose(compiled(lambda w, X: nn.module(net, w, X))(w, X), output - output.mean(axis=0), atol=1e-12)
 
 
-def normed(**settings: Any) -> Any:
-    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2, **settings)).eval()
-
-
-@pytest.mark.parametrize("make", [Centred, functools.partial(normed, track_running_stats=False), normed])
-def test_algorithms_of_networks_refuse_rows_that_depend_on_each_other(make: Any, rng: np.random.Generator) -> None:
-    """A client whose rows are equal does not show it, the next one does; running moments are no other rows."""
-    net = make()
-    model = fedppl.FederatedModel(
-        functools.partial(fedsi.classifier, net=net), [name for name, _ in net.named_parameters()]
-    )
-    X, y = rng.normal(size=(4, 3)), np.array([0, 1, 1, 0])
-    clients = model.enrol({"a": {"X": X[[0, 0, 0, 0]], "y": y}, "b": {"X": X, "y": y}}, kernel=False)
-    clients["a"].view(network_of)
-    if make is normed:
-        assert clients["b"].view(network_of).unit.size == 12
-        return
-    with pytest.raises(fedppl.DeclarationError, match="client 'b': the network's output for a row depends on"):
-        clients["b"].view(network_of)
-
-
 @pytest.mark.parametrize("net", [torch.nn.Linear(3, 2, device="meta"), torch.nn.LazyLinear(2)])
 def test_a_network_without_values_is_refused(net: Any) -> None:
     with pm.Model(), pytest.raises(fedppl.DeclarationError, match="hold no values"):
@@ -325,6 +308,18 @@ def test_complex_weights_are_refused() -> None:
     net = torch.nn.Linear(3, 2, dtype=torch.complex64)
     with pytest.raises(fedppl.DeclarationError, match=r"\['weight', 'bias'\] are no real numbers"):
         nn.module(net, np.ones(8), np.ones((4, 3)))
+
+
+class Waves(torch.nn.Linear):  # type: ignore[misc]
+    """Complex outputs of real weights."""
+
+    def forward(self, X: Any) -> Any:
+        return torch.exp(1j * super().forward(X))
+
+
+def test_complex_outputs_are_refused() -> None:
+    with pytest.raises(fedppl.DeclarationError, match="output is torch.complex128.*end it in a real layer"):
+        nn.module(Waves(3, 2), np.ones(8), np.ones((4, 3)))
 
 
 def outcome(X: Any, y: Any, *, outputs: int, declared: Any) -> Any:

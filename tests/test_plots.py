@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import re
 import sys
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ def test_a_forest_shows_local_variables_by_default_and_takes_axes(fit: fedppl.Fi
 def test_what_a_forest_cannot_show_is_refused(fit: fedppl.Fit, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(DeclarationError, match=message):
         plots.forest(fit, **{"draws": 5, **settings})
-    with pytest.raises(DeclarationError, match="sites of their own"):
+    with pytest.raises(DeclarationError, match=r"fedppl.load\(path, model, clients=...\).*sites of their own"):
         plots.forest(dataclasses.replace(fit, clients={}))
 
 
@@ -277,6 +278,38 @@ def test_confidence_is_drawn_as_the_shares_and_distances_of_last_replies(fit: fe
     assert shares.lines[1].get_ydata()[-1] == 1
     with pytest.raises(DeclarationError, match="Confidence"):
         plots.confidence(fit)
+
+
+def test_confidence_of_clients_that_are_all_alike_is_drawn() -> None:
+    """One client's own mean is what is shared: its distance is 0, which has no place on a log axis."""
+    found = with_told(confidence=[2.0, 6.0], deviation=[0.0, 0.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shares, apart = plots.confidence(found)
+        apart.figure.canvas.draw()
+    assert_array_equal(apart.lines[1].get_xdata(), [0, 0])
+    low, high = apart.get_xlim()
+    assert apart.get_xscale() == "linear" and low < 0 < high
+    assert shares.get_xscale() == "log"
+    assert_allclose(shares.lines[1].get_xdata(), [0.25, 0.75])
+
+
+@pytest.mark.parametrize("name", ["confidence", "deviation"])
+def test_confidence_without_numbers_is_refused(name: str) -> None:
+    told = {"confidence": [2.0, 6.0], "deviation": [0.1, 0.2], name: [np.nan, np.nan]}
+    with pytest.raises(DeclarationError, match="replied with numbers"):
+        plots.confidence(with_told(**told))
+
+
+def with_told(**values: list[float]) -> fedppl.Fit:
+    """A fit of two clients that told these in its only round."""
+    found = problems.fit_some_rounds(*normal_means(2), fedppl.Confidence(), rounds=1, random_seed=2, progressbar=False)
+    rounds = found.idata["rounds"].copy()
+    for name, given in values.items():
+        rounds[name] = (("round", "client"), np.array([given]))
+    again = dataclasses.replace(found)
+    again.__dict__["idata"] = {"rounds": rounds}
+    return again
 
 
 def test_a_device_graph_is_the_correlation(coupled: fedppl.Fit, fit: fedppl.Fit) -> None:

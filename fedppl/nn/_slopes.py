@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedppl.nn.devices import host
-from fedppl.nn.functional import Places, call, parameter_slices, parts_of
+from fedppl.nn.functional import Places, call, gradients, parameter_slices, parts_of
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array
 
@@ -104,10 +104,7 @@ def slopes(
     slope = inputs = torch.zeros(len(X), 0, 0, dtype=output.dtype, device=output.device)
     if plan.layers:
         layers = [seen[name] for name in plan.layers]
-        rows = [
-            torch.autograd.grad(output, [z for _, z in layers], factor[:, :, c], retain_graph=True)
-            for c in range(factor.shape[2])
-        ]
+        rows = [gradients(output, [z for _, z in layers], factor[:, :, c], keep=True) for c in range(factor.shape[2])]
         slope = torch.stack([torch.cat(row, dim=1) for row in rows], dim=1)
         one = torch.ones(len(X), 1, dtype=output.dtype, device=output.device)
         inputs = torch.cat([part for a, _ in layers for part in (a.detach(), one)], dim=1)
@@ -153,7 +150,7 @@ def _row_by_row(one: Any, chosen: dict[str, torch.Tensor], X: torch.Tensor) -> d
     with torch.enable_grad():
         for x in X:
             output = one(live, x)
-            rows.append([torch.autograd.grad(value, list(live.values()), retain_graph=True) for value in output])
+            rows.append([gradients(value, list(live.values()), keep=True) for value in output])
     return {name: torch.stack([torch.stack([c[i] for c in row]) for row in rows]) for i, name in enumerate(live)}
 
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedppl.contracts import ClientView
-from fedppl.nn.functional import buffers_of, call, pieces
+from fedppl.nn.functional import buffers_of, call, gradients, pieces
 from fedppl.nn.likelihood import Categorical
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import network_of
@@ -118,7 +118,7 @@ def _agrees(unit: NetworkUnit) -> bool:
             warnings.simplefilter("error")
             both = torch.stack([X, X.flip(0)])
             output = forward(unit.net, torch.float64, X.device)(names, both)
-            torch.autograd.grad(output.sum(), list(names.values()))
+            gradients(output.sum(), list(names.values()))
             wanted = [call(unit.net, {**w, **buffers}, x.clone()) for w, x in zip(each, (X, X.flip(0)), strict=True)]
     except Exception:  # layers that go through time, change their input or look at values: one by one
         return False

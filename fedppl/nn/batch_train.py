@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedppl.nn.batch import Stack, forward
 from fedppl.nn.devices import host, taken, tensor
-from fedppl.nn.functional import Places, buffers_of, call, parameter_slices
+from fedppl.nn.functional import Places, buffers_of, call, gradients, parameter_slices
 from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.train import RISE, Training, mean_loss, optimizer_of
 from fedppl.types import Array
@@ -198,7 +198,7 @@ def take_steps(
             for batch in _epoch(stack, size, rngs):
                 count = len(batch.X)
                 leaves, state = weights.first(count)
-                slopes = list(torch.autograd.grad(loss(state, batch), leaves))
+                slopes = list(gradients(loss(state, batch), leaves))
                 with torch.no_grad():
                     for i, mask in enumerate(masks):
                         if pulls is not None:

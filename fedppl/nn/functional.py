@@ -16,6 +16,7 @@ from fedppl.nn.devices import moved
 from fedppl.types import DeclarationError
 
 Places = NDArray[np.integer[Any]]  # positions in a flat vector of weights
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _NUMBERS = 2**18  # of inputs, or of the units of the widest layer, that are computed at once
 
 
@@ -77,6 +78,12 @@ def require_pure(net: Any) -> None:
                 "output is no function of weights and inputs. Call net.eval() before you declare the model, or use a "
                 "layer without state (torch.nn.GroupNorm, torch.nn.LayerNorm)."
             )
+        if getattr(layer, "sparse", False) is True and isinstance(layer, _EMBEDDINGS):
+            raise DeclarationError(
+                f"layer {name or type(layer).__name__!r} ({type(layer).__name__}) has sparse=True, and sparse "
+                "gradients fit neither the steps nor the curvatures of this package; make it with sparse=False, which "
+                "gives the same output."
+            )
 
 
 def own_copy(net: torch.nn.Module) -> torch.nn.Module:
@@ -110,14 +117,35 @@ def buffers_of(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -
 
 def call(net: torch.nn.Module, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
     """The output for these parameters and buffers, one tensor."""
-    output: torch.Tensor = torch.func.functional_call(net, state, (X,))
+    # Torch ties weights by all of their names. A layer that stands twice has two for one place, and would come out of
+    # the call with plain tensors for parameters: here each layer is given its own once.
+    first, given = dict[int, str](), dict(state)
+    for prefix, layer in net.named_modules():
+        for name, value in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+            full = f"{prefix}.{name}" if prefix else name
+            known = first.setdefault(id(value), full)
+            if known in state:
+                given[full] = state[known]
+    output: torch.Tensor = torch.func.functional_call(net, given, (X,), tie_weights=False)
     return output
+
+
+def gradients(
+    loss: torch.Tensor, leaves: Sequence[torch.Tensor], pull: torch.Tensor | None = None, *, keep: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of what was computed of these, times `pull`: zeros for those that it does not depend on.
+
+    `keep` what was computed for another call.
+    """
+    if not loss.requires_grad:
+        return tuple(torch.zeros_like(leaf) for leaf in leaves)
+    return torch.autograd.grad(loss, leaves, pull, retain_graph=keep, materialize_grads=True)
 
 
 def parts_of(net: torch.nn.Module, shape: Sequence[int]) -> list[slice]:
     """Rows of inputs of this shape (n, ...) that are computed at once, so that memory does not grow with all rows."""
     rows, *one = shape
-    layers = (layer for layer in net.modules() if not isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag))
+    layers = (layer for layer in net.modules() if not isinstance(layer, _EMBEDDINGS))
     values = (value for layer in layers for value in layer.parameters(recurse=False) if value.ndim)
     width = max(1, int(np.prod(one, dtype=int)), *(value.shape[0] for value in values))
     size = max(1, _NUMBERS // width)

@@ -72,7 +72,21 @@ def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Arra
             ) from error
     if alone.shape != z.shape or not torch.allclose(alone, z, rtol=1e-12, atol=1e-12):
         raise DeclarationError(f"layer {layer!r} does more than to end the network; call it last in forward.")
+    _require_trained_below(unit, held, state, X)
     return held
+
+
+def _require_trained_below(unit: NetworkUnit, head: Head, state: dict[str, torch.Tensor], X: torch.Tensor) -> None:
+    """Refuse weights beside the head of which none reaches it: nothing of what is averaged would ever be used."""
+    below = [name for name in unit.names if name.rpartition(".")[0] != head.layer]
+    live = {name: value.detach().requires_grad_(name in below) for name, value in state.items()}
+    with torch.enable_grad():
+        z = _features(unit, head, live, X)
+    if below and not z.requires_grad:
+        raise DeclarationError(
+            f"none of the weights {below} reaches the head {head.layer!r}, so that there is nothing to train below it; "
+            "leave layers that are not used out of the network, or use them in forward before the head."
+        )
 
 
 def _seen(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fedppl.nn.devices import host, taken
-from fedppl.nn.functional import Places, call
+from fedppl.nn.functional import Places, call, gradients
 from fedppl.nn.head import Head, expected_loss, features, without_head
 from fedppl.nn.train import RISE, Leaves, Training, arranged, mean_loss, optimizer_of, require_bounded
 from fedppl.nn.unit import NetworkUnit, outcomes
@@ -93,7 +93,7 @@ def langevin_steps(
             for batch in torch.split(torch.from_numpy(rng.permutation(rows)), settings.batch_size):
                 z = body(taken(X, batch)) if held is None else taken(held, batch)
                 loss = expected_loss(unit, head, z, taken(y, batch), v[None])
-                *slopes, slope = torch.autograd.grad(loss, [*leaves.moving, v])
+                *slopes, slope = gradients(loss, [*leaves.moving, v])
                 for leaf, gradient in zip(leaves.moving, slopes, strict=True):
                     leaf.grad = gradient.contiguous()  # fused optimizers go through memory, see take_step
                 if optimizer is not None:

@@ -24,8 +24,9 @@ from fedppl.nn.calls import kind_of, network_nodes, one_call
 from fedppl.nn.declared_draws import drawn
 from fedppl.nn.declared_graph import declared, read_by
 from fedppl.nn.devices import host, placed, tensor
-from fedppl.nn.functional import call, parameter_slices, state_of
+from fedppl.nn.functional import parameter_slices
 from fedppl.nn.likelihood import Categorical, Likelihood, Normal
+from fedppl.nn.module_op import called
 from fedppl.types import DeclarationError, Variable
 
 CONTRACT = (
@@ -177,5 +178,5 @@ def _wide(client: ClientModel, node: Any) -> tuple[int, ...]:
     with torch.no_grad():
         flat = np.concatenate([host(value).ravel() for value in net.parameters()])
         rows = tensor(np.asarray(X)[:2], torch.float64, place)
-        output = call(net, state_of(net, tensor(flat, torch.float64, place)), rows)
+        output = called(net, tensor(flat, torch.float64, place), rows)
     return tuple(output.shape[1:])

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fedppl.nn.devices import host, taken
-from fedppl.nn.functional import call, state_of
+from fedppl.nn.functional import call, gradients, state_of
 from fedppl.nn.train import RISE, Training, adam, mean_loss
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
@@ -28,7 +28,7 @@ def _loss(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tenso
 def _gradient(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     leaf = flat.detach().requires_grad_()
     with torch.enable_grad():
-        return torch.autograd.grad(_loss(unit, leaf, X, y), leaf)[0]
+        return gradients(_loss(unit, leaf, X, y), [leaf])[0]
 
 
 def _batches(rows: int, steps: Training, rng: np.random.Generator) -> Iterator[torch.Tensor]:
@@ -167,6 +167,6 @@ def _kl(q: list[torch.Tensor], p: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _step(optimizer: torch.optim.Optimizer, pair: list[torch.Tensor], loss: torch.Tensor) -> None:
-    for value, gradient in zip(pair, torch.autograd.grad(loss, pair), strict=True):
+    for value, gradient in zip(pair, gradients(loss, pair), strict=True):
         value.grad = gradient
     optimizer.step()

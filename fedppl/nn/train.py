@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fedppl.nn.devices import cast, host, is_fused, taken, tensor
-from fedppl.nn.functional import Places, by_parts, parameter_slices, pieces
+from fedppl.nn.functional import Places, by_parts, gradients, parameter_slices, pieces
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
@@ -197,9 +197,9 @@ def _pulls(
 
 def take_step(optimizer: torch.optim.Optimizer, leaves: Leaves, loss: torch.Tensor, pulls: _Pulls = None) -> None:
     """One step of the optimizer down the loss and what pulls beside it."""
-    gradients = torch.autograd.grad(loss, leaves.moving)
+    slopes = gradients(loss, leaves.moving)
     with torch.no_grad():
-        for k, (leaf, gradient) in enumerate(zip(leaves.moving, gradients, strict=True)):
+        for k, (leaf, gradient) in enumerate(zip(leaves.moving, slopes, strict=True)):
             found = gradient
             if pulls is not None:
                 found = torch.addcmul(gradient + pulls[k][1], pulls[k][0], leaf)

@@ -18,7 +18,6 @@ from fedppl.contracts import ClientView
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
-from fedppl.nn._slopes import evaluate
 from fedppl.nn.calls import kind_of, network_nodes
 from fedppl.nn.declared import Declared
 from fedppl.nn.devices import host
@@ -27,6 +26,7 @@ from fedppl.nn.head import Head, find_head
 from fedppl.nn.likelihood import Categorical
 from fedppl.nn.local_prior import local_prior
 from fedppl.nn.outcome import CONTRACT, outcome_of
+from fedppl.nn.rows_alone import require_rows_alone
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, log_likelihood
 from fedppl.nn.unknowns import with_unknowns
@@ -127,7 +127,7 @@ def network_of(client: ClientModel) -> Network:
     # Whether rows depend on each other shows at some clients and not at others: not where there is one row.
     if "network checked" not in known or isinstance(unit.likelihood, Declared):
         _require_same_density(client, unit)
-    if "rows checked" not in known and _require_rows_alone(client, unit):
+    if "rows checked" not in known and require_rows_alone(unit, client.client_id):
         known["rows checked"] = True
     if "network checked" not in known:
         _warn_of_softmax(unit)
@@ -147,27 +147,6 @@ def _warn_of_softmax(unit: NetworkUnit) -> None:
             "the network's outputs are positive and sum to 1, as if it ended in a softmax, and the declared likelihood "
             "takes them for logits; leave the softmax out"
         )
-
-
-def _require_rows_alone(client: ClientModel, unit: NetworkUnit) -> bool:
-    """Refuse a network that has another output for a row where other rows stand beside it; False where none shows."""
-    X = np.unique(unit.X[:100], axis=0)[:3]
-    if len(X) < 2:
-        return False
-    w = unit.held + 0.1 * np.random.default_rng(0).normal(size=unit.size)
-    together = evaluate(unit, w, X)
-    try:
-        alone = np.concatenate([evaluate(unit, w, row[None]) for row in X])
-        is_same = together.shape == alone.shape and np.allclose(together, alone, 1e-8, 1e-8, equal_nan=True)
-    except Exception:  # as batch norm without running moments on one row
-        is_same = False
-    if not is_same:
-        raise DeclarationError(
-            f"client {client.client_id!r}: the network's output for a row depends on the other rows, and batches, "
-            "curvatures and predictions take rows one by one. Use layers that normalise or attend within a row "
-            "(torch.nn.LayerNorm, torch.nn.GroupNorm, batch norm with running moments after net.eval())."
-        )
-    return True
 
 
 def _declared(client: ClientModel) -> DeclaredNetwork:

@@ -61,8 +61,11 @@ def confidence(fit: Fitted, *, ax: Any = None, figsize: tuple[float, float] | No
     if not all(name in rounds for name in _QUANTITIES):
         raise DeclarationError(f"fit={shown(fit)} has no confidence of clients; pass a fit by fedppl.Confidence.")
     told = {name: _last(rounds[name]) for name in _QUANTITIES}
-    if not np.any(np.isfinite(told["confidence"])):
-        raise DeclarationError("no client of this fit has replied.")
+    if not all(np.any(np.isfinite(values)) for values in told.values()):
+        raise DeclarationError(
+            "no client of this fit has replied with numbers, so that there is nothing to draw: fit.message says what "
+            "came in their place."
+        )
     left, right = _axes.panels(ax, 1, 2, (8.0, 3.2), figsize, sharey=True)
     _distribution(left, told["confidence"] / np.nansum(told["confidence"]))
     _distribution(right, told["deviation"])
@@ -80,9 +83,13 @@ def _last(told: Any) -> Array:
 
 
 def _distribution(axes: Any, values: Array) -> None:
-    """The empirical distribution of what is known, with a mark for each client; zeros lie left of the axis."""
+    """The empirical distribution of what is known, with a mark for each client; zeros lie left of the axis.
+
+    Where all are zero there is no logarithm to show, and the axis is linear.
+    """
     ordered = np.sort(values[np.isfinite(values)])
     axes.ecdf(ordered, color="C0")
     axes.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered), "o", color="C0", ms=3.5)
-    axes.set_xscale("log")
+    if ordered[-1] > 0:
+        axes.set_xscale("log")
     axes.set_ylim(0, 1.05)

@@ -98,7 +98,9 @@ def forest(
     require_fit(fit)
     if not at_hand(fit):
         raise DeclarationError(
-            "clients are sites of their own and draw their posteriors there: nothing of them is here to be drawn."
+            "no client's data and no draws of clients are here to be drawn: load a fit that was saved by "
+            'fedppl.load(path, model, clients=...), or save it by fit.save(path, include="clients"). Clients that are '
+            "sites of their own draw their posteriors there."
         )
     names = chosen("clients", clients, at_hand(fit), "the clients whose posteriors are here")
     ci_prob = between("ci_prob", ci_prob, 0, 1)

@@ -1,0 +1,170 @@
+"""Networks whose output for a row depends on the rows beside it are refused, others are not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+torch = pytest.importorskip("torch")
+
+import fedppl  # noqa: E402
+from fedppl import nn  # noqa: E402
+from fedppl.nn import functional, rows_alone  # noqa: E402
+from fedppl.nn.view import network_of  # noqa: E402
+from models import fedsi  # noqa: E402
+
+
+class Seen(torch.nn.Module):  # type: ignore[misc]
+    """A linear layer on what is made of the rows."""
+
+    def __init__(self, made: Callable[[Any], Any], inputs: int = 3) -> None:
+        super().__init__()
+        self.made, self.last = made, torch.nn.Linear(inputs, 2)
+
+    def forward(self, X: Any) -> Any:
+        return self.last(self.made(X))
+
+
+def centred(X: Any) -> Any:
+    return X - X.mean(0)
+
+
+def bounded(X: Any) -> Any:
+    return X / X.abs().max().clamp(min=5.0)
+
+
+def capacity(X: Any) -> Any:
+    """No more than eight rows are let through."""
+    return X * (torch.arange(len(X)) < 8).to(X)[:, None]
+
+
+def normed(**settings: Any) -> Any:
+    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2, **settings)).eval()
+
+
+def enrolled(net: Any, *tables: np.ndarray) -> list[Any]:
+    """Clients with these rows and two classes."""
+    model = fedppl.FederatedModel(
+        functools.partial(fedsi.classifier, net=net), [name for name, _ in net.named_parameters()]
+    )
+    data = {f"c{k}": {"X": X, "y": np.arange(len(X)) % 2} for k, X in enumerate(tables)}
+    return list(model.enrol(data, kernel=False).values())
+
+
+def late(rng: np.random.Generator, rows: int = 150) -> np.ndarray:
+    """Rows of which the first hundred are equal, as where they are sorted or padded."""
+    X = np.ones((rows, 3))
+    X[100:] = rng.normal(size=(rows - 100, 3))
+    return X
+
+
+def far(rng: np.random.Generator) -> np.ndarray:
+    """One row of two hundred, none of those that are looked at by their places, is large."""
+    X = rng.uniform(-1, 1, size=(200, 3))
+    X[77] = [0.0, -40.0, 0.0]
+    assert 77 not in np.linspace(0, 199, 100).astype(int)
+    return X
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], Callable[[np.random.Generator], np.ndarray]]] = {
+    "means": (lambda: Seen(centred), lambda rng: rng.normal(size=(9, 3))),
+    "equal rows first": (lambda: Seen(centred), late),
+    "equal rows": (lambda: Seen(centred), lambda rng: np.full((9, 3), 2.0)),
+    "zeros": (lambda: Seen(centred), lambda rng: np.zeros((9, 3))),
+    "one row": (lambda: Seen(centred), lambda rng: rng.normal(size=(1, 3))),
+    "more than eight rows": (lambda: Seen(capacity), lambda rng: rng.normal(size=(40, 3))),
+    "one large row": (lambda: Seen(bounded), far),
+    "rows larger than any": (lambda: Seen(bounded), lambda rng: rng.uniform(-1, 1, size=(40, 3))),
+    "no running moments": (lambda: normed(track_running_stats=False), lambda rng: rng.normal(size=(9, 3))),
+    "whole numbers": (lambda: Seen(centred), lambda rng: rng.integers(5, size=(9, 3)).astype(float)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_that_depend_on_each_other_are_refused(name: str, rng: np.random.Generator) -> None:
+    make, rows = REFUSED[name]
+    (client,) = enrolled(make(), rows(rng))
+    with pytest.raises(fedppl.DeclarationError, match="client 'c0': the network's output for a row depends on"):
+        client.view(network_of)
+
+
+def test_rows_are_looked_at_together_however_wide_they_are(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is computed a row at a time hides that rows depend on each other."""
+    monkeypatch.setattr(functional, "_NUMBERS", 3)
+    (client,) = enrolled(Seen(bounded), far(rng))
+    with pytest.raises(fedppl.DeclarationError, match="depends on the other rows"):
+        client.view(network_of)
+
+
+class Coded(torch.nn.Module):  # type: ignore[misc]
+    """An embedding of codes that come as real numbers: others than 0 to 4 are an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 2)
+
+    def forward(self, X: Any) -> Any:
+        return self.last(self.table(X[:, 0].long()))
+
+
+ACCEPTED: dict[str, tuple[Callable[[], Any], Callable[[np.random.Generator], np.ndarray]]] = {
+    "running moments": (normed, lambda rng: rng.normal(size=(9, 3))),
+    "within rows": (lambda: torch.nn.Sequential(torch.nn.LayerNorm(3), torch.nn.Linear(3, 2)), late),
+    "large": (lambda: Seen(lambda X: X**3), lambda rng: rng.uniform(-5, 5, size=(40, 3))),
+    "not finite when larger": (
+        lambda: Seen(lambda X: torch.exp(16 * X**4)),
+        lambda rng: rng.uniform(-0.7, 0.7, size=(40, 3)),
+    ),
+    "codes": (Coded, lambda rng: rng.integers(5, size=(40, 1)).astype(float)),
+    "equal codes": (Coded, lambda rng: np.full((40, 1), 4.0)),
+    "a window": (lambda: Seen(lambda X: torch.softmax(X[:, :, None] * X[:, None], 2).sum(1)), far),
+    "one row": (lambda: Seen(torch.tanh), lambda rng: rng.normal(size=(1, 3))),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_rows_that_do_not_are_accepted(name: str, rng: np.random.Generator) -> None:
+    make, rows = ACCEPTED[name]
+    net = make()
+    (client,) = enrolled(net, rows(rng))
+    assert client.view(network_of).unit.size == functional.size_of(net)
+
+
+def test_a_client_that_cannot_show_it_leaves_it_to_the_next(rng: np.random.Generator) -> None:
+    """Codes are not made up, so that one whose rows are equal shows nothing."""
+    X = rng.integers(5, size=(9, 3))
+    first, second = enrolled(
+        torch.nn.Sequential(torch.nn.Embedding(5, 1), torch.nn.Flatten(), Seen(centred)), X[[0, 0, 0]], X
+    )
+    first.view(network_of)
+    with pytest.raises(fedppl.DeclarationError, match="client 'c1'"):
+        second.view(network_of)
+
+
+def test_rows_that_are_tried_are_different_and_from_everywhere(rng: np.random.Generator) -> None:
+    X = far(rng)
+    X[:100:2] = X[0]
+    (client,) = enrolled(Seen(torch.tanh), X)
+    found = rows_alone._spread(client.view(network_of).unit)
+    assert len(found) == len(np.unique(found, axis=0)) == 16
+    assert_allclose(found[0], X[77])
+    places = [int(np.flatnonzero((X == row).all(axis=1))[0]) for row in found]
+    assert max(places) == 199 and sum(place >= 100 for place in places) >= 5
+
+
+def test_predictions_of_rows_together_are_those_of_rows_alone(rng: np.random.Generator) -> None:
+    """What the refusal promises, of a network that passes it."""
+    net, X = Seen(torch.tanh), late(rng)
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["last.weight", "last.bias"])
+    data = {"a": {"X": X, "y": np.arange(len(X)) % 2}}
+    fit = fedppl.fit(model, data, nn.FedAvg(), rounds=1, progressbar=False, random_seed=1)
+    together = nn.predict(fit, "a", {"X": X[100:104]})["probability"].values
+    alone = [nn.predict(fit, "a", {"X": row[None]})["probability"].values for row in X[100:104]]
+    assert_allclose(together, np.concatenate(alone), rtol=1e-12)
