@@ -259,7 +259,7 @@ def one_repeat(task: Task) -> Result:
     latents = 3 if options.quick else LATENTS
     units = {name: rows(cell, scale) for name, cell in task.clients.items()}
     new = {name: rows(until_midlife(cell), scale) for name, cell in task.new.items()}
-    kinds = {"ascent": (fedppl.curves.Ascent(kernel_rate=0.2, tolerance=1e-5), options.rounds)}
+    kinds = {"ascent": (fedppl.curves.Ascent(kernel_rate=0.2), options.rounds)}
     if options.averaging:
         third = max(options.averaging // 3, 1)
         kinds["averaging"] = (fedppl.curves.Averaging(milestones=(third, 2 * third)), options.averaging)

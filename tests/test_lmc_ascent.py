@@ -19,7 +19,7 @@ import fedppl
 from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, Report, sum_replies
 from fedppl.coregional import server
-from fedppl.coregional.algorithms._ascent import judged
+from fedppl.coregional.algorithms._ending import Left, report
 from fedppl.coregional.bound import Design, Globals, UnitClientState, unit_bound
 from fedppl.coregional.roles import Roles
 from fedppl.coregional.unit import best_unit, statistics
@@ -632,21 +632,20 @@ def test_outputs_of_another_scale_are_refused_before_any_round(name: str) -> Non
         fitted({**problems.coregional()[1], name: odd()[name]})
 
 
-def test_shorter_steps_end_the_kernels_going_back_and_forth() -> None:
+def test_the_kernels_do_not_go_back_and_forth_for_ever() -> None:
     """With steps of one length these fits went on for 1,500 rounds and more, 0.005 up and down in the bound."""
     fit = fitted(problems.coregional()[1], rounds=600)
     assert fit.status is fedppl.Status.CONVERGED, fit.message
     bounds = np.array([record.info["bound"] for record in fit.records])[-20:]
-    assert np.ptp(bounds) < 1e-2 * (1 + abs(bounds[-1]))
-    assert 0 < fit.state.pace < 1
+    assert np.ptp(bounds[-9:]) < 1e-3
 
 
 def test_a_fit_that_ends_without_any_latent_function_says_so() -> None:
     for inclusion, what in (([0.0, 0, 0], "no latent function is selected: bring outputs"), ([0.0, 1, 0], "")):
         shared = RANDOM.shared._replace(inclusion=np.array(inclusion))
-        quiet, report = judged(1.0, 1.0, 4, shared, 0.0, 1e-4, begun=True, everyone=True)
-        assert (quiet, report.status) == (5, fedppl.Status.CONVERGED)
-        assert str(report.message).startswith(what) and bool(report.message) == bool(what)
+        said = report(1.0, shared, 0.0, Left(0.0, 0.0, 0.5), arrived=True, noisy=False)
+        assert said.status is fedppl.Status.CONVERGED
+        assert str(said.message).startswith(what) and bool(said.message) == bool(what)
 
 
 def test_rows_that_no_inducing_point_sees_are_refused_before_any_round() -> None:

@@ -175,6 +175,7 @@ class Sampler(NamedTuple, Generic[S]):
     """The posterior of φ is no Gaussian, and draws of it are ``draw(state, count, rng) -> (count, m)``."""
 
     draw: Callable[[S, int, Rng], Array]
+    estimates: Callable[[S], Array] | None = None  # (m,) whether a coordinate is a point estimate, equal in all draws
 
 
 class Result(NamedTuple, Generic[S, P]):

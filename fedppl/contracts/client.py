@@ -111,6 +111,7 @@ class Draws(NamedTuple):
     shared: Array  # (chain, draw, m)
     local: Array  # (chain, draw, d_k)
     diagnostics: Mapping[str, float]
+    estimates: tuple[str, ...] = ()  # variables that are point estimates, equal in all draws
 
 
 class Constant(NamedTuple):

@@ -180,6 +180,13 @@ def sample(role: Roles, message: Message, count: int, rng: np.random.Generator) 
     return phi
 
 
+def estimated(role: Roles) -> Array:
+    """Whether a coordinate of φ is a point estimate (m,): the kernels' parameters and σ_w."""
+    found = np.zeros(len(role.is_binary), dtype=bool)
+    found[role.kernel] = found[role.slab] = True
+    return found
+
+
 def draw(
     client: ClientView,
     personal: UnitClientState | None,
@@ -196,8 +203,10 @@ def draw(
     shared, role = fitted.shared, unit.roles
     phi = sample(role, final_message(shared, fitted.joint, has_replied=True), count, rng)
     used = np.ones((count, role.latents)) if role.included is None else phi[:, role.included]
-    root = np.linalg.cholesky(own.covariance + 1e-12 * np.eye(role.latents))
-    w = own.mean + rng.normal(size=(count, role.latents)) @ root.T
+    w = np.broadcast_to(own.mean, (count, role.latents))
+    if fitted.own is not POINT:
+        root = np.linalg.cholesky(own.covariance + 1e-12 * np.eye(role.latents))
+        w = w + rng.normal(size=(count, role.latents)) @ root.T
     unused = np.exp(shared.log_slab_sd) * rng.normal(size=w.shape)
     values = {
         "w": np.where(used > 0.5, w, unused),
@@ -205,4 +214,7 @@ def draw(
         "residual": rng.normal(size=(count, len(unit.response))),
     }
     local = np.concatenate([values[variable.name] for variable in client.local], axis=1)
-    return Draws(phi.reshape(chains, draws, -1), local.reshape(chains, draws, -1), {})
+    known = estimated(role)
+    names = [name for name, places in client.layout.slices.items() if known[places].all()]
+    names += ["w", "noise_sd"] if fitted.own is POINT else ["noise_sd"]
+    return Draws(phi.reshape(chains, draws, -1), local.reshape(chains, draws, -1), {}, tuple(names))

@@ -110,6 +110,12 @@ def random_unit(latents: int, log_noise_sd: float, rng: np.random.Generator) -> 
     return UnitClientState(rng.normal(size=latents), np.full(latents, 1e-2), log_noise_sd)
 
 
+def scaled(unit: UnitClientState, log_slab_sd: float) -> UnitClientState:
+    """Coefficients of scale 1 in units of the outputs."""
+    factor = float(np.exp(log_slab_sd))
+    return unit._replace(mean=factor * unit.mean, variance=factor**2 * unit.variance)
+
+
 def random_point(latents: int, log_noise_sd: float, rng: np.random.Generator) -> UnitClientState:
     """The same without a variance."""
     return random_unit(latents, log_noise_sd, rng)._replace(variance=np.zeros(latents))
@@ -200,7 +206,8 @@ def own_fit(unit: Unit, kernel_prior: tuple[Array, Array], slab_prior: LogScale)
     mean, precision = kernel_prior
     spread = 1.0 / np.sqrt(np.diag(precision))
     latents = unit.roles.latents
-    level = float(np.clip(np.log(np.std(unit.response) + 1e-3), -3.0, 3.0))
+    scale = slab_prior.mean  # of outputs, on the log scale
+    level = scale + float(np.clip(np.log(np.std(unit.response) / np.exp(scale) + 1e-3), -3.0, 3.0))
     best = OwnFit(mean, np.zeros(latents), np.full(latents, unit.noise.mean), -np.inf)
     # Far beyond what priors allow, and short of where the squares of an exponential overflow.
     bounds = [*zip(mean - 6 * spread, mean + 6 * spread, strict=True), *[(-15.0, 15.0)] * (2 * latents)]

@@ -63,7 +63,7 @@ def client_posterior(
     }
     attrs: dict[str, Any] = {f"fedppl_{name}": value for name, value in sample.diagnostics.items()}
     attrs |= {"client": client_id, "status": status.value, "converged": int(status.ok)}
-    posterior = idata.posterior_dataset(everything, dims, coords, attrs)
+    posterior = idata.mark_estimates(idata.posterior_dataset(everything, dims, coords, attrs), sample.estimates)
     found = {"posterior": posterior, **_data_groups(pymc_model, model, dims, coords)}
     found |= more(model, posterior, groups, seed)
     if predict is not None:

@@ -38,7 +38,7 @@ def clients_summary(fit: Any, var_names: Sequence[str] | str | None = None) -> x
     Returns
     -------
     xarray.Dataset
-        Dims ``statistic`` ("mean", "sd"), ``client``, and those of the variable.
+        Dims ``statistic`` ("mean", "sd"), ``client``, and those of the variable. A point estimate has no sd.
 
     Raises
     ------
@@ -107,7 +107,7 @@ def _one_by_one(fit: Any) -> dict[str, tuple[Array, Array]]:
         drawn = fit.client(client_id)["posterior"]
         each.append(
             {
-                str(name): (values.mean(("chain", "draw")).values, values.std(("chain", "draw")).values)
+                str(name): (values.mean(("chain", "draw")).values, _sd(values))
                 for name, values in drawn.data_vars.items()
                 if str(name) not in shared
             }
@@ -116,6 +116,12 @@ def _one_by_one(fit: Any) -> dict[str, tuple[Array, Array]]:
     return {
         name: (np.stack([one[name][0] for one in each]), np.stack([one[name][1] for one in each])) for name in names
     }
+
+
+def _sd(values: xr.DataArray) -> Array:
+    """Standard deviation of draws; of a point estimate nothing is known."""
+    found: Array = np.asarray(values.std(("chain", "draw")).values, dtype=float)
+    return np.full_like(found, np.nan) if values.attrs.get("point_estimate") else found
 
 
 def _dataset(fit: Ended, one: ClientModel, found: dict[str, tuple[Array, Array]]) -> xr.Dataset:

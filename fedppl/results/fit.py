@@ -131,9 +131,10 @@ class Fit(Ended):
             ``mcse_sd``, which are of the points that moments come from and not of q (NaN unless converged), and what
             the algorithm knows of the coordinate on the unconstrained space; for `EP` ``last_change``, what the last
             round moved its mean or log sd by, in posterior sds, and ``skewness``, which a Gaussian q cannot have. Where
-            the algorithm estimates a point, ``mean`` is that. ``attrs`` has the ``status`` and its ``message``, the
-            share of the clients that ``answered`` when they were last asked, and what clients fell back to
-            (``fallbacks``).
+            the algorithm estimates a point, ``mean`` is that, and where it estimates some variables so, they have no
+            more than that and are named in ``attrs["point_estimates"]``. ``attrs`` has the ``status`` and its
+            ``message``, the share of the clients that ``answered`` when they were last asked, and what clients fell
+            back to (``fallbacks``).
 
         Raises
         ------

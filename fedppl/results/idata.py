@@ -89,6 +89,15 @@ def posterior_dataset(
     return dataset(draws, all_dims, all_coords, attrs)
 
 
+def mark_estimates(posterior: xr.Dataset, names: Sequence[str]) -> xr.Dataset:
+    """Say of variables that are point estimates, equal in all draws, that they are."""
+    for name in names:
+        posterior[name].attrs["point_estimate"] = 1
+    if names:
+        posterior.attrs["fedppl_point_estimates"] = ", ".join(names)
+    return posterior
+
+
 def chain_diagnostics(draws: Array) -> tuple[float, float]:
     """Largest R̂ and smallest bulk ESS over the last axis of draws (chain, draw, coordinate).
 

@@ -62,10 +62,20 @@ def shared_posterior(fit: Ended, seed: int, draws: int, chains: int, *, unconver
     elif q is not None:
         phi = gaussian.draw(q, rng, draws * chains)
     if phi is not None:
-        groups = {"posterior": _shared_dataset(fit, phi.reshape(chains, draws, -1), attrs)}
+        posterior = _shared_dataset(fit, phi.reshape(chains, draws, -1), attrs)
+        groups = {"posterior": idata.mark_estimates(posterior, estimated(fit))}
     elif isinstance(shared, Point):
         groups = {"point_estimate": _point_dataset(fit, shared, attrs)}
     return idata.from_groups({**groups, "rounds": rounds, "fit": _fit_dataset(fit, q)})
+
+
+def estimated(fit: Ended) -> list[str]:
+    """Shared variables that are point estimates, in draws of the others' posterior."""
+    shared = fit.algorithm.result.shared
+    if not isinstance(shared, Sampler) or shared.estimates is None:
+        return []
+    known = np.asarray(shared.estimates(fit.state), dtype=bool)
+    return [name for name, places in fit.layout.slices.items() if known[places].size and known[places].all()]
 
 
 def corrected(fit: Ended) -> Reweighted | None:

@@ -14,6 +14,7 @@ from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.departure import shortfall
 from fedppl.results.fallbacks import added, fallen
 from fedppl.results.measure import Estimates
+from fedppl.results.shared import estimated
 from fedppl.settings import between, whole
 from fedppl.settings import chosen as among
 from fedppl.types import Array, DeclarationError
@@ -49,14 +50,18 @@ def summary(
     }
     tails = np.array([(1 - ci_prob) / 2, (1 + ci_prob) / 2])
     of = measured(tails) if drawn else None
+    estimates = estimated(fit)
     parts = [
         _rows(found[name], drawn, None if of is None else of[name], tails, _of_variable(fit, name, known))
         for name in chosen
     ]
+    for name, part in zip(chosen, parts, strict=True):
+        if name in estimates:
+            part.loc[:, part.columns != "mean"] = np.nan
     table = pd.concat(parts) if parts else pd.DataFrame()
     if of is not None and not fit.status.ok:
         table[["mcse_mean", "mcse_sd"]] = np.nan  # of moments that are off themselves
-    table.attrs = _about(fit)
+    table.attrs = _about(fit) | ({"point_estimates": estimates} if estimates else {})
     return table if round_to is None else table.round(round_to)
 
 

@@ -1,4 +1,4 @@
-"""What the two coordinate ascents share: settings, a unit's part, the kernels' steps, when to stop."""
+"""What the two coordinate ascents share: settings, a unit's part, the kernels' steps."""
 
 from __future__ import annotations
 
@@ -20,26 +20,13 @@ from fedppl.coregional.algorithms._common import (
     initial_kernel_rule,
     median_kernel,
 )
+from fedppl.coregional.algorithms._ending import info
 from fedppl.coregional.bound import Curves, Design, Globals, UnitClientState, curves, gradient
 from fedppl.coregional.roles import LogScale, Roles
-from fedppl.coregional.unit import Own
+from fedppl.coregional.unit import Own, scaled
 from fedppl.coregional.view import unit_of
 from fedppl.settings import between, whole
-from fedppl.types import Array, Message, Status
-
-_NOTHING = (
-    "bring outputs to mean 0 and unit scale by constants that all units agree on, and give length-scales and "
-    "inducing points that fit the inputs"
-)
-
-
-class AscentInfo(NamedTuple):
-    """Diagnostics of a round of an ascent."""
-
-    bound: float  # Σ V_m + log p(σ_w), scaled up where not all units replied; NaN in the first round
-    selected: int  # latent functions with γ > 0.5
-    undecided: int  # with γ between 0.01 and 0.99
-    kernel_change: float  # largest change of a kernel parameter on the unconstrained space
+from fedppl.types import Array, Message
 
 
 class Settings(NamedTuple):
@@ -65,13 +52,6 @@ def checked(given: Settings) -> Settings:
         between("tolerance", given.tolerance, 0, 1),
         initial_kernel_rule(given.initial_kernel),
     )
-
-
-def info(bound: float, shared: Globals, kernel_change: float) -> AscentInfo:
-    """Diagnostics from the bound and what is shared."""
-    gamma = shared.inclusion
-    undecided = int(np.sum(np.abs(gamma - 0.5) < 0.49))
-    return AscentInfo(float(bound), int(np.sum(gamma > 0.5)), undecided, kernel_change)
 
 
 def prior_globals(role: Roles) -> Globals:
@@ -129,11 +109,15 @@ def update_client(
     count = len(unit.response)
     known = {"rows": float(count)}
     if float(message["stage"]) == 0:
-        return ClientUpdate(*first_answer(unit, rng, start=own.start), known)
+        first, answer = first_answer(unit, rng, start=own.start)
+        return ClientUpdate(scaled(first, unit.roles.slab_prior.mean), answer, known)
     shared, rows = read_globals(message), batch(count, batch_size, rng)
     design = unit.design(shared.kernel, rows)
     if float(message["stage"]) == 1:
-        state = personal if personal is not None else own.start(unit.roles.latents, unit.noise.mean, rng)
+        if personal is None:
+            state = scaled(own.start(unit.roles.latents, unit.noise.mean, rng), unit.roles.slab_prior.mean)
+        else:
+            state = personal
         curve = curves(design, shared.mean, shared.covariance)
     else:
         if personal is None:
@@ -192,28 +176,3 @@ def kernel_step(
     slope = slope - role.kernel_precision @ (kernel - role.kernel_mean)
     after, (first, second, _) = adam_step(kernel, slope, Adam(moments[0], moments[1], rounds - 1), rate)
     return after, np.stack([first, second]), float(np.max(np.abs(after - kernel), initial=0.0))
-
-
-def judged(
-    bound: float,
-    before: float,
-    quiet: int,
-    shared: Globals,
-    change: float,
-    tolerance: float,
-    *,
-    begun: bool,
-    everyone: bool,
-) -> tuple[int, Report]:
-    """Rounds in a row in which bound, kernels and selection were at rest, and what is said of this one."""
-    decided = bool(np.all(np.abs(shared.inclusion - 0.5) > 0.49))
-    still = abs(bound - before) < tolerance * (1.0 + abs(bound)) and change < 1e-2
-    quiet = quiet + 1 if still and decided and begun else 0
-    status = Status.RUNNING
-    message = (
-        f"the bound moves still ({bound:.6g}, kernels by {change:.2g} a round); raise rounds= or lower kernel_rate="
-    )
-    if quiet >= 5 and everyone:
-        status, nothing = Status.CONVERGED, shared.inclusion.max(initial=0.0) <= 0.5
-        message = f"no latent function is selected: {_NOTHING}" if nothing else ""
-    return quiet, Report(info(bound, shared, change), status, message)

@@ -12,7 +12,7 @@ from fedppl.contracts import ClientView, Needs, Result, Sampler
 from fedppl.contracts.algorithm import DrawFn
 from fedppl.coregional import server
 from fedppl.coregional.bound import Globals, Unit, UnitClientState
-from fedppl.coregional.result import final_message, sample
+from fedppl.coregional.result import estimated, final_message, sample
 from fedppl.coregional.roles import Roles
 from fedppl.coregional.unit import own_fit, random_unit
 from fedppl.coregional.view import unit_of
@@ -110,7 +110,10 @@ def read(
     return Result(
         told,
         draw,
-        Sampler(lambda state, count, rng: sample(role(state), told(state, ""), count, rng)),
+        Sampler(
+            lambda state, count, rng: sample(role(state), told(state, ""), count, rng),
+            lambda state: estimated(role(state)),
+        ),
         lambda state: {"inclusion_probability": (("latent",), shared(state).inclusion)},
         tests_convergence=tests_convergence,
     )

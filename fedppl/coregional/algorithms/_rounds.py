@@ -14,6 +14,17 @@ from fedppl.contracts import Algorithm, Needs, Received, Replies, Report, sum_re
 from fedppl.coregional import server
 from fedppl.coregional.algorithms import _ascent, _common
 from fedppl.coregional.algorithms._ascent import Answer, Settings
+from fedppl.coregional.algorithms._ending import (
+    Trail,
+    info,
+    left_after,
+    log_prior,
+    longer,
+    nearly_still,
+    no_trail,
+    report,
+)
+from fedppl.coregional.algorithms._polish import Rest, Round, at_rest, polished
 from fedppl.coregional.bound import Globals, UnitClientState
 from fedppl.coregional.result import draw
 from fedppl.coregional.roles import Roles, roles
@@ -39,7 +50,8 @@ class AscentState(NamedTuple):
     adam: Array  # (2, p) running first and second moment of the kernels' gradient
     pace: float  # of the kernels' steps: shorter after every round that lowered the bound
     bound: float
-    quiet: int  # rounds in a row without a change worth telling
+    trail: Trail
+    rest: Rest | None  # once the bound and the kernels are nearly at rest
 
 
 # Selection, inducing variables, sizes and σ_w at their best, from the sums; `select`: whether γ moves.
@@ -90,15 +102,21 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: np.random.Generator, *,
         adam=np.zeros((2, len(role.kernel))),
         pace=1.0,
         bound=np.nan,
-        quiet=0,
+        trail=no_trail(len(role.kernel)),
+        rest=None,
     )
 
 
 def _broadcast(state: AscentState, client_id: str, *, settings: Settings) -> Message:
-    """The shared parameters."""
+    """The shared parameters, or others that are tried."""
     del client_id
     stage = 0.0 if state.number == 0 else 1.0 if state.collecting else 2.0
-    return _ascent.sent(state.shared, stage, _ascent.noisy_rate(state.stochastic, settings))
+    return _ascent.sent(_sent(state), stage, _ascent.noisy_rate(state.stochastic, settings))
+
+
+def _sent(state: AscentState) -> Globals:
+    """Shared parameters that units answer to: what was reached, or what is tried."""
+    return state.shared if state.rest is None or state.rest.trial is None else state.rest.trial
 
 
 def _statistics(answer: Answer, message: Message) -> dict[str, Array]:
@@ -113,11 +131,11 @@ def _update_server(
 ) -> tuple[AscentState, Report]:
     """Add up what came, and maximise over what is shared."""
     if not received.clients:
-        return state, Report(_ascent.info(state.bound, state.shared, np.nan))
+        return state, Report(info(state.bound, state.shared, np.nan))
     first, state = state.number == 0, state._replace(number=state.number + 1)
     if first:
-        shared, report = _ascent.kernel_start(state.shared, received, state.bound)
-        return state._replace(shared=shared), report
+        shared, said = _ascent.kernel_start(state.shared, received, state.bound)
+        return state._replace(shared=shared), said
     if state.collecting:
         return _collect(state, received, settings, maximise)
     has_replied, share, noisy, rate = _ascent.share_of(
@@ -127,7 +145,7 @@ def _update_server(
     slope = sums.pop("kernel_gradient") / share
     totals = {name: (1 - rate) * state.totals[name] + rate * value / share for name, value in sums.items()}
     state = state._replace(has_replied=has_replied, stochastic=state.stochastic + noisy)
-    return _raise_bound(state, totals, slope, settings, maximise)
+    return _raise_bound(state, totals, slope, settings, maximise, noisy=noisy)
 
 
 def _unpacked(sums: Message) -> dict[str, Array]:
@@ -152,33 +170,55 @@ def _collect(
     state = state._replace(has_replied=has_replied, totals=totals, collecting=not done)
     if not done:
         message = "not all units have replied yet; raise rounds="
-        return state, Report(_ascent.info(state.bound, state.shared, np.nan), message=message)
+        return state, Report(info(state.bound, state.shared, np.nan), message=message)
     slope = totals.pop("kernel_gradient")
-    return _raise_bound(state, totals, slope, settings, maximise)
+    return _raise_bound(state, totals, slope, settings, maximise, noisy=True)
 
 
 def _raise_bound(
-    state: AscentState, totals: Mapping[str, Array], slope: Array, settings: Settings, maximise: Maximise
+    state: AscentState,
+    totals: Mapping[str, Array],
+    slope: Array,
+    settings: Settings,
+    maximise: Maximise,
+    *,
+    noisy: bool,
 ) -> tuple[AscentState, Report]:
     """Maximise over what is shared, and take a step of the kernels."""
-    role, before, age = state.roles, state.bound, state.age + 1
+    role, before, age, at = state.roles, state.bound, state.age + 1, _sent(state)
+    if noisy and state.rest is not None:  # too little is known of the gains for the end's steps
+        trying, left = state.rest.trial is not None, state.rest.left
+        state = state._replace(rest=None, trail=no_trail(len(role.kernel)))
+        if trying:
+            return state._replace(age=age), report(state.bound, state.shared, 0.0, left, arrived=False, noisy=True)
     begun = age > settings.warmup
-    best, shared = maximise(totals, state.shared, role, sweeps=settings.sweeps, select=begun)
+    best, shared = maximise(totals, at, role, sweeps=settings.sweeps, select=begun)
     bound = server.bound(best, shared, role.log_odds if begun else np.full(role.latents, np.inf))
     bound += role.slab_prior.log_density(shared.log_slab_sd)
+    value = bound + log_prior(role, at.kernel)
+    if state.rest is not None:
+        slope = slope - role.kernel_precision @ (at.kernel - role.kernel_mean)
+        came, fixed = Round(at, shared, value, slope), settings.kernel_rate == 0
+        rest, kept = polished(state.rest, role, came, settings.tolerance, fixed=fixed)
+        change = 0.0
+        if kept is not None:
+            change = float(np.max(np.abs(kept.kernel - state.shared.kernel), initial=0.0))
+            state = state._replace(shared=kept, totals=best, bound=bound)
+        state = state._replace(age=age, rest=rest)
+        return state, report(state.bound, state.shared, change, rest.left, arrived=rest.arrived, noisy=False)
     # Steps of one length go back and forth across the maximum for ever. Noise, and the selection's start, lower it too.
     fell = bound < before - 1e-9 * (1.0 + abs(bound))
     lowered = fell and age > settings.warmup + 1 and not state.stochastic
     pace = max(state.pace * (_SHORTER if lowered else 1.0), _SHORTEST)
-    rate = settings.kernel_rate * pace
-    kernel, adam, change = _ascent.kernel_step(role, shared.kernel, state.adam, slope, rate, max(state.number - 1, 1))
+    rate, number = settings.kernel_rate * pace, max(state.number - 1, 1)
+    kernel, adam, change = _ascent.kernel_step(role, shared.kernel, state.adam, slope, rate, number)
     shared = shared._replace(kernel=kernel)
-    everyone = bool(np.all(state.has_replied))
-    quiet, report = _ascent.judged(
-        bound, before, state.quiet, shared, change, settings.tolerance, begun=begun, everyone=everyone
-    )
-    state = state._replace(shared=shared, totals=best, age=age, adam=adam, pace=pace, bound=bound, quiet=quiet)
-    return state, report
+    trail = longer(state.trail, value, kernel, noisy=noisy)
+    turned = float(np.max(np.abs(shared.inclusion - at.inclusion), initial=0.0))
+    calm = begun and bool(np.all(state.has_replied)) and change < 1e-2 and turned < 1e-2 and nearly_still(trail)
+    state = state._replace(shared=shared, totals=best, age=age, adam=adam, pace=pace, bound=bound, trail=trail)
+    state = state._replace(rest=at_rest(shared) if calm else None)
+    return state, report(bound, shared, change, left_after(trail), arrived=False, noisy=noisy)
 
 
 def _shapes(state: AscentState) -> Mapping[str, tuple[int, ...]]:

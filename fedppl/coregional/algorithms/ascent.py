@@ -19,7 +19,7 @@ def Ascent(
     batch_size: int | None = None,
     forgetting: float = 0.6,
     initial_kernel: str = "median",
-    tolerance: float = 1e-4,
+    tolerance: float = 1e-3,
 ) -> Algorithm[AscentState, UnitClientState]:
     r"""Coordinate ascent on the bound of FedLMC-SS, with sums of the units' statistics.
 
@@ -37,7 +37,8 @@ def Ascent(
     ----------
     kernel_rate
         Adam learning rate for the kernels' parameters on the log scale, shorter by 0.7 after every round that lowered
-        the bound; 0 fixes them.
+        the bound; 0 fixes them. Once five rounds in a row gained less than 0.02 nats each, quasi-Newton steps take
+        over, each judged after all else has settled, and all else is extrapolated (reduced rank extrapolation).
     warmup
         Number of rounds before the selection begins; until then every γ is 1.
     sweeps
@@ -51,8 +52,10 @@ def Ascent(
         Start of the kernels' parameters. "median": every unit first fits a Gaussian process to its own rows, and the
         server takes the median of their kernel parameters, weighted by rows. "prior": the prior's median.
     tolerance
-        Share of itself by which the bound may move in a round that counts as converged; five such rounds in a row end
-        the fit, with no γ undecided and the kernels moving by less than 1e-2.
+        Nats of the bound, with the priors of the kernels' parameters, that may be still to come when a fit has
+        converged: of the updates by the ratio of successive gains, Σ Δ rᵗ = Δ r / (1 − r), and of the kernels by a
+        quadratic. What is shared is within √(2 · tolerance) posterior sds of the maximum then. The size of the data and
+        their units do not count. With noisy sums nothing is known of it, and no fit converges.
 
     Returns
     -------
@@ -83,6 +86,7 @@ def Ascent(
        eqs. 10 to 16.
     .. [2] Titsias and Lázaro-Gredilla (2011), Spike and slab variational inference, NeurIPS, section 3.
     .. [3] Hoffman et al. (2013), Stochastic variational inference, JMLR 14, eqs. 24 to 26.
+    .. [4] Sidi (2017), Vector Extrapolation Methods with Applications, SIAM, section 2.
     """
     settings = _ascent.checked(Settings(kernel_rate, warmup, sweeps, batch_size, forgetting, tolerance, initial_kernel))
     return ascent("curves.Ascent", settings, POSTERIOR, server.maximise, _common.NEEDS)

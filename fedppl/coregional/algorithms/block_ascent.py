@@ -14,6 +14,7 @@ from fedppl.contracts import Algorithm, Received, Replies, Report
 from fedppl.coregional import server
 from fedppl.coregional.algorithms import _ascent, _common
 from fedppl.coregional.algorithms._ascent import Answer, Settings
+from fedppl.coregional.algorithms._ending import Trail, info, left_after, log_prior, longer, no_trail, report
 from fedppl.coregional.blocks import (
     Search,
     block_bound,
@@ -43,7 +44,8 @@ class BlockAscentState(NamedTuple):
     stochastic: int  # rounds whose sums are noisy: some units, or mini-batches
     adam: Array  # (2, p) running first and second moment of the kernels' gradient
     bound: float
-    quiet: int  # rounds in a row without a change worth telling
+    trail: Trail
+    quiet: int  # rounds in a row after which little was left
 
 
 def BlockAscent(
@@ -53,7 +55,7 @@ def BlockAscent(
     batch_size: int | None = None,
     forgetting: float = 0.6,
     initial_kernel: str = "median",
-    tolerance: float = 1e-4,
+    tolerance: float = 1e-3,
 ) -> Algorithm[BlockAscentState, UnitClientState]:
     r"""Ascend the bound of `Ascent` with replies of about L Q² / 2 numbers, where that needs (L Q)² / 2.
 
@@ -70,7 +72,8 @@ def BlockAscent(
         Number of rounds in which units keep their random coefficients, until the latent functions have a shape; after
         as many more the selection begins.
     kernel_rate, batch_size, forgetting, initial_kernel, tolerance
-        As in `Ascent`.
+        As in `Ascent`, but that Adam steps go on to the end: after five rounds in a row with less than `tolerance`
+        left, by the ratio of gains alone, the fit has converged.
 
     Returns
     -------
@@ -139,6 +142,7 @@ def _init(
         stochastic=0,
         adam=np.zeros((2, len(role.kernel))),
         bound=np.nan,
+        trail=no_trail(len(role.kernel)),
         quiet=0,
     )
 
@@ -164,11 +168,11 @@ def _update_server(
 ) -> tuple[BlockAscentState, Report]:
     """Add up what came, and raise the bound in the means and covariances or in the selection."""
     if not received.clients:
-        return state, Report(_ascent.info(state.bound, state.shared, np.nan))
+        return state, Report(info(state.bound, state.shared, np.nan))
     role, shared, number = state.roles, state.shared, state.number + 1
     if state.number == 0:
-        shared, report = _ascent.kernel_start(shared, received, state.bound)
-        return state._replace(shared=shared, number=number), report
+        shared, said = _ascent.kernel_start(shared, received, state.bound)
+        return state._replace(shared=shared, number=number), said
     has_replied, share, noisy, rate = _ascent.share_of(
         received, state.where, state.has_replied, state.stochastic, settings
     )
@@ -191,9 +195,9 @@ def _update_server(
     kernel_rate, slope = (0.0 if state.settling else settings.kernel_rate), totals["kernel_gradient"]
     kernel, adam, change = _ascent.kernel_step(role, shared.kernel, state.adam, slope, kernel_rate, max(number - 1, 1))
     shared, everyone = shared._replace(kernel=kernel), bool(np.all(has_replied))
-    quiet, report = _ascent.judged(
-        bound, state.bound, state.quiet, shared, change, settings.tolerance, begun=begun, everyone=everyone
-    )
+    trail = longer(state.trail, bound + log_prior(role, state.shared.kernel), kernel, noisy=noisy)
+    left = left_after(trail)
+    quiet = state.quiet + 1 if begun and everyone and left.small(settings.tolerance) else 0
     state = state._replace(
         shared=shared,
         search=search,
@@ -203,9 +207,10 @@ def _update_server(
         stochastic=state.stochastic + noisy,
         adam=adam,
         bound=bound,
+        trail=trail,
         quiet=quiet,
     )
-    return state, report
+    return state, report(bound, shared, change, left, arrived=quiet >= 5, noisy=noisy)
 
 
 def _shapes(state: BlockAscentState) -> Mapping[str, tuple[int, ...]]:

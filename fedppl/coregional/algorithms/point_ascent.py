@@ -23,7 +23,7 @@ def PointAscent(
     batch_size: int | None = None,
     forgetting: float = 0.6,
     initial_kernel: str = "median",
-    tolerance: float = 1e-4,
+    tolerance: float = 1e-3,
 ) -> Algorithm[AscentState, UnitClientState]:
     r"""Coordinate ascent on the bound of FedLMC, in which coefficients are parameters; for comparison with `Ascent`.
 
