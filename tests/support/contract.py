@@ -169,7 +169,7 @@ def _sums(algorithm: AnyAlgorithm, played: Played, place: int) -> None:
         total = Received(OnlySums(), sum_replies(grouped), len(replies))
         state, report = algorithm.update_server(before, total)
         ours, theirs = arrays(state), arrays(played.states[place + 1])
-        assert_near(theirs, ours, 1e-12)
+        assert_near(theirs, ours, 1e-11)  # sums in another order, carried through rounds
         assert report.status == played.reports[place].status
 
 
