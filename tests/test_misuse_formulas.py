@@ -34,6 +34,14 @@ FRAME = pd.DataFrame(
 )
 
 
+AGES = [str(age) for age in range(30, 53)]
+
+
+def aged(*, last: str, **more: Any) -> Callable[[], Any]:
+    """A column of ages that came as texts."""
+    return lambda: agreed("y ~ age", data=FRAME.assign(age=[*AGES, last]), **more)
+
+
 def text(formula: str, family: str = "gaussian", **more: Any) -> Callable[[], Any]:
     return lambda: fedppl.formula(formula, family, **more)
 
@@ -57,6 +65,9 @@ def prior(name: str, given: Any, formula: str = "y ~ x + dose") -> Callable[[], 
 
 
 ROWS: dict[str, Mistake] = {
+    # --- numbers that came as texts
+    "ages as texts": row(aged(last="53"), "'age'", "24 levels", "to_numeric"),
+    "one cell that is no number": row(aged(last="72 y"), "'72 y'", "to_numeric", "levels="),
     # --- syntax
     "no tilde": row(text("y = x"), "'y = x'", "y ~ age"),
     "a number": row(lambda: fedppl.formula(3), "formula=3", "y ~ age"),  # type: ignore[arg-type]
@@ -270,7 +281,7 @@ def test_levels_that_look_like_a_mistake_are_said(caplog: pytest.LogCaptureFixtu
     wrong = {
         "blanks": (FRAME.assign(arm=["c ", *FRAME["arm"][1:]]), "recode"),
         "capitals": (FRAME.assign(arm=["C", *FRAME["arm"][1:]]), "recode"),
-        "numbers": (FRAME.assign(arm=FRAME["x"].astype(str)), "make numbers of it"),
+        "numbers": (FRAME.assign(arm=FRAME["x"].round().astype(str)), "make numbers of it"),
         "identifiers": (FRAME.assign(arm=[f"id {i}" for i in range(ROWS_OF_ALL)]), "identifier"),
     }
     for frame, words in wrong.values():
@@ -302,3 +313,7 @@ def test_levels_of_a_column_of_numbers_are_refused_without_its_rows() -> None:
     with pytest.raises(DataError, match="numbers with fractions") as error:
         fedppl.agree(fedppl.formula("y ~ x", levels={"x": [1, 2]}), frame, by="site")
     assert "2.75" not in str(error.value)
+
+
+def test_numbers_that_are_meant_as_levels_are_taken() -> None:
+    assert aged(last="53", levels={"age": [*AGES, "53"]})().model is not None

@@ -131,6 +131,25 @@ def ordered(name: str, clients: Mapping[Any, Mapping[str, Any]]) -> None:
         )
 
 
+def require_no_numbers(agreement: Agreement, told_as: Iterable[str]) -> None:
+    """Refuse a column of many numbers that came as texts, as where one cell is "72 y"; `told_as` are meant as levels.
+
+    Raises
+    ------
+    DataError
+        If most of a column's levels, and many, are numbers.
+    """
+    for name, column in agreement.columns.items():
+        others = [level for level in column.levels if not _is_number(level)]
+        if name in told_as or len(column.levels) <= _MANY or len(others) > len(column.levels) // 5:
+            continue
+        which = f"all but {shown(others[:3])} are numbers" if others else "all are numbers"
+        raise DataError(
+            f"{name!r} is of texts with {len(column.levels)} levels, of which {which}; make numbers of it "
+            f"(pandas.to_numeric), or say that it is of levels, fedppl.formula(..., levels={{{name!r}: [...]}})."
+        )
+
+
 def odd_levels(agreement: Agreement, told_as: Iterable[str]) -> list[str]:
     """Columns whose levels look like a mistake, in words; `told_as` were meant to be levels."""
     found = []

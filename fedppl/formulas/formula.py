@@ -220,6 +220,7 @@ def of_told(model: FederatedModel, told: Mapping[str, Mapping[str, Told]], withh
     """What clients agree on who have told this."""
     built = together(_formula(model), told, others=withheld == "other")
     assert built.design is not None
+    checks.require_no_numbers(built.design.agreement, asked(built).levels)
     units = strange(told)
     levels = [*strange_levels(told), *checks.odd_levels(built.design.agreement, asked(built).levels)]
     if units:
