@@ -7,11 +7,11 @@ test rows for each label of a client (CIFAR-10: 25 and 475), "large" 900 and 300
 clients' training rows. Nothing is chosen by test rows: all rounds are run, and the last is what counts.
 
 Rows: a method at a learning rate. "map" is the same fit with its weights as a point. Beside accuracy (mean over
-clients, %) and calibration (over all clients' test rows): AUROC of the predictive entropy for images of labels that
-the client does not have, and for images of another data set. --rows has fewer training rows for each label, --novel
-leaves clients out of the training. --validation is for choosing settings: so many of the training rows are scored, and
-no test row is looked at. --folder keeps finished fits and checkpoints: the same command goes on from them, and so does
-one with more rounds.
+clients, %) and calibration (over all clients' test rows): AUROC of the predictive entropy for images of labels that the
+client does not have, and for images of another data set. --rows has fewer training rows for each label, --novel leaves
+clients out of the training. --validation is for choosing settings: so many of the training rows are scored, and no test
+row is looked at. So is --unused: images are scored that are neither training nor test rows of anybody. --folder keeps
+finished fits and checkpoints: the same command goes on from them, and so does one with more rounds.
 
 CIFAR-10 is a JPEG copy: its figures are not those of the exact pixels.
 
@@ -75,7 +75,7 @@ PAPER: dict[str, dict[str, tuple[float, float]]] = {
 }  # fmt: skip
 Chances = Callable[[np.ndarray], np.ndarray]  # from images to classes' probabilities
 _WIDTHS = ("alpha", "variance", "diagonal_variance", "head_sd")
-_SAID = ("dataset", "size", "rows", "validation", "rounds", "seeds", "novel", "ratio", "epochs", *_WIDTHS)
+_SAID = ("dataset", "size", "rows", "validation", "unused", "rounds", "seeds", "novel", "ratio", "epochs", *_WIDTHS)
 LEAST = {
     ("mnist", "small"): 93.98, ("fmnist", "small"): 89.0, ("cifar10", "small"): 51.21,
     ("mnist", "large"): 99.2, ("fmnist", "large"): 95.5,
@@ -107,6 +107,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=ROWS, default="small")
     parser.add_argument("--rows", type=int, help="training rows for each label of a client, in place of the size's")
     parser.add_argument("--validation", type=int, default=0, help="training rows a label in place of the test rows")
+    parser.add_argument(
+        "--unused", type=int, default=0, help="images a client that nobody holds, in place of test rows"
+    )
     parser.add_argument("--methods", nargs="+", choices=[*fedsi.METHODS], default=[*fedsi.METHODS])
     parser.add_argument("--rates", type=float, nargs="+", default=(1e-3, 1e-2), help="of all methods but FedSI's two")
     parser.add_argument("--fedsi-rates", type=float, nargs="+", default=(1e-2,), help="of FedSI and FedSI-Fac")
@@ -130,6 +133,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--rows must be at least 1")
     if not 0 <= options.validation < ROWS[options.size][0] or (options.validation and options.rows):
         parser.error("--validation must leave training rows, and does not go with --rows")
+    if options.unused < 0 or options.unused and (options.validation or options.dataset != "cifar10"):
+        parser.error("--unused goes with CIFAR-10, of which clients leave images over, and not with --validation")
     if options.ratio is not None and not 0 < options.ratio <= 1 or options.epochs is not None and options.epochs < 1:
         parser.error("--ratio must lie above 0 and at most at 1, --epochs must be at least 1")
     if options.novel >= CLIENTS[options.dataset]:
@@ -186,6 +191,10 @@ def divide(images: Images, other: Images | None, options: argparse.Namespace, se
         scored = slice(rows - options.validation, rows) if options.validation else slice(rows, None)
         train[f"client {k}"] = np.concatenate([part[:few] for part in taken])
         test[f"client {k}"] = np.concatenate([part[scored] for part in taken])
+    if getattr(options, "unused", 0):
+        for k, labels in enumerate(held):
+            left = np.concatenate([stock[label] for label in labels])
+            test[f"client {k}"] = np.random.default_rng(k).choice(left, options.unused, replace=False)
     names = tuple(train)
     novel = names[count - options.novel :]
     sums = np.sum(
@@ -279,7 +288,11 @@ def scored(problem: Problem, ways: dict[str, Chances]) -> dict[str, float]:
 def named(name: str, rate: float, seed: int, options: argparse.Namespace) -> str:
     """A fit's file, less its number of rounds: what decides the numbers, and no more."""
     of_data = [options.dataset, options.size, f"seed{seed}"]
-    of_data += [f"{what}{getattr(options, what)}" for what in ("rows", "validation", "novel") if getattr(options, what)]
+    of_data += [
+        f"{what}{getattr(options, what)}"
+        for what in ("rows", "validation", "unused", "novel")
+        if getattr(options, what)
+    ]
     of_fedsi = ["ratio", "epochs", *_WIDTHS] if name.startswith("FedSI") else ["head_sd"]
     settings = [f"{what}{getattr(options, what):g}" for what in of_fedsi if getattr(options, what) is not None]
     return "-".join([*of_data, name, f"{rate:g}", *settings])
@@ -350,7 +363,8 @@ def bars(table: pd.DataFrame, seeds: pd.DataFrame, options: argparse.Namespace) 
     """What FedSI must reach, as far as the methods that ran can tell."""
     key, ours = (options.dataset, options.size), "FedSI 0.01"
     changed = options.rows, options.ratio, options.epochs
-    if ours not in table.index or any(value is not None for value in changed) or options.novel or options.validation:
+    chosen_by = options.validation or options.unused
+    if ours not in table.index or any(value is not None for value in changed) or options.novel or chosen_by:
         return []
     row, found = table.loc[ours], []
     if key in LEAST:
