@@ -95,7 +95,7 @@ def predict(
     >>> import fedppl
     >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=40, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> sorted(fedppl.curves.predict(fit, "a", {"X": [0.0, 0.5]}))
     ['function_sd', 'lower', 'mean', 'sd', 'upper']
 
@@ -159,7 +159,7 @@ def plot(
     >>> import fedppl, numpy as np
     >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()  # doctest: +SKIP
-    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=40, random_seed=1)  # doctest: +SKIP
+    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, random_seed=1)  # doctest: +SKIP
     >>> fedppl.curves.plot(fit, "a", {"X": np.linspace(-5, 5, 100)})  # doctest: +SKIP
     <Axes: xlabel='X', ylabel='output of a'>
 
@@ -198,7 +198,7 @@ def selection(fit: Fit) -> xr.Dataset:
     >>> import fedppl
     >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=40, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> fedppl.curves.selection(fit)["selected"].dims
     ('latent',)
 
@@ -249,7 +249,7 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     >>> import fedppl
     >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=40, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> fedppl.curves.coefficients(fit)["mean"].dims
     ('client', 'latent')
 
@@ -306,7 +306,7 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     >>> import fedppl
     >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
     >>> model, units = fedlmc_ss.two_curves()
-    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=40, progressbar=False, random_seed=1)
+    >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> fedppl.curves.latent_curves(fit, {"X": [0.0, 0.5]})["mean"].dims
     ('latent', 'row')
 

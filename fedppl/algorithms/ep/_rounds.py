@@ -29,7 +29,7 @@ _MOST_CLAIMED = 0.5
 def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Message], trust: float | None) -> Taken:
     """One round of the warm start; on arrival, sites and q stay and refinement begins."""
     sites, after, bounded = state.sites, before._replace(spent=before.spent + 1.0), None
-    if state.starts is not None and not state.starts.asked_for and len(replies) < len(sites.where):
+    if state.starts is not None and not state.starts.asked_for and 0 < len(replies) < len(sites.where):
         # Searches that nobody asked for would take many rounds.
         if state.starts.modes:
             ended, sites, _ = _starts.next_search(state.starts._replace(left=state.starts.left[:0]), sites, None)

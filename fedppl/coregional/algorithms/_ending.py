@@ -65,7 +65,7 @@ def still_to_come(changes: Array, ratio: float) -> float:
     --------
     >>> import numpy as np
     >>> changes = 0.5 ** np.arange(8)
-    >>> round(still_to_come(changes, ratio_of(changes)) / changes[-1], 6)
+    >>> round(float(still_to_come(changes, ratio_of(changes)) / changes[-1]), 6)
     1.0
     """
     if len(changes) < 2:
