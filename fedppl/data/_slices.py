@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl.settings import shown, whole
+from fedppl.settings import one_of, shown, whole
 from fedppl.types import DataError, DeclarationError
 
 Rows = NDArray[np.int64]
@@ -22,6 +22,7 @@ class Partition(NamedTuple):
 
 
 def generator(random_seed: Any) -> np.random.Generator:
+    """A generator, or an error that names the seed."""
     try:
         return np.random.default_rng(random_seed)
     except (TypeError, ValueError) as error:
@@ -32,22 +33,29 @@ def generator(random_seed: Any) -> np.random.Generator:
 
 def require_column(name: str, values: Any) -> NDArray[Any]:
     """One value for every row, all of one type, and numbers finite."""
-    found = np.asarray(values)
+    try:
+        found = np.asarray(values)
+    except ValueError as error:  # rows of several lengths
+        raise DataError(f"{name} are no column; pass one value for every row.") from error
     if found.ndim != 1 or not len(found):
         raise DataError(f"{name} have shape {found.shape}; pass one for every row.")
     if found.dtype.kind == "O" and len({type(value) for value in found.tolist()}) > 1:
         raise DataError(f"{name} are of several types, {found.tolist()[:3]} ...; pass numbers, or strings.")
+    if found.dtype.kind == "O" and not isinstance(found[0], str | int | float) or found.dtype.kind == "c":
+        raise DataError(f"{name} are of type {type(found[0]).__name__}; pass numbers, or strings.")
     if found.dtype.kind == "f" and not np.all(np.isfinite(found)):
         raise DataError(f"{name} hold missing or infinite values; drop these rows.")
     return found
 
 
 def require_whole(**numbers: Any) -> None:
+    """Whole numbers, each by its name."""
     for name, value in numbers.items():
         whole(name, value)
 
 
 def names_of(clients: int) -> list[str]:
+    """Ids of so many clients."""
     return [f"client {k}" for k in range(clients)]
 
 
@@ -69,8 +77,7 @@ def sliced(
     drawn: Sequence[Sequence[tuple[Any, ...]]], columns: Sequence[NDArray[Any]], cuts: str, rng: np.random.Generator
 ) -> Partition:
     """Slice the rows of every kind among the clients that drew it."""
-    if cuts not in ("same", "independent", "equal"):
-        raise DeclarationError(f'cuts={cuts!r} must be "same", "independent" or "equal".')
+    one_of("cuts", cuts, ("same", "independent", "equal"))
     names = names_of(len(drawn[0]))
     held: dict[str, list[Rows]] = {name: [] for name in names}
     known_cuts: dict[int, NDArray[np.float64]] = {}

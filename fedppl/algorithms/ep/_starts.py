@@ -45,8 +45,8 @@ class Starts(NamedTuple):
 def begin(layout: Layout, starts: int, stream: int, asked_for: bool) -> Starts:
     """The first search begins at the prior mean, the others at quasi-random points of the prior, some further out.
 
-    A prior with heavy tails has little of them in its Gaussian, and modes far from its middle. Images of the first mode
-    take the places of the last of these points, see `_images`.
+    A prior with heavy tails has little of them in its Gaussian, and modes far from its middle. Images of the first
+    mode take the places of the last of these points; a better one that is found later has images beside them.
     """
     prior = layout.prior
     sd = gaussian.standard_deviations(prior)

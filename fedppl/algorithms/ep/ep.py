@@ -179,10 +179,9 @@ def EP(
         raise DeclarationError(
             f'starts={settings.shown(starts)} must be "auto", or a whole number from 1 to {_MOST_STARTS}.'
         )
-    searches = settings.whole("starts", starts, most=_MOST_STARTS) if by_number else _STARTS
-    if not by_number and (trust is not None or not warm):
-        searches = 1
-    if searches > 1 and (trust is not None or not warm):
+    alone = trust is not None or not warm  # nothing that several searches could be compared by
+    searches = settings.whole("starts", starts, most=_MOST_STARTS) if by_number else 1 if alone else _STARTS
+    if searches > 1 and alone:
         raise DeclarationError(
             f"starts={starts} compares clients' log densities, "
             + (f"which trust={trust:g} does not bound" if warm else "and there is no warm start that has them")
@@ -215,9 +214,7 @@ def EP(
             at_sites=functools.partial(_at_sites, corrects=isinstance(correction, Correction), searches=by_number),
             concludes=at_target,
         ),
-        together=_all_at_once(matching, closing)
-        if warm and (searches == 1 or not by_number) and trust is None
-        else None,
+        together=None if alone or by_number and searches > 1 else _all_at_once(matching, closing),
     )
 
 
