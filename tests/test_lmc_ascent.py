@@ -277,8 +277,8 @@ def test_no_round_lowers_the_bound_while_the_kernels_are_fixed(seed: int) -> Non
     for log_odds, states in phases(played.states):
         path: list[float] = []
         for number, state in states:
-            if path:
-                before = played.states[number - 1].shared
+            rest, before = played.states[number - 1].rest, played.states[number - 1].shared
+            if path and (rest is None or rest.trial is None):  # else units answer a trial, which may be taken back
                 own = list(played.personal[number].values())
                 path.append(total_bound(views, before, own, log_odds) + prior.log_density(before.log_slab_sd))
             value = server.bound(state.totals, state.shared, log_odds)
