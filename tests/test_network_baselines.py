@@ -19,8 +19,9 @@ from tests.support import problems
 torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
+from fedppl.nn.functional import pieces  # noqa: E402
 from fedppl.nn.langevin import langevin_steps  # noqa: E402
-from fedppl.nn.personal import _kl, meta_steps, moreau_steps  # noqa: E402
+from fedppl.nn.personal import bayes_steps, meta_steps, moreau_steps  # noqa: E402
 from fedppl.nn.train import Training  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 
@@ -239,10 +240,42 @@ def test_the_global_part_moves_to_where_the_clients_posterior_is() -> None:
     assert info == {"blank": 1.0}
 
 
-def test_the_divergence_of_posteriors_is_that_of_normals() -> None:
-    pairs = [[torch.randn(5), torch.randn(5)] for _ in range(2)]
-    q, p = (torch.distributions.Normal(m, torch.nn.functional.softplus(r)) for m, r in pairs)
-    assert_allclose(float(_kl(*pairs)), float(torch.distributions.kl_divergence(q, p).sum()), rtol=1e-5)
+@pytest.mark.parametrize("follow", [True, False], ids=["p follows", "p stays"])
+def test_steps_of_posteriors_are_those_of_the_objective(follow: bool) -> None:
+    """Three steps of Adam by closed-form slopes of the KL, against automatic ones of torch's own divergence."""
+    model, clients = problems.classification(3)
+    unit = model.enrol(clients, kernel=False)["device 0"].view(network_of).unit
+    rng, size, zeta, draws = np.random.default_rng(5), sum(value.numel() for value in unit.net.parameters()), 0.7, 2
+    mean, sd = 0.3 * rng.normal(size=size), rng.uniform(0.02, 2.0, size)
+    start = 0.3 * rng.normal(size=size), rng.uniform(0.02, 2.0, size)
+    steps = Training(learning_rate=1e-2, momentum=None, batch_size=10**6, epochs=3)
+    found = bayes_steps(
+        unit, mean, sd, steps, zeta, draws, np.random.default_rng(1), start=start, follow=follow, dtype=torch.float64
+    )
+    rng = np.random.default_rng(1)
+    source = torch.Generator().manual_seed(int(rng.integers(2**62)))
+    q, p = ([torch.tensor(m), torch.tensor(s).expm1().log()] for m, s in (start, (mean, sd)))
+    both = [[value.requires_grad_() for value in pair] for pair in (q, p)]
+    optimizers = [torch.optim.Adam(pair, lr=1e-2) for pair in both]
+    normal = lambda pair: torch.distributions.Normal(pair[0], torch.nn.functional.softplus(pair[1]))  # noqa: E731
+    divergence = lambda: torch.distributions.kl_divergence(normal(both[0]), normal(both[1])).sum()  # noqa: E731
+    X, y = (torch.tensor(np.asarray(values, dtype=float)) for values in (unit.X, unit.y))
+    for _ in range(3):
+        order = torch.from_numpy(rng.permutation(len(X)))
+        loss = zeta / len(X) * divergence()
+        for _ in range(draws):
+            w = normal(both[0]).mean + normal(both[0]).stddev * torch.randn(size, generator=source, dtype=torch.float64)
+            out = torch.func.functional_call(unit.net, pieces(unit.net, w), X[order])
+            loss = loss + torch.nn.functional.cross_entropy(out, y[order].long()) / draws
+        for pair, optimizer, way in zip(both, optimizers, (loss, None), strict=True):
+            if way is None and not follow:
+                break
+            optimizer.zero_grad()
+            (zeta / len(X) * divergence() if way is None else way).backward(inputs=pair)
+            optimizer.step()
+    for (middle, width), pair in zip(found, both, strict=True):
+        assert_allclose(middle, normal(pair).mean.detach(), rtol=1e-9, atol=1e-12)
+        assert_allclose(width, normal(pair).stddev.detach(), rtol=1e-9)
 
 
 def test_pfedbayes_learns_and_says_how_sure_it_is() -> None:

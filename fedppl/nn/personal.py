@@ -140,33 +140,38 @@ def bayes_steps(
     q, p = raw((mean, sd) if start is None else start), raw((mean, sd))
     optimizers = [adam(pair, steps.learning_rate) for pair in (q, p)]
     before = loss_at(unit, host(q[0]))
-    with torch.enable_grad():
+    strength = weight / len(X)
+    with torch.no_grad():
+        spread, width = (torch.nn.functional.softplus(pair[1]) for pair in (q, p))
         for batch in _batches(len(X), steps, rng):
-            spread = torch.nn.functional.softplus(q[1])
-            loss = torch.zeros((), dtype=dtype, device=X.device)
+            rows, labels = taken(X, batch), taken(y, batch)
+            of_mean, of_spread = torch.zeros_like(spread), torch.zeros_like(spread)
             for _ in range(draws):
-                w = q[0] + spread * torch.randn(len(spread), generator=source, dtype=dtype).to(X.device)
-                loss = loss + _loss(unit, w, taken(X, batch), taken(y, batch)) / draws
-            held = [value.detach() for value in p]
-            _step(optimizers[0], q, loss + weight / len(X) * _kl(q, held))
+                noise = torch.randn(len(spread), generator=source, dtype=dtype).to(X.device)
+                slope = _gradient(unit, q[0] + spread * noise, rows, labels) / draws
+                of_mean += slope
+                of_spread += slope * noise
+            inverse = strength / width**2
+            of_mean += inverse * (q[0] - p[0])
+            of_spread += inverse * spread - strength / spread
+            _step(optimizers[0], q, of_mean, of_spread)
+            spread = torch.nn.functional.softplus(q[1])
             if follow:
-                held = [value.detach() for value in q]
-                _step(optimizers[1], p, weight / len(X) * _kl(held, p))
+                apart = q[0] - p[0]
+                of_width = strength / width - inverse / width * (spread**2 + apart**2)
+                _step(optimizers[1], p, -inverse * apart, of_width)
+                width = torch.nn.functional.softplus(p[1])
     found = [(host(pair[0]), host(torch.nn.functional.softplus(pair[1].detach()))) for pair in (q, p)]
-    for middle, width in found:
-        if not np.all(np.isfinite(width)):
+    for middle, sds in found:
+        if not np.all(np.isfinite(sds)):
             raise LocalFailure("a posterior is not finite; lower learning_rate=")
         _checked(unit, middle, before, "learning_rate")
     return found[0], found[1]
 
 
-def _kl(q: list[torch.Tensor], p: list[torch.Tensor]) -> torch.Tensor:
-    """KL of normals with independent coordinates."""
-    a, b = (torch.nn.functional.softplus(pair[1]) for pair in (q, p))
-    return (torch.log(b / a) + (a**2 + (q[0] - p[0]) ** 2) / (2 * b**2) - 0.5).sum()
-
-
-def _step(optimizer: torch.optim.Optimizer, pair: list[torch.Tensor], loss: torch.Tensor) -> None:
-    for value, gradient in zip(pair, gradients(loss, pair), strict=True):
-        value.grad = gradient
+def _step(
+    optimizer: torch.optim.Optimizer, pair: list[torch.Tensor], of_mean: torch.Tensor, of_sd: torch.Tensor
+) -> None:
+    """A step by the slopes in means and sds; what moves are means and the softplus' arguments."""
+    pair[0].grad, pair[1].grad = of_mean, of_sd * torch.sigmoid(pair[1])
     optimizer.step()
