@@ -9,7 +9,7 @@ import torch
 
 from fedppl.nn.devices import host, taken
 from fedppl.nn.functional import call, gradients, state_of
-from fedppl.nn.train import RISE, Training, adam, mean_loss
+from fedppl.nn.train import RISE, Training, adam, arranged, mean_loss
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
@@ -63,7 +63,7 @@ def meta_steps(
 
     The three gradients are of three batches; δ is `difference`.
     """
-    X, y, before = unit.tensor(unit.X, dtype), outcomes(unit, dtype), loss_at(unit, w)
+    X, y, before = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype), loss_at(unit, w)
     flat = unit.tensor(np.array(w), dtype)
     for batch in _batches(len(X), steps, rng):
         second, third = (_draw(len(X), len(batch), rng) for _ in range(2))
@@ -95,7 +95,7 @@ def moreau_steps(
     by `inner` = (rate, number) gradient steps on one batch from w, which take the quadratic exactly: a step of rate p
     on f and then the proximal map of the quadratic. Returns w and the last θ.
     """
-    X, y, before = unit.tensor(unit.X, dtype), outcomes(unit, dtype), loss_at(unit, w)
+    X, y, before = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype), loss_at(unit, w)
     flat = unit.tensor(np.array(w), dtype)
     theta = flat
     rate, count = inner
@@ -129,7 +129,7 @@ def bayes_steps(
 
     q starts at `start`, or at p; p stays without `follow`. Returns means and sds of q and of p.
     """
-    X, y = unit.tensor(unit.X, dtype), outcomes(unit, dtype)
+    X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
     source = torch.Generator().manual_seed(int(rng.integers(2**62)))
 
     def raw(pair: tuple[Array, Array]) -> list[torch.Tensor]:
