@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
-from fedppl.nn import _slopes, subnet  # noqa: E402
+from fedppl.nn import _slopes, few_rows, subnet  # noqa: E402
 from fedppl.nn.functional import pieces  # noqa: E402
 from fedppl.nn.likelihood import Normal  # noqa: E402
 from fedppl.nn.unit import NetworkUnit  # noqa: E402
@@ -265,12 +265,31 @@ def test_the_posterior_of_few_rows_is_that_of_the_whole_matrix(net: Any, rng: np
     client = fedppl.FederatedModel(builder, names).enrol({"a": {"X": X, "y": np.array([0, 2])}}, kernel=False)["a"]
     unit = client.view(network_of).unit
     index, variance = np.arange(3, 30), rng.uniform(0.5, 4.0, size=27)
-    few = subnet._of_few_rows(unit, unit.held, index, variance, torch.float64, torch.device("cpu"))
+    few = few_rows.of_few_rows(unit, unit.held, index, variance, torch.float64)
     wanted = np.linalg.inv(subnet.curvature(unit, unit.held, index) + np.diag(1 / variance))
     assert few is not None
-    assert_allclose(few, wanted, rtol=1e-9, atol=1e-12)
-    assert_array_equal(subnet.infer(unit, unit.held, index, variance).covariance, few)
-    assert subnet._of_few_rows(unit, unit.held, index, 1e20 * variance, torch.float64, torch.device("cpu")) is None
+    assert_allclose(few_rows.covariance_of(few), wanted, rtol=1e-9, atol=1e-12)
+    assert_allclose(few_rows.variances_of(few), np.diag(wanted), rtol=1e-9)
+    assert_array_equal(subnet.infer(unit, unit.held, index, variance).covariance, few_rows.covariance_of(few))
+    assert few_rows.of_few_rows(unit, unit.held, index, 1e20 * variance, torch.float64) is None
+
+
+@pytest.mark.parametrize("rows", [2, 20], ids=["fewer rows than weights", "more"])
+@pytest.mark.parametrize("diagonal", [False, True], ids=["whole", "diagonal"])
+def test_variances_alone_are_those_of_the_posterior(rows: int, diagonal: bool, rng: np.random.Generator) -> None:
+    """What a round sends is the diagonal of what the last inference has."""
+    net, names = problems.network(), [name for name, _ in problems.network().named_parameters()]
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
+    data = {"X": rng.normal(size=(rows, 3)), "y": rng.integers(0, 3, size=rows)}
+    unit = model.enrol({"a": data}, kernel=False)["a"].view(network_of).unit
+    variance = rng.uniform(0.5, 4.0, size=len(unit.shared_at))
+    settings = {"rule": "live", "diagonal": diagonal, "dtype": torch.float64}
+    places, found = subnet.marginals(unit, unit.held, variance, 27, **settings)
+    q = subnet.inferred(unit, unit.held, variance, 27, **settings)
+    assert_array_equal(places, q.places)
+    assert_allclose(found, q.covariance if diagonal else np.diag(q.covariance), rtol=1e-10)
+    with pytest.raises(fedppl.DeclarationError, match="lower learning_rate="):
+        subnet.marginals(unit, np.nan * unit.held, variance, 27, **settings)
 
 
 @pytest.mark.parametrize("rows", [2, 20])
@@ -323,7 +342,7 @@ def test_what_double_precision_loses_too_is_refused(rng: np.random.Generator) ->
 
 
 def test_a_square_of_rows_is_added_block_by_block(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subnet, "_BLOCK", 3)
+    monkeypatch.setattr(few_rows, "_BLOCK", 3)
     rows, matrix = torch.from_numpy(rng.normal(size=(5, 11))), torch.ones(11, 11, dtype=torch.float64)
-    subnet._add_square(matrix, rows, -1.0)
+    few_rows.add_square(matrix, rows, -1.0)
     assert_allclose(np.triu(matrix.numpy()), np.triu(1.0 - (rows.T @ rows).numpy()), rtol=1e-12)

@@ -22,13 +22,11 @@ from numpy.typing import NDArray
 
 from fedppl.nn._slopes import Slopes, chunks, evaluate, rows_of
 from fedppl.nn.devices import factored_on, host, tensor
+from fedppl.nn.few_rows import add_square, covariance_of, largest_eigenvalue, of_few_rows, variances_of
 from fedppl.nn.functional import Places
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError, LocalFailure
 
-_BLOCK = 128  # columns of a product, at least
-_POWERS = 20  # products by which the largest eigenvalue is told
-_LOST = 1e-3  # of the smallest variance, to rounding
 _WRONG = 1e-2  # of a variance, by rounding in the inverse of the whole matrix
 
 
@@ -111,18 +109,10 @@ def curvature(unit: NetworkUnit, w: Array, index: Places, *, dtype: torch.dtype 
             _add_pairs(matrix, part, by_unit)
             order = part.places[by_unit]
         else:
-            _add_square(matrix, rows_of(part, len(index)))
+            add_square(matrix, rows_of(part, len(index)))
     upper = torch.triu(matrix)
     back = np.argsort(order)
     return np.asarray(host(upper + torch.triu(matrix, 1).T)[np.ix_(back, back)])
-
-
-def _add_square(matrix: torch.Tensor, rows: torch.Tensor, sign: float = 1.0) -> None:
-    """Add ± rowsᵀ rows to the upper triangle, and to little of the lower one."""
-    size = max(_BLOCK, -(-len(matrix) // 8))
-    for start in range(0, len(matrix), size):
-        here = slice(start, start + size)
-        matrix[here, start:].addmm_(rows[:, here].T, rows[:, start:], alpha=sign)
 
 
 def _by_unit(part: Slopes, order: NDArray[np.int64]) -> list[tuple[int, slice, torch.Tensor]]:
@@ -165,23 +155,21 @@ def infer(
     LocalFailure
         Where double precision loses it too.
     """
-    if not np.all(np.isfinite(w)):
-        raise DeclarationError("the weights are not finite: lower learning_rate=.")
+    _require_finite(w)
     if diagonal:
         found = 1.0 / (1.0 / variance + curvature_diagonal(unit, w, index, dtype=dtype))
         return Subnetwork(w, index, found)
+    few = of_few_rows(unit, w, index, variance, dtype)
+    if few is not None:
+        return Subnetwork(w, index, covariance_of(few))
     there = factored_on(unit.place(dtype))
-    if 3 * len(unit.X) * evaluate(unit, w, unit.X[:1]).size <= len(index):
-        few = _of_few_rows(unit, w, index, variance, dtype, there)
-        if few is not None:
-            return Subnetwork(w, index, few)
     matrix = tensor(curvature(unit, w, index, dtype=dtype), dtype, there)
     matrix.diagonal().add_(tensor(1.0 / variance, dtype, there))
     factor, failed = torch.linalg.cholesky_ex(matrix)
     if not failed:
         covariance = torch.cholesky_inverse(factor)
         sds = matrix.diagonal().sqrt()  # units in which all weights are alike
-        if torch.finfo(dtype).eps * _largest(matrix, 1 / sds) * _largest(covariance, sds) <= _WRONG:
+        if torch.finfo(dtype).eps * largest_eigenvalue(matrix, 1 / sds) * largest_eigenvalue(covariance, sds) <= _WRONG:
             return Subnetwork(w, index, host(covariance))
     if dtype != torch.float64:
         return infer(unit, w, index, variance)
@@ -189,40 +177,6 @@ def infer(
         "the data tell some directions of the subnetwork's weights too much better than others for double precision; "
         "bring inputs to sd 1, or lower prior_variance="
     )
-
-
-def _largest(matrix: torch.Tensor, scale: torch.Tensor) -> float:
-    """The largest eigenvalue of scale · matrix · scale, or a little less; at least its largest diagonal entry."""
-    vector = torch.zeros_like(scale)
-    vector[(matrix.diagonal() * scale**2).argmax()] = 1.0
-    size = torch.ones_like(scale[0])
-    for _ in range(_POWERS):
-        vector = scale * (matrix @ (scale * vector))
-        size = torch.linalg.vector_norm(vector)
-        vector = vector / size
-    return float(size)
-
-
-def _of_few_rows(
-    unit: NetworkUnit, w: Array, index: Places, variance: Array, dtype: torch.dtype, there: torch.device
-) -> Array | None:
-    r"""The covariance from rows A = √Λ J √g, fewer than weights; None where rounding would show in it.
-
-    .. math:: (J^\top \Lambda J + \mathrm{diag}(g)^{-1})^{-1} = \sqrt g\, (I - A^\top (I + A A^\top)^{-1} A) \sqrt g
-    """
-    scale = tensor(np.sqrt(variance), dtype, there)
-    A = torch.cat([rows_of(part, len(index)) for part in chunks(unit, w, index, dtype)]).to(there) * scale
-    inner = A @ A.T
-    inner.diagonal().add_(1.0)
-    largest = _largest(inner, torch.ones(len(inner), dtype=dtype, device=there))
-    if not largest * torch.finfo(dtype).eps <= _LOST:  # the narrowest direction's variance is 1 / largest
-        return None
-    half = torch.linalg.solve_triangular(torch.linalg.cholesky(inner), A, upper=False)
-    matrix = torch.eye(len(index), dtype=dtype, device=there)
-    _add_square(matrix, half, -1.0)
-    matrix = torch.triu(matrix)
-    matrix += torch.triu(matrix, 1).T
-    return host(matrix.mul_(scale).mul_(scale[:, None]))
 
 
 def inferred(
@@ -239,13 +193,47 @@ def inferred(
 
     With `diagonal`, all shared weights, with the diagonal of the curvature alone.
     """
+    index, variance = _chosen(unit, w, variance, count, rule, diagonal, dtype)
+    return infer(unit, w, index, variance, dtype=dtype, diagonal=diagonal)
+
+
+def marginals(
+    unit: NetworkUnit,
+    w: Array,
+    variance: Array,
+    count: int,
+    *,
+    rule: str,
+    diagonal: bool,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Places, Array]:
+    """Places of the same weights in w and their variances (s,), which cost less than how they are correlated."""
+    index, variance = _chosen(unit, w, variance, count, rule, diagonal, dtype)
+    if not diagonal:
+        few = of_few_rows(unit, w, index, variance, dtype)
+        if few is not None:
+            return index, variances_of(few)
+    covariance = infer(unit, w, index, variance, dtype=dtype, diagonal=diagonal).covariance
+    return index, covariance if diagonal else np.diag(covariance)
+
+
+def _chosen(
+    unit: NetworkUnit, w: Array, variance: Array, count: int, rule: str, diagonal: bool, dtype: torch.dtype
+) -> tuple[Places, Array]:
+    """Places in w of the weights that are inferred, and their prior variances."""
+    _require_finite(w)
     free = unit.inferable_at
     shared, variance = unit.shared_at[free], variance[free]
     if diagonal:
-        return infer(unit, w, shared, variance, dtype=dtype, diagonal=True)
+        return shared, variance
     count = min(count, len(free))
     chosen = select(variance, curvature_diagonal(unit, w, shared, dtype=dtype), count, rule=rule)
-    return infer(unit, w, shared[chosen], variance[chosen], dtype=dtype)
+    return shared[chosen], variance[chosen]
+
+
+def _require_finite(w: Array) -> None:
+    if not np.all(np.isfinite(w)):
+        raise DeclarationError("the weights are not finite: lower learning_rate=.")
 
 
 def outputs(unit: NetworkUnit, w: Array, X: Array) -> Array:

@@ -37,7 +37,7 @@ from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_mess
 from fedppl.nn.algorithms._server import AT_MEAN, moved
 from fedppl.nn.batch import groups, stacked
 from fedppl.nn.batch_train import train_together
-from fedppl.nn.subnet import inferred
+from fedppl.nn.subnet import marginals
 from fedppl.nn.train import Training, train
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import network_of
@@ -241,11 +241,11 @@ def _update(unit: NetworkUnit, w: Array, message: Message, settings: _Settings) 
     mean, variance, shared = np.asarray(message["mean"]), np.asarray(message["variance"]), unit.shared_at
     believed = _believed(variance, float(message["declared"]), settings)
     count = _count(settings, len(mean))
-    q = inferred(unit, w, believed, count, rule=settings.rule, diagonal=settings.diagonal)
+    places, found = marginals(unit, w, believed, count, rule=settings.rule, diagonal=settings.diagonal)
     place = np.full(unit.size, -1)
     place[shared] = np.arange(len(shared))
-    chosen, spread = place[q.places], np.zeros(len(mean))
-    spread[chosen] = q.covariance if q.covariance.ndim == 1 else np.diag(q.covariance)
+    chosen, spread = place[places], np.zeros(len(mean))
+    spread[chosen] = found
     reply = {
         "mean": w[shared],
         "spread": spread if settings.average == "variance" else np.sqrt(spread),
