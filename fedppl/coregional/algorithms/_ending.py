@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +74,22 @@ def still_to_come(changes: Array, ratio: float) -> float:
     last = float(np.sum(np.abs(changes[-2:]))) * ratio / (1.0 + ratio)
     ratio = min(ratio, 1.0 - 1.0 / _HORIZON)
     return last * ratio / (1.0 - ratio)
+
+
+def gained_of_late(values: Sequence[float]) -> float:
+    """What the last third of the rounds gained: of an ascent that creeps, about what is left.
+
+    Gains like a power n^(−p−1) leave 1 / (1.5^p − 1) times it, twice it for p = 1. A ratio of gains says too little
+    there: it is that of the fast parts.
+
+    Examples
+    --------
+    >>> gained_of_late([0.0, 4.0, 6.0, 7.0])
+    1.0
+    """
+    if len(values) < 2:
+        return np.inf
+    return max(float(values[-1] - values[-1 - max(len(values) // 3, 1)]), 0.0)
 
 
 class Trail(NamedTuple):
