@@ -14,7 +14,8 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import curves
-from fedppl.coregional.algorithms._ending import gained_of_late, left_after, log_prior, longer, no_trail
+from fedppl.coregional.algorithms._ending import Left, gained_of_late, left_after, log_prior, longer, no_trail, report
+from fedppl.coregional.bound import Globals
 from fedppl.coregional.view import unit_of
 from models import fedlmc_ss
 from tests.support import problems
@@ -191,6 +192,17 @@ def test_without_enough_rounds_a_fit_says_how_much_is_left() -> None:
     assert fit.status is fedppl.Status.MAX_ROUNDS
     assert "nats are left" in fit.message and "raise rounds=" in fit.message
     assert fit.records[-1].info["remaining"] > 0.1
+
+
+def test_kernels_that_stay_for_some_rounds_are_not_said_to_rest() -> None:
+    """A fit whose length-scales were 1.5 sds from the maximum ended with "kernels by 0 a round"."""
+    shared = Globals(np.zeros((1, 2)), np.eye(2)[None], np.ones(1), np.zeros(1), 0.0)
+    left = Left(0.3, 0.2, 0.9)
+    said = {change: report(1.0, shared, change, left, arrived=False, noisy=False).message for change in (0.0, 0.01)}
+    assert "0.3 nats" in said[0.0] and "kernels" not in said[0.0]
+    assert "0.01" in said[0.01]
+    unknown = report(1.0, shared, 0.0, Left(np.nan, np.nan, 1.0), arrived=False, noisy=False).message
+    assert "not known" in unknown and "shrink" not in unknown  # where no gain has been seen
 
 
 def test_functions_that_the_data_do_not_decide_on_are_named() -> None:

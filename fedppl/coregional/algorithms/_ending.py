@@ -144,11 +144,12 @@ def report(bound: float, shared: Globals, change: float, left: Left, *, arrived:
     said = info(bound, shared, change, left.nats)
     if not arrived:
         what = f"about {left.nats:.2g} nats are left" if np.isfinite(left.nats) else "what is left is not known yet"
-        if left.ratio >= 1.0 - 1.0 / _HORIZON:
+        if np.isfinite(left.nats) and left.ratio >= 1.0 - 1.0 / _HORIZON:
             what = "what a round gains does not shrink yet"
         if noisy:
             what = "sums of some units or rows are noisy, so that what is left is not known"
-        at = f"({bound:.6g}, kernels by {change:.2g} a round)"
+        # In the end phase kernels stay for some rounds, which says nothing of whether they have arrived.
+        at = f"({bound:.6g}, kernels by {change:.2g} a round)" if change > 0 else f"({bound:.6g})"
         return Report(said, Status.RUNNING, f"the bound moves still {at}: {what}; raise rounds=")
     undecided = undecided_functions(shared.inclusion)
     if shared.inclusion.max(initial=0.0) <= 0.5:
