@@ -183,6 +183,35 @@ def run(*command: str) -> dict[str, Any]:
     return last
 
 
+def tiny_fit(folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """A method on four pixels, with a checkpoint."""
+    import torch
+
+    options = benchmark.arguments(["--folder", str(folder), "--rounds", str(rounds), "--rows", "2"])
+    found = benchmark.divide(images(), None, options, 0)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 10))
+    return benchmark.fitted("FedAvg", 1e-3, net, found, 0, options)
+
+
+def test_a_checkpoint_of_more_rounds_is_not_taken_for_fewer(tmp_path: Path) -> None:
+    """It was, and kept under the name of the fewer rounds."""
+    tiny_fit(tmp_path, 2)
+    with pytest.raises(ValueError, match="has 2 rounds, which do not go back to 1"):
+        tiny_fit(tmp_path, 1)
+
+
+def test_seconds_of_a_round_are_of_the_rounds_of_this_process(tmp_path: Path) -> None:
+    assert tiny_fit(tmp_path, 2)[0]["seconds"] > 0
+    assert "seconds" not in tiny_fit(tmp_path, 2)[0]  # from the checkpoint
+
+
+def test_more_unused_images_than_there_are_end_in_a_message() -> None:
+    options = benchmark.arguments(["--dataset", "cifar10", "--unused", "9999"])
+    with pytest.raises(SystemExit, match="--unused 9999: nobody holds"):
+        benchmark.divide(images(), None, options, 0)
+
+
 @pytest.mark.slow
 def test_a_short_run_of_the_benchmark(data_dir: Path) -> None:
     if not (data_dir / "mnist").is_dir() or not (data_dir / "fashion_mnist").is_dir():

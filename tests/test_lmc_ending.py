@@ -14,7 +14,8 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import curves
-from fedppl.coregional.algorithms._ending import left_after, log_prior, longer, no_trail
+from fedppl.coregional.algorithms._ending import Left, gained_of_late, left_after, log_prior, longer, no_trail, report
+from fedppl.coregional.bound import Globals
 from fedppl.coregional.view import unit_of
 from models import fedlmc_ss
 from tests.support import problems
@@ -44,6 +45,13 @@ def case(name: str) -> Case:
         return Case({"a": curve(rng, 30, 1.0)})
     if name == "unequal":
         return Case({"a": curve(rng, 30, 1.0), "b": curve(rng, 3, -0.7), "c": curve(rng, 1, 0.5)})
+    if name == "creeping":  # two coefficients trade places slowly
+        rng, data = np.random.default_rng(21), {}
+        for key in "ab":
+            x, (one, other) = np.sort(rng.uniform(0, 1, 25)), rng.normal(size=2)
+            y = one * np.sin(6 * x) + other * np.cos(9 * x + 1) + 0.1 * rng.normal(size=25)
+            data[key] = {"X": x, "y": y}
+        return Case(data)
     scale = float(name)
     two = {"a": curve(rng, 30, 1.0), "b": curve(rng, 25, -0.7)}
     return Case({key: {"X": one["X"], "y": scale * one["y"]} for key, one in two.items()}, scale)
@@ -153,9 +161,26 @@ def test_a_gain_that_does_not_shrink_is_not_small_because_the_bound_is_large() -
         assert left_after(trail_of(level + 0.0017 * np.arange(20))).nats > 1.0
 
 
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_of_a_gain_like_a_power_what_is_left_is_not_hidden(power: float) -> None:
+    """By the ratio of the last gains alone a tenth of it would be."""
+    values = -(np.arange(1.0, 301.0) ** -power)
+    gained = gained_of_late(list(values))
+    assert_allclose(gained * 1 / (1.5**power - 1), -values[-1], rtol=0.02)
+    assert left_after(trail_of(values)).nats > 0
+
+
 def test_noisy_sums_say_nothing_of_what_is_left() -> None:
     trail = longer(trail_of(np.arange(10.0)), 10.0, np.zeros(1), noisy=True)
     assert np.isnan(left_after(trail).nats)
+
+
+@problems.few_rounds
+def test_an_ascent_that_creeps_has_not_converged_far_from_the_end() -> None:
+    """It had, .0057 nats and .11 sds below, since a fast part of the gains was all that their ratio told."""
+    fit = fitted("creeping")
+    found, best, _ = climbed("creeping")
+    assert best - found < (1.5e-3 if fit.status is fedppl.Status.CONVERGED else fit.records[-1].info["remaining"])
 
 
 @problems.few_rounds
@@ -167,6 +192,17 @@ def test_without_enough_rounds_a_fit_says_how_much_is_left() -> None:
     assert fit.status is fedppl.Status.MAX_ROUNDS
     assert "nats are left" in fit.message and "raise rounds=" in fit.message
     assert fit.records[-1].info["remaining"] > 0.1
+
+
+def test_kernels_that_stay_for_some_rounds_are_not_said_to_rest() -> None:
+    """A fit whose length-scales were 1.5 sds from the maximum ended with "kernels by 0 a round"."""
+    shared = Globals(np.zeros((1, 2)), np.eye(2)[None], np.ones(1), np.zeros(1), 0.0)
+    left = Left(0.3, 0.2, 0.9)
+    said = {change: report(1.0, shared, change, left, arrived=False, noisy=False).message for change in (0.0, 0.01)}
+    assert "0.3 nats" in said[0.0] and "kernels" not in said[0.0]
+    assert "0.01" in said[0.01]
+    unknown = report(1.0, shared, 0.0, Left(np.nan, np.nan, 1.0), arrived=False, noisy=False).message
+    assert "not known" in unknown and "shrink" not in unknown  # where no gain has been seen
 
 
 def test_functions_that_the_data_do_not_decide_on_are_named() -> None:

@@ -32,20 +32,30 @@ def generator(random_seed: Any) -> np.random.Generator:
 
 
 def require_column(name: str, values: Any) -> NDArray[Any]:
-    """One value for every row, all of one type, and numbers finite."""
+    """One value for every row, numbers or strings, all of one type, and none of them missing."""
+    if np.ma.is_masked(values):
+        raise DataError(f"{name} hold masked values; drop these rows.")
     try:
         found = np.asarray(values)
     except ValueError as error:  # rows of several lengths
         raise DataError(f"{name} are no column; pass one value for every row.") from error
     if found.ndim != 1 or not len(found):
         raise DataError(f"{name} have shape {found.shape}; pass one for every row.")
-    if found.dtype.kind == "O" and len({type(value) for value in found.tolist()}) > 1:
-        raise DataError(f"{name} are of several types, {found.tolist()[:3]} ...; pass numbers, or strings.")
-    if found.dtype.kind == "O" and not isinstance(found[0], str | int | float) or found.dtype.kind == "c":
+    # NumPy makes strings of all values of a list that has one, of NaN too.
+    given = list(values) if found.dtype.kind in "US" and isinstance(values, list | tuple) else found.tolist()
+    if found.dtype.kind in "OUS" and len({_kind(value) for value in given}) > 1:
+        raise DataError(f"{name} are of several types, {shown(given[:3])} ...; pass numbers, or strings.")
+    if found.dtype.kind not in "OUSbiuf" or not isinstance(given[0], str | bytes | int | float):
         raise DataError(f"{name} are of type {type(found[0]).__name__}; pass numbers, or strings.")
-    if found.dtype.kind == "f" and not np.all(np.isfinite(found)):
+    numbers = found.astype(float) if found.dtype.kind == "O" and isinstance(given[0], float) else found
+    if numbers.dtype.kind == "f" and not np.all(np.isfinite(numbers)):
         raise DataError(f"{name} hold missing or infinite values; drop these rows.")
     return found
+
+
+def _kind(value: Any) -> type:
+    """The type of a value; strings of NumPy are strings."""
+    return next((kind for kind in (str, bytes) if isinstance(value, kind)), type(value))
 
 
 def require_whole(**numbers: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -133,6 +134,12 @@ def test_the_table_and_the_figure_count_the_same_rows() -> None:
         (lambda: data.label_skew([[1], [1, 2]], 2, 1), DataError, "no column"),
         (lambda: data.label_skew([None] * 20, 2, 1), DataError, "of type NoneType"),
         (lambda: data.label_skew(LABELS * 1j, 2, 1), DataError, "of type complex"),
+        (lambda: data.label_skew(["a", "b", math.nan], 1, 3), DataError, "labels are of several types"),
+        (lambda: data.label_skew([1, "a"], 1, 2), DataError, "labels are of several types"),
+        (lambda: data.label_skew(np.array([1.0, math.nan], dtype=object), 1, 2), DataError, "labels hold missing"),
+        (lambda: data.label_skew(np.ma.array([1, 2], mask=[0, 1]), 1, 2), DataError, "labels hold masked"),
+        (lambda: data.label_skew(np.array(["2020", "NaT"], "datetime64[D]"), 1, 2), DataError, "of type datetime64"),
+        (lambda: data.label_skew(np.zeros(3, dtype="i4,i4"), 1, 1), DataError, "of type void"),
         (lambda: data.label_skew(LABELS, 20, 5, cuts=np.array(["equal", "same"])), DeclarationError, "cuts="),
         (lambda: data.feature_skew(SOURCES, 9, labels=LABELS), DeclarationError, "each=None and labels="),
         (lambda: data.feature_skew(SOURCES, 4, labels=LABELS, each=4), DeclarationError, "all 10 labels of 'a'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -75,6 +76,22 @@ def still_to_come(changes: Array, ratio: float) -> float:
     return last * ratio / (1.0 - ratio)
 
 
+def gained_of_late(values: Sequence[float]) -> float:
+    """What the last third of the rounds gained: of an ascent that creeps, about what is left.
+
+    Gains like a power n^(−p−1) leave 1 / (1.5^p − 1) times it, twice it for p = 1. A ratio of gains says too little
+    there: it is that of the fast parts.
+
+    Examples
+    --------
+    >>> gained_of_late([0.0, 4.0, 6.0, 7.0])
+    1.0
+    """
+    if len(values) < 2:
+        return np.inf
+    return max(float(values[-1] - values[-1 - max(len(values) // 3, 1)]), 0.0)
+
+
 class Trail(NamedTuple):
     """The last rounds that can be compared: from one to the next nothing but an update."""
 
@@ -127,11 +144,12 @@ def report(bound: float, shared: Globals, change: float, left: Left, *, arrived:
     said = info(bound, shared, change, left.nats)
     if not arrived:
         what = f"about {left.nats:.2g} nats are left" if np.isfinite(left.nats) else "what is left is not known yet"
-        if left.ratio >= 1.0 - 1.0 / _HORIZON:
+        if np.isfinite(left.nats) and left.ratio >= 1.0 - 1.0 / _HORIZON:
             what = "what a round gains does not shrink yet"
         if noisy:
             what = "sums of some units or rows are noisy, so that what is left is not known"
-        at = f"({bound:.6g}, kernels by {change:.2g} a round)"
+        # In the end phase kernels stay for some rounds, which says nothing of whether they have arrived.
+        at = f"({bound:.6g}, kernels by {change:.2g} a round)" if change > 0 else f"({bound:.6g})"
         return Report(said, Status.RUNNING, f"the bound moves still {at}: {what}; raise rounds=")
     undecided = undecided_functions(shared.inclusion)
     if shared.inclusion.max(initial=0.0) <= 0.5:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.coregional.adam import flatten, unflatten
-from fedppl.coregional.algorithms._ending import Left, Trail, left_after, longer, no_trail
+from fedppl.coregional.algorithms._ending import Left, Trail, gained_of_late, left_after, longer, no_trail
 from fedppl.coregional.bound import Globals
 from fedppl.coregional.roles import Roles
 from fedppl.types import Array
@@ -24,6 +24,7 @@ _SETTLED, _CYCLE = 3, 8  # rounds before a step of the kernels is judged, and be
 _SEEN = 3  # ratios of gains, of the last cycles, of which the largest counts
 _FIRST, _FAR = 0.05, 0.3  # what a log parameter of a kernel moves at once, in the first step and at most
 _SHORTEST = 1e-4
+_ROUNDING = 1e-9  # of the value: a fall by less is none
 _WILD = 1e3  # prior sds or logs: a step that is none
 
 
@@ -57,6 +58,7 @@ class Rest(NamedTuple):
     radius: float  # of a step of the kernels
     ratios: tuple[float, ...]  # of gains at the ends of the last cycles
     reached: float  # value at the end of the last cycle, if nothing but an extrapolation came since
+    values: tuple[float, ...]  # of all rounds so far that stand
     refused: bool  # whether the last extrapolation was
     left: Left
     arrived: bool
@@ -75,6 +77,7 @@ def at_rest(shared: Globals) -> Rest:
         radius=_FIRST,
         ratios=(),
         reached=np.nan,
+        values=(),
         refused=False,
         left=Left(np.nan, np.nan, 1.0),
         arrived=False,
@@ -84,7 +87,8 @@ def at_rest(shared: Globals) -> Rest:
 def polished(rest: Rest, role: Roles, came: Round, tolerance: float, *, fixed: bool) -> tuple[Rest, Globals | None]:
     """The state after one more round, and the shared parameters reached; None where those before stand."""
     if rest.trial is not None and not rest.judging:  # an extrapolation
-        if not came.value >= rest.trail.values[-1]:
+        last = rest.trail.values[-1]
+        if not came.value >= last - _ROUNDING * (1.0 + abs(last)):
             return _from(rest, rest.path[-1])._replace(refused=True), None
         rest = _from(rest, came.sent)._replace(refused=False)
     trail = longer(rest.trail, came.value, came.best.kernel, noisy=False)
@@ -97,7 +101,10 @@ def polished(rest: Rest, role: Roles, came: Round, tolerance: float, *, fixed: b
     creeping = left_after(rest.trail, rest.ratios)
     # Twice what a quadratic has: the curvature is an estimate.
     gain = float(came.slope @ step)
-    left = Left(creeping.nats + gain, float(np.max(np.abs(step), initial=0.0)), creeping.ratio)
+    rest = rest._replace(values=(*rest.values, came.value))
+    # Both estimates are blind to slow parts beside fast ones, and to a curvature that is too large.
+    nats = max(creeping.nats + gain, gained_of_late(rest.values))
+    left = Left(nats, float(np.max(np.abs(step), initial=0.0)), creeping.ratio)
     small, count = left.small(tolerance), len(trail.values)
     if count > 4:  # before, nothing is known of the gains' ratio
         rest = rest._replace(left=left)

@@ -54,8 +54,9 @@ def Ascent(
     tolerance
         Nats of the bound, with the priors of the kernels' parameters, that may be still to come when a fit has
         converged: of the updates by the ratio of successive gains, Σ Δ rᵗ = Δ r / (1 − r), and of the kernels by a
-        quadratic. What is shared is within √(2 · tolerance) posterior sds of the maximum then. The size of the data and
-        their units do not count. With noisy sums nothing is known of it, and no fit converges.
+        quadratic; no less than the last third of the end phase gained. As far as these estimates hold, what is shared
+        is within √(2 · tolerance) posterior sds of the maximum then. The size of the data and their units do not count.
+        With noisy sums nothing is known of it, and no fit converges.
 
     Returns
     -------
@@ -76,7 +77,8 @@ def Ascent(
     Notes
     -----
     *When this fails.* The bound has local maxima: a length-scale that is far too long at the start, say, makes the
-    selection drop functions that are needed, and γ = 0 is not left again. Compare a few seeds, and read
+    selection drop functions that are needed, and γ = 0 is not left again. A fit may end at a saddle point, where two
+    latent functions of nearly the same length-scale are mixed. Compare a few seeds, and read
     ``fit.idata["rounds"]["selected"]``. Intervals of the mean field are too narrow where a unit has no rows;
     `fedppl.curves.predict` adds what it leaves out.
 
