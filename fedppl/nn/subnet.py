@@ -246,17 +246,12 @@ def output_covariance(unit: NetworkUnit, q: Subnetwork, X: Array, *, dtype: torc
     covariance = unit.tensor(np.asarray(q.covariance), dtype)
     found = []
     for part in chunks(unit, q.weights, q.places, dtype, X=X):
-        if q.covariance.ndim == 1 and part.rest is None:
-            # A unit's weights are independent: Σ_u ∂f_c/∂z_u ∂f_c'/∂z_u Σ_i x_i² Var(w_ui).
-            spread = part.slope.new_zeros(part.slope.shape[2], part.inputs.shape[1])
-            spread[part.unit, part.column] = covariance[part.places]
-            weighted = part.slope * (part.inputs**2 @ spread.T)[:, None]
-            found.append(weighted @ part.slope.mT)
+        if q.covariance.ndim == 1:
+            found.append(_of_independent(part, covariance))
             continue
         if part.rest is not None:
             J = rows_of(part, len(q.places), flat=False)
-            right = J * covariance if q.covariance.ndim == 1 else J @ covariance
-            found.append(right @ J.mT)
+            found.append(J @ covariance @ J.mT)
             continue
         by_unit = np.argsort(part.unit, kind="stable")
         groups, order = _by_unit(part, by_unit), part.places[by_unit]
@@ -269,3 +264,14 @@ def output_covariance(unit: NetworkUnit, q: Subnetwork, X: Array, *, dtype: torc
                 middle[:, other, one] = value
         found.append(part.slope @ middle @ part.slope.mT)
     return host(torch.cat(found))
+
+
+def _of_independent(part: Slopes, variance: torch.Tensor) -> torch.Tensor:
+    """Covariance of the outputs where weights are independent: layers add up, (b, C, C)."""
+    found = [] if part.rest is None else [(part.rest * variance[part.rest_places]) @ part.rest.mT]
+    if len(part.places):
+        # Of a unit of a linear layer: Σ_u ∂f_c/∂z_u ∂f_c'/∂z_u Σ_i x_i² Var(w_ui).
+        spread = part.slope.new_zeros(part.slope.shape[2], part.inputs.shape[1])
+        spread[part.unit, part.column] = variance[part.places]
+        found.append((part.slope * (part.inputs**2 @ spread.T)[:, None]) @ part.slope.mT)
+    return torch.stack(found).sum(0)
