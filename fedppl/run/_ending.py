@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from fedppl.engine.guard import REFUSED
 from fedppl.results import departure, fallbacks
 from fedppl.results.records import Record
+from fedppl.run._prior_check import prior_conflict
 from fedppl.run._run import Run
 from fedppl.run.one_round import without_numbers
 from fedppl.types import Status
@@ -37,7 +38,7 @@ def ending(run: Run, limit: int, *, stopped: str = "") -> tuple[Status, str]:
         )
     )
     if status is Status.CONVERGED:
-        told = (message, departure.sentence(infos), fallbacks.unchecked(infos), fallen)
+        told = (message, prior_conflict(run), departure.sentence(infos), fallbacks.unchecked(infos), fallen)
         return status, "; ".join(filter(None, told))
     silent = set(run.clients) - {client_id for record in run.records for client_id in record.infos}
     if len(silent) == len(run.clients):

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, Posterior, Report
 from fedppl.contracts.many import Passed
 from fedppl.data.grouped import Table
@@ -25,6 +26,7 @@ from fedppl.model.stack import ClientsOf, Stack, stacked, why_not
 from fedppl.results.fit import Fit
 from fedppl.results.records import Record
 from fedppl.run._algorithm import numbers_and_texts
+from fedppl.run._prior_check import contradicted
 from fedppl.run._run import Run
 from fedppl.run.loop import says_stop
 from fedppl.run.one_round import Round, one_round
@@ -111,6 +113,10 @@ def fit(
     if last.state is None and last.report.status is Status.STALLED and len(stack) <= _MOST_ONE_BY_ONE:
         _one_by_one(table, str(last.report.message))
         return None
+    message = last.report.message or ""
+    if last.report.status is Status.CONVERGED and last.state is not None:
+        mean = gaussian.mean(algorithm.result.shared.gaussian(last.state))
+        message = "; ".join(filter(None, (message, contradicted(list(few.models.values()), mean))))
     found = Fit(
         algorithm=algorithm,
         state=state if last.state is None else last.state,
@@ -121,7 +127,7 @@ def fit(
         reader=stack.like.reader(),
         records=tuple(records),
         status=last.report.status,
-        message=last.report.message or "",
+        message=message,
         personal={},
         seed=seed,
         seconds=time.perf_counter() - started,

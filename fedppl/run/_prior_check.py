@@ -1,0 +1,128 @@
+"""Whether the prior of a shared variable and the data of all clients contradict each other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.contracts import Posterior
+from fedppl.local.nested_laplace import NestedLaplace
+from fedppl.model.client import ClientModel
+from fedppl.numerics.prior import SharedPrior
+from fedppl.run._run import Run
+from fedppl.types import Array, LocalFailure
+
+logger = logging.getLogger(__name__)
+
+_FAR = 5.0  # sds of what the prior lets the data do
+_MOST_CLIENTS = 300  # an expansion of each is taken
+_NAMED = 3
+_YIELDS = 0.5  # of the curvature in the prior's middle
+_LEAST = 0.01  # of the same, in any direction
+_EXPAND = NestedLaplace().expand
+
+
+class _Slopes(NamedTuple):
+    """First and second derivatives of a log density at a point; the second with its sign turned."""
+
+    gradient: Array  # (m,)
+    information: Array  # (m, m)
+
+
+def prior_conflict(run: Run) -> str:
+    """Name the coordinates whose prior the data of a run contradict; empty where none is, or none can be told."""
+    shared = run.algorithm.result.shared
+    models = list(run.models.values())
+    if not isinstance(shared, Posterior) or shared.without is None or not run.algorithm.needs.kernel:
+        return ""
+    if not 0 < len(models) <= _MOST_CLIENTS:
+        return ""
+    return contradicted(models, gaussian.mean(shared.gaussian(run.state)))
+
+
+def contradicted(models: Sequence[ClientModel], center: Array) -> str:
+    r"""Name the coordinates whose prior these clients' data contradict, near the posterior mean μ (m,).
+
+    With the prior N(μ₀, Σ₀) and a likelihood of information I, the posterior mean is itself random before data are
+    seen, and a score test of the prior needs no more than slopes at μ:
+
+    .. math:: \mu - \mu_0 \sim N(0, \Sigma_0 - \Sigma), \qquad \Sigma_0 - \Sigma = \Sigma_0 I \Sigma
+
+    It does not depend on how far μ moves, so that a prior that is far too narrow stands out, too. Σ₀ is that of the
+    declared prior's own curvature at μ; where this is much less than in its middle, as in the tails of a Cauchy or a
+    scale near 0, the prior yields, and is left out. So are clients at sites of their own, whose slopes are theirs.
+    """
+    prior = models[0].prior
+    declared, data = _of_prior(prior, center), _of_data(models, center)
+    if data is None or not np.all(np.isfinite(declared.information)):
+        return ""
+    scale = prior.gaussian.precision
+    holds = np.diag(declared.information) > _YIELDS * np.diag(scale)
+    declared = declared._replace(information=_bounded(declared.information, scale))
+    found = np.where(holds, deviations(declared, data), 0.0)
+    said = _said(found, models[0].layout.labels, declared, center)
+    if said:
+        logger.warning(said)
+    return said
+
+
+def deviations(prior: _Slopes, data: _Slopes) -> Array:
+    """(μ − μ₀)ᵢ in sds of what it is before data are seen, (m,); 0 where the data tell nothing of the coordinate."""
+    spread = np.linalg.inv(prior.information)
+    posterior = np.linalg.inv(prior.information + data.information)
+    gained = spread @ data.information @ posterior  # Σ₀ − Σ, without a difference of nearly equal numbers
+    shift = posterior @ data.gradient - gained @ prior.gradient
+    known = np.diag(gained) > 1e-14 * np.diag(spread)
+    return np.where(known, shift / np.sqrt(np.where(known, np.diag(gained), 1.0)), 0.0)
+
+
+def _of_prior(prior: SharedPrior, center: Array) -> _Slopes:
+    """Those of the declared prior, and not of the Gaussian that the server starts from."""
+    start = prior.gaussian
+    gradient = start.linear - start.precision @ center + prior.log_ratio_gradient(center)
+    return _Slopes(gradient, start.precision - prior.log_ratio_hessian(center))
+
+
+def _of_data(models: Iterable[ClientModel], center: Array) -> _Slopes | None:
+    """Sums over clients, with their own variables integrated; None where one has no expansion."""
+    assert _EXPAND is not None
+    gradient, hessian = np.zeros(len(center)), np.zeros((len(center), len(center)))
+    for model in models:
+        try:
+            found = _EXPAND(model, center, 0.0)
+        except LocalFailure:
+            return None
+        gradient, hessian = gradient + found.gradient, hessian + found.hessian
+    values, vectors = np.linalg.eigh(-(hessian + hessian.T) / 2)
+    return _Slopes(gradient, (vectors * np.maximum(values, 0.0)) @ vectors.T)
+
+
+def _bounded(information: Array, scale: Array) -> Array:
+    """With no direction in which it is less than a hundredth of `scale`."""
+    root = np.linalg.cholesky(scale)
+    back = np.linalg.inv(root)
+    values, vectors = np.linalg.eigh(back @ information @ back.T)
+    half = root @ vectors
+    return np.asarray((half * np.maximum(values, _LEAST)) @ half.T)
+
+
+def _said(found: Array, labels: Sequence[str], prior: _Slopes, center: Array) -> str:
+    worst = [int(i) for i in np.argsort(-np.abs(found), kind="stable") if abs(found[i]) > _FAR]
+    if not worst:
+        return ""
+    spread = np.linalg.inv(prior.information)
+    sd = np.sqrt(np.diag(spread))
+    mean = center + spread @ prior.gradient
+    mean = np.where(np.abs(mean) < 1e-6 * sd, 0.0, mean)
+    named = ", ".join(
+        f"{labels[i]} ({found[i]:+.2g} sds from its prior, about {mean[i]:.2g} ± {sd[i]:.2g})" for i in worst[:_NAMED]
+    )
+    more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
+    return (
+        f"data contradict the prior of {named}{more}: where it holds a variable back, others make up for that; look at "
+        "units, or declare a wider prior"
+    )
