@@ -587,6 +587,27 @@ def test_modes_of_clients_that_left_are_forgotten() -> None:
     assert fedppl.without(found, ["2", "3"], progressbar=False).fit.status is Status.CONVERGED
 
 
+def unequal_shares(y: Any) -> pm.Model:
+    """Shares that are known tell labels apart where there are many rows."""
+    with pm.Model() as model:
+        first, second = pm.Normal("first", 0.3, 5), pm.Normal("second", -0.3, 5)
+        pm.NormalMixture("obs", [0.3, 0.7], pm.math.stack([first, second]), 0.8, observed=pm.Data("y", y))
+    return model
+
+
+def test_a_mode_without_mass_may_have_some_when_a_client_has_left() -> None:
+    rng = np.random.default_rng(3)
+    rows = {"K": (12, 40), "A": (5, 5), "B": (4, 5), "C": (5, 5)}  # at 6, and at 2
+    clients = {
+        name: {"y": np.repeat([6.0, 2.0], each) + 0.8 * rng.normal(size=sum(each))} for name, each in rows.items()
+    }
+    found = fit(FederatedModel(unequal_shares, ["first", "second"]), clients)
+    assert found.status is Status.CONVERGED
+    with pytest.warns(fedppl.ConvergenceWarning, match="several modes"):
+        left = fedppl.without(found, "K", certificate=False, progressbar=False)
+    assert left.fit.status is Status.STALLED
+
+
 def test_a_run_that_was_cut_off_between_searches_goes_on_as_it_would_have(tmp_path: Path) -> None:
     model, clients = problems.regression()
     whole, path = fit(model, clients), tmp_path / "run.ckpt"

@@ -260,6 +260,26 @@ def test_a_missing_text_is_no_level(gone: Any) -> None:
         found.model.read("N", rows)
 
 
+def test_pandas_own_missing_value_is_missing_in_tables_too() -> None:
+    """It has no truth, so that comparing it with itself is an error."""
+    names = np.repeat(["A", "B"], 4)
+    kinds = {
+        "string": pd.array(["a", pd.NA, "b", "a"] * 2, dtype="string"),
+        "texts": pd.Series(["a", pd.NA, "b", "a"] * 2, dtype=object),
+        "numbers": pd.Series([1.0, pd.NA, 3.5, 2.0] * 2, dtype=object),
+    }
+    model = fedppl.formula("y ~ x + (1 | site)")
+    for column in kinds.values():
+        frame = pd.DataFrame({"site": names, "y": np.arange(8.0), "x": column})
+        with pytest.raises(DataError, match="'x' in 1 rows at client 'A'"):
+            fedppl.agree(model, frame, by="site")
+        found = fedppl.agree(model, frame, by="site", missing="drop").columns.loc["x"]
+        assert found["levels"] == ("a", "b") or found["mean"] == pytest.approx(6.5 / 3)
+    frame = pd.DataFrame({"site": pd.array([*names[:7], pd.NA], dtype="string"), "y": np.arange(8.0), "x": names})
+    with pytest.raises(DataError, match="missing in 1 of 8 rows"):
+        fedppl.agree(model, frame, by="site")
+
+
 def test_a_number_is_one_level_whatever_stands_beside_it() -> None:
     clients = {k: {"dose": np.array(dose), "y": np.arange(2.0)} for k, dose in {"A": [1.0, 2.0], "B": [1, 1.5]}.items()}
     found = fedppl.agree(fedppl.formula("y ~ C(dose) + (1 | site)"), clients)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedppl.data.ids import is_missing
 from fedppl.types import Array, DataError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def texts(column: Any) -> Array:
     nw = narwhals()
     values = column.to_list() if isinstance(column, nw.Series) else np.asarray(column).tolist()
     found = np.empty(len(values), dtype=object)
-    found[:] = [None if value is None or value != value else str(value) for value in values]
+    found[:] = [None if is_missing(value) else str(value) for value in values]
     return found
 
 
@@ -97,11 +98,11 @@ def numeric(column: Any, what: str, known: Sequence[Any] | None = None) -> Array
     if kind.is_temporal() and kind != nw.Time:
         return _of_numpy(column.to_numpy(), what)
     values = column.to_list()
-    if all(value is None for value in values):
+    if all(map(is_missing, values)):
         return np.full(len(values), np.nan)
     if kind == nw.Unknown and (found := np.asarray(column.to_native())).dtype.kind in "biufc":  # sparse, complex
         return found
-    plain = [np.nan if value is None else value for value in values]
+    plain = [np.nan if is_missing(value) else value for value in values]
     if kind == nw.Object and all(isinstance(value, numbers.Real | decimal.Decimal | np.generic) for value in plain):
         return _of_numpy(np.array(plain, dtype=float), what)
     raise _not_numeric(what, str(kind), values)
@@ -137,7 +138,7 @@ def _codes(column: nw.Series[Any], order: Sequence[Any], what: str) -> Array:
 
 
 def _not_numeric(what: str, kind: str, values: Sequence[Any]) -> DataError:
-    present = [value for value in values if value is not None]
+    present = [value for value in values if not is_missing(value)]
     shown = sorted({repr(value) for value in present})[:4]
     return DataError(
         f"{what} has the type {kind} ({', '.join(shown)}), and a model computes with numbers: {_remedy(present)}."

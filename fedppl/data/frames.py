@@ -15,7 +15,7 @@ import xarray as xr
 
 from fedppl.data import columns as columns_
 from fedppl.data.columns import Categories, eager, narwhals, read
-from fedppl.data.ids import id_of, keys_of, require_ids
+from fedppl.data.ids import id_of, is_missing, keys_of, require_ids
 from fedppl.types import Array, DataError
 
 
@@ -249,7 +249,7 @@ def _groups(data: Any, keys: Sequence[Any]) -> tuple[Array, list[Any]]:
     rows = list(zip(*(lists[key] for key in keys), strict=True))
     if not rows:
         raise DataError("the table has no rows; there is nothing to fit.")
-    empty = sum(any(value is None or value != value for value in row) for row in rows)
+    empty = sum(any(map(is_missing, row)) for row in rows)
     if empty:
         raise DataError(f"by={list(keys)} is missing in {empty} of {len(rows)} rows; say whose they are, or drop them.")
     numbers: dict[Any, int] = {}

@@ -34,7 +34,7 @@ def require_ids(clients: Mapping[Any, Any]) -> None:
 def _require_id(client_id: Any) -> None:
     parts = client_id if isinstance(client_id, tuple) else (client_id,)
     for part in parts:
-        if _is_missing(part):
+        if is_missing(part):
             raise DataError(f"a client's id is {client_id!r}; name the client, or drop its rows.")
         if isinstance(part, bytes):
             raise DataError(f"client id {client_id!r} is of bytes, and ids are texts; decode them: {part!r}.decode().")
@@ -46,11 +46,14 @@ def _require_id(client_id: Any) -> None:
         raise DataError(f"a client's id is {client_id!r}, an empty text; name the client, or drop its rows.")
 
 
-def _is_missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
     """None, NaN, NaT and NA: the last has no truth."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
-    return isinstance(value, float) and value != value
+    try:
+        return bool(value != value)
+    except (TypeError, ValueError):  # as of an array, which is no single value
+        return False
 
 
 def keys_of(by: Any, found: Sequence[Any], index: Iterable[Any] = ()) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.ep import _judged, _trust
+from fedppl.algorithms.ep import _judged, _starts, _trust
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._correction import reached, weighed
 from fedppl.algorithms.ep._evidence import squares_of_constants, squares_of_errors
@@ -71,7 +71,7 @@ def resume(first: EPState, last: EPState) -> EPState:
     sites = _sites.update(new, linear, precision)
     if not gaussian.is_proper(sites.q):
         return first
-    if last.starts is not None and last.starts.said:  # of several modes, whose masses now are others
+    if last.starts is not None and _starts.are_several(last.starts.modes):  # however little some had: it is another now
         return first
     return first._replace(sites=sites, warm_start=None)
 

@@ -122,6 +122,11 @@ def next_search(starts: Starts, sites: Sites, found: Mode | None) -> tuple[Start
     )
 
 
+def are_several(modes: tuple[Mode, ...]) -> bool:
+    """Whether searches arrived at other places than the first did, whatever mass they have."""
+    return any(_are_apart(modes[0], mode) for mode in modes[1:])
+
+
 def _without_sites(mode: Mode) -> Mode:
     """What is of use when all searches are over."""
     return mode._replace(linear=mode.linear[:0], precision=mode.precision[:0])
