@@ -714,3 +714,22 @@ def test_of_very_many_clients_others_are_asked_whether_laplace_does(monkeypatch:
     q = gaussian.from_moments(np.array([0.5, 0.5, 0.0]), 0.2**2 * np.eye(3))
     way = at_once.chosen(stack, at_once.ways_for(stack, some), order, q, 60, 1)
     assert len(way.nodes.nodes)
+
+
+def test_exchangeable_labels_are_several_modes_of_many_clients(caplog: pytest.LogCaptureFixture) -> None:
+    """Priors are a little apart, so that the modes are no exact images: the search of the first clients shows them."""
+
+    def mixture(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            y, centers = pm.Data("y", y), [pm.Normal(f"m{i}", sign * 0.3, 5) for i, sign in ((1, 1), (2, -1))]
+            shift = 0.3 * pm.Normal("theta", 0, 1)
+            pm.NormalMixture("obs", [0.5, 0.5], pm.math.stack([one + shift for one in centers]), 0.8, observed=y)
+        return model
+
+    rng = np.random.default_rng(1)
+    clients = {f"c{k}": {"y": np.where(rng.random(8) < 0.5, 2.0, 6.0) + 0.8 * rng.normal(size=8)} for k in range(60)}
+    model = fedppl.FederatedModel(mixture, ["m1", "m2"])
+    with caplog.at_level(logging.INFO, "fedppl"), pytest.warns(fedppl.ConvergenceWarning, match="several modes"):
+        found = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
+    assert found.status is Status.STALLED
+    assert any("asked one by one" in record.message for record in caplog.records)

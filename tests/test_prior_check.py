@@ -93,7 +93,7 @@ def test_data_of_the_model_seldom_contradict_it() -> None:
 def test_many_clients_at_once_are_told_too() -> None:
     _, clients = normal_means(60)
     model = fedppl.FederatedModel(functools.partial(far, sd=0.001), ["mu", "tau"])
-    shifted = {name: {"y": data["y"] + 40.0} for name, data in clients.items()}
+    shifted = {name: {"y": data["y"] + 4.0} for name, data in clients.items()}
     found = fedppl.fit(model, shifted, fedppl.EP(), progressbar=False, random_seed=1)
     assert found.records[-1].together == 60
     assert "mu (" in found.message

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from fedppl.contracts.algorithm import Report
 from fedppl.contracts.client import ClientView
-from fedppl.gaussian import Gaussian
 from fedppl.numerics.stacked import Packs
 from fedppl.types import Array, Layout, Rng
 
@@ -62,5 +61,6 @@ class Passed(NamedTuple):
     way: Any = None  # how θ is integrated, for moments of clients
 
 
-# Passes over more and more clients from a q of some of them, which were so many: the state before, threads.
-TogetherFn = Callable[[ManyClients, Any, Gaussian, int, Rng, int], Iterator[Passed]]
+# Passes over more and more clients: all of them, a state for them, that of some whose q is known, how many these are,
+# and threads.
+TogetherFn = Callable[[ManyClients, Any, Any, int, Rng, int], Iterator[Passed]]

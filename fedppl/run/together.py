@@ -86,14 +86,13 @@ def fit(
             if not _arrived(few):
                 _one_by_one(table, "the first clients' search did not arrive")
                 return None
-            posterior = algorithm.result.shared.gaussian(few.state)
         finally:
             few.engine.close()
         state = algorithm.init(stack.layout, stack.client_ids, np.random.default_rng((seed, 1)))
         records: list[Record] = []
         last, since = None, time.perf_counter()
         try:
-            for last in algorithm.together(stack, state, posterior, len(chosen), rng, cores()):
+            for last in algorithm.together(stack, state, few.state, len(chosen), rng, cores()):
                 seconds = time.perf_counter() - since
                 records.append(_record(len(records) + 1, last, seconds))
                 told = f"{last.clients} clients: {last.report.message or last.report.status.value}"

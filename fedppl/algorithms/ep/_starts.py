@@ -19,7 +19,7 @@ from fedppl.types import Array, Layout
 Indices = NDArray[np.int64]
 _APART = 3.0  # posterior sds between modes that are not one
 _ALIKE = 0.1  # sds of the prior by which moments of equal priors may differ
-_MATTERS = 1e-3  # share of the mass of a mode that is worth a word
+MATTERS = 1e-3  # share of the mass of a mode that is worth a word
 
 
 class Mode(NamedTuple):
@@ -52,10 +52,10 @@ def begin(layout: Layout, starts: int, stream: int, asked_for: bool) -> Starts:
     sd = gaussian.standard_deviations(prior)
     z = whitened_points(len(sd), 2 * (starts + len(sd)), stream)[: starts - 1]
     reach = 2.0 ** (np.arange(len(z)) % 3)
-    return Starts(gaussian.mean(prior) + z * reach[:, None] * sd, _turned(layout), (), "", asked_for)
+    return Starts(gaussian.mean(prior) + z * reach[:, None] * sd, turned(layout), (), "", asked_for)
 
 
-def _turned(layout: Layout) -> Indices:
+def turned(layout: Layout) -> Indices:
     """Coordinates with variables of one prior in reversed order; the elements of a variable that has a prior alone.
 
     Moments of a prior that is not Gaussian are of draws, so that equal priors differ a little.
@@ -71,18 +71,18 @@ def _turned(layout: Layout) -> Indices:
                     break
         else:
             groups.append([part])
-    turned = np.arange(layout.size, dtype=np.int64)
+    order = np.arange(layout.size, dtype=np.int64)
     for group in groups:
         for part, other in zip(group, reversed(group), strict=True):
             taken = np.arange(other.start, other.stop)
-            turned[part] = taken if len(group) > 1 else taken[::-1]
-    return turned
+            order[part] = taken if len(group) > 1 else taken[::-1]
+    return order
 
 
-def _images(mode: Mode, middle: Array, turned: Indices) -> list[Array]:
+def images(point: Array, sd: Array, middle: Array, turned: Indices) -> list[Array]:
     """Where exchangeable labels, and signs that the data do not tell, have their other mode: none where it is this."""
-    images = [2.0 * middle - mode.point, mode.point[turned]]
-    return [image for image in images if np.max(np.abs(image - mode.point) / mode.sd) > _APART]
+    found = [2.0 * middle - point, point[turned]]
+    return [image for image in found if far_apart(image, point, sd)]
 
 
 def arrived_at(sites: Sites, search: WarmStart) -> Mode:
@@ -102,9 +102,9 @@ def next_search(starts: Starts, sites: Sites, found: Mode | None) -> tuple[Start
     modes = starts.modes if found is None else (*starts.modes, found)
     left, middle = starts.left, gaussian.mean(sites.prior)
     if found is not None and all(found.log_mass > mode.log_mass + 1.0 for mode in starts.modes):
-        images = _images(found, middle, starts.turned)  # beside the searches that are left where it came late
-        least = len(images) if starts.modes else 0
-        left = np.array([*images, *left]).reshape(-1, len(middle))[: max(len(left), least)]
+        beside = images(found.point, found.sd, middle, starts.turned)  # the searches that are left where it came late
+        least = len(beside) if starts.modes else 0
+        left = np.array([*beside, *left]).reshape(-1, len(middle))[: max(len(left), least)]
     if len(left):
         search = _warm_start.start_at(left[0], middle, len(sites.where))
         empty = _sites.update(sites, np.zeros_like(sites.linear), np.zeros_like(sites.precision))
@@ -139,11 +139,16 @@ def _distinct(best: Mode, modes: tuple[Mode, ...]) -> list[Mode]:
         if all(_are_apart(mode, one) for one in (best, *found)):
             found.append(mode)
     total = logsumexp([best.log_mass, *(mode.log_mass for mode in found)])
-    return [mode for mode in found if mode.log_mass - total > np.log(_MATTERS)]
+    return [mode for mode in found if mode.log_mass - total > np.log(MATTERS)]
+
+
+def far_apart(one: Array, other: Array, sd: Array) -> bool:
+    """Whether two points are none of one mode with these sds."""
+    return float(np.max(np.abs(one - other) / sd)) > _APART
 
 
 def _are_apart(one: Mode, other: Mode) -> bool:
-    return float(np.max(np.abs(one.point - other.point) / np.maximum(one.sd, other.sd))) > _APART
+    return far_apart(one.point, other.point, np.maximum(one.sd, other.sd))
 
 
 def _told(best: Mode, others: list[Mode], labels: tuple[str, ...]) -> str:

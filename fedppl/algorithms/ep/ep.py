@@ -98,7 +98,7 @@ def EP(
         called converged: q is of one of them. "auto" is 4 where clients are in this process and all of them answer in a
         round, with `warm_start` and without `trust`, and else 1: searches cost a site queries. Where the first does not
         arrive, it leaves the others out. Passes over all clients at once, which fits of many clients take where they
-        can, search once.
+        can, begin with such searches of some of them, and end where another mode may have mass with all.
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
     trust

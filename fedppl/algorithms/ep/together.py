@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import gaussian
-from fedppl.algorithms.ep import _correction
+from fedppl.algorithms.ep import _correction, _starts
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._correction import Correcting
 from fedppl.algorithms.ep._search import Ask, Fitted, Found, Search, begin, one_pass
@@ -34,13 +34,15 @@ from fedppl.types import LocalFailure, Rng, Status
 _GROWTH = 64  # times as many clients are asked next
 _PASSES = 20  # over the same clients
 _NAMED = 100_000  # clients of whom it is said who pulls further than chance would: each takes a cavity
+_BEYOND = 3.0  # log units that an image of the mode has above q's own tail
+_NEAR = 4.0  # log units for each coordinate that a mode of few clients may lie below that of as many more
 _TAILS = 0.25  # log units of a posterior's integral that may be missing, by its skewness
 
 Places = NDArray[np.int64]
 
 
 def together(
-    many: ManyClients, state: EPState, few: Gaussian, asked: int, rng: Rng, workers: int, *, correction: Correction
+    many: ManyClients, state: EPState, few: EPState, asked: int, rng: Rng, workers: int, *, correction: Correction
 ) -> Iterator[Passed]:
     """Passes over more and more clients, the last over all, from a q of some of them.
 
@@ -51,7 +53,7 @@ def together(
     state
         The state that `init` gives for all of them.
     few
-        q of some clients, chosen at random.
+        The state whose q is that of some clients, chosen at random, with the modes that they found.
     asked
         How many these are.
     rng
@@ -62,7 +64,7 @@ def together(
         Of the exchanges that follow where the posterior is far from q's form.
     """
     order = rng.permutation(len(many)).astype(np.int64)
-    q, count = few, asked
+    q, count = few.sites.q, asked
     way: Way | None = None
     some = _many.looked_at(many, order)
     found = _many.ways_for(many, some)
@@ -100,6 +102,9 @@ def together(
     if way.error > MOST_ERROR:
         yield Passed(count, _report(at.search, Status.STALLED, _said(way)))
         return
+    if several := _several(many, q, few, asked, way, workers):
+        yield Passed(count, _report(at.search, Status.STALLED, several))
+        return
     ended = _ended(state, at.search, at.sites(), many.like.has_proper_prior, way)
     who = far_off(ended) if count <= _NAMED else ""
     if at.search.done:
@@ -111,6 +116,28 @@ def together(
         if passed.state is not None:
             report = report._replace(message="; ".join(filter(None, (report.message, who))))
         yield passed._replace(report=report, way=way.nodes)
+
+
+def _several(many: ManyClients, q: Gaussian, few: EPState, asked: int, way: Way, workers: int) -> str:
+    """Say along which coordinate there may be another mode: at an image of this one, or at one of few clients."""
+    prior, center, sd = many.like.prior, gaussian.mean(q), gaussian.standard_deviations(q)
+    images = _starts.images(center, sd, gaussian.mean(prior.gaussian), _starts.turned(many.like.layout))
+    known = [mode.point for mode in few.starts.modes] if few.starts is not None else []
+    known = [point for point in known if _starts.far_apart(point, center, sd)]
+    if not images and not known:
+        return ""
+    points = np.array([center, *images, *known])
+    places, none = np.arange(len(many), dtype=np.int64), np.zeros((0, len(points)))
+    found = _many.factors(many, places, points, center, none, nodes=way.nodes, workers=workers)
+    values = found.totals + gaussian.log_kernel(prior.gaussian, points) + prior.log_ratio(points)
+    above, expected = values - values[0], gaussian.log_kernel(q, points)
+    # The mode of all lies within some sds of that of few, which are wider.
+    slack = np.repeat([0.0, _NEAR * len(center) * len(many) / asked], [1 + len(images), len(known)])
+    beyond = (above + slack > np.log(_starts.MATTERS)) & (above > expected - expected[0] + _BEYOND)
+    if not np.any(beyond):
+        return ""
+    worst = int(np.argmax(np.abs(points[int(np.argmax(beyond))] - center) / sd))
+    return f"the posterior may have several modes along {many.like.layout.labels[worst]}"
 
 
 def _better(one: Way | None, other: Way) -> Way:
