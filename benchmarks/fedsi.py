@@ -328,6 +328,7 @@ def fitted(
     if options.folder is not None and not method.alone:
         settings["checkpoint"] = options.folder / f"{named(name, rate, seed, options)}.ckpt"
     fits: dict[str, fedppl.Fit] = {}
+    failed = 0  # replies of all rounds
     trained = 0  # rounds of clients in this process: what a checkpoint brought is not in them
 
     def count(step: fedppl.Round) -> None:
@@ -342,7 +343,10 @@ def fitted(
                 "ask for as many --rounds at least, or take another --folder."
             )
         fits |= dict.fromkeys(group, fit)
-    extra: dict[str, float] = {"seconds": (time.process_time() - started) / trained} if trained else {}
+        failed += sum(len(record.failures) for record in fit.records)
+    extra: dict[str, float] = {"failed": failed}
+    if trained:
+        extra["seconds"] = (time.process_time() - started) / trained
     own = {k: fedppl.nn.personalise(fit, k) for k, fit in fits.items()}
     if problem.novel and not method.alone:
         fit = next(iter(fits.values()))

@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-COLUMNS = ("accuracy", "ECE", "MCE", "Brier", "NLL", "AUROC unseen", "AUROC strange", "novel", "seconds")
+COLUMNS = ("accuracy", "ECE", "MCE", "Brier", "NLL", "AUROC unseen", "AUROC strange", "novel", "seconds", "failed")
 
 
 def of_fedsi(fits: list[tuple[str, Any]]) -> pd.DataFrame:
@@ -43,7 +43,9 @@ def of_pfedvem(fits: list[tuple[str, Any]]) -> pd.DataFrame:
         rows.append({"method": found["method"], "rounds": last, **row})
     seeds = pd.DataFrame(rows)
     groups = seeds.groupby("method", sort=False)
-    columns = [name for name in ("rounds", "PM", "smallest 10 %", "GM last 10", "averaged", "CPU s") if name in seeds]
+    columns = [
+        name for name in ("rounds", "PM", "smallest 10 %", "GM last 10", "averaged", "CPU s", "failed") if name in seeds
+    ]
     table = groups[columns].mean()
     table.insert(0, "seeds", groups.size())
     for name in ("PM", "smallest 10 %", "GM last 10", "averaged"):
@@ -56,7 +58,7 @@ def cell(name: str, value: float) -> str:
     """A number with the digits that the pages have."""
     if isinstance(value, float) and math.isnan(value):
         return ""
-    if name in ("seeds", "rounds"):
+    if name in ("seeds", "rounds", "failed"):
         return f"{value:.0f}"
     return f"{value:.3f}" if name[:3] in ("ECE", "MCE", "Bri", "NLL", "AUR") else f"{value:.2f}"
 

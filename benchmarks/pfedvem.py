@@ -369,6 +369,7 @@ def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
                 for column, weights in columns:
                     found[column][str(step.number)] = accuracy_of(setting, weights, setting.everyone)
             found["rounds"] = step.number
+            found["failed"] = found.get("failed", 0) + len(step.record.failures)
             notes.write_text(json.dumps(found))
             before = time.process_time()
 
@@ -432,6 +433,8 @@ def figures(found: dict[str, Any], options: argparse.Namespace) -> dict[str, flo
         if set(wanted) <= set(found["GM"]):  # a kept fit may have been scored in fewer rounds
             row["GM best (on test)"] = max(found["GM"][n] for n in wanted)
     row["CPU s"] = found["seconds"]
+    if "failed" in found:  # replies of all rounds
+        row["failed"] = found["failed"]
     return row
 
 

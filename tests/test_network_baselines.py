@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 from fedppl import nn  # noqa: E402
 from fedppl.nn.functional import pieces  # noqa: E402
 from fedppl.nn.langevin import langevin_steps  # noqa: E402
-from fedppl.nn.personal import bayes_steps, meta_steps, moreau_steps  # noqa: E402
+from fedppl.nn.personal import bayes_steps, loss_at, meta_steps, moreau_steps  # noqa: E402
 from fedppl.nn.train import Training  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 
@@ -276,6 +276,23 @@ def test_steps_of_posteriors_are_those_of_the_objective(follow: bool) -> None:
     for (middle, width), pair in zip(found, both, strict=True):
         assert_allclose(middle, normal(pair).mean.detach(), rtol=1e-9, atol=1e-12)
         assert_allclose(width, normal(pair).stddev.detach(), rtol=1e-9)
+
+
+def test_a_client_that_is_better_than_the_global_network_is_not_taken_to_have_failed() -> None:
+    """The global p's loss is far above that of its own q, and stays so after a few steps."""
+    model, clients = networks()
+    client = model.enrol(clients, kernel=False)["device 0"]
+    algorithm = nn.PFedBayes(zeta=0.01, spread=0.05, learning_rate=0.02, epochs=30)
+    state = algorithm.init(client.layout, ("device 0",), stream((0,)))
+    good, _, _ = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
+    turned = good.mean.copy()
+    turned[client.layout.slices["2.weight"]] *= -5.0
+    bad = state._replace(mean=turned)
+    gentle = nn.PFedBayes(zeta=0.01, spread=0.05, learning_rate=1e-3, epochs=1)
+    unit = client.view(network_of).unit
+    assert loss_at(unit, bad.mean) > loss_at(unit, good.mean) + 2.0
+    after, _, _ = gentle.update_client(client, good, gentle.broadcast(bad, "device 0"), stream((2,)))
+    assert loss_at(unit, after.mean) < loss_at(unit, good.mean) + 0.5
 
 
 def test_pfedbayes_learns_and_says_how_sure_it_is() -> None:

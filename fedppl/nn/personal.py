@@ -139,7 +139,7 @@ def bayes_steps(
 
     q, p = raw((mean, sd) if start is None else start), raw((mean, sd))
     optimizers = [adam(pair, steps.learning_rate) for pair in (q, p)]
-    before = loss_at(unit, host(q[0]))
+    before = [loss_at(unit, host(pair[0])) for pair in (q, p)]  # p, which others train too, may be far worse than q
     strength = weight / len(X)
     with torch.no_grad():
         spread, width = (torch.nn.functional.softplus(pair[1]) for pair in (q, p))
@@ -162,10 +162,10 @@ def bayes_steps(
                 _step(optimizers[1], p, -inverse * apart, of_width)
                 width = torch.nn.functional.softplus(p[1])
     found = [(host(pair[0]), host(torch.nn.functional.softplus(pair[1].detach()))) for pair in (q, p)]
-    for middle, sds in found:
+    for (middle, sds), least in zip(found, before, strict=True):
         if not np.all(np.isfinite(sds)):
             raise LocalFailure("a posterior is not finite; lower learning_rate=")
-        _checked(unit, middle, before, "learning_rate")
+        _checked(unit, middle, least, "learning_rate")
     return found[0], found[1]
 
 
