@@ -51,7 +51,6 @@ CLIENTS = {"mnist": 10, "fmnist": 10, "cifar10": 20}
 ROWS = {"small": (50, 950), "large": (900, 300)}  # CIFAR-10 has half of that
 RATIO = {"mnist": 0.05, "fmnist": 0.05, "cifar10": 0.07}
 OTHER = {"mnist": "fmnist", "fmnist": "mnist"}
-RATES = {"pFedBayes": (1e-4,)}  # as published; FedSI's two have 1e-2, all others 1e-3 and 1e-2
 # Table I, accuracy, small and large; Table II, ECE, MCE and Brier score.
 PAPER: dict[str, dict[str, tuple[float, float]]] = {
     "mnist": {
@@ -124,8 +123,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--unused", type=int, default=0, help="images a client that nobody holds, in place of test rows"
     )
     parser.add_argument("--methods", nargs="+", choices=[*fedsi.METHODS], default=[*fedsi.METHODS])
-    parser.add_argument("--rates", type=float, nargs="+", default=(1e-3, 1e-2), help="of all methods but FedSI's two")
+    parser.add_argument("--rates", type=float, nargs="+", default=(1e-3, 1e-2), help="of all methods but these")
     parser.add_argument("--fedsi-rates", type=float, nargs="+", default=(1e-2,), help="of FedSI and FedSI-Fac")
+    parser.add_argument("--bayes-rates", type=float, nargs="+", default=(1e-4,), help="of pFedBayes; as published")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="the first of them")
     parser.add_argument("--rounds", type=int, default=30)
@@ -373,7 +373,7 @@ def one_seed(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     records = []
     for name in options.methods:
         usual = options.fedsi_rates if name.startswith("FedSI") else options.rates
-        for rate in RATES.get(name, tuple(usual)):
+        for rate in options.bayes_rates if name == "pFedBayes" else usual:
             done = None
             if options.folder is not None:
                 done = options.folder / f"{named(name, rate, seed, options)}-rounds{options.rounds}.json"
