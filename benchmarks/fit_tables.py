@@ -39,7 +39,7 @@ def of_pfedvem(fits: list[tuple[str, Any]]) -> pd.DataFrame:
     rows = []
     for _, found in fits:
         last = max(int(number) for number in [*found["PM"], *found["GM"]])
-        row = figures(found, argparse.Namespace(rounds=last))
+        row = figures(found, argparse.Namespace(rounds=last, score_every=1))
         rows.append({"method": found["method"], "rounds": last, **row})
     seeds = pd.DataFrame(rows)
     groups = seeds.groupby("method", sort=False)
