@@ -23,7 +23,9 @@ _MOST_CLIENTS = 300  # an expansion of each is taken
 _NAMED = 3
 _YIELDS = 0.5  # of the curvature in the prior's middle
 _LEAST = 0.01  # of the same, in any direction
-_EXPAND = NestedLaplace().expand
+_TRIED = 5  # coordinates that are looked at again
+_STEPS = 4.0 ** -np.arange(9)  # of the way to where the data want a coordinate
+_LOCAL = NestedLaplace()
 
 
 class _Slopes(NamedTuple):
@@ -61,9 +63,12 @@ def contradicted(models: Sequence[ClientModel], center: Array) -> str:
     if data is None or not np.all(np.isfinite(declared.information)):
         return ""
     scale = prior.gaussian.precision
+    bounded = _bounded(declared.information, scale)
     holds = np.diag(declared.information) > _YIELDS * np.diag(scale)
-    declared = declared._replace(information=_bounded(declared.information, scale))
-    found = np.where(holds, deviations(declared, data), 0.0)
+    # A hierarchy's sd and what it is of may yield together where each alone does not.
+    holds &= np.diag(np.linalg.inv(bounded)) < np.diag(np.linalg.inv(scale)) / _YIELDS
+    declared = declared._replace(information=bounded)
+    found = _held(models, center, declared, data, np.where(holds, deviations(declared, data), 0.0))
     said = _said(found, models[0].layout.labels, declared, center)
     if said:
         logger.warning(said)
@@ -80,6 +85,39 @@ def deviations(prior: _Slopes, data: _Slopes) -> Array:
     return np.where(known, shift / np.sqrt(np.where(known, np.diag(gained), 1.0)), 0.0)
 
 
+def _held(models: Sequence[ClientModel], center: Array, prior: _Slopes, data: _Slopes, found: Array) -> Array:
+    r"""At most √2T sds for those far off, with what densities themselves lose by coordinate i's prior; 0 for others.
+
+    Slopes alone say too much where a likelihood bends little or the other way, as that of a scale of few rows does.
+    T is what the prior has lost at μ, and what the posterior without it gains from there on the line along which
+    others follow i; of normal densities √2T is the deviation itself.
+    """
+    assert _LOCAL.log_factor is not None
+    far = [int(i) for i in np.argsort(-np.abs(found), kind="stable") if abs(found[i]) > _FAR][:_TRIED]
+    kept = np.zeros_like(found)
+    if not far:
+        return kept
+    spread = np.linalg.inv(prior.information)
+    posterior = np.linalg.inv(prior.information + data.information)
+    gained = np.diag(spread @ data.information @ posterior)
+    from_mean = -spread @ prior.gradient
+    points, others = [center], [0.0]
+    for i in far:
+        line = posterior[i] / posterior[i, i]
+        for t in found[i] / np.sqrt(gained[i]) * posterior[i, i] * _STEPS:
+            ratio = t * (prior.gradient @ line) - t**2 / 2 * (line @ prior.information @ line)
+            points.append(center + t * line)
+            others.append(float(ratio + (from_mean[i] + t) ** 2 / (2 * spread[i, i])))
+    values = np.zeros(len(points))
+    for model in models:
+        values = values + _LOCAL.log_factor(model, np.array(points), 0.0)
+    values = np.where(np.isfinite(values), values, -np.inf)
+    if np.isfinite(values[0]):
+        lost = (values - values[0] + others)[1:].reshape(len(far), -1).max(axis=1)
+        kept[far] = np.sign(found[far]) * np.minimum(np.abs(found[far]), np.sqrt(2 * np.maximum(lost, 0.0)))
+    return kept
+
+
 def _of_prior(prior: SharedPrior, center: Array) -> _Slopes:
     """Those of the declared prior, and not of the Gaussian that the server starts from."""
     start = prior.gaussian
@@ -89,14 +127,16 @@ def _of_prior(prior: SharedPrior, center: Array) -> _Slopes:
 
 def _of_data(models: Iterable[ClientModel], center: Array) -> _Slopes | None:
     """Sums over clients, with their own variables integrated; None where one has no expansion."""
-    assert _EXPAND is not None
+    assert _LOCAL.expand is not None
     gradient, hessian = np.zeros(len(center)), np.zeros((len(center), len(center)))
     for model in models:
         try:
-            found = _EXPAND(model, center, 0.0)
+            found = _LOCAL.expand(model, center, 0.0)
         except LocalFailure:
             return None
         gradient, hessian = gradient + found.gradient, hessian + found.hessian
+    if not np.all(np.isfinite(hessian)) or not np.all(np.isfinite(gradient)):
+        return None
     values, vectors = np.linalg.eigh(-(hessian + hessian.T) / 2)
     return _Slopes(gradient, (vectors * np.maximum(values, 0.0)) @ vectors.T)
 
