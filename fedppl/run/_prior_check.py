@@ -59,6 +59,8 @@ def contradicted(models: Sequence[ClientModel], center: Array) -> str:
     scale near 0, the prior yields, and is left out. So are clients at sites of their own, whose slopes are theirs.
     """
     prior = models[0].prior
+    if prior.gaussian.precision.ndim == 1:  # of too many coordinates for a matrix
+        return ""
     declared, data = _of_prior(prior, center), _of_data(models, center)
     if data is None or not np.all(np.isfinite(declared.information)):
         return ""
@@ -110,7 +112,10 @@ def _held(models: Sequence[ClientModel], center: Array, prior: _Slopes, data: _S
             others.append(float(ratio + (from_mean[i] + t) ** 2 / (2 * spread[i, i])))
     values = np.zeros(len(points))
     for model in models:
-        values = values + _LOCAL.log_factor(model, np.array(points), 0.0)
+        try:
+            values = values + _LOCAL.log_factor(model, np.array(points), 0.0)
+        except LocalFailure:
+            return kept
     values = np.where(np.isfinite(values), values, -np.inf)
     if np.isfinite(values[0]):
         lost = (values - values[0] + others)[1:].reshape(len(far), -1).max(axis=1)
