@@ -56,7 +56,8 @@ def contradicted(models: Sequence[ClientModel], center: Array) -> str:
 
     It does not depend on how far μ moves, so that a prior that is far too narrow stands out, too. Σ₀ is that of the
     declared prior's own curvature at μ; where this is much less than in its middle, as in the tails of a Cauchy or a
-    scale near 0, the prior yields, and is left out. So are clients at sites of their own, whose slopes are theirs.
+    scale near 0, the prior yields, and is left out. So is a variable whose prior depends on other shared variables,
+    and so are clients at sites of their own, whose slopes are theirs.
     """
     prior = models[0].prior
     if prior.gaussian.precision.ndim == 1:  # of too many coordinates for a matrix
@@ -70,7 +71,10 @@ def contradicted(models: Sequence[ClientModel], center: Array) -> str:
     # A hierarchy's sd and what it is of may yield together where each alone does not.
     holds &= np.diag(np.linalg.inv(bounded)) < np.diag(np.linalg.inv(scale)) / _YIELDS
     declared = declared._replace(information=bounded)
-    found = _held(models, center, declared, data, np.where(holds, deviations(declared, data), 0.0))
+    found = np.where(holds, deviations(declared, data), 0.0)
+    for i in np.flatnonzero(np.abs(found) > _FAR):
+        found[i] *= _stands_alone(prior, center, int(i))
+    found = _held(models, center, declared, data, found)
     said = _said(found, models[0].layout.labels, declared, center)
     if said:
         logger.warning(said)
@@ -123,11 +127,25 @@ def _held(models: Sequence[ClientModel], center: Array, prior: _Slopes, data: _S
     return kept
 
 
-def _of_prior(prior: SharedPrior, center: Array) -> _Slopes:
-    """Those of the declared prior, and not of the Gaussian that the server starts from."""
+def _stands_alone(prior: SharedPrior, center: Array, i: int) -> bool:
+    """Whether coordinate i's prior is the same wherever the others are: that of a hierarchy yields with its sd."""
+    sd, here = gaussian.standard_deviations(prior.gaussian), _gradient(prior, center)[i]
+    for sign in (1.0, -1.0):
+        moved = center + sign * sd
+        moved[i] = center[i]
+        if not np.isclose(_gradient(prior, moved)[i], here, rtol=1e-6, atol=1e-6 / sd[i]):
+            return False
+    return True
+
+
+def _gradient(prior: SharedPrior, phi: Array) -> Array:
+    """Slopes of the declared prior, and not of the Gaussian that the server starts from."""
     start = prior.gaussian
-    gradient = start.linear - start.precision @ center + prior.log_ratio_gradient(center)
-    return _Slopes(gradient, start.precision - prior.log_ratio_hessian(center))
+    return np.asarray(start.linear - start.precision @ phi + prior.log_ratio_gradient(phi))
+
+
+def _of_prior(prior: SharedPrior, center: Array) -> _Slopes:
+    return _Slopes(_gradient(prior, center), prior.gaussian.precision - prior.log_ratio_hessian(center))
 
 
 def _of_data(models: Iterable[ClientModel], center: Array) -> _Slopes | None:
