@@ -115,6 +115,13 @@ def test_a_hierarchy_among_shared_variables_yields(monkeypatch: pytest.MonkeyPat
         assert not _prior_check.contradicted([client], np.array([log_t, 2.9]))
 
 
+def test_rounding_is_no_conflict() -> None:
+    """What is left of another coordinate's information, and of a mean that is known to 1e-5 sds, tells nothing."""
+    prior = _Slopes(np.zeros(2), np.eye(2) / 4)
+    data = _Slopes(np.array([1e-5, 0.0]), np.diag([1e-13, 1e3]))
+    assert_allclose(deviations(prior, data)[0], 0.0)
+
+
 @pytest.mark.parametrize("slope_sd", [1e-4, 1e-3, 0.1])
 def test_a_prior_that_is_far_too_narrow_is_named(slope_sd: float, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fedppl"):

@@ -23,6 +23,8 @@ _MOST_CLIENTS = 300  # an expansion of each is taken
 _NAMED = 3
 _YIELDS = 0.5  # of the curvature in the prior's middle
 _LEAST = 0.01  # of the same, in any direction
+_TOLD = 1e-9  # of the prior's variance: of less, slopes and means are not known well enough
+_ROUNDING = 1e-12  # of what the data tell of the coordinate that they tell most of
 _TRIED = 5  # coordinates that are looked at again
 _STEPS = 4.0 ** -np.arange(9)  # of the way to where the data want a coordinate
 _LOCAL = NestedLaplace()
@@ -87,7 +89,8 @@ def deviations(prior: _Slopes, data: _Slopes) -> Array:
     posterior = np.linalg.inv(prior.information + data.information)
     gained = spread @ data.information @ posterior  # Σ₀ − Σ, without a difference of nearly equal numbers
     shift = posterior @ data.gradient - gained @ prior.gradient
-    known = np.diag(gained) > 1e-14 * np.diag(spread)
+    told = np.diag(data.information) * np.diag(spread)  # in units of the prior
+    known = (np.diag(gained) > _TOLD * np.diag(spread)) & (told > _ROUNDING * np.max(told))
     return np.where(known, shift / np.sqrt(np.where(known, np.diag(gained), 1.0)), 0.0)
 
 
