@@ -74,8 +74,8 @@ def contradicted(models: Sequence[ClientModel], center: Array) -> str:
     holds &= np.diag(np.linalg.inv(bounded)) < np.diag(np.linalg.inv(scale)) / _YIELDS
     declared = declared._replace(information=bounded)
     found = np.where(holds, deviations(declared, data), 0.0)
-    for i in np.flatnonzero(np.abs(found) > _FAR):
-        found[i] *= _stands_alone(prior, center, int(i))
+    far = np.flatnonzero(np.abs(found) > _FAR)
+    found[[i for i in far if not _stands_alone(prior, center, int(i))]] = 0.0
     found = _held(models, center, declared, data, found)
     said = _said(found, models[0].layout.labels, declared, center)
     if said:
