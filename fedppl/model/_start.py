@@ -21,11 +21,11 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
     """
     require_whole(client)
     try:
-        client.template.check_indices(np.concatenate([phi, client.initial]), client.inputs)
+        known = client.template.check_indices(np.concatenate([phi, client.initial]), client.inputs)
         require_not_negative(client.client_id, client.template.indices, client.arrays, client.inputs)
         infinite = _infinite(client.arrays)
         with np.errstate(invalid="ignore"):
-            possible = infinite is None or np.isfinite(client.log_density(phi, client.initial))
+            possible = infinite is None or np.isfinite(_density(client, phi, known))
         if infinite is not None and not possible:
             name, where = infinite
             raise DataError(
@@ -37,7 +37,7 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
         if kernel and not client.layout.binary and not large:
             value, gradient, _ = client.log_site(phi, client.initial)
         else:
-            value, gradient = client.log_density(phi, client.initial), np.zeros(0)
+            value, gradient = _density(client, phi, known), np.zeros(0)
     except DataError:
         raise  # said already
     except (ValueError, TypeError, IndexError, AssertionError) as error:  # PyTensor asserts that shapes fit
@@ -49,6 +49,11 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
             "impossible under the model (a negative count, a class that does not exist?) or the start is. "
             f"Check the data{_whole_numbers(client.arrays)}, or set `initval=` on the variable."
         )
+
+
+def _density(client: ClientModel, phi: Array, known: float | None) -> float:
+    """The log density at the start, if it is not known."""
+    return client.log_density(phi, client.initial) if known is None else known
 
 
 def require_whole(client: ClientModel) -> None:

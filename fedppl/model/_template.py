@@ -74,15 +74,14 @@ class Template:
         examples = list(zip(sizes, (self.example, other.example), strict=True))
         return _same.same_values(self.density, other.density, examples)
 
-    def check_indices(self, x: Array, inputs: tuple[Any, ...]) -> None:
-        """Raise IndexError where data index out of bounds: compiled code would read foreign memory instead."""
-        if "interpreted" not in self.functions:
-            graph, indexed = self.graph, _graph.indexes_by_data(self.graph)
-            inputs_of = [graph.x, *graph.inputs]
-            density = interpreted.python_function(inputs_of, graph.logp) if indexed else None
-            self.functions["interpreted"] = density
-        if self.functions["interpreted"] is not None:
-            self.functions["interpreted"](x, *inputs)
+    def check_indices(self, x: Array, inputs: tuple[Any, ...]) -> float | None:
+        """Raise IndexError where data index out of bounds: compiled code would read foreign memory instead.
+
+        The log density there, where it had to be computed for that.
+        """
+        if "by data" not in self.functions:
+            self.functions["by data"] = _graph.indexes_by_data(self.graph)
+        return float(self.density(x, *inputs)) if self.functions["by data"] else None
 
     @property
     def indices(self) -> _indices.Indices:

@@ -17,7 +17,9 @@ from fedppl.types import DeclarationError
 
 Places = NDArray[np.integer[Any]]  # positions in a flat vector of weights
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-_NUMBERS = 2**18  # of inputs, or of the units of the widest layer, that are computed at once
+# Of inputs, or of the units of the widest layer, that are computed at once. With twice as many, what two convolutions
+# make of small images in double precision leaves a cache, and a row takes 2.5 times as long.
+_NUMBERS = 2**17
 
 
 class _Threads(threading.local):
