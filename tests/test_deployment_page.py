@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import ssl
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from tests.test_deployment import free_ports
 PAGE = page.ROOT / "docs" / "deployment.md"
 # Every block of the page: its language, and what it alone has. All of them are run below.
 BLOCKS = {
+    "keys": ("bash", "openssl req"),
     "app": ("python", "read_rows"),
     "simulation": ("python", "Flower.simulation"),
     "formula": ("python", "fedppl.formula("),
@@ -38,6 +40,7 @@ BLOCKS = {
     "environment": ("ini", "FEDPPL_KEY_FILE="),
     "services": ("ini", "ExecStart="),
     "connection": ("toml", "root-certificates"),
+    "policy": ("toml", "approval ="),
     "run": ("bash", "flwr run"),
     "audit": ("bash", "fedppl.audit"),
 }
@@ -111,6 +114,44 @@ def test_lines_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = map(json.loads, stream.getvalue().splitlines())
     assert line["message"] == "client B skipped" and line["client"] == "B" and line["round"] == 3
     assert "reason" not in line and line["level"] == "WARNING"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not at hand")
+def test_certificates_name_the_server(tmp_path: Path) -> None:
+    """A client that trusts the CA takes the server's certificate under its name, and under no other."""
+    subprocess.run(["bash", "-e", "-c", block("keys")], cwd=tmp_path, check=True, capture_output=True)
+    assert [(tmp_path / name).stat().st_mode & 0o77 for name in ("ca.key", "server.key")] == [0, 0]
+    there = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    there.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
+    here = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+    meet(here, there, "server.example")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        meet(here, there, "other.example")
+
+
+def meet(here: ssl.SSLContext, there: ssl.SSLContext, name: str) -> None:
+    """A handshake in memory."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [here.wrap_bio(down, up, server_hostname=name), there.wrap_bio(up, down, server_side=True)]
+    for _ in range(10):
+        sides = [side for side in sides if not _done(side)]
+    assert not sides
+
+
+def _done(side: ssl.SSLObject) -> bool:
+    try:
+        side.do_handshake()
+    except ssl.SSLWantReadError:
+        return False
+    return True
+
+
+def test_a_policy(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(block("policy"))
+    said = fedppl.policy.read(path)
+    assert (said.rows, said.requests, said.agreement) == (400, 200, 20)
+    assert said.approval == str(tmp_path / "approved.txt")
 
 
 # --- processes of Flower --------------------------------------------------------------------------------------
