@@ -19,6 +19,7 @@ from fedppl.nn.train import Training, train  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
 from fedppl.run.replies import received  # noqa: E402
+from fedppl.types import LocalFailure  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests.support import problems  # noqa: E402
 
@@ -393,6 +394,18 @@ def test_training_that_raises_the_loss_is_a_failure_that_names_its_setting(monke
     fit = fitted(BODY, nn.FedAvg(), rounds=1)
     assert fit.status is fedppl.Status.STALLED
     assert "training raised the loss" in fit.message and "lower learning_rate=" in fit.message
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "setting"), [(nn.FedAvg(tune="all"), "tune_rate"), (nn.PerFedAvg(), "inner_rate")]
+)
+def test_fine_tuning_that_raises_the_loss_names_the_client_and_its_own_setting(
+    monkeypatch: pytest.MonkeyPatch, algorithm: Any, setting: str
+) -> None:
+    fit = fitted(ALL, algorithm, rounds=1)
+    monkeypatch.setattr("fedppl.nn.train.RISE", -10.0)
+    with pytest.raises(LocalFailure, match=f"'device 0'.* lower {setting}="):
+        nn.predict(fit, "device 0", {"X": np.ones((2, 3))})
 
 
 def test_classes_with_something_after_the_point_are_refused() -> None:

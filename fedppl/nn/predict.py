@@ -22,7 +22,7 @@ from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.fit import Fit
 from fedppl.settings import between, one_of, some_of, whole
-from fedppl.types import Array, DataError, DeclarationError
+from fedppl.types import Array, DataError, DeclarationError, LocalFailure
 
 _ROWS = 4096  # that are predicted at once: covariances of their outputs, and draws, stand in memory together
 _LINKS = ("scaled", "by class", "monte carlo", "probit", "map")
@@ -91,7 +91,12 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     if not isinstance(family, NetworkResult):
         raise DeclarationError(f"the fit is of {fit.algorithm.name}, which fits no networks; see fedppl.nn.FedSI.")
     message = fit.algorithm.result.final_message(fit.state, name)
-    return family.personalise(model, personal, message, stream((seed, 2, *name.encode())))
+    try:
+        return family.personalise(model, personal, message, stream((seed, 2, *name.encode())))
+    except LocalFailure as error:
+        raise LocalFailure(
+            f"client {name!r} gets no network of its own: {error}. The fit and others' stand."
+        ) from error
 
 
 def network(fit: Fit) -> torch.nn.Module:

@@ -38,6 +38,7 @@ def train(
     linear: Array | None = None,
     penalty: Callable[[torch.Tensor], torch.Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
+    rate: str = "learning_rate",
 ) -> Array:
     r"""Move some of the weights towards the mode of the log posterior.
 
@@ -63,6 +64,8 @@ def train(
         Minus the log density of another prior, of local weights (d_k,); None where there is none.
     dtype
         Type of the computations.
+    rate
+        Name of the setting that has the learning rate, for failures.
 
     Returns
     -------
@@ -91,11 +94,11 @@ def train(
     with torch.no_grad():
         after = float(mean_loss(unit, by_parts(leaves.net, leaves.net, X), y))
     if not (after <= before + RISE if linear is None else np.isfinite(after)):
-        raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate=")
-    return require_bounded(leaves.result(flat), flat)
+        raise LocalFailure(f"training raised the loss instead of lowering it; lower {rate}=")
+    return require_bounded(leaves.result(flat), flat, rate)
 
 
-def require_bounded(found: Array, start: Array) -> Array:
+def require_bounded(found: Array, start: Array, rate: str = "learning_rate") -> Array:
     """Weights that did not run away where the loss does not show it, as behind dead units.
 
     Raises
@@ -104,7 +107,7 @@ def require_bounded(found: Array, start: Array) -> Array:
         If they grew a millionfold.
     """
     if not np.max(np.abs(found), initial=0.0) <= 1e6 * (1.0 + np.max(np.abs(start), initial=0.0)):
-        raise LocalFailure("training drove the weights away; lower learning_rate=")
+        raise LocalFailure(f"training drove the weights away; lower {rate}=")
     return found
 
 

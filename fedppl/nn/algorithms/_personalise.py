@@ -64,9 +64,15 @@ def tuning_message(mean: Array, tuning: Tuning) -> dict[str, Array]:
 
 
 def tuned(
-    client: ClientView, personal: KeptLocal, message: Message, rng: Generator, *, which: str | tuple[str, ...] | None
+    client: ClientView,
+    personal: KeptLocal,
+    message: Message,
+    rng: Generator,
+    *,
+    which: str | tuple[str, ...] | None,
+    rate: str = "tune_rate",
 ) -> Own:
-    """One client's network: the shared weights, its own, fine-tuned.
+    """One client's network: the shared weights, its own, fine-tuned by the setting named `rate`.
 
     A message with prior variances of the shared weights asks for the mode under those and the declared prior of local
     weights, and for a subnetwork's posterior; without them the loss alone counts.
@@ -81,16 +87,16 @@ def tuned(
         )
     mean, variance = np.asarray(message["mean"], dtype=float), message.get("variance")
     w = unit.weights(mean, network.start if local is None else local)
-    rate, epochs, batch_size, momentum = (float(value) for value in message["tuning"])
+    size, epochs, batch_size, momentum = (float(value) for value in message["tuning"])
     if which is not None and epochs:
-        steps = Training(rate, int(epochs), int(batch_size), None if momentum < 0 else momentum)
+        steps = Training(size, int(epochs), int(batch_size), None if momentum < 0 else momentum)
         free, prior, penalty = network.places(which), None, None
         if variance is not None:
             declared = unit.declared.local_prior
             centre = unit.weights(mean, declared.mean)
             precision = unit.weights(1.0 / np.asarray(variance), declared.precision)
             prior, penalty = (centre[free], precision[free]), declared.penalty if declared.others else None
-        w = train(unit, w, free, steps, rng, prior=prior, penalty=penalty)
+        w = train(unit, w, free, steps, rng, prior=prior, penalty=penalty, rate=rate)
     if variance is None:
         return Own(client, w, None)
     count, literal, diagonal = (int(value) for value in message["inference"])

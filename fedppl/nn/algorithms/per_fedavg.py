@@ -85,7 +85,9 @@ def PerFedAvg(
         update_server=update_server,
         replies=REPLIES,
         result=network_result(
-            lambda state, client_id: tuning_message(state.phi, tuning), functools.partial(tuned, which="all"), ESTIMATE
+            lambda state, client_id: tuning_message(state.phi, tuning),
+            functools.partial(tuned, which="all", rate="inner_rate"),
+            ESTIMATE,
         ),
         needs=whole_network("nn.PerFedAvg"),
         disclosure=AT_MEAN,
