@@ -19,6 +19,7 @@ import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, Prior
 from fedppl.formulas import checks
 from fedppl.formulas.agreement import agreed, tell
+from fedppl.formulas.formula import ready
 from fedppl.model.interpreted import PYTHON_MODE
 
 RNG = np.random.default_rng(7)
@@ -304,6 +305,20 @@ def test_columns_far_from_zero_are_not_collinear(caplog: pytest.LogCaptureFixtur
     assert "collinear" not in caplog.text
     checks.say_what_cannot_be_told(built, {"A": {**rows, "x": 2.0 * rows["t"]}})
     assert "collinear" in caplog.text
+
+
+def test_one_client_and_a_name_that_is_no_column_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    frame = pd.DataFrame({"y": np.arange(6.0), "x": [1.0, 0, 2, 1, 0, 3], "place": list("aaabbb")})
+
+    def said(formula: str, rows: pd.DataFrame) -> str:
+        caplog.clear()
+        ready(fedppl.formula(formula), rows, "place", "error")
+        return caplog.text
+
+    assert "no column 'hospital'" in said("y ~ x + (1 | hospital)", frame)
+    assert "there is one client" in said("y ~ x + (1 | place)", frame[:3])
+    for formula in ("y ~ x + (1 | place)", "y ~ x + (1 | site)"):
+        assert not said(formula, frame)
 
 
 def test_rows_of_withheld_levels_are_refused_or_others() -> None:

@@ -356,8 +356,23 @@ def test_whole_reals_in_a_container_of_integers_are_taken() -> None:
 def test_data_that_the_likelihood_cannot_produce_are_refused(tmp_path: Path) -> None:
     model, clients = problems.counts()
     text = refusal(DataError, model, {**clients, "bad": {"y": [1, -2, 0]}}, tmp_path, before_compiling=False)
-    for fragment in ("client 'bad'", "starting point is -inf", "negative count", "initval="):
+    for fragment in ("client 'bad'", "starting point is -inf", "'y' is -2 in row 1", "not negative", "initval="):
         assert fragment in text
+
+
+def test_a_start_without_density_that_no_outcome_explains_is_told_apart(tmp_path: Path) -> None:
+    """Every outcome is possible under its distribution, and a potential forbids the start."""
+
+    def forbidden(y: Any) -> Any:
+        with pm.Model() as model:
+            mu = pm.Normal("mu", 0, 1)
+            y = pm.Data("y", y)
+            pm.Potential("above", pt.switch(mu + y[0] > 1e3, 0.0, -np.inf))
+            pm.Normal("obs", mu, 1, observed=y)
+        return model
+
+    text = refusal(DataError, FederatedModel(forbidden, ["mu"]), {"a": {"y": Y}}, tmp_path, before_compiling=False)
+    assert "impossible under the model" in text and "in row" not in text
 
 
 def indexed_builder(group: Any, y: Any) -> Any:

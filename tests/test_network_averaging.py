@@ -286,7 +286,7 @@ def test_predictions_that_cannot_be_made_are_refused(
     ("y", "message"),
     [
         (np.arange(7) % 3, r"different numbers of rows, {'X': 8, 'y': 7}"),
-        (np.arange(8) % 4, r"'y' holds integers from 0 to 3"),
+        (np.arange(8) % 4, r"'y' is 3 in row 3, and classes are numbered from 0"),
     ],
 )
 def test_labels_that_do_not_fit_are_named(y: np.ndarray, message: str) -> None:
@@ -406,6 +406,36 @@ def test_fine_tuning_that_raises_the_loss_names_the_client_and_its_own_setting(
     monkeypatch.setattr("fedppl.nn.train.RISE", -10.0)
     with pytest.raises(LocalFailure, match=f"'device 0'.* lower {setting}="):
         nn.predict(fit, "device 0", {"X": np.ones((2, 3))})
+
+
+@pytest.mark.parametrize("body", [torch.nn.Tanh(), torch.nn.ReLU()])
+def test_infinite_inputs_are_named(body: Any) -> None:
+    """Behind a layer that saturates the density is finite, and behind others the outputs are not."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), body, torch.nn.Linear(4, 3))
+    _, clients = problems.classification()
+    wrong = {**clients["device 0"], "X": clients["device 0"]["X"].copy()}
+    wrong["X"][3, 1] = np.inf
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), shared=list(ALL))
+    with pytest.raises(fedppl.DataError, match=r"'device 0'.*hold.* inf .*\(3, 1\)"):
+        fedppl.fit(model, {**clients, "device 0": wrong}, nn.FedAvg(), rounds=1, progressbar=False)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said", "without"),
+    [
+        (nn.FedSI(ratio=0.1, tune=None), "infers 3 of 31 shared weights", nn.FedSI(ratio=1.0, tune=None)),
+        (nn.BPFed(), "about spread=0.05, where they began", nn.BPFed(learning_rate=0.05, zeta=1e-3, epochs=30)),
+        (nn.PFedBayes(), "about spread=0.01, where they began", nn.PFedBayes(learning_rate=0.05)),
+    ],
+)
+def test_posteriors_that_know_little_say_so(algorithm: fedppl.Algorithm, said: str, without: fedppl.Algorithm) -> None:
+    assert said in fitted(ALL, algorithm, rounds=1).message
+    assert said not in fitted(ALL, without, rounds=5).message
+
+
+def test_nobody_is_no_client() -> None:
+    with pytest.raises(fedppl.DeclarationError, match=r"nn.network\(fit\)"):
+        nn.predict(fitted_once(), None, {"X": np.ones((1, 3))})  # type: ignore[arg-type]
 
 
 def test_classes_with_something_after_the_point_are_refused() -> None:

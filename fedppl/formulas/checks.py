@@ -20,6 +20,7 @@ from fedppl.types import Array, DataError, DeclarationError
 
 logger = logging.getLogger(__name__)
 
+_CLIENTS = ("client", "site")  # what clients are called where they are in no column
 _MANY = 20  # levels, from where on a column looks like an identifier or like numbers
 
 
@@ -217,6 +218,18 @@ def tables(built: Any, data: Any, by: Any) -> None:
             )
 
 
+def say_who_clients_are(built: Any, data: Any, by: Any) -> None:
+    """Tell that effects vary by clients where the formula's name of them is no column: it may be a slip."""
+    factor = built.terms.client
+    if frames.is_frame(data) and factor not in (None, by, *_CLIENTS, *frames.names_of(data)):
+        logger.warning(
+            "the table has no column %r, so that (... | %s) is of the clients, which by=%r tells apart",
+            factor,
+            factor,
+            by,
+        )
+
+
 def limits(built: Any, held: Any, what: str) -> None:
     """Refuse intervals without an upper limit: left out with missing values, those who had no event yet would be."""
     response = built.terms.response
@@ -231,10 +244,19 @@ def limits(built: Any, held: Any, what: str) -> None:
         )
 
 
-def say_what_cannot_be_told(built: Any, clients: Mapping[Any, Any]) -> None:
-    """Warn of coefficients that no row tells apart, where the clients' rows are here: priors alone do."""
+def say_what_cannot_be_told(built: Any, clients: Mapping[Any, Any], *, many: bool = False) -> None:
+    """Warn of coefficients that no row tells apart, where the clients' rows are here: priors alone do.
+
+    With `many` the one entry is of all clients.
+    """
     design, terms, names_of = built.design, built.terms, built.containers
     read = functools.cache(lambda client_id: built.read(str(client_id), clients[client_id]))
+    if terms.client is not None and not many and len(clients) == 1:
+        logger.warning(
+            "there is one client, whose rows say nothing of how clients differ: the sd of (... | %s) keeps its prior; "
+            "leave it out, or give more clients",
+            terms.client,
+        )
     labels = [label for name in terms.common for label in design.labels[name]]
     has_intercept = predictor.has_intercept(terms, built.family)
     center = design.center if has_intercept else 0.0  # else rounding of what all rows have in common looks like it

@@ -239,6 +239,7 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
     if by is None and frames.is_frame(data) and factor is not None:
         by = factor
     checks.tables(built, data, by)
+    checks.say_who_clients_are(built, data, by)
     split = as_rows(built, frames.by_client(data, by, built.columns, texts=True))
     if missing == "impute" and isinstance(split, Mapping):
         outcomes, found = built.terms.response.columns[:1], gaps.read(split, built.columns, texts=True)

@@ -37,9 +37,12 @@ def together(
     if table is None:
         return None
     try:
-        return _read(model, built, table)
+        found = _read(model, built, table)
     except DataError:
         return None  # read client by client, errors name the client and its row
+    if found is not None:
+        checks.say_who_clients_are(built, data, by)
+    return found
 
 
 def _read(model: FederatedModel, built: Formula, table: Table) -> tuple[FederatedModel, Table] | None:
@@ -54,7 +57,7 @@ def _read(model: FederatedModel, built: Formula, table: Table) -> tuple[Federate
         model = of_told(model, told, "error").model
         assert isinstance(model.builder, Formula)
         built = model.builder
-        checks.say_what_cannot_be_told(built, {_ALL: table.columns})
+        checks.say_what_cannot_be_told(built, {_ALL: table.columns}, many=True)
     arrays = built.read(_ALL, table.columns)
     if any(len(array) != table.begins[-1] for array in arrays.values()):
         return None

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fedppl.model._impossible import impossible_outcome
 from fedppl.model._shapes import apart
 from fedppl.model.client import ClientModel
 from fedppl.model.enrolment import mismatch, other_prior, require_same_variables
@@ -20,19 +21,14 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
     With `kernel` its gradient too, compiled; without, nothing is compiled for this call alone.
     """
     require_whole(client)
+    infinite = _infinite(client.arrays)
     try:
         known = client.template.check_indices(np.concatenate([phi, client.initial]), client.inputs)
         require_not_negative(client.client_id, client.template.indices, client.arrays, client.inputs)
-        infinite = _infinite(client.arrays)
         with np.errstate(invalid="ignore"):
             possible = infinite is None or np.isfinite(_density(client, phi, known))
         if infinite is not None and not possible:
-            name, where = infinite
-            raise DataError(
-                f"client {client.client_id!r}: {name!r} holds {client.arrays[name][where]} at index {where}, and with "
-                "it the log density is not finite; drop or impute such values (a bound that binds no row may be "
-                "infinite: then another value of this client is impossible under the model)."
-            )
+            raise _holds_infinite(client, infinite)
         large = client.layout.prior.precision.ndim == 1  # for algorithms that bring gradients of their own, or for none
         if kernel and not client.layout.binary and not large:
             value, gradient, _ = client.log_site(phi, client.initial)
@@ -41,14 +37,31 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
     except DataError:
         raise  # said already
     except (ValueError, TypeError, IndexError, AssertionError) as error:  # PyTensor asserts that shapes fit
+        if infinite is not None:
+            raise _holds_infinite(client, infinite) from error
         unfit = apart(client.template.parts, client.arrays)
         raise mismatch(client.client_id, client.arrays, error, unfit) from error
     if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
+        if outcome := impossible_outcome(client, phi):
+            raise DataError(
+                f"client {client.client_id!r}: the log density at the starting point is {value}: {outcome}. Correct "
+                "the data, or declare a distribution that has such outcomes; if one is possible elsewhere, set "
+                "`initval=` on the variable."
+            )
         raise DataError(
             f"client {client.client_id!r}: the log density at the starting point is {value}; this client's data are "
             "impossible under the model (a negative count, a class that does not exist?) or the start is. "
             f"Check the data{_whole_numbers(client.arrays)}, or set `initval=` on the variable."
         )
+
+
+def _holds_infinite(client: ClientModel, infinite: tuple[str, tuple[int, ...]]) -> DataError:
+    name, where = infinite
+    return DataError(
+        f"client {client.client_id!r}: {name!r} holds {client.arrays[name][where]} at index {where}, and with "
+        "it the log density is not finite; drop or impute such values (a bound that binds no row may be "
+        "infinite: then another value of this client is impossible under the model)."
+    )
 
 
 def _density(client: ClientModel, phi: Array, known: float | None) -> float:

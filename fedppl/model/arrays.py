@@ -40,7 +40,7 @@ def as_arrays(client_id: str, data: Any) -> dict[str, Any]:
             what = f"is a {type(value).__name__} of dtype" if array.dtype == object else "has dtype"
             raise DataError(
                 f"client {client_id!r}: {name!r} {what} {array.dtype}, which is not numeric; encode it as numbers "
-                "in an array."
+                "in an array (categories as 0, 1, ..., by one code that all clients use)."
             )
         if np.issubdtype(array.dtype, np.complexfloating):
             raise DataError(

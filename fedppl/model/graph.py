@@ -350,6 +350,17 @@ def constrained_graph(
     return x, (*inputs, *shape_inputs), tuple(v.name for v in wanted), outputs
 
 
+def observed_graph(
+    parts: Parts, shared: Sequence[Variable], local: Sequence[Variable]
+) -> tuple[Any, tuple[Any, ...], list[Any]]:
+    """Graphs of each outcome's log density, not summed: (x, inputs, one output an observed variable)."""
+    x = pt.vector("x")
+    replace, inputs = _inputs_for(parts)
+    values, shape_inputs, _ = flat_values(parts, x, shared, local)
+    outputs = parts.model.logp(vars=parts.model.observed_RVs, sum=False)
+    return x, (*inputs, *shape_inputs), clone_replace(outputs, {**replace, **values})
+
+
 def observed_through(parts: Parts) -> dict[Any, Any]:
     """Containers that are observed, as they are or in another type, with the variable observed through them."""
     found = {}

@@ -78,7 +78,17 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     """
     _require_fit(fit)
     seed = _seed(fit, random_seed)
+    if client is None:
+        raise DeclarationError(
+            "client=None names nobody: give a client's id, or data of a new client. The global network, which is a "
+            "point, is fedppl.nn.network(fit)."
+        )
     if isinstance(client, str):
+        if not fit.clients:
+            raise DeclarationError(
+                f"client {client!r} is not here, and no other: the clients are sites of their own, or the fit was "
+                "loaded without clients=. Load with fedppl.load(path, model, algorithm, clients=...), or pass data."
+            )
         if client not in fit.clients:
             raise DeclarationError(f"client {client!r} is not here; clients are {some_of(fit.clients)}, or pass data.")
         model, name, personal = fit.clients[client], client, fit.personal.get(client)
@@ -148,7 +158,10 @@ def network(fit: Fit) -> torch.nn.Module:
             "a client's own, where there are networks."
         )
     if not fit.clients:
-        raise DeclarationError("the fit's clients are sites of their own; load fit.estimate into your network.")
+        raise DeclarationError(
+            "no client of this fit is here: they are sites of their own, or the fit was loaded without clients=. Load "
+            "with fedppl.load(path, model, algorithm, clients=...), or put fit.estimate into your network."
+        )
     own = next(iter(fit.clients.values())).view(network_of)
     return own.unit.loaded(own.at(shared.estimate(fit.state)))
 

@@ -13,7 +13,7 @@ from fedppl.algorithms.averaging.server import not_positive
 from fedppl.contracts import ClientView, Details, Point, Received, Replies, Report, Result, always
 from fedppl.nn.algorithms._common import training_rule
 from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._server import NetworkInfo, reported
+from fedppl.nn.algorithms._server import NetworkInfo, moved
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import Training
 from fedppl.nn.view import Own, PersonaliseFn, network_of
@@ -21,6 +21,7 @@ from fedppl.settings import positive, whole
 from fedppl.types import Array, Layout, Message
 
 P = TypeVar("P")
+_NEAR = 0.2  # of log sds: if nine in ten differ by less from the start, they are no posterior
 Normal = tuple[Array, Array]  # means and sds of independent weights
 
 
@@ -79,13 +80,19 @@ def own_normal(client: ClientView, q: Normal) -> Own:
     return Own(client, mean, Subnetwork(mean, np.arange(len(mean)), sd**2))
 
 
-def update_server(state: PosteriorState, received: Received) -> tuple[PosteriorState, Report]:
-    """Average means and sds."""
+def update_server(state: PosteriorState, received: Received, *, settings: Settings) -> tuple[PosteriorState, Report]:
+    """Average means and sds; say where these are still those of the start."""
     if not received.clients:
         return state, Report(NetworkInfo(np.nan))
     total = received.total
     mean, sd = total["mean"] / total["weight"], total["sd"] / total["weight"]
-    return PosteriorState(mean, sd), reported(state.mean, mean)
+    change, message = moved(state.mean, mean)
+    if np.quantile(np.abs(np.log(sd / settings.spread)), 0.9) < _NEAR:
+        message += (
+            f". Sds of weights are still about spread={settings.spread:g}, where they began, and say nothing of what "
+            "is known: raise rounds= or learning_rate=, or take a smaller batch_size="
+        )
+    return PosteriorState(mean, sd), Report(NetworkInfo(change), message=message)
 
 
 def _reject(state: PosteriorState, reply: Message) -> str | None:

@@ -42,7 +42,10 @@ def broadcast(state: NetworkState, client_id: str) -> Message:
 def moved(before: Array, after: Array) -> tuple[float, str]:
     """How far the weights moved, and what to say of it."""
     change = root_mean_square_change(before, after)
-    return change, f"weights moved by {change:.2g} (root mean square) in the last round; raise rounds="
+    return change, (
+        f"weights moved by {change:.2g} (root mean square) in the last round. No rule tells when a network is trained: "
+        "score rows that were held out, and raise rounds= while that helps"
+    )
 
 
 def reported(before: Array, after: Array) -> Report:

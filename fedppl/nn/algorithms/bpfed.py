@@ -77,7 +77,8 @@ def BPFed(
     Notes
     -----
     *When this fails.* A posterior that becomes the prior of the same rows counts them again in every round: sds fall
-    with the number of rounds, and say how long the fit ran as well as what the rows tell.
+    with the number of rounds, and say how long the fit ran as well as what the rows tell. With
+    few rows, and so few steps, they can be `spread` still, which the fit's message says.
 
     References
     ----------
@@ -91,7 +92,7 @@ def BPFed(
         init=functools.partial(_posteriors.init, spread=settings.spread),
         broadcast=_posteriors.broadcast,
         update_client=functools.partial(_update_client, settings=settings),
-        update_server=_posteriors.update_server,
+        update_server=functools.partial(_posteriors.update_server, settings=settings),
         replies=_posteriors.REPLIES,
         result=_posteriors.result(functools.partial(_own, settings=settings)),
         needs=needs(lambda client: check_network(client, "nn.BPFed", "shared")),

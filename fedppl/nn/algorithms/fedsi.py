@@ -44,6 +44,8 @@ from fedppl.nn.view import network_of
 from fedppl.settings import between, described, flag, one_of, positive
 from fedppl.types import Array, Layout, LocalFailure, Message
 
+_FEW = 30  # weights: a posterior of so few is told
+
 
 class SubnetworkState(NamedTuple):
     """What the next round needs."""
@@ -284,6 +286,12 @@ def _update_server(
     variance = spread if settings.average == "variance" else spread**2
     uncertain = (variance > 0).astype(float)
     change, message = moved(state.mean, mean)
+    count = _count(settings, len(mean))
+    if count < min(_FEW, len(mean)) and not settings.diagonal:
+        message += (
+            f". A client infers {count} of {len(mean)} shared weights (ratio={settings.ratio:g}), and the others are "
+            "points: raise ratio=, to 1 for all"
+        )
     after = SubnetworkState(mean, np.where(variance > 0, variance, settings.alpha), 0.0, uncertain)
     return after, Report(SubnetworkInfo(change, float(uncertain.mean())), message=message)
 
