@@ -84,6 +84,7 @@ _SAID = (
     "seeds",
     "seed",
     "novel",
+    "blocks",
     "ratio",
     "epochs",
     *_WIDTHS,
@@ -135,6 +136,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ratio", type=float, help="share of the shared weights that FedSI infers")
     parser.add_argument("--epochs", type=int, help="passes over a client's rows in a round, of FedSI and its likes")
     parser.add_argument("--head-sd", type=float, default=100.0, help="declared prior sd of the head's weights")
+    parser.add_argument(
+        "--blocks", action="store_true", help="labels 0 to 4 at one half of the clients, 5 to 9 at others"
+    )
     parser.add_argument("--novel", type=int, default=0, help="clients that are only tested")
     parser.add_argument("--processes", type=int, default=2, help="seeds at a time, each in a process of its own")
     parser.add_argument("--folder", type=Path, help="keep finished fits and checkpoints here, and go on from them")
@@ -196,6 +200,8 @@ def divide(images: Images, other: Images | None, options: argparse.Namespace, se
     halved = 2 if options.dataset == "cifar10" else 1
     rows, tested = (n // halved for n in ROWS[options.size])
     held = fedsi.labels_of_clients(count, 10, 5, rng)
+    if options.blocks:
+        held = (np.arange(count)[:, None] * 5 + np.arange(5)) % 10
     stock = {label: list(rng.permutation(np.flatnonzero(images.labels == label))) for label in range(10)}
     train, test = {}, {}
     for k, labels in enumerate(held):
@@ -305,7 +311,7 @@ def named(name: str, rate: float, seed: int, options: argparse.Namespace) -> str
     of_data = [options.dataset, options.size, f"seed{seed}"]
     of_data += [
         f"{what}{getattr(options, what)}"
-        for what in ("rows", "validation", "unused", "novel")
+        for what in ("rows", "validation", "unused", "novel", "blocks")
         if getattr(options, what)
     ]
     of_fedsi = ["ratio", "epochs", *_WIDTHS] if name.startswith("FedSI") else ["head_sd"]
@@ -392,7 +398,13 @@ def bars(table: pd.DataFrame, seeds: pd.DataFrame, options: argparse.Namespace) 
     key, ours = (options.dataset, options.size), "FedSI 0.01"
     changed = options.rows, options.ratio, options.epochs
     chosen_by = options.validation or options.unused
-    if ours not in table.index or any(value is not None for value in changed) or options.novel or chosen_by:
+    if (
+        ours not in table.index
+        or any(value is not None for value in changed)
+        or options.novel
+        or options.blocks
+        or chosen_by
+    ):
         return []
     row, found = table.loc[ours], []
     if key in LEAST:
