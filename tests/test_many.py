@@ -733,3 +733,23 @@ def test_exchangeable_labels_are_several_modes_of_many_clients(caplog: pytest.Lo
         found = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
     assert found.status is Status.STALLED
     assert any("asked one by one" in record.message for record in caplog.records)
+
+
+def test_a_mode_that_had_no_mass_is_searched_for_anew_where_a_client_leaves() -> None:
+    """Rows of a t on either side: 26 clients against 25 leave 6e-8 to the other mode, 25 against 25 give it 0.68."""
+
+    def sides(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            y, mu = pm.Data("y", y), pm.Normal("mu", 0, 10)
+            pm.StudentT("obs", nu=2, mu=mu, sigma=0.5, observed=y)
+        return model
+
+    rng = np.random.default_rng(41)
+    clients = {f"c{k}": {"y": (0.0 if k < 26 else 15.0) + 0.5 * rng.normal(size=2)} for k in range(51)}
+    model = fedppl.FederatedModel(sides, ["mu"])
+    fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1)
+    assert fit.status is Status.CONVERGED
+    assert fit.records[-1].together == 51
+    with pytest.warns(fedppl.ConvergenceWarning, match="several modes"):
+        found = fedppl.without(fit, "c0", certificate=False, progressbar=False)
+    assert found.fit.status is Status.STALLED

@@ -106,6 +106,8 @@ def together(
         yield Passed(count, _report(at.search, Status.STALLED, several))
         return
     ended = _ended(state, at.search, at.sites(), many.like.has_proper_prior, way)
+    if few.starts is not None:  # where the first clients' searches arrived: a fit that goes on from this one asks
+        ended = ended._replace(starts=few.starts._replace(said=""))
     who = far_off(ended) if count <= _NAMED else ""
     if at.search.done:
         said = "; ".join(filter(None, (_said(way), who)))
