@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from fedppl.engine.guard import REFUSED
 from fedppl.results import departure, fallbacks
 from fedppl.results.records import Record
+from fedppl.run._mirror_check import mirror_image
 from fedppl.run._prior_check import prior_conflict
 from fedppl.run._run import Run
 from fedppl.run.one_round import without_numbers
@@ -37,6 +38,8 @@ def ending(run: Run, limit: int, *, stopped: str = "") -> tuple[Status, str]:
             ),
         )
     )
+    if status is Status.CONVERGED and (another := mirror_image(run)):
+        return Status.STALLED, "; ".join(filter(None, (message, another, fallen)))
     if status is Status.CONVERGED:
         told = (message, prior_conflict(run), departure.sentence(infos), fallbacks.unchecked(infos), fallen)
         return status, "; ".join(filter(None, told))

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 FEWEST = 50  # clients from which loops over all of them are worth their compiling
 _FIRST = 128  # clients that the search begins with
+_LARGE = 8.0  # times the median's rows: where other modes are, such clients decide
 _JUDGED_BY = 4  # clients that tell whether there is a way to integrate what is their own
 _ROUNDS = 40  # in which these are to be fitted
 _MOST_SHARED = 20  # coordinates, as for a correction: a quadratic of more has too many coefficients
@@ -64,7 +65,7 @@ def fit(
     require_callback(callback)
     started, seed = time.perf_counter(), seed_of(random_seed)
     rng = np.random.default_rng((seed, 0))
-    chosen = np.sort(rng.choice(len(table.client_ids), min(_FIRST, len(table.client_ids)), replace=False))
+    chosen = np.sort(_chosen(table.counts, rng))
     with Progress(show=progressbar, what="Pass") as progress:
         progress.say(f"checking and compiling; {len(chosen)} of {len(table.client_ids)} clients are fitted first")
         few = start(
@@ -147,6 +148,15 @@ def _one_by_one(table: Table, reason: str) -> None:
     count = len(table.client_ids)
     level = logging.WARNING if count > _MOST_ONE_BY_ONE else logging.INFO
     logger.log(level, "%d clients are asked one by one, not all at once: %s", count, reason)
+
+
+def _chosen(counts: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+    """Clients to begin with: some at random, and in the place of some of these, those that have far more rows."""
+    chosen: NDArray[np.int64] = rng.choice(len(counts), min(_FIRST, len(counts)), replace=False).astype(np.int64)
+    large = np.argsort(-counts, kind="stable")[: _FIRST // 4]
+    large = large[counts[large] > _LARGE * np.median(counts)]
+    others = chosen[~np.isin(chosen, large)]
+    return np.concatenate([large, others[: len(chosen) - len(large)]]).astype(np.int64)
 
 
 def _data(table: Table, places: NDArray[np.int64]) -> dict[str, dict[str, Array]]:

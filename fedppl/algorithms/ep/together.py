@@ -27,9 +27,10 @@ from fedppl.contracts.many import ManyClients, Passed
 from fedppl.gaussian import Gaussian
 from fedppl.local import many as _many
 from fedppl.local.many import Way
+from fedppl.numerics import mirrors
 from fedppl.numerics.importance import normalise
 from fedppl.numerics.reweighting import MOST_ERROR, Reweighted
-from fedppl.types import LocalFailure, Rng, Status
+from fedppl.types import Array, LocalFailure, Rng, Status
 
 _GROWTH = 64  # times as many clients are asked next
 _PASSES = 20  # over the same clients
@@ -126,12 +127,19 @@ def _several(many: ManyClients, q: Gaussian, few: EPState, asked: int, way: Way,
     images = _starts.images(center, sd, gaussian.mean(prior.gaussian), _starts.turned(many.like.layout))
     known = [mode.point for mode in few.starts.modes] if few.starts is not None else []
     known = [point for point in known if _starts.far_apart(point, center, sd)]
+    places = np.arange(len(many), dtype=np.int64)
+
+    def log_density(points: Array) -> Array:
+        none = np.zeros((0, len(points)))
+        found = _many.factors(many, places, points, center, none, nodes=way.nodes, workers=workers)
+        return np.asarray(found.totals + gaussian.log_kernel(prior.gaussian, points) + prior.log_ratio(points))
+
+    if mirror := mirrors.unseen(log_density, center, sd, mirrors.signs(many.like.layout)):
+        return f"the posterior may have several modes along {many.like.layout.labels[mirror[0]]}"
     if not images and not known:
         return ""
     points = np.array([center, *images, *known])
-    places, none = np.arange(len(many), dtype=np.int64), np.zeros((0, len(points)))
-    found = _many.factors(many, places, points, center, none, nodes=way.nodes, workers=workers)
-    values = found.totals + gaussian.log_kernel(prior.gaussian, points) + prior.log_ratio(points)
+    values = log_density(points)
     above, expected = values - values[0], gaussian.log_kernel(q, points)
     # The mode of all lies within some sds of that of few, which are wider.
     slack = np.repeat([0.0, _NEAR * len(center) * len(many) / asked], [1 + len(images), len(known)])

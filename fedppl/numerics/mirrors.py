@@ -1,0 +1,87 @@
+"""Mirror images of a mode: where signs of some coordinates change, and a density may be as large."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+from scipy.stats import norm
+
+from fedppl.types import Array, Layout
+
+MATTERS = 1e-3  # share of the mass of a mode that is worth a word
+_APART = 3.0  # posterior sds between an image and the mode
+_KNOWN = 0.1  # of an image's share that a posterior has on that side, which then has seen it
+_DIP = 1.0  # nats by which a density falls between two modes
+_BETWEEN = np.array([0.25, 0.5, 0.75])  # of the way
+_MOST = 60  # images
+
+
+def signs(layout: Layout) -> Array:
+    """Patterns (F, m) of ±1: of each unbounded variable, of two of them, and of each entry of one.
+
+    Examples
+    --------
+    >>> from fedppl import gaussian
+    >>> from fedppl.types import Layout, Variable
+    >>> variables = Variable("a", (2,), "", None), Variable("sd", (), "log__", None), Variable("c", (), "", None)
+    >>> signs(Layout(variables, gaussian.from_moments(np.zeros(4), np.eye(4)), True, "")).astype(int).tolist()
+    [[-1, -1, 1, 1], [1, 1, 1, -1], [-1, -1, 1, -1], [-1, 1, 1, 1], [1, -1, 1, 1]]
+    """
+    places = np.arange(layout.size)
+    parts = [places[layout.slices[v.name]] for v in layout.variables if not v.transform and not v.binary]
+    pairs = [np.concatenate(pair) for pair in itertools.combinations(parts, 2)]
+    entries = [part[k : k + 1] for part in parts if len(part) > 1 for k in range(len(part))]
+    changed = [*parts, *pairs, *entries][:_MOST]
+    patterns = np.ones((len(changed), layout.size))
+    for pattern, part in zip(patterns, changed, strict=True):
+        pattern[part] = -1.0
+    return patterns
+
+
+def unseen(
+    log_density: Callable[[Array], Array], center: Array, sd: Array, patterns: Array
+) -> tuple[int, float] | None:
+    r"""The coordinate along which a posterior has another mode at a mirror image of its mean, and that one's share.
+
+    With :math:`\Delta = \log p(x') - \log p(x)` at the image x' of the mean x, a share :math:`1 / (1 + e^{-\Delta})` is
+    told where it is at least 1e-3, the density falls in between, and a Gaussian with the posterior's moments has less
+    than a tenth of it on the other side.
+
+    Parameters
+    ----------
+    log_density
+        From points (T, m) to values (T,), up to a constant.
+    center, sd
+        Mean and standard deviations of the posterior, (m,).
+    patterns
+        What `signs` gives, (F, m).
+
+    Returns
+    -------
+    tuple or None
+        None where no image is of that kind, or a density is not known.
+
+    Examples
+    --------
+    >>> two = lambda x: np.logaddexp(-0.5 * ((x[:, 0] - 3) / 0.2) ** 2, -0.5 * ((x[:, 0] + 3) / 0.2) ** 2)
+    >>> unseen(two, np.array([3.0]), np.array([0.2]), np.array([[-1.0]]))
+    (0, 0.5)
+    """
+    far = np.max(np.abs(center - patterns * center) / sd, axis=1, initial=0.0) > _APART
+    patterns = patterns[far]
+    if not len(patterns):
+        return None
+    values = np.asarray(log_density(np.vstack([center, patterns * center])))
+    if not np.isfinite(values[0]):
+        return None
+    above = np.where(np.isfinite(values[1:]), values[1:] - values[0], -np.inf)
+    share = 1.0 / (1.0 + np.exp(np.clip(-above, -50.0, 700.0)))
+    sides = norm.sf(np.max(np.where(patterns < 0, np.abs(center) / sd, 0.0), axis=1))
+    for k in np.flatnonzero((share > MATTERS) & (sides < _KNOWN * share)).tolist():
+        image = patterns[k] * center
+        way = np.asarray(log_density(center + _BETWEEN[:, None] * (image - center)))
+        if np.min(way, initial=np.inf) < min(values[0], values[1 + k]) - _DIP:
+            return int(np.argmax(np.abs(image - center) / sd)), float(share[k])
+    return None
