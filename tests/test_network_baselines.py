@@ -436,6 +436,7 @@ def test_fedpop_learns_and_heads_move_without_reporting() -> None:
         (lambda: nn.PFedBayes(draws=0), "draws=0 must be"),
         (lambda: nn.BPFed(zeta=np.nan), "zeta=nan must be"),
         (lambda: nn.BPFed(spread=0.0), "spread=0.0 must be"),
+        (lambda: nn.PFedBayes(spread=1e-30), "spread=1e-30 must be at least"),
         (lambda: nn.FedPop(head="2.weight"), "head='2.weight' must be a tuple"),
         (lambda: nn.FedPop(head=ALL[2:], head_rate=0.0), "head_rate=0.0 must be"),
         (lambda: nn.FedPop(head=ALL[2:], draw_epochs=0), "draw_epochs=0 must be"),

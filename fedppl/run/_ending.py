@@ -11,6 +11,7 @@ from fedppl.run._mirror_check import mirror_image
 from fedppl.run._prior_check import prior_conflict
 from fedppl.run._run import Run
 from fedppl.run.one_round import without_numbers
+from fedppl.settings import some_of
 from fedppl.types import Status
 
 
@@ -51,7 +52,8 @@ def ending(run: Run, limit: int, *, stopped: str = "") -> tuple[Status, str]:
     lost = ""
     # What the algorithm was not told; where rounds ran out, failing clients may be why.
     if last.failures and (status is Status.RUNNING or not message or not last.bytes_up):
-        lost = f"{len(last.failures)} of {len(last.asked)} clients sent no usable reply in the last round"
+        who = some_of(last.failures)
+        lost = f"{len(last.failures)} of {len(last.asked)} clients, {who}, sent no usable reply in the last round"
         lost = f"{lost}: {_distinct(last.failures.values())}"
     never = silent - {client_id for record in run.records for client_id in record.asked}
     if never:

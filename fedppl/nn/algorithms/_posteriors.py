@@ -17,7 +17,7 @@ from fedppl.nn.algorithms._server import NetworkInfo, moved
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import Training
 from fedppl.nn.view import Own, PersonaliseFn, network_of
-from fedppl.settings import positive, whole
+from fedppl.settings import between, positive, whole
 from fedppl.types import Array, Layout, Message
 
 P = TypeVar("P")
@@ -50,7 +50,7 @@ def checked(
         training_rule(learning_rate, epochs, batch_size),
         positive("zeta", zeta),
         whole("draws", draws),
-        positive("spread", spread),
+        between("spread", spread, 1e-8, 1e3, "[]", "it is a standard deviation of weights, in single precision"),
         weights_rule(weights),
     )
 
