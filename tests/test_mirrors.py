@@ -63,9 +63,35 @@ def mixture(points: np.ndarray) -> np.ndarray:
 
 def test_an_image_is_named_with_its_share_unless_the_posterior_has_seen_it() -> None:
     center, patterns = np.array([3.0, 5.0]), np.array([[1.0, -1.0], [-1.0, 1.0]])
-    place, share = mirrors.unseen(mixture, center, np.array([0.2, 1.0]), patterns) or (-1, np.nan)
-    assert place == 0 and share == pytest.approx(1 / (1 + np.exp(2)), rel=1e-6)
+    places, share = mirrors.unseen(mixture, center, np.array([0.2, 1.0]), patterns) or ([], np.nan)
+    assert places == [0] and share == pytest.approx(1 / (1 + np.exp(2)), rel=1e-6)
     assert mirrors.unseen(mixture, center, np.array([1.9, 1.0]), patterns) is None
+
+
+def test_points_of_what_was_found_tell_what_it_has_seen() -> None:
+    """One point in fifty on the other side is a sixth of the image's share; one in a thousand is not a tenth of it."""
+    center, sd, patterns = np.array([3.0, 5.0]), np.array([0.3, 1.0]), np.array([[-1.0, 1.0]])
+    points = np.array([[3.0, 5.0], [-3.0, 5.0]])
+    assert mirrors.unseen(mixture, center, sd, patterns, (points, np.array([0.98, 0.02]))) is None
+    assert mirrors.unseen(mixture, center, sd, patterns, (points, np.array([0.999, 0.001]))) is not None
+
+
+def test_a_posterior_of_both_signs_stays_converged() -> None:
+    """The correction has the other sign, of which q alone has nothing."""
+
+    def squared(y: Any) -> Any:
+        with pm.Model() as model:
+            pm.Normal("obs", pm.Normal("mu", 1, 0.8) ** 2, 0.75, observed=pm.Data("y", y))
+        return model
+
+    model = fedppl.FederatedModel(squared, shared=["mu"])
+    clients = {str(k): {"y": np.ones(1)} for k in range(4)}
+    fit = fedppl.fit(model, clients, fedppl.EP(starts=1), progressbar=False, random_seed=1)
+    mu = np.linspace(-4, 4, 4001)
+    weight = np.exp(norm.logpdf(mu, 1, 0.8) + 4 * norm.logpdf(1, mu**2, 0.75))
+    below = weight[mu < 0].sum() / weight.sum()
+    assert fit.status is fedppl.Status.CONVERGED
+    assert abs(np.mean(fit.idata["posterior"]["mu"].values < 0) - below) < 0.03
 
 
 def test_a_wide_density_without_a_dip_is_one_mode() -> None:

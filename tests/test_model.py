@@ -360,6 +360,18 @@ def test_data_that_the_likelihood_cannot_produce_are_refused(tmp_path: Path) -> 
         assert fragment in text
 
 
+def test_an_outcome_that_its_row_makes_impossible_is_named_without_a_rule_that_it_keeps(tmp_path: Path) -> None:
+    def exposed(y: Any, hours: Any) -> Any:
+        with pm.Model() as model:
+            rate = pm.math.exp(pm.Normal("mu", 0, 1))
+            pm.Poisson("obs", rate * pm.Data("hours", hours), observed=pm.Data("y", y))
+        return model
+
+    clients = {"a": {"y": np.array([0, 3, 1]), "hours": np.array([1.0, 0.0, 2.0])}}
+    text = refusal(DataError, FederatedModel(exposed, ["mu"]), clients, tmp_path, before_compiling=False)
+    assert "'y' is 3 in row 1" in text and "exposure" in text and "not negative" not in text
+
+
 def test_a_start_without_density_that_no_outcome_explains_is_told_apart(tmp_path: Path) -> None:
     """Every outcome is possible under its distribution, and a potential forbids the start."""
 

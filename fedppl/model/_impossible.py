@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from fedppl.model import graph as _graph
@@ -9,21 +11,27 @@ from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
 from fedppl.types import Array
 
-# What outcomes of a distribution are, by the name of PyTensor's random variable.
-_RULES = {
-    "bernoulli": "outcomes are 0 or 1",
-    "beta": "outcomes lie between 0 and 1",
-    "binomial": "outcomes lie between 0 and n",
-    "categorical": "classes are numbered from 0, and the last has a number one less than there are classes",
-    "exponential": "outcomes are not negative",
-    "gamma": "outcomes are positive",
-    "geometric": "outcomes are 1, 2, ...",
-    "halfnormal": "outcomes are not negative",
-    "inverse_gamma": "outcomes are positive",
-    "lognormal": "outcomes are positive",
-    "negative_binomial": "counts are not negative",
-    "poisson": "counts are not negative",
-    "weibull": "outcomes are positive",
+# What outcomes of a distribution are, by the name of PyTensor's random variable, and which values break that: where
+# none does, a parameter is at fault, as an exposure of 0 is.
+_COUNTS: tuple[str, Callable[[float], bool]] = "counts are not negative", lambda y: y < 0
+_POSITIVE: tuple[str, Callable[[float], bool]] = "outcomes are positive", lambda y: y <= 0
+_RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "bernoulli": ("outcomes are 0 or 1", lambda y: y not in (0, 1)),
+    "beta": ("outcomes lie between 0 and 1", lambda y: not 0 < y < 1),
+    "binomial": ("outcomes lie between 0 and n", lambda y: y != 0),
+    "categorical": (
+        "classes are numbered from 0, and the last has a number one less than there are classes",
+        lambda y: y != 0,
+    ),
+    "exponential": ("outcomes are not negative", lambda y: y < 0),
+    "gamma": _POSITIVE,
+    "geometric": ("outcomes are 1, 2, ...", lambda y: y < 1),
+    "halfnormal": ("outcomes are not negative", lambda y: y < 0),
+    "inverse_gamma": _POSITIVE,
+    "lognormal": _POSITIVE,
+    "negative_binomial": _COUNTS,
+    "poisson": _COUNTS,
+    "weibull": _POSITIVE,
 }
 
 
@@ -42,7 +50,8 @@ def impossible_outcome(client: ClientModel, phi: Array) -> str:
         if not np.any(np.isneginf(each)) or values is None or np.shape(values) != np.shape(each):
             continue
         place = tuple(int(i) for i in np.argwhere(np.isneginf(each))[0])
-        rule = _RULES.get(getattr(rv.owner.op, "name", None) or "", "")
-        at = place[0] if len(place) == 1 else place
-        return f"{names[rv]!r} is {np.asarray(values)[place]} in row {at}" + (f", and {rule}" if rule else "")
+        value = np.asarray(values)[place]
+        at = f" in row {place[0] if len(place) == 1 else place}" if place else ""
+        rule, breaks = _RULES.get(getattr(rv.owner.op, "name", None) or "", ("", lambda y: False))
+        return f"{names[rv]!r} is {value}{at}, " + (f"and {rule}" if breaks(float(value)) else "to which it gives 0")
     return ""

@@ -45,8 +45,8 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
         if outcome := impossible_outcome(client, phi):
             raise DataError(
                 f"client {client.client_id!r}: the log density at the starting point is {value}: {outcome}. Correct "
-                "the data, or declare a distribution that has such outcomes; if one is possible elsewhere, set "
-                "`initval=` on the variable."
+                "the data (a covariate or an exposure of that row, where the outcome is possible), or declare a "
+                "distribution that has such outcomes; if one is possible elsewhere, set `initval=` on the variable."
             )
         raise DataError(
             f"client {client.client_id!r}: the log density at the starting point is {value}; this client's data are "

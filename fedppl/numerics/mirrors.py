@@ -10,16 +10,16 @@ from scipy.stats import norm
 
 from fedppl.types import Array, Layout
 
-MATTERS = 1e-3  # share of the mass of a mode that is worth a word
+_MATTERS = 1e-3  # share of an image's density in both that is worth a word
 _APART = 3.0  # posterior sds between an image and the mode
-_KNOWN = 0.1  # of an image's share that a posterior has on that side, which then has seen it
+_KNOWN = 0.1  # an image is no news where the posterior found has this part of the image's share on its side
 _DIP = 1.0  # nats by which a density falls between two modes
 _BETWEEN = np.array([0.25, 0.5, 0.75])  # of the way
 _MOST = 60  # images
 
 
 def signs(layout: Layout) -> Array:
-    """Patterns (F, m) of ±1: of each unbounded variable, of two of them, and of each entry of one.
+    """Patterns (F, m) of ±1: of each unbounded variable, of each entry of one, and of two variables; at most 60.
 
     Examples
     --------
@@ -27,13 +27,13 @@ def signs(layout: Layout) -> Array:
     >>> from fedppl.types import Layout, Variable
     >>> variables = Variable("a", (2,), "", None), Variable("sd", (), "log__", None), Variable("c", (), "", None)
     >>> signs(Layout(variables, gaussian.from_moments(np.zeros(4), np.eye(4)), True, "")).astype(int).tolist()
-    [[-1, -1, 1, 1], [1, 1, 1, -1], [-1, -1, 1, -1], [-1, 1, 1, 1], [1, -1, 1, 1]]
+    [[-1, -1, 1, 1], [1, 1, 1, -1], [-1, 1, 1, 1], [1, -1, 1, 1], [-1, -1, 1, -1]]
     """
     places = np.arange(layout.size)
     parts = [places[layout.slices[v.name]] for v in layout.variables if not v.transform and not v.binary]
     pairs = [np.concatenate(pair) for pair in itertools.combinations(parts, 2)]
     entries = [part[k : k + 1] for part in parts if len(part) > 1 for k in range(len(part))]
-    changed = [*parts, *pairs, *entries][:_MOST]
+    changed = [*parts, *entries, *pairs][:_MOST]
     patterns = np.ones((len(changed), layout.size))
     for pattern, part in zip(patterns, changed, strict=True):
         pattern[part] = -1.0
@@ -41,36 +41,41 @@ def signs(layout: Layout) -> Array:
 
 
 def unseen(
-    log_density: Callable[[Array], Array], center: Array, sd: Array, patterns: Array
-) -> tuple[int, float] | None:
-    r"""The coordinate along which a posterior has another mode at a mirror image of its mean, and that one's share.
+    log_density: Callable[[Array], Array],
+    center: Array,
+    sd: Array,
+    patterns: Array,
+    known: tuple[Array, Array] | None = None,
+) -> tuple[list[int], float] | None:
+    r"""The coordinates whose signs change where a posterior has another mode, and the share of the density there.
 
     With :math:`\Delta = \log p(x') - \log p(x)` at the image x' of the mean x, a share :math:`1 / (1 + e^{-\Delta})` is
-    told where it is at least 1e-3, the density falls in between, and a Gaussian with the posterior's moments has less
-    than a tenth of it on the other side.
+    told where it is at least 1e-3, the density falls by a nat in between, and what was found has less than a tenth of
+    it on the image's side.
 
     Parameters
     ----------
     log_density
         From points (T, m) to values (T,), up to a constant.
     center, sd
-        Mean and standard deviations of the posterior, (m,).
+        Mean and standard deviations of the posterior that was found, (m,).
     patterns
         What `signs` gives, (F, m).
+    known
+        Points (S, m) of what was found, and their weights, which sum to 1; None where it is a Gaussian.
 
     Returns
     -------
     tuple or None
-        None where no image is of that kind, or a density is not known.
+        The image with the largest share; None where no image is of that kind, or the density at the mean is not known.
 
     Examples
     --------
     >>> two = lambda x: np.logaddexp(-0.5 * ((x[:, 0] - 3) / 0.2) ** 2, -0.5 * ((x[:, 0] + 3) / 0.2) ** 2)
     >>> unseen(two, np.array([3.0]), np.array([0.2]), np.array([[-1.0]]))
-    (0, 0.5)
+    ([0], 0.5)
     """
-    far = np.max(np.abs(center - patterns * center) / sd, axis=1, initial=0.0) > _APART
-    patterns = patterns[far]
+    patterns = patterns[np.max(np.abs(center - patterns * center) / sd, axis=1, initial=0.0) > _APART]
     if not len(patterns):
         return None
     values = np.asarray(log_density(np.vstack([center, patterns * center])))
@@ -78,10 +83,22 @@ def unseen(
         return None
     above = np.where(np.isfinite(values[1:]), values[1:] - values[0], -np.inf)
     share = 1.0 / (1.0 + np.exp(np.clip(-above, -50.0, 700.0)))
-    sides = norm.sf(np.max(np.where(patterns < 0, np.abs(center) / sd, 0.0), axis=1))
-    for k in np.flatnonzero((share > MATTERS) & (sides < _KNOWN * share)).tolist():
+    for k in np.argsort(-share, kind="stable").tolist():
+        if share[k] <= _MATTERS:
+            return None
         image = patterns[k] * center
+        if _mass_beside(image, center, sd, known) >= _KNOWN * share[k]:
+            continue
         way = np.asarray(log_density(center + _BETWEEN[:, None] * (image - center)))
-        if np.min(way, initial=np.inf) < min(values[0], values[1 + k]) - _DIP:
-            return int(np.argmax(np.abs(image - center) / sd)), float(share[k])
+        if np.min(way[np.isfinite(way)], initial=np.inf) < min(values[0], values[1 + k]) - _DIP:
+            return np.flatnonzero(patterns[k] < 0).tolist(), float(share[k])
     return None
+
+
+def _mass_beside(image: Array, center: Array, sd: Array, known: tuple[Array, Array] | None) -> float:
+    """How much of what was found is nearer to the image than to the mean, in units of its sds."""
+    if known is None:
+        return float(norm.sf(np.max(np.abs(image - center) / sd) / 2))
+    points, weights = known
+    nearer = ((points - (image + center) / 2) / sd) @ ((image - center) / sd) > 0
+    return float(np.sum(weights[nearer]))

@@ -39,11 +39,10 @@ def ending(run: Run, limit: int, *, stopped: str = "") -> tuple[Status, str]:
             ),
         )
     )
-    if status is Status.CONVERGED and (another := mirror_image(run)):
-        return Status.STALLED, "; ".join(filter(None, (message, another, fallen)))
     if status is Status.CONVERGED:
-        told = (message, prior_conflict(run), departure.sentence(infos), fallbacks.unchecked(infos), fallen)
-        return status, "; ".join(filter(None, told))
+        another = mirror_image(run)
+        told = (message, another, prior_conflict(run), departure.sentence(infos), fallbacks.unchecked(infos), fallen)
+        return Status.STALLED if another else status, "; ".join(filter(None, told))
     silent = set(run.clients) - {client_id for record in run.records for client_id in record.infos}
     if len(silent) == len(run.clients):
         reasons = _distinct(reason for record in run.records for reason in record.failures.values())

@@ -1,4 +1,7 @@
-"""Whether a posterior has another mode where signs of shared coordinates change, which no search came to."""
+"""Whether a posterior has another mode where signs of shared coordinates change, which no search came to.
+
+A point where a client's own variables cannot be integrated counts as one without density.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.model.client import ClientModel
 from fedppl.numerics import mirrors
 from fedppl.run._run import Run
-from fedppl.types import Array, LocalFailure
+from fedppl.types import Array
 
 _MOST_CLIENTS = 300
 _MOST = 1500  # densities of clients, at images
@@ -26,26 +29,21 @@ def mirror_image(run: Run) -> str:
         return ""
     if not 0 < len(models) <= _MOST_CLIENTS or models[0].prior.gaussian.precision.ndim == 1:
         return ""
-    q, patterns = shared.gaussian(run.state), mirrors.signs(models[0].layout)
-    try:
-        found = mirrors.unseen(
-            lambda points: _log_posterior(models, points),
-            gaussian.mean(q),
-            gaussian.standard_deviations(q),
-            patterns[: _MOST // len(models)],
-        )
-    except LocalFailure:
+    corrected, q = shared.corrected(run.state), shared.gaussian(run.state)
+    if corrected is None:
+        center, sd, known = gaussian.mean(q), gaussian.standard_deviations(q), None
+    else:
+        center, sd = corrected.mean, np.sqrt(np.diag(corrected.covariance))
+        known = corrected.points, corrected.weights
+    patterns = mirrors.signs(models[0].layout)[: _MOST // len(models)]
+    found = mirrors.unseen(lambda points: _log_posterior(models, points), center, sd, patterns, known)
+    if found is None:
         return ""
-    return told(models[0].layout.labels, found) if found is not None else ""
-
-
-def told(labels: Sequence[str], found: tuple[int, float]) -> str:
-    """What is said of another mode."""
-    label, share = labels[found[0]], found[1]
+    labels = [models[0].layout.labels[k] for k in found[0]]
     return (
-        f"the posterior has several modes: with the sign of {label} changed the density is about {share:.2g} of both, "
-        "and q is of the first alone. Declare the model so that one is left: positive (pm.HalfNormal), or by a prior "
-        "that rules the other out"
+        f"the posterior has several modes: with the sign of {' and '.join(labels[:4])} changed the density is about "
+        f"{found[1]:.2g} of both, and what was found has none of it. Declare the model so that one is left: positive "
+        "(pm.HalfNormal), or by a prior that rules the other out"
     )
 
 

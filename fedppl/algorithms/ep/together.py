@@ -24,7 +24,6 @@ from fedppl.algorithms.ep._verdict import far_off
 from fedppl.algorithms.ep.correction import Correction
 from fedppl.contracts import Report
 from fedppl.contracts.many import ManyClients, Passed
-from fedppl.gaussian import Gaussian
 from fedppl.local import many as _many
 from fedppl.local.many import Way
 from fedppl.numerics import mirrors
@@ -103,7 +102,7 @@ def together(
     if way.error > MOST_ERROR:
         yield Passed(count, _report(at.search, Status.STALLED, _said(way)))
         return
-    if several := _several(many, q, few, asked, way, workers):
+    if several := _several(many, at.search, few, asked, way, workers):
         yield Passed(count, _report(at.search, Status.STALLED, several))
         return
     ended = _ended(state, at.search, at.sites(), many.like.has_proper_prior, way)
@@ -121,8 +120,11 @@ def together(
         yield passed._replace(report=report, way=way.nodes)
 
 
-def _several(many: ManyClients, q: Gaussian, few: EPState, asked: int, way: Way, workers: int) -> str:
+def _several(many: ManyClients, search: Search, few: EPState, asked: int, way: Way, workers: int) -> str:
     """Say along which coordinate there may be another mode: at an image of this one, or at one of few clients."""
+    found = search.found
+    assert found is not None
+    q, known_points = gaussian.from_moments(found.mean, found.covariance), (found.points, normalise(found.log_weights))
     prior, center, sd = many.like.prior, gaussian.mean(q), gaussian.standard_deviations(q)
     images = _starts.images(center, sd, gaussian.mean(prior.gaussian), _starts.turned(many.like.layout))
     known = [mode.point for mode in few.starts.modes] if few.starts is not None else []
@@ -131,11 +133,12 @@ def _several(many: ManyClients, q: Gaussian, few: EPState, asked: int, way: Way,
 
     def log_density(points: Array) -> Array:
         none = np.zeros((0, len(points)))
-        found = _many.factors(many, places, points, center, none, nodes=way.nodes, workers=workers)
-        return np.asarray(found.totals + gaussian.log_kernel(prior.gaussian, points) + prior.log_ratio(points))
+        asked_for = _many.factors(many, places, points, center, none, nodes=way.nodes, workers=workers)
+        return np.asarray(asked_for.totals + gaussian.log_kernel(prior.gaussian, points) + prior.log_ratio(points))
 
-    if mirror := mirrors.unseen(log_density, center, sd, mirrors.signs(many.like.layout)):
-        return f"the posterior may have several modes along {many.like.layout.labels[mirror[0]]}"
+    if mirror := mirrors.unseen(log_density, center, sd, mirrors.signs(many.like.layout), known_points):
+        labels = [many.like.layout.labels[k] for k in mirror[0]]
+        return f"the posterior may have several modes: with the sign of {' and '.join(labels[:4])} changed"
     if not images and not known:
         return ""
     points = np.array([center, *images, *known])

@@ -87,9 +87,9 @@ def tuned(
         )
     mean, variance = np.asarray(message["mean"], dtype=float), message.get("variance")
     w = unit.weights(mean, network.start if local is None else local)
-    size, epochs, batch_size, momentum = (float(value) for value in message["tuning"])
+    length, epochs, batch_size, momentum = (float(value) for value in message["tuning"])
     if which is not None and epochs:
-        steps = Training(size, int(epochs), int(batch_size), None if momentum < 0 else momentum)
+        steps = Training(length, int(epochs), int(batch_size), None if momentum < 0 else momentum)
         free, prior, penalty = network.places(which), None, None
         if variance is not None:
             declared = unit.declared.local_prior
