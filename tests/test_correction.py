@@ -521,8 +521,9 @@ def test_the_default_finds_a_second_mode_and_does_not_converge() -> None:
     rng = np.random.default_rng(1)
     clients = {str(k): {"y": (8.0 if k % 2 else -8.0) + rng.normal(size=2)} for k in range(4)}
     model = FederatedModel(far_apart, ["mu"])
-    with pytest.warns(fedppl.ConvergenceWarning, match="several modes: with the sign of mu"):  # found by no search
-        assert fit(model, clients, fedppl.EP(starts=1)).status is Status.STALLED
+    one = fit(model, clients, fedppl.EP(starts=1))  # the correction has both modes: 74 % below 0, by quadrature
+    assert one.status is Status.CONVERGED
+    assert abs(np.mean(one.idata["posterior"]["mu"].values < 0) - 0.741) < 0.03
     with pytest.warns(fedppl.ConvergenceWarning, match="several modes: along mu"):
         assert fit(model, clients).status is Status.STALLED
 
