@@ -53,5 +53,7 @@ def impossible_outcome(client: ClientModel, phi: Array) -> str:
         value = np.asarray(values)[place]
         at = f" in row {place[0] if len(place) == 1 else place}" if place else ""
         rule, breaks = _RULES.get(getattr(rv.owner.op, "name", None) or "", ("", lambda y: False))
-        return f"{names[rv]!r} is {value}{at}, " + (f"and {rule}" if breaks(float(value)) else "which has no density there")
+        return f"{names[rv]!r} is {value}{at}, " + (
+            f"and {rule}" if breaks(float(value)) else "which has no density there"
+        )
     return ""
