@@ -6,7 +6,9 @@ import functools
 from typing import Any
 
 import numpy as np
+import pymc as pm
 import pytest
+import scipy.optimize
 from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
@@ -195,6 +197,31 @@ def test_a_step_of_per_fedavg_is_that_of_the_meta_loss() -> None:
     wanted = w - beta * (np.eye(3) - alpha * A) @ (A @ inside - b)
     found = meta_steps(unit, w, Training(beta, 1, 100), alpha, stream((0,)), dtype=torch.float64)
     assert_allclose(found, wanted, rtol=1e-9)
+
+
+def count(X: Any, y: Any, *, net: Any) -> pm.Model:
+    """Counts of mean exp(w x)."""
+    with pm.Model() as model:
+        outputs = nn.module(net, nn.parameters(net, sigma=10.0), pm.Data("X", X))
+        pm.Poisson("count", pm.math.exp(outputs[:, 0]), observed=pm.Data("y", y))
+    return model
+
+
+def test_per_fedavg_is_judged_by_the_loss_after_a_clients_step() -> None:
+    """Of counts of 1, f(w) = exp(w) - w, and F is least also where a step of .2 leads to w = 0: f is 11.6 there."""
+    net = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(net.weight, 1.9)
+    model = fedppl.FederatedModel(functools.partial(count, net=net), ["weight"])
+    clients = {"a": {"X": np.ones((4, 1)), "y": np.ones(4, dtype=int)}}
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    far = scipy.optimize.brentq(lambda w: w - 0.2 * np.expm1(w), 1.0, 4.0)
+    found = meta_steps(unit, unit.held, Training(0.05, 300, 4), 0.2, stream((0,)), dtype=torch.float64)
+    assert_allclose(found, [far], atol=1e-3)
+    assert loss_at(unit, found) > loss_at(unit, unit.held) + 6.0
+    with pytest.raises(LocalFailure, match="inner_rate="):
+        meta_steps(unit, unit.held, Training(20.0, 1, 4), 0.2, stream((0,)), dtype=torch.float64)
+    with pytest.raises(LocalFailure, match="inner_rate="):
+        meta_steps(unit, unit.held, Training(1e300, 1, 4), 0.2, stream((0,)), dtype=torch.float64)
 
 
 # --- pFedMe ----------------------------------------------------------------------------------------------------

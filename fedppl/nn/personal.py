@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fedppl.nn.devices import host, taken
-from fedppl.nn.functional import call, gradients, state_of
+from fedppl.nn.functional import call, gradients, parts_of, state_of
 from fedppl.nn.train import RISE, Training, adam, arranged, mean_loss
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
@@ -61,10 +61,12 @@ def meta_steps(
     .. math:: \nabla F(w) \approx g - \alpha \frac{\nabla f(w + \delta u) - \nabla f(w - \delta u)}{2 \delta}
               \lVert g \rVert, \qquad g = \nabla f(w - \alpha \nabla f(w)), \quad u = g / \lVert g \rVert
 
-    The three gradients are of three batches; δ is `difference`.
+    The three gradients are of three batches; δ is `difference`. What has diverged is told by F: f itself may rise far
+    on the way to weights that are good after a step.
     """
-    X, y, before = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype), loss_at(unit, w)
+    X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
     flat = unit.tensor(np.array(w), dtype)
+    before = _ahead(unit, flat, X, y, inner_rate)
     for batch in _batches(len(X), steps, rng):
         second, third = (_draw(len(X), len(batch), rng) for _ in range(2))
         there = flat - inner_rate * _gradient(unit, flat, taken(X, batch), taken(y, batch))
@@ -75,7 +77,20 @@ def meta_steps(
             sides = [_gradient(unit, flat + sign * u, taken(X, third), taken(y, third)) for sign in (1, -1)]
             g = g - inner_rate * length / (2 * difference) * (sides[0] - sides[1])
         flat = flat - steps.learning_rate * g
-    return _checked(unit, host(flat), before, "learning_rate")
+    if not _ahead(unit, flat, X, y, inner_rate) <= before + RISE:
+        raise LocalFailure("training raised the loss after a client's own step; lower learning_rate= or inner_rate=")
+    return host(flat)
+
+
+def _ahead(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor, rate: float) -> float:
+    """F: the mean loss after one gradient step on all rows, some rows at a time."""
+    parts = parts_of(unit.net, X.shape)
+    shares = [len(X[rows]) / len(X) for rows in parts]
+    slopes = (_gradient(unit, flat, X[rows], y[rows]) * share for rows, share in zip(parts, shares, strict=True))
+    there = flat - rate * sum(slopes)
+    with torch.no_grad():
+        found = (_loss(unit, there, X[rows], y[rows]) * share for rows, share in zip(parts, shares, strict=True))
+        return float(sum(found))
 
 
 def moreau_steps(
