@@ -338,6 +338,63 @@ def test_layouts_in_memory_do_not_change_the_numbers(last: bool, view: bool, mom
     assert_allclose(found, wanted, atol=2e-5)
 
 
+class Behind(torch.nn.Module):
+    """Layers that cannot be told apart from outside."""
+
+    def __init__(self, layers: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, X: Any) -> Any:
+        return self.layers(X)
+
+
+@pytest.mark.parametrize(("maps", "counted"), [(2, 3), (8, 12)], ids=["computed once", "too large to keep"])
+def test_layers_below_those_that_move_are_computed_once(maps: int, counted: int) -> None:
+    """The same numbers as where every step goes through them, with far fewer passes."""
+    rng = np.random.default_rng(0)
+    data = {"X": rng.normal(size=(12, 3, 5, 5)).astype(np.float32), "y": np.arange(12) % 3}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        layers = (torch.nn.Conv2d(3, maps, 2), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(maps * 16, 3))
+    found, passes = [], []
+    layers[0].register_forward_hook(lambda *_: passes.append(1) if counting else None)
+    for net in (torch.nn.Sequential(*layers), Behind(torch.nn.Sequential(*layers))):
+        names, counting = [name for name, _ in net.named_parameters()], False
+        model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
+        network = model.enrol({"a": data}, kernel=False)["a"].view(network_of)
+        head, counting = network.places((names[-2], names[-1])), True
+        passes.clear()
+        found.append(
+            train(network.unit, network.unit.held, head, Training(0.05, 4, 6, 0.9), np.random.default_rng(3))
+        )
+        assert len(passes) == (11 if isinstance(net, Behind) else counted)
+    assert_allclose(found[0], found[1], atol=1e-6)
+    assert np.all(found[0][head] != network.unit.held[head])
+
+
+def test_a_client_that_does_not_report_trains_nothing_that_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FedRep's head is that of a client that reports, to the last digit, and the layers below are left out."""
+    model, clients = problems.classification(shared=BODY)
+    client = model.enrol(clients, kernel=False)["device 0"]
+    trained: list[int] = []
+
+    def counted(unit: Any, w: Any, free: Any, *others: Any, **settings: Any) -> Any:
+        trained.append(len(free))
+        return train(unit, w, free, *others, **settings)
+
+    monkeypatch.setattr("fedppl.nn.algorithms.fedavg.train", counted)
+    for phases, kept_of in ((REP, 1), ((("shared", 1), *REP), 2), ((("all", 2),), 1), ((("shared", 2),), 0)):
+        algorithm = nn.FedAvg(phases=phases)
+        state = algorithm.init(client.layout, tuple(clients), stream((0,)))
+        message = algorithm.broadcast(state, "device 0")
+        told, _, _ = algorithm.update_client(client, None, message, stream((1,)))
+        trained.clear()
+        silent, _ = algorithm.unreported(client, None, message, stream((1,)))
+        assert len(trained) == kept_of
+        assert_array_equal(silent.local, told.local)
+
+
 @functools.cache
 def fitted_once() -> fedppl.Fit:
     return fitted(BODY, nn.FedAvg())

@@ -79,20 +79,20 @@ def train(
     """
     flat, where = np.asarray(w, dtype=float), np.asarray(free, dtype=np.int64)
     leaves = Leaves(unit, flat, where, dtype)
-    X, y = arranged(leaves.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
+    (net, X), y = _above(leaves.net, arranged(leaves.net, unit.tensor(unit.X, dtype))), outcomes(unit, dtype)
     pulls = _pulls(leaves, flat, where, prior, linear, len(X))
     optimizer = optimizer_of(leaves.moving, settings)
     with torch.no_grad():
-        before = float(mean_loss(unit, by_parts(leaves.net, leaves.net, X), y))
+        before = float(mean_loss(unit, by_parts(net, net, X), y))
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
-                loss = mean_loss(unit, leaves.net(taken(X, batch)), taken(y, batch))
+                loss = mean_loss(unit, net(taken(X, batch)), taken(y, batch))
                 if penalty is not None:
                     loss = loss + penalty(leaves.at(unit.local_at)) / len(X)
                 take_step(optimizer, leaves, loss, pulls)
     with torch.no_grad():
-        after = float(mean_loss(unit, by_parts(leaves.net, leaves.net, X), y))
+        after = float(mean_loss(unit, by_parts(net, net, X), y))
     if not (after <= before + RISE if linear is None else np.isfinite(after)):
         raise LocalFailure(f"training raised the loss instead of lowering it; lower {rate}=")
     return require_bounded(leaves.result(flat), flat, rate)
@@ -178,6 +178,21 @@ def arranged(net: torch.nn.Module, X: torch.Tensor) -> torch.Tensor:
     except RuntimeError:  # a view in its forward needs the rows as they were
         return X
     return found
+
+
+def _above(net: torch.nn.Module, X: torch.Tensor) -> tuple[torch.nn.Module, torch.Tensor]:
+    """Layers of a row of layers from the first that moves on, and what they see: those below are computed once."""
+    if type(net) is not torch.nn.Sequential or net._forward_hooks or net._forward_pre_hooks:
+        return net, X
+    layers = list(net)
+    count = next((i for i, one in enumerate(layers) if any(v.requires_grad for v in one.parameters())), 0)
+    below = torch.nn.Sequential(*layers[:count])
+    if not list(below.parameters()):
+        return net, X
+    with torch.no_grad():
+        if below(X[:1]).numel() > X[:1].numel():  # would take more memory than the rows
+            return net, X
+        return torch.nn.Sequential(*layers[count:]), by_parts(below, below, X)
 
 
 _Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None

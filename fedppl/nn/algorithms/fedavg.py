@@ -251,8 +251,15 @@ def _update_unreported(
     """Train local weights, where there are any: nothing else outlives the round."""
     if not client.local_size:
         return personal, {}
-    update = _update_client(client, personal, message, rng, settings=settings)
+    update = _update_client(client, personal, message, rng, settings=_kept_phases(client, settings))
     return update.personal, kept_local(client, personal and personal.local)[1]
+
+
+def _kept_phases(client: ClientView, settings: _Settings) -> _Settings:
+    """Without the last phases that train shared weights alone: a client that does not report keeps nothing of them."""
+    network = client.view(network_of)
+    local = [bool(np.isin(network.places(which), network.unit.local_at).any()) for which, _ in settings.phases]
+    return settings._replace(phases=settings.phases[: len(local) - local[::-1].index(True)] if any(local) else ())
 
 
 def _update_together(
@@ -288,5 +295,5 @@ def _update_unreported_together(
     """`_update_unreported` at clients with one network."""
     if not parts[0].client.local_size:
         return [ClientUpdate(part.personal, {}) for part in parts]
-    found = _update_together(parts, settings=settings)
+    found = _update_together(parts, settings=_kept_phases(parts[0].client, settings))
     return [None if update is None else update._replace(reply={}) for update in found]
