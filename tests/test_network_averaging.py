@@ -365,9 +365,7 @@ def test_layers_below_those_that_move_are_computed_once(maps: int, counted: int)
         network = model.enrol({"a": data}, kernel=False)["a"].view(network_of)
         head, counting = network.places((names[-2], names[-1])), True
         passes.clear()
-        found.append(
-            train(network.unit, network.unit.held, head, Training(0.05, 4, 6, 0.9), np.random.default_rng(3))
-        )
+        found.append(train(network.unit, network.unit.held, head, Training(0.05, 4, 6, 0.9), np.random.default_rng(3)))
         assert len(passes) == (11 if isinstance(net, Behind) else counted)
     assert_allclose(found[0], found[1], atol=1e-6)
     assert np.all(found[0][head] != network.unit.held[head])
