@@ -392,8 +392,8 @@ def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
                     found["PM"][str(end)] = personal_accuracies(setting, dict.fromkeys(setting.clients, fit))
                     notes.write_text(json.dumps(found))
                 before = time.process_time()
-        if not setting.method.alone and "confidence" in fit.idata["rounds"]:
-            for name in ("confidence", "deviation"):  # of a client's last reply
+        for name in () if setting.method.alone else ("confidence", "deviation", "cluster"):
+            if name in fit.idata["rounds"]:  # of a client's last reply
                 told = fit.idata["rounds"][name].transpose("client", "round").values
                 last = [row[np.isfinite(row)][-1:].tolist() for row in told]
                 found[name] = dict(zip(fit.client_ids, last, strict=True))
@@ -438,6 +438,9 @@ def figures(found: dict[str, Any], options: argparse.Namespace) -> dict[str, flo
         if set(wanted) <= set(found["GM"]):  # a kept fit may have been scored in fewer rounds
             row["GM best (on test)"] = max(found["GM"][n] for n in wanted)
     row["CPU s"] = found["seconds"]
+    if "cluster" in found:
+        chosen = [value for last in found["cluster"].values() for value in last]
+        row["clients in the larger cluster"] = float(np.max(np.unique(chosen, return_counts=True)[1]))
     if "failed" in found:  # replies of all rounds
         row["failed"] = found["failed"]
     return row
