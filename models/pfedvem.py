@@ -80,7 +80,7 @@ def _headed(**settings: Any) -> Callable[..., fedppl.Algorithm]:
 
 
 METHODS = {
-    "Local": Method("all", _with("FedAvg", phases=(("all", 20),), **_SGD), True, False, alone=True),
+    "Local": Method("all", _with("FedAvg", phases=(("all", 100),), **_SGD), True, False, alone=True),
     "FedAvg": Method("all", _with("FedAvg", phases=_ALL, **_SGD), False, True),
     "FedProx": Method("all", _with("FedAvg", phases=_ALL, proximal=1.0, **_SGD), False, True),
     "SCAFFOLD": Method("all", _with("SCAFFOLD", learning_rate=0.01), False, True),
