@@ -166,6 +166,17 @@ def test_clients_that_disagree_about_labels_part() -> None:
     assert np.mean(right) > 0.9 > np.mean(wrong)
 
 
+def test_a_cluster_without_a_loss_is_chosen_by_nobody() -> None:
+    """Outputs that overflow in single precision have the loss NaN, which comes before all numbers in NumPy's argmin."""
+    model, clients = networks()
+    network = model.enrol(clients, kernel=False)["device 0"].view(network_of)
+    algorithm = nn.IFCA(clusters=2, spread=1e39, epochs=1)
+    found = fit(algorithm, 1, (model, clients))
+    assert np.isnan(loss_at(network.unit, network.at(found.state.phi[1])))
+    assert not found.records[0].failures
+    assert {info["cluster"] for info in found.records[0].infos.values()} == {0.0}
+
+
 def test_a_cluster_that_nobody_chooses_stays() -> None:
     algorithm = nn.IFCA(clusters=2)
     model, clients = networks()
