@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
 from fedppl.nn.functional import pieces  # noqa: E402
+from fedppl.nn.head import find_head  # noqa: E402
 from fedppl.nn.langevin import langevin_steps  # noqa: E402
 from fedppl.nn.personal import bayes_steps, loss_at, meta_steps, moreau_steps  # noqa: E402
 from fedppl.nn.train import Training  # noqa: E402
@@ -165,6 +166,17 @@ def test_clients_that_disagree_about_labels_part() -> None:
     assert np.mean(right) > 0.9 > np.mean(wrong)
 
 
+def test_a_cluster_without_a_loss_is_chosen_by_nobody() -> None:
+    """Outputs that overflow in single precision have the loss NaN, which comes before all numbers in NumPy's argmin."""
+    model, clients = networks()
+    network = model.enrol(clients, kernel=False)["device 0"].view(network_of)
+    algorithm = nn.IFCA(clusters=2, spread=1e39, epochs=1)
+    found = fit(algorithm, 1, (model, clients))
+    assert np.isnan(loss_at(network.unit, network.at(found.state.phi[1])))
+    assert not found.records[0].failures
+    assert {info["cluster"] for info in found.records[0].infos.values()} == {0.0}
+
+
 def test_a_cluster_that_nobody_chooses_stays() -> None:
     algorithm = nn.IFCA(clusters=2)
     model, clients = networks()
@@ -240,6 +252,21 @@ def test_a_step_of_pfedme_is_that_of_the_envelope(lam: float) -> None:
     assert_allclose((w - found) / 0.1, w - theta, rtol=1e-4)
     if lam > 1e3:
         assert_allclose(lam * (w - found) / 0.1, A @ w - b, rtol=1e-3)
+
+
+def test_a_personal_network_is_judged_by_the_batch_that_it_is_found_on() -> None:
+    """The last batch is one row, for which θ leaves the others; w goes a little of the way."""
+    net = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.2), ["weight"])
+    y = np.array([1.0, -1.0, 1.0, -1.0, 1.0])[:, None]
+    unit = model.enrol({"a": {"X": np.ones((5, 1)), "y": y}}, kernel=False)["a"].view(network_of).unit
+    w, theta = moreau_steps(unit, unit.held, Training(0.01, 1, 4), 1.0, (0.01, 200), stream((0,)))
+    assert_allclose(np.abs(theta), 25 / 26, rtol=0.01)
+    assert loss_at(unit, theta) > loss_at(unit, unit.held) + 5.0
+    assert np.abs(w) < 0.02
+    with pytest.raises(LocalFailure, match="lower inner_rate="):
+        moreau_steps(unit, unit.held, Training(0.01, 1, 4), 1.0, (0.1, 200), stream((0,)))
 
 
 def test_pfedme_predicts_by_the_personal_network() -> None:
@@ -337,6 +364,27 @@ def test_the_global_part_follows_where_the_loss_is_high() -> None:
     assert np.linalg.norm(q[0] - p[0]) < 0.6 * np.linalg.norm(far - good.mean)
 
 
+def test_posteriors_are_judged_by_their_bound() -> None:
+    """Of f = u v and y = 1, with sds s, E (1 - f)^2 = (1 - u v)^2 + s^2 (u^2 + v^2) + s^4: least below u v = 1."""
+    net = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+    for layer in net:
+        torch.nn.init.constant_(layer.weight, 1.0)
+    builder = functools.partial(fedsi.regressor, net=net, noise_sd=0.1)
+    model = fedppl.FederatedModel(builder, ["0.weight", "1.weight"])
+    unit = model.enrol({"a": {"X": np.ones((4, 1)), "y": np.ones((4, 1))}}, kernel=False)["a"].view(network_of).unit
+
+    def expected(q: Any) -> float:
+        (u, v), (s, t) = q
+        return float(((1 - u * v) ** 2 + s**2 * v**2 + t**2 * u**2 + s**2 * t**2) / (2 * 0.1**2))
+
+    start, steps = (np.ones(2), np.full(2, 0.5)), Training(0.02, 10, 4)
+    q, _ = bayes_steps(unit, *start, steps, 1e-3, 100, stream((0,)), follow=False)
+    assert loss_at(unit, q[0]) > loss_at(unit, start[0]) + 2.0
+    assert expected(q) < expected(start) - 5.0
+    with pytest.raises(LocalFailure, match="lower learning_rate="):
+        bayes_steps(unit, *start, steps._replace(learning_rate=1.0), 1e-3, 100, stream((0,)), follow=False)
+
+
 def test_pfedbayes_learns_and_says_how_sure_it_is() -> None:
     model, clients = networks()
     found = fit(nn.PFedBayes(zeta=0.1, spread=0.05, learning_rate=0.02), 15, (model, clients))
@@ -425,6 +473,21 @@ def test_the_chain_has_the_moments_of_its_steps(rate: float, spread: float) -> N
         exact = np.linalg.solve(precision, n * b + beta / spread**2)
         assert np.abs(mean - exact).max() < 0.02
         assert np.abs(np.diag(variance) / np.diag(np.linalg.inv(precision)) - 1).max() < 0.15
+
+
+def test_a_head_that_its_population_draws_away_has_not_failed() -> None:
+    """A narrow population around 0 holds v there; without its part the loss, (1 - v)^2 / 2 sd^2, rises by 2."""
+    net = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+    for layer in net:
+        torch.nn.init.constant_(layer.weight, 1.0)
+    builder = functools.partial(fedsi.regressor, net=net, noise_sd=0.5)
+    model = fedppl.FederatedModel(builder, ["0.weight", "1.weight"])
+    unit = model.enrol({"a": {"X": np.ones((4, 1)), "y": np.ones((4, 1))}}, kernel=False)["a"].view(network_of).unit
+    head, w = find_head(unit, ("1.weight",), np.array([1]), unit.held), unit.held
+    steps, prior = Training(1e-3, 200, 4), (np.zeros(1), 0.01)
+    found, chain = langevin_steps(unit, head, w, np.array([0]), np.ones(1), prior, steps, 1e-3, stream((0,)))
+    assert_allclose(chain.mean, 0.0, atol=0.03)
+    assert loss_at(unit, found) > loss_at(unit, w) + 1.5
 
 
 def test_the_population_is_the_mean_of_its_heads_and_layers_below_go_by_rows() -> None:

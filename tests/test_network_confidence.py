@@ -212,14 +212,30 @@ def test_the_head_of_a_draw_is_uncertain_and_the_rest_is_a_point() -> None:
     assert_allclose(draws["0.weight"].std("draw"), 0, atol=1e-12)
 
 
+def test_layers_below_are_judged_by_the_loss_under_draws_of_the_head() -> None:
+    """Of f = u v, y = 1 and v ~ N(1, s^2), E (1 - f)^2 is least at u = 1 / (1 + s^2), where f at v's mean is not 1."""
+    net = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+    for layer in net:
+        torch.nn.init.constant_(layer.weight, 1.0)
+    builder = functools.partial(fedsi.regressor, net=net, noise_sd=0.1)
+    model = fedppl.FederatedModel(builder, ["0.weight", "1.weight"])
+    clients = {name: {"X": np.ones((4, 1)), "y": np.ones((4, 1))} for name in "abc"}
+    settings = {"head_steps": 1, "head_rate": 1e-6, "spread": 0.5, "momentum": 0.0, "epochs": 400, "draws": 100}
+    algorithm = nn.Confidence(head=("1.weight",), learning_rate=1e-4, **settings)
+    fit = fedppl.fit(model, clients, algorithm, rounds=1, progressbar=False, random_seed=1)
+    assert not fit.records[0].failures
+    assert_allclose(fit.state.phi, [1 / 1.25, 1.0], atol=0.02)
+    algorithm = nn.Confidence(head=("1.weight",), learning_rate=1.0, **settings)
+    with pytest.raises(LocalFailure, match="lower learning_rate="):
+        algorithm.update_client(fit.clients["a"], None, algorithm.broadcast(fit.state, "a"), stream((1,)))
+
+
 def test_averages_over_rounds_are_the_estimate_and_nothing_else() -> None:
     plain, smooth = fitted(), fitted(smoothing=0.5)
     assert_allclose(plain.state.phi, smooth.state.phi)
-    algorithm = nn.Confidence(head=HEAD)
-    wanted = algorithm.init(plain.layout, ("a",), stream((0,))).phi
-    for step in fedppl.rounds(*problem(), algorithm, rounds=5, random_seed=2):
-        wanted = 0.5 * wanted + 0.5 * step.state.phi
-    assert_allclose(smooth.state.smooth, wanted)
+    found = [step.state.phi for step in fedppl.rounds(*problem(), nn.Confidence(head=HEAD), rounds=5, random_seed=2)]
+    assert_allclose(smooth.state.smooth, np.average(found, axis=0, weights=0.5 ** np.arange(4, -1, -1)))
+    assert_allclose(fitted(smoothing=0.9, run={"rounds": 1}).state.smooth, found[0])
 
 
 def test_a_ledger_remembers_the_heads_of_clients_that_did_not_report() -> None:

@@ -391,6 +391,30 @@ def test_unknowns_are_told_apart_from_weights() -> None:
     ]
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_unknowns_beside_one_linear_layer_are_no_biases_of_it(bias: bool) -> None:
+    """Outputs X W + c with e beside them: their covariance has a variance of each, and nothing between them."""
+    net, rng = torch.nn.Linear(2, 1, bias=bias), np.random.default_rng(4)
+
+    def build(X: Any, y: Any) -> pm.Model:
+        with pm.Model() as model:
+            f = nn.module(net, nn.parameters(net), pm.Data("X", X))
+            cuts = pm.Normal("cuts", [-1.0, 1.0], 1.0, shape=2)
+            pm.OrderedLogistic("grade", eta=f[:, 0], cutpoints=cuts, observed=pm.Data("y", y))
+        return model
+
+    names = [*(name for name, _ in net.named_parameters()), "cuts"]
+    data = {"a": {"X": rng.normal(size=(5, 2)), "y": np.arange(5) % 3}}
+    unit = fedppl.FederatedModel(build, names).enrol(data, kernel=False)["a"].view(network_of).unit
+    variance = rng.uniform(0.1, 2.0, unit.size)
+    places = np.arange(unit.size)
+    X = np.column_stack([unit.X, np.ones((5, int(bias)))])
+    wanted = [np.diag([x**2 @ variance[:-2], *variance[-2:]]) for x in X]
+    for covariance in (variance, np.diag(variance)):
+        q = subnet.Subnetwork(unit.held, places, covariance)
+        assert_allclose(subnet.output_covariance(unit, q, unit.X), wanted, atol=1e-12)
+
+
 def test_an_unknown_sd_of_all_clients_is_found() -> None:
     """Of 2 x 400 rows whose noise has sd 0.5: the root mean square of what is left, within its own error of 2.5 %."""
     rng = np.random.default_rng(5)

@@ -207,7 +207,9 @@ def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Plac
             continue
         at = index[inside] - slices[name].start
         owner, _, kind = name.rpartition(".")
-        if owner in linear and owner not in outside and calls.get(owner) == [2] and owners[id(value)] == 1:
+        is_alone = owner not in outside and calls.get(owner) == [2] and owners[id(value)] == 1
+        # An unknown of the likelihood has the network for its owner, which may be a linear layer.
+        if owner in linear and kind in ("weight", "bias") and is_alone:
             if owner not in layers:
                 layers.append(owner)
                 offsets.append((first_unit, first_column))

@@ -121,7 +121,8 @@ def train_below_together(
     Returns
     -------
     tuple
-        Weights (K, D), and which clients' training came to a good end; of the others weights say nothing.
+        Weights (K, D), and at which clients the loss at the head's mean came to a good end: each of the others has to
+        be asked alone.
     """
     body = without_head(copy.deepcopy(stack.net), head)
     place = stack.X.device

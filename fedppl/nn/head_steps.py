@@ -10,12 +10,13 @@ import torch
 
 from fedppl.nn.devices import host, taken
 from fedppl.nn.functional import Places, call
-from fedppl.nn.head import Head, expected_loss, head_slopes, without_head
+from fedppl.nn.head import Head, expected_loss, features, head_slopes, without_head
 from fedppl.nn.train import RISE, Leaves, Training, adam, arranged, mean_loss, optimizer_of, require_bounded, take_step
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
 _BLOCK = 200_000  # numbers that are drawn at once
+_FEW = 32  # draws of the head, to see whether the loss under them fell
 
 
 class HeadSteps(NamedTuple):
@@ -121,7 +122,7 @@ def train_below(
     Raises
     ------
     LocalFailure
-        If the loss at the head's mean ends far above where it began, or at what is not finite.
+        If the loss ends far above where it began, at the head's mean and under draws of it, or at what is not finite.
     """
     flat = np.asarray(w, dtype=float)
     leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
@@ -138,6 +139,14 @@ def train_below(
                 take_step(optimizer, leaves, expected_loss(unit, head, z, taken(y, batch), v))
     with torch.no_grad():
         after = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
-    if not after <= before + RISE:
+    found = require_bounded(leaves.result(flat), flat)
+
+    def expected(w: Array) -> float:
+        """What the steps descend, under draws that are the same at every call."""
+        drawn = torch.randn(_FEW, len(mean), generator=torch.Generator().manual_seed(0), dtype=dtype).to(mean.device)
+        with torch.no_grad():
+            return float(expected_loss(unit, head, features(unit, head, w, dtype=dtype), y, mean + spread * drawn))
+
+    if not after <= before + RISE and not expected(found) <= expected(flat) + RISE:
         raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate=")
-    return require_bounded(leaves.result(flat), flat)
+    return found

@@ -73,7 +73,7 @@ def langevin_steps(
     Raises
     ------
     LocalFailure
-        Where the loss ends far above where it began.
+        Where the loss ends far above where it began, alone and with the prior's part, or at what is not finite.
     """
     flat, rows = np.array(w, dtype=float), len(unit.X)
     flat[head.places] = start
@@ -87,7 +87,7 @@ def langevin_steps(
     centre, spread = unit.tensor(np.array(prior[0], dtype=float), dtype), prior[1]
     kept = float(np.exp(-head_rate / (rows * spread**2)))
     source = torch.Generator().manual_seed(int(rng.integers(2**62)))
-    before, drawn = _loss(unit, flat, X, y), []
+    before, drawn = np.array([_loss(unit, flat, X, y), _pull(flat[head.places], prior, rows)]), []
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(rows)), settings.batch_size):
@@ -105,11 +105,17 @@ def langevin_steps(
     half = np.array(drawn[len(drawn) // 2 :])
     found, mean = leaves.result(flat), half.mean(axis=0)
     found[head.places] = mean
-    after = _loss(unit, found, X, y)
-    if not np.isfinite(after) or (len(below) and not after <= before + RISE):
+    after = np.array([_loss(unit, found, X, y), _pull(mean, prior, rows)])
+    # The head is drawn to its population too, whose mean others may have moved far away.
+    if not np.isfinite(after[0]) or (len(below) and not min(after[0] - before[0], sum(after - before)) <= RISE):
         raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate= or head_rate=")
     found[head.places] = drawn[-1]
     return require_bounded(found, flat), Chain(drawn[-1], mean, half.std(axis=0))
+
+
+def _pull(v: Array, prior: tuple[Array, float], rows: int) -> float:
+    """Minus the log density of the population, for one row, less a constant."""
+    return 0.5 * float(np.sum((v - prior[0]) ** 2)) / (rows * prior[1] ** 2)
 
 
 def _loss(unit: NetworkUnit, w: Array, X: torch.Tensor, y: torch.Tensor) -> float:

@@ -13,6 +13,9 @@ from fedppl.nn.train import RISE, Training, adam, arranged, mean_loss
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
+_DRAWS = 32  # of all weights, to see whether a bound fell
+_Both = tuple[tuple[Array, Array], tuple[Array, Array]]  # means and sds of q, and of p
+
 
 def loss_at(unit: NetworkUnit, w: Array, *, dtype: torch.dtype = torch.float32) -> float:
     """Mean negative log likelihood of the client's rows at w (d,)."""
@@ -110,18 +113,36 @@ def moreau_steps(
     by `inner` = (rate, number) gradient steps on one batch from w, which take the quadratic exactly: a step of rate p
     on f and then the proximal map of the quadratic. Returns w and the last θ.
     """
-    X, y, before = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype), loss_at(unit, w)
-    flat = unit.tensor(np.array(w), dtype)
-    theta = flat
-    rate, count = inner
+    X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
+    start = flat = theta = centre = unit.tensor(np.array(w), dtype)
+    rows, labels = X, y
     for batch in _batches(len(X), steps, rng):
-        theta = flat
-        for _ in range(count):
-            theta = theta - rate * _gradient(unit, theta, taken(X, batch), taken(y, batch))
-            theta = (theta + rate * lam * flat) / (1.0 + rate * lam)
-        flat = flat - steps.learning_rate * lam * (flat - theta)
-    found = _checked(unit, host(flat), before, "learning_rate")
-    return found, _checked(unit, host(theta), before, "inner_rate")
+        rows, labels, centre = taken(X, batch), taken(y, batch), flat
+        theta = _near(unit, centre, rows, labels, lam, inner)
+        flat = centre - steps.learning_rate * lam * (centre - theta)
+    # The last batch may be one row, for which θ leaves all others.
+    if not _held(unit, theta, centre, rows, labels, lam) <= _held(unit, centre, centre, rows, labels, lam) + RISE:
+        raise LocalFailure("training raised the loss instead of lowering it; lower inner_rate=")
+    return _checked(unit, host(flat), loss_at(unit, host(start)), "learning_rate= or inner_rate"), host(theta)
+
+
+def _near(
+    unit: NetworkUnit, centre: torch.Tensor, X: torch.Tensor, y: torch.Tensor, lam: float, inner: tuple[float, int]
+) -> torch.Tensor:
+    """θ by steps from w."""
+    theta, (rate, count) = centre, inner
+    for _ in range(count):
+        theta = theta - rate * _gradient(unit, theta, X, y)
+        theta = (theta + rate * lam * centre) / (1.0 + rate * lam)
+    return theta
+
+
+def _held(
+    unit: NetworkUnit, theta: torch.Tensor, centre: torch.Tensor, X: torch.Tensor, y: torch.Tensor, lam: float
+) -> float:
+    """The loss of some rows at θ and the quadratic around w."""
+    with torch.no_grad():
+        return float(_loss(unit, theta, X, y) + 0.5 * lam * torch.sum((theta - centre) ** 2))
 
 
 def bayes_steps(
@@ -136,13 +157,14 @@ def bayes_steps(
     start: tuple[Array, Array] | None = None,
     follow: bool = True,
     dtype: torch.dtype = torch.float32,
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+) -> _Both:
     r"""Steps of pFedBayes and BPFed: the client's q and its copy of the p around it, by turns, with Adam.
 
     .. math:: \min_q \; -\tfrac1n E_q \log p(y \mid w) + \tfrac\zeta n \mathrm{KL}(q \| p), \qquad
               \min_p \; \tfrac\zeta n \mathrm{KL}(q \| p)
 
-    q starts at `start`, or at p; p stays without `follow`. Returns means and sds of q and of p.
+    q starts at `start`, or at p; p stays without `follow`. Returns means and sds of q and of p. Steps have diverged
+    where the loss at the mean of q rose far, and the first sum as well.
     """
     X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
     source = torch.Generator().manual_seed(int(rng.integers(2**62)))
@@ -154,8 +176,7 @@ def bayes_steps(
 
     q, p = raw((mean, sd) if start is None else start), raw((mean, sd))
     optimizers = [adam(pair, steps.learning_rate) for pair in (q, p)]
-    before = max(loss_at(unit, host(pair[0])) for pair in (q, p))  # q is drawn to p, which may be far worse
-    strength = weight / len(X)
+    started, strength = _normals(q, p), weight / len(X)
     with torch.no_grad():
         spread, width = (torch.nn.functional.softplus(pair[1]) for pair in (q, p))
         for batch in _batches(len(X), steps, rng):
@@ -176,11 +197,29 @@ def bayes_steps(
                 of_width = strength / width - inverse / width * (spread**2 + apart**2)
                 _step(optimizers[1], p, -inverse * apart, of_width)
                 width = torch.nn.functional.softplus(p[1])
-    found = [(host(pair[0]), host(torch.nn.functional.softplus(pair[1].detach()))) for pair in (q, p)]
+    found = _normals(q, p)
     if not all(np.all(np.isfinite(value)) for pair in found for value in pair):
         raise LocalFailure("a posterior is not finite; lower learning_rate=")
-    _checked(unit, found[0][0], before, "learning_rate")  # p follows q, whatever the loss is on its way
-    return found[0], found[1]
+    # q is drawn to p, which may be far worse, and to weights that bear their noise; p follows q, whatever its loss is.
+    after, before = loss_at(unit, found[0][0]), max(loss_at(unit, middle) for middle, _ in started)
+    if not after <= before + RISE and not _bound(unit, found, strength) <= _bound(unit, started, strength) + RISE:
+        raise LocalFailure("training raised the bound instead of lowering it; lower learning_rate=")
+    return found
+
+
+def _normals(q: list[torch.Tensor], p: list[torch.Tensor]) -> _Both:
+    """Means and sds of q and of p."""
+    one, other = ((host(pair[0]).copy(), host(torch.nn.functional.softplus(pair[1].detach()))) for pair in (q, p))
+    return one, other
+
+
+def _bound(unit: NetworkUnit, both: _Both, strength: float) -> float:
+    """What the steps descend: the mean loss over draws, the same at every call, and KL(q || p) times a strength."""
+    (mean, sd), (middle, width) = both
+    rng = np.random.default_rng(0)
+    expected = np.mean([loss_at(unit, mean + sd * rng.normal(size=len(sd))) for _ in range(_DRAWS)])
+    apart = np.log(width / sd) + 0.5 * ((sd**2 + (mean - middle) ** 2) / width**2 - 1.0)
+    return float(expected + strength * apart.sum())
 
 
 def _step(

@@ -38,6 +38,7 @@ class ConfidenceState(NamedTuple):
     where: Mapping[str, int]  # client id to its place
     ledger: Array  # (K, d + 1): every client's last τ μ and τ; (0, d + 1) where nothing is remembered
     smooth: Array  # average of φ over rounds, (m,)
+    told: float  # sum of the weights of those rounds, below 1; the start is none of them
 
 
 class ConfidenceInfo(NamedTuple):
@@ -184,7 +185,7 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings:
     head, phi = head_in(layout, settings.head), gaussian.mean(layout.prior)
     where = {client_id: k for k, client_id in enumerate(clients)}
     ledger = np.zeros((len(clients) if settings.remember else 0, len(head) + 1))
-    return ConfidenceState(phi, head, where, ledger, phi)
+    return ConfidenceState(phi, head, where, ledger, phi, 0.0)
 
 
 def _broadcast(state: ConfidenceState, client_id: str) -> Message:
@@ -310,10 +311,12 @@ def _update_server(
     total = received.sums()
     ledger, weighted, weight, _ = ledger_sums(state.ledger, state.where, received)
     phi = joined(total, state.head, weighted / weight)
-    smooth = settings.smoothing * state.smooth + (1.0 - settings.smoothing) * phi
+    earlier, now = settings.smoothing * state.told, 1.0 - settings.smoothing
+    smooth = (earlier * state.smooth + now * phi) / (earlier + now)
     change, message = moved(state.phi, phi)
     info = ConfidenceInfo(change, float(total["weight"]) / received.clients)
-    return state._replace(phi=phi, ledger=ledger, smooth=smooth), Report(info, message=message)
+    after = state._replace(phi=phi, ledger=ledger, smooth=smooth, told=earlier + now)
+    return after, Report(info, message=message)
 
 
 def _shapes(state: ConfidenceState) -> dict[str, tuple[int, ...]]:

@@ -123,7 +123,8 @@ def _best(client: ClientView, message: Message) -> tuple[int, Array]:
     """The cluster with the lowest loss, and its weights."""
     network = client.view(network_of)
     found = [network.at(phi) for phi in np.asarray(message["phi"])]
-    chosen = int(np.argmin([loss_at(network.unit, w) for w in found]))
+    losses = np.array([loss_at(network.unit, w) for w in found])
+    chosen = int(np.argmin(np.where(np.isnan(losses), np.inf, losses)))  # as of a network that has run away
     return chosen, found[chosen]
 
 
