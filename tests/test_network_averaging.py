@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
+from fedppl.nn.personal import loss_at  # noqa: E402
 from fedppl.nn.predict import probabilities  # noqa: E402
 from fedppl.nn.train import Training, train  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
@@ -391,6 +392,25 @@ def test_a_client_that_does_not_report_trains_nothing_that_is_thrown_away(monkey
         silent, _ = algorithm.unreported(client, None, message, stream((1,)))
         assert len(trained) == kept_of
         assert_array_equal(silent.local, told.local)
+
+
+def test_a_prior_may_be_worth_a_higher_loss() -> None:
+    """Towards a prior that the rows speak against; without it the same end is a failure."""
+    model, clients = problems.classification(shared=ALL)
+    network = model.enrol(clients, kernel=False)["device 0"].view(network_of)
+    unit, everything = network.unit, np.arange(network.unit.size)
+    good = train(unit, unit.held, everything, Training(0.05, 60, 50), np.random.default_rng(0))
+    head = np.concatenate([network.places((name,)) for name in HEAD])
+    far, steps = good.copy(), Training(0.05, 200, 50)
+    far[head] *= -2.0
+    prior = far[head], np.full(len(head), 1e6)
+    found = train(unit, good, head, steps, np.random.default_rng(1), prior=prior)
+    assert loss_at(unit, found) > loss_at(unit, good) + 2.0
+    assert np.abs(found - far).max() < 0.1
+    long, weak = Training(1e3, 3, 50, 0.0), (unit.held[head], np.full(len(head), 1e-6))
+    for asked in (None, weak):  # steps too long, and no prior that is worth them
+        with pytest.raises(LocalFailure, match="raised the loss"):
+            train(unit, unit.held, head, long, np.random.default_rng(1), prior=asked)
 
 
 @functools.cache

@@ -96,6 +96,12 @@ def test_arrays_of_a_builder_are_looked_at(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.records
 
 
+def test_squares_that_overflow_are_left_to_others() -> None:
+    rng = np.random.default_rng(0)
+    arrays = {str(k): {"X": rng.normal(size=(3, 2)) * [1.0, 1e300]} for k in range(4)}
+    assert strange_arrays(arrays) == []
+
+
 def test_many_clients_take_little_time() -> None:
     rng = np.random.default_rng(0)
     arrays = {k: {"X": rng.normal(size=(3, 50))} for k in range(1000)}

@@ -101,8 +101,11 @@ def strange_arrays(clients: Mapping[Any, Any]) -> list[str]:
             table = array.reshape(len(array), -1)
             if 0 < table.shape[1] <= _WIDEST and np.all(np.isfinite(table)):
                 names = [str(name)] if array.ndim == 1 else [f"{name}[:, {k}]" for k in range(table.shape[1])]
-                sums = zip(names, table.sum(axis=0), (table**2).sum(axis=0), strict=True)
-                told[str(client_id)] |= {key: Told(len(array), float(x), float(xx), {}, False) for key, x, xx in sums}
+                with np.errstate(over="ignore"):
+                    sums = zip(names, table.sum(axis=0), (table**2).sum(axis=0), strict=True)
+                told[str(client_id)] |= {
+                    key: Told(len(array), float(x), float(xx), {}, False) for key, x, xx in sums if np.isfinite(xx)
+                }
     common = set.intersection(*(set(one) for one in told.values()))
     return strange({k: {name: one[name] for name in one if name in common} for k, one in told.items()})
 

@@ -16,6 +16,7 @@ from fedppl.types import Array, LocalFailure
 
 # Training that raises the mean loss of a row by more than this many nats has diverged.
 RISE = 1.0
+_Penalty = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Training(NamedTuple):
@@ -36,7 +37,7 @@ def train(
     *,
     prior: tuple[Array, Array] | None = None,
     linear: Array | None = None,
-    penalty: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    penalty: _Penalty | None = None,
     dtype: torch.dtype = torch.float32,
     rate: str = "learning_rate",
 ) -> Array:
@@ -75,7 +76,7 @@ def train(
     Raises
     ------
     LocalFailure
-        If the loss ends far above where it began, or at what is not finite.
+        If the loss ends far above where it began, alone and with the priors' part, or at what is not finite.
     """
     flat, where = np.asarray(w, dtype=float), np.asarray(free, dtype=np.int64)
     leaves = Leaves(unit, flat, where, dtype)
@@ -93,9 +94,24 @@ def train(
                 take_step(optimizer, leaves, loss, pulls)
     with torch.no_grad():
         after = float(mean_loss(unit, by_parts(net, net, X), y))
-    if not (after <= before + RISE if linear is None else np.isfinite(after)):
+    found, rose = leaves.result(flat), after - before
+    if linear is None and not rose <= RISE:
+        ours, theirs = (_held(unit, w, where, prior, penalty) for w in (found, flat))
+        rose = rose + (ours - theirs) / len(X)  # priors may be worth a higher loss
+    if not (rose <= RISE if linear is None else np.isfinite(after)):
         raise LocalFailure(f"training raised the loss instead of lowering it; lower {rate}=")
-    return require_bounded(leaves.result(flat), flat, rate)
+    return require_bounded(found, flat, rate)
+
+
+def _held(
+    unit: NetworkUnit, w: Array, free: Places, prior: tuple[Array, Array] | None, penalty: _Penalty | None
+) -> float:
+    """Minus the log density of priors at w, less constants."""
+    normal = 0.0 if prior is None else 0.5 * float(np.sum(prior[1] * (w[free] - prior[0]) ** 2))
+    if penalty is None:
+        return normal
+    with torch.no_grad():
+        return normal + float(penalty(unit.tensor(w[unit.local_at], torch.float64)))
 
 
 def require_bounded(found: Array, start: Array, rate: str = "learning_rate") -> Array:

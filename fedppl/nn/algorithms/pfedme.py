@@ -83,7 +83,8 @@ def PFedMe(
     φ is replaced by the average (β = 1). A client that has no θ_k, or a new one, finds it from φ. With λ → ∞ θ_k is w_k
     and λ (w_k − θ_k) the gradient: federated averaging.
 
-    *When this fails.* A large `lam` with few or short inner steps leaves θ_k at w_k, and nothing moves.
+    *When this fails.* A large `lam` with few or short inner steps leaves θ_k at w_k, and nothing moves. With a small
+    `lam` and long inner steps θ_k is what the last batch says: of 51 rows by 50 that is one row.
 
     References
     ----------

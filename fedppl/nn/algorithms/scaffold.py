@@ -67,7 +67,9 @@ def SCAFFOLD(
 
     Notes
     -----
-    The server holds a vector of all weights for each client. `fedppl.SCAFFOLD` is the same for any declared model.
+    The server holds a vector of all weights for each client. `fedppl.SCAFFOLD` is the same for any declared model. c is
+    the mean over the clients that have replied, and a client that has not takes plain steps: as published all c_k
+    start at 0, c is the mean over all of them, and a first reply is corrected by c.
 
     *When this fails.* Where few clients report, control variates are old, and corrections by them do harm.
 
