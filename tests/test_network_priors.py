@@ -128,6 +128,33 @@ def test_correlations_across_variables_are_refused_by_their_names() -> None:
         nn.FedSI().needs.check(dataclasses.replace(client, layout=layout))
 
 
+def test_cut_points_are_shared_by_their_steps_and_refused_under_an_order() -> None:
+    """PyMC's `ordered` makes a normal another distribution. It alone is named, and its remedy is taken."""
+    net = torch.nn.Linear(2, 1)
+
+    def build(X: Any, y: Any, *, steps: bool) -> pm.Model:
+        with pm.Model() as model:
+            f = nn.module(net, nn.parameters(net), pm.Data("X", X))[:, 0]
+            if steps:
+                first, step = pm.Normal("first", -1.0, 1.0), pm.LogNormal("step", 0.0, 1.0, shape=1)
+                cuts = pm.math.concatenate([[first], first + pm.math.cumsum(step)])
+            else:
+                order = pm.distributions.transforms.ordered
+                cuts = pm.Normal("cuts", [-1.0, 1.0], 2.0, shape=2, transform=order, initval=np.array([-1.0, 1.0]))
+            pm.OrderedLogistic("grade", eta=f, cutpoints=cuts, observed=pm.Data("y", y))
+        return model
+
+    data = {"a": {"X": np.random.default_rng(1).normal(size=(6, 2)), "y": np.arange(6) % 3}}
+
+    def check(steps: bool, names: list[str]) -> None:
+        model = fedppl.FederatedModel(functools.partial(build, steps=steps), ["weight", "bias", *names])
+        nn.FedAvg().needs.check(model.enrol(data, kernel=False)["a"])
+
+    check(True, ["first", "step"])
+    with pytest.raises(fedppl.DeclarationError, match=r"prior of 'cuts' .normal, transformed by Ordered. .*LogNormal"):
+        check(False, ["cuts"])
+
+
 def test_diagonal_covariances_are_independent_normals() -> None:
     """However they are written."""
     diagonal = {"multivariate_normal": lambda name, start: pm.MvNormal(name, start, np.diag([1.0, 2.0, 3.0, 4.0]))}

@@ -194,7 +194,7 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
         local_at=places(client.local),
         likelihood=read.likelihood,
         labels=tuple(v.name for v in parts.data if read.likelihood.kind == "categorical" and v in above),
-        shared_kinds={rv.name: kind_of(rv) for rv in parts.shared},
+        shared_kinds={rv.name: _kind(rv, model) for rv in parts.shared},
         local_prior=prior,
         rows=interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, *told]),
         inputs=interpreted.python_function([i for _, i in needed], X_in),
@@ -202,6 +202,12 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
         beside={what.name: what.dtype for what in columns if what.by_row and not what.is_outcome},
         held=tuple(what.name for what in columns if not what.by_row),
     )
+
+
+def _kind(rv: Any, model: Any) -> str:
+    """A shared variable's distribution, with the transform of one that is normal before it."""
+    kind, transform = kind_of(rv), model.rvs_to_transforms[rv]
+    return kind if transform is None or kind != "normal" else f"{kind}, transformed by {type(transform).__name__}"
 
 
 def _start(client: ClientModel, name: str) -> Array:

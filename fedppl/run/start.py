@@ -87,7 +87,10 @@ def _require_start(begin: Any, algorithm: AnyAlgorithm) -> None:
     if not isinstance(begin, Fit):
         raise DeclarationError(f"start={settings.shown(begin)} must be a fit, or None.")
     if algorithm.result.resume is None:
-        raise DeclarationError(f"{algorithm.name} begins anew each time; leave start= out.")
+        raise DeclarationError(
+            f"{algorithm.name} begins anew each time; leave start= out. For more rounds on the same data, pass "
+            "checkpoint= from the first call on."
+        )
     if begin.algorithm.name != algorithm.name:
         raise DeclarationError(f"start= is a fit by {begin.algorithm.name}, and this one is by {algorithm.name}.")
 

@@ -111,7 +111,7 @@ def check_all_shared(client: ClientView, algorithm: str, *trained: str | tuple[s
 
 def _check_prior(layout: Layout, kinds: Mapping[str, str], algorithm: str) -> None:
     """Refuse what is no independent normal: its mean and its variances would be all that is left of it."""
-    wrong = [name for name, kind in kinds.items() if kind != "normal"] or list(kinds)
+    wrong = [name for name, kind in kinds.items() if kind not in ("normal", "lognormal")] or list(kinds)
     if layout.prior_is_gaussian:
         wrong = _correlated(layout)
     if wrong:
@@ -119,7 +119,7 @@ def _check_prior(layout: Layout, kinds: Mapping[str, str], algorithm: str) -> No
             f"the prior of {', '.join(f'{name!r} ({kinds[name]})' for name in wrong)} is not one of independent "
             f"normals, and {algorithm} has no use for any other. Declare shared weights by pm.Normal with constant "
             "parameters, as fedppl.nn.parameters does, and an unknown of the likelihood by pm.Normal, or by "
-            "pm.LogNormal for a scale."
+            "pm.LogNormal for a scale; cut points by pm.Normal for the first and pm.LogNormal for the steps between."
         )
 
 
