@@ -496,3 +496,19 @@ def test_var_names_are_names() -> None:
     fit = fedppl.fit(MODEL, CLIENTS, fedppl.EP(), rounds=1, progressbar=False, random_seed=1)
     with pytest.raises(DeclarationError, match="var_names=3.*some of the shared variables"):
         fit.summary(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [299, 300])
+@pytest.mark.parametrize("algorithm", [fedppl.EP(), fedppl.Confidence()], ids=["EP", "Confidence"])
+def test_algorithms_for_few_shared_numbers_say_so_before_the_first_round(
+    size: int, algorithm: fedppl.Algorithm, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build(y: np.ndarray) -> pm.Model:
+        with pm.Model() as model:
+            pm.Normal("obs", pm.Normal("w", 0, 1, shape=size).sum(), 1, observed=pm.Data("y", y))
+        return model
+
+    model = fedppl.FederatedModel(build, ["w"])
+    layout = model.enrol({"a": {"y": np.zeros(3)}}, kernel=False)["a"].layout
+    algorithm.init(layout, ("a",), np.random.default_rng(0))
+    assert (f"all {size} shared numbers" in caplog.text) == (size >= 300)

@@ -37,8 +37,13 @@ def newton_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[
     if whole:
         move = np.linalg.solve(white, slope)
     else:
-        options = [_decoupled(white, slope, first) for first in _suspects(white)]
-        _, _, move, white = min(options, key=lambda option: option[:2])
+        best: _Option | None = None
+        for first in _suspects(white):
+            found = _decoupled(white, slope, first, len(white) if best is None else best[0])
+            if found is not None and (best is None or found[:2] < best[:2]):
+                best = found
+        assert best is not None  # the first has no bound
+        _, _, move, white = best
     root = np.linalg.inv(np.linalg.cholesky(prior.precision))
     _, axes = np.linalg.eigh(root @ (white * np.outer(scale, scale)) @ root.T)
     axes = axes.T @ np.linalg.inv(root.T)  # rows: principal axes of the precision, in prior sds
@@ -58,21 +63,26 @@ def _suspects(white: Array, most: int = 20) -> list[int]:
     return [int(j) for j in np.argsort(-np.abs(vectors[:, 0]), kind="stable")[:most]]
 
 
-def _decoupled(white: Array, slope: Array, first: int) -> tuple[int, float, Array, Array]:
-    """Leave out one coordinate's couplings, then others' while need be: (how many, −gain, step, matrix)."""
+_Option = tuple[int, float, Array, Array]  # how many, −gain, step, matrix
+
+
+def _decoupled(white: Array, slope: Array, first: int, most: int) -> _Option | None:
+    """Leave out one coordinate's couplings, then others' while need be; None where that takes more than `most`."""
     matrix, left = white.copy(), [first]
     while True:
         j = left[-1]
         own = max(abs(float(white[j, j])), 1e-3)
         matrix[j], matrix[:, j] = 0.0, 0.0
         matrix[j, j] = own
-        if _smallest(matrix) > _SINGULAR:
+        values, vectors = np.linalg.eigh(matrix)
+        if values[0] > _SINGULAR * max(values[-1], 1e-300):
             break
-        _, vectors = np.linalg.eigh(matrix)
         share = np.abs(vectors[:, 0])
         share[left] = 0.0
         if not np.any(share > 0):
             break
+        if len(left) == most:
+            return None
         left.append(int(np.argmax(share)))
     move = np.asarray(np.linalg.solve(matrix, slope), dtype=np.float64)
     return len(left), -float(move @ slope), move, matrix

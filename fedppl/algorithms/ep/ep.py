@@ -29,6 +29,7 @@ from fedppl.algorithms.ep._rounds import (
 from fedppl.algorithms.ep._state import EPState, reported
 from fedppl.algorithms.ep.correction import Correction
 from fedppl.algorithms.ep.together import together
+from fedppl.algorithms.size import say_if_large
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.local.chosen import local_inference
 from fedppl.local.nested_laplace import NestedLaplace
@@ -276,6 +277,7 @@ def init(
 ) -> EPState:
     """Sites that say nothing."""
     stream = int(rng.integers(2**31))
+    say_if_large(layout, "EP")
     return EPState(
         sites=_sites.empty(layout, clients, _sites.structure_of(matching.structure, layout)),
         warm_start=_warm_start.start(layout, len(clients)) if warm else None,

@@ -13,6 +13,7 @@ from fedppl.algorithms.averaging.point import tolerance_rule
 from fedppl.algorithms.averaging.server import reject_weight, weighted
 from fedppl.algorithms.hierarchical.confidences import TERMS, confidence_of, ledger_sums, terms_rule
 from fedppl.algorithms.one_shot.separate import near_posterior
+from fedppl.algorithms.size import say_if_large
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Moments, Received, Report, Target
 from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
@@ -181,6 +182,7 @@ def _check(client: ClientView, *, settings: _Settings) -> None:
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, settings: _Settings) -> ConfidenceState:
     """Start at the declared prior's mean."""
     del rng
+    say_if_large(layout, "Confidence")
     return ConfidenceState(
         gaussian.mean(layout.prior),
         layout.prior,
