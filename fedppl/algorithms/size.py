@@ -17,8 +17,7 @@ def say_if_large(layout: Layout, algorithm: str) -> None:
     if layout.size >= LARGE:
         logger.warning(
             "%s infers all %d shared numbers together, and a round may take minutes. It is made for tens of them: "
-            "share fewer, or, for the weights of a network, pass an algorithm of fedppl.nn, such as "
-            "fedppl.nn.FedSI() or fedppl.nn.Confidence(head=...)",
+            "share fewer, or, for the weights of a network, pass one of the algorithms of fedppl.nn",
             algorithm,
             layout.size,
         )
