@@ -24,6 +24,7 @@ from fedppl.nn.declared import Declared  # noqa: E402
 from fedppl.nn.functional import call, state_of  # noqa: E402
 from fedppl.nn.train import outcomes  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
+from models import fedsi  # noqa: E402
 from tests.support import problems  # noqa: E402
 
 BODY = ("0.weight", "0.bias")
@@ -701,6 +702,17 @@ def test_a_kink_whose_outcomes_cannot_be_drawn_is_told() -> None:
     unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
     with pytest.raises(fedppl.types.LocalFailure, match="kink.*computed from data"):
         subnet.curvature_diagonal(unit, unit.held, np.arange(3))
+
+
+def test_columns_for_classes_are_refused_where_there_are_as_many_rows_as_classes() -> None:
+    """PyMC pairs every row of the one with every row of the other then."""
+    with torch.random.fork_rng():
+        net = torch.nn.Linear(2, 3)
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["weight", "bias"])
+    X = np.random.default_rng(0).normal(size=(3, 2))
+    with pytest.raises(fedppl.DeclarationError, match=r"'a'.*'label' has 2 dimensions.*argmax"):
+        model.enrol({"a": {"X": X, "y": np.eye(3, dtype=int)}}, kernel=False)["a"].view(network_of)
+    assert model.enrol({"a": {"X": X, "y": np.arange(3)}}, kernel=False)["a"].view(network_of).unit.size == 9
 
 
 def test_rows_of_another_shape_are_refused_by_the_client_s_name() -> None:

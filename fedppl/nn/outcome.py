@@ -68,6 +68,7 @@ def outcome_of(client: ClientModel, node: Any, given: Mapping[Any, Any], who: st
     slices = parameter_slices(node.op.net)
     unknowns = tuple(v for v in (*client.layout.variables, *client.local) if v.name not in slices)
     wide = _wide(client, node)
+    _require_numbers_of_classes(observed, who)
     closed = None if unknowns else _closed(observed, node, wide)
     if closed is not None:
         return Outcome(closed, (), (parts.model.rvs_to_values[observed],))
@@ -102,6 +103,18 @@ def outcome_of(client: ClientModel, node: Any, given: Mapping[Any, Any], who: st
     draws = functools.partial(drawn, parts, wide, shapes, outcomes)
     found = declared(parts, density, output, wide, read, starts, draws, who)
     return Outcome(found, unknowns, tuple(read))
+
+
+def _require_numbers_of_classes(observed: Any, who: str) -> None:
+    """Refuse classes in more dimensions than their probabilities: as many rows as classes would pass for a pairing."""
+    if kind_of(observed) != "categorical":
+        return
+    p = observed.owner.op.dist_params(observed.owner)[-1].owner
+    if p is not None and isinstance(p.op, DimShuffle) and "x" in p.op.new_order[:-1]:
+        raise DeclarationError(
+            f"{who}: {observed.name!r} has {observed.type.ndim} dimensions, more than its probabilities leave: a class "
+            "is a number from 0, one a row. Pass y.argmax(axis=1) where y holds columns of 0 and 1."
+        )
 
 
 def _without_network(parts: _graph.Parts, observed: Any, who: str) -> tuple[Any, Any]:
