@@ -415,6 +415,21 @@ def test_a_prior_may_be_worth_a_higher_loss(monkeypatch: pytest.MonkeyPatch) -> 
     train(unit, good, head, steps, np.random.default_rng(1), prior=prior)
 
 
+@pytest.mark.parametrize("algorithm", [nn.FedSI, functools.partial(nn.FedAvg, phases=(("shared", 2),), tune="local")])
+def test_fine_tuning_that_has_not_arrived_is_told(algorithm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A few short steps from a random head, and enough of them."""
+    for settings, told in (
+        ({"tune_rate": 1e-2, "tune_epochs": 20}, True),
+        ({"tune_rate": 0.1, "tune_epochs": 200}, False),
+    ):
+        fit = fitted(BODY, algorithm(**settings))
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="fedppl"):
+            nn.predict(fit, "device 0", {"X": np.ones((2, 3))})
+        assert ("'device 0': fine-tuning has not arrived" in caplog.text) == told
+        assert ("tune_epochs=" in caplog.text) == told
+
+
 @functools.cache
 def fitted_once() -> fedppl.Fit:
     return fitted(BODY, nn.FedAvg())

@@ -24,7 +24,7 @@ from fedppl import nn  # noqa: E402
 from fedppl.nn.functional import pieces  # noqa: E402
 from fedppl.nn.head import find_head  # noqa: E402
 from fedppl.nn.langevin import langevin_steps  # noqa: E402
-from fedppl.nn.personal import bayes_steps, loss_at, meta_steps, moreau_steps  # noqa: E402
+from fedppl.nn.personal import bayes_steps, further_gain, loss_at, meta_steps, moreau_steps  # noqa: E402
 from fedppl.nn.train import Training  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 
@@ -234,6 +234,18 @@ def test_per_fedavg_is_judged_by_the_loss_after_a_clients_step() -> None:
         meta_steps(unit, unit.held, Training(20.0, 1, 4), 0.2, stream((0,)), dtype=torch.float64)
     with pytest.raises(LocalFailure, match="inner_rate="):
         meta_steps(unit, unit.held, Training(1e300, 1, 4), 0.2, stream((0,)), dtype=torch.float64)
+
+
+def test_what_going_as_far_again_would_gain_is_in_closed_form() -> None:
+    """Of ½ wᵀ A w − bᵀ w with a prior, which counts once for all rows."""
+    model, clients = line()
+    unit = model.enrol(clients, kernel=False)["site 1"].view(network_of).unit
+    (A, b), rng, free = quadratic(clients["site 1"]), np.random.default_rng(0), np.array([0, 2])
+    start, end, m, p = rng.normal(size=3), rng.normal(size=3), rng.normal(size=2), np.array([3.0, 5.0])
+    slope = (A @ end - b)[free]
+    assert_allclose(further_gain(unit, start, end, None, free), -slope @ (end - start)[free], rtol=1e-4)
+    pulled = slope + p * (end[free] - m) / len(clients["site 1"]["X"])
+    assert_allclose(further_gain(unit, start, end, (m, p), free), -pulled @ (end - start)[free], rtol=1e-4)
 
 
 # --- pFedMe ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fedppl.nn.devices import host, taken
-from fedppl.nn.functional import call, gradients, parts_of, state_of
+from fedppl.nn.functional import Places, call, gradients, parts_of, state_of
 from fedppl.nn.train import RISE, Training, adam, arranged, mean_loss
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
@@ -87,13 +87,32 @@ def meta_steps(
 
 def _ahead(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor, rate: float) -> float:
     """F: the mean loss after one gradient step on all rows, some rows at a time."""
-    parts = parts_of(unit.net, X.shape)
-    shares = [len(X[rows]) / len(X) for rows in parts]
-    slopes = (_gradient(unit, flat, X[rows], y[rows]) * share for rows, share in zip(parts, shares, strict=True))
-    there = flat - rate * sum(slopes)
+    there = flat - rate * _slope(unit, flat, X, y)
     with torch.no_grad():
-        found = (_loss(unit, there, X[rows], y[rows]) * share for rows, share in zip(parts, shares, strict=True))
-        return float(sum(found))
+        parts = ((rows, len(X[rows]) / len(X)) for rows in parts_of(unit.net, X.shape))
+        return float(sum(_loss(unit, there, X[rows], y[rows]) * share for rows, share in parts))
+
+
+def _slope(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Gradient of the mean loss of all rows, some rows at a time."""
+    found = torch.zeros_like(flat)
+    for rows in parts_of(unit.net, X.shape):
+        found += _gradient(unit, flat, X[rows], y[rows]) * (len(X[rows]) / len(X))
+    return found
+
+
+def further_gain(unit: NetworkUnit, start: Array, end: Array, prior: tuple[Array, Array] | None, free: Places) -> float:
+    r"""What going as far again would take off the mean loss, to first order.
+
+    .. math:: -(\nabla f(w_1) + \tfrac1n p (w_1 - m))^\top (w_1 - w_0)
+
+    Means m and precisions p of a prior are those of the weights at `free`.
+    """
+    X, y = arranged(unit.net, unit.tensor(unit.X, torch.float32)), outcomes(unit, torch.float32)
+    slope = host(_slope(unit, unit.tensor(np.array(end), torch.float32), X, y))[free]
+    if prior is not None:
+        slope = slope + prior[1] * (end[free] - prior[0]) / len(X)
+    return -float(slope @ (end - start)[free])
 
 
 def moreau_steps(

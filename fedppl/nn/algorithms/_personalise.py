@@ -12,6 +12,7 @@ from numpy.random import Generator
 from fedppl.algorithms.averaging.point import KeptLocal, fitting_local
 from fedppl.contracts import ClientView, Details, Draws, Point, Result
 from fedppl.nn.algorithms._common import Tuning
+from fedppl.nn.personal import further_gain
 from fedppl.nn.subnet import inferred
 from fedppl.nn.train import Training, train
 from fedppl.nn.view import NetworkResult, Own, PersonaliseFn, network_of
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 S = TypeVar("S")
 P = TypeVar("P")
 _MOST = 100_000_000  # numbers in one array of draws
+_SHORT = 0.1  # nats a row that as many steps of fine-tuning again would still gain
 
 
 def _nothing(state: Any) -> Details:
@@ -96,7 +98,16 @@ def tuned(
             centre = unit.weights(mean, declared.mean)
             precision = unit.weights(1.0 / np.asarray(variance), declared.precision)
             prior, penalty = (centre[free], precision[free]), declared.penalty if declared.others else None
+        begun = w
         w = train(unit, w, free, steps, rng, prior=prior, penalty=penalty, rate=rate)
+        if (gain := further_gain(unit, begun, w, prior, free)) > _SHORT:
+            logger.warning(
+                "client %r: fine-tuning has not arrived: as many steps again would take about %.2g off the mean loss "
+                "of a row; raise %s= or tune_epochs=, and judge on rows that were held out",
+                client.client_id,
+                gain,
+                rate,
+            )
     if variance is None:
         return Own(client, w, None)
     count, literal, diagonal = (int(value) for value in message["inference"])
