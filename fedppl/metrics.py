@@ -12,6 +12,7 @@ lower one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -247,7 +248,7 @@ def entropy(probability: Array) -> Array:
     *When this fails.* It does not say whether a row is uncertain because classes overlap there or because the
     parameters are not known. A model that is overconfident far from its data has a low entropy there too.
     """
-    p = np.asarray(probability, dtype=float)
+    p = _array(probability)
     if p.ndim != 2 or not p.shape[1]:
         raise DataError(f"probabilities have shape {p.shape}; pass (n, C).")
     _require_distributions(p)
@@ -354,8 +355,18 @@ def plot_reliability(probability: Array, label: Array, *, bins: int = 15, axes: 
     return axes
 
 
+def _array(probability: Any) -> Array:
+    """An array of numbers; a data set of several is none."""
+    if isinstance(probability, Mapping):
+        raise DataError(
+            f"the probabilities are a {type(probability).__name__} with {list(probability)}; pass one of its arrays, "
+            'such as predicted["probability"].'
+        )
+    return np.asarray(probability, dtype=float)
+
+
 def _checked(probability: Array, label: Array) -> tuple[Array, Any]:
-    probability, label = np.asarray(probability, dtype=float), np.asarray(label)
+    probability, label = _array(probability), np.asarray(label)
     if probability.ndim != 2 or len(probability) == 0 or label.shape != probability.shape[:1]:
         raise DataError(
             f"probabilities of shape {probability.shape} and labels of shape {label.shape} do not fit; pass (n, C) "

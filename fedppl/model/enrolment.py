@@ -188,5 +188,6 @@ def other_prior(reference_id: str, client_id: str) -> DeclarationError:
     """Say that two clients' builds differ in the prior of the shared variables."""
     return DeclarationError(
         f"client {client_id!r}: the shared prior differs from the one at client {reference_id!r}; "
-        "the builder lets client data into the prior of a shared variable. Use the same constants at all clients."
+        "the builder lets client data, or numbers drawn at random, into the prior of a shared variable. Use the same "
+        "constants at all clients, and make what starts at random, such as a network, outside of the builder."
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xarray as xr
 from numpy.testing import assert_allclose
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import brier_score_loss, roc_auc_score
@@ -113,3 +114,11 @@ def test_scores_of_two_columns_are_no_scores() -> None:
         metrics.auroc(np.ones((4, 2)), np.ones(3))
     with pytest.raises(DataError, match=r"shape \(2, 0\)"):
         metrics.entropy(np.zeros((2, 0)))
+
+
+def test_a_data_set_of_predictions_is_refused_by_what_it_holds() -> None:
+    predicted = xr.Dataset({"probability": (("row", "class"), PROBABILITY)})
+    for compute in (metrics.entropy, lambda p: metrics.accuracy(p, LABEL)):
+        with pytest.raises(DataError, match=r"Dataset with \['probability'\]; pass one of its arrays"):
+            compute(predicted)
+    assert metrics.accuracy(predicted["probability"], LABEL) == metrics.accuracy(PROBABILITY, LABEL)
