@@ -350,7 +350,7 @@ class Behind(torch.nn.Module):
         return self.layers(X)
 
 
-@pytest.mark.parametrize(("maps", "counted"), [(2, 3), (8, 12)], ids=["computed once", "too large to keep"])
+@pytest.mark.parametrize(("maps", "counted"), [(2, 4), (8, 12)], ids=["computed once", "too large to keep"])
 def test_layers_below_those_that_move_are_computed_once(maps: int, counted: int) -> None:
     """The same numbers as where every step goes through them, with far fewer passes."""
     rng = np.random.default_rng(0)
@@ -370,6 +370,45 @@ def test_layers_below_those_that_move_are_computed_once(maps: int, counted: int)
         assert len(passes) == (11 if isinstance(net, Behind) else counted)
     assert_allclose(found[0], found[1], atol=1e-6)
     assert np.all(found[0][head] != network.unit.held[head])
+
+
+class Last(torch.nn.Module):
+    """Classes by what a recurrent layer says in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = torch.nn.Linear(4, 3)
+
+    def forward(self, given: Any) -> Any:
+        return self.out((given[0] if isinstance(given, tuple) else given.transpose(0, 1))[:, -1])
+
+
+class Turned(torch.nn.Module):
+    """Times in the place of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = torch.nn.Linear(6, 4)
+
+    def forward(self, X: Any) -> Any:
+        return self.wide(X).transpose(0, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("below", [lambda: torch.nn.LSTM(6, 4, batch_first=True), Turned], ids=["tuple", "turned"])
+def test_layers_that_do_not_say_a_row_for_a_row_are_computed_in_every_step(below: Any, rows: int) -> None:
+    rng, found = np.random.default_rng(0), []
+    data = {"X": rng.normal(size=(rows, 2, 6)).astype(np.float32), "y": np.arange(rows) % 3}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        layers = (below(), Last())
+    for net in (torch.nn.Sequential(*layers), Behind(torch.nn.Sequential(*layers))):
+        names = [name for name, _ in net.named_parameters()]
+        model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
+        network = model.enrol({"a": data}, kernel=False)["a"].view(network_of)
+        head = network.places((names[-2], names[-1]))
+        found.append(train(network.unit, network.unit.held, head, Training(0.05, 4, 6), np.random.default_rng(3)))
+    assert_allclose(found[0], found[1], atol=1e-6)
 
 
 def test_a_client_that_does_not_report_trains_nothing_that_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:

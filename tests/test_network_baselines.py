@@ -378,12 +378,8 @@ def test_the_global_part_follows_where_the_loss_is_high() -> None:
 
 def test_posteriors_are_judged_by_their_bound() -> None:
     """Of f = u v and y = 1, with sds s, E (1 - f)^2 = (1 - u v)^2 + s^2 (u^2 + v^2) + s^4: least below u v = 1."""
-    net = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
-    for layer in net:
-        torch.nn.init.constant_(layer.weight, 1.0)
-    builder = functools.partial(fedsi.regressor, net=net, noise_sd=0.1)
-    model = fedppl.FederatedModel(builder, ["0.weight", "1.weight"])
-    unit = model.enrol({"a": {"X": np.ones((4, 1)), "y": np.ones((4, 1))}}, kernel=False)["a"].view(network_of).unit
+    model, clients = problems.product(0.1)
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
 
     def expected(q: Any) -> float:
         (u, v), (s, t) = q
@@ -489,12 +485,8 @@ def test_the_chain_has_the_moments_of_its_steps(rate: float, spread: float) -> N
 
 def test_a_head_that_its_population_draws_away_has_not_failed() -> None:
     """A narrow population around 0 holds v there; without its part the loss, (1 - v)^2 / 2 sd^2, rises by 2."""
-    net = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
-    for layer in net:
-        torch.nn.init.constant_(layer.weight, 1.0)
-    builder = functools.partial(fedsi.regressor, net=net, noise_sd=0.5)
-    model = fedppl.FederatedModel(builder, ["0.weight", "1.weight"])
-    unit = model.enrol({"a": {"X": np.ones((4, 1)), "y": np.ones((4, 1))}}, kernel=False)["a"].view(network_of).unit
+    model, clients = problems.product(0.5)
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
     head, w = find_head(unit, ("1.weight",), np.array([1]), unit.held), unit.held
     steps, prior = Training(1e-3, 200, 4), (np.zeros(1), 0.01)
     found, chain = langevin_steps(unit, head, w, np.array([0]), np.ones(1), prior, steps, 1e-3, stream((0,)))

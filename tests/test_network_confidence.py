@@ -214,12 +214,7 @@ def test_the_head_of_a_draw_is_uncertain_and_the_rest_is_a_point() -> None:
 
 def test_layers_below_are_judged_by_the_loss_under_draws_of_the_head() -> None:
     """Of f = u v, y = 1 and v ~ N(1, s^2), E (1 - f)^2 is least at u = 1 / (1 + s^2), where f at v's mean is not 1."""
-    net = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
-    for layer in net:
-        torch.nn.init.constant_(layer.weight, 1.0)
-    builder = functools.partial(fedsi.regressor, net=net, noise_sd=0.1)
-    model = fedppl.FederatedModel(builder, ["0.weight", "1.weight"])
-    clients = {name: {"X": np.ones((4, 1)), "y": np.ones((4, 1))} for name in "abc"}
+    model, clients = problems.product(0.1, "abc")
     settings = {"head_steps": 1, "head_rate": 1e-6, "spread": 0.5, "momentum": 0.0, "epochs": 400, "draws": 100}
     algorithm = nn.Confidence(head=("1.weight",), learning_rate=1e-4, **settings)
     fit = fedppl.fit(model, clients, algorithm, rounds=1, progressbar=False, random_seed=1)

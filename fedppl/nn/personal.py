@@ -9,7 +9,7 @@ import torch
 
 from fedppl.nn.devices import host, taken
 from fedppl.nn.functional import Places, call, gradients, parts_of, state_of
-from fedppl.nn.train import RISE, Training, adam, arranged, mean_loss
+from fedppl.nn.train import RISE, Training, adam, arranged, mean_loss, require_bounded
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
@@ -82,7 +82,7 @@ def meta_steps(
         flat = flat - steps.learning_rate * g
     if not _ahead(unit, flat, X, y, inner_rate) <= before + RISE:
         raise LocalFailure("training raised the loss after a client's own step; lower learning_rate= or inner_rate=")
-    return host(flat)
+    return require_bounded(host(flat), w)
 
 
 def _ahead(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor, rate: float) -> float:

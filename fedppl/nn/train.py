@@ -206,8 +206,11 @@ def _above(net: torch.nn.Module, X: torch.Tensor) -> tuple[torch.nn.Module, torc
     if not list(below.parameters()):
         return net, X
     with torch.no_grad():
-        if below(X[:1]).numel() > X[:1].numel():  # would take more memory than the rows
-            return net, X
+        for few in (X[:1], X[:2]):
+            seen = below(few)
+            # Not where rows lie elsewhere, or where more memory would be taken than by the rows.
+            if not isinstance(seen, torch.Tensor) or seen.shape[:1] != few.shape[:1] or seen.numel() > few.numel():
+                return net, X
         return torch.nn.Sequential(*layers[count:]), by_parts(below, below, X)
 
 

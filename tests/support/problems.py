@@ -487,3 +487,14 @@ def classification(
         X = rng.normal(size=(20, 3)) + 3.0 * np.eye(3)[label]
         data[f"device {k}"] = {"X": X, "y": label}
     return FederatedModel(functools.partial(fedsi.classifier, net=net), shared), data
+
+
+def product(noise_sd: float, clients: str = "a") -> tuple[FederatedModel, Clients]:
+    """Outputs u v x of two weights that begin at 1, with four rows of x = y = 1 at each client."""
+    torch = pytest.importorskip("torch")
+    net = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+    for layer in net:
+        torch.nn.init.constant_(layer.weight, 1.0)
+    builder = functools.partial(fedsi.regressor, net=net, noise_sd=noise_sd)
+    data = {name: {"X": np.ones((4, 1)), "y": np.ones((4, 1))} for name in clients}
+    return FederatedModel(builder, ["0.weight", "1.weight"]), data

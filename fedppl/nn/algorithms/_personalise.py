@@ -100,7 +100,8 @@ def tuned(
             prior, penalty = (centre[free], precision[free]), declared.penalty if declared.others else None
         begun = w
         w = train(unit, w, free, steps, rng, prior=prior, penalty=penalty, rate=rate)
-        if (gain := further_gain(unit, begun, w, prior, free)) > _SHORT:
+        # Priors that are not normal are no part of the gain.
+        if penalty is None and (gain := further_gain(unit, begun, w, prior, free)) > _SHORT:
             logger.warning(
                 "client %r: fine-tuning has not arrived: as many steps again would take about %.2g off the mean loss "
                 "of a row; raise %s= or tune_epochs=, and judge on rows that were held out",
