@@ -17,7 +17,7 @@ from scipy.stats import norm
 
 import fedppl
 from fedppl import gaussian
-from fedppl.contracts import AnyAlgorithm, Report, sum_replies
+from fedppl.contracts import AnyAlgorithm, sum_replies
 from fedppl.coregional import server
 from fedppl.coregional.algorithms._ending import Left, report
 from fedppl.coregional.bound import Design, Globals, UnitClientState, unit_bound
@@ -25,9 +25,9 @@ from fedppl.coregional.roles import Roles
 from fedppl.coregional.unit import best_unit, statistics
 from fedppl.coregional.view import unit_of
 from fedppl.numerics.streams import stream
-from fedppl.run.replies import received
 from fedppl.types import DataError, DeclarationError, LocalFailure
 from tests.support import problems
+from tests.support.states import updated
 from tests.test_lmc_bound import (
     GRID,
     LATENTS,
@@ -51,11 +51,6 @@ class Played(NamedTuple):
     replies: list[dict[str, Any]]
 
 
-def served(algorithm: AnyAlgorithm, state: Any, replies: dict[str, Any]) -> tuple[Any, Report]:
-    """The server's part, with sums alone where they do."""
-    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
-
-
 def play(algorithm: AnyAlgorithm, clients: Any, rounds: int, seed: int = 1) -> Played:
     """Rounds by hand, all units in each."""
     models = problems.coregional()[0].enrol(clients)
@@ -70,7 +65,7 @@ def play(algorithm: AnyAlgorithm, clients: Any, rounds: int, seed: int = 1) -> P
                 algorithm.broadcast(played.states[-1], client_id),
                 stream((seed, number, k)),
             )
-        played.states.append(served(algorithm, played.states[-1], replies)[0])
+        played.states.append(updated(algorithm, played.states[-1], replies)[0])
         played.personal.append(personal)
         played.replies.append(replies)
     return played
@@ -541,14 +536,14 @@ def test_the_bound_of_those_heard_is_scaled_to_all() -> None:
         personal, reply, _ = algorithm.update_client(
             models["a"], personal, algorithm.broadcast(state, "a"), stream((1,))
         )
-        state, _ = served(algorithm, state, {"a": reply, "b": reply})
+        state, _ = updated(algorithm, state, {"a": reply, "b": reply})
     _, reply, _ = algorithm.update_client(models["a"], personal, algorithm.broadcast(state, "a"), stream((1,)))
-    both, _ = served(algorithm, state, {"a": reply, "b": reply})
+    both, _ = updated(algorithm, state, {"a": reply, "b": reply})
     # The first noisy round counts in part: here the sums before are those of units that have not moved.
     before = sum_replies({"a": reply, "b": reply})
     del before["kernel_gradient"]
     before["precision"] = gaussian.unpack_triangle(before["precision"])
-    one, _ = served(algorithm, state._replace(totals=before), {"a": reply})
+    one, _ = updated(algorithm, state._replace(totals=before), {"a": reply})
     for key, value in one.totals.items():
         assert_allclose(value, both.totals[key], rtol=1e-9, err_msg=key)
     assert_allclose(one.bound, both.bound, rtol=1e-9)

@@ -19,20 +19,15 @@ from fedppl.nn.predict import probabilities  # noqa: E402
 from fedppl.nn.train import Training, train  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
-from fedppl.run.replies import received  # noqa: E402
 from fedppl.types import LocalFailure  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests.support import problems  # noqa: E402
+from tests.support.states import updated  # noqa: E402
 
 ALL = ("0.weight", "0.bias", "2.weight", "2.bias")
 BODY, HEAD = ALL[:2], ALL[2:]
 BABU = (("shared", 3),)
 REP = (("local", 3), ("shared", 2))
-
-
-def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
-    """State and report after these replies."""
-    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
 
 
 def fitted(shared: tuple[str, ...], algorithm: fedppl.Algorithm, rounds: int = 2, **settings: Any) -> fedppl.Fit:

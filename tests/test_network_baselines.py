@@ -13,10 +13,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl.numerics.streams import stream
-from fedppl.run.replies import received
 from fedppl.types import DeclarationError, LocalFailure
 from models import fedsi
 from tests.support import problems
+from tests.support.states import updated
 
 torch = pytest.importorskip("torch")
 
@@ -30,11 +30,6 @@ from fedppl.nn.view import network_of  # noqa: E402
 
 ALL = ("0.weight", "0.bias", "2.weight", "2.bias")
 NOISE = 0.5
-
-
-def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
-    """State and report after these replies."""
-    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
 
 
 @functools.cache

@@ -14,10 +14,10 @@ from fedppl.algorithms.hierarchical.confidences import confidence_of
 from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import stream
-from fedppl.run.replies import received
 from fedppl.types import DeclarationError, LocalFailure
 from models import fedsi
 from tests.support import linear_models, problems
+from tests.support.states import updated
 
 torch = pytest.importorskip("torch")
 
@@ -29,11 +29,6 @@ from fedppl.nn.unit import log_likelihood  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 
 BODY, HEAD = ("0.weight", "0.bias"), ("2.weight", "2.bias")
-
-
-def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
-    """State and report after these replies."""
-    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
 
 
 def problem(*, shared: tuple[str, ...] = (*BODY, *HEAD), clients: int = 3) -> Any:

@@ -23,9 +23,9 @@ from fedppl.nn._slopes import evaluate  # noqa: E402
 from fedppl.nn.unit import log_likelihood  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
-from fedppl.run.replies import received  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests.support import problems  # noqa: E402
+from tests.support.states import updated  # noqa: E402
 
 ALL = ("0.weight", "0.bias", "2.weight", "2.bias")
 BODY, HEAD = ALL[:2], ALL[2:]
@@ -39,11 +39,6 @@ PRIORS: dict[str, Callable[..., Any]] = {
 def personalised(algorithm: fedppl.Algorithm, client: Any, personal: Any, message: Any, rng: Any) -> Any:
     """The client's own network."""
     return algorithm.result.family.personalise(client, personal, message, rng)
-
-
-def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
-    """State and report after these replies."""
-    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
 
 
 def declared(kind: str, net: Any, X: Any, y: Any) -> Any:

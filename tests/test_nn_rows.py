@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
+from scipy.special import log_softmax
 
 torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
-from fedppl.nn import functional, rows_alone  # noqa: E402
+from fedppl.nn import functional, head, rows_alone, train  # noqa: E402
+from fedppl.nn.personal import loss_at  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from models import fedsi  # noqa: E402
+from tests.support import problems  # noqa: E402
 
 
 class Seen(torch.nn.Module):  # type: ignore[misc]
@@ -168,3 +171,26 @@ def test_predictions_of_rows_together_are_those_of_rows_alone(rng: np.random.Gen
     together = nn.predict(fit, "a", {"X": X[100:104]})["probability"].values
     alone = [nn.predict(fit, "a", {"X": row[None]})["probability"].values for row in X[100:104]]
     assert_allclose(together, np.concatenate(alone), rtol=1e-12)
+
+
+def test_losses_and_features_take_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all of a client's rows, by formula, in chunks that bound the memory."""
+    model, clients = problems.classification(shared=("0.weight", "0.bias", "2.weight", "2.bias"))
+    network = model.enrol(clients, kernel=False)["device 0"].view(network_of)
+    X, y = clients["device 0"]["X"], clients["device 0"]["y"]
+    W1, b1, W2, b2 = (value.detach().double().numpy() for value in network.unit.loaded(network.unit.held).parameters())
+    last, sizes = network.head(("2.weight", "2.bias")), []
+    monkeypatch.setattr(functional, "_NUMBERS", 28)  # seven rows of four hidden units
+    for module in (train, head):
+
+        def counted(net: Any, state: Any, rows: Any, own: Any = module.call) -> Any:
+            sizes.append(len(rows))
+            return own(net, state, rows)
+
+        monkeypatch.setattr(module, "call", counted)
+    z = np.tanh(X @ W1.T + b1)
+    loss = -log_softmax(z @ W2.T + b2, axis=1)[np.arange(len(y)), y].mean()
+    assert_allclose(loss_at(network.unit, network.unit.held, dtype=torch.float64), loss, rtol=1e-12)
+    found = head.features(network.unit, last, network.unit.held, dtype=torch.float64)
+    assert_allclose(found.numpy(), z, rtol=1e-12)
+    assert sizes == [7, 7, 6] * 2

@@ -16,14 +16,9 @@ from fedppl import nn  # noqa: E402
 from fedppl.nn.subnet import curvature_diagonal, select  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
-from fedppl.run.replies import received  # noqa: E402
 from models import fedsi  # noqa: E402
 from tests.support import problems  # noqa: E402
-
-
-def updated(algorithm: fedppl.Algorithm, state: Any, replies: Any) -> Any:
-    """State and report after these replies."""
-    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
+from tests.support.states import updated  # noqa: E402
 
 
 def fitted(algorithm: fedppl.Algorithm, rounds: int = 3, **settings: Any) -> fedppl.Fit:

@@ -9,10 +9,10 @@ import torch
 
 from fedppl.nn.batch import Stack, forward
 from fedppl.nn.batch_train import Flags, Minibatch, Rngs, State, Weights, bounded, losses, take_steps
-from fedppl.nn.devices import host, tensor
+from fedppl.nn.devices import generator_of, host, tensor
 from fedppl.nn.functional import Places, call, state_of
 from fedppl.nn.head import Head, without_head
-from fedppl.nn.head_steps import HeadSteps, generator_of, head_noise, softplus_backwards
+from fedppl.nn.head_steps import HeadSteps, head_noise, softplus_backwards
 from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.train import RISE, Training, adam
 from fedppl.types import Array

@@ -14,19 +14,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from pytensor.compile.mode import Mode
 
 from fedppl.nn.declared_draws import Drawn
 from fedppl.nn.devices import host, tensor
 from fedppl.types import Array, DataError, LocalFailure
 
-T = TypeVar("T")
-# Parameters outside their domain are points without density, not exceptions in the middle of a search.
-_MODE = Mode(linker="py", optimizer="fast_compile").including("local_check_parameter_to_ninf_switch")
 _BENT = 1e-8  # share of the largest eigenvalue below 0 that is rounding
 _FLAT = 1e-12  # share of other rows' curvature that is none
 _DRAWS = 128  # of outcomes, for an expectation

@@ -101,6 +101,11 @@ def host(value: torch.Tensor) -> Array:
     return found
 
 
+def generator_of(rng: np.random.Generator) -> torch.Generator:
+    """Torch's draws from a client's stream, on the host: the same whatever the device."""
+    return torch.Generator().manual_seed(int(rng.integers(2**62)))
+
+
 def taken(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Some of the rows, wherever they are."""
     return value[rows.to(value.device)]

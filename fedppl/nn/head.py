@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fedppl.nn.functional import Places, call
+from fedppl.nn.functional import Places, by_parts, call
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError
 
@@ -119,7 +119,8 @@ def without_head(net: torch.nn.Module, head: Head) -> torch.nn.Module:
 def _features(unit: NetworkUnit, head: Head, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
     body = without_head(copy.deepcopy(unit.net), head)
     own = set(dict(body.named_parameters())) | set(dict(body.named_buffers()))
-    return call(body, {name: value for name, value in state.items() if name in own}, X)
+    held = {name: value for name, value in state.items() if name in own}
+    return by_parts(body, lambda rows: call(body, held, rows), X)
 
 
 def _logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fedppl.nn.devices import host, taken
-from fedppl.nn.functional import Places, call
+from fedppl.nn.devices import generator_of, host, taken
+from fedppl.nn.functional import Places
 from fedppl.nn.head import Head, expected_loss, features, head_slopes, without_head
-from fedppl.nn.train import RISE, Leaves, Training, adam, arranged, mean_loss, optimizer_of, require_bounded, take_step
+from fedppl.nn.train import RISE, Leaves, Training, adam, arranged, loss_of, optimizer_of, require_bounded, take_step
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
@@ -25,11 +25,6 @@ class HeadSteps(NamedTuple):
     learning_rate: float  # per unit of the bound over the number of rows
     steps: int
     draws: int
-
-
-def generator_of(rng: np.random.Generator) -> torch.Generator:
-    """Torch's draws from a client's stream, on the host: the same whatever the device."""
-    return torch.Generator().manual_seed(int(rng.integers(2**62)))
 
 
 def softplus_backwards(sd: Array) -> torch.Tensor:
@@ -130,15 +125,13 @@ def train_below(
     mean, spread = (unit.tensor(np.asarray(value, dtype=float), dtype) for value in q)
     optimizer, body = optimizer_of(leaves.moving, settings), without_head(leaves.net, head)
     noise = head_noise(draws, len(mean), generator_of(rng), dtype)
-    with torch.no_grad():
-        before = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
+    before = loss_of(unit, leaves.state, X, y)
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
                 z, v = body(taken(X, batch)), mean + spread * next(noise).to(mean.device)
                 take_step(optimizer, leaves, expected_loss(unit, head, z, taken(y, batch), v))
-    with torch.no_grad():
-        after = float(mean_loss(unit, call(unit.net, leaves.state, X), y))
+    after = loss_of(unit, leaves.state, X, y)
     found = require_bounded(leaves.result(flat), flat)
 
     def expected(w: Array) -> float:

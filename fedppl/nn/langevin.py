@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fedppl.nn.devices import host, taken
-from fedppl.nn.functional import Places, call, gradients
+from fedppl.nn.devices import generator_of, host, taken
+from fedppl.nn.functional import Places, gradients
 from fedppl.nn.head import Head, expected_loss, features, without_head
-from fedppl.nn.train import RISE, Leaves, Training, arranged, mean_loss, optimizer_of, require_bounded
+from fedppl.nn.train import RISE, Leaves, Training, arranged, loss_of, optimizer_of, require_bounded
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
@@ -86,7 +86,7 @@ def langevin_steps(
     v = unit.tensor(np.array(start, dtype=float), dtype).requires_grad_()
     centre, spread = unit.tensor(np.array(prior[0], dtype=float), dtype), prior[1]
     kept = float(np.exp(-head_rate / (rows * spread**2)))
-    source = torch.Generator().manual_seed(int(rng.integers(2**62)))
+    source = generator_of(rng)
     before, drawn = np.array([_loss(unit, flat, X, y), _pull(flat[head.places], prior, rows)]), []
     with torch.enable_grad():
         for _ in range(settings.epochs):
@@ -119,5 +119,4 @@ def _pull(v: Array, prior: tuple[Array, float], rows: int) -> float:
 
 
 def _loss(unit: NetworkUnit, w: Array, X: torch.Tensor, y: torch.Tensor) -> float:
-    with torch.no_grad():
-        return float(mean_loss(unit, call(unit.net, unit.state(w, X.dtype), X), y))
+    return loss_of(unit, unit.state(w, X.dtype), X, y)

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from fedppl.nn.devices import host, taken
+from fedppl.nn.devices import generator_of, host, taken
 from fedppl.nn.functional import Places, call, gradients, parts_of, state_of
-from fedppl.nn.train import RISE, Training, adam, arranged, mean_loss, require_bounded
+from fedppl.nn.head_steps import softplus_backwards
+from fedppl.nn.train import RISE, Training, adam, arranged, loss_of, mean_loss, require_bounded
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
@@ -19,8 +20,7 @@ _Both = tuple[tuple[Array, Array], tuple[Array, Array]]  # means and sds of q, a
 
 def loss_at(unit: NetworkUnit, w: Array, *, dtype: torch.dtype = torch.float32) -> float:
     """Mean negative log likelihood of the client's rows at w (d,)."""
-    with torch.no_grad():
-        return float(_loss(unit, unit.tensor(w, dtype), unit.tensor(unit.X, dtype), outcomes(unit, dtype)))
+    return loss_of(unit, unit.state(w, dtype), unit.tensor(unit.X, dtype), outcomes(unit, dtype))
 
 
 def _loss(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -186,12 +186,12 @@ def bayes_steps(
     where the loss at the mean of q rose far, and the first sum as well.
     """
     X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
-    source = torch.Generator().manual_seed(int(rng.integers(2**62)))
+    source = generator_of(rng)
 
     def raw(pair: tuple[Array, Array]) -> list[torch.Tensor]:
-        middle, spread = (torch.from_numpy(np.array(value, dtype=float)) for value in pair)
-        backwards = torch.where(spread > 20, spread, torch.log(torch.expm1(spread)))
-        return [value.to(dtype).to(X.device).requires_grad_() for value in (middle, backwards)]
+        middle, spread = (np.array(value, dtype=float) for value in pair)
+        both = torch.from_numpy(middle), softplus_backwards(spread)
+        return [value.to(dtype).to(X.device).requires_grad_() for value in both]
 
     q, p = raw((mean, sd) if start is None else start), raw((mean, sd))
     optimizers = [adam(pair, steps.learning_rate) for pair in (q, p)]

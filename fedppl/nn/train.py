@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fedppl.nn.devices import cast, host, is_fused, taken, tensor
-from fedppl.nn.functional import Places, by_parts, gradients, parameter_slices, pieces
+from fedppl.nn.functional import Places, by_parts, call, gradients, parameter_slices, pieces
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
@@ -262,6 +262,13 @@ def adam(moving: list[torch.Tensor], rate: float) -> torch.optim.Adam:
 
 def _all_fused(moving: list[torch.Tensor]) -> bool:
     return all(is_fused(value.device) for value in moving)
+
+
+def loss_of(unit: NetworkUnit, state: dict[str, torch.Tensor], X: torch.Tensor, y: torch.Tensor) -> float:
+    """Mean negative log likelihood of all rows at these parameters and buffers, computed for some rows at a time."""
+    net = unit.net
+    with torch.no_grad():
+        return float(mean_loss(unit, by_parts(net, lambda rows: call(net, state, rows), X), y))
 
 
 def mean_loss(unit: NetworkUnit, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

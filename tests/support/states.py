@@ -9,7 +9,13 @@ import numpy as np
 from numpy.testing import assert_allclose, assert_array_equal
 
 from fedppl.algorithms.ep.sites import dense
-from fedppl.contracts import AnyAlgorithm, Point, Posterior
+from fedppl.contracts import AnyAlgorithm, Point, Posterior, Report
+from fedppl.run.replies import received
+
+
+def updated(algorithm: AnyAlgorithm, state: Any, replies: Mapping[str, Any]) -> tuple[Any, Report]:
+    """State and report after these replies, of which the server sees sums alone where these do."""
+    return algorithm.update_server(state, received(replies, summed=algorithm.replies.summed(state)))
 
 
 def arrays(value: Any, path: str = "state") -> dict[str, Any]:
