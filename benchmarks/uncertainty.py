@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import fedppl
 from benchmarks import fedsi as images
 from benchmarks.fedsi import Chances, Problem
-from fedppl.nn.predict import probabilities
+from fedppl.nn.links import probabilities
 from fedppl.types import LocalFailure
 from models import fedsi, pfedvem
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
-from scipy.special import log_softmax, ndtr, softmax
 from scipy.stats import norm
 
 from fedppl.contracts import Point
 from fedppl.nn.declared import Declared
 from fedppl.nn.likelihood import Normal
+from fedppl.nn.links import LINKS, probabilities
 from fedppl.nn.predict_outcomes import outcomes_at, require_as_many
 from fedppl.nn.subnet import output_covariance, outputs
 from fedppl.nn.unit import NetworkUnit
@@ -25,7 +25,6 @@ from fedppl.settings import between, one_of, some_of, whole
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure
 
 _ROWS = 4096  # that are predicted at once: covariances of their outputs, and draws, stand in memory together
-_LINKS = ("scaled", "by class", "monte carlo", "probit", "map")
 
 
 def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int | None = None) -> Own:
@@ -243,7 +242,7 @@ def predict(
     """
     _require_fit(fit)
     seed = _seed(fit, random_seed)
-    one_of("link", link, _LINKS)
+    one_of("link", link, LINKS)
     probability, draws = between("probability", probability, 0, 1), whole("draws", draws)
     found = client if isinstance(client, Own) else personalise(fit, client, random_seed=random_seed)
     unit = found.client.view(network_of).unit
@@ -314,28 +313,3 @@ def _require_finite(values: Array, what: str, first: int) -> None:
     if not np.all(np.isfinite(values)):
         row = first + int(np.argwhere(~np.isfinite(values))[0, 0])
         raise DataError(f"{what} is not finite at row {row} of the new inputs; look at their size.")
-
-
-def probabilities(
-    logits: Array, covariance: Array, *, link: str = "scaled", draws: int = 100, rng: np.random.Generator | None = None
-) -> Array:
-    """Class probabilities (n, C) of normal outputs with means (n, C) and covariances (n, C, C), see `predict`."""
-    variance = np.diagonal(covariance, axis1=1, axis2=2)
-    if link == "scaled":
-        classes = logits.shape[1]
-        apart = 2 * (variance.sum(axis=1) - covariance.sum(axis=(1, 2)) / classes) / max(classes - 1, 1)
-        one = 1.0 / np.sqrt(1.0 + np.pi / 8 * np.maximum(apart, 0.0))  # rounding may go below
-        return np.asarray(softmax(one[:, None] * logits, axis=1))
-    kappa = 1.0 / np.sqrt(1.0 + np.pi / 8 * variance)
-    if link == "probit":
-        chance = ndtr(kappa * logits)
-        return np.asarray(chance / chance.sum(axis=1, keepdims=True))
-    if link != "monte carlo":
-        return np.asarray(softmax(kappa * logits, axis=1))
-    values, vectors = np.linalg.eigh(covariance)
-    root = vectors * np.sqrt(np.clip(values, 0.0, None))[:, None]
-    rng = np.random.default_rng() if rng is None else rng
-    total = np.zeros_like(logits)
-    for _ in range(draws):
-        total += np.exp(log_softmax(logits + np.einsum("ncd,nd->nc", root, rng.normal(size=logits.shape)), axis=1))
-    return np.asarray(total / draws)

@@ -101,8 +101,8 @@ def FedAvg(
         "rows" (n_k) or "equal".
     smoothing
         Weight, between 0 and 1, of earlier rounds in the estimate, an average over rounds; 1 − smoothing is that of
-        the last. Rounds go on from what is not averaged. Where few of many clients report it steadies the global model:
-        8 points of accuracy for one of ten (docs/pfedvem.md).
+        the last. Rounds go on from what is not averaged. Where few of many clients report it steadies the global model,
+        by 8 points of accuracy where one in ten reports (docs/pfedvem.md).
     tune
         Weights that a client fine-tunes when the rounds are over, on its own rows: "local", "all", torch's names, or
         None.
