@@ -134,7 +134,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variance", type=float, default=3.0, help="of FedSI: prior variance, inference")
     parser.add_argument("--diagonal-variance", type=float, default=0.03, help="the same of FedSI-Fac")
     parser.add_argument("--ratio", type=float, help="share of the shared weights that FedSI infers")
-    parser.add_argument("--epochs", type=int, help="passes over a client's rows in a round, of FedSI and its likes")
+    parser.add_argument("--epochs", type=int, help="passes over a client's rows in a round")
     parser.add_argument("--head-sd", type=float, default=100.0, help="declared prior sd of the head's weights")
     parser.add_argument(
         "--blocks", action="store_true", help="labels 0 to 4 at one half of the clients, 5 to 9 at others"
@@ -258,12 +258,14 @@ def network(dataset: str, seed: int) -> Any:
 
 def algorithm_of(name: str, rate: float, head: tuple[str, ...], options: argparse.Namespace) -> fedppl.Algorithm:
     """A method's algorithm; FedSI's two have settings of their own."""
+    epochs = fedsi.EPOCHS if options.epochs is None else options.epochs
+    settings: dict[str, Any]
     if not name.startswith("FedSI"):
-        return fedsi.METHODS[name].algorithm(rate, head)
-    passes = {} if options.epochs is None else {"epochs": options.epochs}
+        return fedsi.METHODS[name].algorithm(rate, head, epochs)
     if name == "FedSI-Fac":
-        return fedppl.nn.FedSI(learning_rate=rate, diagonal=True, prior_variance=options.diagonal_variance, **passes)
-    settings = {"alpha": options.alpha, "prior_variance": options.variance, **passes}
+        settings = {"epochs": epochs, "diagonal": True, "prior_variance": options.diagonal_variance}
+        return fedppl.nn.FedSI(learning_rate=rate, **settings)
+    settings = {"epochs": epochs, "alpha": options.alpha, "prior_variance": options.variance}
     return fedppl.nn.FedSI(learning_rate=rate, ratio=options.ratio or RATIO[options.dataset], **settings)
 
 
@@ -314,8 +316,8 @@ def named(name: str, rate: float, seed: int, options: argparse.Namespace) -> str
         for what in ("rows", "validation", "unused", "novel", "blocks")
         if getattr(options, what)
     ]
-    of_fedsi = ["ratio", "epochs", *_WIDTHS] if name.startswith("FedSI") else ["head_sd"]
-    settings = [f"{what}{getattr(options, what):g}" for what in of_fedsi if getattr(options, what) is not None]
+    of_method = ["ratio", "epochs", *_WIDTHS] if name.startswith("FedSI") else ["epochs", "head_sd"]
+    settings = [f"{what}{getattr(options, what):g}" for what in of_method if getattr(options, what) is not None]
     return "-".join([*of_data, name, f"{rate:g}", *settings])
 
 

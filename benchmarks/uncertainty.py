@@ -132,7 +132,7 @@ def algorithm_of(cell: Cell, head: tuple[str, ...], dataset: str) -> fedppl.Algo
     if cell.method in OURS:
         return images.algorithm_of(cell.method, 1e-2, head, images.arguments(["--dataset", dataset]))
     name = "FedAvg-FT" if cell.method in PEERS else cell.method
-    return fedsi.METHODS[name].algorithm(cell.rate, head)
+    return fedsi.METHODS[name].algorithm(cell.rate, head, fedsi.EPOCHS)
 
 
 def fitted(cell: Cell, problem: Problem, options: argparse.Namespace, start: int) -> dict[str, Chances]:

@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
         method = fedsi.METHODS[name]
         builder = functools.partial(fedsi.classifier, net=net)
         model = fedppl.FederatedModel(builder, fedsi.shared_names(net, method.shares))
-        algorithm = method.algorithm(rate, head)
+        algorithm = method.algorithm(rate, head, fedsi.EPOCHS)
         fit = fedppl.fit(model, data, algorithm, rounds=options.rounds, progressbar=False, random_seed=options.seed)
         own = {client: fedppl.nn.personalise(fit, client) for client in clients}
         found[f"{name}, rate {rate:g}"] = score(fit, clients, own, "scaled")

@@ -15,7 +15,16 @@ import pymc as pm
 
 import fedppl
 
-__all__ = ["METHODS", "Method", "classifier", "labels_of_clients", "regressor", "representation", "shared_names"]
+__all__ = [
+    "EPOCHS",
+    "METHODS",
+    "Method",
+    "classifier",
+    "labels_of_clients",
+    "regressor",
+    "representation",
+    "shared_names",
+]
 
 
 def classifier(X: Any, y: Any, *, net: Any, sigma: float | Mapping[str, float] = 1.0) -> pm.Model:
@@ -79,30 +88,39 @@ class Method(NamedTuple):
     """One row of FedSI's comparison: what travels, and the algorithm as a function of its learning rate."""
 
     shares: str  # "all", "representation" or "head"
-    algorithm: Callable[[float, tuple[str, ...]], fedppl.Algorithm]  # of a learning rate and the head's names
+    # Of a learning rate, the head's names, and the passes of a round over a client's rows.
+    algorithm: Callable[[float, tuple[str, ...], int], fedppl.Algorithm]
     alone: bool = False  # every client by itself
 
 
+EPOCHS = 10  # passes of a round over a client's rows, of all methods below
+
+
+def _averaged(rate: float, *phases: tuple[str, int], tune: str | tuple[str, ...] | None = None) -> fedppl.Algorithm:
+    return fedppl.nn.FedAvg(learning_rate=rate, phases=phases, tune=tune)
+
+
 METHODS = {
-    "Local": Method("all", lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate), alone=True),
-    "FedAvg": Method("all", lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate)),
-    "FedAvg-FT": Method("all", lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate, tune=head)),
-    "FedBABU": Method(
-        "representation",
-        lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate, phases=(("shared", 10),), tune="local"),
+    "Local": Method("all", lambda rate, head, epochs: _averaged(rate, ("all", epochs)), alone=True),
+    "FedAvg": Method("all", lambda rate, head, epochs: _averaged(rate, ("all", epochs))),
+    "FedAvg-FT": Method("all", lambda rate, head, epochs: _averaged(rate, ("all", epochs), tune=head)),
+    "FedBABU": Method("representation", lambda rate, head, epochs: _averaged(rate, ("shared", epochs), tune="local")),
+    "FedPer": Method("representation", lambda rate, head, epochs: _averaged(rate, ("all", epochs))),
+    "FedRep": Method("representation", lambda rate, head, epochs: _averaged(rate, ("local", epochs), ("shared", 1))),
+    "LG-FedAvg": Method("head", lambda rate, head, epochs: _averaged(rate, ("all", epochs))),
+    "BPFed": Method(
+        "representation", lambda rate, head, epochs: fedppl.nn.BPFed(learning_rate=rate, epochs=epochs, zeta=0.1)
     ),
-    "FedPer": Method("representation", lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate)),
-    "FedRep": Method(
-        "representation", lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate, phases=(("local", 10), ("shared", 1)))
-    ),
-    "LG-FedAvg": Method("head", lambda rate, head: fedppl.nn.FedAvg(learning_rate=rate)),
-    "BPFed": Method("representation", lambda rate, head: fedppl.nn.BPFed(learning_rate=rate, epochs=10, zeta=0.1)),
     "FedPop": Method(
-        "all", lambda rate, head: fedppl.nn.FedPop(head=head, learning_rate=rate, momentum=None, epochs=10)
+        "all", lambda rate, head, epochs: fedppl.nn.FedPop(head=head, learning_rate=rate, momentum=None, epochs=epochs)
     ),
-    "pFedBayes": Method("all", lambda rate, head: fedppl.nn.PFedBayes(learning_rate=rate, epochs=10, zeta=10.0)),
-    "FedSI-Fac": Method("representation", lambda rate, head: fedppl.nn.FedSI(learning_rate=rate, diagonal=True)),
-    "FedSI": Method("representation", lambda rate, head: fedppl.nn.FedSI(learning_rate=rate)),
+    "pFedBayes": Method(
+        "all", lambda rate, head, epochs: fedppl.nn.PFedBayes(learning_rate=rate, epochs=epochs, zeta=10.0)
+    ),
+    "FedSI-Fac": Method(
+        "representation", lambda rate, head, epochs: fedppl.nn.FedSI(learning_rate=rate, epochs=epochs, diagonal=True)
+    ),
+    "FedSI": Method("representation", lambda rate, head, epochs: fedppl.nn.FedSI(learning_rate=rate, epochs=epochs)),
 }
 
 
