@@ -134,6 +134,22 @@ def test_what_has_no_rows_here_or_no_posterior_is_refused() -> None:
         found.client("client 0", groups=["loo"])
 
 
+def test_a_shared_point_keeps_what_a_row_has_told_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model, clients = normal_means(3)
+    with pytest.warns(fedppl.ConvergenceWarning, match="2 of 2 rounds"):
+        point = fit(model, clients, fedppl.Confidence(strength=8), rounds=2)
+    posterior = fit(model, clients)
+    caplog.clear()
+    fedppl.loo(posterior)
+    fedppl.loo(point)
+    fedppl.loo_compare({"one": posterior, "two": point})
+    told = [record.getMessage() for record in caplog.records if record.name == "fedppl.results.loo"]
+    assert [text.split(": the shared variables are a point of")[0] for text in told] == [
+        "fedppl.loo",
+        "fedppl.loo_compare: two",
+    ]
+
+
 def test_groups_of_a_client_are_those_that_arviz_reads() -> None:
     model, clients = problems.regression()
     name = next(iter(clients))

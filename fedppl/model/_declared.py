@@ -39,6 +39,8 @@ def built(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]
                 "Outcomes have fewer axes than a parameter of their distribution: give outcomes with as many, (n, 1) "
                 "beside an output (n, 1), or take a column of it, f[:, 0]."
             )
+        if twice := [name for name in arrays if f"Variable name {name} already exists" in str(error)]:
+            remedy = f"pm.Data({twice[0]!r}) has that name, as the data do: call the other variable something else."
         raise DataError(
             f"client {client_id!r}: the builder failed on data of shapes {shapes}: {type(error).__name__}: "
             f"{str(error).rstrip('.')}. {remedy}"

@@ -12,7 +12,7 @@ import pandas as pd
 from scipy.optimize import minimize
 from scipy.special import logsumexp
 
-from fedppl.contracts import sum_replies
+from fedppl.contracts import Point, sum_replies
 from fedppl.results import idata
 from fedppl.results.arrival import require_arrived
 from fedppl.results.compare import require_names, require_same_data
@@ -100,6 +100,8 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     *When this fails.* Rows are what PyMC gives a log density each: one of a multivariate distribution is a row. A row
     that alone determines a local variable (one row a client, or an effect of each row) has a
     large Pareto k: leave out clients then, with `Fit.influence`, whose ``log_predictive`` is of all rows of a client.
+    Where an algorithm's shared variables are a point, networks' for example, that point keeps what a row has told: elpd
+    is too high, however small Pareto k, and the log says so.
 
     References
     ----------
@@ -117,6 +119,7 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     whole_numbers = ["rows", "good", "bad", "very_bad"]
     table = table.drop(columns="squares").astype(dict.fromkeys(whole_numbers, int))
     _name_bad("fedppl.loo", int(table["bad"].sum() + table["very_bad"].sum()), int(table["rows"].sum()))
+    _name_point("fedppl.loo", fit)
     return Loo(
         elpd=float(total["elpd"]),
         se=float(_se(total["elpd"], total["squares"], total["rows"])),
@@ -208,6 +211,7 @@ def loo_compare(
     table.insert(0, "rank", range(len(table)))
     for name, bad in table["bad"].items():
         _name_bad(f"fedppl.loo_compare: {name}", int(bad), elpd.shape[1])
+        _name_point(f"fedppl.loo_compare: {name}", fits[name])
     return table
 
 
@@ -219,6 +223,17 @@ def _name_bad(what: str, bad: int, rows: int) -> None:
             what,
             bad,
             rows,
+        )
+
+
+def _name_point(what: str, fit: Fit) -> None:
+    """Say of shared variables that are a point that rows which have shaped it are not left out of it."""
+    if isinstance(fit.algorithm.result.shared, Point):
+        logger.warning(
+            "%s: the shared variables are a point of %s, which keeps what a row has told when that row is left out, so "
+            "that elpd is too high; score rows that were held out, see fedppl.holdout",
+            what,
+            fit.algorithm.name,
         )
 
 
