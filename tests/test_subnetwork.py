@@ -224,3 +224,18 @@ def test_algorithms_with_matrices_refuse_shared_blocks_beyond_two_thousand() -> 
             fedppl.fit(model, clients, algorithm, progressbar=False)
     fit = fedppl.fit(model, clients, nn.FedSI(epochs=1), rounds=1, progressbar=False, random_seed=0)
     assert fit.idata["fit"]["variance"].shape == (3500,)
+
+
+def test_predictions_by_pymc_say_that_the_posterior_is_of_the_linearised_network(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fit = common()
+    name, new = fit.client_ids[0], {"X": next(iter(problems.classification()[1].values()))["X"][:3]}
+    told = []
+    for asked in ({}, {"groups": "prior"}, {"groups": "log_likelihood"}, {"predict": new}):
+        caplog.clear()
+        fit.client(name, draws=20, chains=1, **asked)
+        told.append([record.name for record in caplog.records].count("fedppl.results.at_client"))
+    caplog.clear()
+    nn.predict(fit, name, new)
+    assert told == [0, 0, 1, 1] and not caplog.records

@@ -34,8 +34,13 @@ def network_result(
     personalise: PersonaliseFn[P],
     shared: Point[S] | None = None,
     details: Callable[[S], Details] = _nothing,
+    *,
+    linearised: bool = False,
 ) -> Result[S, P]:
-    """How to read the server's state: draws at a client are of what `personalise` finds."""
+    """How to read the server's state: draws at a client are of what `personalise` finds.
+
+    A posterior that is `linearised` is one of weights of the linearised network: the draws say so.
+    """
 
     def draw(
         client: ClientView, personal: P | None, message: Message, draws: int, chains: int, rng: Generator
@@ -52,7 +57,7 @@ def network_result(
         if found.subnetwork is not None:
             w[:, found.subnetwork.places] += found.subnetwork.deviations(count, rng)
         shaped = w.reshape(chains, draws, size)
-        info = {} if found.subnetwork is not None else {"point_estimate": 1.0}
+        info = {"linearised": float(linearised)} if found.subnetwork is not None else {"point_estimate": 1.0}
         return Draws(shaped[:, :, unit.shared_at], shaped[:, :, unit.local_at], info)
 
     return Result(final_message, draw, shared, details, family=NetworkResult(personalise))

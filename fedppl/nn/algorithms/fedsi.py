@@ -188,6 +188,7 @@ def FedSI(
             functools.partial(tuned, which=tuning.which),
             Point[SubnetworkState](lambda state: state.mean),
             _details,
+            linearised=True,
         ),
         needs=needs(
             functools.partial(_check, tuning=tuning), functools.partial(unused_priors, shared=True, tuned=tuning.which)
