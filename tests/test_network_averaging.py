@@ -406,6 +406,23 @@ def test_layers_that_do_not_say_a_row_for_a_row_are_computed_in_every_step(below
     assert_allclose(found[0], found[1], atol=1e-6)
 
 
+def test_layers_in_place_above_what_is_computed_once_change_nothing_of_it() -> None:
+    rng, found = np.random.default_rng(0), []
+    data = {"X": rng.normal(size=(9, 4)), "y": np.arange(9) % 3}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        below, last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+    for in_place in (True, False):
+        head = torch.nn.Sequential(torch.nn.LeakyReLU(0.3, inplace=in_place), last)
+        net = torch.nn.Sequential(below, head)
+        names = [name for name, _ in net.named_parameters()]
+        model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
+        network = model.enrol({"a": data}, kernel=False)["a"].view(network_of)
+        free, steps = network.places(("1.1.weight", "1.1.bias")), Training(0.05, 4, 6)
+        found.append(train(network.unit, network.unit.held, free, steps, np.random.default_rng(3)))
+    assert_allclose(found[0], found[1], atol=1e-6)
+
+
 def test_a_client_that_does_not_report_trains_nothing_that_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """FedRep's head is that of a client that reports, to the last digit, and the layers below are left out."""
     model, clients = problems.classification(shared=BODY)
@@ -534,15 +551,17 @@ def test_fine_tuning_that_raises_the_loss_names_the_client_and_its_own_setting(
         nn.predict(fit, "device 0", {"X": np.ones((2, 3))})
 
 
-@pytest.mark.parametrize("body", [torch.nn.Tanh(), torch.nn.ReLU()])
-def test_infinite_inputs_are_named(body: Any) -> None:
+@pytest.mark.parametrize(
+    ("body", "large"), [(torch.nn.Tanh(), np.inf), (torch.nn.ReLU(), np.inf), (torch.nn.Tanh(), 1e39)]
+)
+def test_inputs_that_are_infinite_in_training_are_named(body: Any, large: float) -> None:
     """Behind a layer that saturates the density is finite, and behind others the outputs are not."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), body, torch.nn.Linear(4, 3))
     _, clients = problems.classification()
     wrong = {**clients["device 0"], "X": clients["device 0"]["X"].copy()}
-    wrong["X"][3, 1] = np.inf
+    wrong["X"][3, 1] = large
     model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), shared=list(ALL))
-    with pytest.raises(fedppl.DataError, match=r"'device 0'.*hold.* inf .*\(3, 1\)"):
+    with pytest.raises(fedppl.DataError, match=r"'device 0'.*hold.* (inf|1e\+39) .*\(3, 1\)"):
         fedppl.fit(model, {**clients, "device 0": wrong}, nn.FedAvg(), rounds=1, progressbar=False)
 
 

@@ -96,6 +96,36 @@ def test_rows_that_depend_on_each_other_are_refused(name: str, rng: np.random.Ge
         client.view(network_of)
 
 
+class Counting(torch.nn.Module):  # type: ignore[misc]
+    """A buffer that every call changes, whatever the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, X: Any) -> Any:
+        self.calls += 1.0
+        return self.last(X) * (1.0 + 1e-3 * self.calls)
+
+
+AGAIN: dict[str, tuple[Callable[[], Any], str]] = {
+    "a function that draws": (lambda: Seen(torch.nn.functional.dropout), "when it is asked again"),
+    "a layer that draws": (lambda: Seen(torch.nn.RReLU()), "when it is asked again"),
+    "a buffer that counts": (lambda: Counting().eval(), "when it is asked again"),
+    "written over": (lambda: Seen(lambda X: X.sub_(1.0)), "writes over its inputs"),
+    "written over by a layer": (lambda: Seen(torch.nn.ELU(inplace=True)), "writes over its inputs"),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_networks_that_are_no_functions_are_refused(name: str, rng: np.random.Generator) -> None:
+    make, said = AGAIN[name]
+    (client,) = enrolled(make(), rng.normal(size=(9, 3)))
+    with pytest.raises(fedppl.DeclarationError, match=f"client 'c0': the network .*{said}"):
+        client.view(network_of)
+
+
 def test_rows_are_looked_at_together_however_wide_they_are(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

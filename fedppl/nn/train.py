@@ -81,10 +81,15 @@ def train(
     flat, where = np.asarray(w, dtype=float), np.asarray(free, dtype=np.int64)
     leaves = Leaves(unit, flat, where, dtype)
     (net, X), y = _above(leaves.net, arranged(leaves.net, unit.tensor(unit.X, dtype))), outcomes(unit, dtype)
+
+    def whole(rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = net(rows.clone())  # in place a layer would write over what is computed once
+        return found
+
     pulls = _pulls(leaves, flat, where, prior, linear, len(X))
     optimizer = optimizer_of(leaves.moving, settings)
     with torch.no_grad():
-        before = float(mean_loss(unit, by_parts(net, net, X), y))
+        before = float(mean_loss(unit, by_parts(net, whole, X), y))
     with torch.enable_grad():
         for _ in range(settings.epochs):
             for batch in torch.split(torch.from_numpy(rng.permutation(len(X))), settings.batch_size):
@@ -93,7 +98,7 @@ def train(
                     loss = loss + penalty(leaves.at(unit.local_at)) / len(X)
                 take_step(optimizer, leaves, loss, pulls)
     with torch.no_grad():
-        after = float(mean_loss(unit, by_parts(net, net, X), y))
+        after = float(mean_loss(unit, by_parts(net, whole, X), y))
     found, rose = leaves.result(flat), after - before
     if linear is None and not rose <= RISE:
         ours, theirs = (_held(unit, w, where, prior, penalty) for w in (found, flat))

@@ -18,6 +18,7 @@ from fedppl.contracts import ClientView
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
+from fedppl.nn.as_declared import require_no_potential, require_own_weights
 from fedppl.nn.calls import kind_of, network_nodes
 from fedppl.nn.declared import Declared
 from fedppl.nn.devices import host
@@ -27,6 +28,7 @@ from fedppl.nn.likelihood import Categorical
 from fedppl.nn.local_prior import local_prior
 from fedppl.nn.outcome import CONTRACT, outcome_of
 from fedppl.nn.rows_alone import require_rows_alone
+from fedppl.nn.same_again import require_same_again
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, log_likelihood
 from fedppl.nn.unknowns import with_unknowns
@@ -35,6 +37,7 @@ from fedppl.types import Array, DeclarationError, Message, Variable
 logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 P = TypeVar("P")
+_ROUNDING = 1e-12  # of a sum over rows in double precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +127,8 @@ def network_of(client: ClientModel) -> Network:
         if "network" not in known:
             known["network"] = _declared(client)
     unit = NetworkUnit(client.client_id, known["network"], client.arrays, client.inputs)
+    if "network checked" not in known:
+        require_same_again(unit, client.client_id)
     # Whether rows depend on each other shows at some clients and not at others: not where there is one row.
     if "network checked" not in known or isinstance(unit.likelihood, Declared):
         _require_same_density(client, unit)
@@ -168,6 +173,8 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
         raise DeclarationError(
             f"{who}: free variables are {[v.name for v in variables]}, weights {list(slices)}; {CONTRACT}."
         )
+    require_no_potential(parts, who)
+    require_own_weights(parts, node.inputs[0], slices, {v.name: v.shape for v in variables}, who)
     replace, inputs = _graph._inputs_for(parts)
     value = model.rvs_to_values[observed]
     (X_in,) = clone_replace([node.inputs[1]], replace)
@@ -230,14 +237,23 @@ def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:
     prior = client.layout.prior
     precision = prior.precision if prior.precision.ndim == 1 else np.diag(prior.precision)
     start = prior.linear / precision
+    found: list[tuple[float, float]] = []
     for _ in range(2):
         phi = start + 0.1 * rng.normal(size=len(start))
         theta = client.initial + 0.1 * rng.normal(size=client.local_size)
         declared = client.log_density(phi, theta)
         ours = log_likelihood(unit, unit.weights(phi, theta)) + unit.declared.local_prior.log_density(theta)
-        if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)):
-            raise DeclarationError(
-                f"client {client.client_id!r}: the declared log density is {declared:.8g} where a network's outcomes, "
-                f"row by row, and its local priors have {ours:.8g}; {CONTRACT}. For other models use "
-                "fedppl.EP(local=fedppl.NUTS())."
-            )
+        found.append((declared, ours))
+        _require_near(client.client_id, "log density is", declared, ours)
+    # Beside large outcomes a density's constant hides what weights change, and a difference shows it.
+    (first, our_first), (second, our_second) = found
+    lost = _ROUNDING * (abs(our_first) + abs(our_second))
+    _require_near(client.client_id, "log density rises by", second - first, our_second - our_first, lost)
+
+
+def _require_near(client_id: str, what: str, declared: float, ours: float, lost: float = 0.0) -> None:
+    if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)) + lost:
+        raise DeclarationError(
+            f"client {client_id!r}: the declared {what} {declared:.8g} where a network's outcomes, row by row, and its "
+            f"local priors have {ours:.8g}; {CONTRACT}. For other models use fedppl.EP(local=fedppl.NUTS())."
+        )
