@@ -214,6 +214,8 @@ class Result(NamedTuple, Generic[S, P]):
         may be others, knows already. None where nothing can be taken over.
     reads_personal
         Whether `draw` reads what a client keeps, where it keeps something.
+    caution
+        What the log says where predictions are made from draws at a client.
     """
 
     final_message: BroadcastFn[S]
@@ -227,6 +229,7 @@ class Result(NamedTuple, Generic[S, P]):
     family: object = None
     resume: Callable[[S, S], S] | None = None
     reads_personal: bool = True
+    caution: str = ""
 
 
 def _fits(client: ClientView) -> None:

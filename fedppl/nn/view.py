@@ -29,6 +29,7 @@ from fedppl.nn.local_prior import local_prior
 from fedppl.nn.outcome import CONTRACT, outcome_of
 from fedppl.nn.rows_alone import require_rows_alone
 from fedppl.nn.same_again import require_same_again
+from fedppl.nn.scales import warn_of_scales
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, log_likelihood
 from fedppl.nn.unknowns import with_unknowns
@@ -137,6 +138,8 @@ def network_of(client: ClientModel) -> Network:
     if "network checked" not in known:
         _warn_of_softmax(unit)
         known["network checked"] = True
+    if "scales told" not in known and warn_of_scales(client, unit):
+        known["scales told"] = True
     return Network(unit, client.initial)
 
 

@@ -53,12 +53,8 @@ def client_posterior(
             "Gaussian q in its place (fit.posterior). Fit again with this client among the others",
             client_id,
         )
-    if sample.diagnostics.get("linearised") and (predict is not None or {*groups} - {"prior"}):
-        logger.warning(
-            "client %s: the posterior is of weights of the linearised network, and here PyMC puts its draws into the "
-            "network itself, which is off where many weights are inferred; predict by fedppl.nn.predict",
-            client_id,
-        )
+    if algorithm.result.caution and (predict is not None or {*groups} - {"prior"}):
+        logger.warning("client %s: %s", client_id, algorithm.result.caution)
     theta = sample.local.reshape(chains * draws, -1)
     phi = sample.shared.reshape(chains * draws, -1)
     pymc_model = model.pymc_model()

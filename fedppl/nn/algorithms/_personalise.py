@@ -35,12 +35,9 @@ def network_result(
     shared: Point[S] | None = None,
     details: Callable[[S], Details] = _nothing,
     *,
-    linearised: bool = False,
+    caution: str = "",
 ) -> Result[S, P]:
-    """How to read the server's state: draws at a client are of what `personalise` finds.
-
-    A posterior that is `linearised` is one of weights of the linearised network: the draws say so.
-    """
+    """How to read the server's state: draws at a client are of what `personalise` finds."""
 
     def draw(
         client: ClientView, personal: P | None, message: Message, draws: int, chains: int, rng: Generator
@@ -57,10 +54,10 @@ def network_result(
         if found.subnetwork is not None:
             w[:, found.subnetwork.places] += found.subnetwork.deviations(count, rng)
         shaped = w.reshape(chains, draws, size)
-        info = {"linearised": float(linearised)} if found.subnetwork is not None else {"point_estimate": 1.0}
+        info = {} if found.subnetwork is not None else {"point_estimate": 1.0}
         return Draws(shaped[:, :, unit.shared_at], shaped[:, :, unit.local_at], info)
 
-    return Result(final_message, draw, shared, details, family=NetworkResult(personalise))
+    return Result(final_message, draw, shared, details, family=NetworkResult(personalise), caution=caution)
 
 
 def tuning_message(mean: Array, tuning: Tuning) -> dict[str, Array]:

@@ -188,7 +188,8 @@ def FedSI(
             functools.partial(tuned, which=tuning.which),
             Point[SubnetworkState](lambda state: state.mean),
             _details,
-            linearised=True,
+            caution="the posterior is of weights of the linearised network, and here PyMC puts its draws into the "
+            "network itself, which is off where many weights are inferred; predict by fedppl.nn.predict",
         ),
         needs=needs(
             functools.partial(_check, tuning=tuning), functools.partial(unused_priors, shared=True, tuned=tuning.which)
