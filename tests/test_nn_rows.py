@@ -96,6 +96,29 @@ def test_rows_that_depend_on_each_other_are_refused(name: str, rng: np.random.Ge
         client.view(network_of)
 
 
+class Cut(torch.nn.Module):  # type: ignore[misc]
+    """A linear layer whose output passes no slopes on."""
+
+    def __init__(self, cut: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.cut, self.last = cut, torch.nn.Linear(3, 2, bias=False)
+
+    def forward(self, X: Any) -> Any:
+        return self.cut(self.last(X))
+
+
+@pytest.mark.parametrize("cut", [torch.Tensor.detach, torch.sign, torch.round])
+def test_networks_without_slopes_are_refused(cut: Callable[[Any], Any], rng: np.random.Generator) -> None:
+    (client,) = enrolled(Cut(cut), rng.normal(size=(9, 3)))
+    with pytest.raises(fedppl.DeclarationError, match="'c0': the network's output has no slope"):
+        client.view(network_of)
+
+
+def test_rows_of_zeros_say_nothing_of_slopes() -> None:
+    (client,) = enrolled(Cut(torch.relu), np.zeros((9, 3)))
+    client.view(network_of)
+
+
 class Counting(torch.nn.Module):  # type: ignore[misc]
     """A buffer that every call changes, whatever the mode."""
 

@@ -22,13 +22,13 @@ from fedppl.nn.as_declared import require_no_potential, require_own_weights
 from fedppl.nn.calls import kind_of, network_nodes
 from fedppl.nn.declared import Declared
 from fedppl.nn.devices import host
+from fedppl.nn.function_of import require_same_again, require_slopes
 from fedppl.nn.functional import Places, call, parameter_slices
 from fedppl.nn.head import Head, find_head
 from fedppl.nn.likelihood import Categorical
 from fedppl.nn.local_prior import local_prior
 from fedppl.nn.outcome import CONTRACT, outcome_of
 from fedppl.nn.rows_alone import require_rows_alone
-from fedppl.nn.same_again import require_same_again
 from fedppl.nn.scales import warn_of_scales
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, log_likelihood
@@ -130,6 +130,7 @@ def network_of(client: ClientModel) -> Network:
     unit = NetworkUnit(client.client_id, known["network"], client.arrays, client.inputs)
     if "network checked" not in known:
         require_same_again(unit, client.client_id)
+        require_slopes(unit, client.client_id)
     # Whether rows depend on each other shows at some clients and not at others: not where there is one row.
     if "network checked" not in known or isinstance(unit.likelihood, Declared):
         _require_same_density(client, unit)

@@ -1,4 +1,4 @@
-"""Whether a network gives the same output when it is asked again, tried on a few rows of a client."""
+"""Whether a network is a function of its weights and inputs that training can follow, tried on a few rows."""
 
 from __future__ import annotations
 
@@ -44,6 +44,34 @@ def require_same_again(unit: NetworkUnit, client_id: str) -> None:
             f"client {client_id!r}: the network writes over its inputs, which are a client's data; give its first "
             "layer inplace=False, or begin its forward with x = x.clone()."
         )
+
+
+def require_slopes(unit: NetworkUnit, client_id: str) -> None:
+    """Refuse a network of which no weight changes the output by a slope: no step would move any.
+
+    Raises
+    ------
+    DeclarationError
+        Where slopes of the outputs are all 0 or missing, at two points.
+    """
+    rng, parameters = np.random.default_rng(0), set(unit.names)
+    if not np.any(unit.X[:_LOOKED_AT]):  # a layer without a constant has no slope there
+        return
+    X = unit.tensor(unit.X[:_LOOKED_AT].copy(), torch.float64)
+    for size in (0.1, 1.0):
+        state = unit.state(unit.held + size * rng.normal(size=unit.size), torch.float64)
+        leaves = {name: state[name].detach().requires_grad_() for name in parameters & state.keys()}
+        with torch.enable_grad():
+            output = call(unit.net, state | leaves, X)
+        if output.requires_grad:
+            weights = unit.tensor(rng.normal(size=tuple(output.shape)), torch.float64)
+            slopes = torch.autograd.grad(output, list(leaves.values()), weights.to(output.dtype), allow_unused=True)
+            if any(slope is not None and bool(torch.any(slope != 0)) for slope in slopes):
+                return
+    raise DeclarationError(
+        f"client {client_id!r}: the network's output has no slope in any of its weights, so that training would leave "
+        "them where they start; take out what cuts slopes off: .detach(), torch.no_grad(), sign, round or argmax."
+    )
 
 
 def _same(one: Array, other: Array) -> bool:
