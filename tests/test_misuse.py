@@ -43,6 +43,13 @@ def counts(y: Any) -> pm.Model:
     return model
 
 
+def exposed(exposure: Any, y: Any) -> pm.Model:
+    with pm.Model() as model:
+        exposure, y = pm.Data("exposure", exposure), pm.Data("y", y)
+        pm.Poisson("count", exposure * pm.math.exp(pm.Normal("mu")), observed=y)
+    return model
+
+
 def same_name(y: Any) -> pm.Model:
     with pm.Model() as model:
         pm.Normal("y", pm.Normal("mu"), 1, observed=pm.Data("y", y))
@@ -145,6 +152,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "durations": (lambda: start(clients={"a": {"y": Y.astype("m8[D]")}}), DataError, ["'y'", "timedelta64"]),
     "generator": (lambda: start(clients={"a": {"y": (v for v in Y)}}), DataError, ["generator", "array"]),
     "set": (lambda: start(clients={"a": {"y": {1, 2}}}), DataError, ["a set", "array"]),
+    "a negative exposure": (declared(exposed, exposure=Y - 9, y=G), DataError, ["mu >= 0", "sign and size of"]),
     "a name twice": (declared(same_name, y=Y), DataError, ["pm.Data('y') has that name", "something else"]),
     "fractions of counts": (declared(counts, y=Y), DataError, ["'y' holds 0.5", "'count'", "round"]),
     "a negative group": (declared(grouped, group=G - 1, y=Y), DataError, ["'a': 'group' holds -1 at", "0 to n - 1"]),

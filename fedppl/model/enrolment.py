@@ -120,7 +120,9 @@ def mismatch(client_id: str, arrays: Mapping[str, Any], error: Exception, apart:
     shapes = {name: np.shape(value) for name, value in arrays.items()}
     message = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
     remedy = "Give this client the same columns as the others, one row of each array per observation."
-    if isinstance(error, IndexError):
+    if type(error).__name__ == "ParameterValueError":
+        remedy = "A distribution's parameter leaves its domain on these data: look at sign and size of what it reads."
+    elif isinstance(error, IndexError):
         remedy = "An integer of its data points outside an array of the model: number groups 0 to n - 1."
         if "boolean" in message:
             remedy = "True and False select entries: for an index give integers, for a mask one entry for each of them."
