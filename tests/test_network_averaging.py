@@ -7,6 +7,9 @@ import importlib
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pymc as pm
+import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -276,6 +279,27 @@ def test_predictions_that_cannot_be_made_are_refused(
 ) -> None:
     with pytest.raises((fedppl.DeclarationError, fedppl.DataError), match=message):
         nn.predict(fitted_once(), client, inputs, **settings)
+
+
+def test_new_inputs_come_in_a_frame_as_well() -> None:
+    net = torch.nn.Linear(2, 1)
+
+    def builder(dose: Any, age: Any, y: Any) -> pm.Model:
+        with pm.Model() as model:
+            columns = [pm.Data("dose", dose), pm.Data("age", age)]
+            f = nn.module(net, nn.parameters(net), pt.stack(columns, axis=1))
+            pm.Normal("out", f[:, 0], 1, observed=pm.Data("y", y))
+        return model
+
+    model = fedppl.FederatedModel(builder, ["weight", "bias"])
+    rows = np.random.default_rng(3).normal(size=(2, 12, 3))
+    clients = {name: pd.DataFrame(own, columns=["dose", "age", "y"]) for name, own in zip("ab", rows, strict=True)}
+    fit = fedppl.fit(model, clients, nn.FedAvg(), rounds=1, progressbar=False, random_seed=1)
+    new = clients["b"][["age", "dose"]]
+    by_name = {name: new[name].to_numpy() for name in new}
+    assert_allclose(nn.predict(fit, "a", new)["mean"], nn.predict(fit, "a", by_name)["mean"])
+    with pytest.raises(fedppl.DataError, match="dose"):
+        nn.predict(fit, "a", new[["age"]])
 
 
 @pytest.mark.parametrize(

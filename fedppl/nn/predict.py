@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import torch
 import xarray as xr
 from scipy.stats import norm
 
 from fedppl.contracts import Point
+from fedppl.model.client import ClientModel
 from fedppl.nn.declared import Declared
 from fedppl.nn.likelihood import Normal
 from fedppl.nn.links import LINKS, probabilities
@@ -21,6 +23,7 @@ from fedppl.nn.view import NetworkResult, Own, network_of
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.fit import Fit
+from fedppl.results.predict import new_inputs
 from fedppl.settings import between, one_of, some_of, whole
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure
 
@@ -168,7 +171,7 @@ def network(fit: Fit) -> torch.nn.Module:
 def predict(
     fit: Fit,
     client: str | Mapping[str, Any] | Own,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, Any] | pd.DataFrame,
     *,
     link: str = "scaled",
     draws: int = 100,
@@ -188,7 +191,8 @@ def predict(
     fit, client
         As in `personalise`, or what that returned.
     inputs
-        New inputs by name, for example ``{"X": X_new}``, with what else the likelihood reads, an exposure for example.
+        New inputs by name, for example ``{"X": X_new}``, or a data frame with columns of these names, with what else
+        the likelihood reads, an exposure for example.
     link
         "scaled", the formula above; "by class", κ_c = (1 + π/8 Σ_cc)^(-1/2) for each class, eq. 9's κ in a softmax,
         which may change the most probable class; "monte carlo", the mean of softmax over draws of the linearised
@@ -246,6 +250,8 @@ def predict(
     probability, draws = between("probability", probability, 0, 1), whole("draws", draws)
     found = client if isinstance(client, Own) else personalise(fit, client, random_seed=random_seed)
     unit = found.client.view(network_of).unit
+    if isinstance(inputs, pd.DataFrame):
+        inputs = new_inputs(fit.declaration, cast(ClientModel, found.client), inputs)
     X, rng = unit.at(inputs), stream((seed, 3))
     others = unit.others(inputs) if isinstance(unit.likelihood, Declared) else {}
     require_as_many(others, len(X))
