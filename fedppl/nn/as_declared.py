@@ -60,9 +60,9 @@ def require_own_weights(
     DeclarationError
         Naming the weights.
     """
+    (flat,) = parts.model.replace_rvs_by_values([flat])
     if read := [v.name for v in parts.data if v in set(ancestors([flat]))]:
         raise DeclarationError(f"{who}: the network's weights are computed from the data {read}; {CONTRACT}.")
-    (flat,) = parts.model.replace_rvs_by_values([flat])
     values = {rv.name: parts.model.rvs_to_values[rv] for rv in (*parts.shared, *parts.local)}
     rng, wrong = np.random.default_rng(0), set[str]()
     for size in _SIZES:
