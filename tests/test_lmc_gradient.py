@@ -12,7 +12,8 @@ from scipy.stats import norm
 import fedppl
 from fedppl.coregional.adam import slopes, unflatten, unflatten_unit
 from tests.support import problems
-from tests.test_lmc_ascent import play, served, total_bound, views_of
+from tests.support.states import updated
+from tests.test_lmc_ascent import play, total_bound, views_of
 from tests.test_lmc_averaging import Adam
 from tests.test_lmc_bound import Parameters, dense_bound, difference
 
@@ -81,8 +82,8 @@ def test_a_sum_of_some_units_is_scaled_up_to_all() -> None:
     algorithm = fedppl.curves.Gradient()
     played = play(algorithm, {"a": data, "b": data, "c": data}, 3)
     reply = played.replies[3]["a"]
-    one, report = served(algorithm, played.states[2], {"a": reply})
-    all_, other = served(algorithm, played.states[2], {"a": reply, "b": reply, "c": reply})
+    one, report = updated(algorithm, played.states[2], {"a": reply})
+    all_, other = updated(algorithm, played.states[2], {"a": reply, "b": reply, "c": reply})
     assert_allclose(one.x, all_.x, rtol=1e-12)
     assert_allclose(report.info.bound, other.info.bound, rtol=1e-12)
 
