@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pymc as pm
 import pytest
 from numpy.testing import assert_allclose
 from scipy.special import log_softmax
@@ -112,6 +113,21 @@ def test_networks_without_slopes_are_refused(cut: Callable[[Any], Any], rng: np.
     (client,) = enrolled(Cut(cut), rng.normal(size=(9, 3)))
     with pytest.raises(fedppl.DeclarationError, match="'c0': the network's output has no slope"):
         client.view(network_of)
+
+
+def test_an_unknown_sd_is_no_slope_of_the_network(rng: np.random.Generator) -> None:
+    net = Cut(torch.Tensor.detach)
+
+    def builder(X: Any, y: Any) -> pm.Model:
+        with pm.Model() as model:
+            f = nn.module(net, nn.parameters(net), pm.Data("X", X))
+            pm.Normal("out", f[:, 0], pm.LogNormal("sd", 0, 1), observed=pm.Data("y", y))
+        return model
+
+    model = fedppl.FederatedModel(builder, ["last.weight", "sd"])
+    data = {"c0": {"X": rng.normal(size=(9, 3)), "y": rng.normal(size=9)}}
+    with pytest.raises(fedppl.DeclarationError, match="'c0': the network's output has no slope"):
+        model.enrol(data, kernel=False)["c0"].view(network_of)
 
 
 def test_rows_of_zeros_say_nothing_of_slopes() -> None:

@@ -54,7 +54,8 @@ def require_slopes(unit: NetworkUnit, client_id: str) -> None:
     DeclarationError
         Where slopes of the outputs are all 0 or missing, at two points.
     """
-    rng, parameters = np.random.default_rng(0), set(unit.names)
+    # An unknown sd has a slope whatever becomes of the weights.
+    rng, parameters = np.random.default_rng(0), set(unit.names) - set(unit.declared.unknowns)
     if not np.any(unit.X[:_LOOKED_AT]):  # a layer without a constant has no slope there
         return
     X = unit.tensor(unit.X[:_LOOKED_AT].copy(), torch.float64)
