@@ -224,8 +224,8 @@ def test_averages_over_rounds_are_the_estimate_and_nothing_else() -> None:
     plain, smooth = fitted(), fitted(smoothing=0.5)
     assert_allclose(plain.state.phi, smooth.state.phi)
     found = [step.state.phi for step in fedppl.rounds(*problem(), nn.Confidence(head=HEAD), rounds=5, random_seed=2)]
-    assert_allclose(smooth.state.smooth, np.average(found, axis=0, weights=0.5 ** np.arange(4, -1, -1)))
-    assert_allclose(fitted(smoothing=0.9, run={"rounds": 1}).state.smooth, found[0])
+    assert_allclose(smooth.state.smooth.phi, np.average(found, axis=0, weights=0.5 ** np.arange(4, -1, -1)))
+    assert_allclose(fitted(smoothing=0.9, run={"rounds": 1}).state.smooth.phi, found[0])
 
 
 def test_a_ledger_remembers_the_heads_of_clients_that_did_not_report() -> None:

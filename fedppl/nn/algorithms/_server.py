@@ -1,4 +1,4 @@
-"""What servers of networks share: a start at the declared mean, weighted averages, and how far the weights moved."""
+"""What servers of networks share: a start at the declared mean, averages, and how far the weights moved."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ class NetworkState(NamedTuple):
     phi: Array  # (m,)
 
 
+class OverRounds(NamedTuple):
+    """An average over rounds, which no round goes on from."""
+
+    phi: Array  # the start's before any round, (m,)
+    told: float  # sum of the weights of those rounds, below 1; the start is none of them
+
+
 class NetworkInfo(NamedTuple):
     """Diagnostics of this round."""
 
@@ -37,6 +44,12 @@ def broadcast(state: NetworkState, client_id: str) -> Message:
     """The shared weights."""
     del client_id
     return {"mean": state.phi}
+
+
+def with_round(average: OverRounds, phi: Array, smoothing: float) -> OverRounds:
+    """Let a round count for 1 − `smoothing`, and all earlier ones for `smoothing` of what they did."""
+    earlier, now = smoothing * average.told, 1.0 - smoothing
+    return OverRounds((earlier * average.phi + now * phi) / (earlier + now), earlier + now)
 
 
 def moved(before: Array, after: Array) -> tuple[float, str]:

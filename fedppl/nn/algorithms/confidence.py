@@ -16,7 +16,7 @@ from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, P
 from fedppl.nn.algorithms._common import training_rule
 from fedppl.nn.algorithms._heads import Here, head_in, head_rule, here, here_together, joined, last_layer, parted
 from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._server import AT_MEAN, moved
+from fedppl.nn.algorithms._server import AT_MEAN, OverRounds, moved, with_round
 from fedppl.nn.batch import Stack, groups, stacked
 from fedppl.nn.batch_heads import features_together, head_posteriors, train_below_together
 from fedppl.nn.batch_train import Flags
@@ -37,8 +37,7 @@ class ConfidenceState(NamedTuple):
     head: Places  # where w lies in φ, (d,)
     where: Mapping[str, int]  # client id to its place
     ledger: Array  # (K, d + 1): every client's last τ μ and τ; (0, d + 1) where nothing is remembered
-    smooth: Array  # average of φ over rounds, (m,)
-    told: float  # sum of the weights of those rounds, below 1; the start is none of them
+    smooth: OverRounds
 
 
 class ConfidenceInfo(NamedTuple):
@@ -164,7 +163,9 @@ def Confidence(
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(_shapes, _reject, lambda state: not settings.remember),
         result=network_result(
-            _broadcast, functools.partial(_own, settings=settings), Point[ConfidenceState](lambda state: state.smooth)
+            _broadcast,
+            functools.partial(_own, settings=settings),
+            Point[ConfidenceState](lambda state: state.smooth.phi),
         ),
         needs=last_layer("nn.Confidence", settings.head),
         disclosure=AT_MEAN,
@@ -185,7 +186,7 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings:
     head, phi = head_in(layout, settings.head), gaussian.mean(layout.prior)
     where = {client_id: k for k, client_id in enumerate(clients)}
     ledger = np.zeros((len(clients) if settings.remember else 0, len(head) + 1))
-    return ConfidenceState(phi, head, where, ledger, phi, 0.0)
+    return ConfidenceState(phi, head, where, ledger, OverRounds(phi, 0.0))
 
 
 def _broadcast(state: ConfidenceState, client_id: str) -> Message:
@@ -311,11 +312,9 @@ def _update_server(
     total = received.sums()
     ledger, weighted, weight, _ = ledger_sums(state.ledger, state.where, received)
     phi = joined(total, state.head, weighted / weight)
-    earlier, now = settings.smoothing * state.told, 1.0 - settings.smoothing
-    smooth = (earlier * state.smooth + now * phi) / (earlier + now)
     change, message = moved(state.phi, phi)
     info = ConfidenceInfo(change, float(total["weight"]) / received.clients)
-    after = state._replace(phi=phi, ledger=ledger, smooth=smooth, told=earlier + now)
+    after = state._replace(phi=phi, ledger=ledger, smooth=with_round(state.smooth, phi, settings.smoothing))
     return after, Report(info, message=message)
 
 

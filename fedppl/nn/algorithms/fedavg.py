@@ -23,7 +23,7 @@ from fedppl.nn.algorithms._common import (
     tuning_rule,
 )
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
-from fedppl.nn.algorithms._server import AT_MEAN, NetworkInfo, reported
+from fedppl.nn.algorithms._server import AT_MEAN, NetworkInfo, OverRounds, reported, with_round
 from fedppl.nn.batch import groups, stacked
 from fedppl.nn.batch_train import train_together
 from fedppl.nn.functional import Places
@@ -35,11 +35,10 @@ from fedppl.types import Array, DeclarationError, Layout, Message
 
 
 class AveragedState(NamedTuple):
-    """What the next round needs, and an average over rounds that no round goes on from."""
+    """What the next round needs."""
 
     phi: Array  # (m,)
-    total: Array  # of earlier rounds' φ by their weights, (m,)
-    weight: float  # of all of them
+    smooth: OverRounds
 
 
 class _Settings(NamedTuple):
@@ -160,9 +159,9 @@ def FedAvg(
             lambda state: {"weighted": state.phi.shape, "weight": ()}, reject_weight, always
         ),
         result=network_result(
-            lambda state, client_id: tuning_message(_estimate(state), tuning),
+            lambda state, client_id: tuning_message(state.smooth.phi, tuning),
             functools.partial(tuned, which=tuning.which),
-            Point[AveragedState](_estimate),
+            Point[AveragedState](lambda state: state.smooth.phi),
         ),
         needs=needs(functools.partial(_check, settings=settings)),
         disclosure=AT_MEAN,
@@ -181,12 +180,7 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> AveragedS
     """Start at the mean of the declared prior, which counts for nothing in the average."""
     del clients, rng
     phi = gaussian.mean(layout.prior)
-    return AveragedState(phi, np.zeros(len(phi)), 0.0)
-
-
-def _estimate(state: AveragedState) -> Array:
-    """φ, averaged over rounds."""
-    return state.total / state.weight if state.weight else state.phi
+    return AveragedState(phi, OverRounds(phi, 0.0))
 
 
 def _update_server(state: AveragedState, received: Received, *, smoothing: float) -> tuple[AveragedState, Report]:
@@ -194,8 +188,7 @@ def _update_server(state: AveragedState, received: Received, *, smoothing: float
     if not received.clients:
         return state, Report(NetworkInfo(np.nan))
     phi = average(received.total)
-    total, weight = smoothing * state.total + (1.0 - smoothing) * phi, smoothing * state.weight + (1.0 - smoothing)
-    return AveragedState(phi, total, weight), reported(state.phi, phi)
+    return AveragedState(phi, with_round(state.smooth, phi, smoothing)), reported(state.phi, phi)
 
 
 def _check(client: ClientView, *, settings: _Settings) -> None:
