@@ -12,6 +12,7 @@ import pymc as pm
 import pytest
 from numpy.testing import assert_allclose
 from pymc.distributions.transforms import ordered
+from scipy.special import expit
 from scipy.stats import norm
 
 torch = pytest.importorskip("torch")
@@ -622,6 +623,43 @@ def test_every_algorithm_moves_an_unknown_that_is_shared(name: str) -> None:
     predicted = nn.predict(fit, "a", {"X": clients["a"]["X"][:5]})
     assert np.all(np.isfinite(predicted["sd"]))
     assert float(predicted["sd"].mean()) < 0.99
+
+
+def started(change: Change) -> tuple[Any, np.ndarray, np.ndarray]:
+    """A fit after one round, new inputs, and the outputs of a client's own network there."""
+    model, clients = declared(change)
+    algorithm = nn.FedAvg(phases=(("all", 1),))
+    fit = problems.fit_some_rounds(model, clients, algorithm, rounds=1, progressbar=False, random_seed=1)
+    X = np.random.default_rng(6).normal(size=(5, 2))
+    unit = fit.clients["a"].view(network_of).unit
+    return fit, X, subnet.outputs(unit, nn.personalise(fit, "a").weights, X)
+
+
+def test_binary_outcomes_have_the_probabilities_of_two_classes() -> None:
+    fit, X, f = started(CHANGES["binary"])
+    found = nn.predict(fit, "a", {"X": X})
+    assert found["probability"].dims == ("row", "class")
+    assert_allclose(found["probability"], np.column_stack([expit(-f[:, 0]), expit(f[:, 0])]), rtol=1e-9)
+    assert_allclose(found["mean"], expit(f[:, 0]), rtol=1e-9)
+    several = Change(
+        lambda f, d: pm.Bernoulli("o", logit_p=f, observed=d["y"]),
+        lambda rng: {"y": rng.integers(0, 2, size=(ROWS, 3))},
+        outputs=3,
+    )
+    fit, X, f = started(several)
+    found = nn.predict(fit, "a", {"X": X})["probability"]
+    assert found.dims == ("row", "outcome_1", "class")
+    assert_allclose(found, np.stack([expit(-f), expit(f)], axis=-1), rtol=1e-9)
+
+
+def test_outcomes_without_moments_have_an_interval_alone() -> None:
+    """A Cauchy's quartiles are its location less and plus its scale; its density there is 1 / (2 π scale)."""
+    fit, X, f = started(BASE["real"]._replace(outcome=lambda f, d: pm.Cauchy("o", f[:, 0], 0.5, observed=d["y"])))
+    found = nn.predict(fit, "a", {"X": X}, probability=0.5, draws=400)
+    assert set(found.data_vars) == {"lower", "upper", "output_mean", "output_variance"}
+    error = np.sqrt(0.25 * 0.75 / 4000) * 2 * np.pi * 0.5  # ten draws of outcomes for each of 400
+    assert_allclose(found["lower"], f[:, 0] - 0.5, atol=5 * error)
+    assert_allclose(found["upper"], f[:, 0] + 0.5, atol=5 * error)
 
 
 @pytest.mark.parametrize("name", ["SCAFFOLD", "IFCA", "PerFedAvg", "PFedMe", "PFedBayes"])

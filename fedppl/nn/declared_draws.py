@@ -28,8 +28,9 @@ class Drawn(NamedTuple):
     """Functions of outputs with unknowns (n, C + e), and of what else the likelihood reads, by name."""
 
     draw: Callable[[Array, Mapping[str, Array], np.random.Generator], Array]  # outcomes (n, ...)
-    # Means (n, ...), or probabilities (n, classes) of a categorical one; None where PyMC knows none.
+    # Means (n, ...), or probabilities (n, classes) of a categorical one; None where PyMC knows none, or there is none.
     mean: Callable[[Array, Mapping[str, Array]], Array] | None
+    has_moments: bool  # a Cauchy's outcomes have no mean and no sd: those of draws are of the draws alone
 
 
 def drawn(
@@ -56,7 +57,7 @@ def drawn(
     both = pt.matrix("both")
     count = int(np.prod(wide, dtype=int))
     given = {v: pt.TensorType(v.type.dtype, shape=(None,) * v.type.ndim)(v.name) for v in parts.data}
-    means = _mean(observed)
+    means, has_moments = _mean(observed)
     wanted = [observed, *([] if means is None else [means])]
     output = both[:, :count].reshape((both.shape[0], *wide))
     replace: dict[Any, Any] = dict.fromkeys(one_call(wanted), output)
@@ -85,17 +86,19 @@ def drawn(
         def mean(outputs: Array, others: Mapping[str, Array]) -> Array:
             return np.asarray(compute(outputs, *(others[name] for name in names)))
 
-    return Drawn(_draw(inputs, found[0], names), mean)
+    return Drawn(_draw(inputs, found[0], names), mean, has_moments)
 
 
-def _mean(observed: Any) -> Any:
-    """A graph of the mean; of a categorical outcome its probabilities."""
+def _mean(observed: Any) -> tuple[Any, bool]:
+    """A graph of the mean, of a categorical outcome its probabilities; and whether there is a mean."""
     if getattr(observed.owner.op, "name", None) == "categorical":
-        return observed.owner.op.dist_params(observed.owner)[-1]
+        return observed.owner.op.dist_params(observed.owner)[-1], True
     try:
-        return mean_of(observed)
-    except (UndefinedMomentException, NotImplementedError):
-        return None
+        return mean_of(observed), True
+    except UndefinedMomentException:
+        return None, False
+    except NotImplementedError:
+        return None, True
 
 
 def _draw(inputs: Sequence[Any], outcome: Any, names: tuple[str, ...]) -> Callable[..., Array]:

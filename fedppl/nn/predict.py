@@ -211,7 +211,8 @@ def predict(
         With classes, ``probability`` (row, output), ``logit`` and ``logit_variance``; with a normal likelihood of
         known sd ``mean``, ``sd``, ``lower`` and ``upper`` of outcomes (row, output). With any other the same of
         outcomes that are drawn, or ``probability`` (row, class) of a categorical one, and ``output_mean``
-        and ``output_variance`` (row, output).
+        and ``output_variance`` (row, output). A Bernoulli outcome has ``probability`` beside its ``mean``; a Cauchy's
+        has no mean and no sd, and gets ``lower`` and ``upper`` alone.
 
     Raises
     ------

@@ -80,7 +80,12 @@ def outcomes_at(
     if likelihood.kind == "categorical":
         return {"probability": np.mean(means, axis=0), **found}, {"probability": ("row", "class"), **dims}
     ends = np.quantile(drawn, [0.5 - probability / 2, 0.5 + probability / 2], axis=0)
-    mean = np.mean(means or drawn, axis=0)
-    own = ("row", *(f"outcome_{axis}" for axis in range(1, mean.ndim)))
-    told = {"mean": mean, "sd": np.std(drawn, axis=0), "lower": ends[0], "upper": ends[1]}
-    return {**told, **found}, {**dict.fromkeys(told, own), **dims}
+    own = ("row", *(f"outcome_{axis}" for axis in range(1, ends[0].ndim)))
+    told = {"lower": ends[0], "upper": ends[1]}
+    if functions.has_moments:
+        told = {"mean": np.mean(means or drawn, axis=0), "sd": np.std(drawn, axis=0), **told}
+    dims |= dict.fromkeys(told, own)
+    if likelihood.kind == "bernoulli":  # as of two classes
+        told["probability"] = np.stack([1.0 - told["mean"], told["mean"]], axis=-1)
+        dims["probability"] = (*own, "class")
+    return {**told, **found}, dims
