@@ -34,7 +34,7 @@ def of_fedsi(fits: list[tuple[str, Any]]) -> pd.DataFrame:
 
 def of_pfedvem(fits: list[tuple[str, Any]]) -> pd.DataFrame:
     """Accuracy of clients' own models and of the global one, with standard errors."""
-    from benchmarks.pfedvem import figures
+    from benchmarks._pfedvem.scores import figures
 
     rows = []
     for _, found in fits:

@@ -20,13 +20,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is importable from a checkout
 
-from benchmarks import fedsi as benchmark
+from benchmarks._fedsi.data import Images, find_data, load
 from models import fedsi
 
 TRAIN = 60_000  # published training rows, which come first
 
 
-def accuracy(images: benchmark.Images, labels: np.ndarray, epochs: int, seed: int) -> float:
+def accuracy(images: Images, labels: np.ndarray, epochs: int, seed: int) -> float:
     """Per cent of the test rows with these labels, after Adam at 1e-3 on all training rows with them."""
     torch.manual_seed(seed)
     train, test = (part[np.isin(images.labels[part], labels)] for part in np.split(np.arange(70_000), [TRAIN]))
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     started = time.process_time()
-    images = benchmark.load(benchmark.find_data(options.data, options.dataset))
+    images = load(find_data(options.data, options.dataset))
     held = fedsi.labels_of_clients(10, 10, 5, np.random.default_rng(options.seed))
     found = [accuracy(images, labels, options.epochs, options.seed) for labels in held]
     for labels, value in zip(held.tolist(), found, strict=True):

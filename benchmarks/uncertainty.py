@@ -39,8 +39,11 @@ from scipy.special import softmax
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fedppl
-from benchmarks import fedsi as images
-from benchmarks.fedsi import Chances, Problem
+from benchmarks import fedsi as benchmark
+from benchmarks._fedsi import data as images
+from benchmarks._fedsi import fit as fits
+from benchmarks._fedsi.data import Problem
+from benchmarks._fedsi.scores import Chances, scored
 from fedppl.nn.links import probabilities
 from fedppl.types import LocalFailure
 from models import fedsi, pfedvem
@@ -130,14 +133,14 @@ def algorithm_of(cell: Cell, head: tuple[str, ...], dataset: str) -> fedppl.Algo
     if cell.method in OF_PFEDVEM:
         return pfedvem.METHODS[cell.method].algorithm(head)
     if cell.method in OURS:
-        return images.algorithm_of(cell.method, 1e-2, head, images.arguments(["--dataset", dataset]))
+        return fits.algorithm_of(cell.method, 1e-2, head, benchmark.arguments(["--dataset", dataset]))
     name = "FedAvg-FT" if cell.method in PEERS else cell.method
     return fedsi.METHODS[name].algorithm(cell.rate, head, fedsi.EPOCHS)
 
 
 def fitted(cell: Cell, problem: Problem, options: argparse.Namespace, start: int) -> dict[str, Chances]:
     """One fit from one start: every client's function from images to probabilities."""
-    net = images.network(options.dataset, start)
+    net = fits.network(options.dataset, start)
     head = tuple(fedsi.shared_names(net, "head"))
     if cell.method == "pFedVEM":
         _to_zero(net, head)
@@ -227,7 +230,7 @@ def score(cell: Cell, options: argparse.Namespace) -> dict[str, float]:
             ways = {name: averaged([member[name] for member in several]) for name in problem.train}
         else:
             ways = fitted(cell, problem, options, cell.seed)
-        found = {**images.scored(problem, ways), "seconds": time.process_time() - started}
+        found = {**scored(problem, ways), "seconds": time.process_time() - started}
     except LocalFailure as failure:
         print(f"{cell}: {failure}", file=sys.stderr, flush=True)
         found = {}
@@ -279,8 +282,8 @@ def main(argv: list[str] | None = None) -> int:
                 records.append({"method": method, "rate": rate, "precision": precision, **found})
                 print(f"{rows} rows, seed {seed}: {method} {found.get('NLL', np.nan):.4f}", file=sys.stderr, flush=True)
         table = averages(records)
-        scored = [what for what in table.columns[2:-1] if table[what].notna().any()]
-        best = {what: getattr(table[what], "idxmax" if what in HIGHER else "idxmin")() for what in scored}
+        compared = [what for what in table.columns[2:-1] if table[what].notna().any()]
+        best = {what: getattr(table[what], "idxmax" if what in HIGHER else "idxmin")() for what in compared}
         print(f"\n{options.dataset}, {rows} rows a label, {options.rounds} rounds, mean over {options.seeds} seeds\n")
         print(table.rename_axis(None).to_string(float_format="{:.4f}".format, na_rep=""))
         print("best: " + ", ".join(f"{what} {method}" for what, method in best.items()), flush=True)

@@ -18,7 +18,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 pytest.importorskip("torch")
 
 from benchmarks import fedsi as benchmark  # noqa: E402
-from benchmarks.fedsi import Images  # noqa: E402
+from benchmarks._fedsi.data import Images, divide, find_data, load  # noqa: E402
+from benchmarks._fedsi.fit import fitted  # noqa: E402
 from examples import digits  # noqa: E402
 from models import fedsi  # noqa: E402
 
@@ -55,7 +56,7 @@ def images(seed: int = 0) -> Images:
 
 def problem(*options: str, own: Images | None = None) -> Any:
     """A partition of generated images."""
-    return benchmark.divide(own or images(), images(1), benchmark.arguments(["--size", "small", *options]), 0)
+    return divide(own or images(), images(1), benchmark.arguments(["--size", "small", *options]), 0)
 
 
 def test_test_rows_change_nothing_that_clients_train_on() -> None:
@@ -124,7 +125,7 @@ def test_idx_files_are_read_as_published(tmp_path: Path) -> None:
             file.write(bytes(16) + rows.tobytes())
         with gzip.open(tmp_path / f"{part}-labels-idx1-ubyte.gz", "wb") as file:
             file.write(bytes(8) + bytes([7]))
-    found = benchmark.load(tmp_path)
+    found = load(tmp_path)
     assert_allclose(found.pixels, pixels / 255, rtol=1e-6)
     assert_array_equal(found.labels, [7, 7])
 
@@ -166,7 +167,7 @@ def test_options_of_the_benchmark_out_of_range_are_refused(options: tuple[str, .
 
 def test_absent_data_end_in_a_message_that_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--data or FEDPPL_DATA"):
-        benchmark.find_data(tmp_path, "mnist")
+        find_data(tmp_path, "mnist")
 
 
 def run(*command: str) -> dict[str, Any]:
@@ -188,10 +189,10 @@ def tiny_fit(folder: Path, rounds: int) -> list[dict[str, Any]]:
     import torch
 
     options = benchmark.arguments(["--folder", str(folder), "--rounds", str(rounds), "--rows", "2"])
-    found = benchmark.divide(images(), None, options, 0)
+    found = divide(images(), None, options, 0)
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 10))
-    return benchmark.fitted("FedAvg", 1e-3, net, found, 0, options)
+    return fitted("FedAvg", 1e-3, net, found, 0, options)
 
 
 def test_a_checkpoint_of_more_rounds_is_not_taken_for_fewer(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_seconds_of_a_round_are_of_the_rounds_of_this_process(tmp_path: Path) ->
 def test_more_unused_images_than_there_are_end_in_a_message() -> None:
     options = benchmark.arguments(["--dataset", "cifar10", "--unused", "9999"])
     with pytest.raises(SystemExit, match="--unused 9999: nobody holds"):
-        benchmark.divide(images(), None, options, 0)
+        divide(images(), None, options, 0)
 
 
 @pytest.mark.slow

@@ -55,12 +55,20 @@ def benchmark() -> Any:
     return pfedvem
 
 
-def test_training_rows_are_at_one_client_each_and_test_rows_at_none(benchmark: Any, folder: Path) -> None:
+@pytest.fixture
+def fitting() -> Any:
+    pytest.importorskip("torch")
+    from benchmarks._pfedvem import fit
+
+    return fit
+
+
+def test_training_rows_are_at_one_client_each_and_test_rows_at_none(benchmark: Any, fitting: Any, folder: Path) -> None:
     options = benchmark.arguments(["--data", str(folder), "--seeds", "1"])
-    setting = benchmark.prepare("pFedVEM", 0, options)
+    setting = fitting.prepare("pFedVEM", 0, options)
     assert sum(len(data["y"]) for data in setting.clients.values()) == 600
     assert len(setting.everyone) == 200
-    parts = benchmark.divide(benchmark.load(folder, "fmnist")[0], options, 0)
+    parts = fitting.divide(fitting.load(folder, "fmnist")[0], options, 0)
     assert_array_equal(np.sort(np.concatenate(list(parts.rows.values()))), np.arange(600))
     for name, rows in setting.own.items():
         assert set(setting.scored.labels[rows]) == set(parts.kinds[name])
@@ -68,10 +76,10 @@ def test_training_rows_are_at_one_client_each_and_test_rows_at_none(benchmark: A
     assert_allclose([everything.mean(), everything.std()], [0.0, 1.0], atol=1e-4)  # test rows have no part in this
 
 
-def test_settings_are_tried_on_training_rows_that_are_held_out(benchmark: Any, folder: Path) -> None:
+def test_settings_are_tried_on_training_rows_that_are_held_out(benchmark: Any, fitting: Any, folder: Path) -> None:
     argv = ["--data", str(folder), "--seeds", "1", "--methods", "FedProx", "--validation", "0.25"]
-    whole = benchmark.prepare("FedProx", 0, benchmark.arguments([*argv[:-1], "0"]))
-    setting = benchmark.prepare("FedProx", 0, benchmark.arguments([*argv, "--set", "proximal=0.5", "batch_size=10"]))
+    whole = fitting.prepare("FedProx", 0, benchmark.arguments([*argv[:-1], "0"]))
+    setting = fitting.prepare("FedProx", 0, benchmark.arguments([*argv, "--set", "proximal=0.5", "batch_size=10"]))
     assert len(setting.scored.labels) == 600  # training rows, and no others
     kept = sum(len(data["y"]) for data in setting.clients.values())
     assert kept + len(setting.everyone) == 600 and len(np.unique(setting.everyone)) == len(setting.everyone)
@@ -81,11 +89,11 @@ def test_settings_are_tried_on_training_rows_that_are_held_out(benchmark: Any, f
     assert setting.algorithm.settings["proximal"] == "0.5" and setting.algorithm.settings["batch_size"] == "10"
 
 
-def test_personal_accuracies_are_those_of_what_the_library_predicts(benchmark: Any, folder: Path) -> None:
-    setting = benchmark.prepare("FedPer", 0, benchmark.arguments(["--data", str(folder), "--seeds", "1"]))
+def test_personal_accuracies_are_those_of_what_the_library_predicts(benchmark: Any, fitting: Any, folder: Path) -> None:
+    setting = fitting.prepare("FedPer", 0, benchmark.arguments(["--data", str(folder), "--seeds", "1"]))
     run: dict[str, Any] = {"rounds": 1, "progressbar": False, "random_seed": 0, "reporting": 0.2}
     fit = fedppl.fit(setting.model, setting.clients, setting.algorithm, **run)
-    found = benchmark.personal_accuracies(setting, dict.fromkeys(setting.clients, fit))
+    found = fitting.personal_accuracies(setting, dict.fromkeys(setting.clients, fit))
     for name in list(setting.clients)[:5]:
         rows = setting.own[name]
         said = fedppl.nn.predict(fit, name, {"X": setting.scored.pixels[rows]}, link="map")["logit"].values.argmax(1)
@@ -113,16 +121,16 @@ def test_options_that_make_no_sense_are_refused(
     "method", ["FedAvg", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pFedVEM", "FedPer"))]
 )
 def test_a_short_run_has_its_figures_and_an_interrupted_one_goes_on(
-    method: str, benchmark: Any, folder: Path, tmp_path: Path
+    method: str, benchmark: Any, fitting: Any, folder: Path, tmp_path: Path
 ) -> None:
     here = tmp_path / "results"
     here.mkdir()
     argv = ["--data", str(folder), "--seeds", "1", "--rounds", "3", "--methods", method, "--folder", str(here)]
     options = benchmark.arguments([*argv, "--every", "2"])
-    found = benchmark.one_fit((method, 0), options)
+    found = fitting.one_fit((method, 0), options)
     row = benchmark.figures(found, options)
     assert ("PM" in row) is (method != "FedAvg") and ("GM last" in row) is (method in ("pFedVEM", "FedAvg"))
-    assert benchmark.one_fit((method, 0), options) == found  # from the file
+    assert fitting.one_fit((method, 0), options) == found  # from the file
     assert [path.suffix for path in here.iterdir()] == [".json"]
     if method == "pFedVEM":
         assert set(found["PM"]) == {"2", "3"} and set(found["GM"]) == {"1", "2", "3"}

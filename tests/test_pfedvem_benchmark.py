@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from benchmarks import pfedvem as benchmark  # noqa: E402
+from benchmarks._pfedvem.fit import last_told  # noqa: E402
 
 
 def kept(*rounds: int) -> dict[str, Any]:
@@ -33,3 +35,15 @@ def test_cuts_that_change_nothing_are_refused() -> None:
     with pytest.raises(SystemExit):
         benchmark.arguments(["--dataset", "digit5", "--cuts", "equal"])
     assert benchmark.arguments(["--dataset", "cifar10", "--cuts", "equal"]).cuts == "equal"
+
+
+def test_what_few_clients_told_is_kept_by_client() -> None:
+    """A round's own column of the same name took its place in a short run, which ended in an error."""
+    infos = [
+        {"a": {"confidence": 1.0, "deviation": float("nan")}},
+        {},
+        {"b": {"confidence": 2.0}},
+        {"a": {"confidence": 3}},
+    ]
+    fit = SimpleNamespace(client_ids=["a", "b", "c"], records=[SimpleNamespace(infos=one) for one in infos])
+    assert last_told(fit, ("confidence", "deviation", "cluster")) == {"confidence": {"a": [3.0], "b": [2.0], "c": []}}
