@@ -115,6 +115,12 @@ ROWS: dict[str, Mistake] = {
     "an outcome shared": row(of(normal, ["mu", "obs"]), "'obs'", "free random variables"),
     "data shared": row(of(normal, ["mu", "y"]), "'y'", "free random variables"),
     "a model with a prefix": row(raw(named), "'mu'", "'clinic::mu'"),
+    "a prior of many that is not normal": row(
+        of(lambda y: normal(y, pm.Normal("mu", shape=399)[0], pm.HalfNormal("s")), ["mu", "s"]),
+        "400 numbers are shared",
+        "['s'] is not normal",
+        "pm.LogNormal",
+    ),
     # --- what is observed
     "nothing observed": row(of(lambda y: pm.Normal("obs", pm.Normal("mu"))), "observed="),
     "a container of another name": row(raw(of_two_names), "['y']", "['outcome']", "Name each container"),

@@ -123,3 +123,11 @@ def test_an_ordered_vector_that_others_depend_on_is_drawn_with_them() -> None:
     rvs = tuple(model.free_RVs)
     found = _prior_draws.unconstrained(Parts(model, rvs, (), (), rvs, ()), 4000, 1)
     assert_allclose(found[:, 2], found[:, 0], atol=0.01)
+
+
+def test_few_draws_of_many_numbers_are_given() -> None:
+    """They were taken for too few to take moments of, which nobody does here."""
+    with pm.Model() as model:
+        rv = pm.HalfNormal("tau", 1, shape=5)
+    parts = Parts(model, (rv,), (), (), (rv,), ())
+    assert _prior_draws.draw_prior(parts, 3, 1).shape == (3, 5)

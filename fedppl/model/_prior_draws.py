@@ -20,6 +20,8 @@ from fedppl.model import interpreted
 from fedppl.model.quiet import quiet
 from fedppl.types import Array, DeclarationError
 
+EACH = 10  # draws for each shared number, and ten more, of which moments can be taken
+
 
 def draw_prior(parts: _graph.Parts, count: int, seed: int) -> Array:
     """Draws (S, m) of the shared prior on the unconstrained space, for who looks at it.
@@ -55,7 +57,7 @@ def unconstrained(parts: _graph.Parts, count: int, seed: int) -> Array:
     # An ordered vector whose entries differ, or that others depend on, is drawn without its order: draws that happen
     # to have it are the prior's.
     inside = flat[np.all(np.isfinite(flat), axis=1)]
-    if len(inside) < 10 * (flat.shape[1] + 1):
+    if len(inside) < min(count, EACH * (flat.shape[1] + 1)):
         names = [rv.name for rv in parts.shared]
         raise DeclarationError(
             f"only {len(inside)} of {count} draws of the shared prior of {names} lie where its transforms are "

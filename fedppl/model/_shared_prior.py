@@ -14,11 +14,12 @@ from pymc.logprob.utils import ParameterValueError
 from fedppl.gaussian import Gaussian
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
-from fedppl.model._prior_draws import unconstrained
+from fedppl.model._prior_draws import EACH, unconstrained
 from fedppl.model._template import Template, kernel_of
 from fedppl.model.fingerprint import fingerprint, probes
 from fedppl.numerics.newton import density_batch
 from fedppl.numerics.prior import SharedPrior, gaussian_prior, moment_match
+from fedppl.settings import some_of
 from fedppl.types import Array, DeclarationError, Layout, Variable
 
 _PRIOR_DRAWS = 4000
@@ -48,7 +49,7 @@ def shared_layout(
     binary = np.repeat([variable.binary for variable in variables], sizes)
     owners = np.repeat([variable.name for variable in variables], sizes)
     exact = _gaussian_beside_binary(of_points, gradient, origin, binary, owners)
-    n0 = exact if exact is not None else moment_match(unconstrained(parts, _PRIOR_DRAWS, 0))
+    n0 = exact if exact is not None else moment_match(_draws(parts, len(origin)))
     kernel = functools.cache(lambda: kernel_of(graph))
     many_calls = len(origin) > _INTERPRETED and exact is None
     log_density, gradients = _compiled(kernel) if many_calls else (of_points, slopes)
@@ -65,6 +66,19 @@ def shared_layout(
     layout = Layout(variables, n0, exact is not None, told, density)
     functions[key] = layout, prior
     return layout, prior
+
+
+def _draws(parts: _graph.Parts, size: int) -> Array:
+    """Draws that are enough for moments of `size` shared numbers."""
+    if _PRIOR_DRAWS < EACH * (size + 1):
+        names = [rv.name for rv in parts.shared if getattr(rv.owner.op, "name", None) not in ("normal", "lognormal")]
+        raise DeclarationError(
+            f"{size} numbers are shared, and the prior of {some_of(names or [rv.name for rv in parts.shared])} is not "
+            f"normal: then moments of {_PRIOR_DRAWS} draws stand in for the prior of all, which do for "
+            f"{_PRIOR_DRAWS // EACH - 1} numbers. Declare what is shared by pm.Normal, and scales by pm.LogNormal, or "
+            "share less."
+        )
+    return unconstrained(parts, _PRIOR_DRAWS, 0)
 
 
 def _require_density(parts: _graph.Parts, variables: tuple[Variable, ...], origin: Array, log_density: _AtMany) -> None:
