@@ -163,8 +163,6 @@ def test_eight_schools_against_quadrature() -> None:
 @pytest.mark.slow
 def test_a_hierarchical_regression_against_long_nuts() -> None:
     """All data in one model, NUTS with 4 x 4000 draws: Monte Carlo error of a mean is about 0.01 sd."""
-    import pymc as pm
-
     model, clients = problems.noise(10, rows=40)
     fit = fitted(model, clients)
     with pm.Model():
@@ -356,18 +354,10 @@ def test_a_site_may_be_indefinite_while_q_is_proper() -> None:
     assert isinstance(fit.posterior, Gaussian) and gaussian.is_proper(fit.posterior)
 
 
-def _correlated(y: Any) -> Any:
-    with pm.Model() as model:
-        y = pm.Data("y", y)
-        mu = pm.MvNormal("mu", np.zeros(2), np.array([[1.0, 0.9], [0.9, 1.0]]))
-        pm.Normal("obs", mu, 1, observed=y)
-    return model
-
-
 @pytest.mark.parametrize("warm_start", [True, False])
 def test_sites_of_a_diagonal_family_are_exact_beside_a_correlated_prior(warm_start: bool) -> None:
     """Q = prior's + n I, r = Σ y: the likelihood is in the family, the prior and q are not."""
-    model, rng = problems.declared(_correlated, ("mu",)), np.random.default_rng(0)
+    model, rng = problems.declared(problems.correlated_builder, ("mu",)), np.random.default_rng(0)
     clients = {f"site {k}": {"y": np.array([3.0, -1.0]) + rng.normal(size=(3, 2))} for k in range(3)}
     algorithm = fedppl.EP(structure="diagonal", warm_start=warm_start, tolerance=1e-6)
     fit = fedppl.fit(model, clients, algorithm, rounds=60, progressbar=False, random_seed=1)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pymc as pm
 import pytest
 from scipy.optimize import brentq
 from scipy.stats import chi2, kstest, norm
@@ -495,17 +494,9 @@ def test_without_much_noise_it_is_eps_fixed_point(form: Any) -> None:
     assert bool(np.all(noised.posterior.precision != 0)) is (form == "full")
 
 
-def correlated_builder(y: Any) -> Any:
-    with pm.Model() as model:
-        y = pm.Data("y", y)
-        mu = pm.MvNormal("mu", np.zeros(2), np.array([[1.0, 0.9], [0.9, 1.0]]))
-        pm.Normal("obs", mu, 1, observed=y)
-    return model
-
-
 def test_sites_of_a_diagonal_family_are_exact_beside_a_correlated_prior() -> None:
     """Q = prior's + n I, r = Σ y: the likelihood is in the family and the prior is not. Many releases for 3 clients."""
-    model = problems.declared(correlated_builder, ("mu",))
+    model = problems.declared(problems.correlated_builder, ("mu",))
     rng = np.random.default_rng(0)
     clients = {f"site {k}": {"y": np.array([3.0, -1.0]) + rng.normal(size=(3, 2))} for k in range(3)}
     algorithm = private(clip=5.0, noise_multiplier=1e-13, releases=30, structure="diagonal", tolerance=1e-3)

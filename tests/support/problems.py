@@ -40,6 +40,18 @@ def declared(builder: Callable[..., Any], shared: tuple[str, ...]) -> FederatedM
     return FederatedModel(builder, shared=shared)
 
 
+# --- means with a correlated prior ----------------------------------------------------------------------------
+
+
+def correlated_builder(y: Any) -> Any:
+    """y_i ~ N(μ, I) of two outcomes: no diagonal family has the prior, and every one has the likelihood."""
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        mu = pm.MvNormal("mu", np.zeros(2), np.array([[1.0, 0.9], [0.9, 1.0]]))
+        pm.Normal("obs", mu, 1, observed=y)
+    return model
+
+
 # --- random-effects mean, conjugate: fedppl.testing.normal_means ----------------------------------------------
 
 

@@ -17,19 +17,13 @@ from scipy.stats import multivariate_normal
 from fedppl import gaussian as ga
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.scatter import precision_from_draws
+from tests.support.matrices import matrix, spd
 
 Array = NDArray[np.float64]
 few = settings(max_examples=20, derandomize=True, deadline=None, database=None)
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.integers(1, 6)
 KINDS = ["full", "diagonal"]
-
-
-def spd(rng: np.random.Generator, size: int) -> Array:
-    """Draw a positive definite matrix with eigenvalues between 0.1 and 10."""
-    vectors, _ = np.linalg.qr(rng.normal(size=(size, size)))
-    matrix = (vectors * 10.0 ** rng.uniform(-1, 1, size)) @ vectors.T
-    return np.asarray((matrix + matrix.T) / 2)
 
 
 def proper(rng: np.random.Generator, size: int, kind: str = "full", batch: tuple[int, ...] = ()) -> Gaussian:
@@ -49,11 +43,6 @@ def improper(rng: np.random.Generator, size: int, kind: str = "full") -> Gaussia
         return g
     shift = np.linalg.eigvalsh(g.precision)[0] + 1.0
     return Gaussian(g.linear, g.precision - shift * np.eye(size))
-
-
-def matrix(g: Gaussian) -> Array:
-    """Write any precision out as a matrix."""
-    return g.precision if g.precision.ndim == 2 else np.diag(g.precision)
 
 
 def scipy_of(g: Gaussian) -> Any:

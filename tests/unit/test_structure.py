@@ -13,22 +13,11 @@ from fedppl import gaussian as ga
 from fedppl import structure as sr
 from fedppl.gaussian import Gaussian
 from fedppl.structure import Structure
+from tests.support.matrices import matrix, spd
 
 Array = NDArray[np.float64]
 few = settings(max_examples=20, derandomize=True, deadline=None, database=None)
 seeds = st.integers(0, 2**32 - 1)
-
-
-def spd(rng: np.random.Generator, size: int) -> Array:
-    """Draw a positive definite matrix with eigenvalues between 0.1 and 10."""
-    vectors, _ = np.linalg.qr(rng.normal(size=(size, size)))
-    matrix = (vectors * 10.0 ** rng.uniform(-1, 1, size)) @ vectors.T
-    return np.asarray((matrix + matrix.T) / 2)
-
-
-def matrix(g: Gaussian) -> Array:
-    """Write any precision out as a matrix."""
-    return g.precision if g.precision.ndim == 2 else np.diag(g.precision)
 
 
 def test_structures() -> None:

@@ -152,8 +152,8 @@ def FedSI(
     twice after one round and R + 1 times after R. On a linear model where the posterior's sd of f is 0.135, that of
     `predict` was 0.096 after one round, as if there were twice the rows, and 0.055 after five. Variances are those of
     a continual learner and not of one posterior; compare them between clients, and calibrate them on rows that were
-    held out. A fit runs for as many rounds as it is
-    given and says "max_rounds". For accuracy alone `FedAvg` with the same learning rate does as well.
+    held out. A fit runs for as many rounds as it is given and says "max_rounds". For accuracy alone `FedAvg` with the
+    same learning rate does as well.
 
     References
     ----------
