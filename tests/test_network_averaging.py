@@ -626,3 +626,25 @@ def test_predictions_block_by_block_are_those_at_once(link: str, monkeypatch: py
         assert_allclose(found[name], wanted[name], rtol=1e-10, atol=1e-12)
     drawn = nn.predict(fit, "device 0", {"X": rows}, link="monte carlo", draws=30)["probability"]
     assert_allclose(drawn.sum("output"), 1.0)
+
+
+@pytest.mark.parametrize("shared", [BODY, HEAD, ALL])
+def test_the_loss_on_rows_held_out_is_that_of_what_is_predicted(shared: tuple[str, ...]) -> None:
+    """Points: a client's loss is that of the probabilities that it predicts, wherever its own weights are."""
+    model, clients = problems.classification(shared=shared)
+    training, validation = fedppl.holdout(clients, 0.3, random_seed=2)
+    search = fedppl.grid_search(
+        model,
+        training,
+        fedppl.grid(nn.FedAvg, learning_rate=[0.01]),
+        validation,
+        rounds=2,
+        progressbar=False,
+        random_seed=1,
+    )
+    fit = fedppl.fit(model, training, search.algorithm, rounds=2, progressbar=False, random_seed=1)
+    losses = [
+        -np.log(nn.predict(fit, name, {"X": data["X"]})["probability"].values[np.arange(len(data["y"])), data["y"]])
+        for name, data in validation.items()
+    ]
+    assert_allclose(search.table["loss"].to_numpy(), np.concatenate(losses).mean(), rtol=1e-6)

@@ -137,7 +137,8 @@ def _client_loss(
     rng = stream((fit.seed, 2, *client_id.encode()))
     message = fit.algorithm.result.final_message(fit.state, client_id)
     sample = fit.algorithm.result.draw(client, fit.personal.get(client_id), message, draws, 1, rng)
-    points = np.concatenate([sample.shared[0], sample.local[0]], axis=1)
+    # In C's order: a point's draws are one row that is repeated, and of these NumPy makes columns.
+    points = np.ascontiguousarray(np.concatenate([sample.shared[0], sample.local[0]], axis=1))
     if sample.diagnostics.get("point_estimate"):
         points = points[:1]
     log_density = [float(held.kernel(x, *held.packed)[0]) - float(held.kernel(x, *none)[0]) for x in points]
