@@ -42,8 +42,8 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     .. math:: -\sum_k \log \frac1S \sum_{s=1}^S p(y_k^\text{val} \mid \theta_k^{(s)}, \phi^{(s)})
 
     with draws of (φ, θ_k) made at client k from its training rows, as `Fit.client` makes them. Where the algorithm
-    estimates points there is one. Where a posterior is of a linearised network, draws are of that one, by which
-    `fedppl.nn.predict` predicts. Each client computes its own term; only the sum over clients is seen outside.
+    estimates points there is one. Where a posterior is of a linearised model, they are of that one, as the
+    predictions of its algorithm are. Each client computes its own term; only the sum over clients is seen outside.
 
     Parameters
     ----------
