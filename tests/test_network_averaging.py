@@ -626,3 +626,42 @@ def test_predictions_block_by_block_are_those_at_once(link: str, monkeypatch: py
         assert_allclose(found[name], wanted[name], rtol=1e-10, atol=1e-12)
     drawn = nn.predict(fit, "device 0", {"X": rows}, link="monte carlo", draws=30)["probability"]
     assert_allclose(drawn.sum("output"), 1.0)
+
+
+@pytest.mark.parametrize("shared", [BODY, HEAD, ALL])
+def test_the_loss_on_rows_held_out_is_that_of_what_is_predicted(shared: tuple[str, ...]) -> None:
+    """Points: a client's loss is that of the probabilities that it predicts, wherever its own weights are."""
+    model, clients = problems.classification(shared=shared)
+    training, validation = fedppl.holdout(clients, 0.3, random_seed=2)
+    search = fedppl.grid_search(
+        model,
+        training,
+        fedppl.grid(nn.FedAvg, learning_rate=[0.01]),
+        validation,
+        rounds=2,
+        progressbar=False,
+        random_seed=1,
+    )
+    fit = fedppl.fit(model, training, search.algorithm, rounds=2, progressbar=False, random_seed=1)
+    losses = [
+        -np.log(nn.predict(fit, name, {"X": data["X"]})["probability"].values[np.arange(len(data["y"])), data["y"]])
+        for name, data in validation.items()
+    ]
+    assert_allclose(search.table["loss"].to_numpy(), np.concatenate(losses).mean(), rtol=1e-6)
+
+
+def test_a_category_that_the_embedding_does_not_have_is_named() -> None:
+    net = torch.nn.Sequential(torch.nn.Embedding(3, 2), torch.nn.Flatten(), torch.nn.Linear(2, 1))
+
+    def builder(ward: Any, y: Any) -> pm.Model:
+        with pm.Model() as model:
+            f = nn.module(net, nn.parameters(net), pm.Data("ward", ward))
+            pm.Normal("out", f[:, 0], 1.0, observed=pm.Data("y", y))
+        return model
+
+    model = fedppl.FederatedModel(builder, ["0.weight", "2.weight", "2.bias"])
+    clients = {name: {"ward": np.arange(6)[:, None] % 3, "y": np.arange(6.0) / 3} for name in "ab"}
+    fit = fedppl.fit(model, clients, nn.FedAvg(), rounds=1, progressbar=False, random_seed=1)
+    assert nn.predict(fit, "a", {"ward": np.array([[0], [2]])})["mean"].shape == (2, 1)
+    with pytest.raises(fedppl.DataError, match=r"\(2, 1\) \(IndexError: .*Embedding"):
+        nn.predict(fit, "a", {"ward": np.array([[0], [3]])})

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from scipy import stats
 
 torch = pytest.importorskip("torch")
 
@@ -239,3 +240,42 @@ def test_predictions_by_pymc_say_that_the_posterior_is_of_the_linearised_network
     caplog.clear()
     nn.predict(fit, name, new)
     assert told == [0, 0, 1, 1] and not caplog.records
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_the_loss_on_rows_held_out_is_that_of_the_linearised_network(diagonal: bool) -> None:
+    """y ~ N(f + J (w − ŵ), 0.5²) is normal, N(f, J Σ Jᵀ + 0.25 I); the tolerance is 4 standard errors."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+    rng, names, draws = np.random.default_rng(4), [name for name, _ in net.named_parameters()], 2000
+    clients = {}
+    for name in "ab":
+        X = rng.normal(size=(25, 2))
+        clients[name] = {"X": X, "y": np.tanh(X[:, :1]) - X[:, 1:] + 0.5 * rng.normal(size=(25, 1))}
+    model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.5), names)
+    training, validation = fedppl.holdout(clients, 0.2, random_seed=1)
+    algorithm = nn.FedSI(ratio=1.0, learning_rate=0.05, tune=None, diagonal=diagonal)
+    fit = problems.fit_some_rounds(model, training, algorithm, rounds=3, progressbar=False, random_seed=1)
+    wanted, error = 0.0, 0.0
+    for name, data in validation.items():
+        q, X = nn.personalise(fit, name).subnetwork, torch.from_numpy(data["X"])
+        assert q is not None
+
+        def outputs(w: Any, X: Any = X) -> Any:
+            parts = torch.split(w, [value.numel() for value in net.parameters()])
+            shaped = {n: part.view(v.shape) for part, (n, v) in zip(parts, net.named_parameters(), strict=True)}
+            return torch.func.functional_call(net, shaped, X).ravel()
+
+        w = torch.from_numpy(q.weights)
+        J, f = torch.func.jacrev(outputs)(w).detach().numpy()[:, q.places], outputs(w).detach().numpy()
+        covariance = J @ (np.diag(q.covariance) if diagonal else q.covariance) @ J.T
+        exact = stats.multivariate_normal(f, covariance + 0.25 * np.eye(len(f)))
+        wanted -= exact.logpdf(data["y"].ravel())
+        root = np.linalg.cholesky(covariance + 1e-12 * np.eye(len(f)))
+        at = f + rng.normal(size=(draws, len(f))) @ root.T
+        density = np.exp(stats.norm(at, 0.5).logpdf(data["y"].ravel()).sum(1))
+        error += (density.std() / density.mean()) ** 2 / draws
+    found = fedppl.validation_loss(fit, validation, draws=draws)
+    assert abs(found.total - wanted) < 4 * np.sqrt(error)
+    assert 4 * np.sqrt(error) < 0.2

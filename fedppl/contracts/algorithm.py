@@ -89,6 +89,8 @@ ShapesFn = Callable[[S], Mapping[str, tuple[int, ...]]]  # names and shapes of t
 RejectFn = Callable[[S, Message], str | None]  # why a reply of the right shapes cannot be used, or None
 # Draws of (φ, θ_k) at a client, old or new, from the final message, with numbers of draws and of chains.
 DrawFn = Callable[[ClientView, P | None, Message, int, int, Rng], Draws]
+# Log densities (S,) of a client's held-out rows, the second view, at S draws from what the first, with its own, knows.
+HeldOutFn = Callable[[ClientView, ClientView, P | None, Message, int, Rng], Array]
 
 
 def _never(state: Any) -> bool:
@@ -216,6 +218,9 @@ class Result(NamedTuple, Generic[S, P]):
         Whether `draw` reads what a client keeps, where it keeps something.
     caution
         What the log says where predictions are made from draws at a client.
+    held_out
+        ``held_out(client, held, personal, message, draws, rng)``: log densities of held-out rows, where the declared
+        model at the draws of `draw` would not give what the algorithm predicts.
     """
 
     final_message: BroadcastFn[S]
@@ -230,6 +235,7 @@ class Result(NamedTuple, Generic[S, P]):
     resume: Callable[[S, S], S] | None = None
     reads_personal: bool = True
     caution: str = ""
+    held_out: HeldOutFn[P] | None = None
 
 
 def _fits(client: ClientView) -> None:

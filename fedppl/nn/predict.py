@@ -220,7 +220,8 @@ def predict(
         For a link that is not known, settings out of range, a client that is not known or not here, a fit by another
         algorithm, or a model that holds its inputs as constants.
     DataError
-        For inputs of other names or another shape, and for outputs or variances that are not finite there.
+        For inputs of other names or another shape, inputs that the network cannot be computed at, and for outputs or
+        variances that are not finite there.
     LocalFailure
         Where fine-tuning diverges.
 
@@ -276,7 +277,14 @@ def predict(
 
 def _moments(unit: NetworkUnit, found: Own, X: Array, first: int, link: str) -> tuple[Array, Array]:
     """Means (n, C) and covariances (n, C, C) of the outputs at some of the rows; `first` is the number of the first."""
-    logits = outputs(unit, found.weights, X)
+    try:
+        logits = outputs(unit, found.weights, X)
+    except (IndexError, RuntimeError) as error:
+        raise DataError(
+            f"the network cannot be computed at the new inputs, of shape {X.shape} ({type(error).__name__}: "
+            f"{str(error).strip().partition(chr(10))[0]}). An integer outside a layer's table, as of an Embedding, is "
+            "one cause: give a category that was not among the layer's a number of its own before the fit."
+        ) from error
     _require_finite(logits, "the network's output", first)
     covariance = np.zeros((*logits.shape, logits.shape[1]))
     if found.subnetwork is not None and link != "map":

@@ -42,7 +42,8 @@ def validation_loss(fit: Fit, validation: Clients, *, loss: Loss | None = None, 
     .. math:: -\sum_k \log \frac1S \sum_{s=1}^S p(y_k^\text{val} \mid \theta_k^{(s)}, \phi^{(s)})
 
     with draws of (φ, θ_k) made at client k from its training rows, as `Fit.client` makes them. Where the algorithm
-    estimates points there is one. Each client computes its own term; only the sum over clients is seen outside.
+    estimates points there is one. Where a posterior is of a linearised model, they are of that one, as the
+    predictions of its algorithm are. Each client computes its own term; only the sum over clients is seen outside.
 
     Parameters
     ----------
@@ -133,15 +134,22 @@ def _client_loss(
         if np.ndim(value) != 0:
             raise DeclarationError(f"loss returned an array of shape {np.shape(value)}; return the sum over rows.")
         return float(value), held.rows
-    none = _without_rows(client, held)
-    rng = stream((fit.seed, 2, *client_id.encode()))
-    message = fit.algorithm.result.final_message(fit.state, client_id)
-    sample = fit.algorithm.result.draw(client, fit.personal.get(client_id), message, draws, 1, rng)
-    points = np.concatenate([sample.shared[0], sample.local[0]], axis=1)
+    none, result, personal = _without_rows(client, held), fit.algorithm.result, fit.personal.get(client_id)
+    rng, message = stream((fit.seed, 2, *client_id.encode())), result.final_message(fit.state, client_id)
+    if result.held_out is not None:
+        return _mean_loss(result.held_out(client, held, personal, message, draws, rng)), held.rows
+    sample = result.draw(client, personal, message, draws, 1, rng)
+    # In C's order: a point's draws are one row that is repeated, and of these NumPy makes columns.
+    points = np.ascontiguousarray(np.concatenate([sample.shared[0], sample.local[0]], axis=1))
     if sample.diagnostics.get("point_estimate"):
         points = points[:1]
     log_density = [float(held.kernel(x, *held.packed)[0]) - float(held.kernel(x, *none)[0]) for x in points]
-    return float(np.log(len(log_density)) - logsumexp(log_density)), held.rows
+    return _mean_loss(log_density), held.rows
+
+
+def _mean_loss(log_density: Any) -> float:
+    """Minus the log of the mean density over draws."""
+    return float(np.log(len(log_density)) - logsumexp(log_density))
 
 
 def require_held_out(

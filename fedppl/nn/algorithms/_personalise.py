@@ -12,6 +12,7 @@ from numpy.random import Generator
 from fedppl.algorithms.averaging.point import KeptLocal, fitting_local
 from fedppl.contracts import ClientView, Details, Draws, Point, Result
 from fedppl.nn.algorithms._common import Tuning
+from fedppl.nn.held_out import log_densities
 from fedppl.nn.personal import further_gain
 from fedppl.nn.subnet import inferred
 from fedppl.nn.train import Training, train
@@ -37,7 +38,10 @@ def network_result(
     *,
     caution: str = "",
 ) -> Result[S, P]:
-    """How to read the server's state: draws at a client are of what `personalise` finds."""
+    """How to read the server's state: draws at a client are of what `personalise` finds.
+
+    With a `caution` the posterior is of the linearised network, and so are the densities of held-out rows.
+    """
 
     def draw(
         client: ClientView, personal: P | None, message: Message, draws: int, chains: int, rng: Generator
@@ -57,7 +61,23 @@ def network_result(
         info = {} if found.subnetwork is not None else {"point_estimate": 1.0}
         return Draws(shaped[:, :, unit.shared_at], shaped[:, :, unit.local_at], info)
 
-    return Result(final_message, draw, shared, details, family=NetworkResult(personalise), caution=caution)
+    def held_out(
+        client: ClientView, held: ClientView, personal: P | None, message: Message, draws: int, rng: Generator
+    ) -> Array:
+        """Log densities of held-out rows by draws of the linearised network, as `fedppl.nn.predict` predicts."""
+        found = personalise(client, personal, message, rng)
+        assert found.subnetwork is not None
+        return log_densities(held.view(network_of).unit, found.subnetwork, draws, rng)
+
+    return Result(
+        final_message,
+        draw,
+        shared,
+        details,
+        family=NetworkResult(personalise),
+        caution=caution,
+        held_out=held_out if caution else None,
+    )
 
 
 def tuning_message(mean: Array, tuning: Tuning) -> dict[str, Array]:
