@@ -153,7 +153,7 @@ def test_batch_norm_in_evaluation_uses_its_buffers(rng: np.random.Generator) -> 
 
 
 class Sharp(torch.nn.Module):  # type: ignore[misc]
-    """A linear layer whose output is multiplied by an attribute and by a buffer, in a way that may be put in its place."""
+    """A linear layer times an attribute and a buffer, and a module above that another may take the place of."""
 
     def __init__(self) -> None:
         super().__init__()
