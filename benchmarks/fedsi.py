@@ -42,6 +42,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is importable from a checkout
 
 import fedppl
+from benchmarks import kept
 from fedppl import metrics
 from models import fedsi
 
@@ -382,15 +383,15 @@ def one_seed(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     for name in options.methods:
         usual = options.fedsi_rates if name.startswith("FedSI") else options.rates
         for rate in options.bayes_rates if name == "pFedBayes" else usual:
-            done = None
+            done, algorithm = None, algorithm_of(name, rate, tuple(fedsi.shared_names(net, "head")), options)
             if options.folder is not None:
                 done = options.folder / f"{named(name, rate, seed, options)}-rounds{options.rounds}.json"
-                if done.is_file():
-                    records += json.loads(done.read_text())
+                if (found := kept.read(done, algorithm)) is not None:
+                    records += found
                     continue
             found = fitted(name, rate, net, problem, seed, options)
             if done is not None:
-                done.write_text(json.dumps(found))
+                kept.write(done, found, algorithm)
             records += found
     return records
 

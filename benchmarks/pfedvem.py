@@ -43,6 +43,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is importable from a checkout
 
 import fedppl
+from benchmarks import kept as kept_fits
 from fedppl import data as partitions
 from fedppl.types import LocalFailure
 from models import pfedvem
@@ -353,8 +354,10 @@ def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as spare:
         done = (options.folder or Path(spare)) / f"{stem}.json"
         notes, checkpoint, kept = (done.with_suffix(suffix) for suffix in (".part", ".ckpt", ".npy"))
-        if done.exists():
-            return dict(json.loads(done.read_text()))
+        head = tuple(pfedvem.shared_names(network(options.dataset, seed), "head"))
+        algorithm = pfedvem.METHODS[name].algorithm(head, **options.settings)
+        if (earlier := kept_fits.read(done, algorithm)) is not None:
+            return dict(earlier)
         setting = prepare(name, seed, options)
         found: dict[str, Any] = {"method": name, "seed": seed, "seconds": 0.0, "PM": {}, "GM": {}, "GM averaged": {}}
         if notes.exists() and checkpoint.exists():
@@ -399,7 +402,7 @@ def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
                 found[name] = dict(zip(fit.client_ids, last, strict=True))
         found["sizes"] = {k: len(rows["y"]) for k, rows in setting.clients.items()}
         if options.folder is not None:
-            done.write_text(json.dumps(found))
+            kept_fits.write(done, found, algorithm)
             for part in (notes, kept, checkpoint, checkpoint.with_name(checkpoint.name + ".records")):
                 part.unlink(missing_ok=True)
     return found
