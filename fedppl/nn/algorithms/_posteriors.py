@@ -9,10 +9,11 @@ from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging.point import weight_of, weights_rule
+from fedppl.algorithms.averaging.server import not_counted
 from fedppl.contracts import ClientView, Details, Point, Received, Replies, Report, Result, always
 from fedppl.nn.algorithms._common import training_rule
 from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._server import NetworkInfo, moved, not_counted, run_away
+from fedppl.nn.algorithms._server import NetworkInfo, moved, run_away
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import GROWTH, Training
 from fedppl.nn.view import Own, PersonaliseFn, network_of

@@ -9,13 +9,11 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.server import average, root_mean_square_change
+from fedppl.algorithms.averaging.server import average, not_counted, root_mean_square_change
 from fedppl.contracts import Disclosure, Point, Received, Replies, Report, always
 from fedppl.local.target import at_points
 from fedppl.nn.train import GROWTH
 from fedppl.types import Array, Layout, Message
-
-_MOST = 1e12  # rows, clients or steps that one reply may stand for
 
 
 class NetworkState(NamedTuple):
@@ -63,15 +61,6 @@ def update_server(state: NetworkState, received: Received) -> tuple[NetworkState
         return state, Report(NetworkInfo(np.nan))
     phi = average(received.total)
     return NetworkState(phi), reported(state.phi, phi)
-
-
-def not_counted(reply: Message, *names: str) -> str | None:
-    """Why a reply is rejected in which a number of rows, of clients or of steps is none, or None."""
-    for name in names:
-        value = float(reply[name])
-        if not 1.0 <= value <= _MOST or value != np.round(value):
-            return f"{name!r} is {value:.3g}, and must be a whole number from 1 to {_MOST:.0e}"
-    return None
 
 
 def run_away(name: str, weights: Array, before: Array) -> str | None:

@@ -10,12 +10,13 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
+from fedppl.algorithms.averaging.server import not_counted
 from fedppl.algorithms.hierarchical.confidences import TERMS, confidence_of, ledger_sums, terms_rule
 from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report
 from fedppl.nn.algorithms._common import training_rule
 from fedppl.nn.algorithms._heads import Here, head_in, head_rule, here, here_together, joined, last_layer, parted
 from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._server import AT_MEAN, moved, not_counted, run_away
+from fedppl.nn.algorithms._server import AT_MEAN, moved, run_away
 from fedppl.nn.batch import Stack, groups, stacked
 from fedppl.nn.batch_heads import features_together, head_posteriors, train_below_together
 from fedppl.nn.batch_train import Flags

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
+from fedppl.algorithms.averaging.server import not_counted
 from fedppl.contracts import (
     Algorithm,
     Batch,
@@ -34,7 +35,7 @@ from fedppl.nn.algorithms._common import (
     unused_priors,
 )
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
-from fedppl.nn.algorithms._server import AT_MEAN, moved, not_counted, run_away
+from fedppl.nn.algorithms._server import AT_MEAN, moved, run_away
 from fedppl.nn.batch import groups, stacked
 from fedppl.nn.batch_train import train_together
 from fedppl.nn.subnet import marginals

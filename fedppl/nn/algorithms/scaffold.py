@@ -12,10 +12,11 @@ from numpy.random import Generator
 from fedppl import gaussian
 from fedppl.algorithms.averaging.controls import Controls, correction, ends_of, entered, no_controls
 from fedppl.algorithms.averaging.point import weight_of, weights_rule
+from fedppl.algorithms.averaging.server import not_counted
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report
 from fedppl.nn.algorithms._common import training_rule, tuning_rule, whole_network
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
-from fedppl.nn.algorithms._server import NetworkInfo, not_counted, reported, run_away
+from fedppl.nn.algorithms._server import NetworkInfo, reported, run_away
 from fedppl.nn.train import Training, train
 from fedppl.nn.view import network_of
 from fedppl.settings import described
