@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fedppl
 from benchmarks import fedsi as benchmark
+from benchmarks import kept
 from benchmarks._fedsi import data as images
 from benchmarks._fedsi import fit as fits
 from benchmarks._fedsi.data import Problem
@@ -215,14 +216,15 @@ def averaged(members: list[Chances]) -> Chances:
 
 def score(cell: Cell, options: argparse.Namespace) -> dict[str, float]:
     """Fit and score one cell, or read what an earlier run found; empty where training fails at this rate."""
-    done = None
+    head = tuple(fedsi.shared_names(fits.network(options.dataset, cell.seed), "head"))
+    done, algorithm = None, algorithm_of(cell, head, options.dataset)
     if options.folder is not None:
         rate = "own" if cell.rate is None else f"{cell.rate:g}"
         what = [options.dataset, options.rounds, cell.method, cell.rows, cell.validation, cell.seed, rate]
         what += [] if cell.precision is None else [f"{cell.precision:g}"]
         done = options.folder / f"{'-'.join(map(str, what))}.json"
-        if done.is_file():
-            return dict(json.loads(done.read_text()))
+        if (before := kept.read(done, algorithm)) is not None:
+            return dict(before)
     problem, started = problem_of(options, cell), time.process_time()
     try:
         if cell.method == "Ensemble":
@@ -235,7 +237,7 @@ def score(cell: Cell, options: argparse.Namespace) -> dict[str, float]:
         print(f"{cell}: {failure}", file=sys.stderr, flush=True)
         found = {}
     if done is not None:
-        done.write_text(json.dumps(found))
+        kept.write(done, found, algorithm)
     return found
 
 

@@ -234,7 +234,7 @@ def test_replies_that_are_none_are_rejected() -> None:
     algorithm = fedppl.FedAvg(learning_rate=0.1)
     good = {"weighted": np.zeros(2), "weight": np.array(1.0), "local_change": np.array(0.0)}
     assert algorithm.replies.reject(None, good) is None
-    for name, value in (("weight", 0.0), ("weight", -3.0), ("local_change", -1.0)):
+    for name, value in (("weight", 0.0), ("weight", -3.0), ("weight", 1e30), ("weight", 0.5), ("local_change", -1.0)):
         assert f"{name!r} is {value:.3g}" in str(algorithm.replies.reject(None, {**good, name: np.array(value)}))
 
 

@@ -152,6 +152,55 @@ def test_batch_norm_in_evaluation_uses_its_buffers(rng: np.random.Generator) -> 
     assert_allclose(found, (linear - 2.5) / np.sqrt(1 + 1e-5) * w[8:10] + w[10:], rtol=1e-6)
 
 
+class Sharp(torch.nn.Module):  # type: ignore[misc]
+    """A linear layer times an attribute and a buffer, and a module above that another may take the place of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.sharpness, self.way = torch.nn.Linear(3, 2), 1.0, torch.nn.Identity()
+        self.register_buffer("scale", torch.ones(2, dtype=torch.complex64))
+
+    def forward(self, X: Any) -> Any:
+        return self.way(self.layer(X) * self.sharpness * self.scale.real)
+
+
+def sharper(net: Any) -> None:
+    net.sharpness = 3.0
+
+
+def rescaled(net: Any) -> None:
+    net.scale.mul_(3.0)
+
+
+def of_another_way(net: Any) -> None:
+    net.way = torch.nn.Threshold(-1e9, 0.0)
+    net.way.forward = lambda f: 3.0 * f
+
+
+@pytest.mark.parametrize("change", [sharper, rescaled, of_another_way])
+def test_a_network_is_declared_as_it_is_and_stays_so(change: Any, rng: np.random.Generator) -> None:
+    """What it was when something was declared before says nothing of it, and what it becomes changes nothing."""
+    net, w, X = Sharp().eval(), rng.normal(size=8), rng.normal(size=(4, 3))
+    before = compiled(lambda w, X: nn.module(net, w, X))
+    plain = X @ w[:6].reshape(2, 3).T + w[6:]
+    assert_allclose(before(w, X), plain)
+    change(net)
+    assert_allclose(compiled(lambda w, X: nn.module(net, w, X))(w, X), 3.0 * plain)
+    assert_allclose(before(w, X), plain)
+
+
+def test_a_fit_predicts_by_the_network_that_it_is_of(rng: np.random.Generator) -> None:
+    net = Sharp().eval()
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["layer.weight", "layer.bias"])
+    data = {name: {"X": rng.normal(size=(6, 3)), "y": np.arange(6) % 2} for name in "ab"}
+    fit = fedppl.fit(model, data, nn.FedAvg(), rounds=1, progressbar=False, random_seed=1)
+    before = nn.predict(fit, "a", {"X": data["b"]["X"]})["probability"]
+    sharper(net)
+    rescaled(net)
+    assert_allclose(nn.predict(fit, "a", {"X": data["b"]["X"]})["probability"], before)
+    assert_allclose(nn.network(fit).sharpness, 1.0)
+
+
 def test_weights_of_other_names_and_priors_without_a_scale_are_refused() -> None:
     net = problems.network()
     with pytest.raises(fedppl.DeclarationError, match=r"weights are named \['a'\], and the network's parameters"):

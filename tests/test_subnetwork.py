@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -188,13 +189,22 @@ def test_models_without_a_network_are_refused_before_any_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "message"), [({"spread": -np.ones(16)}, "'spread' is -1"), ({"clients": np.array(0.0)}, "'clients' is 0")]
+    ("reply", "message"),
+    [
+        ({"spread": -np.ones(16)}, "'spread' is -1"),
+        ({"spread": np.full(16, 1e-300)}, "'spread' is 1e-300"),
+        ({"spread": np.full(16, 1e30)}, r"'spread' is 1e\+30"),
+        ({"clients": np.array(0.0)}, "'clients' is 0"),
+        ({"clients": np.array(1e30)}, r"'clients' is 1e\+30"),
+        ({"mean": np.full(16, -1e30)}, r"'mean' has weights up to 1e\+30"),
+    ],
 )
 def test_replies_that_no_client_computes_are_refused(reply: dict[str, Any], message: str) -> None:
     good = {"mean": np.zeros(16), "spread": np.ones(16), "clients": np.array(1.0)}
-    algorithm = nn.FedSI()
-    assert algorithm.replies.reject(None, good) is None
-    assert message in str(algorithm.replies.reject(None, {**good, **reply}))
+    algorithm, (model, clients) = nn.FedSI(), problems.classification()
+    state = algorithm.init(model.enrol(clients, kernel=False)["device 0"].layout, tuple(clients), stream((0,)))
+    assert algorithm.replies.reject(state, good) is None
+    assert re.search(message, str(algorithm.replies.reject(state, {**good, **reply})))
 
 
 def test_a_learning_rate_that_diverges_skips_the_client_and_says_so() -> None:

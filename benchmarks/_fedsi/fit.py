@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import logging
 import sys
 import time
 from typing import Any
 
 import fedppl
+from benchmarks import kept
 from benchmarks._fedsi.data import OTHER, Problem, divide, find_data, load
 from benchmarks._fedsi.scores import scores
 from models import fedsi
@@ -119,14 +119,14 @@ def one_seed(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     for name in options.methods:
         usual = options.fedsi_rates if name.startswith("FedSI") else options.rates
         for rate in options.bayes_rates if name == "pFedBayes" else usual:
-            done = None
+            done, algorithm = None, algorithm_of(name, rate, tuple(fedsi.shared_names(net, "head")), options)
             if options.folder is not None:
                 done = options.folder / f"{named(name, rate, seed, options)}-rounds{options.rounds}.json"
-                if done.is_file():
-                    records += json.loads(done.read_text())
+                if (earlier := kept.read(done, algorithm)) is not None:
+                    records += earlier
                     continue
             found = fitted(name, rate, net, problem, seed, options)
             if done is not None:
-                done.write_text(json.dumps(found))
+                kept.write(done, found, algorithm)
             records += found
     return records

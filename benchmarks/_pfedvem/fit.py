@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fedppl
+from benchmarks import kept as kept_fits
 from benchmarks._pfedvem.data import Images, divide, find_data, held_rows, hold_out, load
 from benchmarks._pfedvem.network import network, zero_head
 from benchmarks._pfedvem.scores import ends_of, is_scored
@@ -124,8 +125,10 @@ def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
     name, seed = job
     with tempfile.TemporaryDirectory() as spare:
         files = files_of(name, seed, options, options.folder or Path(spare))
-        if files.done.exists():
-            return dict(json.loads(files.done.read_text()))
+        head = tuple(pfedvem.shared_names(network(options.dataset, seed), "head"))
+        algorithm = pfedvem.METHODS[name].algorithm(head, **options.settings)
+        if (earlier := kept_fits.read(files.done, algorithm)) is not None:
+            return dict(earlier)
         setting = prepare(name, seed, options)
         found: dict[str, Any] = {"method": name, "seed": seed, "seconds": 0.0, "PM": {}, "GM": {}, "GM averaged": {}}
         if files.notes.exists() and files.checkpoint.exists():
@@ -137,7 +140,7 @@ def one_fit(job: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]
             found |= last_told(fit, ("confidence", "deviation", "cluster"))
         found["sizes"] = {k: len(rows["y"]) for k, rows in setting.clients.items()}
         if options.folder is not None:
-            files.done.write_text(json.dumps(found))
+            kept_fits.write(files.done, found, algorithm)
             records = files.checkpoint.with_name(files.checkpoint.name + ".records")
             for part in (files.notes, files.averaged, files.checkpoint, records):
                 part.unlink(missing_ok=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedppl.nn.devices import moved
+from fedppl.nn.devices import host, moved
 from fedppl.types import DeclarationError
 
 Places = NDArray[np.integer[Any]]  # positions in a flat vector of weights
@@ -28,6 +29,8 @@ class _Threads(threading.local):
 
 
 _threads = _Threads()
+_declared: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, torch.nn.Module]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def pieces(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -88,10 +91,52 @@ def require_pure(net: Any) -> None:
             )
 
 
+def as_it_is(net: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a network as it is now, the same one until its layers, attributes or buffers change.
+
+    Whoever owns it may go on with it: what was declared, and fits of it, stay as they are. The values of parameters are
+    no part of what is computed, and are those of the first copy.
+    """
+    with _lock:
+        told = _described(net)
+        known = _declared.get(net)
+        if known is None or known[0] != told:
+            known = _declared[net] = told, copy.deepcopy(net)
+        return known[1]
+
+
+def _described(net: torch.nn.Module) -> str:
+    """Text that tells two states of one module apart, but for the values of its parameters."""
+    digest = hashlib.sha256()
+    for name, layer in net.named_modules(remove_duplicate=False):
+        # By identity, so that a layer or a weight that stands twice is told from one that is made twice.
+        owns = {key: id(value) for key, value in (*layer._parameters.items(), *layer._modules.items())}
+        shapes = [None if value is None else (value.shape, value.dtype) for value in layer._parameters.values()]
+        held = {key: value for key, value in vars(layer).items() if key not in ("_parameters", "_modules")}
+        digest.update(repr((name, type(layer).__qualname__, owns, shapes, _told(held))).encode())
+    return digest.hexdigest()
+
+
+def _told(value: Any) -> Any:
+    """An attribute's value, as far as it can be read; of anything else which object it is."""
+    if isinstance(value, Mapping):
+        return {repr(key): _told(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_told(one) for one in value]
+    if isinstance(value, torch.Tensor) and not value.is_meta:
+        dense = value if value.layout is torch.strided else value.to_dense()
+        value = host(torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        return value.dtype.str, np.shape(value), hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    return type(value).__qualname__, id(value)
+
+
 def own_copy(net: torch.nn.Module) -> torch.nn.Module:
     """Copy a network once a thread: torch swaps a module's parameters in place while it evaluates others.
 
-    Buffers are the network's at every call: whoever owns it may have changed them since.
+    Buffers are the network's at every call, whatever an earlier one wrote over them.
     """
     if net not in _threads.copies:
         _threads.copies[net] = copy.deepcopy(net)

@@ -11,7 +11,7 @@ import pytensor.tensor as pt
 import torch
 
 from fedppl.nn.devices import device_for, host, placed, tensor
-from fedppl.nn.functional import require_module, require_pure, size_of
+from fedppl.nn.functional import as_it_is, require_module, require_pure, size_of
 from fedppl.nn.module_op import ModuleOp, called
 from fedppl.types import Array, DeclarationError
 
@@ -23,7 +23,8 @@ def module(
 
     .. math:: f(X; w), \qquad \bar w = \bar f^\top \frac{\partial f}{\partial w}
 
-    In float64. The values that `net` itself holds are not used, but those of its buffers are.
+    In float64. The values that `net` itself holds are not used, but those of its buffers are. The network is copied: a
+    change of it after this call changes nothing of what was declared.
 
     Parameters
     ----------
@@ -91,7 +92,7 @@ def module(
     held = X.get_value() if hasattr(X, "get_value") else getattr(given, "data", None)
     if ndim is None:
         ndim = 2 if held is None else _output_ndim(net, np.asarray(held), placed(place, torch.float64))
-    return ModuleOp(net, ndim, place)(pt.cast(flat, "float64"), given)
+    return ModuleOp(as_it_is(net), ndim, place)(pt.cast(flat, "float64"), given)
 
 
 def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0) -> dict[str, Any]:

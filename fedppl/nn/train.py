@@ -16,6 +16,8 @@ from fedppl.types import Array, LocalFailure
 
 # Training that raises the mean loss of a row by more than this many nats has diverged.
 RISE = 1.0
+# And training that takes weights to more than this times where they were: it has run away.
+GROWTH = 1e6
 _Penalty = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -127,7 +129,7 @@ def require_bounded(found: Array, start: Array, rate: str = "learning_rate") -> 
     LocalFailure
         If they grew a millionfold.
     """
-    if not np.max(np.abs(found), initial=0.0) <= 1e6 * (1.0 + np.max(np.abs(start), initial=0.0)):
+    if not np.max(np.abs(found), initial=0.0) <= GROWTH * (1.0 + np.max(np.abs(start), initial=0.0)):
         raise LocalFailure(f"training drove the weights away; lower {rate}=")
     return found
 

@@ -20,7 +20,7 @@ from fedppl.algorithms.averaging.point import (
     weight_of,
     weights_rule,
 )
-from fedppl.algorithms.averaging.server import average, negative, not_positive, relative_change, weighted
+from fedppl.algorithms.averaging.server import average, negative, not_counted, relative_change, weighted
 from fedppl.contracts import ClientUpdate, ClientView, Draws, Received, Report
 from fedppl.local.descent import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points
@@ -154,9 +154,9 @@ def stepped(
 
 
 def reject(state: Any, reply: Message) -> str | None:
-    """A weight must be positive, and a distance not negative."""
+    """A weight must be a number of rows, and a distance not negative."""
     del state
-    return not_positive(reply, weight=0) or negative(reply, "local_change")
+    return not_counted(reply, "weight") or negative(reply, "local_change")
 
 
 def update_server(state: AverageState, received: Received, *, tolerance: float) -> tuple[AverageState, Report]:

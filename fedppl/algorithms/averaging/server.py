@@ -12,6 +12,8 @@ import numpy as np
 
 from fedppl.types import Array, Message
 
+_MOST = 1e12  # rows, clients or steps that one reply may stand for
+
 
 def weighted(value: Array, weight: float) -> dict[str, Array]:
     """What a client sends to be averaged.
@@ -40,6 +42,19 @@ def not_positive(reply: Message, **least: float) -> str | None:
     for name, bound in least.items():
         if not float(reply[name]) > bound:
             return f"{name!r} is {float(reply[name]):.3g}, and must be positive"
+    return None
+
+
+def not_counted(reply: Message, *names: str) -> str | None:
+    """Why a reply is rejected in which a number of rows, of clients or of steps is none, or None.
+
+    >>> not_counted({"weight": np.array(0.5)}, "weight")
+    "'weight' is 0.5, and must be a whole number from 1 to 1e+12"
+    """
+    for name in names:
+        value = float(reply[name])
+        if not 1.0 <= value <= _MOST or value != np.round(value):
+            return f"{name!r} is {value:.3g}, and must be a whole number from 1 to {_MOST:.0e}"
     return None
 
 

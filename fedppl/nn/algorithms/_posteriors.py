@@ -9,19 +9,20 @@ from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging.point import weight_of, weights_rule
-from fedppl.algorithms.averaging.server import not_positive
+from fedppl.algorithms.averaging.server import not_counted
 from fedppl.contracts import ClientView, Details, Point, Received, Replies, Report, Result, always
 from fedppl.nn.algorithms._common import training_rule
 from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._server import NetworkInfo, moved
+from fedppl.nn.algorithms._server import NetworkInfo, moved, run_away
 from fedppl.nn.subnet import Subnetwork
-from fedppl.nn.train import Training
+from fedppl.nn.train import GROWTH, Training
 from fedppl.nn.view import Own, PersonaliseFn, network_of
 from fedppl.settings import between, positive, whole
 from fedppl.types import Array, Layout, Message
 
 P = TypeVar("P")
 _NEAR = 0.2  # of log sds: if nine in ten differ by less from the start, they are no posterior
+_LEAST = 1e-18  # sd of a weight: the square of a smaller one is 0 in single precision, or near it
 Normal = tuple[Array, Array]  # means and sds of independent weights
 
 
@@ -96,12 +97,15 @@ def update_server(state: PosteriorState, received: Received, *, settings: Settin
 
 
 def _reject(state: PosteriorState, reply: Message) -> str | None:
-    """Weights and sds are positive."""
-    del state
-    least = float(np.min(reply["sd"]))
-    return not_positive(reply, weight=0) or (
-        None if least > 0 else f"'sd' is {least:.3g} somewhere, and must be positive"
-    )
+    """Rows are counted, sds are such as single precision can square, and training has not run away."""
+    if reason := not_counted(reply, "weight"):
+        return reason
+    sd = reply["sd"] / reply["weight"]
+    least, most = float(np.min(sd)), GROWTH * (1.0 + float(np.max(state.sd)))
+    if not _LEAST <= least or not float(np.max(sd)) <= most:
+        wrong = least if not _LEAST <= least else float(np.max(sd))
+        return f"'sd' is {wrong:.3g} for one row somewhere, and must be from {_LEAST:.0e} to {most:.3g}"
+    return run_away("mean", reply["mean"] / reply["weight"], state.mean)
 
 
 def _details(state: PosteriorState) -> Details:

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.server import average, reject_weight, root_mean_square_change
+from fedppl.algorithms.averaging.server import average, not_counted, root_mean_square_change
 from fedppl.contracts import Disclosure, Point, Received, Replies, Report, always
 from fedppl.local.target import at_points
+from fedppl.nn.train import GROWTH
 from fedppl.types import Array, Layout, Message
 
 
@@ -75,7 +76,24 @@ def update_server(state: NetworkState, received: Received) -> tuple[NetworkState
     return NetworkState(phi), reported(state.phi, phi)
 
 
+def run_away(name: str, weights: Array, before: Array) -> str | None:
+    """Why weights are rejected that no client sends: its training would have failed, see `fedppl.nn.train`."""
+    largest, least = (float(np.max(np.abs(values), initial=0.0)) for values in (weights, before))
+    if largest <= GROWTH * (1.0 + least):
+        return None
+    return f"{name!r} has weights up to {largest:.3g}, and no training takes them there from {least:.3g}"
+
+
+def reject_weighted(phi: Array, reply: Message) -> str | None:
+    """Why a reply is rejected that `weighted` makes of weights which began at φ, or None."""
+    return not_counted(reply, "weight") or run_away("weighted", average(reply), phi)
+
+
 # What FedAvg and its variants have in common beside the functions above.
-REPLIES = Replies[NetworkState](lambda state: {"weighted": state.phi.shape, "weight": ()}, reject_weight, always)
+REPLIES = Replies[NetworkState](
+    lambda state: {"weighted": state.phi.shape, "weight": ()},
+    lambda state, reply: reject_weighted(state.phi, reply),
+    always,
+)
 ESTIMATE = Point[NetworkState](lambda state: state.phi)
 AT_MEAN = Disclosure(functools.partial(at_points, name="mean"))

@@ -10,13 +10,13 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.server import not_positive
+from fedppl.algorithms.averaging.server import not_counted
 from fedppl.algorithms.hierarchical.confidences import TERMS, confidence_of, ledger_sums, terms_rule
 from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report
 from fedppl.nn.algorithms._common import training_rule
 from fedppl.nn.algorithms._heads import Here, head_in, head_rule, here, here_together, joined, last_layer, parted
 from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._server import AT_MEAN, OverRounds, moved, with_round
+from fedppl.nn.algorithms._server import AT_MEAN, OverRounds, moved, run_away, with_round
 from fedppl.nn.batch import Stack, groups, stacked
 from fedppl.nn.batch_heads import features_together, head_posteriors, train_below_together
 from fedppl.nn.batch_train import Flags
@@ -28,6 +28,8 @@ from fedppl.nn.train import Training
 from fedppl.nn.view import Own
 from fedppl.settings import between, described, flag, positive, whole
 from fedppl.types import Array, Layout, Message
+
+_SURE = 1e30  # largest confidence of a reply: more, and sums over clients overflow
 
 
 class ConfidenceState(NamedTuple):
@@ -324,9 +326,15 @@ def _shapes(state: ConfidenceState) -> dict[str, tuple[int, ...]]:
 
 
 def _reject(state: ConfidenceState, reply: Message) -> str | None:
-    """Weights are positive."""
-    del state
-    return not_positive(reply, rows=0, weight=0)
+    """Rows are counted, a confidence is a precision, and neither part has run away."""
+    confidence = float(reply["weight"])
+    if not 1.0 / _SURE <= confidence <= _SURE:
+        return f"'weight' is {confidence:.3g}, and must be a precision from {1.0 / _SURE:.0e} to {_SURE:.0e}"
+    return (
+        not_counted(reply, "rows")
+        or run_away("weighted", reply["weighted"] / reply["weight"], state.phi)
+        or run_away("below", reply["below"] / reply["rows"], state.phi)
+    )
 
 
 def _own(

@@ -11,7 +11,7 @@ from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging.point import LocalClientState, kept_local, weight_of, weights_rule
-from fedppl.algorithms.averaging.server import average, reject_weight, weighted
+from fedppl.algorithms.averaging.server import average, weighted
 from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms._common import (
     Tuning,
@@ -23,7 +23,7 @@ from fedppl.nn.algorithms._common import (
     tuning_rule,
 )
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
-from fedppl.nn.algorithms._server import AT_MEAN, NetworkInfo, OverRounds, reported, with_round
+from fedppl.nn.algorithms._server import AT_MEAN, NetworkInfo, OverRounds, reject_weighted, reported, with_round
 from fedppl.nn.batch import groups, stacked
 from fedppl.nn.batch_train import train_together
 from fedppl.nn.functional import Places
@@ -156,7 +156,9 @@ def FedAvg(
         update_client=update_client,
         update_server=functools.partial(_update_server, smoothing=settings.smoothing),
         replies=Replies[AveragedState](
-            lambda state: {"weighted": state.phi.shape, "weight": ()}, reject_weight, always
+            lambda state: {"weighted": state.phi.shape, "weight": ()},
+            lambda state, reply: reject_weighted(state.phi, reply),
+            always,
         ),
         result=network_result(
             lambda state, client_id: tuning_message(state.smooth.phi, tuning),

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
-from fedppl.algorithms.averaging.server import not_positive
+from fedppl.algorithms.averaging.server import not_counted
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms._common import training_rule
 from fedppl.nn.algorithms._heads import head_in, head_rule, here, joined, last_layer, parted
 from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._server import AT_MEAN, NetworkInfo, reported
+from fedppl.nn.algorithms._server import AT_MEAN, NetworkInfo, reported, run_away
 from fedppl.nn.functional import Places
 from fedppl.nn.langevin import Chain, langevin_steps
 from fedppl.nn.subnet import Subnetwork
@@ -203,9 +203,12 @@ def _shapes(state: FedPopState) -> dict[str, tuple[int, ...]]:
 
 
 def _reject(state: FedPopState, reply: Message) -> str | None:
-    """Weights are positive."""
-    del state
-    return not_positive(reply, rows=0, count=0)
+    """Rows and clients are counted, and neither part has run away."""
+    return (
+        not_counted(reply, "rows", "count")
+        or run_away("heads", reply["heads"] / reply["count"], state.phi)
+        or run_away("below", reply["below"] / reply["rows"], state.phi)
+    )
 
 
 def _own(

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.random import Generator
 
 from fedppl import gaussian
+from fedppl.algorithms.averaging.server import not_counted
 from fedppl.contracts import (
     Algorithm,
     Batch,
@@ -34,7 +35,7 @@ from fedppl.nn.algorithms._common import (
     unused_priors,
 )
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
-from fedppl.nn.algorithms._server import AT_MEAN, moved
+from fedppl.nn.algorithms._server import AT_MEAN, moved, run_away
 from fedppl.nn.batch import groups, stacked
 from fedppl.nn.batch_train import train_together
 from fedppl.nn.subnet import marginals
@@ -45,6 +46,8 @@ from fedppl.settings import between, described, flag, one_of, positive
 from fedppl.types import Array, Layout, LocalFailure, Message
 
 _FEW = 30  # weights: a posterior of so few is told
+_LEAST = 1e-30  # variance or sd of a weight that is no point; its inverse is a number in single precision
+_WIDE = 10.0  # times its prior's: rounding makes no posterior's variance so large
 
 
 class SubnetworkState(NamedTuple):
@@ -181,7 +184,9 @@ def FedSI(
         update_client=update_client,
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(
-            lambda state: {"mean": state.mean.shape, "spread": state.mean.shape, "clients": ()}, _reject, always
+            lambda state: {"mean": state.mean.shape, "spread": state.mean.shape, "clients": ()},
+            functools.partial(_reject, settings=settings),
+            always,
         ),
         result=network_result(
             functools.partial(_final_message, settings=settings, tuning=tuning),
@@ -298,13 +303,18 @@ def _update_server(
     return after, Report(SubnetworkInfo(change, float(uncertain.mean())), message=message)
 
 
-def _reject(state: SubnetworkState, reply: Message) -> str | None:
-    """Spreads are not negative, and somebody sent them."""
-    del state
-    if not float(reply["clients"]) >= 1.0:
-        return f"'clients' is {float(reply['clients']):.3g}, and must be at least 1"
-    least = float(np.min(reply["spread"], initial=0.0))
-    return None if least >= 0 else f"'spread' is {least:.3g} somewhere, and must not be negative"
+def _reject(state: SubnetworkState, reply: Message, *, settings: _Settings) -> str | None:
+    """Somebody sent it, training has not run away, and no posterior is wider than its prior, or narrower than any."""
+    if reason := not_counted(reply, "clients") or run_away("mean", reply["mean"] / reply["clients"], state.mean):
+        return reason
+    spread, most = reply["spread"] / reply["clients"], _WIDE * _believed(state.variance, state.declared, settings)
+    if settings.average == "sd":
+        most = np.sqrt(most)
+    wrong = (spread < 0) | (spread > most) | ((spread > 0) & (spread < _LEAST))
+    if not np.any(wrong):
+        return None
+    at = int(np.argmax(wrong))
+    return f"'spread' is {spread[at]:.3g} at weight {at}, and must be 0, or from {_LEAST:.0e} to {most[at]:.3g}"
 
 
 def _final_message(state: SubnetworkState, client_id: str, *, settings: _Settings, tuning: Tuning) -> Message:

@@ -10,11 +10,12 @@ from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging.point import weight_of, weights_rule
+from fedppl.algorithms.averaging.server import not_counted
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Disclosure, Received, Replies, Report
 from fedppl.local.target import at_points
 from fedppl.nn.algorithms._common import training_rule, whole_network
 from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._server import moved
+from fedppl.nn.algorithms._server import moved, run_away
 from fedppl.nn.personal import loss_at
 from fedppl.nn.train import Training, train
 from fedppl.nn.view import Own, network_of
@@ -156,12 +157,12 @@ def _update_server(state: IFCAState, received: Received) -> tuple[IFCAState, Rep
 
 
 def _reject(state: IFCAState, reply: Message) -> str | None:
-    """One weight is positive, the others are 0."""
-    del state
+    """One weight is a number of rows, the others are 0, and training has not run away."""
     weight = np.asarray(reply["weight"])
     if np.sum(weight > 0) != 1 or np.any(weight < 0):
         return f"'weight' is {weight.tolist()}, and must be positive for one cluster and 0 for the others"
-    return None
+    before = state.phi[np.argmax(weight)]
+    return not_counted({"weight": weight.max()}, "weight") or run_away("phi", np.asarray(reply["phi"]), before)
 
 
 def _own(client: ClientView, personal: None, message: Message, rng: Generator) -> Own:

@@ -12,11 +12,11 @@ from numpy.random import Generator
 from fedppl import gaussian
 from fedppl.algorithms.averaging.controls import Controls, correction, ends_of, entered, no_controls
 from fedppl.algorithms.averaging.point import weight_of, weights_rule
-from fedppl.algorithms.averaging.server import not_positive
+from fedppl.algorithms.averaging.server import not_counted
 from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report
 from fedppl.nn.algorithms._common import training_rule, tuning_rule, whole_network
 from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
-from fedppl.nn.algorithms._server import NetworkInfo, reported
+from fedppl.nn.algorithms._server import NetworkInfo, reported, run_away
 from fedppl.nn.train import Training, train
 from fedppl.nn.view import network_of
 from fedppl.settings import described
@@ -134,6 +134,5 @@ def _update_server(state: ScaffoldState, received: Received, *, rate: float) -> 
 
 
 def _reject(state: ScaffoldState, reply: Message) -> str | None:
-    """Weights and numbers of steps are positive."""
-    del state
-    return not_positive(reply, weight=0, steps=0.5)
+    """Rows and steps are counted, and training has not run away."""
+    return not_counted(reply, "weight", "steps") or run_away("phi", np.asarray(reply["phi"]), state.phi)
