@@ -641,6 +641,7 @@ def test_binary_outcomes_have_the_probabilities_of_two_classes() -> None:
     assert found["probability"].dims == ("row", "class")
     assert_allclose(found["probability"], np.column_stack([expit(-f[:, 0]), expit(f[:, 0])]), rtol=1e-9)
     assert_allclose(found["mean"], expit(f[:, 0]), rtol=1e-9)
+    assert_allclose(found["sd"] ** 2, expit(f[:, 0]) * expit(-f[:, 0]), rtol=1e-9)
     several = Change(
         lambda f, d: pm.Bernoulli("o", logit_p=f, observed=d["y"]),
         lambda rng: {"y": rng.integers(0, 2, size=(ROWS, 3))},

@@ -87,5 +87,6 @@ def outcomes_at(
     dims |= dict.fromkeys(told, own)
     if likelihood.kind == "bernoulli":  # as of two classes
         told["probability"] = np.stack([1.0 - told["mean"], told["mean"]], axis=-1)
+        told["sd"] = np.sqrt(told["mean"] * (1.0 - told["mean"]))
         dims["probability"] = (*own, "class")
     return {**told, **found}, dims

@@ -73,5 +73,6 @@ def ending(run: Run, limit: int, *, stopped: str = "") -> tuple[Status, str]:
     if status is Status.RUNNING:
         by = f" by {stopped}" if stopped else ""
         status = Status.INTERRUPTED if stopped == "Ctrl-C" else Status.MAX_ROUNDS
-        message = f"stopped{by} after {run.counted} of {limit} rounds: {message or 'raise rounds='}"
+        asked = "" if run.counted > limit else f" of {limit}"  # a checkpoint may have had more
+        message = f"stopped{by} after {run.counted}{asked} rounds: {message or 'raise rounds='}"
     return status, "; ".join(filter(None, (message, fallen)))
