@@ -578,9 +578,12 @@ def test_fine_tuning_that_raises_the_loss_names_the_client_and_its_own_setting(
 @pytest.mark.parametrize(
     ("body", "large"), [(torch.nn.Tanh(), np.inf), (torch.nn.ReLU(), np.inf), (torch.nn.Tanh(), 1e39)]
 )
-def test_inputs_that_are_infinite_in_training_are_named(body: Any, large: float) -> None:
-    """Behind a layer that saturates the density is finite, and behind others the outputs are not."""
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_inputs_that_are_infinite_in_training_are_named(body: Any, large: float, sign: float) -> None:
+    """Behind a layer that saturates the density is finite, as behind ReLUs that are off; behind others it is not."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), body, torch.nn.Linear(4, 3))
+    with torch.no_grad():
+        net[0].weight[:, 1] = 0.01 * sign
     _, clients = problems.classification()
     wrong = {**clients["device 0"], "X": clients["device 0"]["X"].copy()}
     wrong["X"][3, 1] = large

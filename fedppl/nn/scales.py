@@ -1,4 +1,4 @@
-"""Inputs and outcomes whose size the steps of training are not made for."""
+"""Inputs and outcomes whose size the steps of training are not made for, and inputs that no training can take."""
 
 from __future__ import annotations
 
@@ -10,11 +10,25 @@ import torch
 from fedppl.model.client import ClientModel
 from fedppl.nn.calls import kind_of
 from fedppl.nn.unit import NetworkUnit
-from fedppl.types import Array
+from fedppl.types import Array, DataError
 
 logger = logging.getLogger(__name__)
 _LARGE = 30.0  # root mean square of a column; of unit scale about 1
 _ABOUT_OUTPUTS = ("normal", "t", "laplace", "logistic", "cauchy")  # outcomes of the outputs' own size
+
+
+def require_inputs(client_id: str, X: Array) -> None:
+    """Refuse inputs that are infinite in single precision: a layer that saturates has an output, and no slopes."""
+    if X.dtype.kind != "f":
+        return
+    beyond = ~(np.abs(X) <= np.finfo(np.float32).max)
+    if np.any(beyond):
+        place = tuple(int(i) for i in np.argwhere(beyond)[0])
+        raise DataError(
+            f"client {client_id!r}: the network's inputs hold {X[place]} in row {place[0]}, at index {place}, and "
+            "networks are trained in single precision, whose numbers end at 3.4e38; drop or impute such rows, or "
+            "scale the inputs."
+        )
 
 
 def warn_of_scales(client: ClientModel, unit: NetworkUnit) -> bool:

@@ -29,7 +29,7 @@ from fedppl.nn.likelihood import Categorical
 from fedppl.nn.local_prior import local_prior
 from fedppl.nn.outcome import CONTRACT, outcome_of
 from fedppl.nn.rows_alone import require_rows_alone
-from fedppl.nn.scales import warn_of_scales
+from fedppl.nn.scales import require_inputs, warn_of_scales
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, log_likelihood
 from fedppl.nn.unknowns import with_unknowns
@@ -122,12 +122,15 @@ def network_of(client: ClientModel) -> Network:
     ------
     DeclarationError
         Where the model is no network's.
+    DataError
+        Where inputs are infinite in single precision, or outcomes are not such as the model has.
     """
     known = client.template.functions
     with _lock:
         if "network" not in known:
             known["network"] = _declared(client)
     unit = NetworkUnit(client.client_id, known["network"], client.arrays, client.inputs)
+    require_inputs(client.client_id, unit.X)
     if "network checked" not in known:
         require_same_again(unit, client.client_id)
         require_slopes(unit, client.client_id)

@@ -11,7 +11,7 @@ from fedppl.contracts import CheckFn, ClientView, Needs
 from fedppl.nn.train import Training
 from fedppl.nn.view import network_of
 from fedppl.settings import between, positive, whole
-from fedppl.types import Array, DataError, DeclarationError, Layout
+from fedppl.types import DeclarationError, Layout
 
 
 class Tuning(NamedTuple):
@@ -56,7 +56,6 @@ def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int, *, momentu
 def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str, ...] | None) -> None:
     """Refuse what is no network, shared priors that are not independent normals, and names that it does not have."""
     network = client.view(network_of)
-    _check_inputs(client.client_id, network.unit.X)
     _check_prior(client.layout, network.unit.declared.shared_kinds, algorithm)
     for which in trained:
         if which == "local" and not client.local_size:
@@ -66,20 +65,6 @@ def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str,
             )
         if which is not None:
             network.places(which)
-
-
-def _check_inputs(client_id: str, X: Array) -> None:
-    """Refuse inputs that are infinite in single precision: a layer that saturates has an output, and no slopes."""
-    if X.dtype.kind != "f":
-        return
-    beyond = ~(np.abs(X) <= np.finfo(np.float32).max)
-    if np.any(beyond):
-        place = tuple(int(i) for i in np.argwhere(beyond)[0])
-        raise DataError(
-            f"client {client_id!r}: the network's inputs hold {X[place]} in row {place[0]}, at index {place}, and "
-            "networks are trained in single precision, whose numbers end at 3.4e38; drop or impute such rows, or "
-            "scale the inputs."
-        )
 
 
 def check_unknowns(client: ClientView, algorithm: str, *trained: str | tuple[str, ...]) -> None:
