@@ -57,6 +57,7 @@ def of_networks() -> dict[str, Any]:
     found: dict[str, Any] = {"X_new": RNG.normal(size=(3, 64))}
     for name in "abc":
         found |= {f"X_{name}": RNG.normal(size=(30, 64)), f"y_{name}": RNG.integers(0, 10, size=30)}
+    found["wards"] = {name: {"X": found[f"X_{name}"], "y": RNG.integers(0, 2, size=30)} for name in "ab"}
     return found
 
 
