@@ -98,7 +98,7 @@ def problem_of(options: argparse.Namespace, cell: Cell) -> Problem:
     """The partition, with the last of each label's training rows in place of the test rows where rates are chosen."""
     other = images.OTHER.get(options.dataset)
     strange = None if other is None else _loaded(images.find_data(options.data, other))
-    given = argparse.Namespace(dataset=options.dataset, size="small", rows=cell.rows, validation=0, novel=0)
+    given = benchmark.arguments(["--dataset", options.dataset, "--size", "small", "--rows", str(cell.rows)])
     problem = images.divide(_loaded(images.find_data(options.data, options.dataset)), strange, given, cell.seed)
     if not cell.validation:
         return problem

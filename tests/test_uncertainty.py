@@ -12,6 +12,7 @@ from scipy.special import softmax
 torch = pytest.importorskip("torch")
 
 from benchmarks import uncertainty  # noqa: E402
+from tests.support import problems  # noqa: E402
 
 
 def test_the_last_layers_posterior_is_that_of_all_its_derivatives() -> None:
@@ -60,3 +61,23 @@ def test_a_method_that_failed_at_a_seed_has_no_mean() -> None:
     means = uncertainty.averages(records)["NLL"]
     assert means["a"] == 2.0
     assert np.isnan(means["b"])
+
+
+@pytest.mark.parametrize("method", ["FedBABU", "pFedVEM", "Ensemble", "Laplace"])
+@problems.few_rounds
+def test_a_cell_is_fitted_and_scored(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the command line to figures, on pixels that tell labels, with few images of each."""
+    rng = np.random.default_rng(2)
+    labels = np.repeat(np.arange(10), 150)
+    pixels = np.zeros((len(labels), 784), dtype=np.float32)
+    pixels[np.arange(len(labels)), labels] = 1.0
+    found = uncertainty.images.Images(pixels + 0.01 * rng.normal(size=pixels.shape).astype(np.float32), labels)
+    monkeypatch.setitem(uncertainty.images.ROWS, "small", (10, 10))
+    monkeypatch.setattr(uncertainty.images, "find_data", lambda *_: None)
+    monkeypatch.setattr(uncertainty, "_loaded", lambda _: found)
+    monkeypatch.setattr(uncertainty, "MEMBERS", 2)
+    options = uncertainty.arguments(["--rows", "5", "--rounds", "3", "--seeds", "1"])
+    precision = 10.0 if method == "Laplace" else None
+    for validation in (0, 1):
+        row = uncertainty.score(uncertainty.Cell(method, 5, 0, 1e-3, validation, precision), options)
+        assert row["accuracy"] > 50 and 0 <= row["ECE"] < 1 and row["NLL"] > 0 and 0 <= row["AUROC unseen"] <= 1
