@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from typing import Any
 
@@ -152,16 +153,26 @@ def test_batch_norm_in_evaluation_uses_its_buffers(rng: np.random.Generator) -> 
     assert_allclose(found, (linear - 2.5) / np.sqrt(1 + 1e-5) * w[8:10] + w[10:], rtol=1e-6)
 
 
+class Settings:
+    """An attribute that is an object, which other objects are in, and it itself."""
+
+    def __init__(self) -> None:
+        self.inner: dict[str, Any] = {"factor": 1.0, "self": self}
+        self.factors = {1.0}
+
+
 class Sharp(torch.nn.Module):  # type: ignore[misc]
     """A linear layer times an attribute and a buffer, and a module above that another may take the place of."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.sharpness, self.way = torch.nn.Linear(3, 2), 1.0, torch.nn.Identity()
+        self.settings = Settings()
         self.register_buffer("scale", torch.ones(2, dtype=torch.complex64))
 
     def forward(self, X: Any) -> Any:
-        return self.way(self.layer(X) * self.sharpness * self.scale.real)
+        set_to = self.settings.inner["factor"] * max(self.settings.factors)
+        return self.way(self.layer(X) * self.sharpness * self.scale.real * set_to)
 
 
 def sharper(net: Any) -> None:
@@ -172,12 +183,20 @@ def rescaled(net: Any) -> None:
     net.scale.mul_(3.0)
 
 
+def of_other_settings(net: Any) -> None:
+    net.settings.inner["factor"] = 3.0
+
+
+def of_more_factors(net: Any) -> None:
+    net.settings.factors.add(3.0)
+
+
 def of_another_way(net: Any) -> None:
     net.way = torch.nn.Threshold(-1e9, 0.0)
     net.way.forward = lambda f: 3.0 * f
 
 
-@pytest.mark.parametrize("change", [sharper, rescaled, of_another_way])
+@pytest.mark.parametrize("change", [sharper, rescaled, of_other_settings, of_more_factors, of_another_way])
 def test_a_network_is_declared_as_it_is_and_stays_so(change: Any, rng: np.random.Generator) -> None:
     """What it was when something was declared before says nothing of it, and what it becomes changes nothing."""
     net, w, X = Sharp().eval(), rng.normal(size=8), rng.normal(size=(4, 3))
@@ -187,6 +206,21 @@ def test_a_network_is_declared_as_it_is_and_stays_so(change: Any, rng: np.random
     change(net)
     assert_allclose(compiled(lambda w, X: nn.module(net, w, X))(w, X), 3.0 * plain)
     assert_allclose(before(w, X), plain)
+
+
+def test_a_network_may_hold_what_holds_itself(rng: np.random.Generator) -> None:
+    net, w, X = torch.nn.Linear(3, 2), rng.normal(size=8), rng.normal(size=(4, 3))
+    net.settings = {"names": ["a"]}
+    net.settings["all"] = [net.settings]
+    assert_allclose(compiled(lambda w, X: nn.module(net, w, X))(w, X), X @ w[:6].reshape(2, 3).T + w[6:])
+
+
+@pytest.mark.parametrize("held", [threading.Lock, lambda: 2.0 * torch.ones(2, requires_grad=True)])
+def test_a_network_that_cannot_be_copied_is_refused_where_it_is_declared(held: Any) -> None:
+    net = torch.nn.Linear(3, 2)
+    net.held = held()
+    with pytest.raises(fedppl.DeclarationError, match="Linear cannot be copied"):
+        nn.module(net, np.ones(8), np.ones((4, 3)))
 
 
 def test_a_fit_predicts_by_the_network_that_it_is_of(rng: np.random.Generator) -> None:

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
+from fedppl.nn import _slopes  # noqa: E402
 from fedppl.nn.subnet import curvature_diagonal, select  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
@@ -289,3 +290,50 @@ def test_the_loss_on_rows_held_out_is_that_of_the_linearised_network(diagonal: b
     found = fedppl.validation_loss(fit, validation, draws=draws)
     assert abs(found.total - wanted) < 4 * np.sqrt(error)
     assert 4 * np.sqrt(error) < 0.2
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
+    """Numbers in the largest tensor that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.numbers = max(self.numbers, found.untyped_storage().nbytes() // 8)
+        return found
+
+
+@pytest.mark.parametrize("convolution", [False, True])
+def test_rows_held_out_take_no_matrix_of_all_their_slopes(convolution: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 rows, 5 outputs and 7,825 weights; a way that has the matrix finds the same."""
+    rng, first = np.random.default_rng(5), [torch.nn.Conv1d(1, 1, 1)] if convolution else []
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        layers = [torch.nn.Linear(40, 170), torch.nn.Tanh(), torch.nn.Linear(170, 5)]
+        net = torch.nn.Sequential(*first, *([torch.nn.Flatten()] if convolution else []), *layers)
+    shape = (1, 40) if convolution else (40,)
+    model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), [n for n, _ in net.named_parameters()])
+    few, many = ({"X": rng.normal(size=(n, *shape)), "y": np.arange(n) % 5} for n in (20, 300))
+    algorithm = nn.FedSI(diagonal=True, epochs=1, tune=None)
+    fit = problems.fit_some_rounds(model, {"a": few}, algorithm, rounds=1, progressbar=False, random_seed=1)
+    with Largest() as largest:
+        found = fedppl.validation_loss(fit, {"a": many}, draws=3).total
+    assert largest.numbers < 300 * 5 * 1000
+    monkeypatch.setattr(_slopes, "_NUMBERS", 2**28)
+    assert_allclose(fedppl.validation_loss(fit, {"a": many}, draws=3).total, found, rtol=1e-10)
+
+
+@pytest.mark.parametrize("average", ["sd", "variance"])
+def test_weights_that_few_clients_infer_do_not_stop_the_fit(average: str) -> None:
+    """Each round divides their spreads by the number of clients; single precision has no inverse below 1e-38."""
+    model, clients = problems.classification()
+    enrolled = model.enrol(clients, kernel=False)
+    client_id, client = next(iter(enrolled.items()))
+    algorithm = nn.FedSI(ratio=1.0, epochs=1, tune=None, average=average)
+    state = algorithm.init(client.layout, tuple(clients), stream((0,)))
+    narrow = {"mean": state.mean, "spread": np.full(16, 1e-40), "clients": np.array(1.0)}
+    state, _ = updated(algorithm, state, {client_id: narrow})
+    reply = algorithm.update_client(client, None, algorithm.broadcast(state, client_id), stream((1,))).reply
+    assert algorithm.replies.reject(state, reply) is None
+    assert np.max(reply["spread"]) < 1e-9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,6 +122,26 @@ def rows_of(part: Slopes, size: int, *, flat: bool = True) -> torch.Tensor:
     if part.rest is not None:
         J[:, :, part.rest_places] = part.rest
     return J.reshape(-1, size) if flat else J
+
+
+def along(part: Slopes, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Function from a change of S (s,) to J times it, (b, C); J itself is made where it is small."""
+    b, C, units = part.slope.shape if part.rest is None else (*part.rest.shape[:2], part.slope.shape[2])
+    if b * C * size <= _NUMBERS // 4:
+        J = rows_of(part, size, flat=False)
+        return lambda change: J @ change
+
+    def factored(change: torch.Tensor) -> torch.Tensor:
+        found = change.new_zeros(b, C)
+        if part.rest is not None:
+            found += part.rest @ change[part.rest_places]
+        if len(part.places):
+            across = change.new_zeros(units, part.inputs.shape[1])
+            across[part.unit, part.column] = change[part.places]
+            found += (part.slope @ (part.inputs @ across.T)[:, :, None])[:, :, 0]
+        return found
+
+    return factored
 
 
 def _rest(

@@ -7,6 +7,7 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -96,13 +97,30 @@ def as_it_is(net: torch.nn.Module) -> torch.nn.Module:
 
     Whoever owns it may go on with it: what was declared, and fits of it, stay as they are. The values of parameters are
     no part of what is computed, and are those of the first copy.
+
+    Raises
+    ------
+    DeclarationError
+        For a network that cannot be copied.
     """
     with _lock:
         told = _described(net)
         known = _declared.get(net)
         if known is None or known[0] != told:
-            known = _declared[net] = told, copy.deepcopy(net)
+            known = _declared[net] = told, _copied(net)
         return known[1]
+
+
+def _copied(net: torch.nn.Module) -> torch.nn.Module:
+    try:
+        return copy.deepcopy(net)
+    except Exception as error:  # each attribute has exceptions of its own
+        raise DeclarationError(
+            f"the network {type(net).__name__} cannot be copied ({type(error).__name__}: "
+            f"{str(error).strip().partition(chr(10))[0]}), and each thread computes by its own copy. Keep locks, files "
+            "and generators out of its attributes, and compute in forward what follows from parameters; in place of "
+            "torch.nn.utils.weight_norm take torch.nn.utils.parametrizations.weight_norm."
+        ) from error
 
 
 def _described(net: torch.nn.Module) -> str:
@@ -113,24 +131,40 @@ def _described(net: torch.nn.Module) -> str:
         owns = {key: id(value) for key, value in (*layer._parameters.items(), *layer._modules.items())}
         shapes = [None if value is None else (value.shape, value.dtype) for value in layer._parameters.values()]
         held = {key: value for key, value in vars(layer).items() if key not in ("_parameters", "_modules")}
-        digest.update(repr((name, type(layer).__qualname__, owns, shapes, _told(held))).encode())
+        digest.update(repr((name, type(layer).__qualname__, owns, shapes, _told(held, frozenset()))).encode())
     return digest.hexdigest()
 
 
-def _told(value: Any) -> Any:
-    """An attribute's value, as far as it can be read; of anything else which object it is."""
-    if isinstance(value, Mapping):
-        return {repr(key): _told(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_told(one) for one in value]
-    if isinstance(value, torch.Tensor) and not value.is_meta:
-        dense = value if value.layout is torch.strided else value.to_dense()
-        value = host(torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense)
-    if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
-        return value.dtype.str, np.shape(value), hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+def _told(value: Any, above: frozenset[int]) -> Any:
+    """An attribute's value, as far as it can be read; of others, and inside what holds itself, which object it is."""
+    which = type(value).__qualname__, id(value)
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
-    return type(value).__qualname__, id(value)
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return _told_array(value, which)
+    if isinstance(value, torch.nn.Module | type | ModuleType | FunctionType | MethodType) or id(value) in above:
+        return which
+    above = above | {id(value)}
+    if isinstance(value, Mapping):
+        return {repr(key): _told(one, above) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_told(one, above) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(_told(one, above)) for one in value)
+    return (*which, _told(vars(value), above)) if hasattr(value, "__dict__") else which
+
+
+def _told_array(value: Any, which: tuple[str, int]) -> Any:
+    """Numbers, by what they hash to."""
+    try:
+        if isinstance(value, torch.Tensor):
+            dense = value if value.layout is torch.strided else value.to_dense()
+            value = host(torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense)
+    except (RuntimeError, NotImplementedError):  # no values, as on "meta", or of a kind that torch cannot read so
+        return which
+    if value.dtype == object:
+        return which
+    return value.dtype.str, np.shape(value), hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
 
 
 def own_copy(net: torch.nn.Module) -> torch.nn.Module:

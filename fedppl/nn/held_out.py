@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fedppl.nn._slopes import chunks, evaluate, rows_of
-from fedppl.nn.devices import host
+from fedppl.nn._slopes import along, chunks, evaluate
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array
@@ -34,13 +33,14 @@ def log_densities(unit: NetworkUnit, q: Subnetwork, count: int, rng: np.random.G
     ndarray
         A sum over rows for each draw, (count,).
     """
-    deviations, found = q.deviations(count, rng).T, np.zeros(count)  # (s, count)
+    deviations, found = unit.tensor(q.deviations(count, rng), torch.float64), np.zeros(count)  # (count, s)
     at, y, first = evaluate(unit, q.weights, unit.X), outcomes(unit, torch.float64), 0
     for part in chunks(unit, q.weights, q.places, torch.float64, X=unit.X):
-        J = host(rows_of(part, len(q.places), flat=False))  # (b, C, s)
-        rows = slice(first, first + len(J))
-        first += len(J)
+        wide = (part.slope if part.rest is None else part.rest).shape[:2]
+        rows = slice(first, first + wide[0])
+        first += wide[0]
+        middle = unit.tensor(at[rows].reshape(wide), torch.float64)
+        move = along(part, len(q.places))
         for draw in range(count):
-            output = at[rows].reshape(J.shape[:2]) + J @ deviations[:, draw]
-            found[draw] += unit.likelihood.log_density(unit.tensor(output, torch.float64), y[rows])
+            found[draw] += unit.likelihood.log_density(middle + move(deviations[draw]), y[rows])
     return found

@@ -89,10 +89,11 @@ def module(
                 f"weights have {flat.type.ndim} dimensions; pass one vector of {size_of(net)} numbers, or a mapping by "
                 f"name."
             )
+    net = as_it_is(net)
     held = X.get_value() if hasattr(X, "get_value") else getattr(given, "data", None)
     if ndim is None:
         ndim = 2 if held is None else _output_ndim(net, np.asarray(held), placed(place, torch.float64))
-    return ModuleOp(as_it_is(net), ndim, place)(pt.cast(flat, "float64"), given)
+    return ModuleOp(net, ndim, place)(pt.cast(flat, "float64"), given)
 
 
 def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0) -> dict[str, Any]:

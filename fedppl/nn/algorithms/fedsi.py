@@ -47,6 +47,7 @@ from fedppl.types import Array, Layout, LocalFailure, Message
 
 _FEW = 30  # weights: a posterior of so few is told
 _LEAST = 1e-30  # variance or sd of a weight that is no point; its inverse is a number in single precision
+_NARROW = 1e-20  # variance of the next round's prior: averages with clients where a weight is a point shrink it further
 _WIDE = 10.0  # times its prior's: rounding makes no posterior's variance so large
 
 
@@ -291,7 +292,7 @@ def _update_server(
     total = received.total
     mean, spread = total["mean"] / total["clients"], total["spread"] / total["clients"]
     variance = spread if settings.average == "variance" else spread**2
-    uncertain = (variance > 0).astype(float)
+    uncertain = (spread > 0).astype(float)
     change, message = moved(state.mean, mean)
     count = _count(settings, len(mean))
     if count < min(_FEW, len(mean)) and not settings.diagonal:
@@ -299,7 +300,9 @@ def _update_server(
             f". A client infers {count} of {len(mean)} shared weights (ratio={settings.ratio:g}), and the others are "
             "points: raise ratio=, to 1 for all"
         )
-    after = SubnetworkState(mean, np.where(variance > 0, variance, settings.alpha), 0.0, uncertain)
+    after = SubnetworkState(
+        mean, np.where(uncertain > 0, np.maximum(variance, _NARROW), settings.alpha), 0.0, uncertain
+    )
     return after, Report(SubnetworkInfo(change, float(uncertain.mean())), message=message)
 
 
