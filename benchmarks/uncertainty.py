@@ -45,6 +45,7 @@ from benchmarks._fedsi import data as images
 from benchmarks._fedsi import fit as fits
 from benchmarks._fedsi.data import Problem
 from benchmarks._fedsi.scores import Chances, scored
+from benchmarks._pfedvem.network import zero_head
 from fedppl.nn.links import probabilities
 from fedppl.types import LocalFailure
 from models import fedsi, pfedvem
@@ -144,7 +145,7 @@ def fitted(cell: Cell, problem: Problem, options: argparse.Namespace, start: int
     net = fits.network(options.dataset, start)
     head = tuple(fedsi.shared_names(net, "head"))
     if cell.method == "pFedVEM":
-        _to_zero(net, head)
+        zero_head(net, head)
     model, alone = declared(cell.method, net)
     ways: dict[str, Chances] = {}
     for group in [{name: data} for name, data in problem.train.items()] if alone else [problem.train]:
@@ -161,16 +162,6 @@ def fitted(cell: Cell, problem: Problem, options: argparse.Namespace, start: int
 
 def _probability(fit: fedppl.Fit, own: Any, pixels: np.ndarray) -> np.ndarray:
     return fedppl.nn.predict(fit, own, {"X": pixels})["probability"].values
-
-
-def _to_zero(net: Any, head: tuple[str, ...]) -> None:
-    """pFedVEM's head starts at zero."""
-    import torch
-
-    with torch.no_grad():
-        for name, value in net.named_parameters():
-            if name in head:
-                value.zero_()
 
 
 def last_layer(own: Any, data: dict[str, np.ndarray], precision: float) -> Chances:

@@ -11,6 +11,7 @@ from numpy.random import Generator
 
 from fedppl.algorithms.averaging.point import KeptLocal, fitting_local
 from fedppl.contracts import ClientView, Details, Draws, Point, Result
+from fedppl.contracts.algorithm import HeldOutFn
 from fedppl.nn.algorithms._common import Tuning
 from fedppl.nn.held_out import log_densities
 from fedppl.nn.personal import further_gain
@@ -37,11 +38,9 @@ def network_result(
     details: Callable[[S], Details] = _nothing,
     *,
     caution: str = "",
+    held_out: HeldOutFn[P] | None = None,
 ) -> Result[S, P]:
-    """How to read the server's state: draws at a client are of what `personalise` finds.
-
-    With a `caution` the posterior is of the linearised network, and so are the densities of held-out rows.
-    """
+    """How to read the server's state: draws at a client are of what `personalise` finds."""
 
     def draw(
         client: ClientView, personal: P | None, message: Message, draws: int, chains: int, rng: Generator
@@ -61,23 +60,22 @@ def network_result(
         info = {} if found.subnetwork is not None else {"point_estimate": 1.0}
         return Draws(shaped[:, :, unit.shared_at], shaped[:, :, unit.local_at], info)
 
+    return Result(
+        final_message, draw, shared, details, family=NetworkResult(personalise), caution=caution, held_out=held_out
+    )
+
+
+def held_out_linearised(personalise: PersonaliseFn[P]) -> HeldOutFn[P]:
+    """Densities of held-out rows where the posterior is of the linearised network, as `fedppl.nn.predict` predicts."""
+
     def held_out(
         client: ClientView, held: ClientView, personal: P | None, message: Message, draws: int, rng: Generator
     ) -> Array:
-        """Log densities of held-out rows by draws of the linearised network, as `fedppl.nn.predict` predicts."""
         found = personalise(client, personal, message, rng)
         assert found.subnetwork is not None
         return log_densities(held.view(network_of).unit, found.subnetwork, draws, rng)
 
-    return Result(
-        final_message,
-        draw,
-        shared,
-        details,
-        family=NetworkResult(personalise),
-        caution=caution,
-        held_out=held_out if caution else None,
-    )
+    return held_out
 
 
 def tuning_message(mean: Array, tuning: Tuning) -> dict[str, Array]:

@@ -34,7 +34,7 @@ from fedppl.nn.algorithms._common import (
     tuning_rule,
     unused_priors,
 )
-from fedppl.nn.algorithms._personalise import network_result, tuned, tuning_message
+from fedppl.nn.algorithms._personalise import held_out_linearised, network_result, tuned, tuning_message
 from fedppl.nn.algorithms._server import AT_MEAN, moved, run_away
 from fedppl.nn.batch import groups, stacked
 from fedppl.nn.batch_train import train_together
@@ -177,6 +177,7 @@ def FedSI(
     )
     tuning = tuning_rule(tune, tune_rate, tune_epochs, batch_size)
     update_client = functools.partial(_update_client, settings=settings)
+    own = functools.partial(tuned, which=tuning.which)
     return Algorithm[SubnetworkState, None](
         name="nn.FedSI",
         settings=described(settings, tuning=tuning),
@@ -191,11 +192,12 @@ def FedSI(
         ),
         result=network_result(
             functools.partial(_final_message, settings=settings, tuning=tuning),
-            functools.partial(tuned, which=tuning.which),
+            own,
             Point[SubnetworkState](lambda state: state.mean),
             _details,
             caution="the posterior is of weights of the linearised network, and here PyMC puts its draws into the "
             "network itself, which is off where many weights are inferred; predict by fedppl.nn.predict",
+            held_out=held_out_linearised(own),
         ),
         needs=needs(
             functools.partial(_check, tuning=tuning), functools.partial(unused_priors, shared=True, tuned=tuning.which)
