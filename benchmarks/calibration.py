@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import warnings
 from pathlib import Path
 
 import numpy as np
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import fedppl
-from models.hm2 import HIERARCHICAL_SHARED, hierarchical_regression
+from fedppl.models.hm2 import HIERARCHICAL_SHARED, hierarchical_regression
 
 DRAWS = 999
 BINS = 10

@@ -17,20 +17,16 @@ import argparse
 import importlib.util
 import json
 import logging
-import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pymc as pm
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import fedppl
 from fedppl import gaussian
-from models.hm2 import HIERARCHICAL_SHARED, hierarchical_regression
+from fedppl.models.hm2 import HIERARCHICAL_SHARED, hierarchical_regression
 
 MU = np.array([1.0, 3.0, 0.5, 2.0])
 TAU = np.array([1.17, 2.35, 2.52, 0.67])

@@ -33,13 +33,13 @@ from pathlib import Path
 
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is importable from a checkout
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._fedsi.data import CLIENTS, FOLDERS, ROWS, find_data
 from benchmarks._fedsi.fit import WIDTHS, one_seed
 from benchmarks._fedsi.paper import PAPER
 from benchmarks._fedsi.scores import bars
-from models import fedsi
+from fedppl.models import fedsi
 
 _SAID = (
     "dataset",

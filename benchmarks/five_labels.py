@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is importable from a checkout
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._fedsi.data import Images, find_data, load
-from models import fedsi
+from fedppl.models import fedsi
 
 TRAIN = 60_000  # published training rows, which come first
 

@@ -20,7 +20,6 @@ import json
 import logging
 import multiprocessing
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -31,11 +30,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is importable from a checkout
-
 import fedppl
 from fedppl import covariance
-from models import hm1
+from fedppl.models import hm1
 
 ROUNDS = 30
 

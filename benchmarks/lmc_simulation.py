@@ -41,10 +41,8 @@ import numpy as np
 import pandas as pd
 from scipy.stats import norm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is importable from a checkout
-
 import fedppl
-from models import fedlmc_ss
+from fedppl.models import fedlmc_ss
 
 UNITS, NEW, LATENTS, INDUCING, NOISE, X = 10, 10, 10, 20, 0.2, np.linspace(-5, 5, 100)
 SIZES = (50, 100, 200, 400, 800, 1600)

@@ -14,22 +14,18 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is importable from a checkout
-
 import fedppl
 from fedppl import nn
 from fedppl.contracts import Failure, Request
+from fedppl.models import fedsi
 from fedppl.numerics.streams import stream
-from models import fedsi
 
 ROWS = 600
 

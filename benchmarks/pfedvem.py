@@ -34,13 +34,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is importable from a checkout
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._pfedvem.data import FOLDERS, find_data
 from benchmarks._pfedvem.fit import cost, one_fit
 from benchmarks._pfedvem.paper import printed
 from benchmarks._pfedvem.scores import bars, ends_of, figures, paired
-from models import pfedvem
+from fedppl.models import pfedvem
 
 _SAID = ("dataset", "clients", "rounds", "seeds", "seed", "cuts", "total", "validation", "set", "score_every")
 

@@ -15,17 +15,14 @@ import gc
 import json
 import multiprocessing
 import os
-import sys
 import time
 import warnings
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import fedppl
-from models.hm2 import HIERARCHICAL_SHARED, hierarchical_regression
+from fedppl.models.hm2 import HIERARCHICAL_SHARED, hierarchical_regression
 
 
 def resident_bytes() -> int:

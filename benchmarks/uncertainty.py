@@ -46,9 +46,9 @@ from benchmarks._fedsi import fit as fits
 from benchmarks._fedsi.data import Problem
 from benchmarks._fedsi.scores import Chances, scored
 from benchmarks._pfedvem.network import zero_head
+from fedppl.models import fedsi, pfedvem
 from fedppl.nn.links import probabilities
 from fedppl.types import LocalFailure
-from models import fedsi, pfedvem
 
 ROWS = (5, 20, 50)
 FEWEST = {"cifar10": 25}  # of the last of these

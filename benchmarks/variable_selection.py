@@ -16,21 +16,17 @@ import json
 import logging
 import multiprocessing
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is importable from a checkout
-
 import fedppl
-from models import hm2
+from fedppl.models import hm2
 
 NOISE_SD = 0.05
 FIGURES = ("correct", "false", "a_rmse_noisy", "a_rmse_noise_free")

@@ -46,10 +46,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.io import loadmat
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is no part of the wheel
-
 import fedppl
-from models import fedlmc_ss
+from fedppl.models import fedlmc_ss
 
 ROOT = Path(__file__).resolve().parents[1]
 MIDLIFE = 1200.0  # cycles

@@ -27,11 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from sklearn.datasets import load_digits
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is no part of the wheel
-
 import fedppl
 from fedppl import metrics
-from models import fedsi
+from fedppl.models import fedsi
 
 CLIENTS, LABELS, EACH, TESTED = 10, 10, 5, 15
 ROWS = {"FedAvg": 1e-3, "FedAvg-FT": 1e-3, "FedPer": 1e-3, "FedBABU": 1e-2, "FedSI-Fac": 1e-2, "FedSI": 1e-2}

@@ -25,11 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import expit
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is no part of the wheel
-
 import fedppl
 from fedppl import data as partitions
-from models import pfedvem
+from fedppl.models import pfedvem
 
 COLUMNS = ("intercept", "age", "severity", "lactate", "heart rate", "creatinine", "surgery", "weekend")
 CENTRE = np.array([-1.0, 0.6, 0.9, 0.5, 0.2, 0.4, -0.3, 0.1])

@@ -27,10 +27,8 @@ import numpy as np
 import pandas as pd
 import pymc as pm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is no part of the wheel
-
 import fedppl
-from models import hm2
+from fedppl.models import hm2
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHOOLS = {"GP": "Gabriel Pereira", "MS": "Mousinho da Silveira"}

@@ -37,10 +37,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # models/ is no part of the wheel
-
 import fedppl
-from models import hm1, hm2
+from fedppl.models import hm1, hm2
 
 ROOT = Path(__file__).resolve().parents[1]
 LIFE = 300.0  # cycles: about the longest life, agreed on beforehand

@@ -14,7 +14,7 @@ import numpy as np
 import pymc as pm
 
 import fedppl
-from models.fedsi import classifier, shared_names
+from fedppl.models.fedsi import classifier, shared_names
 
 __all__ = ["METHODS", "Method", "classifier", "hierarchical", "logistic", "shared_names"]
 

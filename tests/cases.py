@@ -20,7 +20,7 @@ import fedppl
 import tests.skeleton
 from fedppl import FederatedModel
 from fedppl.contracts import AnyAlgorithm, LocalInference
-from models import hm1
+from fedppl.models import hm1
 from tests.support import problems
 
 Problem = Callable[[], tuple[FederatedModel, problems.Clients]]

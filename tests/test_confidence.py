@@ -16,9 +16,9 @@ from fedppl import Status
 from fedppl.algorithms.hierarchical.confidences import confidence_of, terms_rule
 from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
+from fedppl.models import pfedvem
 from fedppl.run.replies import received
 from fedppl.types import DataError, DeclarationError
-from models import pfedvem
 from tests.support import problems
 from tests.support.markers import slow_but
 

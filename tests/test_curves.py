@@ -21,8 +21,8 @@ from fedppl.coregional.bound import curves as moments
 from fedppl.coregional.result import Coefficients, Fitted, predictive, selected_only, settle_new, unpack
 from fedppl.coregional.unit import best_unit, coefficient_covariance
 from fedppl.coregional.view import unit_of
+from fedppl.models import fedlmc_ss
 from fedppl.types import DataError, DeclarationError
-from models import fedlmc_ss
 from tests.support import problems
 from tests.test_lmc_bound import LATENTS, POINTS, dense_matrices, difference, units
 

@@ -21,7 +21,7 @@ from benchmarks import fedsi as benchmark  # noqa: E402
 from benchmarks._fedsi.data import Images, divide, find_data, load  # noqa: E402
 from benchmarks._fedsi.fit import fitted  # noqa: E402
 from examples import digits  # noqa: E402
-from models import fedsi  # noqa: E402
+from fedppl.models import fedsi  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 

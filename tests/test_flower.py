@@ -27,9 +27,9 @@ from fedppl.engine.policy import NO_RULES
 from fedppl.flower.grid import GridEngine
 from fedppl.flower.records import ASK, HELLO, from_content, to_content
 from fedppl.model._template import compilations
+from fedppl.models import fedlmc_ss
 from fedppl.testing import normal_means
 from fedppl.types import Status
-from models import fedlmc_ss
 from tests.support import problems
 from tests.support.fake_grid import FakeGrid, Node, arrays_of, node
 

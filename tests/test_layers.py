@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1] / "fedppl"
 
 # From the top down. What stands in one line may import from its own line and from those below; "fedppl" is the root.
 LAYERS = [
-    ["fedppl"],
+    ["fedppl", "models"],
     ["front"],
     ["given"],
     ["nn", "coregional"],

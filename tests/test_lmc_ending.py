@@ -17,7 +17,7 @@ from fedppl import curves
 from fedppl.coregional.algorithms._ending import Left, gained_of_late, left_after, log_prior, longer, no_trail, report
 from fedppl.coregional.bound import Globals
 from fedppl.coregional.view import unit_of
-from models import fedlmc_ss
+from fedppl.models import fedlmc_ss
 from tests.support import problems
 
 LATENTS, POINTS = 2, np.linspace(0, 1, 8)

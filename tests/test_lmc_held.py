@@ -13,8 +13,8 @@ import fedppl
 from fedppl import curves
 from fedppl.coregional.roles import LogScale
 from fedppl.coregional.view import unit_of
+from fedppl.models import fedlmc_ss
 from fedppl.types import DataError
-from models import fedlmc_ss
 from tests.support import problems
 
 

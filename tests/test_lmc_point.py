@@ -17,8 +17,8 @@ from fedppl.coregional import server
 from fedppl.coregional.bound import Design, UnitClientState
 from fedppl.coregional.unit import POINT, statistics
 from fedppl.coregional.view import unit_of
+from fedppl.models import fedlmc_ss
 from fedppl.types import DeclarationError
-from models import fedlmc_ss
 from tests.support import problems
 from tests.test_lmc_ascent import assert_highest
 from tests.test_lmc_bound import LATENTS, RANDOM, units

@@ -19,8 +19,8 @@ from fedppl.contracts import Algorithm
 from fedppl.coregional.roles import roles
 from fedppl.engine.answer import require_fit
 from fedppl.model.interpreted import PYTHON_MODE
+from fedppl.models import fedlmc_ss
 from fedppl.types import DeclarationError, Layout
-from models import fedlmc_ss
 from tests.support import problems
 
 GRID = np.linspace(0, 2, 5)

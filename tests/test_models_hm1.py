@@ -12,7 +12,7 @@ from scipy import special, stats
 
 import fedppl
 from fedppl import gaussian
-from models import hm1
+from fedppl.models import hm1
 
 NAMES = ("level", "slope", "bend")
 

@@ -14,7 +14,7 @@ from pytensor.compile.mode import Mode
 from scipy import integrate, special, stats
 
 import fedppl
-from models import hm2
+from fedppl.models import hm2
 from tests.support import problems
 from tests.support.markers import slow_but
 

@@ -12,9 +12,9 @@ import scipy.optimize
 from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
+from fedppl.models import fedsi
 from fedppl.numerics.streams import stream
 from fedppl.types import DeclarationError, LocalFailure
-from models import fedsi
 from tests.support import problems
 from tests.support.states import updated
 

@@ -16,8 +16,8 @@ import fedppl
 from fedppl.contracts import Failure, Request
 from fedppl.engine import batches
 from fedppl.engine.inprocess import InProcessEngine
+from fedppl.models import fedsi
 from fedppl.numerics.streams import stream
-from models import fedsi
 from tests import cases
 from tests.support import problems
 

@@ -13,9 +13,9 @@ import fedppl
 from fedppl.algorithms.hierarchical.confidences import confidence_of
 from fedppl.contracts import Target
 from fedppl.gaussian import Gaussian
+from fedppl.models import fedsi
 from fedppl.numerics.streams import stream
 from fedppl.types import DeclarationError, LocalFailure
-from models import fedsi
 from tests.support import linear_models, problems
 from tests.support.states import updated
 

@@ -20,12 +20,12 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
+from fedppl.models import fedsi  # noqa: E402
 from fedppl.nn import _slopes, subnet  # noqa: E402
 from fedppl.nn.declared import Declared  # noqa: E402
 from fedppl.nn.functional import call, state_of  # noqa: E402
 from fedppl.nn.train import outcomes  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
-from models import fedsi  # noqa: E402
 from tests.support import problems  # noqa: E402
 
 BODY = ("0.weight", "0.bias")

@@ -19,11 +19,11 @@ import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.flower import node as _node  # noqa: E402
 from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
+from fedppl.models import fedsi  # noqa: E402
 from fedppl.nn._slopes import evaluate  # noqa: E402
 from fedppl.nn.unit import log_likelihood  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
-from models import fedsi  # noqa: E402
 from tests.support import problems  # noqa: E402
 from tests.support.states import updated  # noqa: E402
 

@@ -19,8 +19,8 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import gaussian, nn  # noqa: E402
 from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
+from fedppl.models import fedsi  # noqa: E402
 from fedppl.nn import functional  # noqa: E402
-from models import fedsi  # noqa: E402
 from tests.support import problems  # noqa: E402
 
 

@@ -16,10 +16,10 @@ torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
+from fedppl.models import fedsi  # noqa: E402
 from fedppl.nn import functional, head, rows_alone, train  # noqa: E402
 from fedppl.nn.personal import loss_at  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
-from models import fedsi  # noqa: E402
 from tests.support import problems  # noqa: E402
 
 

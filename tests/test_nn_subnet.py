@@ -12,13 +12,13 @@ from numpy.testing import assert_allclose, assert_array_equal
 torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
+from fedppl.models import fedsi  # noqa: E402
 from fedppl.nn import _slopes, few_rows, subnet  # noqa: E402
 from fedppl.nn.functional import pieces  # noqa: E402
 from fedppl.nn.likelihood import Normal  # noqa: E402
 from fedppl.nn.unit import NetworkUnit  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.types import LocalFailure  # noqa: E402
-from models import fedsi  # noqa: E402
 from tests.support import linear_models, problems  # noqa: E402
 
 

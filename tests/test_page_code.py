@@ -16,7 +16,7 @@ import pytensor.tensor as pt
 import pytest
 
 import fedppl
-from models import hm1
+from fedppl.models import hm1
 from tests.support import page as pages
 from tests.support import problems
 

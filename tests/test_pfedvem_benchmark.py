@@ -19,8 +19,8 @@ from benchmarks import kept as kept_fits  # noqa: E402
 from benchmarks import pfedvem as benchmark  # noqa: E402
 from benchmarks._fedsi import fit as of_fedsi_fit  # noqa: E402
 from benchmarks._pfedvem.fit import last_told, one_fit  # noqa: E402
-from models import fedsi as methods  # noqa: E402
-from models import pfedvem as models  # noqa: E402
+from fedppl.models import fedsi as methods  # noqa: E402
+from fedppl.models import pfedvem as models  # noqa: E402
 
 
 def kept(*rounds: int) -> dict[str, Any]:

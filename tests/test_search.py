@@ -17,9 +17,9 @@ from scipy.special import logsumexp
 
 import fedppl
 from fedppl import DataError, DeclarationError, gaussian
+from fedppl.models import hm2
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure, Status
-from models import hm2
 from tests.support import problems
 
 DRAWS = 4000

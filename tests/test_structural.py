@@ -14,9 +14,9 @@ import fedppl
 from fedppl import DeclarationError, FederatedModel, Status, covariance, gaussian
 from fedppl.algorithms.hierarchical import _coupled
 from fedppl.algorithms.hierarchical._at_mode import frame_of
+from fedppl.models import hm1
 from fedppl.numerics.covariance import Covariance
 from fedppl.run.replies import received
-from models import hm1
 from tests.support import problems
 
 K, D = 5, 3

@@ -15,11 +15,11 @@ torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
+from fedppl.models import fedsi  # noqa: E402
 from fedppl.nn import _slopes  # noqa: E402
 from fedppl.nn.subnet import curvature_diagonal, select  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
-from models import fedsi  # noqa: E402
 from tests.support import problems  # noqa: E402
 from tests.support.states import updated  # noqa: E402
 

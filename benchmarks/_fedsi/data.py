@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks._images import find_folder, idx, jpegs
-from models import fedsi
+from fedppl.models import fedsi
 
 FOLDERS = {"mnist": "mnist", "fmnist": "fashion_mnist", "cifar10": "cifar10"}
 CLIENTS = {"mnist": 10, "fmnist": 10, "cifar10": 20}

@@ -13,7 +13,7 @@ import fedppl
 from benchmarks import kept
 from benchmarks._fedsi.data import OTHER, Problem, divide, find_data, load
 from benchmarks._fedsi.scores import scores
-from models import fedsi
+from fedppl.models import fedsi
 
 RATIO = {"mnist": 0.05, "fmnist": 0.05, "cifar10": 0.07}
 WIDTHS = ("alpha", "variance", "diagonal_variance", "head_sd")

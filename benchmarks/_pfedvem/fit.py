@@ -22,8 +22,8 @@ from benchmarks import kept as kept_fits
 from benchmarks._pfedvem.data import Images, divide, find_data, held_rows, hold_out, load
 from benchmarks._pfedvem.network import network, zero_head
 from benchmarks._pfedvem.scores import ends_of, is_scored
+from fedppl.models import pfedvem
 from fedppl.types import LocalFailure
-from models import pfedvem
 
 REPORTING = 0.1
 KEPT = 0.9  # of an average of the global model's weights over rounds

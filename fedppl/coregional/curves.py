@@ -93,7 +93,7 @@ def predict(
     Examples
     --------
     >>> import fedppl
-    >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
+    >>> from fedppl.models import fedlmc_ss
     >>> model, units = fedlmc_ss.two_curves()
     >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> sorted(fedppl.curves.predict(fit, "a", {"X": [0.0, 0.5]}))
@@ -157,7 +157,7 @@ def plot(
     Examples
     --------
     >>> import fedppl, numpy as np
-    >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
+    >>> from fedppl.models import fedlmc_ss
     >>> model, units = fedlmc_ss.two_curves()  # doctest: +SKIP
     >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, random_seed=1)  # doctest: +SKIP
     >>> fedppl.curves.plot(fit, "a", {"X": np.linspace(-5, 5, 100)})  # doctest: +SKIP
@@ -196,7 +196,7 @@ def selection(fit: Fit) -> xr.Dataset:
     Examples
     --------
     >>> import fedppl
-    >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
+    >>> from fedppl.models import fedlmc_ss
     >>> model, units = fedlmc_ss.two_curves()
     >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> fedppl.curves.selection(fit)["selected"].dims
@@ -247,7 +247,7 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     Examples
     --------
     >>> import fedppl
-    >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
+    >>> from fedppl.models import fedlmc_ss
     >>> model, units = fedlmc_ss.two_curves()
     >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> fedppl.curves.coefficients(fit)["mean"].dims
@@ -304,7 +304,7 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     Examples
     --------
     >>> import fedppl
-    >>> from models import fedlmc_ss  # in fedppl's repository; the wheel leaves models/ out
+    >>> from fedppl.models import fedlmc_ss
     >>> model, units = fedlmc_ss.two_curves()
     >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> fedppl.curves.latent_curves(fit, {"X": [0.0, 0.5]})["mean"].dims

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # What brings models that are compiled, networks of torch, and scripts that are run.
 BRINGS = {
-    "compiled": ("pymc", "pytensor", "numba", "models", "fedppl.testing", "examples", "benchmarks"),
-    "torch": ("torch", "fedppl.nn", "models.fedsi", "models.pfedvem"),
+    "compiled": ("pymc", "pytensor", "numba", "fedppl.models", "fedppl.testing", "examples", "benchmarks"),
+    "torch": ("torch", "fedppl.nn", "fedppl.models.fedsi", "fedppl.models.pfedvem"),
     "examples": ("examples", "benchmarks"),
 }
 # Compiling functions of curves takes a minute: files that do so wait for each other in one worker.

@@ -18,8 +18,8 @@ import fedppl
 from fedppl import FederatedModel
 from fedppl.contracts import LocalInference, Target
 from fedppl.gaussian import Gaussian
+from fedppl.models import fedlmc_ss, fedsi
 from fedppl.types import LocalFailure
-from models import fedlmc_ss, fedsi
 
 Clients = dict[str, dict[str, Any]]
 

@@ -16,17 +16,12 @@ different proportions, and can tell each other that without exchanging their mea
 # gap of fourteen hours on one of the days; what is missing is kept aside.
 
 import functools
-import pathlib
-import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
 
-# models/ comes with a checkout, not with the wheel. A gallery runs this page in its folder, without __file__.
-sys.path.insert(0, str(pathlib.Path(globals().get("__file__", "page.py")).resolve().parents[3]))
-
 import fedppl
-from models import fedlmc_ss
+from fedppl.models import fedlmc_ss
 
 rng = np.random.default_rng(6)
 DAYS, STEP, NOISE = 3.0, 1 / 24, 0.3
