@@ -131,6 +131,7 @@ ALGORITHMS = {
     "names": (lambda: nn.FedAvg(phases=((("2.bias", "0.weight"), 2),), weights="equal", batch_size=8), ALL),
     "one batch": (lambda: nn.FedAvg(phases=WHOLE, batch_size=100), ALL),
     "confidence": (lambda: nn.Confidence(head=HEAD, epochs=2, batch_size=8), ALL),
+    "confidence, SGD": (lambda: nn.Confidence(head=HEAD, epochs=2, head_momentum=0.9, head_rate=1e-3), ALL),
     "confidence, Adam": (lambda: nn.Confidence(head=HEAD, epochs=2, batch_size=8, momentum=None), ALL),
     "FedSI": (lambda: nn.FedSI(ratio=0.3, epochs=2, batch_size=8), BODY),
 }

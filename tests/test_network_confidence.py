@@ -22,6 +22,7 @@ from tests.support.states import updated
 torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
+from fedppl.nn.devices import generator_of  # noqa: E402
 from fedppl.nn.head import expected_loss, features, head_slopes  # noqa: E402
 from fedppl.nn.head_steps import HeadSteps, head_posterior, train_below  # noqa: E402
 from fedppl.nn.train import Training, outcomes, train  # noqa: E402
@@ -60,6 +61,30 @@ def test_the_e_step_is_the_mean_field_posterior_of_the_declared_head() -> None:
     moments = fedppl.MeanField(points=256).tilted(target, rng)
     assert_allclose(q[0], moments.mean, atol=0.03)
     assert_allclose(q[1], np.sqrt(np.diag(moments.covariance)), rtol=0.08)
+
+
+def test_gradient_steps_of_a_head_descend_the_summed_bound() -> None:
+    """Two steps with momentum, against automatic differentiation of log-likelihood and divergence at the same draws."""
+    model, clients = problem()
+    network = model.enrol(clients, kernel=False)["device 1"].view(network_of)
+    head, w, tau = network.head(HEAD), network.unit.held, 4.0
+    z, centre = features(network.unit, head, w, dtype=torch.float64), torch.full((15,), 0.1, dtype=torch.float64)
+    start, steps = (np.full(15, 0.2), np.full(15, 0.3)), HeadSteps(0.01, 2, 3, momentum=0.9)
+    found = head_posterior(network.unit, head, z, start, centre.numpy(), tau, steps, np.random.default_rng(5))
+    mean = torch.full((15,), 0.2, dtype=torch.float64, requires_grad=True)
+    raw = torch.full((15,), np.log(np.expm1(0.3)), dtype=torch.float64, requires_grad=True)
+    optimizer, source = torch.optim.SGD([mean, raw], lr=0.01, momentum=0.9), generator_of(np.random.default_rng(5))
+    normal, prior = torch.distributions.Normal, torch.distributions.Normal(centre, tau**-0.5)
+    y = outcomes(network.unit, torch.float64)
+    for _ in range(2):
+        optimizer.zero_grad()
+        spread = torch.nn.functional.softplus(raw)
+        v = mean + spread * torch.randn(3, 15, generator=source, dtype=torch.float64)
+        divergence = torch.distributions.kl_divergence(normal(mean, spread), prior).sum()
+        (len(z) * expected_loss(network.unit, head, z, y, v) + divergence).backward()
+        optimizer.step()
+    assert_allclose(found[0], mean.detach(), rtol=1e-9)
+    assert_allclose(found[1], torch.nn.functional.softplus(raw).detach(), rtol=1e-9)
 
 
 @pytest.mark.parametrize("normal", [False, True])

@@ -20,7 +20,7 @@ import numpy as np
 import fedppl
 from benchmarks import kept as kept_fits
 from benchmarks._pfedvem.data import Images, divide, find_data, held_rows, hold_out, load
-from benchmarks._pfedvem.network import network, zero_head
+from benchmarks._pfedvem.network import network, normal_head, zero_head
 from benchmarks._pfedvem.scores import ends_of, is_scored
 from fedppl.models import pfedvem
 from fedppl.types import LocalFailure
@@ -51,7 +51,9 @@ def prepare(name: str, seed: int, options: argparse.Namespace) -> Setting:
     parts, method = divide(train, options, seed), pfedvem.METHODS[name]
     net = network(options.dataset, seed)
     head = tuple(pfedvem.shared_names(net, "head"))
-    if "pFedVEM" in name or name.endswith("only"):
+    if "authors" in name:
+        normal_head(net, head)
+    elif "pFedVEM" in name or name.endswith("only"):
         zero_head(net, head)
     mean, sd = float(train.pixels.mean()), float(train.pixels.std())
     for images in (train, test):

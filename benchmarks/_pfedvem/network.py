@@ -29,9 +29,18 @@ def network(dataset: str, seed: int) -> Any:
 
 
 def zero_head(net: Any, head: tuple[str, ...]) -> None:
-    """Let the head start at 0, as pFedVEM wants it."""
+    """Let the head start at 0, as our steps of pFedVEM's heads want it."""
     import torch
 
     with torch.no_grad():
         for name in head:
             net.get_parameter(name).zero_()
+
+
+def normal_head(net: Any, head: tuple[str, ...]) -> None:
+    """Let the head start at draws from N(0, 1), as in the authors' code; they are those of the network's seed."""
+    import torch
+
+    with torch.no_grad():
+        for name in head:
+            net.get_parameter(name).normal_()

@@ -12,9 +12,9 @@ from fedppl.nn.batch_train import Flags, Minibatch, Rngs, State, Weights, bounde
 from fedppl.nn.devices import generator_of, host, tensor
 from fedppl.nn.functional import Places, call, state_of
 from fedppl.nn.head import Head, without_head
-from fedppl.nn.head_steps import HeadSteps, head_noise, softplus_backwards
+from fedppl.nn.head_steps import HeadSteps, head_noise, optimizer_of_heads, softplus_backwards
 from fedppl.nn.likelihood import Likelihood
-from fedppl.nn.train import RISE, Training, adam
+from fedppl.nn.train import RISE, Training
 from fedppl.types import Array
 
 
@@ -51,7 +51,7 @@ def head_posteriors(
     centres, confidences
         w (K, d) and τ (K,).
     steps
-        Adam's rate and number of steps, and draws.
+        As there.
     rngs
         Each client's generator.
 
@@ -66,7 +66,7 @@ def head_posteriors(
     share = (torch.arange(z.shape[1], device=place) < rows) / rows
     tau, middle = tensor(confidences, dtype, place)[:, None], tensor(centres, dtype, place)
     mean, raw = tensor(starts[0].copy(), dtype, place), softplus_backwards(starts[1]).to(dtype).to(place)
-    optimizer = adam([mean, raw], steps.learning_rate)
+    optimizer, scale = optimizer_of_heads([mean, raw], steps), 1 if steps.momentum is None else rows
     sources = [generator_of(rng) for rng in rngs]
     noise = torch.empty(len(z), steps.draws, mean.shape[1], dtype=dtype)
     with torch.no_grad():
@@ -76,9 +76,9 @@ def head_posteriors(
                 torch.randn(noise.shape[1:], generator=source, dtype=dtype, out=noise[k])
             here = noise.to(place)
             slopes = _slopes(likelihood, head, z, y, share, mean[:, None] + spread[:, None] * here)
-            mean.grad = slopes.mean(1) + (tau / rows) * (mean - middle)
+            mean.grad = scale * (slopes.mean(1) + (tau / rows) * (mean - middle))
             by_spread = (slopes * here).mean(1) + (tau * spread - 1 / spread) / rows
-            raw.grad = by_spread * torch.sigmoid(raw)  # softplus' slope
+            raw.grad = scale * by_spread * torch.sigmoid(raw)  # softplus' slope
             optimizer.step()
     found = host(mean), host(torch.nn.functional.softplus(raw))
     return *found, np.all(np.isfinite(found), axis=(0, 2))

@@ -11,7 +11,7 @@ import torch
 from fedppl.nn.devices import generator_of, host, taken
 from fedppl.nn.functional import Places
 from fedppl.nn.head import Head, expected_loss, features, head_slopes, without_head
-from fedppl.nn.train import RISE, Leaves, Training, adam, arranged, loss_of, optimizer_of, require_bounded, take_step
+from fedppl.nn.train import RISE, Leaves, Training, arranged, loss_of, optimizer_of, require_bounded, take_step
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
@@ -20,11 +20,17 @@ _FEW = 32  # draws of the head, to see whether the loss under them fell
 
 
 class HeadSteps(NamedTuple):
-    """How a client looks for q: Adam, on all rows in every step."""
+    """How a client looks for q, on all rows in every step."""
 
-    learning_rate: float  # per unit of the bound over the number of rows
+    learning_rate: float  # Adam's, or per unit of the bound's slope
     steps: int
     draws: int
+    momentum: float | None = None  # of gradient steps; None for Adam
+
+
+def optimizer_of_heads(moving: list[torch.Tensor], steps: HeadSteps) -> torch.optim.Optimizer:
+    """Adam on the bound over the number of rows, or gradient steps on the bound itself."""
+    return optimizer_of(moving, Training(steps.learning_rate, steps.steps, 1, steps.momentum))
 
 
 def softplus_backwards(sd: Array) -> torch.Tensor:
@@ -57,7 +63,7 @@ def head_posterior(
     centre, confidence
         w (d,) and τ.
     steps
-        Adam's rate and number of steps, and K.
+        Rate and number of steps, K, and the momentum of gradient steps on n times this.
     rng
         Draws.
 
@@ -75,15 +81,16 @@ def head_posterior(
     y, middle = outcomes(unit, dtype), unit.tensor(np.asarray(centre, dtype=float), dtype)
     mean = unit.tensor(np.array(start[0], dtype=float), dtype)
     raw = softplus_backwards(np.asarray(start[1], dtype=float)).to(dtype).to(mean.device)
-    optimizer, source = adam([mean, raw], steps.learning_rate), generator_of(rng)
+    optimizer, source = optimizer_of_heads([mean, raw], steps), generator_of(rng)
+    scale = 1 if steps.momentum is None else rows
     with torch.no_grad():
         for _ in range(steps.steps):
             spread = torch.nn.functional.softplus(raw)
             noise = torch.randn(steps.draws, len(mean), generator=source, dtype=dtype).to(mean.device)
             slopes = head_slopes(unit, head, z, y, mean + spread * noise)
-            mean.grad = slopes.mean(0) + (confidence / rows) * (mean - middle)
+            mean.grad = scale * (slopes.mean(0) + (confidence / rows) * (mean - middle))
             by_spread = (slopes * noise).mean(0) + (confidence * spread - 1 / spread) / rows
-            raw.grad = by_spread * torch.sigmoid(raw)  # softplus' slope
+            raw.grad = scale * by_spread * torch.sigmoid(raw)  # softplus' slope
             optimizer.step()
     found = host(mean), host(torch.nn.functional.softplus(raw))
     if not all(np.all(np.isfinite(value)) for value in found):

@@ -75,6 +75,7 @@ def Confidence(
     epochs: int = 5,
     batch_size: int = 50,
     head_rate: float = 0.02,
+    head_momentum: float | None = None,
     head_steps: int = 10,
     draws: int = 5,
     spread: float = 0.1,
@@ -103,8 +104,9 @@ def Confidence(
     learning_rate, momentum, epochs, batch_size
         Learning rate for the mean loss, momentum, passes over the rows and batches of gradient steps on the layers
         below; ``momentum=None`` for Adam.
-    head_rate, head_steps, draws
-        Adam's learning rate for the bound divided by n_j, number of steps, each on all rows, and draws in each.
+    head_rate, head_momentum, head_steps, draws
+        Adam's learning rate, number of steps, each on all rows, and draws in each. With a `head_momentum` they are
+        gradient steps with that momentum, and the rate is for the slope of the bound, a sum over rows.
     spread
         ρ_j where clients start, and the standard deviation of their first q_j.
     strength, terms, remember
@@ -133,10 +135,12 @@ def Confidence(
 
     Notes
     -----
-    A head that starts at 0 (``torch.nn.init.zeros_``) and at a small `spread` is what works; w starts where the network
-    that was declared has its head.
+    Adam, its rate, `spread` and a head that starts at 0 (``torch.nn.init.zeros_``) are this package's choice, and not
+    the authors'. Theirs are ``head_momentum=0.9, head_rate=1e-3, spread=1, learning_rate=1e-3, batch_size=10`` and a
+    head drawn from N(0, 1). w starts where the network that was declared has its head.
 
-    *When this fails.* The loss is divided by n_j: much larger rates diverge. There is no rule for convergence; a fit
+    *When this fails.* Much larger rates diverge; gradient steps on a bound that sums over rows need a rate that goes
+    with the number of rows. There is no rule for convergence; a fit
     runs for as many rounds as it is given and says "max_rounds". Too many `head_steps` bring on what
     `fedppl.Confidence` warns of: w rests on few clients.
 
@@ -147,7 +151,7 @@ def Confidence(
     settings = _Settings(
         head_rule(head),
         training_rule(learning_rate, epochs, batch_size, momentum=momentum),
-        HeadSteps(positive("head_rate", head_rate), whole("head_steps", head_steps), whole("draws", draws)),
+        _head_rule(head_rate, head_steps, draws, head_momentum),
         positive("spread", spread),
         between("strength", strength, 0, np.inf, "[)"),
         terms_rule(terms),
@@ -180,6 +184,13 @@ def Confidence(
             functools.partial(_update_unreported_together, settings=settings),
         ),
     )
+
+
+def _head_rule(rate: float, steps: int, draws: int, momentum: float | None) -> HeadSteps:
+    """Settings in range, or an error that says which is not."""
+    if momentum is not None:
+        momentum = between("head_momentum", momentum, 0, 1, "[)", hint="None takes Adam's steps")
+    return HeadSteps(positive("head_rate", rate), whole("head_steps", steps), whole("draws", draws), momentum)
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings: _Settings) -> ConfidenceState:
