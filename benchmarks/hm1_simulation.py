@@ -9,7 +9,7 @@ Case V (K = 100, d = 8, N = 20, σ = 1) has four kinds of Ω. The structure that
 validation loss on a fifth of their rows, and refitted on all of them.
 
     python benchmarks/hm1_simulation.py --runs 30 --runs-v 10
-    python benchmarks/hm1_simulation.py --runs 2 --cases I II --figure error_by_round.png
+    python benchmarks/hm1_simulation.py --runs 2 --cases II III --rounds 100 --figure error_by_round.png
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from fedppl import covariance
 from fedppl.models import hm1
 
 ROUNDS = 30
+AFTER = (10, 20, 30, 40, 50, 60, 80, 100)  # rounds that are printed
 
 
 class Case(NamedTuple):
@@ -80,10 +81,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=[*CASES, "V"], default=[*CASES, "V"])
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, each in a process of its own")
     parser.add_argument("--seed", type=int, default=0, help="number of the first run")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of Algorithm 1, and most of HM1, in cases I to IV")
     parser.add_argument("--figure", type=Path, help="write the error of Θ against the round number here")
     options = parser.parse_args(argv)
-    if min(options.runs, options.runs_v, options.processes) < 1:
-        parser.error("--runs, --runs-v and --processes must be at least 1")
+    if min(options.runs, options.runs_v, options.processes, options.rounds) < 1:
+        parser.error("--runs, --runs-v, --processes and --rounds must be at least 1")
     return options
 
 
@@ -161,13 +163,20 @@ def exact(clients: dict[str, Any], omega: np.ndarray, variance: np.ndarray) -> n
     return np.linalg.solve(system, right).reshape(count, size)
 
 
-def by_round(model: fedppl.FederatedModel, clients: Any, algorithm: Any, theta: np.ndarray) -> tuple[Any, list[float]]:
-    """Fit; Θ at the end, and ‖Θ − Θ*‖ / √K after every round."""
+def distance(found: np.ndarray, theta: np.ndarray) -> float:
+    """‖Θ − Θ*‖ / √K."""
+    return float(np.linalg.norm(found - theta) / np.sqrt(len(theta)))
+
+
+def by_round(
+    model: fedppl.FederatedModel, clients: Any, algorithm: Any, theta: np.ndarray, rounds: int
+) -> tuple[Any, list[float]]:
+    """Fit; Θ at the end, and its distance to the truth after every round."""
     errors = []
     engine = fedppl.InProcess(workers=1)
-    for step in fedppl.rounds(model, clients, algorithm, rounds=ROUNDS, engine=engine, random_seed=0):
+    for step in fedppl.rounds(model, clients, algorithm, rounds=rounds, engine=engine, random_seed=0):
         found = algorithm.result.details(step.state)["theta"][1]
-        errors.append(float(np.linalg.norm(found - theta) / np.sqrt(len(theta))))
+        errors.append(distance(found, theta))
     return found, errors
 
 
@@ -178,7 +187,7 @@ def model(noise: float | None) -> fedppl.FederatedModel:
     return fedppl.FederatedModel(builder, hm1.SHARED)
 
 
-def one_run(task: Task) -> dict[str, Any]:
+def one_run(task: Task, rounds: int = ROUNDS) -> dict[str, Any]:
     """Generate one data set, estimate Θ in every way, and return the figures."""
     logging.getLogger("fedppl").setLevel(logging.ERROR)  # running out of the paper's rounds is what was asked for
     warnings.filterwarnings("ignore", category=fedppl.ConvergenceWarning)
@@ -188,6 +197,7 @@ def one_run(task: Task) -> dict[str, Any]:
     case = {**CASES, **FIFTH}[task.case]
     figures: dict[str, Any] = {
         "least squares": judge(alone),
+        "least squares, distance": distance(alone, theta),
         "oracle": judge(exact(clients, omega, residual)),
         "Bayes": judge(exact(clients, omega, np.full(len(theta), case.noise**2))),
     }
@@ -202,7 +212,7 @@ def one_run(task: Task) -> dict[str, Any]:
         ("HM1", model(None), fedppl.HM1()),
     ):
         started = time.perf_counter()
-        found, figures[f"{name} by round"] = by_round(declared, clients, algorithm, theta)
+        found, figures[f"{name} by round"] = by_round(declared, clients, algorithm, theta, rounds)
         figures[f"{name}, s"] = time.perf_counter() - started
         figures[name] = judge(found)
     return figures
@@ -228,15 +238,16 @@ def squared_error(posterior: Any, data: Any) -> float:
     return float(np.sum((data["y"] - data["X"] @ theta) ** 2))
 
 
-def every_run(tasks: list[Task], processes: int) -> Iterator[dict[str, Any]]:
+def every_run(tasks: list[Task], processes: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Run all tasks, `processes` at a time, and give the figures in order."""
+    run = functools.partial(one_run, rounds=rounds)
     if processes == 1:
-        yield from map(one_run, tasks)
+        yield from map(run, tasks)
         return
     # Spawned, because a forked copy of a process with threads can hang. One thread each: the runs are the parallelism.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(one_run, tasks)
+        yield from pool.map(run, tasks)
 
 
 COLUMNS = ("separate, SGD", "least squares", "Algorithm 1", "HM1", "oracle", "Bayes")
@@ -259,6 +270,21 @@ def show_first(results: dict[str, pd.DataFrame]) -> dict[str, Any]:
             f"+1 %); {seconds['HM1']} s, Algorithm 1 {seconds['Algorithm 1']} s (below 5): {'met' if met else 'MISSED'}"
         )
         line[name] = {c: round(float(mean[c]), 4) for c in COLUMNS} | {"seconds": seconds, "met": bool(met)}
+    return line
+
+
+def show_rounds(results: dict[str, pd.DataFrame]) -> dict[str, Any]:
+    """Distance to the truth by round, as in the paper's Figure 3, and its figures for the line of JSON."""
+    print("\n‖Θ − Θ*‖ / √K after rounds; mean over runs")
+    line: dict[str, Any] = {}
+    for name, table in results.items():
+        errors = np.mean(table["Algorithm 1 by round"].tolist(), axis=0)
+        shown = {k: round(float(errors[k - 1]), 4) for k in AFTER if k <= len(errors)}
+        ends = float(np.mean([errors[-1] for errors in table["HM1 by round"]]))
+        line[name] = {"Algorithm 1": shown, "HM1": round(ends, 4)}
+        line[name]["least squares"] = round(float(table["least squares, distance"].mean()), 4)
+        others = f"; HM1 {line[name]['HM1']}, least squares {line[name]['least squares']}"
+        print(f"{name:6}" + ", ".join(f"{k}: {error}" for k, error in shown.items()) + others)
     return line
 
 
@@ -315,11 +341,12 @@ def main(argv: list[str] | None = None) -> None:
     fifth = list(FIFTH) if "V" in options.cases else []
     wanted = {**dict.fromkeys(names, options.runs), **dict.fromkeys(fifth, options.runs_v)}
     tasks = [Task(name, run) for name, runs in wanted.items() for run in range(options.seed, options.seed + runs)]
-    figures = every_run(tasks, options.processes)
+    figures = every_run(tasks, options.processes, options.rounds)
     results = {name: pd.DataFrame([next(figures) for _ in range(runs)]) for name, runs in wanted.items()}
     line: dict[str, Any] = {"runs": options.runs, "runs_v": options.runs_v}
     if names:
         line |= show_first({name: results[name] for name in names})
+        line["by round"] = show_rounds({name: results[name] for name in names})
         if options.figure is not None:
             draw({name: results[name] for name in names}, options.figure)
     if fifth:
