@@ -232,8 +232,15 @@ def test_the_readme_s_code_runs_as_pasted(capsys: pytest.CaptureFixture[str]) ->
     scope: dict[str, Any] = {}
     for part in page.split("```python\n")[1:]:
         exec(part.partition("```")[0], scope)
-    assert "arm[drug]" in (printed := capsys.readouterr().out)
-    assert "converged" in printed
+    printed, shown = capsys.readouterr().out, page.split("```text\n")[1].partition("```")[0]
+    assert shown.splitlines()[0] == "converged" == printed.splitlines()[0]
+    rows = [
+        line.split() for line in shown.splitlines() if line.split()[0] in ("Intercept", "age", "arm[drug]", "site_sd")
+    ]
+    assert len(rows) == 4
+    found = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line}
+    for name, *numbers in rows:  # rounding of another machine, and nothing else
+        assert np.array(found[name], dtype=float) == pytest.approx(np.array(numbers, dtype=float), abs=0.02), name
 
 
 # --- what clients agree on --------------------------------------------------------------------------------------

@@ -93,6 +93,18 @@ def of_a_trial() -> dict[str, Any]:
     return {"frame": frame}
 
 
+def of_a_hospital() -> dict[str, Any]:
+    """A site with too few rows for its policy."""
+    columns = {
+        "age": RNG.normal(60, 9, 174),
+        "arm": RNG.choice(["control", "drug"], 174),
+        "died": RNG.integers(0, 2, 174),
+    }
+    pd.DataFrame(columns).to_csv("patients.csv", index=False)
+    Path("policy.toml").write_text("requests = 60\n", encoding="utf-8")
+    return {}
+
+
 def of_engines() -> dict[str, Any]:
     return {"engine_trend": hm1.linear_regression, "clients": {name: rows(30, 5) for name in "ABCDEF"}}
 
@@ -107,12 +119,14 @@ PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "hm1": lambda: {"clients": {name: rows(20) for name in "ABCDE"}},
     "hm2": dict,
     "index": of_a_trial,
+    "install_at_a_hospital": of_a_hospital,
     "models": of_schools,
     "networks": of_networks,
     "pfedvem": lambda: {"hospitals": {name: binary(60) for name in "ABC"}},
     "plots": of_plots,
     "scale": lambda: {"model": fedppl.formula("y ~ x + (1 | group)"), "frame": grouped(60)},
     "summaries": dict,
+    "trial_protocol": of_a_trial,
 }
 # Pages that tests of their own run, block by block or whole. Folders stand for all pages in them.
 ELSEWHERE = {
