@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if not _DRAWS and ("matplotlib" in text or "fedppl.plots." in text):
                 item.add_marker(pytest.mark.skip(reason="needs matplotlib"))
         else:
-            found = markers.of_file(item.path)
+            found = markers.of_test(item.path, getattr(item, "originalname", item.name))
         for marker in found:
             item.add_marker(marker)
 

@@ -23,6 +23,7 @@ from fedppl import DataError, DeclarationError, plots
 from fedppl.plots._forest import _effects
 from fedppl.plots._prior_posterior import density
 from fedppl.plots._quality import _effective
+from fedppl.results import idata
 from fedppl.testing import normal_means
 from tests.support import problems
 
@@ -304,11 +305,10 @@ def test_confidence_without_numbers_is_refused(name: str) -> None:
 def with_told(**values: list[float]) -> fedppl.Fit:
     """A fit of two clients that told these in its only round."""
     found = problems.fit_some_rounds(*normal_means(2), fedppl.Confidence(), rounds=1, random_seed=2, progressbar=False)
-    rounds = found.idata["rounds"].copy()
-    for name, given in values.items():
-        rounds[name] = (("round", "client"), np.array([given]))
+    given = {name: (("round", "client"), np.array([told])) for name, told in values.items()}
     again = dataclasses.replace(found)
-    again.__dict__["idata"] = {"rounds": rounds}
+    # A node of ArviZ 1.x takes no dims with values: its Dataset does.
+    again.__dict__["idata"] = {"rounds": idata.as_dataset(found.idata, "rounds").assign(given)}
     return again
 
 

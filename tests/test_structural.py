@@ -14,6 +14,7 @@ import fedppl
 from fedppl import DeclarationError, FederatedModel, Status, covariance, gaussian
 from fedppl.algorithms.hierarchical import _coupled
 from fedppl.algorithms.hierarchical._at_mode import frame_of
+from fedppl.algorithms.hierarchical.hm1 import _overfitted
 from fedppl.models import hm1
 from fedppl.numerics.covariance import Covariance
 from fedppl.run.replies import received
@@ -521,6 +522,20 @@ def test_factors_that_take_up_everything_are_told() -> None:
     assert found.state.omega.remainder < 0.01 * np.trace(found.state.omega.matrix) / 8
     assert "may have fitted noise" in found.message
     assert fit(data, fedppl.HM1()).message == ""
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_collapse_is_told_at_any_rank_and_at_any_level(rank: int) -> None:
+    """θ = u z + e at six clients, estimated from their likelihoods: with e all but nothing it is told, else not."""
+    rng, count, size = np.random.default_rng(4), 6, 4
+    structure, precision = covariance.low_rank(rank), np.tile(20.0 * np.eye(size), (count, 1, 1))
+    said = []
+    for own, level in ((0.0, 0.0), (1.0, 0.0), (0.0, 30.0)):
+        theta = level + rng.normal(size=(count, rank)) @ rng.normal(size=(rank, size)) + own * rng.normal(size=(count, size))
+        linear = 20.0 * theta  # nothing beside the factors: noise of rows would be taken for e
+        omega, _ = _coupled.estimate(linear, precision, structure.start(count), structure, tolerance=1e-9, limit=20_000)
+        said.append("standard errors" in _overfitted(omega, precision, structure))
+    assert said == [True, False, True]
 
 
 def test_more_factors_than_coordinates_are_refused() -> None:

@@ -226,7 +226,8 @@ def low_rank(rank: int) -> Covariance:
     *When this fails.* The evidence always prefers a larger rank; choose it by validation loss, `exchangeable` among the
     candidates. With few coordinates, say d ≤ q + 1, or clients with few rows, the factors fit noise, δ comes close to
     zero and standard errors are far too small (in a simulation with K = 8, d = 3, q = 2 half of what they should
-    be, and for logistic regression with six rows estimates ran away): a fit says so where δ is below 1 % of the mean.
+    be, and for logistic regression with six rows estimates ran away); so does one factor of six clients in some data
+    sets. A fit of any rank says so where δ is below 1 % of the mean, or a tenth of what clients' rows leave unknown.
 
     References
     ----------

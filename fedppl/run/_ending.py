@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from fedppl.contracts import Posterior
 from fedppl.engine.guard import REFUSED
 from fedppl.results import departure, fallbacks
 from fedppl.results.records import Record
@@ -26,6 +27,16 @@ def _last_reasons(records: Sequence[Record], clients: Iterable[str]) -> list[str
     return [last[client_id] for client_id in clients if client_id in last]
 
 
+def _too_short(run: Run) -> tuple[str, bool]:
+    """Say that sds of a Gaussian may be far too small, and whether it could have been corrected."""
+    shared = run.algorithm.result.shared
+    if not isinstance(shared, Posterior):
+        return "", False
+    can = shared.without is not None
+    remedy = departure.CORRECTION if can else "fedppl.EP()"
+    return departure.sentence(departure.shortfall(run.infos), remedy), can
+
+
 def ending(run: Run, limit: int, *, stopped: str = "") -> tuple[Status, str]:
     """Say how the run ended, or what stopped it, with the setting to change; who never replied, and who fell back."""
     status, message = run.records[-1].status if run.records else Status.RUNNING, run.message
@@ -40,9 +51,10 @@ def ending(run: Run, limit: int, *, stopped: str = "") -> tuple[Status, str]:
         )
     )
     if status is Status.CONVERGED:
-        another = mirror_image(run)
-        told = (message, another, prior_conflict(run), departure.sentence(infos), fallbacks.unchecked(infos), fallen)
-        return Status.STALLED if another else status, "; ".join(filter(None, told))
+        another, short, correctable = mirror_image(run), *_too_short(run)
+        told = (another, short, message, prior_conflict(run), fallbacks.unchecked(infos), fallen)
+        wrong = another or (short and correctable)
+        return Status.STALLED if wrong else status, "; ".join(filter(None, told))
     silent = set(run.clients) - {client_id for record in run.records for client_id in record.infos}
     if len(silent) == len(run.clients):
         reasons = _distinct(reason for record in run.records for reason in record.failures.values())

@@ -19,7 +19,6 @@ import numpy as np
 from fedppl import settings
 from fedppl.contracts import AnyAlgorithm, EngineFactory
 from fedppl.model.declaration import FederatedModel
-from fedppl.results import departure
 from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
 from fedppl.run._ending import ending
@@ -32,9 +31,6 @@ from fedppl.run.start import start as begin
 from fedppl.types import ConvergenceWarning, DeclarationError, Status
 
 logger = logging.getLogger(__name__)
-
-# A converged fit whose sds may be too small by more than this part is told as a warning.
-_SHORT = 0.1
 
 
 def rounds(
@@ -115,7 +111,6 @@ def fit(
         told = f"fit ended with status {status.value}" + (f": {message}" if message else "")
         # What is said as a warning below, or was said in its round, is not said twice.
         caveat = bool(run.message) and not run.records[-1].mild
-        caveat = caveat or departure.shortfall(run.infos) > _SHORT
         loud = caveat if status.ok else not algorithm.result.tests_convergence
         logger.log(logging.WARNING if loud else logging.INFO, told, extra={"status": status.value})
         result = Fit(

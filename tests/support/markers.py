@@ -19,6 +19,10 @@ BRINGS = {
 }
 # Compiling functions of curves takes a minute: files that do so wait for each other in one worker.
 TOGETHER = ("test_conformance", "test_runs", "test_curves", "test_lmc_", "test_models_fedlmc_ss", "coregional/")
+# What a test names, itself or by a helper of its file, that reads or draws a result: ArviZ and xarray are what differs
+# most between the Pythons.
+RESULTS = {"az", "arviz", "xr", "xarray", "idata", "plots", "matplotlib", "loo", "conflict", "predict", "influence"}
+_RESULTS_AT = ("fedppl/plots", "fedppl/results")  # folders whose docstrings do
 IN_DOCSTRINGS = {"compiled": ("fedppl.fit(", "normal_means(", "pm.Model(", "grid_search(", ".enrol(", "fedppl.rounds(")}
 
 
@@ -47,10 +51,39 @@ def brings(path: Path, *packages: str) -> bool:
     return any(_within(name, packages) for name in _imported(path))
 
 
+def of_test(path: Path, name: str) -> set[str]:
+    """Markers of a test by its own name, and those of its file."""
+    return of_file(path) | ({"results"} if name in _of_results(path) else set())
+
+
+@functools.cache
+def _of_results(path: Path) -> frozenset[str]:
+    """Tests of a file that touch a result, by themselves or by helpers and fixtures of the file."""
+    uses = {
+        node.name: {part for one in ast.walk(node) for part in _words(one)}
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    found = {name for name, words in uses.items() if words & RESULTS}
+    while more := {name for name, words in uses.items() if words & found} - found:
+        found |= more
+    return frozenset(found)
+
+
+def _words(node: ast.AST) -> set[str]:
+    """Names that a part of a test reads."""
+    if isinstance(node, ast.Import):
+        return {part for alias in node.names for part in alias.name.split(".")}
+    if isinstance(node, ast.ImportFrom):
+        return {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+    return {getattr(node, field, "") for field in ("attr", "id", "arg")} - {"", None}
+
+
 def of_docstring(path: Path, text: str) -> set[str]:
     """Markers of an example in a docstring."""
     found = {marker for marker, words in IN_DOCSTRINGS.items() if any(word in text for word in words)}
-    return found | (of_file(path) & {"torch"})
+    within = path.relative_to(ROOT).as_posix().startswith(_RESULTS_AT) if path.is_relative_to(ROOT) else False
+    return found | (of_file(path) & {"torch"}) | ({"results"} if within else set())
 
 
 def _within(name: str, packages: tuple[str, ...]) -> bool:

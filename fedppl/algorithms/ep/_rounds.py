@@ -16,12 +16,15 @@ from fedppl.algorithms.ep._diagnosis import hardly_a_prior, pulls_alone, why_not
 from fedppl.algorithms.ep._state import EPInfo, EPState, Taken
 from fedppl.algorithms.ep.correction import Correction
 from fedppl.algorithms.ep.warm_start import WarmStart
+from fedppl.results import departure
 from fedppl.types import Message, Status
 
 # Expansions a client: a dozen do even from a prior a million times too wide.
 _BUDGET = 25.0
 # Posterior sds that q may still move by in a round, for a correction where rounds have run out.
 _NEAR = 0.1
+# Sds of its Monte Carlo error by which a skewness counts as less than it is.
+_NOISE = 2.0
 # What a client may say of its Monte Carlo error, in posterior sds: NUTS gives no moments of fewer than m + 4 draws.
 _MOST_CLAIMED = 0.5
 
@@ -75,6 +78,24 @@ def of_one_mode(taken: Taken) -> Taken:
     """Not converged, however well moments are matched, where q is of one mode of several."""
     said = taken.state.starts.said if taken.state.starts is not None else ""
     return taken._replace(status=Status.STALLED, message=said, skewed="") if said else taken
+
+
+def of_q_alone(taken: Taken) -> Taken:
+    """Not converged, however well moments are matched, where skewness says that q has sds that are far too small.
+
+    Whatever local inference there is: a local inference that draws knows of no other departure from a Gaussian.
+    """
+    state = taken.state
+    noise = _NOISE * np.sqrt(6.0) * float(np.linalg.norm(state.errors))
+    total = np.maximum(np.abs(state.skewness) - noise, 0.0)
+    # What one client has alone is in the moments that are matched: S² − Σ s_k² without the squares of the others.
+    others = np.clip(np.sign(state.skewness) * state.skewness_without, 0.0, total)
+    excess = 0.5 * float(np.max(others * (2.0 * total - others))) * (1.0 - 1.0 / len(state.errors))
+    said = departure.sentence(departure.of_variance(excess), departure.CORRECTION)
+    if not said:
+        return taken
+    message = "; ".join(filter(None, (said, taken.message, taken.skewed)))
+    return taken._replace(status=Status.STALLED, message=message, skewed="")
 
 
 def ep_round(

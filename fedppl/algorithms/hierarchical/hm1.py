@@ -23,7 +23,8 @@ from fedppl.local.target import at_target, draw_target, pack_target
 from fedppl.numerics.covariance import Covariance, Omega, exchangeable
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
-_REMAINDER = 0.01
+_REMAINDER = 0.01  # of the mean variance, below which clients have next to nothing of their own
+_UNRESOLVED = 0.1  # of the variance that rows leave of θ: then intervals hold about half of what they say
 _FARTHEST = 1e6  # prior sds: no declared prior is as wrong as that
 _ALONE = 0.01  # weight of the prior in a client's first solve
 
@@ -258,7 +259,7 @@ def _update_server(
     change_omega = float(np.linalg.norm(omega.matrix - state.omega.matrix) / np.linalg.norm(omega.matrix))
     done = bool(has_replied.all()) and change < tolerance and change_omega < tolerance
     pulls, weights = _coupled.conditional_priors(omega, coupled.mean)
-    message = _overfitted(omega)
+    message = _overfitted(omega, precision, structure)
     if not done:
         message = f"θ moved by {change:.2g} sd and Ω by {change_omega:.2g} in the last round; raise rounds="
     state = state._replace(
@@ -275,13 +276,21 @@ def _update_server(
     return state, Report(HM1Info(change, change_omega), status, message)
 
 
-def _overfitted(omega: Omega) -> str:
-    """A word of caution where factors have taken up nearly everything: little is left to a client's own."""
-    if omega.factor.shape[1] < 2 or omega.remainder > _REMAINDER * float(np.trace(omega.matrix)) / len(omega.matrix):
+def _overfitted(omega: Omega, precision: Array, structure: Covariance) -> str:
+    """A word of caution where factors, one or several, have taken up nearly everything: δ is all but zero.
+
+    Beside the mean of all, or beside what clients' rows leave unknown of θ: that is so however far θ is from its prior.
+    """
+    if "rank" not in structure.settings:  # an exchangeable Ω has one direction, which no data choose
+        return ""
+    mean = float(np.trace(omega.matrix)) / len(omega.matrix)
+    unknown = 1.0 / max(float(np.median(np.trace(precision, axis1=1, axis2=2))) / precision.shape[1], 1e-300)
+    if omega.remainder > _REMAINDER * mean and omega.remainder > _UNRESOLVED * unknown:
         return ""
     return (
-        f"the factors of Ω leave clients a variance of {omega.remainder:.2g} of their own, below {_REMAINDER:.0%} of "
-        "the mean: they may have fitted noise, and standard errors be too small; compare ranks by fedppl.grid_search"
+        f"standard errors may be far too small: {structure.describe()} leaves clients a variance of "
+        f"{omega.remainder:.2g} of their own, {omega.remainder / mean:.1g} of the mean, so that its factors may have "
+        "fitted noise. Use HM1(structure=fedppl.covariance.exchangeable()), or compare ranks by fedppl.grid_search"
     )
 
 
