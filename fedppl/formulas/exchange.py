@@ -11,7 +11,7 @@ from fedppl.data import frames, missing
 from fedppl.formulas import checks
 from fedppl.formulas.agreement import Agreement, Told, agreed, is_text, tell
 from fedppl.formulas.declare import Formula
-from fedppl.formulas.design import standing_for_all
+from fedppl.formulas.moments import standing_for_all
 from fedppl.formulas.outcomes import require_two
 from fedppl.formulas.times import size_of
 from fedppl.types import Array, DataError, DeclarationError
