@@ -35,7 +35,13 @@ def asked(built: Formula) -> Asked:
     response, family = built.terms.response.columns[:1], built.family
     names = tuple(dict.fromkeys([*built.terms.columns, *response]))
     levels = (*built.terms.levels, *built.levels, *response[: family.outcome == "level"])
-    scaled = built.terms.response.kind != "proportion" and family.outcome in ("real", "positive", "count", "time")
+    scaled = built.terms.response.kind != "proportion" and family.outcome in (
+        "real",
+        "positive",
+        "unit",
+        "count",
+        "time",
+    )
     unscaled = () if scaled else tuple(name for name in response if name not in built.terms.columns)
     return Asked(names, tuple(dict.fromkeys(levels)), unscaled)
 
