@@ -13,14 +13,13 @@ import pandas as pd
 from formulae.environment import Environment
 from formulae.matrices import DesignMatrices
 from formulae.model_description import model_description
-from scipy import special
 
 from fedppl.formulas.agreement import Agreement, coded, is_text
+from fedppl.formulas.moments import Moments, moments, standing_for_all
 from fedppl.formulas.terms import Group, Terms
 from fedppl.types import Array, DataError, DeclarationError
 
 _AGREED = "the agreed columns"
-_ROWS = 256  # of the rows that stand for all
 
 
 @dataclass(frozen=True)
@@ -103,18 +102,22 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
         found = matrices.common.terms if matrices.common is not None else {}
         labels = {name: tuple(map(str, found[name].labels)) for name in terms.common}
         design = Design(terms, agreement, matrices, labels, (), np.zeros(0), np.ones(0), (), 0.0, {})
-        common = design.common(frame, _AGREED)
-        groups = [design.group(number, frame, _AGREED) for number in range(len(terms.groups))]
-        center, scale = np.nanmean(common, axis=0), np.nanstd(common, axis=0)
-        sizes = tuple(np.sqrt(np.nanmean(one**2, axis=0)) for one in groups)
+        common = [_moments(design, found[name]) for name in terms.common]
+        groups = [[_moments(design, one) for one in _expressions(matrices, group)] for group in terms.groups]
         offset = _mean_offset(design, frame) if terms.offsets else 0.0
     effects = tuple(
         tuple(label for one in _expressions(matrices, group) for label in _labels(one)) for group in terms.groups
     )
-    center = np.where(np.isfinite(center), center, 0.0)
+    center, scale = (np.concatenate([np.zeros(0), *(one[k] for one in common)]) for k in range(2))
+    sizes = tuple(np.concatenate([one.size for one in group]) for group in groups)
     offset = offset if np.isfinite(offset) else 0.0
-    usable = tuple(map(_usable, sizes))
-    return Design(terms, agreement, matrices, labels, effects, center, _usable(scale), usable, offset, splines)
+    return Design(terms, agreement, matrices, labels, effects, center, scale, sizes, offset, splines)
+
+
+def _moments(design: Design, term: Any) -> Moments:
+    """Moments of a term's columns over rows that stand for all."""
+    read = {str(name) for name in getattr(term, "var_names", ())}
+    return moments(read, design.terms, design.agreement, lambda frame: design._columns([term], frame, _AGREED))
 
 
 def _mean_offset(design: Design, frame: pd.DataFrame) -> float:
@@ -123,31 +126,6 @@ def _mean_offset(design: Design, frame: pd.DataFrame) -> float:
     if not np.all(np.isfinite(values)):
         values = design.offset(standing_for_all(design.terms, design.agreement, positive=True), _AGREED)
     return float(np.nanmean(values))
-
-
-def standing_for_all(terms: Terms, agreement: Agreement, positive: bool = False) -> pd.DataFrame:
-    """Rows with the means, sds, levels and shares that clients agreed on, their columns independent of each other.
-
-    Numbers are uniform, or log-normal where the mean is above 0 and they shall be `positive`.
-    """
-    rng, held = np.random.default_rng(0), {}
-    for name in terms.columns:
-        column = agreement.columns[name]
-        if column.levels:
-            ends = np.cumsum(column.shares) * _ROWS
-            codes = rng.permutation(np.searchsorted(ends, np.arange(_ROWS) + 0.5).clip(max=len(ends) - 1))
-            held[name] = pd.Categorical.from_codes(codes, list(column.levels), ordered=True)
-        else:
-            z = rng.permutation(np.linspace(-1.0, 1.0, _ROWS))
-            if positive and column.mean > 0:
-                spread = np.log1p((column.sd / column.mean) ** 2)
-                quantiles = special.ndtri(np.argsort(np.argsort(z)) / _ROWS + 0.5 / _ROWS)
-                held[name] = np.exp(np.log(column.mean) - 0.5 * spread + np.sqrt(spread) * quantiles)
-            else:
-                held[name] = column.mean + column.sd * z / np.std(z)  # so that center and scale find what was agreed
-    for name in {name for group in terms.groups for name in group.factor}:
-        held[name] = np.full(_ROWS, "all", dtype=object)
-    return pd.DataFrame(held, index=np.arange(_ROWS))
 
 
 def table(data: Mapping[str, Any], terms: Terms, agreement: Agreement, what: str) -> pd.DataFrame:
@@ -224,7 +202,3 @@ def _before_centring(matrices: Any, terms: Terms, frame: pd.DataFrame, known: En
             plain = re.sub(r",\s*(center|intercept)\s*=\s*\w+", "", name)[:-1] + ", center=False)"
             (found[name],) = DesignMatrices(model_description(f"0 + {plain}"), frame, known).common.terms.values()
     return found
-
-
-def _usable(scale: Array) -> Array:
-    return np.where(np.isfinite(scale) & (scale > 1e-12), scale, 1.0)

@@ -11,7 +11,7 @@ from fedppl.data import frames, missing
 from fedppl.formulas import checks
 from fedppl.formulas.agreement import Agreement, Told, agreed, is_text, tell
 from fedppl.formulas.declare import Formula
-from fedppl.formulas.design import standing_for_all
+from fedppl.formulas.moments import standing_for_all
 from fedppl.formulas.outcomes import require_two
 from fedppl.formulas.times import size_of
 from fedppl.types import Array, DataError, DeclarationError
@@ -35,7 +35,13 @@ def asked(built: Formula) -> Asked:
     response, family = built.terms.response.columns[:1], built.family
     names = tuple(dict.fromkeys([*built.terms.columns, *response]))
     levels = (*built.terms.levels, *built.levels, *response[: family.outcome == "level"])
-    scaled = built.terms.response.kind != "proportion" and family.outcome in ("real", "positive", "count", "time")
+    scaled = built.terms.response.kind != "proportion" and family.outcome in (
+        "real",
+        "positive",
+        "unit",
+        "count",
+        "time",
+    )
     unscaled = () if scaled else tuple(name for name in response if name not in built.terms.columns)
     return Asked(names, tuple(dict.fromkeys(levels)), unscaled)
 

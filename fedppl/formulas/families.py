@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pymc as pm
 import pytensor.tensor as pt
-from scipy.special import expit, softmax
+from scipy.special import expit, logit, softmax
 
-from fedppl.formulas.family import Drawn, Family, Scales, log_mean
+from fedppl.formulas.family import Drawn, Family, Scales, log_mean, relative_variance
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.survival import SURVIVAL
 from fedppl.settings import shown
@@ -109,12 +109,27 @@ def _sigma_and_nu(scales: Scales) -> Mapping[str, Prior]:
     return {**_sigma(scales), "nu": Prior("Gamma", alpha=2.0, beta=0.1)}
 
 
+def _precise(name: str, relative: float) -> Mapping[str, Prior]:
+    """Of a precision whose inverse is `relative` without predictors: its root has HalfNormal(2 √relative), as a sigma.
+
+    Predictors leave less, never more: so flat down to 0, however precise outcomes are given these.
+    """
+    return {name: Prior("InverseGamma", alpha=0.5, beta=1.0 / (8.0 * relative))}
+
+
 def _alpha(scales: Scales) -> Mapping[str, Prior]:
-    return {"alpha": Prior("Gamma", alpha=2.0, beta=0.2)}
+    return _precise("alpha", relative_variance(scales))
+
+
+def _alpha_of_counts(scales: Scales) -> Mapping[str, Prior]:
+    # What is beyond Poisson's variance; of sums that are rounded, a quarter may be.
+    beyond = 1.0 - scales.mean / scales.sd**2 if scales.mean > 0 else 1.0
+    return _precise("alpha", relative_variance(scales) * max(beyond, 0.25))
 
 
 def _concentration(scales: Scales) -> Mapping[str, Prior]:
-    return {"kappa": Prior("Gamma", alpha=2.0, beta=0.1)}
+    most = scales.mean * (1.0 - scales.mean)  # the variance of shares that are 0 or 1
+    return _precise("kappa", 1.0 / max(most / scales.sd**2 - 1.0, 0.01))
 
 
 def _thresholds(scales: Scales) -> Mapping[str, Prior]:
@@ -132,6 +147,10 @@ def _sd(scales: Scales) -> float:
     return scales.sd
 
 
+def _logit_mean(scales: Scales) -> float:
+    return float(logit(scales.mean)) if 0.0 < scales.mean < 1.0 else 0.0
+
+
 FAMILIES: Mapping[str, Family] = {
     one.name: one
     for one in (
@@ -140,9 +159,9 @@ FAMILIES: Mapping[str, Family] = {
         Family("bernoulli", _bernoulli, _inverse_logit, "binary", link="logit"),
         Family("binomial", _binomial, _inverse_logit, "count", responses=("proportion",), link="logit"),
         Family("poisson", _poisson, _exponential, "count", center=log_mean, link="log"),
-        Family("negativebinomial", _negative_binomial, _exponential, "count", _alpha, log_mean, link="log"),
+        Family("negativebinomial", _negative_binomial, _exponential, "count", _alpha_of_counts, log_mean, link="log"),
         Family("gamma", _gamma, _exponential, "positive", _alpha, log_mean, link="log"),
-        Family("beta", _beta, _inverse_logit, "unit", _concentration, link="logit"),
+        Family("beta", _beta, _inverse_logit, "unit", _concentration, _logit_mean, link="logit"),
         Family("ordinal", _ordinal, _of_levels, "level", _thresholds, link="logit", intercept=False),
         Family("categorical", _categorical, _softmax, "level", link="logit against the reference", several=True),
         *SURVIVAL,

@@ -26,6 +26,11 @@ def log_mean(scales: Scales) -> float:
     return float(np.log(scales.mean if scales.mean > 0 else 1e-6))
 
 
+def relative_variance(scales: Scales) -> float:
+    """Variance of the outcome in squares of its mean."""
+    return (scales.sd / scales.mean) ** 2 if scales.mean > 0 else 1.0
+
+
 class Drawn(NamedTuple):
     """A distribution of PyMC, or one of our own where it has a `logp`."""
 

@@ -214,7 +214,8 @@ def _no_shape(scales: Scales) -> Mapping[str, Prior]:
 
 
 def _alpha(scales: Scales) -> Mapping[str, Prior]:
-    return {"alpha": Prior("Gamma", alpha=2.0, beta=1.0)}
+    # 1 / alpha is exponential: times may be as regular as they like. Of censored ones no sd of theirs is known.
+    return {"alpha": Prior("InverseGamma", alpha=1.0, beta=1.0)}
 
 
 def _sigma(scales: Scales) -> Mapping[str, Prior]:
@@ -222,7 +223,7 @@ def _sigma(scales: Scales) -> Mapping[str, Prior]:
 
 
 def _pieces(scales: Scales) -> Mapping[str, Prior]:
-    return {"piece": Prior("Normal", mu=0.0, sigma=1.5, shape=max(len(scales.cuts), 1))}
+    return {"piece": Prior("Normal", mu=0.0, sigma=2.5, shape=max(len(scales.cuts), 1))}
 
 
 SURVIVAL = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -373,8 +373,8 @@ def observed_through(parts: Parts) -> dict[Any, Any]:
     return found
 
 
-def values_read(outputs: Iterable[Any]) -> set[Any]:
-    """Variables whose values, and not only whose shapes, outputs are computed from; the outputs among them."""
+def values_read(outputs: Iterable[Any], known: Collection[Any] = ()) -> set[Any]:
+    """Variables whose values, and not only whose shapes, outputs are computed from, not through what is `known`."""
     seen: set[Any] = set()
     waiting = list(outputs)
     while waiting:
@@ -383,7 +383,7 @@ def values_read(outputs: Iterable[Any]) -> set[Any]:
             continue
         seen.add(variable)
         node = variable.owner
-        if node is not None and not isinstance(node.op, Shape | Shape_i):
+        if node is not None and variable not in known and not isinstance(node.op, Shape | Shape_i):
             waiting.extend(node.inputs)
     return seen
 

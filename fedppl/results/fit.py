@@ -281,8 +281,8 @@ class Fit(Ended):
         client_id
             Id of a client that took part, as it was given.
         predict
-            New inputs by name, for example ``{"X": X_new}``, or a data frame with columns of these names, to draw
-            predictions for.
+            New inputs by name, ``{"X": X_new}``, or a data frame, to draw predictions for. What is the client's own
+            stays as the posterior has it; what has an entry for each row, as a residual has, is drawn for new rows.
         groups
             More groups of ArviZ to compute, by PyMC: "log_likelihood" of every observation (for ``az.loo``),
             "posterior_predictive" of the client's own rows (for ``az.plot_ppc``), and "prior", 500 draws, which brings

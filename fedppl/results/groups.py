@@ -16,6 +16,7 @@ from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
 from fedppl.model.quiet import quiet
 from fedppl.results import idata
+from fedppl.results.forward import draw_outcomes
 from fedppl.results.simulate import proper_priors
 from fedppl.settings import shown
 from fedppl.types import Array, DeclarationError
@@ -111,16 +112,7 @@ def _at_once(model: Any, draws: xr.Dataset, corners: xr.Dataset) -> dict[str, Ar
 
 def _posterior_predictive(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
     """Replicates of the observations, one a draw, for the same inputs and the same local variables."""
-    model = client.pymc_model()
-    with model, quiet():
-        drawn = pm.sample_posterior_predictive(
-            idata.from_groups({"posterior": posterior, "constant_data": _constant(model)}),
-            var_names=[variable.name for variable in model.observed_RVs],
-            random_seed=seed,
-            progressbar=False,
-            compile_kwargs={"mode": interpreted.PYTHON_MODE},
-        )
-    return {"posterior_predictive": _like(idata.as_dataset(drawn, "posterior_predictive"), posterior)}
+    return {"posterior_predictive": _like(draw_outcomes(client.pymc_model(), posterior, seed), posterior)}
 
 
 def _prior(client: ClientModel, posterior: xr.Dataset, seed: int) -> dict[str, xr.Dataset]:
@@ -138,13 +130,6 @@ GROUPS: dict[str, Callable[[ClientModel, xr.Dataset, int], dict[str, xr.Dataset]
     "posterior_predictive": _posterior_predictive,
     "prior": _prior,
 }
-
-
-def _constant(model: Any) -> xr.Dataset:
-    """The model's data as they are: what PyMC finds unchanged it does not draw anew, nor what depends on it."""
-    values = {variable.name: np.asarray(variable.get_value()) for variable in model.data_vars}
-    dims = {name: tuple(f"{name}_dim_{axis}" for axis in range(value.ndim)) for name, value in values.items()}
-    return idata.dataset(values, dims, {})
 
 
 def _free(model: Any, posterior: xr.Dataset) -> xr.Dataset:

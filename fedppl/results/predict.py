@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pymc as pm
 import xarray as xr
-from pytensor.graph.traversal import ancestors
 
 from fedppl.model import graph as _graph
-from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.enrolment import held_exactly, mismatch
 from fedppl.model.indices import read_indices, require_not_negative
 from fedppl.model.quiet import quiet
 from fedppl.results import idata
+from fedppl.results.forward import containers_of_rows, draw_outcomes, drawn_anew, reads
 from fedppl.results.rows import require_rows
 from fedppl.types import DataError, DeclarationError
+
+logger = logging.getLogger(__name__)
 
 
 def new_inputs(declaration: FederatedModel, client: ClientModel, given: Any) -> Mapping[str, Any]:
@@ -71,50 +72,25 @@ def predictions(
         if not np.all(np.isfinite(new)):
             raise DataError(f"new data {name!r} holds missing or infinite values; drop or impute them.")
         values[name] = held_exactly(f"new data {name!r}", new, containers[name].type.dtype)
-    rows_before = {len(client.arrays[name]) for name in values if np.ndim(client.arrays[name])}
-    rows_after = {len(value) for value in values.values() if np.ndim(value)}
-    if len(rows_after) == 1 and len(rows_before) == 1:
-        before, after = rows_before.pop(), rows_after.pop()
-        reads = {rv: _graph.values_read([rv]) for rv in model.observed_RVs}
-        for name, variable in containers.items():
-            old = client.arrays[name]
-            if name in values or not np.ndim(old) or len(old) != before:
-                continue
-            readers = [repr(rv.name) for rv, read in reads.items() if variable in read]
-            if not readers:
-                values[name] = np.zeros((after, *old.shape[1:]), dtype=variable.type.dtype)
-            elif after != before:
-                raise DataError(
-                    f"new data {sorted(new_data)} leave out {name!r}, which has a row per observation and which the "
-                    f"distribution of {', '.join(readers)} reads; give its {after} new rows too."
-                )
+    anew = _fill(model, client, values)
     renewed = {
         dim: np.arange(len(value))
         for name, value in values.items()
         for dim in (model.named_vars_to_dims.get(name) or ())[:1]
         if model.coords.get(dim) is not None and len(model.coords[dim]) != len(value)
     }
-    names = [variable.name for variable in model.observed_RVs]
     with model, quiet():
         pm.set_data(values, coords=renewed)
         try:
             require_not_negative(client.client_id, read_indices(model), values, ())
-            drawn = pm.sample_posterior_predictive(
-                idata.from_groups({"posterior": posterior}),
-                var_names=names,
-                predictions=True,
-                random_seed=seed % 2**32,
-                progressbar=False,
-                **_anew(model, posterior, [containers[name] for name in values]),
-                compile_kwargs={"mode": interpreted.PYTHON_MODE},
-            )["predictions"]
+            drawn = draw_outcomes(model, posterior, seed % 2**32, anew, predictions=True)
         except (IndexError, ValueError, AssertionError) as error:
             if isinstance(error, DataError):
                 raise
             raise mismatch(client.client_id, {name: values[name] for name in new_data}, error) from error
     dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
     all_coords = {**coords, **renewed}
-    arrays = {name: np.asarray(drawn[name]) for name in names}
+    arrays = {rv.name: np.asarray(drawn[rv.name]) for rv in model.observed_RVs}
     inputs = {name: values[name] for name in new_data}
     input_dims = {k: dims.get(k) or tuple(f"{k}_dim_{i}" for i in range(v.ndim)) for k, v in inputs.items()}
     drawn = idata.posterior_dataset(arrays, dims, all_coords, {"client": client.client_id})
@@ -124,11 +100,33 @@ def predictions(
     return drawn, idata.dataset(inputs, input_dims, {})
 
 
-def _anew(model: Any, posterior: Any, changed: Sequence[Any]) -> dict[str, list[str]]:
-    """Variables that belong to rows, as a residual does, are drawn anew for new rows; PyMC 6 has to be told of all."""
-    if "sample_vars" not in inspect.signature(pm.sample_posterior_predictive).parameters:
-        return {}
-    known = [rv for rv in model.free_RVs if rv.name in posterior]
-    anew = [rv.name for rv in known if set(changed) & set(ancestors([rv]))]
-    told = {"sample_vars": anew, "freeze_vars": [rv.name for rv in known if rv.name not in anew]}
-    return {key: names for key, names in told.items() if names}
+def _fill(model: Any, client: ClientModel, values: dict[str, Any]) -> list[str]:
+    """Fill in what new data leave out and nothing reads; returns the names of variables that are drawn anew."""
+    found, of_rows, given = reads(model), containers_of_rows(model), sorted(values)
+    vectors = [name for name in given if np.ndim(values[name])]
+    of = [name for name in vectors if name in of_rows] or vectors
+    lengths = {(len(client.arrays[name]), len(values[name])) for name in of}
+    before, after = lengths.pop() if len(lengths) == 1 else (None, None)
+    as_long = [name for name, old in client.arrays.items() if np.ndim(old) and len(old) == before]
+    left_out = [name for name in as_long if name in of_rows and name not in values]
+    others = [k for k in values if k not in of_rows and not np.array_equal(values[k], client.arrays[k])]
+    rows = [*(name for name in given if name in of_rows), *left_out]
+    dims = [dim for name in rows for dim in (model.named_vars_to_dims.get(name) or ())[:1]]
+    anew, told = drawn_anew(found, [*rows, *dims], others)
+    if told:
+        logger.warning(
+            "client %s: %s are drawn anew, from their prior at the new values of %s: those are of another client",
+            *(client.client_id, told, others),
+        )
+    stay = {rv for rv in model.free_RVs if rv.name not in anew}
+    read = {rv: {one.name for one in _graph.values_read([rv], stay)} for rv in model.observed_RVs}
+    for name in left_out:
+        readers = [repr(rv.name) for rv, names in read.items() if name in names]
+        if not readers:
+            values[name] = np.zeros((after, *client.arrays[name].shape[1:]), dtype=model[name].type.dtype)
+        elif after != before:
+            raise DataError(
+                f"new data {given} leave out {name!r}, which has a row per observation and which the "
+                f"distribution of {', '.join(readers)} reads; give its {after} new rows too."
+            )
+    return anew

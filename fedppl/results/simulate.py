@@ -15,6 +15,7 @@ from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.model.quiet import quiet
 from fedppl.model.summary import tells_grid
 from fedppl.results import idata
+from fedppl.results.forward import draw_outcomes
 from fedppl.types import Array, DeclarationError
 
 NO_DRAWS = "it brought a likelihood on a grid, and outcomes cannot be drawn from that"
@@ -65,17 +66,9 @@ def outcomes(client: ClientModel, shared: Mapping[str, Array], rng: np.random.Ge
             "the model has a pm.Potential, from which outcomes cannot be drawn; declare them as observed variables "
             "(pm.CustomDist)" + _OR
         )
-    # With the model's own dims and coords: a variable whose coords differ PyMC draws anew, from its prior.
     group = idata.posterior_dataset({name: value[None] for name, value in shared.items()}, *dims_and_coords(model))
-    with model, proper_priors(), quiet():
-        drawn = pm.sample_posterior_predictive(
-            idata.from_groups({"posterior": group}),
-            var_names=list(arrays),
-            random_seed=int(rng.integers(2**31)),
-            progressbar=False,
-            compile_kwargs={"mode": interpreted.PYTHON_MODE},
-        )
-    found = idata.as_dataset(drawn, "posterior_predictive")
+    with proper_priors():
+        found = draw_outcomes(model, group, int(rng.integers(2**31)))
     return {
         array: _as_outcomes(np.asarray(found[name])[0], np.asarray(client.arrays[array]).dtype)
         for name, array in arrays.items()
