@@ -13,7 +13,7 @@ import numpy as np
 
 from fedppl.data import frames, missing
 from fedppl.formulas import predictor
-from fedppl.formulas.agreement import Agreement, is_text
+from fedppl.formulas.agreement import Agreement, as_texts, is_text
 from fedppl.formulas.priors import Prior
 from fedppl.settings import shown
 from fedppl.types import Array, DataError, DeclarationError
@@ -35,10 +35,16 @@ def order_of(name: str, levels: Any) -> tuple[str, ...]:
     """An order of levels as the user gave it: texts, each once."""
     if isinstance(levels, str) or not isinstance(levels, Iterable):
         raise DeclarationError(f"levels={{{name!r}: {shown(levels)}}} must be a list of levels in their order.")
-    found = tuple(map(str, levels))
+    found = tuple(map(_level, levels))
     if len(set(found)) < len(found):
         raise DeclarationError(f"levels={{{name!r}: {list(found)}}} names a level twice; name each once.")
     return found
+
+
+def _level(value: Any) -> str:
+    """A level as columns have it, whose numbers and truths are whole numbers where they can be."""
+    is_number = isinstance(value, bool | int | float | np.bool_ | np.number)
+    return str(as_texts(np.asarray([value]))[0]) if is_number else str(value)
 
 
 def prior(name: str, given: Prior, default: Prior | None) -> None:

@@ -19,7 +19,7 @@ from fedppl.formulas.families import family as family_of
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.strange import strange, strange_levels
 from fedppl.formulas.summaries import KINDS, EstimateOf, as_rows, kind_of
-from fedppl.formulas.terms import parse
+from fedppl.formulas.terms import parse, variable
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.summaries import Estimate
 from fedppl.settings import flag, one_of, shown, whole
@@ -111,7 +111,8 @@ def formula(
     required.require_family(found, declared, formula, held)
     if weights is not None and (not isinstance(weights, str) or not weights):
         raise DeclarationError(f'weights={shown(weights)} is no name of a column; give one, such as "n".')
-    given = checks.mapping("priors", priors, '{"age": fedppl.Prior("Normal", mu=0, sigma=1)}')
+    own = checks.mapping("priors", priors, '{"age": fedppl.Prior("Normal", mu=0, sigma=1)}')
+    given = {variable(str(name)): prior for name, prior in own.items()}
     order = {
         name: checks.order_of(name, one)
         for name, one in checks.mapping("levels", levels, '{"dose": ["low", "high"]}').items()
