@@ -224,6 +224,28 @@ def tables(built: Any, data: Any, by: Any) -> None:
             )
 
 
+def one_factor_a_client(built: Any, clients: Any) -> None:
+    """Refuse clients that have a column of the factor's name with several values: effects would vary by client."""
+    factor, seen = built.terms.client, dict[str, str]()
+    for client_id, data in clients.items() if factor is not None and isinstance(clients, Mapping) else ():
+        if not (factor in frames.names_of(data) if frames.is_frame(data) else isinstance(data, Mapping)):
+            continue
+        what = f"client {str(client_id)!r}"
+        held = frames.raw(data, [factor], what).get(factor) if frames.is_frame(data) else data.get(factor)
+        values = sorted({str(one) for one in np.ravel(np.asarray([] if held is None else held)).tolist() if one == one})
+        remedy = f"write (1 | client/{factor}) for groups within clients"
+        if len(values) > 1:
+            raise DataError(
+                f"{what} has {len(values)} values of {factor!r}, {shown(values[:4])}, and effects of {built.text!r} vary "
+                f"by client: {remedy}, or give a table for each {factor}."
+            )
+        if values and seen.setdefault(values[0], str(client_id)) != str(client_id):
+            raise DataError(
+                f"clients {seen[values[0]]!r} and {str(client_id)!r} have the same {factor!r}, {values[0]!r}, and "
+                f"effects of {built.text!r} vary by client: bring them together as one, or {remedy}."
+            )
+
+
 def say_who_clients_are(built: Any, data: Any, by: Any) -> None:
     """Tell that effects vary by clients where the formula's name of them is no column: it may be a slip."""
     factor = built.terms.client

@@ -38,6 +38,8 @@ class Formula:
         Whether effects of one factor have a correlation.
     levels
         Orders of levels, by column.
+    orders
+        Orders of categories that clients' tables have, by column; None where they differ.
     constants
         What the formula names that is no column.
     weights
@@ -52,6 +54,7 @@ class Formula:
     priors: Mapping[str, Prior] = field(default_factory=dict)
     correlated: bool = True
     levels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    orders: Mapping[str, Sequence[str] | None] = field(default_factory=dict, kw_only=True)
     constants: Mapping[str, Any] = field(default_factory=dict)
     weights: str | None = None
     design: Design | None = None

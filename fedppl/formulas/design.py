@@ -88,7 +88,8 @@ class Design:
         """Columns of a factor, (n, its own): of levels one for each."""
         column = self.agreement.columns.get(name)
         if column is not None and column.levels and isinstance(self.terms.trees[name], ast.Name):
-            return np.equal.outer(frame[name].cat.codes.to_numpy(), np.arange(len(column.levels))).astype(float)
+            codes = frame[name].cat.codes.to_numpy()
+            return np.asarray(codes[:, None] == np.arange(len(column.levels)), dtype=float)
         rows = values.Rows(frame, self.agreement, self.constants, what, what == _AGREED)
         return _evaluated(name, self.terms.trees[name], rows)
 

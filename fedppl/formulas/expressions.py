@@ -21,11 +21,11 @@ from fedppl.types import DeclarationError
 FUNCTIONS: dict[str, np.ufunc] = {
     name: getattr(np, name)
     for name in (
-        "abs absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh cbrt ceil cos cosh deg2rad degrees exp exp2 "
-        "expm1 fabs float_power floor floor_divide fmax fmin fmod greater greater_equal heaviside hypot less less_equal "
-        "log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor maximum minimum mod "
-        "multiply negative not_equal equal add subtract divide positive power rad2deg radians reciprocal remainder rint "
-        "sign sin sinh sqrt square tan tanh true_divide trunc"
+        "abs absolute add arccos arccosh arcsin arcsinh arctan arctan2 arctanh cbrt ceil cos cosh deg2rad degrees "
+        "divide equal exp exp2 expm1 fabs float_power floor floor_divide fmax fmin fmod greater greater_equal "
+        "heaviside hypot less less_equal log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or "
+        "logical_xor maximum minimum mod multiply negative not_equal positive power rad2deg radians reciprocal "
+        "remainder rint sign sin sinh sqrt square subtract tan tanh true_divide trunc"
     ).split()
 }
 NUMBERS = {"pi": float(np.pi), "e": float(np.e)}
@@ -120,7 +120,8 @@ def sign(node: ast.AST) -> Callable[..., Any]:
 def function(callee: str) -> Callable[..., Any] | None:
     """A function of NumPy that formulas know; None where it is none of them."""
     name = callee.removeprefix("np.")
-    return {**FUNCTIONS, **_OTHERS}.get(name) if callee.startswith("np.") else None
+    known: Callable[..., Any] | None = FUNCTIONS.get(name) or _OTHERS.get(name)
+    return known if callee.startswith("np.") else None
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
@@ -128,13 +129,13 @@ def _names(tree: ast.AST) -> Iterator[str]:
         case ast.Name():
             yield tree.id
         case ast.Call():
-            for one in (*tree.args, *(word.value for word in tree.keywords)):
-                yield from _names(one)
+            for argument in (*tree.args, *(word.value for word in tree.keywords)):
+                yield from _names(argument)
         case ast.Attribute():
             return
         case _:
-            for one in ast.iter_child_nodes(tree):
-                yield from _names(one)
+            for below in ast.iter_child_nodes(tree):
+                yield from _names(below)
 
 
 def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: int) -> None:
@@ -233,8 +234,8 @@ def _unknown(name: str, text: str) -> DeclarationError:
         return DeclarationError(f"{text}: all clients agree on levels and their reference; write C(column) alone.")
     if name.startswith("np."):
         return DeclarationError(
-            f"{text} calls {name!r}, which is none of NumPy's functions of single values that formulas know. What looks "
-            "at several rows would be of one client's rows alone: compute a column before, or write center(x) or "
+            f"{text} calls {name!r}, which is none of NumPy's functions of single values that formulas know. What "
+            "looks at several rows would be of one client's rows alone: compute a column before, or write center(x) or "
             "scale(x), by the mean and sd of all clients' rows."
         )
     numpy = f"np.{name}" if name in FUNCTIONS else "np.log"

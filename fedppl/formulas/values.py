@@ -61,8 +61,8 @@ def require_rowwise(tree: ast.expr, rows: Rows) -> None:
             part, whole[some], rtol=_SAME, atol=_SAME * size, equal_nan=True
         ):
             raise DeclarationError(
-                f"{expressions.written(tree)} has another value at a row where other rows are beside it, and each client "
-                "has its own rows alone: give a function that looks at one row at a time, write center(x) or scale(x), "
+                f"{expressions.written(tree)} has another value at a row where other rows are beside it, and each "
+                "client has its own rows alone: give a function that looks at one row at a time, write center(x) or scale(x), "
                 "by the mean and sd of all clients' rows, or compute a column before."
             )
 
