@@ -74,10 +74,16 @@ def categories(column: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def order(column: Any) -> tuple[str, ...] | None:
-    """The categories of a column that has them in an order of its own, such as pandas' ordered ones; else None."""
+def order(column: Any, *, chosen: bool = True) -> tuple[str, ...] | None:
+    """The categories of a column in their order, such as pandas' ordered ones; None where nobody chose it.
+
+    Where it need not be `chosen`, pandas' categories without an order have one too: that in which they are listed.
+    """
     nw = narwhals()
-    ordered = isinstance(column, nw.Series) and isinstance(column.dtype, nw.Enum)
+    if not isinstance(column, nw.Series):
+        return None
+    listed = not chosen and isinstance(column.dtype, nw.Categorical) and column.implementation.is_pandas_like()
+    ordered = isinstance(column.dtype, nw.Enum) or listed
     return tuple(map(str, categories(column) or ())) if ordered else None
 
 

@@ -81,6 +81,21 @@ def order(data: Any, name: str) -> tuple[str, ...] | None:
     return next(iter(found.values()), None)
 
 
+def orders(data: Any, names: Sequence[str]) -> dict[str, tuple[str, ...] | None]:
+    """The categories of columns in the order that a table, or the tables of all clients, give; None where they differ.
+
+    Columns that have none anywhere are left out; so are those whose categories are in the order of first appearance.
+    """
+    tables = {"": data} if is_frame(data) else data if isinstance(data, Mapping) else {}
+    found: dict[str, set[tuple[str, ...] | None]] = {name: set() for name in names}
+    for one in tables.values():
+        table = None if not is_frame(one) or isinstance(one, xr.Dataset) else eager(one)
+        for name in names:
+            if table is not None and name in table.columns:
+                found[name].add(columns_.order(table[name], chosen=False))
+    return {name: next(iter(own)) if len(own) == 1 else None for name, own in found.items() if own - {None}}
+
+
 def known(client_id: str, data: Any, *, names: Sequence[str] | None, orders: Categories) -> Any:
     """One client's data by name, categories and texts numbered in orders that are known."""
     whose = f"client {client_id!r}"

@@ -121,6 +121,7 @@ def agreed(
     unscaled: Sequence[str] = (),
     closed: Sequence[str] = (),
     constant: Collection[str] = (),
+    listed: Mapping[str, Sequence[str] | None] | None = None,
 ) -> Agreement:
     """What comes of it: the same levels in the same order at all clients, means and sds over all rows that were told.
 
@@ -138,6 +139,8 @@ def agreed(
         Columns that have no level "other": outcomes.
     constant
         Columns that may have the same value in all rows.
+    listed
+        Orders of levels, of which rows need not have all, by column.
 
     Raises
     ------
@@ -157,7 +160,8 @@ def agreed(
         if name in (order or {}):
             columns[name] = _ordered(name, parts, list(map(str, (order or {})[name])))
         elif text:
-            columns[name] = _levels(name, parts, others=others, closed=name in closed)
+            own = list((listed or {}).get(name) or ())
+            columns[name] = _levels(name, parts, own, others=others, closed=name in closed)
         else:
             columns[name] = _constants(name, parts, needed=name not in unscaled, varies=name not in constant)
     rows = sum(next(iter(one.values())).rows for one in told.values()) if columns else 0
@@ -172,7 +176,7 @@ def _counts(parts: Mapping[str, Told]) -> dict[str, int]:
     return counts
 
 
-def _levels(name: str, parts: Mapping[str, Told], *, others: bool, closed: bool) -> Column:
+def _levels(name: str, parts: Mapping[str, Told], listed: Sequence[str], *, others: bool, closed: bool) -> Column:
     counts = _counts(parts)
     # Of how many rows is not known: those that are not told among the levels, and one where that is none.
     withheld = {
@@ -186,7 +190,7 @@ def _levels(name: str, parts: Mapping[str, Told], *, others: bool, closed: bool)
             'withheld="other" to make one level of them, lower min_count, say the levels in formula(levels=...), or '
             "merge some before."
         )
-    levels = sorted(counts, key=_order)
+    levels = [one for one in listed if one in counts] + sorted(set(counts) - set(listed), key=_order)
     if withheld and not closed:
         levels = [*(level for level in levels if level != OTHER), OTHER]
         counts[OTHER] = counts.get(OTHER, 0) + sum(withheld.values())

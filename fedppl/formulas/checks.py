@@ -13,7 +13,7 @@ import numpy as np
 
 from fedppl.data import frames, missing
 from fedppl.formulas import predictor
-from fedppl.formulas.agreement import Agreement, is_text
+from fedppl.formulas.agreement import Agreement, as_texts, is_text
 from fedppl.formulas.priors import Prior
 from fedppl.settings import shown
 from fedppl.types import Array, DataError, DeclarationError
@@ -35,10 +35,16 @@ def order_of(name: str, levels: Any) -> tuple[str, ...]:
     """An order of levels as the user gave it: texts, each once."""
     if isinstance(levels, str) or not isinstance(levels, Iterable):
         raise DeclarationError(f"levels={{{name!r}: {shown(levels)}}} must be a list of levels in their order.")
-    found = tuple(map(str, levels))
+    found = tuple(map(_level, levels))
     if len(set(found)) < len(found):
         raise DeclarationError(f"levels={{{name!r}: {list(found)}}} names a level twice; name each once.")
     return found
+
+
+def _level(value: Any) -> str:
+    """A level as columns have it, whose numbers and truths are whole numbers where they can be."""
+    is_number = isinstance(value, bool | int | float | np.bool_ | np.number)
+    return str(as_texts(np.asarray([value]))[0]) if is_number else str(value)
 
 
 def prior(name: str, given: Prior, default: Prior | None) -> None:
@@ -215,6 +221,28 @@ def tables(built: Any, data: Any, by: Any) -> None:
                 f"effects of {built.text!r} vary by {factor!r}, and by={by!r} tells clients apart; effects vary by "
                 f"client: write (1 | {by if isinstance(by, str) else 'client'}), or by={factor!r}. Groups within a "
                 "client are written (1 | client/group)."
+            )
+
+
+def one_factor_a_client(built: Any, clients: Any) -> None:
+    """Refuse clients that have a column of the factor's name with several values: effects would vary by client."""
+    factor, seen = built.terms.client, dict[str, str]()
+    for client_id, data in clients.items() if factor is not None and isinstance(clients, Mapping) else ():
+        if not (factor in frames.names_of(data) if frames.is_frame(data) else isinstance(data, Mapping)):
+            continue
+        what = f"client {str(client_id)!r}"
+        held = frames.raw(data, [factor], what).get(factor) if frames.is_frame(data) else data.get(factor)
+        values = sorted({str(one) for one in np.ravel(np.asarray([] if held is None else held)).tolist() if one == one})
+        remedy = f"write (1 | client/{factor}) for groups within clients"
+        if len(values) > 1:
+            raise DataError(
+                f"{what} has {len(values)} values of {factor!r}, {shown(values[:4])}, and effects of {built.text!r} vary "
+                f"by client: {remedy}, or give a table for each {factor}."
+            )
+        if values and seen.setdefault(values[0], str(client_id)) != str(client_id):
+            raise DataError(
+                f"clients {seen[values[0]]!r} and {str(client_id)!r} have the same {factor!r}, {values[0]!r}, and "
+                f"effects of {built.text!r} vary by client: bring them together as one, or {remedy}."
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ from fedppl.formulas.design import Design
 from fedppl.formulas.family import Family, Scales, declare
 from fedppl.formulas.outcomes import new_rows, outcome, weights
 from fedppl.formulas.priors import Prior
-from fedppl.formulas.terms import Terms
+from fedppl.formulas.terms import Terms, variable
 from fedppl.types import DataError, DeclarationError
 
 
@@ -39,6 +38,8 @@ class Formula:
         Whether effects of one factor have a correlation.
     levels
         Orders of levels, by column.
+    orders
+        Orders of categories that clients' tables have, by column; None where they differ.
     constants
         What the formula names that is no column.
     weights
@@ -53,6 +54,7 @@ class Formula:
     priors: Mapping[str, Prior] = field(default_factory=dict)
     correlated: bool = True
     levels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    orders: Mapping[str, Sequence[str] | None] = field(default_factory=dict, kw_only=True)
     constants: Mapping[str, Any] = field(default_factory=dict)
     weights: str | None = None
     design: Design | None = None
@@ -98,9 +100,9 @@ class Formula:
     @property
     def outcome_levels(self) -> dict[str, list[str]]:
         """Levels of an outcome that is one of several: draws of it are their places, from 0."""
-        name = self.terms.response.columns[0]
-        levels = self._agreed().agreement.columns[name].levels
-        return {name: list(levels)} if levels else {}
+        response = self.terms.response
+        levels = self._agreed().agreement.columns[response.columns[0]].levels
+        return {response.variable: list(levels)} if levels else {}
 
     @property
     def cuts(self) -> tuple[float, ...]:
@@ -189,9 +191,7 @@ class Formula:
     @property
     def may_be_constant(self) -> frozenset[str]:
         """Columns that tell something though all rows have the same value: offsets, trials."""
-        varying = [*self.terms.common, *(one for group in self.terms.groups for one in group.expressions)]
-        inside = {name for name in self.terms.columns if any(re.search(rf"\b{re.escape(name)}\b", t) for t in varying)}
-        return frozenset({*self.terms.columns, *self.terms.response.columns[1:]} - inside)
+        return frozenset({*self.terms.columns, *self.terms.response.columns[1:]} - self.terms.varying)
 
     @property
     def containers(self) -> dict[str, str]:
@@ -204,7 +204,7 @@ class Formula:
         for number, group in enumerate(self.terms.groups):
             found += [f"effects_{number}", *([f"row_{number}", f"of_{number}"] if len(group.factor) > 1 else [])]
         taken = {*self.columns, *self.shared}
-        return {name: f"{name}_of_rows" if name in taken else name for name in found}
+        return {name: variable(f"{name}_of_rows" if name in taken else name) for name in found}
 
     def __call__(self, **data: Any) -> pm.Model:
         """One client's model."""
@@ -215,7 +215,7 @@ class Formula:
             held = {key: pm.Data(name, data[name]) for key, name in names.items() if name in data}
             eta, parameters = self.variables(held)
             drawn = self.family.likelihood(eta, parameters, held, self.spec.scales)
-            declare(self.terms.response.columns[0], drawn, held["outcome"], held.get("weights"))
+            declare(self.terms.response.variable, drawn, held["outcome"], held.get("weights"))
         return model
 
     def variables(self, held: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

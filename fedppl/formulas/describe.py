@@ -11,7 +11,7 @@ from fedppl.formulas import predictor
 from fedppl.formulas.family import Family
 from fedppl.formulas.predictor import Spec
 from fedppl.formulas.priors import Prior
-from fedppl.formulas.terms import Terms
+from fedppl.formulas.terms import Terms, variable
 
 _COLUMNS = ["prior", "entries", "reference", "meaning"]
 _MEANINGS = {
@@ -62,7 +62,7 @@ def _told(spec: Spec, name: str) -> tuple[str, Any, Any]:
     entries = tuple(predictor.short(labels)) if predictor.is_labelled(name, labels) else ()
     if spec.levels:
         entries = tuple(f"{one}, {level}" for one in entries or (name,) for level in spec.levels)
-    column = spec.design.agreement.columns.get(name)
+    column = next((one for key, one in spec.design.agreement.columns.items() if variable(key) == name), None)
     if column is not None and column.levels:
         reference = column.levels[0] if reference is None else f"{column.levels[0]}, {reference}"
     return repr(predictor.coefficients(spec)[name]), entries or None, reference

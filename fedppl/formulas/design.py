@@ -1,25 +1,32 @@
-"""From a client's rows to the columns that coefficients belong to, the same at all clients. The edge to formulae."""
+"""From a client's rows to the columns that coefficients belong to, the same at all clients."""
 
 from __future__ import annotations
 
-import re
+import ast
+import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from formulae.environment import Environment
-from formulae.matrices import DesignMatrices
-from formulae.model_description import model_description
 
+from fedppl.formulas import expressions, values
 from fedppl.formulas.agreement import Agreement, coded, is_text
+from fedppl.formulas.coding import Product
 from fedppl.formulas.moments import Moments, moments, standing_for_all
-from fedppl.formulas.terms import Group, Terms
+from fedppl.formulas.terms import Terms, variable
 from fedppl.types import Array, DataError, DeclarationError
 
 _AGREED = "the agreed columns"
+
+
+class Coded(NamedTuple):
+    """Columns of a term: products of those of its factors; none of an intercept."""
+
+    term: tuple[str, ...]
+    products: tuple[Product, ...]
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,10 @@ class Design:
 
     Attributes
     ----------
-    matrices
-        Of formulae, evaluated at rows that stand for all clients' and are nobody's.
+    constants
+        What the formula names that is no column.
+    coding
+        Terms of the common part, and of the effects of each group, with the products that their columns are.
     labels
         Names of the columns of each common term, by term.
     group_labels
@@ -40,84 +49,94 @@ class Design:
         Sizes of the effects' columns, by group.
     offset_center
         Mean of the sum of the offsets over these rows.
-    splines
-        Terms ``bs(...)`` as they are before their columns are centred, by name.
     """
 
     terms: Terms
     agreement: Agreement
-    matrices: Any
+    constants: Mapping[str, Any]
+    coding: tuple[tuple[Coded, ...], ...]
     labels: Mapping[str, tuple[str, ...]]
     group_labels: tuple[tuple[str, ...], ...]
     center: Array
     scale: Array
     group_scale: tuple[Array, ...]
     offset_center: float
-    splines: Mapping[str, Any]
 
     def common(self, frame: pd.DataFrame, what: str) -> Array:
         """Columns of the common terms, (n, p)."""
-        found = self.matrices.common.terms if self.matrices.common is not None else {}
-        return self._columns([found[name] for name in self.terms.common], frame, what)
+        return self._columns([one for one in self.coding[0] if one.term], frame, what)
 
     def offset(self, frame: pd.DataFrame, what: str) -> Array:
         """Sum of the offsets, (n,)."""
-        found = [_evaluated(self.matrices.common.terms[name], frame, what)[:, 0] for name in self.terms.offsets]
+        found = [self._factor(name, frame, what)[:, 0] for name in self.terms.offsets]
         return np.asarray(np.sum(found, axis=0))
 
     def group(self, number: int, frame: pd.DataFrame, what: str) -> Array:
         """Columns of the effects of a group, (n, q)."""
-        group = self.terms.groups[number]
-        return self._columns(_expressions(self.matrices, group), frame, what)
+        return self._columns(self.coding[1 + number], frame, what)
 
-    def _columns(self, terms: Sequence[Any], frame: pd.DataFrame, what: str) -> Array:
-        """Columns of terms, (n, theirs), of rows that lie within the bounds of splines."""
-        for name in {str(getattr(term, "name", "")) for term in terms} & set(self.splines):
-            values = _evaluated(self.splines[name], frame, what)
-            # A basis of splines is within 0 and 1 between its bounds, and nowhere else.
-            outside = np.any((values < -1e-9) | (values > 1 + 1e-9), axis=1)
-            if what != _AGREED and np.any(outside):
-                raise DataError(
-                    f"{what}: row {int(np.argmax(outside))} lies outside of the bounds of {name!r}; widen lower_bound "
-                    "and upper_bound, the same at all clients."
-                )
-        return np.concatenate([np.zeros((len(frame), 0)), *(_evaluated(t, frame, what) for t in terms)], axis=1)
+    def _columns(self, terms: Sequence[Coded], frame: pd.DataFrame, what: str) -> Array:
+        """Columns of terms, (n, theirs)."""
+        factors = {
+            name: self._factor(name, frame, what) for name in dict.fromkeys(itertools.chain(*(t.term for t in terms)))
+        }
+        products = [_product(one, factors, len(frame)) for term in terms for one in term.products]
+        return np.concatenate([np.zeros((len(frame), 0)), *products], axis=1)
+
+    def _factor(self, name: str, frame: pd.DataFrame, what: str) -> Array:
+        """Columns of a factor, (n, its own): of levels one for each."""
+        column = self.agreement.columns.get(name)
+        if column is not None and column.levels and isinstance(self.terms.trees[name], ast.Name):
+            codes = frame[name].cat.codes.to_numpy()
+            return np.asarray(codes[:, None] == np.arange(len(column.levels)), dtype=float)
+        rows = values.Rows(frame, self.agreement, self.constants, what, what == _AGREED)
+        return _evaluated(name, self.terms.trees[name], rows)
 
 
 def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> Design:
     """The design that all clients share, from what they agreed on."""
     frame = standing_for_all(terms, agreement)
-    described = model_description(terms.right)
+    levels = {name: column.levels for name, column in agreement.columns.items() if column.levels}
+    coding = tuple(tuple(itertools.starmap(Coded, one.products(levels))) for one in terms.sums)
+    design = Design(terms, agreement, constants, coding, {}, (), np.zeros(0), np.ones(0), (), 0.0)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # of functions at rows that nobody has
-        try:
-            known = Environment([{"np": np, **constants}])
-            matrices = DesignMatrices(described, frame, known)
-            splines = _before_centring(matrices, terms, frame, known)
-        except Exception as error:
-            raise DeclarationError(
-                f"the formula {terms.right!r} cannot be evaluated: {error}; functions take columns of numbers, what is "
-                "no column is given by constants={...}, and what needs more is computed as a column before."
-            ) from error
-        found = matrices.common.terms if matrices.common is not None else {}
-        labels = {name: tuple(map(str, found[name].labels)) for name in terms.common}
-        design = Design(terms, agreement, matrices, labels, (), np.zeros(0), np.ones(0), (), 0.0, {})
-        common = [_moments(design, found[name]) for name in terms.common]
-        groups = [[_moments(design, one) for one in _expressions(matrices, group)] for group in terms.groups]
+        widths = _require_rowwise(design, frame)
+        common = [_moments(design, one) for one in coding[0] if one.term]
+        groups = [[_moments(design, one) for one in part] for part in coding[1:]]
         offset = _mean_offset(design, frame) if terms.offsets else 0.0
-    effects = tuple(
-        tuple(label for one in _expressions(matrices, group) for label in _labels(one)) for group in terms.groups
-    )
+    own = [tuple(label for one in part for label in _labels(one, levels, widths)) for part in coding[1:]]
+    of_terms = [_labels(one, levels, widths) for one in coding[0] if one.term]
+    labels = dict(zip(terms.common, of_terms, strict=True))
     center, scale = (np.concatenate([np.zeros(0), *(one[k] for one in common)]) for k in range(2))
     sizes = tuple(np.concatenate([one.size for one in group]) for group in groups)
     offset = offset if np.isfinite(offset) else 0.0
-    return Design(terms, agreement, matrices, labels, effects, center, scale, sizes, offset, splines)
+    return Design(terms, agreement, constants, coding, labels, tuple(own), center, scale, sizes, offset)
 
 
-def _moments(design: Design, term: Any) -> Moments:
+def _moments(design: Design, term: Coded) -> Moments:
     """Moments of a term's columns over rows that stand for all."""
-    read = {str(name) for name in getattr(term, "var_names", ())}
+    read = {name for one in term.term for name in expressions.columns(design.terms.trees[one], design.constants)}
     return moments(read, design.terms, design.agreement, lambda frame: design._columns([term], frame, _AGREED))
+
+
+def _require_rowwise(design: Design, frame: pd.DataFrame) -> dict[str, int]:
+    """Refuse factors that cannot be computed, or look at other rows than their own; the widths of the others."""
+    widths = {}
+    for name, tree in design.terms.trees.items():
+        column = design.agreement.columns.get(name)
+        if column is not None and column.levels and isinstance(tree, ast.Name):
+            continue
+        rows = values.Rows(frame, design.agreement, design.constants, _AGREED, stand_for_all=True)
+        try:
+            widths[name] = values.columns(tree, rows).shape[1]
+            values.require_rowwise(tree, rows)
+        except Exception as error:
+            raise DeclarationError(
+                f"{name} cannot be evaluated: {error}; functions take columns of numbers, what is no column is given "
+                "by constants={...}, and what needs more is computed as a column before."
+            ) from error
+    return widths
 
 
 def _mean_offset(design: Design, frame: pd.DataFrame) -> float:
@@ -160,45 +179,49 @@ def from_plain(name: str, values: Array, agreement: Agreement) -> pd.Series:
     return pd.Series(pd.Categorical.from_codes(values.astype(int), list(levels), ordered=True))
 
 
-def _expressions(matrices: Any, group: Group) -> list[Any]:
-    """What varies by a group's factor, in the order of the formula."""
-    return [term.expr for term in matrices.group.terms.values() if _factor(term) == group.factor]
+def _product(product: Product, factors: Mapping[str, Array], rows: int) -> Array:
+    """Products of the columns of factors, the first factor's running fastest."""
+    found = np.ones((rows, 1))
+    for name, is_short in zip(*product, strict=True):
+        own = factors[name][:, int(is_short) :]
+        found = own * found if found.shape[1] == 1 else (own[:, :, None] * found[:, None, :]).reshape(rows, -1)
+    return found
 
 
-def _factor(term: Any) -> tuple[str, ...]:
-    return tuple(str(component.name) for component in term.factor.components)
+def _labels(term: Coded, levels: Mapping[str, Sequence[str]], widths: Mapping[str, int]) -> tuple[str, ...]:
+    """Names of a term's columns."""
+
+    def own(name: str, is_short: bool) -> Iterable[str]:
+        called = variable(name)
+        if name not in widths:
+            return [f"{called}[{level}]" for level in levels[name][int(is_short) :]]
+        return [called] if widths[name] == 1 else [f"{called}[{place}]" for place in range(widths[name])]
+
+    if not term.term:
+        return ("Intercept",)
+    return tuple(
+        ":".join(reversed(parts))
+        for product in term.products
+        for parts in itertools.product(*(own(*one) for one in reversed(list(zip(*product, strict=True)))))
+    )
 
 
-def _labels(expression: Any) -> tuple[str, ...]:
-    return tuple(str(label) for label in getattr(expression, "labels", None) or ("Intercept",))
-
-
-def _evaluated(term: Any, frame: pd.DataFrame, what: str) -> Array:
-    """Columns of a term, (n, its own)."""
+def _evaluated(name: str, tree: ast.expr, rows: values.Rows) -> Array:
+    """Columns of a factor, (n, its own), that are finite."""
     try:
         with np.errstate(all="ignore"):  # what is not finite is told below
-            values = np.asarray(term.eval_new_data(frame), dtype=float)
+            found = values.columns(tree, rows)
+    except DataError:
+        raise
     except Exception as error:
-        raise DataError(f"{what}: {getattr(term, 'name', 'a term')!r} cannot be computed: {error}") from error
-    values = values.reshape(len(frame), -1)
-    if what != _AGREED and np.any(wrong := ~np.isfinite(values).all(axis=1)):
+        raise DataError(f"{rows.what}: {name!r} cannot be computed: {error}") from error
+    if not rows.stand_for_all and np.any(wrong := ~np.isfinite(found).all(axis=1)):
         where = int(np.argmax(wrong))
-        read = [f"{name} is {frame[name].iloc[where]}" for name in sorted(map(str, term.var_names)) if name in frame]
-        value = values[where][~np.isfinite(values[where])][0]
+        frame = rows.frame
+        read = [f"{one} is {frame[one].iloc[where]}" for one in sorted(expressions.columns(tree, rows.constants))]
+        value = found[where][~np.isfinite(found[where])][0]
         raise DataError(
-            f"{what}: {getattr(term, 'name', 'a term')!r} is {value} in row {where}, where {', '.join(read)}; correct "
-            "such rows, or change the function."
+            f"{rows.what}: {name!r} is {value} in row {where}, where {', '.join(read)}; correct such rows, or change "
+            "the function."
         )
-    return values
-
-
-def _before_centring(matrices: Any, terms: Terms, frame: pd.DataFrame, known: Environment) -> dict[str, Any]:
-    """Every ``bs(...)`` as it is with ``center=False``, by the name that it has in the formula."""
-    every = [matrices.common.terms[name] for name in terms.common] if matrices.common is not None else []
-    every += [one for group in terms.groups for one in _expressions(matrices, group)]
-    found = {}
-    for name in {str(getattr(term, "name", "")) for term in every}:
-        if name.startswith("bs("):
-            plain = re.sub(r",\s*(center|intercept)\s*=\s*\w+", "", name)[:-1] + ", center=False)"
-            (found[name],) = DesignMatrices(model_description(f"0 + {plain}"), frame, known).common.terms.values()
     return found

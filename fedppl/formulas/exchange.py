@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from fedppl.formulas.moments import standing_for_all
 from fedppl.formulas.outcomes import require_two
 from fedppl.formulas.times import size_of
 from fedppl.types import Array, DataError, DeclarationError
+
+logger = logging.getLogger(__name__)
 
 # How much farther from the agreed mean a client's rows may lie than the agreed sd says, in root mean square. A column
 # of one client in nine hundred of equal size, and of no other, comes to 30.
@@ -53,6 +56,7 @@ def rows_of(built: Formula, data: Any, whose: str) -> dict[str, Array]:
         raise DataError(f"{whose}: data are {type(data).__name__}; pass a data frame, or arrays by column.")
     if absent := [name for name in built.columns if name not in held]:
         raise DeclarationError(f"{whose} lacks the columns {absent} of the formula.")
+    checks.one_factor_a_client(built, {whose: data})
     checks.limits(built, held, whose)
     rows: dict[str, Array] = missing.complete({whose: held}, built.columns, "error", texts=True)[whose]
     checks.rows(whose, rows, [name for name in built.columns if name not in endless(built)])
@@ -84,7 +88,17 @@ def answered(built: Formula, rows: Mapping[str, Any], min_count: float) -> dict[
 def together(built: Formula, told: Mapping[str, Mapping[str, Told]], *, others: bool) -> Formula:
     """The formula with what comes of all that clients told."""
     outcomes, unscaled, constant = built.terms.response.columns, asked(built).unscaled, built.may_be_constant
-    found = agreed(told, built.levels, others=others, unscaled=unscaled, closed=outcomes, constant=constant)
+    found = agreed(
+        told, built.levels, others=others, unscaled=unscaled, closed=outcomes, constant=constant, listed=built.orders
+    )
+    for name in [name for name, order in built.orders.items() if order is None and found.columns[name].levels]:
+        logger.warning(
+            "tables of clients have the categories of %r in different orders, or some have none: its levels are %s; "
+            "say levels={%r: [...]} for another order, of which the first is the reference",
+            name,
+            list(found.columns[name].levels),
+            name,
+        )
     require_two(built.family, outcomes[0], found, "all clients together")
     return built.agreed(found)
 

@@ -19,7 +19,7 @@ from fedppl.formulas.families import family as family_of
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.strange import strange, strange_levels
 from fedppl.formulas.summaries import KINDS, EstimateOf, as_rows, kind_of
-from fedppl.formulas.terms import parse
+from fedppl.formulas.terms import parse, variable
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.summaries import Estimate
 from fedppl.settings import flag, one_of, shown, whole
@@ -111,7 +111,8 @@ def formula(
     required.require_family(found, declared, formula, held)
     if weights is not None and (not isinstance(weights, str) or not weights):
         raise DeclarationError(f'weights={shown(weights)} is no name of a column; give one, such as "n".')
-    given = checks.mapping("priors", priors, '{"age": fedppl.Prior("Normal", mu=0, sigma=1)}')
+    own = checks.mapping("priors", priors, '{"age": fedppl.Prior("Normal", mu=0, sigma=1)}')
+    given = {variable(str(name)): prior for name, prior in own.items()}
     order = {
         name: checks.order_of(name, one)
         for name, one in checks.mapping("levels", levels, '{"dose": ["low", "high"]}').items()
@@ -195,7 +196,7 @@ def agree(
     -----
     *When this fails.* Counts of levels and sums are of a client's rows: where a client has few, they tell much.
     """
-    model = _with_order(model, data)
+    model = with_order(model, data)
     built = _formula(model)
     whole("min_count", min_count)
     one_of("withheld", withheld, ("error", "other"))
@@ -240,7 +241,10 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
         by = factor
     checks.tables(built, data, by)
     checks.say_who_clients_are(built, data, by)
-    split = as_rows(built, frames.by_client(data, by, built.columns, texts=True))
+    given = frames.by_client(data, by, built.columns, texts=True)
+    if not frames.is_frame(data):
+        checks.one_factor_a_client(built, given)
+    split = as_rows(built, given)
     if missing == "impute" and isinstance(split, Mapping):
         outcomes, found = built.terms.response.columns[:1], gaps.read(split, built.columns, texts=True)
         with_rows = {k: one for k, one in found.items() if not isinstance(one, Estimate)}
@@ -255,7 +259,7 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
 
 def ready(model: FederatedModel, data: Any, by: Any, missing: str) -> tuple[FederatedModel, Any]:
     """A formula's model that clients agreed on, by what is here, and their rows."""
-    model = _with_order(model, data)
+    model = with_order(model, data)
     built = _formula(model)
     clients = clients_of(built, data, by, missing)
     if built.design is not None:
@@ -266,14 +270,21 @@ def ready(model: FederatedModel, data: Any, by: Any, missing: str) -> tuple[Fede
     return agreed_on, clients
 
 
-def _with_order(model: FederatedModel, data: Any) -> FederatedModel:
-    """The model with the order of an ordinal outcome's categories where the tables say it and the formula does not."""
+def with_order(model: FederatedModel, data: Any) -> FederatedModel:
+    """The model with the orders of categories that tables have and the formula does not say.
+
+    Of an ordinal outcome all have to be there; of another column those that rows have, the first being the reference.
+    """
     built = _formula(model)
-    name = built.terms.response.columns[0]
-    if built.family.name != "ordinal" or name in built.levels or built.design is not None:
+    if built.design is not None or built.orders:
         return model
-    order = frames.order(data, name)
-    return model if order is None else _model(replace(built, levels={**built.levels, name: order}))
+    given = frames.by_client(data, None, None) if not frames.is_frame(data) else data
+    outcome = built.terms.response.columns[0]
+    order = frames.order(given, outcome) if built.family.name == "ordinal" and outcome not in built.levels else None
+    levels = built.levels if order is None else {**built.levels, outcome: order}
+    unsaid = [name for name in asked(built).names if name not in levels]
+    orders = frames.orders(given, unsaid)
+    return model if order is None and not orders else _model(replace(built, levels=levels, orders=orders))
 
 
 def remembering(model: FederatedModel, agreement: Any, data: Any = None) -> FederatedModel:
@@ -287,7 +298,7 @@ def remembering(model: FederatedModel, agreement: Any, data: Any = None) -> Fede
             f"the file is of another declaration: {built.text!r} reads the columns {unknown}, on which its clients did "
             f"not agree; they did on {sorted(known)}."
         )
-    ordered = built if data is None else _formula(_with_order(model, data))
+    ordered = built if data is None else _formula(with_order(model, data))
     for name, order in ordered.levels.items():
         held = agreement.columns[name].levels
         if [one for one in order if one in held] != [one for one in held if one in order]:

@@ -12,7 +12,7 @@ from fedppl.formulas import checks
 from fedppl.formulas.agreement import tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import asked, endless, sized
-from fedppl.formulas.formula import of_told
+from fedppl.formulas.formula import of_told, with_order
 from fedppl.model.declaration import FederatedModel
 from fedppl.types import DataError
 
@@ -33,6 +33,9 @@ def together(
     if by is None or not frames.is_frame(data) or any(len(group.factor) > 1 for group in built.terms.groups):
         return None
     checks.tables(built, data, by)
+    model = with_order(model, data)
+    built = model.builder
+    assert isinstance(built, Formula)
     table = grouped.of_frame(data, by, built.columns, missing, fewest, texts=True)
     if table is None:
         return None

@@ -15,7 +15,7 @@ import pytensor.tensor as pt
 from fedppl.formulas.design import Design
 from fedppl.formulas.family import Family, Scales
 from fedppl.formulas.priors import Prior
-from fedppl.formulas.terms import Group, Terms
+from fedppl.formulas.terms import Group, Terms, variable
 
 _WIDE = 2.5  # prior sds of coefficients, in the units of outcome and column
 CORRELATION = 2.0  # η of LKJ
@@ -39,7 +39,7 @@ class Spec(NamedTuple):
     @property
     def level_dim(self) -> tuple[str, ...]:
         """Dim of these levels."""
-        return (f"{self.terms.response.columns[0]}_level",) if self.family.several else ()
+        return (f"{self.terms.response.variable}_level",) if self.family.several else ()
 
 
 def has_intercept(terms: Terms, family: Family) -> bool:
@@ -49,7 +49,7 @@ def has_intercept(terms: Terms, family: Family) -> bool:
 
 def tag(group: Group) -> str:
     """How the variables of a group begin."""
-    return "_".join(group.factor)
+    return variable("_".join(group.factor))
 
 
 def spreads(group: Group, count: int, *, correlated: bool) -> tuple[str, ...]:

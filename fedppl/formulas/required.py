@@ -50,9 +50,17 @@ def require_family(family: Family, terms: Terms, text: str, constants: Mapping[s
         raise DeclarationError(f"offset() is added to one linear predictor, and family={family.name!r} has several.")
 
 
+def _dims(built: Formula, names: Sequence[str]) -> set[str]:
+    """Names that dims of draws and of tables have."""
+    groups = {f"{tag(one)}_{what}" for one in built.terms.groups for what in ("effect", "pair")}
+    own = {f"{name}_dim{axis}" for name in names for axis in ("", "_0", "_1")}
+    return {"chain", "draw", "sample", f"{built.terms.response.variable}_level", *groups, *own}
+
+
 def require_names(built: Formula) -> None:
     """Refuse one name for two things, and priors and levels of what is not there."""
-    response, right = built.terms.response.columns, {*built.terms.columns, *built.terms.common}
+    response = built.terms.response.columns
+    right = {*built.terms.columns, *built.terms.common, *(one for group in built.terms.groups for one in group.factor)}
     if both := sorted(set(response) & right):
         raise DeclarationError(f"{both} stand on both sides of {built.text!r}; leave them out of one.")
     of_groups = [f"{tag(one)}_{what}" for one in built.terms.groups for what in ("effects", "z")]
@@ -62,11 +70,15 @@ def require_names(built: Formula) -> None:
     of_groups += [f"{tag(one)}_corr" for one in several]
     alone = [one for one in several if len(one.expressions) + built.family.several == 1]  # as far as is known
     of_groups += [f"{tag(one)}_partial" for one in alone]
-    names = [*built.shared, response[0], *of_groups]
+    names = [*built.shared, built.terms.response.variable, *of_groups]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DeclarationError(
             f"{twice} are names of columns of {built.text!r} and of variables of the model, {sorted(set(names))}; "
             "rename these columns."
+        )
+    if both := sorted(set(names) & _dims(built, names)):
+        raise DeclarationError(
+            f"{both} are names of columns of {built.text!r} and of dims of its results; rename these columns."
         )
     for name, prior in built.priors.items():
         if not isinstance(prior, Prior):

@@ -11,6 +11,7 @@ import pymc as pm
 
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.predictor import coords, has_intercept
+from fedppl.formulas.terms import variable
 from fedppl.model.summaries import Estimate, Table, normal
 from fedppl.types import Array, DataError, DeclarationError
 
@@ -44,7 +45,8 @@ class EstimateOf:
         first = ["Intercept"] if has_intercept(self.formula.terms, self.formula.family) else []
         known = {*first, *common, *set().union(*own)}
         short = {name: labels[0] for name, labels in design.labels.items() if len(labels) == 1}
-        names = [short.get(name, name) for name in data.names]
+        given = [name if name in known else variable(name) for name in data.names]
+        names = [short.get(name, name) for name in given]
         if unknown := [name for name in names if name not in known]:
             raise DataError(
                 f"{what}: an estimate of {unknown}; the coefficients of {self.formula.text!r} are {sorted(known)}."
@@ -72,7 +74,7 @@ class EstimateOf:
             if eta.ndim != 1:
                 raise DeclarationError(f"{self.__name__} has several predictors, and takes no estimates.")
             told = eta[1:] - eta[0] * held["slope"]
-            name = f"{self.formula.terms.response.columns[0]}_summary"
+            name = f"{self.formula.terms.response.variable}_summary"
             normal(told, held["estimate"], held["covariance"], name=name)
         return model
 

@@ -1,25 +1,21 @@
-"""A formula taken apart: the response by us, what stands right of ~ by formulae."""
+"""A formula taken apart: its response, the terms that all clients share, offsets, and effects by groups."""
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
-import numpy as np
-from formulae.model_description import model_description
-from formulae.transforms import TRANSFORMS
-
+from fedppl.formulas import expressions
+from fedppl.formulas.coding import Sum, sum_of
+from fedppl.formulas.tokens import Effects, Token, cut, quoted, unquoted
 from fedppl.types import DeclarationError
 
-_RESPONSE = re.compile(r"^\s*(?:(?P<call>\w+)\((?P<arguments>[^()]*)\)|(?P<name>[^\W\d]\w*)|`(?P<quoted>[^`]+)`)\s*$")
-_LEVELS = re.compile(r"\bC\(\s*([^\W\d]\w*)\s*\)")
+_COLUMN = r"(?:[^\W\d]\w*|`[^`]+`)"
+_RESPONSE = re.compile(rf"^\s*(?:(?P<call>\w+)\((?P<arguments>(?:[^()`]|`[^`]*`)*)\)|(?P<name>{_COLUMN}))\s*$")
 _CALLS = {"prop": "proportion", "p": "proportion", "Surv": "survival"}
-# What formulae would compute from the rows of one client, so that coefficients would mean another thing at each.
-_CENTRED = {"center": 1, "scale": 1, "standardize": 1}
-_SPLINES = {"bs", "cr", "cc", "tp"}
-_FUNCTIONS = {*TRANSFORMS, "I"}
-_NESTED = re.compile(r"[\w.]+\([^()]*\)|\{[^{}]*\}")  # calls and computations, which have rules of their own
+_TILDE = re.compile(r"~(?=(?:[^`]*`[^`]*`)*[^`]*$)")  # in no backquotes
 
 
 class Response(NamedTuple):
@@ -27,6 +23,11 @@ class Response(NamedTuple):
 
     kind: str
     columns: tuple[str, ...]
+
+    @property
+    def variable(self) -> str:
+        """Name of the variable that is observed."""
+        return variable(self.columns[0])
 
 
 class Group(NamedTuple):
@@ -40,7 +41,7 @@ class Terms(NamedTuple):
     """A formula."""
 
     response: Response
-    right: str  # what stands right of ~, for formulae
+    right: str  # what stands right of ~, as it was written
     common: tuple[str, ...]  # names of terms whose coefficients all clients share, without intercept and offset
     intercept: bool
     offsets: tuple[str, ...]
@@ -48,6 +49,18 @@ class Terms(NamedTuple):
     groups: tuple[Group, ...]
     columns: tuple[str, ...]  # read right of ~, without those that are factors alone
     levels: tuple[str, ...]  # of these, those that are levels though they be written as numbers: C(x)
+    sums: tuple[Sum, ...]  # of the common terms, and of the effects of each group
+    trees: Mapping[str, ast.expr]  # what factors and offsets compute, by name
+    varying: frozenset[str]  # columns of all but offsets
+
+
+def variable(name: str) -> str:
+    """How a term or a column is called among the variables of a model, where no name has a slash.
+
+    >>> variable("I(x / 100)")
+    'I(x ∕ 100)'
+    """
+    return name.replace("/", "∕")
 
 
 def parse(formula: str, constants: Collection[str] = ()) -> Terms:
@@ -56,116 +69,65 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
     >>> parse("y ~ age * arm + (1 + arm | site) + (1 | site:ward)").groups
     (Group(factor=('site',), expressions=('1', 'arm')), Group(factor=('site', 'ward'), expressions=('1',)))
     """
-    if not isinstance(formula, str) or formula.count("~") != 1:
+    sides = _TILDE.split(formula) if isinstance(formula, str) else []
+    if len(sides) != 2:
         raise DeclarationError(f"formula={formula!r} is no formula; write one like 'y ~ age + arm + (1 | site)'.")
-    left, right = formula.split("~")
-    response = _response(left)
-    _require_syntax(formula, right)
-    levels = tuple(dict.fromkeys(_LEVELS.findall(right)))
-    right = _LEVELS.sub(r"\1", right)
-    try:
-        described: Any = model_description(right)
-    except Exception as error:  # of formulae's own kinds, which are not exported
-        raise DeclarationError(
-            f"formula={formula!r} cannot be read: {error}; write it like 'y ~ age + arm + (1 | site)'."
-        ) from error
-    common: list[str] = []
-    offsets: list[str] = []
-    intercept = False
-    for term in described.common_terms:
-        components = getattr(term, "components", None)
-        if components is None:
-            intercept = True
-            continue
-        for component in components:
-            _require_column(formula, component)
-            _require_known(component, constants)
-            _require_stateless(component)
-        is_offset = len(components) == 1 and term.name.startswith("offset(")
-        (offsets if is_offset else common).append(term.name)
-    _require_one_parenthesis(right)
-    groups = _groups(described.group_terms)
+    response = _response(sides[0])
+    pieces = cut(formula, sides[1])
+    tokens = [*pieces.common, *(one for part in pieces.effects for one in part.effects)]
+    trees, names, levels = _factors(tokens, constants)
+    common = sum_of(formula, pieces.common or [Token("number", "1")], names)
+    groups, sums = _groups(formula, pieces.effects, names)
+    summands = [expressions.read(text, constants) for text in pieces.offsets]
+    offsets = {f"offset({expressions.written(tree)})": tree for tree in summands}
+    terms = [term for one in (common, *sums) for term in one.terms()]
+    used = {name for term in terms for name in term}
+    varying = {column for name in used for column in expressions.columns(trees[name], constants)}
+    read = varying.union(*(expressions.columns(tree, constants) for tree in offsets.values()))
     client = _client(groups, formula)
-    factors = {name for group in groups for name in group.factor}
-    read = {name for term in described.common_terms for name in getattr(term, "var_names", ())}
-    for term in described.group_terms:
-        read |= set(getattr(term.expr, "var_names", ()))
-        for component in getattr(term.expr, "components", ()):
-            _require_column(formula, component)
-            _require_known(component, constants)
-            _require_stateless(component)
-    read -= {*constants, "np", ""}  # formulae takes False for a variable without a name
-    if clash := factors & read:
-        raise DeclarationError(
-            f"{sorted(clash)} are factors of effects and have coefficients of their own too; clients' differences are "
-            "in one or the other, leave one out."
-        )
+    _require_apart(groups, client, sums, trees, read, constants)
     return Terms(
-        response, right.strip(), tuple(common), intercept, tuple(offsets), client, groups, tuple(sorted(read)), levels
+        response,
+        sides[1].strip(),
+        tuple(variable(":".join(term)) for term in common.terms() if term),
+        () in common.terms(),
+        tuple(offsets),
+        client,
+        groups,
+        tuple(sorted(read)),
+        tuple(name for name in levels if name in read),
+        (common, *sums),
+        {name: tree for name, tree in trees.items() if name in used} | offsets,
+        frozenset(varying),
     )
 
 
-def _require_syntax(formula: str, right: str) -> None:
-    """Refuse what other packages read, and what formulae would read as something else without a word."""
-    bare = re.sub(r"`[^`]*`|'[^']*'", "_", right)
-    while (shorter := _NESTED.sub("_", bare)) != bare:
-        bare = shorter
-    # Parentheses that are no call's: of effects, and of sums.
-    outside = re.sub(r"\([^()]*\)", "", bare)
-    wrong = {
-        "it has nothing right of ~; write 'y ~ 1' for an intercept alone": not right.strip(),
-        "write (... | site), with correlated=False, for ||": "||" in right,
-        "write I(x**2) for a power, a * b or (a + b)**2 for interactions": "^" in right,
-        "write a:b, or a/b for nested factors": "%" in right,
-        "put an operator between two terms, and a name of several words into backquotes, `a b`": re.search(
-            r"[\w)]\s+[\w(]", bare
-        )
-        is not None,
-        "its parentheses do not match": bare.count("(") < bare.count(")"),
-        "it has signs that no formula has; there are + - * / : | ** and functions": re.search(
-            r"[^\w\s.+\-*/:|()^%]", bare
-        )
-        is not None,
-        "name the columns that . stands for": re.search(r"(^|[+*:\s(])\.($|[+*:\s)])", right) is not None,
-        "write effects in parentheses, + (1 | site)": "|" in outside,
-        "write I(x**2) for a power of a column": re.search(r"[\w`]\s*\*\*", bare) is not None,
-        "write C(column) alone, and the order of its levels as levels={'column': [...]}": re.search(
-            r"\bC\(\s*\w+\s*,", right
-        )
-        is not None,
-    }
-    for remedy, found in wrong.items():
-        if found:
-            raise DeclarationError(f"formula={formula!r} cannot be read: {remedy}.")
-
-
-def _require_column(formula: str, component: Any) -> None:
-    """Refuse a number where a column is named."""
-    if not isinstance(component.name, str) or component.name.replace(".", "").isdigit():
+def _factors(
+    tokens: Sequence[Token], constants: Collection[str]
+) -> tuple[dict[str, ast.expr], dict[str, str], tuple[str, ...]]:
+    """Trees of factors by name, names by what was written, and the columns that are written as levels."""
+    trees: dict[str, ast.expr] = {}
+    names: dict[str, str] = {}
+    levels: list[str] = []
+    for text in dict.fromkeys(one.text for one in tokens if one.kind == "factor"):
+        tree = ast.Name(id=text) if "(" not in text else expressions.read(text, constants)
+        if (column := expressions.level_column(tree)) is not None:
+            levels.append(column)
+            names[text] = column
+            continue
+        name = names[text] = expressions.written(tree)
+        if isinstance(tree, ast.Name) and name in constants:
+            raise DeclarationError(f"{name!r} stands as a term and is a constant; compute with it, I({name} * x).")
+        if ast.dump(trees.setdefault(name, tree)) != ast.dump(tree):
+            raise DeclarationError(f"{name!r} is a column and a computation of the same name; rename the column.")
+    if both := sorted(
+        {column for tree in trees.values() for column in expressions.columns(tree, constants)} & {*levels}
+    ):
         raise DeclarationError(
-            f"formula={formula!r} has the number {component.name} where a column is named; write I(5*x) for a "
-            "multiple, 0 or 1 for the intercept."
+            f"{both} are of levels in one place, C({both[0]}), and not in another; write C({both[0]}) in all, or give "
+            "the numbers as a column of another name."
         )
-
-
-def _require_known(component: Any, constants: Collection[str]) -> None:
-    """Refuse functions that nobody knows."""
-    call = getattr(component, "call", None)
-    if call is None:
-        return
-    name = str(getattr(call, "callee", component.name.partition("(")[0]))
-    root, _, rest = name.partition(".")
-    found: Any = np
-    for part in rest.split("."):
-        found = getattr(found, part, None)
-    if name in _FUNCTIONS or root in constants or (root == "np" and callable(found)):
-        return
-    numpy = f"np.{name}" if not rest and callable(getattr(np, name, None)) else "np.log"
-    raise DeclarationError(
-        f"{component.name} calls {name!r}, which formulas do not know; there are {numpy}(x) and others of NumPy, "
-        "I(x**2), center(x), scale(x), offset(x), C(x), bs(x, knots=...), poly(x, 2, raw=True), and functions that you "
-        f"give, constants={{{root!r}: function}}; or compute a column before."
-    )
+    return trees | {column: ast.Name(id=quoted(column)) for column in levels}, names, tuple(levels)
 
 
 def _response(left: str) -> Response:
@@ -177,44 +139,75 @@ def _response(left: str) -> Response:
             "is a column of its own."
         )
     if match["call"] is None:
-        return Response("plain", (match["name"] or match["quoted"],))
+        return Response("plain", (match["name"].strip("`"),))
     if match["call"] not in _CALLS:
         raise DeclarationError(
             f"the response calls {match['call']!r}; known are {sorted(_CALLS)}. Compute a column of its own before."
         )
     kind = _CALLS[match["call"]]
-    columns = tuple(part.strip() for part in match["arguments"].split(","))
+    columns = tuple(part.strip() for part in re.findall(r"(?:[^,`]|`[^`]*`)+", match["arguments"]))
     if kind == "survival" and len(columns) == 3 and columns[2] in ('"interval"', "'interval'"):
         kind, columns = "interval", columns[:2]
-    if len(columns) != 2 or not all(re.fullmatch(r"[^\W\d]\w*", name) for name in columns):
+    if len(columns) != 2 or not all(re.fullmatch(_COLUMN, name) for name in columns):
         raise DeclarationError(
             f"{match['call']}({match['arguments']}) takes the names of 2 columns"
             + (': Surv(time, event), or Surv(lower, upper, "interval").' if kind == "survival" else ".")
         )
-    return Response(kind, columns)
+    return Response(kind, tuple(name.strip("`") for name in columns))
 
 
-def _require_one_parenthesis(right: str) -> None:
-    """Refuse effects of one factor in two places: elsewhere that says that they are independent of each other."""
-    factors = [found.replace(" ", "") for found in re.findall(r"\|([^|()]+)\)", right)]
-    if twice := sorted({name for name in factors if factors.count(name) > 1}):
-        raise DeclarationError(
-            f"effects vary by {twice} in two parentheses; write (1 + x | {twice[0]}), and "
-            "formula(..., correlated=False) where they are independent."
-        )
+def _groups(
+    formula: str, pieces: Sequence[Effects], names: Mapping[str, str]
+) -> tuple[tuple[Group, ...], tuple[Sum, ...]]:
+    """Groups and what varies by each; of a/b effects vary by a, and by b within a."""
+    written: set[tuple[str, ...]] = set()
+    found: dict[tuple[str, ...], Sum] = {}
+    for piece in pieces:
+        inner = _nested(piece.factor)
+        own = sum_of(formula, piece.effects, names) if piece.effects else None
+        if own is None or not own.terms():
+            raise DeclarationError(f"formula={formula!r} has parentheses without effects; write (1 | {inner[0][0]}).")
+        for factor in inner:
+            before = found.get(factor)
+            if factor in written & {inner[-1]} or (before is not None and not _within(before, own)):
+                shown = ":".join(factor)
+                raise DeclarationError(
+                    f"effects vary by [{shown!r}] in two parentheses; write (1 + x | {shown}), and formula(..., "
+                    "correlated=False) where they are independent; what varies by groups within it is "
+                    f"(1 | {shown}:group)."
+                )
+            found[factor] = own if before is None or len(own.terms()) > len(before.terms()) else before
+        written.add(inner[-1])
+    groups = tuple(
+        Group(factor, tuple(variable(":".join(term)) if term else "1" for term in one.terms()))
+        for factor, one in found.items()
+    )
+    return groups, tuple(found.values())
 
 
-def _groups(described: Any) -> tuple[Group, ...]:
-    found: dict[tuple[str, ...], list[str]] = {}
-    for term in described:
-        names = tuple(str(component.name) for component in term.factor.components)
-        if not all(re.fullmatch(r"\w+", name) for name in names):
-            raise DeclarationError(f"effects vary by {':'.join(names)!r}; name columns: (1 | site), (1 | site/ward).")
-        found.setdefault(names, []).append(str(getattr(term.expr, "name", "1")).replace("Intercept", "1"))
-    return tuple(Group(factor, tuple(expressions)) for factor, expressions in found.items())
+def _within(one: Sum, other: Sum) -> bool:
+    """Whether all effects of one of two are effects of the other."""
+    first, second = ({frozenset(term) for term in part.terms()} for part in (one, other))
+    return first <= second or second <= first
 
 
-def _client(groups: tuple[Group, ...], formula: str) -> str | None:
+def _nested(tokens: Sequence[Token]) -> list[tuple[str, ...]]:
+    """Factors of ``a/b``: a, and b within a."""
+    kinds = [one.kind == "factor" and "(" not in one.text for one in tokens]
+    signs = {one.text for one in tokens[1::2]}
+    if not tokens or len(tokens) % 2 == 0 or not all(kinds[::2]) or not signs <= {"/", ":"}:
+        shown = " ".join(unquoted(one.text) for one in tokens)
+        raise DeclarationError(f"effects vary by {shown!r}; name columns: (1 | site), (1 | site/ward).")
+    found: list[tuple[str, ...]] = []
+    names: tuple[str, ...] = ()
+    for place in range(0, len(tokens), 2):
+        names = (*names, unquoted(tokens[place].text))
+        if place + 1 == len(tokens) or tokens[place + 1].text == "/":
+            found.append(names)
+    return found
+
+
+def _client(groups: Sequence[Group], formula: str) -> str | None:
     """The factor that all others are within."""
     if not groups:
         return None
@@ -227,32 +220,28 @@ def _client(groups: tuple[Group, ...], formula: str) -> str | None:
     return outer.pop()
 
 
-def _require_stateless(component: Any) -> None:
-    """Refuse transformations whose constants would come from the rows of one client."""
-    call = getattr(component, "call", None)
-    if call is None:
-        return
-    name = str(getattr(call, "callee", component.name.partition("(")[0]))
-    text = str(component.name)
-    inner = text[text.index("(") + 1 : text.rindex(")")]
-    if name in _CENTRED and not re.fullmatch(r"\s*\w+\s*", inner):
+def _require_apart(
+    groups: Sequence[Group],
+    client: str | None,
+    sums: Sequence[Sum],
+    trees: Mapping[str, ast.expr],
+    read: Collection[str],
+    constants: Collection[str],
+) -> None:
+    """Refuse a client's differences in two places. A treatment has an effect, and one that varies by centre."""
+    if client in read:
         raise DeclarationError(
-            f"{text} needs the mean of something that is computed at each client; give that a column of its own."
+            f"{[client]} are factors of effects and have coefficients of their own too; clients' differences are "
+            "in one or the other, leave one out."
         )
-    if name in _SPLINES and not (
-        name == "bs" and "knots" in inner and "lower_bound" in inner and "upper_bound" in inner
-    ):
-        raise DeclarationError(
-            f"{text} would take its knots and bounds from the rows of each client, and a coefficient would mean "
-            "another thing at each; use bs(x, knots=knots, lower_bound=0, upper_bound=90), and say knots that all know "
-            "in formula(..., constants=...)."
-        )
-    if re.search(r"\bbs\s*\(", inner):
-        raise DeclarationError(
-            f"{text} calls bs() within another function, where rows outside of its bounds cannot be told; write the "
-            "spline as a term of its own, or compute the column before."
-        )
-    if name == "poly" and "raw=True" not in inner.replace(" ", ""):
-        raise DeclarationError(f"{text} would be orthogonal on the rows of each client alone; use raw=True.")
-    if name in ("C", "S", "T", "binary"):
-        raise DeclarationError(f"{text}: all clients agree on levels and their reference; write C(column) alone.")
+    for group, own in zip(groups, sums, strict=True):
+        inside = {
+            column for term in own.terms() for one in term for column in expressions.columns(trees[one], constants)
+        }
+        if both := sorted(inside & set(group.factor)):
+            raise DeclarationError(
+                f"effects of {both} vary by {':'.join(group.factor)}, within which {both[0]!r} is the same; leave it "
+                f"out of (... | {':'.join(group.factor)})."
+            )
+        if twice := sorted({name for name in group.factor if group.factor.count(name) > 1}):
+            raise DeclarationError(f"effects vary by {':'.join(group.factor)}, which names {twice} twice.")

@@ -1,0 +1,257 @@
+"""What a factor of a formula may be: names, numbers, signs and calls of known functions, and nothing that runs code.
+
+Factors are never given to Python to run: they are read into a tree, whose every node has to be on a list, and values
+are computed by walking the tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import numpy as np
+
+from fedppl.formulas.tokens import unquoted
+from fedppl.types import DeclarationError
+
+# Of NumPy, what has one value for each row and reads that row alone.
+FUNCTIONS: dict[str, np.ufunc] = {
+    name: getattr(np, name)
+    for name in (
+        "abs absolute add arccos arccosh arcsin arcsinh arctan arctan2 arctanh cbrt ceil cos cosh deg2rad degrees "
+        "divide equal exp exp2 expm1 fabs float_power floor floor_divide fmax fmin fmod greater greater_equal "
+        "heaviside hypot less less_equal log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or "
+        "logical_xor maximum minimum mod multiply negative not_equal positive power rad2deg radians reciprocal "
+        "remainder rint sign sin sinh sqrt square subtract tan tanh true_divide trunc"
+    ).split()
+}
+NUMBERS = {"pi": float(np.pi), "e": float(np.e)}
+CENTRED = ("center", "scale", "standardize")
+SPLINE, POLYNOMIAL, LEVELS = "bs", "poly", "C"
+_OTHERS: dict[str, Callable[..., Any]] = {"where": np.where, "clip": np.clip}  # with three arguments
+_KEYWORDS = {
+    SPLINE: ("knots", "degree", "include_intercept", "intercept", "center", "lower_bound", "upper_bound"),
+    POLYNOMIAL: ("degree", "raw"),
+}
+_SIGNS: dict[type, Callable[..., Any]] = {
+    ast.Add: np.add,
+    ast.Sub: np.subtract,
+    ast.Mult: np.multiply,
+    ast.Div: np.divide,
+    ast.FloorDiv: np.floor_divide,
+    ast.Mod: np.mod,
+    ast.Pow: np.power,
+    ast.BitAnd: np.logical_and,
+    ast.BitOr: np.logical_or,
+    ast.UAdd: np.positive,
+    ast.USub: np.negative,
+    ast.Invert: np.logical_not,
+    ast.Lt: np.less,
+    ast.LtE: np.less_equal,
+    ast.Gt: np.greater,
+    ast.GtE: np.greater_equal,
+    ast.Eq: np.equal,
+    ast.NotEq: np.not_equal,
+}
+_DEEPEST = 40  # nodes within nodes
+
+
+def read(source: str, constants: Collection[str]) -> ast.expr:
+    """The tree of a factor, each of whose nodes is on a list.
+
+    Raises
+    ------
+    DeclarationError
+        If it has anything else than names, numbers, signs and calls of known functions.
+    """
+    try:
+        tree = ast.parse(source, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DeclarationError(
+            f"{_shown(source)} cannot be read: {getattr(error, 'msg', error)}; write functions like np.log(x), and a "
+            "column's name that is no word into backquotes."
+        ) from error
+    _require(tree, tree, tuple(constants), 0)
+    return tree
+
+
+def written(tree: ast.expr) -> str:
+    """A factor as it is called: a column's name, or a call."""
+    return unquoted(tree.id) if isinstance(tree, ast.Name) else _shown(ast.unparse(tree))
+
+
+def columns(tree: ast.expr, constants: Collection[str]) -> tuple[str, ...]:
+    """Names of the columns that a factor reads, in their order."""
+    return tuple(dict.fromkeys(name for name in map(unquoted, _names(tree)) if name not in constants))
+
+
+def calls(tree: ast.expr) -> str:
+    """The function that a factor calls; "" of a name."""
+    return ast.unparse(tree.func) if isinstance(tree, ast.Call) else ""
+
+
+def callees(tree: ast.expr) -> Iterator[str]:
+    """All functions that a factor calls, at any depth."""
+    return (calls(node) for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def arguments(call: ast.Call) -> dict[str, ast.expr]:
+    """What a spline or a polynomial is called with, by name; the first is "x"."""
+    second = {SPLINE: "df", POLYNOMIAL: "degree"}[calls(call)]
+    found = dict(zip(("x", second), call.args, strict=False))
+    return found | {str(one.arg): one.value for one in call.keywords}
+
+
+def level_column(tree: ast.expr) -> str | None:
+    """The column of ``C(column)``; None of another factor."""
+    if calls(tree) != LEVELS or not isinstance(tree, ast.Call) or not isinstance(column := tree.args[0], ast.Name):
+        return None
+    return unquoted(column.id)
+
+
+def sign(node: ast.AST) -> Callable[..., Any]:
+    """What a sign does to numbers."""
+    return _SIGNS[type(node)]
+
+
+def function(callee: str) -> Callable[..., Any] | None:
+    """A function of NumPy that formulas know; None where it is none of them."""
+    name = callee.removeprefix("np.")
+    known: Callable[..., Any] | None = FUNCTIONS.get(name) or _OTHERS.get(name)
+    return known if callee.startswith("np.") else None
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    match tree:
+        case ast.Name():
+            yield tree.id
+        case ast.Call():
+            for argument in (*tree.args, *(word.value for word in tree.keywords)):
+                yield from _names(argument)
+        case ast.Attribute():
+            return
+        case _:
+            for below in ast.iter_child_nodes(tree):
+                yield from _names(below)
+
+
+def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: int) -> None:
+    """Refuse a node that is not on the list, and all below it that are not."""
+    if depth > _DEEPEST:
+        raise DeclarationError(f"{_shown(ast.unparse(whole))[:80]} is nested too deeply; compute a column before.")
+    below = functools.partial(_require, whole=whole, constants=constants, depth=depth + 1)
+    match node:
+        case ast.Constant(value=bool() | int() | float()) | ast.Name():
+            return  # of strings there are none
+        case ast.Attribute(value=ast.Name(id="np"), attr=name) if name in NUMBERS:
+            return
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _SIGNS:
+            below(operand)
+        case ast.BinOp(op=op, left=left, right=right) if type(op) in _SIGNS:
+            below(left)
+            below(right)
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _SIGNS:
+            below(left)
+            below(right)
+        case ast.Call():
+            _require_call(node, node is whole, constants)
+            for one in (*node.args, *(word.value for word in node.keywords)):
+                if calls(node) == SPLINE and isinstance(one, ast.List | ast.Tuple):  # knots
+                    for knot in one.elts:
+                        below(knot)
+                else:
+                    below(one)
+        case _:
+            raise DeclarationError(
+                f"{_shown(ast.unparse(whole))} has {_shown(ast.unparse(node))}, and formulas compute with names, "
+                "numbers, + - * / // % ** < <= > >= == != & | ~, np.pi and functions of single values alone, such as "
+                "np.log(x); compute a column before."
+            )
+
+
+def _require_call(call: ast.Call, outermost: bool, constants: tuple[str, ...]) -> None:
+    """Refuse functions that nobody knows, and those whose constants would come from one client's rows."""
+    name, text, count = calls(call), _shown(ast.unparse(call)), len(call.args)
+    words = [one.arg for one in call.keywords]
+    if isinstance(call.func, ast.Name) and call.func.id in constants:
+        if None in words or any(isinstance(one, ast.Starred) for one in call.args):
+            raise DeclarationError(f"{text} has arguments in * or **; write each by itself.")
+        return
+    known = function(name)
+    if known is not None:
+        wanted = getattr(known, "nin", 3)
+        if words or count != wanted:
+            raise DeclarationError(f"{text}: {name} takes {wanted} argument{'s' * (wanted > 1)} here, and no keywords.")
+    elif name in CENTRED:
+        if words or count != 1 or not isinstance(call.args[0], ast.Name):
+            raise DeclarationError(
+                f"{text} needs the mean of something that is computed at each client; give that a column of its own, "
+                f"or write {name}(column)."
+            )
+    elif name == "I":
+        if words or count != 1:
+            raise DeclarationError(f"{text}: I() takes one computation, I(x**2).")
+    elif name in (SPLINE, POLYNOMIAL, LEVELS):
+        _require_several(call, name, text, outermost)
+    else:
+        raise _unknown(name, text)
+
+
+def _require_several(call: ast.Call, name: str, text: str, outermost: bool) -> None:
+    """The rules of what has several columns: levels, splines and polynomials."""
+    if name == LEVELS and not (not call.keywords and _name(call)):
+        raise DeclarationError(
+            f"{text}: all clients agree on levels and their reference; write C(column) alone, and the order of its "
+            "levels as levels={'column': [...]}."
+        )
+    if not outermost:
+        raise DeclarationError(
+            f"{text} calls {name}() within another function, and it has several columns; write it as a term of its "
+            "own, or compute the column before."
+        )
+    if name == LEVELS:
+        return
+    given = arguments(call)
+    strange = sorted(set(given) - {"x", *_KEYWORDS[name]})
+    if name == SPLINE and (strange or not {"x", "knots", "lower_bound", "upper_bound"} <= set(given)):
+        raise DeclarationError(
+            f"{text} would take its knots and bounds from the rows of each client, and a coefficient would mean "
+            "another thing at each; use bs(x, knots=knots, lower_bound=0, upper_bound=90), and say knots that all know "
+            "in formula(..., constants=...)."
+        )
+    raw, degree = given.get("raw"), given.get("degree")
+    if name == POLYNOMIAL and not (isinstance(raw, ast.Constant) and raw.value is True and not strange):
+        raise DeclarationError(f"{text} would be orthogonal on the rows of each client alone; use raw=True.")
+    if degree is not None and not (isinstance(degree, ast.Constant) and degree.value in range(1, 21)):
+        raise DeclarationError(f"{text}: the degree is a whole number from 1 to 20.")
+
+
+def _unknown(name: str, text: str) -> DeclarationError:
+    if name in ("S", "T", "binary"):
+        return DeclarationError(f"{text}: all clients agree on levels and their reference; write C(column) alone.")
+    if name.startswith("np."):
+        return DeclarationError(
+            f"{text} calls {name!r}, which is none of NumPy's functions of single values that formulas know. What "
+            "looks at several rows would be of one client's rows alone: compute a column before, or write center(x) or "
+            "scale(x), by the mean and sd of all clients' rows."
+        )
+    numpy = f"np.{name}" if name in FUNCTIONS else "np.log"
+    root = name.partition(".")[0]
+    return DeclarationError(
+        f"{text} calls {name!r}, which formulas do not know; there are {numpy}(x) and others of NumPy, I(x**2), "
+        "center(x), scale(x), offset(x), C(x), bs(x, knots=...), poly(x, 2, raw=True), and functions that you give, "
+        f"constants={{{root!r}: function}}; or compute a column before."
+    )
+
+
+def _name(call: ast.Call) -> bool:
+    """Whether a call is of one column and nothing else."""
+    return len(call.args) == 1 and isinstance(call.args[0], ast.Name)
+
+
+def _shown(text: str) -> str:
+    """Python with columns' names in backquotes where they are no words."""
+    return re.sub(r"quoted__[0-9a-f]+", lambda match: f"`{unquoted(match[0])}`", text)
