@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import threading
@@ -24,7 +25,7 @@ from fedppl.flower import wire as _wire
 from fedppl.flower.memory import Memory, file_memory
 from fedppl.flower.node import Node
 from fedppl.gaussian import Gaussian
-from fedppl.storage import checkpoint
+from fedppl.storage import checkpoint, ledger
 from fedppl.types import LocalFailure
 from tests.support import problems
 
@@ -546,8 +547,45 @@ def test_a_server_that_asks_without_end_fills_no_disk(tmp_path: Path, monkeypatc
 @pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
 def test_what_a_site_keeps_is_its_owners(tmp_path: Path) -> None:
     sent(site_of(tmp_path, OPEN), ask(1))
-    files = [path for path in tmp_path.iterdir() if path.name != "site.lock"]
-    assert len(files) >= 4 and {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    before = os.umask(0o022)
+    try:
+        parcel = fedppl.local.target.pack_target(LAYOUT.prior, LAYOUT.prior, 0.0), CONCLUDING
+        _node.conclude(site_of(tmp_path), {}, file_memory(tmp_path), parcel)
+    finally:
+        os.umask(before)
+    files = list(tmp_path.iterdir())
+    assert {"clinic%203.nc", "site.lock", "ledger.json"} <= {path.name for path in files}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
+def test_an_account_is_counted_again_from_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site = site_of(tmp_path, OPEN)
+    for number in (1, 2, 3):
+        assert not refused(sent(site, ask(number)))
+    log, account = tmp_path / "audit.jsonl", tmp_path / "ledger.json"
+    assert audit.main([str(log)]) == 0 and "requests answered of clinic 3: 3" in capsys.readouterr().out
+    whole = ledger.read(account)
+    fewer = {**whole["clients"]["clinic 3"], "requests": 0}
+    ledger.write(account, {**whole, "clients": {"clinic 3": fewer}})  # by who has the key
+    assert audit.main([str(log)]) == 1 and "counts 0 requests, the log 3" in capsys.readouterr().err
+    ledger.write(account, whole)
+    account.write_text(account.read_text().replace('"requests": 3', '"requests": 0'))
+    assert audit.main([str(log)]) == 1 and "not signed" in capsys.readouterr().err
+    ledger.write(account, whole)
+    assert audit.main([str(log), "--begin-anew"]) == 0
+    assert not refused(sent(site, ask(4))) and [line["line"] for line in log_of(tmp_path)] == [1, 2]
+    assert _account.in_folder(OPEN, tmp_path, "clinic 3").read().requests == 4
+
+
+def test_a_refusal_is_said_in_pythons_log_and_names_its_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    site = site_of(tmp_path, Policy(rows=0, parameters_per_row=math.inf, approval=tmp_path / "runs"))
+    unnamed = site._replace(client_id=lambda config: "")
+    assert refused(sent(unnamed, ask(1)))
+    assert "approval: nobody has approved run 'r'" in caplog.text
+    assert [line["site"] for line in log_of(tmp_path)] == ["clinic 3"]
+
+
+CONCLUDING = {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged"}
 
 
 def dies(*_: Any) -> None:
@@ -661,6 +699,12 @@ def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
         lambda folder: (folder / "ledger.json").write_text(
             (folder / "ledger.json").read_text().replace('"requests": 1', '"requests": NaN')
         ),
+        lambda folder: (folder / "ledger.json").write_text(
+            (folder / "ledger.json").read_text().replace('"requests": 1', '"requests": 0')
+        ),
+        lambda folder: (folder / "ledger.json").write_text(
+            json.dumps({k: v for k, v in json.loads((folder / "ledger.json").read_text()).items() if k != "signature"})
+        ),
         lambda folder: audit.append(
             folder / "audit.jsonl",
             {"event": "request"},
@@ -671,7 +715,7 @@ def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
         lambda folder: (folder / "audit.jsonl").write_bytes(b"".join(_first_lines(folder, 1))),
         lambda folder: ((folder / "audit.jsonl").unlink(), (folder / "audit.jsonl").mkdir()),
     ],
-    ids=["no log", "no ledger", "ledger damaged", "no number", "older ledger", "log cut", "log not writable"],
+    ids=["no log", "no ledger", "ledger damaged", "no number", "count edited", "not signed", "older ledger", "log cut", "log not writable"],
 )
 def test_without_its_log_a_site_answers_nothing(tmp_path: Path, spoil: Any) -> None:
     site = site_of(tmp_path)

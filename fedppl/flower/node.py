@@ -34,6 +34,7 @@ from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
 from fedppl.results.at_client import client_posterior
+from fedppl.storage import checkpoint
 from fedppl.storage.signed import pack
 from fedppl.types import DeclarationError, LocalFailure, Message
 
@@ -104,7 +105,7 @@ def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, call
 
 def _held(node: Node) -> AbstractContextManager[Any]:
     """One request at a time, over all processes of the site: what it has answered is read, changed and written."""
-    return nullcontext() if node.folder is None else FileLock(node.folder / "site.lock", timeout=_PATIENCE)
+    return nullcontext() if node.folder is None else FileLock(node.folder / "site.lock", timeout=_PATIENCE, mode=0o600)
 
 
 def _guard(node: Node, config: Mapping[str, Any]) -> Guard | None:
@@ -179,8 +180,9 @@ def _addressed(parcel: _wire.Parcel) -> tuple[str, int]:
 
 
 def _note(guard: Guard | None, entry: Mapping[str, Any]) -> None:
-    logger.warning("%s refused: %s", entry["event"], entry["refused"])
-    if guard is not None:
+    if guard is None:
+        logger.warning("%s refused: %s", entry["event"], entry["refused"])
+    else:
         guard.write(guard.read(), entry)
 
 
@@ -277,7 +279,9 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wi
     result = client_posterior(*drawing)
     path = node.folder / f"{quote(client_id, safe='')}.nc"
     partial = path.with_name(path.name + ".partial")
+    checkpoint.replace(partial, b"")  # with the mode of what holds rows, before there are any
     idata.write(result, partial)
+    partial.chmod(0o600)  # a library may make the file anew
     partial.replace(path)
     logger.info("client %s: posterior written to %s", client_id, path)
     names = tells(guard, node.algorithm, client, request)
