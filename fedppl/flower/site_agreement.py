@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedppl.contracts import AnyAlgorithm
+from fedppl.data import frames
 from fedppl.engine import policy
 from fedppl.engine.agreements import admit_agreement, admit_telling, let_tell, note, refuse_agreement
 from fedppl.engine.guard import REFUSED, Guard
@@ -44,6 +45,20 @@ def declared(model: FederatedModel, memory: Memory, own: str) -> tuple[Federated
         return model, ""
     agreement = unpack_agreement(kept, asked(_built(model)).names)
     return remembering(model, agreement), digest(agreement)
+
+
+def columns(model: FederatedModel, loaded: Any, arrays: Any) -> Mapping[str, Any]:
+    """What of a client's data tells one row from another: a formula's columns as they are, else the builder's arrays.
+
+    Nothing of an estimate, which has no rows.
+    """
+    if not is_formula(model):
+        return arrays if isinstance(arrays, Mapping) else {}
+    if not (isinstance(loaded, Mapping) or frames.is_frame(loaded)):
+        return {}
+    held = frames.raw(loaded, None, "this site")
+    found = {name: np.asarray(held[name]) for name in _built(model).columns if name in held}
+    return {name: one.astype(str) if one.dtype.hasobject else one for name, one in found.items()}
 
 
 def tell(
