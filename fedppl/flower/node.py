@@ -94,7 +94,8 @@ def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, call
             declaration = _declarations.setdefault((node.token, agreement), model)
             loaded = node.load_data(config)
             kind = declaration.kind_of(name, loaded, node.kind)
-            data = declaration.read(name, loaded, kind)
+            usable = loaded if node.folder is None else _agreements.without_rare(declaration, loaded, node.policy, name)
+            data = declaration.read(name, usable, kind)
             shapes = sorted((k, np.asarray(v).dtype.str, np.shape(v)[1:]) for k, v in data.items())
             columns = (node.token, agreement, kind, *shapes)
             # Where one process serves many (virtual) clients, the second shows that their models are the same.
