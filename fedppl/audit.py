@@ -1,4 +1,7 @@
-"""A site's audit log: JSON lines, each with the digest of the one before. ``python -m fedppl.audit FILE`` checks it."""
+"""A site's audit log: JSON lines, each with the digest of the one before. ``python -m fedppl.audit FILE`` checks it.
+
+It also holds the account beside it, `ledger.json`, against the log.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedppl.types import DataError
+from fedppl.storage import ledger as _ledger
+from fedppl.types import DataError, DeclarationError
 
 _START = hashlib.sha256(b"fedppl audit log 1\n").hexdigest()
 
@@ -111,19 +115,80 @@ def _digest(line: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
 
 
+class _Recount:
+    """Requests by client, as the lines of a log have them."""
+
+    def __init__(self) -> None:
+        self.requests: collections.Counter[str] = collections.Counter()
+        self._runs: set[tuple[str, str]] = set()
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Count a line: what was let through once, less what nobody approved."""
+        site, event, of = str(line.get("site", "")), line["event"], (str(line.get("site", "")), str(line.get("run")))
+        if event == "reply" and line.get("refused"):
+            self.requests[site] -= 1
+        elif event in ("request", "conclusion") and not line.get("refused") and not line.get("repeated"):
+            self.requests[site] += event == "request" or of not in self._runs
+            self._runs.add(of)
+
+
+def _begin_anew(path: Path) -> int:
+    """Move a log away that holds, and let the account go on with an empty one."""
+    last, account = head(path), path.with_name("ledger.json")
+    content = _ledger.read(account)
+    if content["lines"] > last.length:
+        raise DataError(f"{str(path)!r} lacks line {content['lines']}, which was written.")
+    aside = path.with_name(f"{path.stem}-{last.digest[:12]}{path.suffix}")
+    os.rename(path, aside)
+    path.touch(mode=0o600)
+    _ledger.write(account, {**content, "lines": 0, "head": Head().digest})
+    print(f"{last.length} lines are in {str(aside)!r}; last digest: {last.digest}")
+    return 0
+
+
+def _against_account(path: Path, recount: _Recount) -> str | None:
+    """What is wrong with the account beside a log, or None."""
+    account = path.with_name("ledger.json")
+    if not account.is_file():
+        return None
+    try:
+        content = _ledger.read(account)
+        written = {site: int(one["requests"]) for site, one in content["clients"].items()}
+    except (DataError, DeclarationError, OSError) as error:
+        return str(error)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return f"{str(account)!r} is no account of a site ({type(error).__name__})"
+    # The log comes first: where a process died in between it knows one more. An earlier log had others.
+    if (counted := sum(recount.requests.values())) > sum(written.values()) + 1:
+        return f"{str(account)!r} counts {sum(written.values())} requests, the log {counted}"
+    return None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Check a log and print a summary; 0 where it holds, 1 where it is broken."""
     parser = argparse.ArgumentParser(prog="python -m fedppl.audit", description="Check a site's audit log.")
     parser.add_argument("file", type=Path)
-    path = parser.parse_args(argv).file
+    parser.add_argument("--begin-anew", action="store_true", help="move the log aside; the account goes on")
+    given = parser.parse_args(argv)
+    path = given.file
     if not path.is_file():
         print(f"{str(path)!r} is no file", file=sys.stderr)
         return 1
+    if given.begin_anew:
+        try:
+            return _begin_anew(path)
+        except (OSError, DataError, DeclarationError) as error:
+            print(f"BROKEN: {error}", file=sys.stderr)
+            return 1
+    return _checked(path)
+
+
+def _checked(path: Path) -> int:
     events: collections.Counter[str] = collections.Counter()
     rules: collections.Counter[str] = collections.Counter()
     numbers: collections.Counter[str] = collections.Counter()
     runs: set[str] = set()
-    left_out = 0
+    left_out, recount = 0, _Recount()
     spent: dict[str, Any] = {}  # the last reply of each client
     last: dict[str, Any] = {"line": 0, "digest": _START}
     try:
@@ -133,6 +198,7 @@ def main(argv: list[str] | None = None) -> int:
                 rules[ascii(last["refused"].partition(":")[0])[1:-1]] += 1
             numbers.update(last.get("released", {}))
             left_out += last.get("left_out", 0)
+            recount.add(last)
             if last.get("epsilon") is not None:
                 spent[str(last.get("site", ""))] = last
             runs |= {last["run"]} if last.get("run") else set()
@@ -142,6 +208,9 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         print(f"BROKEN: line {last['line']} is none of a site's ({type(error).__name__})", file=sys.stderr)
         return 1
+    if wrong := _against_account(path, recount):
+        print(f"BROKEN: {wrong}", file=sys.stderr)
+        return 1
     print(f"{last['line']} lines, the chain holds; {len(runs)} runs")
     print("events: " + (", ".join(f"{count} {name}" for name, count in sorted(events.items())) or "none"))
     print("refused by: " + (", ".join(f"{name} ({count})" for name, count in sorted(rules.items())) or "none"))
@@ -150,6 +219,8 @@ def main(argv: list[str] | None = None) -> int:
     print("numbers released: " + (", ".join(f"{count} {name}" for name, count in sorted(numbers.items())) or "none"))
     for site, line in sorted(spent.items()):
         print(f"ε so far{f' of {site}' * bool(site)}: {line['epsilon']:.4g} at δ = {line['delta']:g}")
+    for site, count in sorted(recount.requests.items()):
+        print(f"requests answered{f' of {site}' * bool(site)}: {count}")
     print(f"last digest: {last['digest']}")
     return 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import os
 import threading
@@ -19,12 +21,13 @@ from fedppl.engine import account as _account
 from fedppl.engine._observed import holdings
 from fedppl.engine.guard import REFUSED, Guard, admit, in_memory, released
 from fedppl.engine.policy import NO_RULES, Holdings
+from fedppl.engine.versions import changed_rows, version_of
 from fedppl.flower import node as _node
 from fedppl.flower import wire as _wire
 from fedppl.flower.memory import Memory, file_memory
 from fedppl.flower.node import Node
 from fedppl.gaussian import Gaussian
-from fedppl.storage import checkpoint
+from fedppl.storage import checkpoint, ledger
 from fedppl.types import LocalFailure
 from tests.support import problems
 
@@ -546,8 +549,45 @@ def test_a_server_that_asks_without_end_fills_no_disk(tmp_path: Path, monkeypatc
 @pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
 def test_what_a_site_keeps_is_its_owners(tmp_path: Path) -> None:
     sent(site_of(tmp_path, OPEN), ask(1))
-    files = [path for path in tmp_path.iterdir() if path.name != "site.lock"]
-    assert len(files) >= 4 and {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    before = os.umask(0o022)
+    try:
+        parcel = fedppl.local.target.pack_target(LAYOUT.prior, LAYOUT.prior, 0.0), CONCLUDING
+        _node.conclude(site_of(tmp_path), {}, file_memory(tmp_path), parcel)
+    finally:
+        os.umask(before)
+    files = list(tmp_path.iterdir())
+    assert {"clinic%203.nc", "site.lock", "ledger.json"} <= {path.name for path in files}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
+def test_an_account_is_counted_again_from_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site = site_of(tmp_path, OPEN)
+    for number in (1, 2, 3):
+        assert not refused(sent(site, ask(number)))
+    log, account = tmp_path / "audit.jsonl", tmp_path / "ledger.json"
+    assert audit.main([str(log)]) == 0 and "requests answered of clinic 3: 3" in capsys.readouterr().out
+    whole = ledger.read(account)
+    fewer = {**whole["clients"]["clinic 3"], "requests": 0}
+    ledger.write(account, {**whole, "clients": {"clinic 3": fewer}})  # by who has the key
+    assert audit.main([str(log)]) == 1 and "counts 0 requests, the log 3" in capsys.readouterr().err
+    ledger.write(account, whole)
+    account.write_text(account.read_text().replace('"requests": 3', '"requests": 0'))
+    assert audit.main([str(log)]) == 1 and "not signed" in capsys.readouterr().err
+    ledger.write(account, whole)
+    assert audit.main([str(log), "--begin-anew"]) == 0
+    assert not refused(sent(site, ask(4))) and [line["line"] for line in log_of(tmp_path)] == [1, 2]
+    assert _account.in_folder(OPEN, tmp_path, "clinic 3").read().requests == 4
+
+
+def test_a_refusal_is_said_in_pythons_log_and_names_its_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    site = site_of(tmp_path, Policy(rows=0, parameters_per_row=math.inf, approval=tmp_path / "runs"))
+    unnamed = site._replace(client_id=lambda config: "")
+    assert refused(sent(unnamed, ask(1)))
+    assert "approval: nobody has approved run 'r'" in caplog.text
+    assert [line["site"] for line in log_of(tmp_path)] == ["clinic 3"]
+
+
+CONCLUDING = {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged"}
 
 
 def dies(*_: Any) -> None:
@@ -661,6 +701,12 @@ def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
         lambda folder: (folder / "ledger.json").write_text(
             (folder / "ledger.json").read_text().replace('"requests": 1', '"requests": NaN')
         ),
+        lambda folder: (folder / "ledger.json").write_text(
+            (folder / "ledger.json").read_text().replace('"requests": 1', '"requests": 0')
+        ),
+        lambda folder: (folder / "ledger.json").write_text(
+            json.dumps({k: v for k, v in json.loads((folder / "ledger.json").read_text()).items() if k != "signature"})
+        ),
         lambda folder: audit.append(
             folder / "audit.jsonl",
             {"event": "request"},
@@ -671,7 +717,7 @@ def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
         lambda folder: (folder / "audit.jsonl").write_bytes(b"".join(_first_lines(folder, 1))),
         lambda folder: ((folder / "audit.jsonl").unlink(), (folder / "audit.jsonl").mkdir()),
     ],
-    ids=["no log", "no ledger", "ledger damaged", "no number", "older ledger", "log cut", "log not writable"],
+    ids=["no log", "no ledger", "ledger damaged", "no number", "count edited", "not signed", "older ledger", "log cut", "log not writable"],
 )
 def test_without_its_log_a_site_answers_nothing(tmp_path: Path, spoil: Any) -> None:
     site = site_of(tmp_path)
@@ -722,6 +768,73 @@ def test_an_introduction_tells_one_bit_of_the_data(tmp_path: Path) -> None:
         assert log_of(folder)[0]["refused"].startswith(("rows: 14", "parameters_per_row: 3"))
         assert refused(sent(site_of(folder, rules), ask()))  # whoever does not ask first is not answered either
     assert len(told) == 1 and "14" not in told.pop()
+
+
+# --- versions of the data ---
+
+
+def wards(rows: int, seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {"X": rng.normal(size=(rows, 2)), "y": rng.normal(size=rows)}
+
+
+def less(data: dict[str, Any], rows: int) -> dict[str, Any]:
+    return {name: value[rows:] for name, value in data.items()}
+
+
+def edited(data: dict[str, Any], rows: int) -> dict[str, Any]:
+    return {**data, "y": np.where(np.arange(len(data["y"])) < rows, 9.0, data["y"])}
+
+
+def standardised(data: dict[str, Any]) -> dict[str, Any]:
+    return {**data, "X": (data["X"] - data["X"].mean(axis=0)) / data["X"].std(axis=0)}
+
+
+BEFORE = wards(60)
+VERSIONS: dict[str, tuple[dict[str, Any], bool]] = {
+    "the same": (BEFORE, True),
+    "in another order": ({name: value[::-1] for name, value in BEFORE.items()}, True),
+    **{f"{k} gone": (less(BEFORE, k), k >= 10) for k in (1, 2, 5, 9, 10)},
+    **{f"{k} edited": (edited(BEFORE, k), k >= 10) for k in (1, 9, 10)},
+    "another cohort": (wards(60, 1), True),
+    "one gone, standardised anew": (standardised(less(BEFORE, 1)), False),
+}
+
+
+@pytest.mark.parametrize("case", VERSIONS)
+def test_data_that_differ_by_few_rows_are_not_answered_about(tmp_path: Path, case: str) -> None:
+    """A server that has both answers has the row."""
+    data, allowed = VERSIONS[case]
+    first = standardised(BEFORE) if "standardised" in case else BEFORE
+    assert not refused(sent(site_of(tmp_path, OPEN, data=first), ask(1, "first")))
+    site = site_of(tmp_path, OPEN, data=data)
+    assert ("error" in _node.introduce(site, {}, file_memory(tmp_path))[1]) is not allowed
+    assert refused(sent(site, ask(1, "second"))) is not allowed
+    rules = {str(line["refused"]).partition(":")[0] for line in log_of(tmp_path) if line.get("refused")}
+    assert rules == (set() if allowed else {"changed_rows"})
+    open_to_all = site_of(tmp_path, dataclasses.replace(OPEN, changed_rows=1), data=data)
+    assert not refused(sent(open_to_all, ask(1, "third")))
+
+
+def test_data_are_held_against_every_version_that_was_answered_about(tmp_path: Path) -> None:
+    """Not against the last alone, nor against one that was looked at and not answered about."""
+    second = wards(80, 1)
+    looked_at = site_of(tmp_path, OPEN, data=less(second, 3))
+    assert "error" not in _node.introduce(looked_at, {}, file_memory(tmp_path))[1]
+    for number, data in enumerate((BEFORE, second)):
+        assert not refused(sent(site_of(tmp_path, OPEN, data=data), ask(1, f"run {number}")))
+    assert refused(sent(site_of(tmp_path, OPEN, data=less(BEFORE, 1)), ask(1, "run 3")))
+    assert "version 1 of 2" in log_of(tmp_path)[-1]["refused"]
+    assert not refused(sent(site_of(tmp_path, OPEN, data=BEFORE), ask(1, "run 4")))
+
+
+def test_digests_of_rows_are_of_no_use_without_the_key() -> None:
+    rows = {"arm": np.array(["drug", "none", "drug"]), "age": np.array([61, 60, 61])}
+    own, other = (version_of(rows, key) for key in (b"a" * 32, b"b" * 32))
+    assert own["arm"][0] == own["arm"][2] != own["arm"][1]
+    assert not set(own["arm"]) & set(other["arm"])
+    wide = {"arm": np.array(["drug", "none", "drug", "surgery"]), "age": np.array([61.0, 60, 61, 8])}
+    assert changed_rows(own, version_of(wide, b"a" * 32), 10) == 1  # whatever the width of texts, and the dtype
 
 
 # --- the end of a run -----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -12,8 +12,10 @@ from typing import Any
 from fedppl import audit
 from fedppl.engine.guard import Guard, Ledger, Run
 from fedppl.engine.policy import Policy
-from fedppl.storage import checkpoint
+from fedppl.storage import ledger as _ledger
 from fedppl.types import DataError
+
+logger = logging.getLogger(__name__)
 
 # Lines of what is refused or costs nothing, after which only each that doubles their number is written: a server may
 # ask without end.
@@ -25,7 +27,7 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
 
     The log comes first and the ledger after it: where a process dies in between, the log knows more, and that is no
     fault; half a line of it is dropped, since nothing left under it. A ledger that knows lines which the log lacks
-    shows that the log was cut.
+    shows that the log was cut, and one that was edited is not signed.
     """
     ledgers, log = folder / "ledger.json", folder / "audit.jsonl"
     known: list[audit.Head] = []  # checked once a request
@@ -38,8 +40,7 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
                     "move the log away, which grants every limit anew."
                 )
             return {"clients": {}, "lines": 0, "head": audit.Head().digest, "idle": 0}
-        found: dict[str, Any] = json.loads(ledgers.read_bytes())
-        return found
+        return _ledger.read(ledgers)
 
     def check(everything: Mapping[str, Any]) -> None:
         count, digest, last = everything["lines"], everything["head"], audit.Head()
@@ -77,14 +78,18 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
         if not known:
             check(everything)
         if not ledgers.exists():  # before there is a log, which without it would have been cut off from its account
-            checkpoint.replace(ledgers, json.dumps(everything).encode())
+            _ledger.write(ledgers, everything)
         costs = entry["event"] in ("request", "reply", "conclusion") and not entry.get("repeated")
         before = everything.get("idle", 0)
         idle = before + (not costs or bool(entry.get("refused")))
+        named = {"site": name or entry.get("client") or folder.name, **entry}
+        written = idle <= _ALL_OF or idle & (idle - 1) == 0
         if idle == before:
-            known.append(audit.append(log, {"site": name, **entry}, known[-1]))
-        elif idle <= _ALL_OF or idle & (idle - 1) == 0:
-            known.append(audit.append(log, {"site": name, **entry, "refused_or_free": idle}, known[-1]))
+            known.append(audit.append(log, named, known[-1]))
+        elif written:
+            known.append(audit.append(log, {**named, "refused_or_free": idle}, known[-1]))
+        if entry.get("refused") and written:
+            logger.warning("client %s refuses (%s) by %s", named["site"], entry["event"], entry["refused"])
         own = {**ledger._asdict(), "runs": {run: list(one) for run, one in ledger.runs.items()}}
         everything = {
             "clients": {**everything["clients"], name: own},
@@ -92,6 +97,6 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
             "head": known[-1].digest,
             "idle": idle,
         }
-        checkpoint.replace(ledgers, json.dumps(everything).encode())
+        _ledger.write(ledgers, everything)
 
     return Guard(rules, nullcontext, read, write)

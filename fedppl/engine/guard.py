@@ -82,10 +82,13 @@ def admit_algorithm(guard: Guard, algorithm: AnyAlgorithm, layout: Layout) -> No
         raise DeclarationError(rule)
 
 
-def refuse_data(guard: Guard, client: Any) -> str | None:
-    """The rule by which the client's data stay out, or None; for those who have the data, whom else it would tell."""
+def refuse_data(guard: Guard, client: Any, changed: Callable[[], str | None] = lambda: None) -> str | None:
+    """The rule by which the client's data stay out, or None; for those who have the data, whom else it would tell.
+
+    `changed` says it of what has changed since earlier answers.
+    """
     with guard.held():
-        rule = policy.refuse_data(guard.policy, client.layout.size, holdings(client))
+        rule = policy.refuse_data(guard.policy, client.layout.size, holdings(client)) or changed()
         guard.write(guard.read(), {**_introduction(client.layout), "refused": rule})
         return rule
 

@@ -87,6 +87,10 @@ class Policy:
         more, not less. What was told of a column is told again, whatever the rows now are, until its file is deleted;
         telling anew, and each other agreement that the site is sent, counts as a request. ``inf``, or `epsilon`, tells
         no more than which columns are texts.
+    changed_rows
+        Fewest rows by which data may differ from any that an earlier answer was about: two answers about data that
+        differ by a row tell that row. The same data are always answered about; 1 allows any. Not looked at under an
+        `epsilon`, which counts over all data.
     epsilon
         None, or the total ε over all runs: then only algorithms whose ε is known are answered, `distance` and `cavity`
         are not looked at, and the release that would exceed it is refused.
@@ -129,6 +133,7 @@ class Policy:
     correction: int = 0
     conclusions: tuple[str, ...] = ()
     agreement: float = 10
+    changed_rows: float = 10
     epsilon: float | None = None
     delta: float = 1e-5
     approval: Callable[[Release], bool] | str | os.PathLike[str] | None = None
@@ -142,6 +147,8 @@ class Policy:
         settings.whole("correction", self.correction, 0, "0 allows no correction")
         if self.agreement != np.inf:
             settings.whole("agreement", self.agreement, 1, "inf tells nothing of the rows")
+        if self.changed_rows != np.inf:
+            settings.whole("changed_rows", self.changed_rows, 1, "inf allows the same data alone")
         for name in ("parameters_per_row", "distance", "cavity"):
             if getattr(self, name) != np.inf:
                 settings.positive(name, getattr(self, name), "inf switches the rule off")
@@ -182,6 +189,7 @@ NO_RULES = Policy(
     cavity=np.inf,
     correction=sys.maxsize,
     agreement=1,
+    changed_rows=1,
 )
 """Answers every request: for simulated data, and for data that need no protection."""
 

@@ -41,9 +41,10 @@ def agree(
     """Have sites agree on levels and scales of a formula, inside a ServerApp, as `fedppl.agree` does for data here.
 
     Each site tells, once, what its policy lets it: of every column of the formula the number of rows; of numbers their
-    sum and sum of squares; of texts how many rows have each level. Nothing of fewer rows than the larger of `min_count`
-    and the policy's `agreement` (10 by default) leaves, nor can it be had as a difference. What comes of it goes to all
-    sites when they enrol, which look whether it goes with their rows.
+    sum and sum of squares, roughly; of texts how many rows have each level. Nothing of fewer rows than the larger of
+    `min_count` and the policy's `agreement` (10 by default) leaves, nor whether there are such rows. What comes of it
+    goes to all sites when they enrol, which look whether it goes with their rows, and leave out rows of levels that are
+    not in it where those are so few.
 
     Parameters
     ----------
@@ -56,7 +57,8 @@ def agree(
     min_count
         Rows that a client needs of a level, and in all, to tell of them.
     withheld
-        What becomes of rows of levels that were not told: "other" for a level of that name, or "error".
+        What becomes of rows of levels that were not told, where a site has more than so few of them: "other" for a
+        level of that name, or "error".
     wait
         Seconds to wait for their answers.
     poll
@@ -85,9 +87,10 @@ def agree(
 
     Notes
     -----
-    *When this fails.* What a site tells is believed: one that lies moves scales, and so the width of priors. It is
-    named where it is out of all proportion (`Agreed.strange`), and sites with whose rows the result does not go take no
-    part.
+    *When this fails.* One of a few sites that lies moves scales, and so the width of priors: it counts for at most ten
+    times as many rows as the median of the others. From five sites on means and sds are medians over sites, and none
+    counts for more than the median of the others. It is named where it is out of all proportion (`Agreed.strange`),
+    and sites with whose rows the result does not go take no part.
     A site whose rows have changed tells what it told before, until ``<client>.told`` in its folder is deleted
     (``site.told`` where its node config has no ``client-id``).
     """
@@ -100,7 +103,7 @@ def agree(
     positive("wait", wait, "it is in seconds"), positive("poll", poll, "it is in seconds")
     expected = expected_clients(clients)
     asking = _Asking(Post(grid, poll, _GRACE), expected, asked(model.builder).names, min_count, wait)  # type: ignore[arg-type]
-    return of_told(model, asking.told(), withheld)
+    return of_told(model, asking.told(), withheld, believed=False)
 
 
 class _Asking:

@@ -124,7 +124,7 @@ def client_app(
         where = folder(config) if callable(folder) else folder
         path = None if where is None else Path(where)
         if path is not None:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         chosen = policy(config) if callable(policy) else policy
         rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
         of = kind(config) if callable(kind) else kind

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from fedppl.contracts import AnyAlgorithm
+from fedppl.engine import versions
+from fedppl.engine.policy import Policy
 from fedppl.model.client import ClientModel
 from fedppl.storage import checkpoint, digest
-from fedppl.storage.signed import unpack
+from fedppl.storage import key as _key
+from fedppl.storage.signed import pack, unpack
 from fedppl.types import DeclarationError, LocalFailure, Message
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,39 @@ def keep_seal(memory: Memory, seal: Seal) -> None:
     """Keep the digest where there was none."""
     if seal.is_new:
         memory.keep(seal.name, seal.raw)
+
+
+class Versions(NamedTuple):
+    """Data that were answered about, those that are here, and what the policy says of the difference."""
+
+    name: str
+    earlier: list[dict[str, Any]]  # the seal of each, and digests of its cells
+    now: dict[str, Any]
+    refused: str | None
+
+
+def data_version(memory: Memory, own: str, columns: Mapping[str, Any], rules: Policy) -> Versions | None:
+    """Hold a client's data against all that were answered about; None where none are told apart.
+
+    Digests of cells are kept under the site's own name, not under one that the server chooses.
+    """
+    if rules.epsilon is not None or rules.changed_rows <= 1 or not columns:
+        return None
+    name = f"{own or 'site'}.versions"
+    raw = memory.recall(name)
+    earlier = [] if raw is None else list(unpack(raw, repr(name), name))
+    if any(digest.matches(one["seal"], columns) for one in earlier):
+        return Versions(name, earlier, {}, None)
+    cells = versions.version_of(columns, _key.of_owner(make=True))
+    before = [one["cells"] for one in earlier]
+    refused = versions.refuse_version(before, cells, rules.changed_rows)
+    return Versions(name, earlier, {"seal": digest.seal(columns), "cells": cells}, refused)
+
+
+def keep_version(memory: Memory, found: Versions | None) -> None:
+    """Remember data that an answer is about, before it leaves."""
+    if found is not None and found.now:
+        memory.keep(found.name, pack([*found.earlier, found.now], found.name))
 
 
 def recalled(algorithm: AnyAlgorithm, memory: Memory, name: str, client_id: str) -> Kept:

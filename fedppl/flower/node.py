@@ -28,12 +28,24 @@ from fedppl.flower import site_agreement as _agreements
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed
 from fedppl.flower.hello import pack_hello
-from fedppl.flower.memory import BLANK, Kept, Memory, keep_seal, name_of_kept, recalled, same_data
+from fedppl.flower.memory import (
+    BLANK,
+    Kept,
+    Memory,
+    Versions,
+    data_version,
+    keep_seal,
+    keep_version,
+    name_of_kept,
+    recalled,
+    same_data,
+)
 from fedppl.flower.told import tell
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
 from fedppl.results.at_client import client_posterior
+from fedppl.storage import checkpoint
 from fedppl.storage.signed import pack
 from fedppl.types import DeclarationError, LocalFailure, Message
 
@@ -61,6 +73,7 @@ class Node(NamedTuple):
 
 _models: dict[tuple[str, str, str], ClientModel] = {}  # of this process, by app, node config and agreement
 _declarations: dict[tuple[str, str], FederatedModel] = {}  # by app and agreement
+_columns: dict[tuple[str, str, str], Mapping[str, Any]] = {}  # of the rows as they were loaded, like _models
 _first: dict[Any, dict[str, Mapping[str, Any]]] = {}  # the first client with such columns, by app
 _UNNAMED = "not named yet"  # a site that the server will call by its authenticated name
 _lock = threading.Lock()
@@ -73,15 +86,16 @@ def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, call
     """
     name = node.client_id(config)
     model, agreement = _agreements.declared(node.model, memory, name)
-    key = (node.token, json.dumps(dict(config), sort_keys=True, default=str), agreement)
+    key = _key(node, config, agreement)
     with _lock:
         if key not in _models:
             for other in [other for other in _models if other[:2] == key[:2]]:
-                del _models[other]  # of an earlier agreement
+                del _models[other], _columns[other]  # of an earlier agreement
             declaration = _declarations.setdefault((node.token, agreement), model)
             loaded = node.load_data(config)
             kind = declaration.kind_of(name, loaded, node.kind)
-            data = declaration.read(name, loaded, kind)
+            usable = loaded if node.folder is None else _agreements.without_rare(declaration, loaded, node.policy, name)
+            data = declaration.read(name, usable, kind)
             shapes = sorted((k, np.asarray(v).dtype.str, np.shape(v)[1:]) for k, v in data.items())
             columns = (node.token, agreement, kind, *shapes)
             # Where one process serves many (virtual) clients, the second shows that their models are the same.
@@ -93,7 +107,7 @@ def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, call
             require_fit(node.algorithm, client)
             if not any(token == node.token for token, *_ in _models):
                 say_unused(node.algorithm, client)
-            _models[key] = client
+            _models[key], _columns[key] = client, _agreements.columns(declaration, loaded, data)
         own = _models[key].client_id
         if called is not None and called != own:
             if own:
@@ -102,9 +116,25 @@ def enrolled(node: Node, config: Mapping[str, Any], memory: Memory = BLANK, call
         return _models[key]
 
 
+def _key(node: Node, config: Mapping[str, Any], agreement: str) -> tuple[str, str, str]:
+    return node.token, json.dumps(dict(config), sort_keys=True, default=str), agreement
+
+
+def _version(node: Node, config: Mapping[str, Any], memory: Memory) -> Versions | None:
+    """What the site's data, which are loaded, are beside those that it has answered about."""
+    own = node.client_id(config)
+    agreement = _agreements.declared(node.model, memory, own)[1]
+    return data_version(memory, own, _columns[_key(node, config, agreement)], node.policy)
+
+
+def _changed(node: Node, config: Mapping[str, Any], memory: Memory) -> str | None:
+    found = _version(node, config, memory)
+    return None if found is None else found.refused
+
+
 def _held(node: Node) -> AbstractContextManager[Any]:
     """One request at a time, over all processes of the site: what it has answered is read, changed and written."""
-    return nullcontext() if node.folder is None else FileLock(node.folder / "site.lock", timeout=_PATIENCE)
+    return nullcontext() if node.folder is None else FileLock(node.folder / "site.lock", timeout=_PATIENCE, mode=0o600)
 
 
 def _guard(node: Node, config: Mapping[str, Any]) -> Guard | None:
@@ -140,7 +170,7 @@ def introduce(
             client = enrolled(node, config, memory)
             if guard is not None:
                 admit_algorithm(guard, node.algorithm, client.layout)
-                if refuse_data(guard, client):
+                if refuse_data(guard, client, functools.partial(_changed, node, config, memory)):
                     who = f"client {client.client_id!r}" if client.client_id else "it"
                     raise DeclarationError(f"{who} {_WITHHELD}")
         return pack_hello(name, version("fedppl"), node.algorithm.settings, client.layout, client.reader())
@@ -179,8 +209,9 @@ def _addressed(parcel: _wire.Parcel) -> tuple[str, int]:
 
 
 def _note(guard: Guard | None, entry: Mapping[str, Any]) -> None:
-    logger.warning("%s refused: %s", entry["event"], entry["refused"])
-    if guard is not None:
+    if guard is None:
+        logger.warning("%s refused: %s", entry["event"], entry["refused"])
+    else:
         guard.write(guard.read(), entry)
 
 
@@ -192,11 +223,15 @@ def _answered(
     try:
         client = enrolled(node, config, memory, request.client_id)
         seal = same_data(memory, client, request.run)
+        found = None if guard is None else _version(node, config, memory)
         kept = recalled(node.algorithm, memory, name, request.client_id)
         # A site that died over a request has admitted it and not answered: what it keeps is of another.
         if guard is not None and replayed(guard, request) and kept.digest == digest(request):
             guard.write(guard.read(), {**about, "repeated": True, "refused": None})
             return kept.arrays, {**kept.texts, "nonce": str(request.nonce)}
+        if found is not None and found.refused and guard is not None:
+            guard.write(guard.read(), {**about, "refused": found.refused})
+            return _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
     except Exception as error:
         why = str(error) if isinstance(error, LocalFailure) else type(error).__name__
         logger.debug("client %s cannot answer", request.client_id, exc_info=True)
@@ -216,6 +251,7 @@ def _answered(
     if isinstance(reply, Failure) and reply.reason == REFUSED:
         return answered  # and nothing is kept: a server makes up as many names as it likes
     keep_seal(memory, seal)
+    keep_version(memory, found)
     # In one file, hence in one step: no answer leaves, or leaves again, that personal state does not know of.
     if guard is None and after is None:
         return answered
@@ -277,7 +313,9 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wi
     result = client_posterior(*drawing)
     path = node.folder / f"{quote(client_id, safe='')}.nc"
     partial = path.with_name(path.name + ".partial")
+    checkpoint.replace(partial, b"")  # with the mode of what holds rows, before there are any
     idata.write(result, partial)
+    partial.chmod(0o600)  # a library may make the file anew
     partial.replace(path)
     logger.info("client %s: posterior written to %s", client_id, path)
     names = tells(guard, node.algorithm, client, request)

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from fedppl.contracts import AnyAlgorithm
+from fedppl.data import frames
 from fedppl.engine import policy
 from fedppl.engine.agreements import admit_agreement, admit_telling, let_tell, note, refuse_agreement
 from fedppl.engine.guard import REFUSED, Guard
 from fedppl.flower.agreed import digest, pack_agreement, pack_told, unpack_agreement
 from fedppl.flower.decode import Malformed, whole
 from fedppl.flower.memory import Memory
+from fedppl.formulas import exchange
 from fedppl.formulas.agreement import OTHER, Agreement, Told, raised
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import answered, asked, contradiction, rows_of
@@ -44,6 +46,34 @@ def declared(model: FederatedModel, memory: Memory, own: str) -> tuple[Federated
         return model, ""
     agreement = unpack_agreement(kept, asked(_built(model)).names)
     return remembering(model, agreement), digest(agreement)
+
+
+def columns(model: FederatedModel, loaded: Any, arrays: Any) -> Mapping[str, Any]:
+    """What of a client's data tells one row from another: a formula's columns as they are, else the builder's arrays.
+
+    Nothing of an estimate, which has no rows.
+    """
+    if not is_formula(model):
+        return arrays if isinstance(arrays, Mapping) else {}
+    if not (isinstance(loaded, Mapping) or frames.is_frame(loaded)):
+        return {}
+    held = frames.raw(loaded, None, "this site")
+    found = {name: np.asarray(held[name]) for name in _built(model).columns if name in held}
+    return {name: one.astype(str) if one.dtype.hasobject else one for name, one in found.items()}
+
+
+def without_rare(model: FederatedModel, loaded: Any, rules: policy.Policy, own: str) -> Any:
+    """A site's rows without those of levels that clients did not agree on, where they are too few to be told of."""
+    fewest = policy.fewest(rules, 1)
+    if not is_formula(model) or model.agreement is None or fewest <= 1:
+        return loaded
+    if not (isinstance(loaded, Mapping) or frames.is_frame(loaded)):
+        return loaded
+    rows, gone = exchange.without_rare(model.agreement, frames.raw(loaded, None, "this site"), fewest)
+    if not gone:
+        return loaded
+    logger.warning("client %s leaves out %d rows of levels that clients did not agree on", own, gone)
+    return rows
 
 
 def tell(
@@ -172,7 +202,8 @@ def accept(
     if guard is not None and not admit_agreement(guard, found, own):
         raise refused
     looking = guard is None or guard.policy.epsilon is None
-    if why := _why_not(model, agreement, data, own) if looking else _odd_levels(_built(model), agreement):
+    rules = None if guard is None else guard.policy
+    if why := _why_not(model, agreement, data, own, rules) if looking else _odd_levels(_built(model), agreement):
         logger.error("what clients agreed on is not used: %s", why)
         if guard is not None:
             refuse_agreement(guard, found, own, why)
@@ -189,11 +220,14 @@ def _odd_levels(built: Formula, agreement: Agreement) -> str | None:
     return None
 
 
-def _why_not(model: FederatedModel, agreement: Agreement, data: Any, own: str) -> str | None:
+def _why_not(
+    model: FederatedModel, agreement: Agreement, data: Any, own: str, rules: policy.Policy | None
+) -> str | None:
     """What speaks against an agreement at this site, for its own log."""
     try:
         ready = remembering(model, agreement)
-        rows = rows_of(_built(model), data(), "this site")
+        loaded = data() if rules is None else without_rare(ready, data(), rules, own)
+        rows = rows_of(_built(model), loaded, "this site")
         read = ready.read(own, rows)
         return contradiction(_built(ready), rows, read)
     except ValueError as error:  # of data that do not go with it, or a formula that cannot be evaluated with it

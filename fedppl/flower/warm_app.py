@@ -120,7 +120,7 @@ def _asked(app: str, site: Path, idle: float, message: FlowerMessage, config: di
     """What the worker answers; one that is stale or dies is replaced, twice at most."""
     if not hasattr(socket, "AF_UNIX"):
         raise _NoWorker("this system has no Unix sockets")
-    site.mkdir(parents=True, exist_ok=True)
+    site.mkdir(mode=0o700, parents=True, exist_ok=True)
     arrays, texts = read_message(message)
     kind = message.metadata.message_type
     told = {"app": app, "folder": str(site.absolute()), "idle": idle, "path": sys.path}

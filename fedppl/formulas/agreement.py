@@ -16,7 +16,12 @@ from fedppl.types import Array, DataError
 
 _LARGEST = 1e150  # of a mean square, whose own square is a number still
 OTHER = "other"
-_FEW_VALUES = 6
+_MOST_TIMES = 10.0  # as many rows as the others' median a client may tell of, and count for
+_MEDIANS = 5  # clients, from where on one of them that lies is left out by a median
+_MAD = 1.4826  # sds of a normal distribution in a median of distances
+_TAIL = 10  # a part so large at each end of a column counts as what is next
+_SMALLEST = 1e-150  # of a sd
+_FEWEST_PARTS = 4  # times as many rows as are told of, so that sums leave
 
 
 class Told(NamedTuple):
@@ -26,7 +31,7 @@ class Told(NamedTuple):
     total: float  # Σ x of a numeric column
     squares: float  # Σ x²
     levels: Mapping[str, int]  # of another column, with at least so many rows as the policy wants
-    withheld: bool  # whether rows have levels that are not told, or a numeric column's sums are not told
+    withheld: bool  # whether so many rows have levels that are not told, or a numeric column's sums are not told
     text: bool = False
 
 
@@ -50,13 +55,14 @@ class Agreement(NamedTuple):
 def tell(data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], min_count: float) -> dict[str, Told]:
     """What a client tells of its columns; of `levels` those of numbers too.
 
-    No number of rows between 1 and `min_count` - 1 leaves, nor can one of levels be had as a difference. Rows are told
-    in whole multiples of `min_count`, rounded down, and so are those of levels: what is between them may be rows of
-    levels that are not told, or what was rounded off. Sums are those of so many rows, with a sd of two digits and a
-    mean that ends where the sd does, since exact ones would tell how many rows there are. They are withheld where fewer
-    than `min_count` rows have another value than most: a sum of such tells how many; and where a column has few values,
-    of which one is that rare. With a `min_count` of 1 all is
-    exact.
+    What fewer than `min_count` rows have leaves no trace: whether no row has a level, or some but fewer, the same is
+    told. Rows of such levels are as if they were not there, unless those of all of them together are so many. Rows are
+    told in whole multiples of `min_count`, rounded down; those of levels in multiples of twice as many, which the rows
+    of a rare level do not move where they are taken from a level with a round number of rows.
+
+    Of numbers the `min_count` - 1 largest count as the next, and the smallest likewise; a tenth of them, where they
+    then still differ. Their sd is told as a power of the square root of 2, their mean in halves of it: constants to
+    centre and scale by need no more. With a `min_count` of 1 all is exact.
     """
     found = {}
     for name in names:
@@ -66,51 +72,65 @@ def tell(data: Mapping[str, Any], names: Sequence[str], levels: Sequence[str], m
             found[name] = Told(0, 0.0, 0.0, {}, False, text)
         elif text:
             labels, counts = np.unique(as_texts(values), return_counts=True)
-            every = {str(label): int(n) for label, n in zip(labels, counts, strict=True)}
-            seen = _rounded(every, min_count)
-            found[name] = Told(_whole(len(values), min_count), 0.0, 0.0, seen, len(seen) < len(every), True)
+            seen = {
+                str(label): _window(int(n), min_count)
+                for label, n in zip(labels, counts, strict=True)
+                if n >= min_count
+            }
+            many = int(counts[counts < min_count].sum()) >= min_count
+            found[name] = Told(max(_whole(len(values), min_count), sum(seen.values())), 0.0, 0.0, seen, many, True)
         else:
             found[name] = _sums(np.asarray(values, dtype=float), min_count)
     return found
 
 
+def rare(told: Told, values: Array) -> Told:
+    """The same where rows are here: `withheld` says whether any has a level that is not told."""
+    few = told.text and told.rows > 0 and not set(np.unique(as_texts(values)).tolist()) <= set(told.levels)
+    return told._replace(withheld=few) if told.text else told
+
+
 def _sums(reals: Array, min_count: float) -> Told:
-    counts = np.unique(reals, return_counts=True)[1]
-    others = len(reals) - int(counts.max(initial=0))
-    # An sd of equal numbers is rounding error, which depends on how many there are.
-    rows = _whole(len(reals), min_count)
-    # Of few values a mean and a sd are two equations for how many rows have each.
-    rare = 1 < len(counts) <= _FEW_VALUES and bool(np.any(counts < min_count))
-    if 0 < others < min_count or rare:
-        return Told(rows, 0.0, 0.0, {}, True)
     with np.errstate(over="ignore", invalid="ignore"):  # who puts them together refuses what is no number
         if min_count <= 1:
-            return Told(rows, float(reals.sum()), float(np.sum(reals**2)), {}, False)
-        mean, sd = (reals.mean(), reals.std()) if others else (reals[0], np.float64(0.0))
-        if 0 < sd < np.inf:
-            step = 10.0 ** (np.floor(np.log10(sd)) - 1)
-            mean, sd = np.round(mean / step) * step, np.round(sd / step) * step
-        return Told(rows, float(rows * mean), float(rows * (sd**2 + mean**2)), {}, False)
+            return Told(len(reals), float(reals.sum()), float(np.sum(reals**2)), {}, False)
+        rows, few = _whole(len(reals), min_count), int(min_count) - 1
+        if len(reals) < _FEWEST_PARTS * min_count:  # of so few rows, those that count as others are most
+            return Told(rows, 0.0, 0.0, {}, True)
+        ordered = np.sort(reals)
+        for beyond_them in (max(few, len(reals) // _TAIL), few):
+            low, high = float(ordered[beyond_them]), float(ordered[-beyond_them - 1])
+            if low < high:
+                break
+        else:
+            return Told(rows, rows * low, rows * low**2, {}, False)
+        clipped = np.clip(reals, low, high)
+        sd = float(2.0 ** (np.round(2.0 * np.log2(max(clipped.std(), _SMALLEST))) / 2.0))
+        mean = float(np.round(clipped.mean() / (sd / 2.0)) * (sd / 2.0))
+        return Told(rows, rows * mean, rows * (sd**2 + mean**2), {}, False)
 
 
 def raised(told: Told, min_count: float) -> Told:
     """What was told before, as far as a larger `min_count` lets it be told again."""
     if told.rows < min_count:
         return Told(0, 0.0, 0.0, {}, False, told.text)
-    rows, levels = _whole(told.rows, min_count), _rounded(told.levels, min_count)
+    levels = {level: _window(n, min_count) for level, n in told.levels.items() if n >= min_count}
+    rows = max(_whole(told.rows, min_count), sum(levels.values()))
     part = rows / told.rows if told.rows else 1.0
     withheld = told.withheld or len(levels) < len(told.levels)
     return Told(rows, told.total * part, told.squares * part, levels, withheld, told.text)
-
-
-def _rounded(counts: Mapping[str, int], min_count: float) -> dict[str, int]:
-    return {level: _whole(n, min_count) for level, n in counts.items() if n >= min_count}
 
 
 def _whole(count: int, min_count: float) -> int:
     """The largest multiple of `min_count` that is not larger."""
     step = max(int(min_count), 1)
     return count // step * step
+
+
+def _window(count: int, min_count: float) -> int:
+    """The multiple of 2 `min_count` whose window holds a count; windows end `min_count` - 1 below their multiples."""
+    few = int(min_count)
+    return count if few <= 1 else max(2 * few, (count + few - 1) // (2 * few) * 2 * few)
 
 
 def agreed(
@@ -122,6 +142,7 @@ def agreed(
     closed: Sequence[str] = (),
     constant: Collection[str] = (),
     listed: Mapping[str, Sequence[str] | None] | None = None,
+    believed: bool = True,
 ) -> Agreement:
     """What comes of it: the same levels in the same order at all clients, means and sds over all rows that were told.
 
@@ -141,6 +162,9 @@ def agreed(
         Columns that may have the same value in all rows.
     listed
         Orders of levels, of which rows need not have all, by column.
+    believed
+        Whether clients' numbers of rows are what they say, as where all are here. Else none counts for more than ten
+        times the median of the others, from five clients on for no more than it, and means and sds are medians.
 
     Raises
     ------
@@ -151,6 +175,7 @@ def agreed(
     columns = {}
     for name in next(iter(told.values())):
         parts = {client_id: one[name] for client_id, one in told.items()}
+        parts = parts if believed else bounded(parts)
         text = [client_id for client_id, one in parts.items() if one.text]
         if text and len(text) < len(parts):
             odd = sorted(set(parts) - set(text))
@@ -163,9 +188,40 @@ def agreed(
             own = list((listed or {}).get(name) or ())
             columns[name] = _levels(name, parts, own, others=others, closed=name in closed)
         else:
-            columns[name] = _constants(name, parts, needed=name not in unscaled, varies=name not in constant)
-    rows = sum(next(iter(one.values())).rows for one in told.values()) if columns else 0
+            middle = not believed and len(parts) >= _MEDIANS
+            columns[name] = _constants(
+                name, parts, needed=name not in unscaled, varies=name not in constant, middle=middle
+            )
+    first = {client_id: next(iter(one.values())) for client_id, one in told.items()} if columns else {}
+    rows = sum(one.rows for one in (first if believed else bounded(first)).values())
     return Agreement(columns, rows, others)
+
+
+def bounded(parts: Mapping[str, Told]) -> dict[str, Told]:
+    """What clients tell of a column, each scaled down to the rows that it may count for beside the others."""
+    most = _MOST_TIMES if len(parts) < _MEDIANS else 1.0
+    return {client_id: _scaled(one, most * _others_rows(parts, client_id)) for client_id, one in parts.items()}
+
+
+def beyond(parts: Mapping[str, Told]) -> dict[str, tuple[int, float]]:
+    """Clients that tell of more than ten times as many rows as the median of the others: theirs, and that."""
+    found = {client_id: (one.rows, _others_rows(parts, client_id)) for client_id, one in parts.items()}
+    return {client_id: (own, others) for client_id, (own, others) in found.items() if own > _MOST_TIMES * others}
+
+
+def _others_rows(parts: Mapping[str, Told], client_id: str) -> float:
+    rows = [one.rows for other, one in parts.items() if other != client_id and one.rows]
+    return float(np.median(rows)) if rows else np.inf
+
+
+def _scaled(told: Told, most: float) -> Told:
+    if told.rows <= most:
+        return told
+    part = most / told.rows
+    levels = {level: max(round(n * part), 1) for level, n in told.levels.items()}
+    return told._replace(
+        rows=round(most), total=told.total * part, squares=told.squares * part, levels=levels
+    )
 
 
 def _counts(parts: Mapping[str, Told]) -> dict[str, int]:
@@ -195,13 +251,11 @@ def _levels(name: str, parts: Mapping[str, Told], listed: Sequence[str], *, othe
         levels = [*(level for level in levels if level != OTHER), OTHER]
         counts[OTHER] = counts.get(OTHER, 0) + sum(withheld.values())
     if len(levels) < 2:
-        remedy = "leave it out of the formula; an outcome has to vary"
-        if withheld:
-            remedy = (
-                "say all its levels in formula(levels=...), or lower min_count, at sites that of their policies too"
-            )
-        told = " that enough rows have" if withheld else ""
-        raise DataError(f"column {name!r} has the levels {levels} alone{told} at all clients; {remedy}.")
+        raise DataError(
+            f"column {name!r} has the levels {levels} alone that enough rows have, at all clients; leave it out of the "
+            "formula, an outcome has to vary. Where others are rare say all of them in formula(levels=...), or lower "
+            "min_count, at sites that of their policies too."
+        )
     total = sum(counts.values())
     return Column(tuple(levels), tuple(counts[level] / total for level in levels), 0.0, 1.0)
 
@@ -225,7 +279,7 @@ def _ordered(name: str, parts: Mapping[str, Told], order: list[str]) -> Column:
     )
 
 
-def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bool) -> Column:
+def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bool, middle: bool = False) -> Column:
     telling = [one for one in parts.values() if one.rows and not one.withheld]
     if not telling:
         if not needed:
@@ -234,9 +288,7 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bo
             f"no client tells of column {name!r}: all have too few rows, or too few with another value than most. "
             "Lower min_count, at sites that of their policies too, or bring several together as one client."
         )
-    rows = sum(one.rows for one in telling)
-    mean = sum(one.total for one in telling) / rows
-    square = sum(one.squares for one in telling) / rows
+    mean, square = _middle(telling) if middle and len(telling) >= _MEDIANS else _pooled(telling)
     if not square < _LARGEST or (needed and varies and mean != 0 and square < 1 / _LARGEST):
         raise DataError(
             f"column {name!r} has a mean square of {square:.3g}, which leaves no digits for products; give it in "
@@ -252,6 +304,23 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bo
             "which has an intercept; as a response it leaves nothing to be explained."
         )
     return Column((), (), float(mean), float(np.sqrt(variance)))
+
+
+def _pooled(telling: Sequence[Told]) -> tuple[float, float]:
+    """Mean and mean square over all rows."""
+    rows = sum(one.rows for one in telling)
+    return sum(one.total for one in telling) / rows, sum(one.squares for one in telling) / rows
+
+
+def _middle(telling: Sequence[Told]) -> tuple[float, float]:
+    """The same by medians over clients, which none of them moves far: of means, of variances, and of distances."""
+    means = np.array([one.total / one.rows for one in telling])
+    within = np.array([one.squares / one.rows for one in telling]) - means**2
+    mean = float(np.median(means))
+    variance = float(np.median(np.maximum(within, 0.0))) + float(_MAD * np.median(np.abs(means - mean))) ** 2
+    if not variance > 1e-12 * mean**2:  # one that few clients have in another way
+        return _pooled(telling)
+    return mean, variance + mean**2
 
 
 def coded(column: Column, values: Array, agreement: Agreement, what: str) -> Array:

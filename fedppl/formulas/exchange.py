@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from fedppl.data import frames, missing
 from fedppl.formulas import checks
-from fedppl.formulas.agreement import Agreement, Told, agreed, is_text, tell
+from fedppl.formulas.agreement import OTHER, Agreement, Told, agreed, as_texts, is_text, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.moments import standing_for_all
 from fedppl.formulas.outcomes import require_two
@@ -85,11 +86,40 @@ def answered(built: Formula, rows: Mapping[str, Any], min_count: float) -> dict[
     return found
 
 
-def together(built: Formula, told: Mapping[str, Mapping[str, Told]], *, others: bool) -> Formula:
+def without_rare(agreement: Agreement, rows: Mapping[str, Any], fewest: float) -> tuple[dict[str, Any], int]:
+    """A client's columns without rows of levels that nobody told, where those are fewer than `fewest`; how many.
+
+    That there are some would show: in whether the client takes part, and in its replies, where they are of a level
+    of their own. Of more the level "other" is made where there is one, or the client takes no part.
+    """
+    count = max((len(values) for values in rows.values() if np.ndim(values)), default=0)
+    gone = np.zeros(count, dtype=bool)
+    for name, column in agreement.columns.items():
+        if not column.levels or name not in rows:
+            continue
+        values = np.asarray(rows[name])
+        unknown = ~np.isin(as_texts(values), column.levels) & ~np.asarray(pd.isna(values))
+        others = agreement.others and OTHER in column.levels and (fewest == np.inf or unknown.sum() >= fewest)
+        if unknown.sum() < fewest and not others and unknown.shape == gone.shape:
+            gone |= unknown
+    kept = {name: values[~gone] if np.shape(values)[:1] == (count,) else values for name, values in rows.items()}
+    return kept, int(gone.sum())
+
+
+def together(
+    built: Formula, told: Mapping[str, Mapping[str, Told]], *, others: bool, believed: bool = True
+) -> Formula:
     """The formula with what comes of all that clients told."""
     outcomes, unscaled, constant = built.terms.response.columns, asked(built).unscaled, built.may_be_constant
     found = agreed(
-        told, built.levels, others=others, unscaled=unscaled, closed=outcomes, constant=constant, listed=built.orders
+        told,
+        built.levels,
+        others=others,
+        unscaled=unscaled,
+        closed=outcomes,
+        constant=constant,
+        listed=built.orders,
+        believed=believed,
     )
     for name in [name for name, order in built.orders.items() if order is None and found.columns[name].levels]:
         logger.warning(

@@ -7,17 +7,18 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from fedppl.data import frames
 from fedppl.data import missing as gaps
 from fedppl.formulas import checks, required
-from fedppl.formulas.agreement import Agreement, Told, tell
+from fedppl.formulas.agreement import Agreement, Told, rare, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import asked, endless, sized, together
 from fedppl.formulas.families import family as family_of
 from fedppl.formulas.priors import Prior
-from fedppl.formulas.strange import strange, strange_levels
+from fedppl.formulas.strange import strange, strange_levels, strange_sizes
 from fedppl.formulas.summaries import KINDS, EstimateOf, as_rows, kind_of
 from fedppl.formulas.terms import parse, variable
 from fedppl.model.declaration import FederatedModel
@@ -207,7 +208,9 @@ def agree(
     for client_id, one in with_rows.items():
         checks.columns([name for name in built.columns if name not in one], one, f"client {str(client_id)!r}")
         checks.rows(str(client_id), one, [name for name in built.columns if name not in endless(built)])
-        told[str(client_id)] = tell(sized(built, one), what.names, what.levels, min_count)
+        rows = sized(built, one)
+        parts = tell(rows, what.names, what.levels, min_count)
+        told[str(client_id)] = {name: rare(part, np.asarray(rows[name])) for name, part in parts.items()}
     if not told:
         raise DataError(
             "all clients gave estimates, and none has rows to agree on levels and scales with; one client's rows do."
@@ -217,20 +220,25 @@ def agree(
     return of_told(model, told, withheld)
 
 
-def of_told(model: FederatedModel, told: Mapping[str, Mapping[str, Told]], withheld: str) -> Agreed:
-    """What clients agree on who have told this."""
-    built = together(_formula(model), told, others=withheld == "other")
+def of_told(
+    model: FederatedModel, told: Mapping[str, Mapping[str, Told]], withheld: str, *, believed: bool = True
+) -> Agreed:
+    """What clients agree on who have told this; sites of their own are not `believed` whatever they say."""
+    built = together(_formula(model), told, others=withheld == "other", believed=believed)
     assert built.design is not None
     checks.require_no_numbers(built.design.agreement, asked(built).levels)
     units = strange(told)
+    sizes = [] if believed else strange_sizes(told)
     levels = [*strange_levels(told), *checks.odd_levels(built.design.agreement, asked(built).levels)]
     if units:
         logger.warning(
             "columns may be swapped, or units differ: %s; bring all clients to one unit", "; ".join(units[:5])
         )
+    if sizes:
+        logger.warning("numbers of rows are out of proportion, and count for less: %s", "; ".join(sizes[:5]))
     if levels:
         logger.warning("levels may be mistaken: %s", "; ".join(levels[:5]))
-    odd = (*units, *levels)
+    odd = (*units, *sizes, *levels)
     return Agreed(_model(built), _table(built.design.agreement), odd, tuple(sorted(told)))
 
 

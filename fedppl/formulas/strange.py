@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl.formulas.agreement import Told
+from fedppl.formulas.agreement import Told, beyond
 from fedppl.types import Array
 
 # Between a client's mean and the others', in sds within clients and between them; and in its own standard errors.
@@ -85,6 +85,15 @@ def strange_levels(told: Mapping[str, Mapping[str, Told]]) -> list[str]:
                 f"{others[:_SHOWN]}"
             )
     return found
+
+
+def strange_sizes(told: Mapping[str, Mapping[str, Told]]) -> list[str]:
+    """Clients that tell of many times as many rows as the others, in words; each once."""
+    found: dict[str, str] = {}
+    for name in next(iter(told.values()), {}):
+        for client_id, (own, others) in beyond({k: one[name] for k, one in told.items()}).items():
+            found.setdefault(client_id, f"client {client_id!r} tells of {own} rows, the median of the others is {others:g}")
+    return list(found.values())
 
 
 def strange_arrays(clients: Mapping[Any, Any]) -> list[str]:

@@ -26,7 +26,7 @@ def seal(arrays: Mapping[str, Any], salt: bytes | None = None) -> bytes:
     key = secrets.token_bytes(_SALT) if salt is None else salt
     state = hashlib.blake2b(key=key, digest_size=32)
     for name in sorted(arrays):
-        array = _wide(np.asarray(arrays[name]))
+        array = plain(np.asarray(arrays[name]))
         head = repr((str(name), array.dtype.str, array.shape)).encode()
         state.update(len(head).to_bytes(8, "little") + head)
         state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -38,7 +38,7 @@ def matches(sealed: bytes, arrays: Mapping[str, Any]) -> bool:
     return hmac.compare_digest(sealed, seal(arrays, sealed[:_SALT]))
 
 
-def _wide(array: NDArray[Any]) -> NDArray[Any]:
+def plain(array: NDArray[Any]) -> NDArray[Any]:
     """Real numbers as float64 where those hold them: whether a column is of integers can depend on other clients."""
     whole = array.dtype.kind in "iu"
     if whole and array.size and max(-int(array.min()), int(array.max())) > 2**53:
