@@ -140,7 +140,7 @@ def introduce(
             client = enrolled(node, config, memory)
             if guard is not None:
                 admit_algorithm(guard, node.algorithm, client.layout)
-                if refuse_data(guard, client):
+                if refuse_data(guard, client, node.algorithm):
                     who = f"client {client.client_id!r}" if client.client_id else "it"
                     raise DeclarationError(f"{who} {_WITHHELD}")
         return pack_hello(name, version("fedppl"), node.algorithm.settings, client.layout, client.reader())
