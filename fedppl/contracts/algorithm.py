@@ -310,12 +310,16 @@ class Disclosure(NamedTuple):
     concludes
         Where the final message has a client draw, points of a corrected posterior aside; it may hold other names than
         requests do. Without it nothing of what a client draws may leave.
+    by_row
+        ``by_row(client, point) -> (n, p)``: what each row has in what leaves, number by number, of algorithms for
+        models whose rows' slopes are not to be had of the declared density. A node looks on how few rows each depends.
     """
 
     asks: AsksFn | None = None
     noise_multiplier: float | None = None
     at_sites: Callable[[Any], Any] = _as_it_is
     concludes: AsksFn | None = None
+    by_row: Callable[[Any, Array], Array] | None = None
 
 
 class Algorithm(NamedTuple, Generic[S, P]):

@@ -16,6 +16,7 @@ from fedppl import privacy
 from fedppl.contracts import AnyAlgorithm, Failure, Reply, Request
 from fedppl.engine import policy
 from fedppl.engine._observed import holdings
+from fedppl.engine.few_rows import refuse_declaration, refuse_points
 from fedppl.engine.policy import Policy, Release
 from fedppl.storage import digest as _digest
 from fedppl.types import DeclarationError, Layout
@@ -82,15 +83,22 @@ def admit_algorithm(guard: Guard, algorithm: AnyAlgorithm, layout: Layout) -> No
         raise DeclarationError(rule)
 
 
-def refuse_data(guard: Guard, client: Any, changed: Callable[[], str | None] = lambda: None) -> str | None:
+def refuse_data(
+    guard: Guard, client: Any, algorithm: AnyAlgorithm, changed: Callable[[], str | None] = lambda: None
+) -> str | None:
     """The rule by which the client's data stay out, or None; for those who have the data, whom else it would tell.
 
     `changed` says it of what has changed since earlier answers.
     """
     with guard.held():
-        rule = policy.refuse_data(guard.policy, client.layout.size, holdings(client)) or changed()
+        rule = _of_data(guard.policy, algorithm, client) or changed()
         guard.write(guard.read(), {**_introduction(client.layout), "refused": rule})
         return rule
+
+
+def _of_data(rules: Policy, algorithm: AnyAlgorithm, client: Any) -> str | None:
+    rule = policy.refuse_data(rules, client.layout.size, holdings(client))
+    return rule or refuse_declaration(rules, client, algorithm.disclosure.by_row)
 
 
 def _introduction(layout: Layout) -> dict[str, Any]:
@@ -129,7 +137,9 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
         guard.write(after, {**entry, "refused": None, "left_out": left_out})
         if left_out:
             logger.warning(
-                "client %s leaves out %d of the points that it is asked at, by distance", request.client_id, left_out
+                "client %s leaves out %d of the points that it is asked at, by distance or few_rows",
+                request.client_id,
+                left_out,
             )
         return request
 
@@ -147,7 +157,7 @@ def checked(
     if ledger.requests >= rules.requests:
         return f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted", request, 0
     rule = policy.refuse_algorithm(rules, algorithm, client.layout)
-    rule = rule or policy.refuse_data(rules, client.layout.size, holdings(client))
+    rule = rule or _of_data(rules, algorithm, client)
     rule = rule or policy.refuse_release(rules, algorithm.disclosure.noise_multiplier, ledger.spent, ledger.unknown)
     rule = rule or not_approved(rules, request)
     rule = rule or _not_a_share(request)
@@ -158,6 +168,8 @@ def checked(
             asked = algorithm.disclosure.asks(client.layout, request.message)
             rule = policy.refuse_request(rules, client.layout, asked)
             allowed = policy.inside(rules, client.layout, asked.spare)
+            if rule is None:
+                rule, allowed = refuse_points(rules, client, asked, allowed, algorithm.disclosure.by_row)
             points = int(np.sum(allowed)) if asked.correction else 0
             rule = rule or policy.refuse_correction(rules, ledger.points + points if points else 0)
     except Exception as error:  # of a request that is not what the algorithm sends, or of somebody's own code

@@ -81,6 +81,13 @@ class Policy:
         What leaves when a run is over that the site answered in, of "loo", sums of the rows' leave-one-out log
         densities for `fedppl.loo`, and "conflict", the site's p-value and statistic for `fedppl.conflict`. It counts as
         one more request, and q has to lie where one may ask. Not together with `epsilon`.
+    few_rows, few_rows_share
+        No direction of the shared coordinates may have more than this share of its slopes and curvatures from so few
+        rows, at the points asked for and at the prior's mean: what leaves would be these rows' own. 0 does not look.
+    joint
+        Whether a density may have terms that are not of single rows: every ``pm.Potential`` that reads data or local
+        variables, and outcomes with a joint density, such as one ``pm.MvNormal`` over all rows. Nobody knows on how
+        few rows these depend.
     agreement
         Fewest rows of all that is told before a run by a formula, when clients agree on levels and scales: of the
         client, of a level, of rows with another value than most; rows are counted in its multiples. The server may want
@@ -132,6 +139,9 @@ class Policy:
     cavity: float = 2.0
     correction: int = 0
     conclusions: tuple[str, ...] = ()
+    few_rows: int = 3
+    few_rows_share: float = 0.99
+    joint: bool = False
     agreement: float = 10
     changed_rows: float = 10
     epsilon: float | None = None
@@ -145,6 +155,9 @@ class Policy:
         if self.requests != np.inf:
             settings.whole("requests", self.requests, 1, "inf allows any number")
         settings.whole("correction", self.correction, 0, "0 allows no correction")
+        settings.whole("few_rows", self.few_rows, 0, "0 does not look at it")
+        settings.between("few_rows_share", self.few_rows_share, 0, 1, "(]")
+        settings.flag("joint", self.joint)
         if self.agreement != np.inf:
             settings.whole("agreement", self.agreement, 1, "inf tells nothing of the rows")
         if self.changed_rows != np.inf:
@@ -188,6 +201,8 @@ NO_RULES = Policy(
     distance=np.inf,
     cavity=np.inf,
     correction=sys.maxsize,
+    few_rows=0,
+    joint=True,
     agreement=1,
     changed_rows=1,
 )
@@ -299,7 +314,7 @@ def refuse_request(policy: Policy, layout: Layout, asked: Asked) -> str | None:
         return "numbers: q is not positive definite"
     if policy.epsilon is not None:
         return None
-    places = np.vstack([points, *(_reach(layout, cavity) for _, cavity in asked.targets)])
+    places = np.vstack([points, *(reached(layout, cavity) for _, cavity in asked.targets)])
     if not np.all(inside(policy, layout, places)):
         return f"distance: {_distances(layout, places).max():.3g} prior sds, at most {policy.distance:g} wanted"
     if len(asked.spare) and not np.any(inside(policy, layout, asked.spare)):
@@ -342,7 +357,7 @@ def _distances(layout: Layout, points: Array) -> Array:
     return np.asarray(np.max(away, axis=1, initial=0.0))
 
 
-def _reach(layout: Layout, cavity: gaussian.Gaussian) -> Array:
+def reached(layout: Layout, cavity: gaussian.Gaussian) -> Array:
     """Where a cavity leads, (m,): its mean, where no direction counts as vaguer than the prior.
 
     A cavity may be improper, as where other clients' sites bend outwards, and then has no mean. But one that is vague,

@@ -170,7 +170,7 @@ def introduce(
             client = enrolled(node, config, memory)
             if guard is not None:
                 admit_algorithm(guard, node.algorithm, client.layout)
-                if refuse_data(guard, client, functools.partial(_changed, node, config, memory)):
+                if refuse_data(guard, client, node.algorithm, functools.partial(_changed, node, config, memory)):
                     who = f"client {client.client_id!r}" if client.client_id else "it"
                     raise DeclarationError(f"{who} {_WITHHELD}")
         return pack_hello(name, version("fedppl"), node.algorithm.settings, client.layout, client.reader())

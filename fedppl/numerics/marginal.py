@@ -276,3 +276,10 @@ def site_outputs(kernel: Any, points: Any, data: Any) -> Any:
 def site_batch(kernel: Any, points: Any, data: Any) -> Array:
     """log p(y, θ | φ) alone, (S,)."""
     return np.asarray(site_outputs(kernel, points, data)[:, 0])
+
+
+@entry(KERNEL, VECTOR, VECTOR, DATA)
+def mode_path(kernel: Any, phi: Any, theta: Any, data: Any) -> Any:
+    """(status, mode of θ at φ (d,), its slopes dθ/dφ (d, m)), the search starting at θ."""
+    status, x, _, slope, _, _, _ = _origin(kernel, phi, theta, data)
+    return status, x[phi.shape[0] :].copy(), slope

@@ -1,0 +1,92 @@
+"""What single rows say of the parameters: slopes of each row's log density, exact, along directions of φ and θ."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytensor.tensor as pt
+from pytensor.graph.fg import FunctionGraph
+from pytensor.graph.replace import clone_replace, vectorize_graph
+from pytensor.graph.rewriting.utils import rewrite_graph
+from pytensor.scalar.basic import Add, Mul
+
+from fedppl.model import graph as _graph
+from fedppl.model import interpreted
+from fedppl.model.client import ClientModel
+from fedppl.types import Array
+
+
+class RowScores(NamedTuple):
+    """Of a template: which terms of its density are not of single rows, and slopes of those that are."""
+
+    joint: tuple[str, ...]
+    along: (
+        Callable[..., Sequence[Array]] | None
+    )  # along(x, V (k, p), *inputs): slopes (k, n) for each observed variable
+
+
+def row_scores(client: ClientModel) -> RowScores:
+    """Built once a template, interpreted."""
+    functions = client.template.functions
+    if "row scores" not in functions:
+        functions["row scores"] = _build(client)
+    found: RowScores = functions["row scores"]
+    return found
+
+
+def slopes(client: ClientModel, x: Array, directions: Array) -> Array:
+    """Slopes (n, k) of the log density of each row along directions (k, m + d), at x = (φ, θ).
+
+    Entries that stand in one row of an outcome are one, and so are those of outcomes with as many rows.
+    """
+    along = row_scores(client).along
+    if along is None:
+        return np.zeros((0, len(directions)))
+    rows: dict[int, Array] = {}
+    for found in along(x, directions, *client.inputs):
+        rows[found.shape[1]] = rows.get(found.shape[1], 0.0) + found.T
+    return np.concatenate(list(rows.values()))
+
+
+def _build(client: ClientModel) -> RowScores:
+    template = client.template
+    shared, local = template.variables
+    parts = template.parts
+    joint = [term.name for term in parts.model.potentials if term in parts.site_terms]
+    x, inputs, densities = _graph.observed_graph(parts, shared, local)
+    by_row = []
+    for rv, density in zip(parts.model.observed_RVs, densities, strict=True):
+        if density.type.ndim == 0 and rv.type.ndim:
+            joint.append(rv.name)
+        else:
+            entries = pt.atleast_1d(density)
+            by_row.append(pt.sum(entries.reshape((entries.shape[0], -1)), axis=1))
+    return RowScores(tuple(joint), _along(x, inputs, by_row) if by_row else None)
+
+
+def _along(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> Callable[..., Sequence[Array]]:
+    """Directional slopes, by way of a product that is linear in its weights, whose own slopes they are."""
+    direction, many = pt.vector("direction"), pt.matrix("directions")
+    found = []
+    for density in by_row:
+        weights = pt.vector("weights")
+        slope = pt.grad(pt.dot(weights, density), x, disconnected_inputs="ignore")
+        one = pt.grad(pt.dot(slope, direction), weights, disconnected_inputs="ignore")
+        (one,) = clone_replace([one], {weights: pt.zeros_like(density)})  # on which no slope depends
+        (each,) = vectorize_graph([one], {direction: many})
+        found.append(pt.broadcast_to(each, (many.shape[0], density.shape[0])))
+    return interpreted.python_function([x, many, *inputs], _in_pairs(found), interpreted.AS_WRITTEN)
+
+
+def _in_pairs(outputs: Sequence[Any]) -> list[Any]:
+    """Graphs in their stable form, and with products and sums of two: NumPy has no others, and Python's are slow."""
+    simpler = rewrite_graph(list(outputs), include=("canonicalize", "stabilize"))
+    graph = FunctionGraph(outputs=simpler, clone=False)
+    for node in graph.toposort():
+        scalar = getattr(node.op, "scalar_op", None)
+        if isinstance(scalar, Add | Mul) and len(node.inputs) > 2:
+            graph.replace(node.outputs[0], functools.reduce(node.op, node.inputs), import_missing=True)
+    return list(graph.outputs)
