@@ -32,7 +32,7 @@ def forest(
     clients: Sequence[str] | str | None = None,
     population: str | float | Mapping[str, str | float] | None = None,
     alone: Fitted | None = None,
-    ci_prob: float = 0.94,
+    ci_prob: float = CI_PROB,
     draws: int = 250,
     chains: int = 4,
     random_seed: int | None = None,

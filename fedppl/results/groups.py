@@ -114,7 +114,7 @@ def _posterior_predictive(client: ClientModel, posterior: xr.Dataset, seed: int)
     model = client.pymc_model()
     with model, quiet():
         drawn = pm.sample_posterior_predictive(
-            idata.from_groups({"posterior": posterior, "constant_data": _constant(model)}),
+            idata.from_groups({"posterior": posterior, "constant_data": constant(model)}),
             var_names=[variable.name for variable in model.observed_RVs],
             random_seed=seed,
             progressbar=False,
@@ -140,7 +140,7 @@ GROUPS: dict[str, Callable[[ClientModel, xr.Dataset, int], dict[str, xr.Dataset]
 }
 
 
-def _constant(model: Any) -> xr.Dataset:
+def constant(model: Any) -> xr.Dataset:
     """The model's data as they are: what PyMC finds unchanged it does not draw anew, nor what depends on it."""
     values = {variable.name: np.asarray(variable.get_value()) for variable in model.data_vars}
     dims = {name: tuple(f"{name}_dim_{axis}" for axis in range(value.ndim)) for name, value in values.items()}
