@@ -47,8 +47,8 @@ def ratio(spec: Spec, name: str) -> str:
             "nothing; leave it out."
         )
     of_slope, of_intercept = _RATIOS[family.link, family.outcome]
-    found = of_intercept if name == "Intercept" else f"ratio of {of_slope}s" if ":" in name else of_slope
-    found = found.replace("ratio of ratio of means", "ratio of ratios of mean")
+    several = f"ratio of {of_slope.replace('ratio', 'ratios', 1)}"
+    found = of_intercept if name == "Intercept" else several if ":" in name else of_slope
     return found.format(spec.scales.levels[0] if spec.scales.levels else "")
 
 

@@ -295,13 +295,7 @@ def _moments(unit: NetworkUnit, found: Own, X: Array, first: int, link: str) -> 
 
 
 def _closed(
-    unit: NetworkUnit,
-    logits: Array,
-    covariance: Array,
-    link: str,
-    draws: int,
-    ci_prob: float,
-    rng: np.random.Generator,
+    unit: NetworkUnit, logits: Array, covariance: Array, link: str, draws: int, ci_prob: float, rng: np.random.Generator
 ) -> dict[str, Array]:
     """Predictions of outcomes whose likelihood is in closed form."""
     variance = np.diagonal(covariance, axis1=1, axis2=2).copy()  # or all covariances would be kept

@@ -126,9 +126,9 @@ class Fit(Ended):
         Returns
         -------
         pandas.DataFrame
-            A row for every entry: ``mean``, ``sd``, the interval ``ci_low`` to ``ci_high``, the standard errors ``mcse_mean`` and
-            ``mcse_sd``, which are of the points that moments come from and not of q (NaN unless converged), and what
-            the algorithm knows of the coordinate on the unconstrained space; for `EP` ``last_change``, what the last
+            A row for every entry: ``mean``, ``sd``, the interval ``ci_low`` to ``ci_high``, the standard errors
+            ``mcse_mean`` and ``mcse_sd``, which are of the points that moments come from and not of q (NaN unless
+            converged), and what the algorithm knows of the coordinate on the unconstrained space; for `EP` ``last_change``, what the last
             round moved its mean or log sd by, in posterior sds, and ``skewness``, which a Gaussian q cannot have. Where
             the algorithm estimates a point, ``mean`` is that, and where it estimates some variables so, they have no
             more than that and are named in ``attrs["point_estimates"]``. ``attrs`` has the ``status`` and its

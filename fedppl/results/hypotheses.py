@@ -179,7 +179,8 @@ def hypotheses(
     else:
         posterior = _posterior(draws)
         _names(var_names, [str(name) for name in posterior.data_vars])
-        default = None if not hasattr(draws, "declaration") else shown_by_default(draws.declaration, posterior.data_vars)
+        declared = getattr(draws, "declaration", None)
+        default = None if declared is None else shown_by_default(declared, posterior.data_vars)
         places = entries_of(posterior, var_names, "the draws", default)
         arrays = {name: _pick(draws, name, None) for name in places}
     rows: dict[str, dict[str, Any]] = {}

@@ -22,7 +22,7 @@ from fedppl.types import Array, DeclarationError
 _MOMENTS = ("corrected_mean",)  # of the fit group: of unconstrained variables, so that they stand in no row here
 
 
-class Summary(pd.DataFrame):
+class Summary(pd.DataFrame):  # type: ignore[misc]  # pandas has no types here
     """A table that is printed with all its columns, to four digits; what is computed from it is a plain one."""
 
     def __repr__(self) -> str:
