@@ -85,7 +85,7 @@ def repeated(model: fedppl.FederatedModel, compiled: Any, trial: Trial, options:
     values, quality = sample(compiled, trial, options.draws, seed)
     done = time.process_time()
     found = {
-        "fedppl": Estimate(float(row["mean"]), float(row["eti_5%"]), float(row["eti_95%"])),
+        "fedppl": Estimate(float(row["mean"]), float(row["ci_low"]), float(row["ci_high"])),
         "pooled": Estimate(float(values.mean()), *(float(x) for x in np.quantile(values, [0.05, 0.95]))),
         "fixed": trials.meta_analysis(trial, random=False),
         "random": trials.meta_analysis(trial, random=True),

@@ -230,8 +230,8 @@ def fit(
 
 def forecast(found: fedppl.Fit, unit: Any, days: np.ndarray, scale: Scale, **how: Any) -> np.ndarray:
     """Lower end, mean and upper end (3, n) of 90 % intervals, °C."""
-    said = fedppl.curves.predict(found, unit, {"X": days}, probability=0.9, **how)
-    return np.stack([scale.level + scale.unit * said[name].values for name in ("lower", "mean", "upper")])
+    said = fedppl.curves.predict(found, unit, {"X": days}, ci_prob=0.9, **how)
+    return np.stack([scale.level + scale.unit * said[name].values for name in ("ci_low", "mean", "ci_high")])
 
 
 def score(task: Task, found: fedppl.Fit, unit: Any, scale: Scale, **how: Any) -> tuple[float, float]:

@@ -221,8 +221,8 @@ def fit(
 
 def forecast(found: fedppl.Fit, unit: Any, cycles: np.ndarray, scale: Scale, **which: Any) -> np.ndarray:
     """Lower end, mean and upper end (3, n) of 90 % intervals of the capacity, Ah."""
-    said = fedppl.curves.predict(found, unit, {"X": cycles / CYCLES}, probability=0.9, **which)
-    return np.stack([scale.level + scale.unit * said[name].values for name in ("lower", "mean", "upper")])
+    said = fedppl.curves.predict(found, unit, {"X": cycles / CYCLES}, ci_prob=0.9, **which)
+    return np.stack([scale.level + scale.unit * said[name].values for name in ("ci_low", "mean", "ci_high")])
 
 
 def score(cell: Cell, found: fedppl.Fit, unit: Any, scale: Scale, **which: Any) -> tuple[float, float]:

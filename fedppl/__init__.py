@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fedppl.results.fit import Fit
     from fedppl.results.hypotheses import contrast, hypotheses
     from fedppl.results.loo import Loo, loo, loo_compare
+    from fedppl.results.table import Table, table
     from fedppl.run.calibration import calibrate, plot_calibration
     from fedppl.run.conflict import conflict
     from fedppl.run.one_round import Round
@@ -90,6 +91,7 @@ __all__ = [
     "Separate",
     "SeparateSGD",
     "Status",
+    "Table",
     "Withdrawal",
     "agree",
     "all_clients",
@@ -120,6 +122,7 @@ __all__ = [
     "privacy",
     "rounds",
     "summaries",
+    "table",
     "validation_loss",
     "warm_up",
     "without",
@@ -179,6 +182,7 @@ _NAMES = {
     "Separate": "fedppl.algorithms.one_shot.separate",
     "SeparateSGD": "fedppl.algorithms.averaging.separate_sgd",
     "Status": "fedppl.types",
+    "Table": "fedppl.results.table",
     "Withdrawal": "fedppl.run.withdrawal",
     "agree": "fedppl.formulas.formula",
     "all_clients": "fedppl.run.participation",
@@ -200,6 +204,7 @@ _NAMES = {
     "marginal_effects": "fedppl.formulas.marginal",
     "plot_calibration": "fedppl.run.calibration",
     "rounds": "fedppl.front",
+    "table": "fedppl.results.table",
     "validation_loss": "fedppl.search.loss",
     "warm_up": "fedppl.algorithms.ep.warm_up",
     "without": "fedppl.run.withdrawal",

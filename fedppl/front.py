@@ -12,6 +12,7 @@ import numpy as np
 from fedppl import given, settings
 from fedppl.algorithms.ep.ep import EP
 from fedppl.contracts import AnyAlgorithm, EngineFactory
+from fedppl.data import missing as gaps
 from fedppl.model.client import reader_of
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata, saved, sound
@@ -124,9 +125,9 @@ def fit(
         Column, or columns, of one data frame that tell clients apart. Their values are the clients' ids.
     missing
         What to do where values are missing (NaN, None, NA): "error" says how many of which column at which client,
-        "drop" leaves out those rows and says how many, "impute" those alone whose outcome is missing. An outcome is
-        what the model observes; without it a row says nothing of the model's variables, where its being missing depends
-        on no outcome (missing at random), so that leaving it out is exact, for counts and classes too, and
+        "drop" leaves out those rows and says how many, "drop_outcomes" those alone whose outcome is missing. An outcome
+        is what the model observes; without it a row says nothing of the model's variables, where its being missing
+        depends on no outcome (missing at random), so that leaving it out is exact, for counts and classes too, and
         `Fit.predict` gives it afterwards. Missing predictors are refused, and rows that do not stand for themselves.
     rounds
         Largest number of rounds, those of EP's warm start not counted.
@@ -289,7 +290,7 @@ def load(
     taken for the one that was fitted. A file that is cut off, damaged or none of ours is refused, and nothing in it is
     run; but anyone who can write the file can write another result into it.
     """
-    settings.one_of("missing", missing, ("error", "drop", "impute"))
+    gaps.required(missing)
     algorithm = EP() if algorithm is None else algorithm
     require_declared(model, algorithm)
     held = saved.read(path)

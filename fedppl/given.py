@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from fedppl import settings
 from fedppl.data import frames, grouped
 from fedppl.data import missing as gaps
 from fedppl.model.declaration import FederatedModel
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 def clients(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
     """The declaration, and clients' data by id; what is no data is refused where it is used."""
-    settings.one_of("missing", missing, ("error", "drop", "impute"))
+    gaps.required(missing)
     if not isinstance(model, FederatedModel) or data is None:
         return model, data
     from fedppl.formulas.formula import is_formula, ready  # at its first use: it takes a while
@@ -31,15 +30,15 @@ def clients(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
     if len(model.builders) > 1 and isinstance(split, Mapping):
         frames.common_categories(split, None)  # refuses orders that differ
         model, named = model.by_kind(split, one_table=split is not data)
-        if missing == "impute":
+        if missing == gaps.OUTCOMES:
             raise DeclarationError(
-                'missing="impute" is of one builder, and this declaration has several; impute before.'
+                'missing="drop_outcomes" is of one builder, and this declaration has several; leave rows out before.'
             )
         return model, _said(gaps.complete(named, None, missing))
     orders = frames.categories(data, model.names) or frames.common_categories(split, model.names)
     if orders and model.reads is None:  # so that a number means the same category in what comes after the fit
         model = model.reading(functools.partial(frames.known, names=model.names, orders=orders))
-    if missing == "impute":
+    if missing == gaps.OUTCOMES:
         found = _with_outcomes(model, split)
     else:
         found = gaps.complete(split, model.names, missing)
@@ -48,7 +47,7 @@ def clients(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, Any]:
 
 def table(model: Any, data: Any, by: Any, missing: str) -> tuple[Any, grouped.Table | None]:
     """Rows of many clients as one table, with the declaration that reads them; None where they are read one by one."""
-    settings.one_of("missing", missing, ("error", "drop", "impute"))
+    gaps.required(missing)
     if not isinstance(model, FederatedModel) or model.reads is not None or data is None:
         return model, None
     from fedppl.formulas.formula import is_formula  # at its first use: it takes a while

@@ -61,7 +61,7 @@ def test_schools_are_those_of_quadrature() -> None:
     table = found.summary()
     draws = found.idata["posterior"]
     assert table.loc["tau", "mean"] == pytest.approx(float(draws["tau"].mean()), rel=0.05)
-    assert table.loc["tau", "eti_97%"] == pytest.approx(float(draws["tau"].quantile(0.97)), rel=0.1)
+    assert table.loc["tau", "ci_high"] == pytest.approx(float(draws["tau"].quantile(0.975)), rel=0.1)
     assert draws.attrs["unique"] > 500 and draws.attrs["pareto_k"] < 0.7
 
 

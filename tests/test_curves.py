@@ -211,11 +211,11 @@ def test_a_fit_predicts_what_it_has_seen_and_what_it_has_not() -> None:
 
 def test_intervals_are_as_wide_as_their_probability_says() -> None:
     fit = fitted()
-    narrow, wide = (curves.predict(fit, "unit 0", {"X": NEW}, probability=p) for p in (0.5, 0.95))
+    narrow, wide = (curves.predict(fit, "unit 0", {"X": NEW}, ci_prob=p) for p in (0.5, 0.95))
     for found, probability in ((narrow, 0.5), (wide, 0.95)):
         z = norm.ppf(0.5 + probability / 2)
-        assert_allclose(found["upper"] - found["mean"], z * found["sd"], rtol=1e-12)
-        assert_allclose(found["mean"] - found["lower"], z * found["sd"], rtol=1e-12)
+        assert_allclose(found["ci_high"] - found["mean"], z * found["sd"], rtol=1e-12)
+        assert_allclose(found["mean"] - found["ci_low"], z * found["sd"], rtol=1e-12)
         assert found.attrs == {"client": "unit 0", "probability": probability}
     assert_array_equal(narrow["mean"], wide["mean"])
     assert narrow["mean"].dims == ("row",) and narrow.sizes["row"] == len(NEW)
@@ -309,7 +309,7 @@ def test_everything_works_without_selection() -> None:
 @pytest.mark.parametrize(
     ("unit", "inputs", "settings", "error", "message"),
     [
-        ("unit 0", {"X": NEW}, {"probability": 1.0}, DeclarationError, "probability=1.0"),
+        ("unit 0", {"X": NEW}, {"ci_prob": 1.0}, DeclarationError, "ci_prob=1.0"),
         ("unit 0", {"X": NEW}, {"latents": [3]}, DeclarationError, "latents=[3] must be some of 0 to 2"),
         ("unit 0", {"X": NEW}, {"latents": []}, DeclarationError, "latents=[]"),
         ("nobody", {"X": NEW}, {}, DeclarationError, "client 'nobody' is not in this process"),
@@ -330,7 +330,7 @@ def test_everything_works_without_selection() -> None:
         ("unit 0", {"X": NEW}, {"fixed": "yes"}, DeclarationError, "fixed='yes' must be True or False"),
         ("unit 0", np.zeros(3), {}, DataError, "new inputs are ndarray; pass a mapping"),
         ("unit 0", {"X": [0.0]}, {"latents": 0}, DeclarationError, "latents=0 must be a list"),
-        ("unit 0", {"X": [0.0]}, {"probability": "a"}, DeclarationError, "probability='a' must lie"),
+        ("unit 0", {"X": [0.0]}, {"ci_prob": "a"}, DeclarationError, "ci_prob='a' must lie"),
         ({"X": NEW}, {"X": NEW}, {}, DataError, "'new unit'"),
         ({"X": [0.0, np.nan], "y": [0.0, 1.0]}, {"X": NEW}, {}, DataError, "holds nan"),
     ],
@@ -394,11 +394,11 @@ def test_a_curve_is_drawn_with_its_interval_and_its_rows() -> None:
     fit, x = fitted(), np.linspace(-0.5, 1.5, 21)
     name = fit.client_ids[0]
     figure, axes = plt.subplots()
-    assert curves.plot(fit, name, {"X": x}, probability=0.5, ax=axes) is axes
-    found = curves.predict(fit, name, {"X": x}, probability=0.5)
+    assert curves.plot(fit, name, {"X": x}, ci_prob=0.5, ax=axes) is axes
+    found = curves.predict(fit, name, {"X": x}, ci_prob=0.5)
     assert_array_equal(axes.lines[0].get_ydata(), found["mean"])
     band = axes.collections[0].get_paths()[0].vertices[:, 1]
-    assert_allclose([band.min(), band.max()], [found["lower"].min(), found["upper"].max()])
+    assert_allclose([band.min(), band.max()], [found["ci_low"].min(), found["ci_high"].max()])
     own = fit.clients[name].arrays
     assert_array_equal(axes.lines[1].get_data(), [np.ravel(own["X"]), own["y"]])
     assert_array_equal(curves.plot(fit, newcomer(), {"X": x}, ax=axes).lines[-1].get_ydata(), newcomer()["y"])

@@ -66,8 +66,10 @@ def test_an_estimate_joins_rows_in_a_fit_and_takes_no_part_in_the_agreement() ->
     assert before.loc["arm[drug]", "mean"] - 0.2 > after.loc["arm[drug]", "mean"] > 0.3
     assert after.loc["arm[drug]", "sd"] < 0.3 < before.loc["arm[drug]", "sd"]
     assert_allclose(after.loc["Intercept", "sd"], before.loc["Intercept", "sd"], rtol=0.35)  # it says nothing of this
-    with pytest.raises(fedppl.DeclarationError, match="told.*summary of its rows"):
-        fit.predict("told", PARTS["s0"])
+    found = fit.predict("told", {"arm": ["control", "drug"]}, kind="mean", draws=50)  # by its own posterior
+    p, own = found["predictions"]["healed_mean"].values, found["posterior"]
+    logit = own["Intercept"] + own["site_effects"][..., 0] + own["arm"][..., 0]
+    assert_allclose(p[..., 1], 1 / (1 + np.exp(-logit)), rtol=1e-6)
     assert {one for one, *_ in fedppl.marginal_effects(fit, "arm", draws=20).index} == {"s0", "s1", "all"}
     with pytest.raises(fedppl.DeclarationError, match="told.*summary of its rows"):
         fedppl.marginal_effects(fit, "arm", clients=["told"])

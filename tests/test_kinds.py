@@ -79,12 +79,12 @@ def test_sufficient_summaries_are_as_good_as_rows(with_rows: Any, mixed: Any) ->
     assert set(mixed.idata["posterior"].data_vars) == {"mu", "twice"}
 
 
-def test_a_summary_client_has_its_own_posterior_and_no_predictions(mixed: Any, with_rows: Any) -> None:
+def test_a_summary_client_has_its_own_posterior_and_is_predicted_from_it(mixed: Any, with_rows: Any) -> None:
     for k, y in ROWS.items():
         ours, theirs = (one.client(k, draws=100)["posterior"]["theta"] for one in (mixed, with_rows))
         assert_allclose(ours.mean(), theirs.mean(), atol=4 * 0.5 / np.sqrt(400 * min(1, len(y))))
-    with pytest.raises(DeclarationError, match="'site 0' of kind 'estimate'.*summary of its rows"):
-        mixed.predict("site 0", {"y": [1.0]})
+    found = mixed.predict("site 0", {"y": [1.0]}, kind="mean", draws=10)
+    assert_allclose(found["predictions"]["obs_mean"][..., 0], found["posterior"]["theta"])
     assert "obs" in mixed.predict("site 1", {"y": [1.0]}, draws=10)["predictions"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
-from fedppl import DataError, FederatedModel
+from fedppl import DataError, DeclarationError, FederatedModel
 
 RNG = np.random.default_rng(3)
 
@@ -60,7 +60,7 @@ Y = 2 * X + RNG.normal(size=12)
 GAPS = np.where(np.arange(12) % 5 == 1, np.nan, Y)  # three of them
 
 
-def given(builder: Any, data: Any, missing: str = "impute") -> dict[str, Any]:
+def given(builder: Any, data: Any, missing: str = "drop_outcomes") -> dict[str, Any]:
     """What clients take part with. Nothing is compiled."""
     found: dict[str, Any] = fedppl.given.clients(FederatedModel(builder, ["slope"]), data, None, missing)[1]
     return found
@@ -69,7 +69,7 @@ def given(builder: Any, data: Any, missing: str = "impute") -> dict[str, Any]:
 def test_rows_without_an_outcome_are_left_out_and_predicted_afterwards() -> None:
     model, kept = FederatedModel(line, ["slope"]), ~np.isnan(GAPS)
     data = {"a": {"x": X, "y": GAPS}, "b": {"x": X, "y": Y}}
-    found = fedppl.fit(model, data, missing="impute", progressbar=False, random_seed=1)
+    found = fedppl.fit(model, data, missing="drop_outcomes", progressbar=False, random_seed=1)
     # A normal likelihood of known variance: precision and mean in closed form, over the rows that have an outcome.
     precision = 1 / 9 + np.sum(X[kept] ** 2) + np.sum(X**2)
     assert_allclose(found.posterior.precision, [[precision]], rtol=1e-6)
@@ -120,7 +120,7 @@ def test_a_formula_leaves_out_rows_without_its_response(formula: str, family: st
     column = "pain" if family == "ordinal" else "healed"
     gaps = FRAME.copy()
     gaps.loc[[1, 4, 30], column] = None
-    agreed, clients = fedppl.given.clients(model, gaps, "site", "impute")
+    agreed, clients = fedppl.given.clients(model, gaps, "site", "drop_outcomes")
     other, expected = fedppl.given.clients(model, FRAME.drop(index=[1, 4, 30]), "site", "error")
     assert agreed.builder.design.agreement == other.builder.design.agreement
     for name in ("a", "b"):
@@ -130,4 +130,9 @@ def test_a_formula_leaves_out_rows_without_its_response(formula: str, family: st
             assert_allclose(read[key], wanted[key])
     gaps.loc[[7, 8], "age"] = np.nan
     with pytest.raises(DataError, match="'age' in 2 rows at client 'a'.*impute it before"):
-        fedppl.given.clients(model, gaps, "site", "impute")
+        fedppl.given.clients(model, gaps, "site", "drop_outcomes")
+
+
+def test_nothing_is_imputed_and_the_old_word_says_so() -> None:
+    with pytest.raises(DeclarationError, match="nothing is imputed.*drop_outcomes"):
+        fedppl.given.clients(None, {}, None, "impute")

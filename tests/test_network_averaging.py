@@ -241,9 +241,9 @@ def test_a_normal_likelihood_gives_intervals(rng: np.random.Generator) -> None:
     X = rng.normal(size=(30, 3))
     data = {"a": {"X": X, "y": np.tanh(X) + 0.5 * rng.normal(size=(30, 3))}}
     fit = fedppl.fit(model, data, nn.FedSI(ratio=1.0), rounds=3, progressbar=False, random_seed=0)
-    found = nn.predict(fit, "a", {"X": X}, probability=0.9)
+    found = nn.predict(fit, "a", {"X": X}, ci_prob=0.9)
     assert np.all(found["sd"] > 0.5)  # of a new outcome: noise, and what is not known of the weights
-    assert_allclose(found["upper"] - found["mean"], 1.6448536 * found["sd"], rtol=1e-6)
+    assert_allclose(found["ci_high"] - found["mean"], 1.6448536 * found["sd"], rtol=1e-6)
     point = nn.predict(fit, "a", {"X": X}, link="map")
     assert_allclose(point["sd"], 0.5)
 
@@ -268,10 +268,10 @@ def test_a_normal_likelihood_gives_intervals(rng: np.random.Generator) -> None:
         ("device 0", {"X": np.ones((2, 3))}, {"random_seed": "a"}, "random_seed='a' must be a whole number"),
         ("device 0", {"X": np.ones((2, 3))}, {"random_seed": -1}, "random_seed=-1 must be"),
         ("device 0", {"X": np.ones((2, 3))}, {"random_seed": 1.5}, "random_seed=1.5 must be"),
-        ("device 0", {"X": np.ones((2, 3))}, {"probability": "a"}, "probability='a' must lie"),
+        ("device 0", {"X": np.ones((2, 3))}, {"ci_prob": "a"}, "ci_prob='a' must lie"),
         ("device 0", {"X": np.ones((2, 3))}, {"link": "logit"}, "link='logit' must be"),
         ("device 0", {"X": np.ones((2, 3))}, {"draws": 0}, "draws=0 must be"),
-        ("device 0", {"X": np.ones((2, 3))}, {"probability": 1}, "probability=1 must lie"),
+        ("device 0", {"X": np.ones((2, 3))}, {"ci_prob": 1}, "ci_prob=1 must lie"),
     ],
 )
 def test_predictions_that_cannot_be_made_are_refused(

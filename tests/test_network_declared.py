@@ -656,11 +656,11 @@ def test_binary_outcomes_have_the_probabilities_of_two_classes() -> None:
 def test_outcomes_without_moments_have_an_interval_alone() -> None:
     """A Cauchy's quartiles are its location less and plus its scale; its density there is 1 / (2 π scale)."""
     fit, X, f = started(BASE["real"]._replace(outcome=lambda f, d: pm.Cauchy("o", f[:, 0], 0.5, observed=d["y"])))
-    found = nn.predict(fit, "a", {"X": X}, probability=0.5, draws=400)
-    assert set(found.data_vars) == {"lower", "upper", "output_mean", "output_variance"}
+    found = nn.predict(fit, "a", {"X": X}, ci_prob=0.5, draws=400)
+    assert set(found.data_vars) == {"ci_low", "ci_high", "output_mean", "output_variance"}
     error = np.sqrt(0.25 * 0.75 / 4000) * 2 * np.pi * 0.5  # ten draws of outcomes for each of 400
-    assert_allclose(found["lower"], f[:, 0] - 0.5, atol=5 * error)
-    assert_allclose(found["upper"], f[:, 0] + 0.5, atol=5 * error)
+    assert_allclose(found["ci_low"], f[:, 0] - 0.5, atol=5 * error)
+    assert_allclose(found["ci_high"], f[:, 0] + 0.5, atol=5 * error)
 
 
 @pytest.mark.parametrize("name", ["SCAFFOLD", "IFCA", "PerFedAvg", "PFedMe", "PFedBayes"])

@@ -301,7 +301,7 @@ def table_of_answers(plain: list[fedppl.Fit], corrected: fedppl.Fit, exact: np.n
         f"this script, {MANY} rounds": propagate(MANY)[-1],
         "`EP(correction=None)`": q,
         "the same with `local=NestedLaplace(points=1024)`": finer,
-        "`EP()`, corrected": tuple(table[name] for name in ("mean", "sd", "eti_3%", "eti_97%")),
+        "`EP()`, corrected": tuple(table[name] for name in ("mean", "sd", "ci_low", "ci_high")),
         "exact, by quadrature": (*moments(exact), *tail(exact)),
     }
     lines = ["| | mean | sd | 3 % | 97 % |", "|---|---|---|---|---|"]

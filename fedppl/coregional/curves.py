@@ -15,6 +15,7 @@ from scipy.stats import norm
 
 from fedppl import plots
 from fedppl.contracts import Sampler
+from fedppl.contracts.entries import CI_PROB
 from fedppl.coregional.algorithms.ascent import Ascent
 from fedppl.coregional.algorithms.averaging import Averaging
 from fedppl.coregional.algorithms.block_ascent import BlockAscent
@@ -47,7 +48,7 @@ def predict(
     unit: str | Mapping[str, Any],
     inputs: Mapping[str, Any],
     *,
-    probability: float = 0.9,
+    ci_prob: float = CI_PROB,
     latents: Iterable[int] | None = None,
     fixed: bool = False,
 ) -> xr.Dataset:
@@ -72,7 +73,7 @@ def predict(
         else is asked or told.
     inputs
         New inputs by name, for example ``{"X": x_new}``.
-    probability
+    ci_prob
         Probability of the central interval.
     latents
         Latent functions to use, by number; by default all of them for a client, the selected ones for a new unit.
@@ -83,7 +84,7 @@ def predict(
     Returns
     -------
     xarray.Dataset
-        ``mean``, ``function_sd`` (of f), ``sd`` (of a new y), ``lower`` and ``upper`` with dim ``row``.
+        ``mean``, ``function_sd`` (of f), ``sd`` (of a new y), ``ci_low`` and ``ci_high`` with dim ``row``.
 
     Raises
     ------
@@ -108,18 +109,18 @@ def predict(
     ----------
     .. [1] Gao and Chung, sections 4.3 and 4.4, eqs. 17 to 20.
     """
-    probability, fixed = between("probability", probability, 0, 1), flag("fixed", fixed)
+    ci_prob, fixed = between("ci_prob", ci_prob, 0, 1), flag("fixed", fixed)
     require_fit(fit)
     view, own, fitted = settled_for(fit, unit, latents, fixed=fixed)
     mean, variance = predictive(view.at(fitted.shared.kernel, inputs), fitted, own)
     sd = np.sqrt(variance + np.exp(2 * own.log_noise_sd))
-    half = norm.ppf(0.5 + probability / 2) * sd
-    values = {"mean": mean, "function_sd": np.sqrt(variance), "sd": sd, "lower": mean - half, "upper": mean + half}
+    half = norm.ppf(0.5 + ci_prob / 2) * sd
+    values = {"mean": mean, "function_sd": np.sqrt(variance), "sd": sd, "ci_low": mean - half, "ci_high": mean + half}
     name = unit if isinstance(unit, str) else "new unit"
     return xr.Dataset(
         {key: ("row", value) for key, value in values.items()},
         coords={"row": np.arange(len(mean))},
-        attrs={"client": name, "probability": probability},
+        attrs={"client": name, "ci_prob": ci_prob},
     )
 
 
@@ -128,7 +129,7 @@ def plot(
     unit: str | Mapping[str, Any],
     inputs: Mapping[str, Any],
     *,
-    probability: float = 0.9,
+    ci_prob: float = CI_PROB,
     ax: Any = None,
     figsize: tuple[float, float] | None = None,
 ) -> Any:
@@ -136,7 +137,7 @@ def plot(
 
     Parameters
     ----------
-    fit, unit, inputs, probability
+    fit, unit, inputs, ci_prob
         As in `predict`.
     ax, figsize
         As in `fedppl.plots.curves`.
@@ -169,7 +170,7 @@ def plot(
     often than the probability says. Inputs are joined by lines: where they are few, the curve between them is not
     drawn. What misleads in `predict` misleads here.
     """
-    found = predict(fit, unit, inputs, probability=probability)
+    found = predict(fit, unit, inputs, ci_prob=ci_prob)
     client = fit.clients[unit] if isinstance(unit, str) else fit.declaration.enrol({"new": unit}, kernel=False)["new"]
     rows = client.arrays[next(iter(inputs))], client.view(unit_of).response
     return plots.curves(found, inputs, observed=rows, ax=ax, figsize=figsize)

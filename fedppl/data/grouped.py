@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fedppl.data import frames
 from fedppl.data.columns import eager
 from fedppl.data.ids import id_of, keys_of, require_ids
+from fedppl.data.missing import OUTCOMES
 from fedppl.types import Array
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def of_frame(
     That is where there are fewer clients, the data are no table with rows, or values are missing that are not dropped.
     Where `texts` are wanted, columns of them are arrays of objects; else they are refused.
     """
-    if isinstance(data, xr.Dataset) or not frames.is_frame(data) or missing == "impute":
+    if isinstance(data, xr.Dataset) or not frames.is_frame(data) or missing == OUTCOMES:
         return None
     keys = keys_of(by, frames.names_of(data), getattr(getattr(data, "index", None), "names", ()) or ())
     wanted = list(names) if names is not None else [name for name in frames.names_of(data) if name not in keys]

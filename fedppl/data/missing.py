@@ -11,9 +11,19 @@ import pandas as pd
 import xarray as xr
 
 from fedppl.data import frames
+from fedppl.settings import one_of
 from fedppl.types import Array, DataError
 
 logger = logging.getLogger(__name__)
+
+OUTCOMES = "drop_outcomes"  # leaves out rows whose outcome is missing, and no others
+_RULES = ("error", "drop", OUTCOMES)
+
+
+def required(missing: Any) -> str:
+    """Check the keyword `missing`."""
+    hint = f'nothing is imputed: "{OUTCOMES}" leaves out rows whose outcome is missing' if missing == "impute" else ""
+    return one_of("missing", missing, _RULES, hint)
 
 
 def complete(clients: Any, names: Sequence[str] | None, missing: str, *, texts: bool = False) -> Any:
@@ -157,8 +167,8 @@ def _without(client_id: Any, data: Mapping[str, Any], outcomes: Sequence[str], m
         if np.any(~entries[mask]):
             raise DataError(
                 f"client {str(client_id)!r}: {int((~entries[mask]).any(axis=1).sum())} rows have a part of their "
-                f'outcomes {alike} and lack others; missing="impute" leaves out rows without any. Impute the others '
-                'before the fit, or say missing="drop".'
+                f'outcomes {alike} and lack others; missing="drop_outcomes" leaves out rows without any. Impute the '
+                'others before the fit, or say missing="drop".'
             )
     if mask.all():
         raise DataError(
@@ -186,7 +196,7 @@ def _missing_entries(value: Any) -> Array:
 
 def _not_outcomes(counts: Mapping[Any, Mapping[str, int]], outcomes: Sequence[str]) -> DataError:
     return DataError(
-        f'values are missing: {_listed(counts)}; missing="impute" leaves out rows whose outcome is missing, and the '
-        f"outcomes that the model declares are {list(outcomes)}. What a predictor was only a model of it could say: "
-        'impute it before the fit, or say missing="drop".'
+        f'values are missing: {_listed(counts)}; missing="drop_outcomes" leaves out rows whose outcome is missing, and '
+        f"the outcomes that the model declares are {list(outcomes)}. What a predictor was only a model of it could "
+        'say: impute it before the fit, or say missing="drop".'
     )

@@ -63,10 +63,18 @@ def averaged(spec: Spec, rows: Rows, draws: Mapping[str, Array], at: float | Non
         part = slice(start, start + step)
         places = {number: one[part] for number, one in rows.groups.items()}
         eta = _eta(spec, Rows(rows.table.iloc[part].reset_index(drop=True), places, rows.weights[part]), draws)
-        parameters = {name: draws[name][:, None] for name in spec.family.parameters(spec.scales)}
-        mean = spec.family.mean(eta, parameters, spec.scales, at)
-        total = total + np.tensordot(mean, rows.weights[part], axes=(1, 0))
+        total = total + np.tensordot(_mean(spec, eta, draws, at), rows.weights[part], axes=(1, 0))
     return np.asarray(total / rows.weights.sum())
+
+
+def by_row(spec: Spec, rows: Rows, draws: Mapping[str, Array], at: float | None) -> Array:
+    """Mean outcome of every row at every draw, (S, n), or (S, n, K) of each level of an outcome that has levels."""
+    return _mean(spec, _eta(spec, rows, draws), draws, at)
+
+
+def _mean(spec: Spec, eta: Array, draws: Mapping[str, Array], at: float | None) -> Array:
+    parameters = {name: draws[name][:, None] for name in spec.family.parameters(spec.scales)}
+    return spec.family.mean(eta, parameters, spec.scales, at)
 
 
 def _eta(spec: Spec, rows: Rows, draws: Mapping[str, Array]) -> Array:

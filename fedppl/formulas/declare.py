@@ -5,23 +5,33 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import pymc as pm
 
 from fedppl.data import frames
-from fedppl.formulas import checks, groups, predictor
+from fedppl.formulas import checks, effects, groups, predictor
 from fedppl.formulas import describe as descriptions
 from fedppl.formulas import design as designs
 from fedppl.formulas.agreement import Agreement
+from fedppl.formulas.averages import by_row, rows_of
 from fedppl.formulas.design import Design
 from fedppl.formulas.family import Family, Scales, declare
 from fedppl.formulas.outcomes import new_rows, outcome, weights
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Terms, variable
-from fedppl.types import DataError, DeclarationError
+from fedppl.settings import between, shown
+from fedppl.types import Array, DataError, DeclarationError
+
+
+class Expected(NamedTuple):
+    """Outcomes on average: what they are called, draws (S, n, ...), and labels of what stands after the rows."""
+
+    name: str
+    draws: Array
+    coords: Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +101,29 @@ class Formula:
         return (*first, *self.terms.common, *spreads, *beside)
 
     @property
+    def behind(self) -> tuple[str, ...]:
+        """Partial correlations, of which correlations are what is read."""
+        return tuple(f"{predictor.tag(group)}_partial" for group in self.terms.groups)
+
+    @property
+    def coefficients(self) -> list[str]:
+        """Names of the variables that are coefficients."""
+        return effects.coefficients(self.spec)
+
+    @property
+    def varying(self) -> list[str]:
+        """Names of the coefficients that a client's own effects are added to."""
+        return effects.varying(self.spec)
+
+    def effect(self, name: str, *, exponentiate: bool) -> str:
+        """What a coefficient, or exp of it, is called in a paper."""
+        return effects.ratio(self.spec, name) if exponentiate else effects.effect(self.spec, name)
+
+    def totals(self, group: Any) -> Any:
+        """A client's own coefficients, common ones and its effects together, from draws of its posterior."""
+        return effects.totals(self.spec, group)
+
+    @property
     def written(self) -> dict[str, str]:
         """What was declared, in texts that are equal where declarations are; but levels, which clients agree on."""
         own = {name: [one.name, _plain(one.parameters)] for name, one in sorted(self.priors.items())}
@@ -148,13 +181,43 @@ class Formula:
         names = self.containers
         return self._read(client_id, data, {key: known[name] for key, name in names.items() if name in known})
 
-    def _read(self, client_id: str, data: Any, known: Mapping[str, Any] | None) -> dict[str, Any]:
+    def read_unseen(self, client_id: str, data: Any) -> dict[str, Any]:
+        """Rows of a client of which none was seen, with zeros for outcomes: its groups are numbered by these rows."""
+        found = self._read(client_id, data, {}, unseen=True)
+        whole = self.family.outcome in ("binary", "count", "level")
+        zeros = np.zeros(len(next(iter(found.values()))), dtype=np.int64 if whole else float)
+        return {self.containers["outcome"]: zeros, **found}
+
+    def expected(self, arrays: Mapping[str, Any], draws: Mapping[str, Array], at: Any = None) -> Expected:
+        """What outcomes are on average at every row and draw (S, ...): risks, rates, probabilities of levels.
+
+        Of times they are medians, or the probability of no event until `at`, of several times at once.
+        """
+        if at is not None and self.family.outcome != "time":
+            raise DeclarationError(f"at={shown(at)} is a time, and outcomes of family {self.family.name!r} are none.")
+        spec, names = self.spec, self.containers
+        rows = rows_of(spec, {key: arrays[name] for key, name in names.items() if name in arrays})
+        name = self.terms.response.columns[0]
+        if at is None:
+            found, levels = by_row(spec, rows, draws, None), spec.scales.levels
+            what = "median" if self.family.outcome == "time" else "mean"
+            by_level = {f"{name}_level": list(levels)} if found.ndim > 2 else {}
+            return Expected(f"{name}_{what}", found, by_level)
+        times = [between("at", one, 0.0, np.inf) for one in np.ravel(at).tolist()]
+        found = np.stack([by_row(spec, rows, draws, one) for one in times], axis=-1)
+        alone = np.ndim(at) == 0
+        return Expected(f"{name}_survival", found[..., 0] if alone else found, {} if alone else {"time": times})
+
+    def _read(
+        self, client_id: str, data: Any, known: Mapping[str, Any] | None, *, unseen: bool = False
+    ) -> dict[str, Any]:
         if isinstance(data, Mapping) and set(data) <= set(self.containers.values()) and len(data) > 0:
             return dict(data)
         design, what, response = self._agreed(), f"client {client_id!r}", self.terms.response
         held = frames.raw(data, None, what)
         if not isinstance(held, Mapping) or not held:
             raise DataError(f"{what}: data are {type(data).__name__}; pass a data frame, or arrays by column.")
+        held = held if known is None else _as_rows(held)
         table = designs.table(held, self.terms, design.agreement, what)
         rows = len(table)
         if rows == 0:
@@ -169,7 +232,7 @@ class Formula:
         for number, group in enumerate(self.terms.groups):
             found[f"effects_{number}"] = design.group(number, table, what)
             if len(group.factor) > 1:
-                found |= groups.numbered(number, group, held, known, what)
+                found |= groups.numbered(number, group, held, None if unseen else known, what)
         if known is not None:
             found |= new_rows(self.family, response, held, rows, what)
             found |= {} if self.weights is None else {"weights": np.ones(rows)}
@@ -234,6 +297,15 @@ class Formula:
                 "data, fedppl.agree, or fedppl.Flower.agree where clients are sites of their own."
             )
         return self.design
+
+
+def _as_rows(held: Mapping[str, Any]) -> Mapping[str, Any]:
+    """One patient's values as a row; beside columns of several rows, a value is of all of them."""
+    lengths = {np.shape(value)[0] for value in held.values() if np.ndim(value)} or {1}
+    if len(lengths) > 1 or all(np.ndim(value) for value in held.values()):
+        return held
+    count = lengths.pop()
+    return {name: value if np.ndim(value) else np.repeat(np.asarray(value), count) for name, value in held.items()}
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def agree(
     built = _formula(model)
     whole("min_count", min_count)
     one_of("withheld", withheld, ("error", "other"))
-    one_of("missing", missing, ("error", "drop", "impute"))
+    gaps.required(missing)
     clients = clients_of(built, data, by, missing)
     what, told = asked(built), {}
     with_rows = {client_id: one for client_id, one in clients.items() if not isinstance(one, Estimate)}
@@ -253,7 +253,7 @@ def clients_of(built: Formula, data: Any, by: Any, missing: str) -> Any:
     if not frames.is_frame(data):
         checks.one_factor_a_client(built, given)
     split = as_rows(built, given)
-    if missing == "impute" and isinstance(split, Mapping):
+    if missing == gaps.OUTCOMES and isinstance(split, Mapping):
         outcomes, found = built.terms.response.columns[:1], gaps.read(split, built.columns, texts=True)
         with_rows = {k: one for k, one in found.items() if not isinstance(one, Estimate)}
         parts = gaps.without_outcomes(with_rows, outcomes)

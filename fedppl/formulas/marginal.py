@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from fedppl.contracts import Posterior
+from fedppl.contracts.entries import CI_PROB, interval
 from fedppl.formulas.averages import at_levels, rows_of, slope
 from fedppl.formulas.declare import Formula
 from fedppl.results.arrival import require_arrived
@@ -29,7 +30,7 @@ def marginal_effects(
     *,
     at: float | None = None,
     clients: Sequence[Any] | None = None,
-    ci_prob: float = 0.94,
+    ci_prob: float = CI_PROB,
     draws: int = 250,
     chains: int = 4,
     random_seed: int | None = None,
@@ -197,5 +198,5 @@ def _table(parts: dict[str, dict[str, Array]], levels: tuple[str, ...], ci_prob:
 
 
 def _row(x: Array, ci_prob: float) -> dict[str, float]:
-    low, high = np.quantile(x, [(1 - ci_prob) / 2, (1 + ci_prob) / 2])
+    low, high = np.quantile(x, interval(ci_prob))
     return {"mean": float(x.mean()), "sd": float(x.std(ddof=1)), "ci_low": float(low), "ci_high": float(high)}

@@ -23,6 +23,7 @@ from fedppl.model._normalised import unnormalised
 from fedppl.model._prior_draws import draw_prior
 from fedppl.model._template import Template
 from fedppl.model.pack import pack
+from fedppl.model.summary import tells_summary
 from fedppl.numerics.prior import SharedPrior
 from fedppl.types import Array, DeclarationError, Layout, Variable, coordinate_labels
 
@@ -176,6 +177,11 @@ class ClientModel:
     def rows(self) -> int:
         """Number of observations, n_k: the length of the arrays that are observed."""
         return _rows.count(self.template.parts, self.arrays)
+
+    @property
+    def brought(self) -> str:
+        """What it brought, in a word: its number of rows, or that it gave a summary of them."""
+        return "summary" if tells_summary(self.template.parts.model) else str(self.rows)
 
     def batch(self, rows: Any) -> tuple[Any, Any, Any]:
         """Packed data of some of the observations, for the kernel; none at all where `rows` is empty."""

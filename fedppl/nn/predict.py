@@ -12,6 +12,7 @@ import xarray as xr
 from scipy.stats import norm
 
 from fedppl.contracts import Point
+from fedppl.contracts.entries import CI_PROB
 from fedppl.model.client import ClientModel
 from fedppl.nn.declared import Declared
 from fedppl.nn.likelihood import Normal
@@ -175,7 +176,7 @@ def predict(
     *,
     link: str = "scaled",
     draws: int = 100,
-    probability: float = 0.9,
+    ci_prob: float = CI_PROB,
     random_seed: int | None = None,
 ) -> xr.Dataset:
     r"""Predict a client's outcomes at new inputs by its own, linearised network.
@@ -200,7 +201,7 @@ def predict(
     draws
         Number of draws of outputs for "monte carlo", and for likelihoods that are neither classes by logits nor normal
         with a known sd; `link` says nothing of these, but for "map".
-    probability
+    ci_prob
         Probability of the intervals, where there are some.
     random_seed
         Seed of draws and of fine-tuning; by default the fit's.
@@ -209,10 +210,10 @@ def predict(
     -------
     xarray.Dataset
         With classes, ``probability`` (row, output), ``logit`` and ``logit_variance``; with a normal likelihood of
-        known sd ``mean``, ``sd``, ``lower`` and ``upper`` of outcomes (row, output). With any other the same of
+        known sd ``mean``, ``sd``, ``ci_low`` and ``ci_high`` of outcomes (row, output). With any other the same of
         outcomes that are drawn, or ``probability`` (row, class) of a categorical one, and ``output_mean``
         and ``output_variance`` (row, output). A Bernoulli outcome has ``probability`` beside its ``mean``; a Cauchy's
-        has no mean and no sd, and gets ``lower`` and ``upper`` alone.
+        has no mean and no sd, and gets ``ci_low`` and ``ci_high`` alone.
 
     Raises
     ------
@@ -249,7 +250,7 @@ def predict(
     _require_fit(fit)
     seed = _seed(fit, random_seed)
     one_of("link", link, LINKS)
-    probability, draws = between("probability", probability, 0, 1), whole("draws", draws)
+    ci_prob, draws = between("ci_prob", ci_prob, 0, 1), whole("draws", draws)
     found = client if isinstance(client, Own) else personalise(fit, client, random_seed=random_seed)
     unit = found.client.view(network_of).unit
     if isinstance(inputs, pd.DataFrame):
@@ -263,9 +264,9 @@ def predict(
         logits, covariance = _moments(unit, found, X[rows], start, link)
         if isinstance(unit.likelihood, Declared):
             read = {name: value[rows] if value.ndim else value for name, value in others.items()}
-            values, dims = outcomes_at(unit, read, logits, covariance, draws, probability, rng)
+            values, dims = outcomes_at(unit, read, logits, covariance, draws, ci_prob, rng)
         else:
-            values = _closed(unit, logits, covariance, link, draws, probability, rng)
+            values = _closed(unit, logits, covariance, link, draws, ci_prob, rng)
             dims = dict.fromkeys(values, ("row", "output"))
         blocks.append(values)
     values = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
@@ -294,20 +295,14 @@ def _moments(unit: NetworkUnit, found: Own, X: Array, first: int, link: str) -> 
 
 
 def _closed(
-    unit: NetworkUnit,
-    logits: Array,
-    covariance: Array,
-    link: str,
-    draws: int,
-    probability: float,
-    rng: np.random.Generator,
+    unit: NetworkUnit, logits: Array, covariance: Array, link: str, draws: int, ci_prob: float, rng: np.random.Generator
 ) -> dict[str, Array]:
     """Predictions of outcomes whose likelihood is in closed form."""
     variance = np.diagonal(covariance, axis1=1, axis2=2).copy()  # or all covariances would be kept
     if isinstance(unit.likelihood, Normal):
         sd = np.sqrt(variance + unit.likelihood.sd**2)
-        half = norm.ppf(0.5 + probability / 2) * sd
-        return {"mean": logits, "sd": sd, "lower": logits - half, "upper": logits + half}
+        half = norm.ppf(0.5 + ci_prob / 2) * sd
+        return {"mean": logits, "sd": sd, "ci_low": logits - half, "ci_high": logits + half}
     chances = probabilities(logits, covariance, link=link, draws=draws, rng=rng)
     return {"probability": chances, "logit": logits, "logit_variance": variance}
 

@@ -29,7 +29,7 @@ def outcomes_at(
     outputs: Array,
     covariance: Array,
     draws: int,
-    probability: float,
+    ci_prob: float,
     rng: np.random.Generator,
 ) -> tuple[dict[str, Array], dict[str, tuple[str, ...]]]:
     """Means, sds and intervals of outcomes, or probabilities of classes, with dims of each.
@@ -44,7 +44,7 @@ def outcomes_at(
         Of the network with unknowns of the likelihood, (n, C + e) and (n, C + e, C + e).
     draws
         Of outputs; one alone where they are known.
-    probability
+    ci_prob
         Of the intervals.
     rng
         Draws.
@@ -79,9 +79,9 @@ def outcomes_at(
     dims: dict[str, tuple[str, ...]] = dict.fromkeys(found, ("row", "output"))
     if likelihood.kind == "categorical":
         return {"probability": np.mean(means, axis=0), **found}, {"probability": ("row", "class"), **dims}
-    ends = np.quantile(drawn, [0.5 - probability / 2, 0.5 + probability / 2], axis=0)
+    ends = np.quantile(drawn, [0.5 - ci_prob / 2, 0.5 + ci_prob / 2], axis=0)
     own = ("row", *(f"outcome_{axis}" for axis in range(1, ends[0].ndim)))
-    told = {"lower": ends[0], "upper": ends[1]}
+    told = {"ci_low": ends[0], "ci_high": ends[1]}
     if functions.has_moments:
         told = {"mean": np.mean(means or drawn, axis=0), "sd": np.std(drawn, axis=0), **told}
     dims |= dict.fromkeys(told, own)

@@ -24,7 +24,7 @@ def curves(
     Parameters
     ----------
     predicted
-        A dataset of predictions: ``mean``, ``lower`` and ``upper``, dim row.
+        A dataset of predictions: ``mean``, ``ci_low`` and ``ci_high``, dim row.
     inputs
         The inputs of these rows, (n,), or a mapping with one array.
     observed
@@ -50,7 +50,7 @@ def curves(
     >>> import matplotlib; matplotlib.use("Agg")
     >>> import fedppl, xarray
     >>> hours = np.array([2.0, 0.0, 1.0])
-    >>> values = {"mean": hours**2, "lower": hours**2 - 1, "upper": hours**2 + 1}  # in place of a prediction
+    >>> values = {"mean": hours**2, "ci_low": hours**2 - 1, "ci_high": hours**2 + 1}  # in place of a prediction
     >>> predicted = xarray.Dataset({name: ("row", value) for name, value in values.items()})
     >>> axes = fedppl.plots.curves(predicted, {"hours": hours}, observed=([0.5], [0.2]))
     >>> axes.get_xlabel()
@@ -62,7 +62,7 @@ def curves(
     inputs lines are straight, so that few inputs hide what the curve does there. The interval is that of each output by
     itself, and a whole curve leaves it more often.
     """
-    if not {"mean", "lower", "upper"} <= set(getattr(predicted, "data_vars", ())):
+    if not {"mean", "ci_low", "ci_high"} <= set(getattr(predicted, "data_vars", ())):
         raise DeclarationError(f"predicted={shown(predicted)} is no dataset with mean, lower and upper.")
     x, label = line(inputs)
     mean = np.asarray(predicted["mean"].values, dtype=float)
@@ -70,8 +70,8 @@ def curves(
         raise DataError(f"inputs have {len(x)} rows, the prediction {len(mean)}; pass the inputs it was made for.")
     axes = _axes.panels(ax, 1, 1, (6.0, 3.6), figsize)[0]
     order = np.argsort(x, kind="stable")
-    low, high = (np.asarray(predicted[end].values, dtype=float)[order] for end in ("lower", "upper"))
-    share = predicted.attrs.get("probability")
+    low, high = (np.asarray(predicted[end].values, dtype=float)[order] for end in ("ci_low", "ci_high"))
+    share = predicted.attrs.get("ci_prob")
     axes.fill_between(
         x[order], low, high, color="C0", alpha=0.2, lw=0, label="interval" if share is None else f"{share:.0%} interval"
     )

@@ -9,7 +9,8 @@ import numpy as np
 
 from fedppl import contracts
 from fedppl.contracts import AnyAlgorithm, SharedReader
-from fedppl.settings import chosen, shown
+from fedppl.contracts.entries import entries_of, labels_of, shown_by_default
+from fedppl.settings import shown
 from fedppl.types import Array, DeclarationError, Layout, NotConvergedError, Status
 
 _NEEDED = ("client", "influence", "summary")
@@ -129,16 +130,15 @@ def shared_draws(fit: Fitted) -> Any:
     return fit.idata["posterior"]
 
 
-def entries(group: Any, names: Sequence[str]) -> list[Entry]:
-    """Every number of some variables of a group of draws, with its label."""
+def entries(group: Any, places: Mapping[str, Sequence[int]] | Sequence[str]) -> list[Entry]:
+    """Numbers of some variables of a group of draws with their labels: all of each, or those at places."""
     found = []
-    for name in names:
+    for name in places:
         values = group[name]
-        dims = [dim for dim in values.dims if dim not in ("chain", "draw")]
-        labels = [[str(label) for label in values[dim].values] for dim in dims]
-        for flat, index in enumerate(np.ndindex(*(values.sizes[dim] for dim in dims))):
-            where = ", ".join(labels[axis][i] for axis, i in enumerate(index))
-            found.append(Entry(name, tuple(index), f"{name}[{where}]" if index else name, flat))
+        shape = tuple(values.sizes[dim] for dim in values.dims if dim not in ("chain", "draw"))
+        indices, labels = list(np.ndindex(*shape)), labels_of(values)
+        wanted = places[name] if isinstance(places, Mapping) else range(len(labels))
+        found += [Entry(name, tuple(indices[flat]), labels[flat], flat) for flat in wanted]
     return found
 
 
@@ -148,14 +148,6 @@ def draws_of(group: Any, entry: Entry) -> Array:
     values = values.transpose("chain", "draw", *[dim for dim in values.dims if dim not in ("chain", "draw")])
     found = np.asarray(values.values, dtype=float)
     return found.reshape(found.shape[0] * found.shape[1], -1)[:, entry.flat]
-
-
-def variables(group: Any, var_names: Any, what: str, default: Sequence[str] | None = None) -> list[str]:
-    """Names of variables of a group of draws; an error lists them where one is unknown."""
-    known = [str(name) for name in group.data_vars]
-    if var_names is None and default is not None:
-        return list(default)
-    return chosen("var_names", var_names, known, what)
 
 
 def coordinate_names(fit: Fitted) -> list[str]:
@@ -170,6 +162,10 @@ def coordinate_names(fit: Fitted) -> list[str]:
 
 def coordinates(fit: Fitted, var_names: Any) -> list[int]:
     """Where some shared variables stand in the flat vector."""
-    slices = fit.layout.slices
-    names = chosen("var_names", var_names, list(slices), "the shared variables")
-    return [place for name in names for place in range(slices[name].start, slices[name].stop)]
+    slices, default = fit.layout.slices, shown_by_default(fit.declaration, fit.layout.slices)
+    found: list[int] = []
+    for name, places in entries_of(shared_draws(fit)[list(slices)], var_names, "the shared variables", default).items():
+        start, size = slices[name].start, slices[name].stop - slices[name].start
+        alike = size == shared_draws(fit)[name][0, 0].size  # a simplex has fewer coordinates than entries
+        found += [start + place for place in (places if alike else range(size))]
+    return found

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from fedppl import gaussian
+from fedppl.contracts.entries import entries_of, shown_by_default
 from fedppl.numerics.streams import stream
 from fedppl.plots import _axes
-from fedppl.plots._fit import Fitted, draws_of, entries, require_fit, shared_draws, variables
+from fedppl.plots._fit import Fitted, draws_of, entries, require_fit, shared_draws
 from fedppl.settings import whole
 from fedppl.types import Array, DeclarationError
 
@@ -18,6 +19,7 @@ MOST = 24  # panels
 _DRAWS = 4000
 _GRID = 300
 _POSITIVE = ("log", "log_exp_m1")
+_UNKNOWN = "computed"  # in the place of a transform, of what is computed from others
 _NEAR_ZERO = 0.25  # of the width of kernels elsewhere
 
 
@@ -36,7 +38,8 @@ def prior_posterior(
     fit
         A `fedppl.Fit` with a posterior of the shared variables.
     var_names
-        Shared variables, deterministics among them; by default all.
+        Shared variables, deterministics among them, or entries as they are printed, ``"arm[drug]"``. By default all,
+        but partial correlations of a formula, of which it shows the correlations.
     random_seed
         Seed of the draws of the prior; by default the fit's.
     ax
@@ -77,19 +80,20 @@ def prior_posterior(
     """
     require_fit(fit)
     after = shared_draws(fit)
-    names = variables(after, var_names, "the shared variables")
-    wanted = entries(after, names)
+    default = shown_by_default(fit.declaration, after.data_vars)
+    wanted = entries(after, entries_of(after, var_names, "the shared variables", default))
     if not 0 < len(wanted) <= MOST:
+        names = list(dict.fromkeys(entry.name for entry in wanted))
         raise DeclarationError(f"{names} have {len(wanted)} entries; choose 1 to {MOST} by var_names=.")
     seed = fit.seed if random_seed is None else whole("random_seed", random_seed, 0, "None takes the fit's")
     before = prior_draws(fit, seed)
-    kinds = {variable.name: variable.transform for variable in fit.layout.variables}
+    kinds = {name: _UNKNOWN for name in after} | {one.name: one.transform for one in fit.layout.variables}
     columns = min(len(wanted), 3)
     rows = -(-len(wanted) // columns)
     axes = _axes.panels(ax, rows, columns, (3.3 * columns, 2.4 * rows + 0.5), figsize, count=len(wanted))
     for number, (panel, entry) in enumerate(zip(axes, wanted, strict=True)):
         old, new = before[entry.name].reshape(len(before[entry.name]), -1)[:, entry.flat], draws_of(after, entry)
-        kind = kinds.get(entry.name, "")
+        kind = kinds[entry.name]
         low, high = _bounds(kind, np.concatenate([old, new]))
         x = np.linspace(*_window(old, new, low, high), _GRID + 1)[1:]  # without the bound
         before_at, y = (density(draws, x, low, high, positive=kind in _POSITIVE) for draws in (old, new))
@@ -153,12 +157,12 @@ def _width(draws: Array) -> float:
 
 
 def _bounds(transform: str, draws: Array) -> tuple[float, float]:
-    """Of a variable's own support, where its transform tells; of an interval's, as far as draws go."""
-    if transform == "interval":
-        return float(draws.min()), float(draws.max())
+    """Of a variable's own support, where its transform tells; of others, such as correlations, as far as draws go."""
+    if not transform:
+        return -np.inf, np.inf
     if transform in _POSITIVE:
         return 0.0, np.inf
-    return (0.0, 1.0) if transform == "logodds" else (-np.inf, np.inf)
+    return (0.0, 1.0) if transform == "logodds" else (float(draws.min()), float(draws.max()))
 
 
 def _window(old: Array, new: Array, low: float, high: float) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedppl.contracts import Posterior
+from fedppl.contracts.entries import CI_PROB
 from fedppl.contracts.html import escaped, number, table
 from fedppl.plots import _axes
 from fedppl.plots._device_graph import device_graph
@@ -43,6 +44,7 @@ tbody th { font-weight: normal; } thead th { border-bottom: 2px solid #888; }
 th:first-child, div.text td, div.text th { text-align: left; }
 figure { margin: 1.5em 0; } figure img { max-width: 100%; height: auto; } figcaption { max-width: 50em; color: #555; }
 p.status { padding: 0.7em 1em; border-left: 6px solid #2a7f3f; background: #eef6f0; }
+p.status.with { border-color: #b58900; background: #fbf6e6; }
 p.status.open { border-color: #b3261e; background: #fbeeed; }
 @media (max-width: 45em) { body { margin: 1em auto; } tbody th { min-width: 9em; } figure img { max-width: none; } }
 """
@@ -148,6 +150,8 @@ def _head(fit: Fitted, title: str) -> str:
     status = str(fit.status)
     kind = "status" if fit.status.ok else "status open"
     said = _SAID.get(status, status)
+    if fit.status.ok and fit.message:
+        kind, said = "status with", "The fit converged. Read its figures with this in mind:"
     if fit.status.value == "max_rounds" and not fit.algorithm.result.tests_convergence:
         said = "The fit ran the rounds that it was given; its algorithm does not test for convergence."
     message = f"<br>{escaped(fit.message, 2000)}" if fit.message else ""
@@ -166,9 +170,10 @@ def _shared(fit: Fitted) -> str:
         found = fit.summary()
     except NotConvergedError as error:
         return f"{heading}<p>{escaped(error, 2000)}</p>"
-    head = ["shared variable", *(str(name).replace("eti_", "interval ") for name in found.columns)]
+    ends = {"ci_low": "interval from", "ci_high": "to"}
+    head = ["shared variable", *(ends.get(str(name), str(name)) for name in found.columns)]
     rows = [[index, *(number(value) for value in row)] for index, row in zip(found.index, found.values, strict=True)]
-    return f"{heading}{_wide(head, rows)}{_glossary(found.columns)}"
+    return f"{heading}{_wide(head, rows)}{_glossary(found)}"
 
 
 def _wide(head: Sequence[Any], rows: Iterable[Sequence[Any]], kind: str = "wide") -> str:
@@ -176,15 +181,16 @@ def _wide(head: Sequence[Any], rows: Iterable[Sequence[Any]], kind: str = "wide"
     return f'<div class="{kind}">{table(head, rows)}</div>'
 
 
-def _glossary(columns: Any) -> str:
+def _glossary(found: Any) -> str:
+    percent = f"{100 * found.attrs['ci_prob']:.5g} %"
     known = {
         "sd": "sd: how uncertain the value is (posterior standard deviation)",
-        "eti_3%": "interval: between its ends the value lies with 94 % probability",
+        "ci_low": f"interval: between its ends the value lies with {percent} probability",
         "mcse_mean": "mcse: error of the computation, which should be small beside sd",
         "last_change": "last_change: how far the last round moved it, in sds",
         "skewness": "skewness: how lopsided the posterior is; above 1, tails are rough",
     }
-    told = "; ".join(text for name, text in known.items() if name in list(columns))
+    told = "; ".join(text for name, text in known.items() if name in list(found.columns))
     return f"<p><small>{escaped(told, 1000)}.</small></p>" if told else ""
 
 
@@ -193,7 +199,7 @@ def _clients(fit: Fitted) -> str:
     if len(ids) > _LISTED:
         return f"<h2>Clients</h2><p>{len(ids)} clients, which are too many for a table.</p>"
     columns: dict[str, list[Any]] = {
-        "rows": [number(fit.clients[name].rows) if name in fit.clients else "not here" for name in ids]
+        "rows": [fit.clients[name].brought if name in fit.clients else "not here" for name in ids]
     }
     if fit.records:
         told = fit.idata["rounds"]
@@ -220,9 +226,10 @@ def _pictures(fit: Fitted, var_names: Any, population: Any, conflict: Any) -> It
     if asked or 0 < len(at_hand(fit)) <= _FOREST:
         yield _figure(
             "Clients beside each other",
-            "Each client's estimate of its own parameters: a dot with the central half and the 94 % interval, beside "
+            "Each client's estimate of its own parameters: a dot with the central half and the "
+            f"{100 * CI_PROB:.5g} % interval, beside "
             f"{'the mean of all' if population is None else 'what all have in common'}. In brackets, the client's "
-            "number of rows.",
+            "number of rows, or that it gave a summary of them.",
             lambda: forest(fit, var_names, population=population),
             required=asked,
         )

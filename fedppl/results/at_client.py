@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from fedppl.model.client import ClientModel, dims_and_coords
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.groups import more
-from fedppl.results.predict import predictions
 from fedppl.results.returned import draws_of
 from fedppl.types import DeclarationError, Message, Status
 
@@ -37,7 +36,7 @@ def client_posterior(
     draws: int,
     chains: int,
     status: Status,
-    predict: Mapping[str, Any] | None = None,
+    predict: Callable[[xr.Dataset, Mapping[str, Any]], tuple[xr.Dataset, xr.Dataset]] | None = None,
     groups: Sequence[str] = (),
 ) -> Any:
     """Draw (φ, θ_k) from what the algorithm tells the client, and predictions for new inputs if there are any."""
@@ -69,7 +68,7 @@ def client_posterior(
     found = {"posterior": posterior, **_data_groups(pymc_model, model, dims, coords)}
     found |= more(model, posterior, groups, seed)
     if predict is not None:
-        found["predictions"], found["predictions_constant_data"] = predictions(model, posterior, predict, seed, coords)
+        found["predictions"], found["predictions_constant_data"] = predict(posterior, coords)
     return idata.from_groups(found)
 
 

@@ -12,15 +12,12 @@ import pandas as pd
 import xarray as xr
 
 from fedppl.contracts import LogEvidence, Point, Posterior
+from fedppl.contracts.entries import CI_PROB
 from fedppl.gaussian import Gaussian
-from fedppl.model.client import ClientModel
-from fedppl.results import clients, copies, html, influence, kept, saved, summary
+from fedppl.results import clients, copies, html, influence, kept, predicting, saved, summary
 from fedppl.results.arrival import Ended, require_arrived
-from fedppl.results.at_client import client_posterior, inputs
-from fedppl.results.groups import required
-from fedppl.results.predict import new_inputs
 from fedppl.results.shared import at_mean, at_point, estimates, log_ratio, shared_posterior
-from fedppl.settings import some_of, text, whole
+from fedppl.settings import some_of
 from fedppl.types import Array, DeclarationError, NotConvergedError
 
 
@@ -71,6 +68,7 @@ class Fit(Ended):
         )
 
     _repr_html_, report, clients_summary = html.of_fit, html.report, clients.clients_summary
+    predict, new_client = predicting.predict, predicting.new_client
 
     @property
     def posterior(self) -> Gaussian:
@@ -109,7 +107,7 @@ class Fit(Ended):
         return self.shared()
 
     def summary(
-        self, var_names: Sequence[str] | str | None = None, *, ci_prob: float = 0.94, round_to: int | None = None
+        self, var_names: Sequence[str] | str | None = None, *, ci_prob: float = CI_PROB, round_to: int | None = None
     ) -> pd.DataFrame:
         """Table of the shared variables with the algorithm's own diagnostics: the one to look at after a fit.
 
@@ -118,7 +116,8 @@ class Fit(Ended):
         Parameters
         ----------
         var_names
-            Variables, deterministics among them; by default all.
+            Variables, deterministics among them, or their entries as they are printed, ``"arm[drug]"``. By default
+            all, but partial correlations of a formula, of which it shows the correlations.
         ci_prob
             Probability of the equal-tailed interval.
         round_to
@@ -127,9 +126,9 @@ class Fit(Ended):
         Returns
         -------
         pandas.DataFrame
-            A row for every entry: ``mean``, ``sd``, the bounds of the interval, the standard errors ``mcse_mean`` and
-            ``mcse_sd``, which are of the points that moments come from and not of q (NaN unless converged), and what
-            the algorithm knows of the coordinate on the unconstrained space; for `EP` ``last_change``, what the last
+            A row for every entry: ``mean``, ``sd``, the interval ``ci_low`` to ``ci_high``, the standard errors
+            ``mcse_mean`` and ``mcse_sd``, which are of the points that moments come from and not of q (NaN unless
+            converged), and what the algorithm knows of the coordinate on the unconstrained space; for `EP` ``last_change``, what the last
             round moved its mean or log sd by, in posterior sds, and ``skewness``, which a Gaussian q cannot have. Where
             the algorithm estimates a point, ``mean`` is that, and where it estimates some variables so, they have no
             more than that and are named in ``attrs["point_estimates"]``. ``attrs`` has the ``status`` and its
@@ -149,7 +148,7 @@ class Fit(Ended):
         >>> from fedppl.testing import normal_means
         >>> fit = fedppl.fit(*normal_means(), fedppl.EP(), progressbar=False, random_seed=1)
         >>> list(fit.summary().columns)
-        ['mean', 'sd', 'eti_3%', 'eti_97%', 'mcse_mean', 'mcse_sd', 'last_change', 'skewness']
+        ['mean', 'sd', 'ci_low', 'ci_high', 'mcse_mean', 'mcse_sd', 'last_change', 'skewness']
         >>> fit.summary().attrs["status"], fit.summary().attrs["answered"]
         ('converged', 1.0)
         """
@@ -261,8 +260,9 @@ class Fit(Ended):
             estimates a point, there is a group ``point_estimate`` instead of ``posterior``. Where the fit was broken
             off before there was either, neither is there, unless `unconverged` asks for it.
         """
-        _check_draws(draws, chains)
-        return shared_posterior(self, self._seed(random_seed), draws, chains, unconverged=unconverged)
+        predicting.check_draws(draws, chains)
+        seed = predicting.seed_of(self, random_seed)
+        return shared_posterior(self, seed, draws, chains, unconverged=unconverged)
 
     def client(
         self,
@@ -302,53 +302,13 @@ class Fit(Ended):
         if client_id not in self.client_ids:
             raise DeclarationError(
                 f"client {client_id!r} did not take part; clients are {some_of(self.client_ids)}. For data of a "
-                "client that did not, use fit.new_client(data)."
+                "client that did not, use fit.new_client(data); where it has no rows yet, fit.predict(None, new_data)."
             )
         if client_id not in self.clients:
             asked: dict[str, Any] = {"predict": predict, "groups": groups, "draws": draws, "chains": chains}
             return kept.stored_draws(self, client_id, **asked, random_seed=random_seed)
-        return self._at_client(self.clients[client_id], predict, draws, chains, random_seed, groups)
-
-    def predict(
-        self, client_id: Hashable, new_data: Any, *, draws: int = 1000, chains: int = 4, random_seed: int | None = None
-    ) -> Any:
-        """Predictive draws on a client's new inputs: `client` with ``predict=new_data``."""
-        return self.client(client_id, predict=inputs(new_data), draws=draws, chains=chains, random_seed=random_seed)
-
-    def new_client(
-        self,
-        data: Any,
-        *,
-        predict: Any = None,
-        draws: int = 1000,
-        chains: int = 4,
-        random_seed: int | None = None,
-        name: str = "new client",
-        kind: str | None = None,
-    ) -> Any:
-        """Posterior of θ at a client that never took part, from q(φ) and its own data alone.
-
-        Parameters
-        ----------
-        data
-            The new client's data, as for `fedppl.fit`: by the builder's argument names, a data frame, or a tuple.
-        predict, draws, chains, random_seed
-            As in `client`.
-        name, kind
-            Name in results and errors, and its kind where the declaration has several, by default as that tells kinds.
-
-        Returns
-        -------
-        arviz.InferenceData or xarray.DataTree
-        """
-        text("name", name)
-        model = self.declaration.enrol({name: data}, kernel=self.algorithm.needs.kernel, kinds={name: kind})[name]
-        if model.layout.fingerprint != self.layout.fingerprint:
-            raise DeclarationError(
-                f"{name!r} has shared layout {model.layout.variables}, the fit has {self.layout.variables}; "
-                "give the new client the same columns."
-            )
-        return self._at_client(model, predict, draws, chains, random_seed)
+        asked = {"draws": draws, "chains": chains, "random_seed": random_seed, "groups": groups}
+        return predicting.at_client(self, self.clients[client_id], predict, **asked)
 
     def save(self, path: str | os.PathLike[str], *, include: str | None = None) -> None:
         """Write the fit to a NetCDF file: what all clients share, the rounds and the server's last state.
@@ -369,31 +329,3 @@ class Fit(Ended):
             If the path is none, or what is asked for is not here.
         """
         saved.save(self, self.idata, path, include, self.client)
-
-    def _seed(self, random_seed: int | None) -> int:
-        return self.seed if random_seed is None else whole("random_seed", random_seed, 0)
-
-    def _at_client(
-        self,
-        model: ClientModel,
-        predict: Any,
-        draws: int,
-        chains: int,
-        random_seed: int | None,
-        groups: Sequence[str] | str = (),
-    ) -> Any:
-        _check_draws(draws, chains)
-        groups = required(groups)
-        client_id = model.client_id
-        predict = None if predict is None else new_inputs(self.declaration, model, predict)
-        require_arrived(self, f"the posterior of client {client_id!r}")
-        seed = self._seed(random_seed)
-        message, personal = self.algorithm.result.final_message(self.state, client_id), self.personal.get(client_id)
-        return client_posterior(
-            self.algorithm, model, personal, message, seed, draws, chains, self.status, predict, groups
-        )
-
-
-def _check_draws(draws: int, chains: int) -> None:
-    whole("draws", draws)
-    whole("chains", chains)

@@ -20,9 +20,15 @@ from fedppl.results import idata
 
 
 def draw_outcomes(
-    model: Any, posterior: xr.Dataset, seed: int, anew: Iterable[str] = (), *, predictions: bool = False
+    model: Any,
+    posterior: xr.Dataset,
+    seed: int,
+    anew: Iterable[str] = (),
+    names: Iterable[str] | None = None,
+    *,
+    predictions: bool = False,
 ) -> xr.Dataset:
-    """Draws of the observed variables, one a draw of the posterior.
+    """Draws of the observed variables, or of those of these names, one a draw of the posterior.
 
     Every variable of the posterior stays as it is but those in `anew`, which are drawn given the others. Left to
     itself, PyMC draws anew what reads data or dims of which it is not told that they have not changed.
@@ -33,7 +39,7 @@ def draw_outcomes(
     with model, quiet():
         found = pm.sample_posterior_predictive(
             idata.from_groups(groups),
-            var_names=[rv.name for rv in model.observed_RVs],
+            var_names=[rv.name for rv in model.observed_RVs] if names is None else list(names),
             random_seed=seed,
             progressbar=False,
             compile_kwargs={"mode": interpreted.PYTHON_MODE},

@@ -10,6 +10,7 @@ import pandas as pd
 import xarray as xr
 
 from fedppl.contracts import Posterior
+from fedppl.contracts.entries import CI_PROB, entries_of, interval, labels_of, shown_by_default
 from fedppl.results.arrival import require_arrived
 from fedppl.settings import between, shown
 from fedppl.types import DataError, DeclarationError
@@ -112,7 +113,7 @@ def hypotheses(
     draws: Any,
     *,
     var_names: Sequence[str] | None = None,
-    ci_prob: float = 0.9,
+    ci_prob: float = CI_PROB,
     rope: tuple[float, float] | None = None,
     null: float = 0.0,
 ) -> pd.DataFrame:
@@ -126,7 +127,8 @@ def hypotheses(
         A fit, of which the shared posterior is taken, an ArviZ object with a posterior, or a DataArray of draws such
         as `contrast` gives.
     var_names
-        Names of variables, or one name; by default all of the posterior. Of a DataArray nothing is chosen.
+        Names of variables, or of entries as they are printed (``"arm[drug]"``); by default all of the posterior. Of a
+        DataArray nothing is chosen.
     ci_prob
         Probability of the equal-tailed interval.
     rope
@@ -166,6 +168,7 @@ def hypotheses(
     rope = None if rope is None else _region(rope)
     if isinstance(var_names, str):
         var_names = [var_names]
+    places: dict[str, list[int]] = {}
     if isinstance(draws, xr.DataArray):
         if not {"chain", "draw"} <= set(draws.dims):
             raise DeclarationError(f"draws has dims {draws.dims}; it needs chain and draw, as contrast gives.")
@@ -175,17 +178,17 @@ def hypotheses(
         arrays: dict[Hashable, xr.DataArray] = {draws.name or "x": draws}
     else:
         posterior = _posterior(draws)
-        every = [str(name) for name in posterior.data_vars]
-        _names(var_names, every)
-        names = every if var_names is None else [*map(str, var_names)]
-        arrays = {name: _pick(draws, str(name), None) for name in names}
-    rows = {}
+        _names(var_names, [str(name) for name in posterior.data_vars])
+        declared = getattr(draws, "declaration", None)
+        default = None if declared is None else shown_by_default(declared, posterior.data_vars)
+        places = entries_of(posterior, var_names, "the draws", default)
+        arrays = {name: _pick(draws, name, None) for name in places}
+    rows: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
         stacked = array.stack(sample=("chain", "draw")).transpose("sample", ...)
-        entries = [dim for dim in stacked.dims if dim != "sample"]
-        for index in np.ndindex(*(stacked.sizes[dim] for dim in entries)):
-            labels = [str(stacked[dim].values[i]) for dim, i in zip(entries, index, strict=True)]
-            x, label = stacked.values[(slice(None), *index)], f"{name}[{', '.join(labels)}]" if labels else str(name)
+        flat, labels = stacked.values.reshape(stacked.sizes["sample"], -1), labels_of(array.rename(name))
+        for place in places[str(name)] if places else range(len(labels)):
+            x, label = flat[:, place], labels[place]
             if label in rows:
                 raise DeclarationError(f"two entries of the draws are called {label!r}; give the dim distinct coords.")
             if not np.all(np.isfinite(x)):
@@ -195,7 +198,7 @@ def hypotheses(
 
 
 def _row(x: Any, ci_prob: float, rope: tuple[float, float] | None, null: float) -> dict[str, Any]:
-    low, high = np.quantile(x, [(1 - ci_prob) / 2, (1 + ci_prob) / 2])
+    low, high = np.quantile(x, interval(ci_prob))
     above = float(np.mean(x > null))
     row = {
         "mean": float(np.mean(x)),

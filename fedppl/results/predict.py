@@ -16,9 +16,8 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.model.enrolment import held_exactly, mismatch
 from fedppl.model.indices import read_indices, require_not_negative
 from fedppl.model.quiet import quiet
-from fedppl.results import idata
+from fedppl.results import idata, means
 from fedppl.results.forward import containers_of_rows, draw_outcomes, drawn_anew, reads
-from fedppl.results.rows import require_rows
 from fedppl.types import DataError, DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 def new_inputs(declaration: FederatedModel, client: ClientModel, given: Any) -> Mapping[str, Any]:
     """New inputs by name, as the client's builder takes them."""
-    require_rows(client, "predictions for new inputs")
     read = declaration.read_new(client.client_id, given, client.arrays, client.kind)
     if not isinstance(read, Mapping):
         raise DeclarationError(f'new data are {type(read).__name__}; pass a mapping from name to array: {{"X": ...}}.')
@@ -34,9 +32,15 @@ def new_inputs(declaration: FederatedModel, client: ClientModel, given: Any) -> 
 
 
 def predictions(
-    client: ClientModel, posterior: xr.Dataset, new_data: Mapping[str, Any], seed: int, coords: Mapping[str, Any]
+    client: ClientModel,
+    posterior: xr.Dataset,
+    new_data: Mapping[str, Any],
+    seed: int,
+    coords: Mapping[str, Any],
+    kind: str = "response",
+    at: Any = None,
 ) -> tuple[xr.Dataset, xr.Dataset]:
-    """Draw the observed variables at new inputs for every posterior draw; returns (predictions, inputs).
+    """Draw the observed variables, or their means, at new inputs for every posterior draw: (predictions, inputs).
 
     Outcomes that `new_data` leaves out are filled with zeros of the new length: nothing reads them. Inputs with a
     row per observation may not be left out.
@@ -79,25 +83,30 @@ def predictions(
         for dim in (model.named_vars_to_dims.get(name) or ())[:1]
         if model.coords.get(dim) is not None and len(model.coords[dim]) != len(value)
     }
+    dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
+    inputs = {name: values[name] for name in new_data}
+    input_dims = {k: dims.get(k) or tuple(f"{k}_dim_{i}" for i in range(v.ndim)) for k, v in inputs.items()}
+    told = idata.dataset(inputs, input_dims, {})
+    if kind == "mean" and hasattr(client.declared.builder, "expected"):
+        return means.of_formula(client.declared.builder, values, posterior, at, client.client_id), told
     with model, quiet():
         pm.set_data(values, coords=renewed)
+        names = means.declared(model) if kind == "mean" else [variable.name for variable in model.observed_RVs]
+        posterior = posterior.drop_vars(names, errors="ignore")
         try:
             require_not_negative(client.client_id, read_indices(model), values, ())
-            drawn = draw_outcomes(model, posterior, seed % 2**32, anew, predictions=True)
+            drawn = draw_outcomes(model, posterior, seed % 2**32, anew, names, predictions=True)
         except (IndexError, ValueError, AssertionError) as error:
             if isinstance(error, DataError):
                 raise
             raise mismatch(client.client_id, {name: values[name] for name in new_data}, error) from error
-    dims = {name: tuple(d) for name, d in model.named_vars_to_dims.items()}
     all_coords = {**coords, **renewed}
-    arrays = {rv.name: np.asarray(drawn[rv.name]) for rv in model.observed_RVs}
-    inputs = {name: values[name] for name in new_data}
-    input_dims = {k: dims.get(k) or tuple(f"{k}_dim_{i}" for i in range(v.ndim)) for k, v in inputs.items()}
+    arrays = {name: np.asarray(drawn[name]) for name in names}
     drawn = idata.posterior_dataset(arrays, dims, all_coords, {"client": client.client_id})
     levels = getattr(client.declared.builder, "outcome_levels", {})  # of what is more than a function: formulas
     for name in levels.keys() & drawn.data_vars.keys():
         drawn[name].attrs["levels"] = levels[name]
-    return drawn, idata.dataset(inputs, input_dims, {})
+    return drawn, told
 
 
 def _fill(model: Any, client: ClientModel, values: dict[str, Any]) -> list[str]:

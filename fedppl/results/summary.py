@@ -10,16 +10,25 @@ import pandas as pd
 import xarray as xr
 
 from fedppl.contracts import Point
+from fedppl.contracts.entries import entries_of, interval, labels_of, shown_by_default
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.departure import shortfall
 from fedppl.results.fallbacks import added, fallen
 from fedppl.results.measure import Estimates
 from fedppl.results.shared import estimated
 from fedppl.settings import between, whole
-from fedppl.settings import chosen as among
 from fedppl.types import Array, DeclarationError
 
 _MOMENTS = ("corrected_mean",)  # of the fit group: of unconstrained variables, so that they stand in no row here
+
+
+class Summary(pd.DataFrame):  # type: ignore[misc]  # pandas has no types here
+    """A table that is printed with all its columns, to four digits; what is computed from it is a plain one."""
+
+    def __repr__(self) -> str:
+        """Estimates and intervals first; columns that a line has no room for stand below."""
+        width = pd.get_option("display.width")
+        return str(pd.DataFrame(self).to_string(line_width=width, float_format=lambda x: f"{x:.4g}"))
 
 
 def summary(
@@ -29,7 +38,7 @@ def summary(
     var_names: Sequence[str] | str | None,
     ci_prob: float,
     round_to: int | None,
-) -> pd.DataFrame:
+) -> Summary:
     """See `Fit.summary`; `idata` and `measured` are read once it is known that there is something to report."""
     result = fit.algorithm.result
     if result.shared is None:
@@ -41,28 +50,30 @@ def summary(
     require_arrived(fit, "fit.summary()")
     drawn = not isinstance(result.shared, Point)
     found = idata()["posterior" if drawn else "point_estimate"]
-    names = [str(name) for name in found.data_vars]
-    chosen = among("var_names", var_names, names, "the shared variables")
+    default = shown_by_default(fit.declaration, found.data_vars)
+    places = entries_of(found, var_names, "the shared variables", default)
     known = {
         name: values
         for name, (dims, values) in result.details(fit.state).items()
         if dims == ("rows",) and name not in _MOMENTS
     }
-    tails = np.array([(1 - ci_prob) / 2, (1 + ci_prob) / 2])
+    tails = np.array(interval(ci_prob))
     of = measured(tails) if drawn else None
     estimates = estimated(fit)
     parts = [
         _rows(found[name], drawn, None if of is None else of[name], tails, _of_variable(fit, name, known))
-        for name in chosen
+        for name in places
     ]
-    for name, part in zip(chosen, parts, strict=True):
+    for name, part in zip(places, parts, strict=True):
         if name in estimates:
             part.loc[:, part.columns != "mean"] = np.nan
-    table = pd.concat(parts) if parts else pd.DataFrame()
+    chosen = [part.iloc[places[name]] for name, part in zip(places, parts, strict=True)]
+    table = Summary(pd.concat(chosen) if chosen else None)
     if of is not None and not fit.status.ok:
         table[["mcse_mean", "mcse_sd"]] = np.nan  # of moments that are off themselves
-    table.attrs = _about(fit) | ({"point_estimates": estimates} if estimates else {})
-    return table if round_to is None else table.round(round_to)
+    table = table if round_to is None else Summary(table.round(round_to))
+    table.attrs = _about(fit) | {"ci_prob": ci_prob} | ({"point_estimates": estimates} if estimates else {})
+    return table
 
 
 def _rows(
@@ -70,27 +81,22 @@ def _rows(
 ) -> pd.DataFrame:
     """One row an entry of a variable."""
     dims = [dim for dim in values.dims if dim not in ("chain", "draw")]
-    shape = tuple(values.sizes[dim] for dim in dims)
-    labels = [[str(label) for label in values[dim].values] for dim in dims]
-    index = [
-        f"{values.name}[{', '.join(labels[axis][i] for axis, i in enumerate(entry))}]" if entry else str(values.name)
-        for entry in np.ndindex(*shape)
-    ]
+    index = labels_of(values)
     if not drawn:
         columns = {"mean": np.ravel(values.values)}
     elif measured is not None:
-        columns = {"mean": measured.mean, "sd": measured.sd, **_interval(tails, measured.quantiles)}
+        columns = {"mean": measured.mean, "sd": measured.sd, **_interval(measured.quantiles)}
         columns |= {"mcse_mean": measured.mean_error, "mcse_sd": measured.sd_error}
     else:
         draws = values.transpose("chain", "draw", *dims).values.reshape(-1, len(index)).astype(float)
         columns = {"mean": draws.mean(axis=0), "sd": draws.std(axis=0, ddof=1)}
-        columns |= _interval(tails, np.quantile(draws, tails, axis=0))
+        columns |= _interval(np.quantile(draws, tails, axis=0))
     columns |= {name: _by_entry(of, len(index)) for name, of in known.items()}
     return pd.DataFrame(columns, index=index)
 
 
-def _interval(tails: Array, bounds: Array) -> dict[str, Array]:
-    return {f"eti_{100 * tail:.5g}%": bound for tail, bound in zip(tails, bounds, strict=True)}
+def _interval(bounds: Array) -> dict[str, Array]:
+    return dict(zip(("ci_low", "ci_high"), bounds, strict=True))
 
 
 def _of_variable(fit: Ended, name: str, known: dict[str, Array]) -> dict[str, Array]:

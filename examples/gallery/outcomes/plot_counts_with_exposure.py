@@ -54,7 +54,7 @@ for family in ("poisson", "negativebinomial"):
     )
     fits[family] = fedppl.fit(model, frame, by="hospital", progressbar=False, random_seed=1)
     print(family, fits[family].status.value)
-fits["negativebinomial"].summary(ci_prob=0.9)[["mean", "sd", "eti_5%", "eti_95%"]].round(2)
+fits["negativebinomial"].summary(ci_prob=0.9)[["mean", "sd", "ci_low", "ci_high"]].round(2)
 
 # %%
 # Which of the two do the data support? The evidence is clear.

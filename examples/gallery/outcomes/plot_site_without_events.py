@@ -93,7 +93,7 @@ model = fedppl.formula(
 )
 fit = fedppl.fit(model, frame, by="site", progressbar=False, random_seed=1)
 print(fit.status.value)
-summary = fit.summary(ci_prob=0.9)[["mean", "sd", "eti_5%", "eti_95%"]]
+summary = fit.summary(ci_prob=0.9)[["mean", "sd", "ci_low", "ci_high"]]
 summary.round(2)
 
 # %%
@@ -104,7 +104,7 @@ summary.round(2)
 choices = {"sites with a 0 left out": None, "1 added": 1.0, "1/2 added": 0.5, "1/10 added": 0.1, "1/100 added": 0.01}
 lines = {f"inverse variance, {name}": meta_analysis(events, added) for name, added in choices.items()}
 lines["Mantel-Haenszel"] = mantel_haenszel(events)
-lines["fedppl"] = tuple(summary.loc["arm[drug]", ["mean", "eti_5%", "eti_95%"]])
+lines["fedppl"] = tuple(summary.loc["arm[drug]", ["mean", "ci_low", "ci_high"]])
 
 fig, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
 for place, (name, (mean, low, high)) in enumerate(lines.items()):

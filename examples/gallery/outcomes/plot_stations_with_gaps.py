@@ -119,8 +119,8 @@ alone = {
 
 def celsius(fit, name, days):
     """Mean and 90 % interval (3, n) of what the station would have measured."""
-    said = fedppl.curves.predict(fit, name, {"X": days}, probability=0.9)
-    return np.stack([centre + unit * said[part].values for part in ("mean", "lower", "upper")])
+    said = fedppl.curves.predict(fit, name, {"X": days}, ci_prob=0.9)
+    return np.stack([centre + unit * said[part].values for part in ("mean", "ci_low", "ci_high")])
 
 
 print(

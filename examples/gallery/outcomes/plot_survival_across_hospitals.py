@@ -42,7 +42,7 @@ model = fedppl.formula(
 )
 fit = fedppl.fit(model, frame, by="hospital", progressbar=False, random_seed=1)
 print(fit.status.value)
-fit.summary(ci_prob=0.9)[["mean", "sd", "eti_5%", "eti_95%"]].round(2)
+fit.summary(ci_prob=0.9)[["mean", "sd", "ci_low", "ci_high"]].round(2)
 
 # %%
 # The effect of the treatment, as a factor of times:

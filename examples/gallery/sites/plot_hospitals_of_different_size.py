@@ -58,7 +58,7 @@ def hospital(dose, fall):
 model = fedppl.FederatedModel(hospital, shared=["mu", "tau", "sigma"])
 fit = fedppl.fit(model, hospitals, progressbar=False, random_seed=1)
 print(fit.status.value)
-fit.summary(ci_prob=0.9)[["mean", "sd", "eti_5%", "eti_95%"]].round(2)
+fit.summary(ci_prob=0.9)[["mean", "sd", "ci_low", "ci_high"]].round(2)
 
 # %%
 # Separate fits for comparison

@@ -69,7 +69,7 @@ model = fedppl.formula(
 # ``fit.summary()`` has the variables that all share: their means, standard deviations and 90 % intervals.
 
 fit = fedppl.fit(model, frame, by="hospital", progressbar=False, random_seed=1)
-fit.summary(ci_prob=0.9)[["mean", "sd", "eti_5%", "eti_95%"]].round(2)
+fit.summary(ci_prob=0.9)[["mean", "sd", "ci_low", "ci_high"]].round(2)
 
 # %%
 # The status says whether the rounds have settled. Read it before anything else.
