@@ -671,3 +671,48 @@ def test_a_trust_that_is_no_positive_number_is_refused(trust: float) -> None:
 
 def test_trust_is_among_the_settings() -> None:
     assert [fedppl.EP(trust=trust).settings["trust"] for trust in (None, 3.0)] == ["None", "3.0"]
+
+
+# --- clients whose rows nobody can look at --------------------------------------------------------------------
+
+
+def _place() -> Any:
+    return pm.Normal("theta", pm.Normal("mu", 0, 100), 1)
+
+
+def _rows(y: Any) -> pm.Model:
+    with pm.Model() as model:
+        pm.Normal("obs", _place(), 1, observed=pm.Data("y", y))
+    return model
+
+
+def _with_an_estimate(of: float) -> tuple[fedppl.FederatedModel, dict[str, Any]]:
+    rng = np.random.default_rng(2)
+    clients: dict[str, Any] = {f"site {k}": {"y": rng.normal(rng.normal(), 1, 30)} for k in range(6)}
+    clients["paper"] = {"estimate": np.array(of), "covariance": np.array(0.04)}
+    builders = {"rows": _rows, "estimate": fedppl.summaries.estimate(_place)}
+    return fedppl.FederatedModel(builders, shared=["mu"]), clients
+
+
+@pytest.mark.filterwarnings("ignore:fit ended:fedppl.ConvergenceWarning")
+@pytest.mark.parametrize(("of", "trust", "converged"), [(0.5, None, True), (400.0, None, False), (400.0, 2000.0, True)])
+def test_an_estimate_that_decides_alone_is_not_called_converged(of: float, trust: Any, converged: bool) -> None:
+    """Unless the user says how far one may pull; closed form, with all variances known."""
+    model, clients = _with_an_estimate(of)
+    fit = fedppl.fit(model, clients, fedppl.EP(trust=trust), progressbar=False, random_seed=1)
+    means = np.array([*(np.mean(one["y"]) for k, one in clients.items() if k != "paper"), of])
+    weights = 1 / (1 + np.array([1 / 30] * 6 + [0.04]))
+    assert gaussian.mean(fit.posterior)[0] == pytest.approx(weights @ means / (weights.sum() + 1e-4), abs=0.02)
+    assert (fit.status is fedppl.Status.CONVERGED) is converged
+    assert converged or ("client paper" in fit.message and "trust=3" in fit.message)
+
+
+@pytest.mark.filterwarnings("ignore:fit ended:fedppl.ConvergenceWarning")
+def test_neither_is_a_site_of_its_own() -> None:
+    model, clients = normal_means(8)
+    name = list(clients)[3]
+    odd = {**clients, name: {"y": np.asarray(clients[name]["y"]) + 4000.0}}
+    for engine, converged in ((fedppl.InProcess(), True), (fedppl.InProcess(policy=fedppl.policy.NO_RULES), False)):
+        fit = fedppl.fit(model, odd, fedppl.EP(), engine=engine, progressbar=False, random_seed=1)
+        assert (fit.status is fedppl.Status.CONVERGED) is converged, fit.message
+        assert f"client {name}" in fit.message

@@ -5,7 +5,7 @@ The state S of a server and the personal state P of a client belong to the algor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -134,6 +134,10 @@ def _nothing(state: Any) -> Details:
 
 
 def _as_it_is(state: Any) -> Any:
+    return state
+
+
+def _seen(state: Any, clients: Collection[str]) -> Any:
     return state
 
 
@@ -307,6 +311,9 @@ class Disclosure(NamedTuple):
         reply's ε is not known.
     at_sites
         The server's first state where clients are sites of their own, which are asked for less: from the one of `init`.
+    unseen
+        The first state where rows of the clients that are named are nobody's to look at: those of sites of their own,
+        and of clients that gave a summary.
     concludes
         Where the final message has a client draw, points of a corrected posterior aside; it may hold other names than
         requests do. Without it nothing of what a client draws may leave.
@@ -318,6 +325,7 @@ class Disclosure(NamedTuple):
     asks: AsksFn | None = None
     noise_multiplier: float | None = None
     at_sites: Callable[[Any], Any] = _as_it_is
+    unseen: Callable[[Any, Collection[str]], Any] = _seen
     concludes: AsksFn | None = None
     by_row: Callable[[Any, Array], Array] | None = None
 

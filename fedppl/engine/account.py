@@ -79,12 +79,14 @@ def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
             check(everything)
         if not ledgers.exists():  # before there is a log, which without it would have been cut off from its account
             _ledger.write(ledgers, everything)
-        costs = entry["event"] in ("request", "reply", "conclusion") and not entry.get("repeated")
+        costs = not entry or entry["event"] in ("request", "reply", "conclusion") and not entry.get("repeated")
         before = everything.get("idle", 0)
         idle = before + (not costs or bool(entry.get("refused")))
         named = {"site": name or entry.get("client") or folder.name, **entry}
         written = idle <= _ALL_OF or idle & (idle - 1) == 0
-        if idle == before:
+        if not entry:  # something to remember, of which nobody need read
+            pass
+        elif idle == before:
             known.append(audit.append(log, named, known[-1]))
         elif written:
             known.append(audit.append(log, {**named, "refused_or_free": idle}, known[-1]))

@@ -10,8 +10,40 @@ from fedppl.engine.guard import Guard, Run, not_approved, released
 from fedppl.types import Message
 
 _AGREEMENT = "agreement "  # begins the names of agreements in a ledger
+_DECLARATION = "declaration "  # begins those of declarations
 _NO_PART = "no part"  # in the place of the digest of one that did not go with the rows
 _MOST_NO_PARTS = 2
+
+
+def admit_declaration(guard: Guard, key: str) -> bool:
+    """Count a declaration that is to be built on a client's rows, once each, all but the first; False after enough.
+
+    Whether it can be built on them may tell a bit of a row. The policy's `requests` bound how often.
+    """
+    name = f"{_DECLARATION}{key}"
+    with guard.held():
+        ledger = guard.read()
+        if name in ledger.runs:
+            return True
+        runs = {**ledger.runs, name: Run(1, key, concluded=True)}
+        if not any(known.startswith(_DECLARATION) for known in ledger.runs):
+            guard.write(ledger._replace(runs=runs), {})  # costs nothing, and has no line
+            return True
+        rule = _refused(guard, ledger.requests)
+        unknown = ledger.unknown + (guard.policy.epsilon is None)  # of what the server has no ε for anyway
+        after = ledger if rule else ledger._replace(requests=ledger.requests + 1, unknown=unknown, runs=runs)
+        guard.write(after, {"event": "request", "run": name, "asked": {}, "refused": rule})
+        return rule is None
+
+
+def refuse_rows(guard: Guard, rows: int | None) -> bool:
+    """Whether fewer rows than the policy wants are there at most: then nothing is computed from them."""
+    if rows is None or rows >= guard.policy.rows:
+        return False
+    with guard.held():
+        rule = f"rows: {rows} at most, at least {guard.policy.rows} wanted"
+        guard.write(guard.read(), {"event": "introduction", "refused": rule})
+    return True
 
 
 def admit_telling(guard: Guard, name: str, client_id: str, columns: Mapping[str, int]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 import threading
@@ -19,11 +20,13 @@ import numpy as np
 from filelock import FileLock
 
 from fedppl.contracts import AnyAlgorithm, Failure, Request
+from fedppl.data import frames
 from fedppl.engine import account as _account
+from fedppl.engine.agreements import admit_declaration, refuse_rows
 from fedppl.engine.answer import answer, require_fit, say_unused
 from fedppl.engine.conclusions import concluded, let_out, tells
 from fedppl.engine.guard import REFUSED, Guard, admit_algorithm, digest, refuse_data, replayed
-from fedppl.engine.policy import Policy
+from fedppl.engine.policy import NO_RULES, Policy
 from fedppl.flower import site_agreement as _agreements
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Malformed
@@ -42,17 +45,19 @@ from fedppl.flower.memory import (
 )
 from fedppl.flower.told import tell
 from fedppl.model.client import ClientModel
+from fedppl.model.code_key import code_key
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
 from fedppl.results.at_client import client_posterior
 from fedppl.storage import checkpoint
 from fedppl.storage.signed import pack
-from fedppl.types import DeclarationError, LocalFailure, Message
+from fedppl.types import DataError, DeclarationError, LocalFailure, Message
 
 logger = logging.getLogger(__name__)
 
 # Seconds that a request waits for the one before it.
 _PATIENCE = 600.0
+_KNOWN_ERRORS = ("builtins", "fedppl.types")  # whose names nobody makes up from data
 _WITHHELD = "does not take part under the policy of its site; the reason is in the site's own log"
 
 
@@ -160,24 +165,59 @@ def introduce(
 ) -> _wire.Parcel:
     """Answer the server's first call: the layout, or why this site cannot take part.
 
-    An exception's text may quote data, so only that of a wrong declaration travels.
+    The policy's rules on data come first. What goes wrong where a declaration is built on rows may quote them, in its
+    text and in whose words it is: of that only one text travels, but for data that need no protection.
     """
     name = node.client_id(config)
     try:
         with _held(node):
             guard = _guard(node, config)
+            loaded = node.load_data(config)
+            node = node._replace(load_data=lambda config: loaded)
+            withheld = DeclarationError(f"{f'client {name!r}' if name else 'it'} {_WITHHELD}")
+            if guard is not None and refuse_rows(guard, _most_rows(loaded)):
+                raise withheld
+            if not _declaration_admitted(node, guard):
+                raise withheld
             _agreements.accept(node.model, functools.partial(node.load_data, config), name, texts, memory, guard)
-            client = enrolled(node, config, memory)
+            client = _enrolled_privately(node, config, memory)
             if guard is not None:
                 admit_algorithm(guard, node.algorithm, client.layout)
                 if refuse_data(guard, client, node.algorithm, functools.partial(_changed, node, config, memory)):
-                    who = f"client {client.client_id!r}" if client.client_id else "it"
-                    raise DeclarationError(f"{who} {_WITHHELD}")
+                    raise withheld
         return pack_hello(name, version("fedppl"), node.algorithm.settings, client.layout, client.reader())
     except Exception as error:
         logger.exception("client %s cannot take part", name, extra={"client": name, "status": "refused"})
         told = str(error) if isinstance(error, DeclarationError) else "the reason is in the site's own log"
-        return {}, {"client_id": name, "error": f"{type(error).__name__}: {told}"}
+        kind = type(error) if type(error).__module__ in _KNOWN_ERRORS else Exception
+        return {}, {"client_id": name, "error": f"{kind.__name__}: {told}"}
+
+
+def _declaration_admitted(node: Node, guard: Guard | None) -> bool:
+    if guard is None or node.policy == NO_RULES:
+        return True
+    key = "; ".join(f"{kind}: {code_key(builder)}" for kind, builder in node.model.builders.items())
+    return admit_declaration(guard, hashlib.sha256(key.encode()).hexdigest()[:32])
+
+
+def _enrolled_privately(node: Node, config: Mapping[str, Any], memory: Memory) -> ClientModel:
+    """Enrol; what speaks against it stays here, unless the data need no protection."""
+    try:
+        return enrolled(node, config, memory)
+    except DeclarationError as error:
+        if node.policy == NO_RULES:
+            raise
+        raise DataError(str(error)) from error
+
+
+def _most_rows(loaded: Any) -> int | None:
+    """At most so many rows can have been observed; None where that is not known before a model is built."""
+    if frames.is_frame(loaded):
+        loaded = frames.raw(loaded, None, "the site")
+    arrays = tuple(loaded.values()) if isinstance(loaded, Mapping) else loaded
+    if not isinstance(arrays, tuple | list) or not arrays:
+        return None
+    return sum({len(one) for one in map(np.asarray, arrays) if one.ndim}) or 1
 
 
 def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel: _wire.Parcel) -> _wire.Parcel:
@@ -221,6 +261,8 @@ def _answered(
     name = name_of_kept(node.algorithm, node.client_id(config), request.run, request.client_id)
     about = {"event": "request", "run": request.run, "round": request.round, "client": request.client_id}
     try:
+        if not _declaration_admitted(node, guard):
+            return _wire.pack_reply(Failure(request.client_id, request.nonce, REFUSED))
         client = enrolled(node, config, memory, request.client_id)
         seal = same_data(memory, client, request.run)
         found = None if guard is None else _version(node, config, memory)
@@ -267,6 +309,8 @@ def constrain(node: Node, config: Mapping[str, Any], memory: Memory, arrays: Mes
         with _held(node):
             if (guard := _guard(node, config)) is not None:
                 guard.write(guard.read(), {"event": "draws of q", "refused": None})
+                if not _declaration_admitted(node, guard):
+                    return {}, {"client_id": name, "refused": REFUSED}
             values = enrolled(node, config, memory).constrain_shared(np.asarray(arrays["phi"], dtype=float))
         return values, {"client_id": name}
     except Exception:

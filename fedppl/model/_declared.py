@@ -75,7 +75,7 @@ def _require_as_given(client_id: str, container: Any, given: Array) -> None:
     if held.shape == given.shape and np.allclose(held, given, rtol=1e-6, atol=0.0):
         return
     name = container.name
-    raise DeclarationError(
+    raise DataError(
         f"client {client_id!r}: the builder puts other values into pm.Data({name!r}) than the data {name!r} have, and "
         f"those would be lost. Hold the data as they are, {name} = pm.Data({name!r}, {name}), and compute from that, "
         "or change the data before the fit."

@@ -30,7 +30,7 @@ _FUNCTIONS = {
     Replies: {"shapes": 1, "reject": 2, "summed": 1},
     Result: {"final_message": 2, "draw": 6, "details": 1, "preliminary": 1, "closing": 1, "out_of_rounds": 1},
     Needs: {"check": 1, "unused_priors": 1},
-    Disclosure: {"at_sites": 1},
+    Disclosure: {"at_sites": 1, "unseen": 2},
     Posterior: {"gaussian": 1, "corrected": 1, "evidence": 2},
     Point: {"estimate": 1},
     Sampler: {"draw": 3},

@@ -10,6 +10,7 @@ from typing import Any
 
 from fedppl.contracts import AnyAlgorithm, Engine
 from fedppl.model.client import ClientModel
+from fedppl.model.summary import tells_summary
 from fedppl.numerics.streams import stream
 from fedppl.results import fallbacks
 from fedppl.results.records import Record
@@ -41,6 +42,9 @@ class Run:
         self.state = algorithm.init(self.layout, self.clients, stream((seed, 0, 0)))
         if engine.has_sites():
             self.state = algorithm.disclosure.at_sites(self.state)
+        unseen = self.clients if engine.has_sites() else [k for k, one in models.items() if _gave_a_summary(one)]
+        if unseen:
+            self.state = algorithm.disclosure.unseen(self.state, unseen)
         self.name = secrets.token_hex(8)
         self.records: list[Record] = []
         self.counted = 0  # records that count towards ``rounds=``
@@ -59,6 +63,10 @@ class Run:
         self.deadline: float | None = None
         self.told: Mapping[str, Message] = {}  # what sites let out of their rows when it was over
         self.said: set[tuple[str, str]] = set()  # clients and reasons that are in the log already
+
+
+def _gave_a_summary(client: ClientModel) -> bool:
+    return tells_summary(client.template.parts.model)
 
 
 def add(run: Run, done: Record) -> None:

@@ -40,6 +40,7 @@ class EPState(NamedTuple):
     noise: Array  # (K,) variance that the errors of all its replies have left in its site, in the same unit
     moves: Moves  # what the server sees itself, since averaging began
     heading: Array  # (2 m,) where the last round moved means and log sds, in posterior sds before damping
+    unseen: Array  # (K,) bool: nobody here can look at its rows
     corrects: bool  # whether q is put right once moments are matched
     stream: int  # of the points of the correction
     correction: Correcting | None  # once moments are matched, where one was asked for

@@ -21,6 +21,7 @@ _SKEWED = 0.5
 _ROUNDS, _REPLIES = 4, 2
 # The probability that an honest run has such a pull, of any client.
 _BY_CHANCE = 1e-3
+_ALONE = 20.0  # sds of what all others know, beyond what heterogeneity does that a model has
 
 
 class Change(NamedTuple):
@@ -127,15 +128,41 @@ def far_off(state: EPState) -> str:
     """Who pulls a mean further than chance would, given what the others know; empty where nobody does."""
     if len(state.sites.where) < 2:
         return ""
-    pull = np.nan_to_num(_trust.pulls(state.sites))
-    k, i = np.unravel_index(int(np.argmax(np.abs(pull))), pull.shape)
-    if abs(pull[k, i]) <= -special.ndtri(0.5 * _BY_CHANCE / pull.size):
+    k, i, pull = _strongest(_trust.pulls(state.sites))
+    if abs(pull) <= -special.ndtri(0.5 * _BY_CHANCE / (len(state.sites.where) * len(state.sites.labels))):
         return ""
     return (
-        f"client {list(state.sites.where)[k]} pulls {state.sites.labels[i]} by {pull[k, i]:+.2g} sds of what others "
+        f"client {list(state.sites.where)[k]} pulls {state.sites.labels[i]} by {pull:+.2g} sds of what others "
         "know: look at its data, at the units first, though one that alone tells much of it does so honestly. "
         "EP(trust=3) would hold it back"
     )
+
+
+def of_agreeing_clients(taken: Taken, trust: float | None) -> Taken:
+    """Not converged where a client whose rows nobody can look at decides against all others.
+
+    Unless `trust` says how far one may pull.
+    """
+    state = taken.state
+    if taken.status is not Status.CONVERGED or trust is not None or len(state.sites.where) < 2:
+        return taken
+    k, i, pull = _strongest(np.where(state.unseen[:, None], _trust.pulls(state.sites), 0.0))
+    if abs(pull) <= _ALONE:
+        return taken
+    said = (
+        f"moments are matched, but client {list(state.sites.where)[k]}, whose rows nobody here can look at, pulls "
+        f"{state.sites.labels[i]} by {pull:+.2g} sds of what all others know (at most {_ALONE:g} is called converged): "
+        "have its data looked at, the units first. EP(trust=3) holds it back; where it is right, "
+        f"EP(trust={np.ceil(1.5 * abs(pull)):g}) takes it as it is"
+    )
+    return taken._replace(status=Status.STALLED, message="; ".join(filter(None, (said, taken.message))))
+
+
+def _strongest(pulls: Array) -> tuple[int, int, float]:
+    """Row, column and value of the largest pull in size."""
+    pulls = np.nan_to_num(pulls)
+    k, i = np.unravel_index(int(np.argmax(np.abs(pulls))), pulls.shape)
+    return int(k), int(i), float(pulls[k, i])
 
 
 def _uncoupled(form: Structure) -> str:

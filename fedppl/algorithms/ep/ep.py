@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ from fedppl.algorithms.ep._rounds import (
     out_of_rounds,
 )
 from fedppl.algorithms.ep._state import EPState, reported
+from fedppl.algorithms.ep._verdict import of_agreeing_clients
 from fedppl.algorithms.ep.correction import Correction
 from fedppl.algorithms.ep.together import together
 from fedppl.algorithms.size import say_if_large
@@ -140,6 +141,9 @@ def EP(
     Sites of rough local moments (few NUTS draws) can oscillate: the status then says so; raise `draws` or lower
     `damping`.
 
+    Where nobody can look at the rows of a client, a site of its own or one that gave a summary, and it pulls a mean by
+    more than 20 sds of what all others know, the fit is not called converged unless `trust` says how far one may pull.
+
     *With* `trust` *= c*, clients' sites are drawn in, where need be, so that in every round of both phases
 
     .. math:: |\mu - \mu_{-k}|_i \le c\, \mathrm{sd}_{-k,i}, \qquad
@@ -215,6 +219,7 @@ def EP(
         disclosure=contracts.Disclosure(
             functools.partial(_asks, local=inference),
             at_sites=functools.partial(_at_sites, corrects=isinstance(correction, Correction), searches=by_number),
+            unseen=_unseen,
             concludes=at_target,
         ),
         together=None if alone or by_number and searches > 1 else _all_at_once(matching, closing),
@@ -241,6 +246,10 @@ def checked(
 def _at_sites(state: EPState, *, corrects: bool, searches: bool) -> EPState:
     """Sites answer for a correction, and for several warm starts, only where these were asked for by name."""
     return state._replace(corrects=state.corrects and corrects, starts=state.starts if searches else None)
+
+
+def _unseen(state: EPState, clients: Collection[str]) -> EPState:
+    return state._replace(unseen=np.array([name in clients for name in state.sites.where]))
 
 
 def _closing(correction: Correction | str | None, matching: Matching) -> Closing | None:
@@ -302,6 +311,7 @@ def init(
         moves=_moves.start(len(clients), layout.size),
         heading=np.zeros(2 * layout.size),
         falls=0,
+        unseen=np.zeros(len(clients), dtype=bool),
         corrects=closing is not None and layout.size <= closing.most,
         stream=stream,
         correction=None,
@@ -345,7 +355,8 @@ def _update_server(
     if state.warm_start is not None:
         return reported(newton_round(state, state.warm_start, received.each, trust))
     if state.correction is not None and closing is not None:
-        return reported(correcting_round(state, state.correction, received.each, closing.correction, trust))
+        taken = correcting_round(state, state.correction, received.each, closing.correction, trust)
+        return reported(of_agreeing_clients(taken, trust))
     taken = ep_round(state, received.each, matching.tolerance, matching.damping, trust)
     if taken.status is Status.CONVERGED:
         taken = of_one_mode(taken)
@@ -354,7 +365,7 @@ def _update_server(
             taken = corrected_next(taken, closing.correction, trust)
         else:
             taken = of_q_alone(taken)
-    return reported(taken)
+    return reported(of_agreeing_clients(taken, trust))
 
 
 def _out_of_rounds(state: EPState, *, trust: float | None, closing: Closing | None) -> EPState:
