@@ -5,16 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pymc as pm
 import pytest
 from numpy.testing import assert_allclose
 from scipy import stats
+from scipy.special import expit
 
 import fedppl
-from fedppl import gaussian
+from fedppl import Status, gaussian
+from fedppl.algorithms.ep._rounds import of_q_alone
+from fedppl.algorithms.ep._state import Taken
 from fedppl.numerics import importance as _importance
 from fedppl.numerics import stein as _stein
 from fedppl.results import departure
+from fedppl.testing import normal_means
+from tests.support import problems
 
 
 def test_a_cubic_departs_by_its_coefficient() -> None:
@@ -46,6 +52,7 @@ def means(y: Any) -> Any:
     return model
 
 
+@problems.of_q
 @pytest.mark.parametrize("count, said", [(5, True), (12, True), (60, False)])
 def test_the_mean_of_few_clients_is_told_to_be_too_sure(count: int, said: bool) -> None:
     rng = np.random.default_rng(count)
@@ -71,6 +78,41 @@ def test_the_mean_of_few_clients_is_told_to_be_too_sure(count: int, said: bool) 
     told = fit.summary().attrs["sd_shortfall"]
     assert short / 2 < told < 2 * short + 0.01
     assert ("too small" in fit.message) is said
+    assert fit.status.ok is (told < 0.1)
+
+
+@problems.of_q
+@pytest.mark.parametrize("differ", [0.0, 0.3])
+def test_hospitals_that_hardly_differ_are_not_called_converged_without_a_correction(differ: float) -> None:
+    """Three of them know little of how much they differ: a first-order estimate says 5 %, and a fifth is missing."""
+    rng = np.random.default_rng(21)
+    frame = pd.DataFrame({"site": np.repeat(list("abc"), 300), "dose": rng.normal(size=900)})
+    level = 0.3 * frame["dose"] + np.repeat(differ * rng.normal(size=3), 300)
+    frame["ill"] = rng.random(900) < expit(level)
+    model = fedppl.formula("ill ~ dose + (1 | site)", family="bernoulli")
+    plain, better = (
+        fedppl.fit(model, frame, algorithm, by="site", progressbar=False, random_seed=1)
+        for algorithm in (fedppl.EP(correction=None), fedppl.EP())
+    )
+    sd = np.sqrt(np.diag(better.idata["fit"]["corrected_covariance"].values))
+    assert better.status.ok and np.max(sd / gaussian.standard_deviations(plain.posterior)) > 1.15
+    assert plain.status is Status.STALLED and "Correction(" in plain.message
+
+
+def test_a_skewness_that_several_have_is_not_called_converged() -> None:
+    """One client's own is in the moments that are matched, and noise of draws is no skewness."""
+    model, clients = normal_means(4)
+    state = fedppl.fit(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=1).state
+
+    def status(skewness: float, without: float, error: float = 0.0) -> Status:
+        told = state._replace(
+            skewness=np.array([skewness]), skewness_without=np.array([without]), errors=np.full(4, error)
+        )
+        return of_q_alone(Taken(told, None, Status.CONVERGED)).status  # type: ignore[arg-type]
+
+    assert status(-0.5, -0.4) is Status.STALLED
+    assert status(-0.5, -0.01) is Status.CONVERGED and status(-0.5, 0.4) is Status.CONVERGED
+    assert status(0.2, 0.15) is Status.CONVERGED and status(0.5, 0.4, error=0.05) is Status.CONVERGED
 
 
 def test_a_clients_word_neither_ends_a_run_nor_hides_what_others_say() -> None:

@@ -90,11 +90,10 @@ def of_q_alone(taken: Taken) -> Taken:
     total = np.maximum(np.abs(state.skewness) - noise, 0.0)
     # What one client has alone is in the moments that are matched: S² − Σ s_k² without the squares of the others.
     others = np.clip(np.sign(state.skewness) * state.skewness_without, 0.0, total)
-    excess = 0.5 * float(np.max(others * (2.0 * total - others))) * (1.0 - 1.0 / len(state.errors))
-    said = departure.sentence(departure.of_variance(excess), departure.CORRECTION)
-    if not said:
+    square = float(np.max(others * (2.0 * total - others))) * (1.0 - 1.0 / len(state.errors))
+    if square < departure.SKEWED**2:
         return taken
-    message = "; ".join(filter(None, (said, taken.message, taken.skewed)))
+    message = "; ".join(filter(None, (departure.unknown(departure.CORRECTION), taken.message, taken.skewed)))
     return taken._replace(status=Status.STALLED, message=message, skewed="")
 
 
