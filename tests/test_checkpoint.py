@@ -344,7 +344,7 @@ def test_a_run_that_asks_others_is_another_run(before: Any, after_: Any, tmp_pat
     settings: dict[str, Any] = {"checkpoint": path, "progressbar": False}
     fedppl.fit(*normal_means(), fedppl.EP(), callback=after(1), **before, **settings)
     (word,) = {**before, **after_}
-    with pytest.raises(DeclarationError, match=f"another run: its settings is {{'{word}': .*Choose another path"):
+    with pytest.raises(DeclarationError, match=f"another run: it has .*{word}=.*Choose another path"):
         fedppl.fit(*normal_means(), fedppl.EP(), **after_, **settings)
 
 

@@ -82,20 +82,18 @@ def test_the_mean_of_few_clients_is_told_to_be_too_sure(count: int, said: bool) 
 
 
 @problems.of_q
-@pytest.mark.parametrize("differ", [0.0, 0.3])
-def test_hospitals_that_hardly_differ_are_not_called_converged_without_a_correction(differ: float) -> None:
-    """Three of them know little of how much they differ: a first-order estimate says 5 %, and a fifth is missing."""
+def test_hospitals_that_do_not_differ_are_not_called_converged_without_a_correction() -> None:
+    """Three of them know little of how much they differ: a first estimate says 8 %, and half of an sd is missing."""
     rng = np.random.default_rng(21)
     frame = pd.DataFrame({"site": np.repeat(list("abc"), 300), "dose": rng.normal(size=900)})
-    level = 0.3 * frame["dose"] + np.repeat(differ * rng.normal(size=3), 300)
-    frame["ill"] = rng.random(900) < expit(level)
+    frame["ill"] = rng.random(900) < expit(0.3 * frame["dose"])
     model = fedppl.formula("ill ~ dose + (1 | site)", family="bernoulli")
     plain, better = (
         fedppl.fit(model, frame, algorithm, by="site", progressbar=False, random_seed=1)
         for algorithm in (fedppl.EP(correction=None), fedppl.EP())
     )
     sd = np.sqrt(np.diag(better.idata["fit"]["corrected_covariance"].values))
-    assert better.status.ok and np.max(sd / gaussian.standard_deviations(plain.posterior)) > 1.15
+    assert better.status.ok and np.max(sd / gaussian.standard_deviations(plain.posterior)) > 1.2
     assert plain.status is Status.STALLED and "Correction(" in plain.message
 
 

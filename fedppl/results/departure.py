@@ -5,7 +5,7 @@ A local inference reports how far its factor departs from a Gaussian along the c
 they do together: where factors depart alike by d_k, a variance exceeds that of q by about (Σ d_k)² − Σ d_k².
 
 That is the first term of a series, and about right where it is small and little is skewed. Of three to six hospitals
-that differ little sds were a fifth to a third too small where it said 5 to 10 %, with a skewness of .4 to .7.
+that differ little sds were a fifth too small, or a half, where it said 5 to 10 %, with a skewness of .4 to .7.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedppl.results.fallbacks import Infos
 
 _MENTIONED = 0.05
 TRUSTED = 0.1  # a share beyond which the estimate is too low by an unknown factor
-SKEWED = 1 / 3  # skewness of a margin beyond which it is, too
+SKEWED = 0.3  # skewness of a margin beyond which it is, too
 CORRECTION = "fedppl.EP(correction=fedppl.Correction()), which sites answer where their policies allow it"
 _MOST = 1e3
 
@@ -53,7 +53,7 @@ def sentence(short: float, remedy: str) -> str:
 def unknown(remedy: str) -> str:
     """What to say where more is missing than can be told."""
     return (
-        "sds of shared variables may be far too small, by a third or more: the posterior has heavier tails than the "
+        "sds of shared variables may be far too small, by a half even: the posterior has heavier tails than the "
         "Gaussian of this fit, as means of few clients have, and how much is missing cannot be told from that. Use "
         f"{remedy}, or declare priors that say more"
     )
