@@ -13,12 +13,14 @@ from __future__ import annotations
 import numpy as np
 
 from fedppl.results.fallbacks import Infos
+from fedppl.types import Status
 
 _MENTIONED = 0.05
 TRUSTED = 0.1  # a share beyond which the estimate is too low by an unknown factor
 SKEWED = 0.3  # skewness of a margin beyond which it is, too
 CORRECTION = "fedppl.EP(correction=fedppl.Correction()), which sites answer where their policies allow it"
 _MOST = 1e3
+_UNKNOWN = "sds of shared variables may be far too small, by a half even"
 
 
 def shortfall(infos: Infos) -> float:
@@ -53,7 +55,15 @@ def sentence(short: float, remedy: str) -> str:
 def unknown(remedy: str) -> str:
     """What to say where more is missing than can be told."""
     return (
-        "sds of shared variables may be far too small, by a half even: the posterior has heavier tails than the "
-        "Gaussian of this fit, as means of few clients have, and how much is missing cannot be told from that. Use "
-        f"{remedy}, or declare priors that say more"
+        f"{_UNKNOWN}: the posterior has heavier tails than the Gaussian of this fit, as means of few clients have, and "
+        f"how much is missing cannot be told from that. Use {remedy}, or declare priors that say more"
     )
+
+
+def matched(status: Status, message: str) -> bool:
+    """Whether a fit has matched moments: it has converged, or is not called so for what its Gaussian lacks alone.
+
+    >>> matched(Status.STALLED, unknown("fedppl.EP()")), matched(Status.STALLED, "no mode was found")
+    (True, False)
+    """
+    return status.ok or message.startswith(_UNKNOWN)
