@@ -131,6 +131,18 @@ class Layout:
         return coordinate_labels(self.variables)
 
 
+def as_declared(label: str) -> str:
+    """A coordinate's label by the name that its variable was declared with, for messages.
+
+    >>> as_declared("tau_log__[1]"), as_declared("mu[0]")
+    ('tau[1]', 'mu[0]')
+    """
+    name, bracket, place = label.partition("[")
+    if name.endswith("__"):
+        name = name[:-2].rpartition("_")[0]
+    return name + bracket + place
+
+
 def coordinate_labels(variables: Sequence[Variable]) -> tuple[str, ...]:
     """Label every coordinate of a flat unconstrained vector."""
     labels: list[str] = []

@@ -11,10 +11,14 @@ from numpy.testing import assert_allclose
 from scipy import stats
 
 import fedppl
-from fedppl import gaussian
+from fedppl import Status, gaussian
+from fedppl.algorithms.ep._rounds import of_q_alone
+from fedppl.algorithms.ep._state import Taken
 from fedppl.numerics import importance as _importance
 from fedppl.numerics import stein as _stein
 from fedppl.results import departure
+from fedppl.testing import normal_means
+from tests.support import problems
 
 
 def test_a_cubic_departs_by_its_coefficient() -> None:
@@ -46,31 +50,68 @@ def means(y: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("count, said", [(5, True), (12, True), (60, False)])
-def test_the_mean_of_few_clients_is_told_to_be_too_sure(count: int, said: bool) -> None:
+def drawn(count: int, differ: float) -> dict[str, Any]:
+    """Data of clients whose means have exactly this sd."""
     rng = np.random.default_rng(count)
     theta = rng.normal(size=count)
-    theta = (theta - theta.mean()) / theta.std(ddof=1)
-    clients = {f"client {k}": {"y": theta[k] + rng.normal(size=100)} for k in range(count)}
-    fit = fedppl.fit(
-        fedppl.FederatedModel(means, shared=["mu", "tau"]),
-        clients,
-        fedppl.EP(correction=None),
-        progressbar=False,
-        random_seed=1,
-    )
-    mu, log_tau = np.meshgrid(np.linspace(-8, 8, 1201), np.linspace(-5, 3, 601), indexing="ij")
+    theta = differ * (theta - theta.mean()) / theta.std(ddof=1)
+    return {f"client {k}": {"y": theta[k] + rng.normal(size=100)} for k in range(count)}
+
+
+def fit_of_q(clients: dict[str, Any]) -> fedppl.Fit:
+    model = fedppl.FederatedModel(means, shared=["mu", "tau"])
+    return fedppl.fit(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=1)
+
+
+def missing(fit: fedppl.Fit, clients: dict[str, Any]) -> Any:
+    """The part of the sds of mu and log tau that q lacks, by quadrature."""
+    mu, log_tau = np.meshgrid(np.linspace(-8, 8, 1201), np.linspace(-12, 3, 901), indexing="ij")
     tau = np.exp(log_tau)
     log_density = stats.norm.logpdf(mu, 0, 10) + stats.halfnorm.logpdf(tau, 0, 2) + log_tau
     for data in clients.values():
         log_density += stats.norm.logpdf(data["y"].mean(), mu, np.sqrt(tau**2 + 0.01))
     weights = np.exp(log_density - log_density.max())
     weights /= weights.sum()
-    exact = np.sqrt(np.sum(weights * mu**2) - np.sum(weights * mu) ** 2)
-    short = 1 - gaussian.standard_deviations(fit.posterior)[0] / exact
-    told = fit.summary().attrs["sd_shortfall"]
+    exact = [np.sqrt(np.sum(weights * x**2) - np.sum(weights * x) ** 2) for x in (mu, log_tau)]
+    return 1 - gaussian.standard_deviations(fit.posterior) / exact
+
+
+@problems.of_q
+@pytest.mark.parametrize("count, said", [(5, True), (12, True), (60, False)])
+def test_the_mean_of_few_clients_is_told_to_be_too_sure(count: int, said: bool) -> None:
+    clients = drawn(count, 1.0)
+    fit = fit_of_q(clients)
+    short, told = missing(fit, clients)[0], fit.summary().attrs["sd_shortfall"]
     assert short / 2 < told < 2 * short + 0.01
     assert ("too small" in fit.message) is said
+    assert fit.status.ok is (told < 0.1)
+
+
+@problems.of_q
+@pytest.mark.parametrize("count", [3, 6])
+def test_clients_that_do_not_differ_are_not_called_converged_without_a_correction(count: int) -> None:
+    """Few of them know little of how much they differ: what is missing is more than an estimate of first order says."""
+    clients = drawn(count, 0.0)
+    fit = fit_of_q(clients)
+    assert max(missing(fit, clients)) > 0.12
+    assert fit.status is Status.STALLED and "Correction(" in fit.message
+    assert departure.matched(fit.status, fit.message)
+
+
+def test_a_skewness_that_several_have_is_not_called_converged() -> None:
+    """One client's own is in the moments that are matched, and noise of draws is no skewness."""
+    model, clients = normal_means(4)
+    state = fedppl.fit(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=1).state
+
+    def status(skewness: float, without: float, error: float = 0.0) -> Status:
+        told = state._replace(
+            skewness=np.array([skewness]), skewness_without=np.array([without]), errors=np.full(4, error)
+        )
+        return of_q_alone(Taken(told, None, Status.CONVERGED)).status  # type: ignore[arg-type]
+
+    assert status(-0.5, -0.4) is Status.STALLED
+    assert status(-0.5, -0.01) is Status.CONVERGED and status(-0.5, 0.4) is Status.CONVERGED
+    assert status(0.2, 0.15) is Status.CONVERGED and status(0.5, 0.4, error=0.05) is Status.CONVERGED
 
 
 def test_a_clients_word_neither_ends_a_run_nor_hides_what_others_say() -> None:

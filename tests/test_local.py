@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +21,7 @@ import fedppl
 from fedppl import DeclarationError, gaussian
 from fedppl.contracts import Draws, LocalInference, Moments, Target
 from fedppl.gaussian import Gaussian
-from fedppl.local import nuts
+from fedppl.local import nested_laplace, nuts
 from fedppl.local._marginal import values
 from fedppl.local.tilted import log_tilted
 from fedppl.model.client import ClientModel
@@ -591,6 +593,27 @@ def test_an_improper_cavity_falls_back_to_nuts() -> None:
     assert moments.diagnostics["mc_error"] > 0
     ess = min(moments.diagnostics["ess"], 2000.0)
     assert_within_error(moments.mean, moments.covariance, expected, ess)
+
+
+def test_what_takes_long_is_said_once_and_before_it_begins(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an improper cavity there is no other way than NUTS: whose it is, and what is faster."""
+    case, before = the_case("means"), []
+
+    def sampled(target: Target, rng: np.random.Generator) -> Any:
+        before.append([record.getMessage() for record in caplog.records])
+        return fedppl.NestedLaplace().tilted(case.target, rng)
+
+    monkeypatch.setattr(nested_laplace, "NUTS", lambda: SimpleNamespace(tilted=sampled))
+    case.target.client.__dict__.pop("_views", None)  # of other tests
+    q = gaussian.from_moments(case.mean[: case.m] + 20.0, np.eye(case.m))
+    cavity = Gaussian(np.zeros(case.m), -0.5 * np.eye(case.m))
+    with caplog.at_level(logging.WARNING, logger="fedppl"):
+        for _ in range(2):
+            fedppl.NestedLaplace().tilted(Target(case.target.client, q, cavity, 0.0), np.random.default_rng(1))
+    assert [len(said) for said in before] == [1, 1]
+    assert all(word in before[0][0] for word in (case.target.client.client_id, "NUTS", "theta", "standardised"))
 
 
 def test_draws_from_a_far_q_are_right() -> None:

@@ -531,7 +531,8 @@ def test_a_collapse_is_told_at_any_rank_and_at_any_level(rank: int) -> None:
     structure, precision = covariance.low_rank(rank), np.tile(20.0 * np.eye(size), (count, 1, 1))
     said = []
     for own, level in ((0.0, 0.0), (1.0, 0.0), (0.0, 30.0)):
-        theta = level + rng.normal(size=(count, rank)) @ rng.normal(size=(rank, size)) + own * rng.normal(size=(count, size))
+        theta = level + rng.normal(size=(count, rank)) @ rng.normal(size=(rank, size))
+        theta = theta + own * rng.normal(size=(count, size))
         linear = 20.0 * theta  # nothing beside the factors: noise of rows would be taken for e
         omega, _ = _coupled.estimate(linear, precision, structure.start(count), structure, tolerance=1e-9, limit=20_000)
         said.append("standard errors" in _overfitted(omega, precision, structure))

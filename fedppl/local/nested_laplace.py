@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from typing import NamedTuple
 
@@ -19,8 +20,11 @@ from fedppl.local.tilted import moments_of, require_smooth
 from fedppl.numerics.importance import effective_size, fresh_points, normalise, resample, skewness, stream_of
 from fedppl.numerics.marginal import site_batch
 from fedppl.numerics.pareto import pareto_k
+from fedppl.results.fallbacks import STANDARDISED
 from fedppl.settings import between, flag, whole
 from fedppl.types import Array, LocalFailure, Rng
+
+logger = logging.getLogger(__name__)
 
 _AT_ONCE = 2**24  # numbers in the factors that are held at a time
 
@@ -135,11 +139,26 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
             "warm_start=True"
         )
     sample = _student_sample(target, settings)
+    if sample is None:
+        client.view(_say_what_takes_long)
     found, step = (_student_moments(sample), 1.0) if sample is not None else (NUTS().tilted(target, rng), 2.0)
     cost = {"fallback": step, "fallback_seconds": time.perf_counter() - started}
     if sample is not None:  # of Laplace's approximation over θ, where NUTS has none
         cost["inner_trust"] = float(not client.local_size or client.view(_gaussian_rest.is_exact))
     return found._replace(diagnostics={**found.diagnostics, **why, **cost})
+
+
+def _say_what_takes_long(client: ClientView) -> None:
+    """Once for each client, and before NUTS begins: what is said of a round comes when it is over."""
+    names = ", ".join(dict.fromkeys(label.partition("[")[0] for label in client.local_labels))
+    remedy = f". Declare {names} {STANDARDISED}" if names else ""
+    logger.warning(
+        "client %s: NUTS takes the place of nested Laplace from here on, for seconds to minutes a round: given the "
+        "others, this client's posterior is far from normal, as in a funnel between effects and their sd%s",
+        client.client_id,
+        remedy,
+        extra={"client": client.client_id, "status": "fallback"},
+    )
 
 
 def _student_sample(target: Target, settings: _Settings) -> StudentSample | None:

@@ -16,6 +16,10 @@ Infos = Mapping[str, Mapping[str, float]]  # diagnostics by name, by client
 # What earlier fallbacks took is said from so many seconds on, and from this part of a fit's time.
 _NOTABLE_SECONDS, _NOTABLE_PART = 1.0, 0.1
 
+STANDARDISED = (
+    "standardised, where it is centred on shared variables: z ~ N(0, 1) and mu + tau * z in place of N(mu, tau), "
+    "mu + chol @ z in place of pm.MvNormal(mu, chol=chol)"
+)
 _STEPS = {1.0: "a fitted t", 2.0: "NUTS"}
 
 
@@ -66,9 +70,11 @@ def sentence(infos: Infos, count: int) -> str:
         return ""
     seconds = sum(infos[client_id].get("fallback_seconds", 0.0) for client_id in fallen(infos))
     cost = f", {seconds:.3g} s" if seconds > 0 else ""
+    sampled = _STEPS[2.0] in fallen(infos).values()
+    slow = f". It is faster with what is local declared {STANDARDISED}" if sampled else ""
     return (
         f"{' and '.join(parts)} in place of the local inference when last asked ({listed(fallen(infos))}{cost}): "
-        "see fit.idata['rounds']['fallback']"
+        f"see fit.idata['rounds']['fallback']{slow}"
     )
 
 
@@ -77,8 +83,8 @@ def earlier(infos: Iterable[Infos], seconds: float) -> str:
 
     `seconds` are those of all rounds.
 
-    >>> earlier([{"a": {"fallback": 2.0, "fallback_seconds": 30.0}}, {"a": {"fallback": 0.0}}], 40.0)
-    'fallbacks in earlier rounds took 30 s (a): see fit.idata["rounds"]["fallback_seconds"]'
+    >>> earlier([{"a": {"fallback": 2.0, "fallback_seconds": 30.0}}, {"a": {"fallback": 0.0}}], 40.0).partition(":")[0]
+    'fallbacks in earlier rounds took 30 s (a)'
     """
     every = list(infos)
     last, spent = last_infos(every), dict[str, float]()
@@ -91,7 +97,8 @@ def earlier(infos: Iterable[Infos], seconds: float) -> str:
         return ""
     worst = sorted(spent, key=lambda client_id: -spent[client_id])
     return (
-        f'fallbacks in earlier rounds took {total:.3g} s ({listed(worst)}): see fit.idata["rounds"]["fallback_seconds"]'
+        f"fallbacks in earlier rounds took {total:.3g} s ({listed(worst)}): see "
+        f"fit.idata['rounds']['fallback_seconds'], and declare what is local {STANDARDISED}"
     )
 
 

@@ -28,13 +28,12 @@ def _last_reasons(records: Sequence[Record], clients: Iterable[str]) -> list[str
 
 
 def _too_short(run: Run) -> tuple[str, bool]:
-    """Say that sds of a Gaussian may be far too small, and whether it could have been corrected."""
+    """Say that sds of a Gaussian may be too small, and whether by more than is known of one that could be corrected."""
     shared = run.algorithm.result.shared
     if not isinstance(shared, Posterior):
         return "", False
-    can = shared.without is not None
-    remedy = departure.CORRECTION if can else "fedppl.EP()"
-    return departure.sentence(departure.shortfall(run.infos), remedy), can
+    short, can = departure.shortfall(run.infos), shared.without is not None
+    return departure.sentence(short, departure.CORRECTION if can else "fedppl.EP()"), can and short >= departure.TRUSTED
 
 
 def ending(run: Run, limit: int, *, stopped: str = "") -> tuple[Status, str]:
@@ -51,10 +50,9 @@ def ending(run: Run, limit: int, *, stopped: str = "") -> tuple[Status, str]:
         )
     )
     if status is Status.CONVERGED:
-        another, short, correctable = mirror_image(run), *_too_short(run)
+        another, (short, unknown) = mirror_image(run), _too_short(run)
         told = (another, short, message, prior_conflict(run), fallbacks.unchecked(infos), fallen)
-        wrong = another or (short and correctable)
-        return Status.STALLED if wrong else status, "; ".join(filter(None, told))
+        return Status.STALLED if another or unknown else status, "; ".join(filter(None, told))
     silent = set(run.clients) - {client_id for record in run.records for client_id in record.infos}
     if len(silent) == len(run.clients):
         reasons = _distinct(reason for record in run.records for reason in record.failures.values())

@@ -118,6 +118,15 @@ def _content(run: Run) -> dict[str, Any]:
     }
 
 
+def _differing(name: str, its: Any, ours: Any) -> str:
+    """What another run has otherwise: of settings those that differ, as they are written in a call."""
+    if not isinstance(its, dict) or not isinstance(ours, dict):
+        return f"its {name} is {its}, this run's is {ours}"
+    names = [key for key in {**its, **ours} if its.get(key) != ours.get(key)]
+    said = [", ".join(f"{key}={of[key]}" for key in names if key in of) or "none of these" for of in (its, ours)]
+    return f"it has {said[0]}, and this run {said[1]}"
+
+
 def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
     content, kept = checkpoints.load(checkpoint)
     if not all(isinstance(done, Record) for done in content["records"]):
@@ -132,14 +141,9 @@ def _resume(run: Run, checkpoint: Path, seed_given: bool) -> None:
         expected["seed"] = run.seed
     for name, value in expected.items():
         if content[name] != value:
-            found = content[name]
-            if isinstance(value, dict) and isinstance(found, dict):
-                found, value = (
-                    {k: v for k, v in a.items() if b.get(k) != v} for a, b in ((found, value), (value, found))
-                )
             raise DeclarationError(
-                f"checkpoint {str(checkpoint)!r} is of another run: its {name} is {found}, this run's is "
-                f"{value}. Choose another path, or delete the file to start again."
+                f"checkpoint {str(checkpoint)!r} is of another run: {_differing(name, content[name], value)}. Choose "
+                "another path, or delete the file to start again."
             )
     if type(content["state"]) is not type(run.state):
         raise DeclarationError(

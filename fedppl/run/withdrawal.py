@@ -10,6 +10,7 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, Engine, EngineFactory, Posterior
 from fedppl.gaussian import Gaussian
+from fedppl.results import departure
 from fedppl.results.fit import Fit
 from fedppl.run.loop import fit as fit_clients
 from fedppl.settings import chosen, flag, shown
@@ -108,7 +109,7 @@ def without(
     if certificate:
         again = {name: value for name, value in settings.items() if name not in ("checkpoint", "callback")}
         never = fit_clients(fit.declaration, data, fit.algorithm, random_seed=seed, **again)
-        if after.status.ok and never.status.ok:
+        if all(departure.matched(one.status, one.message) for one in (after, never)):
             distance = _apart(shared.gaussian(after.state), shared.gaussian(never.state))
     return Withdrawal(after, names, distance, _STILL_HELD)
 

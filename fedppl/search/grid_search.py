@@ -15,6 +15,7 @@ import pandas as pd
 from fedppl.contracts import AnyAlgorithm, EngineFactory, LocalInference
 from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.covariance import Covariance
+from fedppl.results import departure
 from fedppl.results.fit import Fit
 from fedppl.run.loop import fit
 from fedppl.run.participation import Participation
@@ -224,7 +225,7 @@ def _judged(fitted: Fit, validation: Clients, loss: Loss | None) -> tuple[float,
     last = fitted.records[-1]
     if not last.infos:
         return np.inf, f"no client sent a usable reply in the last round: {next(iter(last.failures.values()))}"
-    if fitted.status is Status.STALLED:
+    if fitted.status is Status.STALLED and not departure.matched(fitted.status, fitted.message):
         return np.inf, fitted.message
     try:
         with np.errstate(over="ignore", invalid="ignore"):

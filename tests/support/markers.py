@@ -22,6 +22,7 @@ TOGETHER = ("test_conformance", "test_runs", "test_curves", "test_lmc_", "test_m
 # What a test names, itself or by a helper of its file, that reads or draws a result: ArviZ and xarray are what differs
 # most between the Pythons.
 RESULTS = {"az", "arviz", "xr", "xarray", "idata", "plots", "matplotlib", "loo", "conflict", "predict", "influence"}
+_RESULTS_OF = ("arviz", "xarray", "fedppl.plots", "fedppl.results")  # what is imported from here does, too
 _RESULTS_AT = ("fedppl/plots", "fedppl/results")  # folders whose docstrings do
 IN_DOCSTRINGS = {"compiled": ("fedppl.fit(", "normal_means(", "pm.Model(", "grid_search(", ".enrol(", "fedppl.rounds(")}
 
@@ -59,12 +60,15 @@ def of_test(path: Path, name: str) -> set[str]:
 @functools.cache
 def _of_results(path: Path) -> frozenset[str]:
     """Tests of a file that touch a result, by themselves or by helpers and fixtures of the file."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
     uses = {
         node.name: {part for one in ast.walk(node) for part in _words(one)}
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
-    found = {name for name, words in uses.items() if words & RESULTS}
+    from_there = [one for one in body if isinstance(one, ast.ImportFrom) and _within(one.module or "", _RESULTS_OF)]
+    words_of = RESULTS | {alias.asname or alias.name for one in from_there for alias in one.names}
+    found = {name for name, words in uses.items() if words & words_of}
     while more := {name for name, words in uses.items() if words & found} - found:
         found |= more
     return frozenset(found)

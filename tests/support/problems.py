@@ -25,6 +25,8 @@ Clients = dict[str, dict[str, Any]]
 
 # A test that runs fewer rounds than it takes, or stops a run, on purpose, and is not about what is said of that.
 few_rounds = pytest.mark.filterwarnings("ignore::fedppl.ConvergenceWarning")
+# A test of EP's Gaussian where it is not the posterior: what is said of that is tested in test_departure.
+of_q = few_rounds
 
 
 def fit_some_rounds(*arguments: Any, **settings: Any) -> fedppl.Fit:

@@ -15,7 +15,7 @@ from fedppl.algorithms.ep._state import EPInfo, EPState, Taken
 from fedppl.algorithms.ep._trust import Bounded
 from fedppl.algorithms.ep._verdict import LESS_NOISE, Change, judge, shortest_step
 from fedppl.algorithms.ep.sites import Sites
-from fedppl.types import Array, Message, Status
+from fedppl.types import Array, Message, Status, as_declared
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ def _pulls_where(pull: Array, labels: Sequence[str]) -> str:
     if not np.nanmax(np.abs(pull), initial=0.0) >= 1e-6:
         return "gives or takes more precision than the others allow"
     i = int(np.argmax(np.abs(pull)))
-    return f"pulls {labels[i]} by {pull[i]:+.2g} sds"
+    return f"pulls {as_declared(labels[i])} by {pull[i]:+.2g} sds"
 
 
 def _least_known(sites: Sites, rows: list[int], d_packed: Array) -> list[str]:
@@ -189,9 +189,9 @@ def _no_step(least: list[str], noisy: bool) -> str:
     """Say that there is no step, which clients take more precision away than there is, and what helps."""
     who = f"clients {least[:5]} know less than nothing of some direction" if least else "too much precision is taken"
     return (
-        f"no damped step keeps q and all cavities positive definite: {who}, as where a factor is improper or nearly "
-        "so. Declare priors that hold every scale, shared and local (not Gamma(.001, .001)), "
-        + (f"or {LESS_NOISE.removesuffix(' for less')}" if noisy else "or use local=fedppl.NUTS()")
+        f"no step leads on to a posterior with variances: {who}, as where a client's likelihood is flat or nearly so. "
+        "Declare priors that hold every scale, shared and local (not Gamma(.001, .001)), or "
+        + (LESS_NOISE if noisy else "use local=fedppl.NUTS(draws=4000)")
     )
 
 

@@ -56,7 +56,7 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     """Reweigh once an exchange is over: done, or another exchange from a proposal fitted to what was found."""
     if not is_over(state):
         left = int(len(state.answered) - state.answered.sum())
-        return Judged(state, False, f"{left} clients have not answered yet at the points of the correction")
+        return Judged(state, False, f"the correction waits for {left} clients; raise rounds=")
     state = state._replace(missing=state.missing | ~state.answered)
     if trust is not None and len(state.answered) > 1:
         state = _without_liars(state, sites, trust)
@@ -90,12 +90,17 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
         _untrusted.without([names[k] for k in np.flatnonzero(state.missing)]),
         _untrusted.misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),
         _untrusted.beyond_radius(cut, radius, by, sites) if is_cut else "",
-        "" if trusted else _untrusted.beyond_q(found, sites, growth),
+        "" if trusted else _untrusted.beyond_q(found, sites, growth, _first(state)),
         _untrusted.lost(lost, _LOST, hidden, _mute(state, sites, _LOST)) if lost > _LOST or hidden > _MOVED else "",
         _untrusted.uncertain(noise, moved) if noise > NOISE or moved > _MOVED else "",
     ]
     message = "; ".join(filter(None, problems))
     return Judged(state._replace(trusted=not message), True, message)
+
+
+def _first(state: Correcting) -> int:
+    """Points of the first exchange: each further one had twice as many as that before it."""
+    return round(len(state.points) / (2**state.exchanges - 1))
 
 
 def _grown(before: Reweighted | None, found: Reweighted | None) -> float:

@@ -25,6 +25,8 @@ _BUDGET = 25.0
 _NEAR = 0.1
 # Sds of its Monte Carlo error by which a skewness counts as less than it is.
 _NOISE = 2.0
+# The share of a skewness that is left without one client, above which it is not that client's alone.
+_SEVERAL = 0.25
 # What a client may say of its Monte Carlo error, in posterior sds: NUTS gives no moments of fewer than m + 4 draws.
 _MOST_CLAIMED = 0.5
 
@@ -88,13 +90,11 @@ def of_q_alone(taken: Taken) -> Taken:
     state = taken.state
     noise = _NOISE * np.sqrt(6.0) * float(np.linalg.norm(state.errors))
     total = np.maximum(np.abs(state.skewness) - noise, 0.0)
-    # What one client has alone is in the moments that are matched: S² − Σ s_k² without the squares of the others.
-    others = np.clip(np.sign(state.skewness) * state.skewness_without, 0.0, total)
-    excess = 0.5 * float(np.max(others * (2.0 * total - others))) * (1.0 - 1.0 / len(state.errors))
-    said = departure.sentence(departure.of_variance(excess), departure.CORRECTION)
-    if not said:
+    # What one client has all but alone is in the moments that are matched.
+    of_several = np.sign(state.skewness) * state.skewness_without > _SEVERAL * np.abs(state.skewness)
+    if not np.any(of_several & (total > departure.SKEWED)):
         return taken
-    message = "; ".join(filter(None, (said, taken.message, taken.skewed)))
+    message = "; ".join(filter(None, (departure.unknown(departure.CORRECTION), taken.message, taken.skewed)))
     return taken._replace(status=Status.STALLED, message=message, skewed="")
 
 
@@ -131,11 +131,11 @@ def corrected_next(taken: Taken, correction: Correction, trust: float | None) ->
     begun = _correction.start(
         state.sites, state.skewness, correction.points, radius, state.stream, keep=trust is not None
     )
-    said = f"of q before its correction: {taken.message}" if taken.message else ""
+    said = f"before the correction: {taken.message}" if taken.message else ""
     return taken._replace(
         state=state._replace(correction=begun._replace(said=said)),
         status=Status.RUNNING,
-        message="the correction of q is not done",
+        message="the correction is not done",
         skewed="",
     )
 

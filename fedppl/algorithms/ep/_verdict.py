@@ -9,12 +9,13 @@ from scipy import special
 
 from fedppl.algorithms.ep import _moves, _trust
 from fedppl.algorithms.ep._state import EPState, Taken
+from fedppl.results import departure
 from fedppl.structure import Structure
-from fedppl.types import Array, Status
+from fedppl.types import Array, Status, as_declared
 
 # Monte Carlo error of the shared means, in posterior sds after averaging, beyond which nothing is called converged.
 _MOST_ERROR_LEFT = 0.2
-LESS_NOISE = "raise points= of the local inference (draws= of NUTS) for less"
+LESS_NOISE = "take more draws or points, as in local=fedppl.NUTS(draws=4000) or local=fedppl.NestedLaplace(points=1024)"
 # With this skewness, quantiles of a margin in the tails are off by a few tenths of an sd under a Gaussian.
 _SKEWED = 0.5
 # Averaged for so many rounds, and with so many replies of every client, before moves that cancel count as such.
@@ -89,7 +90,7 @@ def judge(taken: Taken, last: Change, rows: list[int], tolerance: float, largest
         status = Status.RUNNING
         remedy = f"raise rounds=, or {LESS_NOISE}" if noisy else "raise rounds="
         sweep = "the last sweep" if swept else f"a sweep of which {int(has_replied.sum())} of {count} clients are done"
-        message = f"{sweep} moved q by {sweep_change:.2g} posterior sds (tolerance {tolerance:g})"
+        message = f"{sweep} moved the posterior by {sweep_change:.2g} of its sds (tolerance {tolerance:g})"
         if sweep_change >= tolerance or not np.any(state.held):  # else no number of rounds helps
             message = f"{message}; {remedy}"
         if noisy and averaging and bool(np.all(state.moves.replies)):
@@ -116,7 +117,7 @@ def _noisy(state: EPState, moves: Array, drift: Array, limit: float, left: float
             f"converged); raise rounds=, or {LESS_NOISE}"
         )
     who = int(np.argmax(np.abs(moves[:, worst])))
-    label = state.sites.labels[worst % m] if worst < m else f"the log sd of {state.sites.labels[worst % m]}"
+    label = ("" if worst < m else "the sd of ") + as_declared(state.sites.labels[worst % m])
     return (
         f"rounds are averaged, but what the clients move {label} by does not cancel: {drift[worst]:+.2g} posterior sds "
         f"a round (at most {limit:.2g}), of which client {names[who]} {moves[who, worst]:+.2g}; raise rounds=, look at "
@@ -132,9 +133,9 @@ def far_off(state: EPState) -> str:
     if abs(pull) <= -special.ndtri(0.5 * _BY_CHANCE / (len(state.sites.where) * len(state.sites.labels))):
         return ""
     return (
-        f"client {list(state.sites.where)[k]} pulls {state.sites.labels[i]} by {pull:+.2g} sds of what others "
-        "know: look at its data, at the units first, though one that alone tells much of it does so honestly. "
-        "EP(trust=3) would hold it back"
+        f"client {list(state.sites.where)[k]} pulls {as_declared(state.sites.labels[i])} by {pull:+.2g} sds of "
+        "what others know: look at its data, at the units first, though one that alone tells much of it does so "
+        "honestly. fedppl.EP(trust=3) would hold it back"
     )
 
 
@@ -170,9 +171,9 @@ def _uncoupled(form: Structure) -> str:
     if form.size == 1 or (form.blocks is not None and len(form.blocks) == 1):
         return ""
     return (
-        f"a {'diagonal structure' if form.blocks is None else 'structure of blocks'} leaves out how shared variables "
-        'are correlated, and sds may be far too small where they are: structure="full" has that, and '
-        "correction=fedppl.Correction() the posterior itself"
+        "sds may be far too small where shared variables are correlated, which a "
+        f"{'diagonal structure' if form.blocks is None else 'structure of blocks'} leaves out: "
+        f'EP(structure="full") has that, and {departure.CORRECTION} the posterior itself'
     )
 
 
@@ -184,7 +185,7 @@ def _skewed(state: EPState, limit: float) -> str:
         return ""
     names = list(state.sites.where)
     named = ", ".join(
-        f"{state.sites.labels[i]} {state.skewness[i]:.1f}"
+        f"{as_declared(state.sites.labels[i])} {state.skewness[i]:.1f}"
         # One client's word, of several, is told as such.
         + (
             f" ({round(float(state.skewness_without[i]), 1) + 0.0:.1f} without client {names[state.skewed_by[i]]})"
@@ -195,6 +196,7 @@ def _skewed(state: EPState, limit: float) -> str:
     )
     more = f" and {len(worst) - 3} more" if len(worst) > 3 else ""
     return (
-        f"skewness of about {named}{more}, which a Gaussian cannot have: rely on means more than on tails there, or "
-        "declare the variable on a scale where it is closer to normal; see fit.idata['fit']['skewness']"
+        f"rely on means more than on tails of what is skewed: {named}{more} on the scale that EP works on, where a "
+        "Gaussian has a skewness of 0. Declare it on a scale where it is closer to normal, or use "
+        f"{departure.CORRECTION}; see fit.idata['fit']['skewness']"
     )

@@ -136,8 +136,8 @@ def EP(
     *When this fails.* The Gaussian family cannot follow a skewed posterior. The skewness that the clients' factors
     add up to is reported (``fit.idata["fit"]["skewness"]``); above about 1, distrust sd and tails of that margin.
     Nor can it follow the heavy tails of a mean of few clients: how much too small the sds may be is estimated
-    (``fit.summary().attrs["sd_shortfall"]``). From 5 % on the estimate itself is not to be trusted (a third was missing
-    where it said 6 %), and a fit without its correction is not called converged.
+    (``fit.summary().attrs["sd_shortfall"]``) and said from 5 % on. From 10 % on, or with a skewness of 0.3 that
+    several clients make, the estimate itself is not to be trusted, and a fit without correction not called converged.
     Sites of rough local moments (few NUTS draws) can oscillate: the status then says so; raise `draws` or lower
     `damping`.
 
