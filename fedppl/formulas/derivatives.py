@@ -12,7 +12,7 @@ from fedppl.types import Array, DataError, DeclarationError
 
 _STEPS = 10.0 ** -np.arange(2.0, 16.0)  # in sds of the column
 _ROUNDING = 4.0 * float(np.finfo(float).eps)
-_EXACT = 1e-4  # of the derivative
+_EXACT = 1e-4  # relative to the slope
 
 
 def derivatives(
@@ -32,13 +32,15 @@ def derivatives(
     x = table[column].to_numpy(dtype=float)
     here = columns(table, what)
     best, error, before = np.zeros_like(here), np.full(here.shape, np.inf), np.full(here.shape, np.nan)
+    nothing = 1e-2 * (np.abs(here) + 1.0) / sd  # of a slope, beside those that count
     for step in _STEPS * sd:
         with np.errstate(all="ignore"):
             found, size = _difference(columns, table, column, x, here, step, what)
             wrong = np.abs(found - before) + _ROUNDING * (size + np.abs(x[:, None] * found)) / step
+            wrong = wrong / (np.abs(found) + nothing)
         better = wrong < error
         best, error, before = np.where(better, found, best), np.where(better, wrong, error), found
-    unknown = ~(error <= _EXACT * np.abs(best) + 1e-6 * (np.abs(here) + 1.0) / sd)
+    unknown = ~(error <= _EXACT)
     if np.any(unknown):
         row = int(np.argmax(unknown.any(axis=1)))
         raise DeclarationError(
