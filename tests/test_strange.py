@@ -41,6 +41,41 @@ def test_honest_clients_of_five_rows_raise_no_alarm(case: str) -> None:
     assert alarms <= 1
 
 
+def by_slope(kind: str, spread: float, slopes: float) -> Draw:
+    """Outcomes with a logarithm for a link, whose intercept and slope vary by client."""
+
+    def draw(rng: np.random.Generator, n: int) -> Any:
+        eta = 1 + spread * rng.normal() + (0.5 + slopes * rng.normal()) * rng.normal(size=n)
+        mean = np.exp(eta)
+        kinds = {
+            "poisson": lambda: rng.poisson(mean),
+            "gamma": lambda: mean * rng.gamma(2, 0.5, n),
+            "lognormal": lambda: np.exp(eta + 0.5 * rng.normal(size=n)),
+        }
+        return kinds[kind]()
+
+    return draw
+
+
+@pytest.mark.parametrize("kind", ["poisson", "gamma", "lognormal"])
+@pytest.mark.parametrize(("spread", "slopes"), [(0.5, 0.3), (1.0, 0.5)])
+def test_outcomes_that_differ_by_multiples_raise_no_alarm(kind: str, spread: float, slopes: float) -> None:
+    """Sites a few times as large as others, with slopes of their own; at most two data sets of a hundred."""
+    draw, rng, alarms = by_slope(kind, spread, slopes), np.random.default_rng(5), 0
+    for clients in [3, 6, 12, 40] * 25:
+        alarms += bool(strange(told(*(draw(rng, 30) for _ in range(clients)))))
+    assert alarms <= 2
+
+
+@pytest.mark.parametrize("kind", ["poisson", "gamma", "lognormal"])
+def test_another_unit_is_found_among_outcomes_that_differ_by_multiples(kind: str) -> None:
+    draw, rng, found = by_slope(kind, 0.5, 0.3), np.random.default_rng(4), 0
+    for clients in [4, 6, 12, 40] * 10:
+        named = strange(told(1e6 * draw(rng, 30), *(draw(rng, 30) for _ in range(clients - 1))))
+        found += any("at client '0'" in one for one in named)
+    assert found >= 38
+
+
 def height(rng: np.random.Generator) -> Any:
     return rng.normal(170 + 2 * rng.normal(), 10, 20)
 

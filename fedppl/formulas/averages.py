@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from fedppl.formulas import design as designs
+from fedppl.formulas.derivatives import derivatives
 from fedppl.formulas.predictor import Spec, effect_labels, has_intercept, tag
 from fedppl.types import Array
 
-_STEP = 1e-3  # of a derivative, in sds of the column
 _AT_ONCE = 2_000_000  # numbers
+_WHOSE = "rows of a client"
+_STEP = 1e-5  # of the linear predictor, in its size and at least in 1
 
 
 class Rows(NamedTuple):
@@ -46,58 +48,86 @@ def at_levels(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], a
 
 
 def slope(spec: Spec, rows: Rows, column: str, draws: Mapping[str, Array], at: float | None) -> dict[str, Array]:
-    """Mean derivative of the outcome by a column."""
-    step = _STEP * spec.design.agreement.columns[column].sd
-    tables = [rows.table.assign(**{column: rows.table[column] + sign * step}) for sign in (1.0, -1.0)]
-    high, low = (averaged(spec, rows._replace(table=table), draws, at) for table in tables)
-    return {"slope": (high - low) / (2.0 * step)}
+    """Mean derivative of the outcome by a column: that of the linear predictor, and the outcome's along it."""
+    columns = spec.design.side_by_side(rows.table, _WHOSE)
+    sd = spec.design.agreement.columns[column].sd
+    slopes = derivatives(spec.design.side_by_side, rows.table, column, sd, _WHOSE)
+
+    def of(part: slice) -> Array:
+        places = {number: one[part] for number, one in rows.groups.items()}
+        eta = _eta(spec, columns[part], places, draws) + _intercept(spec, draws)
+        along = _eta(spec, slopes[part], places, draws)
+        # Of several predictors the direction: the step is theirs together.
+        size = np.max(np.abs(along), axis=-1, keepdims=True) if spec.levels else np.abs(along)
+        step = _STEP * np.maximum(1.0, np.abs(eta).max(axis=-1, keepdims=True) if spec.levels else np.abs(eta))
+        step = step * along / np.where(size > 0, size, 1.0)
+        high, low = (_mean(spec, eta + sign * step, draws, at) for sign in (1.0, -1.0))
+        apart = np.where(size > 0, np.max(np.abs(step), axis=-1, keepdims=True) if spec.levels else np.abs(step), 1.0)
+        rate = size / (2.0 * apart)
+        return np.asarray((high - low) * (rate if high.ndim == rate.ndim else rate[..., None]))
+
+    return {"slope": _over_rows(spec, rows, draws, of)}
 
 
 def averaged(spec: Spec, rows: Rows, draws: Mapping[str, Array], at: float | None) -> Array:
     """Mean outcome over rows at every draw, (S,), or (S, K) of each level of an outcome that has levels."""
+    columns = spec.design.side_by_side(rows.table, _WHOSE)
+
+    def of(part: slice) -> Array:
+        places = {number: one[part] for number, one in rows.groups.items()}
+        return _mean(spec, _eta(spec, columns[part], places, draws) + _intercept(spec, draws), draws, at)
+
+    return _over_rows(spec, rows, draws, of)
+
+
+def _over_rows(spec: Spec, rows: Rows, draws: Mapping[str, Array], of: Callable[[slice], Array]) -> Array:
+    """Weighted mean over rows of what is (S, n, ...) for some of them."""
     count, size = len(rows.table), len(next(iter(draws.values())))
     width = max(len(spec.scales.levels), 1) * max(len(spec.scales.cuts), 1)
     step = max(1, _AT_ONCE // (size * width))
-    total: Any = 0.0
-    for start in range(0, count, step):
-        part = slice(start, start + step)
-        places = {number: one[part] for number, one in rows.groups.items()}
-        eta = _eta(spec, Rows(rows.table.iloc[part].reset_index(drop=True), places, rows.weights[part]), draws)
-        total = total + np.tensordot(_mean(spec, eta, draws, at), rows.weights[part], axes=(1, 0))
+    parts = [slice(start, start + step) for start in range(0, count, step)]
+    total: Any = sum(np.tensordot(of(part), rows.weights[part], axes=(1, 0)) for part in parts)
     return np.asarray(total / rows.weights.sum())
 
 
 def by_row(spec: Spec, rows: Rows, draws: Mapping[str, Array], at: float | None) -> Array:
     """Mean outcome of every row at every draw, (S, n), or (S, n, K) of each level of an outcome that has levels."""
-    return _mean(spec, _eta(spec, rows, draws), draws, at)
+    columns = spec.design.side_by_side(rows.table, _WHOSE)
+    return _mean(spec, _eta(spec, columns, rows.groups, draws) + _intercept(spec, draws), draws, at)
 
 
 def _mean(spec: Spec, eta: Array, draws: Mapping[str, Array], at: float | None) -> Array:
+    """Outcomes at these linear predictors, (S, n) or (S, n, K)."""
     parameters = {name: draws[name][:, None] for name in spec.family.parameters(spec.scales)}
     return spec.family.mean(eta, parameters, spec.scales, at)
 
 
-def _eta(spec: Spec, rows: Rows, draws: Mapping[str, Array]) -> Array:
-    """The linear predictor, (S, n) or (S, n, levels)."""
-    design, what, size = spec.design, "rows of a client", len(next(iter(draws.values())))
+def _intercept(spec: Spec, draws: Mapping[str, Array]) -> Any:
+    """Draws of it, (S, 1) or (S, 1, levels)."""
     tail = (len(spec.levels),) if spec.levels else ()
-    eta = np.zeros((size, len(rows.table), *tail))
-    if spec.terms.common:
-        beta = [draws[name].reshape(size, len(design.labels[name]), *tail) for name in spec.terms.common]
-        eta = eta + _times(design.common(rows.table, what), np.concatenate(beta, axis=1))
-    if has_intercept(spec.terms, spec.family):
-        eta = eta + draws["Intercept"].reshape(size, 1, *tail)
+    return draws["Intercept"].reshape(-1, 1, *tail) if has_intercept(spec.terms, spec.family) else 0.0
+
+
+def _eta(spec: Spec, columns: Array, places: Mapping[int, Array], draws: Mapping[str, Array]) -> Array:
+    """The linear predictor without its intercept, (S, n) or (S, n, levels), of all columns side by side."""
+    size, count = len(next(iter(draws.values()))), len(columns)
+    tail = (len(spec.levels),) if spec.levels else ()
+    eta, at = np.zeros((size, count, *tail)), 0
+    for name in spec.terms.common:
+        width = len(spec.design.labels[name])
+        eta = eta + _times(columns[:, at : at + width], draws[name].reshape(size, width, *tail))
+        at += width
     if spec.terms.offsets:
-        eta = eta + design.offset(rows.table, what)
+        eta, at = eta + columns[:, at], at + 1
     for number, group in enumerate(spec.terms.groups):
-        effects = draws[f"{tag(group)}_effects"]
-        own = (len(effect_labels(spec, number)) // max(len(spec.levels), 1), *tail)
-        columns = design.group(number, rows.table, what)
+        width = len(effect_labels(spec, number)) // max(len(spec.levels), 1)
+        own, effects = columns[:, at : at + width], draws[f"{tag(group)}_effects"]
+        at += width
         if len(group.factor) == 1:
-            eta = eta + _times(columns, effects.reshape(size, *own))
+            eta = eta + _times(own, effects.reshape(size, width, *tail))
         else:
-            of_rows = effects[:, rows.groups[number]].reshape(size, len(rows.table), *own)
-            eta = eta + np.sum(columns.reshape(*columns.shape, *(1 for _ in tail)) * of_rows, axis=2)
+            of_rows = effects[:, places[number]].reshape(size, count, width, *tail)
+            eta = eta + np.sum(own.reshape(*own.shape, *(1 for _ in tail)) * of_rows, axis=2)
     return eta
 
 

@@ -19,6 +19,7 @@ from fedppl.formulas.agreement import Agreement
 from fedppl.formulas.averages import by_row, rows_of
 from fedppl.formulas.design import Design
 from fedppl.formulas.family import Family, Scales, declare
+from fedppl.formulas.far import SUSPECT, far_from_zero
 from fedppl.formulas.outcomes import new_rows, outcome, weights
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Terms, variable
@@ -141,6 +142,11 @@ class Formula:
     def cuts(self) -> tuple[float, ...]:
         """Times between which the hazard is constant, where the family has it so."""
         return tuple(map(float, self.constants["cuts"])) if self.family.name == "piecewise" else ()
+
+    @property
+    def advice(self) -> str:
+        """What to look at first where a fit has not arrived."""
+        return "" if self.design is None else "; ".join(far_from_zero(self.terms, self.design.agreement, SUSPECT)[:3])
 
     @property
     def spec(self) -> predictor.Spec:

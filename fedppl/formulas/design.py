@@ -75,6 +75,17 @@ class Design:
         """Columns of the effects of a group, (n, q)."""
         return self._columns(self.coding[1 + number], frame, what)
 
+    def side_by_side(self, frame: pd.DataFrame, what: str | None) -> Array:
+        """Columns of the common terms, the sum of the offsets, and columns of the effects of all groups, (n, all).
+
+        Without a `what` nothing is refused, and they may be no numbers.
+        """
+        whose = _AGREED if what is None else what
+        offset = [self.offset(frame, whose)[:, None]] if self.terms.offsets else []
+        groups = [self.group(number, frame, whose) for number in range(len(self.terms.groups))]
+        with np.errstate(all="ignore"):
+            return np.concatenate([self.common(frame, whose), *offset, *groups], axis=1)
+
     def _columns(self, terms: Sequence[Coded], frame: pd.DataFrame, what: str) -> Array:
         """Columns of terms, (n, theirs)."""
         factors = {

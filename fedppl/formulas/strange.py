@@ -13,6 +13,7 @@ from fedppl.types import Array
 
 # Between a client's mean and the others', in sds within clients and between them; and in its own standard errors.
 _AWAY = 6.0
+_APART = 4.0  # the same of logarithms, where few clients make the second of these wide
 _SCALE = 30.0  # between sizes
 _SPREAD = 10.0  # between sds within clients
 _BEYOND = 3.0  # any of them
@@ -39,6 +40,7 @@ class _Others(NamedTuple):
     between: float
     least: float  # sds
     most: float
+    apart: tuple[float, float, float]  # of their sizes, means and sds, as `_apart` has it
 
 
 def strange(told: Mapping[str, Mapping[str, Told]]) -> list[str]:
@@ -47,7 +49,8 @@ def strange(told: Mapping[str, Mapping[str, Told]]) -> list[str]:
     Named is who has a mean farther from the others' median than 6 of the larger of two sds, within clients and between
     the others' means, and than 6 standard errors of its own; who has a sd a tenth or ten times the median of the
     others', beyond what so few rows do by chance, and a third or three times any of them; and whose root mean square is
-    a thirtieth or thirty times as large. Two clients are too few to tell which of them is odd.
+    a thirtieth or thirty times as large; and in none of these only another multiple than others are of each other, as
+    counts and what else has a logarithm for a link are. Two clients are too few to tell which of them is odd.
     """
     found = []
     for name in next(iter(told.values()), {}):
@@ -124,6 +127,8 @@ def strange_arrays(clients: Mapping[Any, Any]) -> list[str]:
 def _others(all_of: _Moments, chosen: Array) -> _Others:
     size, mean, sd = all_of.size[chosen], all_of.mean[chosen], all_of.sd[chosen]
     some, spread = size[size > 0], sd[sd > 0]
+    relative = np.minimum(sd, 1e3 * np.abs(mean)) / np.where(mean != 0, np.abs(mean), 1.0)
+    within = min(float(np.sqrt(np.log1p(np.median(relative) ** 2))), 1.0)  # of logarithms of a client's rows
     return _Others(
         float(np.median(some)) if len(some) else 0.0,
         float(np.median(mean)),
@@ -131,23 +136,42 @@ def _others(all_of: _Moments, chosen: Array) -> _Others:
         _between(mean),
         float(spread.min(initial=np.inf)),
         float(spread.max(initial=0.0)),
+        (_apart(size, within), _apart(mean, within), _apart(sd, within)),
     )
+
+
+def _apart(values: Array, within: float) -> float:
+    """How many times as large or small as their median one may be, as a logarithm, where all have one sign.
+
+    Counts and what grows exponentially differ by multiples, some by many, and where rows of a client do its moments are
+    of few of them. 0 where signs differ, or few are there.
+    """
+    some = values[values != 0]
+    if len(some) < 2 or np.ptp(np.sign(some)):
+        return 0.0
+    logs = np.log(np.abs(some))
+    farthest = float(np.sort(np.abs(logs - np.median(logs)))[-2])
+    return 2.0 * within + max((_AWAY if len(logs) >= _FEW else _APART) * _between(logs), 2.0 * farthest)
 
 
 def _odd(all_of: _Moments, place: int, others: _Others) -> str | None:
     """What is odd about one client's column, or None."""
     rows, mean, sd, size = (float(part[place]) for part in all_of[1:])
-    if others.size > 0 and size > 0 and not 1 / _SCALE < size / others.size < _SCALE:
+    ratios = [
+        own / of if of else 0.0 for own, of in zip((size, mean, sd), (others.size, others.mean, others.sd), strict=True)
+    ]
+    as_others = [r > 0 and abs(np.log(r)) <= apart for r, apart in zip(ratios, others.apart, strict=True)]
+    if others.size > 0 and size > 0 and not as_others[0] and not 1 / _SCALE < size / others.size < _SCALE:
         return f"is of size {size:.3g}, at most others of {others.size:.3g}"
     if others.sd == 0:  # a column of clients, not of rows: nothing says how far two may be apart
         return None
     wide = max(others.sd, others.between, sd / np.sqrt(rows))
-    if abs(mean - others.mean) > _AWAY * wide and rows > 1:
+    if abs(mean - others.mean) > _AWAY * wide and rows > 1 and not as_others[1]:
         return f"has the mean {mean:.3g}, at most others {others.mean:.3g} with sds of {others.sd:.3g}"
     slack = _SPREAD * np.exp(4.0 / np.sqrt(max(rows - 1, 1)))  # log of a sd has this error, four times over
     few = len(all_of.clients) <= _MANY  # of many, all are among the others
     alone = not few or sd > _BEYOND * others.most or sd < others.least / _BEYOND
-    if sd > 0 and alone and not 1 / slack < sd / others.sd < slack:
+    if sd > 0 and alone and not as_others[2] and not 1 / slack < sd / others.sd < slack:
         return f"has the sd {sd:.3g}, at most others {others.sd:.3g}"
     return None
 

@@ -143,6 +143,11 @@ class FederatedModel:
         return functools.partial(FederatedModel, **settings), (one, self.shared)
 
     @property
+    def advice(self) -> str:
+        """What to look at first where a fit has not arrived, where its builder says so."""
+        return str(getattr(self.builder, "advice", ""))
+
+    @property
     def builder(self) -> Callable[..., Any]:
         """The builder, of the kind that is declared first."""
         return next(iter(self.builders.values()))

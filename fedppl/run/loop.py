@@ -108,6 +108,8 @@ def fit(
             raise
     try:
         status, message = ending(run, rounds, stopped=stopped)
+        if status in (Status.STALLED, Status.MAX_ROUNDS):
+            message = "; ".join(filter(None, (model.advice, message)))
         told = f"fit ended with status {status.value}" + (f": {message}" if message else "")
         # What is said as a warning below, or was said in its round, is not said twice.
         caveat = bool(run.message) and not run.records[-1].mild

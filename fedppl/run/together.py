@@ -114,6 +114,8 @@ def fit(
         _one_by_one(table, str(last.report.message))
         return None
     message = last.report.message or ""
+    if last.report.status in (Status.STALLED, Status.MAX_ROUNDS):
+        message = "; ".join(filter(None, (model.advice, message)))
     if last.report.status is Status.CONVERGED and last.state is not None:
         mean = gaussian.mean(algorithm.result.shared.gaussian(last.state))
         message = "; ".join(filter(None, (message, contradicted(list(few.models.values()), mean))))

@@ -1,0 +1,66 @@
+"""Columns far from 0 in effects, powers and interactions: said before the fit, and first where it has not arrived."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import fedppl
+
+_RNG = np.random.default_rng(4)
+_FRAME = pd.DataFrame({"site": np.repeat(list("abcd"), 10), "arm": _RNG.choice(["no", "yes"], 40)})
+_FRAME["day"] = 2.45e6 + _RNG.uniform(0, 30, 40)
+_FRAME["age"] = _RNG.normal(60, 9, 40)
+_FRAME["ward"] = _RNG.choice(["x", "y"], 40)
+_FRAME["y"] = _RNG.normal(size=40)
+
+
+def _said(text: str, caplog: Any) -> str:
+    with caplog.at_level(logging.WARNING, "fedppl"):
+        built = fedppl.agree(fedppl.formula(text), _FRAME, by="site").model
+    assert not caplog.text or built.advice  # of what is said before it is said afterwards too
+    return str(caplog.text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "y ~ day + (1 + day | site)",
+        "y ~ (0 + day | site)",
+        "y ~ age + (1 + age:day | site)",
+        "y ~ 1 + (1 + day | site/ward)",
+        "y ~ day * arm",
+        "y ~ center(age):day + age",
+        "y ~ day + I(day ** 2)",
+        "y ~ poly(day, 2, raw=True)",
+    ],
+)
+def test_what_is_far_from_0_is_to_be_centred(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    said = _said(text, caplog)
+    assert "'day' is far from 0" in said and "center(day)" in said and "'age'" not in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "y ~ day + age * arm + (1 + age | site)",
+        "y ~ day + center(day):arm + (1 + center(day) | site)",
+        "y ~ scale(day) * arm + I(age ** 2)",
+        "y ~ np.log(day) + offset(day)",
+    ],
+)
+def test_what_is_centred_or_stands_alone_is_left(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert not _said(text, caplog)
+
+
+def test_a_fit_that_has_not_arrived_names_it_first() -> None:
+    frame = _FRAME.assign(y=0.1 * (_FRAME["day"] - 2.45e6) + _RNG.normal(size=40))
+    with pytest.warns(fedppl.ConvergenceWarning, match="center"):
+        fit = fedppl.fit(
+            fedppl.formula("y ~ day + (1 + day | site)"), frame, by="site", progressbar=False, random_seed=1
+        )
+    assert not fit.status.ok and fit.message.startswith("'day' is far from 0") and "center(day)" in fit.message
