@@ -48,7 +48,6 @@ _SIGNS: dict[type, Callable[..., Any]] = {
     ast.BitOr: np.logical_or,
     ast.UAdd: np.positive,
     ast.USub: np.negative,
-    ast.Invert: np.logical_not,
     ast.Lt: np.less,
     ast.LtE: np.less_equal,
     ast.Gt: np.greater,
@@ -167,7 +166,7 @@ def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: 
         case _:
             raise DeclarationError(
                 f"{_shown(ast.unparse(whole))} has {_shown(ast.unparse(node))}, and formulas compute with names, "
-                "numbers, + - * / // % ** < <= > >= == != & | ~, np.pi and functions of single values alone, such as "
+                "numbers, + - * / // % ** < <= > >= == != & |, np.pi and functions of single values alone, such as "
                 "np.log(x); compute a column before."
             )
 
