@@ -51,7 +51,7 @@ def columns(formula: str, frame: pd.DataFrame = FRAME, **more: Any) -> Any:
     return np.concatenate([built.read(str(site), rows)["common"] for site, rows in frame.groupby("site")])
 
 
-# --- a formula is data -------------------------------------------------------------------------------------------------
+# --- a formula is data ------------------------------------------------------------------------------------------------
 
 CODE = (
     "np.log(np.lib._npyio_impl.os.system('echo > {path}') + x)",
@@ -125,7 +125,7 @@ def test_huge_powers_are_no_numbers_and_not_computed_as_whole_ones() -> None:
         built.read("a", FRAME[:3])
 
 
-# --- functions ---------------------------------------------------------------------------------------------------------
+# --- functions --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_functions_of_the_user_s_that_look_across_rows_are_refused(name: str, te
         agreed("y ~ z + " + text, constants={"f": ACROSS[name]})
 
 
-# --- names -------------------------------------------------------------------------------------------------------------
+# --- names ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_names_that_results_have_are_refused_beforehand(name: str, text: str) ->
         fedppl.formula(text.format(name, name))
 
 
-# --- terms and effects -------------------------------------------------------------------------------------------------
+# --- terms and effects ------------------------------------------------------------------------------------------------
 
 
 def test_a_treatment_has_an_effect_and_one_that_varies_by_centre() -> None:
@@ -336,7 +336,7 @@ def test_levels_are_those_of_the_column_however_they_are_written(
     assert agreed("y ~ " + text, levels=levels).design.agreement.columns[name].levels == names
 
 
-# --- clients and orders ------------------------------------------------------------------------------------------------
+# --- clients and orders -----------------------------------------------------------------------------------------------
 
 
 def test_clients_with_several_values_of_the_factor_are_refused() -> None:
