@@ -21,7 +21,7 @@ from fedppl.types import DeclarationError
 FUNCTIONS: dict[str, np.ufunc] = {
     name: getattr(np, name)
     for name in (
-        "abs absolute add arccos arccosh arcsin arcsinh arctan arctan2 arctanh cbrt ceil cos cosh deg2rad degrees "
+        "abs absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh cbrt ceil cos cosh deg2rad degrees "
         "divide equal exp exp2 expm1 fabs float_power floor floor_divide fmax fmin fmod greater greater_equal "
         "heaviside hypot less less_equal log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or "
         "logical_xor maximum minimum mod multiply negative not_equal positive power rad2deg radians reciprocal "
