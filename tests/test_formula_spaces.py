@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import formulaic
 import numpy as np
 import pandas as pd
 import patsy
 import pytest
+from numpy.testing import assert_allclose
 
 import fedppl
 from fedppl import DataError, DeclarationError
@@ -84,9 +86,8 @@ def ours(formula: str, frame: pd.DataFrame) -> tuple[Array, Array]:
     common = np.concatenate([np.asarray(part.get("common", np.zeros((len(part["outcome"]), 0)))) for part in parts])
     if built.terms.intercept:
         common = np.column_stack([np.ones(len(common)), common])
-    labels = [label for group in built.design.group_labels for label in group]
-    labels += [label for one in built.design.labels.values() for label in one]
-    assert len(set(built.design.group_labels[0])) == len(built.design.group_labels[0]) if built.terms.groups else labels
+    names = [tuple(label for one in built.design.labels.values() for label in one), *built.design.group_labels]
+    assert all(len(set(one)) == len(one) for one in names)
     return common, np.concatenate([part.get("effects_0", np.zeros((len(part["outcome"]), 0))) for part in parts])
 
 
@@ -108,6 +109,19 @@ def wrong(found: Array, expected: Array) -> str:
     if found.shape[1] > max(mine.shape[1], expected.shape[1]):
         return f"{found.shape[1]} columns of {mine.shape[1]} dimensions, patsy has {expected.shape[1]}"
     return ""
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ["a*b*x", "0 + a:b + x:a", "a/b - a", "(a + b + x)**2 - a:b", "a:b:c", "x:z + b/x", "-1 + c*b", "b:a + c:b - x"],
+)
+def test_columns_are_those_of_formulaic_in_its_order(inner: str) -> None:
+    frame = table(3)
+    expected = formulaic.Formula(inner).get_model_matrix(frame)
+    assert_allclose(ours(f"y ~ {inner}", frame)[0], np.asarray(expected, dtype=float))
+    built: Any = fedppl.agree(fedppl.formula(f"y ~ {inner}"), frame, by="site").model.builder
+    labels = [label for one in built.design.labels.values() for label in one]
+    assert [label.replace("[T.", "[") for label in expected.columns if label != "Intercept"] == labels
 
 
 @pytest.mark.parametrize("case", [*range(5), *(pytest.param(k, marks=pytest.mark.slow) for k in range(5, 50))])

@@ -1,1 +1,1 @@
-"""Formulas: parsed by formulae, agreed on by clients, declared in PyMC."""
+"""Formulas: their terms by formulaic, agreed on by clients, declared in PyMC."""

@@ -236,8 +236,8 @@ def one_factor_a_client(built: Any, clients: Any) -> None:
         remedy = f"write (1 | client/{factor}) for groups within clients"
         if len(values) > 1:
             raise DataError(
-                f"{what} has {len(values)} values of {factor!r}, {shown(values[:4])}, and effects of {built.text!r} vary "
-                f"by client: {remedy}, or give a table for each {factor}."
+                f"{what} has {len(values)} values of {factor!r}, {shown(values[:4])}, and effects of {built.text!r} "
+                f"vary by client: {remedy}, or give a table for each {factor}."
             )
         if values and seen.setdefault(values[0], str(client_id)) != str(client_id):
             raise DataError(

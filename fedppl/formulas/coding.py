@@ -34,7 +34,7 @@ class Sum(NamedTuple):
 
     def terms(self) -> list[tuple[str, ...]]:
         """Factors of the terms, in their order; none of the intercept."""
-        return [self._named(term) for term in _formula(self.text)]
+        return [self._named(term) for term in Formula(self.text)]
 
     def products(self, levels: Mapping[str, Sequence[str]]) -> list[tuple[tuple[str, ...], tuple[Product, ...]]]:
         """Terms with the products that their columns are, by the levels of the factors that have some."""
@@ -44,7 +44,7 @@ class Sum(NamedTuple):
             own = levels.get(name, ())
             codes = [place % max(len(own), 1) for place in range(rows)]
             table[_ALIAS.format(number)] = pd.Categorical.from_codes(codes, list(own)) if own else [1.0] * rows
-        matrix: Any = _formula(self.text).get_model_matrix(
+        matrix: Any = Formula(self.text).get_model_matrix(
             pd.DataFrame(table, index=range(rows)), ensure_full_rank=True, na_action="ignore", context={}
         )
         return [
@@ -83,10 +83,6 @@ def sum_of(formula: str, tokens: Sequence[Token], names: Mapping[str, str]) -> S
             "like 'y ~ age + arm + (1 | site)'."
         ) from error
     return found
-
-
-def _formula(text: str) -> Any:
-    return Formula(text)
 
 
 def _require_numbers(formula: str, tokens: Sequence[Token]) -> None:

@@ -21,7 +21,7 @@ from fedppl.types import DeclarationError
 FUNCTIONS: dict[str, np.ufunc] = {
     name: getattr(np, name)
     for name in (
-        "abs absolute add arccos arccosh arcsin arcsinh arctan arctan2 arctanh cbrt ceil cos cosh deg2rad degrees "
+        "abs absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh cbrt ceil cos cosh deg2rad degrees "
         "divide equal exp exp2 expm1 fabs float_power floor floor_divide fmax fmin fmod greater greater_equal "
         "heaviside hypot less less_equal log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or "
         "logical_xor maximum minimum mod multiply negative not_equal positive power rad2deg radians reciprocal "
@@ -48,7 +48,6 @@ _SIGNS: dict[type, Callable[..., Any]] = {
     ast.BitOr: np.logical_or,
     ast.UAdd: np.positive,
     ast.USub: np.negative,
-    ast.Invert: np.logical_not,
     ast.Lt: np.less,
     ast.LtE: np.less_equal,
     ast.Gt: np.greater,
@@ -167,7 +166,7 @@ def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: 
         case _:
             raise DeclarationError(
                 f"{_shown(ast.unparse(whole))} has {_shown(ast.unparse(node))}, and formulas compute with names, "
-                "numbers, + - * / // % ** < <= > >= == != & | ~, np.pi and functions of single values alone, such as "
+                "numbers, + - * / // % ** < <= > >= == != & |, np.pi and functions of single values alone, such as "
                 "np.log(x); compute a column before."
             )
 

@@ -55,8 +55,8 @@ def formula(
         survival ``Surv(time, event)``, event being 1, or 0 where there was none until then, or
         ``Surv(lower, upper, "interval")``: an event after lower and not after upper, which is ``inf`` where there was
         none yet, lower being 0 where it was there at first, and both being equal where the time is known. Right of ~
-        stands what formulae reads: interactions, ``offset(x)``, functions of NumPy (``np.log(x)``), ``center(x)``
-        and ``scale(x)`` by the mean and sd of all clients' rows, ``C(x)`` for numbers that are levels,
+        stand terms as R, patsy and formulaic read them, ``offset(x)``, functions of NumPy (``np.log(x)``),
+        ``center(x)`` and ``scale(x)`` by the mean and sd of all clients' rows, ``C(x)`` for numbers that are levels,
         ``bs(x, knots=knots, lower_bound=0, upper_bound=90)`` with `constants`. Effects ``(... | site)`` vary by client;
         those of groups within a client are written ``(1 | site/ward)``.
     family
@@ -68,12 +68,12 @@ def formula(
         Other priors, ``{"age": fedppl.Prior("Normal", mu=0, sigma=1)}``, by the names that
         `FederatedModel.describe` shows. By default they are wide on the scales that clients agreed on.
     levels
-        Orders of levels, by column: the first is the reference. By default levels are in the order of their numbers or
-        letters. An ordinal response whose levels are texts needs it, unless tables have ordered categories (pandas'
-        ``ordered=True``, polars' ``Enum``). Of a categorical response too the first is the
-        reference, which the others' logits are against.
+        Orders of levels, by column: the first is the reference. By default levels are in the order of the tables'
+        categories where all clients' are the same, else of their numbers or letters. An ordinal response whose levels
+        are texts needs it, unless tables have ordered categories (pandas' ``ordered=True``, polars' ``Enum``). Of a
+        categorical response too the first is the reference, which the others' logits are against.
     constants
-        What the formula names that is no column, ``{"knots": [30, 50, 70]}``.
+        What the formula names that is no column, ``{"knots": [30, 50, 70]}``: numbers, and functions of single rows.
     weights
         A column of weights above 0, which each row's log likelihood is multiplied by: how many such rows it stands for.
     correlated

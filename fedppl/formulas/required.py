@@ -54,7 +54,8 @@ def _dims(built: Formula, names: Sequence[str]) -> set[str]:
     """Names that dims of draws and of tables have."""
     groups = {f"{tag(one)}_{what}" for one in built.terms.groups for what in ("effect", "pair")}
     own = {f"{name}_dim{axis}" for name in names for axis in ("", "_0", "_1")}
-    return {"chain", "draw", "sample", f"{built.terms.response.variable}_level", *groups, *own}
+    levels = {f"{built.terms.response.variable}_level"} if built.family.several else set()
+    return {"chain", "draw", "sample", *levels, *groups, *own}
 
 
 def require_names(built: Formula) -> None:

@@ -41,7 +41,6 @@ class Terms(NamedTuple):
     """A formula."""
 
     response: Response
-    right: str  # what stands right of ~, as it was written
     common: tuple[str, ...]  # names of terms whose coefficients all clients share, without intercept and offset
     intercept: bool
     offsets: tuple[str, ...]
@@ -88,7 +87,6 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
     _require_apart(groups, client, sums, trees, read, constants)
     return Terms(
         response,
-        sides[1].strip(),
         tuple(variable(":".join(term)) for term in common.terms() if term),
         () in common.terms(),
         tuple(offsets),

@@ -89,7 +89,8 @@ def cut(formula: str, right: str) -> Pieces:
             raise _unreadable(formula, "write effects in parentheses of their own, + (1 | site)")
         common += found[at:end]
         at = end
-    if any(one.kind == "factor" and one.text.startswith(f"{OF_ROWS}(") for one in common):
+    rest = [*common, *(one for part in effects for one in part.effects)]
+    if any(one.kind == "factor" and one.text.startswith(f"{OF_ROWS}(") for one in rest):
         raise _unreadable(formula, "offset(...) is a summand of its own; write + offset(x)")
     return Pieces(tuple(common), tuple(offsets), tuple(effects))
 

@@ -37,7 +37,7 @@ def columns(tree: ast.expr, rows: Rows) -> Array:
         case (expressions.POLYNOMIAL, ast.Call()):
             given = expressions.arguments(tree)
             degree = int(_literal(given.get("degree"), 1))
-            found = np.power(_vector(given["x"], rows)[:, None], np.arange(1.0, degree + 1.0))
+            found = np.vander(_vector(given["x"], rows), degree + 1, increasing=True)[:, 1:]
         case _:
             found = np.asarray(_number(tree, rows), dtype=float)
             found = np.broadcast_to(found, (len(rows.frame),)) if found.ndim == 0 else found
@@ -62,8 +62,8 @@ def require_rowwise(tree: ast.expr, rows: Rows) -> None:
         ):
             raise DeclarationError(
                 f"{expressions.written(tree)} has another value at a row where other rows are beside it, and each "
-                "client has its own rows alone: give a function that looks at one row at a time, write center(x) or scale(x), "
-                "by the mean and sd of all clients' rows, or compute a column before."
+                "client has its own rows alone: give a function that looks at one row at a time, write center(x) or "
+                "scale(x), by the mean and sd of all clients' rows, or compute a column before."
             )
 
 
