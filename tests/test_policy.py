@@ -717,7 +717,17 @@ def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
         lambda folder: (folder / "audit.jsonl").write_bytes(b"".join(_first_lines(folder, 1))),
         lambda folder: ((folder / "audit.jsonl").unlink(), (folder / "audit.jsonl").mkdir()),
     ],
-    ids=["no log", "no ledger", "ledger damaged", "no number", "count edited", "not signed", "older ledger", "log cut", "log not writable"],
+    ids=[
+        "no log",
+        "no ledger",
+        "ledger damaged",
+        "no number",
+        "count edited",
+        "not signed",
+        "older ledger",
+        "log cut",
+        "log not writable",
+    ],
 )
 def test_without_its_log_a_site_answers_nothing(tmp_path: Path, spoil: Any) -> None:
     site = site_of(tmp_path)
@@ -778,7 +788,8 @@ def clipped_at(limit: float) -> FederatedModel:
 
     def builder(X: Any, y: Any) -> pm.Model:
         with pm.Model() as model:
-            pm.Normal("obs", pm.Normal("mu", 0, 1) + pm.Data("X", X)[:, 0], 1, observed=pm.Data("y", np.minimum(y, limit)))
+            eta = pm.Normal("mu", 0, 1) + pm.Data("X", X)[:, 0]
+            pm.Normal("obs", eta, 1, observed=pm.Data("y", np.minimum(y, limit)))
         return model
 
     return FederatedModel(builder, ["mu"])

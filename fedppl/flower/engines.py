@@ -267,7 +267,9 @@ def simulation(*, workers: int | None = None, deadline: float = 600.0, start_tim
         if not models:
             raise DeclarationError("a simulation needs the data of all clients; pass clients={id: data}.")
         if importlib.util.find_spec("ray") is None:
-            raise DeclarationError("Flower's simulation runs on ray, which is not here: pip install 'fedppl[simulation]'.")
+            raise DeclarationError(
+                "Flower's simulation runs on ray, which is not here: pip install 'fedppl[simulation]'."
+            )
         return start(algorithm, models, count, deadline, start_timeout)
 
     return factory

@@ -215,9 +215,7 @@ def _scaled(told: Told, most: float) -> Told:
         return told
     part = most / told.rows
     levels = {level: max(round(n * part), 1) for level, n in told.levels.items()}
-    return told._replace(
-        rows=round(most), total=told.total * part, squares=told.squares * part, levels=levels
-    )
+    return told._replace(rows=round(most), total=told.total * part, squares=told.squares * part, levels=levels)
 
 
 def _counts(parts: Mapping[str, Told]) -> dict[str, int]:

@@ -96,19 +96,11 @@ def without_rare(agreement: Agreement, rows: Mapping[str, Any], fewest: float) -
     return kept, int(gone.sum())
 
 
-def together(
-    built: Formula, told: Mapping[str, Mapping[str, Told]], *, others: bool, believed: bool = True
-) -> Formula:
+def together(built: Formula, told: Mapping[str, Mapping[str, Told]], *, others: bool, believed: bool = True) -> Formula:
     """The formula with what comes of all that clients told."""
     outcomes, unscaled, constant = built.terms.response.columns, asked(built).unscaled, built.may_be_constant
     found = agreed(
-        told,
-        built.levels,
-        others=others,
-        unscaled=unscaled,
-        closed=outcomes,
-        constant=constant,
-        believed=believed,
+        told, built.levels, others=others, unscaled=unscaled, closed=outcomes, constant=constant, believed=believed
     )
     require_two(built.family, outcomes[0], found, "all clients together")
     return built.agreed(found)

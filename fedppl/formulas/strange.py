@@ -92,7 +92,9 @@ def strange_sizes(told: Mapping[str, Mapping[str, Told]]) -> list[str]:
     found: dict[str, str] = {}
     for name in next(iter(told.values()), {}):
         for client_id, (own, others) in beyond({k: one[name] for k, one in told.items()}).items():
-            found.setdefault(client_id, f"client {client_id!r} tells of {own} rows, the median of the others is {others:g}")
+            found.setdefault(
+                client_id, f"client {client_id!r} tells of {own} rows, the median of the others is {others:g}"
+            )
     return list(found.values())
 
 
