@@ -717,7 +717,17 @@ def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
         lambda folder: (folder / "audit.jsonl").write_bytes(b"".join(_first_lines(folder, 1))),
         lambda folder: ((folder / "audit.jsonl").unlink(), (folder / "audit.jsonl").mkdir()),
     ],
-    ids=["no log", "no ledger", "ledger damaged", "no number", "count edited", "not signed", "older ledger", "log cut", "log not writable"],
+    ids=[
+        "no log",
+        "no ledger",
+        "ledger damaged",
+        "no number",
+        "count edited",
+        "not signed",
+        "older ledger",
+        "log cut",
+        "log not writable",
+    ],
 )
 def test_without_its_log_a_site_answers_nothing(tmp_path: Path, spoil: Any) -> None:
     site = site_of(tmp_path)
@@ -768,6 +778,64 @@ def test_an_introduction_tells_one_bit_of_the_data(tmp_path: Path) -> None:
         assert log_of(folder)[0]["refused"].startswith(("rows: 14", "parameters_per_row: 3"))
         assert refused(sent(site_of(folder, rules), ask()))  # whoever does not ask first is not answered either
     assert len(told) == 1 and "14" not in told.pop()
+
+
+# --- introductions ---
+
+
+def clipped_at(limit: float) -> FederatedModel:
+    """Whether it can be built tells whether a value exceeds the limit."""
+
+    def builder(X: Any, y: Any) -> pm.Model:
+        with pm.Model() as model:
+            eta = pm.Normal("mu", 0, 1) + pm.Data("X", X)[:, 0]
+            pm.Normal("obs", eta, 1, observed=pm.Data("y", np.minimum(y, limit)))
+        return model
+
+    return FederatedModel(builder, ["mu"])
+
+
+def quoting(X: Any, y: Any) -> pm.Model:
+    raise DeclarationError(f"the rows are {list(y)}")
+
+
+def named_by_a_row(X: Any, y: Any) -> pm.Model:
+    raise type(f"Row{y[0]:.6f}", (Exception,), {})
+
+
+def labelled(X: Any, y: Any) -> pm.Model:
+    with pm.Model() as model:
+        pm.Poisson(f"age {y[0]:.6f}", 3)
+    return model
+
+
+@pytest.mark.parametrize("builder", [quoting, named_by_a_row, labelled])
+def test_no_word_of_a_builder_leaves_a_site(tmp_path: Path, builder: Any) -> None:
+    told = []
+    for rules in (OPEN, Policy(rows=15)):
+        folder = tmp_path / str(rules.rows)
+        folder.mkdir()
+        model = FederatedModel(builder, ["mu"])
+        told.append(_node.introduce(site_of(folder, rules, model=model), {}, file_memory(folder))[1]["error"])
+    assert told[0] == "DataError: the reason is in the site's own log"
+    assert "policy of its site" in told[1]  # with too few rows it is not called at all
+    calls = [line["refused"] for line in log_of(tmp_path / "15")]
+    assert calls == ["rows: 14 at most, at least 15 wanted"]
+
+
+def test_introductions_are_counted(tmp_path: Path) -> None:
+    """By what is declared, before it is built; the first costs nothing, and the same again neither."""
+    rules = Policy(rows=0, parameters_per_row=math.inf, events=0, requests=3)
+    limits = (1.0, 1.0, 2.0, 3.0, 2.0, 50.0, 60.0)
+    told, counts = [], []
+    for number, limit in enumerate(limits):
+        site = site_of(tmp_path, rules, model=clipped_at(limit))._replace(token=f"process {number}")
+        told.append(_node.introduce(site, {}, file_memory(tmp_path))[1].get("error", "takes part"))
+        counts.append(_account.in_folder(rules, tmp_path, "clinic 3").read().requests)
+    assert counts == [0, 0, 1, 2, 2, 3, 3]
+    assert len(set(told[:5])) == 1 and told[5] == "takes part" and "policy of its site" in told[6]
+    assert refused(sent(site_of(tmp_path, rules, model=clipped_at(70.0))._replace(token="asked"), ask(1)))
+    assert audit.main([str(tmp_path / "audit.jsonl")]) == 0
 
 
 # --- versions of the data ---

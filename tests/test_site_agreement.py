@@ -313,7 +313,11 @@ def test_sites_of_very_different_sizes_agree_on_what_they_have() -> None:
     rng = np.random.default_rng(3)
     told = {}
     for k, rows in enumerate((250, 300, 400, 900, 2000, 20_000)):
-        data = {"age": rng.normal(60 + k, 9, rows), "arm": rng.choice(["drug", "none"], rows), "y": rng.normal(size=rows)}
+        data = {
+            "age": rng.normal(60 + k, 9, rows),
+            "arm": rng.choice(["drug", "none"], rows),
+            "y": rng.normal(size=rows),
+        }
         told[f"site {k}"] = tell(data, ["age", "arm", "y"], [], 10)
     found = of_told(MODEL, told, "other", believed=False)
     mean, sd = found.columns.loc["age", ["mean", "sd"]].astype(float)

@@ -203,7 +203,7 @@ def _prior(count: int) -> dict[str, Any]:
                 return absurd if message.metadata.message_type == HELLO and to == 10 + place else None
 
             declared: dict[str, Any] = {"model": model, "example_data": {"y": np.ones(2)}} if own else {}
-            settings = {"wait": 1.0, "deadline": 1.0, "poll": 0.001, "grace": 0.01}
+            settings = {"wait": 60.0, "deadline": 60.0, "poll": 0.001, "grace": 0.01}  # both end when all have answered
             engine = fedppl.Flower.grid(FakeGrid(nodes, lie), clients=3, **settings, **declared)
             fit = fedppl.fit(model, None, fedppl.EP(), engine=engine, progressbar=False, random_seed=1)
             honest = {name: data for name, data in clients.items() if name != names[place]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -254,7 +255,9 @@ def simulation(*, workers: int | None = None, deadline: float = 600.0, start_tim
     Notes
     -----
     *When this fails.* It tests what the wire does to a run, not how fast sites are: `InProcess` is far faster. The
-    builder has to be picklable by cloudpickle. Personal state is lost when the run is resumed.
+    builder has to be picklable by cloudpickle. Personal state is lost when the run is resumed. While it runs, Flower's
+    SuperLink listens on 127.0.0.1 and asks nobody who they are, since Flower's open distribution cannot: another user
+    of this machine could submit an app that runs as you. Use it where nobody else has an account, or with made-up data.
     """
     count = whole("workers", workers) if workers is not None else (os.cpu_count() or 1)
     for name, value in {"deadline": deadline, "start_timeout": start_timeout}.items():
@@ -263,6 +266,10 @@ def simulation(*, workers: int | None = None, deadline: float = 600.0, start_tim
     def factory(algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> Engine:
         if not models:
             raise DeclarationError("a simulation needs the data of all clients; pass clients={id: data}.")
+        if importlib.util.find_spec("ray") is None:
+            raise DeclarationError(
+                "Flower's simulation runs on ray, which is not here: pip install 'fedppl[simulation]'."
+            )
         return start(algorithm, models, count, deadline, start_timeout)
 
     return factory
