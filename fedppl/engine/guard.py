@@ -132,7 +132,9 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
         guard.write(after, {**entry, "refused": None, "left_out": left_out})
         if left_out:
             logger.warning(
-                "client %s leaves out %d of the points that it is asked at, by distance or few_rows", request.client_id, left_out
+                "client %s leaves out %d of the points that it is asked at, by distance and few_rows",
+                request.client_id,
+                left_out,
             )
         return request
 

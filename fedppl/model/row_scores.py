@@ -16,6 +16,7 @@ from pytensor.scalar.basic import Add, Mul
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
+from fedppl.model.quiet import look_for_blas
 from fedppl.types import Array
 
 
@@ -23,7 +24,9 @@ class RowScores(NamedTuple):
     """Of a template: which terms of its density are not of single rows, and slopes of those that are."""
 
     joint: tuple[str, ...]
-    along: Callable[..., Sequence[Array]] | None  # along(x, V (k, p), *inputs): slopes (k, n) for each observed variable
+    along: (
+        Callable[..., Sequence[Array]] | None
+    )  # along(x, V (k, p), *inputs): slopes (k, n) for each observed variable
 
 
 def row_scores(client: ClientModel) -> RowScores:
@@ -50,6 +53,7 @@ def slopes(client: ClientModel, x: Array, directions: Array) -> Array:
 
 
 def _build(client: ClientModel) -> RowScores:
+    look_for_blas()
     template = client.template
     shared, local = template.variables
     parts = template.parts
