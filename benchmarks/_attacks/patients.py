@@ -9,6 +9,7 @@ refuses by a rule with a name, at its introduction or at one of the first two re
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import sys
 import time
@@ -25,7 +26,7 @@ from scipy.interpolate import BSpline
 import fedppl
 from fedppl import gaussian
 from fedppl.contracts import Request
-from fedppl.engine.few_rows import _vectors, refuse_declaration
+from fedppl.engine.few_rows import _vectors, refuse_model
 from fedppl.engine.guard import Guard, Ledger, admit, in_memory, refuse_data
 from fedppl.engine.policy import Policy
 from fedppl.model.row_scores import slopes
@@ -249,9 +250,42 @@ def written_into_terms() -> dict[str, Any]:
     """Terms that are not of single rows, under the default."""
     X, y, _ = site(0)
     rules = [
-        str(refused(fedppl.FederatedModel(builder, ["beta"]), {"X": X[:, 1:], "y": y})) for builder in (potential, joint)
+        str(refused(fedppl.FederatedModel(builder, ["beta"]), {"X": X[:, 1:], "y": y}))
+        for builder in (potential, joint)
     ]
     return {"patients_joint_terms_refused_by": rules, "patients_joint_terms_met": rules == ["joint", "joint"]}
+
+
+def trapped() -> dict[str, Any]:
+    """Weights of a network by which a hidden unit opens for one row, and weights as training begins with."""
+    import torch
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).double()
+
+    def build(X: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            output = fedppl.nn.module(net, fedppl.nn.parameters(net), pm.Data("X", X))
+            pm.Categorical("obs", logit_p=output, observed=pm.Data("y", y))
+        return model
+
+    X, y, _ = site(0)
+    X = X[:, 1:]
+    names = [name for name, _ in net.named_parameters()]
+    client = fedppl.FederatedModel(build, names).enrol({"a": {"X": X, "y": y}}, kernel=False)["a"]
+    start = np.concatenate([value.detach().numpy().ravel() for value in net.parameters()])
+    trap, row = start.copy(), int(np.argmax(np.linalg.norm(X, axis=1)))
+    way = X[row] / np.linalg.norm(X[row])
+    second = np.partition(X @ way, -2)[-2]
+    trap[:2], trap[16] = way, -0.5 * (second + X[row] @ way)
+    figures = {}
+    for name, weights in {"trap": trap, "start": start}.items():
+        guard, algorithm = in_memory(_many_columns(), "a"), fedppl.nn.FedAvg()
+        kept_out = refuse_data(guard, client, algorithm)
+        request = Request("a", 7, 1, (1,), {"mean": weights}, "run")
+        figures[name] = kept_out is None and admit(guard, algorithm, client, request) is None
+    met = figures["trap"] and not figures["start"]
+    return {"patients_trap_weights_refused": figures["trap"], "patients_trap_weights_met": met}
 
 
 def honest(rng: Any, kind: str) -> Array:
@@ -339,7 +373,7 @@ def honest_declarations(count: int) -> dict[str, Any]:
         client = fedppl.FederatedModel(builder, list(names)).enrol({"a": data}, kernel=False)["a"]
         rules = Policy(parameters_per_row=np.inf)
         made[kind] += 1
-        rule = refuse_declaration(rules, client)  # builds its graphs, once a site
+        rule = refuse_model(rules, client)  # builds its graphs, once a site
         guard, points = in_memory(rules, "a"), path(client)
         for number, point in enumerate(points, start=1):
             # A step to a point that the rule leaves out is halved; the first and the last have to be answered.
@@ -366,6 +400,7 @@ def run(quick: bool) -> dict[str, Any]:
         **disguised(quick),
         **where_few_count(),
         **written_into_terms(),
+        **(trapped() if importlib.util.find_spec("torch") else {}),
         **honest_declarations(12 if quick else 200),
     }
 

@@ -38,7 +38,7 @@ class Found(NamedTuple):
     spare: Array  # which of the points that can be left out may be answered, (T,) bool
 
 
-def refuse_declaration(rules: Policy, client: Any, by_row: ByRow | None = None) -> str | None:
+def refuse_model(rules: Policy, client: Any, by_row: ByRow | None = None) -> str | None:
     """The rule that a declaration with its data breaks wherever it is asked; None where it keeps all."""
     if rules.epsilon is not None:
         return None

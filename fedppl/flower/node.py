@@ -139,7 +139,7 @@ def introduce(
             _agreements.accept(node.model, functools.partial(node.load_data, config), name, texts, memory, guard)
             client = enrolled(node, config, memory)
             if guard is not None:
-                admit_algorithm(guard, node.algorithm, client.layout)
+                admit_algorithm(guard, node.algorithm, client)
                 if refuse_data(guard, client, node.algorithm):
                     who = f"client {client.client_id!r}" if client.client_id else "it"
                     raise DeclarationError(f"{who} {_WITHHELD}")
