@@ -1,7 +1,7 @@
 """Attacks on a federation, and whether they are held: one JSON line.
 
-A site that lies about the model, messages made to end a run, files made to run code, a server that asks for rows, a
-budget that is counted wrongly, and a client that lies about its moments. Each bar is a figure that ends in `_met`; the
+A site that lies about the model, messages made to end a run, files made to run code, a server that asks for rows or is
+after single patients, a budget that is counted wrongly, and a client that lies about its moments. Each bar is a figure that ends in `_met`; the
 command ends with 1 where one is not.
 
     OMP_NUM_THREADS=1 python benchmarks/attacks.py
@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-PARTS = ("wire", "state", "policy", "budget", "trust")
+PARTS = ("wire", "state", "policy", "patients", "budget", "trust")
 
 
 def run(part: str, quick: bool) -> dict[str, Any]:

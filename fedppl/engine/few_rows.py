@@ -22,7 +22,8 @@ from fedppl.numerics.newton import OK
 from fedppl.types import Array, Layout
 
 _ASIDE = 1e-6  # prior sds: where a coordinate is 0 its slopes may be, and what depends on few rows does not show
-_STEP = 1e-4  # prior sds, for curvatures
+_STEP = 1e-4  # prior sds, for curvatures along
+_ALONG = 6  # directions: slopes of a row cancel along few of them
 _KEPT = 64  # points of a client
 _MOST = 0.5  # coordinates a row, beyond which each row has a direction of its own
 ByRow = Callable[[Any, Array], Array]  # of an algorithm: vectors (n, p) of a client's rows at a point
@@ -37,7 +38,7 @@ class Found(NamedTuple):
     spare: Array  # which of the points that can be left out may be answered, (T,) bool
 
 
-def refuse_declaration(rules: Policy, client: Any, by_row: ByRow | None = None) -> str | None:
+def refuse_model(rules: Policy, client: Any, by_row: ByRow | None = None) -> str | None:
     """The rule that a declaration with its data breaks wherever it is asked; None where it keeps all."""
     if rules.epsilon is not None:
         return None
@@ -53,10 +54,8 @@ def refuse_points(rules: Policy, client: Any, asked: Asked, allowed: Array, by_r
     """The rule that a request breaks where it asks, and which spare points may be answered of those `allowed`."""
     if rules.epsilon is not None or not rules.few_rows:
         return Found(None, allowed)
-    needed = [_representative(asked.points, len(asked.points))]
-    for q, cavity in asked.targets:
-        needed.append(np.stack([gaussian.mean(q), reached(client.layout, cavity)]))
-    for point in np.vstack(needed):
+    ends = [place for q, cavity in asked.targets for place in (gaussian.mean(q), reached(client.layout, cavity))]
+    for point in [*asked.points, *ends]:
         if rule := _refuse(rules, client, point, by_row):
             return Found(rule, allowed)
     if not np.any(allowed):
@@ -64,12 +63,8 @@ def refuse_points(rules: Policy, client: Any, asked: Asked, allowed: Array, by_r
     return _spare(rules, client, asked.spare, allowed, by_row)
 
 
-def _representative(points: Array, most: int) -> Array:
-    return points[:most]
-
-
 def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: ByRow | None) -> Found:
-    """Points near the first or, of a correction, near their middle: as far as the rule is kept, by bisection."""
+    """Points as far from the first as the rule is kept, looked at by bisection."""
     sd = gaussian.standard_deviations(client.layout.prior)
     away = np.max(np.abs(points - points[0]) / sd, axis=1, initial=0.0)
     order = np.flatnonzero(allowed)[np.argsort(away[allowed], kind="stable")]
@@ -139,12 +134,11 @@ def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
     phi = np.ascontiguousarray(point + _ASIDE * sd * rng.normal(size=layout.size))
     x, paths = _along_modes(client, phi)
     found = slopes(client, x, paths)
-    along = rng.normal(size=(2, layout.size)) * sd @ paths * (_STEP / np.sqrt(max(layout.size, 1)))
     squares, bends = np.zeros(len(found)), np.zeros(len(found))
-    for step in along:
-        ahead, behind = (slopes(client, x + sign * step, step[None])[:, 0] for sign in (1.0, -1.0))
-        squares += np.square(0.5 * (ahead + behind))
-        bends += np.abs(0.5 * (ahead - behind))
+    for step in rng.normal(size=(_ALONG, layout.size)) * sd * (_STEP / np.sqrt(max(layout.size, 1))):
+        here, way = found @ step, step @ paths
+        squares += np.square(here)
+        bends += np.abs(slopes(client, x + way, way[None])[:, 0] - here)
     with np.errstate(all="ignore"):
         ratio = np.where(squares > 0.0, bends / squares, 0.0)
     return found * np.sqrt(ratio)[:, None], found * np.sqrt(1.0 + ratio)[:, None]

@@ -16,10 +16,10 @@ from fedppl import privacy
 from fedppl.contracts import AnyAlgorithm, Failure, Reply, Request
 from fedppl.engine import policy
 from fedppl.engine._observed import holdings
-from fedppl.engine.few_rows import refuse_declaration, refuse_points
+from fedppl.engine.few_rows import refuse_model, refuse_points
 from fedppl.engine.policy import Policy, Release
 from fedppl.storage import digest as _digest
-from fedppl.types import DeclarationError, Layout
+from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +74,16 @@ def digest(request: Request) -> str:
     return _digest.seal(parts, bytes(16))[16:].hex()
 
 
-def admit_algorithm(guard: Guard, algorithm: AnyAlgorithm, layout: Layout) -> None:
-    """Raise DeclarationError where a rule refuses the algorithm or the declaration; the rule tells nothing of data."""
-    rule = policy.refuse_algorithm(guard.policy, algorithm, layout)
+def admit_algorithm(guard: Guard, algorithm: AnyAlgorithm, client: Any) -> None:
+    """Raise DeclarationError where a rule refuses the algorithm or the declaration; the text tells nothing of data."""
+    rule = policy.refuse_declaration(guard.policy, lambda: client.declaration)
+    told = "declarations: the policy of this site does not list this declaration; its own log has the digest"
+    if rule is None:
+        rule = told = policy.refuse_algorithm(guard.policy, algorithm)
     if rule is not None:
         with guard.held():
-            guard.write(guard.read(), {**_introduction(layout), "refused": rule})
-        raise DeclarationError(rule)
+            guard.write(guard.read(), {**_introduction(client), "refused": rule})
+        raise DeclarationError(told)
 
 
 def refuse_data(
@@ -92,17 +95,17 @@ def refuse_data(
     """
     with guard.held():
         rule = _of_data(guard.policy, algorithm, client) or changed()
-        guard.write(guard.read(), {**_introduction(client.layout), "refused": rule})
+        guard.write(guard.read(), {**_introduction(client), "refused": rule})
         return rule
 
 
 def _of_data(rules: Policy, algorithm: AnyAlgorithm, client: Any) -> str | None:
     rule = policy.refuse_data(rules, client.layout.size, holdings(client))
-    return rule or refuse_declaration(rules, client, algorithm.disclosure.by_row)
+    return rule or refuse_model(rules, client, algorithm.disclosure.by_row)
 
 
-def _introduction(layout: Layout) -> dict[str, Any]:
-    return {"event": "introduction", "fingerprint": layout.fingerprint}
+def _introduction(client: Any) -> dict[str, Any]:
+    return {"event": "introduction", "fingerprint": client.layout.fingerprint, "declaration": client.declaration}
 
 
 def replayed(guard: Guard, request: Request) -> bool:
@@ -137,7 +140,7 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
         guard.write(after, {**entry, "refused": None, "left_out": left_out})
         if left_out:
             logger.warning(
-                "client %s leaves out %d of the points that it is asked at, by distance or few_rows",
+                "client %s leaves out %d of the points that it is asked at, by distance and few_rows",
                 request.client_id,
                 left_out,
             )
@@ -156,7 +159,7 @@ def checked(
         return f"round: {request.round} comes after {last.round} of this run", request, 0
     if ledger.requests >= rules.requests:
         return f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted", request, 0
-    rule = policy.refuse_algorithm(rules, algorithm, client.layout)
+    rule = policy.refuse_algorithm(rules, algorithm) or policy.refuse_declaration(rules, lambda: client.declaration)
     rule = rule or _of_data(rules, algorithm, client)
     rule = rule or policy.refuse_release(rules, algorithm.disclosure.noise_multiplier, ledger.spent, ledger.unknown)
     rule = rule or not_approved(rules, request)

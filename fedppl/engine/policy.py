@@ -64,8 +64,9 @@ class Policy:
         of each category that occurs; events of a formula's ``Surv(time, event)``. Outcomes that enter by
         ``pm.Potential`` are data like others, and not counted.
     declarations
-        Fingerprints of shared layouts that are allowed; None allows the one that the site's app declares. A fingerprint
-        is of names, shapes and prior of what is shared, not of the likelihood.
+        Digests of declarations that are allowed, as `ClientModel.declaration` and the site's log have them; None allows
+        the one that the site's app declares. A digest is of all that the densities compute, constants included; of a
+        formula it is of what was written.
     requests
         Most requests that are answered, over all runs.
     distance
@@ -172,7 +173,7 @@ class Policy:
             prints = self.declarations
             if not isinstance(prints, list | tuple) or not prints or not all(isinstance(one, str) for one in prints):
                 raise DeclarationError(
-                    f"declarations={settings.shown(prints)} must be a list of fingerprints, or None for the app's own."
+                    f"declarations={settings.shown(prints)} must be a list of digests, or None for the app's own."
                 )
             object.__setattr__(self, "declarations", tuple(prints))
         named = self.conclusions
@@ -283,13 +284,17 @@ def refuse_data(policy: Policy, shared: int, holdings: Holdings) -> str | None:
     return None
 
 
-def refuse_algorithm(policy: Policy, algorithm: AnyAlgorithm, layout: Layout) -> str | None:
-    """Why a site with this policy does not run this declaration and algorithm, whatever its data; or None."""
-    if policy.declarations is not None and layout.fingerprint not in policy.declarations:
-        return (
-            "declarations: the policy of this site does not list the fingerprint "
-            f"{layout.fingerprint}; add it to allow this model"
-        )
+def refuse_declaration(policy: Policy, digest: Callable[[], str]) -> str | None:
+    """The rule by which a site's owner has not approved a declaration, for its own log: data may be in a digest."""
+    if policy.declarations is None:
+        return None
+    if not (found := digest()):
+        return "declarations: the model has an operation whose text does not say what it computes, so it has no digest"
+    return None if found in policy.declarations else f"declarations: {found} is not listed; add it to allow this model"
+
+
+def refuse_algorithm(policy: Policy, algorithm: AnyAlgorithm) -> str | None:
+    """Why a site with this policy does not run this algorithm, whatever its data; or None."""
     if policy.epsilon is not None:
         if algorithm.disclosure.noise_multiplier is None:
             return (

@@ -182,7 +182,7 @@ def introduce(
             _agreements.accept(node.model, functools.partial(node.load_data, config), name, texts, memory, guard)
             client = _enrolled_privately(node, config, memory)
             if guard is not None:
-                admit_algorithm(guard, node.algorithm, client.layout)
+                admit_algorithm(guard, node.algorithm, client)
                 if refuse_data(guard, client, node.algorithm, functools.partial(_changed, node, config, memory)):
                     raise withheld
         return pack_hello(name, version("fedppl"), node.algorithm.settings, client.layout, client.reader())

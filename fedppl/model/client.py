@@ -22,6 +22,7 @@ from fedppl.model._kinks import find_kink, points
 from fedppl.model._normalised import unnormalised
 from fedppl.model._prior_draws import draw_prior
 from fedppl.model._template import Template
+from fedppl.model.approved import declaration_digest
 from fedppl.model.pack import pack
 from fedppl.model.summary import tells_summary
 from fedppl.numerics.prior import SharedPrior
@@ -90,6 +91,11 @@ class ClientModel:
     def kernel(self) -> Callable[..., Any]:
         """Compiled x, packed data -> [log density, gradient], shared by all clients of one template."""
         return _no_kernel if self.layout.binary else self.template.kernel
+
+    @functools.cached_property
+    def declaration(self) -> str:
+        """What `Policy.declarations` lists: the digest of all that the declaration's density computes."""
+        return declaration_digest(self)
 
     @property
     def shared_size(self) -> int:

@@ -16,6 +16,7 @@ from pytensor.scalar.basic import Add, Mul
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
+from fedppl.model.quiet import look_for_blas
 from fedppl.types import Array
 
 
@@ -52,6 +53,7 @@ def slopes(client: ClientModel, x: Array, directions: Array) -> Array:
 
 
 def _build(client: ClientModel) -> RowScores:
+    look_for_blas()
     template = client.template
     shared, local = template.variables
     parts = template.parts

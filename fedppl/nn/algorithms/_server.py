@@ -12,6 +12,7 @@ from fedppl import gaussian
 from fedppl.algorithms.averaging.server import average, not_counted, root_mean_square_change
 from fedppl.contracts import Disclosure, Point, Received, Replies, Report, always
 from fedppl.local.target import at_points
+from fedppl.nn.open_rows import open_rows
 from fedppl.nn.train import GROWTH
 from fedppl.types import Array, Layout, Message
 
@@ -96,4 +97,4 @@ REPLIES = Replies[NetworkState](
     always,
 )
 ESTIMATE = Point[NetworkState](lambda state: state.phi)
-AT_MEAN = Disclosure(functools.partial(at_points, name="mean"))
+AT_MEAN = Disclosure(functools.partial(at_points, name="mean"), by_row=open_rows)

@@ -16,6 +16,7 @@ from fedppl.local.target import at_points
 from fedppl.nn.algorithms._common import training_rule, whole_network
 from fedppl.nn.algorithms._personalise import network_result
 from fedppl.nn.algorithms._server import moved, run_away
+from fedppl.nn.open_rows import open_rows
 from fedppl.nn.personal import loss_at
 from fedppl.nn.train import Training, train
 from fedppl.nn.view import Own, network_of
@@ -102,7 +103,7 @@ def IFCA(
         replies=Replies(lambda state: {"phi": state.phi.shape[1:], "weight": state.phi.shape[:1]}, _reject),
         result=network_result(_broadcast, _own),
         needs=whole_network("nn.IFCA"),
-        disclosure=Disclosure(functools.partial(at_points, name="phi", several=True)),
+        disclosure=Disclosure(functools.partial(at_points, name="phi", several=True), by_row=open_rows),
     )
 
 
