@@ -14,6 +14,7 @@ from numpy.testing import assert_allclose
 import fedppl
 from fedppl import DeclarationError
 from fedppl.formulas import effects
+from fedppl.plots._check import kaplan_meier
 from fedppl.results import idata
 from fedppl.testing import normal_means
 from tests.support.tables import FRAME, RESPONSES, agreed
@@ -203,3 +204,60 @@ def test_a_trial_in_ten_lines(fit: Any, tmp_path: Path) -> None:
     low, high = risk.quantile([0.025, 0.975]).values
     assert 0 < low < risk.mean() < high < 1 and risk.std() > 1.5 * known.std()
     assert ("as they are" in page) is (not fit.message)
+
+
+def test_kaplan_meier_of_textbook_rows() -> None:
+    """Freireich's 6-MP arm: 21 children, of whom 9 relapsed."""
+    time = np.array([6, 6, 6, 6, 7, 9, 10, 10, 11, 13, 16, 17, 19, 20, 22, 23, 25, 32, 32, 34, 35], dtype=float)
+    event = np.array([1, 1, 1, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0], dtype=bool)
+    found = kaplan_meier(time, event, np.array([5.9, 6.0, 7.0, 10.0, 13.0, 16.0, 22.0, 40.0]))
+    expected = [1.0, 0.857, 0.807, 0.753, 0.690, 0.627, 0.538, 0.448]
+    assert_allclose(found, expected, atol=6e-4)
+
+
+def test_a_check_over_all_clients_shows_a_model_that_does_not_fit(fit: Any) -> None:
+    bars, lines = fedppl.plots.check(fit, draws=50, random_seed=1)
+    frame = trial()
+    assert_allclose([bar.get_height() for bar in bars.patches], [1 - frame["died"].mean(), frame["died"].mean()])
+    assert lines.get_xlabel() == "mean of died" and [t.get_text() for t in lines.get_yticklabels()][0] == "Aker (40)"
+    crosses = [line.get_xdata()[0] for line in lines.lines if line.get_marker() == "x"]
+    assert_allclose(crosses, frame.groupby("hospital")["died"].mean())
+
+    rng = np.random.default_rng(1)
+    heavy = {k: {"y": rng.standard_t(1.2, size=40)} for k in "ab"}
+    off, _ = fedppl.plots.check(fedppl.fit(normal_means()[0], heavy, **QUIET), draws=50, random_seed=1)
+    outside = _share_outside(off)
+    good, _ = fedppl.plots.check(fedppl.fit(*normal_means(), **QUIET), draws=50, random_seed=1)
+    assert _share_outside(good) < 0.1 < outside
+
+
+def _share_outside(axes: Any) -> float:
+    """How much of the observed curve is outside of the band of what is predicted."""
+    (step,) = [line for line in axes.lines if line.get_label() == "observed"]
+    band = axes.collections[0].get_paths()[0].vertices
+    x = np.linspace(*axes.get_xlim(), 200)[20:-20]
+    count = len(band) // 2
+    edges = [part[np.argsort(part[:, 0])] for part in (band[1:count], band[count + 1 : -1])]
+    at = [np.interp(x, edge[:, 0], edge[:, 1]) for edge in edges]
+    y = np.searchsorted(np.sort(step.get_xdata()), x, side="right") / len(step.get_xdata())
+    return float(np.mean((y < np.minimum(*at) - 0.02) | (y > np.maximum(*at) + 0.02)))
+
+
+def test_a_check_of_times_is_against_kaplan_meier() -> None:
+    model = fedppl.formula("Surv(time, event) ~ age + arm", family="weibull")
+    fit = fedppl.fit(model, FRAME, fedppl.EP(correction=None), by="site", **QUIET)
+    curve, lines = fedppl.plots.check(fit, draws=50, random_seed=1)
+    (step,) = [line for line in curve.lines if line.get_label() == "Kaplan-Meier"]
+    at, y = step.get_xdata(), step.get_ydata()
+    assert_allclose(y, kaplan_meier(FRAME["time"].to_numpy(), FRAME["event"].to_numpy() == 1, at))
+    (mean,) = [line for line in curve.lines if line.get_label().startswith("predicted")]
+    assert np.max(np.abs(np.interp(at, mean.get_xdata(), mean.get_ydata(), left=1.0) - y)[at < 6]) < 0.1
+    assert lines.get_xlabel().startswith("P(no event) of time at")
+
+
+def test_a_client_with_a_summary_is_not_said_to_have_a_row() -> None:
+    model = fedppl.formula("died ~ arm + (1 | site)", family="bernoulli")
+    data: Any = {"s1": FRAME[FRAME["site"] == "s1"], "told": fedppl.summaries.Estimate("arm", 0.3, 0.04)}
+    fit = fedppl.fit(model, data, fedppl.EP(correction=None), **QUIET)
+    names = [text.get_text() for text in fedppl.plots.forest(fit, draws=20)[0].get_yticklabels()]
+    assert names == ["s1 (22)", "told (summary)"]

@@ -86,6 +86,8 @@ def check(
 
     *When this fails.* A picture that agrees does not say that the model is right: means of clients with effects of
     their own agree nearly always, and rows are used twice. What a column does that the model leaves out does not show.
+    Predicted curves and probabilities of times have the uncertainty of the parameters alone: of few rows
+    Kaplan-Meier's estimate lies outside often.
     """
     require_fit(fit)
     ci_prob = between("ci_prob", ci_prob, 0, 1)
