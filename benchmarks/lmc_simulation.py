@@ -154,13 +154,13 @@ def oracle(problem: Problem, k: int) -> dict[str, np.ndarray]:
     gain = np.linalg.solve(covariance(data["X"], data["X"]) + NOISE**2 * np.eye(len(data["X"])), across.T).T
     mean = gain @ data["y"]
     half = norm.ppf(0.95) * np.sqrt(np.diag(covariance(X, X) - gain @ across.T) + NOISE**2)
-    return {"mean": mean, "lower": mean - half, "upper": mean + half}
+    return {"mean": mean, "ci_low": mean - half, "ci_high": mean + half}
 
 
 def figures(problem: Problem, k: int, found: Any) -> dict[str, float]:
     """Every reading of the MSE of one unit, and coverage."""
     missing = problem.missing[k]
-    mean, lower, upper = (np.asarray(found[name]) for name in ("mean", "lower", "upper"))
+    mean, lower, upper = (np.asarray(found[name]) for name in ("mean", "ci_low", "ci_high"))
     noisy, curve = (mean - problem.noisy[k]) ** 2, (mean - problem.curves[k]) ** 2
     new, own = ((lower < y[k]) & (y[k] < upper) for y in (problem.fresh, problem.noisy))
     values = (noisy, curve, noisy[missing], curve[missing], new[~missing], new[missing], own[~missing])
@@ -203,7 +203,7 @@ def one_run(run: int, methods: list[str], rounds: int | None, new: bool) -> list
         fits[name] = train(METHODS[name], problem, rounds, run)
         seconds = time.process_time() - started
         selected = int(fedppl.curves.selection(fits[name])["selected"].sum())
-        own = figures(problem, 0, fedppl.curves.predict(fits[name], "unit 0", {"X": X}))
+        own = figures(problem, 0, fedppl.curves.predict(fits[name], "unit 0", {"X": X}, ci_prob=0.9))
         each = 1000 * seconds / len(fits[name].records) / len(fits[name].clients)
         speed = {"seconds": seconds, "ms a round": each}
         records.append({"table": "I", "method": name, **own, "selected": selected, **speed})
@@ -219,7 +219,9 @@ def new_unit_ways(problem: Problem, fits: dict[str, Any]) -> dict[str, Callable[
     ways: dict[str, Callable[[int], Any]] = {"Oracle": functools.partial(oracle, problem)}
 
     def way(fit: Any, fixed: bool, latents: Any = None) -> Callable[[int], Any]:
-        return lambda k: fedppl.curves.predict(fit, seen(problem, k), {"X": X}, latents=latents, fixed=fixed)
+        return lambda k: fedppl.curves.predict(
+            fit, seen(problem, k), {"X": X}, ci_prob=0.9, latents=latents, fixed=fixed
+        )
 
     for suffix, fixed in (("-avg", True), ("", False)):
         plain, sparse = fits.get(f"FedLMC{suffix}"), fits.get(f"FedLMC-SS{suffix}")
@@ -302,8 +304,8 @@ def draw(path: Path, rounds: int | None) -> None:
     panels = [names[:5], names[5:], ["functions"] * 3 + ["coefficients"] * 2]
     figure, axes = plt.subplot_mosaic(panels, figsize=(15, 8), layout="constrained")
     for k, name in enumerate(names):
-        found, axis, data = fedppl.curves.predict(fit, name, {"X": X}), axes[name], seen(problem, k)
-        axis.fill_between(X, found["lower"], found["upper"], color="C0", alpha=0.25, linewidth=0)
+        found, axis, data = fedppl.curves.predict(fit, name, {"X": X}, ci_prob=0.9), axes[name], seen(problem, k)
+        axis.fill_between(X, found["ci_low"], found["ci_high"], color="C0", alpha=0.25, linewidth=0)
         axis.plot(X, found["mean"], color="C0", label="mean and 90 % interval")
         axis.plot(X, problem.curves[k], color="black", linewidth=0.8, linestyle="--", label="curve")
         axis.plot(data["X"], data["y"], ".", color="C1", markersize=3, label="seen")

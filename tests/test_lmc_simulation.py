@@ -39,8 +39,8 @@ def test_the_oracle_is_the_regression_on_the_six_functions() -> None:
     mean = phi @ np.linalg.solve(precision, phi[rows].T @ problem.noisy[0, rows] / 0.04)
     sd = np.sqrt(np.sum(phi * np.linalg.solve(precision, phi.T).T, axis=1) + 0.04)
     assert_allclose(found["mean"], mean, atol=1e-8)
-    assert_allclose(found["upper"], mean + norm.ppf(0.95) * sd, atol=1e-8)
-    assert_allclose(found["lower"], mean - norm.ppf(0.95) * sd, atol=1e-8)
+    assert_allclose(found["ci_high"], mean + norm.ppf(0.95) * sd, atol=1e-8)
+    assert_allclose(found["ci_low"], mean - norm.ppf(0.95) * sd, atol=1e-8)
 
 
 def test_a_run_is_the_papers() -> None:
@@ -63,7 +63,7 @@ def test_every_reading_of_a_known_error() -> None:
     missing[0, :30] = True
     problem = simulation.Problem(curves, curves + 2.0, curves + 4.0, missing)
     mean = np.where(missing[0], 1.0, 0.0)
-    found = simulation.figures(problem, 0, {"mean": mean, "lower": mean - 3.5, "upper": mean + 3.5})
+    found = simulation.figures(problem, 0, {"mean": mean, "ci_low": mean - 3.5, "ci_high": mean + 3.5})
     assert found == {
         "all noisy": pytest.approx(0.3 * 1 + 0.7 * 4),
         "all curve": pytest.approx(0.3),

@@ -93,8 +93,8 @@ def test_a_new_client_scatters_by_the_sd_between_clients() -> None:
     assert_allclose(own["predictions"]["obs_mean"][..., 0], own["posterior"]["theta"])
     with pytest.raises(DeclarationError, match=r"fit\.predict\(None, new_data\)"):
         fit.predict("client 9", at)
-    with pytest.raises(DeclarationError, match="say at which rows"):
-        fit.new_client(None)
+    anywhere = fit.new_client(None)["posterior"]["theta"]
+    assert anywhere.var().item() == pytest.approx(v + TAU**2, rel=4.5 * np.sqrt(2 / 4000))
     with pytest.raises(DeclarationError, match="kind='risk' must be"):
         fit.predict(None, at, kind="risk")
     with pytest.raises(DeclarationError, match="at=3"):
@@ -119,6 +119,8 @@ def test_nothing_but_outcomes_may_be_left_out_for_a_client_without_rows() -> Non
     found = fit.predict(None, {"x": [0.0, 1.0], "z": 40.0}, kind="mean")
     assert found["posterior"]["theta"].mean() > 30 and found["predictions"]["y__mean"].shape == (4, 1000, 2)
     assert_allclose(found["predictions"]["y__mean"][..., 1], np.exp(0.1 * found["posterior"]["theta"]))
+    with pytest.raises(DeclarationError, match=r"\['theta'\] depend on what the client is: say at which rows"):
+        fit.new_client(None)
     with pytest.raises(DataError, match=r"lack \['z'\], which the model reads"):
         fit.predict(None, {"x": [0.0, 1.0]})
     with pytest.raises(DataError, match=r"number of outcomes \['y'\] cannot be told"):

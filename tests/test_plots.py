@@ -367,7 +367,7 @@ def test_densities_keep_their_mass_inside_bounds(low: float, high: float, true: 
 
 def test_curves_are_drawn_in_the_order_of_their_inputs() -> None:
     x = np.array([2.0, 0.0, 1.0])
-    values = {"mean": x**2, "lower": x**2 - 1, "upper": x**2 + 1}
+    values = {"mean": x**2, "ci_low": x**2 - 1, "ci_high": x**2 + 1}
     predicted = xr.Dataset({k: ("row", v) for k, v in values.items()}, attrs={"client": "a", "probability": 0.9})
     axes = plots.curves(predicted, {"hours": x}, observed=([0.5], [0.25]))
     assert_array_equal(axes.lines[0].get_data(), [[0, 1, 2], [0, 1, 4]])

@@ -1,6 +1,6 @@
 """The same declaration with the embedded engine, all clinics in this process: for trying things out.
 
-python local.py work/data
+python local.py "$WORK/data"
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Simulate three clinics' patients, each in a CSV file of its own.
 
-python make_data.py work/data
+python make_data.py "$WORK/data"
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Make what TLS and SuperNode authentication need on loopback: a CA, the server's certificate, a key pair a site.
 
-python make_keys.py work/keys
+python make_keys.py "$WORK/keys"
 
 For trying things out. In production every site makes its own private key and sends only the public one, and the
 server's certificate comes from an authority that the sites trust.

@@ -1,6 +1,6 @@
 """Write a policy for every clinic: what its owner allows, whoever runs the server.
 
-python make_policies.py work/policies
+python make_policies.py "$WORK/policies"
 """
 
 from __future__ import annotations

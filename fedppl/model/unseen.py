@@ -74,6 +74,6 @@ def _densities(
 def _refused(client_id: str, why: str) -> DataError:
     return DataError(
         f'client {client_id!r}: missing="drop_outcomes" leaves out rows whose outcome is missing, which is exact where '
-        f"rows stand for themselves, and in this model {why}. Impute outcomes before the fit, declare them as variables "
-        'of the model, or say missing="drop" where that is meant.'
+        f"rows stand for themselves, and in this model {why}. Impute outcomes before the fit, declare them as "
+        'variables of the model, or say missing="drop" where that is meant.'
     )

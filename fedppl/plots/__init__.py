@@ -1,6 +1,7 @@
 """Pictures of a fit, one a function: they take what `fedppl.fit` returned, draw with matplotlib and return axes."""
 
 from fedppl.plots._calibration import calibration
+from fedppl.plots._check import check
 from fedppl.plots._confidence import confidence
 from fedppl.plots._curves import curves
 from fedppl.plots._device_graph import device_graph
@@ -14,6 +15,7 @@ from fedppl.plots._rounds import rounds
 
 __all__ = [
     "calibration",
+    "check",
     "confidence",
     "curves",
     "device_graph",

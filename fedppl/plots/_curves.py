@@ -63,7 +63,7 @@ def curves(
     itself, and a whole curve leaves it more often.
     """
     if not {"mean", "ci_low", "ci_high"} <= set(getattr(predicted, "data_vars", ())):
-        raise DeclarationError(f"predicted={shown(predicted)} is no dataset with mean, lower and upper.")
+        raise DeclarationError(f"predicted={shown(predicted)} is no dataset with mean, ci_low and ci_high.")
     x, label = line(inputs)
     mean = np.asarray(predicted["mean"].values, dtype=float)
     if x.shape != mean.shape:

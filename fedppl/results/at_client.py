@@ -15,6 +15,7 @@ from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.groups import more
 from fedppl.results.returned import draws_of
+from fedppl.results.shared import shape_of
 from fedppl.types import DeclarationError, Message, Status
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def client_posterior(
     phi = sample.shared.reshape(chains * draws, -1)
     pymc_model = model.pymc_model()
     dims, coords = dims_and_coords(pymc_model)
+    chains, draws = shape_of(algorithm, status, chains, draws)
     everything = {
         name: value.reshape(chains, draws, *value.shape[1:])
         for name, value in (model.constrain(phi, theta) | model.constrain_shared(phi)).items()

@@ -128,8 +128,9 @@ class Fit(Ended):
         pandas.DataFrame
             A row for every entry: ``mean``, ``sd``, the interval ``ci_low`` to ``ci_high``, the standard errors
             ``mcse_mean`` and ``mcse_sd``, which are of the points that moments come from and not of q (NaN unless
-            converged), and what the algorithm knows of the coordinate on the unconstrained space; for `EP` ``last_change``, what the last
-            round moved its mean or log sd by, in posterior sds, and ``skewness``, which a Gaussian q cannot have. Where
+            converged), and what the algorithm knows of the coordinate on the unconstrained space; for `EP`
+            ``last_change``, what the last round moved its mean or log sd by, in posterior sds, and ``skewness``, which
+            a Gaussian q cannot have. Where
             the algorithm estimates a point, ``mean`` is that, and where it estimates some variables so, they have no
             more than that and are named in ``attrs["point_estimates"]``. ``attrs`` has the ``status`` and its
             ``message``, the share of the clients that ``answered`` when they were last asked, and what clients fell
@@ -248,7 +249,7 @@ class Fit(Ended):
             Whether to draw even where the fit was broken off before q arrived: such draws can be very far off, and are
             labelled so in ``attrs``.
         draws, chains
-            Independent draws of q(φ).
+            Independent draws of q(φ): all in one chain where the fit has not converged, so that R̂ is NaN.
         random_seed
             Seed; by default the fit's.
 
@@ -288,7 +289,7 @@ class Fit(Ended):
             "posterior_predictive" of the client's own rows (for ``az.plot_ppc``), and "prior", 500 draws, which brings
             "prior_predictive".
         draws, chains
-            Number of draws.
+            Number of draws; in one chain as in `shared`, where the fit has not converged.
         random_seed
             Seed; by default the fit's.
 

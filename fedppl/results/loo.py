@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _LEAST = 100  # draws in all
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Loo:
     """Expected log predictive density of a row, given all others.
 
@@ -56,6 +56,14 @@ class Loo:
     very_bad: int
     clients: pd.DataFrame
     status: str
+
+    def __repr__(self) -> str:
+        """One line; `clients` has a row for each."""
+        known = "all well known" if self.good == self.rows else f"{self.bad + self.very_bad} not well known"
+        return (
+            f"Loo(elpd {self.elpd:.1f}, se {self.se:.1f}, p_loo {self.p_loo:.1f}; {self.rows} rows, {known}, of "
+            f"{len(self.clients)} clients; {self.status})"
+        )
 
 
 def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None = None) -> Loo:

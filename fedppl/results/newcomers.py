@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pymc as pm
 import xarray as xr
+from pytensor.graph.traversal import ancestors
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
@@ -46,6 +47,26 @@ def rows_at(fit: Ended, name: str, given: Any, kind: str | None) -> At:
     return At(name, builder, read, {**read, **_outcomes(fit, name, read, kind)})
 
 
+def anywhere(fit: Ended, name: str) -> At:
+    """Of no rows at all: variables of a client's own that depend on none, as the model of one that is here has them."""
+    one = next(iter(fit.clients.values()), None)
+    if one is None:
+        raise DeclarationError("no client's model is here; say at which rows it is to be predicted: predict={...}.")
+    at = At(name, one.declared.builder, {}, one.arrays)
+    model = built(at.builder, name, at.arrays)
+    if by_rows := [rv.name for rv in model.free_RVs if _reads(model, rv)]:
+        raise DeclarationError(
+            f"data=None is a client without rows, and its {by_rows} depend on what the client is: say at which rows it "
+            "is to be predicted, predict={...}, or fit.predict(None, frame)."
+        )
+    return at
+
+
+def _reads(model: Any, variable: Any) -> bool:
+    """Whether a variable depends on data, or on what is observed."""
+    return bool({*model.data_vars, *model.observed_RVs} & {*ancestors([variable])})
+
+
 def require_own(at: At, client: ClientModel) -> None:
     """Refuse rows whose model has variables of the client's own that its summary says nothing of."""
     own = {variable.name for variable in client.local}
@@ -76,7 +97,10 @@ def predicted(
     formula = kind == "mean" and hasattr(at.builder, "expected")
     with model, quiet():
         outcomes = [] if formula else means.declared(model) if kind == "mean" else [v.name for v in model.observed_RVs]
-        more = [v.name for v in [*model.free_RVs, *model.deterministics] if v.name not in {*kept, *outcomes}]
+        every = [*model.free_RVs, *model.deterministics]
+        if not at.given:  # no rows: nothing that depends on any
+            outcomes, every = [], [v for v in every if not _reads(model, v)]
+        more = [v.name for v in every if v.name not in {*kept, *outcomes}]
         drawn = _drawn(model, at, posterior, [*more, *outcomes], seed)
     whole = idata.posterior_dataset({**kept, **{name: drawn[name] for name in more}}, dims, coords, {"client": at.name})
     inputs = idata.posterior_dataset({k: np.asarray(v)[None, None] for k, v in at.given.items()}, dims, coords)
@@ -84,7 +108,7 @@ def predicted(
         found = means.of_formula(at.builder, at.arrays, whole, times, at.name)
     else:
         found = idata.posterior_dataset({n: drawn[n] for n in outcomes}, dims, coords, {"client": at.name})
-    return whole, found, inputs.isel(chain=0, draw=0, drop=True)
+    return whole, found, inputs.isel(chain=0, draw=0, drop=True, missing_dims="ignore")
 
 
 def _drawn(model: Any, at: At, posterior: xr.Dataset, names: list[str], seed: int) -> dict[str, Array]:

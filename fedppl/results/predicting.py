@@ -113,7 +113,8 @@ def new_client(
     ----------
     data
         The new client's data, as for `fedppl.fit`: by the builder's argument names, a data frame, or a tuple. None for
-        one that has none yet, whose variables are drawn from the hierarchy; then `predict` says at which rows.
+        one that has none yet, whose variables are drawn from the hierarchy, such as a site's effect in a meta-analysis;
+        where they depend on what a client is, `predict` has to say at which rows.
     predict, draws, chains, random_seed
         As in `client`.
     name, kind
@@ -126,11 +127,6 @@ def new_client(
     text("name", name)
     asked: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
     if data is None:
-        if predict is None:
-            raise DeclarationError(
-                "data=None is a client without rows: say at which rows it is to be predicted, predict={...}, or "
-                "fit.predict(None, frame)."
-            )
         return _new_without_rows(fit, predict, name=name, client_kind=kind, **asked)
     model = fit.declaration.enrol({name: data}, kernel=fit.algorithm.needs.kernel, kinds={name: kind})[name]
     if model.layout.fingerprint != fit.layout.fingerprint:
@@ -192,7 +188,7 @@ def _new_without_rows(
     at: Any = None,
 ) -> Any:
     """A client of which nothing is known but that it is one more of them."""
-    there = newcomers.rows_at(fit, name, given, client_kind)
+    there = newcomers.anywhere(fit, name) if given is None else newcomers.rows_at(fit, name, given, client_kind)
     means.required(kind, at, there.builder)
     require_arrived(fit, "predictions for a new client")
     held = fit.shared(draws=draws, chains=chains, random_seed=random_seed)

@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from fedppl import gaussian
-from fedppl.contracts import LogRatio, Point, Posterior, Sampler, coordinate_names
+from fedppl.contracts import AnyAlgorithm, LogRatio, Point, Posterior, Sampler, coordinate_names
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.importance import resample
 from fedppl.numerics.reweighting import Reweighted
@@ -20,7 +20,7 @@ from fedppl.results.measure import Estimates, measure
 from fedppl.results.measure import estimates as from_measure
 from fedppl.results.records import rounds_dataset
 from fedppl.results.returned import shaped
-from fedppl.types import Array
+from fedppl.types import Array, Status
 
 # For who looks at the posterior group with tools that were made for MCMC.
 _SAMPLING = (
@@ -62,11 +62,20 @@ def shared_posterior(fit: Ended, seed: int, draws: int, chains: int, *, unconver
     elif q is not None:
         phi = gaussian.draw(q, rng, draws * chains)
     if phi is not None:
+        chains, draws = shape_of(fit.algorithm, fit.status, chains, draws)
         posterior = _shared_dataset(fit, phi.reshape(chains, draws, -1), attrs)
         groups = {"posterior": idata.mark_estimates(posterior, estimated(fit))}
     elif isinstance(shared, Point):
         groups = {"point_estimate": _point_dataset(fit, shared, attrs)}
     return idata.from_groups({**groups, "rounds": rounds, "fit": _fit_dataset(fit, q)})
+
+
+def shape_of(algorithm: AnyAlgorithm, status: Status, chains: int, draws: int) -> tuple[int, int]:
+    """Chains and draws: one chain where the fit should have converged and has not, so that nobody's R̂ is 1.
+
+    Independent draws agree with each other, however far they are from the posterior.
+    """
+    return (chains, draws) if status.ok or not algorithm.result.tests_convergence else (1, chains * draws)
 
 
 def estimated(fit: Ended) -> list[str]:

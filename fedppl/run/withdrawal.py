@@ -32,6 +32,13 @@ class Withdrawal(NamedTuple):
     distance: float  # of q from that of a fit that never saw them, largest in sds of a mean or in log sd; NaN: unknown
     still_held: tuple[str, ...]  # what holds numbers that depend on their data, and is not undone here
 
+    def __repr__(self) -> str:
+        """A line for what came of it, and one for each thing that is left to do."""
+        how_far = "not measured" if np.isnan(self.distance) else f"{self.distance:.2g} sds"
+        head = f"Withdrawal of {', '.join(self.left)}; distance to a fit that never saw them {how_far}"
+        held = [f"still holds numbers of theirs: {one}" for one in self.still_held]
+        return "\n".join([head, f"the others: {self.fit!r}", *held])
+
 
 def without(
     fit: Fit, clients: Sequence[str] | str, *, certificate: bool = True, random_seed: int | None = None, **settings: Any

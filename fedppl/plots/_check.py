@@ -1,0 +1,212 @@
+"""Whether what a fit predicts looks like what was seen: over all clients, and client by client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl.contracts.entries import CI_PROB, interval
+from fedppl.plots import _axes
+from fedppl.plots._fit import Fitted, require_fit
+from fedppl.settings import between, chosen
+from fedppl.types import Array, DeclarationError
+
+_LEVELS = 12  # distinct whole numbers, up to which each has a bar
+_TIMES = 40
+_GRID = 200
+
+
+class Seen(NamedTuple):
+    """A client's outcomes, and what the fit has for them."""
+
+    values: Array  # (n,) as they were observed
+    replicates: Array  # (S, n) drawn; of times the probabilities of none until each of `times`, (S, n, T)
+    event: Any = None  # (n,) of times, whether there was one
+
+
+def check(
+    fit: Fitted,
+    *,
+    clients: Sequence[str] | str | None = None,
+    ci_prob: float = CI_PROB,
+    draws: int = 100,
+    chains: int = 2,
+    random_seed: int | None = None,
+    ax: Any = None,
+    figsize: tuple[float, float] | None = None,
+) -> Any:
+    """Draw what was observed beside what the fit predicts for the same rows: of all clients together, and of each.
+
+    On the left the distribution of all outcomes: bars of whole numbers and levels, else the share of outcomes below
+    each value; of times until an event the Kaplan-Meier estimate beside the predicted probability of no event. On the
+    right each client's mean, or of times the probability at the middle of all times.
+
+    Parameters
+    ----------
+    fit
+        A `fedppl.Fit` whose clients are in this process.
+    clients
+        Ids of clients; by default all that brought rows.
+    ci_prob
+        Probability of the intervals of what is predicted.
+    draws, chains, random_seed
+        Of clients' posteriors, as in `Fit.client`.
+    ax
+        Two matplotlib axes; by default those of a new figure.
+    figsize
+        Inches of a new figure.
+
+    Returns
+    -------
+    numpy.ndarray of matplotlib.axes.Axes
+
+    Raises
+    ------
+    DeclarationError
+        If no client with rows is here, or outcomes have no replicates: of a `pm.Potential`, or known between two times
+        alone.
+    NotConvergedError
+        Where the fit was broken off before there was a posterior.
+
+    Examples
+    --------
+    >>> import matplotlib; matplotlib.use("Agg")
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> fit = fedppl.fit(*normal_means(), progressbar=False, random_seed=1)
+    >>> axes = fedppl.plots.check(fit, random_seed=1)
+    >>> axes[1].get_xlabel()
+    'mean of obs'
+
+    Notes
+    -----
+    Replicates are of the rows that the fit has seen, by each client's own posterior.
+
+    *When this fails.* A picture that agrees does not say that the model is right: means of clients with effects of
+    their own agree nearly always, and rows are used twice. What a column does that the model leaves out does not show.
+    Predicted curves and probabilities of times have the uncertainty of the parameters alone: of few rows
+    Kaplan-Meier's estimate lies outside often.
+    """
+    require_fit(fit)
+    ci_prob = between("ci_prob", ci_prob, 0, 1)
+    here = [name for name, client in fit.clients.items() if client.brought != "summary"]
+    if not here:
+        raise DeclarationError("no client with rows is here; load the fit with fedppl.load(..., clients=).")
+    names = chosen("clients", clients, here, "the clients with rows that are here")
+    settings: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
+    survival, times = _survival(fit, names)
+    if survival:
+        seen, what = {name: _times(fit, name, times, settings) for name in names}, survival
+    else:
+        what, seen = _outcomes(fit, names, settings)
+    axes = _axes.panels(ax, 1, 2, (8.5, max(3.0, _axes.height(len(names)))), figsize)
+    if survival:
+        _curves(axes[0], seen, times, ci_prob, what)
+    else:
+        _distribution(axes[0], fit, seen, ci_prob, what)
+    _by_client(axes[1], fit, seen, times, ci_prob, f"{'P(no event) of' if survival else 'mean of'} {what}")
+    _axes.legend_of_all(axes, ax)
+    return np.array(axes, dtype=object)
+
+
+def kaplan_meier(time: Array, event: Array, at: Array) -> Array:
+    """Probability of no event until each time, of rows that are followed until an event or not until one.
+
+    >>> kaplan_meier(np.array([1.0, 2.0, 3.0]), np.array([True, False, True]), np.array([0.5, 1.5, 3.5])).round(3)
+    array([1.   , 0.667, 0.   ])
+    """
+    steps = np.unique(time[event])
+    at_risk = np.sum(time[:, None] >= steps, axis=0)
+    deaths = np.sum((time[:, None] == steps) & event[:, None], axis=0)
+    left = np.concatenate([[1.0], np.cumprod(1 - deaths / np.maximum(at_risk, 1))])
+    return np.asarray(left[np.searchsorted(steps, at, side="right")])
+
+
+def _survival(fit: Fitted, names: Sequence[str]) -> tuple[str, Array]:
+    """Name of the time that a formula is of, and times to look at; nothing of other outcomes."""
+    builder = fit.declaration.builder
+    if getattr(getattr(builder, "family", None), "outcome", "") != "time":
+        return "", np.zeros(0)
+    if builder.terms.response.kind != "survival":
+        raise DeclarationError("times that are known between two others alone have no Kaplan-Meier estimate to check.")
+    last = max(float(np.max(fit.clients[name].arrays[builder.containers["outcome"]])) for name in names)
+    return str(builder.terms.response.columns[0]), np.linspace(0, last, _TIMES + 1)[1:]
+
+
+def _times(fit: Any, name: str, times: Array, settings: Any) -> Seen:
+    builder, arrays = fit.declaration.builder, fit.clients[name].arrays
+    found = fit.predict(name, arrays, kind="mean", at=times.tolist(), **settings)["predictions"]
+    (values,) = (found[key].values for key in found.data_vars)
+    outcome, limit = (np.asarray(arrays[builder.containers[key]], dtype=float) for key in ("outcome", "limit"))
+    return Seen(outcome, values.reshape(-1, *values.shape[2:]), outcome < limit)
+
+
+def _outcomes(fit: Any, names: Sequence[str], settings: Any) -> tuple[str, dict[str, Seen]]:
+    seen: dict[str, Seen] = {}
+    what = ""
+    for name in names:
+        drawn = fit.client(name, groups="posterior_predictive", **settings)
+        replicates, observed = drawn["posterior_predictive"], drawn["observed_data"]
+        what = what or str(next(iter(observed.data_vars)))
+        values = np.asarray(replicates[what].values, dtype=float)
+        flat = values.reshape(values.shape[0] * values.shape[1], -1)
+        seen[name] = Seen(np.ravel(observed[what].values).astype(float), flat)
+    return what, seen
+
+
+def _distribution(axes: Any, fit: Fitted, seen: dict[str, Seen], ci_prob: float, what: str) -> None:
+    values = np.concatenate([one.values for one in seen.values()])
+    replicates = np.concatenate([one.replicates for one in seen.values()], axis=1)
+    levels = np.unique(np.concatenate([values, np.unique(replicates)]))
+    if len(levels) <= _LEVELS and np.all(levels == np.floor(levels)):
+        drawn = np.stack([np.mean(replicates == level, axis=1) for level in levels], axis=1)
+        share = [float(np.mean(values == level)) for level in levels]
+        axes.bar(levels, share, width=0.7, color=_axes.GREY, alpha=0.5, label="observed")
+        low, high = np.quantile(drawn, interval(ci_prob), axis=0)
+        axes.vlines(levels, low, high, color="C0", lw=2)
+        axes.plot(levels, drawn.mean(axis=0), "o", color="C0", mec="white", label=_of(ci_prob))
+        named = getattr(fit.declaration.builder, "outcome_levels", {}).get(what)
+        axes.set_xticks(levels, [_axes.short(named[int(k)]) for k in levels] if named else [f"{k:g}" for k in levels])
+        axes.set(xlabel=_axes.short(what), ylabel="share of rows", ylim=(0, None))
+        return
+    x = np.quantile(np.concatenate([values, replicates.ravel()]), np.linspace(0.001, 0.999, _GRID))
+    below = np.stack([np.searchsorted(np.sort(one), x, side="right") / len(one) for one in replicates])
+    _band(axes, x, below, ci_prob)
+    up_to = np.arange(1, len(values) + 1) / len(values)
+    axes.step(np.sort(values), up_to, where="post", color="black", lw=1, label="observed")
+    axes.set(xlabel=_axes.short(what), ylabel="share of rows up to here", xlim=(x[0], x[-1]))
+
+
+def _curves(axes: Any, seen: dict[str, Seen], times: Array, ci_prob: float, what: str) -> None:
+    values, event = (np.concatenate([one[k] for one in seen.values()]) for k in (0, 2))
+    _band(axes, times, np.concatenate([one.replicates for one in seen.values()], axis=1).mean(axis=1), ci_prob)
+    fine = np.linspace(0, times[-1], 10 * _TIMES)
+    axes.step(fine, kaplan_meier(values, event, fine), where="post", color="black", lw=1, label="Kaplan-Meier")
+    axes.set(xlabel=_axes.short(what), ylabel="P(no event)", ylim=(0, 1), xlim=(0, times[-1]))
+
+
+def _band(axes: Any, x: Array, drawn: Array, ci_prob: float) -> None:
+    low, high = np.quantile(drawn, interval(ci_prob), axis=0)
+    axes.fill_between(x, low, high, color="C0", alpha=0.25, lw=0)
+    axes.plot(x, drawn.mean(axis=0), color="C0", label=_of(ci_prob))
+
+
+def _by_client(axes: Any, fit: Fitted, seen: dict[str, Seen], times: Array, ci_prob: float, label: str) -> None:
+    """A line a client: the interval of what is predicted, and what was seen."""
+    middle = len(times) // 2
+    for place, one in enumerate(seen.values()):
+        drawn = one.replicates.mean(axis=1) if one.event is None else one.replicates[..., middle].mean(axis=1)
+        low, high = np.quantile(drawn, interval(ci_prob))
+        axes.hlines(place, low, high, color="C0", lw=2)
+        axes.plot(drawn.mean(), place, "o", color="C0", mec="white", ms=5)
+        found = one.values.mean() if one.event is None else kaplan_meier(one.values, one.event, times[[middle]])[0]
+        axes.plot(found, place, "x", color="black", ms=5)
+    _axes.client_lines(axes, [_axes.short(f"{name} ({fit.clients[name].brought})") for name in seen])
+    axes.set_xlabel(_axes.short(label, 48) + (f" at {times[middle]:.3g}" if len(times) else ""))
+    _axes.few_ticks(axes)
+
+
+def _of(ci_prob: float) -> str:
+    return f"predicted, {100 * ci_prob:.3g} %"
