@@ -123,8 +123,8 @@ def _collapse(sites: Sites, point: Array, away: Array, least: float) -> str:
     return (
         f"{_spoken(label)} has gone to {point[worst]:.3g}, {abs(away[worst]):.2g} prior sds from its prior mean, and "
         f"pins {as_declared(sites.labels[pinned])} (precision {known[pinned]:.0e} times its prior's): {scale} goes to "
-        f"{end}, as where outcomes are constant, or an exact function of what predicts them, at every client. Check the "
-        f"outcomes, or declare it with a prior that keeps it from {end}, such as {remedy}"
+        f"{end}, as where outcomes are constant, or an exact function of what predicts them, at every client. Check "
+        f"the outcomes, or declare it with a prior that keeps it from {end}, such as {remedy}"
     )
 
 
