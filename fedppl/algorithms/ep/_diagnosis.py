@@ -7,7 +7,7 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.algorithms.ep.sites import Sites, dense
 from fedppl.algorithms.ep.warm_start import WarmStart
-from fedppl.types import Array
+from fedppl.types import Array, as_declared
 
 _ALONE = 100.0  # times the others' slope
 # A prior this wide on a log scale spans e^±30: hardly a prior, and the search begins in the middle of it.
@@ -46,8 +46,8 @@ def pulls_alone(sites: Sites, x: Array) -> str:
     if slopes[k, i] <= _ALONE * others:
         return ""
     return (
-        f"client {list(sites.where)[k]} pulls {sites.labels[i]} alone: {slopes[k, i] / others:.2g} times as hard as "
-        "the median of the others at the last point; look at its data"
+        f"client {list(sites.where)[k]} pulls {as_declared(sites.labels[i])} alone: {slopes[k, i] / others:.2g} times "
+        "as hard as the median of the others at the last point; look at its data"
     )
 
 
@@ -121,10 +121,10 @@ def _collapse(sites: Sites, point: Array, away: Array, least: float) -> str:
     remedy = "pm.InverseGamma" if end == "0" else "pm.Gamma(2, ...)"
     scale = _variable(label) if _LOG in label else f"the scale behind {_variable(label)}"
     return (
-        f"{label} has gone to {point[worst]:.3g}, {abs(away[worst]):.2g} prior sds from its prior mean, and pins "
-        f"{sites.labels[pinned]} (precision {known[pinned]:.0e} times its prior's): {scale} goes to {end}, as where "
-        "outcomes are constant, or an exact function of what predicts them, at every client. Check the outcomes, or "
-        f"declare it with a prior that keeps it from {end}, such as {remedy}"
+        f"{_spoken(label)} has gone to {point[worst]:.3g}, {abs(away[worst]):.2g} prior sds from its prior mean, and "
+        f"pins {as_declared(sites.labels[pinned])} (precision {known[pinned]:.0e} times its prior's): {scale} goes to "
+        f"{end}, as where outcomes are constant, or an exact function of what predicts them, at every client. Check "
+        f"the outcomes, or declare it with a prior that keeps it from {end}, such as {remedy}"
     )
 
 
@@ -144,8 +144,8 @@ def _far(labels: tuple[str, ...], away: Array) -> str:
     if abs(away[worst]) < _MANY_PRIOR_SDS:
         return ""
     return (
-        f"the data pull {labels[worst]} {abs(away[worst]):.2g} prior sds from its prior mean: rescale the outcome or "
-        "its column, or widen its prior"
+        f"the data pull {as_declared(labels[worst])} {abs(away[worst]):.2g} prior sds from its prior mean: rescale "
+        "the outcome or its column, or widen its prior"
     )
 
 
@@ -183,6 +183,11 @@ def _variable(label: str) -> str:
     return label.partition("[")[0].removesuffix(_LOG)
 
 
+def _spoken(label: str) -> str:
+    """A coordinate whose value is given: that of a positive variable is its logarithm."""
+    return f"log {as_declared(label)}" if _LOG in label else as_declared(label)
+
+
 def _at(labels: tuple[str, ...], point: Array, named: list[str]) -> str:
-    shown = ", ".join(f"{name} = {point[labels.index(name)]:.3g}" for name in named[:3])
+    shown = ", ".join(f"{_spoken(name)} = {point[labels.index(name)]:.3g}" for name in named[:3])
     return shown + (f" and {len(named) - 3} more" if len(named) > 3 else "")
