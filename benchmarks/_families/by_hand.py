@@ -17,6 +17,13 @@ from fedppl.types import Array
 WIDE = 2.5
 
 
+class Moments(NamedTuple):
+    """Of all outcomes."""
+
+    mean: float
+    sd: float
+
+
 class Setup(NamedTuple):
     """What priors stand on, from all rows."""
 
@@ -25,7 +32,7 @@ class Setup(NamedTuple):
     sizes: Array  # of the columns that vary by site
     center: float  # of the linear predictor
     unit: float
-    outcome_sd: float
+    outcome: Moments
 
 
 def setup(case: Case, frame: pd.DataFrame) -> Setup:
@@ -34,9 +41,10 @@ def setup(case: Case, frame: pd.DataFrame) -> Setup:
     y = frame[case.outcome].to_numpy()
     mean, sd = (float(y.mean()), float(y.std())) if y.dtype.kind in "if" else (0.0, 1.0)
     center = {"none": 0.0, "outcome": mean, "log": np.log(max(mean, 1e-9)), "minus log": -np.log(max(mean, 1e-9))}
+    center["logit"] = np.log(mean / (1 - mean)) if 0 < mean < 1 else 0.0
     sizes = np.array([1.0, float(np.sqrt(np.mean(X[:, 0] ** 2)))][: 1 + case.slopes])
     unit = sd if case.scale == "outcome" else 1.0
-    return Setup(X.mean(axis=0), X.std(axis=0), sizes, float(center[case.scale]), unit, sd)
+    return Setup(X.mean(axis=0), X.std(axis=0), sizes, float(center[case.scale]), unit, Moments(mean, sd))
 
 
 def names(case: Case) -> list[str]:
@@ -130,7 +138,7 @@ def _shared(case: Case, known: Setup) -> dict[str, Any]:
         pm.Deterministic("site_corr", correlation[np.tril_indices(len(sizes), -1)])
     else:
         root = pm.HalfNormal("site_sd", float(sizes[0])).reshape((1, 1))
-    return {"x": x, "arm": arm, "root": root, **more, **case.beside(known.outcome_sd, at)}
+    return {"x": x, "arm": arm, "root": root, **more, **case.beside(known.outcome, at)}
 
 
 def _predictor(case: Case, shared: Mapping[str, Any], X: Any, effects: Any) -> Any:

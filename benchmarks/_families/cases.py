@@ -24,10 +24,10 @@ class Case(NamedTuple):
     right: str  # what the site's effects are: "(1 | site)" or "(1 + x | site)"
     response: str
     draw: Callable[[np.random.Generator, Array], Mapping[str, Array]]  # columns of outcomes at a linear predictor
-    beside: Callable[[float, Any], Mapping[str, Any]]  # declares others, from outcomes' sd and η less level at means
+    beside: Callable[[Any, Any], Mapping[str, Any]]  # declares others, from outcomes' moments and η less level at means
     observe: Callable[[Any, Mapping[str, Any], Any, Any], Any]  # (η, those, y, extra) declares the outcome
     arrays: Callable[[pd.DataFrame], tuple[Array, Array, Array | None]]  # rows' numbers, y and what else is read
-    scale: str = "none"  # of the linear predictor before the fit: "none", "outcome", "log" or "minus log"
+    scale: str = "none"  # of the linear predictor before the fit: "none", "outcome", "log", "logit" or "minus log"
     levels: int = 0  # of the outcome that have a linear predictor of their own
     intercept: bool = True
     constants: Mapping[str, Any] = {}  # noqa: RUF012 -- never changed
@@ -138,13 +138,19 @@ def _at_most(distribution: Any, y: Any, limit: Any) -> Any:
 
 SITE, SLOPES, SURVIVAL = "(1 | site)", "(1 + x | site)", "Surv(time, event)"
 
+
+def _precise(name: str, relative: float) -> Any:
+    """About the inverse of a relative variance, to a factor of 20."""
+    return pm.LogNormal(name, -np.log(relative), 3.0)
+
+
 CASES = (
     Case(
         "gaussian",
         SLOPES,
         "y",
         lambda rng, eta: {"y": 20 + 4 * eta + 3 * rng.normal(size=len(eta))},
-        lambda sd, at: {"sigma": pm.HalfNormal("sigma", 2 * sd)},
+        lambda y, at: {"sigma": pm.HalfNormal("sigma", 2 * y.sd)},
         lambda eta, s, y, _: pm.Normal("obs", eta, s["sigma"], observed=y),
         _plain,
         "outcome",
@@ -154,7 +160,7 @@ CASES = (
         SITE,
         "y",
         lambda rng, eta: {"y": 20 + 4 * eta + 2 * rng.standard_t(4, size=len(eta))},
-        lambda sd, at: {"sigma": pm.HalfNormal("sigma", 2 * sd), "nu": pm.Gamma("nu", 2, 0.1)},
+        lambda y, at: {"sigma": pm.HalfNormal("sigma", 2 * y.sd), "nu": pm.Gamma("nu", 2, 0.1)},
         lambda eta, s, y, _: pm.StudentT("obs", nu=s["nu"], mu=eta, sigma=s["sigma"], observed=y),
         _plain,
         "outcome",
@@ -192,7 +198,7 @@ CASES = (
         SITE,
         "y",
         lambda rng, eta: {"y": rng.negative_binomial(3, 3 / (3 + np.exp(1 + eta)))},
-        lambda sd, at: {"alpha": pm.Gamma("alpha", 2, 0.2)},
+        lambda y, at: {"alpha": _precise("alpha", max(y.sd**2 - y.mean, y.sd**2 / 4) / y.mean**2)},
         lambda eta, s, y, _: pm.NegativeBinomial("obs", mu=pm.math.exp(eta), alpha=s["alpha"], observed=y),
         _plain,
         "log",
@@ -202,7 +208,7 @@ CASES = (
         SITE,
         "y",
         lambda rng, eta: {"y": rng.gamma(2.0, np.exp(3 + eta) / 2.0)},
-        lambda sd, at: {"alpha": pm.Gamma("alpha", 2, 0.2)},
+        lambda y, at: {"alpha": _precise("alpha", y.sd**2 / y.mean**2)},
         lambda eta, s, y, _: pm.Gamma("obs", alpha=s["alpha"], beta=s["alpha"] / pm.math.exp(eta), observed=y),
         _plain,
         "log",
@@ -212,11 +218,12 @@ CASES = (
         SITE,
         "y",
         lambda rng, eta: {"y": np.clip(rng.beta(8 * _expit(eta), 8 * _expit(-eta)), 0.002, 0.998)},
-        lambda sd, at: {"kappa": pm.Gamma("kappa", 2, 0.1)},
+        lambda y, at: {"kappa": _precise("kappa", 1 / (y.mean * (1 - y.mean) / y.sd**2 - 1))},
         lambda eta, s, y, _: pm.Beta(
             "obs", pm.math.invlogit(eta) * s["kappa"], pm.math.invlogit(-eta) * s["kappa"], observed=y
         ),
         _plain,
+        "logit",
     ),
     Case(
         "ordinal",
@@ -255,7 +262,7 @@ CASES = (
         SITE,
         SURVIVAL,
         _times(lambda rng, n: rng.weibull(1.5, size=n)),
-        lambda sd, at: {"alpha": pm.Gamma("alpha", 2, 1)},
+        lambda y, at: {"alpha": pm.InverseGamma("alpha", 1, 1)},
         lambda eta, s, y, limit: _at_most(pm.Weibull.dist(s["alpha"], pm.math.exp(eta)), y, limit),
         _until_limit,
         "log",
@@ -265,7 +272,7 @@ CASES = (
         SITE,
         SURVIVAL,
         _times(lambda rng, n: np.exp(0.8 * rng.normal(size=n))),
-        lambda sd, at: {"sigma": pm.HalfNormal("sigma", 2)},
+        lambda y, at: {"sigma": pm.HalfNormal("sigma", 2)},
         lambda eta, s, y, limit: _at_most(pm.Normal.dist(eta, s["sigma"]), y, limit),
         _logs_until_limit,
         "log",
@@ -275,7 +282,7 @@ CASES = (
         SITE,
         SURVIVAL,
         _times(lambda rng, n: np.exp(rng.logistic(size=n) / 2.0)),
-        lambda sd, at: {"alpha": pm.Gamma("alpha", 2, 1)},
+        lambda y, at: {"alpha": pm.InverseGamma("alpha", 1, 1)},
         lambda eta, s, y, limit: _at_most(pm.Logistic.dist(eta, 1 / s["alpha"]), y, limit),
         _logs_until_limit,
         "log",
@@ -285,7 +292,7 @@ CASES = (
         SITE,
         SURVIVAL,
         _times(lambda rng, n: rng.weibull(1.3, size=n)),
-        lambda sd, at: {"piece": pm.Normal("piece", 0, 1.5, shape=2)},
+        lambda y, at: {"piece": pm.Normal("piece", 0, 2.5, shape=2)},
         lambda eta, s, y, extra: pm.Poisson(
             "obs",
             extra[:, 0] * pm.math.exp(eta + pt.concatenate([pt.zeros(1), s["piece"]])[extra[:, 1].astype("int64")]),

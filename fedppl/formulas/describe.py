@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from fedppl.formulas import predictor
-from fedppl.formulas.family import Family
+from fedppl.formulas.family import Family, Scales
 from fedppl.formulas.predictor import Spec
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Terms, variable
 
-_COLUMNS = ["prior", "entries", "reference", "meaning"]
+_COLUMNS = ["prior", "entries", "reference", "meaning", "from"]
 _MEANINGS = {
     "sigma": "sd of what is left over",
     "nu": "degrees of freedom",
@@ -28,7 +29,7 @@ def before(terms: Terms, family: Family, shared: Sequence[str], priors: Mapping[
     """What is known before clients agree."""
     default = "by default wide, on the scales that clients agree on"
     rows = {
-        name: (repr(priors[name]) if name in priors else default, None, None, _meaning(terms, family, name))
+        name: (repr(priors[name]) if name in priors else default, None, None, _meaning(terms, family, name), None)
         for name in shared
     }
     return pd.DataFrame.from_dict(rows, orient="index", columns=_COLUMNS, dtype=object)
@@ -36,7 +37,7 @@ def before(terms: Terms, family: Family, shared: Sequence[str], priors: Mapping[
 
 def after(spec: Spec, shared: Sequence[str]) -> pd.DataFrame:
     """A row for each shared variable, under the name that ``priors`` has for it."""
-    rows = {name: (*_told(spec, name), _meaning(spec.terms, spec.family, name)) for name in shared}
+    rows = {name: (*_told(spec, name), _meaning(spec.terms, spec.family, name), _from(spec, name)) for name in shared}
     return pd.DataFrame.from_dict(rows, orient="index", columns=_COLUMNS, dtype=object)
 
 
@@ -66,6 +67,35 @@ def _told(spec: Spec, name: str) -> tuple[str, Any, Any]:
     if column is not None and column.levels:
         reference = column.levels[0] if reference is None else f"{column.levels[0]}, {reference}"
     return repr(predictor.coefficients(spec)[name]), entries or None, reference
+
+
+def _from(spec: Spec, name: str) -> str:
+    """What of the agreement a prior comes from."""
+    if name in spec.priors:
+        return "priors="
+    outcome, family, scales = spec.terms.response.columns[0], spec.family, spec.scales
+    mean, sd = f"mean of {outcome} ({scales.mean:.3g})", f"sd of {outcome} ({scales.sd:.3g})"
+    unit = sd if family.unit(scales) == scales.sd and family.link == "identity" else "1"
+    if name == "Intercept":
+        return f"{mean}, 2.5 times {unit}" if _depends(family.center, scales) else f"2.5 times {unit}"
+    if name in spec.terms.common:
+        read = [column for column in spec.terms.columns if re.search(rf"(?<!\w){re.escape(column)}(?!\w)", name)]
+        shares = any(spec.design.agreement.columns[column].levels for column in read)
+        return f"2.5 times {unit} / sd of the column over all rows{', by shares of levels' if shares else ''}"
+    if name in (beside := family.parameters(scales)):
+        depends = _depends(lambda other: repr(family.parameters(other)[name]), scales)
+        if beside[name].name == "HalfNormal" and depends:
+            return f"2 times {sd}"
+        return f"{mean} and {sd}" if depends else "the same for all data"
+    if name.endswith("_sd"):
+        return f"{unit} / root mean square of the effect's column over all rows"
+    return "the same for all data"
+
+
+def _depends(of: Callable[[Scales], Any], scales: Scales) -> bool:
+    """Whether something is another one where outcomes are."""
+    other = scales._replace(mean=0.5 * scales.mean + 0.1, sd=0.7 * scales.sd)
+    return bool(of(scales) != of(other))
 
 
 def _beside(spec: Spec, name: str) -> tuple[str, ...]:

@@ -67,7 +67,8 @@ def marginal_effects(
     Raises
     ------
     DeclarationError
-        If the fit is of no formula or has no posterior, the column is none of the formula, or `at` does not fit.
+        If the fit is of no formula or has no posterior, the column is none of the formula or has no slope at a row, or
+        `at` does not fit.
 
     Examples
     --------
@@ -91,7 +92,9 @@ def marginal_effects(
     exact where averages are linear in the shared variables.
 
     *When this fails.* The average derivative by a column that takes few whole numbers is none of the steps between
-    them; write ``C(column)``. Median times beyond the last one that was seen are told by the family alone.
+    them; write ``C(column)``. A function that has no slope at a row, as ``np.sqrt(x)`` at 0 and ``np.floor(x)`` at
+    whole numbers, is refused there; one that ends there, as a spline at its bounds, has the slope of the side where it
+    is. Median times beyond the last one that was seen are told by the family alone.
     """
     built = _formula_of(fit, column)
     if at is not None and built.family.outcome != "time":

@@ -34,7 +34,9 @@ def draw_outcomes(
     itself, PyMC draws anew what reads data or dims of which it is not told that they have not changed.
     """
     stays = [rv.name for rv in model.free_RVs if rv.name in posterior and rv.name not in set(anew)]
-    groups = {"posterior": posterior[stays], "constant_data": _as_it_is(model)}
+    draws = posterior[stays]
+    labels = [name for name in draws.coords if name not in ("chain", "draw")]  # the model's own are told below
+    groups = {"posterior": draws.drop_vars(labels), "constant_data": _as_it_is(model)}
     known = inspect.signature(pm.sample_posterior_predictive).parameters
     with model, quiet():
         found = pm.sample_posterior_predictive(
