@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -262,7 +263,7 @@ class Formula:
         """Columns that tell something though all rows have the same value: offsets, trials."""
         return frozenset({*self.terms.columns, *self.terms.response.columns[1:]} - self.terms.varying)
 
-    @property
+    @functools.cached_property
     def containers(self) -> dict[str, str]:
         """Arrays that the builder takes, by what they are: with another name where a column or variable has theirs."""
         kind = self.terms.response.kind

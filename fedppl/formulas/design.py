@@ -192,11 +192,11 @@ def from_plain(name: str, values: Array, agreement: Agreement) -> pd.Series:
 
 def _product(product: Product, factors: Mapping[str, Array], rows: int) -> Array:
     """Products of the columns of factors, the first factor's running fastest."""
-    found = np.ones((rows, 1))
+    found = None
     for name, is_short in zip(*product, strict=True):
         own = factors[name][:, int(is_short) :]
-        found = own * found if found.shape[1] == 1 else (own[:, :, None] * found[:, None, :]).reshape(rows, -1)
-    return found
+        found = own if found is None else (own[:, :, None] * found[:, None, :]).reshape(rows, -1)
+    return np.ones((rows, 1)) if found is None else found
 
 
 def _labels(term: Coded, levels: Mapping[str, Sequence[str]], widths: Mapping[str, int]) -> tuple[str, ...]:
