@@ -110,10 +110,9 @@ def EP(
         The `Correction` that turns q into the posterior once moments are matched, or None. "auto" is the default one
         where clients are in this process, share at most 20 coordinates, and have a local inference that can evaluate
         their factors without draws; those of `NUTS`, and of sites of their own, are asked for only where this is a
-        `Correction`. Its rounds do not
-        count towards ``rounds=``. Where those run out at the end of a sweep, in a round that moved q by less than 0.1
-        sds, it is corrected as it is: a correction that is to be trusted has the same posterior whatever q it began
-        from.
+        `Correction`. Its rounds do not count towards ``rounds=``. Where those run out at the end of a sweep, in a round
+        that moved q by less than 0.1 sds, it is corrected as it is: a correction that is to be trusted has the same
+        posterior whatever q it began from.
 
     Returns
     -------
