@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-PARTS = ("wire", "state", "policy", "patients", "budget", "trust")
+PARTS = ("wire", "state", "policy", "patients", "told", "budget", "trust")
 
 
 def run(part: str, quick: bool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from numpy.testing import assert_allclose
 
@@ -582,6 +583,36 @@ def test_the_server_knows_the_model_from_rows_of_nobody(family: str) -> None:
         name: list(here.coords[name]) for name in here.coords
     }
     assert contradiction(built.builder, rows, built.read("a", rows)) is None  # type: ignore[arg-type]
+
+
+# --- versions of the data ---
+
+
+@pytest.mark.filterwarnings("ignore:fit ended:fedppl.ConvergenceWarning")
+def test_a_site_that_lacks_one_patient_of_an_earlier_run_takes_no_part(tmp_path: Path) -> None:
+    """Nor in another formula; with as many changed rows as its policy wants it does."""
+    rng, data = np.random.default_rng(9), sites()
+
+    def fitted(rows: Mapping[str, Any], model: Any) -> str:
+        grid = FakeGrid(nodes_of(rows, tmp_path, model))
+        try:
+            found = agree(grid, model)
+            engine = fedppl.Flower.grid(
+                grid, clients=3, model=found.model, wait=0.3, deadline=5.0, poll=0.001, grace=0.01
+            )
+            fedppl.fit(found.model, None, fedppl.EP(), engine=engine, rounds=1, progressbar=False, random_seed=1)
+        except DeclarationError as error:
+            return str(error)
+        return ""
+
+    frames = {name: pd.DataFrame(rows) for name, rows in data.items()}
+    assert fitted(frames, MODEL) == ""
+    less = {**frames, "west": frames["west"].iloc[1:]}
+    assert "'west' does not take part under the policy" in fitted(less, fedppl.formula("y ~ age"))
+    *_, last = audit.lines(tmp_path / "west" / "audit.jsonl")
+    assert last["refused"].startswith("changed_rows: 1 since version 1 of 1")
+    more = frames["west"].assign(age=rng.normal(60, 9, 80), y=rng.normal(5, 1, 80))
+    assert fitted({**frames, "west": more}, MODEL) == ""
 
 
 # --- the server -----------------------------------------------------------------------------------------------

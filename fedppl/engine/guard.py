@@ -204,8 +204,8 @@ def not_approved(rules: Policy, request: Request) -> str | None:
         return f"approval: its file cannot be read ({type(error).__name__})"
     if request.run and request.run in runs:
         return None
-    missing = "" if path.exists() else f"; {str(path)!r} is not there"
-    return f"approval: nobody has approved run {request.run!r}{missing}"
+    where = f"{str(path)!r}{'' if path.exists() else ', which is not there'}"
+    return f"approval: nobody has approved run {request.run!r}; who does adds that name as a line to {where}"
 
 
 def released(guard: Guard, algorithm: AnyAlgorithm, request: Request, reply: Reply | Failure) -> bool:

@@ -91,7 +91,8 @@ class Policy:
         few rows these depend.
     agreement
         Fewest rows of all that is told before a run by a formula, when clients agree on levels and scales: of the
-        client, of a level, of rows with another value than most; rows are counted in its multiples. The server may want
+        client, of a level, of a value; of fewer, not even that there are some. Rows of levels that clients did not
+        agree on are left out where they are fewer. Rows are counted in its multiples. The server may want
         more, not less. What was told of a column is told again, whatever the rows now are, until its file is deleted;
         telling anew, and each other agreement that the site is sent, counts as a request. ``inf``, or `epsilon`, tells
         no more than which columns are texts.

@@ -14,7 +14,7 @@ from fedppl.flower.decode import Malformed, brief, reading
 from fedppl.flower.post import Letter, Post, content_of, trouble
 from fedppl.flower.records import AGREE, texts_of
 from fedppl.flower.roll import expected_clients, identity
-from fedppl.flower.site_agreement import waits
+from fedppl.flower.site_agreement import named, waits
 from fedppl.formulas.agreement import Told
 from fedppl.formulas.exchange import asked
 from fedppl.formulas.formula import Agreed, of_told
@@ -102,6 +102,7 @@ def agree(
     one_of("withheld", withheld, ("error", "other"))
     positive("wait", wait, "it is in seconds"), positive("poll", poll, "it is in seconds")
     expected = expected_clients(clients)
+    logger.info("sites whose policy has a file for approval know this question as the run %r", named(model))
     asking = _Asking(Post(grid, poll, _GRACE), expected, asked(model.builder).names, min_count, wait)  # type: ignore[arg-type]
     return of_told(model, asking.told(), withheld, believed=False)
 

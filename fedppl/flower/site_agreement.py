@@ -44,7 +44,10 @@ def declared(model: FederatedModel, memory: Memory, own: str) -> tuple[Federated
     kept = _recalled(memory, _name(own, "agreement"))
     if not kept:
         return model, ""
-    agreement = unpack_agreement(kept, asked(_built(model)).names)
+    try:
+        agreement = unpack_agreement(kept, asked(_built(model)).names)
+    except Malformed:  # of another formula, of other columns
+        return model, ""
     return remembering(model, agreement), digest(agreement)
 
 

@@ -162,10 +162,10 @@ def agree(
 
     Every client tells, of each column of the formula, how many rows it has, of numbers their sum and sum of squares,
     of texts the levels that at least `min_count` of its rows have, and whether rows have others. Nothing else leaves.
-    With a `min_count` above 1 rows are counted in its multiples, sds have two digits and means end where they do, a
-    client with fewer rows tells nothing and takes the constants of the others, and the sums of a numeric column are
-    withheld where some rows but fewer than that have another value than most. Where clients are sites of their own
-    `fedppl.Flower.agree` asks them, under their own policies.
+    With a `min_count` above 1 rows are counted in its multiples, means and sds are rough, values that fewer rows have
+    count as others, and a client with fewer rows tells nothing and takes the constants of the others. Where clients
+    are sites of their own `fedppl.Flower.agree` asks them, under their own policies, and nothing at all tells whether
+    some rows but fewer than that have a level.
 
     Parameters
     ----------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+_OURS = "fedppl"  # known by its version
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), type(Ellipsis))
 
 
@@ -18,9 +20,8 @@ def code_key(builder: Any) -> str:
 
     The same in every process. Two builders with one key may still differ in what they read of files.
 
-    >>> def to_the(power):
-    ...     return lambda y: y**power
-    >>> code_key(to_the(2)) == code_key(to_the(2)), code_key(to_the(2)) == code_key(to_the(3))
+    >>> one, same, other = (functools.partial(np.power, exponent) for exponent in (2, 2, 3))
+    >>> code_key(one) == code_key(same), code_key(one) == code_key(other)
     (True, False)
     """
     state = hashlib.sha256()
@@ -47,9 +48,13 @@ def _parts(value: Any, package: str, seen: dict[int, Any]) -> Iterator[bytes]:
         yield repr((value.co_names, value.co_varnames, value.co_freevars)).encode()
         value = value.co_consts
     if isinstance(value, np.ndarray | np.generic):
-        yield repr((value.dtype.str, np.shape(value), np.asarray(value).tolist())).encode()
-    elif isinstance(value, FunctionType) and _package(value) == package:
-        found = {name: value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__}
+        array = np.asarray(value)
+        yield repr((array.dtype.str, array.shape)).encode()
+        yield repr(array.tolist()).encode(errors="surrogatepass") if array.dtype.hasobject else array.tobytes()
+    elif isinstance(value, FunctionType) and _package(value) == package and package != _OURS:
+        known = ((name, value.__globals__.get(name)) for name in value.__code__.co_names)
+        # What a module fills while it runs, such as a cache, is another at each call.
+        found = {name: one for name, one in known if not isinstance(one, dict | list | set)}
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         for part in (value.__code__, value.__defaults__, value.__kwdefaults__, cells, found):
             yield from _parts(part, package, seen)
@@ -68,7 +73,9 @@ def _parts(value: Any, package: str, seen: dict[int, Any]) -> Iterator[bytes]:
         yield repr(sorted(map(repr, value))).encode()
     elif isinstance(value, type | ModuleType | FunctionType):
         yield f"{_package(value)} {getattr(value, '__qualname__', getattr(value, '__name__', ''))}".encode()
-    elif type(value).__module__.partition(".")[0] == package and package != "fedppl":
+    elif dataclasses.is_dataclass(value):
+        yield from _parts([getattr(value, one.name) for one in dataclasses.fields(value)], package, seen)
+    elif type(value).__module__.partition(".")[0] == package and package != _OURS:
         yield from _parts(getattr(value, "__dict__", {}), package, seen)
     else:
         yield f"{type(value).__module__} {getattr(value, '__name__', '')}".encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -137,6 +138,11 @@ def far_off(state: EPState) -> str:
         "what others know: look at its data, at the units first, though one that alone tells much of it does so "
         "honestly. fedppl.EP(trust=3) would hold it back"
     )
+
+
+def unseen(state: EPState, clients: Collection[str]) -> EPState:
+    """The state that knows whose rows nobody here can look at."""
+    return state._replace(unseen=np.array([name in clients for name in state.sites.where]))
 
 
 def of_agreeing_clients(taken: Taken, trust: float | None) -> Taken:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from fedppl.algorithms.ep._rounds import (
     out_of_rounds,
 )
 from fedppl.algorithms.ep._state import EPState, reported
-from fedppl.algorithms.ep._verdict import of_agreeing_clients
+from fedppl.algorithms.ep._verdict import of_agreeing_clients, unseen
 from fedppl.algorithms.ep.correction import Correction
 from fedppl.algorithms.ep.together import together
 from fedppl.algorithms.size import say_if_large
@@ -111,10 +111,9 @@ def EP(
         The `Correction` that turns q into the posterior once moments are matched, or None. "auto" is the default one
         where clients are in this process, share at most 20 coordinates, and have a local inference that can evaluate
         their factors without draws; those of `NUTS`, and of sites of their own, are asked for only where this is a
-        `Correction`. Its rounds do not
-        count towards ``rounds=``. Where those run out at the end of a sweep, in a round that moved q by less than 0.1
-        sds, it is corrected as it is: a correction that is to be trusted has the same posterior whatever q it began
-        from.
+        `Correction`. Its rounds do not count towards ``rounds=``. Where those run out at the end of a sweep, in a round
+        that moved q by less than 0.1 sds, it is corrected as it is: a correction that is to be trusted has the same
+        posterior whatever q it began from.
 
     Returns
     -------
@@ -219,7 +218,7 @@ def EP(
         disclosure=contracts.Disclosure(
             functools.partial(_asks, local=inference),
             at_sites=functools.partial(_at_sites, corrects=isinstance(correction, Correction), searches=by_number),
-            unseen=_unseen,
+            unseen=unseen,
             concludes=at_target,
         ),
         together=None if alone or by_number and searches > 1 else _all_at_once(matching, closing),
@@ -246,10 +245,6 @@ def checked(
 def _at_sites(state: EPState, *, corrects: bool, searches: bool) -> EPState:
     """Sites answer for a correction, and for several warm starts, only where these were asked for by name."""
     return state._replace(corrects=state.corrects and corrects, starts=state.starts if searches else None)
-
-
-def _unseen(state: EPState, clients: Collection[str]) -> EPState:
-    return state._replace(unseen=np.array([name in clients for name in state.sites.where]))
 
 
 def _closing(correction: Correction | str | None, matching: Matching) -> Closing | None:
