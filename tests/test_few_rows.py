@@ -146,6 +146,43 @@ def test_wards_of_two_rows_are_no_reason() -> None:
     assert refuse_model(LOOSE, enrolled(build, data, ["beta", "sd"], kernel=True)) is None
 
 
+READ_OF_ALL = {
+    "a place": (lambda x: x[7], "few_rows"),
+    "several places": (lambda x: x[7] + 2.0 * x[11], "few_rows"),
+    "an extreme": (lambda x: x.max(), "few_rows"),
+    "a mean": (lambda x: x.mean(), "None"),
+}
+
+
+@pytest.mark.parametrize("read", READ_OF_ALL)
+def test_what_all_rows_read_of_a_few_is_refused_and_a_mean_is_not(read: str) -> None:
+    of_all, rule = READ_OF_ALL[read]
+
+    def build(x: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            x, y = pm.Data("x", x), pm.Data("y", y)
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            pm.Normal("obs", beta[0] * x + beta[1] * of_all(x), 1, observed=y)
+        return model
+
+    x, y = RNG.normal(size=(2, 300))
+    assert rule_of(build, {"x": x, "y": y}) == rule
+
+
+def test_what_effects_read_of_one_row_is_refused() -> None:
+    def build(x: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            x, y = pm.Data("x", x), pm.Data("y", y)
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            effect = pm.Normal("effect", beta[1] * x[7], 1)
+            pm.Normal("obs", beta[0] * x + effect, 1, observed=y)
+        return model
+
+    x, y = RNG.normal(size=(2, 300))
+    client = enrolled(build, {"x": x, "y": y}, kernel=True)
+    assert str(refuse_model(LOOSE, client)).startswith("few_rows: terms of other rows")
+
+
 @pytest.mark.parametrize("builder", [patients.potential, patients.joint])
 def test_terms_that_are_not_of_single_rows_are_refused_unless_the_owner_allows_them(builder: Any) -> None:
     X, y, _ = patients.site(0)
