@@ -1,8 +1,8 @@
 """Attacks on a federation, and whether they are held: one JSON line.
 
 A site that lies about the model, messages made to end a run, files made to run code, a server that asks for rows or is
-after single patients, a budget that is counted wrongly, and a client that lies about its moments. Each bar is a figure that ends in `_met`; the
-command ends with 1 where one is not.
+after single patients, a budget that is counted wrongly, and a client that lies about its moments. Each bar is a figure
+that ends in `_met`; the command ends with 1 where one is not.
 
     OMP_NUM_THREADS=1 python benchmarks/attacks.py
     OMP_NUM_THREADS=1 python benchmarks/attacks.py --parts budget trust

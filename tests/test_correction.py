@@ -278,7 +278,14 @@ def test_rounds_do_not_count_and_are_there_when_rounds_run_out_on_convergence() 
 
 def test_sites_are_not_asked_by_default_and_their_policy_decides(caplog: pytest.LogCaptureFixture) -> None:
     model, clients = problems.schools()
-    lenient = {"rows": 0, "parameters_per_row": np.inf, "events": 0, "cavity": np.inf, "distance": np.inf}
+    lenient = {
+        "rows": 0,
+        "few_rows": 0,
+        "parameters_per_row": np.inf,
+        "events": 0,
+        "cavity": np.inf,
+        "distance": np.inf,
+    }
     plain = fit(model, clients, engine=fedppl.InProcess(policy=fedppl.Policy(**lenient)))
     assert plain.status is Status.CONVERGED
     assert all(record.info["phase"] != "correction" for record in plain.records)

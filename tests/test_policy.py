@@ -31,7 +31,7 @@ from fedppl.storage import checkpoint, ledger
 from fedppl.types import LocalFailure
 from tests.support import problems
 
-OPEN = Policy(rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
+OPEN = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
 
 # --- the file -------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ def test_one_answer_a_round_and_rounds_increase_in_each_run() -> None:
 
 
 def test_requests_count_over_runs() -> None:
-    guard = in_memory(Policy(rows=0, parameters_per_row=math.inf, requests=4), "a")
+    guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, requests=4), "a")
     assert [admitted(guard, ask(1, f"run {i}")) for i in range(6)] == [True] * 4 + [False] * 2
 
 
@@ -337,7 +337,7 @@ def test_a_share_of_the_prior_is_one(share: Any) -> None:
 def test_an_algorithm_that_does_not_say_where_it_asks_needs_a_policy_that_does_not_look() -> None:
     silent = fedppl.EP()._replace(disclosure=Disclosure())
     assert not admitted(in_memory(OPEN, "a"), ask(), silent)
-    open_ended = Policy(rows=0, parameters_per_row=math.inf, distance=math.inf, cavity=math.inf)
+    open_ended = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, distance=math.inf, cavity=math.inf)
     assert admitted(in_memory(open_ended, "a"), ask(), silent)
 
 
@@ -345,7 +345,7 @@ def test_an_algorithm_that_does_not_say_where_it_asks_needs_a_policy_that_does_n
 def test_with_a_total_epsilon_only_known_costs_are_answered(kind: str) -> None:
     private = fedppl.PrivateEP(clip=1.0, noise_multiplier=5.0, releases=99)
     algorithm = private if kind == "PrivateEP" else fedppl.EP()
-    guard = in_memory(Policy(rows=0, parameters_per_row=math.inf, epsilon=3.0), "a")
+    guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, epsilon=3.0), "a")
     state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
     message = algorithm.broadcast(state, "clinic 3")
     count = sum(admitted(guard, ask()._replace(run=str(i), message=message), algorithm) for i in range(40))
@@ -354,17 +354,16 @@ def test_with_a_total_epsilon_only_known_costs_are_answered(kind: str) -> None:
 
 
 def test_a_declaration_that_is_not_listed_is_refused_by_name() -> None:
-    rules = Policy(rows=0, parameters_per_row=math.inf, declarations=("beef",))
-    assert "beef" not in str(policy.refuse_algorithm(rules, fedppl.EP(), LAYOUT))
-    assert LAYOUT.fingerprint in str(policy.refuse_algorithm(rules, fedppl.EP(), LAYOUT))
+    rules = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, declarations=("beef",))
+    assert CLIENT.declaration in str(policy.refuse_declaration(rules, lambda: CLIENT.declaration))
     assert not admitted(in_memory(rules, "a"), ask())
-    listed = Policy(rows=0, parameters_per_row=math.inf, declarations=(LAYOUT.fingerprint,))
+    listed = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, declarations=(CLIENT.declaration,))
     assert admitted(in_memory(listed, "a"), ask())
 
 
 def test_a_person_approves_runs_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "runs.txt"
-    guard = in_memory(Policy(rows=0, parameters_per_row=math.inf, approval=path), "a")
+    guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, approval=path), "a")
     assert not admitted(guard, ask())
     path.write_text("other\nr\n")
     assert admitted(guard, ask())
@@ -379,7 +378,7 @@ def test_a_function_sees_a_release_before_it_leaves() -> None:
         seen.append(release)
         return release.round == 1
 
-    guard = in_memory(Policy(rows=0, parameters_per_row=math.inf, approval=approve), "a")
+    guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, approval=approve), "a")
     reply = Reply("clinic 3", 7, LAYOUT.fingerprint, {"mean": np.ones(2)}, {"ess": 3.0})
     assert released(guard, fedppl.EP(), ask(1), reply)
     assert not released(guard, fedppl.EP(), ask(2), reply)
@@ -393,10 +392,10 @@ def test_an_approval_that_fails_is_none(tmp_path: Path) -> None:
     def approve(release: policy.Release) -> bool:
         raise ZeroDivisionError
 
-    guard = in_memory(Policy(rows=0, parameters_per_row=math.inf, approval=approve), "a")
+    guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, approval=approve), "a")
     reply = Reply("clinic 3", 7, LAYOUT.fingerprint, {"mean": np.ones(2)}, {"ess": 3.0})
     assert not released(guard, fedppl.EP(), ask(1), reply)
-    guard = in_memory(Policy(rows=0, parameters_per_row=math.inf, approval=tmp_path), "a")  # a folder
+    guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, approval=tmp_path), "a")  # a folder
     assert not admitted(guard, ask())
 
 
@@ -482,7 +481,7 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_every_request_stands_in_the_log_and_refusals_sound_alike(tmp_path: Path) -> None:
-    site = site_of(tmp_path, Policy(rows=0, parameters_per_row=math.inf, requests=2))
+    site = site_of(tmp_path, Policy(rows=0, few_rows=0, parameters_per_row=math.inf, requests=2))
     assert not refused(sent(site, ask(1)))
     told = {sent(site, request).reason for request in (ask(1, point=[1, 0, 0]), ask(2, point=FAR))}
     assert not refused(sent(site, ask(3)))
@@ -508,7 +507,7 @@ def test_every_request_stands_in_the_log_and_refusals_sound_alike(tmp_path: Path
 
 
 def test_limits_outlive_the_process_and_other_names_of_the_client(tmp_path: Path) -> None:
-    rules = Policy(rows=0, parameters_per_row=math.inf, requests=3)
+    rules = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, requests=3)
     for i in range(3):
         assert not refused(sent(site_of(tmp_path, rules)._replace(token=f"process {i}"), ask(1, f"run {i}")))
     assert refused(sent(site_of(tmp_path, rules)._replace(token="last"), ask(1, "run 3")))
@@ -533,7 +532,7 @@ def test_the_same_request_again_gets_the_same_answer_and_costs_nothing(tmp_path:
 
 def test_a_server_that_asks_without_end_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_account, "_ALL_OF", 4)
-    site = site_of(tmp_path, Policy(rows=0, parameters_per_row=math.inf, requests=1))
+    site = site_of(tmp_path, Policy(rows=0, few_rows=0, parameters_per_row=math.inf, requests=1))
     assert not refused(sent(site, ask(1)))
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert all(refused(sent(site, ask(1, f"made up {i}"))) for i in range(20))
@@ -677,7 +676,7 @@ def test_parallel_requests_are_let_through_one_by_one(tmp_path: Path) -> None:
 def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
     """Three releases with little noise, and an app with much noise gets nothing more."""
     total = (privacy.epsilon(1.5, 2) + privacy.epsilon(1.5, 3)) / 2
-    rules = Policy(rows=0, parameters_per_row=math.inf, requests=math.inf, epsilon=total)
+    rules = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, requests=math.inf, epsilon=total)
     loud, quiet = (fedppl.PrivateEP(clip=1.0, noise_multiplier=z, releases=500) for z in (1.5, 8.0))
     message = loud.broadcast(loud.init(LAYOUT, ("clinic 3",), np.random.default_rng(0)), "clinic 3")
     first = [sent(site_of(tmp_path, rules, loud), ask(1, f"a{i}")._replace(message=message)) for i in range(3)]
@@ -771,7 +770,9 @@ def test_a_message_that_is_none_is_refused(tmp_path: Path, message: Any) -> None
 
 def test_an_introduction_tells_one_bit_of_the_data(tmp_path: Path) -> None:
     told = set()
-    for i, rules in enumerate((Policy(), Policy(rows=0, parameters_per_row=1e-3), Policy(rows=15, events=0))):
+    for i, rules in enumerate(
+        (Policy(), Policy(rows=0, few_rows=0, parameters_per_row=1e-3), Policy(rows=15, events=0))
+    ):
         folder = tmp_path / str(i)
         folder.mkdir()
         told.add(_node.introduce(site_of(folder, rules), {})[1]["error"])

@@ -17,7 +17,9 @@ from fedppl import DeclarationError, Policy, gaussian
 from fedppl.testing import normal_means
 from tests.support.fake_grid import FakeGrid, node
 
-OPEN = Policy(rows=0, parameters_per_row=math.inf, events=0, requests=math.inf, distance=math.inf, correction=2**20)
+OPEN = Policy(
+    rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf, distance=math.inf, correction=2**20
+)
 PLAIN, CORRECTED = fedppl.EP(tolerance=1e-3, correction=None), fedppl.EP(correction=fedppl.Correction())
 
 

@@ -47,7 +47,7 @@ def logistic(X: Any, y: Any) -> Any:
 
 
 # The default, for a site that takes part with fewer rows than that wants: what remains has to hold by itself.
-_SMALL = Policy(rows=20, parameters_per_row=0.25)
+_SMALL = Policy(rows=20, parameters_per_row=0.25, joint=True)
 
 
 class Server:
@@ -122,7 +122,11 @@ def probe(server: Server, columns: int, most: int, *, increasing: bool = False) 
     return found
 
 
-_PROBERS = {"one_round": (_SMALL, 30, False), "rounds_increasing": (_SMALL, 30, True), "default": (Policy(), 300, True)}
+_PROBERS = {
+    "one_round": (_SMALL, 30, False),
+    "rounds_increasing": (_SMALL, 30, True),
+    "default": (Policy(joint=True), 300, True),
+}
 
 
 def _far_probes(quick: bool) -> dict[str, Any]:
@@ -240,7 +244,7 @@ def _discrete(requests: int) -> bool:
     data = {"X": X, "y": rng.integers(0, 2, 250)}
     counts = np.bincount((X[:, 1:] @ [8, 4, 2, 1]).astype(int), minlength=16)
     with tempfile.TemporaryDirectory() as folder:
-        return bool(np.array_equal(count_cells(Server(Path(folder), Policy(), data), 5, requests), counts))
+        return bool(np.array_equal(count_cells(Server(Path(folder), Policy(joint=True), data), 5, requests), counts))
 
 
 def solve(

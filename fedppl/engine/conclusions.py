@@ -6,7 +6,7 @@ import numpy as np
 
 from fedppl.contracts import AnyAlgorithm, ClientView, Reply, Request
 from fedppl.engine import policy
-from fedppl.engine.guard import Guard, Ledger, Run, checked, released
+from fedppl.engine.guard import Guard, Ledger, Run, checked, counted, released
 from fedppl.types import Message
 
 _OF_POINTS = ("points", "weights", "joins")  # of a corrected posterior
@@ -52,6 +52,7 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
         concluding = algorithm._replace(disclosure=algorithm.disclosure._replace(asks=concludes))
         rule = rule or checked(guard.policy, ledger, concluding, client, as_asked)[0]
         rule = rule or _elsewhere(guard, ledger, client, request)
+        ledger = counted(ledger, rule)
         if rule is None:
             ledger = ledger._replace(requests=ledger.requests + 1, unknown=ledger.unknown + 1)
         entry = {"event": "request", "run": request.run, "client": request.client_id, "asked": list(names)}

@@ -15,7 +15,8 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import Asked
 from fedppl.engine.policy import Policy, reached
-from fedppl.model.row_scores import row_scores, slopes
+from fedppl.model.pack import pack
+from fedppl.model.row_scores import by_length, row_scores, slopes
 from fedppl.numerics.concentration import by_column, concentration
 from fedppl.numerics.marginal import mode_path
 from fedppl.numerics.newton import OK
@@ -25,6 +26,7 @@ _ASIDE = 1e-6  # prior sds: where a coordinate is 0 its slopes may be, and what 
 _STEP = 1e-4  # prior sds, for curvatures along
 _ALONG = 6  # directions: slopes of a row cancel along few of them
 _KEPT = 64  # points of a client
+_GROUPS, _ROUNDING = 16, 1e-9
 _MOST = 0.5  # coordinates a row, beyond which each row has a direction of its own
 ByRow = Callable[[Any, Array], Array]  # of an algorithm: vectors (n, p) of a client's rows at a point
 
@@ -47,7 +49,15 @@ def refuse_model(rules: Policy, client: Any, by_row: ByRow | None = None) -> str
             f"joint: {', '.join(map(repr, names))} may read any of the rows at once, so that nobody knows on how few "
             "they depend; declare outcomes of rows as observed variables, or set joint to true in the policy"
         )
-    return _refuse(rules, client, gaussian.mean(client.layout.prior), by_row)
+    rule = _refuse(rules, client, gaussian.mean(client.layout.prior), by_row)
+    if rule is None and rules.few_rows and by_row is None:
+        known = _shares.setdefault(client, {})
+        key = (rules.few_rows, rules.few_rows_share, "others' terms")
+        if key not in known:
+            known[key] = share_in_others(client, rules.few_rows, rules.few_rows_share)
+        if not known[key] < rules.few_rows_share:
+            return f"few_rows: terms of other rows depend by {known[key]:.4g} on {rules.few_rows} rows or fewer"
+    return rule
 
 
 def refuse_points(rules: Policy, client: Any, asked: Asked, allowed: Array, by_row: ByRow | None = None) -> Found:
@@ -156,3 +166,48 @@ def _along_modes(client: Any, phi: Array) -> tuple[Array, Array]:
     if status != OK:
         theta, path = client.initial, np.zeros((d, m))
     return np.concatenate([phi, theta]), np.concatenate([np.eye(m), path.T], axis=1)
+
+
+def share_in_others(client: Any, few: int, enough: float) -> float:
+    """The largest share that so few rows have in terms which are not their own, as where all read one row by its place.
+
+    A row's data are put in the place of another's. Where rows stand for themselves the slopes of all together change
+    by the difference of these two rows' own, which is tried for sixteen groups of rows at once; where they do not,
+    as with a mean of all rows, for each row.
+    """
+    layout: Layout = client.layout
+    m, held = layout.size, len(client.template.parts.data)
+    rng = np.random.default_rng(1)
+    aside = gaussian.standard_deviations(layout.prior) * 0.01 * rng.normal(size=m)
+    x = np.concatenate([gaussian.mean(layout.prior) + aside, client.initial])
+    directions = np.eye(m, len(x))
+
+    def total(inputs: Any) -> Array:
+        if client.local_size:
+            return np.asarray(client.kernel(x, *pack(inputs))[1 : 1 + m])
+        return np.sum([np.sum(part, axis=0) for part in by_length(client, x, directions, inputs).values()], axis=0)
+
+    def foreign(own: Array, rows: Array, partners: Array) -> Array:
+        def put(value: Any) -> Any:
+            if np.ndim(value) == 0 or len(value) != len(own):
+                return value
+            value = np.array(value)
+            value[rows] = value[partners]
+            return value
+
+        changed = total([*map(put, client.inputs[:held]), *client.inputs[held:]]) - before
+        return np.asarray(changed - np.sum(own[partners] - own[rows], axis=0))
+
+    share, before = 0.0, total(client.inputs)
+    for length, own in by_length(client, x, directions).items():
+        order = rng.permutation(length)
+        partner = np.empty(length, dtype=int)
+        partner[order] = np.roll(order, 1)
+        rounding = _ROUNDING * (np.sum(np.abs(own), axis=0) + np.abs(before))
+        groups = np.array_split(order, _GROUPS)
+        if all(np.all(np.abs(foreign(own, rows, partner[rows])) <= rounding) for rows in groups):
+            continue
+        each = np.stack([foreign(own, order[i : i + 1], partner[order[i : i + 1]]) for i in range(length)])
+        each[:, np.max(np.abs(each), axis=0) <= rounding] = 0.0
+        share = max(share, concentration(each, few, enough) if m <= _MOST * length else by_column(each, few))
+    return share

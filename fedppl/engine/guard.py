@@ -126,7 +126,7 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
         request = request._replace(message={k: v for k, v in request.message.items() if k not in _OWN})
         rule, request, points = checked(guard.policy, ledger, algorithm, client, request)
         if rule is not None:
-            guard.write(ledger, {**entry, "refused": rule})
+            guard.write(counted(ledger, rule), {**entry, "refused": rule})
             return None
         noise = algorithm.disclosure.noise_multiplier
         after = ledger._replace(
@@ -145,6 +145,11 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
                 left_out,
             )
         return request
+
+
+def counted(ledger: Ledger, rule: str | None) -> Ledger:
+    """A refusal that depends on the rows tells a bit of them, and costs a request."""
+    return ledger._replace(requests=ledger.requests + 1) if rule and rule.startswith("few_rows") else ledger
 
 
 def checked(

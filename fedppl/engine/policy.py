@@ -50,8 +50,9 @@ class Policy:
     r"""What a site allows, whoever runs the server.
 
     A rule on data is decided when the site introduces itself, and the server learns one bit: whether the site takes
-    part. All others but a function for `approval` depend on the request and on what was asked before, not on data, and
-    are refused in one fixed text. Limits count over all runs.
+    part. All others but `few_rows` and a function for `approval` depend on the request and on what was asked before,
+    not on data, and all are refused in one fixed text. What `few_rows` refuses counts as a request, since it tells a
+    bit. Limits count over all runs.
 
     Parameters
     ----------
@@ -83,8 +84,8 @@ class Policy:
         densities for `fedppl.loo`, and "conflict", the site's p-value and statistic for `fedppl.conflict`. It counts as
         one more request, and q has to lie where one may ask. Not together with `epsilon`.
     few_rows, few_rows_share
-        No direction of the shared coordinates may have more than this share of its slopes and curvatures from so few
-        rows, at the points asked for and at the prior's mean: what leaves would be these rows' own. 0 does not look.
+        No direction of the shared coordinates may have this share of its slopes or curvatures from so few rows, at the
+        points asked for and at the prior's mean: what leaves would be these rows' own. 0 does not look.
     joint
         Whether a density may have terms that are not of single rows: every ``pm.Potential`` that reads data or local
         variables, and outcomes with a joint density, such as one ``pm.MvNormal`` over all rows. Nobody knows on how

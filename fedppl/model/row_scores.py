@@ -39,17 +39,23 @@ def row_scores(client: ClientModel) -> RowScores:
 
 
 def slopes(client: ClientModel, x: Array, directions: Array) -> Array:
-    """Slopes (n, k) of the log density of each row along directions (k, m + d), at x = (φ, θ).
+    """Slopes (n, k) of the log density of each row along directions (k, m + d), at x = (φ, θ)."""
+    found = list(by_length(client, x, directions).values())
+    return np.concatenate(found) if found else np.zeros((0, len(directions)))
+
+
+def by_length(
+    client: ClientModel, x: Array, directions: Array, inputs: Sequence[Any] | None = None
+) -> dict[int, Array]:
+    """The same by length of outcomes, with the client's inputs or others.
 
     Entries that stand in one row of an outcome are one, and so are those of outcomes with as many rows.
     """
     along = row_scores(client).along
-    if along is None:
-        return np.zeros((0, len(directions)))
     rows: dict[int, Array] = {}
-    for found in along(x, directions, *client.inputs):
+    for found in along(x, directions, *(client.inputs if inputs is None else inputs)) if along else ():
         rows[found.shape[1]] = rows.get(found.shape[1], 0.0) + found.T
-    return np.concatenate(list(rows.values()))
+    return rows
 
 
 def _build(client: ClientModel) -> RowScores:

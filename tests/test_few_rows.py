@@ -1,0 +1,266 @@
+"""No number that leaves a site depends on few rows: the rule, where it looks, and what honest declarations notice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytest
+from numpy.testing import assert_allclose
+from scipy.special import expit
+
+import fedppl
+from benchmarks._attacks import patients
+from fedppl import Policy
+from fedppl.contracts import Request
+from fedppl.engine.few_rows import refuse_model
+from fedppl.engine.guard import admit, in_memory
+from fedppl.model.row_scores import row_scores, slopes
+from fedppl.numerics.concentration import by_column, concentration
+
+RNG = np.random.default_rng(2)
+LOOSE = Policy(rows=0, parameters_per_row=math.inf, events=0)
+
+
+def marks(rows: Any, n: int = 400) -> Any:
+    found = np.zeros(n)
+    found[rows] = 1.0
+    return found
+
+
+def enrolled(builder: Any, data: Mapping[str, Any], shared: Any = ("beta",), *, kernel: bool = False) -> Any:
+    return fedppl.FederatedModel(builder, shared).enrol({"a": data}, kernel=kernel)["a"]
+
+
+def rule_of(builder: Any, data: Mapping[str, Any], shared: Any = ("beta",), rules: Policy = LOOSE) -> str:
+    return str(refuse_model(rules, enrolled(builder, data, shared))).partition(":")[0]
+
+
+# --- shares ---------------------------------------------------------------------------------------------------
+
+
+def test_of_equal_rows_so_few_have_their_part() -> None:
+    assert concentration(np.ones((200, 1)), 3) == pytest.approx(3 / 200)
+    assert by_column(np.ones((200, 2)), 3) == pytest.approx(3 / 200)
+
+
+@pytest.mark.parametrize("few", [1, 2, 3])
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-9])
+def test_an_indicator_is_seen_whatever_it_is_hidden_in(few: int, size: float) -> None:
+    noise = RNG.normal(size=(400, 3))
+    X = np.column_stack([noise, noise @ [1.0, -2.0, 0.5] + size * marks(np.arange(few))])
+    assert concentration(X @ RNG.normal(size=(4, 4)), few) > 0.999
+    assert concentration(X[:, :3], few) < 0.3
+
+
+def test_one_row_more_than_few_is_a_share() -> None:
+    found = concentration(np.column_stack([np.ones(4000), marks(np.arange(4), 4000)]), 3)
+    assert found == pytest.approx(0.75, abs=0.01)
+
+
+def test_columns_of_zeros_and_sums_of_others_are_no_directions() -> None:
+    X = RNG.normal(size=(300, 2))
+    assert concentration(np.column_stack([X, X.sum(1), np.zeros(300)]), 3) == pytest.approx(concentration(X, 3))
+    assert concentration(np.zeros((9, 2)), 3) == by_column(np.zeros((9, 2)), 3) == 0.0
+
+
+# --- slopes of rows -------------------------------------------------------------------------------------------
+
+
+def test_slopes_of_rows_are_those_of_the_closed_form() -> None:
+    X, y = RNG.normal(size=(50, 3)), RNG.integers(0, 2, 50)
+    beta = np.array([0.5, -1.0, 30.0])
+    client = enrolled(patients.logistic, {"X": X, "y": y})
+    exact = (y - expit(X @ beta))[:, None] * X
+    assert_allclose(slopes(client, beta, np.eye(3)), exact, atol=1e-12)
+    assert_allclose(slopes(client, beta, np.ones((1, 3)))[:, 0], exact.sum(1), atol=1e-12)
+    assert row_scores(client).joint == ()
+
+
+def test_outcomes_of_one_length_are_one_row_each_and_others_stand_by_themselves() -> None:
+    def build(y: Any, z: Any, t: Any) -> Any:
+        with pm.Model() as model:
+            y, z, t = (pm.Data(name, value) for name, value in {"y": y, "z": z, "t": t}.items())
+            mu = pm.Normal("mu", 0, 1)
+            for name, value in {"a": y, "b": z, "c": t}.items():
+                pm.Normal(name, mu, 1, observed=value)
+        return model
+
+    y, z, t = RNG.normal(size=4), RNG.normal(size=(4, 2)), RNG.normal(size=3)
+    found = slopes(enrolled(build, {"y": y, "z": z, "t": t}, ["mu"]), np.array([0.5]), np.eye(1))
+    assert_allclose(found[:, 0], [*(y - 0.5 + (z - 0.5).sum(1)), *(t - 0.5)])
+
+
+# --- declarations ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("disguise", patients.DISGUISES)
+def test_what_few_rows_make_up_is_refused_in_every_disguise(disguise: str) -> None:
+    X, y, _ = patients.site(11, patients.DISGUISES[disguise])
+    assert rule_of(patients.logistic, {"X": X, "y": y}) == "few_rows"
+
+
+def test_a_power_of_a_shared_coefficient_is_seen_where_its_slope_is_zero() -> None:
+    def build(X: Any, y: Any, mark: Any) -> Any:
+        with pm.Model() as model:
+            X, y, mark = pm.Data("X", X), pm.Data("y", y), pm.Data("mark", mark)
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            pm.Normal("obs", X * beta[0] + mark * beta[1] ** 2, 1, observed=y)
+        return model
+
+    x, y = RNG.normal(size=(2, 400))
+    assert rule_of(build, {"X": x, "y": y, "mark": marks(7)}) == "few_rows"
+    assert rule_of(build, {"X": x, "y": y, "mark": marks(np.arange(200))}) == "None"
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_what_a_local_effect_takes_out_of_a_column_hides_nothing(few: bool) -> None:
+    """Column and noise, of which the local effect has the noise: without it the marked rows are left."""
+
+    def build(noise: Any, column: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            noise, column, y = (pm.Data(k, v) for k, v in {"noise": noise, "column": column, "y": y}.items())
+            beta, own = pm.Normal("beta", 0, 1), pm.Normal("own", 0, 1e6)
+            pm.Normal("obs", beta * column + own * noise, 1, observed=y)
+        return model
+
+    noise, y = RNG.normal(size=(2, 400))
+    column = noise + (marks([3, 4]) if few else RNG.normal(size=400))
+    client = enrolled(build, {"noise": noise, "column": column, "y": y}, kernel=True)
+    assert (refuse_model(LOOSE, client) is not None) == few
+
+
+def test_wards_of_two_rows_are_no_reason() -> None:
+    def build(x: Any, y: Any, ward: Any) -> Any:
+        with pm.Model() as model:
+            x, y, ward = (pm.Data(k, v) for k, v in {"x": x, "y": y, "ward": ward}.items())
+            beta, sd = pm.Normal("beta", 0, 1), pm.HalfNormal("sd", 1)
+            effect = pm.Normal("effect", 0, sd, shape=150)
+            pm.Bernoulli("obs", logit_p=beta * x + effect[ward], observed=y)
+        return model
+
+    data = {"x": RNG.normal(size=300), "y": RNG.integers(0, 2, 300), "ward": np.arange(300) // 2}
+    assert refuse_model(LOOSE, enrolled(build, data, ["beta", "sd"], kernel=True)) is None
+
+
+READ_OF_ALL = {
+    "a place": (lambda x: x[7], "few_rows"),
+    "several places": (lambda x: x[7] + 2.0 * x[11], "few_rows"),
+    "an extreme": (lambda x: x.max(), "few_rows"),
+    "a mean": (lambda x: x.mean(), "None"),
+}
+
+
+@pytest.mark.parametrize("read", READ_OF_ALL)
+def test_what_all_rows_read_of_a_few_is_refused_and_a_mean_is_not(read: str) -> None:
+    of_all, rule = READ_OF_ALL[read]
+
+    def build(x: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            x, y = pm.Data("x", x), pm.Data("y", y)
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            pm.Normal("obs", beta[0] * x + beta[1] * of_all(x), 1, observed=y)
+        return model
+
+    x, y = RNG.normal(size=(2, 300))
+    assert rule_of(build, {"x": x, "y": y}) == rule
+
+
+def test_what_effects_read_of_one_row_is_refused() -> None:
+    def build(x: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            x, y = pm.Data("x", x), pm.Data("y", y)
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            effect = pm.Normal("effect", beta[1] * x[7], 1)
+            pm.Normal("obs", beta[0] * x + effect, 1, observed=y)
+        return model
+
+    x, y = RNG.normal(size=(2, 300))
+    client = enrolled(build, {"x": x, "y": y}, kernel=True)
+    assert str(refuse_model(LOOSE, client)).startswith("few_rows: terms of other rows")
+
+
+@pytest.mark.parametrize("builder", [patients.potential, patients.joint])
+def test_terms_that_are_not_of_single_rows_are_refused_unless_the_owner_allows_them(builder: Any) -> None:
+    X, y, _ = patients.site(0)
+    data = {"X": X[:, 1:], "y": y}
+    assert rule_of(builder, data) == "joint"
+    assert rule_of(builder, data, rules=Policy(joint=True)) == "None"
+
+
+def test_without_the_rule_or_under_a_total_epsilon_nothing_is_looked_at() -> None:
+    X, y, _ = patients.site(0, patients.DISGUISES["indicators"])
+    for rules in (Policy(few_rows=0), Policy(epsilon=1.0), fedppl.policy.NO_RULES):
+        assert rule_of(patients.logistic, {"X": X, "y": y}, rules=rules) == "None"
+
+
+def test_a_formula_with_indicators_takes_no_part() -> None:
+    pandas = pytest.importorskip("pandas")
+    rows = {name: pandas.DataFrame({"age": RNG.normal(60, 9, 300), "y": RNG.normal(size=300)}) for name in "ab"}
+    engine = fedppl.InProcess(policy=Policy())
+    one = f"I(age == {rows['a']['age'][4]!r})"
+    with pytest.raises(fedppl.DeclarationError, match="'a' does not take part: few_rows"):
+        fedppl.fit(fedppl.formula(f"y ~ age + {one}"), rows, engine=engine, progressbar=False)
+
+
+# --- requests -------------------------------------------------------------------------------------------------
+
+
+def test_points_at_which_few_rows_count_are_refused_and_others_are_not() -> None:
+    assert patients.where_few_count()["patients_far_out_met"]
+
+
+def test_of_points_that_can_be_left_out_those_near_by_stay() -> None:
+    X, y, _ = patients.site(3)
+    client = enrolled(patients.logistic, {"X": X, "y": y})
+    guard, message = in_memory(LOOSE, "a"), {"prior_share": np.array(0.0)}
+    row = X[np.argmax(X[:, 1])]
+    way = np.array([-20.0, 20.0 / row[1], 0.0])  # at its end the outermost row alone is undecided
+    step = {**message, "point": 0.02 * way, "move": 0.02 * way}
+    request = admit(guard, fedppl.EP(), client, Request("a", 7, 1, (1,), step, "run"))
+    assert request is not None
+    assert request.message["inside"][0] and np.all(np.diff(request.message["inside"][-6:].astype(int)) <= 0)
+
+
+def test_weights_that_open_a_unit_for_one_row_are_refused() -> None:
+    pytest.importorskip("torch")
+    assert patients.trapped()["patients_trap_weights_met"]
+
+
+# --- approved declarations ------------------------------------------------------------------------------------
+
+
+def digest_of(builder: Any, rows: int, seed: int = 0, columns: int = 3) -> str:
+    rng = np.random.default_rng(seed)
+    data = {"X": rng.normal(size=(rows, columns)), "y": rng.integers(0, 2, rows)}
+    return str(enrolled(builder, data).declaration)
+
+
+def test_a_declaration_has_one_digest_whatever_its_data_and_another_likelihood_another() -> None:
+    def tighter(X: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            columns = np.shape(X)[1]
+            X, y = pm.Data("X", X), pm.Data("y", y)
+            pm.Bernoulli("obs", logit_p=1.001 * X @ pm.Normal("beta", 0, 2.5, shape=columns), observed=y)
+        return model
+
+    own = digest_of(patients.logistic, 300)
+    assert len(own) == 32 and own == digest_of(patients.logistic, 420, seed=1)
+    others = [digest_of(tighter, 300), digest_of(patients.counts, 300), digest_of(patients.logistic, 300, columns=4)]
+    assert len({own, *others}) == 4
+
+
+def test_the_digest_of_a_formula_is_of_what_was_written() -> None:
+    pandas = pytest.importorskip("pandas")
+
+    def digest(text: str, rows: int, arms: str) -> str:
+        frames = {
+            name: pandas.DataFrame({"y": RNG.normal(size=rows), "arm": np.resize(list(arms), rows)}) for name in "ab"
+        }
+        model = fedppl.agree(fedppl.formula(text), frames).model
+        return str(model.enrol(frames, kernel=False)["a"].declaration)
+
+    assert digest("y ~ arm", 30, "xy") == digest("y ~ arm", 40, "xyz") != digest("y ~ 0 + arm", 30, "xy")
