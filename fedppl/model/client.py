@@ -251,6 +251,11 @@ def reader_of(models: Iterable[ClientModel]) -> SharedReader:
     return max(models, key=lambda model: len(model.template.public.names)).reader()
 
 
+def model_at(builder: Callable[..., Any], client_id: str, arrays: Mapping[str, Any]) -> Any:
+    """The PyMC model of a client that is not enrolled, or at other rows; its errors name the client."""
+    return built(builder, client_id, arrays)
+
+
 def _no_kernel(*arguments: Any) -> Any:
     """In the place of a compiled density where indicators are shared: no algorithm walks along its gradient."""
     raise DeclarationError("a log density with 0/1 indicators has no gradient to follow.")

@@ -12,9 +12,8 @@ from pytensor.graph.traversal import ancestors
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
-from fedppl.model._declared import built
 from fedppl.model.arrays import as_arrays
-from fedppl.model.client import ClientModel, dims_and_coords
+from fedppl.model.client import ClientModel, dims_and_coords, model_at
 from fedppl.model.enrolment import mismatch
 from fedppl.model.indices import read_indices, require_not_negative
 from fedppl.model.quiet import quiet
@@ -53,7 +52,7 @@ def anywhere(fit: Ended, name: str) -> At:
     if one is None:
         raise DeclarationError("no client's model is here; say at which rows it is to be predicted: predict={...}.")
     at = At(name, one.declared.builder, {}, one.arrays)
-    model = built(at.builder, name, at.arrays)
+    model = model_at(at.builder, name, at.arrays)
     if by_rows := [rv.name for rv in model.free_RVs if _reads(model, rv)]:
         raise DeclarationError(
             f"data=None is a client without rows, and its {by_rows} depend on what the client is: say at which rows it "
@@ -71,7 +70,7 @@ def require_own(at: At, client: ClientModel) -> None:
     """Refuse rows whose model has variables of the client's own that its summary says nothing of."""
     own = {variable.name for variable in client.local}
     lost = [
-        v.name for v in built(at.builder, at.name, at.arrays).free_RVs if v.name not in own | {*client.layout.slices}
+        v.name for v in model_at(at.builder, at.name, at.arrays).free_RVs if v.name not in own | {*client.layout.slices}
     ]
     if lost:
         raise DeclarationError(
@@ -84,7 +83,7 @@ def predicted(
     at: At, known: xr.Dataset, shared: tuple[str, ...], seed: int, kind: str, times: Any
 ) -> tuple[xr.Dataset, xr.Dataset, xr.Dataset]:
     """Draws of all variables, of what is predicted, and the inputs: what `known` has not is drawn given what it has."""
-    model = built(at.builder, at.name, at.arrays)
+    model = model_at(at.builder, at.name, at.arrays)
     dims, coords = dims_and_coords(model)
     kept = {
         name: np.asarray(known[name].values)
