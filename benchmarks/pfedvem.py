@@ -9,7 +9,7 @@ in the best round, which is chosen on the test rows and no estimate of anything.
 --validation and --set try settings on training rows that are held out. With --score-every 10 the global model is
 scored in every tenth round and in the last ten: "best" is then the best of these.
 
-The heads of "pFedVEM" take steps that are this package's; those of "pFedVEM, authors' steps" are the authors'.
+The heads of "pFedVEM" take steps that are this package's; those of "pFedVEM, authors" are the authors'.
 
 CIFAR-10 is a JPEG copy: its figures are not those of the exact pixels. digit5 has two of its five sources, MNIST and
 USPS, whose slices are independent.

@@ -99,7 +99,7 @@ METHODS = {
     "pFedMe": Method("all", _with("PFedMe", lam=1.0, learning_rate=0.5, inner_rate=0.01), True, True),
     "pFedBayes": Method("all", _with("PFedBayes", zeta=1.0, spread=0.01), True, True),
     "pFedVEM": Method("all", _headed(), True, True),
-    "pFedVEM, authors' steps": Method("all", _headed(**_AUTHORS), True, True),
+    "pFedVEM, authors": Method("all", _headed(**_AUTHORS), True, True),
     "uncertainty only": Method("all", _headed(terms=("uncertainty",)), True, True),
     "deviation only": Method("all", _headed(terms=("deviation",)), True, True),
     "pFedVEM, ledger": Method("all", _headed(remember=True), True, True),
