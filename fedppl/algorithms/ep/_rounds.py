@@ -14,7 +14,6 @@ from fedppl.algorithms.ep._correction import Correcting
 from fedppl.algorithms.ep._damping import damped_step, hold_back, named, targets
 from fedppl.algorithms.ep._diagnosis import hardly_a_prior, pulls_alone, why_not_arrived
 from fedppl.algorithms.ep._state import EPInfo, EPState, Taken
-from fedppl.algorithms.ep._verdict import LESS_NOISE
 from fedppl.algorithms.ep.correction import Correction
 from fedppl.algorithms.ep.warm_start import WarmStart
 from fedppl.results import departure
@@ -26,8 +25,6 @@ _BUDGET = 25.0
 _NEAR = 0.1
 # The share of a skewness that is left without one client, above which it is not that client's alone.
 _SEVERAL = 0.4
-# The part of a skewness that matters that its Monte Carlo error may be.
-_HIDES = 0.5
 # What a client may say of its Monte Carlo error, in posterior sds: NUTS gives no moments of fewer than m + 4 draws.
 _MOST_CLAIMED = 0.5
 
@@ -84,22 +81,15 @@ def of_one_mode(taken: Taken) -> Taken:
 
 
 def of_q_alone(taken: Taken) -> Taken:
-    """Not converged, however well moments are matched, where skewness says that q has sds that are far too small.
-
-    A local inference that draws knows of no other departure from a Gaussian, and where its noise hides a skewness that
-    matters, nothing at all is known of what q lacks.
-    """
+    """Not converged, however well moments are matched, where skewness says that q has sds that are far too small."""
     state = taken.state
     noise = float(np.sqrt(6.0 / (1 + state.averaging)) * np.linalg.norm(state.errors))  # sd of a sum of skewnesses
     # What one client has all but alone is in the moments that are matched.
     of_several = np.sign(state.skewness) * state.skewness_without > _SEVERAL * np.abs(state.skewness)
-    hidden = noise > _HIDES * departure.SKEWED and len(state.errors) > 1
-    if not hidden and not np.any(of_several & (np.abs(state.skewness) - noise > departure.SKEWED)):
+    if not np.any(of_several & (np.abs(state.skewness) - noise > departure.SKEWED)):
         return taken
-    said = departure.unknown(departure.CORRECTION) + (f", or {LESS_NOISE}" if hidden else "")
-    return taken._replace(
-        status=Status.STALLED, message="; ".join(filter(None, (said, taken.message, taken.skewed))), skewed=""
-    )
+    message = "; ".join(filter(None, (departure.unknown(departure.CORRECTION), taken.message, taken.skewed)))
+    return taken._replace(status=Status.STALLED, message=message, skewed="")
 
 
 def ep_round(
