@@ -11,6 +11,7 @@ import pytest
 
 import fedppl
 from fedppl.contracts import Moments, Target
+from fedppl.results import departure
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure, Status
 from tests.support import problems
@@ -82,6 +83,7 @@ def test_one_client_without_any_spread_is_named() -> None:
     assert "['client 1']" in fit.message and "sigma goes to 0" in fit.message and "InverseGamma" in fit.message
 
 
+@problems.of_q
 @pytest.mark.parametrize("builder", [with_noise, with_local_noise])
 def test_a_prior_that_keeps_the_scale_from_zero_helps(builder: Any) -> None:
     shared = ["mu", "sigma"] if builder is with_noise else ["mu", "tau"]
@@ -91,7 +93,7 @@ def test_a_prior_that_keeps_the_scale_from_zero_helps(builder: Any) -> None:
         {**outcomes(), **CONSTANT},
         algorithm=fedppl.EP(correction=None),
     )
-    assert fit.status is Status.CONVERGED
+    assert departure.matched(fit.status, fit.message)
 
 
 # --- symmetry -----------------------------------------------------------------------------------------------------

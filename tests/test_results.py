@@ -49,7 +49,7 @@ def regression_fit() -> fedppl.Fit:
 @functools.cache
 def schools_fit() -> fedppl.Fit:
     model, clients = problems.schools()
-    return fedppl.fit(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=3)
+    return problems.fit_some_rounds(model, clients, fedppl.EP(correction=None), progressbar=False, random_seed=3)
 
 
 def assert_normal(draws: Any, mean: Any, sd: Any, ess: float) -> None:

@@ -305,6 +305,7 @@ def test_draws_of_large_networks_are_refused_before_a_file_is_there(
     assert not list(tmp_path.iterdir())
 
 
+@problems.of_q
 def test_a_formula_of_other_columns_is_another_declaration(tmp_path: Path) -> None:
     frame = pd.DataFrame({"site": list("aabbcc"), "x": np.arange(6.0), "y": [0.1, 1.2, 1.9, 3.2, 4.1, 4.8], "t": 1.0})
     model = fedppl.formula("y ~ x", family="gaussian")
@@ -321,6 +322,7 @@ def test_a_formula_of_other_columns_is_another_declaration(tmp_path: Path) -> No
         fedppl.load(tmp_path / "other.nc", model, fedppl.EP(correction=None))
 
 
+@problems.of_q
 def test_a_formula_with_another_prior_is_another_declaration(tmp_path: Path) -> None:
     """Without clients nothing is compiled that would tell; parameters are compared to the last digit."""
     frame = pd.DataFrame({"site": list("aabbcc"), "x": np.arange(6.0), "y": [0.1, 1.2, 1.9, 3.2, 4.1, 4.8]})
@@ -335,6 +337,7 @@ def test_a_formula_with_another_prior_is_another_declaration(tmp_path: Path) -> 
             fedppl.load(tmp_path / "fit.nc", fedppl.formula("y ~ x", priors=other), how)
 
 
+@problems.of_q
 def test_another_order_of_levels_is_another_declaration(tmp_path: Path) -> None:
     """By levels=, or by the categories of the data."""
     frame = pd.DataFrame({"site": list("aabbcc"), "arm": list("uvuvvu"), "y": [0.1, 1.2, 0.3, 1.1, 1.4, 0.2]})
@@ -348,6 +351,7 @@ def test_another_order_of_levels_is_another_declaration(tmp_path: Path) -> None:
         fedppl.load(tmp_path / "fit.nc", fedppl.formula("y ~ arm", levels={"arm": ["v", "u"]}), how)
 
 
+@problems.of_q
 def test_an_ordinal_outcome_in_another_order_is_another_declaration(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     frame = pd.DataFrame(

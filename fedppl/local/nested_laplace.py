@@ -11,7 +11,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, LocalInference, Moments, Target
-from fedppl.local import _conditional, _factor, _from_q, _gaussian_rest, _marginal, _student
+from fedppl.local import _conditional, _factor, _from_q, _gaussian_rest, _laplace, _marginal, _student
 from fedppl.local._given import draw_given
 from fedppl.local._no_mode import no_mode
 from fedppl.local._student import StudentSample
@@ -108,26 +108,17 @@ def _check(client: ClientView) -> None:
 
 def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     """Moments of f_k(φ) q_{-k}(φ) by importance sampling from q, then from a t fitted to them, then by NUTS."""
-    client, global_, cavity, share = target
+    client, global_, _, _ = target
     mean, root = gaussian.affine(global_)
-    site = gaussian.quotient(global_, cavity)
     left_out = _conditional.left_out(client, mean, root)
-
-    def values(draws: Array) -> Array:
-        found = _marginal.values(client, draws, mean, share) - gaussian.log_kernel(site, draws)
-        return found if left_out.difference is None else found + left_out.difference(draws)
-
-    def gradients(draws: Array) -> tuple[Array, Array]:
-        log_factor, slopes = _marginal.gradients(client, draws, mean, share)
-        return log_factor - gaussian.log_kernel(site, draws), slopes - site.linear + draws @ site.precision
-
-    factor = _from_q.Factor(client.shared_size, values, gradients)
+    factor = _laplace.against_site(target, mean, left_out.difference)
     found = _from_q.moments(factor, mean, root, settings.points, stream_of(client.client_id))
     if found is not None and _from_q.trusted(found, settings.pareto_limit):
         return found._replace(diagnostics={**found.diagnostics, "fallback": 0.0, "inner_trust": left_out.trust})
     why = (
         {} if found is None else {f"fallback_{name}": found.diagnostics[name] for name in ("pareto_k", "relative_ess")}
     )
+    departs = np.nan if found is None else found.diagnostics["departure"]
     started = time.perf_counter()
     if not settings.fallback:
         quality = "no point of q has a finite weight"
@@ -145,6 +136,7 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
     cost = {"fallback": step, "fallback_seconds": time.perf_counter() - started}
     if sample is not None:  # of Laplace's approximation over θ, where NUTS has none
         cost["inner_trust"] = float(not client.local_size or client.view(_gaussian_rest.is_exact))
+        cost |= {"departure": departs} if np.isfinite(departs) else {}
     return found._replace(diagnostics={**found.diagnostics, **why, **cost})
 
 

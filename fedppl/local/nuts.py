@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.contracts import Draws, LocalInference, Moments, Target
-from fedppl.local import _regressed
+from fedppl.local import _laplace, _regressed
 from fedppl.local._chains import by_nutpie, by_pymc
 from fedppl.local.tilted import log_tilted, start
 from fedppl.results.idata import chain_diagnostics
@@ -130,7 +130,7 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
         covariance,
         (precision + precision.T) / 2,
         np.mean((flat - mean) ** 3, axis=0) / np.diag(covariance) ** 1.5,
-        {"ess": ess, "rhat": rhat, "mc_error": float(1.0 / np.sqrt(independent)), **info},
+        {"ess": ess, "rhat": rhat, "mc_error": float(1.0 / np.sqrt(independent)), **_laplace.departure(target), **info},
     )
 
 

@@ -40,7 +40,8 @@ def damped_step(
     With `trust`, sites are drawn in after that, so that the ledger keeps the bound of `_trust`.
     """
     sites, q = state.sites, state.sites.q
-    total = skewness.sum(axis=0)
+    # Where rounds are averaged since clients draw, it is averaged with them.
+    total = state.skewness + (skewness.sum(axis=0) - state.skewness) / (1 + state.averaging)
     by = np.argmax(np.sign(total) * skewness, axis=0)
     skewed = float(np.abs(total).max())
     errors = state.errors.copy()

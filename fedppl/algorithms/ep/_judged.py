@@ -100,7 +100,7 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
 
 def _first(state: Correcting) -> int:
     """Points of the first exchange: each further one had twice as many as that before it."""
-    return int(round(len(state.points) / (2**state.exchanges - 1)))
+    return len(state.points) // int(2**state.exchanges - 1)
 
 
 def _grown(before: Reweighted | None, found: Reweighted | None) -> float:

@@ -148,7 +148,7 @@ def _judge(state: PrivateEPState, info: PrivateEPInfo, arrived: bool, mechanism:
     elif arrived:
         message = f"to the clients' noise, {info.noise:.2g} posterior sds of a mean"
     else:
-        message = f"the last round moved q by {change:.2g} posterior sds; raise rounds= and releases=, or clip="
+        message = f"the last round moved sds or means by {change:.2g} sds; raise rounds= and releases=, or clip="
     if np.any(state.replies < mechanism.releases):
         return Status.RUNNING, f"{message}; {spent}"
     if info.damping > 0 and arrived and info.noise <= 1:

@@ -23,10 +23,8 @@ from fedppl.types import Message, Status
 _BUDGET = 25.0
 # Posterior sds that q may still move by in a round, for a correction where rounds have run out.
 _NEAR = 0.1
-# Sds of its Monte Carlo error by which a skewness counts as less than it is.
-_NOISE = 2.0
 # The share of a skewness that is left without one client, above which it is not that client's alone.
-_SEVERAL = 0.25
+_SEVERAL = 0.4
 # What a client may say of its Monte Carlo error, in posterior sds: NUTS gives no moments of fewer than m + 4 draws.
 _MOST_CLAIMED = 0.5
 
@@ -83,16 +81,12 @@ def of_one_mode(taken: Taken) -> Taken:
 
 
 def of_q_alone(taken: Taken) -> Taken:
-    """Not converged, however well moments are matched, where skewness says that q has sds that are far too small.
-
-    Whatever local inference there is: a local inference that draws knows of no other departure from a Gaussian.
-    """
+    """Not converged, however well moments are matched, where skewness says that q has sds that are far too small."""
     state = taken.state
-    noise = _NOISE * np.sqrt(6.0) * float(np.linalg.norm(state.errors))
-    total = np.maximum(np.abs(state.skewness) - noise, 0.0)
+    noise = float(np.sqrt(6.0 / (1 + state.averaging)) * np.linalg.norm(state.errors))  # sd of a sum of skewnesses
     # What one client has all but alone is in the moments that are matched.
     of_several = np.sign(state.skewness) * state.skewness_without > _SEVERAL * np.abs(state.skewness)
-    if not np.any(of_several & (total > departure.SKEWED)):
+    if not np.any(of_several & (np.abs(state.skewness) - noise > departure.SKEWED)):
         return taken
     message = "; ".join(filter(None, (departure.unknown(departure.CORRECTION), taken.message, taken.skewed)))
     return taken._replace(status=Status.STALLED, message=message, skewed="")
