@@ -99,6 +99,6 @@ def _categories(column: Column, codes: Array) -> pd.Categorical:
 
 
 def _with_factors(held: dict[str, object], rows: int, terms: Terms) -> pd.DataFrame:
-    for name in {name for group in terms.groups for name in group.factor}:
+    for name in {name for group in terms.groups for name in group.factor} - set(held):
         held[name] = np.full(rows, "all", dtype=object)
     return pd.DataFrame(held, index=np.arange(rows))
