@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from formulae.matrices import DesignMatrices
 from formulae.model_description import model_description
 
 from fedppl.formulas.agreement import Agreement, coded, is_text
+from fedppl.formulas.far import left_by_others, touched
 from fedppl.formulas.moments import Moments, moments, standing_for_all
 from fedppl.formulas.terms import Group, Terms
 from fedppl.types import Array, DataError, DeclarationError
@@ -42,6 +44,8 @@ class Design:
         Mean of the sum of the offsets over these rows.
     splines
         Terms ``bs(...)`` as they are before their columns are centred, by name.
+    left
+        What other columns leave of `scale` where columns in products are far from 0; elsewhere `scale`, (p,).
     """
 
     terms: Terms
@@ -54,6 +58,7 @@ class Design:
     group_scale: tuple[Array, ...]
     offset_center: float
     splines: Mapping[str, Any]
+    left: Array = dataclasses.field(default_factory=lambda: np.ones(0))
 
     def common(self, frame: pd.DataFrame, what: str) -> Array:
         """Columns of the common terms, (n, p)."""
@@ -122,7 +127,23 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
     center, scale = (np.concatenate([np.zeros(0), *(one[k] for one in common)]) for k in range(2))
     sizes = tuple(np.concatenate([one.size for one in group]) for group in groups)
     offset = offset if np.isfinite(offset) else 0.0
-    return Design(terms, agreement, matrices, labels, effects, center, scale, sizes, offset, splines)
+    found = Design(terms, agreement, matrices, labels, effects, center, scale, sizes, offset, splines)
+    return dataclasses.replace(found, left=_left(found))
+
+
+def _left(design: Design) -> Array:
+    some = touched(design.terms, design.agreement)
+    if not some:
+        return design.scale
+    names = [name for name in design.terms.common for _ in design.labels[name]]
+    those = np.isin(names, some)
+    with np.errstate(all="ignore"):
+        found = left_by_others(
+            some, design.terms, design.agreement, lambda frame: design.common(frame, _AGREED)[:, those]
+        )
+    left = np.array(design.scale)
+    left[those] = np.where(np.isfinite(found), np.minimum(found, left[those]), left[those])
+    return left
 
 
 def _moments(design: Design, term: Any) -> Moments:

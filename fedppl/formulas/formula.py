@@ -16,7 +16,7 @@ from fedppl.formulas.agreement import Agreement, Told, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import asked, endless, sized, together
 from fedppl.formulas.families import family as family_of
-from fedppl.formulas.far import SAID, far_from_zero
+from fedppl.formulas.far import SAID
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.strange import strange, strange_levels
 from fedppl.formulas.summaries import KINDS, EstimateOf, as_rows, kind_of
@@ -228,7 +228,7 @@ def of_told(model: FederatedModel, told: Mapping[str, Mapping[str, Told]], withh
         logger.warning(
             "columns may be swapped, or units differ: %s; bring all clients to one unit", "; ".join(units[:5])
         )
-    if far := far_from_zero(built.terms, built.design.agreement, SAID):
+    if far := built.far(SAID):
         logger.warning("%s", "; ".join(far[:5]))
     if levels:
         logger.warning("levels may be mistaken: %s", "; ".join(levels[:5]))
