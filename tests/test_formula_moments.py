@@ -17,7 +17,7 @@ _ROWS, _RARE = 5000, 2
 
 def _frame() -> pd.DataFrame:
     rng = np.random.default_rng(8)
-    frame = pd.DataFrame({"site": np.repeat(list("abcde"), _ROWS // 5), "x": rng.normal(40, 3, _ROWS)})
+    frame = pd.DataFrame({"site": np.repeat(list("abcde"), _ROWS // 5), "x": rng.normal(20, 3, _ROWS)})
     frame["g"] = rng.permutation(["rare"] * _RARE + ["many"] * 3000 + ["some"] * (_ROWS - 3000 - _RARE))
     frame["h"] = rng.permutation(["no"] * (_ROWS - 20) + ["yes"] * 20)
     frame["z"] = rng.uniform(0, 1, _ROWS)

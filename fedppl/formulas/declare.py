@@ -147,7 +147,13 @@ class Formula:
     @property
     def advice(self) -> str:
         """What to look at first where a fit has not arrived."""
-        return "" if self.design is None else "; ".join(far_from_zero(self.terms, self.design.agreement, SUSPECT)[:3])
+        return "; ".join(self.far(SUSPECT)[:3])
+
+    def far(self, least: float) -> list[str]:
+        """Columns with a mean of more than `least` sds that are to be centred, in words."""
+        if (one := self.design) is None:
+            return []
+        return far_from_zero(self.terms, one.agreement, one.left, one.scale, least)
 
     @property
     def spec(self) -> predictor.Spec:

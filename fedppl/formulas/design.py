@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ import pandas as pd
 from fedppl.formulas import expressions, values
 from fedppl.formulas.agreement import Agreement, coded, is_text
 from fedppl.formulas.coding import Product
+from fedppl.formulas.far import left_by_others, touched
 from fedppl.formulas.moments import Moments, moments, standing_for_all
 from fedppl.formulas.terms import Terms, variable
 from fedppl.types import Array, DataError, DeclarationError
@@ -49,6 +51,8 @@ class Design:
         Sizes of the effects' columns, by group.
     offset_center
         Mean of the sum of the offsets over these rows.
+    left
+        What other columns leave of `scale` where columns in products are far from 0; elsewhere `scale`, (p,).
     """
 
     terms: Terms
@@ -61,6 +65,7 @@ class Design:
     scale: Array
     group_scale: tuple[Array, ...]
     offset_center: float
+    left: Array = dataclasses.field(default_factory=lambda: np.ones(0))
 
     def common(self, frame: pd.DataFrame, what: str) -> Array:
         """Columns of the common terms, (n, p)."""
@@ -122,7 +127,23 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
     center, scale = (np.concatenate([np.zeros(0), *(one[k] for one in common)]) for k in range(2))
     sizes = tuple(np.concatenate([one.size for one in group]) for group in groups)
     offset = offset if np.isfinite(offset) else 0.0
-    return Design(terms, agreement, constants, coding, labels, tuple(own), center, scale, sizes, offset)
+    found = Design(terms, agreement, constants, coding, labels, tuple(own), center, scale, sizes, offset)
+    return dataclasses.replace(found, left=_left(found))
+
+
+def _left(design: Design) -> Array:
+    some = touched(design.terms, design.agreement)
+    if not some:
+        return design.scale
+    names = [name for name in design.terms.common for _ in design.labels[name]]
+    those = np.isin(names, some)
+    with np.errstate(all="ignore"):
+        found = left_by_others(
+            some, design.terms, design.agreement, lambda frame: design.common(frame, _AGREED)[:, those]
+        )
+    left = np.array(design.scale)
+    left[those] = np.where(np.isfinite(found), np.minimum(found, left[those]), left[those])
+    return left
 
 
 def _moments(design: Design, term: Coded) -> Moments:

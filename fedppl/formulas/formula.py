@@ -17,7 +17,7 @@ from fedppl.formulas.agreement import Agreement, Told, rare, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import asked, endless, sized, together
 from fedppl.formulas.families import family as family_of
-from fedppl.formulas.far import SAID, far_from_zero
+from fedppl.formulas.far import SAID
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.strange import strange, strange_levels, strange_sizes
 from fedppl.formulas.summaries import KINDS, EstimateOf, as_rows, kind_of
@@ -237,7 +237,7 @@ def of_told(
         )
     if sizes:
         logger.warning("numbers of rows are out of proportion, and count for less: %s", "; ".join(sizes[:5]))
-    if far := far_from_zero(built.terms, built.design.agreement, SAID):
+    if far := built.far(SAID):
         logger.warning("%s", "; ".join(far[:5]))
     if levels:
         logger.warning("levels may be mistaken: %s", "; ".join(levels[:5]))

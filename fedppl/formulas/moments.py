@@ -35,7 +35,7 @@ def moments(
     its levels' shares for a weight: exact of levels, of numbers, and of products of them. Rows at which a function is
     no number count for nothing.
     """
-    frame, weight = _grid(read, terms, agreement)
+    frame, weight = grid(read, terms, agreement)
     values = columns(frame)
     counted = np.isfinite(values)
     weights = np.where(counted, weight[:, None], 0.0)
@@ -71,7 +71,7 @@ def standing_for_all(terms: Terms, agreement: Agreement, positive: bool = False)
     return _with_factors(held, _ROWS, terms)
 
 
-def _grid(read: Collection[str], terms: Terms, agreement: Agreement) -> tuple[pd.DataFrame, Array]:
+def grid(read: Collection[str], terms: Terms, agreement: Agreement) -> tuple[pd.DataFrame, Array]:
     """Rows with all combinations of the columns that are read, others as they may be, and their weights."""
     of_levels = [name for name in terms.columns if name in read and agreement.columns[name].levels]
     of_numbers = [name for name in terms.columns if name in read and not agreement.columns[name].levels]

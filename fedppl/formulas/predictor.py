@@ -68,7 +68,7 @@ def coefficients(spec: Spec) -> dict[str, Prior]:
     unit, at, found = spec.family.unit(spec.scales), 0, {}
     for name in spec.terms.common:
         count = len(spec.design.labels[name])
-        sd: Any = _WIDE * unit / spec.design.scale[at : at + count]
+        sd: Any = _WIDE * unit / spec.design.left[at : at + count]
         sd = float(sd[0]) if count == 1 else sd[:, None] if spec.levels else sd
         own = spec.priors.get(name)
         default = Prior("Normal", mu=0.0, sigma=sd)

@@ -77,7 +77,8 @@ def contradicted(models: Sequence[ClientModel], center: Array) -> str:
     far = np.flatnonzero(np.abs(found) > _FAR)
     found[[i for i in far if not _stands_alone(prior, center, int(i))]] = 0.0
     found = _held(models, center, declared, data, found)
-    said = _said(found, models[0].layout.labels, declared, center)
+    advice = getattr(models[0].declared.builder, "advice", "") or "look at units, or declare a wider prior"
+    said = _said(found, models[0].layout.labels, declared, center, advice)
     if said:
         logger.warning(said)
     return said
@@ -176,7 +177,7 @@ def _bounded(information: Array, scale: Array) -> Array:
     return np.asarray((half * np.maximum(values, _LEAST)) @ half.T)
 
 
-def _said(found: Array, labels: Sequence[str], prior: _Slopes, center: Array) -> str:
+def _said(found: Array, labels: Sequence[str], prior: _Slopes, center: Array, advice: str) -> str:
     worst = [int(i) for i in np.argsort(-np.abs(found), kind="stable") if abs(found[i]) > _FAR]
     if not worst:
         return ""
@@ -189,6 +190,5 @@ def _said(found: Array, labels: Sequence[str], prior: _Slopes, center: Array) ->
     )
     more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
     return (
-        f"data contradict the prior of {named}{more}: where it holds a variable back, others make up for that; look at "
-        "units, or declare a wider prior"
+        f"data contradict the prior of {named}{more}: where it holds a variable back, others make up for that; {advice}"
     )
