@@ -98,9 +98,8 @@ class Policy:
         telling anew, and each other agreement that the site is sent, counts as a request. ``inf``, or `epsilon`, tells
         no more than which columns are texts.
     changed_rows
-        Fewest rows by which data may differ from any that an earlier answer was about: two answers about data that
-        differ by a row tell that row. The same data are always answered about; 1 allows any. Not looked at under an
-        `epsilon`, which counts over all data.
+        Fewest rows by which data may differ from any that an earlier answer was about, but for the same data: answers
+        about data that differ by a row tell that row. 1 allows any; not looked at under an `epsilon`.
     epsilon
         None, or the total ε over all runs: then only algorithms whose ε is known are answered, `distance` and `cavity`
         are not looked at, and the release that would exceed it is refused.

@@ -44,7 +44,8 @@ def changed_rows(before: Version, now: Version, fewest: float) -> int:
 
     Rows that were edited count once. Columns that only one version has say nothing. Where all cells of a column change
     with each row, as where a site standardises it by its own mean, rows as a whole are all others, and columns one by
-    one still are not: those with a value of their own in most rows, or all, where there are nearly as many rows.
+    one still are not: those with a value of their own in most rows, and those that values were added to alone, or
+    taken from alone.
 
     Examples
     --------
@@ -59,14 +60,16 @@ def changed_rows(before: Version, now: Version, fewest: float) -> int:
         tables.setdefault((len(now[name]), len(before[name])), []).append(name)
     counts = []
     for sizes, together in sorted(tables.items(), reverse=True):
-        apart = _apart(_rows([before[name] for name in together]), _rows([now[name] for name in together]))
-        if apart == 0:
+        rows = (_rows([version[name] for name in together]) for version in (before, now))
+        if (apart := max(_apart(*rows))) == 0:
             continue
         counts = [apart]
-        nearly = 0 < abs(sizes[0] - sizes[1]) < fewest
-        counts += [
-            _apart(before[name], now[name]) for name in together if nearly or _own_values(before[name], now[name])
-        ]
+        for name in together:
+            added, removed = _apart(before[name], now[name])
+            # Of few values two cohorts of one size have similar counts by chance, but seldom each as many or more.
+            grown = sizes[0] != sizes[1] and min(added, removed) == 0
+            if grown or _own_values(before[name], now[name]):
+                counts.append(max(added, removed))
         break  # of the longest table that changed: shorter ones are of groups, or computed from rows
     return min((count for count in counts if 0 < count < fewest), default=0)
 
@@ -95,12 +98,12 @@ def _rows(cells: Sequence[Cells]) -> Cells:
     return total
 
 
-def _apart(before: Cells, now: Cells) -> int:
-    """How many rows one has and the other lacks, of added and removed ones the larger number."""
+def _apart(before: Cells, now: Cells) -> tuple[int, int]:
+    """How many rows were added, and how many removed."""
     _, places = np.unique(np.concatenate([before, now]), return_inverse=True)
     size = int(places.max(initial=-1)) + 1
     difference = np.bincount(places[len(before) :], minlength=size) - np.bincount(places[: len(before)], minlength=size)
-    return int(max(difference[difference > 0].sum(), -difference[difference < 0].sum()))
+    return int(difference[difference > 0].sum()), int(-difference[difference < 0].sum())
 
 
 def _own_values(before: Cells, now: Cells) -> bool:
