@@ -33,7 +33,7 @@ from fedppl.model.row_scores import slopes
 from fedppl.types import Array
 
 ROWS, TARGETS = 600, 25
-Columns = Callable[[Any, Array, Array], Array]  # of a generator, a site's covariates (n, 2) and the rows aimed at
+Columns = Callable[[Any, Array, Any], Array]  # of a generator, a site's covariates (n, 2) and the rows aimed at
 
 
 def logistic(X: Any, y: Any) -> Any:
@@ -118,7 +118,7 @@ def _marks(rows: Any, n: int) -> Array:
 
 
 def _bump(x: Array, at: float, width: float) -> Array:
-    return np.exp(-0.5 * np.square((x - at) / width))
+    return np.asarray(np.exp(-0.5 * np.square((x - at) / width)))
 
 
 def _spline(x: Array, rows: Array) -> Array:
@@ -139,7 +139,7 @@ def _power(x: Array) -> Array:
 
 def _spread(rng: Any, n: int, rows: Array) -> Array:
     hidden = np.column_stack([_marks(rows[:1], n), rng.normal(size=(n, 5))])
-    return hidden @ rng.normal(size=(6, 6))
+    return np.asarray(hidden @ rng.normal(size=(6, 6)))
 
 
 def _beside(rng: Any, n: int, rows: Array, size: float) -> Array:
@@ -165,7 +165,7 @@ DISGUISES: Mapping[str, Columns] = {
 }
 
 
-def site(seed: int, columns: Columns | None = None) -> tuple[Array, Array, Array]:
+def site(seed: int, columns: Columns | None = None) -> tuple[Array, Any, Any]:
     """Design, outcomes and the rows aimed at, of a site."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(ROWS, 2))
@@ -209,7 +209,7 @@ def disguised(quick: bool) -> dict[str, Any]:
     x = x[:, 1:]
     one = functools.partial(unit, center=x[rows[0]])
     ward, marked = np.arange(ROWS) // 2, _marks(rows[0] // 2, ROWS // 2)
-    others = {
+    others: dict[str, tuple[Any, Mapping[str, Any]]] = {
         "network unit": (fedppl.FederatedModel(one, ["beta", "out"]), {"X": x, "y": y}),
         "effects": (fedppl.FederatedModel(wards, ["beta", "by"]), {"X": x, "y": y, "ward": ward, "marked": marked}),
     }

@@ -185,9 +185,10 @@ def share_in_others(client: Any, few: int, enough: float) -> float:
     def total(inputs: Any) -> Array:
         if client.local_size:
             return np.asarray(client.kernel(x, *pack(inputs))[1 : 1 + m])
-        return np.sum([np.sum(part, axis=0) for part in by_length(client, x, directions, inputs).values()], axis=0)
+        parts = by_length(client, x, directions, inputs).values()
+        return np.asarray(np.sum([np.sum(part, axis=0) for part in parts], axis=0))
 
-    def foreign(own: Array, rows: Array, partners: Array) -> Array:
+    def foreign(own: Array, rows: Any, partners: Any) -> Array:
         def put(value: Any) -> Any:
             if np.ndim(value) == 0 or len(value) != len(own):
                 return value

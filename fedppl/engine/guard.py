@@ -78,8 +78,8 @@ def admit_algorithm(guard: Guard, algorithm: AnyAlgorithm, client: Any) -> None:
     """Raise DeclarationError where a rule refuses the algorithm or the declaration; the text tells nothing of data."""
     rule = policy.refuse_declaration(guard.policy, lambda: client.declaration)
     told = "declarations: the policy of this site does not list this declaration; its own log has the digest"
-    if rule is None and (rule := policy.refuse_algorithm(guard.policy, algorithm)):
-        told = rule
+    if rule is None and (refused := policy.refuse_algorithm(guard.policy, algorithm)):
+        rule = told = refused
     if rule is not None:
         with guard.held():
             guard.write(guard.read(), {**_introduction(client), "refused": rule})

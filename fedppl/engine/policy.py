@@ -142,7 +142,7 @@ class Policy:
     correction: int = 0
     conclusions: tuple[str, ...] = ()
     few_rows: int = 3
-    few_rows_share: float = 0.99
+    few_rows_share: float = 0.97
     joint: bool = False
     agreement: float = 10
     changed_rows: float = 10
