@@ -507,7 +507,7 @@ def test_a_q_that_never_arrived_is_no_posterior(case: str) -> None:
 def test_draws_of_what_never_arrived_are_labelled(case: str) -> None:
     fit = UNARRIVED[case]()
     posterior = dataset(fit.shared(unconverged=True, draws=5), "posterior")
-    assert posterior["mu"].shape == (4, 5, 2) and np.all(np.isfinite(posterior["mu"]))
+    assert posterior["mu"].shape == (1, 20, 2) and np.all(np.isfinite(posterior["mu"]))
     assert posterior.attrs["converged"] == 0 and posterior.attrs["status"] == fit.status.value
     assert "not a posterior" in posterior.attrs["warning"]
     assert posterior.attrs["message"] == fit.message
