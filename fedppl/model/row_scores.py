@@ -86,12 +86,26 @@ def _along(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> Callable[...
         (one,) = clone_replace([one], {weights: pt.zeros_like(density)})  # on which no slope depends
         (each,) = vectorize_graph([one], {direction: many})
         found.append(pt.broadcast_to(each, (many.shape[0], density.shape[0])))
-    return interpreted.python_function([x, many, *inputs], _in_pairs(found), interpreted.AS_WRITTEN)
+    known: list[Callable[..., Any]] = []
+
+    def along(*values: Any) -> Sequence[Array]:
+        if not known:
+            known.append(interpreted.python_function([x, many, *inputs], _in_pairs(found), interpreted.AS_WRITTEN))
+        if len(known) == 1:
+            try:
+                return known[0](*values)
+            except Exception:  # of a rewrite that does not hold: as the graph was written, and slower
+                known.append(interpreted.python_function([x, many, *inputs], found, interpreted.AS_WRITTEN))
+        return known[1](*values)
+
+    return along
 
 
 def _in_pairs(outputs: Sequence[Any]) -> list[Any]:
     """Graphs in their stable form, and with products and sums of two: NumPy has no others, and Python's are slow."""
-    simpler = rewrite_graph(list(outputs), include=("canonicalize", "stabilize"))
+    # Two shapes of nothing but zeros need not be equal, which that rewrite takes for granted.
+    wanted = {"include": ("canonicalize", "stabilize"), "exclude": ("local_merge_alloc",)}
+    simpler = rewrite_graph(list(outputs), **wanted)
     graph = FunctionGraph(outputs=simpler, clone=False)
     for node in graph.toposort():
         scalar = getattr(node.op, "scalar_op", None)
