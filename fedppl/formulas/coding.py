@@ -15,7 +15,7 @@ from formulaic.parser import DefaultFormulaParser
 from fedppl.formulas.tokens import Token
 from fedppl.types import DeclarationError
 
-_MOST = 100_000  # products of terms before duplicates are dropped
+_MOST = 10_000  # products of terms before duplicates are dropped
 _ALIAS = "v{}"
 
 
@@ -27,14 +27,11 @@ class Product(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Terms that are added: what formulaic reads, and the factors that its names stand for."""
+    """Terms that are added."""
 
-    text: str
-    factors: tuple[str, ...]
-
-    def terms(self) -> list[tuple[str, ...]]:
-        """Factors of the terms, in their order; none of the intercept."""
-        return [self._named(term) for term in Formula(self.text)]
+    text: str  # what formulaic reads, with names of ours
+    factors: tuple[str, ...]  # that these names stand for
+    terms: tuple[tuple[str, ...], ...]  # factors of the terms, in their order; none of the intercept
 
     def products(self, levels: Mapping[str, Sequence[str]]) -> list[tuple[tuple[str, ...], tuple[Product, ...]]]:
         """Terms with the products that their columns are, by the levels of the factors that have some."""
@@ -49,7 +46,7 @@ class Sum(NamedTuple):
         )
         return [
             (
-                self._named(part.term),
+                _named(part.term, self.factors),
                 tuple(
                     Product(
                         tuple(self.factors[int(one.factor.expr[1:])] for one in scoped.factors),
@@ -61,9 +58,6 @@ class Sum(NamedTuple):
             for part in matrix.model_spec.structure
         ]
 
-    def _named(self, term: Any) -> tuple[str, ...]:
-        return tuple(self.factors[int(one.expr[1:])] for one in term.factors if one.expr != "1")
-
 
 def sum_of(formula: str, tokens: Sequence[Token], names: Mapping[str, str]) -> Sum:
     """Terms of a formula's tokens; `names` are those of factors, by their text."""
@@ -71,10 +65,10 @@ def sum_of(formula: str, tokens: Sequence[Token], names: Mapping[str, str]) -> S
     _require_numbers(formula, tokens)
     alias = {name: _ALIAS.format(number) for number, name in enumerate(factors)}
     text = " ".join(alias[names[one.text]] if one.kind == "factor" else one.text for one in tokens)
-    found = Sum(text.removeprefix("+ ").strip() or "1", factors)
+    text = text.removeprefix("+ ").strip() or "1"
     try:
-        _require_few(formula, found.text, len(factors))
-        found.terms()
+        _require_few(formula, text, len(factors))
+        return Sum(text, factors, tuple(_named(term, factors) for term in Formula(text)))
     except DeclarationError:
         raise
     except Exception as error:  # of formulaic's own kinds, and what it did not think of
@@ -82,7 +76,10 @@ def sum_of(formula: str, tokens: Sequence[Token], names: Mapping[str, str]) -> S
             f"formula={formula!r} cannot be read: a sign stands where a term is expected, or none is left; write it "
             "like 'y ~ age + arm + (1 | site)'."
         ) from error
-    return found
+
+
+def _named(term: Any, factors: Sequence[str]) -> tuple[str, ...]:
+    return tuple(factors[int(one.expr[1:])] for one in term.factors if one.expr != "1")
 
 
 def _require_numbers(formula: str, tokens: Sequence[Token]) -> None:
@@ -108,22 +105,23 @@ def _require_numbers(formula: str, tokens: Sequence[Token]) -> None:
 
 
 def _require_few(formula: str, text: str, factors: int) -> None:
-    """Refuse products of so many terms that writing them out takes minutes."""
-
-    def size(node: Any) -> float:
-        sizes = [size(one) for one in getattr(node, "args", ())]
-        match getattr(getattr(node, "operator", None), "symbol", None), sizes:
+    """Refuse products of so many terms that writing them out takes long."""
+    nodes: list[Any] = [DefaultFormulaParser().get_ast(text)]
+    for node in nodes:  # grows: a node comes before those below it
+        nodes += getattr(node, "args", ())
+    sizes: dict[int, float] = {}
+    for node in reversed(nodes):
+        below = [sizes[id(one)] for one in getattr(node, "args", ())]
+        match getattr(getattr(node, "operator", None), "symbol", None), below:
             case ("**", [one, _]):
                 made = one ** min(int(node.args[1].token), 99)
             case ("*" | ":", [one, other]):
                 made = one * other + one + other
             case _:
-                made = sum(sizes) or 1.0
+                made = sum(below) or 1.0
         if made > _MOST:
             raise DeclarationError(
                 f"formula={formula!r} has products of more terms than can be written out; write the interactions that "
                 "are meant."
             )
-        return min(made, 2.0 ** min(factors, 60))
-
-    size(DefaultFormulaParser().get_ast(text))
+        sizes[id(node)] = min(made, 2.0 ** min(factors, 60))

@@ -79,7 +79,7 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
     groups, sums = _groups(formula, pieces.effects, names)
     summands = [expressions.read(text, constants) for text in pieces.offsets]
     offsets = {f"offset({expressions.written(tree)})": tree for tree in summands}
-    terms = [term for one in (common, *sums) for term in one.terms()]
+    terms = [term for one in (common, *sums) for term in one.terms]
     used = {name for term in terms for name in term}
     varying = {column for name in used for column in expressions.columns(trees[name], constants)}
     read = varying.union(*(expressions.columns(tree, constants) for tree in offsets.values()))
@@ -87,8 +87,8 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
     _require_apart(groups, client, sums, trees, read, constants)
     return Terms(
         response,
-        tuple(variable(":".join(term)) for term in common.terms() if term),
-        () in common.terms(),
+        tuple(variable(":".join(term)) for term in common.terms if term),
+        () in common.terms,
         tuple(offsets),
         client,
         groups,
@@ -163,7 +163,7 @@ def _groups(
     for piece in pieces:
         inner = _nested(piece.factor)
         own = sum_of(formula, piece.effects, names) if piece.effects else None
-        if own is None or not own.terms():
+        if own is None or not own.terms:
             raise DeclarationError(f"formula={formula!r} has parentheses without effects; write (1 | {inner[0][0]}).")
         for factor in inner:
             before = found.get(factor)
@@ -174,10 +174,10 @@ def _groups(
                     "correlated=False) where they are independent; what varies by groups within it is "
                     f"(1 | {shown}:group)."
                 )
-            found[factor] = own if before is None or len(own.terms()) > len(before.terms()) else before
+            found[factor] = own if before is None or len(own.terms) > len(before.terms) else before
         written.add(inner[-1])
     groups = tuple(
-        Group(factor, tuple(variable(":".join(term)) if term else "1" for term in one.terms()))
+        Group(factor, tuple(variable(":".join(term)) if term else "1" for term in one.terms))
         for factor, one in found.items()
     )
     return groups, tuple(found.values())
@@ -185,7 +185,7 @@ def _groups(
 
 def _within(one: Sum, other: Sum) -> bool:
     """Whether all effects of one of two are effects of the other."""
-    first, second = ({frozenset(term) for term in part.terms()} for part in (one, other))
+    first, second = ({frozenset(term) for term in part.terms} for part in (one, other))
     return first <= second or second <= first
 
 
@@ -233,9 +233,7 @@ def _require_apart(
             "in one or the other, leave one out."
         )
     for group, own in zip(groups, sums, strict=True):
-        inside = {
-            column for term in own.terms() for one in term for column in expressions.columns(trees[one], constants)
-        }
+        inside = {column for term in own.terms for one in term for column in expressions.columns(trees[one], constants)}
         if both := sorted(inside & set(group.factor)):
             raise DeclarationError(
                 f"effects of {both} vary by {':'.join(group.factor)}, within which {both[0]!r} is the same; leave it "
