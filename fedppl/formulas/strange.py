@@ -13,7 +13,7 @@ from fedppl.types import Array
 
 # Between a client's mean and the others', in sds within clients and between them; and in its own standard errors.
 _AWAY = 6.0
-_APART = 4.0  # the same of logarithms, where few clients make the second of these wide
+_APART, _NEAR = 4.0, 1.5  # the same of logarithms of sizes and sds, and of means, where few make the second wide
 _SCALE = 30.0  # between sizes
 _SPREAD = 10.0  # between sds within clients
 _BEYOND = 3.0  # any of them
@@ -136,11 +136,16 @@ def _others(all_of: _Moments, chosen: Array) -> _Others:
         _between(mean),
         float(spread.min(initial=np.inf)),
         float(spread.max(initial=0.0)),
-        (_apart(size, within), _apart(mean, within), _apart(sd, within)),
+        # Means near 0 are multiples of each other by chance; where all grows by multiples sds do, too.
+        (
+            _apart(size, within, _APART),
+            min(_apart(mean, within, _NEAR), _apart(sd, within, _NEAR)),
+            _apart(sd, within, _APART),
+        ),
     )
 
 
-def _apart(values: Array, within: float) -> float:
+def _apart(values: Array, within: float, few: float) -> float:
     """How many times as large or small as their median one may be, as a logarithm, where all have one sign.
 
     Counts and what grows exponentially differ by multiples, some by many, and where rows of a client do its moments are
@@ -151,7 +156,7 @@ def _apart(values: Array, within: float) -> float:
         return 0.0
     logs = np.log(np.abs(some))
     farthest = float(np.sort(np.abs(logs - np.median(logs)))[-2])
-    return 2.0 * within + max((_AWAY if len(logs) >= _FEW else _APART) * _between(logs), 2.0 * farthest)
+    return 2.0 * within + max((_AWAY if len(logs) >= _FEW else few) * _between(logs), 2.0 * farthest)
 
 
 def _odd(all_of: _Moments, place: int, others: _Others) -> str | None:
