@@ -17,6 +17,9 @@ from fedppl.types import Status
 
 _MENTIONED = 0.05
 TRUSTED = 0.1  # a share beyond which the estimate is too low by an unknown factor
+NOISY = (
+    0.02  # the same where clients draw: noise ends EP early, with an sd in which factors depart less than in its own
+)
 SKEWED = 0.3  # skewness of a margin beyond which it is, too
 CORRECTION = "fedppl.EP(correction=fedppl.Correction()), which sites answer where their policies allow it"
 _MOST = 1e3
@@ -40,12 +43,12 @@ def of_variance(excess: float) -> float:
     return 1.0 - 1.0 / float(np.sqrt(1.0 + max(excess, 0.0)))
 
 
-def sentence(short: float, remedy: str) -> str:
+def sentence(short: float, remedy: str, trusted: float = TRUSTED) -> str:
     """What to say of it in a fit's message; nothing where it is small."""
+    if short >= trusted:
+        return unknown(remedy)
     if short < _MENTIONED:
         return ""
-    if short >= TRUSTED:
-        return unknown(remedy)
     return (
         f"sds of shared variables may be about {short:.0%} too small: the posterior has heavier tails than the "
         f"Gaussian of this fit, as means of few clients have. The posterior itself is that of {remedy}"
