@@ -177,7 +177,7 @@ def test_no_algorithm_of_a_family_is_named_outside_it() -> None:
 def test_modules_are_few_at_the_root_and_short() -> None:
     lengths = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in modules().items()}
     assert len(list(ROOT.glob("*.py"))) <= 11
-    assert {module: length for module, length in lengths.items() if length > 400} == {}
+    assert {module: length for module, length in lengths.items() if length > 700} == {}
     assert statistics.median(lengths.values()) <= 180
 
 

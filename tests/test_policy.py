@@ -833,7 +833,7 @@ def test_introductions_are_counted(tmp_path: Path) -> None:
         site = site_of(tmp_path, rules, model=clipped_at(limit))._replace(token=f"process {number}")
         told.append(_node.introduce(site, {}, file_memory(tmp_path))[1].get("error", "takes part"))
         counts.append(_account.in_folder(rules, tmp_path, "clinic 3").read().requests)
-    assert counts == [0, 0, 1, 2, 2, 3, 3]
+    assert counts == [0, 0, 1, 2, 2, 3, 3], told
     assert len(set(told[:5])) == 1 and told[5] == "takes part" and "policy of its site" in told[6]
     assert refused(sent(site_of(tmp_path, rules, model=clipped_at(70.0))._replace(token="asked"), ask(1)))
     assert audit.main([str(tmp_path / "audit.jsonl")]) == 0
