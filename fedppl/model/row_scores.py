@@ -86,7 +86,7 @@ def _along(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> Callable[...
         (one,) = clone_replace([one], {weights: pt.zeros_like(density)})  # on which no slope depends
         (each,) = vectorize_graph([one], {direction: many})
         found.append(pt.broadcast_to(each, (many.shape[0], density.shape[0])))
-    known: list[Callable[..., Any]] = []
+    known: list[Callable[..., Sequence[Array]]] = []
 
     def along(*values: Any) -> Sequence[Array]:
         if not known:
