@@ -90,6 +90,7 @@ def of_plots() -> dict[str, Any]:
 def of_a_trial() -> dict[str, Any]:
     site, arm = np.repeat(["A", "B", "C"], 30), RNG.choice(["control", "drug"], 90)
     frame = pd.DataFrame({"site": site, "arm": arm, "age": RNG.normal(size=90), "healed": RNG.integers(0, 2, 90)})
+    pytest.importorskip("matplotlib").use("Agg")
     return {"frame": frame}
 
 
