@@ -10,7 +10,7 @@ import pandas as pd
 
 from fedppl.formulas import design as designs
 from fedppl.formulas.predictor import Spec, effect_labels, has_intercept, tag
-from fedppl.types import Array, DataError, DeclarationError
+from fedppl.types import Array, DeclarationError
 
 _AT_ONCE = 2_000_000  # numbers
 _WHOSE = "rows of a client"
@@ -160,7 +160,7 @@ def derivatives(
     nothing = 1e-2 * (np.abs(here) + 1.0) / sd  # of a slope, beside those that count
     for step in _STEPS * sd:
         with np.errstate(all="ignore"):
-            found, size = _difference(columns, table, column, x, here, step, what)
+            found, size = _difference(columns, table, column, x, here, step)
             wrong = np.abs(found - before) + _ROUNDING * (size + np.abs(x[:, None] * found)) / step
             wrong = wrong / (np.abs(found) + nothing)
         better = wrong < error
@@ -178,11 +178,11 @@ def derivatives(
 
 
 def _difference(
-    columns: Any, table: pd.DataFrame, column: str, x: Array, here: Array, step: float, what: str
+    columns: Any, table: pd.DataFrame, column: str, x: Array, here: Array, step: float
 ) -> tuple[Array, Array]:
     """A difference quotient of each row, and the size of what it is of; NaN where no side is in the domain."""
     ends = {k: x + k * step for k in (1, -1)}
-    sides = {k: _within(columns, table, column, end, what) for k, end in ends.items()}
+    sides = {k: _within(columns, table, column, end) for k, end in ends.items()}
     size = np.maximum(np.abs(here), np.fmax(np.abs(sides[1]), np.abs(sides[-1])))
     found = (sides[1] - sides[-1]) / (ends[1] - ends[-1])[:, None]
     for k in (1, -1):
@@ -190,30 +190,14 @@ def _difference(
         if not np.any(alone):
             continue
         rows = table[alone].reset_index(drop=True)
-        far = _within(columns, rows, column, x[alone] + 2 * k * step, what)
+        far = _within(columns, rows, column, x[alone] + 2 * k * step)
         # Of second order from one side.
         found[alone] = (4.0 * sides[k][alone] - far - 3.0 * here[alone]) / (2.0 * k * step)
     return found, size
 
 
-def _within(columns: Any, table: pd.DataFrame, column: str, values: Array, what: str) -> Array:
+def _within(columns: Any, table: pd.DataFrame, column: str, values: Array) -> Array:
     """Columns at other values of one; NaN in rows that lie outside of a function's domain."""
-    moved = table.assign(**{column: values})
-    found = columns(moved, None)
-    some = np.flatnonzero(np.isfinite(found).all(axis=1))
-    allowed = np.zeros(len(moved), dtype=bool)
-    allowed[_allowed(columns, moved, some, what)] = True
-    found[~allowed] = np.nan
-    return np.asarray(found)
-
-
-def _allowed(columns: Any, table: pd.DataFrame, rows: Any, what: str) -> Any:
-    """Those of the rows that are refused neither with the others nor alone."""
-    if not len(rows):
-        return rows
-    try:
-        columns(table.iloc[rows].reset_index(drop=True), what)
-    except DataError:
-        halves = np.array_split(rows, 2) if len(rows) > 1 else []
-        return np.concatenate([rows[:0], *(_allowed(columns, table, half, what) for half in halves)])
-    return rows
+    found = np.asarray(columns(table.assign(**{column: values}), None))
+    found[~np.isfinite(found).all(axis=1)] = np.nan
+    return found

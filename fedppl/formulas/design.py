@@ -67,31 +67,30 @@ class Design:
     offset_center: float
     left: Array = dataclasses.field(default_factory=lambda: np.ones(0))
 
-    def common(self, frame: pd.DataFrame, what: str) -> Array:
+    def common(self, frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of the common terms, (n, p)."""
         return self._columns([one for one in self.coding[0] if one.term], frame, what)
 
-    def offset(self, frame: pd.DataFrame, what: str) -> Array:
+    def offset(self, frame: pd.DataFrame, what: str | None) -> Array:
         """Sum of the offsets, (n,)."""
         found = [self._factor(name, frame, what)[:, 0] for name in self.terms.offsets]
         return np.asarray(np.sum(found, axis=0))
 
-    def group(self, number: int, frame: pd.DataFrame, what: str) -> Array:
+    def group(self, number: int, frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of the effects of a group, (n, q)."""
         return self._columns(self.coding[1 + number], frame, what)
 
     def side_by_side(self, frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of the common terms, the sum of the offsets, and columns of the effects of all groups, (n, all).
 
-        Without a `what` nothing is refused, and they may be no numbers.
+        Without a `what` nothing is refused, and they are no numbers where a function ends.
         """
-        whose = _AGREED if what is None else what
-        offset = [self.offset(frame, whose)[:, None]] if self.terms.offsets else []
-        groups = [self.group(number, frame, whose) for number in range(len(self.terms.groups))]
+        offset = [self.offset(frame, what)[:, None]] if self.terms.offsets else []
+        groups = [self.group(number, frame, what) for number in range(len(self.terms.groups))]
         with np.errstate(all="ignore"):
-            return np.concatenate([self.common(frame, whose), *offset, *groups], axis=1)
+            return np.concatenate([self.common(frame, what), *offset, *groups], axis=1)
 
-    def _columns(self, terms: Sequence[Coded], frame: pd.DataFrame, what: str) -> Array:
+    def _columns(self, terms: Sequence[Coded], frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of terms, (n, theirs)."""
         factors = {
             name: self._factor(name, frame, what) for name in dict.fromkeys(itertools.chain(*(t.term for t in terms)))
@@ -99,7 +98,7 @@ class Design:
         products = [_product(one, factors, len(frame)) for term in terms for one in term.products]
         return np.concatenate([np.zeros((len(frame), 0)), *products], axis=1)
 
-    def _factor(self, name: str, frame: pd.DataFrame, what: str) -> Array:
+    def _factor(self, name: str, frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of a factor, (n, its own): of levels one for each."""
         column = self.agreement.columns.get(name)
         if column is not None and column.levels and isinstance(self.terms.trees[name], ast.Name):
@@ -246,8 +245,8 @@ def _evaluated(name: str, tree: ast.expr, rows: values.Rows) -> Array:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{rows.what}: {name!r} cannot be computed: {error}") from error
-    if not rows.stand_for_all and np.any(wrong := ~np.isfinite(found).all(axis=1)):
+        raise DataError(f"{rows.what or _AGREED}: {name!r} cannot be computed: {error}") from error
+    if rows.what is not None and not rows.stand_for_all and np.any(wrong := ~np.isfinite(found).all(axis=1)):
         where = int(np.argmax(wrong))
         frame = rows.frame
         read = [f"{one} is {frame[one].iloc[where]}" for one in sorted(expressions.columns(tree, rows.constants))]

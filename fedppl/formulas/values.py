@@ -20,12 +20,15 @@ _SAME = 1e-9  # relative to the largest value
 
 
 class Rows(NamedTuple):
-    """Rows of a client, or those that stand for all clients' and may lie beyond the bounds of splines."""
+    """Rows of a client, or those that stand for all clients' and may lie beyond the bounds of splines.
+
+    Without a `what` to name in errors no row is refused, and there is no number where a function ends.
+    """
 
     frame: pd.DataFrame
     agreement: Agreement
     constants: Mapping[str, Any]
-    what: str
+    what: str | None
     stand_for_all: bool = False
 
 
@@ -162,13 +165,14 @@ def _spline(call: ast.Call, rows: Rows) -> Array:
             f"{text} has the knots {knots.tolist()} and bounds {low:g}, {high:g}; knots lie between the bounds."
         )
     x = _vector(given["x"], rows)
-    if not rows.stand_for_all and np.any(outside := (x < low) | (x > high)):
+    outside = (x < low) | (x > high)
+    if np.any(outside) and rows.what is not None and not rows.stand_for_all:
         raise DataError(
             f"{rows.what}: row {int(np.argmax(outside))} lies outside of the bounds of {text!r}; widen lower_bound "
             "and upper_bound, the same at all clients."
         )
     places = np.concatenate([[low] * (degree + 1), knots, [high] * (degree + 1)])
     basis = np.asarray(BSpline.design_matrix(np.nan_to_num(x, nan=low).clip(low, high), places, degree).toarray())
-    basis[np.isnan(x)] = np.nan
+    basis[np.isnan(x) | (outside & (rows.what is None))] = np.nan
     is_whole = _literal(given.get("include_intercept", given.get("intercept")), False)
     return basis if is_whole or not _literal(given.get("center"), True) else basis[:, 1:]
