@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from fedppl.formulas import predictor
+from fedppl.formulas import expressions, predictor
 from fedppl.formulas.family import Family, Scales
 from fedppl.formulas.predictor import Spec, effect_labels, has_intercept, tag
 from fedppl.formulas.priors import Prior
@@ -82,8 +81,9 @@ def _from(spec: Spec, name: str) -> str:
     if name == "Intercept":
         return f"{mean}, 2.5 times {unit}" if _depends(family.center, scales) else f"2.5 times {unit}"
     if name in spec.terms.common:
-        read = [column for column in spec.terms.columns if re.search(rf"(?<!\w){re.escape(column)}(?!\w)", name)]
-        shares = any(spec.design.agreement.columns[column].levels for column in read)
+        trees, known = spec.terms.trees, spec.design.agreement.columns
+        read = [column for one in spec.terms.factors[name] for column in expressions.columns(trees[one], ())]
+        shares = any(known[column].levels for column in read if column in known)
         return f"2.5 times {unit} / sd of the column over all rows{', by shares of levels' if shares else ''}"
     if name in (beside := family.parameters(scales)):
         depends = _depends(lambda other: repr(family.parameters(other)[name]), scales)

@@ -82,19 +82,14 @@ def written(tree: ast.expr) -> str:
     return unquoted(tree.id) if isinstance(tree, ast.Name) else _shown(ast.unparse(tree))
 
 
-def columns(tree: ast.expr, constants: Collection[str]) -> tuple[str, ...]:
-    """Names of the columns that a factor reads, in their order."""
-    return tuple(dict.fromkeys(name for name in map(unquoted, _names(tree)) if name not in constants))
+def columns(tree: ast.expr, constants: Collection[str], without: Collection[str] = ()) -> tuple[str, ...]:
+    """Names of the columns that a factor reads, in their order; but those in calls of functions `without`."""
+    return tuple(dict.fromkeys(name for name in map(unquoted, _names(tree, without)) if name not in constants))
 
 
-def calls(tree: ast.expr) -> str:
+def calls(tree: ast.AST) -> str:
     """The function that a factor calls; "" of a name."""
     return ast.unparse(tree.func) if isinstance(tree, ast.Call) else ""
-
-
-def callees(tree: ast.expr) -> Iterator[str]:
-    """All functions that a factor calls, at any depth."""
-    return (calls(node) for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
 def arguments(call: ast.Call) -> dict[str, ast.expr]:
@@ -123,18 +118,18 @@ def function(callee: str) -> Callable[..., Any] | None:
     return known if callee.startswith("np.") else None
 
 
-def _names(tree: ast.AST) -> Iterator[str]:
+def _names(tree: ast.AST, without: Collection[str]) -> Iterator[str]:
     match tree:
         case ast.Name():
             yield tree.id
-        case ast.Call():
-            for argument in (*tree.args, *(word.value for word in tree.keywords)):
-                yield from _names(argument)
         case ast.Attribute():
             return
+        case ast.Call() if calls(tree) in without:
+            return
         case _:
-            for below in ast.iter_child_nodes(tree):
-                yield from _names(below)
+            below = (*tree.args, *tree.keywords) if isinstance(tree, ast.Call) else ast.iter_child_nodes(tree)
+            for node in below:
+                yield from _names(node, without)
 
 
 def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: int) -> None:

@@ -52,6 +52,11 @@ class Terms(NamedTuple):
     trees: Mapping[str, ast.expr]  # what factors and offsets compute, by name
     varying: frozenset[str]  # columns of all but offsets
 
+    @property
+    def factors(self) -> dict[str, tuple[str, ...]]:
+        """Factors of the common terms, by name of the term."""
+        return dict(zip(self.common, filter(None, self.sums[0].terms), strict=True))
+
 
 def variable(name: str) -> str:
     """How a term or a column is called among the variables of a model, where no name has a slash.

@@ -54,7 +54,7 @@ def columns(tree: ast.expr, rows: Rows) -> Array:
 
 def require_rowwise(tree: ast.expr, rows: Rows) -> None:
     """Refuse a user's function that looks at other rows than its own: it would be of one client's rows alone."""
-    if not set(expressions.callees(tree)) & set(rows.constants):
+    if not {*map(expressions.calls, ast.walk(tree))} & {*rows.constants}:
         return
     whole, order = columns(tree, rows), np.random.default_rng(0).permutation(len(rows.frame))
     size = np.nanmax(np.abs(whole), initial=0.0, where=np.isfinite(whole))
