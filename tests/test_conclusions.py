@@ -35,7 +35,9 @@ from fedppl.testing import normal_means
 from tests.support import malformed
 from tests.support.fake_grid import FakeGrid, Node, node
 
-TELLS = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf, conclusions=("loo",))
+TELLS = Policy(
+    rows=0, few_rows=0, joint=True, parameters_per_row=math.inf, events=0, requests=math.inf, conclusions=("loo",)
+)
 BOTH = dataclasses.replace(TELLS, conclusions=("loo", "conflict"))
 EP = fedppl.EP(correction=None)
 

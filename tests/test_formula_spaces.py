@@ -146,4 +146,4 @@ def test_random_formulas_span_what_patsy_spans(case: int) -> None:
             if what := wrong(one, other):
                 problems.append(f"{formula}: {what}")
     assert not problems
-    assert len(refused) <= 1, refused
+    assert len(refused) <= 2, refused  # a sum of nothing that something is nested in: (x - x)/z

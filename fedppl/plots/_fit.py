@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import xarray as xr
 
 from fedppl import contracts
 from fedppl.contracts import AnyAlgorithm, SharedReader
@@ -164,8 +165,10 @@ def coordinates(fit: Fitted, var_names: Any) -> list[int]:
     """Where some shared variables stand in the flat vector."""
     slices, default = fit.layout.slices, shown_by_default(fit.declaration, fit.layout.slices)
     found: list[int] = []
-    for name, places in entries_of(shared_draws(fit)[list(slices)], var_names, "the shared variables", default).items():
+    group = shared_draws(fit)  # of ArviZ 1 a tree, which gives one variable at a time
+    shared = xr.Dataset({name: group[name] for name in slices})
+    for name, places in entries_of(shared, var_names, "the shared variables", default).items():
         start, size = slices[name].start, slices[name].stop - slices[name].start
-        alike = size == shared_draws(fit)[name][0, 0].size  # a simplex has fewer coordinates than entries
+        alike = size == group[name][0, 0].size  # a simplex has fewer coordinates than entries
         found += [start + place for place in (places if alike else range(size))]
     return found

@@ -17,9 +17,7 @@ from fedppl.types import Status
 
 _MENTIONED = 0.05
 TRUSTED = 0.1  # a share beyond which the estimate is too low by an unknown factor
-NOISY = (
-    0.02  # the same where clients draw: noise ends EP early, with an sd in which factors depart less than in its own
-)
+NOISY = 0.02  # the same where clients draw: noise ends EP early, with an sd in which factors depart less
 SKEWED = 0.3  # skewness of a margin beyond which it is, too
 CORRECTION = "fedppl.EP(correction=fedppl.Correction()), which sites answer where their policies allow it"
 _MOST = 1e3
