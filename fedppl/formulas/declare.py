@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,17 +13,17 @@ import pandas as pd
 import pymc as pm
 
 from fedppl.data import frames
-from fedppl.formulas import checks, predictor
+from fedppl.formulas import checks, groups, predictor
 from fedppl.formulas import describe as descriptions
 from fedppl.formulas import design as designs
-from fedppl.formulas.agreement import Agreement, as_texts, require_present
+from fedppl.formulas.agreement import Agreement
 from fedppl.formulas.averages import by_row, rows_of
 from fedppl.formulas.design import Design
 from fedppl.formulas.family import Family, Scales, declare
 from fedppl.formulas.far import SUSPECT, far_from_zero
 from fedppl.formulas.outcomes import new_rows, outcome, weights
 from fedppl.formulas.priors import Prior
-from fedppl.formulas.terms import Group, Terms, variable
+from fedppl.formulas.terms import Terms, variable
 from fedppl.settings import between, shown
 from fedppl.types import Array, DataError, DeclarationError
 
@@ -246,7 +245,7 @@ class Formula:
         for number, group in enumerate(self.terms.groups):
             found[f"effects_{number}"] = design.group(number, table, what)
             if len(group.factor) > 1:
-                found |= _numbered(number, group, held, None if unseen else known, what)
+                found |= groups.numbered(number, group, held, None if unseen else known, what)
         if known is not None:
             found |= new_rows(self.family, response, held, rows, what)
             found |= {} if self.weights is None else {"weights": np.ones(rows)}
@@ -330,31 +329,3 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
         named = getattr(value, "__qualname__", type(value).__qualname__)
         found[name] = array.tolist() if array.dtype.kind in "biufU" else named
     return found
-
-
-def _numbered(
-    number: int, group: Group, data: Mapping[str, Any], known: Mapping[str, Any] | None, what: str
-) -> dict[str, Array]:
-    """The group of each row, and a mark of each group's name; of new rows the place among the groups that are known."""
-    absent = [name for name in group.factor[1:] if name not in data]
-    if absent:
-        raise DataError(f"{what} lacks the columns {absent}, by which effects vary.")
-    for name in group.factor[1:]:
-        require_present(data[name], f"{what}: column {name!r}")
-    texts = [as_texts(np.asarray(data[name])) for name in group.factor[1:]]
-    names, rows = np.unique([":".join(row) for row in zip(*texts, strict=True)], return_inverse=True)
-    marks = np.array([_mark(name) for name in names.tolist()])
-    if known is None:
-        return {f"row_{number}": rows, f"of_{number}": marks}
-    places = {mark: place for place, mark in enumerate(np.asarray(known[f"of_{number}"], dtype=float).tolist())}
-    if strange := [name for name, mark in zip(names.tolist(), marks.tolist(), strict=True) if mark not in places]:
-        raise DataError(
-            f"{what}: the groups {strange[:4]} of {':'.join(group.factor[1:])} have no rows among its data, and what "
-            "is theirs cannot be predicted; leave their rows out."
-        )
-    return {f"row_{number}": np.array([places[mark] for mark in marks.tolist()])[rows]}
-
-
-def _mark(name: str) -> float:
-    """A whole number that a real holds exactly, by which a name is found again."""
-    return float(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little"))
