@@ -122,12 +122,22 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
         offset = _mean_offset(design, frame) if terms.offsets else 0.0
     own = [tuple(label for one in part for label in _labels(one, levels, widths)) for part in coding[1:]]
     of_terms = [_labels(one, levels, widths) for one in coding[0] if one.term]
+    for part in ([one for term in of_terms for one in term], *own):
+        _require_distinct(part)
     labels = dict(zip(terms.common, of_terms, strict=True))
     center, scale = (np.concatenate([np.zeros(0), *(one[k] for one in common)]) for k in range(2))
     sizes = tuple(np.concatenate([one.size for one in group]) for group in groups)
     offset = offset if np.isfinite(offset) else 0.0
     found = Design(terms, agreement, constants, coding, labels, tuple(own), center, scale, sizes, offset)
     return dataclasses.replace(found, left=_left(found))
+
+
+def _require_distinct(labels: Sequence[str]) -> None:
+    """Refuse columns that are called alike, by a level of one and the name of another."""
+    if twice := sorted({one for one in labels if labels.count(one) > 1}):
+        raise DeclarationError(
+            f"two coefficients of the formula are called {twice[0]!r}; rename the column, or a level of it."
+        )
 
 
 def _left(design: Design) -> Array:
@@ -161,6 +171,8 @@ def _require_rowwise(design: Design, frame: pd.DataFrame) -> dict[str, int]:
         rows = values.Rows(frame, design.agreement, design.constants, _AGREED, stand_for_all=True)
         try:
             widths[name] = values.columns(tree, rows).shape[1]
+            if name in design.terms.offsets and widths[name] != 1:
+                raise DeclarationError(f"it has {widths[name]} columns, and an offset is one number a row")
             values.require_rowwise(tree, rows)
         except Exception as error:
             raise DeclarationError(

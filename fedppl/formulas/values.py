@@ -118,7 +118,10 @@ def _of_user(call: ast.Call, rows: Rows) -> Any:
         raise DeclarationError(f"{ast.unparse(call)} calls a constant that is no function.")
     values = [_argument(one, rows) for one in call.args]
     words = {str(one.arg): _argument(one.value, rows) for one in call.keywords}
-    return np.asarray(given(*values, **words), dtype=float)
+    found = np.asarray(given(*values, **words))
+    if found.dtype.kind == "c":
+        raise DeclarationError(f"{expressions.written(call)} is complex; give a function of real values.")
+    return found.astype(float)
 
 
 def _argument(node: ast.expr, rows: Rows) -> Any:
@@ -158,8 +161,8 @@ def _spline(call: ast.Call, rows: Rows) -> Array:
     low, high = (float(_number(given[name], rows)) for name in ("lower_bound", "upper_bound"))
     degree = int(_literal(given.get("degree"), _CUBIC))
     found = given["knots"]
-    values = [_number(one, rows) for one in found.elts] if isinstance(found, ast.List | ast.Tuple) else []
-    knots = np.sort(np.asarray(values or np.ravel(_number(found, rows)), dtype=float))
+    values = [_number(one, rows) for one in found.elts] if isinstance(found, ast.List | ast.Tuple) else None
+    knots = np.sort(np.asarray(np.ravel(_number(found, rows)) if values is None else values, dtype=float))
     if not (low < high and np.all(np.isfinite(knots)) and np.all((knots > low) & (knots < high))):
         raise DeclarationError(
             f"{text} has the knots {knots.tolist()} and bounds {low:g}, {high:g}; knots lie between the bounds."
