@@ -67,6 +67,8 @@ def test_a_file_says_what_the_keywords_say(tmp_path: Path) -> None:
         ("approval = 3", "approval=3 must be"),
         ("row = 3", "key 'row'; a policy has rows,"),
         ("rows = ", "no TOML"),
+        ("joint = 1", "joint=1 must be true or false, as TOML has them"),
+        ("joint = True", "TOML has true, false"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str, told: str) -> None:
