@@ -47,7 +47,7 @@ from benchmarks._fedsi.data import Problem
 from benchmarks._fedsi.scores import Chances, scored
 from benchmarks._pfedvem.network import zero_head
 from fedppl.models import fedsi, pfedvem
-from fedppl.nn.links import probabilities
+from fedppl.nn.predict import probabilities
 from fedppl.types import LocalFailure
 
 ROWS = (5, 20, 50)

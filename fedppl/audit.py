@@ -1,6 +1,6 @@
 """A site's audit log: JSON lines, each with the digest of the one before. ``python -m fedppl.audit FILE`` checks it.
 
-It also holds the account beside it, `ledger.json`, against the log.
+It also holds the account beside it, `ledger.json`, against the log, and by it sees that the log's end was cut off.
 """
 
 from __future__ import annotations
@@ -134,8 +134,11 @@ class _Recount:
 
 def _begin_anew(path: Path) -> int:
     """Move a log away that holds, and let the account go on with an empty one."""
-    last, account = head(path), path.with_name("ledger.json")
+    account = _account_of(path)
+    if not account.is_file():
+        raise DataError(f"{str(path)!r} has no {account.name} beside it, which would go on: put it back.")
     content = _ledger.read(account)
+    last = head(path)
     if content["lines"] > last.length:
         raise DataError(f"{str(path)!r} lacks line {content['lines']}, which was written.")
     aside = path.with_name(f"{path.stem}-{last.digest[:12]}{path.suffix}")
@@ -146,33 +149,50 @@ def _begin_anew(path: Path) -> int:
     return 0
 
 
-def _against_account(path: Path, recount: _Recount) -> str | None:
-    """What is wrong with the account beside a log, or None."""
-    account = path.with_name("ledger.json")
+class _Account(NamedTuple):
+    """What the account beside a log says: how far the log had been written, and how many requests were answered."""
+
+    head: Head
+    requests: int
+
+
+def _account_of(path: Path) -> Path:
+    return path.with_name("ledger.json")
+
+
+def _account(path: Path) -> _Account | None:
+    """The account beside a log; None where there is none. DataError where it cannot be believed."""
+    account = _account_of(path)
     if not account.is_file():
         return None
+    content = _ledger.read(account)
     try:
-        content = _ledger.read(account)
-        written = {site: int(one["requests"]) for site, one in content["clients"].items()}
-    except (DataError, DeclarationError, OSError) as error:
-        return str(error)
+        requests = sum(int(one["requests"]) for one in content["clients"].values())
+        return _Account(Head(int(content["lines"]), str(content["head"])), requests)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        return f"{str(account)!r} is no account of a site ({type(error).__name__})"
+        raise DataError(f"{str(account)!r} is no account of a site ({type(error).__name__})") from error
+
+
+def _against_account(path: Path, now: _Account, length: int, counted: int) -> str | None:
+    """What does not go together in a log of so many lines and requests and an account that was read after it."""
+    account = str(_account_of(path))
     # The log comes first: where a process died in between it knows one more. An earlier log had others.
-    if (counted := sum(recount.requests.values())) > sum(written.values()) + 1:
-        return f"{str(account)!r} counts {sum(written.values())} requests, the log {counted}"
+    if counted > now.requests + 1:
+        return f"{account!r} counts {now.requests} requests, the log {counted}"
+    if length > now.head.length + 2:
+        return f"{account!r} knows {now.head.length} lines of the log, which has {length}: it is an earlier one"
     return None
 
 
 def main(argv: list[str] | None = None) -> int:
     """Check a log and print a summary; 0 where it holds, 1 where it is broken."""
     parser = argparse.ArgumentParser(prog="python -m fedppl.audit", description="Check a site's audit log.")
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, help="audit.jsonl in a site's folder; the account beside it is checked too")
     parser.add_argument("--begin-anew", action="store_true", help="move the log aside; the account goes on")
     given = parser.parse_args(argv)
     path = given.file
     if not path.is_file():
-        print(f"{str(path)!r} is no file", file=sys.stderr)
+        print(f"{str(path)!r} is no file; name audit.jsonl in a site's folder", file=sys.stderr)
         return 1
     if given.begin_anew:
         try:
@@ -192,7 +212,10 @@ def _checked(path: Path) -> int:
     spent: dict[str, Any] = {}  # the last reply of each client
     last: dict[str, Any] = {"line": 0, "digest": _START}
     try:
+        before = _account(path)  # before the log is read and after it: a site may be writing both
+        met = before is None or before.head.length == 0
         for last in lines(path):
+            met = met or (before is not None and before.head == (last["line"], last["digest"]))
             events[ascii(last["event"])[1:-1]] += 1
             if last.get("refused"):
                 rules[ascii(last["refused"].partition(":")[0])[1:-1]] += 1
@@ -202,16 +225,25 @@ def _checked(path: Path) -> int:
             if last.get("epsilon") is not None:
                 spent[str(last.get("site", ""))] = last
             runs |= {last["run"]} if last.get("run") else set()
+        now = _account(path)
+    except DeclarationError as error:  # of the key, which says nothing of the log
+        print(f"not checked: {error}", file=sys.stderr)
+        return 1
     except (OSError, DataError) as error:
         print(f"BROKEN: {error}", file=sys.stderr)
         return 1
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         print(f"BROKEN: line {last['line']} is none of a site's ({type(error).__name__})", file=sys.stderr)
         return 1
-    if wrong := _against_account(path, recount):
+    wrong = None if now is None else _against_account(path, now, last["line"], sum(recount.requests.values()))
+    if before is not None and not met:
+        wrong = f"{str(path)!r} lacks line {before.head.length}, which was written: it was cut, or put in place anew"
+    if wrong:
         print(f"BROKEN: {wrong}", file=sys.stderr)
         return 1
     print(f"{last['line']} lines, the chain holds; {len(runs)} runs")
+    if now is None:
+        print(f"no {_account_of(path).name} beside it: whether lines were cut off at the end is not known")
     print("events: " + (", ".join(f"{count} {name}" for name, count in sorted(events.items())) or "none"))
     print("refused by: " + (", ".join(f"{name} ({count})" for name, count in sorted(rules.items())) or "none"))
     if left_out:

@@ -18,7 +18,7 @@ from fedppl import DeclarationError, FederatedModel, gaussian, structure
 from fedppl.contracts import Algorithm, Failure, Received, Reply, Request, always
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.model._template import compilations
-from fedppl.run import _display
+from fedppl.run import progress
 from fedppl.testing import normal_means
 from fedppl.types import Status
 from tests import skeleton
@@ -435,7 +435,7 @@ def test_who_fell_back_is_said_in_the_log_the_bar_and_the_message(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(_display.Nowhere, "show", lambda self, completed, note: shown.append(note))
+    monkeypatch.setattr(progress.Nowhere, "show", lambda self, completed, note: shown.append(note))
     local = problems.falling_back({"client 1": 2.0, "client 3": 2.0, "client 0": 1.0}, fallback_seconds=7.5)
     with caplog.at_level(logging.INFO, logger="fedppl"):
         result = fit(normal_means(4), fedppl.EP(local=local), progressbar=True)

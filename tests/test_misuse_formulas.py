@@ -124,7 +124,7 @@ ROWS: dict[str, Mistake] = {
     "a level left out": row(of("y ~ arm", levels={"arm": ["c", "e"]}), "['d']", "name them too"),
     "correlated by a text": row(text("y ~ x", correlated="no"), "correlated='no'", "True or False"),
     "a constant that nobody gave": row(
-        of("y ~ bs(x, knots=knots, lower_bound=-9, upper_bound=9)"), "['knots']", "constants={...}"
+        of("y ~ bs(x, knots=knots, lower_bound=-9, upper_bound=9)"), "['knots']", "constants={'knots': ...}"
     ),
     # --- priors
     "numbers for a prior": row(prior("x", (0, 1)), "priors['x']=(0, 1)", "fedppl.Prior("),

@@ -18,8 +18,8 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.models import fedsi  # noqa: E402
-from fedppl.nn.links import probabilities  # noqa: E402
 from fedppl.nn.personal import loss_at  # noqa: E402
+from fedppl.nn.predict import probabilities  # noqa: E402
 from fedppl.nn.train import Training, train  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from fedppl.contracts import Failure, Request
-from fedppl.engine import batches
+from fedppl.engine import inprocess
 from fedppl.engine.inprocess import InProcessEngine
 from fedppl.models import fedsi
 from fedppl.numerics.streams import stream
@@ -113,14 +113,14 @@ def require_equal(found: Any, wanted: Any, *, within: float = 2e-4) -> None:
 def groups_used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the groups that come to be computed in a batch, as they come."""
     seen: list[int] = []
-    inner = batches._updates
+    inner = inprocess._updates
 
     def updates(*given: Any) -> Any:
         found = inner(*given)
         seen.append(sum(update is not None for update in found))
         return found
 
-    monkeypatch.setattr(batches, "_updates", updates)
+    monkeypatch.setattr(inprocess, "_updates", updates)
     return seen
 
 

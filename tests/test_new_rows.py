@@ -14,7 +14,7 @@ from scipy.special import expit
 
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel
-from fedppl.results import idata, means, newcomers
+from fedppl.results import idata, means, predict
 from fedppl.testing import normal_means
 from tests.support.markers import slow_but
 from tests.support.tables import RESPONSES, agreed
@@ -55,10 +55,10 @@ def test_means_are_what_outcomes_are_on_average_at_a_client_without_rows(family:
     }
     known = idata.posterior_dataset(draws, {}, {})
     fit: Any = SimpleNamespace(declaration=model, clients={})
-    there = newcomers.rows_at(fit, "new", NEW, None)
+    there = predict.rows_at(fit, "new", NEW, None)
     at = 3.0 if spec.family.outcome == "time" else None
-    whole, drawn, inputs = newcomers.predicted(there, known, built.shared, 1, "response", None)
-    again, expected, _ = newcomers.predicted(there, known, built.shared, 1, "mean", at)
+    whole, drawn, inputs = predict.predicted(there, known, built.shared, 1, "response", None)
+    again, expected, _ = predict.predicted(there, known, built.shared, 1, "mean", at)
     assert whole["site_ward_z"].shape[2:] == (2, width) and set(whole.data_vars) == set(again.data_vars)
     assert "outcome" not in inputs and len(next(iter(inputs.values()))) == 3
     (name,), (of,) = expected.data_vars, drawn.data_vars

@@ -67,6 +67,8 @@ def test_a_file_says_what_the_keywords_say(tmp_path: Path) -> None:
         ("approval = 3", "approval=3 must be"),
         ("row = 3", "key 'row'; a policy has rows,"),
         ("rows = ", "no TOML"),
+        ("joint = 1", "joint=1 must be true or false, as TOML has them"),
+        ("joint = True", "TOML has true, false"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str, told: str) -> None:
@@ -572,6 +574,21 @@ def test_an_account_is_counted_again_from_its_log(tmp_path: Path, capsys: pytest
     ledger.write(account, whole)
     account.write_text(account.read_text().replace('"requests": 3', '"requests": 0'))
     assert audit.main([str(log)]) == 1 and "not signed" in capsys.readouterr().err
+    ledger.write(account, whole)
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:-1]))  # the chain holds, and only the account knows of the line
+    assert audit.main([str(log)]) == 1 and f"lacks line {len(lines)}, which was written" in capsys.readouterr().err
+    log.write_bytes(b"".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDPPL_KEY_FILE", str(tmp_path / "another"))
+        assert audit.main([str(log)]) == 1 and "not checked: key file" in capsys.readouterr().err
+    account.rename(tmp_path / "away")
+    assert audit.main([str(log)]) == 0 and "no ledger.json beside it" in capsys.readouterr().out
+    assert audit.main([str(log), "--begin-anew"]) == 1 and "put it back" in capsys.readouterr().err
+    (tmp_path / "away").rename(account)
+    first = {**whole, "lines": 1, "head": log_of(tmp_path)[0]["digest"]}
+    ledger.write(account, first)  # by who has the key, or an earlier one
+    assert audit.main([str(log)]) == 1 and "it is an earlier one" in capsys.readouterr().err
     ledger.write(account, whole)
     assert audit.main([str(log), "--begin-anew"]) == 0
     assert not refused(sent(site, ask(4))) and [line["line"] for line in log_of(tmp_path)] == [1, 2]

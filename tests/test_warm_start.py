@@ -15,7 +15,7 @@ from numpy.testing import assert_allclose
 import fedppl
 from benchmarks.default_settings import columns, exact, regression
 from fedppl import gaussian
-from fedppl.algorithms.ep._newton import newton_step
+from fedppl.algorithms.ep.warm_start import newton_step
 from fedppl.contracts import Expansion
 from fedppl.gaussian import Gaussian
 from fedppl.testing import normal_means

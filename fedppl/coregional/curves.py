@@ -21,13 +21,12 @@ from fedppl.coregional.algorithms.averaging import Averaging
 from fedppl.coregional.algorithms.block_ascent import BlockAscent
 from fedppl.coregional.algorithms.gradient import Gradient
 from fedppl.coregional.algorithms.point_ascent import PointAscent
-from fedppl.coregional.bound import curves
-from fedppl.coregional.reading import final_message, ids_of, require_fit, settled_for
-from fedppl.coregional.result import SELECTED, predictive, unpack
-from fedppl.coregional.view import unit_of
+from fedppl.coregional.bound import UnitClientState, curves
+from fedppl.coregional.result import SELECTED, Coefficients, Fitted, only, predictive, selected_only, settled, unpack
+from fedppl.coregional.view import CoregionalUnit, unit_of
 from fedppl.results.fit import Fit
-from fedppl.settings import between, flag
-from fedppl.types import DeclarationError
+from fedppl.settings import between, flag, shown, some_of
+from fedppl.types import DataError, DeclarationError
 
 __all__ = [
     "Ascent",
@@ -110,8 +109,8 @@ def predict(
     .. [1] Gao and Chung, sections 4.3 and 4.4, eqs. 17 to 20.
     """
     ci_prob, fixed = between("ci_prob", ci_prob, 0, 1), flag("fixed", fixed)
-    require_fit(fit)
-    view, own, fitted = settled_for(fit, unit, latents, fixed=fixed)
+    _require_fit(fit)
+    view, own, fitted = _settled_for(fit, unit, latents, fixed=fixed)
     mean, variance = predictive(view.at(fitted.shared.kernel, inputs), fitted, own)
     sd = np.sqrt(variance + np.exp(2 * own.log_noise_sd))
     half = norm.ppf(0.5 + ci_prob / 2) * sd
@@ -209,8 +208,8 @@ def selection(fit: Fit) -> xr.Dataset:
     with a probability near 1, and another seed may choose the other. Numbers of latent functions have no meaning of
     their own; do not compare them between fits. In a fit that has not converged, γ may still move.
     """
-    require_fit(fit)
-    fitted, shared = unpack(final_message(fit, fit.client_ids[0])), fit.algorithm.result.shared
+    _require_fit(fit)
+    fitted, shared = unpack(_final_message(fit, fit.client_ids[0])), fit.algorithm.result.shared
     phi = shared.draw(fit.state, 1, np.random.default_rng(0)) if isinstance(shared, Sampler) else np.zeros((1, 0))
     known = {name: value[0] for name, value in fit.reader.constrain(phi).items() if name not in ("v", "included")}
     gamma = fitted.shared.inclusion
@@ -261,9 +260,9 @@ def coefficients(fit: Fit, clients: Iterable[str] | None = None) -> xr.Dataset:
     out that l may not be used. A client that never replied is fitted on its own rows with the selected functions alone:
     its γ is 0 or 1.
     """
-    require_fit(fit)
-    names = list(fit.clients) if clients is None else ids_of(clients)
-    found = [settled_for(fit, name) for name in names]
+    _require_fit(fit)
+    names = list(fit.clients) if clients is None else _ids_of(clients)
+    found = [_settled_for(fit, name) for name in names]
     if not found:
         raise DeclarationError("there is no client in this process; its coefficients stay at its site.")
     mean = np.stack([own.mean for _, own, _ in found])
@@ -317,10 +316,10 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
     selected has little more than its prior. Sign and scale are known only together with the coefficients,
     and the mean field leaves out how latent functions depend on each other, so that ``sd`` is too small.
     """
-    require_fit(fit)
+    _require_fit(fit)
     if not fit.clients:
         raise DeclarationError("there is no client in this process whose model could evaluate the kernels.")
-    shared = unpack(final_message(fit, fit.client_ids[0])).shared
+    shared = unpack(_final_message(fit, fit.client_ids[0])).shared
     design = next(iter(fit.clients.values())).view(unit_of).at(shared.kernel, inputs)
     mean, variance = curves(design, shared.mean, shared.covariance)
     return xr.Dataset(
@@ -331,3 +330,58 @@ def latent_curves(fit: Fit, inputs: Mapping[str, Any]) -> xr.Dataset:
         },
         coords={"latent": np.arange(len(mean)), "row": np.arange(mean.shape[1])},
     )
+
+
+def _require_fit(fit: Any) -> None:
+    """Refuse what is no fit."""
+    if not isinstance(fit, Fit):
+        raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit of a linear model of coregionalisation.")
+
+
+def _ids_of(clients: Any) -> list[str]:
+    """Ids of clients from the keyword; a text would be read letter by letter, and letters may be clients too."""
+    if isinstance(clients, str):
+        raise DeclarationError(f"clients={clients!r} must be a list of ids: [{clients!r}].")
+    names = list(clients) if isinstance(clients, Iterable) else [clients]
+    if not isinstance(clients, Iterable) or not all(isinstance(name, str) for name in names):
+        raise DeclarationError(f"clients={shown(clients)} must be a list of ids of clients, or None for all.")
+    return names
+
+
+def _final_message(fit: Fit, client_id: str) -> Mapping[str, Any]:
+    """What a client is told in the end, where the fit is of a linear model of coregionalisation."""
+    message = fit.algorithm.result.final_message(fit.state, client_id)
+    if "joint" not in message or "inclusion" not in message:
+        raise DeclarationError(
+            f"{fit.algorithm.name} does not fit a linear model of coregionalisation; use fedppl.curves.Ascent()."
+        )
+    return message
+
+
+def _settled_for(
+    fit: Fit, unit: str | Mapping[str, Any], latents: Iterable[int] | None = None, *, fixed: bool = False
+) -> tuple[CoregionalUnit, Coefficients, Fitted]:
+    """A unit's view of its model, its own parameters, and the shared ones as it uses them."""
+    if isinstance(unit, str):
+        fitted = unpack(_final_message(fit, unit))
+        if unit not in fit.clients:
+            raise DeclarationError(
+                f"client {unit!r} is not in this process; its clients are {some_of(fit.clients)}. At a site of its "
+                "own, its predictions are made there; for a new unit pass its data."
+            )
+        view, personal = fit.clients[unit].view(unit_of), fit.personal.get(unit)
+    elif isinstance(unit, Mapping):
+        fitted, personal = unpack(_final_message(fit, "new unit")), None
+        client = fit.declaration.enrol({"new unit": unit}, kernel=False)["new unit"]
+        if client.layout.fingerprint != fit.layout.fingerprint:
+            raise DataError("the new unit's shared variables differ from the fit's; give it the same columns.")
+        view = client.view(unit_of)
+    else:
+        raise DeclarationError(f"unit is {type(unit).__name__}; pass a client's id, or the data of a new unit by name.")
+    if latents is not None:
+        fitted = only(fitted, latents)
+    elif not fitted.has_replied:
+        fitted = selected_only(fitted)
+    start = personal.log_noise_sd if isinstance(personal, UnitClientState) else None
+    own, fitted = settled(view, fitted, start, fixed=fixed)
+    return view, own, fitted

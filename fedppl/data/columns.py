@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import narwhals.stable.v2 as nw
 
 _EPOCH = np.datetime64("1970-01-01", "us")
+_EXACT = 2**53  # from where on a real is no longer every whole number
 _DAY = np.timedelta64(1, "D")
 
 Categories = Mapping[str, tuple[Any, ...]]
@@ -62,8 +63,15 @@ def texts(column: Any) -> Array:
     nw = narwhals()
     values = column.to_list() if isinstance(column, nw.Series) else np.asarray(column).tolist()
     found = np.empty(len(values), dtype=object)
-    found[:] = [None if is_missing(value) else str(value) for value in values]
+    found[:] = [None if is_missing(value) else level(value) for value in values]
     return found
+
+
+def level(value: Any) -> str:
+    """A level as a text: whole numbers and truths as whole numbers, as those of columns of numbers are."""
+    if isinstance(value, numbers.Real | np.bool_) and float(value).is_integer() and abs(value) < _EXACT:
+        return str(int(value))
+    return str(value)
 
 
 def categories(column: Any) -> tuple[Any, ...] | None:
@@ -84,7 +92,7 @@ def order(column: Any, *, chosen: bool = True) -> tuple[str, ...] | None:
         return None
     listed = not chosen and isinstance(column.dtype, nw.Categorical) and column.implementation.is_pandas_like()
     ordered = isinstance(column.dtype, nw.Enum) or listed
-    return tuple(map(str, categories(column) or ())) if ordered else None
+    return tuple(map(level, categories(column) or ())) if ordered else None
 
 
 def numeric(column: Any, what: str, known: Sequence[Any] | None = None) -> Array:

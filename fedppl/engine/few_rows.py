@@ -108,8 +108,8 @@ def _refuse(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> s
     if np.isnan(share):
         return "few_rows: what single rows say cannot be computed there; few_rows = 0 in the policy does not look"
     return (
-        f"few_rows: a direction of what is shared depends by {share:.4g} on {rules.few_rows} rows or fewer there, "
-        f"below {rules.few_rows_share:g} wanted"
+        f"few_rows: {rules.few_rows} rows or fewer make up {share:.4g} of a direction of what is shared there, "
+        f"less than {rules.few_rows_share:g} wanted; merge rare levels, leave those rows out, or allow it in the policy"
     )
 
 

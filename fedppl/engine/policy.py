@@ -22,6 +22,7 @@ __all__ = ["Policy", "read"]  # of a namespace that users have
 
 _VAGUEST = 1.0
 _LOWER = "; a policy with another limit allows it, see docs/privacy.md"
+_AS_TOML = "; TOML has true, false and inf, texts in quotes and lists in brackets"
 
 
 CONCLUSIONS = ("loo", "conflict")
@@ -168,13 +169,13 @@ class Policy:
             if getattr(self, name) != np.inf:
                 settings.positive(name, getattr(self, name), "inf switches the rule off")
         if self.epsilon is not None:
-            settings.positive("epsilon", self.epsilon, "None allows algorithms without differential privacy")
+            settings.positive("epsilon", self.epsilon, "leave it out to allow algorithms without known ε")
         settings.between("delta", self.delta, 0, 1, hint="take it well below 1 / number of clients")
         if self.declarations is not None:
             prints = self.declarations
             if not isinstance(prints, list | tuple) or not prints or not all(isinstance(one, str) for one in prints):
                 raise DeclarationError(
-                    f"declarations={settings.shown(prints)} must be a list of digests, or None for the app's own."
+                    f"declarations={settings.shown(prints)} must be a list of digests; leave it out for the app's own."
                 )
             object.__setattr__(self, "declarations", tuple(prints))
         named = self.conclusions
@@ -253,7 +254,7 @@ def read(path: str | os.PathLike[str]) -> Policy:
     except OSError as error:
         raise DeclarationError(f"policy {shown} cannot be read: {error.strerror}; correct the path.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DeclarationError(f"policy {shown} is no TOML: {error}; correct that line.") from error
+        raise DeclarationError(f"policy {shown} is no TOML: {error}; correct that line{_AS_TOML}.") from error
     except ValueError as error:  # of a path with a null character
         raise DeclarationError(f"policy {shown} cannot be read: {error}; correct the path.") from error
     known = [field.name for field in fields(Policy)]
@@ -264,7 +265,8 @@ def read(path: str | os.PathLike[str]) -> Policy:
     try:
         return Policy(**found)
     except DeclarationError as error:
-        raise DeclarationError(f"policy {shown}: {error}") from None
+        told = str(error).replace("True or False", "true or false, as TOML has them")
+        raise DeclarationError(f"policy {shown}: {told}") from None
 
 
 def refuse_data(policy: Policy, shared: int, holdings: Holdings) -> str | None:

@@ -9,9 +9,8 @@ import numpy as np
 import pandas as pd
 
 from fedppl.formulas import design as designs
-from fedppl.formulas.derivatives import derivatives
 from fedppl.formulas.predictor import Spec, effect_labels, has_intercept, tag
-from fedppl.types import Array
+from fedppl.types import Array, DeclarationError
 
 _AT_ONCE = 2_000_000  # numbers
 _WHOSE = "rows of a client"
@@ -134,3 +133,71 @@ def _eta(spec: Spec, columns: Array, places: Mapping[int, Array], draws: Mapping
 def _times(columns: Array, beta: Array) -> Array:
     """Columns (n, p) by coefficients (S, p, ...): (S, n, ...)."""
     return np.asarray(np.moveaxis(np.tensordot(columns, beta, axes=(1, 1)), 0, 1))
+
+
+_STEPS = 10.0 ** -np.arange(2.0, 16.0)  # in sds of the column
+_ROUNDING = 4.0 * float(np.finfo(float).eps)
+_EXACT = 1e-4  # relative to the slope
+
+
+def derivatives(
+    columns: Callable[[pd.DataFrame, str | None], Array], table: pd.DataFrame, column: str, sd: float, what: str
+) -> Array:
+    """Derivatives of ``columns(table, what)`` by a column, (n, q).
+
+    A function has a length of its own at every row, as the logarithm does, and may end there, as the square root does
+    at 0 and a spline at its bounds. So each row is given, of many steps, the one that agrees best with a step ten times
+    as long, rounding being counted; to one side alone where the other is beyond the function's domain.
+
+    Raises
+    ------
+    DeclarationError
+        If none is small enough in a row: a function rises without bound there, or jumps.
+    """
+    x = table[column].to_numpy(dtype=float)
+    here = columns(table, what)
+    best, error, before = np.zeros_like(here), np.full(here.shape, np.inf), np.full(here.shape, np.nan)
+    nothing = 1e-2 * (np.abs(here) + 1.0) / sd  # of a slope, beside those that count
+    for step in _STEPS * sd:
+        with np.errstate(all="ignore"):
+            found, size = _difference(columns, table, column, x, here, step)
+            wrong = np.abs(found - before) + _ROUNDING * (size + np.abs(x[:, None] * found)) / step
+            wrong = wrong / (np.abs(found) + nothing)
+        better = wrong < error
+        best, error, before = np.where(better, found, best), np.where(better, wrong, error), found
+    unknown = ~(error <= _EXACT)
+    if np.any(unknown):
+        row = int(np.argmax(unknown.any(axis=1)))
+        raise DeclarationError(
+            f"{what}: a function of {column!r} has no finite slope in row {row}, where {column!r} is {x[row]:.6g}: it "
+            "rises without bound there, or jumps. Marginal effects are mean slopes; use a function that has one "
+            "everywhere, such as np.log1p, or compare outcomes at two values of the column, by fit.client(id, "
+            "predict=...)."
+        )
+    return best
+
+
+def _difference(
+    columns: Any, table: pd.DataFrame, column: str, x: Array, here: Array, step: float
+) -> tuple[Array, Array]:
+    """A difference quotient of each row, and the size of what it is of; NaN where no side is in the domain."""
+    ends = {k: x + k * step for k in (1, -1)}
+    sides = {k: _within(columns, table, column, end) for k, end in ends.items()}
+    size = np.maximum(np.abs(here), np.fmax(np.abs(sides[1]), np.abs(sides[-1])))
+    found = (sides[1] - sides[-1]) / (ends[1] - ends[-1])[:, None]
+    for k in (1, -1):
+        alone = np.isfinite(sides[k]).all(axis=1) & ~np.isfinite(sides[-k]).all(axis=1)
+        if not np.any(alone):
+            continue
+        rows = table[alone].reset_index(drop=True)
+        far = _within(columns, rows, column, x[alone] + 2 * k * step)
+        # Of second order from one side.
+        found[alone] = (4.0 * sides[k][alone] - far - 3.0 * here[alone]) / (2.0 * k * step)
+    return found, size
+
+
+def _within(columns: Any, table: pd.DataFrame, column: str, values: Array) -> Array:
+    """Columns at other values of one; NaN in rows that lie outside of a function's domain."""
+    found = np.asarray(columns(table.assign(**{column: values}), None))
+    found[~np.isfinite(found).all(axis=1)] = np.nan
+    return found

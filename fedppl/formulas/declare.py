@@ -13,7 +13,7 @@ import pandas as pd
 import pymc as pm
 
 from fedppl.data import frames
-from fedppl.formulas import checks, effects, groups, predictor
+from fedppl.formulas import checks, groups, predictor
 from fedppl.formulas import describe as descriptions
 from fedppl.formulas import design as designs
 from fedppl.formulas.agreement import Agreement
@@ -110,20 +110,20 @@ class Formula:
     @property
     def coefficients(self) -> list[str]:
         """Names of the variables that are coefficients."""
-        return effects.coefficients(self.spec)
+        return descriptions.coefficients(self.spec)
 
     @property
     def varying(self) -> list[str]:
         """Names of the coefficients that a client's own effects are added to."""
-        return effects.varying(self.spec)
+        return descriptions.varying(self.spec)
 
     def effect(self, name: str, *, exponentiate: bool) -> str:
         """What a coefficient, or exp of it, is called in a paper."""
-        return effects.ratio(self.spec, name) if exponentiate else effects.effect(self.spec, name)
+        return descriptions.ratio(self.spec, name) if exponentiate else descriptions.effect(self.spec, name)
 
     def totals(self, group: Any) -> Any:
         """A client's own coefficients, common ones and its effects together, from draws of its posterior."""
-        return effects.totals(self.spec, group)
+        return descriptions.totals(self.spec, group)
 
     @property
     def written(self) -> dict[str, str]:

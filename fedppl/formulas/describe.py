@@ -1,18 +1,20 @@
-"""A formula's model in words: every shared variable, what its entries belong to, and its prior."""
+"""A formula's model in words: every variable with its prior, and what coefficients are called in a paper."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import xarray as xr
 
-from fedppl.formulas import predictor
+from fedppl.formulas import expressions, predictor
 from fedppl.formulas.family import Family, Scales
-from fedppl.formulas.predictor import Spec
+from fedppl.formulas.predictor import Spec, effect_labels, has_intercept, tag
 from fedppl.formulas.priors import Prior
 from fedppl.formulas.terms import Terms, variable
+from fedppl.types import DeclarationError
 
 _COLUMNS = ["prior", "entries", "reference", "meaning", "from"]
 _MEANINGS = {
@@ -79,8 +81,9 @@ def _from(spec: Spec, name: str) -> str:
     if name == "Intercept":
         return f"{mean}, 2.5 times {unit}" if _depends(family.center, scales) else f"2.5 times {unit}"
     if name in spec.terms.common:
-        read = [column for column in spec.terms.columns if re.search(rf"(?<!\w){re.escape(column)}(?!\w)", name)]
-        shares = any(spec.design.agreement.columns[column].levels for column in read)
+        trees, known = spec.terms.trees, spec.design.agreement.columns
+        read = [column for one in spec.terms.factors[name] for column in expressions.columns(trees[one], ())]
+        shares = any(known[column].levels for column in read if column in known)
         return f"2.5 times {unit} / sd of the column over all rows{', by shares of levels' if shares else ''}"
     if name in (beside := family.parameters(scales)):
         depends = _depends(lambda other: repr(family.parameters(other)[name]), scales)
@@ -127,3 +130,87 @@ def _shown(prior: Prior) -> str:
     """Without what is for PyMC alone."""
     hidden = ("initval", "default_transform", "shape")
     return repr(Prior(prior.name, **{key: value for key, value in prior.parameters.items() if key not in hidden}))
+
+
+# What exp of a coefficient is, and exp of the intercept, by the link and the kind of outcomes.
+_RATIOS: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("logit", "binary"): ("odds ratio", "odds"),
+    ("logit", "count"): ("odds ratio", "odds"),
+    ("logit", "unit"): ("odds ratio of the mean share", "odds of the mean share"),
+    ("logit", "level"): ("odds ratio of a higher level", "odds"),
+    ("logit against the reference", "level"): ("odds ratio against {}", "odds against {}"),
+    ("log", "count"): ("rate ratio", "rate"),
+    ("log", "positive"): ("ratio of means", "mean"),
+    ("log of the mean time", "time"): ("time ratio", "mean time"),
+    ("log of the scale", "time"): ("time ratio", "scale of time"),
+    ("log of the median time", "time"): ("time ratio", "median time"),
+    ("log of the hazard", "time"): ("hazard ratio", "hazard"),
+}
+
+
+def effect(spec: Spec, name: str) -> str:
+    """What a coefficient is of the outcome.
+
+    Of an interaction on a scale of ratios it is a ratio of ratios.
+    """
+    family = spec.family
+    if family.link == "identity":
+        return "mean" if name == "Intercept" else "difference"
+    return f"log {ratio(spec, name)}"
+
+
+def ratio(spec: Spec, name: str) -> str:
+    """What exp of a coefficient is of the outcome."""
+    family = spec.family
+    if (family.link, family.outcome) not in _RATIOS:
+        raise DeclarationError(
+            f"exponentiate=True: coefficients of family {family.name!r} are differences of means, and exp of them is "
+            "nothing; leave it out."
+        )
+    of_slope, of_intercept = _RATIOS[family.link, family.outcome]
+    several = f"ratio of {of_slope.replace('ratio', 'ratios', 1)}"
+    found = of_intercept if name == "Intercept" else several if ":" in name else of_slope
+    return found.format(spec.scales.levels[0] if spec.scales.levels else "")
+
+
+def coefficients(spec: Spec) -> list[str]:
+    """Names of the variables that are coefficients."""
+    return [*(["Intercept"] if has_intercept(spec.terms, spec.family) else []), *spec.terms.common]
+
+
+def varying(spec: Spec) -> list[str]:
+    """Names of the coefficients that a client's own effects are added to."""
+    own = {label for labels in _of_clients(spec).values() for label in labels}
+    return [name for name in coefficients(spec) if own & {*_labels(spec, name)}]
+
+
+def totals(spec: Spec, group: Any) -> xr.Dataset:
+    """A client's own coefficients, common ones and its effects together, from draws of its posterior."""
+    found = {}
+    for name in coefficients(spec):
+        total, labels = group[name], _labels(spec, name)
+        flat = np.array(total.transpose("chain", "draw", ...).values, dtype=float)
+        shape = flat.shape
+        flat = flat.reshape(*shape[:2], -1)
+        for effects, known in _of_clients(spec).items():
+            own = group[effects].transpose("chain", "draw", ...).values
+            for place, label in enumerate(labels):
+                if label in known:
+                    flat[..., place] += own[..., known.index(label)]
+        found[name] = total.transpose("chain", "draw", ...).copy(data=flat.reshape(shape))
+    return xr.Dataset(found, attrs=dict(group.attrs))
+
+
+def _of_clients(spec: Spec) -> dict[str, tuple[str, ...]]:
+    """Labels of effects that vary by client, by name of the variable."""
+    return {
+        f"{tag(one)}_effects": effect_labels(spec, number)
+        for number, one in enumerate(spec.terms.groups)
+        if len(one.factor) == 1
+    }
+
+
+def _labels(spec: Spec, name: str) -> list[str]:
+    """Entries of a coefficient by the names that effects have, in the order of the flat array."""
+    labels = ["Intercept"] if name == "Intercept" else list(spec.design.labels[name])
+    return [f"{label}:{level}" for label in labels for level in spec.levels] if spec.levels else labels

@@ -67,31 +67,30 @@ class Design:
     offset_center: float
     left: Array = dataclasses.field(default_factory=lambda: np.ones(0))
 
-    def common(self, frame: pd.DataFrame, what: str) -> Array:
+    def common(self, frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of the common terms, (n, p)."""
         return self._columns([one for one in self.coding[0] if one.term], frame, what)
 
-    def offset(self, frame: pd.DataFrame, what: str) -> Array:
+    def offset(self, frame: pd.DataFrame, what: str | None) -> Array:
         """Sum of the offsets, (n,)."""
         found = [self._factor(name, frame, what)[:, 0] for name in self.terms.offsets]
         return np.asarray(np.sum(found, axis=0))
 
-    def group(self, number: int, frame: pd.DataFrame, what: str) -> Array:
+    def group(self, number: int, frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of the effects of a group, (n, q)."""
         return self._columns(self.coding[1 + number], frame, what)
 
     def side_by_side(self, frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of the common terms, the sum of the offsets, and columns of the effects of all groups, (n, all).
 
-        Without a `what` nothing is refused, and they may be no numbers.
+        Without a `what` nothing is refused, and they are no numbers where a function ends.
         """
-        whose = _AGREED if what is None else what
-        offset = [self.offset(frame, whose)[:, None]] if self.terms.offsets else []
-        groups = [self.group(number, frame, whose) for number in range(len(self.terms.groups))]
+        offset = [self.offset(frame, what)[:, None]] if self.terms.offsets else []
+        groups = [self.group(number, frame, what) for number in range(len(self.terms.groups))]
         with np.errstate(all="ignore"):
-            return np.concatenate([self.common(frame, whose), *offset, *groups], axis=1)
+            return np.concatenate([self.common(frame, what), *offset, *groups], axis=1)
 
-    def _columns(self, terms: Sequence[Coded], frame: pd.DataFrame, what: str) -> Array:
+    def _columns(self, terms: Sequence[Coded], frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of terms, (n, theirs)."""
         factors = {
             name: self._factor(name, frame, what) for name in dict.fromkeys(itertools.chain(*(t.term for t in terms)))
@@ -99,7 +98,7 @@ class Design:
         products = [_product(one, factors, len(frame)) for term in terms for one in term.products]
         return np.concatenate([np.zeros((len(frame), 0)), *products], axis=1)
 
-    def _factor(self, name: str, frame: pd.DataFrame, what: str) -> Array:
+    def _factor(self, name: str, frame: pd.DataFrame, what: str | None) -> Array:
         """Columns of a factor, (n, its own): of levels one for each."""
         column = self.agreement.columns.get(name)
         if column is not None and column.levels and isinstance(self.terms.trees[name], ast.Name):
@@ -123,12 +122,22 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
         offset = _mean_offset(design, frame) if terms.offsets else 0.0
     own = [tuple(label for one in part for label in _labels(one, levels, widths)) for part in coding[1:]]
     of_terms = [_labels(one, levels, widths) for one in coding[0] if one.term]
+    for part in ([one for term in of_terms for one in term], *own):
+        _require_distinct(part)
     labels = dict(zip(terms.common, of_terms, strict=True))
     center, scale = (np.concatenate([np.zeros(0), *(one[k] for one in common)]) for k in range(2))
     sizes = tuple(np.concatenate([one.size for one in group]) for group in groups)
     offset = offset if np.isfinite(offset) else 0.0
     found = Design(terms, agreement, constants, coding, labels, tuple(own), center, scale, sizes, offset)
     return dataclasses.replace(found, left=_left(found))
+
+
+def _require_distinct(labels: Sequence[str]) -> None:
+    """Refuse columns that are called alike, by a level of one and the name of another."""
+    if twice := sorted({one for one in labels if labels.count(one) > 1}):
+        raise DeclarationError(
+            f"two coefficients of the formula are called {twice[0]!r}; rename the column, or a level of it."
+        )
 
 
 def _left(design: Design) -> Array:
@@ -162,6 +171,8 @@ def _require_rowwise(design: Design, frame: pd.DataFrame) -> dict[str, int]:
         rows = values.Rows(frame, design.agreement, design.constants, _AGREED, stand_for_all=True)
         try:
             widths[name] = values.columns(tree, rows).shape[1]
+            if name in design.terms.offsets and widths[name] != 1:
+                raise DeclarationError(f"it has {widths[name]} columns, and an offset is one number a row")
             values.require_rowwise(tree, rows)
         except Exception as error:
             raise DeclarationError(
@@ -246,8 +257,8 @@ def _evaluated(name: str, tree: ast.expr, rows: values.Rows) -> Array:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{rows.what}: {name!r} cannot be computed: {error}") from error
-    if not rows.stand_for_all and np.any(wrong := ~np.isfinite(found).all(axis=1)):
+        raise DataError(f"{rows.what or _AGREED}: {name!r} cannot be computed: {error}") from error
+    if rows.what is not None and not rows.stand_for_all and np.any(wrong := ~np.isfinite(found).all(axis=1)):
         where = int(np.argmax(wrong))
         frame = rows.frame
         read = [f"{one} is {frame[one].iloc[where]}" for one in sorted(expressions.columns(tree, rows.constants))]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedppl.formulas.tokens import unquoted
+from fedppl.formulas.tokens import OF_ROWS, unquoted
 from fedppl.types import DeclarationError
 
 # Of NumPy, what has one value for each row and reads that row alone.
@@ -30,12 +30,12 @@ FUNCTIONS: dict[str, np.ufunc] = {
 }
 NUMBERS = {"pi": float(np.pi), "e": float(np.e)}
 CENTRED = ("center", "scale", "standardize")
-SPLINE, POLYNOMIAL, LEVELS = "bs", "poly", "C"
+OF_SEVERAL = SPLINE, POLYNOMIAL, LEVELS = "bs", "poly", "C"
+RESERVED = ("I", OF_ROWS, *CENTRED, *OF_SEVERAL)  # what no constant may be called
 _OTHERS: dict[str, Callable[..., Any]] = {"where": np.where, "clip": np.clip}  # with three arguments
-_KEYWORDS = {
-    SPLINE: ("knots", "degree", "include_intercept", "intercept", "center", "lower_bound", "upper_bound"),
-    POLYNOMIAL: ("degree", "raw"),
-}
+_AGREED = ("knots", "lower_bound", "upper_bound")  # of a spline, the same at all clients
+_FLAGS = ("include_intercept", "intercept", "center")
+_KEYWORDS = {SPLINE: (*_AGREED, "degree", *_FLAGS), POLYNOMIAL: ("degree", "raw")}
 _SIGNS: dict[type, Callable[..., Any]] = {
     ast.Add: np.add,
     ast.Sub: np.subtract,
@@ -82,19 +82,14 @@ def written(tree: ast.expr) -> str:
     return unquoted(tree.id) if isinstance(tree, ast.Name) else _shown(ast.unparse(tree))
 
 
-def columns(tree: ast.expr, constants: Collection[str]) -> tuple[str, ...]:
-    """Names of the columns that a factor reads, in their order."""
-    return tuple(dict.fromkeys(name for name in map(unquoted, _names(tree)) if name not in constants))
+def columns(tree: ast.expr, constants: Collection[str], without: Collection[str] = ()) -> tuple[str, ...]:
+    """Names of the columns that a factor reads, in their order; but those in calls of functions `without`."""
+    return tuple(dict.fromkeys(name for name in map(unquoted, _names(tree, without)) if name not in constants))
 
 
-def calls(tree: ast.expr) -> str:
+def calls(tree: ast.AST) -> str:
     """The function that a factor calls; "" of a name."""
     return ast.unparse(tree.func) if isinstance(tree, ast.Call) else ""
-
-
-def callees(tree: ast.expr) -> Iterator[str]:
-    """All functions that a factor calls, at any depth."""
-    return (calls(node) for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
 def arguments(call: ast.Call) -> dict[str, ast.expr]:
@@ -123,18 +118,18 @@ def function(callee: str) -> Callable[..., Any] | None:
     return known if callee.startswith("np.") else None
 
 
-def _names(tree: ast.AST) -> Iterator[str]:
+def _names(tree: ast.AST, without: Collection[str]) -> Iterator[str]:
     match tree:
         case ast.Name():
             yield tree.id
-        case ast.Call():
-            for argument in (*tree.args, *(word.value for word in tree.keywords)):
-                yield from _names(argument)
         case ast.Attribute():
             return
+        case ast.Call() if calls(tree) in without:
+            return
         case _:
-            for below in ast.iter_child_nodes(tree):
-                yield from _names(below)
+            below = (*tree.args, *tree.keywords) if isinstance(tree, ast.Call) else ast.iter_child_nodes(tree)
+            for node in below:
+                yield from _names(node, without)
 
 
 def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: int) -> None:
@@ -193,13 +188,13 @@ def _require_call(call: ast.Call, outermost: bool, constants: tuple[str, ...]) -
     elif name == "I":
         if words or count != 1:
             raise DeclarationError(f"{text}: I() takes one computation, I(x**2).")
-    elif name in (SPLINE, POLYNOMIAL, LEVELS):
-        _require_several(call, name, text, outermost)
+    elif name in OF_SEVERAL:
+        _require_several(call, name, text, outermost, constants)
     else:
         raise _unknown(name, text)
 
 
-def _require_several(call: ast.Call, name: str, text: str, outermost: bool) -> None:
+def _require_several(call: ast.Call, name: str, text: str, outermost: bool, constants: Collection[str]) -> None:
     """The rules of what has several columns: levels, splines and polynomials."""
     if name == LEVELS and not (not call.keywords and _name(call)):
         raise DeclarationError(
@@ -215,12 +210,25 @@ def _require_several(call: ast.Call, name: str, text: str, outermost: bool) -> N
         return
     given = arguments(call)
     strange = sorted(set(given) - {"x", *_KEYWORDS[name]})
-    if name == SPLINE and (strange or not {"x", "knots", "lower_bound", "upper_bound"} <= set(given)):
+    if "x" not in given or len(given) < len(call.args) + len(call.keywords):
+        raise DeclarationError(
+            f"{text} has no column, or too many arguments; write {name}(x, ...), each argument once."
+        )
+    of_rows = sorted({column for one in _AGREED if one in given for column in columns(given[one], constants)})
+    if of_rows and name == SPLINE:
+        raise DeclarationError(
+            f"{text} reads knots or bounds from {of_rows}, and as columns they would be of the rows of each client "
+            f"alone; say what all know, formula(..., constants={{{of_rows[0]!r}: ...}})."
+        )
+    if name == SPLINE and (strange or not set(_AGREED) <= set(given)):
         raise DeclarationError(
             f"{text} would take its knots and bounds from the rows of each client, and a coefficient would mean "
             "another thing at each; use bs(x, knots=knots, lower_bound=0, upper_bound=90), and say knots that all know "
             "in formula(..., constants=...)."
         )
+    flags = [given[one] for one in _FLAGS if one in given]
+    if not all(isinstance(one, ast.Constant) and isinstance(one.value, bool) for one in flags):
+        raise DeclarationError(f"{text}: {' and '.join(_FLAGS)} are True or False.")
     raw, degree = given.get("raw"), given.get("degree")
     if name == POLYNOMIAL and not (isinstance(raw, ast.Constant) and raw.value is True and not strange):
         raise DeclarationError(f"{text} would be orthogonal on the rows of each client alone; use raw=True.")
@@ -238,11 +246,11 @@ def _unknown(name: str, text: str) -> DeclarationError:
             "scale(x), by the mean and sd of all clients' rows."
         )
     numpy = f"np.{name}" if name in FUNCTIONS else "np.log"
-    root = name.partition(".")[0]
+    root = unquoted(name.partition(".")[0])
     return DeclarationError(
-        f"{text} calls {name!r}, which formulas do not know; there are {numpy}(x) and others of NumPy, I(x**2), "
-        "center(x), scale(x), offset(x), C(x), bs(x, knots=...), poly(x, 2, raw=True), and functions that you give, "
-        f"constants={{{root!r}: function}}; or compute a column before."
+        f"{text} calls {_shown(name)!r}, which formulas do not know; there are {numpy}(x) and others of NumPy, "
+        "I(x**2), center(x), scale(x), offset(x), C(x), bs(x, knots=...), poly(x, 2, raw=True), and functions that you "
+        f"give, constants={{{root!r}: function}}; or compute a column before."
     )
 
 

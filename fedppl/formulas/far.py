@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
 
+from fedppl.formulas import expressions
 from fedppl.formulas.agreement import Agreement
 from fedppl.formulas.moments import grid
 from fedppl.formulas.terms import Terms
@@ -15,6 +16,7 @@ from fedppl.types import Array
 
 SAID = 8.0  # means, in sds, that are said before a fit, and with which priors reckon
 SUSPECT = 3.0  # and where it did not arrive
+_POWERS = (expressions.POLYNOMIAL, "np.square", "np.power")
 _ALL_BUT_NOTHING = 1e-7  # of a column, which the others determine
 
 
@@ -29,8 +31,8 @@ def far_from_zero(terms: Terms, agreement: Agreement, left: Array, scale: Array,
     for name in _far(terms, agreement, least):
         column = agreement.columns[name]
         far = f"{name!r} is far from 0, {column.mean:.6g} on average with an sd of {column.sd:.3g}"
-        for group in terms.groups:
-            if any(_stands_in(name, one) for one in group.expressions):
+        for group, own in zip(terms.groups, terms.sums[1:], strict=True):
+            if any(_stands_in(name, one, terms) for one in own.terms):
                 of = "/".join(group.factor)
                 found.append(
                     f"{far}, and has effects by {of!r}, which cannot be told from those of the intercept there: write "
@@ -48,16 +50,15 @@ def far_from_zero(terms: Terms, agreement: Agreement, left: Array, scale: Array,
 def touched(terms: Terms, agreement: Agreement) -> list[str]:
     """Common terms of columns that stand in powers or products far from 0."""
     products = {one for name in _far(terms, agreement, SAID) for one in _products(name, terms)}
-    read = {name for one in products for name in terms.columns if _names(name, one)}
-    others = {one for one in terms.common if {name for name in terms.columns if _names(name, one)} <= read}
-    return [one for one in terms.common if one in products | (others if products else set())]
+    read = {name for one in products for name in _read(terms, terms.factors[one])}
+    return [one for one in terms.common if products and _read(terms, terms.factors[one]) <= read]
 
 
 def left_by_others(
     some: list[str], terms: Terms, agreement: Agreement, columns: Callable[[pd.DataFrame], Array]
 ) -> Array:
     """Sds of what others and a constant leave of each column of `some` terms, (p,); NaN of what they determine."""
-    read = {name for one in some for name in terms.columns if _names(name, one)}
+    read = {name for one in some for name in _read(terms, terms.factors[one])}
     frame, weight = grid(read, terms, agreement)
     values = columns(frame)
     usable = np.isfinite(values).all(axis=1)
@@ -79,23 +80,21 @@ def _far(terms: Terms, agreement: Agreement, least: float) -> list[str]:
 
 def _products(name: str, terms: Terms) -> list[str]:
     """Common terms with a column as it is, where it stands in powers or with others."""
-    those = [one for one in terms.common if _stands_in(name, one)]
-    several = [one for one in those if _is_product(name, one, terms.columns)]
-    return those if several else []
+    those = [one for one, factors in terms.factors.items() if _stands_in(name, factors, terms)]
+    return those if any(_is_product(terms.factors[one], terms) for one in those) else []
 
 
-def _names(name: str, term: str) -> bool:
-    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", term) is not None
+def _read(terms: Terms, factors: Sequence[str]) -> set[str]:
+    return {name for one in factors for name in expressions.columns(terms.trees[one], ())} & {*terms.columns}
 
 
-def _stands_in(name: str, term: str) -> bool:
+def _stands_in(name: str, factors: Sequence[str], terms: Terms) -> bool:
     """Whether a term reads a column as it is, and not its distance from the mean."""
-    column = rf"`?{re.escape(name)}`?"
-    left = re.sub(rf"\b(center|scale|standardize)\(\s*{column}\s*\)", "", term)
-    return _names(name, left)
+    return any(name in expressions.columns(terms.trees[one], (), without=expressions.CENTRED) for one in factors)
 
 
-def _is_product(name: str, term: str, columns: tuple[str, ...]) -> bool:
+def _is_product(factors: Sequence[str], terms: Terms) -> bool:
     """Whether a term is a power of a column, or a product with others."""
-    others = [one for one in columns if one != name and _names(one, term)]
-    return bool(others) or "**" in term or re.search(r"\b(poly|np\.(square|power))\(", term) is not None
+    nodes = [node for one in factors for node in ast.walk(terms.trees[one])]
+    powers = any(isinstance(node, ast.Pow) or expressions.calls(node) in _POWERS for node in nodes)
+    return powers or len(_read(terms, factors)) > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ def numbered(
     for name in group.factor[1:]:
         require_present(data[name], f"{what}: column {name!r}")
     texts = [as_texts(np.asarray(data[name])) for name in group.factor[1:]]
-    names, rows = np.unique([":".join(row) for row in zip(*texts, strict=True)], return_inverse=True)
+    names, rows = np.unique([_joined(row) for row in zip(*texts, strict=True)], return_inverse=True)
     marks = np.array([_mark(name) for name in names.tolist()])
     if known is None:
         return {f"row_{number}": rows, f"of_{number}": marks}
@@ -34,6 +34,15 @@ def numbered(
             "is theirs cannot be predicted; leave their rows out."
         )
     return {f"row_{number}": np.array([places[mark] for mark in marks.tolist()])[rows]}
+
+
+def _joined(levels: Sequence[str]) -> str:
+    """A group's name, another one for each group: a colon in a level is not the one between two."""
+    return (
+        str(levels[0])
+        if len(levels) == 1
+        else ":".join(one.replace("\\", "\\\\").replace(":", "\\:") for one in levels)
+    )
 
 
 def _mark(name: str) -> float:

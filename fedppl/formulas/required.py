@@ -90,7 +90,8 @@ def require_names(built: Formula) -> None:
         raise DeclarationError(f"priors of {unknown}: the shared variables are {list(built.shared)}; name some.")
     if both := sorted(set(built.constants) & set(built.columns)):
         raise DeclarationError(f"constants {both} are columns of {built.text!r} too; rename one of the two.")
-    words = set(re.findall(r"[A-Za-z_]\w*", built.text)) | ({"cuts"} if built.family.name == "piecewise" else set())
+    words = {*re.findall(r"[^\W\d]\w*", built.text), *re.findall("`([^`]*)`", built.text)}
+    words |= {"cuts"} if built.family.name == "piecewise" else set()
     if unused := sorted(set(built.constants) - words):
         raise DeclarationError(f"constants {unused} are not in {built.text!r}; write them in, or leave them out.")
     if unknown := sorted(set(built.levels) - set(built.columns)):

@@ -52,6 +52,11 @@ class Terms(NamedTuple):
     trees: Mapping[str, ast.expr]  # what factors and offsets compute, by name
     varying: frozenset[str]  # columns of all but offsets
 
+    @property
+    def factors(self) -> dict[str, tuple[str, ...]]:
+        """Factors of the common terms, by name of the term."""
+        return dict(zip(self.common, filter(None, self.sums[0].terms), strict=True))
+
 
 def variable(name: str) -> str:
     """How a term or a column is called among the variables of a model, where no name has a slash.
@@ -71,6 +76,8 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
     sides = _TILDE.split(formula) if isinstance(formula, str) else []
     if len(sides) != 2:
         raise DeclarationError(f"formula={formula!r} is no formula; write one like 'y ~ age + arm + (1 | site)'.")
+    if taken := sorted({*map(str, constants)} & {*expressions.RESERVED}):
+        raise DeclarationError(f"constants {taken} are called as what formulas know already; give them another name.")
     response = _response(sides[0])
     pieces = cut(formula, sides[1])
     tokens = [*pieces.common, *(one for part in pieces.effects for one in part.effects)]
@@ -78,6 +85,11 @@ def parse(formula: str, constants: Collection[str] = ()) -> Terms:
     common = sum_of(formula, pieces.common or [Token("number", "1")], names)
     groups, sums = _groups(formula, pieces.effects, names)
     summands = [expressions.read(text, constants) for text in pieces.offsets]
+    if several := [tree for tree in summands if expressions.calls(tree) in expressions.OF_SEVERAL]:
+        raise DeclarationError(
+            f"offset({expressions.written(several[0])}) has several columns, and an offset is one number a row; "
+            "compute a column of its own before."
+        )
     offsets = {f"offset({expressions.written(tree)})": tree for tree in summands}
     terms = [term for one in (common, *sums) for term in one.terms]
     used = {name for term in terms for name in term}

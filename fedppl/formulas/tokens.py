@@ -165,9 +165,10 @@ def _python(formula: str, text: str) -> str:
 
 
 def _as_written(match: re.Match[str]) -> str:
-    """A name that Python would read as another one, such as that of a unit with a Greek letter."""
+    """A name that would be read as another one: a unit with a Greek letter by Python, one with our mark by us."""
     name = match[0]
-    return name if unicodedata.normalize("NFKC", name) == name else quoted(name)
+    is_same = unicodedata.normalize("NFKC", name) == name and not name.startswith(_MARK)
+    return name if is_same else quoted(name)
 
 
 def _require_syntax(formula: str, found: Sequence[Token]) -> None:

@@ -20,12 +20,15 @@ _SAME = 1e-9  # relative to the largest value
 
 
 class Rows(NamedTuple):
-    """Rows of a client, or those that stand for all clients' and may lie beyond the bounds of splines."""
+    """Rows of a client, or those that stand for all clients' and may lie beyond the bounds of splines.
+
+    Without a `what` to name in errors no row is refused, and there is no number where a function ends.
+    """
 
     frame: pd.DataFrame
     agreement: Agreement
     constants: Mapping[str, Any]
-    what: str
+    what: str | None
     stand_for_all: bool = False
 
 
@@ -51,7 +54,7 @@ def columns(tree: ast.expr, rows: Rows) -> Array:
 
 def require_rowwise(tree: ast.expr, rows: Rows) -> None:
     """Refuse a user's function that looks at other rows than its own: it would be of one client's rows alone."""
-    if not set(expressions.callees(tree)) & set(rows.constants):
+    if not {*map(expressions.calls, ast.walk(tree))} & {*rows.constants}:
         return
     whole, order = columns(tree, rows), np.random.default_rng(0).permutation(len(rows.frame))
     size = np.nanmax(np.abs(whole), initial=0.0, where=np.isfinite(whole))
@@ -115,7 +118,10 @@ def _of_user(call: ast.Call, rows: Rows) -> Any:
         raise DeclarationError(f"{ast.unparse(call)} calls a constant that is no function.")
     values = [_argument(one, rows) for one in call.args]
     words = {str(one.arg): _argument(one.value, rows) for one in call.keywords}
-    return np.asarray(given(*values, **words), dtype=float)
+    found = np.asarray(given(*values, **words))
+    if found.dtype.kind == "c":
+        raise DeclarationError(f"{expressions.written(call)} is complex; give a function of real values.")
+    return found.astype(float)
 
 
 def _argument(node: ast.expr, rows: Rows) -> Any:
@@ -155,20 +161,21 @@ def _spline(call: ast.Call, rows: Rows) -> Array:
     low, high = (float(_number(given[name], rows)) for name in ("lower_bound", "upper_bound"))
     degree = int(_literal(given.get("degree"), _CUBIC))
     found = given["knots"]
-    values = [_number(one, rows) for one in found.elts] if isinstance(found, ast.List | ast.Tuple) else []
-    knots = np.sort(np.asarray(values or np.ravel(_number(found, rows)), dtype=float))
+    values = [_number(one, rows) for one in found.elts] if isinstance(found, ast.List | ast.Tuple) else None
+    knots = np.sort(np.asarray(np.ravel(_number(found, rows)) if values is None else values, dtype=float))
     if not (low < high and np.all(np.isfinite(knots)) and np.all((knots > low) & (knots < high))):
         raise DeclarationError(
             f"{text} has the knots {knots.tolist()} and bounds {low:g}, {high:g}; knots lie between the bounds."
         )
     x = _vector(given["x"], rows)
-    if not rows.stand_for_all and np.any(outside := (x < low) | (x > high)):
+    outside = (x < low) | (x > high)
+    if np.any(outside) and rows.what is not None and not rows.stand_for_all:
         raise DataError(
             f"{rows.what}: row {int(np.argmax(outside))} lies outside of the bounds of {text!r}; widen lower_bound "
             "and upper_bound, the same at all clients."
         )
     places = np.concatenate([[low] * (degree + 1), knots, [high] * (degree + 1)])
     basis = np.asarray(BSpline.design_matrix(np.nan_to_num(x, nan=low).clip(low, high), places, degree).toarray())
-    basis[np.isnan(x)] = np.nan
+    basis[np.isnan(x) | (outside & (rows.what is None))] = np.nan
     is_whole = _literal(given.get("include_intercept", given.get("intercept")), False)
     return basis if is_whole or not _literal(given.get("center"), True) else basis[:, 1:]

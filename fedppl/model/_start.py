@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from pytensor.graph.replace import clone_replace
 
-from fedppl.model._impossible import impossible_outcome
-from fedppl.model._shapes import apart
+from fedppl.model import graph as _graph
+from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
 from fedppl.model.enrolment import mismatch, other_prior, require_same_variables
 from fedppl.model.indices import require_not_negative
@@ -39,10 +40,10 @@ def require_start(client: ClientModel, phi: Array, *, kernel: bool) -> None:
     except (ValueError, TypeError, IndexError, AssertionError) as error:  # PyTensor asserts that shapes fit
         if infinite is not None:
             raise _holds_infinite(client, infinite) from error
-        unfit = apart(client.template.parts, client.arrays)
+        unfit = _apart(client.template.parts, client.arrays)
         raise mismatch(client.client_id, client.arrays, error, unfit) from error
     if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
-        if outcome := impossible_outcome(client, phi):
+        if outcome := _impossible_outcome(client, phi):
             raise DataError(
                 f"client {client.client_id!r}: the log density at the starting point is {value}: {outcome}. Correct "
                 "the data (a covariate or an exposure of that row, where the outcome is possible), or declare a "
@@ -110,3 +111,87 @@ def require_same_layout(reference: ClientModel | None, client: ClientModel) -> N
     ours, theirs = reference.layout.variables, client.layout.variables
     require_same_variables(reference.client_id, ours, client.client_id, theirs, client.arrays)
     raise other_prior(reference.client_id, client.client_id)
+
+
+# What outcomes of a distribution are, by the name of PyTensor's random variable, and which values break that: where
+# none does, a parameter is at fault, as an exposure of 0 is.
+_COUNTS: tuple[str, Callable[[float], bool]] = "counts are not negative", lambda y: y < 0
+_POSITIVE: tuple[str, Callable[[float], bool]] = "outcomes are positive", lambda y: y <= 0
+_RULES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "bernoulli": ("outcomes are 0 or 1", lambda y: y not in (0, 1)),
+    "beta": ("outcomes lie between 0 and 1", lambda y: not 0 < y < 1),
+    "binomial": ("outcomes lie between 0 and n", lambda y: y != 0),
+    "categorical": (
+        "classes are numbered from 0, and the last has a number one less than there are classes",
+        lambda y: y != 0,
+    ),
+    "exponential": ("outcomes are not negative", lambda y: y < 0),
+    "gamma": _POSITIVE,
+    "geometric": ("outcomes are 1, 2, ...", lambda y: y < 1),
+    "halfnormal": ("outcomes are not negative", lambda y: y < 0),
+    "inverse_gamma": _POSITIVE,
+    "lognormal": _POSITIVE,
+    "negative_binomial": _COUNTS,
+    "poisson": _COUNTS,
+    "weibull": _POSITIVE,
+}
+
+
+def _impossible_outcome(client: ClientModel, phi: Array) -> str:
+    """The first outcome whose log density is minus infinity, with its place and the rule; "" where none is found."""
+    template, layout = client.template, client.layout
+    try:
+        x, inputs, outputs = _graph.observed_graph(template.parts, layout.variables, client.local)
+        function = interpreted.python_function([x, *inputs], outputs)
+        found = function(np.concatenate([phi, client.initial]), *client.inputs)
+    except Exception:  # a reason is looked for, of a failure that is told in any case
+        return ""
+    names = {rv: container.name for container, rv in _graph.observed_through(template.parts).items()}
+    for rv, each in zip(template.parts.model.observed_RVs, found, strict=True):
+        values = client.arrays.get(names.get(rv, ""))
+        if not np.any(np.isneginf(each)) or values is None or np.shape(values) != np.shape(each):
+            continue
+        place = tuple(int(i) for i in np.argwhere(np.isneginf(each))[0])
+        value = np.asarray(values)[place]
+        at = f" in row {place[0] if len(place) == 1 else place}" if place else ""
+        rule, breaks = _RULES.get(getattr(rv.owner.op, "name", None) or "", ("", lambda y: False))
+        return f"{names[rv]!r} is {value}{at}, " + (
+            f"and {rule}" if breaks(float(value)) else "which has no density there"
+        )
+    return ""
+
+
+def _apart(parts: _graph.Parts, arrays: Mapping[str, Any]) -> str:
+    """Name an observed variable whose values have another shape than its distribution has; "" where none shows.
+
+    Parameters
+    ----------
+    parts
+        The model; lengths of dims are those that it was built with.
+    arrays
+        The client's data.
+    """
+    for rv in parts.model.observed_RVs:
+        if rv.owner is None or getattr(rv.owner.op, "ndim_supp", None) != 0:
+            continue
+        parameters = rv.owner.op.dist_params(rv.owner)
+        behind = rv.owner.op.ndims_params
+        try:
+            replace, inputs = _graph._inputs_for(parts)
+            if len(inputs) != len(parts.data):
+                continue
+            shown = [parts.model.rvs_to_values[rv].shape, *(one.shape for one in parameters)]
+            function = interpreted.python_function(inputs, clone_replace(shown, replace, rebuild_strict=False))
+            given = (np.asarray(arrays[v.name]).astype(v.type.dtype) for v in parts.data)
+            value, *found = (tuple(int(n) for n in one) for one in function(*given))
+            batches = [one[: len(one) - inner] for one, inner in zip(found, behind, strict=True)]
+            wanted = np.broadcast_shapes(*batches)
+        except Exception:  # what says more about an error is no error itself
+            continue
+        while wanted[:1] == (1,) and value[:1] != (1,) and all(one[:1] == (1,) for one in found):  # axes that PyMC adds
+            wanted, found = wanted[1:], [one[1:] for one in found]
+        if wanted != value:
+            widest = max(found, key=len)
+            has = f"{wanted}" if widest == wanted else f"{wanted} (of a parameter of shape {widest})"
+            return f"{rv.name!r} is observed with shape {value}, and its distribution has outcomes of shape {has}"
+    return ""

@@ -6,7 +6,8 @@ They are compiled once, and shared by clients of every size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,18 +16,19 @@ from pymc.logprob.utils import ParameterValueError
 
 from fedppl import gaussian
 from fedppl.contracts import SharedReader
-from fedppl.model import _rows, interpreted
 from fedppl.model import graph as _graph
+from fedppl.model import interpreted
 from fedppl.model._declared import Declared, built, parts_of
 from fedppl.model._kinks import find_kink, points
 from fedppl.model._normalised import unnormalised
 from fedppl.model._prior_draws import draw_prior
 from fedppl.model._template import Template
-from fedppl.model.approved import declaration_digest
+from fedppl.model.graph import Parts
+from fedppl.model.graph_key import graph_key
 from fedppl.model.pack import pack
 from fedppl.model.summary import tells_summary
 from fedppl.numerics.prior import SharedPrior
-from fedppl.types import Array, DeclarationError, Layout, Variable, coordinate_labels
+from fedppl.types import Array, DataError, DeclarationError, Layout, Variable, coordinate_labels
 
 T = TypeVar("T")
 
@@ -95,7 +97,7 @@ class ClientModel:
     @functools.cached_property
     def declaration(self) -> str:
         """What `Policy.declarations` lists: the digest of all that the declaration's density computes."""
-        return declaration_digest(self)
+        return _declaration_digest(self)
 
     @property
     def shared_size(self) -> int:
@@ -182,7 +184,7 @@ class ClientModel:
     @property
     def rows(self) -> int:
         """Number of observations, n_k: the length of the arrays that are observed."""
-        return _rows.count(self.template.parts, self.arrays)
+        return _count(self.template.parts, self.arrays)
 
     @property
     def brought(self) -> str:
@@ -191,12 +193,12 @@ class ClientModel:
 
     def batch(self, rows: Any) -> tuple[Any, Any, Any]:
         """Packed data of some of the observations, for the kernel; none at all where `rows` is empty."""
-        packed: tuple[Any, Any, Any] = pack(_rows.take(self.client_id, self.template, self.arrays, self.inputs, rows))
+        packed: tuple[Any, Any, Any] = pack(_take(self.client_id, self.template, self.arrays, self.inputs, rows))
         return packed
 
     def batches(self, rows: Any) -> tuple[Any, Any, Any]:
         """Packed data of many batches of observations at once, rows (T, b): T places instead of one."""
-        return _rows.batches(self.client_id, self.template, self.arrays, self.inputs, rows)
+        return _batches(self.client_id, self.template, self.arrays, self.inputs, rows)
 
     def constrain_shared(self, phi: Array) -> dict[str, Array]:
         """Shared variables and their deterministics on the constrained space from draws (S, m)."""
@@ -265,3 +267,93 @@ def dims_and_coords(pymc_model: Any) -> tuple[dict[str, tuple[str, ...] | None],
     """Dims of every variable and coords of every dim of a PyMC model."""
     dims: dict[str, tuple[str, ...] | None] = {k: tuple(v) for k, v in pymc_model.named_vars_to_dims.items()}
     return dims, {name: list(values) for name, values in pymc_model.coords.items() if values is not None}
+
+
+_WRITTEN = ("fedppl.formulas.declare", "Formula")
+
+
+def _declaration_digest(client: Any) -> str:
+    """Digest of the declaration of a client's model; empty where an operation's text does not say what it computes.
+
+    Of a builder: the graphs of its densities, with every constant in them. Data in containers do not count, nor how
+    many rows they have; data that a builder makes constants of do. Of a formula: what was written, since columns and
+    priors follow from that and from what sites agree on under `Policy.agreement`.
+    """
+    declared, template = client.declared, client.template
+    kind = type(declared.builder)
+    if (kind.__module__, kind.__qualname__) == _WRITTEN:
+        told = [sorted(declared.builder.written.items())]
+    else:
+        shared, _ = template.variables
+        prior = _graph.prior_graph(template.parts, shared)
+        graphs = [graph_key([one.x, *one.inputs], [one.logp]) for one in (template.graph, prior)]
+        if None in graphs:
+            return ""
+        named = [(tuple(variable), rv.name) for variable, rv in zip(shared, template.parts.shared, strict=True)]
+        told = [declared.kind, named, [v.name for v in template.parts.data], graphs]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
+
+
+def _count(parts: Parts, arrays: Mapping[str, Any]) -> int:
+    """Number of observations: the length of what is observed, summed where observed arrays differ in length."""
+    lengths = _observed_lengths(parts, arrays)
+    return lengths.pop() if len(lengths) == 1 else sum(lengths)
+
+
+def _take(
+    client_id: str, template: Template, arrays: Mapping[str, Any], inputs: Sequence[Any], rows: Any
+) -> tuple[Any, ...]:
+    """The kernel's inputs with some of the rows of every array that has a row per observation."""
+    parts = template.parts
+    lengths = _observed_lengths(parts, arrays)
+    held, free = inputs[: len(parts.data)], inputs[len(parts.data) :]
+    if len(lengths) > 1 or not parts.data or _has_local_per_row(template, held, lengths):
+        raise DataError(
+            f"client {client_id!r}: observations of lengths {sorted(lengths)} cannot be taken in batches; that "
+            "needs pm.Data containers, observed arrays of one length, and no local variable with an entry per row. "
+            "Use batch_size=None."
+        )
+    (length,) = lengths
+    return (*_rows_of(held, length, rows), *free)
+
+
+def _rows_of(held: Sequence[Any], length: int, rows: Any) -> tuple[Any, ...]:
+    return tuple(value[rows] if np.ndim(value) and len(value) == length else value for value in held)
+
+
+def _has_local_per_row(template: Template, held: Sequence[Any], lengths: set[int]) -> bool:
+    """Whether a local variable changes its shape with the number of rows: held against the model of one row less."""
+    free, (length, *_) = template.graph.free_shapes, (*lengths, 0)
+    if not free or length < 2:
+        return bool(free)
+    functions = template.functions
+    if "local per row" not in functions:
+        all_, fewer = (template.start(*_rows_of(held, length, np.arange(n))) for n in (length, length - 1))
+        functions["local per row"] = [np.shape(value) for value in all_] != [np.shape(value) for value in fewer]
+    return bool(functions["local per row"])
+
+
+def _batches(
+    client_id: str, template: Template, arrays: Mapping[str, Any], inputs: Sequence[Any], rows: Any
+) -> tuple[Any, Any, Any]:
+    """Packed data of many batches at once, rows (T, b): reals, integers, and (T, w) where each batch's arrays lie."""
+    steps, size = rows.shape
+    reals, integers, where = pack(_take(client_id, template, arrays, inputs, rows.ravel()))
+    wheres = np.tile(where, (steps, 1))
+    place = 0
+    without = _take(client_id, template, arrays, inputs, np.arange(0))
+    for value, whole in zip(without, inputs, strict=True):
+        if np.ndim(value) and len(value) != len(whole):  # of this array nothing is left without rows: it has them
+            stride = size * int(np.prod(value.shape[1:], dtype=np.int64))
+            wheres[:, place] = where[place] + stride * np.arange(steps)
+            wheres[:, place + 1] = wheres[:, place] + stride
+            wheres[:, place + 2] = size
+        place += 2 + np.ndim(value)
+    return reals, integers, wheres
+
+
+def _observed_lengths(parts: Parts, arrays: Mapping[str, Any]) -> set[int]:
+    names = {parts.model.rvs_to_values[rv].name for rv in parts.model.observed_RVs} & set(arrays)
+    if not names:  # observed through an expression: the longest array is taken for it
+        return {max((len(value) for value in arrays.values() if np.ndim(value)), default=1)}
+    return {len(arrays[name]) if np.ndim(arrays[name]) else 1 for name in names}

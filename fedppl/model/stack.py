@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytensor
+import pytensor.tensor as pt
 from numpy.typing import NDArray
 from pytensor.graph.rewriting.utils import rewrite_graph
 from pytensor.tensor.shape import Shape_i
@@ -21,7 +23,9 @@ from fedppl.model import graph as _graph
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.enrolment import held_exactly
-from fedppl.model.outputs import outputs_of
+from fedppl.model.graph_key import graph_key
+from fedppl.model.numba_mode import inlined, mode, without_notices
+from fedppl.model.pack import vector_kernel
 from fedppl.numerics.stacked import Packs
 from fedppl.types import Array, DataError, Layout
 
@@ -109,7 +113,7 @@ class ClientsOf(Mapping[str, ClientModel]):
     def moments(self, points: Array, center: Array) -> dict[str, tuple[Array, Array]]:
         """By variable the means and sds (K, ...) at all clients, over points (S, m) of φ with equal weights."""
         counts = self._stack.table.counts
-        outputs = outputs_of(self._stack.some([int(np.argmin(counts)), int(np.argmax(counts))]))
+        outputs = _outputs_of(self._stack.some([int(np.argmin(counts)), int(np.argmax(counts))]))
         if not outputs.names:
             return {}
         sizes = [int(np.prod(shape, dtype=int)) for shape in outputs.shapes]
@@ -224,3 +228,35 @@ def _packed(held: Sequence[Array], begins: NDArray[np.int64], shapes: Sequence[A
         np.ascontiguousarray(places, dtype=np.int64),
         np.ascontiguousarray(np.stack([at[True], at[False]], axis=1)),
     )
+
+
+class Outputs(NamedTuple):
+    """Variables whose shapes are the same at all clients."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    kernel: Callable[..., Any]  # of x = (φ, θ) and a client's packed data: all entries, one after the other
+
+
+def _outputs_of(clients: Sequence[ClientModel]) -> Outputs:
+    """Local variables and deterministics of clients like these, but those that have an entry for each row."""
+    first = clients[0]
+    shapes = [
+        {name: value.shape[1:] for name, value in one.constrain(np.zeros((1, one.shared_size)), one.initial).items()}
+        for one in clients
+    ]
+    parts, shared = first.template.parts, first.layout.variables
+    x, inputs, names, outputs = _graph.constrained_graph(
+        parts, shared, first.local, first.template.public.names, only_shared=False
+    )
+    told = [name for name in names if all(one[name] == shapes[0][name] for one in shapes)]
+    flat = [pt.as_tensor(one).ravel().astype("float64") for n, one in zip(names, outputs, strict=True) if n in told]
+    vector = pt.concatenate([pt.zeros(0), *flat])
+
+    def compiled() -> tuple[Callable[..., Any], bool]:
+        return inlined(pytensor.function([x, *inputs], [vector], mode=mode(), on_unused_input="ignore").vm.jit_fn)
+
+    types = [(v.type.dtype, v.type.ndim) for v in inputs]
+    with without_notices():
+        kernel = vector_kernel(compiled, types, graph_key([x, *inputs], [vector]))
+    return Outputs(tuple(told), tuple(shapes[0][name] for name in told), kernel)

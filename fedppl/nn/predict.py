@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 import xarray as xr
+from scipy.special import log_softmax, ndtr, softmax
 from scipy.stats import norm
 
 from fedppl.contracts import Point
@@ -16,8 +17,6 @@ from fedppl.contracts.entries import CI_PROB
 from fedppl.model.client import ClientModel
 from fedppl.nn.declared import Declared
 from fedppl.nn.likelihood import Normal
-from fedppl.nn.links import LINKS, probabilities
-from fedppl.nn.predict_outcomes import outcomes_at, require_as_many
 from fedppl.nn.subnet import output_covariance, outputs
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import NetworkResult, Own, network_of
@@ -257,14 +256,14 @@ def predict(
         inputs = new_inputs(fit.declaration, cast(ClientModel, found.client), inputs)
     X, rng = unit.at(inputs), stream((seed, 3))
     others = unit.others(inputs) if isinstance(unit.likelihood, Declared) else {}
-    require_as_many(others, len(X))
+    _require_as_many(others, len(X))
     blocks = []
     for start in range(0, max(len(X), 1), _ROWS):
         rows = slice(start, start + _ROWS)
         logits, covariance = _moments(unit, found, X[rows], start, link)
         if isinstance(unit.likelihood, Declared):
             read = {name: value[rows] if value.ndim else value for name, value in others.items()}
-            values, dims = outcomes_at(unit, read, logits, covariance, draws, ci_prob, rng)
+            values, dims = _outcomes_at(unit, read, logits, covariance, draws, ci_prob, rng)
         else:
             values = _closed(unit, logits, covariance, link, draws, ci_prob, rng)
             dims = dict.fromkeys(values, ("row", "output"))
@@ -323,3 +322,110 @@ def _require_finite(values: Array, what: str, first: int) -> None:
     if not np.all(np.isfinite(values)):
         row = first + int(np.argwhere(~np.isfinite(values))[0, 0])
         raise DataError(f"{what} is not finite at row {row} of the new inputs; look at their size.")
+
+
+LINKS = ("scaled", "by class", "monte carlo", "probit", "map")
+
+
+def probabilities(
+    logits: Array, covariance: Array, *, link: str = "scaled", draws: int = 100, rng: np.random.Generator | None = None
+) -> Array:
+    """Class probabilities (n, C) of normal outputs with means (n, C) and covariances (n, C, C): `fedppl.nn.predict`."""
+    variance = np.diagonal(covariance, axis1=1, axis2=2)
+    if link == "scaled":
+        classes = logits.shape[1]
+        apart = 2 * (variance.sum(axis=1) - covariance.sum(axis=(1, 2)) / classes) / max(classes - 1, 1)
+        one = 1.0 / np.sqrt(1.0 + np.pi / 8 * np.maximum(apart, 0.0))  # rounding may go below
+        return np.asarray(softmax(one[:, None] * logits, axis=1))
+    kappa = 1.0 / np.sqrt(1.0 + np.pi / 8 * variance)
+    if link == "probit":
+        chance = ndtr(kappa * logits)
+        return np.asarray(chance / chance.sum(axis=1, keepdims=True))
+    if link != "monte carlo":
+        return np.asarray(softmax(kappa * logits, axis=1))
+    values, vectors = np.linalg.eigh(covariance)
+    root = vectors * np.sqrt(np.clip(values, 0.0, None))[:, None]
+    rng = np.random.default_rng() if rng is None else rng
+    total = np.zeros_like(logits)
+    for _ in range(draws):
+        total += np.exp(log_softmax(logits + np.einsum("ncd,nd->nc", root, rng.normal(size=logits.shape)), axis=1))
+    return np.asarray(total / draws)
+
+
+_EACH = 10  # draws of an outcome for each of outputs
+
+
+def _require_as_many(others: Mapping[str, Array], rows: int) -> None:
+    """Refuse what the likelihood reads beside the network where it has another number of rows."""
+    wrong = {name: len(value) for name, value in others.items() if value.ndim and len(value) != rows}
+    if wrong:
+        raise DataError(f"new inputs have {rows} rows, and {wrong}; give as many rows of each.")
+
+
+def _outcomes_at(
+    unit: NetworkUnit,
+    others: Mapping[str, Array],
+    outputs: Array,
+    covariance: Array,
+    draws: int,
+    ci_prob: float,
+    rng: np.random.Generator,
+) -> tuple[dict[str, Array], dict[str, tuple[str, ...]]]:
+    """Means, sds and intervals of outcomes, or probabilities of classes, with dims of each.
+
+    Parameters
+    ----------
+    unit
+        The client.
+    others
+        What the likelihood reads of the new rows beside outputs, by name.
+    outputs, covariance
+        Of the network with unknowns of the likelihood, (n, C + e) and (n, C + e, C + e).
+    draws
+        Of outputs; one alone where they are known.
+    ci_prob
+        Of the intervals.
+    rng
+        Draws.
+
+    Raises
+    ------
+    DataError
+        Where outcomes cannot be drawn.
+    """
+    likelihood = unit.likelihood
+    assert isinstance(likelihood, Declared)
+    functions, count = likelihood.drawn(), likelihood.outputs
+    variance = np.diagonal(covariance, axis1=1, axis2=2)[:, :count].copy()
+    is_known = not np.any(covariance)
+    values, vectors = np.linalg.eigh(covariance)
+    root = vectors * np.sqrt(np.clip(values, 0.0, None))[:, None]
+    means, drawn = [], []
+    for _ in range(1 if is_known else draws):
+        at = outputs + np.einsum("ncd,nd->nc", root, rng.normal(size=outputs.shape))
+        try:
+            if functions.mean is not None:
+                means.append(functions.mean(at, others))
+            if likelihood.kind != "categorical":
+                drawn += [functions.draw(at, others, rng) for _ in range(_EACH * (draws if is_known else 1))]
+        except Exception as error:
+            raise DataError(
+                f"outcomes ({likelihood.kind}) cannot be drawn at the new inputs ({type(error).__name__}: "
+                f"{str(error).strip().partition(chr(10))[0]}); look at the size of inputs and at what the likelihood "
+                "reads beside them, and give pm.CustomDist a random=."
+            ) from error
+    found = {"output_mean": outputs[:, :count], "output_variance": variance}
+    dims: dict[str, tuple[str, ...]] = dict.fromkeys(found, ("row", "output"))
+    if likelihood.kind == "categorical":
+        return {"probability": np.mean(means, axis=0), **found}, {"probability": ("row", "class"), **dims}
+    ends = np.quantile(drawn, [0.5 - ci_prob / 2, 0.5 + ci_prob / 2], axis=0)
+    own = ("row", *(f"outcome_{axis}" for axis in range(1, ends[0].ndim)))
+    told = {"ci_low": ends[0], "ci_high": ends[1]}
+    if functions.has_moments:
+        told = {"mean": np.mean(means or drawn, axis=0), "sd": np.std(drawn, axis=0), **told}
+    dims |= dict.fromkeys(told, own)
+    if likelihood.kind == "bernoulli":  # as of two classes
+        told["probability"] = np.stack([1.0 - told["mean"], told["mean"]], axis=-1)
+        told["sd"] = np.sqrt(told["mean"] * (1.0 - told["mean"]))
+        dims["probability"] = (*own, "class")
+    return {**told, **found}, dims

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,7 +33,6 @@ from fedppl.nn.rows_alone import require_rows_alone
 from fedppl.nn.scales import require_inputs, warn_of_scales
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, log_likelihood
-from fedppl.nn.unknowns import with_unknowns
 from fedppl.types import Array, DeclarationError, Message, Variable
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
     (X_in,) = clone_replace([node.inputs[1]], replace)
     given = dict(zip(parts.data, client.inputs, strict=False))
     read = outcome_of(client, node, given, who)
-    net = with_unknowns(node.op.net, {v.name: _start(client, v.name) for v in read.unknowns}, who)
+    net = _with_unknowns(node.op.net, {v.name: _start(client, v.name) for v in read.unknowns}, who)
     slices = parameter_slices(net)
 
     def places(chosen: Sequence[Variable]) -> Places:
@@ -264,3 +264,34 @@ def _require_near(client_id: str, what: str, declared: float, ours: float, lost:
             f"client {client_id!r}: the declared {what} {declared:.8g} where a network's outcomes, row by row, and its "
             f"local priors have {ours:.8g}; {CONTRACT}. For other models use fedppl.EP(local=fedppl.NUTS())."
         )
+
+
+_NAMES = "fedppl_unknowns"
+
+
+def _with_unknowns(net: torch.nn.Module, starts: Mapping[str, Array], who: str) -> torch.nn.Module:
+    """Copy a network whose output has columns for these unknowns, (n, C + e), and that has them as parameters.
+
+    Raises
+    ------
+    DeclarationError
+        For a name that the module cannot have for a parameter.
+    """
+    if not starts:
+        return net
+    found = copy.deepcopy(net)
+    for name, start in starts.items():
+        if "." in name or hasattr(found, name):
+            raise DeclarationError(f"{who}: {name!r} is a name of the network's own; call the variable something else.")
+        value = torch.from_numpy(np.array(start, dtype=float)).to(torch.get_default_dtype())
+        found.register_parameter(name, torch.nn.Parameter(value))
+    setattr(found, _NAMES, tuple(starts))
+    found.register_forward_hook(_beside)
+    return found
+
+
+def _beside(module: torch.nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+    """Outputs of each row, and the unknowns after them."""
+    rows = output.reshape(len(output), -1)
+    values = torch.cat([getattr(module, name).reshape(-1) for name in getattr(module, _NAMES)])
+    return torch.cat([rows, values.to(rows.dtype).expand(len(rows), -1)], dim=1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import pandas as pd
 import xarray as xr
@@ -14,11 +15,38 @@ import xarray as xr
 from fedppl.contracts import LogEvidence, Point, Posterior
 from fedppl.contracts.entries import CI_PROB
 from fedppl.gaussian import Gaussian
-from fedppl.results import clients, copies, html, influence, kept, predicting, saved, summary
+from fedppl.results import clients, html, influence, kept, predicting, saved, summary
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.shared import at_mean, at_point, estimates, log_ratio, shared_posterior
 from fedppl.settings import some_of
 from fedppl.types import Array, DeclarationError, NotConvergedError
+
+F = TypeVar("F")
+
+# The declaration, compiled models and pure functions are the same for all copies.
+_SHARED = ("algorithm", "declaration", "clients", "reader")
+
+
+def _shallow(fit: F) -> F:
+    """Another fit of the same parts."""
+    made = object.__new__(type(fit))
+    made.__dict__.update(fit.__dict__)
+    return made
+
+
+def _deep(fit: F, memo: dict[int, Any]) -> F:
+    """Another fit whose state, records and draws are its own."""
+    made = memo[id(fit)] = _shallow(fit)
+    made.__dict__.update({name: copy.deepcopy(v, memo) for name, v in vars(fit).items() if name not in _SHARED})
+    return made
+
+
+def _refuse(fit: Any) -> NoReturn:
+    """Say how a fit gets to another process."""
+    raise TypeError(
+        "a Fit holds compiled functions and cannot be pickled: write it by fit.save('run.nc'), and read it in another "
+        "process by fedppl.load('run.nc', model)"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +86,7 @@ class Fit(Ended):
         Of a fit that was loaded, draws of clients' posteriors that its file had.
     """
 
-    __copy__, __deepcopy__, __reduce__ = copies.shallow, copies.deep, copies.refuse
+    __copy__, __deepcopy__, __reduce__ = _shallow, _deep, _refuse
 
     def __repr__(self) -> str:
         """One line; some states would fill pages."""

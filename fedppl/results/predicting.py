@@ -9,11 +9,11 @@ import pandas as pd
 import xarray as xr
 
 from fedppl.model.client import ClientModel
-from fedppl.results import idata, means, newcomers
+from fedppl.results import idata, means
 from fedppl.results.arrival import Ended, require_arrived
 from fedppl.results.at_client import client_posterior, inputs
 from fedppl.results.groups import required
-from fedppl.results.predict import new_inputs, predictions
+from fedppl.results.predict import anywhere, new_inputs, predicted, predictions, require_own, rows_at
 from fedppl.results.rows import has_rows
 from fedppl.settings import text, whole
 from fedppl.types import DeclarationError
@@ -163,12 +163,12 @@ def at_client(
         def drawer(posterior: xr.Dataset, coords: Any) -> Any:
             return predictions(model, posterior, given, seed, coords, kind, at)
     else:
-        there = newcomers.rows_at(fit, client_id, predict, None)
+        there = rows_at(fit, client_id, predict, None)
         means.required(kind, at, there.builder)
 
         def drawer(posterior: xr.Dataset, coords: Any) -> Any:
-            newcomers.require_own(there, model)
-            return newcomers.predicted(there, posterior, _shared(fit), seed, **how)[1:]
+            require_own(there, model)
+            return predicted(there, posterior, _shared(fit), seed, **how)[1:]
 
     require_arrived(fit, f"the posterior of client {client_id!r}")
     message, personal = fit.algorithm.result.final_message(fit.state, client_id), fit.personal.get(client_id)
@@ -188,7 +188,7 @@ def _new_without_rows(
     at: Any = None,
 ) -> Any:
     """A client of which nothing is known but that it is one more of them."""
-    there = newcomers.anywhere(fit, name) if given is None else newcomers.rows_at(fit, name, given, client_kind)
+    there = anywhere(fit, name) if given is None else rows_at(fit, name, given, client_kind)
     means.required(kind, at, there.builder)
     require_arrived(fit, "predictions for a new client")
     held = fit.shared(draws=draws, chains=chains, random_seed=random_seed)
@@ -197,7 +197,7 @@ def _new_without_rows(
     known = idata.as_dataset(held, "posterior")
     marks = {"status": fit.status.value, "converged": int(fit.status.ok)}
     names = ("posterior", "predictions", "predictions_constant_data")
-    found = newcomers.predicted(there, known, _shared(fit), seed_of(fit, random_seed), kind, at)
+    found = predicted(there, known, _shared(fit), seed_of(fit, random_seed), kind, at)
     return idata.from_groups({k: one.assign_attrs(marks) for k, one in zip(names, found, strict=True)})
 
 

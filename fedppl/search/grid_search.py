@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +15,15 @@ import numpy as np
 import pandas as pd
 
 from fedppl.contracts import AnyAlgorithm, EngineFactory, LocalInference
+from fedppl.engine.answer import require_fit
 from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.covariance import Covariance
 from fedppl.results import departure
 from fedppl.results.fit import Fit
 from fedppl.run.loop import fit
 from fedppl.run.participation import Participation
-from fedppl.run.start import seed_of
-from fedppl.search.before import named, require_keywords, require_usable
-from fedppl.search.loss import Clients, Loss, require_loss, validation_loss
+from fedppl.run.start import require_declared, seed_of
+from fedppl.search.loss import Clients, Loss, require_held_out, require_loss, validation_loss
 from fedppl.settings import shown
 from fedppl.types import ConvergenceWarning, DeclarationError, LocalFailure, NotConvergedError, Status
 
@@ -90,7 +92,7 @@ def grid(build: Callable[..., AnyAlgorithm], **values: Sequence[Any]) -> dict[st
     for name, choices in values.items():
         if isinstance(choices, str) or not isinstance(choices, Sequence | np.ndarray) or len(choices) == 0:
             raise DeclarationError(f"{name}={choices!r} is no list of values; pass one or more, as in {name}=[...].")
-    require_keywords(build, values)
+    _require_keywords(build, values)
     candidates: dict[str, AnyAlgorithm] = {}
     for combination in itertools.product(*values.values()):
         settings = {
@@ -185,10 +187,10 @@ def grid_search(
             f"{without[:5]} take part and have none. Split with fedppl.holdout."
         )
     seed, table = seed_of(random_seed), {}
-    require_usable(model, clients, algorithms, validation, loss)
+    _require_usable(model, clients, algorithms, validation, loss)
     best: tuple[float, str, Fit] | None = None
     for name, algorithm in algorithms.items():
-        with named(name), warnings.catch_warnings():
+        with _named(name), warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)  # the table has every status; the best one's is said
             fitted = fit(
                 model,
@@ -240,3 +242,48 @@ def _text(value: Any) -> str:
     if isinstance(value, LocalInference | Covariance):
         return value.describe()
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _require_keywords(build: Callable[..., AnyAlgorithm], values: Mapping[str, Any]) -> None:
+    """Refuse settings that a function does not have, and too few of them, where its signature can be read."""
+    try:
+        signature = inspect.signature(build)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**values)
+    except TypeError as error:
+        raise DeclarationError(
+            f"{shown(build)} cannot be called with the settings {list(values)}: {error}; it takes "
+            f"{', '.join(signature.parameters)}. Fix what is common by functools.partial."
+        ) from error
+
+
+def _require_usable(
+    model: FederatedModel,
+    clients: Clients,
+    algorithms: Mapping[str, AnyAlgorithm],
+    validation: Clients,
+    loss: Loss | None,
+) -> None:
+    """Refuse before the first fit what would else be refused after some of them: candidates, and validation data."""
+    for name, algorithm in algorithms.items():
+        with _named(name):
+            require_declared(model, algorithm)
+    kernel = any(algorithm.needs.kernel for algorithm in algorithms.values())
+    models = model.enrol(clients, kernel=kernel)
+    for name, algorithm in algorithms.items():
+        with _named(name):
+            for client in models.values():
+                require_fit(algorithm, client)
+    for client_id, data in validation.items():
+        require_held_out(model, models[str(client_id)], data, loss, kernel=kernel)
+
+
+@contextlib.contextmanager
+def _named(candidate: str) -> Iterator[None]:
+    """Say which candidate an error is about."""
+    try:
+        yield
+    except DeclarationError as error:
+        raise DeclarationError(f"candidate {candidate!r}: {error}") from error

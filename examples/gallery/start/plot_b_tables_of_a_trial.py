@@ -86,8 +86,8 @@ pd.DataFrame(
 # %%
 # What to take away
 # -----------------
-# - ``fedppl.table``, ``fedppl.plots.forest`` and ``fit.predict`` are a line each; ``fit.report("report.html")`` has all
-#   of it on a page.
+# - ``fedppl.table``, ``fedppl.plots.forest`` and ``fit.predict`` are a line each. ``fit.report("report.html")`` has
+#   the posterior, the hospitals and how the fit went on a page; ratios and risks are not on it.
 # - An odds ratio is of one hospital, and no ratio of risks: for these predict both arms, or see
 #   ``fedppl.marginal_effects``.
 # - A prediction for a new hospital is as wide as hospitals differ.

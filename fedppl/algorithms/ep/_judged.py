@@ -8,15 +8,15 @@ import numpy as np
 from scipy import spatial
 
 from fedppl import gaussian
-from fedppl.algorithms.ep import _untrusted
 from fedppl.algorithms.ep._correction import Correcting, exchange, latest, reached, weighed
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import region
+from fedppl.numerics import pareto, region
 from fedppl.numerics.importance import skewness
 from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, with_tails
-from fedppl.numerics.reweighting import MOST_ERROR, Reweighted, apart, is_trusted, reweigh
-from fedppl.types import Array
+from fedppl.numerics.region import Beyond
+from fedppl.numerics.reweighting import FEWEST, MOST_ERROR, MOST_SECOND_K, Reweighted, apart, is_trusted, reweigh
+from fedppl.types import Array, as_declared
 
 _PATIENCE = 3  # rounds without any answer
 _LEAST = 400  # effective points with which no further exchange is asked for
@@ -67,7 +67,7 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     by = next((name for name, k in sites.where.items() if state.reach[k] == radius), "") if np.isfinite(radius) else ""
     if found is None:
         bound = radius if np.isfinite(radius) and not np.any(state.within) else None
-        return Judged(state, True, _untrusted.nowhere(_mute(state, sites, 1.0), bound, by))
+        return Judged(state, True, _nowhere(_mute(state, sites, 1.0), bound, by))
     cut = region.beyond(sites.prior, radius, sites.q, found.points, found.weights)
     is_cut = float(cut.effect.sum()) > MOST_CUT
     # Where little is known of its error, an sd that grew so much before may stand still by chance.
@@ -87,12 +87,12 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     lost = float(np.mean(np.isnan(state.residual[state.within])))
     hidden = _hidden(state, sites, found) if 0 < lost <= _LOST else 0.0
     problems = [
-        _untrusted.without([names[k] for k in np.flatnonzero(state.missing)]),
-        _untrusted.misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),
-        _untrusted.beyond_radius(cut, radius, by, sites) if is_cut else "",
-        "" if trusted else _untrusted.beyond_q(found, sites, growth, _first(state)),
-        _untrusted.lost(lost, _LOST, hidden, _mute(state, sites, _LOST)) if lost > _LOST or hidden > _MOVED else "",
-        _untrusted.uncertain(noise, moved) if noise > NOISE or moved > _MOVED else "",
+        _without([names[k] for k in np.flatnonzero(state.missing)]),
+        _misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),
+        _beyond_radius(cut, radius, by, sites) if is_cut else "",
+        "" if trusted else _beyond_q(found, sites, growth, _first(state)),
+        _unreached(lost, _LOST, hidden, _mute(state, sites, _LOST)) if lost > _LOST or hidden > _MOVED else "",
+        _uncertain(noise, moved) if noise > NOISE or moved > _MOVED else "",
     ]
     message = "; ".join(filter(None, problems))
     return Judged(state._replace(trusted=not message), True, message)
@@ -215,3 +215,105 @@ def _refitted(found: Reweighted, count: int, q: Gaussian) -> tuple[Proposal, ...
     outer = () if few else beyond(found.points, found.weights, count // 2)
     inner = count - sum(proposal.per_scramble for proposal in outer)
     return (*with_tails(found.mean, covariance, inner, skewness(found.points, found.weights)), *outer)
+
+
+# As a call that helps whoever has NUTS already, too.
+_BY_NUTS = "local=fedppl.NUTS(draws=4000)"
+
+
+def _without(names: list[str]) -> str:
+    if not names:
+        return ""
+    return (
+        f"the posterior may be wrong where clients {names[:5]} matter: they did not answer what the correction asks, "
+        "and a Gaussian stands for each of them. The reasons are in fit.idata['rounds']: correct what they name, and "
+        "fit again"
+    )
+
+
+def _nowhere(names: list[str], radius: float | None, by: str) -> str:
+    """No point has a value at all clients: within a radius that holds none, or since some answer none."""
+    far = f" (site {by!r} answers within {radius:g} prior sds alone)" if radius is not None and by else ""
+    if radius is not None:
+        remedy = f"nothing lies within {radius:g} prior sds: allow a larger distance, or raise radius="
+    elif names:
+        remedy = f"clients {names[:5]} have no log density anywhere: look at their data, or use {_BY_NUTS}"
+    else:
+        remedy = f"use {_BY_NUTS}"
+    return f"sds and tails are not known, since nothing could be corrected{far}: {remedy}"
+
+
+def _unreached(share: float, most: float, hidden: float, names: list[str]) -> str:
+    """Too many points are without a value, or those that are would move the posterior by `hidden`."""
+    effect = "may be wrong" if share > most else f"may be off by {hidden:.2g} sds"
+    where = f", at clients {names[:5]} above all" if names else ""
+    return (
+        f"means and sds {effect}: {share:.1%} of the places that the correction asks at (at most {most:.0%}) have no "
+        f"log density{where}, or its integral over a client's own variables was not found. Declare the model so that "
+        "it has a smooth density everywhere, with no bound of an outcome's support among the shared variables; or use "
+        f"{_BY_NUTS}"
+    )
+
+
+def _misleading(names: list[str], trust: float | None) -> str:
+    if not names:
+        return ""
+    return (
+        f"clients {names[:5]} disagree with the others: they would move the posterior by more than trust={trust:g} "
+        "sds, and a Gaussian stands for each of them. Look at their data, and at those of the clients that they are "
+        "held against, since of clients that disagree the one that says more moves it more"
+    )
+
+
+def _beyond_q(found: Reweighted, sites: Sites, grown: float, points: int) -> str:
+    """What q could not follow, and where; `grown` is what a log sd grew by from one exchange to the next.
+
+    The first exchange had so many `points`.
+    """
+    sd = gaussian.standard_deviations(sites.q)
+    shift = (found.mean - gaussian.mean(sites.q)) / sd
+    wider = np.sqrt(np.diag(found.covariance)) / sd
+    worst = int(np.argmax(np.maximum(np.abs(shift), np.abs(np.log(wider)))))
+    name, most_k = as_declared(sites.labels[worst]), pareto.limit(found.told)
+    short = [
+        f"few points decide alone (Pareto k {found.pareto_k:.2f}, at most {most_k:.2f})"
+        if not found.pareto_k <= most_k
+        else "",
+        f"tails are not reached (Pareto k {found.second_k:.2f}, at most {MOST_SECOND_K:g})"
+        if not found.second_k <= MOST_SECOND_K
+        else "",
+        f"{found.ess:.0f} effective points (at least {FEWEST})" if not found.ess >= FEWEST else "",
+        f"an error of {found.error:.2g} sds (at most {MOST_ERROR:g})" if not found.error <= MOST_ERROR else "",
+        f"an sd that last grew by {np.expm1(grown):.0%}" if grown > MOST_ERROR else "",
+    ]
+    return (
+        f"sds and tails are not known well enough, of {name} above all: its mean is {shift[worst]:+.2g} sds from EP's "
+        f"Gaussian, and its sd {wider[worst]:.2g} times as large. Use "
+        f"fedppl.EP(correction=fedppl.Correction(points={4 * points})), declare {name} on a scale where it is closer "
+        f"to normal, or give it a prior that says more. Of {len(found.points)} points: "
+        + ", ".join(filter(None, short))
+    )
+
+
+def _uncertain(noise: float, moved: float) -> str:
+    return (
+        f"means and sds may be off by up to {moved:.2g} sds: clients' log densities are uncertain by {noise:.2g} in "
+        "all, since their own variables are too far from normal given the shared ones. Declare them on a scale where "
+        "they are closer to normal, and standardised, z = (θ − μ) / τ, where data say little and they have a location "
+        "μ and a scale τ; integrate them out where that is known, as pm.BetaBinomial does with a pm.Beta; or use "
+        f"{_BY_NUTS}"
+    )
+
+
+def _beyond_radius(cut: Beyond, radius: float, by: str, sites: Sites) -> str:
+    """How much lies where no point is answered, along what, and by whose rule."""
+    worst = int(np.argmax(cut.effect.sum(axis=1)))
+    side = "below" if cut.effect[worst, 0] > cut.effect[worst, 1] else "above"
+    whose = (
+        f"site {by!r} answers, by distance={radius:g} of its policy," if by else f"Correction(radius={radius:g}) asks"
+    )
+    return (
+        f"up to {cut.mass[worst].max():.2g} of the posterior may lie where nobody was asked, {side} along "
+        f"{as_declared(sites.labels[worst])}: {whose} within {radius:g} prior sds of the prior's mean alone. Allow a "
+        "larger distance, or declare a prior that is wider, or centered where the data are"
+    )

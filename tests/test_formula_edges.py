@@ -1,0 +1,136 @@
+"""Columns, levels, constants and calls at the edge of what a formula reads: right, or refused with a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import fedppl
+from fedppl import DataError, DeclarationError
+
+ROWS = 24
+RNG = np.random.default_rng(2)
+FRAME = pd.DataFrame(
+    {
+        "site": np.repeat(["n", "s"], ROWS // 2),
+        "x": RNG.normal(size=ROWS),
+        "w": RNG.uniform(1.0, 3.0, ROWS),
+        "a": RNG.normal(size=ROWS),
+        "k": np.tile([1, 2, 3], ROWS // 3),
+        "arm": np.tile(["old", "new"], ROWS // 2),
+        "y": RNG.normal(size=ROWS),
+    }
+)
+SPLINE = "bs(w, knots={}, lower_bound={}, upper_bound=9)"
+
+
+def agreed(formula: str, frame: Any = FRAME, by: str | None = "site", **more: Any) -> Any:
+    return fedppl.agree(fedppl.formula(formula, **more), frame, by=by).model.builder
+
+
+def two(values: Any) -> Any:
+    return np.stack([values, values**2], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "constants"),
+    [
+        ("offset(poly(w, 2, raw=True))", {}),
+        (f"offset({SPLINE.format('[2]', 0)})", {}),
+        ("offset(C(k))", {}),
+        ("offset(f(w))", {"f": two}),
+    ],
+)
+def test_offsets_of_several_columns_are_refused_and_not_cut_to_the_first(text: str, constants: Any) -> None:
+    with pytest.raises(DeclarationError, match="number a row"):
+        agreed(f"y ~ x + {text}", constants=constants)
+
+
+@pytest.mark.parametrize(("knots", "low"), [("w", 0), ("[2, x]", 0), ("f(w)", 0), ("[2]", "w"), ("[2]", "f(w)")])
+def test_knots_and_bounds_out_of_rows_are_refused(knots: str, low: Any) -> None:
+    text = SPLINE.format(knots, low)
+    with pytest.raises(DeclarationError, match="rows of each client"):
+        fedppl.formula("y ~ " + text, constants={"f": np.sort} if "f(" in text else {})
+
+
+def test_a_spline_without_knots_is_a_polynomial() -> None:
+    built = agreed("y ~ " + SPLINE.format("[]", 0))
+    found = built.read("n", FRAME[:12])["common"]
+    w = FRAME["w"].to_numpy()[:12]
+    powers = np.vander(w, 4)
+    assert found.shape == (12, 3)
+    assert np.allclose(powers @ np.linalg.lstsq(powers, found)[0], found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "poly(degree=2, raw=True)",
+        "poly(w, degree=2, degree=3, raw=True)",
+        SPLINE.format("[2]", 0)[:-1] + ", include_intercept=x)",
+        SPLINE.format("[2]", 0)[:-1] + ", center=0)",
+    ],
+)
+def test_calls_whose_arguments_would_be_passed_over_are_refused(text: str) -> None:
+    with pytest.raises(DeclarationError, match="once|True or False"):
+        fedppl.formula("y ~ " + text)
+
+
+@pytest.mark.parametrize("name", ["I", "C", "bs", "poly", "offset", "center", "scale"])
+def test_constants_are_not_called_as_functions_of_formulas(name: str) -> None:
+    for text in (f"{name}(x)", f"{name}(k=x)", f"{name}()"):
+        with pytest.raises(DeclarationError, match="another name"):
+            fedppl.formula(f"y ~ {text}", constants={name: np.exp})
+
+
+def test_constants_have_any_name() -> None:
+    for name, text in (("é", "é"), ("a b", "`a b`")):
+        built = agreed(f"y ~ I(x * {text})", constants={name: 3.0})
+        assert np.allclose(built.read("n", FRAME[:12])["common"][:, 0], 3.0 * FRAME["x"][:12])
+
+
+def test_a_function_with_complex_values_is_refused() -> None:
+    with pytest.raises(DeclarationError, match="complex"):
+        agreed("y ~ f(x)", constants={"f": lambda values: values * 1j})
+
+
+@pytest.mark.parametrize("name", ["quoted__61", "quoted__zz", "quoted__ff"])
+def test_a_name_like_those_that_stand_for_quoted_ones_is_a_column(name: str) -> None:
+    frame = FRAME.assign(**{name: FRAME["w"]})
+    for text in (f"np.log({name})", f"np.log(`{name}`)"):
+        built = agreed(f"y ~ {text}", frame)
+        assert np.allclose(built.read("n", frame[:12])["common"][:, 0], np.log(FRAME["w"][:12]))
+        with pytest.raises(DataError, match=name):
+            agreed(f"y ~ {text}")
+
+
+@pytest.mark.parametrize("text", ["x:w + `x:w`", "arm + `arm[old]`"])
+@pytest.mark.parametrize("where", ["{}", "1 + ({} | site)"])
+def test_coefficients_that_would_be_called_alike_are_refused(text: str, where: str) -> None:
+    frame = FRAME.assign(**{"x:w": FRAME["x"], "arm[old]": FRAME["x"]})
+    with pytest.raises(DeclarationError, match="rename"):
+        agreed("y ~ " + where.format(text), frame)
+
+
+def test_groups_whose_names_have_colons_are_apart() -> None:
+    frame = FRAME.assign(ward=np.tile(["a:b", "a", "a"], 8), bed=np.tile(["c", "b:c", "b"], 8))
+    built = agreed("y ~ x + (1 | site/ward/bed)", frame)
+    found = built.read("n", frame[:12])
+    assert len(found["of_2"]) == 3 and list(found["row_2"][:3]) != [0, 0, 1]
+
+
+@pytest.mark.parametrize("kind", [float, bool, int, object])
+def test_levels_of_categories_are_those_of_the_same_numbers(kind: Any) -> None:
+    values = np.tile([0, 1], ROWS // 2).astype(kind)
+    parts = {"n": FRAME[:12].assign(q=values[:12]), "s": FRAME[12:].assign(q=pd.Categorical(values[12:]))}
+    tables = {name: part.drop(columns="site") for name, part in parts.items()}
+    built = agreed("y ~ C(q)", tables, None)
+    assert built.design.agreement.columns["q"].levels == ("0", "1")
+    same = FRAME.assign(q=pd.Categorical(values))
+    built = agreed("y ~ q", same, levels={"q": [kind(1), kind(0)]} if kind is not object else {"q": [1, 0]})
+    assert built.design.agreement.columns["q"].levels == ("1", "0")
+    row = {"q": kind(1) if kind is not object else 1, "y": 0.0}
+    assert built.read_new("n", row, {})["common"].tolist() == [[0.0]]
