@@ -202,7 +202,7 @@ def test_a_formula_with_indicators_takes_no_part() -> None:
     pandas = pytest.importorskip("pandas")
     rows = {name: pandas.DataFrame({"age": RNG.normal(60, 9, 300), "y": RNG.normal(size=300)}) for name in "ab"}
     engine = fedppl.InProcess(policy=Policy())
-    one = f"I(age == {rows['a']['age'][4]!r})"
+    one = f"I(age == {float(rows['a']['age'][4])!r})"
     with pytest.raises(fedppl.DeclarationError, match="'a' does not take part: few_rows"):
         fedppl.fit(fedppl.formula(f"y ~ age + {one}"), rows, engine=engine, progressbar=False)
 

@@ -11,7 +11,8 @@ import pytensor.tensor as pt
 from pytensor.graph.fg import FunctionGraph
 from pytensor.graph.replace import clone_replace, vectorize_graph
 from pytensor.graph.rewriting.utils import rewrite_graph
-from pytensor.scalar.basic import Add, Mul
+from pytensor.scalar.basic import Add, Cast, Mul
+from pytensor.scalar.math import Softplus
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
@@ -90,7 +91,7 @@ def _along(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> Callable[...
 
     def along(*values: Any) -> Sequence[Array]:
         if not known:
-            known.append(interpreted.python_function([x, many, *inputs], _in_pairs(found), interpreted.AS_WRITTEN))
+            known.append(interpreted.python_function([x, many, *inputs], _in_numpy(found), interpreted.AS_WRITTEN))
         if len(known) == 1:
             try:
                 return known[0](*values)
@@ -101,8 +102,8 @@ def _along(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> Callable[...
     return along
 
 
-def _in_pairs(outputs: Sequence[Any]) -> list[Any]:
-    """Graphs in their stable form, and with products and sums of two: NumPy has no others, and Python's are slow."""
+def _in_numpy(outputs: Sequence[Any]) -> list[Any]:
+    """Graphs in their stable form, of what NumPy computes for whole arrays: what it has not, Python does by element."""
     # Two shapes of nothing but zeros need not be equal, which that rewrite takes for granted.
     wanted = {"include": ("canonicalize", "stabilize"), "exclude": ("local_merge_alloc",)}
     simpler = rewrite_graph(list(outputs), **wanted)
@@ -111,4 +112,10 @@ def _in_pairs(outputs: Sequence[Any]) -> list[Any]:
         scalar = getattr(node.op, "scalar_op", None)
         if isinstance(scalar, Add | Mul) and len(node.inputs) > 2:
             graph.replace(node.outputs[0], functools.reduce(node.op, node.inputs), import_missing=True)
+        elif isinstance(scalar, Softplus):
+            (value,) = node.inputs
+            same = pt.log1p(pt.exp(-pt.abs(value))) + pt.maximum(value, 0.0)
+            graph.replace(node.outputs[0], same, import_missing=True)
+        elif isinstance(scalar, Cast) and node.outputs[0].type.dtype == "float64":
+            graph.replace(node.outputs[0], node.inputs[0] * np.float64(1.0), import_missing=True)
     return list(graph.outputs)

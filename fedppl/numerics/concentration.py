@@ -27,6 +27,9 @@ def concentration(vectors: Array, few: int, enough: float = 1.0) -> float:
     if not basis.shape[1]:
         return 0.0
     few = min(few, len(basis))
+    # No direction has more of so few rows than the sum of their leverages.
+    if enough < 1.0 and np.sum(np.partition(leverage, len(leverage) - few)[-few:]) < enough:
+        return float(np.max(leverage))
     best = 0.0
     for row in np.argsort(-leverage)[:_STARTS]:
         best = max(best, _climb(basis, basis[row] / max(np.sqrt(leverage[row]), 1e-300), few))
