@@ -214,6 +214,53 @@ def test_a_median_of_a_column_is_one_row() -> None:
     assert rule_of(build, {"x": x, "y": y}) == "few_rows"
 
 
+BENDS = {
+    "a product": lambda b, x, mark: b[0] + b[1] * x + mark * b[0] * b[1],
+    "a square of the predictor": lambda b, x, mark: b[0] + b[1] * x + mark * (b[0] + b[1] * x) ** 2,
+}
+
+
+@pytest.mark.parametrize("bend", BENDS)
+@pytest.mark.parametrize("few", [True, False])
+def test_an_entry_of_the_hessian_that_few_rows_have_is_refused(bend: str, few: bool) -> None:
+    def build(x: Any, y: Any, mark: Any) -> Any:
+        with pm.Model() as model:
+            x, y, mark = pm.Data("x", x), pm.Data("y", y), pm.Data("mark", mark)
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            pm.Normal("obs", BENDS[bend](beta, x, mark), 1, observed=y)
+        return model
+
+    x, y = np.random.default_rng(8).normal(size=(2, 200))
+    data = {"x": x, "y": y, "mark": marks(7 if few else np.arange(60), 200)}
+    assert rule_of(build, data) == ("few_rows" if few else "None")
+
+
+@pytest.mark.parametrize("family", ["t", "negative binomial", "binomial", "ordinal"])
+def test_cells_of_two_factors_with_few_rows_are_no_reason(family: str) -> None:
+    def build(X: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            X, y = pm.Data("X", X), pm.Data("y", y)
+            scale = pm.HalfNormal("scale", 2)
+            eta = X @ pm.Normal("beta", 0, 1, shape=12)
+            if family == "t":
+                pm.StudentT("obs", nu=4, mu=eta, sigma=scale, observed=y)
+            elif family == "binomial":
+                pm.BetaBinomial("obs", n=9, alpha=scale * pm.math.exp(eta), beta=scale, observed=y)
+            elif family == "ordinal":
+                cuts = pm.math.stack([-scale, scale])
+                pm.OrderedLogistic("obs", eta=eta, cutpoints=cuts, observed=y, compute_p=False)
+            else:
+                pm.NegativeBinomial("obs", mu=pm.math.exp(eta), alpha=scale, observed=y)
+        return model
+
+    rng = np.random.default_rng(9)
+    arm, stage = rng.integers(0, 8, 250), rng.choice(6, 250, p=[0.06, 0.06, 0.08, 0.1, 0.3, 0.4])
+    levels = [arm == level for level in range(1, 8)] + [stage == level for level in range(5)]
+    data = {"X": np.stack(levels, 1) * 1.0, "y": rng.poisson(2.0, 250).clip(0, 9)}
+    data["y"] = {"t": data["y"] * 1.0, "ordinal": data["y"].clip(0, 2)}.get(family, data["y"])
+    assert rule_of(build, data, ["beta", "scale"]) == "None"
+
+
 def test_censored_outcomes_with_a_scale_are_looked_at_within_seconds() -> None:
     def build(x: Any, y: Any) -> Any:
         with pm.Model() as model:

@@ -14,6 +14,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import Asked
+from fedppl.engine.bends import share_in_bends
 from fedppl.engine.policy import Policy, reached
 from fedppl.model.graph import observed_through
 from fedppl.model.pack import pack
@@ -58,7 +59,10 @@ def refuse_model(rules: Policy, client: Any, by_row: ByRow | None = None) -> str
 
 
 def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> str | None:
-    """The same of terms that read rows of others."""
+    """The same of terms that read rows of others, and of curvatures that only few rows have.
+
+    Not where points can be left out, at which neither slopes nor curvatures leave.
+    """
     if not rules.few_rows or by_row is not None:
         return None
     known = _of_others.setdefault(client, {})
@@ -66,10 +70,17 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
     if key not in known:
         if len(known) >= _KEPT:
             known.clear()
-        known[key] = share_in_others(client, point, rules.few_rows, rules.few_rows_share)
+        known[key] = _share_beside(client, point, rules.few_rows, rules.few_rows_share)
     if known[key] < rules.few_rows_share:
         return None
-    return f"few_rows: terms of other rows depend by {known[key]:.4g} on {rules.few_rows} rows or fewer"
+    return f"few_rows: curvatures, or terms of others, depend by {known[key]:.4g} on {rules.few_rows} rows or fewer"
+
+
+def _share_beside(client: Any, point: Array, few: int, enough: float) -> float:
+    in_others = share_in_others(client, point, few, enough)
+    sd = gaussian.standard_deviations(client.layout.prior)
+    aside = _ASIDE * sd * np.random.default_rng(0).normal(size=len(point))
+    return max(in_others, share_in_bends(client, *_along_modes(client, point + aside), few, enough))
 
 
 def refuse_points(rules: Policy, client: Any, asked: Asked, allowed: Array, by_row: ByRow | None = None) -> Found:
@@ -182,13 +193,13 @@ def _along_modes(client: Any, phi: Array) -> tuple[Array, Array]:
 
 
 def share_in_others(client: Any, point: Array, few: int, enough: float) -> float:
-    """The largest share that so few rows have in terms which are not their own, as where all read one row by its place.
+    """The largest share that so few rows have in terms which are not their own, as where all read one by its place.
 
-    Zero where all terms are of single rows. A row's data are put in the place of another's, and reals are moved by a little, which tells of order statistics.
-    Where rows stand for themselves the slopes of all together change by the difference of these two rows' own, which
-    is tried for sixteen groups of rows at once. Where they do not, as with a mean of all rows, or with outcomes that
-    are mixed, repeated or in another order, it is looked at for each row, and the change itself too: terms that no
-    single row has may cancel but for a few rows.
+    Zero where all terms are of single rows. A row's data are put in the place of another's, and reals are moved by a
+    little, which tells of order statistics. Where rows stand for themselves the slopes of all together change by the
+    difference of these two rows' own, which is tried for sixteen groups of rows at once. Where they do not, as with a
+    mean of all rows, or with outcomes that are mixed, repeated or in another order, it is looked at for each row, and
+    the change itself too: terms that no single row has may cancel but for a few rows.
     """
     layout: Layout = client.layout
     m, held = layout.size, len(client.template.parts.data)
