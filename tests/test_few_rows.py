@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pymc as pm
+import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
 from scipy.special import expit
@@ -168,6 +169,109 @@ def test_what_all_rows_read_of_a_few_is_refused_and_a_mean_is_not(read: str) -> 
     for seed in range(4):
         x, y = np.random.default_rng(seed).normal(size=(2, 300))
         assert rule_of(build, {"x": x, "y": y}) == rule
+
+
+def _in_order_of_z(z: Any, *columns: Any) -> list[Any]:
+    return [column[pt.argsort(z)] for column in columns]
+
+
+MIXED = {
+    "mixed by a rotation": lambda x, y, mark, z: [pt.constant(ROTATION) @ column for column in (x, y, mark)],
+    "twice, with noise that cancels": lambda x, y, mark, z: [
+        pt.concatenate(pair) for pair in ((x, x), (y, y), (mark + z, -z))
+    ],
+    "of another axis": lambda x, y, mark, z: [pt.ones((20, 1)) * column[None, :] for column in (x, y, mark)],
+    "in another order": lambda x, y, mark, z: _in_order_of_z(z, x, y, mark),
+}
+ROTATION = np.linalg.qr(np.random.default_rng(5).normal(size=(200, 200)))[0]
+
+
+@pytest.mark.parametrize("how", MIXED)
+@pytest.mark.parametrize("few", [True, False])
+def test_rows_that_are_mixed_in_the_graph_hide_nothing(how: str, few: bool) -> None:
+    def build(x: Any, y: Any, mark: Any, z: Any) -> Any:
+        with pm.Model() as model:
+            data = (pm.Data(k, v) for k, v in {"x": x, "y": y, "mark": mark, "z": z}.items())
+            x, y, mark = MIXED[how](*data)
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            pm.Normal("obs", beta[0] * x + beta[1] * mark, 1, observed=y)
+        return model
+
+    x, y, z = np.random.default_rng(6).normal(size=(3, 200))
+    data = {"x": x, "y": y, "mark": marks(7 if few else np.arange(100), 200), "z": z}
+    assert rule_of(build, data) == ("few_rows" if few else "None")
+
+
+def test_a_median_of_a_column_is_one_row() -> None:
+    def build(x: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            x, y = pm.Data("x", x), pm.Data("y", y)
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            pm.Normal("obs", beta[0] * x + beta[1] * pt.sort(x)[150], 1, observed=y)
+        return model
+
+    x, y = RNG.normal(size=(2, 300))
+    assert rule_of(build, {"x": x, "y": y}) == "few_rows"
+
+
+BENDS = {
+    "a product": lambda b, x, mark: b[0] + b[1] * x + mark * b[0] * b[1],
+    "a square of the predictor": lambda b, x, mark: b[0] + b[1] * x + mark * (b[0] + b[1] * x) ** 2,
+}
+
+
+@pytest.mark.parametrize("bend", BENDS)
+@pytest.mark.parametrize("few", [True, False])
+def test_an_entry_of_the_hessian_that_few_rows_have_is_refused(bend: str, few: bool) -> None:
+    def build(x: Any, y: Any, mark: Any) -> Any:
+        with pm.Model() as model:
+            x, y, mark = pm.Data("x", x), pm.Data("y", y), pm.Data("mark", mark)
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            pm.Normal("obs", BENDS[bend](beta, x, mark), 1, observed=y)
+        return model
+
+    x, y = np.random.default_rng(8).normal(size=(2, 200))
+    data = {"x": x, "y": y, "mark": marks(7 if few else np.arange(60), 200)}
+    assert rule_of(build, data) == ("few_rows" if few else "None")
+
+
+@pytest.mark.parametrize("family", ["t", "negative binomial", "binomial", "ordinal"])
+def test_cells_of_two_factors_with_few_rows_are_no_reason(family: str) -> None:
+    def build(X: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            X, y = pm.Data("X", X), pm.Data("y", y)
+            scale = pm.HalfNormal("scale", 2)
+            eta = X @ pm.Normal("beta", 0, 1, shape=12)
+            if family == "t":
+                pm.StudentT("obs", nu=4, mu=eta, sigma=scale, observed=y)
+            elif family == "binomial":
+                pm.BetaBinomial("obs", n=9, alpha=scale * pm.math.exp(eta), beta=scale, observed=y)
+            elif family == "ordinal":
+                cuts = pm.math.stack([-scale, scale])
+                pm.OrderedLogistic("obs", eta=eta, cutpoints=cuts, observed=y, compute_p=False)
+            else:
+                pm.NegativeBinomial("obs", mu=pm.math.exp(eta), alpha=scale, observed=y)
+        return model
+
+    rng = np.random.default_rng(9)
+    arm, stage = rng.integers(0, 8, 250), rng.choice(6, 250, p=[0.06, 0.06, 0.08, 0.1, 0.3, 0.4])
+    levels = [arm == level for level in range(1, 8)] + [stage == level for level in range(5)]
+    data = {"X": np.stack(levels, 1) * 1.0, "y": rng.poisson(2.0, 250).clip(0, 9)}
+    data["y"] = {"t": data["y"] * 1.0, "ordinal": data["y"].clip(0, 2)}.get(family, data["y"])
+    assert rule_of(build, data, ["beta", "scale"]) == "None"
+
+
+def test_censored_outcomes_with_a_scale_are_looked_at_within_seconds() -> None:
+    def build(x: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            x, y = pm.Data("x", x), pm.Data("y", y)
+            beta, sd = pm.Normal("beta", 0, 1, shape=2), pm.HalfNormal("sd", 1)
+            outcome = pm.Normal.dist(beta[0] + beta[1] * x, sd)
+            pm.Censored("obs", outcome, lower=None, upper=1.0, observed=y)
+        return model
+
+    x, y = RNG.normal(size=(2, 300))
+    assert rule_of(build, {"x": x, "y": np.minimum(y, 1.0)}, ["beta", "sd"]) == "None"
 
 
 def test_what_effects_read_of_one_row_is_refused() -> None:

@@ -1,0 +1,99 @@
+"""On how few rows' outcomes curvatures depend beyond what linear predictors have: a rule beside that on slopes.
+
+A term like `b[0] * b[1]` in the mean of one row alone has a slope among those of all rows, and an entry of the Hessian
+to itself, which is that row's outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from fedppl import gaussian
+from fedppl.model.graph import observed_through
+from fedppl.model.row_scores import by_length
+from fedppl.numerics.concentration import by_column, concentration
+from fedppl.types import Array
+
+_STEP = 1e-3  # prior sds
+_NOTHING = 1e-6  # of the largest slope: differences have no more digits
+_MOST = 0.5  # columns a row
+_MOST_DIRECTIONS = 30
+
+
+def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float) -> float:
+    """The largest share that so few rows have of what outcomes change in curvatures, at x and along paths (m, m + d).
+
+    What all outcomes at their largest change against all at their smallest. A linear predictor's curvature is a
+    multiple of the square of its slopes, and is set apart; of that its size alone is looked at.
+    """
+    ends = _ends(client)
+    if ends is None:
+        return 0.0
+    sd = gaussian.standard_deviations(client.layout.prior)
+    m = len(sd)
+
+    def change(at: Array) -> dict[int, Array]:
+        low, high = (by_length(client, at, paths, inputs) for inputs in ends)
+        # An outcome that another row cannot have, as more successes than trials, says nothing there.
+        return {n: np.nan_to_num((high[n] - low[n]) * sd, nan=0.0, posinf=0.0, neginf=0.0) for n in low}
+
+    def bend(direction: Array) -> dict[int, Array]:
+        way = (_STEP * direction * sd) @ paths
+        up, down = change(x + way), change(x - way)
+        return {length: (up[length] - down[length]) / (2.0 * _STEP) for length in up}
+
+    slopes = change(x)
+    rng = np.random.default_rng(2)
+    first = bend(rng.normal(size=m))
+    sizes = {length: _NOTHING * np.max(np.abs(found), initial=0.0) for length, found in slopes.items()}
+    if all(np.all(np.abs(first[length]) <= size) for length, size in sizes.items()):
+        return 0.0  # as where outcomes enter by products with linear predictors alone
+    whole = m <= _MOST_DIRECTIONS
+    directions = np.eye(m) if whole else rng.normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
+    along = [bend(direction) for direction in directions]
+    share = 0.0
+    for length, size in sizes.items():
+        bends = np.stack([found[length] for found in along], axis=1)  # (n, directions, m)
+        for columns, by_size in _columns(client, slopes[length], bends, directions, size):
+            columns[np.abs(columns) <= size] = 0.0
+            wide = by_size or columns.shape[1] > _MOST * length
+            share = max(share, by_column(columns, few) if wide else concentration(columns, few, enough))
+    return share
+
+
+def _columns(client: Any, slopes: Array, bends: Array, directions: Array, size: float) -> Iterator[tuple[Array, bool]]:
+    """For each shared variable (n, columns) of what is left, and sizes of what is set apart."""
+    place = 0
+    for variable in client.layout.variables:
+        here = slice(place, place + int(np.prod(variable.shape, dtype=int)))
+        place = here.stop
+        own, found = slopes[:, here], bends[:, :, here]
+        if own.shape[1] == 1:
+            yield found[:, :, 0].copy(), False
+            continue
+        squares = np.maximum(np.sum(np.square(own), axis=1), 1e-300)
+        times = np.einsum("nka,na->nk", found, own) / squares[:, None]
+        rest = found - times[:, :, None] * own[:, None, :]
+        yield rest.reshape(len(rest), -1), False
+        yield np.sqrt(np.abs(times) * np.sqrt(squares)[:, None]), True
+
+
+def _ends(client: Any) -> tuple[list[Any], list[Any]] | None:
+    """A client's inputs with all outcomes at their smallest, and at their largest; None where none has a container."""
+    parts = client.template.parts
+    observed, held = observed_through(parts), len(parts.data)
+    pairs = list(zip(parts.data, client.inputs[:held], strict=True))
+    if not any(variable in observed and np.ndim(value) and len(value) for variable, value in pairs):
+        return None
+
+    def at(end: Any) -> list[Any]:
+        arrays = [
+            np.zeros_like(value) + end(value, axis=0) if variable in observed and np.ndim(value) else value
+            for variable, value in pairs
+        ]
+        return [*arrays, *client.inputs[held:]]
+
+    return at(np.min), at(np.max)
