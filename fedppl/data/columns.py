@@ -69,8 +69,8 @@ def texts(column: Any) -> Array:
 
 def level(value: Any) -> str:
     """A level as a text: whole numbers and truths as whole numbers, as those of columns of numbers are."""
-    if isinstance(value, numbers.Real | np.bool_) and float(value).is_integer() and abs(value) < _EXACT:
-        return str(int(value))
+    if isinstance(value, numbers.Real | np.bool_) and (x := float(value)).is_integer() and abs(x) < _EXACT:
+        return str(int(x))
     return str(value)
 
 
