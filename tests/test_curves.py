@@ -216,7 +216,7 @@ def test_intervals_are_as_wide_as_their_probability_says() -> None:
         z = norm.ppf(0.5 + probability / 2)
         assert_allclose(found["ci_high"] - found["mean"], z * found["sd"], rtol=1e-12)
         assert_allclose(found["mean"] - found["ci_low"], z * found["sd"], rtol=1e-12)
-        assert found.attrs == {"client": "unit 0", "probability": probability}
+        assert found.attrs == {"client": "unit 0", "ci_prob": probability}
     assert_array_equal(narrow["mean"], wide["mean"])
     assert narrow["mean"].dims == ("row",) and narrow.sizes["row"] == len(NEW)
 

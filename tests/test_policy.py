@@ -847,7 +847,7 @@ def test_introductions_are_counted(tmp_path: Path) -> None:
     limits = (1.0, 1.0, 2.0, 3.0, 2.0, 50.0, 60.0)
     told, counts = [], []
     for number, limit in enumerate(limits):
-        site = site_of(tmp_path, rules, model=clipped_at(limit))._replace(token=f"process {number}")
+        site = site_of(tmp_path, rules, model=clipped_at(limit))._replace(token=f"counted {number}")
         told.append(_node.introduce(site, {}, file_memory(tmp_path))[1].get("error", "takes part"))
         counts.append(_account.in_folder(rules, tmp_path, "clinic 3").read().requests)
     assert counts == [0, 0, 1, 2, 2, 3, 3], told

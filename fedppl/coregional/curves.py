@@ -97,7 +97,7 @@ def predict(
     >>> model, units = fedlmc_ss.two_curves()
     >>> fit = fedppl.fit(model, units, fedppl.curves.Ascent(), rounds=100, progressbar=False, random_seed=1)
     >>> sorted(fedppl.curves.predict(fit, "a", {"X": [0.0, 0.5]}))
-    ['function_sd', 'lower', 'mean', 'sd', 'upper']
+    ['ci_high', 'ci_low', 'function_sd', 'mean', 'sd']
 
     Notes
     -----
