@@ -69,9 +69,8 @@ def texts(column: Any) -> Array:
 
 def level(value: Any) -> str:
     """A level as a text: whole numbers and truths as whole numbers, as those of columns of numbers are."""
-    if isinstance(value, numbers.Real | np.bool_) and float(value).is_integer() and abs(value) < _EXACT:
-        return str(int(value))
-    return str(value)
+    number = float(value) if isinstance(value, numbers.Real | np.bool_) else np.nan
+    return str(int(number)) if number.is_integer() and abs(number) < _EXACT else str(value)
 
 
 def categories(column: Any) -> tuple[Any, ...] | None:
