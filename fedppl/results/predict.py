@@ -150,7 +150,7 @@ class At(NamedTuple):
 
 def rows_at(fit: Ended, name: str, given: Any, kind: str | None) -> At:
     """Read new inputs as those of a client that is not among the others, or of which only a summary is known."""
-    kind = _kind_with_rows(fit) if kind is None else kind
+    kind = _kind_with_rows(fit) if kind is None else fit.declaration.kind_of(name, given, kind)
     builder = fit.declaration.declared_as(kind).builder
     own = getattr(builder, "read_unseen", None)
     if own is not None:
