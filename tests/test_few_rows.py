@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pymc as pm
+import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
 from scipy.special import expit
@@ -170,6 +171,62 @@ def test_what_all_rows_read_of_a_few_is_refused_and_a_mean_is_not(read: str) -> 
         assert rule_of(build, {"x": x, "y": y}) == rule
 
 
+def _in_order_of_z(z: Any, *columns: Any) -> list[Any]:
+    return [column[pt.argsort(z)] for column in columns]
+
+
+MIXED = {
+    "mixed by a rotation": lambda x, y, mark, z: [pt.constant(ROTATION) @ column for column in (x, y, mark)],
+    "twice, with noise that cancels": lambda x, y, mark, z: [
+        pt.concatenate(pair) for pair in ((x, x), (y, y), (mark + z, -z))
+    ],
+    "of another axis": lambda x, y, mark, z: [pt.ones((20, 1)) * column[None, :] for column in (x, y, mark)],
+    "in another order": lambda x, y, mark, z: _in_order_of_z(z, x, y, mark),
+}
+ROTATION = np.linalg.qr(np.random.default_rng(5).normal(size=(200, 200)))[0]
+
+
+@pytest.mark.parametrize("how", MIXED)
+@pytest.mark.parametrize("few", [True, False])
+def test_rows_that_are_mixed_in_the_graph_hide_nothing(how: str, few: bool) -> None:
+    def build(x: Any, y: Any, mark: Any, z: Any) -> Any:
+        with pm.Model() as model:
+            data = (pm.Data(k, v) for k, v in {"x": x, "y": y, "mark": mark, "z": z}.items())
+            x, y, mark = MIXED[how](*data)
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            pm.Normal("obs", beta[0] * x + beta[1] * mark, 1, observed=y)
+        return model
+
+    x, y, z = np.random.default_rng(6).normal(size=(3, 200))
+    data = {"x": x, "y": y, "mark": marks(7 if few else np.arange(100), 200), "z": z}
+    assert rule_of(build, data) == ("few_rows" if few else "None")
+
+
+def test_a_median_of_a_column_is_one_row() -> None:
+    def build(x: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            x, y = pm.Data("x", x), pm.Data("y", y)
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            pm.Normal("obs", beta[0] * x + beta[1] * pt.sort(x)[150], 1, observed=y)
+        return model
+
+    x, y = RNG.normal(size=(2, 300))
+    assert rule_of(build, {"x": x, "y": y}) == "few_rows"
+
+
+def test_censored_outcomes_with_a_scale_are_looked_at_within_seconds() -> None:
+    def build(x: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            x, y = pm.Data("x", x), pm.Data("y", y)
+            beta, sd = pm.Normal("beta", 0, 1, shape=2), pm.HalfNormal("sd", 1)
+            outcome = pm.Normal.dist(beta[0] + beta[1] * x, sd)
+            pm.Censored("obs", outcome, lower=None, upper=1.0, observed=y)
+        return model
+
+    x, y = RNG.normal(size=(2, 300))
+    assert rule_of(build, {"x": x, "y": np.minimum(y, 1.0)}, ["beta", "sd"]) == "None"
+
+
 def test_what_effects_read_of_one_row_is_refused() -> None:
     def build(x: Any, y: Any) -> Any:
         with pm.Model() as model:
@@ -202,7 +259,7 @@ def test_a_formula_with_indicators_takes_no_part() -> None:
     pandas = pytest.importorskip("pandas")
     rows = {name: pandas.DataFrame({"age": RNG.normal(60, 9, 300), "y": RNG.normal(size=300)}) for name in "ab"}
     engine = fedppl.InProcess(policy=Policy())
-    one = f"I(age == {rows['a']['age'][4]!r})"
+    one = f"I(age == {float(rows['a']['age'][4])!r})"
     with pytest.raises(fedppl.DeclarationError, match="'a' does not take part: few_rows"):
         fedppl.fit(fedppl.formula(f"y ~ age + {one}"), rows, engine=engine, progressbar=False)
 

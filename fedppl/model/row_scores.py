@@ -103,8 +103,10 @@ def _along(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> Callable[...
 
 def _in_pairs(outputs: Sequence[Any]) -> list[Any]:
     """Graphs in their stable form, and with products and sums of two: NumPy has no others, and Python's are slow."""
-    # Two shapes of nothing but zeros need not be equal, which that rewrite takes for granted.
-    wanted = {"include": ("canonicalize", "stabilize"), "exclude": ("local_merge_alloc",)}
+    # Two shapes of nothing but zeros need not be equal, which the one takes for granted; the other does not end on
+    # slopes of censored outcomes with a scale.
+    excluded = ("local_merge_alloc", "local_greedy_distributor")
+    wanted = {"include": ("canonicalize", "stabilize"), "exclude": excluded}
     simpler = rewrite_graph(list(outputs), **wanted)
     graph = FunctionGraph(outputs=simpler, clone=False)
     for node in graph.toposort():
