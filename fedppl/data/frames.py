@@ -103,16 +103,9 @@ def known(client_id: str, data: Any, *, names: Sequence[str] | None, orders: Cat
 
 
 def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
-    """One client's data by name: mappings as they are, columns of a frame, and arrays in the order of `names`.
+    """One client's data by name: mappings as they are, columns of a frame, and tuples in the order of `names`.
 
-    Parameters
-    ----------
-    data
-        A mapping, a frame, or a tuple of arrays.
-    names
-        The names that are wanted, in their order: of a frame these columns alone. None for whatever there is.
-    whose
-        Beginning of errors, such as ``client 'a'``.
+    Of a frame these columns alone; None for whatever there is. Errors begin with `whose`.
     """
     if is_frame(data):
         return columns(data, names, whose)

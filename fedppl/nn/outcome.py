@@ -48,23 +48,9 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(client: ClientModel, node: Any, given: Mapping[Any, Any], who: str) -> Outcome:
-    """Read the one observed variable.
+    """Read the one observed variable, where `node` evaluates the network; `given` has containers' values.
 
-    Parameters
-    ----------
-    client
-        The client.
-    node
-        The node that evaluates the network.
-    given
-        Containers to their values.
-    who
-        The client, in an error's words.
-
-    Raises
-    ------
-    DeclarationError
-        Where outcomes do not come from the network's output, row by row.
+    DeclarationError, in the words of `who` the client is, where outcomes do not come from the output row by row.
     """
     parts = client.template.parts
     observed = parts.model.observed_RVs[0]
@@ -231,31 +217,11 @@ def _declared(
     draws: Callable[[], Drawn],
     who: str,
 ) -> Declared:
-    """Build the functions of a likelihood.
+    """Build the functions of a likelihood from the `density` of the outcome, not summed.
 
-    Parameters
-    ----------
-    parts
-        The client's model.
-    density
-        Log density of the outcome, not summed, as a graph of the variables below.
-    output
-        What stands for the network's output in it.
-    wide
-        Shape of a row of the output.
-    read
-        What else it reads, in the order of the columns.
-    unknowns
-        Value variables of its unknowns, with the shapes that they have.
-    draws
-        Builds the functions that draw outcomes.
-    who
-        The client, in an error's words.
-
-    Raises
-    ------
-    DeclarationError
-        Where a row cannot be computed by itself, or has no slopes.
+    It is a graph of the network's `output`, a row of which is so `wide`, of what else it has `read`, in the order of
+    the columns, and of value variables of its `unknowns`, with their shapes; `draws` builds functions that draw
+    outcomes. DeclarationError where a row cannot be computed by itself, or has no slopes.
     """
     observed = parts.model.observed_RVs[0]
     f, e, y = pt.vector("f"), pt.vector("e"), pt.vector("y")

@@ -193,23 +193,7 @@ def require_own_weights(
 ) -> None:
     """Refuse weights that are computed from the variables of their names, or from other ones.
 
-    Parameters
-    ----------
-    parts
-        The client's model.
-    flat
-        What the network is given for weights, (d,).
-    slices
-        Where the weights of each name lie in it.
-    shapes
-        Shapes of the variables of these names.
-    who
-        The client, in an error's words.
-
-    Raises
-    ------
-    DeclarationError
-        Naming the weights.
+    The network is given `flat`, (d,), in which weights of each name lie in `slices`; their variables have `shapes`.
     """
     (flat,) = parts.model.replace_rvs_by_values([flat])
     if read := [v.name for v in parts.data if v in set(ancestors([flat]))]:
