@@ -247,7 +247,7 @@ def _checked(path: Path) -> int:
     print("events: " + (", ".join(f"{count} {name}" for name, count in sorted(events.items())) or "none"))
     print("refused by: " + (", ".join(f"{name} ({count})" for name, count in sorted(rules.items())) or "none"))
     if left_out:
-        print(f"points left out by distance: {left_out}")
+        print(f"points left out by distance or few_rows: {left_out}")
     print("numbers released: " + (", ".join(f"{count} {name}" for name, count in sorted(numbers.items())) or "none"))
     for site, line in sorted(spent.items()):
         print(f"ε so far{f' of {site}' * bool(site)}: {line['epsilon']:.4g} at δ = {line['delta']:g}")

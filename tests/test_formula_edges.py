@@ -134,3 +134,19 @@ def test_levels_of_categories_are_those_of_the_same_numbers(kind: Any) -> None:
     assert built.design.agreement.columns["q"].levels == ("1", "0")
     row = {"q": kind(1) if kind is not object else 1, "y": 0.0}
     assert built.read_new("n", row, {})["common"].tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"x": [1.0, 2.0], "arm": "old", "k": [1, 2, 3]},
+        {"x": np.ones((2, 2)), "arm": "old", "k": 1},
+        {"x": 1.0, "arm": [["old"]], "k": 1},
+    ],
+)
+def test_new_rows_without_one_value_a_row_are_refused(row: Any) -> None:
+    built = agreed("y ~ x + arm + k")
+    with pytest.raises(DataError, match="one value"):
+        built.read_new("n", row, {})
+    with pytest.raises(DataError, match="one value"):
+        built.read("n", {**row, "y": [0.0, 1.0]})

@@ -282,8 +282,9 @@ def test_effects_on_a_mean_are_its_coefficients(fit: Any) -> None:
         fedppl.marginal_effects(fit, "ward")
     with pytest.raises(DeclarationError, match="is a time"):
         fedppl.marginal_effects(fit, "arm", at=3.0)
-    with pytest.raises(DeclarationError, match="did not take part"):
-        fedppl.marginal_effects(fit, "arm", clients=["s9"])
+    for wrong in (["s9"], ["s1", "s1"], "s1s2", []):
+        with pytest.raises(DeclarationError, match="name some of the fit's clients"):
+            fedppl.marginal_effects(fit, "arm", clients=wrong)
     shares = FRAME["site"].value_counts(normalize=True)
     means = [found.loc[(site, "drug"), "mean"] * share for site, share in shares.items()]
     assert_allclose(found.loc[("all", "drug"), "mean"], sum(means), rtol=1e-10)

@@ -121,6 +121,8 @@ def test_nothing_but_outcomes_may_be_left_out_for_a_client_without_rows() -> Non
     assert_allclose(found["predictions"]["y__mean"][..., 1], np.exp(0.1 * found["posterior"]["theta"]))
     with pytest.raises(DeclarationError, match=r"\['theta'\] depend on what the client is: say at which rows"):
         fit.new_client(None)
+    with pytest.raises(DeclarationError, match="kinds that are declared"):  # there kind= is that of the client
+        fit.new_client(None, predict={"x": [0.0], "z": 40.0}, kind="mean")
     with pytest.raises(DataError, match=r"lack \['z'\], which the model reads"):
         fit.predict(None, {"x": [0.0, 1.0]})
     with pytest.raises(DataError, match=r"number of outcomes \['y'\] cannot be told"):

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 import fedppl  # noqa: E402
 from fedppl.models import fedsi  # noqa: E402
-from fedppl.nn import _slopes, few_rows, subnet  # noqa: E402
+from fedppl.nn import _slopes, subnet  # noqa: E402
 from fedppl.nn.functional import pieces  # noqa: E402
 from fedppl.nn.likelihood import Normal  # noqa: E402
 from fedppl.nn.unit import NetworkUnit  # noqa: E402
@@ -265,13 +265,13 @@ def test_the_posterior_of_few_rows_is_that_of_the_whole_matrix(net: Any, rng: np
     client = fedppl.FederatedModel(builder, names).enrol({"a": {"X": X, "y": np.array([0, 2])}}, kernel=False)["a"]
     unit = client.view(network_of).unit
     index, variance = np.arange(3, 30), rng.uniform(0.5, 4.0, size=27)
-    few = few_rows.of_few_rows(unit, unit.held, index, variance, torch.float64)
+    few = subnet.of_few_rows(unit, unit.held, index, variance, torch.float64)
     wanted = np.linalg.inv(subnet.curvature(unit, unit.held, index) + np.diag(1 / variance))
     assert few is not None
-    assert_allclose(few_rows.covariance_of(few), wanted, rtol=1e-9, atol=1e-12)
-    assert_allclose(few_rows.variances_of(few), np.diag(wanted), rtol=1e-9)
-    assert_array_equal(subnet.infer(unit, unit.held, index, variance).covariance, few_rows.covariance_of(few))
-    assert few_rows.of_few_rows(unit, unit.held, index, 1e20 * variance, torch.float64) is None
+    assert_allclose(subnet.covariance_of(few), wanted, rtol=1e-9, atol=1e-12)
+    assert_allclose(subnet.variances_of(few), np.diag(wanted), rtol=1e-9)
+    assert_array_equal(subnet.infer(unit, unit.held, index, variance).covariance, subnet.covariance_of(few))
+    assert subnet.of_few_rows(unit, unit.held, index, 1e20 * variance, torch.float64) is None
 
 
 @pytest.mark.parametrize("rows", [2, 20], ids=["fewer rows than weights", "more"])
@@ -342,7 +342,7 @@ def test_what_double_precision_loses_too_is_refused(rng: np.random.Generator) ->
 
 
 def test_a_square_of_rows_is_added_block_by_block(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_rows, "_BLOCK", 3)
+    monkeypatch.setattr(subnet, "_BLOCK", 3)
     rows, matrix = torch.from_numpy(rng.normal(size=(5, 11))), torch.ones(11, 11, dtype=torch.float64)
-    few_rows.add_square(matrix, rows, -1.0)
+    subnet.add_square(matrix, rows, -1.0)
     assert_allclose(np.triu(matrix.numpy()), np.triu(1.0 - (rows.T @ rows).numpy()), rtol=1e-12)

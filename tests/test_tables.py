@@ -35,7 +35,7 @@ def trial() -> pd.DataFrame:
 @pytest.fixture(scope="module")
 def fit() -> Any:
     model = fedppl.formula("died ~ arm + (1 + arm | hospital)", family="bernoulli")
-    return fedppl.fit(model, trial(), fedppl.EP(correction=None), by="hospital", **QUIET)
+    return fedppl.fit(model, trial(), fedppl.EP(), by="hospital", **QUIET)
 
 
 def test_a_table_has_odds_ratios_under_the_names_that_are_printed(fit: Any) -> None:
@@ -245,7 +245,7 @@ def _share_outside(axes: Any) -> float:
 
 def test_a_check_of_times_is_against_kaplan_meier() -> None:
     model = fedppl.formula("Surv(time, event) ~ age + arm", family="weibull")
-    fit = fedppl.fit(model, FRAME, fedppl.EP(correction=None), by="site", **QUIET)
+    fit = fedppl.fit(model, FRAME, fedppl.EP(), by="site", **QUIET)
     curve, lines = fedppl.plots.check(fit, draws=50, random_seed=1)
     (step,) = [line for line in curve.lines if line.get_label() == "Kaplan-Meier"]
     at, y = step.get_xdata(), step.get_ydata()
@@ -258,6 +258,6 @@ def test_a_check_of_times_is_against_kaplan_meier() -> None:
 def test_a_client_with_a_summary_is_not_said_to_have_a_row() -> None:
     model = fedppl.formula("died ~ arm + (1 | site)", family="bernoulli")
     data: Any = {"s1": FRAME[FRAME["site"] == "s1"], "told": fedppl.summaries.Estimate("arm", 0.3, 0.04)}
-    fit = fedppl.fit(model, data, fedppl.EP(correction=None), **QUIET)
+    fit = fedppl.fit(model, data, fedppl.EP(), **QUIET)
     names = [text.get_text() for text in fedppl.plots.forest(fit, draws=20)[0].get_yticklabels()]
     assert names == ["s1 (22)", "told (summary)"]

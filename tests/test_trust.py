@@ -17,7 +17,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import fedppl
 from benchmarks._attacks import trust as attacks
 from fedppl import gaussian
-from fedppl.algorithms.ep import _damping, _diagnosis, _moves, _trust
+from fedppl.algorithms.ep import _damping, _moves, _rounds, _trust
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._state import Taken
 from fedppl.algorithms.ep.sites import Sites
@@ -529,7 +529,7 @@ def test_who_pulls_alone_is_named_where_q_is_no_posterior() -> None:
         pushed = linear.copy()
         pushed[k] += slope
         sites = ledger(standard(1, 10.0), list(pushed), list(precision))
-        told = _diagnosis.pulls_alone(sites, np.array([15.0]))
+        told = _rounds.pulls_alone(sites, np.array([15.0]))
         assert (f"client {k} pulls" in told) == said and not any(f"client {j} " in told for j in {0, 1, 2, 3} - {k})
 
 

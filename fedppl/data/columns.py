@@ -159,7 +159,7 @@ def _not_numeric(what: str, kind: str, values: Sequence[Any]) -> DataError:
 
 
 def _remedy(values: Sequence[Any]) -> str:
-    odd = [value for value in values if not _is_number(value)]
+    odd = [value for value in values if not is_number(value)]
     if values and not odd:
         return "its texts are numbers; convert the column, .astype(float) in pandas"
     if len(odd) < len(values) and all(isinstance(value, str) for value in odd):
@@ -176,7 +176,8 @@ def _remedy(values: Sequence[Any]) -> str:
     return "declare the model by fedppl.formula, which agrees on levels, or number its values alike at all clients"
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value, or what a text says, is a number."""
     try:
         float(value if not isinstance(value, bytes) else "")
     except (TypeError, ValueError):

@@ -103,16 +103,9 @@ def known(client_id: str, data: Any, *, names: Sequence[str] | None, orders: Cat
 
 
 def named(data: Any, names: Sequence[str] | None, whose: str) -> Any:
-    """One client's data by name: mappings as they are, columns of a frame, and arrays in the order of `names`.
+    """One client's data by name: mappings as they are, columns of a frame, and tuples in the order of `names`.
 
-    Parameters
-    ----------
-    data
-        A mapping, a frame, or a tuple of arrays.
-    names
-        The names that are wanted, in their order: of a frame these columns alone. None for whatever there is.
-    whose
-        Beginning of errors, such as ``client 'a'``.
+    Of a frame these columns alone; None for whatever there is. Errors begin with `whose`.
     """
     if is_frame(data):
         return columns(data, names, whose)
@@ -174,7 +167,7 @@ def by_client(
         more = ", or make a table of it, pandas.DataFrame(data)" if isinstance(data, Mapping) else ""
         raise DataError(f"by={by!r} is for one table, and data are {type(data).__name__}; leave by= out{more}.")
     keys = keys_of(by, names_of(data), getattr(getattr(data, "index", None), "names", ()) or ())
-    wanted = list(names) if names is not None else _others(data, keys)
+    wanted = list(names) if names is not None else [str(name) for name in names_of(data) if name not in keys]
     if isinstance(data, xr.Dataset):
         data = _rows_first(data, keys, wanted)
     ids, first = _groups(data, keys)
@@ -270,7 +263,3 @@ def _groups(data: Any, keys: Sequence[Any]) -> tuple[Array, list[Any]]:
     numbers: dict[Any, int] = {}
     ids = np.array([numbers.setdefault(row, len(numbers)) for row in rows])
     return ids, [id_of(row, keys) for row in numbers]
-
-
-def _others(data: Any, keys: Sequence[Any]) -> list[str]:
-    return [str(name) for name in names_of(data) if name not in keys]

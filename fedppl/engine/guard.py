@@ -225,7 +225,9 @@ def released(guard: Guard, algorithm: AnyAlgorithm, request: Request, reply: Rep
             guard.write(ledger, {**entry, "failed": reply.reason, "refused": None})
             return True
         arrays = {name: int(np.size(value)) for name, value in reply.message.items()}
-        spent = {"epsilon": None if ledger.unknown else _total(guard.policy, ledger), "delta": guard.policy.delta}
+        delta = guard.policy.delta
+        epsilon = None if ledger.unknown else privacy.epsilon_at(delta, 2.0 * np.sqrt(ledger.spent))
+        spent = {"epsilon": epsilon, "delta": delta}
         guard.write(ledger, {**entry, "released": arrays, "diagnostics": sorted(reply.info), **spent, "refused": None})
         return True
 
@@ -251,10 +253,6 @@ def _not_released(rules: Policy, request: Request, reply: Reply | Failure) -> st
         logger.exception("client %s: approval= failed", request.client_id)
         return f"approval: {type(error).__name__}"
     return None if given is True else "approval: not given"
-
-
-def _total(rules: Policy, ledger: Ledger) -> float:
-    return privacy.epsilon_at(rules.delta, 2.0 * np.sqrt(ledger.spent))
 
 
 def _asked(request: Request) -> dict[str, Any]:

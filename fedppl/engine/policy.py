@@ -16,14 +16,13 @@ from fedppl import gaussian, privacy, settings
 from fedppl.contracts import AnyAlgorithm, Asked
 from fedppl.types import Array, DeclarationError, Layout, Message
 
-# Directions in which a cavity says less than the prior are taken to say as much: with two clients, one of which bends
-# outwards, honest cavities say nothing in a direction. A slope of log f of `distance` per prior sd holds them.
 __all__ = ["Policy", "read"]  # of a namespace that users have
 
+# Directions in which a cavity says less than the prior are taken to say as much: with two clients, one of which bends
+# outwards, honest cavities say nothing in a direction. A slope of log f of `distance` per prior sd holds them.
 _VAGUEST = 1.0
 _LOWER = "; a policy with another limit allows it, see docs/privacy.md"
 _AS_TOML = "; TOML has true, false and inf, texts in quotes and lists in brackets"
-
 
 CONCLUSIONS = ("loo", "conflict")
 

@@ -68,7 +68,8 @@ def changed_rows(before: Version, now: Version, fewest: float) -> int:
             added, removed = _apart(before[name], now[name])
             # Of few values two cohorts of one size have similar counts by chance, but seldom each as many or more.
             grown = sizes[0] != sizes[1] and min(added, removed) == 0
-            if grown or _own_values(before[name], now[name]):
+            distinct = min(len(np.unique(one)) / max(len(one), 1) for one in (before[name], now[name]))
+            if grown or distinct > 0.5:
                 counts.append(max(added, removed))
         break  # of the longest table that changed: shorter ones are of groups, or computed from rows
     return min((count for count in counts if 0 < count < fewest), default=0)
@@ -104,7 +105,3 @@ def _apart(before: Cells, now: Cells) -> tuple[int, int]:
     size = int(places.max(initial=-1)) + 1
     difference = np.bincount(places[len(before) :], minlength=size) - np.bincount(places[: len(before)], minlength=size)
     return int(difference[difference > 0].sum()), int(-difference[difference < 0].sum())
-
-
-def _own_values(before: Cells, now: Cells) -> bool:
-    return min(len(np.unique(before)) / max(len(before), 1), len(np.unique(now)) / max(len(now), 1)) > 0.5

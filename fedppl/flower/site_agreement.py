@@ -90,18 +90,8 @@ def tell(
 ) -> dict[str, str]:
     """Answer what the server asks so that clients agree; of a column once, and then the same again.
 
-    Parameters
-    ----------
-    model, algorithm
-        What the site runs.
-    data
-        Function without arguments that loads the rows.
-    own
-        The site's own id, which may be empty.
-    texts
-        What the server sent.
-    memory, guard
-        Where what was told is kept; the policy with its account, None where there are no rules.
+    `data` loads the rows; `own` is the site's id, which may be empty. What was told is kept in `memory`. Without a
+    `guard` there are no rules.
     """
     run = named(model)
     try:

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from fedppl.data import frames, missing
+from fedppl.data.columns import is_number
+from fedppl.data.columns import level as as_level
 from fedppl.formulas import predictor
-from fedppl.formulas.agreement import Agreement, as_texts, is_text
+from fedppl.formulas.agreement import Agreement, is_text
 from fedppl.formulas.priors import Prior
 from fedppl.settings import shown
 from fedppl.types import Array, DataError, DeclarationError
@@ -35,16 +37,10 @@ def order_of(name: str, levels: Any) -> tuple[str, ...]:
     """An order of levels as the user gave it: texts, each once."""
     if isinstance(levels, str) or not isinstance(levels, Iterable):
         raise DeclarationError(f"levels={{{name!r}: {shown(levels)}}} must be a list of levels in their order.")
-    found = tuple(map(_level, levels))
+    found = tuple(map(as_level, levels))
     if len(set(found)) < len(found):
         raise DeclarationError(f"levels={{{name!r}: {list(found)}}} names a level twice; name each once.")
     return found
-
-
-def _level(value: Any) -> str:
-    """A level as columns have it, whose numbers and truths are whole numbers where they can be."""
-    is_number = isinstance(value, bool | int | float | np.bool_ | np.number)
-    return str(as_texts(np.asarray([value]))[0]) if is_number else str(value)
 
 
 def prior(name: str, given: Prior, default: Prior | None) -> None:
@@ -131,7 +127,7 @@ def ordered(name: str, clients: Mapping[Any, Mapping[str, Any]]) -> None:
                 f"client {str(client_id)!r}: {name!r} is {values[wrong][0]} in row {int(np.argmax(wrong))}, and levels "
                 "of an ordinal outcome are whole numbers or texts; cut it into levels, or choose another family."
             )
-    if any(not _is_number(level) for level in found):
+    if any(not is_number(level) for level in found):
         raise DeclarationError(
             f"the ordinal response {name!r} has the levels {sorted(found)[:8]}, whose order is not known; say it, "
             f"fedppl.formula(..., levels={{{name!r}: [lowest, ..., highest]}})."
@@ -147,7 +143,7 @@ def require_no_numbers(agreement: Agreement, told_as: Iterable[str]) -> None:
         If most of a column's levels, and many, are numbers.
     """
     for name, column in agreement.columns.items():
-        others = [level for level in column.levels if not _is_number(level)]
+        others = [level for level in column.levels if not is_number(level)]
         if name in told_as or len(column.levels) <= _MANY or len(others) > len(column.levels) // 5:
             continue
         which = f"all but {shown(others[:3])} are numbers" if others else "all are numbers"
@@ -167,7 +163,7 @@ def odd_levels(agreement: Agreement, told_as: Iterable[str]) -> list[str]:
         alike = [same for same in groups.values() if len(same) > 1]
         if alike:
             found.append(f"levels {alike[0]} of {name!r} differ by blanks or capitals alone; recode what is one level")
-        if name not in told_as and any("." in level and _is_number(level) for level in column.levels):
+        if name not in told_as and any("." in level and is_number(level) for level in column.levels):
             found.append(
                 f"{name!r} is of texts that are numbers, and has {len(column.levels)} levels; make numbers of it"
             )
@@ -194,14 +190,6 @@ def _dependent(gram: Array, total: Array, count: int, has_intercept: bool) -> li
     values, vectors = np.linalg.eigh(spread / np.outer(size, size))
     flat = vectors[:, values < 1e-10 * max(values[-1], 1e-300)] if len(values) else vectors
     return np.flatnonzero(np.any(np.abs(flat) > 1e-3, axis=1)).tolist()
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def tables(built: Any, data: Any, by: Any) -> None:

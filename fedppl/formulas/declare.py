@@ -231,6 +231,7 @@ class Formula:
         if not isinstance(held, Mapping) or not held:
             raise DataError(f"{what}: data are {type(data).__name__}; pass a data frame, or arrays by column.")
         held = held if known is None else _as_rows(held)
+        _require_rows({name: held[name] for name in self.columns if name in held}, what)
         table = designs.table(held, self.terms, design.agreement, what)
         rows = len(table)
         if rows == 0:
@@ -319,6 +320,17 @@ def _as_rows(held: Mapping[str, Any]) -> Mapping[str, Any]:
         return held
     count = lengths.pop()
     return {name: value if np.ndim(value) else np.repeat(np.asarray(value), count) for name, value in held.items()}
+
+
+def _require_rows(held: Mapping[str, Any], what: str) -> None:
+    """Refuse columns that have not one value a row."""
+    shapes = {name: np.shape(values) for name, values in held.items()}
+    if odd := {name: shape for name, shape in shapes.items() if len(shape) != 1}:
+        name, shape = next(iter(odd.items()))
+        raise DataError(f"{what}: column {name!r} has shape {shape}; give one value a row, in a list or an array.")
+    if len(set(shapes.values())) > 1:
+        counts = {name: shape[0] for name, shape in shapes.items()}
+        raise DataError(f"{what}: columns have different numbers of rows, {counts}; give one value of each a row.")
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -132,18 +132,9 @@ def together(built: Formula, told: Mapping[str, Mapping[str, Told]], *, others: 
 
 
 def contradiction(built: Formula, rows: Mapping[str, Any], read: Mapping[str, Any]) -> str | None:
-    """What of an agreement is out of all proportion to a client's own rows, or None.
+    """What of an agreement is out of all proportion to a client's own rows, or None; `read` is as the builder has them.
 
     Whoever chooses the constants chooses how wide priors are, and with them what "far from the prior" means.
-
-    Parameters
-    ----------
-    built
-        The formula with the agreement.
-    rows
-        The client's columns by name.
-    read
-        The same as the builder takes them.
     """
     design = built.design
     assert design is not None

@@ -36,7 +36,7 @@ _OTHERS: dict[str, Callable[..., Any]] = {"where": np.where, "clip": np.clip}  #
 _AGREED = ("knots", "lower_bound", "upper_bound")  # of a spline, the same at all clients
 _FLAGS = ("include_intercept", "intercept", "center")
 _KEYWORDS = {SPLINE: (*_AGREED, "degree", *_FLAGS), POLYNOMIAL: ("degree", "raw")}
-_SIGNS: dict[type, Callable[..., Any]] = {
+SIGNS: dict[type, Callable[..., Any]] = {
     ast.Add: np.add,
     ast.Sub: np.subtract,
     ast.Mult: np.multiply,
@@ -106,9 +106,9 @@ def level_column(tree: ast.expr) -> str | None:
     return unquoted(column.id)
 
 
-def sign(node: ast.AST) -> Callable[..., Any]:
-    """What a sign does to numbers."""
-    return _SIGNS[type(node)]
+def operands(node: ast.AST) -> list[ast.expr]:
+    """What a sign stands before, or between."""
+    return [below for below in ast.iter_child_nodes(node) if isinstance(below, ast.expr)]
 
 
 def function(callee: str) -> Callable[..., Any] | None:
@@ -142,14 +142,9 @@ def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: 
             return  # of strings there are none
         case ast.Attribute(value=ast.Name(id="np"), attr=name) if name in NUMBERS:
             return
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _SIGNS:
-            below(operand)
-        case ast.BinOp(op=op, left=left, right=right) if type(op) in _SIGNS:
-            below(left)
-            below(right)
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _SIGNS:
-            below(left)
-            below(right)
+        case ast.UnaryOp(op=op) | ast.BinOp(op=op) | ast.Compare(ops=[op]) if type(op) in SIGNS:
+            for one in operands(node):
+                below(one)
         case ast.Call():
             _require_call(node, node is whole, constants)
             for one in (*node.args, *(word.value for word in node.keywords)):
@@ -196,7 +191,7 @@ def _require_call(call: ast.Call, outermost: bool, constants: tuple[str, ...]) -
 
 def _require_several(call: ast.Call, name: str, text: str, outermost: bool, constants: Collection[str]) -> None:
     """The rules of what has several columns: levels, splines and polynomials."""
-    if name == LEVELS and not (not call.keywords and _name(call)):
+    if name == LEVELS and (call.keywords or len(call.args) != 1 or not isinstance(call.args[0], ast.Name)):
         raise DeclarationError(
             f"{text}: all clients agree on levels and their reference; write C(column) alone, and the order of its "
             "levels as levels={'column': [...]}."
@@ -252,11 +247,6 @@ def _unknown(name: str, text: str) -> DeclarationError:
         "I(x**2), center(x), scale(x), offset(x), C(x), bs(x, knots=...), poly(x, 2, raw=True), and functions that you "
         f"give, constants={{{root!r}: function}}; or compute a column before."
     )
-
-
-def _name(call: ast.Call) -> bool:
-    """Whether a call is of one column and nothing else."""
-    return len(call.args) == 1 and isinstance(call.args[0], ast.Name)
 
 
 def _shown(text: str) -> str:

@@ -46,10 +46,6 @@ class Drawn(NamedTuple):
 Likelihood = Callable[[Any, Mapping[str, Any], Mapping[str, Any], Scales], Drawn]
 
 
-def _none(scales: Scales) -> Mapping[str, Prior]:
-    return {}
-
-
 class Family(NamedTuple):
     """A family of outcomes.
 
@@ -84,7 +80,7 @@ class Family(NamedTuple):
     likelihood: Likelihood
     mean: Callable[[Array, Mapping[str, Array], Scales, float | None], Array]
     outcome: str
-    parameters: Callable[[Scales], Mapping[str, Prior]] = _none
+    parameters: Callable[[Scales], Mapping[str, Prior]] = lambda scales: {}
     center: Callable[[Scales], float] = lambda scales: 0.0
     unit: Callable[[Scales], float] = lambda scales: 1.0
     responses: tuple[str, ...] = ("plain",)

@@ -16,7 +16,7 @@ from fedppl.formulas.declare import Formula
 from fedppl.results.arrival import require_arrived
 from fedppl.results.fit import Fit
 from fedppl.results.rows import has_rows, require_rows
-from fedppl.settings import between, shown, some_of
+from fedppl.settings import between, chosen, shown
 from fedppl.types import Array, DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -145,10 +145,7 @@ def _formula_of(fit: Any, column: Any) -> Formula:
 
 
 def _ids(fit: Fit, clients: Any) -> list[str]:
-    ids = list(fit.client_ids) if clients is None else [str(one) for one in clients]
-    if unknown := [one for one in ids if one not in fit.client_ids] or ([] if ids else ["none"]):
-        known = some_of(fit.client_ids)
-        raise DeclarationError(f"clients={unknown[:5]} did not take part; those that did are {known}.")
+    ids = chosen("clients", clients, fit.client_ids, "the fit's clients")
     if absent := [one for one in ids if one not in fit.clients]:
         raise DeclarationError(
             f"the rows of clients {absent[:5]} are not here. Of a fit from a file give them, "

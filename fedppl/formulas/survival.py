@@ -209,10 +209,6 @@ def _draw_between(kind: _Hazard) -> Callable[..., Array]:
     return random
 
 
-def _no_shape(scales: Scales) -> Mapping[str, Prior]:
-    return {}
-
-
 def _alpha(scales: Scales) -> Mapping[str, Prior]:
     # 1 / alpha is exponential: times may be as regular as they like. Of censored ones no sd of theirs is known.
     return {"alpha": Prior("InverseGamma", alpha=1.0, beta=1.0)}
@@ -227,7 +223,7 @@ def _pieces(scales: Scales) -> Mapping[str, Prior]:
 
 
 SURVIVAL = (
-    _family("exponential", _exponential, _no_shape, 1.0, "log of the mean time"),
+    _family("exponential", _exponential, lambda scales: {}, 1.0, "log of the mean time"),
     _family("weibull", _weibull, _alpha, 1.0, "log of the scale"),
     _family("lognormal", _lognormal, _sigma, 1.0, "log of the median time"),
     _family("loglogistic", _loglogistic, _alpha, 1.0, "log of the median time"),

@@ -179,7 +179,8 @@ def _groups(
             raise DeclarationError(f"formula={formula!r} has parentheses without effects; write (1 | {inner[0][0]}).")
         for factor in inner:
             before = found.get(factor)
-            if factor in written & {inner[-1]} or (before is not None and not _within(before, own)):
+            kept, new = ({*map(frozenset, one.terms)} for one in (before or own, own))
+            if factor in written & {inner[-1]} or not (kept <= new or new <= kept):
                 shown = ":".join(factor)
                 raise DeclarationError(
                     f"effects vary by [{shown!r}] in two parentheses; write (1 + x | {shown}), and formula(..., "
@@ -193,12 +194,6 @@ def _groups(
         for factor, one in found.items()
     )
     return groups, tuple(found.values())
-
-
-def _within(one: Sum, other: Sum) -> bool:
-    """Whether all effects of one of two are effects of the other."""
-    first, second = ({frozenset(term) for term in part.terms} for part in (one, other))
-    return first <= second or second <= first
 
 
 def _nested(tokens: Sequence[Token]) -> list[tuple[str, ...]]:

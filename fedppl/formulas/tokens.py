@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import re
 import unicodedata
@@ -69,9 +70,9 @@ def cut(formula: str, right: str) -> Pieces:
     effects: list[Effects] = []
     at = 0
     while at < len(found):
-        end = _end(found, at) if found[at].text == "(" else at + 1
+        end = at + 1 + (_depths(found[at:]).index(0) if found[at].text == "(" else 0)
         inside = found[at + 1 : end - 1]
-        bars = [place for place, one in enumerate(inside) if one.text == "|" and _depth(inside, place) == 0]
+        bars = _bars(inside)
         is_offset = found[at].kind == "factor" and found[at].text.startswith(f"{OF_ROWS}(")
         if bars or is_offset:
             _require_summand(formula, found, at, end, "(1 | site)" if bars else "offset(x)")
@@ -173,7 +174,8 @@ def _as_written(match: re.Match[str]) -> str:
 
 def _require_syntax(formula: str, found: Sequence[Token]) -> None:
     """Refuse what other packages read, and what would be read as something else without a word."""
-    texts = [one.text for one in found]
+    texts, depths = [one.text for one in found], [0, *_depths(found)]
+    not_closed = min(depths) < 0 or depths[-1] != 0
     pairs = list(zip(found, found[1:], strict=False))
     wrong = {
         "it has nothing right of ~; write 'y ~ 1' for an intercept alone": not found,
@@ -185,51 +187,28 @@ def _require_syntax(formula: str, found: Sequence[Token]) -> None:
             one.kind == "other" for one in found
         ),
         "put an operator between two terms, and a name of several words into backquotes, `a b`": any(
-            _ends(one) and _begins(other) for one, other in pairs
+            (one.kind != "sign" or one.text == ")") and (other.kind != "sign" or other.text == "(")
+            for one, other in pairs
         ),
-        "its parentheses do not match; write it like 'y ~ age + arm + (1 | site)'": not _balanced(texts),
+        "its parentheses do not match; write it like 'y ~ age + arm + (1 | site)'": not_closed,
         "write I(x**2) for a power of a column": any(
             other.text == "**" and one.kind == "factor" for one, other in pairs
         ),
-        "write effects in parentheses, + (1 | site)": any(
-            one.text == "|" and _depth(found, place) == 0 for place, one in enumerate(found)
-        ),
+        "write effects in parentheses, + (1 | site)": bool(_bars(found)),
     }
     for remedy, is_so in wrong.items():
         if is_so:
             raise _unreadable(formula, remedy)
 
 
-def _ends(token: Token) -> bool:
-    return token.kind in ("factor", "number") or token.text == ")"
+def _depths(found: Sequence[Token]) -> list[int]:
+    """How many parentheses are open after each of some tokens."""
+    return list(itertools.accumulate((one.text == "(") - (one.text == ")") for one in found))
 
 
-def _begins(token: Token) -> bool:
-    return token.kind in ("factor", "number") or token.text == "("
-
-
-def _balanced(texts: Sequence[str]) -> bool:
-    depth = 0
-    for text in texts:
-        depth += (text == "(") - (text == ")")
-        if depth < 0:
-            return False
-    return depth == 0
-
-
-def _depth(found: Sequence[Token], place: int) -> int:
-    texts = [one.text for one in found[:place]]
-    return texts.count("(") - texts.count(")")
-
-
-def _end(found: Sequence[Token], at: int) -> int:
-    """One beyond the parenthesis that closes the one at `at`."""
-    depth = 0
-    for place in range(at, len(found)):
-        depth += (found[place].text == "(") - (found[place].text == ")")
-        if depth == 0:
-            return place + 1
-    return len(found)
+def _bars(found: Sequence[Token]) -> list[int]:
+    """Places of bars in no parentheses."""
+    return [place for place, depth in enumerate(_depths(found)) if found[place].text == "|" and depth == 0]
 
 
 def _require_summand(formula: str, found: Sequence[Token], at: int, end: int, example: str) -> None:

@@ -79,19 +79,12 @@ def _number(node: ast.expr, rows: Rows) -> Any:
             return expressions.NUMBERS[name]
         case ast.Name(id=name):
             return _named(unquoted(name), rows)
-        case ast.UnaryOp(op=op, operand=operand):
-            return _of_sign(op, _number(operand, rows))
-        case ast.BinOp(op=op, left=left, right=right):
-            return _of_sign(op, _number(left, rows), _number(right, rows))
-        case ast.Compare(left=left, ops=[op], comparators=[right]):
-            return _of_sign(op, _number(left, rows), _number(right, rows))
+        case ast.UnaryOp(op=op) | ast.BinOp(op=op) | ast.Compare(ops=[op]):
+            values = (_number(one, rows) for one in expressions.operands(node))
+            return np.asarray(expressions.SIGNS[type(op)](*values), dtype=float)
         case ast.Call():
             return _called(node, rows)
     raise DeclarationError(f"{ast.unparse(node)} is no number.")
-
-
-def _of_sign(op: ast.AST, *values: Any) -> Any:
-    return np.asarray(expressions.sign(op)(*values), dtype=float)
 
 
 def _called(call: ast.Call, rows: Rows) -> Any:

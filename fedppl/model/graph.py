@@ -55,10 +55,6 @@ class SiteGraph:
     of_pieces: Any  # the same log density as a graph of these
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(repr(name) for name in names)
-
-
 def _find_shared(model: Any, shared: Sequence[str]) -> tuple[Any, ...]:
     free = {rv.name: rv for rv in model.free_RVs}
     for name in shared:
@@ -69,7 +65,7 @@ def _find_shared(model: Any, shared: Sequence[str]) -> tuple[Any, ...]:
         known = name in model.named_vars
         what = "is in the model but is not a free random variable" if known else "is not in the model"
         raise DeclarationError(
-            f"shared name {name!r} {what}; free random variables are {_listed(list(free))}.{hint} "
+            f"shared name {name!r} {what}; free random variables are {', '.join(map(repr, free))}.{hint} "
             "Name only free random variables in `shared=`."
         )
     return tuple(free[name] for name in shared)
@@ -84,7 +80,7 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
     shared_rvs = _find_shared(model, shared)
     local_rvs = tuple(rv for rv in model.free_RVs if rv not in shared_rvs)
     for rv in model.free_RVs:
-        if _is_discrete(rv) and not (rv in shared_rvs and _is_binary(rv)):
+        if rv.type.dtype.startswith(("int", "uint", "bool")) and not (rv in shared_rvs and _is_binary(rv)):
             indicator = f" Some algorithms take 0/1 indicators that all clients share: {rv.name!r} is not in shared="
             indicator += f"{list(shared)}. Add {rv.name!r} to shared= for one of these."
             raise DeclarationError(
@@ -150,10 +146,6 @@ def dissect(model: Any, shared: Sequence[str]) -> Parts:
             "cannot enter; pass `observed=` to a distribution."
         )
     return Parts(model, shared_rvs, local_rvs, data, tuple(prior_terms), tuple(site_terms))
-
-
-def _is_discrete(rv: Any) -> bool:
-    return bool(rv.type.dtype.startswith(("int", "uint", "bool")))
 
 
 def _is_binary(rv: Any) -> bool:

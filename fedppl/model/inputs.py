@@ -16,16 +16,8 @@ def new_inputs(
 ) -> dict[str, Any]:
     """New inputs by name, in the types of the model's containers, or an error that says what is wrong with them.
 
-    Parameters
-    ----------
-    inputs
-        What the user gave.
-    dtypes
-        Types of the containers that are needed, by name.
-    held
-        The client's own arrays, whose columns new ones have.
-    unread
-        Names that may be there and are not read, the outcome's for example.
+    `dtypes` are of the containers that are needed; new inputs have the columns of the client's own arrays, `held`. What
+    is `unread`, such as the outcome, may be there.
     """
     if not isinstance(inputs, Mapping):
         raise DataError(f'new inputs are {type(inputs).__name__}; pass a mapping from name to array: {{"X": ...}}.')

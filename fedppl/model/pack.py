@@ -50,16 +50,8 @@ def unpacking_kernel(
 ) -> Callable[..., Any]:
     """Wrap kernel(*pieces, *arrays) -> (value, *slopes) as kernel(x, reals, integers, where) -> [value, gradient].
 
-    Parameters
-    ----------
-    compiled
-        Gives the jitted function, where it is not found on disk, and whether it may be kept there.
-    pieces
-        What x consists of, in order.
-    types
-        dtype and number of dimensions of each array, in the order of `pack`.
-    name
-        What the function computes, in a digest; None for none that is kept on disk.
+    `compiled` gives the jitted function where it is not found on disk, and whether it may be kept there, under a digest
+    of its `name`. x consists of `pieces`; `types` are dtype and dimensions of each array, in the order of `pack`.
     """
     # Numba cannot loop over arrays of different types, so all is written out for these types.
     lines = ["def unpacked(x, reals, integers, where):", *_arrays(types), "    start = 0"]

@@ -29,14 +29,7 @@ def require_rows_apart(
 ) -> None:
     """Refuse to leave out rows of a model in which the others would then have another density.
 
-    Parameters
-    ----------
-    filled, kept
-        Arrays of all rows, and of those that are kept.
-    rows
-        Which are kept, (n,) bool.
-    outcomes
-        Containers that are observed by row.
+    `filled` are arrays of all rows, and `kept` of those that stay, (n,) bool in `rows`; `outcomes` are observed by row.
     """
     whole, part = (parts_of(declared, client_id, arrays) for arrays in (filled, kept))
     start, other = whole.model.initial_point(), part.model.initial_point()

@@ -40,25 +40,9 @@ def head_posteriors(
     steps: HeadSteps,
     rngs: Rngs,
 ) -> tuple[Array, Array, Flags]:
-    """What `fedppl.nn.head_steps.head_posterior` does at each client.
+    """What `fedppl.nn.head_steps.head_posterior` does at each client: μ and σ, (K, d) each, and which are finite.
 
-    Parameters
-    ----------
-    stack, head, z
-        The clients, their head and their features (K, n, h).
-    starts
-        μ and σ, (K, d) each.
-    centres, confidences
-        w (K, d) and τ (K,).
-    steps
-        As there.
-    rngs
-        Each client's generator.
-
-    Returns
-    -------
-    tuple
-        μ and σ, (K, d) each, and which of them are finite.
+    Of features z (K, n, h), from μ and σ in `starts`, (K, d) each, with w (K, d) and τ (K,).
     """
     dtype, place, likelihood = z.dtype, z.device, stack.units[0].likelihood
     rows = torch.from_numpy(stack.rows).to(dtype).to(place)[:, None]

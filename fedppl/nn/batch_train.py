@@ -108,27 +108,10 @@ def train_together(
     priors: Sequence[tuple[Array, Array]] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Array, Flags]:
-    """What `fedppl.nn.train.train` does at each client.
+    """What `fedppl.nn.train.train` does at each client, from weights W (K, d), of which those in `free` move.
 
-    Parameters
-    ----------
-    stack
-        The clients.
-    W
-        Their weights at the start, (K, d).
-    free
-        Positions of the weights that move.
-    settings
-        Steps, batches.
-    rngs
-        Each client's generator, from which it takes what it would take alone.
-    priors
-        Means and precisions by client, as `train` has them.
-
-    Returns
-    -------
-    tuple
-        Weights (K, d), and which clients' training came to a good end; of the others weights say nothing.
+    Each client's generator gives what it would give alone; `priors` are means and precisions by client. Returns weights
+    (K, d), and which clients' training came to a good end; of the others weights say nothing.
     """
     weights, through = Weights(stack.net, W, free, dtype, stack.X.device), forward(stack.net, dtype, stack.X.device)
     likelihood = stack.units[0].likelihood

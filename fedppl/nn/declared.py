@@ -4,7 +4,7 @@ r"""Losses of a network's outcomes as they are declared, whatever the distributi
           \Lambda_n = \partial^2 \ell_n / \partial f_n\, \partial f_n^\top
 
 PyTensor computes a row by itself, as if the client had no other, and then all rows at once; that rows do not depend on
-each other is so by construction (`fedppl.nn.declared_graph`), and that the declared density is their sum is checked at
+each other is so by construction (`fedppl.nn.outcome`), and that the declared density is their sum is checked at
 every client.
 Unknowns e of the likelihood, the sd of a normal outcome for example, stand beside the outputs of each row.
 """

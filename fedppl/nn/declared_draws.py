@@ -39,18 +39,10 @@ def drawn(
     unknowns: Mapping[Any, tuple[int, ...]],
     outcomes: Mapping[Any, tuple[int, ...]],
 ) -> Drawn:
-    """Build the functions.
+    """Build the functions, of outputs of which a row is so `wide`.
 
-    Parameters
-    ----------
-    parts
-        The client's model.
-    wide
-        Shape of a row of the output.
-    unknowns
-        Free variables of the likelihood, with the shapes of their values.
-    outcomes
-        Containers of outcomes with the shape of a row: PyMC reads off them how many there are to draw.
+    `unknowns` are free variables of the likelihood with the shapes of their values, `outcomes` containers with the
+    shape of a row: PyMC reads off them how many there are to draw.
     """
     model = parts.model
     observed = model.observed_RVs[0]

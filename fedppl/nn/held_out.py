@@ -15,23 +15,9 @@ from fedppl.types import Array
 
 
 def log_densities(unit: NetworkUnit, q: Subnetwork, count: int, rng: np.random.Generator) -> Array:
-    """Log density of all rows at each of some draws of the outputs, which the rows have in common.
+    """Log density of all rows, which were held out, at each of so many draws of the outputs, (count,).
 
-    Parameters
-    ----------
-    unit
-        The network, with the rows that were held out.
-    q
-        The subnetwork's posterior, from other rows.
-    count
-        Number of draws.
-    rng
-        Draws.
-
-    Returns
-    -------
-    ndarray
-        A sum over rows for each draw, (count,).
+    Draws are from the subnetwork's posterior q by other rows, and are the same for all rows.
     """
     deviations, found = unit.tensor(q.deviations(count, rng), torch.float64), np.zeros(count)  # (count, s)
     at, y, first = evaluate(unit, q.weights, unit.X), outcomes(unit, torch.float64), 0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytensor.tensor as pt
 import torch
+from pytensor.compile.mode import Mode
+from pytensor.gradient import NullTypeGradError
 from pytensor.graph.basic import Constant
-from pytensor.graph.replace import clone_replace
+from pytensor.graph.replace import clone_replace, vectorize_graph
 from pytensor.graph.traversal import ancestors
 from pytensor.tensor.elemwise import DimShuffle
 from pytensor.tensor.shape import Reshape, SpecifyShape
@@ -21,8 +24,8 @@ from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
 from fedppl.nn.calls import kind_of, network_nodes, one_call
-from fedppl.nn.declared_draws import drawn
-from fedppl.nn.declared_graph import declared, read_by
+from fedppl.nn.declared import Declared, Read
+from fedppl.nn.declared_draws import Drawn, drawn
 from fedppl.nn.devices import host, placed, tensor
 from fedppl.nn.functional import parameter_slices
 from fedppl.nn.likelihood import Categorical, Likelihood, Normal
@@ -45,23 +48,9 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(client: ClientModel, node: Any, given: Mapping[Any, Any], who: str) -> Outcome:
-    """Read the one observed variable.
+    """Read the one observed variable, where `node` evaluates the network; `given` has containers' values.
 
-    Parameters
-    ----------
-    client
-        The client.
-    node
-        The node that evaluates the network.
-    given
-        Containers to their values.
-    who
-        The client, in an error's words.
-
-    Raises
-    ------
-    DeclarationError
-        Where outcomes do not come from the network's output, row by row.
+    DeclarationError, in the words of `who` the client is, where outcomes do not come from the output row by row.
     """
     parts = client.template.parts
     observed = parts.model.observed_RVs[0]
@@ -90,7 +79,7 @@ def outcome_of(client: ClientModel, node: Any, given: Mapping[Any, Any], who: st
             f"{who}: the likelihood of {observed.name!r} reads the weights {used} beside the network's output; "
             f"{CONTRACT}."
         )
-    read = read_by(parts, given, density)
+    read = _read_by(parts, given, density)
     starts = {values[v.name]: v.shape for v in unknowns}
     free = {rv: parts.model.rvs_to_values[rv] for rv in (*parts.shared, *parts.local)}
     shapes = {rv: starts[value] for rv, value in free.items() if value in starts}
@@ -101,7 +90,7 @@ def outcome_of(client: ClientModel, node: Any, given: Mapping[Any, Any], who: st
             "give what it depends on in a container of its own."
         )
     draws = functools.partial(drawn, parts, wide, shapes, outcomes)
-    found = declared(parts, density, output, wide, read, starts, draws, who)
+    found = _declared(parts, density, output, wide, read, starts, draws, who)
     return Outcome(found, unknowns, tuple(read))
 
 
@@ -193,3 +182,105 @@ def _wide(client: ClientModel, node: Any) -> tuple[int, ...]:
         rows = tensor(np.asarray(X)[:2], torch.float64, place)
         output = called(net, tensor(flat, torch.float64, place), rows)
     return tuple(output.shape[1:])
+
+
+T = TypeVar("T")
+# Parameters outside their domain are points without density, not exceptions in the middle of a search.
+_MODE = Mode(linker="py", optimizer="fast_compile").including("local_check_parameter_to_ninf_switch")
+
+
+def _read_by(parts: _graph.Parts, given: Mapping[Any, Any], density: Any) -> dict[Any, Read]:
+    """Variables that the density of the outcome reads beside network and unknowns, with what a row of each is.
+
+    Containers have the values of `given`; an outcome that is no data is read as it stands in the model.
+    """
+    observed = parts.model.observed_RVs[0]
+    value = parts.model.rvs_to_values[observed]
+    above = set(ancestors([density]))
+    found = {v: np.asarray(one) for v, one in given.items() if v in above}
+    if isinstance(value, Constant):
+        found[value] = np.asarray(value.data)
+    outcomes = {value, *_graph.observed_through(parts)}
+    return {
+        v: Read(v.name or observed.name, one.shape[1:], str(one.dtype), v in outcomes, one.ndim > 0)
+        for v, one in found.items()
+    }
+
+
+def _declared(
+    parts: _graph.Parts,
+    density: Any,
+    output: Any,
+    wide: tuple[int, ...],
+    read: Mapping[Any, Read],
+    unknowns: Mapping[Any, tuple[int, ...]],
+    draws: Callable[[], Drawn],
+    who: str,
+) -> Declared:
+    """Build the functions of a likelihood from the `density` of the outcome, not summed.
+
+    It is a graph of the network's `output`, a row of which is so `wide`, of what else it has `read`, in the order of
+    the columns, and of value variables of its `unknowns`, with their shapes; `draws` builds functions that draw
+    outcomes. DeclarationError where a row cannot be computed by itself, or has no slopes.
+    """
+    observed = parts.model.observed_RVs[0]
+    f, e, y = pt.vector("f"), pt.vector("e"), pt.vector("y")
+    replace: dict[Any, Any] = {output: f.reshape((1, *wide)), **_lengths_of_one(parts)}
+    first = 0
+    for value, shape in unknowns.items():
+        size = int(np.prod(shape, dtype=int))
+        replace[value] = e[first : first + size].reshape(shape)
+        first += size
+    column = 0
+    for value, what in read.items():
+        piece = y[column : column + what.width].reshape((1, *what.shape)) if what.by_row else y[column]
+        replace[value] = pt.cast(piece, value.type.dtype)
+        column += what.width
+    try:
+        (row,) = clone_replace([-density.sum()], replace, rebuild_strict=False)
+        both, told = pt.matrix("both"), pt.matrix("told")
+        count = int(np.prod(wide, dtype=int))
+        (losses,) = vectorize_graph([row], {f: both[:, :count], e: both[:, count:], y: told})
+        losses = pt.broadcast_to(losses, (both.shape[0],))
+        slopes = pt.grad(losses.sum(), both)
+        rows = [pt.grad(slopes[:, c].sum(), both, disconnected_inputs="ignore") for c in range(count)]
+        curved = pt.stack([one[:, :count] for one in rows], axis=1)
+        first_order = interpreted.python_function([both, told], [losses, slopes], _MODE)
+    except (NotImplementedError, NullTypeGradError, ValueError, TypeError, AssertionError) as error:
+        raise DeclarationError(
+            f"{who}: the likelihood of {observed.name!r} cannot be computed row by row ({type(error).__name__}: "
+            f"{str(error).strip().partition(chr(10))[0]}). For other models use fedppl.EP(local=fedppl.NUTS())."
+        ) from error
+    curvatures = _built_once(lambda: interpreted.python_function([both, told], curved, _MODE))
+    return Declared(
+        kind_of(observed),
+        count,
+        tuple(read.values()),
+        first_order,
+        lambda output, y: np.asarray(curvatures()(output, y)),
+        _built_once(draws),
+    )
+
+
+def _built_once(build: Callable[[], T]) -> Callable[[], T]:
+    """What is built at the first call, by one thread for all: not every algorithm has a use for it."""
+    known: list[T] = []
+    lock = threading.Lock()
+
+    def get() -> T:
+        with lock:
+            if not known:
+                known.append(build())
+            return known[0]
+
+    return get
+
+
+def _lengths_of_one(parts: _graph.Parts) -> dict[Any, Any]:
+    """Lengths of dims: of those that count rows, one."""
+    lengths = _graph.lengths(parts.model)
+    rows = {name for name, place in parts.open.items() if place is not None}
+    return {
+        parts.model.dim_lengths[name]: pt.constant(np.asarray(1 if name in rows else length))
+        for name, length in lengths.items()
+    }

@@ -373,25 +373,9 @@ def _outcomes_at(
 ) -> tuple[dict[str, Array], dict[str, tuple[str, ...]]]:
     """Means, sds and intervals of outcomes, or probabilities of classes, with dims of each.
 
-    Parameters
-    ----------
-    unit
-        The client.
-    others
-        What the likelihood reads of the new rows beside outputs, by name.
-    outputs, covariance
-        Of the network with unknowns of the likelihood, (n, C + e) and (n, C + e, C + e).
-    draws
-        Of outputs; one alone where they are known.
-    ci_prob
-        Of the intervals.
-    rng
-        Draws.
-
-    Raises
-    ------
-    DataError
-        Where outcomes cannot be drawn.
+    The likelihood reads `others` of the new rows beside outputs, by name. These are of the network with unknowns of the
+    likelihood, (n, C + e), with covariance (n, C + e, C + e); one of their `draws` is enough where they are known.
+    DataError where outcomes cannot be drawn.
     """
     likelihood = unit.likelihood
     assert isinstance(likelihood, Declared)

@@ -19,18 +19,23 @@ from fedppl.contracts import ClientView
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
-from fedppl.nn.as_declared import require_no_potential, require_own_weights
 from fedppl.nn.calls import kind_of, network_nodes
 from fedppl.nn.declared import Declared
 from fedppl.nn.devices import host
-from fedppl.nn.function_of import require_same_again, require_slopes
 from fedppl.nn.functional import Places, call, parameter_slices
 from fedppl.nn.head import Head, find_head
 from fedppl.nn.likelihood import Categorical
 from fedppl.nn.local_prior import local_prior
 from fedppl.nn.outcome import CONTRACT, outcome_of
-from fedppl.nn.rows_alone import require_rows_alone
-from fedppl.nn.scales import require_inputs, warn_of_scales
+from fedppl.nn.required import (
+    require_inputs,
+    require_no_potential,
+    require_own_weights,
+    require_rows_alone,
+    require_same_again,
+    require_slopes,
+    warn_of_scales,
+)
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, log_likelihood
 from fedppl.types import Array, DeclarationError, Message, Variable

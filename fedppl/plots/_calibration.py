@@ -61,7 +61,7 @@ def calibration(found: Any, *, ax: Any = None, figsize: tuple[float, float] | No
     }
     half = stats.kstwo.ppf(0.95, max(min(map(len, told.values()), default=1), 1))
     few = len(told) <= _axes.LEGEND
-    outside = [label for label, u in told.items() if _distance(u) > half]
+    outside = [label for label, u in told.items() if len(u) and stats.kstest(u, "uniform").statistic > half]
     named = list(told) if few else outside[: _axes.LEGEND]
     for label, u in told.items():
         style = {"label": _axes.short(label, 40)} if label in named else {"color": _axes.GREY, "lw": 0.6}
@@ -72,8 +72,3 @@ def calibration(found: Any, *, ax: Any = None, figsize: tuple[float, float] | No
     axes.set(xlabel="probability integral transform", ylabel="distribution function less the uniform", xlim=(0, 1))
     _axes.legend(axes, 3)
     return axes
-
-
-def _distance(u: Any) -> float:
-    """Of Kolmogorov and Smirnov, from the uniform distribution."""
-    return float(stats.kstest(u, "uniform").statistic) if len(u) else 0.0

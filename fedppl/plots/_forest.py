@@ -146,7 +146,7 @@ def forest(
     columns = -(-len(wanted) // rows)
     size = (2.2 + (4.6 if numbers else 2.8) * columns, min(tall * rows, 60.0))
     axes = _axes.panels(ax, rows, columns, size, figsize, count=len(wanted), sharey="row")
-    labels = [_axes.short(_with_rows(fit, name)) for name in names]
+    labels = [_axes.short(f"{k} ({fit.clients[k].brought})" if k in fit.clients else k) for k in names]
     for number, (one, entry) in enumerate(zip(axes, wanted, strict=True)):
         mine = [lines[name][number] for name in names]
         _level(one, levels[number], mine, first=number == 0)
@@ -230,7 +230,10 @@ def _entries(
                     f"{name!r} has other entries at client {client_id!r} than at {next(iter(groups))!r}: there is no "
                     "panel for each; choose variables that all have alike."
                 )
-    kept = {dim: {str(label) for label in _listed(labels)} for dim, labels in (coords or {}).items()}
+    kept = {
+        dim: {str(labels)} if isinstance(labels, str) or not hasattr(labels, "__iter__") else {*map(str, labels)}
+        for dim, labels in (coords or {}).items()
+    }
     if unknown := sorted(set(kept) - {str(dim) for name in names for dim in first[name].dims}):
         raise DeclarationError(f"coords= names {unknown}, which are dims of none of {names}.")
     found = [entry for entry in entries(first, places) if _is_kept(first[entry.name], entry, kept)]
@@ -246,10 +249,6 @@ def _is_kept(values: Any, entry: Entry, kept: Mapping[str, set[str]]) -> bool:
     return all(
         str(values[dim].values[place]) in kept[dim] for dim, place in zip(dims, entry.place, strict=True) if dim in kept
     )
-
-
-def _listed(labels: Any) -> list[Any]:
-    return [labels] if isinstance(labels, str) or not hasattr(labels, "__iter__") else list(labels)
 
 
 def _line(draws: Array, how: How) -> Line:
@@ -329,10 +328,6 @@ def _ticks(axes: Any, lines: Sequence[Line], how: How) -> None:
     low, high = min(line.outer[0] for line in lines), max(line.outer[1] for line in lines)
     axes.set(xscale="log", xlim=(low * (low / high) ** 0.05, high * (high / low) ** 0.05))
     _axes.log_ticks(axes, low, high)
-
-
-def _with_rows(fit: Fitted, name: str) -> str:
-    return f"{name} ({fit.clients[name].brought})" if name in fit.clients else name
 
 
 def _posterior(fit: Fitted, name: str, settings: Mapping[str, Any], how: How) -> Any:

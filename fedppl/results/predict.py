@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,16 +99,8 @@ def predictions(
         pm.set_data(values, coords=renewed)
         names = means.declared(model) if kind == "mean" else [variable.name for variable in model.observed_RVs]
         posterior = posterior.drop_vars(names, errors="ignore")
-        try:
-            require_not_negative(client.client_id, read_indices(model), values, ())
-            drawn = draw_outcomes(model, posterior, seed % 2**32, anew, names, predictions=True)
-        except (IndexError, ValueError, AssertionError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise mismatch(client.client_id, {name: values[name] for name in new_data}, error) from error
-    all_coords = {**coords, **renewed}
-    arrays = {name: np.asarray(drawn[name]) for name in names}
-    drawn = idata.posterior_dataset(arrays, dims, all_coords, {"client": client.client_id})
+        arrays = _drawn(model, client.client_id, values, inputs, posterior, names, seed, anew, predictions=True)
+    drawn = idata.posterior_dataset(arrays, dims, {**coords, **renewed}, {"client": client.client_id})
     levels = getattr(client.declared.builder, "outcome_levels", {})  # of what is more than a function: formulas
     for name in levels.keys() & drawn.data_vars.keys():
         drawn[name].attrs["levels"] = levels[name]
@@ -158,7 +150,7 @@ class At(NamedTuple):
 
 def rows_at(fit: Ended, name: str, given: Any, kind: str | None) -> At:
     """Read new inputs as those of a client that is not among the others, or of which only a summary is known."""
-    kind = _kind_with_rows(fit) if kind is None else kind
+    kind = _kind_with_rows(fit) if kind is None else fit.declaration.kind_of(name, given, kind)
     builder = fit.declaration.declared_as(kind).builder
     own = getattr(builder, "read_unseen", None)
     if own is not None:
@@ -222,7 +214,8 @@ def predicted(
         if not at.given:  # no rows: nothing that depends on any
             outcomes, every = [], [v for v in every if not _reads(model, v)]
         more = [v.name for v in every if v.name not in {*kept, *outcomes}]
-        drawn = _drawn(model, at, posterior, [*more, *outcomes], seed)
+        names = [*more, *outcomes]
+        drawn = _drawn(model, at.name, at.arrays, at.given, posterior, names, seed) if names else {}
     whole = idata.posterior_dataset({**kept, **{name: drawn[name] for name in more}}, dims, coords, {"client": at.name})
     inputs = idata.posterior_dataset({k: np.asarray(v)[None, None] for k, v in at.given.items()}, dims, coords)
     if formula:
@@ -232,17 +225,26 @@ def predicted(
     return whole, found, inputs.isel(chain=0, draw=0, drop=True, missing_dims="ignore")
 
 
-def _drawn(model: Any, at: At, posterior: xr.Dataset, names: list[str], seed: int) -> dict[str, Array]:
-    """By PyMC: variables that no draws are given of, from their distribution given those that there are."""
-    if not names:
-        return {}
+def _drawn(
+    model: Any,
+    client_id: str,
+    arrays: Mapping[str, Any],
+    given: Mapping[str, Any],
+    posterior: xr.Dataset,
+    names: list[str],
+    seed: int,
+    anew: Sequence[str] = (),
+    *,
+    predictions: bool = False,
+) -> dict[str, Array]:
+    """Draws by PyMC of these variables given the others; of inputs that do not fit it says which were `given`."""
     try:
-        require_not_negative(at.name, read_indices(model), dict(at.arrays), ())
-        group = draw_outcomes(model, posterior, seed % 2**32, (), names)
+        require_not_negative(client_id, read_indices(model), dict(arrays), ())
+        group = draw_outcomes(model, posterior, seed % 2**32, anew, names, predictions=predictions)
     except (IndexError, ValueError, AssertionError) as error:
         if isinstance(error, DataError):
             raise
-        raise mismatch(at.name, at.given, error) from error
+        raise mismatch(client_id, given, error) from error
     return {name: np.asarray(group[name].values) for name in names}
 
 

@@ -53,17 +53,16 @@ def summary(
     default = shown_by_default(fit.declaration, found.data_vars)
     places = entries_of(found, var_names, "the shared variables", default)
     known = {
-        name: values
+        name: np.asarray(values, dtype=float)
         for name, (dims, values) in result.details(fit.state).items()
         if dims == ("rows",) and name not in _MOMENTS
     }
     tails = np.array(interval(ci_prob))
     of = measured(tails) if drawn else None
     estimates = estimated(fit)
-    parts = [
-        _rows(found[name], drawn, None if of is None else of[name], tails, _of_variable(fit, name, known))
-        for name in places
-    ]
+    where = {name: fit.layout.slices.get(name, slice(0)) for name in places}  # nothing of what others determine
+    own = {name: {key: values[where[name]] for key, values in known.items()} for name in places}
+    parts = [_rows(found[name], drawn, None if of is None else of[name], tails, own[name]) for name in places]
     for name, part in zip(places, parts, strict=True):
         if name in estimates:
             part.loc[:, part.columns != "mean"] = np.nan
@@ -85,24 +84,15 @@ def _rows(
     if not drawn:
         columns = {"mean": np.ravel(values.values)}
     elif measured is not None:
-        columns = {"mean": measured.mean, "sd": measured.sd, **_interval(measured.quantiles)}
+        low, high = measured.quantiles
+        columns = {"mean": measured.mean, "sd": measured.sd, "ci_low": low, "ci_high": high}
         columns |= {"mcse_mean": measured.mean_error, "mcse_sd": measured.sd_error}
     else:
         draws = values.transpose("chain", "draw", *dims).values.reshape(-1, len(index)).astype(float)
-        columns = {"mean": draws.mean(axis=0), "sd": draws.std(axis=0, ddof=1)}
-        columns |= _interval(np.quantile(draws, tails, axis=0))
+        low, high = np.quantile(draws, tails, axis=0)
+        columns = {"mean": draws.mean(axis=0), "sd": draws.std(axis=0, ddof=1), "ci_low": low, "ci_high": high}
     columns |= {name: _by_entry(of, len(index)) for name, of in known.items()}
     return pd.DataFrame(columns, index=index)
-
-
-def _interval(bounds: Array) -> dict[str, Array]:
-    return dict(zip(("ci_low", "ci_high"), bounds, strict=True))
-
-
-def _of_variable(fit: Ended, name: str, known: dict[str, Array]) -> dict[str, Array]:
-    """Diagnostics of the coordinates of one variable; nothing is known of what is computed from others."""
-    where = fit.layout.slices.get(name, slice(0))
-    return {key: np.asarray(values, dtype=float)[where] for key, values in known.items()}
 
 
 def _by_entry(values: Array, entries: int) -> Array:

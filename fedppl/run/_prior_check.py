@@ -64,7 +64,8 @@ def contradicted(models: Sequence[ClientModel], center: Array) -> str:
     prior = models[0].prior
     if prior.gaussian.precision.ndim == 1:  # of too many coordinates for a matrix
         return ""
-    declared, data = _of_prior(prior, center), _of_data(models, center)
+    declared = _Slopes(_gradient(prior, center), prior.gaussian.precision - prior.log_ratio_hessian(center))
+    data = _of_data(models, center)
     if data is None or not np.all(np.isfinite(declared.information)):
         return ""
     scale = prior.gaussian.precision
@@ -146,10 +147,6 @@ def _gradient(prior: SharedPrior, phi: Array) -> Array:
     """Slopes of the declared prior, and not of the Gaussian that the server starts from."""
     start = prior.gaussian
     return np.asarray(start.linear - start.precision @ phi + prior.log_ratio_gradient(phi))
-
-
-def _of_prior(prior: SharedPrior, center: Array) -> _Slopes:
-    return _Slopes(_gradient(prior, center), prior.gaussian.precision - prior.log_ratio_hessian(center))
 
 
 def _of_data(models: Iterable[ClientModel], center: Array) -> _Slopes | None:

@@ -42,8 +42,8 @@ class Run:
         self.state = algorithm.init(self.layout, self.clients, stream((seed, 0, 0)))
         if engine.has_sites():
             self.state = algorithm.disclosure.at_sites(self.state)
-        unseen = self.clients if engine.has_sites() else [k for k, one in models.items() if _gave_a_summary(one)]
-        if unseen:
+        summaries = [name for name, client in models.items() if tells_summary(client.template.parts.model)]
+        if unseen := self.clients if engine.has_sites() else summaries:
             self.state = algorithm.disclosure.unseen(self.state, unseen)
         self.name = secrets.token_hex(8)
         self.records: list[Record] = []
@@ -63,10 +63,6 @@ class Run:
         self.deadline: float | None = None
         self.told: Mapping[str, Message] = {}  # what sites let out of their rows when it was over
         self.said: set[tuple[str, str]] = set()  # clients and reasons that are in the log already
-
-
-def _gave_a_summary(client: ClientModel) -> bool:
-    return tells_summary(client.template.parts.model)
 
 
 def add(run: Run, done: Record) -> None:

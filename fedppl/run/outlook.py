@@ -41,16 +41,9 @@ def standing(record: Record, infos: Mapping[str, Mapping[str, float]], tolerance
 
 
 def ahead(records: Sequence[Record], limit: int | None, counted: int, tolerance: float | None) -> str:
-    """What is left of a run, in words; empty where nothing is known of it.
+    """What is left of a run, in words, from all rounds so far; empty where nothing is known of it.
 
-    Parameters
-    ----------
-    records
-        Of all rounds so far.
-    limit, counted
-        Rounds that it may have, and has had, of those that count.
-    tolerance
-        Change below which it ends.
+    Of rounds that count it may have `limit` and has had `counted`; it ends where changes are below `tolerance`.
     """
     last = [record for record in records[-_LOOKED_AT:] if not record.preliminary]
     left = rounds_left(records, limit, counted, tolerance)

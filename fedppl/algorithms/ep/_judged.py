@@ -90,17 +90,13 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
         _without([names[k] for k in np.flatnonzero(state.missing)]),
         _misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),
         _beyond_radius(cut, radius, by, sites) if is_cut else "",
-        "" if trusted else _beyond_q(found, sites, growth, _first(state)),
+        # Each exchange had twice as many points as that before it.
+        "" if trusted else _beyond_q(found, sites, growth, len(state.points) // int(2**state.exchanges - 1)),
         _unreached(lost, _LOST, hidden, _mute(state, sites, _LOST)) if lost > _LOST or hidden > _MOVED else "",
         _uncertain(noise, moved) if noise > NOISE or moved > _MOVED else "",
     ]
     message = "; ".join(filter(None, problems))
     return Judged(state._replace(trusted=not message), True, message)
-
-
-def _first(state: Correcting) -> int:
-    """Points of the first exchange: each further one had twice as many as that before it."""
-    return len(state.points) // int(2**state.exchanges - 1)
 
 
 def _grown(before: Reweighted | None, found: Reweighted | None) -> float:

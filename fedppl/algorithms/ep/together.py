@@ -46,22 +46,8 @@ def together(
 ) -> Iterator[Passed]:
     """Passes over more and more clients, the last over all, from a q of some of them.
 
-    Parameters
-    ----------
-    many
-        All clients.
-    state
-        The state that `init` gives for all of them.
-    few
-        The state whose q is that of some clients, chosen at random, with the modes that they found.
-    asked
-        How many these are.
-    rng
-        Chooses clients.
-    workers
-        Number of threads.
-    correction
-        Of the exchanges that follow where the posterior is far from q's form.
+    `state` is what `init` gives for all; `few` has a q of clients that were `asked`, chosen at random, with the modes
+    that they found. The `correction` is of the exchanges that follow where the posterior is far from q's form.
     """
     order = rng.permutation(len(many)).astype(np.int64)
     q, count = few.sites.q, asked

@@ -127,18 +127,7 @@ def unused_priors(
 ) -> tuple[str, ...]:
     """Names of the weights whose declared prior sd an algorithm does not use.
 
-    Parameters
-    ----------
-    client
-        A client's network.
-    shared
-        Whether the prior of shared weights is used.
-    tuned
-        Local weights whose prior is used: "local" or "all", torch's names, or None.
-
-    Returns
-    -------
-    tuple
+    It may use the prior of `shared` weights, and of local ones what is `tuned`: "local", "all", or torch's names.
     """
     names = [] if shared else [v.name for v in client.layout.variables]
     if tuned not in ("local", "all"):
