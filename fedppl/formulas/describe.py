@@ -60,7 +60,7 @@ def _told(spec: Spec, name: str) -> tuple[str, Any, Any]:
         where = predictor.at_means(spec) if name not in spec.priors else ""
         return repr(predictor.intercept(spec)) + where, spec.levels or None, reference
     labels = spec.design.labels[name]
-    entries = tuple(predictor.short(labels)) if predictor.is_labelled(name, labels) else ()
+    entries = spec.design.entries[name] if predictor.is_labelled(name, labels) else ()
     if spec.levels:
         entries = tuple(f"{one}, {level}" for one in entries or (name,) for level in spec.levels)
     column = next((one for key, one in spec.design.agreement.columns.items() if variable(key) == name), None)

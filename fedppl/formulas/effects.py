@@ -9,6 +9,7 @@ import numpy as np
 import xarray as xr
 
 from fedppl.formulas.predictor import Spec, effect_labels, has_intercept, tag
+from fedppl.formulas.terms import variable
 from fedppl.types import DeclarationError
 
 # What exp of a coefficient is, and exp of the intercept, by the link and the kind of outcomes.
@@ -48,7 +49,8 @@ def ratio(spec: Spec, name: str) -> str:
         )
     of_slope, of_intercept = _RATIOS[family.link, family.outcome]
     several = f"ratio of {of_slope.replace('ratio', 'ratios', 1)}"
-    found = of_intercept if name == "Intercept" else several if ":" in name else of_slope
+    products = {variable(":".join(term)) for term in spec.terms.sums[0].terms if len(term) > 1}
+    found = of_intercept if name == "Intercept" else several if name in products else of_slope
     return found.format(spec.scales.levels[0] if spec.scales.levels else "")
 
 
