@@ -10,6 +10,7 @@ import pytest
 
 import fedppl
 from fedppl import DataError, DeclarationError
+from fedppl.formulas.agreement import _order
 
 ROWS = 24
 RNG = np.random.default_rng(2)
@@ -150,3 +151,27 @@ def test_new_rows_without_one_value_a_row_are_refused(row: Any) -> None:
         built.read_new("n", row, {})
     with pytest.raises(DataError, match="one value"):
         built.read("n", {**row, "y": [0.0, 1.0]})
+
+
+@pytest.mark.parametrize(
+    "levels", [("nan", "b", "a", "10", "9"), ("9", "a", "nan", "10", "b"), ("b", "10", "nan", "9", "a")]
+)
+def test_a_level_called_nan_has_its_place_among_the_texts(levels: tuple[str, ...]) -> None:
+    assert sorted(levels, key=_order) == ["9", "10", "a", "b", "nan"]
+
+
+def test_names_with_brackets_colons_and_slashes_keep_their_numbers_and_their_meaning() -> None:
+    rng = np.random.default_rng(7)
+    frame = pd.DataFrame(
+        {"site": np.repeat(["n", "s"], 60), "dose [mg]": rng.normal(size=120), "CD4:CD8": rng.normal(size=120)}
+    )
+    frame["arm [x]"], frame["y/n"] = rng.choice(["old", "[z], 2"], 120), rng.integers(0, 2, 120)
+    model = fedppl.formula("`y/n` ~ `dose [mg]` * `CD4:CD8` + `arm [x]`", family="bernoulli")
+    fit = fedppl.fit(model, frame, by="site", progressbar=False, random_seed=1)
+    found, logs = fedppl.table(fit, exponentiate=True).frame, fedppl.table(fit).frame
+    names = ["Intercept", "dose [mg]", "CD4:CD8", "arm [x][old]", "dose [mg]:CD4:CD8"]
+    assert list(found.index) == names and list(fit.summary(var_names=names).index) == names
+    assert list(found["what"]) == ["odds", *["odds ratio"] * 3, "ratio of odds ratios"]
+    np.testing.assert_allclose(found["ci_low"], np.exp(logs["ci_low"].to_numpy(float)), rtol=1e-6)
+    new = {"dose [mg]": 0.0, "CD4:CD8": 1.0, "arm [x]": "old"}
+    assert "y∕n_mean" in fit.predict("n", new, kind="mean", draws=20, random_seed=1)["predictions"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,16 @@ def labels_of(values: Any) -> list[str]:
     ]
 
 
+def variable_of(entry: str, known: Collection[str]) -> str:
+    """The variable that an entry is of, whose own name may have brackets; what stands before the first, of none.
+
+    >>> variable_of("dose [mg][2]", ["dose [mg]"]), variable_of("arm[drug]", ["dose [mg]"])
+    ('dose [mg]', 'arm')
+    """
+    fitting = [name for name in known if entry == name or entry.startswith(f"{name}[")]
+    return max(fitting, key=len) if fitting else entry.partition("[")[0]
+
+
 def entries_of(group: Any, var_names: Any, what: str, default: Sequence[str] | None = None) -> dict[str, list[int]]:
     """Places in the flat array of what was asked for, by variable: all of one, or those that are named as printed.
 
@@ -46,7 +56,7 @@ def entries_of(group: Any, var_names: Any, what: str, default: Sequence[str] | N
         return {name: list(range(len(labels_of(group[name])))) for name in chosen("var_names", var_names, known, what)}
     found: dict[str, list[int]] = {}
     for one in listed:
-        name = one if one in known else one.partition("[")[0]
+        name = variable_of(one, known)
         if name not in known:
             chosen("var_names", one, known, what)
         labels = {_spaceless(label): place for place, label in enumerate(labels_of(group[name]))}

@@ -360,6 +360,7 @@ def as_texts(values: Array) -> Array:
 def _order(level: str) -> tuple[float, str]:
     """Numbers by size, then texts by letters."""
     try:
-        return float(level), level
+        size = float(level)
     except ValueError:
         return np.inf, level
+    return (np.inf if np.isnan(size) else size), level  # "nan" is a text: no number would have a place beside it

@@ -210,7 +210,7 @@ class Formula:
             raise DeclarationError(f"at={shown(at)} is a time, and outcomes of family {self.family.name!r} are none.")
         spec, names = self.spec, self.containers
         rows = rows_of(spec, {key: arrays[name] for key, name in names.items() if name in arrays})
-        name = self.terms.response.columns[0]
+        name = self.terms.response.variable
         if at is None:
             found, levels = by_row(spec, rows, draws, None), spec.scales.levels
             what = "median" if self.family.outcome == "time" else "mean"

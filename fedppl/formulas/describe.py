@@ -62,7 +62,7 @@ def _told(spec: Spec, name: str) -> tuple[str, Any, Any]:
         where = predictor.at_means(spec) if name not in spec.priors else ""
         return repr(predictor.intercept(spec)) + where, spec.levels or None, reference
     labels = spec.design.labels[name]
-    entries = tuple(predictor.short(labels)) if predictor.is_labelled(name, labels) else ()
+    entries = spec.design.entries[name] if predictor.is_labelled(name, labels) else ()
     if spec.levels:
         entries = tuple(f"{one}, {level}" for one in entries or (name,) for level in spec.levels)
     column = next((one for key, one in spec.design.agreement.columns.items() if variable(key) == name), None)
@@ -169,7 +169,8 @@ def ratio(spec: Spec, name: str) -> str:
         )
     of_slope, of_intercept = _RATIOS[family.link, family.outcome]
     several = f"ratio of {of_slope.replace('ratio', 'ratios', 1)}"
-    found = of_intercept if name == "Intercept" else several if ":" in name else of_slope
+    products = {variable(":".join(term)) for term in spec.terms.sums[0].terms if len(term) > 1}
+    found = of_intercept if name == "Intercept" else several if name in products else of_slope
     return found.format(spec.scales.levels[0] if spec.scales.levels else "")
 
 

@@ -43,6 +43,8 @@ class Design:
         Terms of the common part, and of the effects of each group, with the products that their columns are.
     labels
         Names of the columns of each common term, by term.
+    entries
+        What tells them apart: levels and places alone where these do, by term.
     group_labels
         Names of the effects of each group.
     center, scale
@@ -60,6 +62,7 @@ class Design:
     constants: Mapping[str, Any]
     coding: tuple[tuple[Coded, ...], ...]
     labels: Mapping[str, tuple[str, ...]]
+    entries: Mapping[str, tuple[str, ...]]
     group_labels: tuple[tuple[str, ...], ...]
     center: Array
     scale: Array
@@ -113,7 +116,7 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
     frame = standing_for_all(terms, agreement)
     levels = {name: column.levels for name, column in agreement.columns.items() if column.levels}
     coding = tuple(tuple(itertools.starmap(Coded, one.products(levels))) for one in terms.sums)
-    design = Design(terms, agreement, constants, coding, {}, (), np.zeros(0), np.ones(0), (), 0.0)
+    design = Design(terms, agreement, constants, coding, {}, {}, (), np.zeros(0), np.ones(0), (), 0.0)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # of functions at rows that nobody has
         widths = _require_rowwise(design, frame)
@@ -125,10 +128,13 @@ def build(terms: Terms, agreement: Agreement, constants: Mapping[str, Any]) -> D
     for part in ([one for term in of_terms for one in term], *own):
         _require_distinct(part)
     labels = dict(zip(terms.common, of_terms, strict=True))
+    parts = [_labels(one, levels, widths, whole=False) for one in coding[0] if one.term]
+    apart = [own if all(own) and len(set(own)) == len(own) else long for own, long in zip(parts, of_terms, strict=True)]
+    entries = dict(zip(terms.common, apart, strict=True))
     center, scale = (np.concatenate([np.zeros(0), *(one[k] for one in common)]) for k in range(2))
     sizes = tuple(np.concatenate([one.size for one in group]) for group in groups)
     offset = offset if np.isfinite(offset) else 0.0
-    found = Design(terms, agreement, constants, coding, labels, tuple(own), center, scale, sizes, offset)
+    found = Design(terms, agreement, constants, coding, labels, entries, tuple(own), center, scale, sizes, offset)
     return dataclasses.replace(found, left=_left(found))
 
 
@@ -231,19 +237,22 @@ def _product(product: Product, factors: Mapping[str, Array], rows: int) -> Array
     return np.ones((rows, 1)) if found is None else found
 
 
-def _labels(term: Coded, levels: Mapping[str, Sequence[str]], widths: Mapping[str, int]) -> tuple[str, ...]:
-    """Names of a term's columns."""
+def _labels(
+    term: Coded, levels: Mapping[str, Sequence[str]], widths: Mapping[str, int], *, whole: bool = True
+) -> tuple[str, ...]:
+    """Names of a term's columns; levels and places alone where it is not the `whole`."""
 
     def own(name: str, is_short: bool) -> Iterable[str]:
-        called = variable(name)
-        if name not in widths:
-            return [f"{called}[{level}]" for level in levels[name][int(is_short) :]]
-        return [called] if widths[name] == 1 else [f"{called}[{place}]" for place in range(widths[name])]
+        several = widths.get(name, 2) > 1
+        places = levels[name][int(is_short) :] if name not in widths else [str(place) for place in range(widths[name])]
+        if not whole:
+            return places if several else [""]
+        return [f"{variable(name)}[{place}]" for place in places] if several else [variable(name)]
 
     if not term.term:
         return ("Intercept",)
     return tuple(
-        ":".join(reversed(parts))
+        (":" if whole else ", ").join(part for part in reversed(parts) if part)
         for product in term.products
         for parts in itertools.product(*(own(*one) for one in reversed(list(zip(*product, strict=True)))))
     )

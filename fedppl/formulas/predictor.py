@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -124,7 +123,7 @@ def spread_labels(spec: Spec) -> dict[str, tuple[str, ...]]:
 
 def coords(spec: Spec) -> dict[str, list[str]]:
     """Labels of all dims."""
-    found = {f"{k}_dim": short(labels) for k, labels in spec.design.labels.items() if is_labelled(k, labels)}
+    found = {f"{k}_dim": list(spec.design.entries[k]) for k, own in spec.design.labels.items() if is_labelled(k, own)}
     found |= {dim: list(spec.levels) for dim in spec.level_dim}
     for number, group in enumerate(spec.terms.groups):
         labels = effect_labels(spec, number)
@@ -138,12 +137,6 @@ def coords(spec: Spec) -> dict[str, list[str]]:
 def is_labelled(name: str, labels: Sequence[str]) -> bool:
     """Whether a coefficient has several entries, or one that is named like a level and not like itself."""
     return tuple(labels) != (name,)
-
-
-def short(labels: Sequence[str]) -> list[str]:
-    """Levels alone, where labels are name[level] or interactions of such."""
-    levels = [", ".join(re.findall(r"\[([^\[\]]+)\]", label)) for label in labels]
-    return levels if all(levels) and len(set(levels)) == len(levels) else list(labels)
 
 
 def linear_predictor(spec: Spec, held: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedppl.contracts.entries import CI_PROB, labels_of
+from fedppl.contracts.entries import CI_PROB, labels_of, variable_of
 from fedppl.contracts.html import table as html_table
 from fedppl.results.shared import estimates
 from fedppl.settings import flag, whole
@@ -158,7 +158,9 @@ def table(
             "exponentiate=True: which variables of a builder are logarithms is not known; name them by var_names=."
         )
     found = fit.summary(var_names, ci_prob=ci_prob)
-    names = [str(entry).partition("[")[0] for entry in found.index]
+    drawn = fit.idata["posterior"].data_vars if "posterior" in fit.idata else ()
+    known = {*fit.declaration.shared, *map(str, drawn)}
+    names = [variable_of(str(entry), known) for entry in found.index]
     nothing = pd.Series(np.nan, found.index)
     values = {"estimate": found["mean"], **{end: found.get(end, nothing) for end in ("ci_low", "ci_high")}}
     whats = {name: _what(fit, builder, name, exponentiate=exponentiate) for name in dict.fromkeys(names)}
@@ -167,7 +169,7 @@ def table(
     if exponentiate:
         kept = getattr(builder, "coefficients", names)
         rows = np.array([name in kept for name in names])
-        frame["estimate"] = np.where(rows, _medians(fit, found), frame["estimate"])
+        frame["estimate"] = np.where(rows, _medians(fit, found, names), frame["estimate"])
         columns = ["estimate", "ci_low", "ci_high"]
         frame.loc[rows, columns] = np.exp(frame.loc[rows, columns])
     note = "" if fit.status.ok else f"Not converged ({fit.status.value}): {fit.message}"
@@ -186,11 +188,11 @@ def _what(fit: Any, builder: Any, name: str, *, exponentiate: bool) -> str:
     return f"{meaning}, not exponentiated" if exponentiate else str(meaning)
 
 
-def _medians(fit: Any, found: pd.DataFrame) -> Array:
+def _medians(fit: Any, found: pd.DataFrame, names: Sequence[str]) -> Array:
     """Posterior medians of the rows of a summary; of a point that was estimated the point."""
     measured = estimates(fit, np.array([0.5]))
     medians: dict[str, float] = {}
-    for name in dict.fromkeys(str(entry).partition("[")[0] for entry in found.index):
+    for name in dict.fromkeys(names):
         if measured is not None:
             values, group = np.ravel(measured[name].quantiles), fit.idata["posterior"][name]
         elif "posterior" in fit.idata:
