@@ -93,6 +93,26 @@ def wards(X: Any, y: Any, ward: Any, marked: Any) -> Any:
     return model
 
 
+def product(x: Any, y: Any, marked: Any) -> Any:
+    """One row has a product of coefficients: an entry of the Hessian to itself."""
+    with pm.Model() as model:
+        x, y, marked = pm.Data("x", x), pm.Data("y", y), pm.Data("marked", marked)
+        beta = pm.Normal("beta", 0, 2.5, shape=2)
+        pm.Bernoulli("obs", logit_p=beta[0] + beta[1] * x + marked * beta[0] * beta[1], observed=y)
+    return model
+
+
+def twice(x: Any, y: Any, marked: Any) -> Any:
+    """Each row two times, with noise that cancels: no entry of the density depends on few rows, and their sum does."""
+    with pm.Model() as model:
+        x, y, marked = pm.Data("x", x), pm.Data("y", y), pm.Data("marked", marked)
+        noise = np.random.default_rng(0).normal(size=ROWS)
+        beta = pm.Normal("beta", 0, 2.5, shape=2)
+        column, both = pt.concatenate([marked + noise, -noise]), [pt.concatenate([one, one]) for one in (x, y)]
+        pm.Bernoulli("obs", logit_p=beta[0] * both[0] + beta[1] * column, observed=both[1])
+    return model
+
+
 def potential(X: Any, y: Any) -> Any:
     """Rows written into a Hessian: entry (i, i) is a value of row i."""
     with pm.Model() as model:
@@ -213,6 +233,8 @@ def disguised(quick: bool) -> dict[str, Any]:
         "network unit": (fedppl.FederatedModel(one, ["beta", "out"]), {"X": x, "y": y}),
         "effects": (fedppl.FederatedModel(wards, ["beta", "by"]), {"X": x, "y": y, "ward": ward, "marked": marked}),
     }
+    marks = {"x": x[:, 0], "y": y, "marked": _marks(rows[:1], ROWS)}
+    others |= {f.__name__: (fedppl.FederatedModel(f, ["beta"]), marks) for f in (product, twice)}
     for declared, data in others.values():
         rule = refused(declared, data, rules=_many_columns())
         rules[str(rule)] += 1

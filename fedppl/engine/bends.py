@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedppl import gaussian
-from fedppl.model.graph import observed_through
+from fedppl.model.graph import values_read
 from fedppl.model.row_scores import by_length
 from fedppl.numerics.concentration import by_column, concentration
 from fedppl.types import Array
@@ -84,7 +84,8 @@ def _columns(client: Any, slopes: Array, bends: Array, directions: Array, size: 
 def _ends(client: Any) -> tuple[list[Any], list[Any]] | None:
     """A client's inputs with all outcomes at their smallest, and at their largest; None where none has a container."""
     parts = client.template.parts
-    observed, held = observed_through(parts), len(parts.data)
+    observed = values_read(parts.model.rvs_to_values[rv] for rv in parts.model.observed_RVs)
+    held = len(parts.data)
     pairs = list(zip(parts.data, client.inputs[:held], strict=True))
     if not any(variable in observed and np.ndim(value) and len(value) for variable, value in pairs):
         return None

@@ -77,10 +77,13 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
 
 
 def _share_beside(client: Any, point: Array, few: int, enough: float) -> float:
-    in_others = share_in_others(client, point, few, enough)
     sd = gaussian.standard_deviations(client.layout.prior)
     aside = _ASIDE * sd * np.random.default_rng(0).normal(size=len(point))
-    return max(in_others, share_in_bends(client, *_along_modes(client, point + aside), few, enough))
+    try:
+        in_others = share_in_others(client, point, few, enough)
+        return max(in_others, share_in_bends(client, *_along_modes(client, point + aside), few, enough))
+    except Exception:  # which tells of rows too, and is counted as what the rule refuses
+        return np.nan
 
 
 def refuse_points(rules: Policy, client: Any, asked: Asked, allowed: Array, by_row: ByRow | None = None) -> Found:
