@@ -67,7 +67,9 @@ def densities(monkeypatch: pytest.MonkeyPatch, log_density: Any, slopes: Any) ->
         log_factor=lambda client, points, share: log_density(points),
     )
     monkeypatch.setattr(_prior_check, "_LOCAL", local)
-    return types.SimpleNamespace(layout=types.SimpleNamespace(labels=("a", "b")))
+    return types.SimpleNamespace(
+        layout=types.SimpleNamespace(labels=("a", "b")), declared=types.SimpleNamespace(builder=None)
+    )
 
 
 def test_of_normal_densities_what_they_lose_is_the_deviation_itself(

@@ -283,6 +283,6 @@ def test_ctrl_c_before_the_first_round_and_a_second_one_are_raised(monkeypatch: 
         fedppl.fit(model, clients, fedppl.EP(), **QUIET)
     assert not closed
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("fedppl.run.loop.ending", pressed)  # the second, while the first is dealt with
+        patch.setattr("fedppl.run.loop._ending", pressed)  # the second, while the first is dealt with
         fedppl.fit(model, clients, fedppl.EP(), callback=pressed, **QUIET)
     assert closed

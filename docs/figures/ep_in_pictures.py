@@ -296,7 +296,7 @@ def table_of_rounds(rounds: list[Any], last: Normal, exact: np.ndarray) -> str:
 def table_of_answers(plain: list[fedppl.Fit], corrected: fedppl.Fit, exact: np.ndarray) -> str:
     """Mean, sd and outer quantiles by each way."""
     q, finer = (Normal(float(one.posterior.linear[0]), float(one.posterior.precision[0, 0])) for one in plain)
-    table = corrected.summary().loc["phi"]
+    table = corrected.summary(ci_prob=0.94).loc["phi"]
     rows = {
         f"this script, {MANY} rounds": propagate(MANY)[-1],
         "`EP(correction=None)`": q,

@@ -10,6 +10,7 @@ import numpy as np
 import pymc as pm
 import pytensor.tensor as pt
 import xarray as xr
+from pytensor.graph.basic import clone_get_equiv
 from pytensor.graph.rewriting.utils import rewrite_graph
 from pytensor.tensor.shape import Shape, Shape_i
 
@@ -112,7 +113,10 @@ def _lengths(model: Any, variable: Any) -> set[str]:
     if not getattr(variable.type, "ndim", 0):
         return set()
     shape = [pt.as_tensor(variable.shape)[axis] for axis in range(variable.type.ndim)]
-    dims = {length: dim for dim, length in model.dim_lengths.items()}
+    # Of a copy: rewriting changes a graph where it stands, and this one is the model's own.
+    copies = clone_get_equiv([], shape, copy_inputs=False, copy_orphans=False)
+    shape = [copies[length] for length in shape]
+    dims = {copies.get(length, length): dim for dim, length in model.dim_lengths.items()}
     data, found, seen = set(model.data_vars), set(), set()
     waiting: list[Any] = list(rewrite_graph(shape, include=("ShapeOpt", "canonicalize")))
     while waiting:

@@ -140,9 +140,9 @@ def table(
     >>> import fedppl
     >>> from fedppl.testing import normal_means
     >>> fit = fedppl.fit(*normal_means(), progressbar=False, random_seed=1)
-    >>> print(fedppl.table(fit))
+    >>> print(fedppl.table(fit))  # doctest: +NORMALIZE_WHITESPACE
        estimate 95 % interval what
-    mu     0.77  0.11 to 1.43
+    mu     1.50  0.88 to 2.12
 
     Notes
     -----

@@ -23,6 +23,7 @@ from fedppl.engine.answer import require_fit
 from fedppl.local.many import cores, moments, ways, without_density
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.stack import ClientsOf, Stack, stacked, why_not
+from fedppl.results import departure
 from fedppl.results.fit import Fit
 from fedppl.results.records import Record
 from fedppl.run._algorithm import numbers_and_texts
@@ -195,7 +196,7 @@ def _arrived(few: Run) -> bool:
     for _ in range(_ROUNDS):
         done = one_round(few)
         if done.status is not Status.RUNNING or not few.algorithm.result.preliminary(few.state):
-            return done.status in (Status.RUNNING, Status.CONVERGED)
+            return done.status is Status.RUNNING or departure.matched(done.status, done.message)
     return False
 
 
