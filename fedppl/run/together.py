@@ -41,7 +41,7 @@ FEWEST = 50  # clients from which loops over all of them are worth their compili
 _FIRST = 128  # clients that the search begins with
 _LARGE = 8.0  # times the median's rows: where other modes are, such clients decide
 _JUDGED_BY = 4  # clients that tell whether there is a way to integrate what is their own
-_ROUNDS = 40  # in which these are to be fitted
+_ROUNDS = 80  # in which these are to be fitted
 _MOST_SHARED = 20  # coordinates, as for a correction: a quadratic of more has too many coefficients
 _MOST_ONE_BY_ONE = 20_000  # clients that are asked one by one where they cannot be fitted at once
 
