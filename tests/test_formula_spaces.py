@@ -147,3 +147,30 @@ def test_random_formulas_span_what_patsy_spans(case: int) -> None:
                 problems.append(f"{formula}: {what}")
     assert not problems
     assert len(refused) <= 2, refused  # a sum of nothing that something is nested in: (x - x)/z
+
+
+@pytest.mark.parametrize("truth", ["flag", "I(x > 1)", "I((x > 0) & (z < 2))"])
+@pytest.mark.parametrize("inner", ["{}", "{} * x", "x + {}:x", "a * {}", "a / {}", "0 + a + {}", "({} + x + a)**2"])
+def test_truths_are_numbers_where_these_span_what_two_levels_span(truth: str, inner: str) -> None:
+    frame = table(1).assign(flag=np.arange(ROWS) % 3 == 0)
+    text = inner.format(truth)
+    common, effects = ours(f"y ~ {text} + ({text} | site)", frame)
+    expected = right(text, frame)
+    assert expected is not None
+    assert not wrong(common, expected) and not wrong(effects, expected)
+
+
+@pytest.mark.parametrize("truth", ["flag", "I(x > 1)", "I((x > 0) & (z < 2))"])
+@pytest.mark.parametrize("inner", ["0 + {}", "x:{}", "a:{}", "0 + {}:x", "{} / a"])
+def test_truths_that_would_have_two_columns_are_refused(truth: str, inner: str) -> None:
+    frame = table(1).assign(flag=np.arange(ROWS) % 3 == 0)
+    text = inner.format(truth)
+    for formula in (f"y ~ {text}", f"y ~ 1 + ({text} | site)"):
+        with pytest.raises(DataError, match="numbers 0 and 1"):
+            ours(formula, frame)
+    same = text.replace("flag", "C(flag)")
+    if "C(flag)" in same:
+        expected = right(same, frame)
+        assert expected is not None and not wrong(ours(f"y ~ {same}", frame)[0], expected)
+    else:
+        ours(f"y ~ {text.replace(truth, 'number')}", frame.assign(number=1.0 * frame["flag"]))

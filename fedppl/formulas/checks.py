@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ import numpy as np
 from fedppl.data import frames, missing
 from fedppl.data.columns import is_number
 from fedppl.data.columns import level as as_level
-from fedppl.formulas import predictor
+from fedppl.formulas import expressions, predictor
 from fedppl.formulas.agreement import Agreement, is_text
 from fedppl.formulas.priors import Prior
+from fedppl.formulas.terms import Terms
 from fedppl.settings import shown
 from fedppl.types import Array, DataError, DeclarationError
 
@@ -113,6 +115,29 @@ def rows(client_id: str, data: Mapping[str, Any], wanted: Sequence[str]) -> None
         raise DataError(f"{what}: columns have different numbers of rows, {count}; give one value of each a row.")
     if 0 in count.values():
         raise DataError(f"{what}: there are no rows; leave the client out.")
+
+
+def truths(client_id: str, data: Mapping[str, Any], terms: Terms, levels: Collection[str]) -> None:
+    """Refuse True and False, which are the numbers 1 and 0, where two levels would have a column each.
+
+    Of `0 + flag`, `x:flag` without x, or `a:flag` without a, numbers span less than the levels that R makes of truths.
+    """
+    columns = {name: np.asarray(data[name]) for name in terms.columns if isinstance(terms.trees.get(name), ast.Name)}
+    flags = {name for name, values in columns.items() if values.dtype == bool and name not in levels}
+    flags |= {name for name, tree in terms.trees.items() if expressions.is_truth(tree)}
+    if not flags:
+        return
+    coded = {name for name, values in columns.items() if name in levels or is_text(values)}
+    named = dict.fromkeys(flags | coded, "ab")
+    for term, products in itertools.chain.from_iterable(one.products(named) for one in terms.sums):
+        for product in products:
+            if both := sorted(flags & {name for name, short in zip(*product, strict=True) if not short}):
+                name = both[0] if both[0].isidentifier() else f"`{both[0]}`"
+                remedy = f"write C({name})" if both[0] in columns else "compute a column of texts before"
+                raise DataError(
+                    f"client {client_id!r}: {both[0]!r} is True or False, and {':'.join(term)!r} would have a column "
+                    f"for either in this formula; {remedy} for these two, or give the numbers 0 and 1 for one."
+                )
 
 
 def ordered(name: str, clients: Mapping[Any, Mapping[str, Any]]) -> None:

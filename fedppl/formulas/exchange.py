@@ -60,14 +60,16 @@ def rows_of(built: Formula, data: Any, whose: str) -> dict[str, Array]:
     checks.one_factor_a_client(built, {whose: data})
     checks.limits(built, held, whose)
     rows: dict[str, Array] = missing.complete({whose: held}, built.columns, "error", texts=True)[whose]
-    checks.rows(whose, rows, [name for name in built.columns if name not in endless(built)])
+    check_rows(built, rows, whose)
     return rows
 
 
-def endless(built: Formula) -> tuple[str, ...]:
-    """Columns in which a number may be infinite: a time that is later than any."""
+def check_rows(built: Formula, rows: Mapping[str, Any], whose: str) -> None:
+    """Refuse a client's columns that the formula cannot take, before anything is told of them."""
     response = built.terms.response
-    return response.columns[1:2] if response.kind == "interval" else ()
+    endless = response.columns[1:2] if response.kind == "interval" else ()  # a time that is later than any
+    checks.rows(whose, rows, [name for name in built.columns if name not in endless])
+    checks.truths(whose, rows, built.terms, asked(built).levels)
 
 
 def sized(built: Formula, rows: Mapping[str, Any]) -> Mapping[str, Any]:

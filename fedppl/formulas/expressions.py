@@ -132,6 +132,22 @@ def _names(tree: ast.AST, without: Collection[str]) -> Iterator[str]:
                 yield from _names(node, without)
 
 
+def is_truth(tree: ast.expr) -> bool:
+    """Whether an expression is True or False at a row, by itself or in I().
+
+    >>> is_truth(ast.parse("I((x > 1) & (z < 2))", mode="eval").body)
+    True
+    """
+    match tree:
+        case ast.Compare():
+            return True
+        case ast.BinOp(op=ast.BitAnd() | ast.BitOr()):
+            return all(map(is_truth, operands(tree)))
+        case ast.Call(args=[inner]) if calls(tree) == "I":
+            return is_truth(inner)
+    return False
+
+
 def _require(node: ast.AST, whole: ast.expr, constants: tuple[str, ...], depth: int) -> None:
     """Refuse a node that is not on the list, and all below it that are not."""
     if depth > _DEEPEST:

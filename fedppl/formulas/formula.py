@@ -15,7 +15,7 @@ from fedppl.data import missing as gaps
 from fedppl.formulas import checks, required
 from fedppl.formulas.agreement import Agreement, Told, rare, tell
 from fedppl.formulas.declare import Formula
-from fedppl.formulas.exchange import asked, endless, sized, together
+from fedppl.formulas.exchange import asked, check_rows, sized, together
 from fedppl.formulas.families import family as family_of
 from fedppl.formulas.far import SAID
 from fedppl.formulas.priors import Prior
@@ -208,7 +208,7 @@ def agree(
     with_rows = {client_id: one for client_id, one in clients.items() if not isinstance(one, Estimate)}
     for client_id, one in with_rows.items():
         checks.columns([name for name in built.columns if name not in one], one, f"client {str(client_id)!r}")
-        checks.rows(str(client_id), one, [name for name in built.columns if name not in endless(built)])
+        check_rows(built, one, str(client_id))
         rows = sized(built, one)
         parts = tell(rows, what.names, what.levels, min_count)
         told[str(client_id)] = {name: rare(part, np.asarray(rows[name])) for name, part in parts.items()}

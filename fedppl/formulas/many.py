@@ -11,7 +11,7 @@ from fedppl.data.grouped import MANY, Table
 from fedppl.formulas import checks
 from fedppl.formulas.agreement import tell
 from fedppl.formulas.declare import Formula
-from fedppl.formulas.exchange import asked, endless, sized
+from fedppl.formulas.exchange import asked, check_rows, sized
 from fedppl.formulas.formula import of_told, with_order
 from fedppl.model.declaration import FederatedModel
 from fedppl.types import DataError
@@ -50,7 +50,7 @@ def together(
 
 def _read(model: FederatedModel, built: Formula, table: Table) -> tuple[FederatedModel, Table] | None:
     response = built.terms.response.columns[0]
-    checks.rows(_ALL, table.columns, [name for name in built.columns if name not in endless(built)])
+    check_rows(built, table.columns, _ALL)
     if built.design is None:
         if built.family.name == "ordinal" and response not in built.levels:
             return None  # its order is looked for client by client
