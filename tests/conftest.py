@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytensor
 import pytest
 
+from fedppl.model.quiet import SETTINGS
 from tests.support import markers
 
 
@@ -51,6 +53,14 @@ def _log_level() -> Iterator[None]:
     level = logging.getLogger("fedppl").level
     yield
     logging.getLogger("fedppl").setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_pytensor() -> Iterator[None]:
+    """Threads that build graphs leave PyTensor's settings as they were: else all that follows may be interpreted."""
+    before = {name: getattr(pytensor.config, name) for name in SETTINGS}
+    yield
+    assert {name: getattr(pytensor.config, name) for name in SETTINGS} == before
 
 
 @pytest.fixture

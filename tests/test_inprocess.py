@@ -287,3 +287,27 @@ def test_pytensors_settings_are_as_they_were_whatever_threads_do() -> None:
     fedppl.fit(model, clients, way, engine=fedppl.InProcess(workers=2), progressbar=False, random_seed=1)
     assert order[2].is_set()
     assert pytensor.config.mode is mine
+
+
+def test_who_is_late_leaves_them_as_they_were_too() -> None:
+    """Both clients set a mode within the deadline, and set it back when the exchange is over, in the other's order."""
+    mine, release = pytensor.config.mode, [threading.Event() for _ in range(3)]
+
+    def first(_: Any) -> None:
+        with pytensor.config.change_flags(mode=PYTHON_MODE):
+            release[0].set()
+            release[1].wait(20)
+
+    def second(_: Any) -> None:
+        release[0].wait(20)
+        with pytensor.config.change_flags(mode=PYTHON_MODE):
+            release[2].wait(20)
+
+    run = engine(2, a=first, b=second)
+    replies = run.exchange(requests("a", "b"), 0.3)
+    assert all(isinstance(reply, Failure) for reply in replies.values())
+    late = [run._late[client_id] for client_id in "ab"]
+    for event, future in zip(release[1:], late, strict=True):
+        event.set()
+        future.result(20)
+    assert pytensor.config.mode is mine

@@ -30,7 +30,7 @@ from fedppl.engine.answer import answer, checked, level_of, message_of
 from fedppl.engine.guard import admit_algorithm, in_memory, refuse_data
 from fedppl.engine.policy import Policy
 from fedppl.model.client import reader_of
-from fedppl.model.quiet import settings_kept
+from fedppl.model.quiet import set_back, settings
 from fedppl.numerics.streams import stream
 from fedppl.settings import shown, whole
 from fedppl.types import DeclarationError, Layout, Message, Status
@@ -82,6 +82,7 @@ class InProcessEngine(ModelsHere):
         self._pool: ThreadPoolExecutor | None = None  # kept from round to round
         # What clients still compute that missed a deadline.
         self._late: dict[str, Future[dict[str, Reply | Failure]]] = {}
+        self._settings = settings()  # of PyTensor, when no thread was at work
         self._personal: dict[str, Any] = {}
         self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
         for client_id, guard in self._guards.items():
@@ -93,7 +94,6 @@ class InProcessEngine(ModelsHere):
         """Return whether clients keep to a policy, as at sites of their own."""
         return bool(self._guards)
 
-    @settings_kept()
     def exchange(
         self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
     ) -> dict[str, Reply | Failure]:
@@ -104,6 +104,8 @@ class InProcessEngine(ModelsHere):
         where samplers would keep it to themselves and send what they have so far.
         """
         self._late = {client_id: future for client_id, future in self._late.items() if not future.done()}
+        if not self._late:
+            self._settings = settings()
         pool = self._pool = self._pool or ThreadPoolExecutor(self._workers)
         idle = {client_id: request for client_id, request in requests.items() if client_id not in self._late}
         names = {pool.submit(self._some, group): group for group in self._groups(idle, deadline)}
@@ -153,6 +155,12 @@ class InProcessEngine(ModelsHere):
         return _grouped(self._algorithm, self._models, requests)
 
     def _some(self, requests: tuple[Request, ...]) -> dict[str, Reply | Failure]:
+        try:
+            return self._replies(requests)
+        finally:  # also of who is late, or was left behind by an interrupt
+            set_back(self._settings)
+
+    def _replies(self, requests: tuple[Request, ...]) -> dict[str, Reply | Failure]:
         if len(requests) > 1:
             found = _answers(self._algorithm, self._models, self._personal, requests)
         else:

@@ -6,12 +6,13 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytensor
 
 # What PyTensor sets while it compiles or builds a graph, and sets back.
-_SET = ("mode", "cxx", "optdb__max_use_ratio", "compute_test_value", "traceback__limit")
+SETTINGS = ("mode", "cxx", "optdb__max_use_ratio", "compute_test_value", "traceback__limit")
 _NO_BLAS = "PyTensor could not link to a BLAS"
 
 
@@ -46,17 +47,17 @@ def look_for_blas() -> None:
         _ = pytensor.config.blas__ldflags
 
 
-@contextlib.contextmanager
-def settings_kept() -> Iterator[None]:
-    """Leave PyTensor's settings as they were, whatever threads do meanwhile.
+def settings() -> dict[str, Any]:
+    """PyTensor's settings of `SETTINGS`, as they are now."""
+    return {name: getattr(pytensor.config, name) for name in SETTINGS if hasattr(pytensor.config, name)}
+
+
+def set_back(before: Mapping[str, Any]) -> None:
+    """Set PyTensor's settings back, in a thread whose work is over.
 
     Of two threads that compile, the one that ends last sets back what the other had set: without this a user's own
     models might be interpreted from then on.
     """
-    before = {name: getattr(pytensor.config, name) for name in _SET if hasattr(pytensor.config, name)}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if getattr(pytensor.config, name) is not value:
-                setattr(pytensor.config, name, value)
+    for name, value in before.items():
+        if getattr(pytensor.config, name) is not value:
+            setattr(pytensor.config, name, value)

@@ -327,6 +327,8 @@ def _ticks(axes: Any, lines: Sequence[Line], how: How) -> None:
         return
     low, high = min(line.outer[0] for line in lines), max(line.outer[1] for line in lines)
     axes.set(xscale="log", xlim=(low * (low / high) ** 0.05, high * (high / low) ** 0.05))
+    if low < 1.0 < high:
+        axes.axvline(1.0, color=_axes.GREY, linestyle=":", lw=1)  # a ratio of no effect
     _axes.log_ticks(axes, low, high)
 
 
