@@ -179,7 +179,9 @@ def heavy(nu: float, scale: float) -> Any:
     return declare
 
 
-@pytest.mark.parametrize(("nu", "scale", "known"), [(4.0, 1.0, 1e-3), (1.0, 0.05, np.inf)])
+@pytest.mark.parametrize(
+    ("nu", "scale", "known"), [pytest.param(4.0, 1.0, 1e-3, marks=pytest.mark.slow), (1.0, 0.05, np.inf)]
+)
 def test_what_a_heavy_tail_leaves_unknown_is_said(nu: float, scale: float, known: float) -> None:
     y = np.array([5.0, 5.5, 4.8])
     client = FederatedModel(heavy(nu, scale), ["mu"]).enrol({"a": {"y": y}})["a"]

@@ -177,7 +177,7 @@ def effects(y: Any, error: Any) -> pm.Model:
     return model
 
 
-@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.slow), 8])
 def test_a_funnel_is_drawn_where_its_mass_is(size: int) -> None:
     rng, draws = np.random.default_rng(0), 2000
     y, error = rng.normal(size=size), 0.5 + rng.uniform(0, 1, size)

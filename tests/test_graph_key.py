@@ -172,6 +172,7 @@ def loop(y: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_it_hangs_on_no_seed_of_a_process() -> None:
     script = "from tests.test_graph_key import COMPUTATIONS, key; print([key(of) for of in COMPUTATIONS.values()])"
     told = {

@@ -205,6 +205,7 @@ def test_kernels_that_stay_for_some_rounds_are_not_said_to_rest() -> None:
     assert "not known" in unknown and "shrink" not in unknown  # where no gain has been seen
 
 
+@pytest.mark.slow
 def test_functions_that_the_data_do_not_decide_on_are_named() -> None:
     """One unit, four functions: three rest at a γ of .02, which is the maximum, and no reason to go on."""
     data = {"a": curve(np.random.default_rng(3), 30, 1.0)}

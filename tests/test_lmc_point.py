@@ -114,6 +114,7 @@ def test_no_round_lowers_the_bound() -> None:
     assert np.all(np.diff(bound[3:]) > -1e-9) and bound[-1] > bound[3] + 1.0
 
 
+@pytest.mark.slow
 @problems.few_rounds
 def test_of_one_function_the_fit_is_at_the_maximum_of_the_evidence() -> None:
     """v integrated out: log N(y; 0, W W' + Σ) of all units' rows, less what v leaves open, with the priors; by BFGS."""

@@ -82,7 +82,7 @@ def test_of_a_point_it_is_the_likelihood_and_not_the_prior_of_local_variables() 
 
 
 @problems.few_rounds
-@pytest.mark.parametrize("name", ["noise", "transforms"])
+@pytest.mark.parametrize("name", ["noise", pytest.param("transforms", marks=pytest.mark.slow)])
 def test_it_is_what_the_clients_own_draws_give(name: str) -> None:
     """Local scales, ordered and positive variables: equal to an average over the draws of `Fit.client`."""
     model, clients = problems.ALL[name]()

@@ -63,7 +63,9 @@ def test_a_method_that_failed_at_a_seed_has_no_mean() -> None:
     assert np.isnan(means["b"])
 
 
-@pytest.mark.parametrize("method", ["FedBABU", "pFedVEM", "Ensemble", "Laplace"])
+@pytest.mark.parametrize(
+    "method", ["FedBABU", "pFedVEM", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Ensemble", "Laplace"))]
+)
 @problems.few_rounds
 def test_a_cell_is_fitted_and_scored(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the command line to figures, on pixels that tell labels, with few images of each."""
