@@ -86,8 +86,12 @@ class InProcessEngine(ModelsHere):
         self._personal: dict[str, Any] = {}
         self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
         for client_id, guard in self._guards.items():
-            admit_algorithm(guard, algorithm, models[client_id])
-            if rule := refuse_data(guard, models[client_id], algorithm):
+            try:
+                admit_algorithm(guard, algorithm, models[client_id])
+                rule: Any = refuse_data(guard, models[client_id], algorithm)
+            except DeclarationError as error:
+                rule = error
+            if rule is not None:
                 raise DeclarationError(f"client {client_id!r} does not take part: {rule}")
 
     def has_sites(self) -> bool:

@@ -270,8 +270,10 @@ def _evaluated(name: str, tree: ast.expr, rows: values.Rows) -> Array:
     if rows.what is not None and not rows.stand_for_all and np.any(wrong := ~np.isfinite(found).all(axis=1)):
         where = int(np.argmax(wrong))
         frame = rows.frame
-        read = [f"{one} is {frame[one].iloc[where]}" for one in sorted(expressions.columns(tree, rows.constants))]
         value = found[where][~np.isfinite(found[where])][0]
+        if isinstance(tree, ast.Name):
+            raise DataError(f"{rows.what}: {name!r} is {value} in row {where}; correct or drop such rows.")
+        read = [f"{one} is {frame[one].iloc[where]}" for one in sorted(expressions.columns(tree, rows.constants))]
         raise DataError(
             f"{rows.what}: {name!r} is {value} in row {where}, where {', '.join(read)}; correct such rows, or change "
             "the function."
