@@ -13,7 +13,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.model.graph import values_read
-from fedppl.model.row_scores import by_length
+from fedppl.model.row_scores import with_outcomes
 from fedppl.numerics.concentration import by_column, concentration
 from fedppl.types import Array
 
@@ -36,16 +36,18 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
     m = len(sd)
 
     def change(at: Array) -> dict[int, Array]:
-        low, high = (by_length(client, at, paths, inputs) for inputs in ends)
+        low, high = (with_outcomes(client, at, paths, inputs) for inputs in ends)
+        changes = {length: (high[length] - low[length]) * sd for length in low}
         # An outcome that another row cannot have, as more successes than trials, says nothing there.
-        return {n: np.nan_to_num((high[n] - low[n]) * sd, nan=0.0, posinf=0.0, neginf=0.0) for n in low}
-
-    def bend(direction: Array) -> dict[int, Array]:
-        way = (_STEP * direction * sd) @ paths
-        up, down = change(x + way), change(x - way)
-        return {length: (up[length] - down[length]) / (2.0 * _STEP) for length in up}
+        return {length: np.where(np.isfinite(found), found, 0.0) for length, found in changes.items()}
 
     slopes = change(x)
+
+    def bend(direction: Array) -> dict[int, Array]:
+        # Of a linear predictor a difference to one side alone is a multiple of the slopes too.
+        beside = change(x + (_STEP * direction * sd) @ paths)
+        return {length: (beside[length] - found) / _STEP for length, found in slopes.items()}
+
     rng = np.random.default_rng(2)
     first = bend(rng.normal(size=m))
     sizes = {length: _NOTHING * np.max(np.abs(found), initial=0.0) for length, found in slopes.items()}
@@ -83,18 +85,15 @@ def _columns(client: Any, slopes: Array, bends: Array, directions: Array, size: 
 
 def _ends(client: Any) -> tuple[list[Any], list[Any]] | None:
     """A client's inputs with all outcomes at their smallest, and at their largest; None where none has a container."""
-    parts = client.template.parts
-    observed = values_read(parts.model.rvs_to_values[rv] for rv in parts.model.observed_RVs)
-    held = len(parts.data)
-    pairs = list(zip(parts.data, client.inputs[:held], strict=True))
-    if not any(variable in observed and np.ndim(value) and len(value) for variable, value in pairs):
-        return None
-
-    def at(end: Any) -> list[Any]:
-        arrays = [
-            np.zeros_like(value) + end(value, axis=0) if variable in observed and np.ndim(value) else value
-            for variable, value in pairs
-        ]
-        return [*arrays, *client.inputs[held:]]
-
-    return at(np.min), at(np.max)
+    parts, functions = client.template.parts, client.template.functions
+    if "observed" not in functions:
+        observed = values_read(parts.model.rvs_to_values[rv] for rv in parts.model.observed_RVs)
+        functions["observed"] = [place for place, variable in enumerate(parts.data) if variable in observed]
+    low, high = list(client.inputs), list(client.inputs)
+    found = False
+    for place in functions["observed"]:
+        value = client.inputs[place]
+        if np.ndim(value) and len(value):
+            low[place], high[place] = (np.zeros_like(value) + end(value, axis=0) for end in (np.min, np.max))
+            found = True
+    return (low, high) if found else None

@@ -19,6 +19,7 @@ from fedppl.engine.policy import Policy, reached
 from fedppl.model.graph import observed_through
 from fedppl.model.pack import pack
 from fedppl.model.row_scores import by_length, row_scores, slopes
+from fedppl.model.rows_apart import rows_apart
 from fedppl.numerics.concentration import by_column, concentration
 from fedppl.numerics.marginal import mode_path
 from fedppl.numerics.newton import OK
@@ -36,6 +37,8 @@ ByRow = Callable[[Any, Array], Array]  # of an algorithm: vectors (n, p) of a cl
 
 _shares: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 _of_others: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
+_apart: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_last: weakref.WeakKeyDictionary[Any, tuple[bytes, tuple[Array, Array]]] = weakref.WeakKeyDictionary()
 
 
 class Found(NamedTuple):
@@ -77,13 +80,20 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
 
 
 def _share_beside(client: Any, point: Array, few: int, enough: float) -> float:
-    sd = gaussian.standard_deviations(client.layout.prior)
-    aside = _ASIDE * sd * np.random.default_rng(0).normal(size=len(point))
     try:
-        in_others = share_in_others(client, point, few, enough)
-        return max(in_others, share_in_bends(client, *_along_modes(client, point + aside), few, enough))
+        in_others = 0.0 if _rows_apart(client) else share_in_others(client, point, few, enough)
+        return max(in_others, share_in_bends(client, *_along_modes(client, point), few, enough))
     except Exception:  # which tells of rows too, and is counted as what the rule refuses
         return np.nan
+
+
+def _rows_apart(client: Any) -> bool:
+    """Whether nothing can be in others by the graph alone, wherever it is asked."""
+    if client not in _apart:
+        x = np.concatenate([gaussian.mean(client.layout.prior), client.initial])
+        by_rows = by_length(client, x, np.zeros((1, len(x))))
+        _apart[client] = rows_apart(client, _lengths_of_rows(client, by_rows))
+    return _apart[client]
 
 
 def refuse_points(rules: Policy, client: Any, asked: Asked, allowed: Array, by_row: ByRow | None = None) -> Found:
@@ -165,14 +175,11 @@ def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
     A row's direction is that of its slopes, which are exact; its length is theirs where outcomes are known, and the
     root of its curvature where they are not: of a rare outcome slopes alone are nearly all of the few that have it.
     """
-    layout: Layout = client.layout
-    sd = gaussian.standard_deviations(layout.prior)
-    rng = np.random.default_rng(0)
-    phi = np.ascontiguousarray(point + _ASIDE * sd * rng.normal(size=layout.size))
-    x, paths = _along_modes(client, phi)
+    x, paths = _along_modes(client, point)
+    sd = gaussian.standard_deviations(client.layout.prior)
     found = slopes(client, x, paths)
     squares, bends = np.zeros(len(found)), np.zeros(len(found))
-    for step in rng.normal(size=(_ALONG, layout.size)) * sd * (_STEP / np.sqrt(max(layout.size, 1))):
+    for step in np.random.default_rng(1).normal(size=(_ALONG, len(sd))) * sd * (_STEP / np.sqrt(max(len(sd), 1))):
         here, way = found @ step, step @ paths
         squares += np.square(here)
         bends += np.abs(slopes(client, x + way, way[None])[:, 0] - here)
@@ -181,11 +188,21 @@ def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
     return found * np.sqrt(ratio)[:, None], found * np.sqrt(1.0 + ratio)[:, None]
 
 
-def _along_modes(client: Any, phi: Array) -> tuple[Array, Array]:
-    """x = (φ, θ) and directions (m, m + d) of x in which one coordinate of φ moves, and θ with it, at its mode.
+def _along_modes(client: Any, point: Array) -> tuple[Array, Array]:
+    """x = (φ, θ) beside a point, and directions (m, m + d) of x in which one coordinate of φ moves, and θ at its mode.
 
     What leaves is of the density without θ: a local effect that explains a column takes it out of what is shared.
     """
+    key, (before, found) = point.tobytes(), _last.get(client, (None, None))
+    if found is None or before != key:
+        sd = gaussian.standard_deviations(client.layout.prior)
+        phi = np.ascontiguousarray(point + _ASIDE * sd * np.random.default_rng(0).normal(size=len(sd)))
+        found = _at_modes(client, phi)
+        _last[client] = key, found
+    return found
+
+
+def _at_modes(client: Any, phi: Array) -> tuple[Array, Array]:
     m, d = len(phi), client.local_size
     if not d:
         return phi, np.eye(m)

@@ -37,6 +37,7 @@ class RowScores(NamedTuple):
     joint: tuple[str, ...]
     along: _Along | None  # along(x, V (k, p), *inputs): slopes (k, n) for each observed variable
     with_indices: _Along | None  # the same of inputs that may index what is not there, which is an error
+    of: tuple[Sequence[Any], Sequence[Any]]  # inputs of the graph, and densities of outcomes
 
 
 def row_scores(client: ClientModel) -> RowScores:
@@ -96,11 +97,11 @@ def _build(client: ClientModel) -> RowScores:
             entries = pt.atleast_1d(density)
             by_row.append(pt.sum(entries.reshape((entries.shape[0], -1)), axis=1))
     if not by_row:
-        return RowScores(tuple(joint), None, None)
+        return RowScores(tuple(joint), None, None, (inputs, densities))
     arguments, found = _graphs(x, inputs, by_row)
     slowly = _interpreted(arguments, found)
     along = _compiled_in_time(arguments, found, slowly)
-    return RowScores(tuple(joint), along, slowly if _graph.indexes_by_data(template.graph) else along)
+    return RowScores(tuple(joint), along, slowly if _graph.indexes_by_data(template.graph) else along, (inputs, densities))
 
 
 def _graphs(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
