@@ -6,6 +6,8 @@ to itself, which is that row's outcome.
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +21,25 @@ from fedppl.types import Array
 
 _STEP = 1e-3  # prior sds
 _NOTHING = 1e-6  # of the largest slope: differences have no more digits
+_NO_BEND = 1e-8  # the same along one direction, of which a larger entry may have little
 _MOST = 0.5  # columns a row
 _MOST_DIRECTIONS = 30
+
+
+_digests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def unforeseen(client: Any, purpose: int) -> np.random.Generator:
+    """Random numbers that are the same at each call, and that nobody knows who has not a client's data.
+
+    Who knew along which directions a rule looks could declare terms that do not bend along these.
+    """
+    if client not in _digests:
+        digest = hashlib.sha256()
+        for value in client.inputs:
+            digest.update(np.ascontiguousarray(value).tobytes())
+        _digests[client] = int.from_bytes(digest.digest(), "big")
+    return np.random.default_rng((_digests[client], purpose))
 
 
 def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float) -> float:
@@ -35,27 +54,29 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
     sd = gaussian.standard_deviations(client.layout.prior)
     m = len(sd)
 
-    def change(at: Array) -> dict[int, Array]:
-        low, high = (with_outcomes(client, at, paths, inputs) for inputs in ends)
-        changes = {length: (high[length] - low[length]) * sd for length in low}
+    def change(at: Array, along: Array) -> dict[int, Array]:
+        low, high = (with_outcomes(client, at, along, inputs) for inputs in ends)
+        changes = {length: high[length] - low[length] for length in low}
         # An outcome that another row cannot have, as more successes than trials, says nothing there.
         return {length: np.where(np.isfinite(found), found, 0.0) for length, found in changes.items()}
 
-    slopes = change(x)
-
-    def bend(direction: Array) -> dict[int, Array]:
+    def bend(slopes: dict[int, Array], along: Array, direction: Array) -> dict[int, Array]:
         # Of a linear predictor a difference to one side alone is a multiple of the slopes too.
-        beside = change(x + (_STEP * direction * sd) @ paths)
+        beside = change(x + (_STEP * direction * sd) @ paths, along)
         return {length: (beside[length] - found) / _STEP for length, found in slopes.items()}
 
-    rng = np.random.default_rng(2)
-    first = bend(rng.normal(size=m))
-    sizes = {length: _NOTHING * np.max(np.abs(found), initial=0.0) for length, found in slopes.items()}
-    if all(np.all(np.abs(first[length]) <= size) for length, size in sizes.items()):
+    rng = unforeseen(client, 2)
+    scaled = paths * sd[:, None]
+    one = rng.normal(size=(1, m)) @ scaled
+    slopes = change(x, one)
+    first = bend(slopes, one, rng.normal(size=m))
+    if all(np.max(np.abs(first[n]), initial=0.0) <= _NO_BEND * np.max(np.abs(slopes[n]), initial=0.0) for n in slopes):
         return 0.0  # as where outcomes enter by products with linear predictors alone
+    slopes = change(x, scaled)
+    sizes = {length: _NOTHING * np.max(np.abs(found), initial=0.0) for length, found in slopes.items()}
     whole = m <= _MOST_DIRECTIONS
     directions = np.eye(m) if whole else rng.normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
-    along = [bend(direction) for direction in directions]
+    along = [bend(slopes, scaled, direction) for direction in directions]
     share = 0.0
     for length, size in sizes.items():
         bends = np.stack([found[length] for found in along], axis=1)  # (n, directions, m)

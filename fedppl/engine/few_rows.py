@@ -14,7 +14,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import Asked
-from fedppl.engine.bends import share_in_bends
+from fedppl.engine.bends import share_in_bends, unforeseen
 from fedppl.engine.policy import Policy, reached
 from fedppl.model.graph import observed_through
 from fedppl.model.pack import pack
@@ -35,9 +35,18 @@ _LITTLE = 1e-3  # sds of a column by which a value is moved
 _MOST = 0.5  # coordinates a row, beyond which each row has a direction of its own
 ByRow = Callable[[Any, Array], Array]  # of an algorithm: vectors (n, p) of a client's rows at a point
 
+
+class Nearby(NamedTuple):
+    """Where a client looks, from a point that it is asked at."""
+
+    aside: Array  # (m,)
+    steps: Array  # (_ALONG, m)
+
+
 _shares: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 _of_others: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 _apart: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_steps: weakref.WeakKeyDictionary[Any, Nearby] = weakref.WeakKeyDictionary()
 _last: weakref.WeakKeyDictionary[Any, tuple[bytes, tuple[Array, Array]]] = weakref.WeakKeyDictionary()
 
 
@@ -176,10 +185,9 @@ def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
     root of its curvature where they are not: of a rare outcome slopes alone are nearly all of the few that have it.
     """
     x, paths = _along_modes(client, point)
-    sd = gaussian.standard_deviations(client.layout.prior)
     found = slopes(client, x, paths)
     squares, bends = np.zeros(len(found)), np.zeros(len(found))
-    for step in np.random.default_rng(1).normal(size=(_ALONG, len(sd))) * sd * (_STEP / np.sqrt(max(len(sd), 1))):
+    for step in _nearby(client).steps:
         here, way = found @ step, step @ paths
         squares += np.square(here)
         bends += np.abs(slopes(client, x + way, way[None])[:, 0] - here)
@@ -195,11 +203,18 @@ def _along_modes(client: Any, point: Array) -> tuple[Array, Array]:
     """
     key, (before, found) = point.tobytes(), _last.get(client, (None, None))
     if found is None or before != key:
-        sd = gaussian.standard_deviations(client.layout.prior)
-        phi = np.ascontiguousarray(point + _ASIDE * sd * np.random.default_rng(0).normal(size=len(sd)))
-        found = _at_modes(client, phi)
+        found = _at_modes(client, np.ascontiguousarray(point + _nearby(client).aside))
         _last[client] = key, found
     return found
+
+
+def _nearby(client: Any) -> Nearby:
+    if client not in _steps:
+        sd = gaussian.standard_deviations(client.layout.prior)
+        rng = unforeseen(client, 0)
+        aside = _ASIDE * sd * rng.normal(size=len(sd))
+        _steps[client] = Nearby(aside, rng.normal(size=(_ALONG, len(sd))) * sd * (_STEP / np.sqrt(max(len(sd), 1))))
+    return _steps[client]
 
 
 def _at_modes(client: Any, phi: Array) -> tuple[Array, Array]:
