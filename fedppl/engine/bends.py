@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from fedppl.model.row_scores import with_outcomes
 from fedppl.numerics.concentration import by_column, concentration
 from fedppl.types import Array
 
+_ASIDE = 1e-6  # prior sds: where a coordinate is 0 its slopes may be, and what depends on few rows does not show
+_ALONG = 6  # directions: slopes of a row cancel along few of them
+_SHORT = 1e-4  # prior sds, for curvatures along these
 _STEP = 1e-3  # prior sds
 _NOTHING = 1e-6  # of the largest slope: differences have no more digits
 _NO_BEND = 1e-8  # the same along one direction, of which a larger entry may have little
@@ -26,20 +29,33 @@ _MOST = 0.5  # columns a row
 _MOST_DIRECTIONS = 30
 
 
-_digests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+class Looks(NamedTuple):
+    """Where a client looks, from a point that it is asked at."""
+
+    sd: Array  # of the prior, (m,)
+    aside: Array  # from the point, (m,)
+    steps: Array  # from there, (_ALONG, m)
+    pair: Array  # directions in sds, (2, m)
 
 
-def unforeseen(client: Any, purpose: int) -> np.random.Generator:
-    """Random numbers that are the same at each call, and that nobody knows who has not a client's data.
+_looks: weakref.WeakKeyDictionary[Any, Looks] = weakref.WeakKeyDictionary()
+
+
+def looks_of(client: Any) -> Looks:
+    """Random directions that are the same at each point, and that nobody knows who has not the client's data.
 
     Who knew along which directions a rule looks could declare terms that do not bend along these.
     """
-    if client not in _digests:
+    if client not in _looks:
         digest = hashlib.sha256()
         for value in client.inputs:
             digest.update(np.ascontiguousarray(value).tobytes())
-        _digests[client] = int.from_bytes(digest.digest(), "big")
-    return np.random.default_rng((_digests[client], purpose))
+        rng = np.random.default_rng(int.from_bytes(digest.digest(), "big"))
+        sd = gaussian.standard_deviations(client.layout.prior)
+        rows = rng.normal(size=(1 + _ALONG + 2, len(sd)))
+        steps = sd * rows[1:-2] * (_SHORT / np.sqrt(max(len(sd), 1)))
+        _looks[client] = Looks(sd, _ASIDE * sd * rows[0], steps, rows[-2:])
+    return _looks[client]
 
 
 def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float) -> float:
@@ -51,7 +67,7 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
     ends = _ends(client)
     if ends is None:
         return 0.0
-    sd = gaussian.standard_deviations(client.layout.prior)
+    sd, pair = looks_of(client).sd, looks_of(client).pair
     m = len(sd)
 
     def change(at: Array, along: Array) -> dict[int, Array]:
@@ -65,17 +81,16 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
         beside = change(x + (_STEP * direction * sd) @ paths, along)
         return {length: (beside[length] - found) / _STEP for length, found in slopes.items()}
 
-    rng = unforeseen(client, 2)
     scaled = paths * sd[:, None]
-    one = rng.normal(size=(1, m)) @ scaled
+    one = pair[:1] @ scaled
     slopes = change(x, one)
-    first = bend(slopes, one, rng.normal(size=m))
+    first = bend(slopes, one, pair[1])
     if all(np.max(np.abs(first[n]), initial=0.0) <= _NO_BEND * np.max(np.abs(slopes[n]), initial=0.0) for n in slopes):
         return 0.0  # as where outcomes enter by products with linear predictors alone
     slopes = change(x, scaled)
     sizes = {length: _NOTHING * np.max(np.abs(found), initial=0.0) for length, found in slopes.items()}
     whole = m <= _MOST_DIRECTIONS
-    directions = np.eye(m) if whole else rng.normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
+    directions = np.eye(m) if whole else np.random.default_rng(2).normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
     along = [bend(slopes, scaled, direction) for direction in directions]
     share = 0.0
     for length, size in sizes.items():

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import Asked
-from fedppl.engine.bends import share_in_bends, unforeseen
+from fedppl.engine.bends import looks_of, share_in_bends
 from fedppl.engine.policy import Policy, reached
 from fedppl.model.graph import observed_through
 from fedppl.model.pack import pack
@@ -25,10 +25,7 @@ from fedppl.numerics.marginal import mode_path
 from fedppl.numerics.newton import OK
 from fedppl.types import Array, Layout
 
-_ASIDE = 1e-6  # prior sds: where a coordinate is 0 its slopes may be, and what depends on few rows does not show
 _NEAR = 1e-4  # the same where differences are looked at, which lose digits
-_STEP = 1e-4  # prior sds, for curvatures along
-_ALONG = 6  # directions: slopes of a row cancel along few of them
 _KEPT = 64  # points of a client
 _GROUPS, _ROUNDING = 16, 1e-9
 _LITTLE = 1e-3  # sds of a column by which a value is moved
@@ -36,17 +33,9 @@ _MOST = 0.5  # coordinates a row, beyond which each row has a direction of its o
 ByRow = Callable[[Any, Array], Array]  # of an algorithm: vectors (n, p) of a client's rows at a point
 
 
-class Nearby(NamedTuple):
-    """Where a client looks, from a point that it is asked at."""
-
-    aside: Array  # (m,)
-    steps: Array  # (_ALONG, m)
-
-
 _shares: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 _of_others: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 _apart: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-_steps: weakref.WeakKeyDictionary[Any, Nearby] = weakref.WeakKeyDictionary()
 _last: weakref.WeakKeyDictionary[Any, tuple[bytes, tuple[Array, Array]]] = weakref.WeakKeyDictionary()
 
 
@@ -187,7 +176,7 @@ def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
     x, paths = _along_modes(client, point)
     found = slopes(client, x, paths)
     squares, bends = np.zeros(len(found)), np.zeros(len(found))
-    for step in _nearby(client).steps:
+    for step in looks_of(client).steps:
         here, way = found @ step, step @ paths
         squares += np.square(here)
         bends += np.abs(slopes(client, x + way, way[None])[:, 0] - here)
@@ -203,18 +192,9 @@ def _along_modes(client: Any, point: Array) -> tuple[Array, Array]:
     """
     key, (before, found) = point.tobytes(), _last.get(client, (None, None))
     if found is None or before != key:
-        found = _at_modes(client, np.ascontiguousarray(point + _nearby(client).aside))
+        found = _at_modes(client, np.ascontiguousarray(point + looks_of(client).aside))
         _last[client] = key, found
     return found
-
-
-def _nearby(client: Any) -> Nearby:
-    if client not in _steps:
-        sd = gaussian.standard_deviations(client.layout.prior)
-        rng = unforeseen(client, 0)
-        aside = _ASIDE * sd * rng.normal(size=len(sd))
-        _steps[client] = Nearby(aside, rng.normal(size=(_ALONG, len(sd))) * sd * (_STEP / np.sqrt(max(len(sd), 1))))
-    return _steps[client]
 
 
 def _at_modes(client: Any, phi: Array) -> tuple[Array, Array]:
