@@ -20,7 +20,7 @@ from fedppl.numerics.concentration import by_column, concentration
 from fedppl.types import Array
 
 _ASIDE = 1e-6  # prior sds: where a coordinate is 0 its slopes may be, and what depends on few rows does not show
-_ALONG = 6  # directions: slopes of a row cancel along few of them
+ALONG = 6  # directions: slopes of a row cancel along few of them
 _SHORT = 1e-4  # prior sds, for curvatures along these
 _STEP = 1e-3  # prior sds
 _NOTHING = 1e-6  # of the largest slope: differences have no more digits
@@ -34,7 +34,7 @@ class Looks(NamedTuple):
 
     sd: Array  # of the prior, (m,)
     aside: Array  # from the point, (m,)
-    steps: Array  # from there, (_ALONG, m)
+    steps: Array  # from there, (ALONG, m)
     pair: Array  # directions in sds, (2, m)
 
 
@@ -52,7 +52,7 @@ def looks_of(client: Any) -> Looks:
             digest.update(np.ascontiguousarray(value).tobytes())
         rng = np.random.default_rng(int.from_bytes(digest.digest(), "big"))
         sd = gaussian.standard_deviations(client.layout.prior)
-        rows = rng.normal(size=(1 + _ALONG + 2, len(sd)))
+        rows = rng.normal(size=(1 + ALONG + 2, len(sd)))
         steps = sd * rows[1:-2] * (_SHORT / np.sqrt(max(len(sd), 1)))
         _looks[client] = Looks(sd, _ASIDE * sd * rows[0], steps, rows[-2:])
     return _looks[client]
@@ -88,35 +88,35 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
     if all(np.max(np.abs(first[n]), initial=0.0) <= _NO_BEND * np.max(np.abs(slopes[n]), initial=0.0) for n in slopes):
         return 0.0  # as where outcomes enter by products with linear predictors alone
     slopes = change(x, scaled)
-    sizes = {length: _NOTHING * np.max(np.abs(found), initial=0.0) for length, found in slopes.items()}
     whole = m <= _MOST_DIRECTIONS
     directions = np.eye(m) if whole else np.random.default_rng(2).normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
     along = [bend(slopes, scaled, direction) for direction in directions]
     share = 0.0
-    for length, size in sizes.items():
-        bends = np.stack([found[length] for found in along], axis=1)  # (n, directions, m)
-        for columns, by_size in _columns(client, slopes[length], bends, directions, size):
-            columns[np.abs(columns) <= size] = 0.0
+    for length, own in slopes.items():
+        size = _NOTHING * np.max(np.abs(own), initial=0.0)
+        bends = np.stack([found[length].T for found in along])  # (directions, m, n)
+        for columns, by_size in _columns(client, own.T, bends):
+            columns *= np.abs(columns) > size
             wide = by_size or columns.shape[1] > _MOST * length
             share = max(share, by_column(columns, few) if wide else concentration(columns, few, enough))
     return share
 
 
-def _columns(client: Any, slopes: Array, bends: Array, directions: Array, size: float) -> Iterator[tuple[Array, bool]]:
+def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, bool]]:
     """For each shared variable (n, columns) of what is left, and sizes of what is set apart."""
     place = 0
     for variable in client.layout.variables:
         here = slice(place, place + int(np.prod(variable.shape, dtype=int)))
         place = here.stop
-        own, found = slopes[:, here], bends[:, :, here]
-        if own.shape[1] == 1:
-            yield found[:, :, 0].copy(), False
+        own, found = slopes[here], bends[:, here]
+        if len(own) == 1:
+            yield found[:, 0].T.copy(), False
             continue
-        squares = np.maximum(np.sum(np.square(own), axis=1), 1e-300)
-        times = np.einsum("nka,na->nk", found, own) / squares[:, None]
-        rest = found - times[:, :, None] * own[:, None, :]
-        yield rest.reshape(len(rest), -1), False
-        yield np.sqrt(np.abs(times) * np.sqrt(squares)[:, None]), True
+        squares = np.maximum(np.sum(np.square(own), axis=0), 1e-300)
+        times = np.einsum("kan,an->kn", found, own) / squares
+        rest = found - times[:, None] * own
+        yield rest.reshape(-1, rest.shape[-1]).T, False
+        yield np.sqrt(np.abs(times) * np.sqrt(squares)).T, True
 
 
 def _ends(client: Any) -> tuple[list[Any], list[Any]] | None:

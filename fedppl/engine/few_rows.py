@@ -14,7 +14,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import Asked
-from fedppl.engine.bends import looks_of, share_in_bends
+from fedppl.engine.bends import ALONG, looks_of, share_in_bends
 from fedppl.engine.policy import Policy, reached
 from fedppl.model.graph import observed_through
 from fedppl.model.pack import pack
@@ -27,6 +27,7 @@ from fedppl.types import Array, Layout
 
 _NEAR = 1e-4  # the same where differences are looked at, which lose digits
 _KEPT = 64  # points of a client
+_EQUAL = 1e-2  # relative, of curvatures by differences
 _GROUPS, _ROUNDING = 16, 1e-9
 _LITTLE = 1e-3  # sds of a column by which a value is moved
 _MOST = 0.5  # coordinates a row, beyond which each row has a direction of its own
@@ -175,14 +176,27 @@ def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
     """
     x, paths = _along_modes(client, point)
     found = slopes(client, x, paths)
-    squares, bends = np.zeros(len(found)), np.zeros(len(found))
-    for step in looks_of(client).steps:
-        here, way = found @ step, step @ paths
-        squares += np.square(here)
-        bends += np.abs(slopes(client, x + way, way[None])[:, 0] - here)
-    with np.errstate(all="ignore"):
-        ratio = np.where(squares > 0.0, bends / squares, 0.0)
+    ratio = _curvatures(client, x, paths, found)
     return found * np.sqrt(ratio)[:, None], found * np.sqrt(1.0 + ratio)[:, None]
+
+
+def _curvatures(client: Any, x: Array, paths: Array, found: Array) -> Array:
+    """Of each row (n,) how large its curvature is in squares of its slopes, along some directions together.
+
+    Where two directions say the same of all rows, as where each has one linear predictor, so do the others.
+    """
+    squares, bends = np.zeros((2, ALONG, len(found)))
+    for number, step in enumerate(looks_of(client).steps):
+        here, way = found @ step, step @ paths
+        squares[number] = np.square(here)
+        bends[number] = np.abs(slopes(client, x + way, way[None])[:, 0] - here)
+        if number == 1:
+            one, other = bends[0] * squares[1], bends[1] * squares[0]
+            if np.all(np.abs(one - other) <= _EQUAL * np.maximum(one, other)):
+                break
+    total, bent = np.sum(squares, axis=0), np.sum(bends, axis=0)
+    with np.errstate(all="ignore"):
+        return np.where(total > 0.0, bent / total, 0.0)
 
 
 def _along_modes(client: Any, point: Array) -> tuple[Array, Array]:
