@@ -179,6 +179,12 @@ def _in_numpy(outputs: Sequence[Any]) -> list[Any]:
             (value,) = node.inputs
             same = pt.log1p(pt.exp(-pt.abs(value))) + pt.maximum(value, 0.0)
             graph.replace(node.outputs[0], same, import_missing=True)
-        elif isinstance(scalar, Cast) and node.outputs[0].type.dtype == "float64":
-            graph.replace(node.outputs[0], node.inputs[0] * np.float64(1.0), import_missing=True)
+        elif isinstance(scalar, Cast) and _is_product(node.inputs[0].type.dtype, node.outputs[0].type.dtype):
+            same = node.inputs[0] * pt.constant(1, dtype=node.outputs[0].type.dtype)
+            graph.replace(node.outputs[0], same, import_missing=True)
     return list(graph.outputs)
+
+
+def _is_product(given: str, wanted: str) -> bool:
+    """Whether a product with one casts: to reals, or from integers to longer ones."""
+    return wanted == "float64" or (wanted == "int64" and given in ("bool", "int8", "int16", "int32", "uint8", "uint16"))
