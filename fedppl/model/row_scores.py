@@ -26,9 +26,10 @@ from fedppl.model.quiet import look_for_blas
 from fedppl.types import Array
 
 _Along = Callable[..., Sequence[Array]]
-# Calls that are interpreted before slopes are compiled: together they take about as long as that, so that a model that
-# is asked a few times, as most in tests are, does not wait for it, and no site waits for more than twice as long.
-_OFTEN = 1000
+# Calls that are interpreted before slopes are compiled, as after three or four requests. Compiling takes two seconds
+# and spares nine tenths of each call: not worth it for who asks at a point or two, as most tests do, and once a
+# declaration where a site is asked in run after run, which finds it on disk.
+_OFTEN = 150
 
 
 class RowScores(NamedTuple):
@@ -36,7 +37,7 @@ class RowScores(NamedTuple):
 
     joint: tuple[str, ...]
     along: _Along | None  # along(x, V (k, p), *inputs): slopes (k, n) for each observed variable
-    with_indices: _Along | None  # the same of inputs that may index what is not there, which is an error
+    elsewhere: _Along | None  # the same of other inputs, which may index what is not there: that has to be an error
     of: tuple[Sequence[Any], Sequence[Any]]  # inputs of the graph, and densities of outcomes
 
 
@@ -66,7 +67,7 @@ def by_length(
     """
     if inputs is None:
         return with_outcomes(client, x, directions, client.inputs)
-    return _by_length(row_scores(client).with_indices, x, directions, inputs)
+    return _by_length(row_scores(client).elsewhere, x, directions, inputs)
 
 
 def with_outcomes(client: ClientModel, x: Array, directions: Array, inputs: Sequence[Any]) -> dict[int, Array]:
@@ -100,8 +101,9 @@ def _build(client: ClientModel) -> RowScores:
         return RowScores(tuple(joint), None, None, (inputs, densities))
     arguments, found = _graphs(x, inputs, by_row)
     slowly = _interpreted(arguments, found)
-    along = _compiled_in_time(arguments, found, slowly)
-    return RowScores(tuple(joint), along, slowly if _graph.indexes_by_data(template.graph) else along, (inputs, densities))
+    along, either = _compiled_in_time(arguments, found, slowly)
+    elsewhere = slowly if _graph.indexes_by_data(template.graph) else either
+    return RowScores(tuple(joint), along, elsewhere, (inputs, densities))
 
 
 def _graphs(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -134,17 +136,20 @@ def _interpreted(arguments: Sequence[Any], outputs: Sequence[Any]) -> _Along:
     return along
 
 
-def _compiled_in_time(arguments: Sequence[Any], outputs: Sequence[Any], slowly: _Along) -> _Along:
-    """The same, compiled at a call where that has become worth it, or where it has been kept on disk."""
+def _compiled_in_time(arguments: Sequence[Any], outputs: Sequence[Any], slowly: _Along) -> tuple[_Along, _Along]:
+    """The same, compiled at a call where that is worth it, or kept on disk; and whatever of both is there."""
     known: list[_Along] = []
     calls = itertools.count()
+
+    def either(*values: Any) -> Sequence[Array]:
+        return (known[0] if known else slowly)(*values)
 
     def along(*values: Any) -> Sequence[Array]:
         if not known and (number := next(calls)) in (0, _OFTEN):
             known.extend(_compiled(arguments, outputs, only_kept=not number))
-        return known[0](*values) if known else slowly(*values)
+        return either(*values)
 
-    return along
+    return along, either
 
 
 def _compiled(arguments: Sequence[Any], outputs: Sequence[Any], *, only_kept: bool) -> list[_Along]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.traversal import io_toposort
 from pytensor.raise_op import CheckAndRaise
-from pytensor.tensor.basic import Alloc
+from pytensor.tensor.basic import Alloc, Join
 from pytensor.tensor.blockwise import Blockwise
 from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
 from pytensor.tensor.math import Dot
 from pytensor.tensor.shape import Shape, Shape_i, SpecifyShape
+from pytensor.tensor.special import LogSoftmax, Softmax
 from pytensor.tensor.subtensor import AdvancedSubtensor, AdvancedSubtensor1, Subtensor
 from pytensor.tensor.type import TensorType
 
@@ -61,7 +62,11 @@ def _axis(node: Apply[Any], axes: list[int | None]) -> int | None:
     if isinstance(op, CheckAndRaise):  # what is checked of all rows together is no part of the value
         return first
     if type(op) is Elemwise:
-        return _of_elements(node, axes)
+        return _beside(node.inputs, axes)
+    if isinstance(op, Join):
+        along = getattr(node.inputs[0], "data", first)
+        axis = _beside(node.inputs[1:], others)
+        return _MIXED if along is None or axis == along % node.outputs[0].type.ndim else axis
     if first is None and isinstance(op, AdvancedSubtensor | AdvancedSubtensor1):
         return _of_index(node, others)
     if first is None or first == _MIXED or any(axis is not None for axis in others):
@@ -70,8 +75,10 @@ def _axis(node: Apply[Any], axes: list[int | None]) -> int | None:
         return first
     if isinstance(op, Alloc):
         return first + node.outputs[0].type.ndim - node.inputs[0].type.ndim
+    if isinstance(op, Softmax | LogSoftmax):
+        return _MIXED if op.axis is None or op.axis % node.inputs[0].type.ndim == first else first
     if isinstance(op, DimShuffle):
-        return op.new_order.index(first) if first in op.new_order else _MIXED
+        return list(op.new_order).index(first) if first in op.new_order else _MIXED
     if isinstance(op, CAReduce):
         summed = range(node.inputs[0].type.ndim) if op.axis is None else op.axis
         return _MIXED if first in summed else first - sum(axis < first for axis in summed)
@@ -83,14 +90,21 @@ def _axis(node: Apply[Any], axes: list[int | None]) -> int | None:
     return first if is_product and first == 0 and node.inputs[0].type.ndim <= 2 else _MIXED
 
 
-def _of_elements(node: Apply[Any], axes: list[int | None]) -> int:
-    """Rows beside rows, or beside what is one number for all of them."""
-    found = {axis for axis in axes if axis is not None}
-    (axis, *more) = found
+def _beside(variables: Sequence[Variable], axes: Sequence[int | None]) -> int:
+    """Rows beside rows, or beside what is the same for all of them."""
+    (axis, *more) = {axis for axis in axes if axis is not None}
     if more or axis == _MIXED:
         return _MIXED
-    same = all(of is not None or v.type.broadcastable[axis] for of, v in zip(axes, node.inputs, strict=True))
+    same = all(of is not None or _is_same(v, axis) for of, v in zip(axes, variables, strict=True))
     return axis if same else _MIXED
+
+
+def _is_same(variable: Variable, axis: int) -> bool:
+    node = variable.owner
+    if node is not None and isinstance(node.op, Alloc):
+        value = node.inputs[0].type
+        axis, variable = axis - variable.type.ndim + value.ndim, node.inputs[0]
+    return axis < 0 or bool(variable.type.broadcastable[axis])
 
 
 def _of_index(node: Apply[Any], axes: list[int | None]) -> int:
