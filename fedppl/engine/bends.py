@@ -6,21 +6,56 @@ to itself, which is that row's outcome.
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedppl import gaussian
 from fedppl.model.graph import values_read
-from fedppl.model.row_scores import by_length
+from fedppl.model.row_scores import with_outcomes
 from fedppl.numerics.concentration import by_column, concentration
 from fedppl.types import Array
 
+_ASIDE = 1e-6  # prior sds: where a coordinate is 0 its slopes may be, and what depends on few rows does not show
+ALONG = 6  # directions: slopes of a row cancel along few of them
+_SHORT = 1e-4  # prior sds, for curvatures along these
 _STEP = 1e-3  # prior sds
 _NOTHING = 1e-6  # of the largest slope: differences have no more digits
+_NO_BEND = 1e-8  # the same along one direction, of which a larger entry may have little
 _MOST = 0.5  # columns a row
 _MOST_DIRECTIONS = 30
+
+
+class Looks(NamedTuple):
+    """Where a client looks, from a point that it is asked at."""
+
+    sd: Array  # of the prior, (m,)
+    aside: Array  # from the point, (m,)
+    steps: Array  # from there, (ALONG, m)
+    pair: Array  # directions in sds, (2, m)
+
+
+_looks: weakref.WeakKeyDictionary[Any, Looks] = weakref.WeakKeyDictionary()
+
+
+def looks_of(client: Any) -> Looks:
+    """Random directions that are the same at each point, and that nobody knows who has not the client's data.
+
+    Who knew along which directions a rule looks could declare terms that do not bend along these.
+    """
+    if client not in _looks:
+        digest = hashlib.sha256()
+        for value in client.inputs:
+            digest.update(np.ascontiguousarray(value).tobytes())
+        rng = np.random.default_rng(int.from_bytes(digest.digest(), "big"))
+        sd = gaussian.standard_deviations(client.layout.prior)
+        rows = rng.normal(size=(1 + ALONG + 2, len(sd)))
+        steps = sd * rows[1:-2] * (_SHORT / np.sqrt(max(len(sd), 1)))
+        _looks[client] = Looks(sd, _ASIDE * sd * rows[0], steps, rows[-2:])
+    return _looks[client]
 
 
 def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float) -> float:
@@ -32,69 +67,69 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
     ends = _ends(client)
     if ends is None:
         return 0.0
-    sd = gaussian.standard_deviations(client.layout.prior)
+    sd, pair = looks_of(client).sd, looks_of(client).pair
     m = len(sd)
 
-    def change(at: Array) -> dict[int, Array]:
-        low, high = (by_length(client, at, paths, inputs) for inputs in ends)
+    def change(at: Array, along: Array) -> dict[int, Array]:
+        low, high = (with_outcomes(client, at, along, inputs) for inputs in ends)
+        changes = {length: high[length] - low[length] for length in low}
         # An outcome that another row cannot have, as more successes than trials, says nothing there.
-        return {n: np.nan_to_num((high[n] - low[n]) * sd, nan=0.0, posinf=0.0, neginf=0.0) for n in low}
+        return {length: np.where(np.isfinite(found), found, 0.0) for length, found in changes.items()}
 
-    def bend(direction: Array) -> dict[int, Array]:
-        way = (_STEP * direction * sd) @ paths
-        up, down = change(x + way), change(x - way)
-        return {length: (up[length] - down[length]) / (2.0 * _STEP) for length in up}
+    def bend(slopes: dict[int, Array], along: Array, direction: Array) -> dict[int, Array]:
+        # Of a linear predictor a difference to one side alone is a multiple of the slopes too.
+        beside = change(x + (_STEP * direction * sd) @ paths, along)
+        return {length: (beside[length] - found) / _STEP for length, found in slopes.items()}
 
-    slopes = change(x)
-    rng = np.random.default_rng(2)
-    first = bend(rng.normal(size=m))
-    sizes = {length: _NOTHING * np.max(np.abs(found), initial=0.0) for length, found in slopes.items()}
-    if all(np.all(np.abs(first[length]) <= size) for length, size in sizes.items()):
+    scaled = paths * sd[:, None]
+    one = pair[:1] @ scaled
+    slopes = change(x, one)
+    first = bend(slopes, one, pair[1])
+    if all(np.max(np.abs(first[n]), initial=0.0) <= _NO_BEND * np.max(np.abs(slopes[n]), initial=0.0) for n in slopes):
         return 0.0  # as where outcomes enter by products with linear predictors alone
+    slopes = change(x, scaled)
     whole = m <= _MOST_DIRECTIONS
-    directions = np.eye(m) if whole else rng.normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
-    along = [bend(direction) for direction in directions]
+    directions = np.eye(m) if whole else np.random.default_rng(2).normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
+    along = [bend(slopes, scaled, direction) for direction in directions]
     share = 0.0
-    for length, size in sizes.items():
-        bends = np.stack([found[length] for found in along], axis=1)  # (n, directions, m)
-        for columns, by_size in _columns(client, slopes[length], bends, directions, size):
-            columns[np.abs(columns) <= size] = 0.0
+    for length, own in slopes.items():
+        size = _NOTHING * np.max(np.abs(own), initial=0.0)
+        bends = np.stack([found[length].T for found in along])  # (directions, m, n)
+        for columns, by_size in _columns(client, own.T, bends):
+            columns *= np.abs(columns) > size
             wide = by_size or columns.shape[1] > _MOST * length
             share = max(share, by_column(columns, few) if wide else concentration(columns, few, enough))
     return share
 
 
-def _columns(client: Any, slopes: Array, bends: Array, directions: Array, size: float) -> Iterator[tuple[Array, bool]]:
+def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, bool]]:
     """For each shared variable (n, columns) of what is left, and sizes of what is set apart."""
     place = 0
     for variable in client.layout.variables:
         here = slice(place, place + int(np.prod(variable.shape, dtype=int)))
         place = here.stop
-        own, found = slopes[:, here], bends[:, :, here]
-        if own.shape[1] == 1:
-            yield found[:, :, 0].copy(), False
+        own, found = slopes[here], bends[:, here]
+        if len(own) == 1:
+            yield found[:, 0].T.copy(), False
             continue
-        squares = np.maximum(np.sum(np.square(own), axis=1), 1e-300)
-        times = np.einsum("nka,na->nk", found, own) / squares[:, None]
-        rest = found - times[:, :, None] * own[:, None, :]
-        yield rest.reshape(len(rest), -1), False
-        yield np.sqrt(np.abs(times) * np.sqrt(squares)[:, None]), True
+        squares = np.maximum(np.sum(np.square(own), axis=0), 1e-300)
+        times = np.einsum("kan,an->kn", found, own) / squares
+        rest = found - times[:, None] * own
+        yield rest.reshape(-1, rest.shape[-1]).T, False
+        yield np.sqrt(np.abs(times) * np.sqrt(squares)).T, True
 
 
 def _ends(client: Any) -> tuple[list[Any], list[Any]] | None:
     """A client's inputs with all outcomes at their smallest, and at their largest; None where none has a container."""
-    parts = client.template.parts
-    observed = values_read(parts.model.rvs_to_values[rv] for rv in parts.model.observed_RVs)
-    held = len(parts.data)
-    pairs = list(zip(parts.data, client.inputs[:held], strict=True))
-    if not any(variable in observed and np.ndim(value) and len(value) for variable, value in pairs):
-        return None
-
-    def at(end: Any) -> list[Any]:
-        arrays = [
-            np.zeros_like(value) + end(value, axis=0) if variable in observed and np.ndim(value) else value
-            for variable, value in pairs
-        ]
-        return [*arrays, *client.inputs[held:]]
-
-    return at(np.min), at(np.max)
+    parts, functions = client.template.parts, client.template.functions
+    if "observed" not in functions:
+        observed = values_read(parts.model.rvs_to_values[rv] for rv in parts.model.observed_RVs)
+        functions["observed"] = [place for place, variable in enumerate(parts.data) if variable in observed]
+    low, high = list(client.inputs), list(client.inputs)
+    found = False
+    for place in functions["observed"]:
+        value = client.inputs[place]
+        if np.ndim(value) and len(value):
+            low[place], high[place] = (np.zeros_like(value) + end(value, axis=0) for end in (np.min, np.max))
+            found = True
+    return (low, high) if found else None

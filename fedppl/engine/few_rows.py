@@ -14,28 +14,30 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import Asked
-from fedppl.engine.bends import share_in_bends
+from fedppl.engine.bends import ALONG, looks_of, share_in_bends
 from fedppl.engine.policy import Policy, reached
 from fedppl.model.graph import observed_through
 from fedppl.model.pack import pack
 from fedppl.model.row_scores import by_length, row_scores, slopes
+from fedppl.model.rows_apart import rows_apart
 from fedppl.numerics.concentration import by_column, concentration
 from fedppl.numerics.marginal import mode_path
 from fedppl.numerics.newton import OK
 from fedppl.types import Array, Layout
 
-_ASIDE = 1e-6  # prior sds: where a coordinate is 0 its slopes may be, and what depends on few rows does not show
 _NEAR = 1e-4  # the same where differences are looked at, which lose digits
-_STEP = 1e-4  # prior sds, for curvatures along
-_ALONG = 6  # directions: slopes of a row cancel along few of them
 _KEPT = 64  # points of a client
+_EQUAL = 1e-2  # relative, of curvatures by differences
 _GROUPS, _ROUNDING = 16, 1e-9
 _LITTLE = 1e-3  # sds of a column by which a value is moved
 _MOST = 0.5  # coordinates a row, beyond which each row has a direction of its own
 ByRow = Callable[[Any, Array], Array]  # of an algorithm: vectors (n, p) of a client's rows at a point
 
+
 _shares: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
 _of_others: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
+_apart: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_last: weakref.WeakKeyDictionary[Any, tuple[bytes, tuple[Array, Array]]] = weakref.WeakKeyDictionary()
 
 
 class Found(NamedTuple):
@@ -77,13 +79,20 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
 
 
 def _share_beside(client: Any, point: Array, few: int, enough: float) -> float:
-    sd = gaussian.standard_deviations(client.layout.prior)
-    aside = _ASIDE * sd * np.random.default_rng(0).normal(size=len(point))
     try:
-        in_others = share_in_others(client, point, few, enough)
-        return max(in_others, share_in_bends(client, *_along_modes(client, point + aside), few, enough))
+        in_others = 0.0 if _rows_apart(client) else share_in_others(client, point, few, enough)
+        return max(in_others, share_in_bends(client, *_along_modes(client, point), few, enough))
     except Exception:  # which tells of rows too, and is counted as what the rule refuses
         return np.nan
+
+
+def _rows_apart(client: Any) -> bool:
+    """Whether nothing can be in others by the graph alone, wherever it is asked."""
+    if client not in _apart:
+        x = np.concatenate([gaussian.mean(client.layout.prior), client.initial])
+        by_rows = by_length(client, x, np.zeros((1, len(x))))
+        _apart[client] = rows_apart(client, _lengths_of_rows(client, by_rows))
+    return _apart[client]
 
 
 def refuse_points(rules: Policy, client: Any, asked: Asked, allowed: Array, by_row: ByRow | None = None) -> Found:
@@ -165,27 +174,44 @@ def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
     A row's direction is that of its slopes, which are exact; its length is theirs where outcomes are known, and the
     root of its curvature where they are not: of a rare outcome slopes alone are nearly all of the few that have it.
     """
-    layout: Layout = client.layout
-    sd = gaussian.standard_deviations(layout.prior)
-    rng = np.random.default_rng(0)
-    phi = np.ascontiguousarray(point + _ASIDE * sd * rng.normal(size=layout.size))
-    x, paths = _along_modes(client, phi)
+    x, paths = _along_modes(client, point)
     found = slopes(client, x, paths)
-    squares, bends = np.zeros(len(found)), np.zeros(len(found))
-    for step in rng.normal(size=(_ALONG, layout.size)) * sd * (_STEP / np.sqrt(max(layout.size, 1))):
-        here, way = found @ step, step @ paths
-        squares += np.square(here)
-        bends += np.abs(slopes(client, x + way, way[None])[:, 0] - here)
-    with np.errstate(all="ignore"):
-        ratio = np.where(squares > 0.0, bends / squares, 0.0)
+    ratio = _curvatures(client, x, paths, found)
     return found * np.sqrt(ratio)[:, None], found * np.sqrt(1.0 + ratio)[:, None]
 
 
-def _along_modes(client: Any, phi: Array) -> tuple[Array, Array]:
-    """x = (φ, θ) and directions (m, m + d) of x in which one coordinate of φ moves, and θ with it, at its mode.
+def _curvatures(client: Any, x: Array, paths: Array, found: Array) -> Array:
+    """Of each row (n,) how large its curvature is in squares of its slopes, along some directions together.
+
+    Where two directions say the same of all rows, as where each has one linear predictor, so do the others.
+    """
+    squares, bends = np.zeros((2, ALONG, len(found)))
+    for number, step in enumerate(looks_of(client).steps):
+        here, way = found @ step, step @ paths
+        squares[number] = np.square(here)
+        bends[number] = np.abs(slopes(client, x + way, way[None])[:, 0] - here)
+        if number == 1:
+            one, other = bends[0] * squares[1], bends[1] * squares[0]
+            if np.all(np.abs(one - other) <= _EQUAL * np.maximum(one, other)):
+                break
+    total, bent = np.sum(squares, axis=0), np.sum(bends, axis=0)
+    with np.errstate(all="ignore"):
+        return np.where(total > 0.0, bent / total, 0.0)
+
+
+def _along_modes(client: Any, point: Array) -> tuple[Array, Array]:
+    """x = (φ, θ) beside a point, and directions (m, m + d) of x in which one coordinate of φ moves, and θ at its mode.
 
     What leaves is of the density without θ: a local effect that explains a column takes it out of what is shared.
     """
+    key, (before, found) = point.tobytes(), _last.get(client, (None, None))
+    if found is None or before != key:
+        found = _at_modes(client, np.ascontiguousarray(point + looks_of(client).aside))
+        _last[client] = key, found
+    return found
+
+
+def _at_modes(client: Any, phi: Array) -> tuple[Array, Array]:
     m, d = len(phi), client.local_size
     if not d:
         return phi, np.eye(m)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytensor
 import pytensor.tensor as pt
 from pytensor.graph.fg import FunctionGraph
 from pytensor.graph.replace import clone_replace, vectorize_graph
@@ -17,21 +19,30 @@ from pytensor.scalar.math import Softplus
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
+from fedppl.model.graph_key import graph_key
+from fedppl.model.numba_mode import inlined, mode, without_notices
+from fedppl.model.pack import unpacked_function
 from fedppl.model.quiet import look_for_blas
 from fedppl.types import Array
+
+_Along = Callable[..., Sequence[Array]]
+# Calls that are interpreted before slopes are compiled, as after three or four requests. Compiling takes two seconds
+# and spares nine tenths of each call: not worth it for who asks at a point or two, as most tests do, and once a
+# declaration where a site is asked in run after run, which finds it on disk.
+_OFTEN = 150
 
 
 class RowScores(NamedTuple):
     """Of a template: which terms of its density are not of single rows, and slopes of those that are."""
 
     joint: tuple[str, ...]
-    along: (
-        Callable[..., Sequence[Array]] | None
-    )  # along(x, V (k, p), *inputs): slopes (k, n) for each observed variable
+    along: _Along | None  # along(x, V (k, p), *inputs): slopes (k, n) for each observed variable
+    elsewhere: _Along | None  # the same of other inputs, which may index what is not there: that has to be an error
+    of: tuple[Sequence[Any], Sequence[Any]]  # inputs of the graph, and densities of outcomes
 
 
 def row_scores(client: ClientModel) -> RowScores:
-    """Built once a template, interpreted."""
+    """Built once a template; interpreted, and compiled where it is called often or an earlier process has done so."""
     functions = client.template.functions
     if "row scores" not in functions:
         functions["row scores"] = _build(client)
@@ -42,20 +53,33 @@ def row_scores(client: ClientModel) -> RowScores:
 def slopes(client: ClientModel, x: Array, directions: Array) -> Array:
     """Slopes (n, k) of the log density of each row along directions (k, m + d), at x = (φ, θ)."""
     found = list(by_length(client, x, directions).values())
+    if len(found) == 1:
+        return found[0]
     return np.concatenate(found) if found else np.zeros((0, len(directions)))
 
 
 def by_length(
     client: ClientModel, x: Array, directions: Array, inputs: Sequence[Any] | None = None
 ) -> dict[int, Array]:
-    """The same by length of outcomes, with the client's inputs or others.
+    """The same by length of outcomes, with the client's inputs or others, whose integers may be anything.
 
     Entries that stand in one row of an outcome are one, and so are those of outcomes with as many rows.
     """
-    along = row_scores(client).along
+    if inputs is None:
+        return with_outcomes(client, x, directions, client.inputs)
+    return _by_length(row_scores(client).elsewhere, x, directions, inputs)
+
+
+def with_outcomes(client: ClientModel, x: Array, directions: Array, inputs: Sequence[Any]) -> dict[int, Array]:
+    """The same with inputs that are the client's, but for outcomes."""
+    return _by_length(row_scores(client).along, x, directions, inputs)
+
+
+def _by_length(along: _Along | None, x: Array, directions: Array, inputs: Sequence[Any]) -> dict[int, Array]:
     rows: dict[int, Array] = {}
-    for found in along(x, directions, *(client.inputs if inputs is None else inputs)) if along else ():
-        rows[found.shape[1]] = rows.get(found.shape[1], 0.0) + found.T
+    for found in along(x, directions, *inputs) if along else ():
+        length = found.shape[1]
+        rows[length] = rows[length] + found.T if length in rows else found.T
     return rows
 
 
@@ -73,10 +97,16 @@ def _build(client: ClientModel) -> RowScores:
         else:
             entries = pt.atleast_1d(density)
             by_row.append(pt.sum(entries.reshape((entries.shape[0], -1)), axis=1))
-    return RowScores(tuple(joint), _along(x, inputs, by_row) if by_row else None)
+    if not by_row:
+        return RowScores(tuple(joint), None, None, (inputs, densities))
+    arguments, found = _graphs(x, inputs, by_row)
+    slowly = _interpreted(arguments, found)
+    along, either = _compiled_in_time(arguments, found, slowly)
+    elsewhere = slowly if _graph.indexes_by_data(template.graph) else either
+    return RowScores(tuple(joint), along, elsewhere, (inputs, densities))
 
 
-def _along(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> Callable[..., Sequence[Array]]:
+def _graphs(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Directional slopes, by way of a product that is linear in its weights, whose own slopes they are."""
     direction, many = pt.vector("direction"), pt.matrix("directions")
     found = []
@@ -87,19 +117,55 @@ def _along(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> Callable[...
         (one,) = clone_replace([one], {weights: pt.zeros_like(density)})  # on which no slope depends
         (each,) = vectorize_graph([one], {direction: many})
         found.append(pt.broadcast_to(each, (many.shape[0], density.shape[0])))
-    known: list[Callable[..., Sequence[Array]]] = []
+    return [x, many, *inputs], found
+
+
+def _interpreted(arguments: Sequence[Any], outputs: Sequence[Any]) -> _Along:
+    known: list[_Along] = []
 
     def along(*values: Any) -> Sequence[Array]:
         if not known:
-            known.append(interpreted.python_function([x, many, *inputs], _in_numpy(found), interpreted.AS_WRITTEN))
+            known.append(interpreted.python_function(arguments, _in_numpy(outputs), interpreted.AS_WRITTEN))
         if len(known) == 1:
             try:
                 return known[0](*values)
             except Exception:  # of a rewrite that does not hold: as the graph was written, and slower
-                known.append(interpreted.python_function([x, many, *inputs], found, interpreted.AS_WRITTEN))
+                known.append(interpreted.python_function(arguments, outputs, interpreted.AS_WRITTEN))
         return known[1](*values)
 
     return along
+
+
+def _compiled_in_time(arguments: Sequence[Any], outputs: Sequence[Any], slowly: _Along) -> tuple[_Along, _Along]:
+    """The same, compiled at a call where that is worth it, or kept on disk; and whatever of both is there."""
+    known: list[_Along] = []
+    calls = itertools.count()
+
+    def either(*values: Any) -> Sequence[Array]:
+        return (known[0] if known else slowly)(*values)
+
+    def along(*values: Any) -> Sequence[Array]:
+        if not known and (number := next(calls)) in (0, _OFTEN):
+            known.extend(_compiled(arguments, outputs, only_kept=not number))
+        return either(*values)
+
+    return along, either
+
+
+def _compiled(arguments: Sequence[Any], outputs: Sequence[Any], *, only_kept: bool) -> list[_Along]:
+    """One function; none where there is none on disk, or Numba has no code for one of the operations."""
+
+    def compiled() -> tuple[Callable[..., Any], bool]:
+        if only_kept:
+            raise LookupError
+        return inlined(pytensor.function(arguments, outputs, mode=mode(), on_unused_input="ignore").vm.jit_fn)
+
+    types = [(v.type.dtype, v.type.ndim) for v in arguments]
+    try:
+        with without_notices():
+            return [unpacked_function(compiled, types, graph_key(arguments, outputs))]
+    except Exception:  # whatever PyTensor or Numba says of an operation, interpreted it is computed
+        return []
 
 
 def _in_numpy(outputs: Sequence[Any]) -> list[Any]:
@@ -118,6 +184,12 @@ def _in_numpy(outputs: Sequence[Any]) -> list[Any]:
             (value,) = node.inputs
             same = pt.log1p(pt.exp(-pt.abs(value))) + pt.maximum(value, 0.0)
             graph.replace(node.outputs[0], same, import_missing=True)
-        elif isinstance(scalar, Cast) and node.outputs[0].type.dtype == "float64":
-            graph.replace(node.outputs[0], node.inputs[0] * np.float64(1.0), import_missing=True)
+        elif isinstance(scalar, Cast) and _is_product(node.inputs[0].type.dtype, node.outputs[0].type.dtype):
+            same = node.inputs[0] * pt.constant(1, dtype=node.outputs[0].type.dtype)
+            graph.replace(node.outputs[0], same, import_missing=True)
     return list(graph.outputs)
+
+
+def _is_product(given: str, wanted: str) -> bool:
+    """Whether a product with one casts: to reals, or from integers to longer ones."""
+    return wanted == "float64" or (wanted == "int64" and given in ("bool", "int8", "int16", "int32", "uint8", "uint16"))

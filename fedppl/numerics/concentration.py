@@ -7,6 +7,8 @@ import numpy as np
 from fedppl.types import Array
 
 _ROUNDING = 1e-13  # of the largest singular value of columns of length one: below it there is no direction
+_TOLD = 1e-6  # of the largest eigenvalue of X'X: a basis by what is above it is orthonormal to ten digits
+_TINY = 1e-200  # a square, beside which those of columns' smaller entries are numbers
 _STARTS, _STEPS = 24, 12
 
 
@@ -51,15 +53,30 @@ def by_column(vectors: Array, few: int) -> float:
 
 
 def _orthonormal(vectors: Array) -> Array:
-    """An orthonormal basis of the span, (n, r). By singular values of X, not by X'X, which has half of the digits."""
-    size = np.max(np.abs(vectors), axis=0, initial=0.0)
-    columns = vectors[:, size > 0.0] / size[size > 0.0]  # in two steps: squares of small numbers vanish
-    columns = columns / np.sqrt(np.sum(np.square(columns), axis=0))
+    """An orthonormal basis of the span, (n, r).
+
+    By X'X where that finds all that is there, which takes a tenth of the time. It has half of the digits: where more is
+    left of a column than rounding, by singular values of X.
+    """
+    squares = np.einsum("ij,ij->j", vectors, vectors)
+    if np.all((squares > _TINY) & (squares < 1.0 / _TINY)):
+        columns = vectors / np.sqrt(squares)
+    else:  # in two steps: squares of small numbers vanish
+        size = np.max(np.abs(vectors), axis=0, initial=0.0)
+        columns = vectors[:, size > 0.0] / size[size > 0.0]
+        columns /= np.sqrt(np.einsum("ij,ij->j", columns, columns))
     if not columns.size:
         return np.zeros((len(vectors), 0))
+    values, axes = np.linalg.eigh(columns.T @ columns)
+    told = values > _TOLD * values[-1]
+    basis: Array = columns @ (axes[:, told] / np.sqrt(values[told]))
+    if np.all(told):
+        return basis
+    rest = columns - basis @ (basis.T @ columns)
+    if np.max(np.einsum("ij,ij->j", rest, rest)) <= _ROUNDING**2:
+        return basis
     left, sizes, _ = np.linalg.svd(columns, full_matrices=False)
-    basis: Array = left[:, sizes > _ROUNDING * sizes[0]]
-    return basis
+    return np.asarray(left[:, sizes > _ROUNDING * sizes[0]])
 
 
 def _climb(basis: Array, direction: Array, few: int) -> float:
