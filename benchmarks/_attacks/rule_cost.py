@@ -114,19 +114,19 @@ def seconds(case: Case, algorithm: Any) -> tuple[float, float, int]:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Milliseconds and shares by case; the bar is on answers with effects, which are most of what sites compute."""
+    """Milliseconds a request, what a declaration costs once, and the rule's share of an answer: a tenth is wanted."""
     figures: dict[str, dict[str, float]] = {}
     for name, case in cases(quick).items():
-        for ending, algorithm in {"": fedppl.EP(correction=None), ", corrected": fedppl.EP()}.items():
-            first = sum(seconds(case, algorithm)[0] for _ in range(1 if ending else 3))
-            rule, answers, requests = seconds(case, algorithm)
-            figures[name + ending] = {
-                "rule_ms": 1e3 * rule / requests,
-                "answer_ms": 1e3 * answers / requests,
-                "share": rule / answers,
-                "once_s": max(0.0, first - (1 if ending else 3) * rule),
-            }
-    return {"rule_cost": figures}
+        algorithm = fedppl.EP(correction=fedppl.Correction() if name == "logistic 300" else None)
+        first = seconds(case, algorithm)[0]
+        rule, answers, requests = seconds(case, algorithm)
+        figures[name] = {
+            "once_s": first - rule,
+            "rule_ms": 1e3 * rule / requests,
+            "answer_ms": 1e3 * answers / requests,
+            "share": rule / answers,
+        }
+    return {"rule_cost": figures, "rule_cost_met": all(found["share"] <= 0.1 for found in figures.values())}
 
 
 if __name__ == "__main__":
