@@ -329,10 +329,11 @@ def test_a_term_that_is_flat_along_a_direction_that_anybody_can_draw_is_seen() -
 
 # --- rows apart -----------------------------------------------------------------------------------------------
 
-OF_ROWS = {
+OF_ROWS: Mapping[str, tuple[Any, bool]] = {
     "its own": (lambda beta, x: beta[1] * x**2, True),
     "a place": (lambda beta, x: beta[1] * x[7], False),
     "a mean": (lambda beta, x: beta[1] * x.mean(), False),
+    "a sum with weights": (lambda beta, x: beta[1] * pt.dot(x, pt.arange(x.shape[0]) / 300.0), False),
     "another order": (lambda beta, x: beta[1] * x[::-1], False),
     "a running sum": (lambda beta, x: beta[1] * pt.cumsum(x), False),
     "a place, far out": (lambda beta, x: pt.switch(beta[0] > 1.0, beta[1] * x[7], 0.0), False),

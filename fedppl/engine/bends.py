@@ -91,7 +91,9 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
         return 0.0  # as where outcomes enter by products with linear predictors alone
     slopes = change(x, scaled)
     whole = m <= _MOST_DIRECTIONS
-    directions = np.eye(m) if whole else np.random.default_rng(looks.seed).normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
+    directions = (
+        np.eye(m) if whole else np.random.default_rng(looks.seed).normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
+    )
     along = [bend(slopes, scaled, direction) for direction in directions]
     share = 0.0
     for length, own in slopes.items():
