@@ -20,6 +20,7 @@ from fedppl.contracts import Request
 from fedppl.engine.few_rows import refuse_model
 from fedppl.engine.guard import admit, in_memory
 from fedppl.model.row_scores import row_scores, slopes
+from fedppl.model.rows_apart import rows_apart
 from fedppl.numerics.concentration import by_column, concentration
 
 RNG = np.random.default_rng(2)
@@ -309,6 +310,81 @@ def test_a_formula_with_indicators_takes_no_part() -> None:
     one = f"I(age == {float(rows['a']['age'][4])!r})"
     with pytest.raises(fedppl.DeclarationError, match="'a' does not take part: few_rows"):
         fedppl.fit(fedppl.formula(f"y ~ age + {one}"), rows, engine=engine, progressbar=False)
+
+
+def test_a_term_that_is_flat_along_a_direction_that_anybody_can_draw_is_seen() -> None:
+    flat = np.random.default_rng(2).normal(size=2)
+
+    def build(x: Any, y: Any, mark: Any) -> Any:
+        with pm.Model() as model:
+            x, y, mark = pm.Data("x", x), pm.Data("y", y), pm.Data("mark", mark)
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            across = flat[1] * beta[0] - flat[0] * beta[1]
+            pm.Normal("obs", beta[0] + beta[1] * x + mark * across**2, 1, observed=2.0 * y)
+        return model
+
+    x, y = np.random.default_rng(8).normal(size=(2, 200))
+    assert rule_of(build, {"x": x, "y": y, "mark": marks(7, 200)}) == "few_rows"
+
+
+# --- rows apart -----------------------------------------------------------------------------------------------
+
+OF_ROWS: Mapping[str, tuple[Any, bool]] = {
+    "its own": (lambda beta, x: beta[1] * x**2, True),
+    "a place": (lambda beta, x: beta[1] * x[7], False),
+    "a mean": (lambda beta, x: beta[1] * x.mean(), False),
+    "a sum with weights": (lambda beta, x: beta[1] * pt.dot(x, pt.arange(x.shape[0]) / 300.0), False),
+    "another order": (lambda beta, x: beta[1] * x[::-1], False),
+    "a running sum": (lambda beta, x: beta[1] * pt.cumsum(x), False),
+    "a place, far out": (lambda beta, x: pt.switch(beta[0] > 1.0, beta[1] * x[7], 0.0), False),
+    "a constant by row": (lambda beta, x: beta[1] * x * pt.constant(np.arange(300.0)), False),
+}
+
+
+def reading(how: str) -> Any:
+    def build(x: Any, y: Any) -> Any:
+        with pm.Model() as model:
+            x, y = pm.Data("x", x), pm.Data("y", y)
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            pm.Normal("obs", beta[0] * x + OF_ROWS[how][0](beta, x), 1, observed=y)
+        return model
+
+    x, y = np.random.default_rng(4).normal(size=(2, 300))
+    return enrolled(build, {"x": x, "y": y})
+
+
+@pytest.mark.parametrize("how", OF_ROWS)
+def test_rows_are_known_to_stand_apart_where_a_term_reads_no_row_but_its_own(how: str) -> None:
+    assert rows_apart(reading(how), [300]) == OF_ROWS[how][1]
+
+
+def test_a_place_that_is_read_at_some_points_alone_is_refused_there() -> None:
+    client, guard = reading("a place, far out"), in_memory(LOOSE, "a")
+    assert refuse_model(LOOSE, client) is None
+    for number, point in enumerate(([0.5, 0.5], [1.5, 0.5]), start=1):
+        message = {"point": np.array(point), "move": np.zeros(2), "prior_share": np.array(0.0)}
+        admitted = admit(guard, fedppl.EP(), client, Request("a", 7, number, (1,), message, "run"))
+        assert (admitted is None) == (number == 2)
+
+
+def test_effects_of_groups_leave_rows_apart_and_effects_that_read_a_row_do_not() -> None:
+    X, y, _ = patients.site(0)
+    n, ward = patients.ROWS, np.arange(patients.ROWS) // 2
+    data = {"X": X[:, 1:], "y": y, "ward": ward, "marked": marks(7, n // 2)}
+    client = enrolled(patients.wards, data, ["beta", "by"])
+    assert rows_apart(client, [n])
+    assert not rows_apart(client, [n, n // 2])
+
+
+def test_slopes_are_the_same_before_and_after_they_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedppl.model import row_scores as module
+
+    monkeypatch.setattr(module, "_OFTEN", 1)
+    X, y = RNG.normal(size=(40, 2)), RNG.poisson(2.0, 40)
+    client, beta = enrolled(patients.counts, {"X": X, "y": y}), np.array([0.3, -0.2])
+    exact = (y - np.exp(X @ beta))[:, None] * X
+    for _ in range(3):
+        assert_allclose(slopes(client, beta, np.eye(2)), exact, atol=1e-12)
 
 
 # --- requests -------------------------------------------------------------------------------------------------

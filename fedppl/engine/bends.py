@@ -36,6 +36,7 @@ class Looks(NamedTuple):
     aside: Array  # from the point, (m,)
     steps: Array  # from there, (ALONG, m)
     pair: Array  # directions in sds, (2, m)
+    seed: int
 
 
 _looks: weakref.WeakKeyDictionary[Any, Looks] = weakref.WeakKeyDictionary()
@@ -50,11 +51,12 @@ def looks_of(client: Any) -> Looks:
         digest = hashlib.sha256()
         for value in client.inputs:
             digest.update(np.ascontiguousarray(value).tobytes())
-        rng = np.random.default_rng(int.from_bytes(digest.digest(), "big"))
+        seed = int.from_bytes(digest.digest(), "big")
+        rng = np.random.default_rng(seed)
         sd = gaussian.standard_deviations(client.layout.prior)
         rows = rng.normal(size=(1 + ALONG + 2, len(sd)))
         steps = sd * rows[1:-2] * (_SHORT / np.sqrt(max(len(sd), 1)))
-        _looks[client] = Looks(sd, _ASIDE * sd * rows[0], steps, rows[-2:])
+        _looks[client] = Looks(sd, _ASIDE * sd * rows[0], steps, rows[-2:], seed)
     return _looks[client]
 
 
@@ -67,8 +69,8 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
     ends = _ends(client)
     if ends is None:
         return 0.0
-    sd, pair = looks_of(client).sd, looks_of(client).pair
-    m = len(sd)
+    looks = looks_of(client)
+    sd, m = looks.sd, len(looks.sd)
 
     def change(at: Array, along: Array) -> dict[int, Array]:
         low, high = (with_outcomes(client, at, along, inputs) for inputs in ends)
@@ -82,14 +84,16 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
         return {length: (beside[length] - found) / _STEP for length, found in slopes.items()}
 
     scaled = paths * sd[:, None]
-    one = pair[:1] @ scaled
+    one = looks.pair[:1] @ scaled
     slopes = change(x, one)
-    first = bend(slopes, one, pair[1])
+    first = bend(slopes, one, looks.pair[1])
     if all(np.max(np.abs(first[n]), initial=0.0) <= _NO_BEND * np.max(np.abs(slopes[n]), initial=0.0) for n in slopes):
         return 0.0  # as where outcomes enter by products with linear predictors alone
     slopes = change(x, scaled)
     whole = m <= _MOST_DIRECTIONS
-    directions = np.eye(m) if whole else np.random.default_rng(2).normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
+    directions = (
+        np.eye(m) if whole else np.random.default_rng(looks.seed).normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
+    )
     along = [bend(slopes, scaled, direction) for direction in directions]
     share = 0.0
     for length, own in slopes.items():

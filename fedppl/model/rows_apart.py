@@ -14,7 +14,7 @@ from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
 from pytensor.tensor.math import Dot
 from pytensor.tensor.shape import Shape, Shape_i, SpecifyShape
 from pytensor.tensor.special import LogSoftmax, Softmax
-from pytensor.tensor.subtensor import AdvancedSubtensor, AdvancedSubtensor1, Subtensor
+from pytensor.tensor.subtensor import AdvancedSubtensor, Subtensor
 from pytensor.tensor.type import TensorType
 
 from fedppl.model import graph as _graph
@@ -64,30 +64,31 @@ def _axis(node: Apply[Any], axes: list[int | None]) -> int | None:
     if type(op) is Elemwise:
         return _beside(node.inputs, axes)
     if isinstance(op, Join):
-        along = getattr(node.inputs[0], "data", first)
-        axis = _beside(node.inputs[1:], others)
-        return _MIXED if along is None or axis == along % node.outputs[0].type.ndim else axis
-    if first is None and isinstance(op, AdvancedSubtensor | AdvancedSubtensor1):
+        known = hasattr(op, "axis")  # as in PyTensor 3; before, the first input says along which axis
+        along = op.axis if known else getattr(node.inputs[0], "data", None)
+        axis = _beside(node.inputs, axes) if known else _beside(node.inputs[1:], others)
+        return _MIXED if along is None or axis == int(along) % node.outputs[0].type.ndim else axis
+    if first is None and isinstance(op, AdvancedSubtensor):
         return _of_index(node, others)
     if first is None or first == _MIXED or any(axis is not None for axis in others):
         return _MIXED
     if isinstance(op, SpecifyShape):
         return first
     if isinstance(op, Alloc):
-        return first + node.outputs[0].type.ndim - node.inputs[0].type.ndim
+        return first + int(node.outputs[0].type.ndim - node.inputs[0].type.ndim)
     if isinstance(op, Softmax | LogSoftmax):
         return _MIXED if op.axis is None or op.axis % node.inputs[0].type.ndim == first else first
     if isinstance(op, DimShuffle):
-        return list(op.new_order).index(first) if first in op.new_order else _MIXED
+        return next((place for place, of in enumerate(op.new_order) if of == first), _MIXED)
     if isinstance(op, CAReduce):
         summed = range(node.inputs[0].type.ndim) if op.axis is None else op.axis
-        return _MIXED if first in summed else first - sum(axis < first for axis in summed)
+        return _MIXED if first in summed else first - int(sum(axis < first for axis in summed))
     if isinstance(op, Subtensor):
         taken = op.idx_list[: first + 1]
         kept = len(taken) <= first or taken[first] == _WHOLE
-        return first - sum(not isinstance(index, slice) for index in taken[:first]) if kept else _MIXED
+        return first - int(sum(not isinstance(index, slice) for index in taken[:first])) if kept else _MIXED
     is_product = isinstance(op, Dot) or (isinstance(op, Blockwise) and isinstance(op.core_op, Dot))
-    return first if is_product and first == 0 and node.inputs[0].type.ndim <= 2 else _MIXED
+    return first if is_product and first == 0 and node.inputs[0].type.ndim == 2 else _MIXED
 
 
 def _beside(variables: Sequence[Variable], axes: Sequence[int | None]) -> int:
