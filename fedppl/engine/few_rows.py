@@ -17,6 +17,7 @@ from fedppl.contracts import Asked
 from fedppl.engine.bends import share_in_bends
 from fedppl.engine.other_rows import share_in_others
 from fedppl.engine.policy import Policy, reached
+from fedppl.model.baked import reading
 from fedppl.model.row_scores import row_scores, slopes
 from fedppl.numerics.concentration import by_column, concentration
 from fedppl.numerics.marginal import mode_path
@@ -24,6 +25,7 @@ from fedppl.numerics.newton import OK
 from fedppl.types import Array, Layout
 
 _ASIDE = 1e-6  # prior sds: where a coordinate is 0 its slopes may be, and what depends on few rows does not show
+_NEAR = 1e-4  # the same where differences are looked at, which lose digits
 _STEP = 1e-4  # prior sds, for curvatures along
 _ALONG = 6  # directions: slopes of a row cancel along few of them
 _KEPT = 64  # points of a client
@@ -69,15 +71,23 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
         known[key] = _share_beside(client, point, rules.few_rows, rules.few_rows_share)
     if known[key] < rules.few_rows_share:
         return None
-    return f"few_rows: curvatures, or terms of others, depend by {known[key]:.4g} on {rules.few_rows} rows or fewer"
+    if why := reading(client).unknown:
+        return f"few_rows: {why}"
+    return (
+        f"few_rows: curvatures, or terms of others, depend by {known[key]:.4g} on {rules.few_rows} rows or fewer; take "
+        "quantiles and extremes from constants that all sites agree on, leave those rows out, or allow it in the policy"
+    )
 
 
 def _share_beside(client: Any, point: Array, few: int, enough: float) -> float:
     sd = gaussian.standard_deviations(client.layout.prior)
-    aside = _ASIDE * sd * np.random.default_rng(0).normal(size=len(point))
+    aside = _NEAR * sd * np.random.default_rng(0).normal(size=len(point))
     try:
-        in_others = share_in_others(client, point, few, enough)
-        return max(in_others, share_in_bends(client, *_along_modes(client, point + aside), few, enough))
+        x, paths = _along_modes(client, point + aside)
+        share = share_in_others(client, x, paths, few, enough)
+        if share < enough:
+            share = float(np.maximum(share, share_in_bends(reading(client).client, x, paths, few, enough)))
+        return share
     except Exception:  # which tells of rows too, and is counted as what the rule refuses
         return np.nan
 

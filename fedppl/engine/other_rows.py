@@ -2,108 +2,140 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl import gaussian
+from fedppl.model.baked import Reading, reading
 from fedppl.model.graph import observed_through
+from fedppl.model.other_values import Way, all_other, put, ways
 from fedppl.model.pack import pack
 from fedppl.model.row_scores import by_length
 from fedppl.numerics.concentration import by_column, concentration
-from fedppl.types import Array, Layout
+from fedppl.types import Array
 
-_NEAR = 1e-4  # prior sds: aside of a point at which slopes may be 0
-_GROUPS, _ROUNDING = 16, 1e-9
-_LITTLE = 1e-3  # sds of a column by which a value is moved
-_MOST = 0.5  # columns a row
+_ROUNDING = 1e-12  # of the sum of sizes: below it a change is none
+_BLOCKS, _BLOCKS_A_COLUMN = 64, 8  # of rows that are changed together; of three a direction has less by chance
+_MOST = 0.5  # columns a block
 
 
-def share_in_others(client: Any, point: Array, few: int, enough: float) -> float:
-    """The largest share that so few rows have in terms which are not their own, as where all read one by its place.
+class _Slopes(NamedTuple):
+    """Slopes along the shared coordinates: of rows by their number, and of all that is not of single rows."""
 
-    Zero where all terms are of single rows. A row's data are put in the place of another's, and reals are moved by a
-    little, which tells of order statistics. Where rows stand for themselves the slopes of all together change by the
-    difference of these two rows' own, which is tried for sixteen groups of rows at once. Where they do not, as with a
-    mean of all rows, or with outcomes that are mixed, repeated or in another order, it is looked at for each row, and
-    the change itself too: terms that no single row has may cancel but for a few rows.
+    rows: dict[int, Array]
+    rest: Array
+
+
+def share_in_others(client: Any, x: Array, paths: Array, few: int, enough: float) -> float:
+    """The largest share that so few rows have in terms which are not their own, at x and along paths (m, m + d).
+
+    Zero where all terms are of single rows; NaN where it cannot be told. Entries of rows are changed, in containers and
+    through the builder: what changes in terms of others is looked at where there are such, and the whole change too,
+    since terms may cancel but for a few rows. Rows are changed by blocks: what so few rows make up so few blocks do,
+    and what all rows do, as a mean of theirs, all blocks do.
     """
-    layout: Layout = client.layout
-    m, held = layout.size, len(client.template.parts.data)
-    rng = np.random.default_rng(1)
-    aside = gaussian.standard_deviations(layout.prior) * _NEAR * rng.normal(size=m)
-    x = np.concatenate([point + aside, client.initial])
-    directions = np.eye(m, len(x))
-
-    def total(inputs: Any) -> Array:
-        if client.local_size:
-            return np.asarray(client.kernel(x, *pack(inputs))[1 : 1 + m])
-        parts = by_length(client, x, directions, inputs).values()
-        return np.asarray(np.sum([np.sum(part, axis=0) for part in parts], axis=0))
-
-    def with_changed(length: int, change: Callable[[Any], Any]) -> list[Any]:
-        arrays = (
-            change(np.array(value)) if np.ndim(value) and len(value) == length else value
-            for value in client.inputs[:held]
-        )
-        return [*arrays, *client.inputs[held:]]
-
-    share, before, by_rows = 0.0, total(client.inputs), by_length(client, x, directions)
-    for length in _lengths_of_rows(client, by_rows):
-        own = by_rows.get(length, np.zeros((length, m)))
-        order = rng.permutation(length)
-        partner = np.empty(length, dtype=int)
-        partner[order] = np.roll(order, 1)
-        rounding = _ROUNDING * (sum(np.sum(np.abs(part), axis=0) for part in by_rows.values()) + np.abs(before))
-
-        def put(rows: Any, partner: Any = partner, length: int = length) -> Array:
-            return total(with_changed(length, lambda value: _with(value, rows, value[partner[rows]]))) - before
-
-        def moved(row: int, length: int = length, own: Array = own) -> Array:
-            inputs = with_changed(length, lambda value: _moved(value, row))
-            parts = by_length(client, x, directions, inputs)
-            return total(inputs) - before - (parts[length][row] - own[row] if length in parts else 0.0)
-
-        def own_part(rows: Any, own: Array = own, partner: Any = partner) -> Array:
-            return np.asarray(np.sum(own[partner[rows]] - own[rows], axis=0))
-
-        groups = [order[place::_GROUPS] for place in range(_GROUPS)]  # no row beside the one that takes its place
-        if all(np.all(np.abs(put(rows) - own_part(rows)) <= rounding) for rows in groups):
+    read = reading(client)
+    if read.unknown:
+        return np.nan
+    at = _slopes_at(read, client, x, paths)
+    before = at(client.arrays)
+    if before is None:
+        return np.nan
+    share = 0.0
+    for length in _lengths_of_rows(read, client, before.rows):
+        names = [name for name, value in client.arrays.items() if np.ndim(value) and len(value) == length]
+        other = all_other({name: client.arrays[name] for name in names})
+        together = [Way(name, np.asarray(client.arrays[name]), other[name]) for name in names]
+        if _of_themselves(at, before, client.arrays, together, length):
             continue
-        each = np.stack([put(np.array([row])) for row in range(length)])
-        foreign = each - np.stack([own_part(np.array([row])) for row in range(length)])
-        little = np.stack([moved(row) for row in range(length)])
-        # A row's data are put in its own place no more, and in that of another: two changes.
-        for changes, rows in ((foreign, few), (each, 2 * few), (little, few)):
-            changes[:, np.max(np.abs(changes), axis=0) <= rounding] = 0.0
-            wide = m > _MOST * length
-            share = max(share, by_column(changes, rows) if wide else concentration(changes, rows, enough))
+        for way in (one for name in names for one in ways(name, np.asarray(client.arrays[name]))):
+            share = float(np.maximum(share, _share_of(at, client.arrays, way, few, enough)))
+            if not share < enough:  # NaN too
+                return share
     return share
 
 
-def _with(value: Array, rows: Any, given: Array) -> Array:
-    value[rows] = given
-    return value
+def _slopes_at(read: Reading, client: Any, x: Array, paths: Array) -> Callable[[Mapping[str, Any]], _Slopes | None]:
+    def at(arrays: Mapping[str, Any]) -> _Slopes | None:
+        inputs = read.given(arrays)
+        if inputs is None:
+            return None
+        rows = by_length(read.client, x, paths, inputs)
+        rest = np.zeros(len(paths))
+        if client.local_size:
+            rest = paths @ read.client.kernel(x, *pack(inputs))[1:] - sum(np.sum(one, axis=0) for one in rows.values())
+        return _Slopes(rows, rest)
+
+    return at
 
 
-def _moved(value: Array, row: int) -> Array:
-    if value.dtype.kind == "f":
-        value[row] += _LITTLE * np.std(value)
-    return value
+def _blocks(length: int, count: int) -> Iterator[Array]:
+    """Rows of each block, (length,) bool: no two beside each other but by chance."""
+    order = np.random.default_rng(length).permutation(length)
+    for place in range(count):
+        rows = np.zeros(length, dtype=bool)
+        rows[order[place::count]] = True
+        yield rows
 
 
-def _lengths_of_rows(client: Any, by_rows: Any) -> list[int]:
-    """Lengths of containers whose entries are rows: as many as an outcome has, or no fewer than the longest has.
+def _of_themselves(at: Any, before: _Slopes, arrays: Any, changed: Sequence[Way], length: int) -> bool:
+    """Whether terms of rows stay as they are where others change: those of each half where the other half does."""
+    for half in _blocks(length, 2):
+        after = at({**arrays, **{way.name: put(way, half) for way in changed}})
+        if after is None:
+            return False
+        beside, size = _beside(before, after, length, half)
+        if not np.all(np.abs(beside) <= size):
+            return False
+    return True
 
-    Those of groups are shorter. Of none but constants nothing can be put in another's place.
+
+def _beside(before: _Slopes, after: _Slopes, length: int, changed: Array) -> tuple[Array, Array]:
+    """What changes in terms that are not of the rows changed, (rows and one more, m), and below what it is rounding."""
+    found = [
+        (after.rows[n] - rows)[~changed] if n == length else after.rows[n] - rows for n, rows in before.rows.items()
+    ]
+    size = sum(np.sum(np.abs(one), axis=0) for slopes in (before, after) for one in slopes.rows.values())
+    size = np.nan_to_num(size + np.abs(before.rest) + np.abs(after.rest), posinf=0.0, neginf=0.0)
+    return np.concatenate([*found, (after.rest - before.rest)[None]]), _ROUNDING * size
+
+
+def _share_of(at: Any, arrays: Mapping[str, Any], way: Way, few: int, enough: float) -> float:
+    """The largest share that so few blocks have in what changes beside their own terms, and in all that changes."""
+    length = len(way.before)
+    before = at({**arrays, way.name: way.before})
+    if before is None:
+        return np.nan
+    if _of_themselves(at, before, arrays, [way], length):
+        return 0.0
+    m = len(before.rest)
+    terms, whole, sizes = [], [], np.zeros(m)
+    for rows in _blocks(length, min(length, max(_BLOCKS, _BLOCKS_A_COLUMN * m))):
+        after = at({**arrays, way.name: put(way, rows)})
+        if after is None:
+            return np.nan
+        beside, size = _beside(before, after, length, rows)
+        terms.append(np.sum(beside, axis=0))
+        own = (after.rows[length] - before.rows[length])[rows] if length in before.rows else np.zeros((0, m))
+        whole.append(terms[-1] + np.sum(own, axis=0))
+        sizes = np.maximum(sizes, size)
+    share = 0.0
+    for changes in (np.stack(terms), np.stack(whole)):
+        if not np.all(np.isfinite(changes)):
+            return np.nan
+        changes[:, np.max(np.abs(changes), axis=0) <= sizes] = 0.0
+        wide = m > _MOST * len(changes)
+        share = max(share, by_column(changes, few) if wide else concentration(changes, few, enough))
+    return share
+
+
+def _lengths_of_rows(read: Reading, client: Any, by_rows: Mapping[int, Array]) -> list[int]:
+    """Lengths of arrays whose entries are rows: as many as an outcome has, or no fewer than the longest has.
+
+    Those of groups are shorter.
     """
-    held = len(client.template.parts.data)
-    lengths = {len(value) for value in client.inputs[:held] if np.ndim(value)}
-    observed = observed_through(client.template.parts)
-    read = {
-        len(value)
-        for variable, value in zip(client.template.parts.data, client.inputs[:held], strict=True)
-        if np.ndim(value) and variable in observed
-    }
-    return sorted(length for length in lengths if length in by_rows or length in read or length == max(lengths))
+    lengths = {name: len(value) for name, value in client.arrays.items() if np.ndim(value)}
+    observed = {variable.name for variable in observed_through(read.client.template.parts)}
+    wanted = {length for name, length in lengths.items() if length in by_rows or name in observed}
+    return sorted(wanted | {max(lengths.values())}) if lengths else []

@@ -1,0 +1,117 @@
+"""Other values that entries of a client's arrays might have had, column by column, of the size of what rows differ by.
+
+What follows from a column's tails would tell of few rows whatever is computed of it: no value moves out of the bulk of
+its column, and none further than that is wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedppl.types import Array
+
+_FEW_VALUES = 10  # of a column that tells levels apart, rather than sizes
+_TAIL = 0.05  # of the different values of a column, at each end
+_LITTLE = 1e-7  # sds of a column: less than what lies between two of 2,000 values, and nine digits above rounding
+
+
+class Way(NamedTuple):
+    """An array as it is looked at, and with all of its entries changed; (n, ...) both."""
+
+    name: str
+    before: Array
+    after: Array
+
+
+def ways(name: str, value: Array) -> list[Way]:
+    """Ways to change an array, each in columns whose changes are of one size; none where nothing changes."""
+    found = []
+    for change in (_levels, _sizes, _steps, _little):
+        before, after = value.copy(), value.copy()
+        for place in np.ndindex(value.shape[1:]):
+            here = (slice(None), *place)
+            before[here], after[here] = change(value[here])
+        if not np.array_equal(before, after):
+            found.append(Way(name, before, after))
+    return found
+
+
+def all_other(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Data of the same kind in which every entry has changed that has another value in its column to change to."""
+    found = {}
+    for name, value in arrays.items():
+        after = np.array(value)
+        if after.ndim:
+            for place in np.ndindex(after.shape[1:]):
+                here = (slice(None), *place)
+                for change in (_levels, _sizes, _little):
+                    after[here] = change(after[here])[1]
+        found[name] = after
+    return found
+
+
+def other_rows(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Data in which half of the rows have those of the other half, for builders that check what a row has together."""
+    rng = np.random.default_rng(3)
+    by_length: dict[int, Array] = {}
+    found = {}
+    for name, value in arrays.items():
+        found[name] = np.array(value)
+        if np.ndim(value):
+            length = len(value)
+            if length not in by_length:
+                order, rows = rng.permutation(length), np.arange(length)
+                half = length // 2
+                rows[order[:half]] = order[half : 2 * half]
+                by_length[length] = rows
+            found[name] = found[name][by_length[length]]
+    return found
+
+
+def _whole(column: Array) -> bool:
+    return column.dtype.kind != "f" or bool(np.all(column == np.floor(column)))
+
+
+def _levels(column: Array) -> tuple[Array, Array]:
+    """Of few values each goes to the next."""
+    known, place = np.unique(column, return_inverse=True)
+    if len(known) > _FEW_VALUES:
+        return column, column
+    return column, known[(place + 1) % len(known)]
+
+
+def _sizes(column: Array) -> tuple[Array, Array]:
+    """Of many values each goes to one that is far from it in order, both within the bulk."""
+    known, place = np.unique(column, return_inverse=True)
+    count = len(known)
+    if count <= _FEW_VALUES or not np.all(np.isfinite(known)):
+        return column, column
+    low, high = (known[round(share * (count - 1))] for share in (_TAIL, 1.0 - _TAIL))
+    far = np.random.default_rng(4).integers(count // 4, count - count // 4, size=len(column))
+    return np.clip(column, low, high), np.clip(known[(place + far) % count], low, high)
+
+
+def _steps(column: Array) -> tuple[Array, Array]:
+    """Of many whole numbers each goes one towards the middle, where order statistics stay what they are but for it."""
+    if not _whole(column) or len(np.unique(column)) <= _FEW_VALUES:
+        return column, column
+    inwards = np.where(column < np.median(column), 1, -1)
+    return column, (column + inwards).astype(column.dtype)
+
+
+def _little(column: Array) -> tuple[Array, Array]:
+    """Reals move up or down, each by itself, by so little that they stay in their order."""
+    if _whole(column) or not np.all(np.isfinite(column)):
+        return column, column
+    sign = np.random.default_rng(5).choice([-1.0, 1.0], size=len(column))
+    return column, column + sign * (_LITTLE * np.std(column))
+
+
+def put(way: Way, rows: Array) -> Array:
+    """The array in which these rows have changed."""
+    value = way.before.copy()
+    value[rows] = way.after[rows]
+    return value
