@@ -153,7 +153,7 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
         if by_row is not None:
             found = by_row(client, point)
             return by_column(found, few) if np.all(np.isfinite(found)) else np.nan
-        sets = _vectors(client, point)
+        sets = _vectors(reading(client).client, point)
     except Exception:  # of a model that has no such slopes, or no density at the point
         return np.nan
     share = 0.0

@@ -16,7 +16,7 @@ from fedppl.numerics.concentration import by_column, concentration
 from fedppl.types import Array
 
 _ROUNDING = 1e-12  # of the sum of sizes: below it a change is none
-_BLOCKS, _BLOCKS_A_COLUMN = 64, 8  # of rows that are changed together; of three a direction has less by chance
+_BLOCKS, _BLOCKS_A_COLUMN = 48, 4  # of rows changed together: .95 of a direction no three of these have by chance
 _MOST = 0.5  # columns a block
 
 

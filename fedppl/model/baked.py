@@ -16,7 +16,7 @@ import numpy as np
 from pymc.distributions.custom import CustomDistRV, CustomSymbolicDistRV
 from pytensor.compile.builders import OpFromGraph
 from pytensor.graph.basic import Constant
-from pytensor.graph.traversal import ancestors
+from pytensor.graph.traversal import ancestors, toposort
 from pytensor.tensor.type import TensorType
 
 from fedppl.model import graph as _graph
@@ -153,9 +153,13 @@ def _as_data(parts: _graph.Parts, flat: _Flat, places: Sequence[int]) -> _graph.
         # An axis of length one is one that others are stretched along.
         shape = tuple(1 if length == 1 else None for length in constant.type.shape)
         given[constant] = TensorType(constant.type.dtype, shape=shape)(f"constant {place}")
-    for variable in list(ancestors(_outputs(parts))):
-        if variable.owner is not None:
-            variable.owner.inputs[:] = [given.get(one, one) for one in variable.owner.inputs]
+    changed = set(given.values())
+    for node in toposort(_outputs(parts)):
+        node.inputs[:] = [given.get(one, one) for one in node.inputs]
+        if not changed.isdisjoint(node.inputs):  # what is known of shapes beforehand is that of containers, too
+            for one, like in zip(node.outputs, node.op.make_node(*node.inputs).outputs, strict=True):
+                one.type = like.type
+            changed.update(node.outputs)
     values = parts.model.rvs_to_values
     values.update({rv: given[value] for rv, value in values.items() if value in given})
     parts.model.values_to_rvs.update({values[rv]: rv for rv in parts.model.observed_RVs})
