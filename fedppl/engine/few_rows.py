@@ -17,7 +17,7 @@ from fedppl.contracts import Asked
 from fedppl.engine.bends import share_in_bends
 from fedppl.engine.other_rows import share_in_others
 from fedppl.engine.policy import Policy, reached
-from fedppl.model.baked import reading
+from fedppl.model.baked import UNKNOWN, reading
 from fedppl.model.row_scores import row_scores, slopes
 from fedppl.numerics.concentration import by_column, concentration
 from fedppl.numerics.marginal import mode_path
@@ -71,8 +71,8 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
         known[key] = _share_beside(client, point, rules.few_rows, rules.few_rows_share)
     if known[key] < rules.few_rows_share:
         return None
-    if why := reading(client).unknown:
-        return f"few_rows: {why}"
+    if np.isnan(known[key]):
+        return f"few_rows: what rows say in terms of others cannot be looked at: {UNKNOWN}"
     return (
         f"few_rows: curvatures, or terms of others, depend by {known[key]:.4g} on {rules.few_rows} rows or fewer; take "
         "quantiles and extremes from constants that all sites agree on, leave those rows out, or allow it in the policy"

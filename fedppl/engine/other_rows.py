@@ -18,6 +18,7 @@ from fedppl.types import Array
 _ROUNDING = 1e-12  # of the sum of sizes: below it a change is none
 _BLOCKS, _BLOCKS_A_COLUMN = 48, 4  # of rows changed together: .95 of a direction no three of these have by chance
 _MOST = 0.5  # columns a block
+_FAINT = 1e-5  # of the largest direction: powers of changes, which no block has but the one that changes most
 
 
 class _Slopes(NamedTuple):
@@ -46,7 +47,7 @@ def share_in_others(client: Any, x: Array, paths: Array, few: int, enough: float
     for length in _lengths_of_rows(read, client, before.rows):
         names = [name for name, value in client.arrays.items() if np.ndim(value) and len(value) == length]
         other = all_other({name: client.arrays[name] for name in names})
-        together = [Way(name, np.asarray(client.arrays[name]), other[name]) for name in names]
+        together = [Way(name, np.asarray(client.arrays[name]), other[name], True) for name in names]
         if _of_themselves(at, before, client.arrays, together, length):
             continue
         for way in (one for name in names for one in ways(name, np.asarray(client.arrays[name]))):
@@ -70,7 +71,7 @@ def _slopes_at(read: Reading, client: Any, x: Array, paths: Array) -> Callable[[
     return at
 
 
-def _blocks(length: int, count: int) -> Iterator[Array]:
+def _blocks(length: int, count: int) -> Iterator[Any]:
     """Rows of each block, (length,) bool: no two beside each other but by chance."""
     order = np.random.default_rng(length).permutation(length)
     for place in range(count):
@@ -91,7 +92,7 @@ def _of_themselves(at: Any, before: _Slopes, arrays: Any, changed: Sequence[Way]
     return True
 
 
-def _beside(before: _Slopes, after: _Slopes, length: int, changed: Array) -> tuple[Array, Array]:
+def _beside(before: _Slopes, after: _Slopes, length: int, changed: Any) -> tuple[Array, Array]:
     """What changes in terms that are not of the rows changed, (rows and one more, m), and below what it is rounding."""
     found = [
         (after.rows[n] - rows)[~changed] if n == length else after.rows[n] - rows for n, rows in before.rows.items()
@@ -121,13 +122,24 @@ def _share_of(at: Any, arrays: Mapping[str, Any], way: Way, few: int, enough: fl
         whole.append(terms[-1] + np.sum(own, axis=0))
         sizes = np.maximum(sizes, size)
     share = 0.0
-    for changes in (np.stack(terms), np.stack(whole)):
+    # Of terms of its own a row says most by what is far from others, and no less where it goes a step.
+    for changes in (np.stack(terms),) if way.far else (np.stack(terms), np.stack(whole)):
         if not np.all(np.isfinite(changes)):
             return np.nan
         changes[:, np.max(np.abs(changes), axis=0) <= sizes] = 0.0
         wide = m > _MOST * len(changes)
-        share = max(share, by_column(changes, few) if wide else concentration(changes, few, enough))
+        share = max(share, by_column(changes, few) if wide else concentration(_clear(changes), few, enough))
     return share
+
+
+def _clear(changes: Array) -> Array:
+    """A basis of the directions (blocks, r) that changes have but for the faintest."""
+    size = np.linalg.norm(changes, axis=0)
+    columns = changes[:, size > 0.0] / size[size > 0.0]
+    if not columns.size:
+        return columns
+    left, sizes, _ = np.linalg.svd(columns, full_matrices=False)
+    return np.asarray(left[:, sizes > _FAINT * sizes[0]])
 
 
 def _lengths_of_rows(read: Reading, client: Any, by_rows: Mapping[int, Array]) -> list[int]:

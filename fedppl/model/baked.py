@@ -7,6 +7,7 @@ numbers in it like any other. Built on other data of the same kind, those of the
 from __future__ import annotations
 
 import functools
+import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,13 +24,17 @@ from fedppl.model import graph as _graph
 from fedppl.model._declared import parts_of
 from fedppl.model._public import attempt
 from fedppl.model._template import Template
-from fedppl.model.client import ClientModel
+from fedppl.model.client import ClientModel, is_written
 from fedppl.model.other_values import all_other, other_rows
 from fedppl.model.pack import pack
 from fedppl.model.same import has_own_gradient, surely_same_model
 
+_BYTES_KEPT = 2**27  # of inputs that were built anew, a client: those of a few thousand rows and ten columns
 _KNOWN = ("pytensor.", "pymc.", "fedppl.")  # whose operations say by what they are equal all that they compute
-_REMEDY = "hold the data as they are in pm.Data, compute from these, and let nothing in the builder branch on values"
+UNKNOWN = (
+    "the builder fails, or makes another model, where entries of the data are other ones; hold the data as they are in "
+    "pm.Data, compute from these, and let nothing in the builder branch on values"
+)
 
 
 _Step = tuple[Any, list[int], list[Any]]  # an operation, what it reads, and types; no operation: something given
@@ -56,18 +61,22 @@ def reading(client: ClientModel) -> Reading:
 
 
 def _read(client: ClientModel) -> Reading:
+    functions = client.template.functions
+    if is_written(client.declared.builder) or functions.get("nothing baked"):
+        return Reading(client, functools.partial(_held, client), None)
     build = functools.partial(_quietly, functools.partial(parts_of, client.declared, client.client_id))
-    for change in (all_other, other_rows):
-        arrays = change(client.arrays)
+    looked = False
+    for number, arrays in enumerate([all_other(client.arrays), *other_rows(client.arrays)]):
+        if looked and number == 1:  # the others are for builders that check what a row has together
+            break
         other = attempt(build, arrays)
-        if other is None:
-            continue
-        if _surely_same(client.template.parts, other):
-            return Reading(client, functools.partial(_held, client), None)
-        if (found := _opened(client, build, arrays, other)) is not None:
-            return found
-    why = f"the builder fails, or makes another model, where entries of the data are other ones: {_REMEDY}"
-    return Reading(client, lambda arrays: None, why)
+        looked = looked or other is not None
+        if other is not None and not _surely_same(client.template.parts, other):
+            return _opened(client, build, arrays, other) or Reading(client, lambda arrays: None, UNKNOWN)
+    if not looked:
+        return Reading(client, lambda arrays: None, UNKNOWN)
+    functions["nothing baked"] = True
+    return Reading(client, functools.partial(_held, client), None)
 
 
 def _quietly(build: Callable[..., _graph.Parts], arrays: Mapping[str, Any]) -> _graph.Parts:
@@ -111,6 +120,8 @@ def _opened(client: ClientModel, build: Any, arrays: Mapping[str, Any], other: _
     if not _same_steps(here, there):
         return None
     differ = [i for i, pair in enumerate(zip(here.constants, there.constants, strict=True)) if not _equal(*pair)]
+    if not differ and client.template.same_density(_template(client, other)):
+        return Reading(client, functools.partial(_held, client), None)
     templates = []
     for parts, flat, own in ((first, here, client.arrays), (other, there, arrays)):
         values = tuple(np.asarray(flat.constants[i].data) for i in differ)
@@ -123,7 +134,24 @@ def _opened(client: ClientModel, build: Any, arrays: Mapping[str, Any], other: _
     if not template.same_density(again):
         return None
     opened = replace(client, template=template, inputs=inputs, packed=pack(inputs))
-    return Reading(opened, functools.partial(_rebuilt, client, build, here, differ), None)
+    return Reading(opened, _kept(functools.partial(_rebuilt, client, build, here, differ)), None)
+
+
+def _kept(given: Callable[[Mapping[str, Any]], list[Any] | None]) -> Callable[[Mapping[str, Any]], list[Any] | None]:
+    """The same, which calls no builder again for arrays that it was given at another point."""
+    known: dict[str, list[Any]] = {}
+
+    def again(arrays: Mapping[str, Any]) -> list[Any] | None:
+        digest = hashlib.sha256()
+        for value in arrays.values():
+            digest.update(np.asarray(value).tobytes())
+        key = digest.hexdigest()
+        found = known.get(key) or given(arrays)
+        if found is not None and len(known) * sum(value.nbytes for value in found) < _BYTES_KEPT:
+            known[key] = found
+        return found
+
+    return again
 
 
 def _rebuilt(client: ClientModel, build: Any, known: _Flat, opened: Sequence[int], arrays: Any) -> list[Any] | None:

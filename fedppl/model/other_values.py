@@ -6,7 +6,7 @@ its column, and none further than that is wide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from fedppl.types import Array
 
 _FEW_VALUES = 10  # of a column that tells levels apart, rather than sizes
+_TIMES = 16  # of a rare outcome half of the rows without it are to have it once
 _TAIL = 0.05  # of the different values of a column, at each end
 _LITTLE = 1e-7  # sds of a column: less than what lies between two of 2,000 values, and nine digits above rounding
 
@@ -24,6 +25,7 @@ class Way(NamedTuple):
     name: str
     before: Array
     after: Array
+    far: bool  # whether entries go further than a step
 
 
 def ways(name: str, value: Array) -> list[Way]:
@@ -35,40 +37,38 @@ def ways(name: str, value: Array) -> list[Way]:
             here = (slice(None), *place)
             before[here], after[here] = change(value[here])
         if not np.array_equal(before, after):
-            found.append(Way(name, before, after))
+            found.append(Way(name, before, after, change is _sizes))
     return found
 
 
 def all_other(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Data of the same kind in which every entry has changed that has another value in its column to change to."""
+    """Data of the same kind in which every entry has changed that has another value in its column to change to.
+
+    Whole numbers keep to the values that there are, for they may be levels that a builder counts.
+    """
     found = {}
     for name, value in arrays.items():
         after = np.array(value)
         if after.ndim:
             for place in np.ndindex(after.shape[1:]):
                 here = (slice(None), *place)
-                for change in (_levels, _sizes, _little):
-                    after[here] = change(after[here])[1]
+                known, rank = np.unique(after[here], return_inverse=True)
+                column = known[(rank + max(len(known) // 2, 1)) % len(known)]
+                after[here] = _little(_steps(column)[1] if len(known) > len(column) // 2 else column)[1]
         found[name] = after
     return found
 
 
-def other_rows(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Data in which half of the rows have those of the other half, for builders that check what a row has together."""
+def other_rows(arrays: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Data in which half of the rows have those of the other half, several times: a row may have what another has."""
     rng = np.random.default_rng(3)
-    by_length: dict[int, Array] = {}
-    found = {}
-    for name, value in arrays.items():
-        found[name] = np.array(value)
-        if np.ndim(value):
-            length = len(value)
-            if length not in by_length:
-                order, rows = rng.permutation(length), np.arange(length)
-                half = length // 2
-                rows[order[:half]] = order[half : 2 * half]
-                by_length[length] = rows
-            found[name] = found[name][by_length[length]]
-    return found
+    lengths = {len(value) for value in arrays.values() if np.ndim(value)}
+    for _ in range(_TIMES):
+        taken = {}
+        for length in lengths:
+            order, taken[length] = rng.permutation(length), np.arange(length)
+            taken[length][order[: length // 2]] = order[length // 2 : 2 * (length // 2)]
+        yield {name: value[taken[len(value)]] if np.ndim(value) else value for name, value in arrays.items()}
 
 
 def _whole(column: Array) -> bool:
@@ -90,8 +90,7 @@ def _sizes(column: Array) -> tuple[Array, Array]:
     if count <= _FEW_VALUES or not np.all(np.isfinite(known)):
         return column, column
     low, high = (known[round(share * (count - 1))] for share in (_TAIL, 1.0 - _TAIL))
-    far = np.random.default_rng(4).integers(count // 4, count - count // 4, size=len(column))
-    return np.clip(column, low, high), np.clip(known[(place + far) % count], low, high)
+    return np.clip(column, low, high), np.clip(known[(place + count // 2) % count], low, high)
 
 
 def _steps(column: Array) -> tuple[Array, Array]:
@@ -110,7 +109,7 @@ def _little(column: Array) -> tuple[Array, Array]:
     return column, column + sign * (_LITTLE * np.std(column))
 
 
-def put(way: Way, rows: Array) -> Array:
+def put(way: Way, rows: Any) -> Array:
     """The array in which these rows have changed."""
     value = way.before.copy()
     value[rows] = way.after[rows]
