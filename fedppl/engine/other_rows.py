@@ -16,9 +16,8 @@ from fedppl.numerics.concentration import by_column, concentration
 from fedppl.types import Array
 
 _ROUNDING = 1e-12  # of the sum of sizes: below it a change is none
-_BLOCKS, _BLOCKS_A_COLUMN = 48, 4  # of rows changed together: .95 of a direction no three of these have by chance
+_BLOCKS, _BLOCKS_A_COLUMN = 48, 6  # of rows changed together: .95 of a direction no three of these have by chance
 _MOST = 0.5  # columns a block
-_FAINT = 1e-5  # of the largest direction: powers of changes, which no block has but the one that changes most
 
 
 class _Slopes(NamedTuple):
@@ -47,7 +46,7 @@ def share_in_others(client: Any, x: Array, paths: Array, few: int, enough: float
     for length in _lengths_of_rows(read, client, before.rows):
         names = [name for name, value in client.arrays.items() if np.ndim(value) and len(value) == length]
         other = all_other({name: client.arrays[name] for name in names})
-        together = [Way(name, np.asarray(client.arrays[name]), other[name], True) for name in names]
+        together = [Way(name, np.asarray(client.arrays[name]), other[name], True, 0.0) for name in names]
         if _of_themselves(at, before, client.arrays, together, length):
             continue
         for way in (one for name in names for one in ways(name, np.asarray(client.arrays[name]))):
@@ -128,18 +127,19 @@ def _share_of(at: Any, arrays: Mapping[str, Any], way: Way, few: int, enough: fl
             return np.nan
         changes[:, np.max(np.abs(changes), axis=0) <= sizes] = 0.0
         wide = m > _MOST * len(changes)
-        share = max(share, by_column(changes, few) if wide else concentration(_clear(changes), few, enough))
+        share = max(share, by_column(changes, few) if wide else concentration(_clear(changes, way.faint), few, enough))
     return share
 
 
-def _clear(changes: Array) -> Array:
+def _clear(changes: Array, faint: float) -> Array:
     """A basis of the directions (blocks, r) that changes have but for the faintest."""
     size = np.linalg.norm(changes, axis=0)
     columns = changes[:, size > 0.0] / size[size > 0.0]
     if not columns.size:
         return columns
     left, sizes, _ = np.linalg.svd(columns, full_matrices=False)
-    return np.asarray(left[:, sizes > _FAINT * sizes[0]])
+    basis: Array = left[:, sizes > faint * sizes[0]]
+    return basis
 
 
 def _lengths_of_rows(read: Reading, client: Any, by_rows: Mapping[int, Array]) -> list[int]:

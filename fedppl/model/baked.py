@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +36,6 @@ UNKNOWN = (
     "the builder fails, or makes another model, where entries of the data are other ones; hold the data as they are in "
     "pm.Data, compute from these, and let nothing in the builder branch on values"
 )
-
 
 _Step = tuple[Any, list[int], list[Any]]  # an operation, what it reads, and types; no operation: something given
 
@@ -66,7 +66,7 @@ def _read(client: ClientModel) -> Reading:
         return Reading(client, functools.partial(_held, client), None)
     build = functools.partial(_quietly, functools.partial(parts_of, client.declared, client.client_id))
     looked = False
-    for number, arrays in enumerate([all_other(client.arrays), *other_rows(client.arrays)]):
+    for number, arrays in enumerate(itertools.chain([all_other(client.arrays)], other_rows(client.arrays))):
         if looked and number == 1:  # the others are for builders that check what a row has together
             break
         other = attempt(build, arrays)
@@ -120,8 +120,6 @@ def _opened(client: ClientModel, build: Any, arrays: Mapping[str, Any], other: _
     if not _same_steps(here, there):
         return None
     differ = [i for i, pair in enumerate(zip(here.constants, there.constants, strict=True)) if not _equal(*pair)]
-    if not differ and client.template.same_density(_template(client, other)):
-        return Reading(client, functools.partial(_held, client), None)
     templates = []
     for parts, flat, own in ((first, here, client.arrays), (other, there, arrays)):
         values = tuple(np.asarray(flat.constants[i].data) for i in differ)
@@ -133,6 +131,8 @@ def _opened(client: ClientModel, build: Any, arrays: Mapping[str, Any], other: _
     template, again = replace(template, example=inputs), replace(again, example=again_inputs)
     if not template.same_density(again):
         return None
+    if not differ:
+        return Reading(client, functools.partial(_held, client), None)
     opened = replace(client, template=template, inputs=inputs, packed=pack(inputs))
     return Reading(opened, _kept(functools.partial(_rebuilt, client, build, here, differ)), None)
 

@@ -25,7 +25,8 @@ class Way(NamedTuple):
     name: str
     before: Array
     after: Array
-    far: bool  # whether entries go further than a step
+    far: bool  # whether values go far from where they are
+    faint: float  # of the largest direction of what changes: below it are powers of changes, and rounding
 
 
 def ways(name: str, value: Array) -> list[Way]:
@@ -37,7 +38,7 @@ def ways(name: str, value: Array) -> list[Way]:
             here = (slice(None), *place)
             before[here], after[here] = change(value[here])
         if not np.array_equal(before, after):
-            found.append(Way(name, before, after, change is _sizes))
+            found.append(Way(name, before, after, change is _sizes, 1e-5 if change is _little else 1e-3))
     return found
 
 
@@ -60,14 +61,16 @@ def all_other(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def other_rows(arrays: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Data in which half of the rows have those of the other half, several times: a row may have what another has."""
+    """Data in which rows have what others have, several times: in their order, then half of them what the others do."""
     rng = np.random.default_rng(3)
     lengths = {len(value) for value in arrays.values() if np.ndim(value)}
-    for _ in range(_TIMES):
+    for number in range(2 * _TIMES):
         taken = {}
         for length in lengths:
-            order, taken[length] = rng.permutation(length), np.arange(length)
-            taken[length][order[: length // 2]] = order[length // 2 : 2 * (length // 2)]
+            order, taken[length] = rng.permutation(length), np.minimum(np.arange(length) + 1 + number, length - 1)
+            if number >= _TIMES:
+                taken[length] = np.arange(length)
+                taken[length][order[: length // 2]] = order[length // 2 : 2 * (length // 2)]
         yield {name: value[taken[len(value)]] if np.ndim(value) else value for name, value in arrays.items()}
 
 
@@ -102,11 +105,16 @@ def _steps(column: Array) -> tuple[Array, Array]:
 
 
 def _little(column: Array) -> tuple[Array, Array]:
-    """Reals move up or down, each by itself, by so little that they stay in their order."""
+    """Reals move up or down, each by itself, by so little that they stay in their order, and outlying ones by less.
+
+    What a square of theirs changes by is then of the size of the others'.
+    """
     if _whole(column) or not np.all(np.isfinite(column)):
         return column, column
     sign = np.random.default_rng(5).choice([-1.0, 1.0], size=len(column))
-    return column, column + sign * (_LITTLE * np.std(column))
+    low, middle, high = np.quantile(column, [0.25, 0.5, 0.75])
+    away = np.abs(column - middle) / ((high - low) or np.std(column) or 1.0)
+    return column, column + sign * (_LITTLE * np.std(column)) / np.maximum(1.0, away)
 
 
 def put(way: Way, rows: Any) -> Array:
