@@ -38,7 +38,7 @@ def ways(name: str, value: Array) -> list[Way]:
             here = (slice(None), *place)
             before[here], after[here] = change(value[here])
         if not np.array_equal(before, after):
-            found.append(Way(name, before, after, change is _sizes, 1e-5 if change is _little else 1e-3))
+            found.append(Way(name, before, after, change is _sizes, 1e-6 if change is _little else 1e-3))
     return found
 
 
