@@ -134,7 +134,7 @@ def _share_of(at: Any, arrays: Mapping[str, Any], way: Way, few: int, enough: fl
 def _clear(changes: Array, faint: float) -> Array:
     """A basis of the directions (blocks, r) that changes have but for the faintest."""
     size = np.linalg.norm(changes, axis=0)
-    columns = changes[:, size > 0.0] / size[size > 0.0]
+    columns: Array = changes[:, size > 0.0] / size[size > 0.0]
     if not columns.size:
         return columns
     left, sizes, _ = np.linalg.svd(columns, full_matrices=False)
