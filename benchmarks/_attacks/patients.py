@@ -132,9 +132,15 @@ def _logit(eta: Any, y: Any) -> None:
     pm.Bernoulli("obs", logit_p=eta, observed=y)
 
 
+@functools.cache
+def _rotation() -> Array:
+    found: Array = np.linalg.qr(np.random.default_rng(5).normal(size=(ROWS, ROWS)))[0]
+    return found
+
+
 def _mixed(beta: Any, x: Array, y: Array, marked: Array) -> None:
     """Every outcome is one of all, of columns that are mixed alike."""
-    mix = np.linalg.qr(np.random.default_rng(5).normal(size=(ROWS, ROWS)))[0]
+    mix = _rotation()
     _normal(pt.constant(mix @ np.stack([np.ones(ROWS), x, marked + x], 1)) @ beta, mix @ y)
 
 
