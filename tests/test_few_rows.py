@@ -151,6 +151,11 @@ READ_OF_ALL = {
     "a place": (lambda x: x[7], "few_rows"),
     "several places": (lambda x: x[7] + 2.0 * x[11], "few_rows"),
     "an extreme": (lambda x: x.max(), "few_rows"),
+    "a side": (lambda x: pt.switch(pt.gt(x[7], 0.0), 1.0, -1.0), "few_rows"),
+    "what a running sum has beside another": (
+        lambda x: pt.cumsum(x) - pt.cumsum(x * (np.arange(300) != 7)),
+        "few_rows",
+    ),
     "a mean": (lambda x: x.mean(), "None"),
 }
 
