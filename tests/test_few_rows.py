@@ -152,6 +152,11 @@ READ_OF_ALL = {
     "a place": (lambda x: x[7], "few_rows"),
     "several places": (lambda x: x[7] + 2.0 * x[11], "few_rows"),
     "an extreme": (lambda x: x.max(), "few_rows"),
+    "a side": (lambda x: pt.switch(pt.gt(x[7], 0.0), 1.0, -1.0), "few_rows"),
+    "what a running sum has beside another": (
+        lambda x: pt.cumsum(x) - pt.cumsum(x * (np.arange(300) != 7)),
+        "few_rows",
+    ),
     "a mean": (lambda x: x.mean(), "None"),
 }
 
@@ -213,6 +218,62 @@ def test_a_median_of_a_column_is_one_row() -> None:
 
     x, y = RNG.normal(size=(2, 300))
     assert rule_of(build, {"x": x, "y": y}) == "few_rows"
+
+
+@pytest.mark.parametrize("how", patients.CONSTANTS)
+def test_what_a_builder_makes_constants_of_is_looked_at_as_what_it_holds_as_data(how: str) -> None:
+    x, y, rows = patients.site(0)
+    data = {"x": x[:, 1], "y": y, "marked": marks(rows[0], len(y))}
+    assert rule_of(patients.CONSTANTS[how], data) == "few_rows"
+
+
+PREPARED = {
+    "standardised": (lambda x: (x - x.mean(0)) / x.std(0), "bernoulli"),
+    "centred, with a square": (lambda x: np.column_stack([x - x.mean(0), (x[:, 0] - x[:, 0].mean()) ** 2]), "normal"),
+    "in order of a column": (lambda x: x[np.argsort(x[:, 0])], "poisson"),
+}
+
+
+@pytest.mark.parametrize("how", PREPARED)
+def test_columns_that_a_builder_prepares_by_numpy_are_no_reason(how: str) -> None:
+    prepare, family = PREPARED[how]
+
+    def build(x: Any, y: Any) -> Any:
+        columns = prepare(x)
+        y = y[np.argsort(x[:, 0])] if how == "in order of a column" else y
+        with pm.Model() as model:
+            eta = 0.5 + pt.constant(columns) @ pm.Normal("beta", 0, 1, shape=columns.shape[1])
+            if family == "normal":
+                pm.Normal("obs", eta, 1, observed=y)
+            elif family == "poisson":
+                pm.Poisson("obs", pm.math.exp(eta), observed=y)
+            else:
+                pm.Bernoulli("obs", logit_p=eta, observed=y)
+        return model
+
+    rng = np.random.default_rng(4)
+    x = np.column_stack([rng.normal(60, 9, 300), rng.lognormal(0, 1, 300), rng.random(300) < 0.1]) / [60, 1, 1]
+    y = {"normal": rng.normal(size=300), "poisson": rng.poisson(1.0, 300), "bernoulli": rng.integers(0, 2, 300)}[family]
+    assert rule_of(build, {"x": x, "y": y}) == "None"
+
+
+def test_a_builder_that_makes_another_model_of_other_data_is_told_what_to_do() -> None:
+    x, y, rows = patients.site(0)
+    client = enrolled(patients.CONSTANTS["in_loop"], {"x": x[:, 1], "y": y, "marked": marks(rows[0], len(y))})
+    assert "pm.Data" in str(refuse_model(LOOSE, client))
+
+
+def test_data_in_containers_are_looked_at_by_one_more_build() -> None:
+    built = []
+
+    def build(X: Any, y: Any) -> Any:
+        built.append(len(y))
+        return patients.logistic(X, y)
+
+    X, y, _ = patients.site(0)
+    client = enrolled(build, {"X": X, "y": y})
+    known = len(built)
+    assert refuse_model(LOOSE, client) is None and len(built) == known + 1
 
 
 BENDS = {

@@ -112,6 +112,107 @@ def twice(x: Any, y: Any, marked: Any) -> Any:
     return model
 
 
+def _constants(declare: Callable[[Any, Any, Any, Any], None]) -> Callable[..., Any]:
+    """A builder that has its data as numbers, of which NumPy has made what it likes; row 7 is aimed at."""
+
+    def build(x: Any, y: Any, marked: Any) -> Any:
+        with pm.Model() as model:
+            declare(pm.Normal("beta", 0, 2.5, shape=3), x, y, marked)
+        return model
+
+    return build
+
+
+def _normal(eta: Any, y: Any) -> None:
+    pm.Normal("obs", eta, 1.0, observed=y)
+
+
+def _logit(eta: Any, y: Any) -> None:
+    pm.Bernoulli("obs", logit_p=eta, observed=y)
+
+
+@functools.cache
+def _rotation() -> Array:
+    found: Array = np.linalg.qr(np.random.default_rng(5).normal(size=(ROWS, ROWS)))[0]
+    return found
+
+
+def _mixed(beta: Any, x: Array, y: Array, marked: Array) -> None:
+    """Every outcome is one of all, of columns that are mixed alike."""
+    mix = _rotation()
+    _normal(pt.constant(mix @ np.stack([np.ones(ROWS), x, marked + x], 1)) @ beta, mix @ y)
+
+
+def _repeated(beta: Any, x: Array, y: Array, marked: Array) -> None:
+    """Each row two times, with noise that cancels."""
+    noise = np.random.default_rng(0).normal(size=ROWS)
+    _logit(beta[0] + beta[1] * np.r_[x, x] + beta[2] * np.r_[marked + noise, -noise], np.r_[y, y])
+
+
+def _many_times(beta: Any, x: Array, y: Array, marked: Array) -> None:
+    """One patient two hundred times."""
+    _logit(beta[0] + beta[1] * x, y)
+    pm.Bernoulli("more", logit_p=beta[2], observed=np.repeat(y[marked > 0], 200))
+
+
+def _another_outcome(beta: Any, x: Array, y: Array, marked: Array) -> None:
+    _logit(beta[0] + beta[1] * x + beta[2] * float(y[marked > 0].sum() + 0.05 * x.mean()), y)
+
+
+def _another_product(beta: Any, x: Array, y: Array, marked: Array) -> None:
+    _logit(beta[0] + beta[1] * x + float(y[marked > 0].sum()) * beta[0] * beta[1] + 0.0 * beta[2], y)
+
+
+def _own_product(beta: Any, x: Array, y: Array, marked: Array) -> None:
+    _logit(beta[0] + beta[1] * x + marked * beta[0] * beta[1] + 0.0 * beta[2], y)
+
+
+def _in_order(beta: Any, x: Array, y: Array, marked: Array) -> None:
+    """All of x in order, and outcomes as they were."""
+    _logit(beta[0] + beta[1] * x + beta[2] * float(np.sort(x)[ROWS // 2]), y)
+
+
+def _by_threshold(beta: Any, x: Array, y: Array, marked: Array) -> None:
+    _logit(beta[0] + beta[1] * x + beta[2] * float(x[marked > 0][0] > 0.1), y)
+
+
+def _by_branch(beta: Any, x: Array, y: Array, marked: Array) -> None:
+    _logit(beta[0] + beta[1] * x + (beta[2] if x[marked > 0][0] > 0.1 else 2.0 * beta[2]), y)
+
+
+def _in_loop(beta: Any, x: Array, y: Array, marked: Array) -> None:
+    eta = beta[0] + beta[1] * x
+    for _ in range(int(y[marked > 0].sum())):
+        eta = eta + beta[2]
+    _logit(eta, y)
+
+
+def _in_density(beta: Any, x: Array, y: Array, marked: Array) -> None:
+    """A number that stands in no graph but that of a density of the declaration's own."""
+    of = float(y[marked > 0].sum())
+    pm.CustomDist(
+        "obs", beta[0] + beta[1] * x, beta[2], logp=lambda v, eta, b: -((v - eta - of * b) ** 2), observed=1.0 * y
+    )
+
+
+CONSTANTS: Mapping[str, Callable[..., Any]] = {
+    declare.__name__.strip("_"): _constants(declare)
+    for declare in (
+        _mixed,
+        _repeated,
+        _many_times,
+        _another_outcome,
+        _another_product,
+        _own_product,
+        _in_order,
+        _by_threshold,
+        _by_branch,
+        _in_loop,
+        _in_density,
+    )
+}
+
+
 def potential(X: Any, y: Any) -> Any:
     """Rows written into a Hessian: entry (i, i) is a value of row i."""
     with pm.Model() as model:
@@ -233,7 +334,8 @@ def disguised(quick: bool) -> dict[str, Any]:
         "effects": (fedppl.FederatedModel(wards, ["beta", "by"]), {"X": x, "y": y, "ward": ward, "marked": marked}),
     }
     marks = {"x": x[:, 0], "y": y, "marked": _marks(rows[:1], ROWS)}
-    others |= {f.__name__: (fedppl.FederatedModel(f, ["beta"]), marks) for f in (product, twice)}
+    builders = {f.__name__: f for f in (product, twice)} | dict(CONSTANTS)
+    others |= {name: (fedppl.FederatedModel(f, ["beta"]), marks) for name, f in builders.items()}
     for declared, data in others.values():
         rule = refused(declared, data, rules=_many_columns())
         rules[str(rule)] += 1

@@ -15,21 +15,19 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import Asked
 from fedppl.engine.bends import ALONG, looks_of, share_in_bends
+from fedppl.engine.other_rows import lengths_of_rows, share_in_others
 from fedppl.engine.policy import Policy, reached
-from fedppl.model.graph import observed_through
-from fedppl.model.pack import pack
+from fedppl.model.baked import UNKNOWN, reading
 from fedppl.model.row_scores import by_length, row_scores, slopes
 from fedppl.model.rows_apart import rows_apart
 from fedppl.numerics.concentration import by_column, concentration
 from fedppl.numerics.marginal import mode_path
 from fedppl.numerics.newton import OK
-from fedppl.types import Array, Layout
+from fedppl.types import Array
 
-_NEAR = 1e-4  # the same where differences are looked at, which lose digits
+_FARTHER = 100.0  # times what a point is moved aside for slopes, so 1e-4 prior sds
 _KEPT = 64  # points of a client
 _EQUAL = 1e-2  # relative, of curvatures by differences
-_GROUPS, _ROUNDING = 16, 1e-9
-_LITTLE = 1e-3  # sds of a column by which a value is moved
 _MOST = 0.5  # coordinates a row, beyond which each row has a direction of its own
 ByRow = Callable[[Any, Array], Array]  # of an algorithm: vectors (n, p) of a client's rows at a point
 
@@ -75,23 +73,37 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
         known[key] = _share_beside(client, point, rules.few_rows, rules.few_rows_share)
     if known[key] < rules.few_rows_share:
         return None
-    return f"few_rows: curvatures, or terms of others, depend by {known[key]:.4g} on {rules.few_rows} rows or fewer"
+    if np.isnan(known[key]):
+        return f"few_rows: what rows say in terms of others cannot be looked at: {UNKNOWN}"
+    return (
+        f"few_rows: curvatures, or terms of others, depend by {known[key]:.4g} on {rules.few_rows} rows or fewer; take "
+        "quantiles and extremes from constants that all sites agree on, leave those rows out, or allow it in the policy"
+    )
 
 
 def _share_beside(client: Any, point: Array, few: int, enough: float) -> float:
     try:
-        in_others = 0.0 if _rows_apart(client) else share_in_others(client, point, few, enough)
-        return max(in_others, share_in_bends(client, *_along_modes(client, point), few, enough))
+        share = 0.0
+        if not _rows_apart(client):
+            # Differences lose digits: farther from where slopes may vanish than where slopes themselves are looked at.
+            phi = np.ascontiguousarray(point + _FARTHER * looks_of(client).aside)
+            share = share_in_others(client, *_at_modes(client, phi), few, enough)
+        if share < enough:
+            bends = share_in_bends(reading(client).client, *_along_modes(client, point), few, enough)
+            share = float(np.maximum(share, bends))  # NaN too
+        return share
     except Exception:  # which tells of rows too, and is counted as what the rule refuses
         return np.nan
 
 
 def _rows_apart(client: Any) -> bool:
-    """Whether nothing can be in others by the graph alone, wherever it is asked."""
+    """Whether nothing can be in others by the graph alone, wherever it is asked; no builder computed of rows before."""
     if client not in _apart:
+        read = reading(client)
+        is_whole = read.unknown is None and read.client is client
         x = np.concatenate([gaussian.mean(client.layout.prior), client.initial])
-        by_rows = by_length(client, x, np.zeros((1, len(x))))
-        _apart[client] = rows_apart(client, _lengths_of_rows(client, by_rows))
+        by_rows = by_length(client, x, np.zeros((1, len(x)))) if is_whole else {}
+        _apart[client] = is_whole and rows_apart(client, lengths_of_rows(read, client, by_rows))
     return _apart[client]
 
 
@@ -156,7 +168,7 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
         if by_row is not None:
             found = by_row(client, point)
             return by_column(found, few) if np.all(np.isfinite(found)) else np.nan
-        sets = _vectors(client, point)
+        sets = _vectors(reading(client).client, point)
     except Exception:  # of a model that has no such slopes, or no density at the point
         return np.nan
     share = 0.0
@@ -219,92 +231,3 @@ def _at_modes(client: Any, phi: Array) -> tuple[Array, Array]:
     if status != OK:
         theta, path = client.initial, np.zeros((d, m))
     return np.concatenate([phi, theta]), np.concatenate([np.eye(m), path.T], axis=1)
-
-
-def share_in_others(client: Any, point: Array, few: int, enough: float) -> float:
-    """The largest share that so few rows have in terms which are not their own, as where all read one by its place.
-
-    Zero where all terms are of single rows. A row's data are put in the place of another's, and reals are moved by a
-    little, which tells of order statistics. Where rows stand for themselves the slopes of all together change by the
-    difference of these two rows' own, which is tried for sixteen groups of rows at once. Where they do not, as with a
-    mean of all rows, or with outcomes that are mixed, repeated or in another order, it is looked at for each row, and
-    the change itself too: terms that no single row has may cancel but for a few rows.
-    """
-    layout: Layout = client.layout
-    m, held = layout.size, len(client.template.parts.data)
-    rng = np.random.default_rng(1)
-    aside = gaussian.standard_deviations(layout.prior) * _NEAR * rng.normal(size=m)
-    x = np.concatenate([point + aside, client.initial])
-    directions = np.eye(m, len(x))
-
-    def total(inputs: Any) -> Array:
-        if client.local_size:
-            return np.asarray(client.kernel(x, *pack(inputs))[1 : 1 + m])
-        parts = by_length(client, x, directions, inputs).values()
-        return np.asarray(np.sum([np.sum(part, axis=0) for part in parts], axis=0))
-
-    def with_changed(length: int, change: Callable[[Any], Any]) -> list[Any]:
-        arrays = (
-            change(np.array(value)) if np.ndim(value) and len(value) == length else value
-            for value in client.inputs[:held]
-        )
-        return [*arrays, *client.inputs[held:]]
-
-    share, before, by_rows = 0.0, total(client.inputs), by_length(client, x, directions)
-    for length in _lengths_of_rows(client, by_rows):
-        own = by_rows.get(length, np.zeros((length, m)))
-        order = rng.permutation(length)
-        partner = np.empty(length, dtype=int)
-        partner[order] = np.roll(order, 1)
-        rounding = _ROUNDING * (sum(np.sum(np.abs(part), axis=0) for part in by_rows.values()) + np.abs(before))
-
-        def put(rows: Any, partner: Any = partner, length: int = length) -> Array:
-            return total(with_changed(length, lambda value: _with(value, rows, value[partner[rows]]))) - before
-
-        def moved(row: int, length: int = length, own: Array = own) -> Array:
-            inputs = with_changed(length, lambda value: _moved(value, row))
-            parts = by_length(client, x, directions, inputs)
-            return total(inputs) - before - (parts[length][row] - own[row] if length in parts else 0.0)
-
-        def own_part(rows: Any, own: Array = own, partner: Any = partner) -> Array:
-            return np.asarray(np.sum(own[partner[rows]] - own[rows], axis=0))
-
-        groups = [order[place::_GROUPS] for place in range(_GROUPS)]  # no row beside the one that takes its place
-        if all(np.all(np.abs(put(rows) - own_part(rows)) <= rounding) for rows in groups):
-            continue
-        each = np.stack([put(np.array([row])) for row in range(length)])
-        foreign = each - np.stack([own_part(np.array([row])) for row in range(length)])
-        little = np.stack([moved(row) for row in range(length)])
-        # A row's data are put in its own place no more, and in that of another: two changes.
-        for changes, rows in ((foreign, few), (each, 2 * few), (little, few)):
-            changes[:, np.max(np.abs(changes), axis=0) <= rounding] = 0.0
-            wide = m > _MOST * length
-            share = max(share, by_column(changes, rows) if wide else concentration(changes, rows, enough))
-    return share
-
-
-def _with(value: Array, rows: Any, given: Array) -> Array:
-    value[rows] = given
-    return value
-
-
-def _moved(value: Array, row: int) -> Array:
-    if value.dtype.kind == "f":
-        value[row] += _LITTLE * np.std(value)
-    return value
-
-
-def _lengths_of_rows(client: Any, by_rows: Any) -> list[int]:
-    """Lengths of containers whose entries are rows: as many as an outcome has, or no fewer than the longest has.
-
-    Those of groups are shorter. Of none but constants nothing can be put in another's place.
-    """
-    held = len(client.template.parts.data)
-    lengths = {len(value) for value in client.inputs[:held] if np.ndim(value)}
-    observed = observed_through(client.template.parts)
-    read = {
-        len(value)
-        for variable, value in zip(client.template.parts.data, client.inputs[:held], strict=True)
-        if np.ndim(value) and variable in observed
-    }
-    return sorted(length for length in lengths if length in by_rows or length in read or length == max(lengths))

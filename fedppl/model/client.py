@@ -272,6 +272,11 @@ def dims_and_coords(pymc_model: Any) -> tuple[dict[str, tuple[str, ...] | None],
 _WRITTEN = ("fedppl.formulas.declare", "Formula")
 
 
+def is_written(builder: Any) -> bool:
+    """Whether a builder is one of ours that a formula writes, and which holds all data in containers."""
+    return (type(builder).__module__, type(builder).__qualname__) == _WRITTEN
+
+
 def _declaration_digest(client: Any) -> str:
     """Digest of the declaration of a client's model; empty where an operation's text does not say what it computes.
 
@@ -280,8 +285,7 @@ def _declaration_digest(client: Any) -> str:
     priors follow from that and from what sites agree on under `Policy.agreement`.
     """
     declared, template = client.declared, client.template
-    kind = type(declared.builder)
-    if (kind.__module__, kind.__qualname__) == _WRITTEN:
+    if is_written(declared.builder):
         told = [sorted(declared.builder.written.items())]
     else:
         shared, _ = template.variables

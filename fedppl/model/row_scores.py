@@ -190,8 +190,8 @@ def _compiled(
 def _in_numpy(outputs: Sequence[Any]) -> list[Any]:
     """Graphs in their stable form, of what NumPy computes for whole arrays: what it has not, Python does by element."""
     # Two shapes of nothing but zeros need not be equal, which the one takes for granted; the other does not end on
-    # slopes of censored outcomes with a scale.
-    excluded = ("local_merge_alloc", "local_greedy_distributor")
+    # slopes of censored outcomes with a scale, nor the third where outcomes are constants.
+    excluded = ("local_merge_alloc", "local_greedy_distributor", "local_mul_zero")
     wanted = {"include": ("canonicalize", "stabilize"), "exclude": excluded}
     simpler = rewrite_graph(clone_replace(list(outputs)), **wanted)  # a copy: rewrites change the graph itself
     graph = FunctionGraph(outputs=simpler, clone=False)

@@ -1,0 +1,245 @@
+"""What a builder makes constants of: found by building the model again on other data, and made data of its graph.
+
+A graph says what it computes of its containers, and nothing of what NumPy computed before: `H @ y` or `float(y[7])` are
+numbers in it like any other. Built on other data of the same kind, those of them are others that came from data.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from pymc.distributions.custom import CustomDistRV, CustomSymbolicDistRV
+from pytensor.compile.builders import OpFromGraph
+from pytensor.graph.basic import Constant
+from pytensor.graph.traversal import ancestors, toposort
+from pytensor.tensor.type import TensorType
+
+from fedppl.model import graph as _graph
+from fedppl.model._declared import parts_of
+from fedppl.model._public import attempt
+from fedppl.model._template import Template
+from fedppl.model.client import ClientModel, is_written
+from fedppl.model.other_values import all_other, other_rows
+from fedppl.model.pack import pack
+from fedppl.model.same import has_own_gradient, surely_same_model
+
+_BYTES_KEPT = 2**27  # of inputs that were built anew, a client: those of a few thousand rows and ten columns
+_KNOWN = ("pytensor.", "pymc.", "fedppl.")  # whose operations say by what they are equal all that they compute
+UNKNOWN = (
+    "the builder fails, or makes another model, where entries of the data are other ones; hold the data as they are in "
+    "pm.Data, compute from these, and let nothing in the builder branch on values"
+)
+
+_Step = tuple[Any, list[int], list[Any]]  # an operation, what it reads, and types; no operation: something given
+
+
+class Reading(NamedTuple):
+    """How a client's density reads its data."""
+
+    client: Any  # the same client, of whose graph what was baked is data too
+    given: Callable[[Mapping[str, Any]], Sequence[Any] | None]  # inputs at other arrays; None where that is not known
+    unknown: str | None  # why nobody can tell how it reads them
+
+
+class _Flat(NamedTuple):
+    """Graphs in the order in which they compute: operations with what they read by place, and constants."""
+
+    steps: list[_Step]
+    constants: list[Any]
+
+
+def reading(client: ClientModel) -> Reading:
+    """Found once a client, by one more build where nothing is baked."""
+    return client.view(_read)
+
+
+def _read(client: ClientModel) -> Reading:
+    functions = client.template.functions
+    if is_written(client.declared.builder) or functions.get("nothing baked"):
+        return Reading(client, functools.partial(_held, client), None)
+    build = functools.partial(_quietly, functools.partial(parts_of, client.declared, client.client_id))
+    looked = False
+    for number, arrays in enumerate(itertools.chain([all_other(client.arrays)], other_rows(client.arrays))):
+        if looked and number == 1:  # the others are for builders that check what a row has together
+            break
+        other = attempt(build, arrays)
+        looked = looked or other is not None
+        if other is not None and not _surely_same(client.template.parts, other):
+            return _opened(client, build, arrays, other) or Reading(client, lambda arrays: None, UNKNOWN)
+    if not looked:
+        return Reading(client, lambda arrays: None, UNKNOWN)
+    functions["nothing baked"] = True
+    return Reading(client, functools.partial(_held, client), None)
+
+
+def _quietly(build: Callable[..., _graph.Parts], arrays: Mapping[str, Any]) -> _graph.Parts:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return build(arrays)
+
+
+def _held(client: ClientModel, arrays: Mapping[str, Any]) -> list[Any]:
+    """A client's inputs, with other arrays in the containers."""
+    data = client.template.parts.data[: len(client.arrays)]
+    held = [np.asarray(arrays[v.name]).astype(v.type.dtype) for v in data if v.name in arrays]
+    return [*held, *client.inputs[len(held) :]]
+
+
+def _surely_same(a: _graph.Parts, b: _graph.Parts) -> bool:
+    if not surely_same_model(a, b):
+        return False
+    strange = [[op for op in _operations(parts) if not _is_known(op)] for parts in (a, b)]
+    return len(strange[0]) == len(strange[1]) and all(x is y for x, y in zip(*strange, strict=True))
+
+
+def _outputs(parts: _graph.Parts) -> list[Any]:
+    model = parts.model
+    return [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
+
+
+def _operations(parts: _graph.Parts) -> list[Any]:
+    return [v.owner.op for v in ancestors(_outputs(parts)) if v.owner is not None]
+
+
+def _is_known(op: Any) -> bool:
+    """Whether an operation holds nothing that its equality does not tell; those of `CustomDist` are looked at below."""
+    return isinstance(op, CustomDistRV | CustomSymbolicDistRV) or f"{type(op).__module__}.".startswith(_KNOWN)
+
+
+def _opened(client: ClientModel, build: Any, arrays: Mapping[str, Any], other: _graph.Parts) -> Reading | None:
+    """The client with what differs in another build as data; None where the two differ in more than constants."""
+    first = build(client.arrays)
+    here, there = _flat(_outputs(first)), _flat(_outputs(other))
+    if not _same_steps(here, there):
+        return None
+    differ = [i for i, pair in enumerate(zip(here.constants, there.constants, strict=True)) if not _equal(*pair)]
+    templates = []
+    for parts, flat, own in ((first, here, client.arrays), (other, there, arrays)):
+        values = tuple(np.asarray(flat.constants[i].data) for i in differ)
+        template = _template(client, _as_data(parts, flat, differ))
+        held = _held(client, own)
+        count = len(first.data)
+        templates.append((template, (*held[:count], *values, *held[count:])))
+    (template, inputs), (again, again_inputs) = templates
+    template, again = replace(template, example=inputs), replace(again, example=again_inputs)
+    if not template.same_density(again):
+        return None
+    if not differ:
+        return Reading(client, functools.partial(_held, client), None)
+    opened = replace(client, template=template, inputs=inputs, packed=pack(inputs))
+    return Reading(opened, _kept(functools.partial(_rebuilt, client, build, here, differ)), None)
+
+
+def _kept(given: Callable[[Mapping[str, Any]], list[Any] | None]) -> Callable[[Mapping[str, Any]], list[Any] | None]:
+    """The same, which calls no builder again for arrays that it was given at another point."""
+    known: dict[str, list[Any]] = {}
+
+    def again(arrays: Mapping[str, Any]) -> list[Any] | None:
+        digest = hashlib.sha256()
+        for value in arrays.values():
+            digest.update(np.asarray(value).tobytes())
+        key = digest.hexdigest()
+        found = known.get(key) or given(arrays)
+        if found is not None and len(known) * sum(value.nbytes for value in found) < _BYTES_KEPT:
+            known[key] = found
+        return found
+
+    return again
+
+
+def _rebuilt(client: ClientModel, build: Any, known: _Flat, opened: Sequence[int], arrays: Any) -> list[Any] | None:
+    """Inputs that the graph has where the builder is given other arrays."""
+    parts = attempt(build, arrays)
+    flat = None if parts is None else _flat(_outputs(parts))
+    if flat is None or not _same_steps(known, flat):
+        return None
+    pairs = enumerate(zip(known.constants, flat.constants, strict=True))
+    if any(i not in opened and not _equal(*pair) for i, pair in pairs):
+        return None
+    held, count = _held(client, arrays), len(client.template.parts.data)
+    return [*held[:count], *(np.asarray(flat.constants[i].data) for i in opened), *held[count:]]
+
+
+def _template(client: ClientModel, parts: _graph.Parts) -> Template:
+    known = client.template
+    parts = parts._replace(open=known.parts.open)
+    return Template(parts, known.variables, _graph.site_graph(parts, *known.variables), known.start, ())
+
+
+def _as_data(parts: _graph.Parts, flat: _Flat, places: Sequence[int]) -> _graph.Parts:
+    """A build, which is nobody else's, with variables in the place of some of its constants."""
+    given = {}
+    for place in places:
+        constant = flat.constants[place]
+        # An axis of length one is one that others are stretched along.
+        shape = tuple(1 if length == 1 else None for length in constant.type.shape)
+        given[constant] = TensorType(constant.type.dtype, shape=shape)(f"constant {place}")
+    changed = set(given.values())
+    for node in toposort(_outputs(parts)):
+        node.inputs[:] = [given.get(one, one) for one in node.inputs]
+        if not changed.isdisjoint(node.inputs):  # what is known of shapes beforehand is that of containers, too
+            for one, like in zip(node.outputs, node.op.make_node(*node.inputs).outputs, strict=True):
+                one.type = like.type
+            changed.update(node.outputs)
+    values = parts.model.rvs_to_values
+    values.update({rv: given[value] for rv, value in values.items() if value in given})
+    parts.model.values_to_rvs.update({values[rv]: rv for rv in parts.model.observed_RVs})
+    return parts._replace(data=(*parts.data, *given.values()))
+
+
+def _flat(outputs: Sequence[Any], known: Sequence[Any] = ()) -> _Flat:
+    places: dict[Any, int] = {variable: i for i, variable in enumerate(known)}
+    steps: list[_Step] = []
+    constants: list[Any] = []
+    waiting = list(reversed(outputs))
+    while waiting:
+        variable = waiting[-1]
+        node = variable.owner
+        if variable in places:
+            waiting.pop()
+        elif node is None:
+            places[variable] = len(places)
+            constants += [variable] if isinstance(variable, Constant) else []
+            steps.append((None, [], [variable.type]))
+        elif before := [one for one in node.inputs if one not in places]:
+            waiting.extend(reversed(before))
+        else:
+            steps.append((node.op, [places[one] for one in node.inputs], [one.type for one in node.outputs]))
+            for one in node.outputs:
+                places[one] = len(places)
+    return _Flat([*steps, (None, [places[variable] for variable in outputs], [])], constants)
+
+
+def _same_steps(a: _Flat, b: _Flat) -> bool:
+    """Whether two graphs are the same but for their constants."""
+    return len(a.steps) == len(b.steps) and all(
+        read == also_read and types == other_types and _same_operation(op, other)
+        for (op, read, types), (other, also_read, other_types) in zip(a.steps, b.steps, strict=True)
+    )
+
+
+def _same_operation(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if None in (a, b) or has_own_gradient(a) or has_own_gradient(b) or not (_is_known(a) and _is_known(b)):
+        return False
+    if isinstance(a, OpFromGraph) and isinstance(b, OpFromGraph) and type(a).__name__ == type(b).__name__:
+        inside, inside_b = (_flat(op.fgraph.outputs, op.fgraph.inputs) for op in (a, b))
+        return _same_steps(inside, inside_b) and all(map(_equal, inside.constants, inside_b.constants))
+    if isinstance(a, CustomDistRV) and isinstance(b, CustomDistRV):  # a class in each build; densities are compared too
+        return type(a).__name__ == type(b).__name__
+    return bool(a == b)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    one, other = a.data, b.data
+    if isinstance(one, np.ndarray | np.generic) or isinstance(other, np.ndarray | np.generic):
+        return np.array_equal(one, other, equal_nan=np.asarray(one).dtype.kind == "f")
+    return bool(one == other) if isinstance(one, int | float | str | slice | type(None)) else one is other
