@@ -94,7 +94,7 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     constant = Constant()
     is_gaussian = not client.local_size or client.view(_gaussian_rest.is_exact)
     if not is_gaussian and client.view(is_separable):
-        values, errors, constant = _with_alike(*one_by_one(client, points, center))
+        values, errors, constant = with_alike(*one_by_one(client, points, center))
     elif not is_gaussian:
         values, errors, constant = _corrected(client, points, center, values)
     if prior_share:
@@ -102,7 +102,7 @@ def factor(client: ClientView, points: Array, center: Array, prior_share: float)
     return Factor(values, errors, constant)
 
 
-def _with_alike(values: Array, errors: Array) -> tuple[Array, Array, Constant]:
+def with_alike(values: Array, errors: Array) -> tuple[Array, Array, Constant]:
     """Values and errors of a quadrature, and what these have in common, which other clients' have too."""
     told = np.isfinite(values)
     return values, errors, Constant(float(np.median(errors[told])) if np.any(told) else 0.0)
@@ -112,11 +112,11 @@ def _corrected(client: ClientView, points: Array, center: Array, laplace: Array)
     """log f_k from a spline of what a cheaper one leaves out, known at as few points as foretell the others."""
     known = np.unique(np.linspace(0, len(points) - 1, _SOME[1]).astype(int))
     some = known[:: _SOME[1] // _SOME[0]]
-    better, differ, constant = _integrated(client, points[some], center)
+    better, differ, constant = integrated(client, points[some], center)
     smooth = smooth_over(points, some, better - laplace[some], differ)
     if smooth is not None:
         return laplace + smooth[0], smooth[1], constant
-    better, differ, constant = _integrated(client, points[known], center)
+    better, differ, constant = integrated(client, points[known], center)
     smooth = smooth_over(points, known, better - laplace[known], differ)
     if smooth is not None:
         return laplace + smooth[0], smooth[1], constant
@@ -125,14 +125,14 @@ def _corrected(client: ClientView, points: Array, center: Array, laplace: Array)
         smooth = smooth_over(points, known, better - coarse[known], differ)
         if smooth is not None:
             return coarse + smooth[0], smooth[1], constant
-    return _integrated(client, points, center)
+    return integrated(client, points, center)
 
 
-def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array, Array, Constant]:
+def integrated(client: ClientView, points: Array, center: Array) -> tuple[Array, Array, Constant]:
     """log f_k by a quadrature over few coordinates, a grid of nodes or sampled ones; its errors, and their constant."""
     which = client.view(_gaussian_rest.find)
     if which is not None:
-        return _with_alike(*_conditional.integrated(client, points, center, which))
+        return with_alike(*_conditional.integrated(client, points, center, which))
     if client.local_size not in _GRIDS:
         return _sampled(client, points, center)
     d = client.local_size
@@ -144,7 +144,7 @@ def _integrated(client: ClientView, points: Array, center: Array) -> tuple[Array
         return values + np.log1p(outside), np.where(np.isfinite(values), unknown, 0.0)
 
     ways = [functools.partial(compute, rule=rule) for rule in rules]
-    return _with_alike(*by_pairs(ways, points, (Pair(0, 1, 1), Pair(1, 2, 1), Pair(2, 3, 2))))
+    return with_alike(*by_pairs(ways, points, (Pair(0, 1, 1), Pair(1, 2, 1), Pair(2, 3, 2))))
 
 
 def _sampled(client: ClientView, points: Array, center: Array) -> tuple[Array, Array, Constant]:

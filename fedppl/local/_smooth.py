@@ -20,8 +20,8 @@ def smooth_over(
 ) -> tuple[Array, Array] | None:
     """A function and its errors, known at a few of the points (P,), at all of them (S,), where it is smooth enough.
 
-    A thin-plate spline of three quarters of the few has to foretell the function at the others, with a median error of
-    at most `enough`. By how much it misses these is an error too, of the points that are near to them. Where the
+    A spline of three quarters of the few has to foretell the function at the others, with a median error of at most
+    `enough`: a thin-plate one of points that are drawn in, else a cubic one. By how much it misses these is an error too, of the points that are near to them. Where the
     nearest of the few is not known, the function is not: NaN.
     """
     known = np.stack([values, errors], axis=1)
@@ -31,13 +31,16 @@ def smooth_over(
         return None
     scale = np.median(np.abs(points - np.median(points, axis=0)), axis=0)
     # far points are drawn in: what varies with the log of a distance is as smooth there as near the center
-    white = np.arcsinh((points - np.median(points, axis=0)) / scale)
+    straight = (points - np.median(points, axis=0)) / scale
     held_out = np.arange(len(few)) % 4 == 3
-    fit = functools.partial(RBFInterpolator, kernel="thin_plate_spline", degree=1)
     try:
-        foretold = fit(white[few[~held_out]], known[~held_out])(white[few[held_out]])
-        missed = foretold[:, 0] - known[held_out, 0]
-        if np.median(np.abs(missed)) > enough or np.quantile(np.abs(missed), 0.9) > 10 * enough:
+        for white, kernel in ((np.arcsinh(straight), "thin_plate_spline"), (straight, "cubic")):
+            fit = functools.partial(RBFInterpolator, kernel=kernel, degree=1)
+            foretold = fit(white[few[~held_out]], known[~held_out])(white[few[held_out]])
+            missed = foretold[:, 0] - known[held_out, 0]
+            if np.median(np.abs(missed)) <= enough and np.quantile(np.abs(missed), 0.9) <= 10 * enough:
+                break
+        else:
             return None
         found = fit(white[few], known)(white)
         nearest = cKDTree(white[few[held_out]]).query(white, k=min(_NEAREST, len(missed)))[1]

@@ -39,7 +39,7 @@ def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     """From the correction, which has to be trusted; without one from the clients that are in this process."""
     held = state.correction
     if held is not None:
-        return _of_correction(held, state.sites, state.prior_share)
+        return of_correction(held, state.sites, state.prior_share)
     if state.corrects:
         raise NotConvergedError("the run ended before the correction, from which the evidence comes: see fit.message.")
     absent = [name for name in state.sites.where if name not in clients]
@@ -52,9 +52,9 @@ def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     return _own(state, clients)
 
 
-def _of_correction(state: Correcting, sites: Sites, prior_share: float) -> LogEvidence:
+def of_correction(state: Correcting | None, sites: Sites, prior_share: float) -> LogEvidence:
     """Log of the integral of prior and factors over φ."""
-    if state.found is None or not state.trusted:
+    if state is None or state.found is None or not state.trusted:
         raise NotConvergedError(
             "the correction of q is not to be trusted, so that there is no evidence: see fit.message."
         )

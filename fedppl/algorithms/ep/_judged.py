@@ -52,8 +52,11 @@ def is_over(state: Correcting) -> bool:
     return state.waited > 2 + 5 * (len(state.answered) / a_round - 1)
 
 
-def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: float | None) -> Judged:
-    """Reweigh once an exchange is over: done, or another exchange from a proposal fitted to what was found."""
+def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: float | None, remedy: str) -> Judged:
+    """Reweigh once an exchange is over: done, or another exchange from a proposal fitted to what was found.
+
+    The `remedy` is the call that has more points.
+    """
     if not is_over(state):
         left = int(len(state.answered) - state.answered.sum())
         return Judged(state, False, f"the correction waits for {left} clients; raise rounds=")
@@ -81,7 +84,7 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
     hopeless = bool(np.any(state.missing) or np.any(state.distrusted) or (is_cut and trusted))
     if not enough and not hopeless and state.exchanges < exchanges:
         count = 2 * sum(proposal.per_scramble for proposal in latest(state))
-        return Judged(exchange(state, sites, _refitted(found, count, sites.q), stream), False, "")
+        return Judged(exchange(state, sites, refitted(found, count, sites.q), stream), False, "")
     names = list(sites.where)
     noise, moved = float(np.sqrt(found.weights @ np.nan_to_num(state.noise))), _moved(state, found)
     lost = float(np.mean(np.isnan(state.residual[state.within])))
@@ -90,8 +93,7 @@ def judge(state: Correcting, sites: Sites, exchanges: int, stream: int, trust: f
         _without([names[k] for k in np.flatnonzero(state.missing)]),
         _misleading([names[k] for k in np.flatnonzero(state.distrusted)], trust),
         _beyond_radius(cut, radius, by, sites) if is_cut else "",
-        # Each exchange had twice as many points as that before it.
-        "" if trusted else _beyond_q(found, sites, growth, len(state.points) // int(2**state.exchanges - 1)),
+        "" if trusted else _beyond_q(found, sites, growth, remedy),
         _unreached(lost, _LOST, hidden, _mute(state, sites, _LOST)) if lost > _LOST or hidden > _MOVED else "",
         _uncertain(noise, moved) if noise > NOISE or moved > _MOVED else "",
     ]
@@ -201,7 +203,7 @@ def says_more(state: Correcting) -> bool:
     return float(np.sqrt(state.found.of_q @ np.clip(centred, -1e100, 1e100) ** 2)) > _SHOWS
 
 
-def _refitted(found: Reweighted, count: int, q: Gaussian) -> tuple[Proposal, ...]:
+def refitted(found: Reweighted, count: int, q: Gaussian) -> tuple[Proposal, ...]:
     """The t with the moments of the weighted points, somewhat wider where few are left, and out into their tails."""
     m = len(found.mean)
     covariance = found.covariance
@@ -261,11 +263,8 @@ def _misleading(names: list[str], trust: float | None) -> str:
     )
 
 
-def _beyond_q(found: Reweighted, sites: Sites, grown: float, points: int) -> str:
-    """What q could not follow, and where; `grown` is what a log sd grew by from one exchange to the next.
-
-    The first exchange had so many `points`.
-    """
+def _beyond_q(found: Reweighted, sites: Sites, grown: float, remedy: str) -> str:
+    """What q could not follow, and where; `grown` is what a log sd grew by from one exchange to the next."""
     sd = gaussian.standard_deviations(sites.q)
     shift = (found.mean - gaussian.mean(sites.q)) / sd
     wider = np.sqrt(np.diag(found.covariance)) / sd
@@ -283,10 +282,9 @@ def _beyond_q(found: Reweighted, sites: Sites, grown: float, points: int) -> str
         f"an sd that last grew by {np.expm1(grown):.0%}" if grown > MOST_ERROR else "",
     ]
     return (
-        f"sds and tails are not known well enough, of {name} above all: its mean is {shift[worst]:+.2g} sds from EP's "
-        f"Gaussian, and its sd {wider[worst]:.2g} times as large. Use "
-        f"fedppl.EP(correction=fedppl.Correction(points={4 * points})), declare {name} on a scale where it is closer "
-        f"to normal, or give it a prior that says more. Of {len(found.points)} points: "
+        f"sds and tails are not known well enough, of {name} above all: its mean is {shift[worst]:+.2g} sds from the "
+        f"Gaussian's, and its sd {wider[worst]:.2g} times as large. Use {remedy}, declare {name} on a scale where it "
+        f"is closer to normal, or give it a prior that says more. Of {len(found.points)} points: "
         + ", ".join(filter(None, short))
     )
 

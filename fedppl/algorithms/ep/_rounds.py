@@ -154,7 +154,8 @@ def correcting_round(
 ) -> Taken:
     """Clients' log factors taken in; converged once the reweighted points are to be trusted."""
     after = _correction.take(before, state.sites, replies)
-    judged = _judged.judge(after, state.sites, correction.exchanges, state.stream, trust)
+    remedy = f"fedppl.EP(correction=fedppl.Correction(points={4 * correction.points}))"
+    judged = _judged.judge(after, state.sites, correction.exchanges, state.stream, trust, remedy)
     found = judged.state.found
     info = EPInfo("correction", np.nan, np.nan, state.damping, np.nan, np.nan, np.nan)
     if found is not None:

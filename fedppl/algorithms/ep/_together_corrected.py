@@ -31,6 +31,7 @@ def corrected(many: ManyClients, state: EPState, correction: Correction, way: Wa
     held = _correction.start(sites, state.skewness, correction.points, radius, state.stream, keep=False)
     constants = np.tile([way.constant, 0.0], (count, 1))
     held = held._replace(is_proper=many.like.has_proper_prior, constants=constants)
+    remedy = f"fedppl.EP(correction=fedppl.Correction(points={4 * correction.points}))"
     while True:
         densities = count * len(_correction.asked(held)) * max(1, len(way.nodes.nodes))
         if densities > _MOST:
@@ -40,9 +41,9 @@ def corrected(many: ManyClients, state: EPState, correction: Correction, way: Wa
             return
         held = _answered(many, held, state, way, workers)
         exchanges = correction.exchanges if densities <= _CHEAP else min(_FIRST, correction.exchanges)
-        judged = _judged.judge(held, sites, exchanges, state.stream, None)
+        judged = _judged.judge(held, sites, exchanges, state.stream, None, remedy)
         if judged.done and not judged.state.trusted:  # more points than will do are asked for where they will not
-            judged = _judged.judge(held, sites, correction.exchanges, state.stream, None)
+            judged = _judged.judge(held, sites, correction.exchanges, state.stream, None, remedy)
         held = judged.state
         if judged.done:
             status = Status.CONVERGED if held.trusted else Status.STALLED

@@ -402,12 +402,7 @@ def _asks(layout: Layout, message: Message, *, local: LocalInference) -> Asked:
     """The point, which a client can leave out where a step led to it, and those along that step; or the target."""
     if "points" in message:
         return Asked(np.zeros((0, layout.size)), np.asarray(message["points"], dtype=float), correction=True)
-    if not _expands(message, local):
-        return at_target(layout, message)
-    point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
-    if not np.any(move):
-        return Asked(point[None], np.zeros((0, layout.size)))
-    return Asked(np.zeros((0, layout.size)), np.vstack([point, _warm_start.along(point, move)]))
+    return _warm_start.asks(layout, message) if _expands(message, local) else at_target(layout, message)
 
 
 def _is_correcting(state: EPState) -> bool:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fedppl import gaussian
 from fedppl.algorithms.ep import _trust
 from fedppl.algorithms.ep.sites import NO_VALUE, Sites, dense, implausible_expansion, in_structure, indices, update
-from fedppl.contracts import ClientView, Expansion, LocalInference
+from fedppl.contracts import Asked, ClientView, Expansion, LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array, Layout, LocalFailure, Message
 
@@ -65,6 +65,14 @@ def start_at(point: Array, middle: Array, clients: int) -> WarmStart:
 def along(point: Array, move: Array) -> Array:
     """Points (T, m) at `LENGTHS` times the step that led to the point."""
     return np.asarray(point + (LENGTHS - 1.0)[:, None] * move)
+
+
+def asks(layout: Layout, message: Message) -> Asked:
+    """The point, which a client can leave out where a step led to it, and those along that step."""
+    point, move = (np.asarray(message[name], dtype=float) for name in ("point", "move"))
+    if not np.any(move):
+        return Asked(point[None], np.zeros((0, layout.size)))
+    return Asked(np.zeros((0, layout.size)), np.vstack([point, along(point, move)]))
 
 
 def expand_along(
