@@ -21,8 +21,8 @@ def smooth_over(
     """A function and its errors, known at a few of the points (P,), at all of them (S,), where it is smooth enough.
 
     A spline of three quarters of the few has to foretell the function at the others, with a median error of at most
-    `enough`: a thin-plate one of points that are drawn in, else a cubic one. By how much it misses these is an error too, of the points that are near to them. Where the
-    nearest of the few is not known, the function is not: NaN.
+    `enough`: a thin-plate one of points that are drawn in, else a cubic one. By how much it misses these is an error
+    too, of the points that are near to them. Where the nearest of the few is not known, the function is not: NaN.
     """
     known = np.stack([values, errors], axis=1)
     told = np.all(np.isfinite(known), axis=1)

@@ -36,7 +36,7 @@ from fedppl.local._smooth import smooth_over
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import draw_target, pack_target
 from fedppl.numerics import student
-from fedppl.numerics.importance import STREAMS, normalise, skewness, whitened_points
+from fedppl.numerics.importance import STREAMS, skewness, whitened_points
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.structure import full
 from fedppl.types import Array, Layout, Message, Rng, Status
@@ -454,9 +454,7 @@ def _details(state: SumsState) -> contracts.Details:
     if isinstance(phase, Searching) or phase.held.found is None:
         return {}
     found = phase.held.found
-    known: dict[str, tuple[tuple[str, ...], Array]] = {
-        "skewness": (("rows",), skewness(found.points, normalise(np.log(np.maximum(found.weights, 1e-300)))))
-    }
+    known: dict[str, tuple[tuple[str, ...], Array]] = {"skewness": (("rows",), skewness(found.points, found.weights))}
     if phase.held.trusted:
         known |= {
             "corrected_mean": (("rows",), found.mean),
