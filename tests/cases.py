@@ -211,6 +211,7 @@ CASES: dict[str, Case] = {
         rounds=5,
         ending=posterior({"local": fedppl.NUTS(draws=150, tune=150, chains=1, nuts_sampler="pymc")}),
     ),
+    "Sums": Case("Sums", {"points": 512, "pilot": 64, "starts": 1}, noise, summed=True, ending=posterior()),
     "FedAvg": Case("FedAvg", descent, noise, summed=True, ending=mode(one_step)),
     "FedAvg(batches)": Case("FedAvg", batches, regression, summed=True),
     "FedProx": Case("FedProx", {**batches, "mu": 0.1}, regression, summed=True, ending=mode({**one_step, "mu": 0.5})),

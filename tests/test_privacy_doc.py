@@ -26,7 +26,7 @@ def formulas() -> dict[str, tuple[str, str]]:
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 5 and cells[2].startswith(("`8", "`0")):
-            found[cells[0]] = tuple(re.sub(r"([\dS]) (?=[mtpnLS(])", r"\1 * ", cells[i].strip("`")) for i in (2, 4))
+            found[cells[0]] = tuple(re.sub(r"([\dS]) (?=[mtpnLST(])", r"\1 * ", cells[i].strip("`")) for i in (2, 4))
     return found
 
 
@@ -47,7 +47,8 @@ def messages_of(algorithm: str) -> list[str]:
 def test_the_table_has_a_row_for_every_message() -> None:
     algorithms = {case.algorithm for case in CASES.values()} - {"skeleton.Newton"}
     found = {name: messages_of(name) for name in algorithms | {"PrivateEP"}}
-    assert all(len(messages) == (3 if name == "EP" else 1) for name, messages in found.items()), found
+    several = {"EP": 3, "Sums": 2}
+    assert all(len(messages) == several.get(name, 1) for name, messages in found.items()), found
     assert {message for messages in found.values() for message in messages} == set(formulas())
 
 
@@ -56,7 +57,7 @@ FIRST = list(
     {
         case.algorithm: name
         for name, case in reversed(CASES.items())
-        if case.algorithm not in ("EP", "skeleton.Newton")
+        if case.algorithm not in ("EP", "Sums", "skeleton.Newton")
     }.values()
 )
 
@@ -112,6 +113,22 @@ def test_bytes_of_ep_are_those_of_the_ledger(problem: Any) -> None:
         )
         seen.add(message)
     assert seen == {"EP, warm start", "EP, refinement", CORRECTION}
+
+
+@pytest.mark.parametrize("problem", [problems.regression, problems.noise])
+def test_bytes_of_sums_are_those_of_the_ledger(problem: Any) -> None:
+    model, clients = problem()
+    fit = fedppl.fit(model, clients, fedppl.Sums(starts=1), progressbar=False, random_seed=1)
+    rounds, m = fit.idata["rounds"], fit.layout.size
+    letters = {"m": m, "t": m * (m + 1) // 2}
+    for t, phase in enumerate(rounds["phase"].values):
+        released = dict(re.findall(r"(\w+) \((\d+)\)", str(rounds["released"].values[t])))
+        letters |= {"S": int(released.get("values", 0)), "T": int(released.get("left_out", 0))}
+        formula = formulas()[{"search": "Sums, search", "weighing": "Sums, S points"}[phase]]
+        down, up = (eval(one, letters) for one in formula)  # noqa: S307
+        assert set(rounds["bytes_down"].values[t]) == {down}
+        assert set(rounds["bytes_up"].values[t]) == {up}
+    assert {"search", "weighing"} == set(rounds["phase"].values)
 
 
 @problems.few_rounds

@@ -24,7 +24,6 @@ from fedppl.algorithms.ep._correction import Correcting, asked, asked_at, exchan
 from fedppl.algorithms.ep._evidence import of_correction
 from fedppl.algorithms.ep._rounds import hardly_a_prior, why_not_arrived
 from fedppl.algorithms.ep._starts import Starts
-from fedppl.algorithms.ep.correction import Correction
 from fedppl.algorithms.ep.sites import NO_VALUE, Sites
 from fedppl.algorithms.ep.warm_start import WarmStart
 from fedppl.algorithms.size import say_if_large
@@ -39,7 +38,7 @@ from fedppl.numerics import student
 from fedppl.numerics.importance import STREAMS, skewness, whitened_points
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.structure import full
-from fedppl.types import Array, Layout, Message, Rng, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
 _ALL = "all clients"
 _LOCAL = NestedLaplace()
@@ -111,8 +110,8 @@ def Sums(*, points: int = 2048, pilot: int = 256, starts: int | str = "auto") ->
     Parameters
     ----------
     points
-        Number of points of the first exchange after the pilot, a multiple of 8 and at least 512. Each further one has
-        twice as many, until the weights are to be trusted.
+        Number of points of the first exchange after the pilot, at least 512. Each further one has twice as many, until
+        the weights are to be trusted. Points are of eight scrambles: their number is rounded down to a multiple of 8.
     pilot
         Number of points that shape the proposal, at least 64.
     starts
@@ -148,9 +147,10 @@ def Sums(*, points: int = 2048, pilot: int = 256, starts: int | str = "auto") ->
     .. [1] Vehtari et al. (2024), Pareto smoothed importance sampling, JMLR 25.
     .. [2] Rue, Martino, Chopin (2009), Approximate Bayesian inference for latent Gaussian models, JRSS B 71.
     """
-    points = Correction(points=points).points
-    pilot = student.SCRAMBLES * (settings.whole("pilot", pilot, 64) // student.SCRAMBLES)
+    points, pilot = settings.whole("points", points, 512, most=2**20), settings.whole("pilot", pilot, 64, most=2**20)
     by_number = not isinstance(starts, str)
+    if not by_number and starts != "auto":
+        raise DeclarationError(f'starts={settings.shown(starts)} must be "auto", or a whole number from 1 to 1000.')
     searches = settings.whole("starts", starts, most=1000) if by_number else 4
     return contracts.Algorithm[SumsState, None](
         name="Sums",
@@ -166,7 +166,6 @@ def Sums(*, points: int = 2048, pilot: int = 256, starts: int | str = "auto") ->
             contracts.Posterior(lambda state: state.phase.sites.q, _corrected, _evidence),
             _details,
             preliminary=lambda state: isinstance(state.phase, Searching),
-            closing=lambda state: isinstance(state.phase, Weighing) and not state.phase.held.trusted,
             tests_convergence=True,
             resume=_resume,
         ),

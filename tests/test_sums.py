@@ -1,0 +1,169 @@
+"""The posterior by sums over clients, against closed forms and quadrature; what it refuses, and what it cannot know."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import numpy as np
+import pymc as pm
+import pytest
+from numpy.testing import assert_allclose
+from scipy.special import expit, logsumexp
+
+import fedppl
+from fedppl import ConvergenceWarning, DeclarationError
+from fedppl.contracts import Posterior
+from fedppl.testing import normal_means
+from fedppl.types import Array
+from tests.support import problems
+
+sums = importlib.import_module("fedppl.algorithms.ep.sums")
+fit = functools.partial(fedppl.fit, progressbar=False, random_seed=1)
+
+
+def wards(y: Any) -> pm.Model:
+    """Rates of a ward about a common one, with an sd that is shared."""
+    with pm.Model() as model:
+        y = pm.Data("y", y)
+        mu, log_tau = pm.Normal("mu", 0, 2), pm.Normal("log_tau", -0.5, 0.7)
+        level = pm.Normal("level", mu, pm.math.exp(log_tau))
+        pm.Bernoulli("obs", logit_p=level, observed=y)
+    return model
+
+
+@functools.cache
+def hospitals(count: int) -> dict[str, dict[str, Array]]:
+    rng = np.random.default_rng(count)
+    rows = rng.integers(5, 41, count)
+    return {
+        f"ward {k}": {"y": (rng.random(n) < expit(0.4 + 0.6 * rng.normal())).astype(int)} for k, n in enumerate(rows)
+    }
+
+
+WARDS = fedppl.FederatedModel(wards, ["mu", "log_tau"])
+
+
+def by_quadrature(clients: dict[str, dict[str, Array]]) -> tuple[Array, Array, float]:
+    """Mean, sd and log evidence over a grid of both shared variables, levels by 60 nodes of Gauss and Hermite."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    mu, log_tau = np.linspace(-4, 5, 181), np.linspace(-5, 3, 161)
+    at = np.stack(np.meshgrid(mu, log_tau, indexing="ij"), -1).reshape(-1, 2)
+    level = at[:, :1] + np.exp(at[:, 1:]) * nodes
+    logs = -0.5 * (at[:, 0] / 2) ** 2 - 0.5 * ((at[:, 1] + 0.5) / 0.7) ** 2 - np.log(2 * 0.7 * 2 * np.pi)
+    for data in clients.values():
+        wins, n = data["y"].sum(), len(data["y"])
+        term = -wins * np.logaddexp(0, -level) - (n - wins) * np.logaddexp(0, level)
+        logs = logs + logsumexp(term + np.log(weights / weights.sum()), axis=1)
+    evidence = logsumexp(logs) + np.log((mu[1] - mu[0]) * (log_tau[1] - log_tau[0]))
+    w = np.exp(logs - logsumexp(logs))
+    mean = w @ at
+    return mean, np.sqrt(w @ (at - mean) ** 2), float(evidence)
+
+
+@pytest.mark.parametrize("problem", [normal_means, problems.regression])
+def test_a_gaussian_posterior_is_exact(problem: Any) -> None:
+    model, clients = problem()
+    found, expected = fit(model, clients, fedppl.Sums()), fit(model, clients, fedppl.EP())
+    assert found.status.value == "converged"
+    for name in ("precision", "linear"):
+        assert_allclose(getattr(found.posterior, name), getattr(expected.posterior, name), rtol=1e-6, atol=1e-6)
+    assert found.log_evidence.value == pytest.approx(expected.log_evidence.value, abs=1e-8)
+
+
+@pytest.mark.parametrize("count", [3, 12, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_random_intercept_is_that_of_quadrature(count: int) -> None:
+    clients = hospitals(count)
+    mean, sd, evidence = by_quadrature(clients)
+    found = fit(WARDS, clients, fedppl.Sums())
+    assert found.status.value == "converged"
+    table = found.summary()
+    for place, name in enumerate(("mu", "log_tau")):
+        row = table.loc[name]
+        # Monte Carlo errors are stated; 4 of them, and what is left of the integrals
+        assert abs(row["mean"] - mean[place]) < 4 * row["mcse_mean"] + 0.005 * sd[place]
+        assert abs(row["sd"] / sd[place] - 1) < 4 * row["mcse_sd"] / sd[place] + 0.005
+        assert row["mcse_mean"] < 0.03 * sd[place]
+    assert abs(found.log_evidence.value - evidence) < 4 * found.log_evidence.error + 0.005
+
+
+def test_clients_own_variables_are_those_of_the_default_fit() -> None:
+    clients = hospitals(6)
+    found, other = fit(WARDS, clients, fedppl.Sums()), fit(WARDS, clients)
+    for name in clients:
+        one, two = (f.client(name, draws=4000)["posterior"]["level"].values.ravel() for f in (found, other))
+        assert abs(one.mean() - two.mean()) < 5 * one.std() * np.sqrt(2 / 4000)
+        assert abs(one.std() / two.std() - 1) < 5 * np.sqrt(1 / 4000)
+    data = {"y": np.array([1, 1, 1, 0, 1])}
+    one, two = (f.new_client(data, draws=4000)["posterior"]["level"].values.ravel() for f in (found, other))
+    assert abs(one.mean() - two.mean()) < 5 * one.std() * np.sqrt(2 / 4000)
+
+
+def test_integrals_at_every_point_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where few points do not foretell what Laplace leaves out at the others."""
+    clients = hospitals(12)
+    few = fit(WARDS, clients, fedppl.Sums(starts=1))
+    monkeypatch.setattr(sums, "_FORETOLD", 0.0)
+    every = fit(WARDS, clients, fedppl.Sums(starts=1))
+    assert every.state.phase.everywhere and not few.state.phase.everywhere
+    one, two = few.summary(), every.summary()
+    error = np.hypot(one["mcse_mean"], two["mcse_mean"])
+    assert np.all(np.abs(one["mean"] - two["mean"]) < 4 * error + 0.01 * one["sd"])
+
+
+def test_all_clients_get_the_same_message_and_keep_nothing() -> None:
+    algorithm, model = fedppl.Sums(starts=1), WARDS.enrol(hospitals(3))
+    state = algorithm.init(next(iter(model.values())).layout, tuple(model), np.random.default_rng(1))
+    messages = [algorithm.broadcast(state, name) for name in model]
+    for message in messages[1:]:
+        for name in messages[0]:
+            assert_allclose(message[name], messages[0][name], rtol=0, atol=0)
+    update = algorithm.update_client(model["ward 0"], None, messages[0], np.random.default_rng(1))
+    assert update.personal is None
+
+
+def test_rounds_without_a_client_are_void_and_then_the_end() -> None:
+    with pytest.warns(ConvergenceWarning, match="participation="):
+        found = fit(WARDS, hospitals(6), fedppl.Sums(), participation=fedppl.fixed_size(4))
+    assert found.status.value == "stalled"
+    assert len(found.records) == sums._VOID
+
+
+def test_other_modes_are_named() -> None:
+    def sign(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            y, a = pm.Data("y", y), pm.Normal("a", 0, 3)
+            pm.Normal("obs", a**2, 0.3, observed=y)
+        return model
+
+    clients = {name: {"y": 4 + 0.3 * np.random.default_rng(k).normal(size=8)} for k, name in enumerate("abc")}
+    with pytest.warns(ConvergenceWarning, match="several modes"):
+        assert fit(fedppl.FederatedModel(sign, ["a"]), clients, fedppl.Sums()).status.value == "stalled"
+
+
+def test_what_needs_single_clients_is_refused() -> None:
+    found = fit(*normal_means(4), fedppl.Sums())
+    assert isinstance(found.algorithm.result.shared, Posterior) and found.algorithm.result.shared.without is None
+    with pytest.raises(DeclarationError, match="EP"):
+        fedppl.conflict(found)
+    with pytest.raises(DeclarationError, match="EP"):
+        found.influence()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"points": 100}, "points"), ({"pilot": 8}, "pilot"), ({"starts": 0}, "starts"), ({"starts": "some"}, "starts")],
+)
+def test_settings_out_of_range_are_named(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(DeclarationError, match=named):
+        fedppl.Sums(**settings)
+
+
+def test_a_fit_goes_on_from_another() -> None:
+    clients = hospitals(12)
+    first = fit(WARDS, {k: clients[k] for k in list(clients)[:11]}, fedppl.Sums(starts=1))
+    again = fit(WARDS, clients, fedppl.Sums(starts=1), start=first)
+    alone = fit(WARDS, clients, fedppl.Sums(starts=1))
+    assert len(again.records) <= len(alone.records)
+    assert_allclose(again.summary()["mean"], alone.summary()["mean"], atol=0.1 * alone.summary()["sd"].max())
