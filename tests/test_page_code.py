@@ -110,6 +110,11 @@ def of_engines() -> dict[str, Any]:
     return {"engine_trend": hm1.linear_regression, "clients": {name: rows(30, 5) for name in "ABCDEF"}}
 
 
+def of_hospitals_with_torch() -> dict[str, Any]:
+    pytest.importorskip("torch")
+    return {"hospitals": {name: binary(60) for name in "ABC"}}
+
+
 PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "algorithms": of_engines,
     "curves": of_curves,
@@ -123,7 +128,7 @@ PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "install_at_a_hospital": of_a_hospital,
     "models": of_schools,
     "networks": of_networks,
-    "pfedvem": lambda: {"hospitals": {name: binary(60) for name in "ABC"}},
+    "pfedvem": of_hospitals_with_torch,
     "plots": of_plots,
     "scale": lambda: {"model": fedppl.formula("y ~ x + (1 | group)"), "frame": grouped(60)},
     "summaries": dict,
