@@ -12,12 +12,11 @@ from fedppl.model.graph import observed_through
 from fedppl.model.other_values import Way, all_other, put, ways
 from fedppl.model.pack import pack
 from fedppl.model.row_scores import by_length
-from fedppl.numerics.concentration import by_column, concentration
+from fedppl.numerics.concentration import largest_share
 from fedppl.types import Array
 
 _ROUNDING = 1e-12  # of the sum of sizes: below it a change is none
 _BLOCKS, _BLOCKS_A_COLUMN = 48, 6  # of rows changed together: .95 of a direction no three of these have by chance
-_MOST = 0.5  # columns a block
 
 
 class _Slopes(NamedTuple):
@@ -126,20 +125,8 @@ def _share_of(at: Any, arrays: Mapping[str, Any], way: Way, few: int, enough: fl
         if not np.all(np.isfinite(changes)):
             return np.nan
         changes[:, np.max(np.abs(changes), axis=0) <= sizes] = 0.0
-        wide = m > _MOST * len(changes)
-        share = max(share, by_column(changes, few) if wide else concentration(_clear(changes, way.faint), few, enough))
+        share = max(share, largest_share(changes, few, enough, way.faint))
     return share
-
-
-def _clear(changes: Array, faint: float) -> Array:
-    """A basis of the directions (blocks, r) that changes have but for the faintest."""
-    size = np.linalg.norm(changes, axis=0)
-    columns: Array = changes[:, size > 0.0] / size[size > 0.0]
-    if not columns.size:
-        return columns
-    left, sizes, _ = np.linalg.svd(columns, full_matrices=False)
-    basis: Array = left[:, sizes > faint * sizes[0]]
-    return basis
 
 
 def lengths_of_rows(read: Reading, client: Any, by_rows: Mapping[int, Array]) -> list[int]:
