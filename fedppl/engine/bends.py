@@ -14,7 +14,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.model.graph import values_read
-from fedppl.model.row_scores import with_outcomes
+from fedppl.model.row_scores import by_length, row_scores
 from fedppl.numerics.concentration import by_column, largest_share
 from fedppl.types import Array
 
@@ -63,7 +63,7 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
     sd, m = probes.sd, len(probes.sd)
 
     def change(at: Array, along: Array) -> dict[int, Array]:
-        low, high = (with_outcomes(client, at, along, inputs) for inputs in ends)
+        low, high = (by_length(row_scores(client).along, at, along, inputs) for inputs in ends)
         changes = {length: high[length] - low[length] for length in low}
         # An outcome that another row cannot have, as more successes than trials, says nothing there.
         return {length: np.where(np.isfinite(found), found, 0.0) for length, found in changes.items()}
@@ -113,15 +113,12 @@ def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, 
 
 def _ends(client: Any) -> tuple[list[Any], list[Any]] | None:
     """A client's inputs with all outcomes at their smallest, and at their largest; None where none has a container."""
-    parts, functions = client.template.parts, client.template.functions
-    if "observed" not in functions:
-        observed = values_read(parts.model.rvs_to_values[rv] for rv in parts.model.observed_RVs)
-        functions["observed"] = [place for place, variable in enumerate(parts.data) if variable in observed]
+    template, values = client.template, client.template.parts.model.rvs_to_values
+    rvs = template.parts.model.observed_RVs
+    read = template.once("outcomes", lambda: values_read(values[rv] for rv in rvs))
     low, high = list(client.inputs), list(client.inputs)
-    found = False
-    for place in functions["observed"]:
-        value = client.inputs[place]
-        if np.ndim(value) and len(value):
-            low[place], high[place] = (np.zeros_like(value) + end(value, axis=0) for end in (np.min, np.max))
-            found = True
-    return (low, high) if found else None
+    pairs = enumerate(zip(template.parts.data, client.inputs, strict=False))  # after the data come shapes
+    outcomes = [(place, value) for place, (v, value) in pairs if v in read and np.ndim(value) and len(value)]
+    for place, value in outcomes:
+        low[place], high[place] = (np.zeros_like(value) + end(value, axis=0) for end in (np.min, np.max))
+    return (low, high) if outcomes else None

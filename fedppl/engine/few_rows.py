@@ -102,10 +102,11 @@ def _share_beside(rules: Policy, client: Any, point: Array, _: ByRow | None) -> 
 def _rows_apart(client: Any) -> bool:
     """Whether nothing can be in others by the graph alone, wherever it is asked; no builder computed of rows before."""
     read = reading(client)
-    if read.unknown or read.client is not client:
+    if read.inputs is None or read.client is not client:
         return False
     x = np.concatenate([gaussian.mean(client.layout.prior), client.initial])
-    return rows_apart(client, lengths_of_rows(read, client, by_length(client, x, np.zeros((1, len(x))))))
+    by_rows = by_length(row_scores(client).along, x, np.zeros((1, len(x))), client.inputs)
+    return rows_apart(client, lengths_of_rows(read, client, by_rows))
 
 
 def refuse_points(rules: Policy, client: Any, asked: Asked, allowed: Array, by_row: ByRow | None = None) -> Ruling:

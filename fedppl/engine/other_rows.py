@@ -11,7 +11,7 @@ from fedppl.model.baked import Reading, reading
 from fedppl.model.graph import observed_through
 from fedppl.model.other_values import Way, all_other, put, ways
 from fedppl.model.pack import pack
-from fedppl.model.row_scores import by_length
+from fedppl.model.row_scores import by_length, row_scores
 from fedppl.numerics.concentration import largest_share
 from fedppl.types import Array
 
@@ -35,7 +35,7 @@ def share_in_others(client: Any, x: Array, paths: Array, few: int, enough: float
     and what all rows do, as a mean of theirs, all blocks do.
     """
     read = reading(client)
-    if read.unknown:
+    if read.inputs is None:
         return np.nan
     at = _slopes_at(read, client, x, paths)
     before = at(client.arrays)
@@ -57,10 +57,10 @@ def share_in_others(client: Any, x: Array, paths: Array, few: int, enough: float
 
 def _slopes_at(read: Reading, client: Any, x: Array, paths: Array) -> Callable[[Mapping[str, Any]], _Slopes | None]:
     def at(arrays: Mapping[str, Any]) -> _Slopes | None:
-        inputs = read.given(arrays)
+        inputs = read.inputs and read.inputs(arrays)
         if inputs is None:
             return None
-        rows = by_length(read.client, x, paths, inputs)
+        rows = by_length(row_scores(read.client).elsewhere, x, paths, inputs)
         rest = np.zeros(len(paths))
         if client.local_size:
             rest = paths @ read.client.kernel(x, *pack(inputs))[1:] - sum(np.sum(one, axis=0) for one in rows.values())

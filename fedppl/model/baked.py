@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -44,8 +43,7 @@ class Reading(NamedTuple):
     """How a client's density reads its data."""
 
     client: Any  # the same client, of whose graph what was baked is data too
-    given: Callable[[Mapping[str, Any]], Sequence[Any] | None]  # inputs at other arrays; None where that is not known
-    unknown: str | None  # why nobody can tell how it reads them
+    inputs: Callable[[Mapping[str, Any]], Sequence[Any] | None] | None  # at other arrays; None where not known
 
 
 class _Flat(NamedTuple):
@@ -61,10 +59,10 @@ def reading(client: ClientModel) -> Reading:
 
 
 def _read(client: ClientModel) -> Reading:
-    functions = client.template.functions
+    functions, as_it_is = client.template.functions, Reading(client, functools.partial(_inputs, client))
     if is_written(client.declared.builder) or functions.get("nothing baked"):
-        return Reading(client, functools.partial(_held, client), None)
-    build = functools.partial(_quietly, functools.partial(parts_of, client.declared, client.client_id))
+        return as_it_is
+    build = functools.partial(parts_of, client.declared, client.client_id)
     looked = False
     for number, arrays in enumerate(itertools.chain([all_other(client.arrays)], other_rows(client.arrays))):
         if looked and number == 1:  # the others are for builders that check what a row has together
@@ -72,24 +70,16 @@ def _read(client: ClientModel) -> Reading:
         other = attempt(build, arrays)
         looked = looked or other is not None
         if other is not None and not _surely_same(client.template.parts, other):
-            return _opened(client, build, arrays, other) or Reading(client, lambda arrays: None, UNKNOWN)
-    if not looked:
-        return Reading(client, lambda arrays: None, UNKNOWN)
-    functions["nothing baked"] = True
-    return Reading(client, functools.partial(_held, client), None)
+            return _opened(client, build, arrays, other)
+    functions["nothing baked"] = looked
+    return as_it_is if looked else Reading(client, None)
 
 
-def _quietly(build: Callable[..., _graph.Parts], arrays: Mapping[str, Any]) -> _graph.Parts:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return build(arrays)
-
-
-def _held(client: ClientModel, arrays: Mapping[str, Any]) -> list[Any]:
-    """A client's inputs, with other arrays in the containers."""
-    data = client.template.parts.data[: len(client.arrays)]
-    held = [np.asarray(arrays[v.name]).astype(v.type.dtype) for v in data if v.name in arrays]
-    return [*held, *client.inputs[len(held) :]]
+def _inputs(client: ClientModel, arrays: Mapping[str, Any], constants: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """A client's inputs, with other arrays in the containers, and with what else is data beside these."""
+    data, inputs = client.template.parts.data, client.inputs
+    held = [np.asarray(arrays[v.name]).astype(v.type.dtype) for v in data[: len(client.arrays)] if v.name in arrays]
+    return (*held, *inputs[len(held) : len(data)], *constants, *inputs[len(data) :])
 
 
 def _surely_same(a: _graph.Parts, b: _graph.Parts) -> bool:
@@ -113,48 +103,46 @@ def _is_known(op: Any) -> bool:
     return isinstance(op, CustomDistRV | CustomSymbolicDistRV) or f"{type(op).__module__}.".startswith(_KNOWN)
 
 
-def _opened(client: ClientModel, build: Any, arrays: Mapping[str, Any], other: _graph.Parts) -> Reading | None:
-    """The client with what differs in another build as data; None where the two differ in more than constants."""
-    first = build(client.arrays)
+def _opened(client: ClientModel, build: Any, arrays: Mapping[str, Any], other: _graph.Parts) -> Reading:
+    """The client with what differs in another build as data; not known where the two differ in more than constants."""
+    first = attempt(build, client.arrays)
+    if first is None:
+        return Reading(client, None)
     here, there = _flat(_outputs(first)), _flat(_outputs(other))
     if not _same_steps(here, there):
-        return None
+        return Reading(client, None)
     differ = [i for i, pair in enumerate(zip(here.constants, there.constants, strict=True)) if not _equal(*pair)]
-    templates = []
-    for parts, flat, own in ((first, here, client.arrays), (other, there, arrays)):
-        values = tuple(np.asarray(flat.constants[i].data) for i in differ)
-        template = _template(client, _as_data(parts, flat, differ))
-        held = _held(client, own)
-        count = len(first.data)
-        templates.append((template, (*held[:count], *values, *held[count:])))
-    (template, inputs), (again, again_inputs) = templates
-    template, again = replace(template, example=inputs), replace(again, example=again_inputs)
+    template, again = (
+        _template(client, _as_data(parts, flat, differ), _inputs(client, own, _constants(flat, differ)))
+        for parts, flat, own in ((first, here, client.arrays), (other, there, arrays))
+    )
     if not template.same_density(again):
-        return None
+        return Reading(client, None)
     if not differ:
-        return Reading(client, functools.partial(_held, client), None)
-    opened = replace(client, template=template, inputs=inputs, packed=pack(inputs))
-    return Reading(opened, _kept(functools.partial(_rebuilt, client, build, here, differ)), None)
+        return Reading(client, functools.partial(_inputs, client))
+    opened = replace(client, template=template, inputs=template.example, packed=pack(template.example))
+    return Reading(opened, _remembered(functools.partial(_rebuilt, client, build, here, differ)))
 
 
-def _kept(given: Callable[[Mapping[str, Any]], list[Any] | None]) -> Callable[[Mapping[str, Any]], list[Any] | None]:
+def _constants(flat: _Flat, places: Sequence[int]) -> list[Any]:
+    return [np.asarray(flat.constants[place].data) for place in places]
+
+
+def _remembered(rebuilt: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
     """The same, which calls no builder again for arrays that it was given at another point."""
-    known: dict[str, list[Any]] = {}
+    known: dict[bytes, tuple[Any, ...]] = {}
 
-    def again(arrays: Mapping[str, Any]) -> list[Any] | None:
-        digest = hashlib.sha256()
-        for value in arrays.values():
-            digest.update(np.asarray(value).tobytes())
-        key = digest.hexdigest()
-        found = known.get(key) or given(arrays)
-        if found is not None and len(known) * sum(value.nbytes for value in found) < _BYTES_KEPT:
-            known[key] = found
-        return found
+    def again(arrays: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        key = hashlib.sha256(b"".join(np.asarray(value).tobytes() for value in arrays.values())).digest()
+        inputs: tuple[Any, ...] | None = known.get(key) or rebuilt(arrays)
+        if inputs is not None and len(known) * sum(value.nbytes for value in inputs) < _BYTES_KEPT:
+            known[key] = inputs
+        return inputs
 
     return again
 
 
-def _rebuilt(client: ClientModel, build: Any, known: _Flat, opened: Sequence[int], arrays: Any) -> list[Any] | None:
+def _rebuilt(client: ClientModel, build: Any, known: _Flat, opened: Sequence[int], arrays: Any) -> Any:
     """Inputs that the graph has where the builder is given other arrays."""
     parts = attempt(build, arrays)
     flat = None if parts is None else _flat(_outputs(parts))
@@ -163,14 +151,13 @@ def _rebuilt(client: ClientModel, build: Any, known: _Flat, opened: Sequence[int
     pairs = enumerate(zip(known.constants, flat.constants, strict=True))
     if any(i not in opened and not _equal(*pair) for i, pair in pairs):
         return None
-    held, count = _held(client, arrays), len(client.template.parts.data)
-    return [*held[:count], *(np.asarray(flat.constants[i].data) for i in opened), *held[count:]]
+    return _inputs(client, arrays, _constants(flat, opened))
 
 
-def _template(client: ClientModel, parts: _graph.Parts) -> Template:
+def _template(client: ClientModel, parts: _graph.Parts, inputs: tuple[Any, ...]) -> Template:
     known = client.template
     parts = parts._replace(open=known.parts.open)
-    return Template(parts, known.variables, _graph.site_graph(parts, *known.variables), known.start, ())
+    return Template(parts, known.variables, _graph.site_graph(parts, *known.variables), known.start, inputs)
 
 
 def _as_data(parts: _graph.Parts, flat: _Flat, places: Sequence[int]) -> _graph.Parts:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedppl.model._public import is_whole
 from fedppl.types import Array
 
 _FEW_VALUES = 10  # of a column that tells levels apart, rather than sizes
@@ -74,10 +75,6 @@ def other_rows(arrays: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {name: value[taken[len(value)]] if np.ndim(value) else value for name, value in arrays.items()}
 
 
-def _whole(column: Array) -> bool:
-    return column.dtype.kind != "f" or bool(np.all(column == np.floor(column)))
-
-
 def _levels(column: Array) -> tuple[Array, Array]:
     """Of few values each goes to the next."""
     known, place = np.unique(column, return_inverse=True)
@@ -98,7 +95,7 @@ def _sizes(column: Array) -> tuple[Array, Array]:
 
 def _steps(column: Array) -> tuple[Array, Array]:
     """Of many whole numbers each goes one towards the middle, where order statistics stay what they are but for it."""
-    if not _whole(column) or len(np.unique(column)) <= _FEW_VALUES:
+    if not is_whole(column) or len(np.unique(column)) <= _FEW_VALUES:
         return column, column
     inwards = np.where(column < np.median(column), 1, -1)
     return column, (column + inwards).astype(column.dtype)
@@ -109,7 +106,7 @@ def _little(column: Array) -> tuple[Array, Array]:
 
     What a square of theirs changes by is then of the size of the others'.
     """
-    if _whole(column) or not np.all(np.isfinite(column)):
+    if is_whole(column) or not np.all(np.isfinite(column)):
         return column, column
     sign = np.random.default_rng(5).choice([-1.0, 1.0], size=len(column))
     low, middle, high = np.quantile(column, [0.25, 0.5, 0.75])
