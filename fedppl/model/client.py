@@ -133,11 +133,6 @@ class ClientModel:
         model = self.template.parts.model
         return not model.potentials and not unnormalised(model)
 
-    @property
-    def has_kink(self) -> bool:
-        """Whether the log density has a kink or jump in θ or φ."""
-        return self.kink is not None
-
     def _value_and_gradient(self, x: Array) -> Array:
         value, by_phi, by_theta = self.log_site(x[: self.shared_size], x[self.shared_size :])
         return np.concatenate([[value], by_phi, by_theta])
