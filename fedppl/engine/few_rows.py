@@ -16,7 +16,7 @@ from fedppl.contracts import Asked
 from fedppl.engine.bends import ALONG, probes_of, share_in_bends
 from fedppl.engine.other_rows import lengths_of_rows, share_in_others
 from fedppl.engine.policy import Policy, reached
-from fedppl.model.baked import UNKNOWN, reading
+from fedppl.model.baked import reading
 from fedppl.model.row_scores import by_length, row_scores, slopes
 from fedppl.model.rows_apart import rows_apart
 from fedppl.numerics.concentration import by_column, largest_share
@@ -61,7 +61,11 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
     if share < rules.few_rows_share:
         return None
     if np.isnan(share):
-        return f"few_rows: what rows say in terms of others cannot be looked at: {UNKNOWN}"
+        return (
+            "few_rows: what rows say in terms of others cannot be looked at: the builder fails, or makes another "
+            "model, where entries of the data are other ones; hold the data as they are in pm.Data, compute from "
+            "these, and let nothing in the builder branch on values"
+        )
     return (
         f"few_rows: curvatures, or terms of others, depend by {share:.4g} on {rules.few_rows} rows or fewer; take "
         "quantiles and extremes from constants that all sites agree on, leave those rows out, or allow it in the policy"

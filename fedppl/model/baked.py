@@ -25,16 +25,12 @@ from fedppl.model._declared import parts_of
 from fedppl.model._public import attempt
 from fedppl.model._template import Template
 from fedppl.model.client import ClientModel, is_written
-from fedppl.model.other_values import all_other, other_rows
+from fedppl.model.other_values import all_other, repeated_rows
 from fedppl.model.pack import pack
 from fedppl.model.same import has_own_gradient, surely_same_model
 
 _BYTES_KEPT = 2**27  # of inputs that were built anew, a client: those of a few thousand rows and ten columns
 _KNOWN = ("pytensor.", "pymc.", "fedppl.")  # whose operations say by what they are equal all that they compute
-UNKNOWN = (
-    "the builder fails, or makes another model, where entries of the data are other ones; hold the data as they are in "
-    "pm.Data, compute from these, and let nothing in the builder branch on values"
-)
 
 _Step = tuple[Any, list[int], list[Any]]  # an operation, what it reads, and types; no operation: something given
 
@@ -64,7 +60,7 @@ def _read(client: ClientModel) -> Reading:
         return as_it_is
     build = functools.partial(parts_of, client.declared, client.client_id)
     looked = False
-    for number, arrays in enumerate(itertools.chain([all_other(client.arrays)], other_rows(client.arrays))):
+    for number, arrays in enumerate(itertools.chain([all_other(client.arrays)], repeated_rows(client.arrays))):
         if looked and number == 1:  # the others are for builders that check what a row has together
             break
         other = attempt(build, arrays)

@@ -10,7 +10,8 @@ _ROUNDING = 1e-13  # of the largest singular value of columns of length one: bel
 _CLEAR = 1e-6  # of the largest eigenvalue of X'X: a basis by what is above it is orthonormal to ten digits
 _TINY = 1e-200  # a square, beside which those of columns' smaller entries are numbers
 _COLUMNS_A_ROW = 0.5  # beyond which each row has a direction of its own
-_STARTS, _STEPS = 24, 12
+_STARTS, _STEPS = 24, 12  # rows of largest leverage, and steps from each at most
+_MORE = 1e-9  # of a square: a share that has grown by less has grown by rounding
 
 
 def largest_share(vectors: Array, few: int, enough: float, faint: float = _ROUNDING) -> float:
@@ -96,7 +97,7 @@ def _climb(basis: Array, direction: Array, few: int) -> float:
         rows = np.argpartition(-squares, few - 1)[:few]
         inner = basis[rows] @ basis[rows].T  # few by few, and its largest eigenvalue is the largest share of these rows
         values, axes = np.linalg.eigh(inner)
-        if values[-1] <= share + 1e-9:
+        if values[-1] <= share + _MORE:
             break
         share = float(values[-1])
         direction = axes[:, -1] @ basis[rows]
