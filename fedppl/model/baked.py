@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 from pymc.distributions.custom import CustomDistRV, CustomSymbolicDistRV
 from pytensor.compile.builders import OpFromGraph
 from pytensor.graph.basic import Constant
-from pytensor.graph.traversal import ancestors, toposort
+from pytensor.graph.traversal import toposort
 from pytensor.tensor.type import TensorType
 
 from fedppl.model import graph as _graph
@@ -27,7 +28,7 @@ from fedppl.model._template import Template
 from fedppl.model.client import ClientModel, is_written
 from fedppl.model.other_values import all_other, repeated_rows
 from fedppl.model.pack import pack
-from fedppl.model.same import has_own_gradient, surely_same_model
+from fedppl.model.same import has_own_gradient, operations, surely_same_model
 
 _BYTES_KEPT = 2**27  # of inputs that were built anew, a client: those of a few thousand rows and ten columns
 _KNOWN = ("pytensor.", "pymc.", "fedppl.")  # whose operations say by what they are equal all that they compute
@@ -79,19 +80,18 @@ def _inputs(client: ClientModel, arrays: Mapping[str, Any], constants: Sequence[
 
 
 def _surely_same(a: _graph.Parts, b: _graph.Parts) -> bool:
-    if not surely_same_model(a, b):
-        return False
-    strange = [[op for op in _operations(parts) if not _is_known(op)] for parts in (a, b)]
-    return len(strange[0]) == len(strange[1]) and all(x is y for x, y in zip(*strange, strict=True))
+    return surely_same_model(a, b) and _same_strange(_outputs(a), _outputs(b))
+
+
+def _same_strange(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether operations of graphs that are not known are the very same: they may hold what no equality tells."""
+    strange, other = ([op for op in operations(outputs) if not _is_known(op)] for outputs in (a, b))
+    return len(strange) == len(other) and all(map(operator.is_, strange, other))
 
 
 def _outputs(parts: _graph.Parts) -> list[Any]:
     model = parts.model
     return [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
-
-
-def _operations(parts: _graph.Parts) -> list[Any]:
-    return [v.owner.op for v in ancestors(_outputs(parts)) if v.owner is not None]
 
 
 def _is_known(op: Any) -> bool:
@@ -112,7 +112,8 @@ def _opened(client: ClientModel, build: Any, arrays: Mapping[str, Any], other: _
         _template(client, _as_data(parts, flat, differ), _inputs(client, own, _constants(flat, differ)))
         for parts, flat, own in ((first, here, client.arrays), (other, there, arrays))
     )
-    if not template.same_density(again):
+    densities = [template.graph.logp], [again.graph.logp]
+    if not (_same_strange(*densities) and template.same_density(again)):
         return Reading(client, None)
     if not differ:
         return Reading(client, functools.partial(_inputs, client))
