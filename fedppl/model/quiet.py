@@ -12,7 +12,7 @@ from typing import Any
 import pytensor
 
 # What PyTensor sets while it compiles or builds a graph, and sets back.
-SETTINGS = ("mode", "cxx", "optdb__max_use_ratio", "compute_test_value", "traceback__limit")
+_SET = ("mode", "cxx", "optdb__max_use_ratio", "compute_test_value", "traceback__limit")
 _NO_BLAS = "PyTensor could not link to a BLAS"
 
 
@@ -48,8 +48,8 @@ def look_for_blas() -> None:
 
 
 def settings() -> dict[str, Any]:
-    """PyTensor's settings of `SETTINGS`, as they are now."""
-    return {name: getattr(pytensor.config, name) for name in SETTINGS if hasattr(pytensor.config, name)}
+    """PyTensor's settings that it sets itself, as they are now."""
+    return {name: getattr(pytensor.config, name) for name in _SET if hasattr(pytensor.config, name)}
 
 
 def set_back(before: Mapping[str, Any]) -> None:
