@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytensor
 import pytest
 
-from fedppl.model.quiet import SETTINGS
+from fedppl.model.quiet import settings
 from tests.support import markers
 
 
@@ -58,9 +57,9 @@ def _log_level() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _settings_of_pytensor() -> Iterator[None]:
     """Threads that build graphs leave PyTensor's settings as they were: else all that follows may be interpreted."""
-    before = {name: getattr(pytensor.config, name) for name in SETTINGS}
+    before = settings()
     yield
-    assert {name: getattr(pytensor.config, name) for name in SETTINGS} == before
+    assert settings() == before
 
 
 @pytest.fixture

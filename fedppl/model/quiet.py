@@ -48,7 +48,7 @@ def look_for_blas() -> None:
 
 
 def settings() -> dict[str, Any]:
-    """PyTensor's settings that it sets itself, as they are now."""
+    """What PyTensor sets while it compiles or builds a graph, as it is now."""
     return {name: getattr(pytensor.config, name) for name in _SET if hasattr(pytensor.config, name)}
 
 
