@@ -57,7 +57,7 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
     """
     if not rules.few_rows or by_row is not None:
         return None
-    share = _once(_share_beside, rules, client, point, None)
+    share = _once(_share_beside, rules, client, point)
     if share < rules.few_rows_share:
         return None
     if np.isnan(share):
@@ -72,14 +72,14 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
     )
 
 
-def _once(look: Callable[..., float], rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> float:
+def _once(look: Callable[..., float], rules: Policy, client: Any, point: Array, *more: Any) -> float:
     """A share at a point, which several requests may ask for."""
     known: dict[Any, float] = client.view(_shares)
-    key = (look, rules.few_rows, rules.few_rows_share, by_row, point.tobytes())
+    key = (look, rules.few_rows, rules.few_rows_share, *more, point.tobytes())
     if key not in known:
         if len(known) >= _KEPT:
             known.clear()
-        known[key] = look(rules, client, point, by_row)
+        known[key] = look(rules, client, point, *more)
     return known[key]
 
 
@@ -87,7 +87,7 @@ def _shares(_: Any) -> dict[Any, float]:
     return {}
 
 
-def _share_beside(rules: Policy, client: Any, point: Array, _: ByRow | None) -> float:
+def _share_beside(rules: Policy, client: Any, point: Array) -> float:
     few, enough = rules.few_rows, rules.few_rows_share
     try:
         share = 0.0

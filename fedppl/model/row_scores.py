@@ -84,10 +84,10 @@ def _build(client: ClientModel) -> RowScores:
             by_row.append(pt.sum(entries.reshape((entries.shape[0], -1)), axis=1))
     if not by_row:
         return RowScores(tuple(joint), None, None, (inputs, densities))
-    arguments, found = _graphs(x, inputs, by_row)
-    simpler = functools.cache(lambda: _in_numpy(found))
-    slowly = _interpreted(arguments, found, simpler)
-    along, either = _compiled_in_time(slowly, lambda anew: _compiled(arguments, found, simpler, anew))
+    arguments, outputs = _graphs(x, inputs, by_row)
+    simpler = functools.cache(lambda: _in_numpy(outputs))
+    slowly = _interpreted(arguments, outputs, simpler)
+    along, either = _compiled_in_time(slowly, lambda anew: _compiled(arguments, outputs, simpler, anew))
     elsewhere = slowly if template.indexes_by_data else either
     return RowScores(tuple(joint), along, elsewhere, (inputs, densities))
 
@@ -95,15 +95,15 @@ def _build(client: ClientModel) -> RowScores:
 def _graphs(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Directional slopes, by way of a product that is linear in its weights, whose own slopes they are."""
     direction, many = pt.vector("direction"), pt.matrix("directions")
-    found = []
+    outputs = []
     for density in by_row:
         weights = pt.vector("weights")
-        slope = pt.grad(pt.dot(weights, density), x, disconnected_inputs="ignore")
-        one = pt.grad(pt.dot(slope, direction), weights, disconnected_inputs="ignore")
-        (one,) = clone_replace([one], {weights: pt.zeros_like(density)})  # on which no slope depends
-        (each,) = vectorize_graph([one], {direction: many})
-        found.append(pt.broadcast_to(each, (many.shape[0], density.shape[0])))
-    return [x, many, *inputs], found
+        gradient = pt.grad(pt.dot(weights, density), x, disconnected_inputs="ignore")
+        slope = pt.grad(pt.dot(gradient, direction), weights, disconnected_inputs="ignore")
+        (slope,) = clone_replace([slope], {weights: pt.zeros_like(density)})  # on which no slope depends
+        (along,) = vectorize_graph([slope], {direction: many})
+        outputs.append(pt.broadcast_to(along, (many.shape[0], density.shape[0])))
+    return [x, many, *inputs], outputs
 
 
 def _interpreted(arguments: Sequence[Any], outputs: Sequence[Any], simpler: Callable[[], list[Any]]) -> _Along:
