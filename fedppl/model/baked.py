@@ -84,7 +84,13 @@ def _surely_same(a: _graph.Parts, b: _graph.Parts) -> bool:
 
 
 def _same_strange(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether operations of graphs that are not known are the very same: they may hold what no equality tells."""
+    """Whether operations of graphs that are not known are the very same: they may hold what no equality tells.
+
+    None are inside of a frozen graph: there PyTensor from 3 on takes what an earlier build had, if the two are equal.
+    """
+    frozen = [op.fgraph for op in operations(a) if hasattr(getattr(op, "fgraph", None), "unfreeze")]
+    if not all(_is_known(op) for graph in frozen for op in operations(graph.outputs)):
+        return False
     strange, other = ([op for op in operations(outputs) if not _is_known(op)] for outputs in (a, b))
     return len(strange) == len(other) and all(map(operator.is_, strange, other))
 
