@@ -27,6 +27,7 @@ from fedppl.types import Array
 _FARTHER = 100.0  # times what a point is moved aside for slopes, so 1e-4 prior sds
 _KEPT = 128  # shares of a client, at as many points or half of them: more than a round asks at
 _EQUAL = 1e-2  # relative, of curvatures by differences
+_JUMP = 1e-4  # relative, of slopes 1e-6 prior sds aside; less where most columns reach over 100
 ByRow = Callable[[Any, Array], Array]  # of an algorithm: vectors (n, p) of a client's rows at a point
 
 
@@ -132,7 +133,8 @@ def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: By
     sd = gaussian.standard_deviations(client.layout.prior)
     away = np.max(np.abs(points - points[0]) / sd, axis=1, initial=0.0)
     order = np.flatnonzero(allowed)[np.argsort(away[allowed], kind="stable")]
-    if rule := _refuse(rules, client, points[order[0]], by_row):
+    first = points[order[0]]  # at which more than a value may leave
+    if rule := _refuse(rules, client, first, by_row) or _refuse_others(rules, client, first, by_row):
         return Ruling(rule, allowed)
     good, bad = 0, len(order)
     probe = bad - 1
@@ -188,7 +190,15 @@ def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
     x, paths = _along_modes(client, point)
     vectors = slopes(client, x, paths)
     ratio = _curvatures(client, x, paths, vectors)
-    return vectors * np.sqrt(ratio)[:, None], vectors * np.sqrt(1.0 + ratio)[:, None]
+    both = vectors * np.sqrt(ratio)[:, None], vectors * np.sqrt(1.0 + ratio)[:, None]
+    return *both, *_right_there(client, point, vectors)
+
+
+def _right_there(client: Any, point: Array, beside: Array) -> tuple[Array, ...]:
+    """Slopes at the very point, where they are others than beside it: of terms that are there at this point alone."""
+    here = slopes(client, *_at_modes(client, np.ascontiguousarray(point)))
+    same = np.all(np.abs(here - beside) <= _JUMP * np.max(np.abs(beside), axis=0, initial=0.0))
+    return () if same else (here,)
 
 
 def _curvatures(client: Any, x: Array, paths: Array, vectors: Array) -> Array:
