@@ -459,6 +459,36 @@ def test_a_term_that_is_flat_along_a_direction_that_anybody_can_draw_is_seen() -
     assert rule_of(build, {"x": x, "y": y, "mark": marks(7, 200)}) == "few_rows"
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-9])
+@pytest.mark.parametrize("few", [True, False])
+def test_a_term_that_is_there_at_one_point_alone_is_seen(size: float, few: bool) -> None:
+    def build(x: Any, y: Any, mark: Any) -> Any:
+        with pm.Model() as model:
+            x, y, mark = pm.Data("x", x), pm.Data("y", y), pm.Data("mark", mark)
+            beta = pm.Normal("beta", 0, 1, shape=3)
+            there = size * pt.exp(-((1e9 * beta[0]) ** 2))
+            pm.Normal("obs", beta[0] + beta[1] * x + beta[2] * there * mark, 1, observed=y)
+        return model
+
+    x, y = np.random.default_rng(8).normal(size=(2, 200))
+    mark = marks(7 if few else np.arange(100), 200)
+    assert rule_of(build, {"x": x, "y": y, "mark": mark}) == ("few_rows" if few else "None")
+
+
+def test_of_arrays_longer_than_outcomes_not_the_longest_alone_has_rows() -> None:
+    def build(x: Any, y: Any, doses: Any, visits: Any) -> Any:
+        with pm.Model() as model:
+            data = {"x": x, "y": y, "doses": doses, "visits": visits}
+            x, y, doses, _ = (pm.Data(name, value) for name, value in data.items())
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            pm.Normal("obs", beta[0] * x + beta[1] * doses[7], 1, observed=y)
+        return model
+
+    x, y = np.random.default_rng(8).normal(size=(2, 200))
+    data = {"x": x, "y": y, "doses": np.arange(250.0), "visits": np.arange(300.0)}
+    assert rule_of(build, data) == "few_rows"
+
+
 # --- rows apart -----------------------------------------------------------------------------------------------
 
 OF_ROWS: Mapping[str, tuple[Any, bool]] = {
@@ -490,11 +520,12 @@ def test_rows_are_known_to_stand_apart_where_a_term_reads_no_row_but_its_own(how
     assert rows_apart(reading(how), [300]) == OF_ROWS[how][1]
 
 
-def test_a_place_that_is_read_at_some_points_alone_is_refused_there() -> None:
+@pytest.mark.parametrize("move", [0.0, 0.01])
+def test_a_place_that_is_read_at_some_points_alone_is_refused_there(move: float) -> None:
     client, guard = reading("a place, far out"), in_memory(LOOSE, "a")
     assert refuse_model(LOOSE, client) is None
     for number, point in enumerate(([0.5, 0.5], [1.5, 0.5]), start=1):
-        message = {"point": np.array(point), "move": np.zeros(2), "prior_share": np.array(0.0)}
+        message = {"point": np.array(point), "move": np.full(2, move), "prior_share": np.array(0.0)}
         admitted = admit(guard, fedppl.EP(), client, Request("a", 7, number, (1,), message, "run"))
         assert (admitted is None) == (number == 2)
 

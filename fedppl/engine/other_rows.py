@@ -130,11 +130,12 @@ def _share_of(at: Any, arrays: Mapping[str, Any], alteration: Alteration, few: i
 
 
 def lengths_of_rows(read: Reading, client: Any, by_rows: Mapping[int, Array]) -> list[int]:
-    """Lengths of arrays whose entries are rows: as many as an outcome has, or no fewer than the longest has.
+    """Lengths of arrays whose entries are rows: as many as an outcome has, or no fewer than the longest outcome has.
 
     Those of groups are shorter.
     """
     lengths = {name: len(value) for name, value in client.arrays.items() if np.ndim(value)}
     observed = {variable.name for variable in observed_through(read.client.template.parts)}
     wanted = {length for name, length in lengths.items() if length in by_rows or name in observed}
-    return sorted(wanted | {max(lengths.values())}) if lengths else []
+    longest = max(lengths.values(), default=0)
+    return sorted(wanted | {length for length in lengths.values() if length >= max(wanted, default=longest)})

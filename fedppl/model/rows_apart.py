@@ -53,7 +53,11 @@ def _rows_apart(client: ClientModel, places: Collection[int]) -> bool:
 def _axis(node: Apply[Any], axes: list[int | None]) -> int | None:
     """Along which axis what is computed has rows, from those of what it is computed from."""
     op, (first, *others) = node.op, axes or [None]
-    if isinstance(op, Shape | Shape_i) or all(axis is None for axis in axes):
+    if all(axis is None for axis in axes):
+        return None
+    if not type(op).__module__.startswith(("pytensor.", "pymc.")):  # of a class that says it is one of these
+        return _MIXED
+    if isinstance(op, Shape | Shape_i):
         return None
     if isinstance(op, CheckAndRaise):  # what is checked of all rows together is no part of the value
         return first
