@@ -11,6 +11,11 @@ import pymc as pm
 import pytensor.tensor as pt
 import pytest
 from numpy.testing import assert_allclose
+from pytensor.compile.builders import OpFromGraph
+from pytensor.graph.basic import Apply
+from pytensor.graph.op import Op
+from pytensor.scalar.basic import UnaryScalarOp, upgrade_to_float
+from pytensor.tensor.elemwise import Elemwise
 from scipy.special import expit
 
 import fedppl
@@ -261,6 +266,72 @@ def test_a_builder_that_makes_another_model_of_other_data_is_told_what_to_do() -
     x, y, rows = patients.site(0)
     client = enrolled(patients.CONSTANTS["in_loop"], {"x": x[:, 1], "y": y, "marked": marks(rows[0], len(y))})
     assert "pm.Data" in str(refuse_model(LOOSE, client))
+
+
+class Times(Op):  # type: ignore[misc]
+    """A product with a number that no equality tells of."""
+
+    __props__ = ()
+
+    def __init__(self, of: float) -> None:
+        self.of = of
+
+    def make_node(self, value: Any) -> Apply:
+        return Apply(self, [value], [value.type()])
+
+    def perform(self, node: Apply, inputs: Any, outputs: Any) -> None:
+        outputs[0][0] = self.of * inputs[0]
+
+    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+        return [self(cotangents[0])]
+
+    L_op = pullback  # as PyTensor before 3 calls it
+
+
+class TimesEntry(UnaryScalarOp):  # type: ignore[misc]
+    """The same of single entries."""
+
+    def __init__(self, of: float) -> None:
+        super().__init__(upgrade_to_float, name="times")
+        self.of = of
+
+    def impl(self, value: Any) -> Any:
+        return self.of * value
+
+    def pullback(self, inputs: Any, outputs: Any, cotangents: Any) -> list[Any]:
+        return [self(cotangents[0])]
+
+    L_op = pullback
+
+
+def _in_a_graph(of: float) -> Any:
+    value = pt.scalar("value")
+    return OpFromGraph([value], [Times(of)(value)])
+
+
+OPERATIONS = {
+    "plain": Times,
+    "in a graph": _in_a_graph,
+    "of entries": lambda of: Elemwise(TimesEntry(of)),
+    "in a density": Times,
+}
+
+
+@pytest.mark.parametrize("how", OPERATIONS)
+def test_an_operation_that_is_made_in_the_builder_is_found_wherever_it_stands(how: str) -> None:
+    def build(x: Any, y: Any) -> Any:
+        times = OPERATIONS[how](float(y[7]))
+        with pm.Model() as model:
+            x, y = pm.Data("x", x), pm.Data("y", y)
+            beta = pm.Normal("beta", 0, 1, shape=2)
+            if how == "in a density":
+                pm.CustomDist("obs", x, beta, logp=lambda v, x, b: -((v - b[0] * x - times(b[1])) ** 2), observed=y)
+            else:
+                pm.Normal("obs", beta[0] * x + times(beta[1]), 1, observed=y)
+        return model
+
+    x, y = np.random.default_rng(6).normal(size=(2, 200))
+    assert "pm.Data" in str(refuse_model(LOOSE, enrolled(build, {"x": x, "y": y})))
 
 
 def test_data_in_containers_are_looked_at_by_one_more_build() -> None:

@@ -833,7 +833,7 @@ def test_bounds_may_be_infinite(builder: Any) -> None:
     value, gradient, _ = client.log_site(np.array([0.3]), np.zeros(0))
     assert value == pytest.approx(-3 * 0.3 - time.sum() * np.exp(-0.3), rel=CONSTANTS)
     assert gradient == pytest.approx([-3 + time.sum() * np.exp(-0.3)], rel=CONSTANTS)
-    assert not client.has_kink
+    assert client.kink is None
 
 
 def test_a_local_flat_prior_is_taken_where_the_data_make_it_proper() -> None:
@@ -1115,7 +1115,7 @@ def test_kinks_are_seen_and_smooth_models_are_not_accused() -> None:
     for name in sorted({*problems.ALL} - {"transforms"}):  # that takes a quarter of a minute to compile
         model, clients = problems.ALL[name]()
         client = next(iter(model.enrol(clients, kernel=False).values()))
-        assert client.has_kink == (name == "lasso"), name
+        assert (client.kink is not None) == (name == "lasso"), name
 
 
 def test_a_declaration_and_a_clients_model_are_shown_in_a_line_without_data() -> None:

@@ -11,6 +11,17 @@ from fedppl.settings import shown
 from fedppl.types import DataError
 
 
+def require_clients(clients: Any, of_a_table: str) -> None:
+    """Refuse what is no mapping from ids to data, or has none; `of_a_table` says what to do with a data frame."""
+    if not isinstance(clients, Mapping):
+        raise DataError(
+            f"clients are {type(clients).__name__}; pass a mapping from client id to its data, {of_a_table}."
+        )
+    if not clients:
+        raise DataError("no clients: pass a mapping from client id to that client's data.")
+    require_ids(clients)
+
+
 def require_ids(clients: Mapping[Any, Any]) -> None:
     """Refuse ids that are none, and those that are told apart by nothing that their texts have.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,6 @@ from pytensor.graph.traversal import ancestors
 from fedppl.engine.policy import Holdings
 from fedppl.model.interpreted import PYTHON_MODE
 
-_known: weakref.WeakKeyDictionary[Any, Holdings] = weakref.WeakKeyDictionary()
-
 
 def holdings(client: Any) -> Holdings:
     """Count rows and events in the client's own model, once.
@@ -20,12 +17,12 @@ def holdings(client: Any) -> Holdings:
     Every observed variable is read as the model has it, whatever it was computed from. A potential that reads data
     counts as the shortest array that it reads: what of it is observed cannot be told.
     """
-    if client not in _known:
-        _known[client] = _count(client.pymc_model())
-    return _known[client]
+    found: Holdings = client.view(_count)
+    return found
 
 
-def _count(model: Any) -> Holdings:
+def _count(client: Any) -> Holdings:
+    model = client.pymc_model()
     lengths, events = [], []
     for rv in model.observed_RVs:
         value = _value(model.rvs_to_values[rv])

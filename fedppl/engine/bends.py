@@ -7,7 +7,6 @@ to itself, which is that row's outcome.
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,8 +14,8 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.model.graph import values_read
-from fedppl.model.row_scores import with_outcomes
-from fedppl.numerics.concentration import by_column, concentration
+from fedppl.model.row_scores import by_length, row_scores
+from fedppl.numerics.concentration import by_column, largest_share
 from fedppl.types import Array
 
 _ASIDE = 1e-6  # prior sds: where a coordinate is 0 its slopes may be, and what depends on few rows does not show
@@ -25,12 +24,11 @@ _SHORT = 1e-4  # prior sds, for curvatures along these
 _STEP = 1e-3  # prior sds
 _NOTHING = 1e-6  # of the largest slope: differences have no more digits
 _NO_BEND = 1e-8  # the same along one direction, of which a larger entry may have little
-_MOST = 0.5  # columns a row
 _MOST_DIRECTIONS = 30
 
 
-class Looks(NamedTuple):
-    """Where a client looks, from a point that it is asked at."""
+class Probes(NamedTuple):
+    """Where a client probes slopes, from a point that it is asked at."""
 
     sd: Array  # of the prior, (m,)
     aside: Array  # from the point, (m,)
@@ -39,25 +37,17 @@ class Looks(NamedTuple):
     seed: int
 
 
-_looks: weakref.WeakKeyDictionary[Any, Looks] = weakref.WeakKeyDictionary()
-
-
-def looks_of(client: Any) -> Looks:
+def probes_of(client: Any) -> Probes:
     """Random directions that are the same at each point, and that nobody knows who has not the client's data.
 
     Who knew along which directions a rule looks could declare terms that do not bend along these.
     """
-    if client not in _looks:
-        digest = hashlib.sha256()
-        for value in client.inputs:
-            digest.update(np.ascontiguousarray(value).tobytes())
-        seed = int.from_bytes(digest.digest(), "big")
-        rng = np.random.default_rng(seed)
-        sd = gaussian.standard_deviations(client.layout.prior)
-        rows = rng.normal(size=(1 + ALONG + 2, len(sd)))
-        steps = sd * rows[1:-2] * (_SHORT / np.sqrt(max(len(sd), 1)))
-        _looks[client] = Looks(sd, _ASIDE * sd * rows[0], steps, rows[-2:], seed)
-    return _looks[client]
+    raw = b"".join(np.asarray(value).tobytes() for value in client.inputs)
+    seed = int.from_bytes(hashlib.sha256(raw).digest(), "big")
+    sd = gaussian.standard_deviations(client.layout.prior)
+    rows = np.random.default_rng(seed).normal(size=(1 + ALONG + 2, len(sd)))
+    steps = sd * rows[1:-2] * (_SHORT / np.sqrt(max(len(sd), 1)))
+    return Probes(sd, _ASIDE * sd * rows[0], steps, rows[-2:], seed)
 
 
 def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float) -> float:
@@ -69,11 +59,11 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
     ends = _ends(client)
     if ends is None:
         return 0.0
-    looks = looks_of(client)
-    sd, m = looks.sd, len(looks.sd)
+    probes = client.view(probes_of)
+    sd, m = probes.sd, len(probes.sd)
 
     def change(at: Array, along: Array) -> dict[int, Array]:
-        low, high = (with_outcomes(client, at, along, inputs) for inputs in ends)
+        low, high = (by_length(row_scores(client).along, at, along, inputs) for inputs in ends)
         changes = {length: high[length] - low[length] for length in low}
         # An outcome that another row cannot have, as more successes than trials, says nothing there.
         return {length: np.where(np.isfinite(found), found, 0.0) for length, found in changes.items()}
@@ -84,25 +74,23 @@ def share_in_bends(client: Any, x: Array, paths: Array, few: int, enough: float)
         return {length: (beside[length] - found) / _STEP for length, found in slopes.items()}
 
     scaled = paths * sd[:, None]
-    one = looks.pair[:1] @ scaled
-    slopes = change(x, one)
-    first = bend(slopes, one, looks.pair[1])
+    along = probes.pair[:1] @ scaled
+    slopes = change(x, along)
+    first = bend(slopes, along, probes.pair[1])
     if all(np.max(np.abs(first[n]), initial=0.0) <= _NO_BEND * np.max(np.abs(slopes[n]), initial=0.0) for n in slopes):
         return 0.0  # as where outcomes enter by products with linear predictors alone
     slopes = change(x, scaled)
-    whole = m <= _MOST_DIRECTIONS
-    directions = (
-        np.eye(m) if whole else np.random.default_rng(looks.seed).normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
-    )
-    along = [bend(slopes, scaled, direction) for direction in directions]
+    directions = np.eye(m)
+    if m > _MOST_DIRECTIONS:
+        directions = np.random.default_rng(probes.seed).normal(size=(_MOST_DIRECTIONS, m)) / np.sqrt(m)
+    by_direction = [bend(slopes, scaled, direction) for direction in directions]
     share = 0.0
     for length, own in slopes.items():
         size = _NOTHING * np.max(np.abs(own), initial=0.0)
-        bends = np.stack([found[length].T for found in along])  # (directions, m, n)
+        bends = np.stack([changes[length].T for changes in by_direction])  # (directions, m, n)
         for columns, by_size in _columns(client, own.T, bends):
             columns *= np.abs(columns) > size
-            wide = by_size or columns.shape[1] > _MOST * length
-            share = max(share, by_column(columns, few) if wide else concentration(columns, few, enough))
+            share = max(share, by_column(columns, few) if by_size else largest_share(columns, few, enough))
     return share
 
 
@@ -125,15 +113,12 @@ def _columns(client: Any, slopes: Array, bends: Array) -> Iterator[tuple[Array, 
 
 def _ends(client: Any) -> tuple[list[Any], list[Any]] | None:
     """A client's inputs with all outcomes at their smallest, and at their largest; None where none has a container."""
-    parts, functions = client.template.parts, client.template.functions
-    if "observed" not in functions:
-        observed = values_read(parts.model.rvs_to_values[rv] for rv in parts.model.observed_RVs)
-        functions["observed"] = [place for place, variable in enumerate(parts.data) if variable in observed]
+    template, values = client.template, client.template.parts.model.rvs_to_values
+    rvs = template.parts.model.observed_RVs
+    read = template.once("outcomes", lambda: values_read(values[rv] for rv in rvs))
     low, high = list(client.inputs), list(client.inputs)
-    found = False
-    for place in functions["observed"]:
-        value = client.inputs[place]
-        if np.ndim(value) and len(value):
-            low[place], high[place] = (np.zeros_like(value) + end(value, axis=0) for end in (np.min, np.max))
-            found = True
-    return (low, high) if found else None
+    pairs = enumerate(zip(template.parts.data, client.inputs, strict=False))  # after the data come shapes
+    outcomes = [(place, value) for place, (v, value) in pairs if v in read and np.ndim(value) and len(value)]
+    for place, value in outcomes:
+        low[place], high[place] = (np.zeros_like(value) + end(value, axis=0) for end in (np.min, np.max))
+    return (low, high) if outcomes else None

@@ -6,7 +6,6 @@ leaves says what these rows are, however the direction is disguised: a span has 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,32 +13,25 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import Asked
-from fedppl.engine.bends import ALONG, looks_of, share_in_bends
+from fedppl.engine.bends import ALONG, probes_of, share_in_bends
 from fedppl.engine.other_rows import lengths_of_rows, share_in_others
 from fedppl.engine.policy import Policy, reached
-from fedppl.model.baked import UNKNOWN, reading
+from fedppl.model.baked import reading
 from fedppl.model.row_scores import by_length, row_scores, slopes
 from fedppl.model.rows_apart import rows_apart
-from fedppl.numerics.concentration import by_column, concentration
+from fedppl.numerics.concentration import by_column, largest_share
 from fedppl.numerics.marginal import mode_path
 from fedppl.numerics.newton import OK
 from fedppl.types import Array
 
 _FARTHER = 100.0  # times what a point is moved aside for slopes, so 1e-4 prior sds
-_KEPT = 64  # points of a client
+_KEPT = 128  # shares of a client, at as many points or half of them: more than a round asks at
 _EQUAL = 1e-2  # relative, of curvatures by differences
 _JUMP = 1e-4  # relative, of slopes 1e-6 prior sds aside; less where most columns reach over 100
-_MOST = 0.5  # coordinates a row, beyond which each row has a direction of its own
 ByRow = Callable[[Any, Array], Array]  # of an algorithm: vectors (n, p) of a client's rows at a point
 
 
-_shares: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
-_of_others: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
-_apart: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-_last: weakref.WeakKeyDictionary[Any, tuple[bytes, tuple[Array, Array]]] = weakref.WeakKeyDictionary()
-
-
-class Found(NamedTuple):
+class Ruling(NamedTuple):
     """What the rule says of a request."""
 
     rule: str | None
@@ -66,28 +58,43 @@ def _refuse_others(rules: Policy, client: Any, point: Array, by_row: ByRow | Non
     """
     if not rules.few_rows or by_row is not None:
         return None
-    known = _of_others.setdefault(client, {})
-    key = (rules.few_rows, rules.few_rows_share, point.tobytes())
-    if key not in known:
-        if len(known) >= _KEPT:
-            known.clear()
-        known[key] = _share_beside(client, point, rules.few_rows, rules.few_rows_share)
-    if known[key] < rules.few_rows_share:
+    share = _once(_share_beside, rules, client, point)
+    if share < rules.few_rows_share:
         return None
-    if np.isnan(known[key]):
-        return f"few_rows: what rows say in terms of others cannot be looked at: {UNKNOWN}"
+    if np.isnan(share):
+        return (
+            "few_rows: what rows say in terms of others cannot be looked at: the builder fails, or makes another "
+            "model, where entries of the data are other ones; hold the data as they are in pm.Data, compute from "
+            "these, and let nothing in the builder branch on values"
+        )
     return (
-        f"few_rows: curvatures, or terms of others, depend by {known[key]:.4g} on {rules.few_rows} rows or fewer; take "
+        f"few_rows: curvatures, or terms of others, depend by {share:.4g} on {rules.few_rows} rows or fewer; take "
         "quantiles and extremes from constants that all sites agree on, leave those rows out, or allow it in the policy"
     )
 
 
-def _share_beside(client: Any, point: Array, few: int, enough: float) -> float:
+def _once(look: Callable[..., float], rules: Policy, client: Any, point: Array, *more: Any) -> float:
+    """A share at a point, which several requests may ask for."""
+    known: dict[Any, float] = client.view(_shares)
+    key = (look, rules.few_rows, rules.few_rows_share, *more, point.tobytes())
+    if key not in known:
+        if len(known) >= _KEPT:
+            known.clear()
+        known[key] = look(rules, client, point, *more)
+    return known[key]
+
+
+def _shares(_: Any) -> dict[Any, float]:
+    return {}
+
+
+def _share_beside(rules: Policy, client: Any, point: Array) -> float:
+    few, enough = rules.few_rows, rules.few_rows_share
     try:
         share = 0.0
-        if not _rows_apart(client):
+        if not client.view(_rows_apart):
             # Differences lose digits: farther from where slopes may vanish than where slopes themselves are looked at.
-            phi = np.ascontiguousarray(point + _FARTHER * looks_of(client).aside)
+            phi = np.ascontiguousarray(point + _FARTHER * client.view(probes_of).aside)
             share = share_in_others(client, *_at_modes(client, phi), few, enough)
         if share < enough:
             bends = share_in_bends(reading(client).client, *_along_modes(client, point), few, enough)
@@ -99,37 +106,36 @@ def _share_beside(client: Any, point: Array, few: int, enough: float) -> float:
 
 def _rows_apart(client: Any) -> bool:
     """Whether nothing can be in others by the graph alone, wherever it is asked; no builder computed of rows before."""
-    if client not in _apart:
-        read = reading(client)
-        is_whole = read.unknown is None and read.client is client
-        x = np.concatenate([gaussian.mean(client.layout.prior), client.initial])
-        by_rows = by_length(client, x, np.zeros((1, len(x)))) if is_whole else {}
-        _apart[client] = is_whole and rows_apart(client, lengths_of_rows(read, client, by_rows))
-    return _apart[client]
+    read = reading(client)
+    if read.inputs is None or read.client is not client:
+        return False
+    x = np.concatenate([gaussian.mean(client.layout.prior), client.initial])
+    by_rows = by_length(row_scores(client).along, x, np.zeros((1, len(x))), client.inputs)
+    return rows_apart(client, lengths_of_rows(read, client, by_rows))
 
 
-def refuse_points(rules: Policy, client: Any, asked: Asked, allowed: Array, by_row: ByRow | None = None) -> Found:
+def refuse_points(rules: Policy, client: Any, asked: Asked, allowed: Array, by_row: ByRow | None = None) -> Ruling:
     """The rule that a request breaks where it asks, and which spare points may be answered of those `allowed`."""
     if rules.epsilon is not None or not rules.few_rows:
-        return Found(None, allowed)
+        return Ruling(None, allowed)
     ends = [place for q, cavity in asked.targets for place in (gaussian.mean(q), reached(client.layout, cavity))]
     for point in [*asked.points, *ends]:
         rule = _refuse(rules, client, point, by_row) or _refuse_others(rules, client, point, by_row)
         if rule:
-            return Found(rule, allowed)
+            return Ruling(rule, allowed)
     if not np.any(allowed):
-        return Found(None, allowed)
+        return Ruling(None, allowed)
     return _spare(rules, client, asked.spare, allowed, by_row)
 
 
-def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: ByRow | None) -> Found:
+def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: ByRow | None) -> Ruling:
     """Points as far from the first as the rule is kept, looked at by bisection."""
     sd = gaussian.standard_deviations(client.layout.prior)
     away = np.max(np.abs(points - points[0]) / sd, axis=1, initial=0.0)
     order = np.flatnonzero(allowed)[np.argsort(away[allowed], kind="stable")]
     first = points[order[0]]  # at which more than a value may leave
     if rule := _refuse(rules, client, first, by_row) or _refuse_others(rules, client, first, by_row):
-        return Found(rule, allowed)
+        return Ruling(rule, allowed)
     good, bad = 0, len(order)
     probe = bad - 1
     while bad - good > 1:
@@ -140,19 +146,13 @@ def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: By
         probe = (good + bad) // 2
     kept = np.zeros(len(points), dtype=bool)
     kept[order[: good + 1]] = True
-    return Found(None, kept)
+    return Ruling(None, kept)
 
 
 def _refuse(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> str | None:
     if not rules.few_rows:
         return None
-    known = _shares.setdefault(client, {})
-    key = (rules.few_rows, rules.few_rows_share, by_row, point.tobytes())
-    if key not in known:
-        if len(known) >= _KEPT:
-            known.clear()
-        known[key] = _share(rules, client, point, by_row)
-    share = known[key]
+    share = _once(_share, rules, client, point, by_row)
     if share < rules.few_rows_share:
         return None
     if np.isnan(share):
@@ -168,8 +168,8 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
     few, enough = rules.few_rows, rules.few_rows_share
     try:
         if by_row is not None:
-            found = by_row(client, point)
-            return by_column(found, few) if np.all(np.isfinite(found)) else np.nan
+            vectors = by_row(client, point)
+            return by_column(vectors, few) if np.all(np.isfinite(vectors)) else np.nan
         sets = _vectors(reading(client).client, point)
     except Exception:  # of a model that has no such slopes, or no density at the point
         return np.nan
@@ -177,8 +177,7 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
     for vectors in sets:
         if not np.all(np.isfinite(vectors)):
             return np.nan
-        wide = vectors.shape[1] > _MOST * len(vectors)
-        share = max(share, by_column(vectors, few) if wide else concentration(vectors, few, enough))
+        share = max(share, largest_share(vectors, few, enough))
     return share
 
 
@@ -189,9 +188,10 @@ def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
     root of its curvature where they are not: of a rare outcome slopes alone are nearly all of the few that have it.
     """
     x, paths = _along_modes(client, point)
-    found = slopes(client, x, paths)
-    ratio = _curvatures(client, x, paths, found)
-    return found * np.sqrt(ratio)[:, None], found * np.sqrt(1.0 + ratio)[:, None], *_right_there(client, point, found)
+    vectors = slopes(client, x, paths)
+    ratio = _curvatures(client, x, paths, vectors)
+    both = vectors * np.sqrt(ratio)[:, None], vectors * np.sqrt(1.0 + ratio)[:, None]
+    return *both, *_right_there(client, point, vectors)
 
 
 def _right_there(client: Any, point: Array, beside: Array) -> tuple[Array, ...]:
@@ -201,14 +201,14 @@ def _right_there(client: Any, point: Array, beside: Array) -> tuple[Array, ...]:
     return () if same else (here,)
 
 
-def _curvatures(client: Any, x: Array, paths: Array, found: Array) -> Array:
+def _curvatures(client: Any, x: Array, paths: Array, vectors: Array) -> Array:
     """Of each row (n,) how large its curvature is in squares of its slopes, along some directions together.
 
     Where two directions say the same of all rows, as where each has one linear predictor, so do the others.
     """
-    squares, bends = np.zeros((2, ALONG, len(found)))
-    for number, step in enumerate(looks_of(client).steps):
-        here, way = found @ step, step @ paths
+    squares, bends = np.zeros((2, ALONG, len(vectors)))
+    for number, step in enumerate(client.view(probes_of).steps):
+        here, way = vectors @ step, step @ paths
         squares[number] = np.square(here)
         bends[number] = np.abs(slopes(client, x + way, way[None])[:, 0] - here)
         if number == 1:
@@ -225,11 +225,17 @@ def _along_modes(client: Any, point: Array) -> tuple[Array, Array]:
 
     What leaves is of the density without θ: a local effect that explains a column takes it out of what is shared.
     """
-    key, (before, found) = point.tobytes(), _last.get(client, (None, None))
-    if found is None or before != key:
-        found = _at_modes(client, np.ascontiguousarray(point + looks_of(client).aside))
-        _last[client] = key, found
+    known: dict[bytes, tuple[Array, Array]] = client.view(_last_modes)
+    key = point.tobytes()
+    found = known.get(key)
+    if found is None:
+        known.clear()
+        found = known[key] = _at_modes(client, np.ascontiguousarray(point + client.view(probes_of).aside))
     return found
+
+
+def _last_modes(_: Any) -> dict[bytes, tuple[Array, Array]]:
+    return {}
 
 
 def _at_modes(client: Any, phi: Array) -> tuple[Array, Array]:

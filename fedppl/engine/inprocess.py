@@ -160,17 +160,14 @@ class InProcessEngine(ModelsHere):
 
     def _some(self, requests: tuple[Request, ...]) -> dict[str, Reply | Failure]:
         try:
-            return self._replies(requests)
+            if len(requests) > 1:
+                found = _answers(self._algorithm, self._models, self._personal, requests)
+            else:
+                client_id = requests[0].client_id
+                before, guard = self._personal.get(client_id), self._guards.get(client_id)
+                found = {client_id: answer(self._algorithm, self._models[client_id], before, requests[0], guard)}
         finally:  # also of who is late, or was left behind by an interrupt
             set_back(self._settings)
-
-    def _replies(self, requests: tuple[Request, ...]) -> dict[str, Reply | Failure]:
-        if len(requests) > 1:
-            found = _answers(self._algorithm, self._models, self._personal, requests)
-        else:
-            client_id = requests[0].client_id
-            before, guard = self._personal.get(client_id), self._guards.get(client_id)
-            found = {client_id: answer(self._algorithm, self._models[client_id], before, requests[0], guard)}
         for client_id, (personal, _) in found.items():
             if personal is not None:
                 self._personal[client_id] = personal

@@ -9,15 +9,14 @@ import numpy as np
 
 from fedppl.model.baked import Reading, reading
 from fedppl.model.graph import observed_through
-from fedppl.model.other_values import Way, all_other, put, ways
+from fedppl.model.other_values import Alteration, all_other, alterations, altered_at
 from fedppl.model.pack import pack
-from fedppl.model.row_scores import by_length
-from fedppl.numerics.concentration import by_column, concentration
+from fedppl.model.row_scores import by_length, row_scores
+from fedppl.numerics.concentration import largest_share
 from fedppl.types import Array
 
 _ROUNDING = 1e-12  # of the sum of sizes: below it a change is none
 _BLOCKS, _BLOCKS_A_COLUMN = 48, 6  # of rows changed together: .95 of a direction no three of these have by chance
-_MOST = 0.5  # columns a block
 
 
 class _Slopes(NamedTuple):
@@ -36,7 +35,7 @@ def share_in_others(client: Any, x: Array, paths: Array, few: int, enough: float
     and what all rows do, as a mean of theirs, all blocks do.
     """
     read = reading(client)
-    if read.unknown:
+    if read.inputs is None:
         return np.nan
     at = _slopes_at(read, client, x, paths)
     before = at(client.arrays)
@@ -46,11 +45,11 @@ def share_in_others(client: Any, x: Array, paths: Array, few: int, enough: float
     for length in lengths_of_rows(read, client, before.rows):
         names = [name for name, value in client.arrays.items() if np.ndim(value) and len(value) == length]
         other = all_other({name: client.arrays[name] for name in names})
-        together = [Way(name, np.asarray(client.arrays[name]), other[name], True, 0.0) for name in names]
+        together = [Alteration(name, np.asarray(client.arrays[name]), other[name], True, 0.0) for name in names]
         if _of_themselves(at, before, client.arrays, together, length):
             continue
-        for way in (one for name in names for one in ways(name, np.asarray(client.arrays[name]))):
-            share = float(np.maximum(share, _share_of(at, client.arrays, way, few, enough)))
+        for alteration in (a for name in names for a in alterations(name, np.asarray(client.arrays[name]))):
+            share = float(np.maximum(share, _share_of(at, client.arrays, alteration, few, enough)))
             if not share < enough:  # NaN too
                 return share
     return share
@@ -58,10 +57,10 @@ def share_in_others(client: Any, x: Array, paths: Array, few: int, enough: float
 
 def _slopes_at(read: Reading, client: Any, x: Array, paths: Array) -> Callable[[Mapping[str, Any]], _Slopes | None]:
     def at(arrays: Mapping[str, Any]) -> _Slopes | None:
-        inputs = read.given(arrays)
+        inputs = read.inputs and read.inputs(arrays)
         if inputs is None:
             return None
-        rows = by_length(read.client, x, paths, inputs)
+        rows = by_length(row_scores(read.client).elsewhere, x, paths, inputs)
         rest = np.zeros(len(paths))
         if client.local_size:
             rest = paths @ read.client.kernel(x, *pack(inputs))[1:] - sum(np.sum(one, axis=0) for one in rows.values())
@@ -79,10 +78,10 @@ def _blocks(length: int, count: int) -> Iterator[Any]:
         yield rows
 
 
-def _of_themselves(at: Any, before: _Slopes, arrays: Any, changed: Sequence[Way], length: int) -> bool:
+def _of_themselves(at: Any, before: _Slopes, arrays: Any, changed: Sequence[Alteration], length: int) -> bool:
     """Whether terms of rows stay as they are where others change: those of each half where the other half does."""
     for half in _blocks(length, 2):
-        after = at({**arrays, **{way.name: put(way, half) for way in changed}})
+        after = at({**arrays, **{alteration.name: altered_at(alteration, half) for alteration in changed}})
         if after is None:
             return False
         beside, size = _beside(before, after, length, half)
@@ -93,26 +92,26 @@ def _of_themselves(at: Any, before: _Slopes, arrays: Any, changed: Sequence[Way]
 
 def _beside(before: _Slopes, after: _Slopes, length: int, changed: Any) -> tuple[Array, Array]:
     """What changes in terms that are not of the rows changed, (rows and one more, m), and below what it is rounding."""
-    found = [
+    terms = [
         (after.rows[n] - rows)[~changed] if n == length else after.rows[n] - rows for n, rows in before.rows.items()
     ]
     size = sum(np.sum(np.abs(one), axis=0) for slopes in (before, after) for one in slopes.rows.values())
     size = np.nan_to_num(size + np.abs(before.rest) + np.abs(after.rest), posinf=0.0, neginf=0.0)
-    return np.concatenate([*found, (after.rest - before.rest)[None]]), _ROUNDING * size
+    return np.concatenate([*terms, (after.rest - before.rest)[None]]), _ROUNDING * size
 
 
-def _share_of(at: Any, arrays: Mapping[str, Any], way: Way, few: int, enough: float) -> float:
+def _share_of(at: Any, arrays: Mapping[str, Any], alteration: Alteration, few: int, enough: float) -> float:
     """The largest share that so few blocks have in what changes beside their own terms, and in all that changes."""
-    length = len(way.before)
-    before = at({**arrays, way.name: way.before})
+    length = len(alteration.before)
+    before = at({**arrays, alteration.name: alteration.before})
     if before is None:
         return np.nan
-    if _of_themselves(at, before, arrays, [way], length):
+    if _of_themselves(at, before, arrays, [alteration], length):
         return 0.0
     m = len(before.rest)
     terms, whole, sizes = [], [], np.zeros(m)
     for rows in _blocks(length, min(length, max(_BLOCKS, _BLOCKS_A_COLUMN * m))):
-        after = at({**arrays, way.name: put(way, rows)})
+        after = at({**arrays, alteration.name: altered_at(alteration, rows)})
         if after is None:
             return np.nan
         beside, size = _beside(before, after, length, rows)
@@ -122,24 +121,12 @@ def _share_of(at: Any, arrays: Mapping[str, Any], way: Way, few: int, enough: fl
         sizes = np.maximum(sizes, size)
     share = 0.0
     # Of terms of its own a row says most by what is far from others, and no less where it goes a step.
-    for changes in (np.stack(terms),) if way.far else (np.stack(terms), np.stack(whole)):
+    for changes in (np.stack(terms),) if alteration.far else (np.stack(terms), np.stack(whole)):
         if not np.all(np.isfinite(changes)):
             return np.nan
         changes[:, np.max(np.abs(changes), axis=0) <= sizes] = 0.0
-        wide = m > _MOST * len(changes)
-        share = max(share, by_column(changes, few) if wide else concentration(_clear(changes, way.faint), few, enough))
+        share = max(share, largest_share(changes, few, enough, alteration.faint))
     return share
-
-
-def _clear(changes: Array, faint: float) -> Array:
-    """A basis of the directions (blocks, r) that changes have but for the faintest."""
-    size = np.linalg.norm(changes, axis=0)
-    columns: Array = changes[:, size > 0.0] / size[size > 0.0]
-    if not columns.size:
-        return columns
-    left, sizes, _ = np.linalg.svd(columns, full_matrices=False)
-    basis: Array = left[:, sizes > faint * sizes[0]]
-    return basis
 
 
 def lengths_of_rows(read: Reading, client: Any, by_rows: Mapping[int, Array]) -> list[int]:

@@ -165,9 +165,7 @@ def _judge(declared: Declared, client_id: str, arrays: Mapping[str, Any], templa
 
     @functools.cache
     def rebuild() -> _public.Built:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return _public.rebuilt(lambda data: parts_of(declared, client_id, data), arrays)
+        return _public.rebuilt(lambda data: parts_of(declared, client_id, data), arrays)
 
     parts, shared = template.parts, template.variables[0]
     if alone and _public.prior_of_data(parts, shared, rebuild()):  # else two clients' priors are compared

@@ -7,6 +7,7 @@ table, a file) does not change, so that a constant array is trusted only if its 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -47,19 +48,20 @@ def _more_rows(value: Any) -> Any:
 
 def _lower(value: Any) -> Any:
     """Reals move apart and down past zero, integers go to their smallest."""
-    if _is_whole(value):
+    if is_whole(value):
         return _all_equal(value, np.min(value))
     return -1.3 * value - _steps(value)
 
 
 def _higher(value: Any) -> Any:
     """Reals move apart and up, integers go to their largest."""
-    if _is_whole(value):
+    if is_whole(value):
         return _all_equal(value, np.max(value))
     return value + _steps(value)
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Whether numbers are whole ones, in any type."""
     return value.dtype.kind != "f" or bool(np.all(value == np.floor(value)))
 
 
@@ -93,9 +95,11 @@ def rebuilt(build: Callable[[Arrays], _graph.Parts], arrays: Arrays) -> Built:
 
 
 def attempt(build: Callable[[Arrays], _graph.Parts], arrays: Arrays) -> _graph.Parts | None:
-    """Build a model on a copy of other data; None where the builder fails on them."""
+    """Build a model on a copy of other data, without a word; None where the builder fails on them."""
     try:
-        return build({name: np.array(value) for name, value in arrays.items()})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return build({name: np.array(value) for name, value in arrays.items()})
     except Exception:  # whatever the builder does with data that nobody has: then nothing is known
         return None
 

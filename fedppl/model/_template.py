@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytensor
@@ -22,6 +22,7 @@ from fedppl.model.numba_mode import inlined, mode, without_notices
 from fedppl.model.pack import Piece, unpacking_kernel
 from fedppl.types import Array, Variable
 
+T = TypeVar("T")
 _KERNELS_KEPT = 64
 _Kernel = tuple[str | None, Callable[..., Any]]  # with the name of the graph that it was compiled for
 _kernels: list[tuple[_graph.SiteGraph, _Kernel]] = []  # the last ones compiled
@@ -46,21 +47,23 @@ class Template:
     example: tuple[Any, ...]  # inputs of the graph at the client built for
     functions: dict[Any, Any] = field(default_factory=dict)
 
+    def once(self, name: Any, make: Callable[[], T]) -> T:
+        """What is made at first use, for all clients."""
+        if name not in self.functions:
+            self.functions[name] = make()
+        made: T = self.functions[name]
+        return made
+
     @property
     def kernel(self) -> Callable[..., Any]:
         """Compiled at first use, so that what can be refused is refused before."""
-        if "kernel" not in self.functions:
-            self.functions["kernel"] = kernel_of(self.graph)
-        kernel: Callable[..., Any] = self.functions["kernel"]
-        return kernel
+        return self.once("kernel", lambda: kernel_of(self.graph))
 
     @property
     def density(self) -> Callable[..., Any]:
         """The log density as a function of x and the arrays themselves, interpreted, for the few calls of checks."""
-        if "density" not in self.functions:
-            self.functions["density"] = interpreted.python_function([self.graph.x, *self.graph.inputs], self.graph.logp)
-        density: Callable[..., Any] = self.functions["density"]
-        return density
+        arguments = [self.graph.x, *self.graph.inputs]
+        return self.once("density", lambda: interpreted.python_function(arguments, self.graph.logp))
 
     def same_density(self, other: Template) -> bool:
         """Whether two templates have one log density: by their graphs, or where both can be computed, by values."""
@@ -79,17 +82,17 @@ class Template:
 
         The log density there, where it had to be computed for that.
         """
-        if "by data" not in self.functions:
-            self.functions["by data"] = _graph.indexes_by_data(self.graph)
-        return float(self.density(x, *inputs)) if self.functions["by data"] else None
+        return float(self.density(x, *inputs)) if self.indexes_by_data else None
+
+    @property
+    def indexes_by_data(self) -> bool:
+        """Whether what is compiled may read where nothing is."""
+        return self.once("by data", lambda: _graph.indexes_by_data(self.graph))
 
     @property
     def indices(self) -> _indices.Indices:
         """What the model takes from data for an index."""
-        if "indices" not in self.functions:
-            self.functions["indices"] = _indices.site_indices(self.graph, self.parts)
-        found: _indices.Indices = self.functions["indices"]
-        return found
+        return self.once("indices", lambda: _indices.site_indices(self.graph, self.parts))
 
     @property
     def public(self) -> Public:

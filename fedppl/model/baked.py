@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import warnings
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 from pymc.distributions.custom import CustomDistRV, CustomSymbolicDistRV
 from pytensor.compile.builders import OpFromGraph
 from pytensor.graph.basic import Constant
-from pytensor.graph.traversal import ancestors, toposort
+from pytensor.graph.traversal import toposort
 from pytensor.tensor.type import TensorType
 
 from fedppl.model import graph as _graph
@@ -26,16 +26,12 @@ from fedppl.model._declared import parts_of
 from fedppl.model._public import attempt
 from fedppl.model._template import Template
 from fedppl.model.client import ClientModel, is_written
-from fedppl.model.other_values import all_other, other_rows
+from fedppl.model.other_values import all_other, repeated_rows
 from fedppl.model.pack import pack
-from fedppl.model.same import has_own_gradient, surely_same_model
+from fedppl.model.same import has_own_gradient, operations, surely_same_model
 
 _BYTES_KEPT = 2**27  # of inputs that were built anew, a client: those of a few thousand rows and ten columns
 _KNOWN = ("pytensor.", "pymc.", "fedppl.")  # whose operations say by what they are equal all that they compute
-UNKNOWN = (
-    "the builder fails, or makes another model, where entries of the data are other ones; hold the data as they are in "
-    "pm.Data, compute from these, and let nothing in the builder branch on values"
-)
 
 _Step = tuple[Any, list[int], list[Any]]  # an operation, what it reads, and types; no operation: something given
 
@@ -44,8 +40,7 @@ class Reading(NamedTuple):
     """How a client's density reads its data."""
 
     client: Any  # the same client, of whose graph what was baked is data too
-    given: Callable[[Mapping[str, Any]], Sequence[Any] | None]  # inputs at other arrays; None where that is not known
-    unknown: str | None  # why nobody can tell how it reads them
+    inputs: Callable[[Mapping[str, Any]], Sequence[Any] | None] | None  # at other arrays; None where not known
 
 
 class _Flat(NamedTuple):
@@ -61,42 +56,43 @@ def reading(client: ClientModel) -> Reading:
 
 
 def _read(client: ClientModel) -> Reading:
-    functions = client.template.functions
+    functions, as_it_is = client.template.functions, Reading(client, functools.partial(_inputs, client))
     if is_written(client.declared.builder) or functions.get("nothing baked"):
-        return Reading(client, functools.partial(_held, client), None)
-    build = functools.partial(_quietly, functools.partial(parts_of, client.declared, client.client_id))
+        return as_it_is
+    build = functools.partial(parts_of, client.declared, client.client_id)
     looked = False
-    for number, arrays in enumerate(itertools.chain([all_other(client.arrays)], other_rows(client.arrays))):
+    for number, arrays in enumerate(itertools.chain([all_other(client.arrays)], repeated_rows(client.arrays))):
         if looked and number == 1:  # the others are for builders that check what a row has together
             break
         other = attempt(build, arrays)
         looked = looked or other is not None
         if other is not None and not _surely_same(client.template.parts, other):
-            return _opened(client, build, arrays, other) or Reading(client, lambda arrays: None, UNKNOWN)
-    if not looked:
-        return Reading(client, lambda arrays: None, UNKNOWN)
-    functions["nothing baked"] = True
-    return Reading(client, functools.partial(_held, client), None)
+            return _opened(client, build, arrays, other)
+    functions["nothing baked"] = looked
+    return as_it_is if looked else Reading(client, None)
 
 
-def _quietly(build: Callable[..., _graph.Parts], arrays: Mapping[str, Any]) -> _graph.Parts:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return build(arrays)
-
-
-def _held(client: ClientModel, arrays: Mapping[str, Any]) -> list[Any]:
-    """A client's inputs, with other arrays in the containers."""
-    data = client.template.parts.data[: len(client.arrays)]
-    held = [np.asarray(arrays[v.name]).astype(v.type.dtype) for v in data if v.name in arrays]
-    return [*held, *client.inputs[len(held) :]]
+def _inputs(client: ClientModel, arrays: Mapping[str, Any], constants: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """A client's inputs, with other arrays in the containers, and with what else is data beside these."""
+    data, inputs = client.template.parts.data, client.inputs
+    held = [np.asarray(arrays[v.name]).astype(v.type.dtype) for v in data[: len(client.arrays)] if v.name in arrays]
+    return (*held, *inputs[len(held) : len(data)], *constants, *inputs[len(data) :])
 
 
 def _surely_same(a: _graph.Parts, b: _graph.Parts) -> bool:
-    if not surely_same_model(a, b):
+    return surely_same_model(a, b) and _same_strange(_outputs(a), _outputs(b))
+
+
+def _same_strange(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether operations of graphs that are not known are the very same: they may hold what no equality tells.
+
+    None are inside of a frozen graph: there PyTensor from 3 on takes what an earlier build had, if the two are equal.
+    """
+    frozen = [op.fgraph for op in operations(a) if hasattr(getattr(op, "fgraph", None), "unfreeze")]
+    if not all(_is_known(op) for graph in frozen for op in operations(graph.outputs)):
         return False
-    strange = [[op for op in _operations(parts) if not _is_known(op)] for parts in (a, b)]
-    return len(strange[0]) == len(strange[1]) and all(x is y for x, y in zip(*strange, strict=True))
+    strange, other = ([op for op in operations(outputs) if not _is_known(op)] for outputs in (a, b))
+    return len(strange) == len(other) and all(map(operator.is_, strange, other))
 
 
 def _outputs(parts: _graph.Parts) -> list[Any]:
@@ -104,57 +100,52 @@ def _outputs(parts: _graph.Parts) -> list[Any]:
     return [*model.basic_RVs, *model.potentials, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]
 
 
-def _operations(parts: _graph.Parts) -> list[Any]:
-    return [v.owner.op for v in ancestors(_outputs(parts)) if v.owner is not None]
-
-
 def _is_known(op: Any) -> bool:
     """Whether an operation holds nothing that its equality does not tell; those of `CustomDist` are looked at below."""
     return isinstance(op, CustomDistRV | CustomSymbolicDistRV) or f"{type(op).__module__}.".startswith(_KNOWN)
 
 
-def _opened(client: ClientModel, build: Any, arrays: Mapping[str, Any], other: _graph.Parts) -> Reading | None:
-    """The client with what differs in another build as data; None where the two differ in more than constants."""
-    first = build(client.arrays)
+def _opened(client: ClientModel, build: Any, arrays: Mapping[str, Any], other: _graph.Parts) -> Reading:
+    """The client with what differs in another build as data; not known where the two differ in more than constants."""
+    first = attempt(build, client.arrays)
+    if first is None:
+        return Reading(client, None)
     here, there = _flat(_outputs(first)), _flat(_outputs(other))
     if not _same_steps(here, there):
-        return None
+        return Reading(client, None)
     differ = [i for i, pair in enumerate(zip(here.constants, there.constants, strict=True)) if not _equal(*pair)]
-    templates = []
-    for parts, flat, own in ((first, here, client.arrays), (other, there, arrays)):
-        values = tuple(np.asarray(flat.constants[i].data) for i in differ)
-        template = _template(client, _as_data(parts, flat, differ))
-        held = _held(client, own)
-        count = len(first.data)
-        templates.append((template, (*held[:count], *values, *held[count:])))
-    (template, inputs), (again, again_inputs) = templates
-    template, again = replace(template, example=inputs), replace(again, example=again_inputs)
-    if not template.same_density(again):
-        return None
+    template, again = (
+        _template(client, _as_data(parts, flat, differ), _inputs(client, own, _constants(flat, differ)))
+        for parts, flat, own in ((first, here, client.arrays), (other, there, arrays))
+    )
+    densities = [template.graph.logp], [again.graph.logp]
+    if not (_same_strange(*densities) and template.same_density(again)):
+        return Reading(client, None)
     if not differ:
-        return Reading(client, functools.partial(_held, client), None)
-    opened = replace(client, template=template, inputs=inputs, packed=pack(inputs))
-    return Reading(opened, _kept(functools.partial(_rebuilt, client, build, here, differ)), None)
+        return Reading(client, functools.partial(_inputs, client))
+    opened = replace(client, template=template, inputs=template.example, packed=pack(template.example))
+    return Reading(opened, _remembered(functools.partial(_rebuilt, client, build, here, differ)))
 
 
-def _kept(given: Callable[[Mapping[str, Any]], list[Any] | None]) -> Callable[[Mapping[str, Any]], list[Any] | None]:
+def _constants(flat: _Flat, places: Sequence[int]) -> list[Any]:
+    return [np.asarray(flat.constants[place].data) for place in places]
+
+
+def _remembered(rebuilt: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
     """The same, which calls no builder again for arrays that it was given at another point."""
-    known: dict[str, list[Any]] = {}
+    known: dict[bytes, tuple[Any, ...]] = {}
 
-    def again(arrays: Mapping[str, Any]) -> list[Any] | None:
-        digest = hashlib.sha256()
-        for value in arrays.values():
-            digest.update(np.asarray(value).tobytes())
-        key = digest.hexdigest()
-        found = known.get(key) or given(arrays)
-        if found is not None and len(known) * sum(value.nbytes for value in found) < _BYTES_KEPT:
-            known[key] = found
-        return found
+    def again(arrays: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        key = hashlib.sha256(b"".join(np.asarray(value).tobytes() for value in arrays.values())).digest()
+        inputs: tuple[Any, ...] | None = known.get(key) or rebuilt(arrays)
+        if inputs is not None and len(known) * sum(value.nbytes for value in inputs) < _BYTES_KEPT:
+            known[key] = inputs
+        return inputs
 
     return again
 
 
-def _rebuilt(client: ClientModel, build: Any, known: _Flat, opened: Sequence[int], arrays: Any) -> list[Any] | None:
+def _rebuilt(client: ClientModel, build: Any, known: _Flat, opened: Sequence[int], arrays: Any) -> Any:
     """Inputs that the graph has where the builder is given other arrays."""
     parts = attempt(build, arrays)
     flat = None if parts is None else _flat(_outputs(parts))
@@ -163,14 +154,13 @@ def _rebuilt(client: ClientModel, build: Any, known: _Flat, opened: Sequence[int
     pairs = enumerate(zip(known.constants, flat.constants, strict=True))
     if any(i not in opened and not _equal(*pair) for i, pair in pairs):
         return None
-    held, count = _held(client, arrays), len(client.template.parts.data)
-    return [*held[:count], *(np.asarray(flat.constants[i].data) for i in opened), *held[count:]]
+    return _inputs(client, arrays, _constants(flat, opened))
 
 
-def _template(client: ClientModel, parts: _graph.Parts) -> Template:
+def _template(client: ClientModel, parts: _graph.Parts, inputs: tuple[Any, ...]) -> Template:
     known = client.template
     parts = parts._replace(open=known.parts.open)
-    return Template(parts, known.variables, _graph.site_graph(parts, *known.variables), known.start, ())
+    return Template(parts, known.variables, _graph.site_graph(parts, *known.variables), known.start, inputs)
 
 
 def _as_data(parts: _graph.Parts, flat: _Flat, places: Sequence[int]) -> _graph.Parts:

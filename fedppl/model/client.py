@@ -133,11 +133,6 @@ class ClientModel:
         model = self.template.parts.model
         return not model.potentials and not unnormalised(model)
 
-    @property
-    def has_kink(self) -> bool:
-        """Whether the log density has a kink or jump in θ or φ."""
-        return self.kink is not None
-
     def _value_and_gradient(self, x: Array) -> Array:
         value, by_phi, by_theta = self.log_site(x[: self.shared_size], x[self.shared_size :])
         return np.concatenate([[value], by_phi, by_theta])
@@ -330,11 +325,11 @@ def _has_local_per_row(template: Template, held: Sequence[Any], lengths: set[int
     free, (length, *_) = template.graph.free_shapes, (*lengths, 0)
     if not free or length < 2:
         return bool(free)
-    functions = template.functions
-    if "local per row" not in functions:
-        all_, fewer = (template.start(*_rows_of(held, length, np.arange(n))) for n in (length, length - 1))
-        functions["local per row"] = [np.shape(value) for value in all_] != [np.shape(value) for value in fewer]
-    return bool(functions["local per row"])
+
+    def shapes_of(rows: int) -> list[Any]:
+        return [np.shape(value) for value in template.start(*_rows_of(held, length, np.arange(rows)))]
+
+    return template.once("local per row", lambda: shapes_of(length) != shapes_of(length - 1))
 
 
 def _batches(

@@ -15,7 +15,7 @@ from pytensor.graph.traversal import ancestors
 
 from fedppl.contracts.html import facts
 from fedppl.data import frames
-from fedppl.data.ids import require_ids
+from fedppl.data.ids import require_clients
 from fedppl.model import _kinds
 from fedppl.model._declared import Declared, parts_of
 from fedppl.model._group import client_of, enrol_group, of_another_type
@@ -285,14 +285,7 @@ class FederatedModel:
         DeclarationError, DataError
             Naming the client, the value and the remedy, before anything is compiled where possible.
         """
-        if not isinstance(clients, Mapping):
-            raise DataError(
-                f"clients are {type(clients).__name__}; pass a mapping from client id to its data, or to fedppl.fit "
-                "one data frame and by=, the column that tells clients apart."
-            )
-        if not clients:
-            raise DataError("no clients: pass a mapping from client id to that client's data.")
-        require_ids(clients)
+        require_clients(clients, "or to fedppl.fit one data frame and by=, the column that tells clients apart")
         given = {str(client_id): data for client_id, data in clients.items()}
         of = {name: self.kind_of(name, data, (kinds or {}).get(name)) for name, data in given.items()}
         checked = {name: as_arrays(name, self.read(name, data, of[name])) for name, data in given.items()}

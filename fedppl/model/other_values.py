@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedppl.model._public import is_whole
 from fedppl.types import Array
 
 _FEW_VALUES = 10  # of a column that tells levels apart, rather than sizes
 _TIMES = 16  # of a rare outcome half of the rows without it are to have it once
 _TAIL = 0.05  # of the different values of a column, at each end
+_FAINT, _FAINTER = 1e-3, 1e-6  # of the largest direction: below are squares of changes; of little ones, rounding
 _LITTLE = 1e-7  # sds of a column: less than what lies between two of 2,000 values, and nine digits above rounding
 
 
-class Way(NamedTuple):
+class Alteration(NamedTuple):
     """An array as it is looked at, and with all of its entries changed; (n, ...) both."""
 
     name: str
@@ -29,17 +31,17 @@ class Way(NamedTuple):
     faint: float  # of the largest direction of what changes: below it are powers of changes, and rounding
 
 
-def ways(name: str, value: Array) -> list[Way]:
+def alterations(name: str, value: Array) -> list[Alteration]:
     """Ways to change an array, each in columns whose changes are of one size; none where nothing changes."""
-    found = []
+    changed = []
     for change in (_levels, _sizes, _steps, _little):
         before, after = value.copy(), value.copy()
         for place in np.ndindex(value.shape[1:]):
             here = (slice(None), *place)
             before[here], after[here] = change(value[here])
         if not np.array_equal(before, after):
-            found.append(Way(name, before, after, change is _sizes, 1e-6 if change is _little else 1e-3))
-    return found
+            changed.append(Alteration(name, before, after, change is _sizes, _FAINTER if change is _little else _FAINT))
+    return changed
 
 
 def all_other(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def all_other(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
     Whole numbers keep to the values that there are, for they may be levels that a builder counts.
     """
-    found = {}
+    others = {}
     for name, value in arrays.items():
         after = np.array(value)
         if after.ndim:
@@ -56,11 +58,11 @@ def all_other(arrays: Mapping[str, Any]) -> dict[str, Any]:
                 known, rank = np.unique(after[here], return_inverse=True)
                 column = known[(rank + max(len(known) // 2, 1)) % len(known)]
                 after[here] = _little(_steps(column)[1] if len(known) > len(column) // 2 else column)[1]
-        found[name] = after
-    return found
+        others[name] = after
+    return others
 
 
-def other_rows(arrays: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def repeated_rows(arrays: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Data in which rows have what others have, several times: in their order, then half of them what the others do."""
     rng = np.random.default_rng(3)
     lengths = {len(value) for value in arrays.values() if np.ndim(value)}
@@ -72,10 +74,6 @@ def other_rows(arrays: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 taken[length] = np.arange(length)
                 taken[length][order[: length // 2]] = order[length // 2 : 2 * (length // 2)]
         yield {name: value[taken[len(value)]] if np.ndim(value) else value for name, value in arrays.items()}
-
-
-def _whole(column: Array) -> bool:
-    return column.dtype.kind != "f" or bool(np.all(column == np.floor(column)))
 
 
 def _levels(column: Array) -> tuple[Array, Array]:
@@ -98,7 +96,7 @@ def _sizes(column: Array) -> tuple[Array, Array]:
 
 def _steps(column: Array) -> tuple[Array, Array]:
     """Of many whole numbers each goes one towards the middle, where order statistics stay what they are but for it."""
-    if not _whole(column) or len(np.unique(column)) <= _FEW_VALUES:
+    if not is_whole(column) or len(np.unique(column)) <= _FEW_VALUES:
         return column, column
     inwards = np.where(column < np.median(column), 1, -1)
     return column, (column + inwards).astype(column.dtype)
@@ -109,7 +107,7 @@ def _little(column: Array) -> tuple[Array, Array]:
 
     What a square of theirs changes by is then of the size of the others'.
     """
-    if _whole(column) or not np.all(np.isfinite(column)):
+    if is_whole(column) or not np.all(np.isfinite(column)):
         return column, column
     sign = np.random.default_rng(5).choice([-1.0, 1.0], size=len(column))
     low, middle, high = np.quantile(column, [0.25, 0.5, 0.75])
@@ -117,8 +115,8 @@ def _little(column: Array) -> tuple[Array, Array]:
     return column, column + sign * (_LITTLE * np.std(column)) / np.maximum(1.0, away)
 
 
-def put(way: Way, rows: Any) -> Array:
+def altered_at(alteration: Alteration, rows: Any) -> Array:
     """The array in which these rows have changed."""
-    value = way.before.copy()
-    value[rows] = way.after[rows]
+    value = alteration.before.copy()
+    value[rows] = alteration.after[rows]
     return value

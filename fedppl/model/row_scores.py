@@ -38,50 +38,33 @@ class RowScores(NamedTuple):
     """Of a template: which terms of its density are not of single rows, and slopes of those that are."""
 
     joint: tuple[str, ...]
-    along: _Along | None  # along(x, V (k, p), *inputs): slopes (k, n) for each observed variable
+    along: _Along | None  # along(x, V (k, p), *inputs): slopes (k, n) of each outcome; inputs but these are a client's
     elsewhere: _Along | None  # the same of other inputs, which may index what is not there: that has to be an error
-    of: tuple[Sequence[Any], Sequence[Any]]  # inputs of the graph, and densities of outcomes
+    graph: tuple[Sequence[Any], Sequence[Any]]  # its inputs, and densities of outcomes
 
 
 def row_scores(client: ClientModel) -> RowScores:
     """Built once a template; interpreted, and compiled where it is called often or an earlier process has done so."""
-    functions = client.template.functions
-    if "row scores" not in functions:
-        functions["row scores"] = _build(client)
-    found: RowScores = functions["row scores"]
-    return found
+    return client.template.once("row scores", lambda: _build(client))
 
 
 def slopes(client: ClientModel, x: Array, directions: Array) -> Array:
     """Slopes (n, k) of the log density of each row along directions (k, m + d), at x = (φ, θ)."""
-    found = list(by_length(client, x, directions).values())
-    if len(found) == 1:
-        return found[0]
-    return np.concatenate(found) if found else np.zeros((0, len(directions)))
+    rows = list(by_length(row_scores(client).along, x, directions, client.inputs).values())
+    if len(rows) == 1:
+        return rows[0]
+    return np.concatenate(rows) if rows else np.zeros((0, len(directions)))
 
 
-def by_length(
-    client: ClientModel, x: Array, directions: Array, inputs: Sequence[Any] | None = None
-) -> dict[int, Array]:
-    """The same by length of outcomes, with the client's inputs or others, whose integers may be anything.
+def by_length(along: _Along | None, x: Array, directions: Array, inputs: Sequence[Any]) -> dict[int, Array]:
+    """The same by length of outcomes, from what is `along` or `elsewhere` in `row_scores`.
 
     Entries that stand in one row of an outcome are one, and so are those of outcomes with as many rows.
     """
-    if inputs is None:
-        return with_outcomes(client, x, directions, client.inputs)
-    return _by_length(row_scores(client).elsewhere, x, directions, inputs)
-
-
-def with_outcomes(client: ClientModel, x: Array, directions: Array, inputs: Sequence[Any]) -> dict[int, Array]:
-    """The same with inputs that are the client's, but for outcomes."""
-    return _by_length(row_scores(client).along, x, directions, inputs)
-
-
-def _by_length(along: _Along | None, x: Array, directions: Array, inputs: Sequence[Any]) -> dict[int, Array]:
     rows: dict[int, Array] = {}
-    for found in along(x, directions, *inputs) if along else ():
-        length = found.shape[1]
-        rows[length] = rows[length] + found.T if length in rows else found.T
+    for terms in along(x, directions, *inputs) if along else ():
+        length = terms.shape[1]
+        rows[length] = rows[length] + terms.T if length in rows else terms.T
     return rows
 
 
@@ -101,26 +84,26 @@ def _build(client: ClientModel) -> RowScores:
             by_row.append(pt.sum(entries.reshape((entries.shape[0], -1)), axis=1))
     if not by_row:
         return RowScores(tuple(joint), None, None, (inputs, densities))
-    arguments, found = _graphs(x, inputs, by_row)
-    simpler = functools.cache(lambda: _in_numpy(found))
-    slowly = _interpreted(arguments, found, simpler)
-    along, either = _compiled_in_time(slowly, lambda anew: _compiled(arguments, found, simpler, anew))
-    elsewhere = slowly if _graph.indexes_by_data(template.graph) else either
+    arguments, outputs = _graphs(x, inputs, by_row)
+    simpler = functools.cache(lambda: _in_numpy(outputs))
+    slowly = _interpreted(arguments, outputs, simpler)
+    along, either = _compiled_in_time(slowly, lambda anew: _compiled(arguments, outputs, simpler, anew))
+    elsewhere = slowly if template.indexes_by_data else either
     return RowScores(tuple(joint), along, elsewhere, (inputs, densities))
 
 
 def _graphs(x: Any, inputs: Sequence[Any], by_row: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Directional slopes, by way of a product that is linear in its weights, whose own slopes they are."""
     direction, many = pt.vector("direction"), pt.matrix("directions")
-    found = []
+    outputs = []
     for density in by_row:
         weights = pt.vector("weights")
-        slope = pt.grad(pt.dot(weights, density), x, disconnected_inputs="ignore")
-        one = pt.grad(pt.dot(slope, direction), weights, disconnected_inputs="ignore")
-        (one,) = clone_replace([one], {weights: pt.zeros_like(density)})  # on which no slope depends
-        (each,) = vectorize_graph([one], {direction: many})
-        found.append(pt.broadcast_to(each, (many.shape[0], density.shape[0])))
-    return [x, many, *inputs], found
+        gradient = pt.grad(pt.dot(weights, density), x, disconnected_inputs="ignore")
+        slope = pt.grad(pt.dot(gradient, direction), weights, disconnected_inputs="ignore")
+        (slope,) = clone_replace([slope], {weights: pt.zeros_like(density)})  # on which no slope depends
+        (along,) = vectorize_graph([slope], {direction: many})
+        outputs.append(pt.broadcast_to(along, (many.shape[0], density.shape[0])))
+    return [x, many, *inputs], outputs
 
 
 def _interpreted(arguments: Sequence[Any], outputs: Sequence[Any], simpler: Callable[[], list[Any]]) -> _Along:
@@ -203,12 +186,9 @@ def _in_numpy(outputs: Sequence[Any]) -> list[Any]:
             (value,) = node.inputs
             same = pt.log1p(pt.exp(-pt.abs(value))) + pt.maximum(value, 0.0)
             graph.replace(node.outputs[0], same, import_missing=True)
-        elif isinstance(scalar, Cast) and _is_product(node.inputs[0].type.dtype, node.outputs[0].type.dtype):
-            same = node.inputs[0] * pt.constant(1, dtype=node.outputs[0].type.dtype)
-            graph.replace(node.outputs[0], same, import_missing=True)
+        elif isinstance(scalar, Cast):
+            given, wanted = (v.type.dtype for v in (*node.inputs, *node.outputs))
+            if wanted in ("float64", "int64") and np.can_cast(given, wanted):  # where a product with one casts
+                same = node.inputs[0] * pt.constant(1, dtype=wanted)
+                graph.replace(node.outputs[0], same, import_missing=True)
     return list(graph.outputs)
-
-
-def _is_product(given: str, wanted: str) -> bool:
-    """Whether a product with one casts: to reals, or from integers to longer ones."""
-    return wanted == "float64" or (wanted == "int64" and given in ("bool", "int8", "int16", "int32", "uint8", "uint16"))

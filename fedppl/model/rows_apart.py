@@ -31,17 +31,13 @@ def rows_apart(client: ClientModel, lengths: Collection[int]) -> bool:
     Constants that have an entry for each row are no part of f. Of what is not known to keep rows apart it is said that
     it does not.
     """
-    parts, functions = client.template.parts, client.template.functions
-    values = client.inputs[: len(parts.data)]
+    values = client.inputs[: len(client.template.parts.data)]
     places = tuple(place for place, value in enumerate(values) if value.ndim and len(value) in lengths)
-    if ("rows apart", places) not in functions:
-        functions["rows apart", places] = _rows_apart(client, places)
-    found: bool = functions["rows apart", places]
-    return found
+    return client.template.once(("rows apart", places), lambda: _rows_apart(client, places))
 
 
 def _rows_apart(client: ClientModel, places: Collection[int]) -> bool:
-    inputs, densities = row_scores(client).of
+    inputs, densities = row_scores(client).graph
     axes: dict[Variable, int | None] = {inputs[place]: 0 for place in places}
     for node in io_toposort(inputs, densities):
         axis = _axis(node, [axes.get(variable) for variable in node.inputs])

@@ -45,7 +45,7 @@ def same_computations(a: Sequence[Any], b: Sequence[Any], in_a: Sequence[Any], i
     PyTensor before 3 takes no two operations that are graphs themselves for equal: those are compared by their inside,
     where this is all that they are.
     """
-    ours, theirs = _operations(a), _operations(b)
+    ours, theirs = operations(a), operations(b)
     if any(has_own_gradient(op) for op in (*ours, *theirs)):
         return False
     if equal_computations(list(a), list(b), in_xs=list(in_a), in_ys=list(in_b)):
@@ -61,10 +61,16 @@ def same_computations(a: Sequence[Any], b: Sequence[Any], in_a: Sequence[Any], i
     return bool(equal_computations(_inlined(a), _inlined(b), in_xs=list(in_a), in_ys=list(in_b)))
 
 
-def _operations(outputs: Sequence[Any]) -> list[Any]:
-    """All operations of graphs, those inside of operations that are graphs themselves too."""
-    found = list({v.owner: v.owner.op for v in ancestors(list(outputs)) if v.owner is not None}.values())
-    return [*found, *(one for op in found if isinstance(op, OpFromGraph) for one in _operations(op.fgraph.outputs))]
+def operations(outputs: Sequence[Any]) -> list[Any]:
+    """All operations of graphs, and those that operations are made of: of graphs, of numbers, of single entries."""
+    waiting = list({v.owner: v.owner.op for v in ancestors(list(outputs)) if v.owner is not None}.values())
+    found = []
+    while waiting:
+        op = waiting.pop()
+        found.append(op)
+        waiting += [getattr(op, name) for name in ("scalar_op", "core_op") if hasattr(op, name)]
+        found += operations(op.fgraph.outputs) if hasattr(op, "fgraph") else []
+    return found
 
 
 _OVERRIDES = ("lop_overrides", "grad_overrides", "rop_overrides", "pullback_overrides", "pushforward_overrides")

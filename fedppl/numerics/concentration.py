@@ -7,24 +7,34 @@ import numpy as np
 from fedppl.types import Array
 
 _ROUNDING = 1e-13  # of the largest singular value of columns of length one: below it there is no direction
-_TOLD = 1e-6  # of the largest eigenvalue of X'X: a basis by what is above it is orthonormal to ten digits
+_CLEAR = 1e-6  # of the largest eigenvalue of X'X: a basis by what is above it is orthonormal to ten digits
 _TINY = 1e-200  # a square, beside which those of columns' smaller entries are numbers
-_STARTS, _STEPS = 24, 12
+_COLUMNS_A_ROW = 0.5  # beyond which each row has a direction of its own
+_STARTS, _STEPS = 24, 12  # rows of largest leverage, and steps from each at most
+_MORE = 1e-9  # of a square: a share that has grown by less has grown by rounding
 
 
-def concentration(vectors: Array, few: int, enough: float = 1.0) -> float:
+def largest_share(vectors: Array, few: int, enough: float, faint: float = _ROUNDING) -> float:
+    """The same by directions where rows are more than columns tell apart, else by columns."""
+    if vectors.shape[1] > _COLUMNS_A_ROW * len(vectors):
+        return by_column(vectors, few)
+    return concentration(vectors, few, enough, faint)
+
+
+def concentration(vectors: Array, few: int, enough: float = 1.0, faint: float = _ROUNDING) -> float:
     """Largest share |(X u)_S|² / |X u|² over directions u of the span of X (n, p) and over sets S of so few rows.
 
     One, where something in the span is an indicator of so few rows, whatever it is hidden in: a span has no columns.
     Found by truncated power steps, as in sparse principal components, from the rows of largest leverage; no less than
-    the share of the row of largest leverage, and not always the largest there is. The search ends at `enough`.
+    the share of the row of largest leverage, and not always the largest there is. The search ends at `enough`, and no
+    direction counts that is fainter than that share of the largest.
 
     >>> X = np.ones((300, 2))
     >>> X[:, 1] += np.arange(300) == 7
     >>> round(concentration(X, 3), 6)
     1.0
     """
-    basis = _orthonormal(vectors)
+    basis = _orthonormal(vectors, faint)
     leverage = np.einsum("ij,ij->i", basis, basis)
     if not basis.shape[1]:
         return 0.0
@@ -52,7 +62,7 @@ def by_column(vectors: Array, few: int) -> float:
     return float(np.max(top / total[total > 0.0]))
 
 
-def _orthonormal(vectors: Array) -> Array:
+def _orthonormal(vectors: Array, faint: float) -> Array:
     """An orthonormal basis of the span, (n, r).
 
     By X'X where that finds all that is there, which takes a tenth of the time. It has half of the digits: where more is
@@ -68,15 +78,15 @@ def _orthonormal(vectors: Array) -> Array:
     if not columns.size:
         return np.zeros((len(vectors), 0))
     values, axes = np.linalg.eigh(columns.T @ columns)
-    told = values > _TOLD * values[-1]
-    basis: Array = columns @ (axes[:, told] / np.sqrt(values[told]))
-    if np.all(told):
+    clear = values > _CLEAR * values[-1]
+    basis: Array = columns @ (axes[:, clear] / np.sqrt(values[clear]))
+    if np.all(clear):
         return basis
     rest = columns - basis @ (basis.T @ columns)
     if np.max(np.einsum("ij,ij->j", rest, rest)) <= _ROUNDING**2:
         return basis
     left, sizes, _ = np.linalg.svd(columns, full_matrices=False)
-    return np.asarray(left[:, sizes > _ROUNDING * sizes[0]])
+    return np.asarray(left[:, sizes > faint * sizes[0]])
 
 
 def _climb(basis: Array, direction: Array, few: int) -> float:
@@ -87,7 +97,7 @@ def _climb(basis: Array, direction: Array, few: int) -> float:
         rows = np.argpartition(-squares, few - 1)[:few]
         inner = basis[rows] @ basis[rows].T  # few by few, and its largest eigenvalue is the largest share of these rows
         values, axes = np.linalg.eigh(inner)
-        if values[-1] <= share + 1e-9:
+        if values[-1] <= share + _MORE:
             break
         share = float(values[-1])
         direction = axes[:, -1] @ basis[rows]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fedppl.data.ids import require_clients
 from fedppl.model.arrays import as_arrays
 from fedppl.numerics.streams import stream
 from fedppl.run.start import seed_of
@@ -60,13 +61,7 @@ def holdout(
     if isinstance(rows, str):
         raise DeclarationError(f"rows={rows!r} must be a list of names: [{rows!r}].")
     fraction = between("fraction", fraction, 0, 1)
-    if not isinstance(clients, Mapping):
-        raise DataError(
-            f"clients are {type(clients).__name__}; pass a mapping from client id to its data, of a data frame "
-            '{site: dict(rows[["X", "y"]]) for site, rows in frame.groupby("site")}.'
-        )
-    if not clients:
-        raise DataError("no clients: pass a mapping from client id to that client's data.")
+    require_clients(clients, 'of a frame {site: dict(rows[["X", "y"]]) for site, rows in frame.groupby("site")}')
     if random_seed is None:
         raise DeclarationError("random_seed=None would hold out other rows in every call; pass a non-negative int.")
     seed = seed_of(random_seed)

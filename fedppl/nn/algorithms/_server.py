@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
@@ -42,8 +42,8 @@ def init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> NetworkSta
     return NetworkState(gaussian.mean(layout.prior))
 
 
-def broadcast(state: NetworkState, client_id: str) -> Message:
-    """The shared weights."""
+def broadcast(state: Any, client_id: str) -> Message:
+    """The shared weights, phi in any state."""
     del client_id
     return {"mean": state.phi}
 

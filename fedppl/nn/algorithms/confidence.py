@@ -16,7 +16,7 @@ from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, P
 from fedppl.nn.algorithms._common import training_rule
 from fedppl.nn.algorithms._heads import Here, head_in, head_rule, here, here_together, joined, last_layer, parted
 from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._server import AT_MEAN, OverRounds, moved, run_away, with_round
+from fedppl.nn.algorithms._server import AT_MEAN, OverRounds, broadcast, moved, run_away, with_round
 from fedppl.nn.batch import Stack, groups, stacked
 from fedppl.nn.batch_heads import features_together, head_posteriors, train_below_together
 from fedppl.nn.batch_train import Flags
@@ -164,12 +164,12 @@ def Confidence(
         name="nn.Confidence",
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
-        broadcast=_broadcast,
+        broadcast=broadcast,
         update_client=update_client,
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(_shapes, _reject, lambda state: not settings.remember),
         result=network_result(
-            _broadcast,
+            broadcast,
             functools.partial(_own, settings=settings),
             Point[ConfidenceState](lambda state: state.smooth.phi),
         ),
@@ -200,12 +200,6 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings:
     where = {client_id: k for k, client_id in enumerate(clients)}
     ledger = np.zeros((len(clients) if settings.remember else 0, len(head) + 1))
     return ConfidenceState(phi, head, where, ledger, OverRounds(phi, 0.0))
-
-
-def _broadcast(state: ConfidenceState, client_id: str) -> Message:
-    """The shared weights."""
-    del client_id
-    return {"mean": state.phi}
 
 
 def _find_head(
@@ -262,18 +256,10 @@ def _update_unreported(
     return _find_head(here(client, message, settings.head), personal, rng, settings)[0], {}
 
 
-class _Heads(NamedTuple):
-    """What clients with one network found of their heads."""
-
-    at: list[Here]
-    stack: Stack
-    mean: Array  # (K, d)
-    sd: Array  # (K, d)
-    well: Flags  # of which they are finite, (K,)
-
-
-def _find_heads(parts: Sequence[Part[HeadClientState]], settings: _Settings) -> _Heads:
-    """`_find_head` at clients with one network."""
+def _find_heads(
+    parts: Sequence[Part[HeadClientState]], settings: _Settings
+) -> tuple[list[Here], Stack, Array, Array, Flags]:
+    """`_find_head` at clients with one network: where, means and sds (K, d), and of which these are finite, (K,)."""
     at = here_together([part.client for part in parts], [part.message for part in parts], settings.head)
     starts = [_start(one.centre, part.personal, settings) for one, part in zip(at, parts, strict=True)]
     stack, head = stacked([one.unit for one in at]), at[0].head
@@ -287,7 +273,7 @@ def _find_heads(parts: Sequence[Part[HeadClientState]], settings: _Settings) -> 
         settings.head_steps,
         [part.rng for part in parts],
     )
-    return _Heads(at, stack, mean, sd, well)
+    return at, stack, mean, sd, well
 
 
 def _update_together(

@@ -15,7 +15,7 @@ from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Receive
 from fedppl.nn.algorithms._common import training_rule
 from fedppl.nn.algorithms._heads import head_in, head_rule, here, joined, last_layer, parted
 from fedppl.nn.algorithms._personalise import network_result
-from fedppl.nn.algorithms._server import AT_MEAN, NetworkInfo, reported, run_away
+from fedppl.nn.algorithms._server import AT_MEAN, NetworkInfo, broadcast, reported, run_away
 from fedppl.nn.functional import Places
 from fedppl.nn.langevin import Chain, langevin_steps
 from fedppl.nn.subnet import Subnetwork
@@ -119,12 +119,12 @@ def FedPop(
         name="nn.FedPop",
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
-        broadcast=_broadcast,
+        broadcast=broadcast,
         update_client=functools.partial(_update_client, settings=settings),
         update_server=_update_server,
         replies=Replies(_shapes, _reject, always),
         result=network_result(
-            _broadcast, functools.partial(_own, settings=settings), Point[FedPopState](lambda state: state.phi)
+            broadcast, functools.partial(_own, settings=settings), Point[FedPopState](lambda state: state.phi)
         ),
         needs=last_layer("nn.FedPop", settings.head),
         disclosure=AT_MEAN,
@@ -136,12 +136,6 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings:
     """Start at the mean of the declared prior."""
     del clients, rng
     return FedPopState(gaussian.mean(layout.prior), head_in(layout, settings.head))
-
-
-def _broadcast(state: FedPopState, client_id: str) -> Message:
-    """The shared weights."""
-    del client_id
-    return {"mean": state.phi}
 
 
 def _moved(
