@@ -20,7 +20,6 @@ from fedppl.local import _conditional, _gaussian_rest, _marginal
 from fedppl.local._no_mode import no_mode
 from fedppl.local._other_modes import require_one_mode
 from fedppl.local._separable import is_separable, one_by_one
-from fedppl.local._smooth import smooth_over
 from fedppl.local._two_rules import Pair, by_pairs
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import STREAMS, effective_size, normalise, stream_of, weighted_moments
@@ -28,6 +27,7 @@ from fedppl.numerics.integral import Rule, beyond_grid, by_far_grid, by_grid, in
 from fedppl.numerics.marginal import site_batch
 from fedppl.numerics.newton import OK
 from fedppl.numerics.proposals import Proposal, beyond, log_mixture, points_of, scrambles
+from fedppl.numerics.smooth import smooth_over
 from fedppl.types import Array, LocalFailure
 
 _GRIDS = {2: (7, 9, 15), 3: (5, 7, 9)}  # nodes of each coordinate, by the number of coordinates

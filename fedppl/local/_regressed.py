@@ -28,11 +28,11 @@ from fedppl import gaussian
 from fedppl.contracts import ClientView, Draws, Factor, Target
 from fedppl.contracts.client import TiltedDrawFn
 from fedppl.gaussian import Gaussian
-from fedppl.local._smooth import smooth_over
 from fedppl.numerics import pareto, student
 from fedppl.numerics.importance import effective_size, normalise, stream_of
 from fedppl.numerics.marginal import site_batch
 from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose
+from fedppl.numerics.smooth import smooth_over
 from fedppl.results.idata import chain_diagnostics
 from fedppl.types import Array, LocalFailure, Rng
 

@@ -26,9 +26,9 @@ from fedppl.gaussian import Gaussian
 from fedppl.local import _gaussian_rest
 from fedppl.local._no_mode import no_mode
 from fedppl.local._other_modes import require_one_mode
-from fedppl.local._smooth import smooth_over
 from fedppl.numerics.importance import enough_points, quadratic_terms, whitened_points
 from fedppl.numerics.integral import by_far_grid, by_grid, by_trapezoids
+from fedppl.numerics.smooth import smooth_over
 from fedppl.numerics.stacked import densities_of_many, factors_of_many
 from fedppl.numerics.stacked_moments import moments_of_many
 from fedppl.types import Array, LocalFailure

@@ -31,12 +31,12 @@ from fedppl.contracts import Asked, ClientUpdate, ClientView, Factor, LogEvidenc
 from fedppl.contracts.algorithm import always
 from fedppl.gaussian import Gaussian
 from fedppl.local import marginal_values
-from fedppl.local._smooth import smooth_over
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import draw_target, pack_target
 from fedppl.numerics import student
 from fedppl.numerics.importance import STREAMS, skewness, whitened_points
 from fedppl.numerics.reweighting import Reweighted
+from fedppl.numerics.smooth import smooth_over
 from fedppl.structure import full
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
