@@ -142,6 +142,16 @@ def test_other_modes_are_named() -> None:
         assert fit(fedppl.FederatedModel(sign, ["a"]), clients, fedppl.Sums()).status.value == "stalled"
 
 
+def test_a_prior_that_the_data_contradict_is_named() -> None:
+    def narrow(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            pm.Normal("obs", pm.Normal("mu", 0, 0.01), 1, observed=pm.Data("y", y))
+        return model
+
+    clients = {name: {"y": 3 + np.random.default_rng(k).normal(size=40)} for k, name in enumerate("abc")}
+    assert "mu" in fit(fedppl.FederatedModel(narrow, ["mu"]), clients, fedppl.Sums()).message
+
+
 def test_what_needs_single_clients_is_refused() -> None:
     found = fit(*normal_means(4), fedppl.Sums())
     assert isinstance(found.algorithm.result.shared, Posterior) and found.algorithm.result.shared.without is None

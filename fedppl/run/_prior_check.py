@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,11 +37,18 @@ class _Slopes(NamedTuple):
     information: Array  # (m, m)
 
 
+def posterior_of_all(run: Run) -> Posterior[Any] | None:
+    """The posterior of an algorithm that has that of the declared model: those give its evidence, others do not."""
+    shared = run.algorithm.result.shared
+    if not isinstance(shared, Posterior) or not run.algorithm.needs.kernel:
+        return None
+    return None if shared.evidence is Posterior._field_defaults["evidence"] else shared
+
+
 def prior_conflict(run: Run) -> str:
     """Name the coordinates whose prior the data of a run contradict; empty where none is, or none can be told."""
-    shared = run.algorithm.result.shared
-    models = list(run.models.values())
-    if not isinstance(shared, Posterior) or shared.without is None or not run.algorithm.needs.kernel:
+    shared, models = posterior_of_all(run), list(run.models.values())
+    if shared is None:
         return ""
     if not 0 < len(models) <= _MOST_CLIENTS:
         return ""

@@ -27,7 +27,7 @@ from fedppl.results import departure, fallbacks
 from fedppl.results.arrival import unarrived
 from fedppl.results.fit import Fit
 from fedppl.results.records import Record
-from fedppl.run._prior_check import prior_conflict
+from fedppl.run._prior_check import posterior_of_all, prior_conflict
 from fedppl.run._run import Run, save
 from fedppl.run.one_round import Round, one_round, without_numbers
 from fedppl.run.participation import Participation
@@ -288,8 +288,8 @@ _LOCAL = NestedLaplace()
 
 def _mirror_image(run: Run) -> str:
     """Say along which coordinate there is another mode; empty where none is, or none can be told."""
-    shared, models = run.algorithm.result.shared, list(run.models.values())
-    if not isinstance(shared, Posterior) or shared.without is None or not run.algorithm.needs.kernel:
+    shared, models = posterior_of_all(run), list(run.models.values())
+    if shared is None:
         return ""
     if not 0 < len(models) <= _MOST_CLIENTS or models[0].prior.gaussian.precision.ndim == 1:
         return ""
