@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,10 @@ def _settings_of_pytensor() -> Iterator[None]:
     """Threads that build graphs leave PyTensor's settings as they were: else all that follows may be interpreted."""
     before = settings()
     yield
+    for _ in range(100):  # a thread that a test left behind may be at work still
+        if settings() == before:
+            return
+        time.sleep(0.1)
     assert settings() == before
 
 

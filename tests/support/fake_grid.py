@@ -15,6 +15,8 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedppl.model.quiet import set_back, settings
+
 # Messages can only be made inside a task of Flower's; outside, its identity has to be set by hand.
 TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
 
@@ -42,6 +44,7 @@ class FakeGrid(Grid):
         self.pending: dict[str, FlowerMessage] = {}
         self.late: set[str] = set()
         self.replies: list[FlowerMessage] = []
+        self.settings = settings()
 
     def set_run(self, run: Run) -> None:
         raise NotImplementedError
@@ -103,6 +106,8 @@ class FakeGrid(Grid):
                 reply = one.app(message, one.context)
             except Exception as error:
                 reply = FlowerMessage(Error(2, str(error)), reply_to=message)
+            finally:  # nodes have processes of their own, and here threads of one
+                set_back(self.settings)
             reply = outcome(reply) if callable(outcome) else reply
             self.replies.append(reply)
             out.append(reply)
