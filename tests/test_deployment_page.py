@@ -68,7 +68,7 @@ def serve(names: dict[str, Any], places: dict[str, dict[str, str]]) -> None:
     site = names["site"]
     nodes = {10 + i: node(site, 10 + i, name, **config) for i, (name, config) in enumerate(places.items())}
     context = node(site, 0).context
-    context.run_config = {"random_seed": 1, "wait": 1.0, "deadline": 0.05}
+    context.run_config = {"random_seed": 1, "wait": 20.0, "deadline": 20.0}
     names["server"](FakeGrid(nodes), context)
 
 
@@ -99,7 +99,9 @@ def test_an_app_of_a_formula(tmp_path: Path) -> None:
         age, arm = rng.normal(60, 9, 300), rng.choice(["drug", "none"], 300)
         died = np.where(rng.random(300) < 0.5 - 0.2 * (arm == "drug"), "yes", "no")
         pd.DataFrame({"age": age, "arm": arm, "died": died}).to_csv(config["data"], index=False)
-    serve(run("formula"), places)
+    # Of three sites a Gaussian alone does not tell how small their sd may be, and is not called converged.
+    with pytest.warns(fedppl.ConvergenceWarning, match="Correction"):
+        serve(run("formula"), places)
     for name, config in places.items():
         # Sites tell what they agree on before they know the name that their key has.
         assert {"site.told", "site.agreement", f"{name}.nc"} <= {path.name for path in Path(config["folder"]).iterdir()}

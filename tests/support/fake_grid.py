@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -15,8 +16,8 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedppl.model.quiet import set_back, settings
-
+# Nodes have processes of their own. Here they are threads of one, in which PyTensor's settings would be each other's.
+_ONE_AT_A_TIME = threading.RLock()
 # Messages can only be made inside a task of Flower's; outside, its identity has to be set by hand.
 TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
 
@@ -44,7 +45,6 @@ class FakeGrid(Grid):
         self.pending: dict[str, FlowerMessage] = {}
         self.late: set[str] = set()
         self.replies: list[FlowerMessage] = []
-        self.settings = settings()
 
     def set_run(self, run: Run) -> None:
         raise NotImplementedError
@@ -103,11 +103,10 @@ class FakeGrid(Grid):
                 out.append(FlowerMessage(Error(5, "gone"), reply_to=message))
                 continue
             try:
-                reply = one.app(message, one.context)
+                with _ONE_AT_A_TIME:
+                    reply = one.app(message, one.context)
             except Exception as error:
                 reply = FlowerMessage(Error(2, str(error)), reply_to=message)
-            finally:  # nodes have processes of their own, and here threads of one
-                set_back(self.settings)
             reply = outcome(reply) if callable(outcome) else reply
             self.replies.append(reply)
             out.append(reply)
