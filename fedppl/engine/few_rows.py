@@ -27,7 +27,7 @@ from fedppl.types import Array
 _FARTHER = 100.0  # times what a point is moved aside for slopes, so 1e-4 prior sds
 _KEPT = 128  # shares of a client, at as many points or half of them: more than a round asks at
 _EQUAL = 1e-2  # relative, of curvatures by differences
-_JUMP = 1e-4  # relative, of slopes 1e-6 prior sds aside; less where most columns reach over 100
+_JUMP = 1e-4  # relative change of slopes over 1e-6 prior sds; more than smooth terms of columns within 100 have
 ByRow = Callable[[Any, Array], Array]  # of an algorithm: vectors (n, p) of a client's rows at a point
 
 

@@ -74,7 +74,6 @@ class Weighing(NamedTuple):
     held: Correcting
     known: Known
     everywhere: bool  # whether θ is integrated at every point, since fewer do not foretell the others
-    said: str
 
 
 class SumsState(NamedTuple):
@@ -138,9 +137,9 @@ def Sums(*, points: int = 2048, pilot: int = 256, starts: int | str = "auto") ->
 
     Notes
     -----
-    *When this fails.* A client that is missing makes a round void: it is asked for again, three times. Beyond some
+    *When this fails.* A client that is missing makes a round void, and the third one in a row is the end. Beyond some
     twenty shared coordinates few points have all the weight, and the status says so: use `EP`. What needs each
-    client's own factor, as `fit.without` or `fedppl.conflict`, is not to be had of sums: use `EP`.
+    client's own factor, as `fit.influence` or `fedppl.conflict`, is not to be had of sums: use `EP`.
 
     References
     ----------
@@ -327,9 +326,7 @@ def _searched(state: SumsState, phase: Searching, sums: Message, pilot: int) -> 
         return state._replace(phase=Searching(sites, search, starts)), Report(info, Status.STALLED, starts.said)
     held = _correction.start(sites, np.zeros(sites.structure.size), pilot, np.inf, state.stream, keep=False)
     nothing = Known(np.zeros((0, sites.structure.size)), *np.zeros((3, 0)))
-    return state._replace(phase=Weighing(sites, held, nothing, False, "")), Report(
-        info, message="nothing is weighed yet"
-    )
+    return state._replace(phase=Weighing(sites, held, nothing, False)), Report(info, message="nothing is weighed yet")
 
 
 def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> tuple[SumsState, Report]:
@@ -350,7 +347,7 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
         return state._replace(phase=phase), Report(_info(phase), message="a pilot has shaped the proposal")
     remedy = f"fedppl.Sums(points={4 * points})"
     judged = _judged.judge(phase.held, phase.sites, _EXCHANGES, state.stream, None, remedy)
-    after = phase._replace(held=judged.state, said=judged.message)
+    after = phase._replace(held=judged.state)
     if not judged.done:
         return state._replace(phase=after), Report(_info(after), message="the weights are not trusted yet")
     if not judged.state.trusted:
