@@ -43,4 +43,4 @@ from fedppl.contracts.engine import (
     unheard,
 )
 from fedppl.contracts.many import Answers, ManyClients, Passed, TogetherFn
-from fedppl.contracts.update import Batch, ClientUpdate, Part
+from fedppl.contracts.update import Batch, ClientUpdate, Part, Summed

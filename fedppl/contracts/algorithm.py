@@ -117,6 +117,9 @@ class LogEvidence(NamedTuple):
 LogRatio = Callable[[Array], Array]  # log of the prior's density over that of its Gaussian, at points (S, m)
 
 
+FactorFn = Callable[[str, Array], Array]  # log f_k at points (S, m) of the client with this id, where it is known
+
+
 class WithoutClient(NamedTuple):
     """The shared posterior as if a client had not been there."""
 
@@ -169,6 +172,8 @@ class Posterior(NamedTuple, Generic[S]):
     evidence: Callable[[S, Mapping[str, ClientView]], LogEvidence] = _no_evidence  # with the clients in this process
     # It without a client, where each has a factor that is known; the cavity of the final message is then its Gaussian.
     without: Callable[[S, str, LogRatio | None], WithoutClient] | None = None
+    # The same of algorithms that keep nothing of single clients: it asks for log f_k at points of the posterior.
+    without_factor: Callable[[S, FactorFn, str, LogRatio | None], WithoutClient] | None = None
 
 
 class Point(NamedTuple, Generic[S]):

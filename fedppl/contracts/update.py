@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fedppl.contracts.client import ClientView
 from fedppl.types import Message, Rng
@@ -37,6 +37,15 @@ class Part(NamedTuple, Generic[P]):
     rng: Rng
 
 
+class Summed(NamedTuple):
+    """Replies of clients, added where they were made."""
+
+    total: Message  # every array summed over the clients, in a fixed order
+    clients: int  # how many are in it
+    failures: Mapping[str, str] = {}  # who is not, and why
+    infos: Mapping[str, Mapping[str, float]] = {}  # diagnostics by client, where there are any
+
+
 # Updates of clients that `Batch.groups` put together. None where a client has to be asked alone, as one whose numbers
 # are not finite: asked alone, it says why it fails.
 BatchFn = Callable[[Sequence[Part[P]]], Sequence[ClientUpdate[P] | None]]
@@ -56,6 +65,9 @@ class Batch(NamedTuple, Generic[P]):
     together, unreported_together
         ``together(parts)``, for a group of which each client replies, or none does. Of the latter `reply` is empty.
         What is raised costs the batch and no more: each client is then asked alone.
+    stacks, summed
+        Of algorithms that send all clients one message and read sums alone: ``stacks(clients)`` lays all of them side
+        by side, once for an engine, and ``summed(stack, message, workers)`` is the sum of a stack's replies, in threads.
     """
 
     update_client: ClientFn[P]
@@ -63,3 +75,5 @@ class Batch(NamedTuple, Generic[P]):
     groups: Callable[[Sequence[ClientView]], Sequence[Sequence[int]]]
     together: BatchFn[P]
     unreported_together: BatchFn[P] | None = None
+    stacks: Callable[[Mapping[str, ClientView]], Sequence[Any]] | None = None
+    summed: Callable[[Any, Message, int], Summed] | None = None
